@@ -1,0 +1,66 @@
+#include "cpu/isa.h"
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace itm_fast {
+namespace {
+
+// From the plainest to the best. __builtin_cpu_supports also asks the operating system (XGETBV) whether it saves the
+// wide registers.
+std::vector<Isa> available_isas() {
+  std::vector<Isa> isas{Isa::portable};
+#ifdef ITM_FAST_HAVE_AVX2
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    isas.push_back(Isa::avx2);
+  }
+#endif
+#ifdef ITM_FAST_HAVE_AVX512
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    isas.push_back(Isa::avx512);
+  }
+#endif
+  return isas;
+}
+
+Isa choose_isa() {
+  const std::vector<Isa> available = available_isas();
+  const char* wanted = std::getenv("ITM_FAST_CPU_ISA");
+  if (wanted == nullptr || *wanted == '\0') {
+    return available.back();
+  }
+  std::string names;
+  for (const Isa isa : available) {
+    if (std::string(wanted) == isa_name(isa)) {
+      return isa;
+    }
+    names += (names.empty() ? "" : ", ") + std::string(isa_name(isa));
+  }
+  throw std::runtime_error("ITM_FAST_CPU_ISA='" + std::string(wanted) + "' is not available: expected one of " + names);
+}
+
+}  // namespace
+
+const char* isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::portable:
+      return "portable";
+    case Isa::avx2:
+      return "avx2";
+    case Isa::avx512:
+      return "avx512";
+    case Isa::amx:
+      return "amx";
+  }
+  return "unknown";
+}
+
+Isa selected_isa() {
+  static const Isa isa = choose_isa();
+  return isa;
+}
+
+}  // namespace itm_fast
