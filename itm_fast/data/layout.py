@@ -1,0 +1,149 @@
+"""The files of the published precomputed layout, read and checked one at a time.
+
+Inside: `split_path`, `available_splits`, `open_features`, `read_captions`, `read_caption_image`, `read_ids`.
+
+Every problem is a ValueError of one line that names the file, and the line (from 1) or row (from 0) where there is one.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+CAPTIONS_PER_IMAGE = 5
+
+# What str() makes of a bytes object: the trace of a file read as bytes and written back as text.
+_BYTES_LITERAL = re.compile(r"b'.*'|b\".*\"", re.DOTALL)
+
+
+def split_path(directory: str | os.PathLike[str], split: str, suffix: str) -> Path:
+    """The path of one file of a split, such as `train_caps.txt` for the suffix `caps.txt`."""
+    return Path(directory) / f"{split}_{suffix}"
+
+
+def available_splits(directory: str | os.PathLike[str]) -> list[str]:
+    """The splits that have features and captions in `directory`, sorted."""
+    splits = (path.name.removesuffix("_ims.npy") for path in Path(directory).glob("*_ims.npy"))
+    return sorted(split for split in splits if split_path(directory, split, "caps.txt").is_file())
+
+
+def check_split(directory: str | os.PathLike[str], split: str) -> None:
+    """Raises ValueError where the directory or one of the two files that a split needs is missing."""
+    if not Path(directory).is_dir():
+        raise ValueError(f"{directory}: no such data directory")
+    for suffix in ("ims.npy", "caps.txt"):
+        path = split_path(directory, split, suffix)
+        if not path.is_file():
+            found = ", ".join(available_splits(directory)) or "none"
+            raise ValueError(f"{path}: no such file, so there is no split {split!r} (splits in {directory}: {found})")
+
+
+def open_features(path: str | os.PathLike[str]) -> np.memmap:
+    """Maps `(n_rows, k, f)` float16, float32 or float64 features; nothing but the header is read."""
+    try:
+        features = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, SyntaxError) as error:
+        # numpy has a message of its own for each kind of damage; its first line is enough.
+        reason = (str(error).splitlines() or ["empty file"])[0]
+        size = Path(path).stat().st_size
+        raise ValueError(f"{path}: not a readable .npy array of numbers ({reason}; {size} bytes on disk)") from None
+    if not isinstance(features, np.memmap):
+        raise ValueError(f"{path}: expected one .npy array, got {type(features).__name__}")
+    if features.dtype.kind != "f" or features.dtype.itemsize > 8:
+        raise ValueError(f"{path}: expected float16, float32 or float64 features, got {features.dtype}")
+    if features.ndim != 3:
+        raise ValueError(f"{path}: expected features of shape (images, regions, channels), got shape {features.shape}")
+    if 0 in features.shape:
+        raise ValueError(f"{path}: expected at least one image, region and channel, got shape {features.shape}")
+    return features
+
+
+def _read_lines(path: str | os.PathLike[str]) -> list[str]:
+    try:
+        content = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    # Only "\n" and "\r\n" end a line: str.splitlines() would also cut at separators that occur inside captions.
+    lines = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    if lines[-1] == b"":
+        lines.pop()
+    decoded = []
+    for number, line in enumerate(lines, 1):
+        try:
+            decoded.append(line.removesuffix(b"\r").decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: line {number} is not UTF-8 (byte {error.start}: {error.reason})") from None
+    return decoded
+
+
+def read_captions(path: str | os.PathLike[str]) -> list[str]:
+    """One caption per line, stripped. Refused: not UTF-8, empty, or the text of a bytes literal (`b'...'`)."""
+    captions = [line.strip() for line in _read_lines(path)]
+    if not captions:
+        raise ValueError(f"{path}: expected at least one caption, the file is empty")
+    for number, caption in enumerate(captions, 1):
+        if not caption:
+            raise ValueError(f"{path}: line {number}: the caption is empty")
+        if _BYTES_LITERAL.fullmatch(caption):
+            raise ValueError(
+                f"{path}: line {number}: the caption is the text of a bytes literal ({caption[:40]}): "
+                "write the decoded text instead"
+            )
+    return captions
+
+
+def read_caption_image(path: str | os.PathLike[str], n_images: int, n_captions: int) -> npt.NDArray[np.int64]:
+    """The image row of each caption, `(n_captions,)`, from `{split}_cap2im.txt`: one integer per line."""
+    lines = _read_lines(path)
+    if len(lines) != n_captions:
+        raise ValueError(f"{path}: expected one line per caption ({n_captions}), got {len(lines)} lines")
+    rows = np.empty(n_captions, dtype=np.int64)
+    for index, line in enumerate(lines):
+        if not re.fullmatch(r"[+-]?[0-9]+", line.strip()):
+            raise ValueError(f"{path}: line {index + 1}: expected the row of an image, got {line.strip()[:40]!r}")
+        row = int(line)
+        if not 0 <= row < n_images:
+            raise ValueError(f"{path}: line {index + 1}: expected an image row from 0 to {n_images - 1}, got {row}")
+        rows[index] = row
+    return rows
+
+
+def repeated_image(features: np.memmap, samples: int = 16) -> int | None:
+    """Checks that rows 5i ... 5i+4 are equal for `samples` images spread over the file; the first i that differs."""
+    n_images = len(features) // CAPTIONS_PER_IMAGE
+    for image in np.unique(np.linspace(0, n_images - 1, samples).astype(np.int64)):
+        group = features[image * CAPTIONS_PER_IMAGE : (image + 1) * CAPTIONS_PER_IMAGE]
+        if not np.array_equal(group[1:], np.broadcast_to(group[:1], group[1:].shape), equal_nan=True):
+            return int(image)
+    return None
+
+
+def read_ids(
+    path: str | os.PathLike[str], n_images: int, stride: int, caption_image: npt.NDArray[np.int64]
+) -> list[str] | None:
+    """The name of each image from `{split}_ids.txt`: one per image, per stored row or per caption.
+
+    Names that differ between the captions of one image are names of captions: then there are none of images (None).
+    """
+    names = [line.strip() for line in _read_lines(path)]
+    if len(names) == n_images:
+        return names
+    if len(names) == n_images * stride:
+        owner = np.arange(len(names)) // stride
+    elif len(names) == len(caption_image):
+        owner = caption_image
+    else:
+        counts = dict.fromkeys((n_images, n_images * stride, len(caption_image)))
+        expected = " or ".join(map(str, counts))
+        raise ValueError(f"{path}: expected one id per image or per caption ({expected} lines), got {len(names)}")
+    images: list[str | None] = [None] * n_images
+    for name, image in zip(names, owner, strict=True):
+        if images[image] not in (None, name):
+            return None
+        images[image] = name
+    return None if None in images else [name for name in images if name is not None]

@@ -1,0 +1,154 @@
+"""Words and their ids: the published vocabulary JSON and a builder from training captions.
+
+Inside: `Vocabulary`, `find_vocabulary`, `load_vocabulary`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .. import files
+from . import layout
+from .tokenization import tokenize
+
+PAD, START, END, UNK, MASK = "<pad>", "<start>", "<end>", "<unk>", "<mask>"
+
+
+class Vocabulary:
+    """A one-to-one map from words to the ids 0 ... len - 1.
+
+    Attributes: `words` (list of str, by id), `pad`, `start`, `end`, `unk` (ids), `mask` (id, or None where the
+    vocabulary has no `<mask>`, as those published with SCAN).
+    """
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self.words = list(words)
+        self._ids = {word: index for index, word in enumerate(self.words)}
+        if len(self._ids) != len(self.words):
+            repeated = next(word for word, count in Counter(self.words).items() if count > 1)
+            raise ValueError(f"vocabulary: the word {repeated!r} occurs more than once")
+        missing = [word for word in (PAD, START, END, UNK) if word not in self._ids]
+        if missing:
+            raise ValueError(f"vocabulary: expected the words <pad> <start> <end> <unk>, found no {' '.join(missing)}")
+        self.pad, self.start, self.end, self.unk = (self._ids[word] for word in (PAD, START, END, UNK))
+        self.mask: int | None = self._ids.get(MASK)
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __contains__(self, word: str) -> bool:
+        return word in self._ids
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vocabulary) and self.words == other.words
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Vocabulary({len(self)} words)"
+
+    @classmethod
+    def build(cls, captions: Iterable[str], min_count: int = 4) -> Vocabulary:
+        """The words that occur at least `min_count` times in `captions`, the most frequent first.
+
+        Give it the captions of the training split alone; words of other splits become `<unk>`.
+        """
+        if min_count < 1:
+            raise ValueError(f"min_count: expected at least 1, got {min_count}")
+        counts = Counter(word for caption in captions for word in tokenize(caption))
+        frequent = [word for word, count in counts.items() if count >= min_count]
+        words = sorted(frequent, key=lambda word: (-counts[word], word))
+        return cls([PAD, START, END, UNK, MASK, *words])
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Vocabulary:
+        """Reads the published JSON: `word2idx`, and `idx2word` and `idx` where present.
+
+        Raises ValueError naming the file where it is no such JSON, its ids are not 0 ... n - 1, its parts disagree, or
+        one of `<pad> <start> <end> <unk>` is missing; FileNotFoundError where there is no such file.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        except ValueError as error:
+            raise ValueError(f"{path}: expected a vocabulary as UTF-8 JSON: {error}") from None
+        try:
+            return cls(_words_by_id(content))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the published JSON, atomically."""
+        content = {"word2idx": self._ids, "idx2word": dict(enumerate(self.words)), "idx": len(self.words)}
+        files.write_text(path, json.dumps(content, ensure_ascii=False, indent=0) + "\n")
+
+    def encode(self, caption: str) -> list[int]:
+        """The ids of `<start>`, the words of `caption` (unknown ones as `<unk>`), `<end>`."""
+        return [self.start, *(self._ids.get(word, self.unk) for word in tokenize(caption)), self.end]
+
+    def decode(self, token_ids: Iterable[int]) -> list[str]:
+        """The words of `token_ids`, without `<pad>`, `<start>` and `<end>`."""
+        dropped = {self.pad, self.start, self.end}
+        return [self.words[index] for index in map(int, token_ids) if index not in dropped]
+
+
+def _words_by_id(content: Any) -> list[str]:
+    if not isinstance(content, dict) or not isinstance(content.get("word2idx"), dict):
+        raise ValueError("vocabulary: expected a JSON object with an object 'word2idx'")
+    ids: dict[str, Any] = content["word2idx"]
+    for word, index in ids.items():
+        if type(index) is not int:
+            raise ValueError(f"vocabulary: expected an integer id for the word {word!r}, got {index!r}")
+    by_id = {index: word for word, index in ids.items()}
+    for expected in range(len(ids)):
+        if expected not in by_id:
+            raise ValueError(f"vocabulary: expected the ids 0 to {len(ids) - 1}, no word has id {expected}")
+    words = [by_id[index] for index in range(len(ids))]
+    if content.get("idx", len(words)) != len(words):
+        raise ValueError(f"vocabulary: 'idx' is {content['idx']!r}, but 'word2idx' has {len(words)} words")
+    back = content.get("idx2word")
+    if back is not None and back != {str(index): word for index, word in enumerate(words)}:
+        raise ValueError("vocabulary: 'idx2word' is not the inverse of 'word2idx'")
+    return words
+
+
+def find_vocabulary(directory: str | os.PathLike[str]) -> Path | None:
+    """The vocabulary file that belongs to a data directory, or None.
+
+    First `vocab.json` in the directory; then, as published beside `data/f30k_precomp`, `vocab/f30k_precomp_vocab.json`
+    in one of the folders above (for `data/f30k/precomp` the same name).
+    """
+    directory = Path(directory)
+    own = directory / "vocab.json"
+    if own.is_file():
+        return own
+    resolved = directory.resolve()
+    names = [resolved.name, f"{resolved.parent.name}_{resolved.name}"]
+    for folder in list(resolved.parents)[:3]:
+        for name in names:
+            candidate = folder / "vocab" / f"{name}_vocab.json"
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+def load_vocabulary(
+    directory: str | os.PathLike[str], vocabulary_file: str | os.PathLike[str] | None = None, *, min_count: int = 4
+) -> Vocabulary:
+    """`vocabulary_file` where given, else what `find_vocabulary` finds, else one built from `train_caps.txt` alone."""
+    path = Path(vocabulary_file) if vocabulary_file is not None else find_vocabulary(directory)
+    if path is not None:
+        if not path.is_file():
+            raise ValueError(f"{path}: no such vocabulary file")
+        return Vocabulary.from_file(path)
+    captions = Path(directory) / "train_caps.txt"
+    if not captions.is_file():
+        raise ValueError(
+            f"{directory}: found no vocabulary (vocab.json, or ../vocab/{Path(directory).resolve().name}_vocab.json) "
+            "and no train_caps.txt to build one from; name one with --vocab FILE"
+        )
+    return Vocabulary.build(layout.read_captions(captions), min_count)

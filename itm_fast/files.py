@@ -1,0 +1,47 @@
+"""Writing files so that a reader never meets a half-written one.
+
+Inside: `atomic_path`, `write_text`, `write_bytes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a temporary path beside `path`; on success it replaces `path` in one step, on an exception it is removed.
+
+    The folder of `path` is created where it does not exist.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # The suffix is kept at the end because numpy.save and others append one where they miss it.
+    handle, name = tempfile.mkstemp(prefix=f".{target.stem}.", suffix=f".tmp{target.suffix}", dir=target.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        # mkstemp creates files readable by the owner alone; the finished file gets the usual permissions.
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Writes `text` as UTF-8 with line ends as they are, atomically."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Writes `content` atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(content)
