@@ -1,0 +1,101 @@
+"""Argument checks shared by the public functions.
+
+Inside: `check_tensor`, `check_shape`, `check_same_device`, `finite_number`, `check_option`, `check_flag`, `describe`.
+
+Every error is one line, "<argument>: expected <what>, got <what came>": `TypeError` for a wrong kind or dtype,
+`ValueError` for a wrong shape, device or value. The checks read shapes and dtypes, never tensor values, so that nothing
+waits for a GPU and `torch.compile` traces them.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "FLOATING",
+    "INTEGER",
+    "check_flag",
+    "check_option",
+    "check_same_device",
+    "check_shape",
+    "check_tensor",
+    "describe",
+    "finite_number",
+]
+
+FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTEGER = (torch.int32, torch.int64)
+
+
+def describe(value: object) -> str:
+    """What came, for an error message: dtype and shape of a tensor, else the value and its type."""
+    if isinstance(value, Tensor):
+        return f"a {_name(value.dtype)} tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def check_tensor(name: str, value: object, shape: tuple[str, ...], dtypes: Sequence[torch.dtype] = FLOATING) -> None:
+    """Refuses what is no dense tensor of one of `dtypes` with the dimensions named in `shape`: `("n", "m")`."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a tensor of shape {_shape(shape)}, got {describe(value)}")
+    if value.dtype not in dtypes:
+        expected = " or ".join(_name(dtype) for dtype in dtypes)
+        raise TypeError(f"{name}: expected a tensor of dtype {expected}, got {describe(value)}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got the layout {value.layout}")
+    if value.dim() != len(shape):
+        raise ValueError(f"{name}: expected shape {_shape(shape)}, got {describe(value)}")
+
+
+def check_shape(name: str, value: Tensor, expected: Sequence[int], meaning: str) -> None:
+    """Refuses a shape other than `expected`; `meaning` says where the expectation comes from."""
+    if tuple(value.shape) != tuple(expected):
+        raise ValueError(f"{name}: expected shape {tuple(expected)} {meaning}, got {tuple(value.shape)}")
+
+
+def check_same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+    """Refuses two tensors on different devices."""
+    if value.device != other.device:
+        raise ValueError(f"{name}: expected it on {other.device} like {other_name}, got {value.device}")
+
+
+def finite_number(name: str, value: object, *, minimum: float | None = None, non_zero: bool = False) -> float:
+    """`value` as a float; refuses what is no real number, NaN, infinities, and what lies below `minimum`."""
+    # The exact types come first: they are the usual ones, and the only ones that torch.compile makes symbolic.
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+        raise TypeError(f"{name}: expected a finite number, got {describe(value)}")
+    number = float(value)
+    # NaN and infinities minus themselves are NaN. math.isfinite would say the same, but not of a symbolic number.
+    if number - number != 0.0:
+        raise ValueError(f"{name}: expected a finite number, got {number}")
+    if minimum is not None and number < minimum:
+        raise ValueError(f"{name}: expected a number of at least {minimum:g}, got {number}")
+    if non_zero and number == 0.0:
+        raise ValueError(f"{name}: expected a number other than 0, got {number}")
+    return number
+
+
+def check_option(name: str, value: object, options: Sequence[str | None]) -> None:
+    """Refuses a value that is not one of `options`."""
+    if not (value is None or isinstance(value, str)) or value not in options:
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(f"{name}: expected one of {', '.join(map(repr, options))}, got {describe(value)}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuses what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {describe(value)}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape(names: tuple[str, ...]) -> str:
+    return f"({names[0]},)" if len(names) == 1 else f"({', '.join(names)})"
