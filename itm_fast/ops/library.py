@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+
+Fake = TypeVar("Fake", bound=Callable[..., Any])
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -36,6 +40,14 @@ def _load(name: str) -> str | None:
 
 
 _missing_cpu = _load("_C_cpu")
+# Listing the dispatcher's operators takes a millisecond, so it is done once.
+_operators = frozenset(_registered_operators())
+
+
+def register_fake(operator: str) -> Callable[[Fake], Fake]:
+    """`torch.library.register_fake` for an operator of the native library; does nothing where that is not loaded."""
+    name = f"itm_fast::{operator}"
+    return torch.library.register_fake(name) if name in _operators else lambda fake: fake
 
 
 def use_native(operator: str, tensor: torch.Tensor) -> bool:
@@ -46,7 +58,7 @@ def use_native(operator: str, tensor: torch.Tensor) -> bool:
         cause = _missing_cpu
     elif tensor.dtype not in _CPU_DTYPES:
         cause = f"no native kernel for {tensor.dtype}"
-    elif f"itm_fast::{operator}" not in _registered_operators():
+    elif f"itm_fast::{operator}" not in _operators:
         cause = f"the native library holds no operator '{operator}'"
     else:
         return True
