@@ -1,6 +1,6 @@
 """Image-text matching in PyTorch with native cross-attention kernels."""
 
-from itm_fast.ops.library import FallbackWarning
+from itm_fast.ops.library import FallbackWarning, build_info
 from itm_fast.version import __version__
 
-__all__ = ["FallbackWarning", "__version__"]
+__all__ = ["FallbackWarning", "__version__", "build_info"]

@@ -8,8 +8,7 @@
 namespace itm_fast {
 namespace {
 
-// From the plainest to the best. __builtin_cpu_supports also asks the operating system (XGETBV) whether it saves the
-// wide registers.
+// __builtin_cpu_supports also asks the operating system (XGETBV) whether it saves the wide registers.
 std::vector<Isa> available_isas() {
   std::vector<Isa> isas{Isa::portable};
 #ifdef ITM_FAST_HAVE_AVX2
@@ -32,14 +31,13 @@ Isa choose_isa() {
   if (wanted == nullptr || *wanted == '\0') {
     return available.back();
   }
-  std::string names;
   for (const Isa isa : available) {
     if (std::string(wanted) == isa_name(isa)) {
       return isa;
     }
-    names += (names.empty() ? "" : ", ") + std::string(isa_name(isa));
   }
-  throw std::runtime_error("ITM_FAST_CPU_ISA='" + std::string(wanted) + "' is not available: expected one of " + names);
+  throw std::runtime_error("ITM_FAST_CPU_ISA='" + std::string(wanted) + "' is not available: expected one of " +
+                           available_isa_names());
 }
 
 }  // namespace
@@ -56,6 +54,15 @@ const char* isa_name(Isa isa) {
       return "amx";
   }
   return "unknown";
+}
+
+std::string available_isa_names() {
+  std::string names;
+  for (const Isa isa : available_isas()) {
+    if (!names.empty()) names += ", ";
+    names += isa_name(isa);
+  }
+  return names;
 }
 
 Isa selected_isa() {

@@ -1,75 +1,167 @@
-"""Loads the native library and says which path serves what.
+"""Loads the native libraries and says which path serves what.
 
-``use_native`` is asked by every operator; ``build_info`` reports what was found.
+Every operator asks `use_native`; `build_info` reports what was found. Environment variables, read at import:
+
+- `ITM_FAST_NATIVE=0` leaves the native libraries alone: the packed reference serves everything.
+- `ITM_FAST_CPU_ISA=portable|avx2|avx512` forces the instruction set of the CPU kernels.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+import platform
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-Fake = TypeVar("Fake", bound=Callable[..., Any])
+from itm_fast.version import __version__
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+PACKAGE = Path(__file__).resolve().parents[1]
+OPERATORS = ("cross_attention_scores", "hardest_negatives", "retrieval_ranks", "triplet_loss")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+# Device types and the dispatch keys under which kernels are registered for them.
+_DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
 
 
 class FallbackWarning(UserWarning):
-    """The packed reference serves an operator because no native kernel can."""
+    """The packed reference serves an operator because no native kernel can. Issued once per cause."""
 
 
-def _registered_operators() -> list[str]:
-    names = torch._C._dispatch_get_all_op_names()
-    return sorted(name for name in names if name.startswith("itm_fast::"))
+def _registered() -> list[str]:
+    return [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("itm_fast::")]
 
 
-def _load(name: str) -> str | None:
-    """Loads ``itm_fast/<name>.so``; returns None, or why it was not loaded."""
+def _refuse_a_second_library(path: Path) -> None:
+    """Raises ImportError where another file has registered our operators: a second definition aborts the process."""
+    if _registered():
+        ours = sorted(file for file in torch.ops.loaded_libraries if Path(file).name.startswith(path.name))
+        if ours != [str(path)]:
+            raise ImportError(
+                f"the operators of itm_fast are already registered by {', '.join(ours) or 'an unknown library'}; "
+                f"loading {path} as well would abort the process. Keep one installation of itm_fast"
+            )
+
+
+def _load_cpu_library() -> str | None:
+    """Loads `_C_cpu`; returns None, or in a few words why there is no native library."""
     if os.environ.get("ITM_FAST_NATIVE", "1") == "0":
         return "ITM_FAST_NATIVE=0"
-    path = _PACKAGE / f"{name}.so"
+    path = PACKAGE / "_C_cpu.so"
     if not path.exists():
-        return "no native library was built"
-    torch.ops.load_library(str(path))
+        if platform.system() == "Windows":
+            return "itm_fast has no native library for Windows"
+        return "the native library was not built (install a C++ compiler, then install itm_fast again)"
+    _refuse_a_second_library(path)
+    try:
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    except OSError as error:
+        return f"{path} could not be loaded ({str(error.__cause__ or error).splitlines()[0]})"
     return None
 
 
-_missing_cpu = _load("_C_cpu")
-# Listing the dispatcher's operators takes a millisecond, so it is done once.
-_operators = frozenset(_registered_operators())
+def _load_cuda_library() -> None:
+    """Loads `_C_cuda` where it was built and torch can use it; its schemas are those of `_C_cpu`."""
+    path = PACKAGE / "_C_cuda.so"
+    if torch.version.cuda is not None and path.exists():
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
 
 
-def register_fake(operator: str) -> Callable[[Fake], Fake]:
-    """`torch.library.register_fake` for an operator of the native library; does nothing where that is not loaded."""
-    name = f"itm_fast::{operator}"
-    return torch.library.register_fake(name) if name in _operators else lambda fake: fake
+def _instruction_sets() -> tuple[str, list[str]]:
+    """The instruction set in use and all available ones; ValueError where `ITM_FAST_CPU_ISA` names another."""
+    try:
+        selected = torch.ops.itm_fast.cpu_instruction_set()
+    except RuntimeError as error:
+        raise ValueError(str(error).splitlines()[0]) from None
+    return selected, torch.ops.itm_fast.available_cpu_instruction_sets().split(", ")
 
 
-def use_native(operator: str, tensor: torch.Tensor) -> bool:
-    """True where a native kernel of ``operator`` serves the device and dtype of ``tensor``; else warns, once a cause."""
-    if tensor.device.type != "cpu":
-        cause = f"no native kernel for device '{tensor.device.type}'"
-    elif _missing_cpu is not None:
-        cause = _missing_cpu
-    elif tensor.dtype not in _CPU_DTYPES:
-        cause = f"no native kernel for {tensor.dtype}"
-    elif f"itm_fast::{operator}" not in _operators:
-        cause = f"the native library holds no operator '{operator}'"
-    else:
-        return True
-    _warn_once(cause)
-    return False
+def _native_devices() -> dict[str, frozenset[str]]:
+    """For every operator found, the device types that have a kernel of it."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return {
+        name.removeprefix("itm_fast::"): frozenset(d for d, key in _DISPATCH_KEYS.items() if has_kernel(name, key))
+        for name in _registered()
+    }
 
 
+_library_problem = _load_cpu_library()
+if _library_problem is None:
+    _load_cuda_library()
+    _selected, _available = _instruction_sets()
+    _native = _native_devices()
 _warned: set[str] = set()
 
 
-def _warn_once(cause: str) -> None:
+def _fallback_cause(operator: str, device: str, dtype: torch.dtype) -> str | None:
+    """Why the packed reference serves `operator`; None where a native kernel does."""
+    if _library_problem is not None:
+        return _library_problem
+    if device not in _native.get(operator, ()):
+        return f"no native kernel for device '{device}'"
+    if dtype not in DTYPES:
+        return f"no native kernel for {dtype}"
+    return None
+
+
+def use_native(operator: str, tensor: torch.Tensor) -> bool:
+    """Whether a native kernel of `operator` serves the device and dtype of `tensor`.
+
+    Where none does, the caller takes the packed reference, and a `FallbackWarning` says why, once per cause.
+    """
+    cause = _fallback_cause(operator, tensor.device.type, tensor.dtype)
+    if cause is None:
+        return True
     if cause not in _warned:
         _warned.add(cause)
-        warnings.warn(f"itm_fast runs on the packed reference: {cause}", FallbackWarning, stacklevel=3)
+        # The warning points at the caller of the public function: use_native <- ops <- functional <- caller.
+        warnings.warn(f"itm_fast runs on the packed reference: {cause}", FallbackWarning, stacklevel=4)
+    return False
+
+
+def _path_of(operator: str, device: str) -> str:
+    cause = _fallback_cause(operator, device, torch.float32)
+    if cause is not None:
+        return f"packed reference: {cause}"
+    return f"native {_selected}" if device == "cpu" else "native"
+
+
+def build_info() -> dict[str, Any]:
+    """What this installation is made of, and which path serves what.
+
+    Returns:
+        A dictionary that JSON can hold:
+
+        - "version": the version of itm_fast.
+        - "libraries": for "_C_cpu", "_C_cuda" and "_host" the path of the file found, or None.
+        - "compiler", "build_type": of the native libraries; None without `_host`.
+        - "torch": {"built": version that the libraries were built against or None, "running": version in use}.
+        - "instruction_sets": {"compiled": list or None, "available": those that this processor can use, "selected":
+          the one in use or None}.
+        - "cuda_architectures": those compiled, such as ["90"].
+        - "dispatch": {operator: {device: "native avx512" or "packed reference: <cause>"}}, for float32.
+    """
+    try:
+        host = importlib.import_module("itm_fast._host")
+    except ImportError:
+        host = None
+    built: dict[str, Any] = host.build_information() if host else {}
+    files = {name: next(iter(sorted(PACKAGE.glob(f"{name}.*so"))), None) for name in ("_C_cpu", "_C_cuda", "_host")}
+    native = _library_problem is None
+    return {
+        "version": __version__,
+        "libraries": {name: str(path) if path else None for name, path in files.items()},
+        "compiler": built.get("compiler"),
+        "build_type": built.get("build_type"),
+        "torch": {"built": built.get("torch"), "running": torch.__version__},
+        "instruction_sets": {
+            "compiled": built.get("instruction_sets"),
+            "available": _available if native else [],
+            "selected": _selected if native else None,
+        },
+        "cuda_architectures": built.get("cuda_architectures", []),
+        "dispatch": {name: {device: _path_of(name, device) for device in _DISPATCH_KEYS} for name in OPERATORS},
+    }
