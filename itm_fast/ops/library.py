@@ -12,8 +12,9 @@ import importlib
 import os
 import platform
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +23,8 @@ from itm_fast.version import __version__
 PACKAGE = Path(__file__).resolve().parents[1]
 OPERATORS = ("cross_attention_scores", "hardest_negatives", "retrieval_ranks", "triplet_loss")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+Fake = TypeVar("Fake", bound=Callable[..., Any])
 
 # Device types and the dispatch keys under which kernels are registered for them.
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
@@ -92,8 +95,14 @@ _library_problem = _load_cpu_library()
 if _library_problem is None:
     _load_cuda_library()
     _selected, _available = _instruction_sets()
-    _native = _native_devices()
+# Empty without a library. Listing the dispatcher's operators takes a millisecond, so it is done once.
+_native = _native_devices() if _library_problem is None else {}
 _warned: set[str] = set()
+
+
+def register_fake(operator: str) -> Callable[[Fake], Fake]:
+    """`torch.library.register_fake` for an operator of the native library; does nothing where that is not loaded."""
+    return torch.library.register_fake(f"itm_fast::{operator}") if operator in _native else lambda fake: fake
 
 
 def _fallback_cause(operator: str, device: str, dtype: torch.dtype) -> str | None:
