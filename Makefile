@@ -1,6 +1,69 @@
+# Every target sets up what it needs: a virtual environment in .venv, torch where none is there, and the native build.
+# ARGS goes to the command that a target runs: make test ARGS="-k triplet", make demo ARGS="--help".
+
+SHELL := /bin/bash
 VENV := .venv
 PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.set-up
+TORCH ?= torch==2.13.0
+NATIVE_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+# cmake and ninja of the environment come first, so that one build folder always sees the same ones.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: build
-build:
+.DEFAULT_GOAL := help
+.PHONY: help demo test build lint format types dist check-dist bench clean
+
+help: ## Show this list.
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: build ## Train on the bundled emoji data, evaluate, write the report.
+	$(VENV)/bin/itm-fast demo $(ARGS)
+
+test: build ## Run the tests.
+	$(PYTHON) -m pytest $(ARGS)
+
+build: $(STAMP) ## Compile what changed in csrc/ and put the libraries into itm_fast/.
 	$(PYTHON) setup.py -q build_ext --inplace
+
+lint: $(STAMP) ## Check style: ruff and clang-format.
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(NATIVE_SOURCES)
+
+format: $(STAMP) ## Rewrite the sources in that style.
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+	$(VENV)/bin/clang-format -i $(NATIVE_SOURCES)
+
+types: $(STAMP) ## Check the types of the package.
+	$(PYTHON) -m mypy
+
+dist: build ## Build the sdist, and the wheel from the sdist, into dist/.
+	rm -rf dist
+	$(PYTHON) -m build --no-isolation
+
+check-dist: dist ## Install that wheel outside the source tree and use it there.
+	tools/check_dist.sh
+
+bench: build ## Measure against the per-caption loop and the packed form in plain PyTorch.
+	$(VENV)/bin/itm-fast bench $(ARGS)
+
+clean: ## Remove what was built; the environment stays.
+	rm -rf build dist *.egg-info itm_fast/*.so
+
+$(PYTHON):
+	@for python in $(PYTHON3) python3.11 python3.12 python3.13 python3.10 python3; do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+	    if $$python -c 'import torch' 2>/dev/null; then options=--system-site-packages; fi; \
+	    echo "$$python -m venv $(VENV) $$options"; \
+	    exec $$python -m venv $(VENV) $$options; \
+	  fi; \
+	done; \
+	echo "itm_fast: no Python 3.10 or newer found; name one: make PYTHON3=/path/to/python" >&2; exit 1
+
+# What pip needs to build without isolation stands in build-system.requires and in tools/build_backend.py.
+$(STAMP): pyproject.toml | $(PYTHON)
+	$(PYTHON) -c 'import torch' 2>/dev/null || $(PYTHON) -m pip install -q $(TORCH)
+	$(PYTHON) -m pip install -q 'setuptools>=77' 'pybind11>=2.13' 'cmake>=3.22' 'ninja>=1.10'
+	$(PYTHON) -m pip install -q --no-build-isolation -e '.[dev]'
+	touch $@

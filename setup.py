@@ -6,7 +6,6 @@ Environment: ``CXX`` (compiler), ``ITM_FAST_CUDA=auto|on|off``, ``CMAKE_ARGS`` (
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from build_backend import find_compiler, find_torch  # noqa: E402
+from build_backend import find_compiler, find_tool, find_torch  # noqa: E402
 
 
 class CMakeBuild(build_ext):
@@ -29,12 +28,15 @@ class CMakeBuild(build_ext):
         if found is None:
             raise SystemExit("itm_fast: no torch 2.11 or newer found to build against; 'pip install .' fetches one")
         torch_root, torch_version = found
+        cmake, ninja = find_tool("cmake"), find_tool("ninja")
+        if cmake is None or ninja is None:
+            raise SystemExit("itm_fast: building needs cmake 3.22 and ninja 1.10 or newer: pip install cmake ninja")
         # One folder for wheels and editable installs, kept between builds: a rebuild compiles only what changed.
         build_dir = ROOT / "build" / f"native-{sys.implementation.cache_tag}"
         destination = ROOT if self.inplace or self.editable_mode else Path(self.build_lib).resolve()
         configure = [
-            *("cmake", "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"),
-            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}",
+            *(cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"),
+            f"-DCMAKE_MAKE_PROGRAM={ninja}",
             f"-DITM_FAST_VERSION={self.distribution.get_version()}",
             f"-DITM_FAST_TORCH_ROOT={torch_root}",
             f"-DITM_FAST_TORCH_VERSION={torch_version}",
@@ -44,8 +46,8 @@ class CMakeBuild(build_ext):
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         subprocess.run(configure, check=True)
-        subprocess.run(["cmake", "--build", str(build_dir)], check=True)
-        subprocess.run(["cmake", "--install", str(build_dir), "--prefix", str(destination)], check=True)
+        subprocess.run([cmake, "--build", str(build_dir)], check=True)
+        subprocess.run([cmake, "--install", str(build_dir), "--prefix", str(destination)], check=True)
 
     def get_outputs(self):
         return [str(path) for path in Path(self.build_lib, "itm_fast").glob("_*.so")]

@@ -12,6 +12,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shlex
 import shutil
 import site
 import subprocess
@@ -34,6 +35,7 @@ __all__ = [
     "build_sdist",
     "build_wheel",
     "find_compiler",
+    "find_tool",
     "find_torch",
     "get_requires_for_build_editable",
     "get_requires_for_build_sdist",
@@ -42,8 +44,13 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-TORCH_REQUIREMENT = "torch>=2.11"
-OLDEST_TORCH = (2, 11)
+OLDEST = {"torch": (2, 11), "cmake": (3, 22), "ninja": (1, 10)}
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """The first number with a dot in `text`: (3, 25) of "cmake version 3.25.1"."""
+    found = re.search(r"(\d+)\.(\d+)", text)
+    return tuple(map(int, found.groups())) if found else ()
 
 
 def find_torch() -> tuple[Path, str] | None:
@@ -52,21 +59,37 @@ def find_torch() -> tuple[Path, str] | None:
     for folder in dict.fromkeys([*sys.path, *own, site.getusersitepackages()]):
         for found in importlib.metadata.distributions(name="torch", path=[folder]):
             root = Path(folder) / "torch"
-            version = re.match(r"(\d+)\.(\d+)", found.version)
-            if version and (root / "include").is_dir() and tuple(map(int, version.groups())) >= OLDEST_TORCH:
+            if (root / "include").is_dir() and _version(found.version) >= OLDEST["torch"]:
                 return root.resolve(), found.version
     return None
 
 
+def _answers(command: str) -> str:
+    """What ``command --version`` prints; empty where it fails."""
+    try:
+        result = subprocess.run([command, "--version"], capture_output=True, text=True)
+    except OSError:
+        return ""
+    return result.stdout if result.returncode == 0 else ""
+
+
 def find_compiler() -> str | None:
-    """The C++ compiler that CMake is going to take, or None where there is none that answers ``--version``."""
+    """The C++ compiler that CMake is going to take; None where there is none, and on Windows, which has no native code.
+
+    A file that does not answer is none: on macOS a stub named c++ stands in before the command line tools are installed.
+    """
     if platform.system() == "Windows":
         return None
-    wanted = os.environ.get("CXX", "").split()[:1]
-    for name in wanted or ["c++", "g++", "clang++"]:
-        path = shutil.which(name)
-        # On macOS a stub named c++ exists before the command line tools are installed; it exits with an error.
-        if path and subprocess.run([path, "--version"], capture_output=True).returncode == 0:
+    wanted = shlex.split(os.environ.get("CXX", ""))[:1] or ["c++", "g++", "clang++"]
+    return next((path for path in map(shutil.which, wanted) if path and _answers(path)), None)
+
+
+def find_tool(name: str) -> str | None:
+    """Path of a new enough cmake or ninja: on the PATH, else beside the interpreter."""
+    for folder in (None, sysconfig.get_path("scripts")):
+        path = shutil.which(name, path=folder)
+        # Under build isolation the script of a cmake from PyPI does not find its package, so asking is needed.
+        if path and _version(_answers(path)) >= OLDEST[name]:
             return path
     return None
 
@@ -74,8 +97,8 @@ def find_compiler() -> str | None:
 def _requirements_of_the_native_build() -> list[str]:
     if find_compiler() is None:
         return []
-    missing = [f"{tool}>={oldest}" for tool, oldest in [("cmake", "3.22"), ("ninja", "1.10")] if not shutil.which(tool)]
-    return missing if find_torch() else [*missing, TORCH_REQUIREMENT]
+    found = {"torch": find_torch(), "cmake": find_tool("cmake"), "ninja": find_tool("ninja")}
+    return [f"{name}>={'.'.join(map(str, OLDEST[name]))}" for name, path in found.items() if path is None]
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, str | list[str]] | None = None) -> list[str]:

@@ -1,0 +1,35 @@
+"""Uses an installed itm_fast outside its source tree: native path, numbers, bundled data. Exits non-zero on a failure."""
+
+from pathlib import Path
+
+import torch
+
+import itm_fast
+import itm_fast.functional as F_itm
+from itm_fast.data import emoji
+from itm_fast.reference import cross_attention as reference
+
+assert "site-packages" in itm_fast.__file__, f"{itm_fast.__file__} is not the installed package"
+
+info = itm_fast.build_info()
+native = f"native {info['instruction_sets']['selected']}"
+for operator, paths in info["dispatch"].items():
+    assert paths["cpu"] == native, f"{operator} on cpu: {paths['cpu']}, expected {native}"
+
+generator = torch.Generator().manual_seed(0)
+words = torch.nn.functional.normalize(torch.randn(14, 32, generator=generator), dim=1)
+regions = torch.nn.functional.normalize(torch.randn(18, 32, generator=generator), dim=1)
+queries = itm_fast.Fragments(words, torch.tensor([0, 3, 8, 14]))
+contexts = itm_fast.Fragments(regions, torch.tensor([0, 9, 18]))
+scores = F_itm.cross_attention_scores(queries, contexts)
+exact = reference.cross_attention_scores(
+    itm_fast.Fragments(words.double(), queries.offsets), itm_fast.Fragments(regions.double(), contexts.offsets)
+)
+error = (scores - exact).abs().max().item()
+assert error < 1e-6, f"cross_attention_scores is off by {error}"
+
+pictures = emoji.pictures("test")
+assert pictures.shape == (500, 72, 72, 3), pictures.shape
+assert pictures.std() > 10, "the bundled pictures are blank"
+
+print(f"itm_fast {info['version']} from {Path(itm_fast.__file__).parent}: {native}, scores off by {error:.1e}")
