@@ -76,7 +76,7 @@ def _answers(command: str) -> str:
 def find_compiler() -> str | None:
     """The C++ compiler that CMake is going to take; None where there is none, and on Windows, which has no native code.
 
-    A file that does not answer is none: on macOS a stub named c++ stands in before the command line tools are installed.
+    A file that does not answer is none: on macOS a stub named c++ stands in until the command line tools are installed.
     """
     if platform.system() == "Windows":
         return None

@@ -1,4 +1,4 @@
-"""Uses an installed itm_fast outside its source tree: native path, numbers, bundled data. Exits non-zero on a failure."""
+"""Uses an installed itm_fast outside its source tree: native path, numbers, bundled data. Fails on a wrong one."""
 
 from pathlib import Path
 

@@ -60,7 +60,7 @@ def _load_cpu_library() -> str | None:
         return "the native library was not built (install a C++ compiler, then install itm_fast again)"
     _refuse_a_second_library(path)
     try:
-        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        torch.ops.load_library(path)
     except OSError as error:
         return f"{path} could not be loaded ({str(error.__cause__ or error).splitlines()[0]})"
     return None
@@ -70,7 +70,7 @@ def _load_cuda_library() -> None:
     """Loads `_C_cuda` where it was built and torch can use it; its schemas are those of `_C_cpu`."""
     path = PACKAGE / "_C_cuda.so"
     if torch.version.cuda is not None and path.exists():
-        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        torch.ops.load_library(path)
 
 
 def _instruction_sets() -> tuple[str, list[str]]:
