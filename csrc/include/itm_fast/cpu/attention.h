@@ -1,0 +1,220 @@
+// Attention of one context set over a row of queries, lanes over the queries.
+//
+// A block of raw scores has one row per context k and one column per query j; the columns of a query set lie side by
+// side. Blocks are padded to whole vectors, and a vector may be read or written past a set's end as long as that is
+// made good from left to right. Rows of a block are `stride` apart.
+#pragma once
+
+#include "itm_fast/cpu/simd.h"
+#include "itm_fast/cross_attention.h"
+
+namespace itm_fast::ITM_FAST_ISA {
+
+ITM_FAST_INLINE bool is_clipped(Normalization mode) {
+  return mode == Normalization::clipped_l2norm || mode == Normalization::clipped_l1norm ||
+         mode == Normalization::clipped;
+}
+
+template <typename T>
+ITM_FAST_INLINE Vector<T> absolute(Vector<T> x) {
+  return x < Vector<T>{} ? -x : x;
+}
+
+template <typename T>
+ITM_FAST_INLINE Vector<T> square_root(Vector<T> x) {
+  Vector<T> result{};
+  for (int lane = 0; lane < kLanes<T>; ++lane) result[lane] = std::sqrt(x[lane]);
+  return result;
+}
+
+// The clipped scores of one vector, lanes past the set set to zero. A NaN counts as positive and stays NaN.
+template <typename T>
+ITM_FAST_INLINE Vector<T> clipped_scores(const T* raw, int64_t j, int64_t n, bool clip, T slope) {
+  Vector<T> x = load(raw + j);
+  if (clip) x = x <= Vector<T>{} ? x * slope : x;
+  if (n - j < kLanes<T>) x = select<T>(first_lanes<T>(n - j), x, Vector<T>{});
+  return x;
+}
+
+// The denominator that a row of one query set is divided by: the norm plus epsilon, or 1. For l2, `norm` is the norm.
+template <typename T>
+ITM_FAST_INLINE T row_denominator(const T* raw, int64_t n, Normalization mode, bool clip, T slope, T& norm) {
+  Vector<T> total{};
+  norm = T(0);
+  switch (mode) {
+    case Normalization::clipped_l2norm:
+    case Normalization::l2norm:
+      for (int64_t j = 0; j < n; j += kLanes<T>) {
+        const Vector<T> x = clipped_scores(raw, j, n, clip, slope);
+        total += x * x;
+      }
+      norm = std::sqrt(sum_lanes<T>(total));
+      return norm + T(kNormEpsilon);
+    case Normalization::clipped_l1norm:
+    case Normalization::l1norm:
+      for (int64_t j = 0; j < n; j += kLanes<T>) total += absolute<T>(clipped_scores(raw, j, n, clip, slope));
+      norm = sum_lanes<T>(total);
+      return norm + T(kNormEpsilon);
+    default:
+      return T(1);
+  }
+}
+
+// logits[j] = temperature * a[j] for the queries j < n of one set and one context (steps 2 and 3 of the design). Whole
+// vectors are written.
+template <typename T>
+ITM_FAST_INLINE void normalize_row(const T* raw, T* logits, int64_t n, const CrossAttentionOptions& options) {
+  const bool clip = is_clipped(options.normalization);
+  const T slope = static_cast<T>(options.negative_slope);
+  const T temperature = static_cast<T>(options.temperature);
+  if (options.normalization == Normalization::softmax) {
+    T peak = raw[0];
+    for (int64_t j = 1; j < n; ++j) peak = peak < raw[j] ? raw[j] : peak;
+    Vector<T> total{};
+    for (int64_t j = 0; j < n; j += kLanes<T>) {
+      Vector<T> e = exp_vector(load(raw + j) - peak);
+      if (n - j < kLanes<T>) e = select<T>(first_lanes<T>(n - j), e, Vector<T>{});
+      store<T>(logits + j, e);
+      total += e;
+    }
+    const T scale = temperature / sum_lanes<T>(total);
+    for (int64_t j = 0; j < n; j += kLanes<T>) store<T>(logits + j, load(logits + j) * scale);
+    return;
+  }
+  T norm;
+  const T scale = temperature / row_denominator(raw, n, options.normalization, clip, slope, norm);
+  for (int64_t j = 0; j < n; j += kLanes<T>) {
+    store<T>(logits + j, clipped_scores(raw, j, n, clip, slope) * scale);
+  }
+}
+
+// The gradient of one row's raw scores, added to `raw_gradient[j]`, from that of its logits; `logits` as normalize_row
+// left them. The derivative of a norm at the zero row is zero.
+template <typename T>
+inline void normalize_row_backward(const T* raw, const T* logits, const T* logit_gradient, T* raw_gradient, int64_t n,
+                                   const CrossAttentionOptions& options) {
+  const Normalization mode = options.normalization;
+  const bool clip = is_clipped(mode);
+  const T slope = static_cast<T>(options.negative_slope);
+  const T temperature = static_cast<T>(options.temperature);
+  T norm;
+  const T scale = temperature / row_denominator(raw, n, mode, clip, slope, norm);
+  T along = T(0);  // sum_j (gradient of a_j) * (what a_j varies with)
+  for (int64_t j = 0; j < n; ++j) {
+    const T other = mode == Normalization::softmax ? logits[j] : (clip && raw[j] <= T(0) ? raw[j] * slope : raw[j]);
+    along += logit_gradient[j] * other;
+  }
+  for (int64_t j = 0; j < n; ++j) {
+    const T clipped = clip && raw[j] <= T(0) ? raw[j] * slope : raw[j];
+    T gradient;
+    if (mode == Normalization::softmax) {
+      // logits = temperature * a, so the temperature of the gradient stands in `along` and in `logits` once each.
+      gradient = temperature == T(0) ? T(0) : logits[j] * (logit_gradient[j] - along / temperature);
+    } else {
+      gradient = logit_gradient[j] * scale;
+      const T denominator = norm + T(kNormEpsilon);
+      if (mode == Normalization::clipped_l2norm || mode == Normalization::l2norm) {
+        if (norm > T(0)) gradient -= clipped * along * temperature / (denominator * denominator * norm);
+      } else if (mode == Normalization::clipped_l1norm || mode == Normalization::l1norm) {
+        const T sign = clipped > T(0) ? T(1) : (clipped < T(0) ? T(-1) : T(0));
+        gradient -= sign * along * temperature / (denominator * denominator);
+      }
+    }
+    raw_gradient[j] += clip && raw[j] <= T(0) ? gradient * slope : gradient;
+  }
+}
+
+// Turns one vector of columns of logits into unnormalised attention in place: exp, softmax numerators over the
+// contexts, zero where the focal mode drops a context. Returns the sum of what is kept.
+template <typename T>
+ITM_FAST_INLINE Vector<T> attend_columns(T* columns, int64_t stride, int64_t n_contexts, Focal focal) {
+  Vector<T> peak = load(columns);
+  for (int64_t k = 1; k < n_contexts; ++k) peak = maximum<T>(load(columns + k * stride), peak);
+  Vector<T> total{};
+  for (int64_t k = 0; k < n_contexts; ++k) {
+    const Vector<T> e = exp_vector(load(columns + k * stride) - peak);
+    store<T>(columns + k * stride, e);
+    total += e;
+  }
+  if (focal == Focal::none) return total;
+
+  // A context is kept where p * factor > bound; the attention p = e / total keeps the comparison that of the reference.
+  Vector<T> factor = splat(static_cast<T>(n_contexts)), bound{};
+  if (focal == Focal::prob) {
+    factor = Vector<T>{};
+    for (int64_t k = 0; k < n_contexts; ++k) {
+      const Vector<T> p = load(columns + k * stride) / total;
+      const Vector<T> root = square_root<T>(p);
+      factor += root;
+      bound += p * root;
+    }
+  } else {
+    for (int64_t k = 0; k < n_contexts; ++k) bound += load(columns + k * stride) / total;
+  }
+  Vector<T> kept_total{};
+  Mask<T> any{};
+  for (int64_t k = 0; k < n_contexts; ++k) {
+    const Vector<T> e = load(columns + k * stride);
+    const Mask<T> kept = (e / total) * factor - bound > Vector<T>{};
+    kept_total += select<T>(kept, e, Vector<T>{});
+    any |= kept;
+  }
+  for (int64_t k = 0; k < n_contexts; ++k) {
+    const Vector<T> e = load(columns + k * stride);
+    const Mask<T> kept = (e / total) * factor - bound > Vector<T>{};
+    store<T>(columns + k * stride, select<T>(kept | ~any, e, Vector<T>{}));
+  }
+  return select<T>(any, kept_total, total);
+}
+
+// Aggregates the cosines of one query set (step 7 of the design).
+template <typename T>
+inline T aggregate(const T* cosine, int64_t n, const CrossAttentionOptions& options) {
+  T result = T(0);
+  switch (options.aggregation) {
+    case Aggregation::max:
+      result = cosine[0];
+      for (int64_t j = 1; j < n; ++j) {
+        if (!(result != result) && !(cosine[j] <= result)) result = cosine[j];
+      }
+      return result;
+    case Aggregation::logsumexp: {
+      const T t = static_cast<T>(options.logsumexp_temperature);
+      T peak = t * cosine[0];
+      for (int64_t j = 1; j < n; ++j) peak = peak < t * cosine[j] ? t * cosine[j] : peak;
+      for (int64_t j = 0; j < n; ++j) result += std::exp(t * cosine[j] - peak);
+      return (std::log(result) + peak) / t;
+    }
+    default:
+      for (int64_t j = 0; j < n; ++j) result += cosine[j];
+      return options.aggregation == Aggregation::mean ? result / static_cast<T>(n) : result;
+  }
+}
+
+// The gradient of each cosine from that of the set's score.
+template <typename T>
+inline void aggregate_backward(const T* cosine, int64_t n, T gradient, const CrossAttentionOptions& options,
+                               T* cosine_gradient) {
+  switch (options.aggregation) {
+    case Aggregation::max: {
+      int64_t best = 0;
+      for (int64_t j = 1; j < n; ++j) {
+        if (!(cosine[best] != cosine[best]) && !(cosine[j] <= cosine[best])) best = j;
+      }
+      for (int64_t j = 0; j < n; ++j) cosine_gradient[j] = j == best ? gradient : T(0);
+      return;
+    }
+    case Aggregation::logsumexp: {
+      const T t = static_cast<T>(options.logsumexp_temperature);
+      const T total = aggregate(cosine, n, options);
+      for (int64_t j = 0; j < n; ++j) cosine_gradient[j] = gradient * std::exp(t * (cosine[j] - total));
+      return;
+    }
+    default: {
+      const T share = options.aggregation == Aggregation::mean ? gradient / static_cast<T>(n) : gradient;
+      for (int64_t j = 0; j < n; ++j) cosine_gradient[j] = share;
+    }
+  }
+}
+
+}  // namespace itm_fast::ITM_FAST_ISA

@@ -1,0 +1,64 @@
+// What every backend of triplet_loss shares: the options, the hinge, and the loss of one anchor.
+#pragma once
+
+#include <cstdint>
+
+namespace itm_fast {
+
+enum class Mining : int32_t { all, hardest, selective, semi_hard, contrastive };
+enum class SelectiveDivisor : int32_t { batch, negatives };
+enum class Directions : int32_t { both, rows, columns };
+enum class Reduction : int32_t { sum, mean, none };
+
+struct TripletOptions {
+  double margin;
+  double epsilon;  // not read by the backward
+  Mining mining;
+  SelectiveDivisor selective_divisor;
+  bool halve;
+  Directions directions;
+  Reduction reduction;
+
+  bool rows() const { return directions != Directions::columns; }
+  bool columns() const { return directions != Directions::rows; }
+  bool needs_hardest() const { return mining != Mining::all; }
+  bool needs_sums() const { return mining == Mining::all || mining == Mining::selective; }
+};
+
+// Instead of the index of the negative that an anchor's gradient goes to.
+inline constexpr int64_t kNoGradient = -1;
+inline constexpr int64_t kAllNegatives = -2;
+
+// [margin + negative - positive]_+; NaN passes, and x <= 0 alone has no gradient.
+template <typename T>
+static inline T hinge(T margin, T negative, T positive) {
+  const T x = margin + negative - positive;
+  return x <= T(0) ? T(0) : x;
+}
+
+template <typename T>
+struct AnchorLoss {
+  T value;
+  int64_t negative;  // index, kNoGradient or kAllNegatives
+};
+
+// Whether "contrastive" pushes the hardest negative down by its own score instead of the hinge.
+template <typename T>
+static inline bool pushes_hardest(const TripletOptions& options, T hardest, T positive) {
+  return options.mining == Mining::contrastive && hardest >= positive;
+}
+
+// `hardest` and its index are those of the mining's candidates, of which there is at least one; `average` is the sum of
+// the hinges over the divisor, read by "selective" alone.
+template <typename T>
+static inline AnchorLoss<T> mined_loss(const TripletOptions& options, T positive, T hardest, int64_t index, T average) {
+  if (options.mining == Mining::selective && options.epsilon != 0.0) {
+    const T gap = hardest < positive ? positive - hardest : hardest - positive;
+    if (!(gap > static_cast<T>(options.epsilon))) return {average, kAllNegatives};
+  }
+  if (pushes_hardest(options, hardest, positive)) return {hardest, index};
+  const T value = hinge(static_cast<T>(options.margin), hardest, positive);
+  return {value, value == T(0) ? kNoGradient : index};
+}
+
+}  // namespace itm_fast

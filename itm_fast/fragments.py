@@ -1,0 +1,210 @@
+"""`Fragments`: the variable-length sets that every operator of the package takes.
+
+An image is a set of region vectors, a caption a set of word vectors. `Fragments` holds the vectors of many sets end
+to end, without padding, and the offsets that part them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+__all__ = ["Fragments"]
+
+
+class Fragments:
+    """Vectors of `n_sets` sets, end to end: the regions of images or the words of captions.
+
+    Args:
+        values: `(N, d)` floating point, the vectors of all sets in order.
+        offsets: `(n_sets + 1,)` int32 or int64 on the device of `values`; set `i` is `values[offsets[i]:offsets[i + 1]]`.
+            Offsets start at 0, never fall and end at `N`.
+        check: look at the values of `offsets` when they lie on the CPU. Shapes, dtypes and devices are always checked.
+        max_length: the length of the longest set where the caller knows it; computed on first use otherwise.
+
+    Raises:
+        TypeError: `values` is not a floating point tensor or `offsets` is not an int32 or int64 tensor.
+        ValueError: a shape, device or offset does not fit.
+    """
+
+    __slots__ = ("_max_length", "offsets", "values")
+
+    def __init__(self, values: Tensor, offsets: Tensor, *, check: bool = True, max_length: int | None = None) -> None:
+        if not isinstance(values, Tensor) or not values.is_floating_point():
+            raise TypeError(f"values: expected a floating point tensor, got {_describe(values)}")
+        if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"offsets: expected an int32 or int64 tensor, got {_describe(offsets)}")
+        if values.dim() != 2:
+            raise ValueError(f"values: expected shape (N, d), got {tuple(values.shape)}")
+        if offsets.dim() != 1 or offsets.shape[0] < 1:
+            raise ValueError(f"offsets: expected shape (n_sets + 1,), got {tuple(offsets.shape)}")
+        if values.device != offsets.device:
+            raise ValueError(f"offsets: expected them on {values.device} beside the values, got {offsets.device}")
+        if check and offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_offsets(offsets, values.shape[0])
+        self.values = values
+        self.offsets = offsets
+        self._max_length = max_length
+
+    @classmethod
+    def from_padded(cls, padded: Tensor, lengths: Tensor | None = None) -> Fragments:
+        """Packs `padded` `(n_sets, max_len, d)`; `lengths` `(n_sets,)` counts the valid rows of each set, None means all."""
+        if not isinstance(padded, Tensor) or padded.dim() != 3:
+            raise ValueError(f"padded: expected a tensor of shape (n_sets, max_len, d), got {_describe(padded)}")
+        n_sets, max_len, dim = padded.shape
+        if lengths is None:
+            offsets = torch.arange(n_sets + 1, device=padded.device) * max_len
+            return cls(padded.reshape(n_sets * max_len, dim), offsets, check=False, max_length=max_len)
+        if lengths.shape != (n_sets,):
+            raise ValueError(f"lengths: expected shape ({n_sets},), got {tuple(lengths.shape)}")
+        if lengths.is_floating_point() or lengths.dtype == torch.bool:
+            raise TypeError(f"lengths: expected an integer tensor, got {lengths.dtype}")
+        lengths = lengths.to(padded.device)
+        if padded.device.type == "cpu" and bool(((lengths < 0) | (lengths > max_len)).any()):
+            raise ValueError(f"lengths: expected values from 0 to {max_len}, got {int(lengths.min())} to {int(lengths.max())}")
+        valid = torch.arange(max_len, device=padded.device) < lengths[:, None]
+        return cls(padded[valid], _offsets_of(lengths), check=False)
+
+    @classmethod
+    def from_list(cls, tensors: Iterable[Tensor]) -> Fragments:
+        """Packs a non-empty list of `(n_i, d)` tensors, one per set."""
+        tensors = list(tensors)
+        if not tensors:
+            raise ValueError("tensors: expected at least one tensor (an empty list has no width d)")
+        for index, tensor in enumerate(tensors):
+            if not isinstance(tensor, Tensor) or tensor.dim() != 2 or tensor.shape[1] != tensors[0].shape[-1]:
+                raise ValueError(
+                    f"tensors[{index}]: expected shape (n, {tensors[0].shape[-1]}) like the first, got {_describe(tensor)}"
+                )
+        lengths = torch.tensor([len(tensor) for tensor in tensors], device=tensors[0].device)
+        return cls(torch.cat(tensors), _offsets_of(lengths), check=False)
+
+    @classmethod
+    def cat(cls, fragments: Sequence[Fragments]) -> Fragments:
+        """The sets of all `fragments`, one after the other."""
+        if not fragments:
+            raise ValueError("fragments: expected at least one Fragments")
+        lengths = torch.cat([part.lengths for part in fragments])
+        return cls(torch.cat([part.values for part in fragments]), _offsets_of(lengths), check=False)
+
+    def to_padded(self, fill: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Returns `(n_sets, max_length, d)` with `fill` behind each set's rows, and the lengths `(n_sets,)`."""
+        rows = torch.arange(self.values.shape[0], device=self.values.device)
+        sets = self.set_index()
+        padded = self.values.new_full((len(self), self.max_length, self.values.shape[1]), fill)
+        padded = padded.index_put((sets, rows - self.offsets[sets]), self.values)
+        return padded, self.lengths
+
+    def set_index(self) -> Tensor:
+        """The set that each row belongs to, int64 `(N,)`."""
+        sets = torch.arange(len(self), device=self.values.device)
+        return torch.repeat_interleave(sets, self.lengths, output_size=self.values.shape[0])
+
+    def index_select(self, indices: Tensor) -> Fragments:
+        """The sets `indices` (int64 `(m,)`; any order, repeats allowed) as new Fragments."""
+        if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"indices: expected an int32 or int64 tensor of shape (m,), got {_describe(indices)}")
+        indices = indices.to(device=self.offsets.device, dtype=torch.int64)
+        lengths = self.lengths[indices]
+        offsets = _offsets_of(lengths)
+        shift = torch.repeat_interleave(self.offsets[indices] - offsets[:-1], lengths)
+        rows = shift + torch.arange(shift.shape[0], device=shift.device)
+        return Fragments(self.values[rows], offsets, check=False)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Rows of each set, `(n_sets,)` in the offsets' dtype."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    @property
+    def max_length(self) -> int:
+        """Rows of the longest set; the first use reads the offsets on the host."""
+        if self._max_length is None:
+            self._max_length = int(self.lengths.max()) if len(self) else 0
+        return self._max_length
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    def with_values(self, values: Tensor) -> Fragments:
+        """The same sets with other vectors: `values` `(N, any width)`."""
+        if values.shape[0] != self.values.shape[0]:
+            raise ValueError(f"values: expected {self.values.shape[0]} rows, got {tuple(values.shape)}")
+        return Fragments(values, self.offsets, check=False, max_length=self._max_length)
+
+    def to(self, *args: Any, **kwargs: Any) -> Fragments:
+        """`Tensor.to` on the values; the offsets follow to the device and keep their dtype."""
+        values = self.values.to(*args, **kwargs)
+        non_blocking = bool(kwargs.get("non_blocking", False))
+        offsets = self.offsets.to(values.device, non_blocking=non_blocking)
+        return Fragments(values, offsets, check=False, max_length=self._max_length)
+
+    def pin_memory(self) -> Fragments:
+        return Fragments(
+            self.values.pin_memory(), self.offsets.pin_memory(), check=False, max_length=self._max_length
+        )
+
+    def detach(self) -> Fragments:
+        return self.with_values(self.values.detach())
+
+    def __len__(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Set `index` as `(n_i, d)`; negative indices count from the end."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"set {index} of {len(self)}")
+        index %= len(self)
+        return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
+
+    def __repr__(self) -> str:
+        rows, dim = self.values.shape
+        return f"Fragments(sets={len(self)}, rows={rows}, d={dim}, dtype={self.dtype}, device='{self.device}')"
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    return type(value).__name__
+
+
+def _offsets_of(lengths: Tensor) -> Tensor:
+    offsets = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def _check_offsets(offsets: Tensor, n_rows: int) -> None:
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0:
+        raise ValueError(f"offsets: expected the first to be 0, got {first}")
+    falls = (offsets[1:] < offsets[:-1]).nonzero()
+    if len(falls):
+        at = int(falls[0])
+        raise ValueError(f"offsets: expected them never to fall, got {int(offsets[at])} then {int(offsets[at + 1])} at {at}")
+    if last != n_rows:
+        raise ValueError(f"offsets: expected the last to be the number of rows {n_rows}, got {last}")
+
+
+def _flatten(fragments: Fragments) -> tuple[list[Any], Any]:
+    return [fragments.values, fragments.offsets], None
+
+
+def _unflatten(children: Iterable[Any], _context: Any) -> Fragments:
+    # tree_map may put anything in the place of the tensors, so the constructor's checks must not run here.
+    fragments = object.__new__(Fragments)
+    fragments.values, fragments.offsets = children
+    fragments._max_length = None
+    return fragments
+
+
+_pytree.register_pytree_node(Fragments, _flatten, _unflatten, serialized_type_name="itm_fast.Fragments")

@@ -1,0 +1,66 @@
+"""Region-word cross-attention scores of every query set with every context set."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from itm_fast.fragments import Fragments
+from itm_fast.ops import cross_attention as _ops
+
+__all__ = ["cross_attention_scores"]
+
+
+def cross_attention_scores(
+    queries: Fragments,
+    contexts: Fragments,
+    *,
+    temperature: float = 9.0,
+    normalization: str = "clipped_l2norm",
+    negative_slope: float = 0.1,
+    focal: str | None = None,
+    aggregation: str = "mean",
+    logsumexp_temperature: float = 6.0,
+) -> Tensor:
+    """Scores of all pairs of a query set and a context set by stacked cross-attention.
+
+    Text-to-image: the queries are the words of captions, the contexts the regions of images. Image-to-text: the other
+    way round. For the rows `q_j` of a query set and `x_k` of a context set:
+
+    1. `s_jk = <q_j, x_k>`, clipped by a leaky ReLU for the "clipped*" normalisations;
+    2. normalised over `j` for each `k`, giving `a_jk`;
+    3. `p_jk = softmax_k(temperature * a_jk)`, reassigned where `focal` says so;
+    4. `c_j = sum_k p_jk x_k` and `r_j = <q_j, c_j> / max(|q_j| |c_j|, 1e-8)`;
+    5. `r_j` aggregated over `j`.
+
+    The forward keeps nothing but the scores. The backward recomputes exactly the pairs whose incoming gradient is not
+    zero, so a hardest-negative loss over B x B scores costs at most 3 B pairs.
+
+    Args:
+        queries: `(N, d)` rows in any number of sets; float32, float64, bfloat16 or float16.
+        contexts: `(M, d)` rows in any number of sets; dtype and device of the queries.
+        temperature: inverse temperature of the softmax (the lambda of the papers), finite.
+        normalization: "clipped_l2norm", "l2norm", "clipped_l1norm", "l1norm", "softmax", "clipped" or "no_norm".
+        negative_slope: slope of the clip below zero: 0.1 as the official code, 0.0 as the papers' `[x]_+`.
+        focal: None, "equal" or "prob": BFAN's reassignment of attention.
+        aggregation: "mean", "sum", "max", or "logsumexp": `log(sum_j exp(t r_j)) / t`.
+        logsumexp_temperature: the `t` of "logsumexp", finite and not zero.
+
+    Returns:
+        `(len(queries), len(contexts))` float32 scores (float64 for float64 inputs). A set without rows scores 0.
+
+    Raises:
+        TypeError: an argument is no `Fragments`, or the dtypes differ.
+        ValueError: widths or devices differ, an option is unknown, or a number is not finite.
+
+    Source: SCAN (Lee et al., ECCV 2018), Eq 1 to 8; BFAN (Liu et al., ACM MM 2019), Eq 5 to 8.
+    """
+    return _ops.cross_attention_scores(
+        queries,
+        contexts,
+        temperature=temperature,
+        normalization=normalization,
+        negative_slope=negative_slope,
+        focal=focal,
+        aggregation=aggregation,
+        logsumexp_temperature=logsumexp_temperature,
+    )

@@ -1,0 +1,137 @@
+"""`cross_attention_scores`: argument checks, autograd Function, fake kernels and fallback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from itm_fast.fragments import Fragments
+from itm_fast.ops import validation
+from itm_fast.ops.autograd import FirstOrderFunction, first_order, refuse_transforms
+from itm_fast.ops.library import register_fake, use_native
+from itm_fast.ops.precision import autocast, compute_precision
+from itm_fast.reference import cross_attention as reference
+
+NORMALIZATIONS = ("clipped_l2norm", "l2norm", "clipped_l1norm", "l1norm", "softmax", "clipped", "no_norm")
+FOCAL_MODES = (None, "equal", "prob")
+AGGREGATIONS = ("mean", "sum", "max", "logsumexp")
+
+
+def check_fragments(queries: Fragments, contexts: Fragments) -> None:
+    """Refuses what is no `Fragments` of a floating dtype."""
+    for name, fragments in (("queries", queries), ("contexts", contexts)):
+        if not isinstance(fragments, Fragments):
+            raise TypeError(f"{name}: expected Fragments, got {validation.describe(fragments)}")
+        validation.check_tensor(f"{name}.values", fragments.values, ("N", "d"))
+
+
+def check_same_space(queries: Fragments, contexts: Fragments) -> None:
+    """Refuses rows of different dtypes, widths or devices."""
+    if queries.dtype != contexts.dtype:
+        raise TypeError(f"contexts: expected the dtype of the queries, {queries.dtype}, got {contexts.dtype}")
+    if queries.values.shape[1] != contexts.values.shape[1]:
+        raise ValueError(
+            f"contexts: expected rows of width {queries.values.shape[1]} like the queries, "
+            f"got {contexts.values.shape[1]}"
+        )
+    validation.check_same_device("contexts", contexts.values, "queries", queries.values)
+
+
+def cross_attention_scores(
+    queries: Fragments,
+    contexts: Fragments,
+    *,
+    temperature: float,
+    normalization: str,
+    negative_slope: float,
+    focal: str | None,
+    aggregation: str,
+    logsumexp_temperature: float,
+) -> Tensor:
+    check_fragments(queries, contexts)
+    queries, contexts = autocast(queries, contexts)
+    check_same_space(queries, contexts)
+    validation.check_option("normalization", normalization, NORMALIZATIONS)
+    validation.check_option("focal", focal, FOCAL_MODES)
+    validation.check_option("aggregation", aggregation, AGGREGATIONS)
+    temperature = validation.finite_number("temperature", temperature)
+    negative_slope = validation.finite_number("negative_slope", negative_slope)
+    logsumexp_temperature = validation.finite_number(
+        "logsumexp_temperature", logsumexp_temperature, non_zero=aggregation == "logsumexp"
+    )
+    if not use_native("cross_attention_scores", queries.values):
+        with torch.autocast(queries.device.type, enabled=False):
+            wide = torch.promote_types(queries.dtype, torch.float32)
+            return reference.cross_attention_scores_packed(
+                queries.to(wide),
+                contexts.to(wide),
+                temperature=temperature,
+                normalization=normalization,
+                negative_slope=negative_slope,
+                focal=focal,
+                aggregation=aggregation,
+                logsumexp_temperature=logsumexp_temperature,
+            )
+    refuse_transforms("cross_attention_scores")
+    scores: Tensor = _CrossAttentionScores.apply(
+        queries.values,
+        queries.offsets,
+        contexts.values,
+        contexts.offsets,
+        temperature,
+        normalization,
+        negative_slope,
+        focal or "none",
+        aggregation,
+        logsumexp_temperature,
+        compute_precision(queries.values),
+    )
+    return scores
+
+
+class _CrossAttentionScores(FirstOrderFunction):
+    """Keeps the operands alone; the backward recomputes the pairs whose incoming gradient is not zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queries: Tensor,
+        query_offsets: Tensor,
+        contexts: Tensor,
+        context_offsets: Tensor,
+        *options: Any,
+    ) -> Tensor:
+        ctx.save_for_backward(queries, query_offsets, contexts, context_offsets)
+        ctx.options = options
+        scores: Tensor = torch.ops.itm_fast.cross_attention_scores(
+            queries, query_offsets, contexts, context_offsets, *options
+        )
+        return scores
+
+    @staticmethod
+    @first_order("cross_attention_scores")
+    def backward(ctx: Any, grad_scores: Tensor) -> tuple[Tensor | None, ...]:
+        grad_queries, grad_contexts, _ = torch.ops.itm_fast.cross_attention_scores_backward(
+            grad_scores, *ctx.saved_tensors, *ctx.options
+        )
+        return grad_queries, None, grad_contexts, None, *(None,) * len(ctx.options)
+
+
+def _score_dtype(queries: Tensor) -> torch.dtype:
+    return torch.float64 if queries.dtype == torch.float64 else torch.float32
+
+
+@register_fake("cross_attention_scores")
+def _scores_fake(queries: Tensor, query_offsets: Tensor, contexts: Tensor, context_offsets: Tensor, *_: Any) -> Tensor:
+    shape = (query_offsets.shape[0] - 1, context_offsets.shape[0] - 1)
+    return queries.new_empty(shape, dtype=_score_dtype(queries))
+
+
+@register_fake("cross_attention_scores_backward")
+def _scores_backward_fake(
+    _grad: Tensor, queries: Tensor, query_offsets: Tensor, contexts: Tensor, _context_offsets: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    count = query_offsets.new_empty(1, dtype=torch.int64)
+    return queries.new_empty(queries.shape), contexts.new_empty(contexts.shape), count

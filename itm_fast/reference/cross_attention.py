@@ -1,0 +1,233 @@
+"""Cross-attention scores in plain PyTorch: the published loop, and a packed form in bounded memory.
+
+- `cross_attention_scores`: one caption at a time, attended vectors written out, as published (SCAN, Lee et al. 2018,
+  Eq 1 to 8). It is the truth of the tests and the baseline of the benchmarks.
+- `cross_attention_scores_packed`: all words end to end, no attended vectors (the Gram matrix gives their norms). It is
+  what serves where no native kernel does.
+
+Both are differentiable and take float64. Signatures are those of `itm_fast.functional.cross_attention_scores`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from itm_fast.fragments import Fragments
+
+CLIPPED = ("clipped_l2norm", "clipped_l1norm", "clipped")
+EPSILON = 1e-8
+
+# Elements of one (contexts, queries) block of the packed form: 64 MB in float32.
+_BLOCK_ELEMENTS = 1 << 24
+
+
+def cross_attention_scores(
+    queries: Fragments,
+    contexts: Fragments,
+    *,
+    temperature: float = 9.0,
+    normalization: str = "clipped_l2norm",
+    negative_slope: float = 0.1,
+    focal: str | None = None,
+    aggregation: str = "mean",
+    logsumexp_temperature: float = 6.0,
+) -> Tensor:
+    """Scores `(len(queries), len(contexts))` by the published loop.
+
+    The loop runs over the ragged side, the captions, and treats the other side, where every image has the same number
+    of regions, as one batch; where both are ragged it runs over both.
+    """
+
+    def score(query: Tensor, context: Tensor) -> Tensor:
+        return _batch_scores(
+            query, context, temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature
+        )
+
+    if _is_uniform(contexts):
+        batch = contexts.values.reshape(len(contexts), contexts.max_length, -1)
+        return torch.stack([score(queries[i].expand(len(contexts), -1, -1), batch) for i in range(len(queries))])
+    if _is_uniform(queries):
+        batch = queries.values.reshape(len(queries), queries.max_length, -1)
+        columns = [score(batch, contexts[i].expand(len(queries), -1, -1)) for i in range(len(contexts))]
+        return torch.stack(columns, dim=1)
+    rows = [
+        torch.cat([score(queries[i][None], contexts[j][None]) for j in range(len(contexts))]) for i in range(len(queries))
+    ]
+    return torch.stack(rows) if rows else queries.values.new_zeros(0, len(contexts))
+
+
+def _is_uniform(fragments: Fragments) -> bool:
+    return len(fragments) > 0 and len(fragments) * fragments.max_length == fragments.values.shape[0]
+
+
+def _batch_scores(
+    query: Tensor,  # (B, n, d)
+    context: Tensor,  # (B, k, d)
+    temperature: float,
+    normalization: str,
+    negative_slope: float,
+    focal: str | None,
+    aggregation: str,
+    logsumexp_temperature: float,
+) -> Tensor:  # (B,)
+    if query.shape[1] == 0 or context.shape[1] == 0:
+        return query.new_zeros(query.shape[0])
+    raw = torch.bmm(context, query.transpose(1, 2))  # (B, k, n)
+    if normalization in CLIPPED:
+        raw = torch.nn.functional.leaky_relu(raw, negative_slope)
+    if normalization in ("l2norm", "clipped_l2norm"):
+        raw = raw / (torch.linalg.vector_norm(raw, dim=2, keepdim=True) + EPSILON)
+    elif normalization in ("l1norm", "clipped_l1norm"):
+        raw = raw / (raw.abs().sum(dim=2, keepdim=True) + EPSILON)
+    elif normalization == "softmax":
+        raw = torch.softmax(raw, dim=2)
+    attention = torch.softmax(temperature * raw.transpose(1, 2), dim=2)  # (B, n, k)
+    if focal is not None:
+        attention = reassign_attention(attention, focal, 2, context.shape[1])
+    attended = torch.bmm(attention, context)  # (B, n, d)
+    norms = torch.linalg.vector_norm(query, dim=2) * torch.linalg.vector_norm(attended, dim=2)
+    cosine = (query * attended).sum(dim=2) / norms.clamp(min=EPSILON)  # (B, n)
+    if aggregation == "mean":
+        return cosine.mean(dim=1)
+    if aggregation == "sum":
+        return cosine.sum(dim=1)
+    if aggregation == "max":
+        return cosine.max(dim=1).values
+    return torch.logsumexp(logsumexp_temperature * cosine, dim=1) / logsumexp_temperature
+
+
+def reassign_attention(attention: Tensor, focal: str, dim: int, count: Tensor | int) -> Tensor:
+    """BFAN's reassignment (Liu et al. 2019, Eq 5 to 8) along `dim`: irrelevant contexts lose their attention.
+
+    "equal" keeps a context where its attention times `count`, the number of contexts, exceeds the sum; "prob" weighs
+    the comparison with the square roots of the attentions. The kept are renormalised; where none is kept the attention
+    stays as it was.
+    """
+    with torch.no_grad():
+        if focal == "equal":
+            kept = attention * count - attention.sum(dim=dim, keepdim=True) > 0
+        else:
+            root = attention.sqrt()
+            kept = attention * root.sum(dim=dim, keepdim=True) - (attention * root).sum(dim=dim, keepdim=True) > 0
+        kept = kept | ~kept.any(dim=dim, keepdim=True)
+    focused = attention * kept
+    return focused / focused.sum(dim=dim, keepdim=True)
+
+
+def cross_attention_scores_packed(
+    queries: Fragments,
+    contexts: Fragments,
+    *,
+    temperature: float = 9.0,
+    normalization: str = "clipped_l2norm",
+    negative_slope: float = 0.1,
+    focal: str | None = None,
+    aggregation: str = "mean",
+    logsumexp_temperature: float = 6.0,
+    block_elements: int = _BLOCK_ELEMENTS,
+) -> Tensor:
+    """Scores `(len(queries), len(contexts))` in blocks of at most about `block_elements` attention weights.
+
+    With gradient, a block's intermediates are recomputed in the backward, so that memory stays bounded there too.
+    """
+    options = (temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature)
+    context_chunk = max(1, int(block_elements**0.5) // max(contexts.max_length, 1))
+    context_rows = context_chunk * max(contexts.max_length, 1)
+    query_chunk = max(1, block_elements // context_rows // max(queries.max_length, 1))
+    if len(queries) == 0 or len(contexts) == 0:
+        return (queries.values.sum() + contexts.values.sum()) * queries.values.new_zeros(len(queries), len(contexts))
+    rows = []
+    for query_block in _blocks(queries, query_chunk):
+        columns = []
+        for context_block in _blocks(contexts, context_chunk):
+            tensors = (query_block.values, query_block.offsets, *context_block.to_padded(), *options)
+            if torch.is_grad_enabled() and (queries.values.requires_grad or contexts.values.requires_grad):
+                columns.append(checkpoint(_packed_block, *tensors, use_reentrant=False, preserve_rng_state=False))
+            else:
+                columns.append(_packed_block(*tensors))
+        rows.append(torch.cat(columns, dim=1))
+    return torch.cat(rows)
+
+
+def _blocks(fragments: Fragments, size: int) -> list[Fragments]:
+    if size >= len(fragments):
+        return [fragments]
+    bounds = [*range(0, len(fragments), size), len(fragments)]
+    offsets = fragments.offsets.tolist()
+    return [
+        Fragments(fragments.values[offsets[a] : offsets[b]], fragments.offsets[a : b + 1] - offsets[a], check=False)
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+def _packed_block(
+    query: Tensor,  # (N, d)
+    query_offsets: Tensor,  # (n_queries + 1,)
+    context: Tensor,  # (n_contexts, k, d), padded with zeros
+    context_lengths: Tensor,  # (n_contexts,)
+    temperature: float,
+    normalization: str,
+    negative_slope: float,
+    focal: str | None,
+    aggregation: str,
+    logsumexp_temperature: float,
+) -> Tensor:  # (n_queries, n_contexts)
+    sets = Fragments(query, query_offsets, check=False)
+    set_index = sets.set_index()
+    # An empty context set attends to one zero vector; its scores are replaced by 0 at the end.
+    present = torch.arange(context.shape[1], device=context.device) < context_lengths.clamp(min=1)[:, None]
+
+    dots = torch.einsum("nd,ckd->nck", query, context)
+    attention = torch.nn.functional.leaky_relu(dots, negative_slope) if normalization in CLIPPED else dots
+    attention = _normalize_over_queries(attention, normalization, set_index, len(sets))
+    attention = torch.softmax((temperature * attention).masked_fill(~present, -torch.inf), dim=2)
+    if focal is not None:
+        attention = reassign_attention(attention, focal, 2, context_lengths.clamp(min=1)[:, None])
+
+    # |sum_k p_k x_k|^2 = p G p with the Gram matrix G of the context set.
+    gram = torch.bmm(context, context.transpose(1, 2))
+    mixed = torch.bmm(attention.transpose(0, 1), gram).transpose(0, 1)
+    squared = (attention * mixed).sum(dim=2)
+    # The root of a squared norm that is zero has no derivative; it is taken as zero.
+    attended_norm = torch.where(squared > 0, squared, 1.0).sqrt() * (squared > 0)
+    norms = torch.linalg.vector_norm(query, dim=1)[:, None] * attended_norm
+    cosine = (attention * dots).sum(dim=2) / norms.clamp(min=EPSILON)  # (N, n_contexts)
+    scores = _aggregate(sets.with_values(cosine), aggregation, logsumexp_temperature)
+    return scores.masked_fill((sets.lengths == 0)[:, None] | (context_lengths == 0), 0.0)
+
+
+def _normalize_over_queries(raw: Tensor, normalization: str, set_index: Tensor, n_sets: int) -> Tensor:
+    """Normalises `raw` `(N, n_contexts, k)` over the rows of each query set."""
+
+    def total(terms: Tensor) -> Tensor:
+        return terms.new_zeros(n_sets, *terms.shape[1:]).index_add(0, set_index, terms)
+
+    if normalization in ("l2norm", "clipped_l2norm"):
+        squared = total(raw.square())
+        norm = torch.where(squared > 0, squared, 1.0).sqrt() * (squared > 0)
+        return raw / (norm + EPSILON).index_select(0, set_index)
+    if normalization in ("l1norm", "clipped_l1norm"):
+        return raw / (total(raw.abs()) + EPSILON).index_select(0, set_index)
+    if normalization == "softmax":
+        index = set_index[:, None, None].expand_as(raw)
+        peak = raw.new_full((n_sets, *raw.shape[1:]), -torch.inf).scatter_reduce(0, index, raw.detach(), "amax")
+        numerator = (raw - peak.index_select(0, set_index)).exp()
+        return numerator / total(numerator).index_select(0, set_index)
+    return raw
+
+
+def _aggregate(cosine: Fragments, aggregation: str, logsumexp_temperature: float) -> Tensor:
+    """Aggregates the rows of each set: `(N, n_contexts)` to `(n_sets, n_contexts)`; an empty set gives any finite value."""
+    lengths = cosine.lengths.clamp(min=1)[:, None]
+    if aggregation in ("mean", "sum"):
+        total = cosine.to_padded()[0].sum(dim=1)
+        return total / lengths if aggregation == "mean" else total
+    padded = cosine.to_padded(-torch.inf)[0]
+    padded = padded.masked_fill((cosine.lengths == 0)[:, None, None], 0.0)
+    if padded.shape[1] == 0:
+        return padded.new_zeros(padded.shape[0], padded.shape[2])
+    if aggregation == "max":
+        return padded.max(dim=1).values
+    return torch.logsumexp(logsumexp_temperature * padded, dim=1) / logsumexp_temperature
