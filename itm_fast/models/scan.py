@@ -1,0 +1,99 @@
+"""SCAN: stacked cross-attention between regions and words (Lee et al., ECCV 2018)."""
+
+from __future__ import annotations
+
+import attrs
+from torch import Tensor
+
+from itm_fast.config import setting
+from itm_fast.fragments import Fragments
+from itm_fast.models.base import MatchingModel, register
+from itm_fast.nn import CrossAttentionScores, ImageEncoder, TextEncoder
+
+__all__ = ["SCAN", "SCANConfig"]
+
+NORMALIZATIONS = ("clipped_l2norm", "l2norm", "clipped_l1norm", "l1norm", "softmax", "clipped", "no_norm")
+
+
+@attrs.frozen(kw_only=True)
+class SCANConfig:
+    """Settings of SCAN; the defaults are the published ones."""
+
+    vocab_size: int = setting(help="Number of words in the vocabulary.", minimum=1)
+    feature_dim: int = setting(2048, help="Width of the region features.", minimum=1)
+    embed_dim: int = setting(1024, help="Width of the joint space.", minimum=1)
+    word_dim: int = setting(300, help="Width of the word vectors.", minimum=1)
+    num_layers: int = setting(1, help="Layers of the GRU.", minimum=1)
+    word_dropout: float = setting(0.0, help="Dropout on the word vectors in training.", minimum=0, below=1)
+    no_imgnorm: bool = setting(False, help="Do not l2-normalise the region embeddings.")
+    no_txtnorm: bool = setting(False, help="Do not l2-normalise the word embeddings.")
+    direction: str = setting(
+        "t2i",
+        help="Words attend to regions (t2i), regions attend to words (i2t), or the mean of both scores.",
+        choices=("t2i", "i2t", "mean"),
+    )
+    t2i_temperature: float = setting(9.0, help="Inverse temperature of the softmax over regions.")
+    i2t_temperature: float = setting(4.0, help="Inverse temperature of the softmax over words.")
+    normalization: str = setting(
+        "clipped_l2norm", help="Normalisation of the raw attention over the queries.", choices=NORMALIZATIONS
+    )
+    negative_slope: float = setting(0.1, help="Slope of the clip below zero; 0 is the paper's [x]+.")
+    focal: str | None = setting(
+        None, help="BFAN's reassignment of attention; null for none.", choices=("equal", "prob")
+    )
+    aggregation: str = setting(
+        "mean", help="Aggregation of the cosines over the queries.", choices=("mean", "logsumexp", "max", "sum")
+    )
+    t2i_logsumexp_temperature: float = setting(6.0, help="Temperature of logsumexp, text-to-image.", above=0)
+    i2t_logsumexp_temperature: float = setting(
+        5.0, help="Temperature of logsumexp, image-to-text (published: 5 on Flickr30K, 20 on COCO).", above=0
+    )
+
+
+@register
+class SCAN(MatchingModel):
+    """Regions and words in one space, scored by attention of the one over the other."""
+
+    name = "scan"
+    Config = SCANConfig
+
+    def __init__(self, config: SCANConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.image_encoder = ImageEncoder(config.feature_dim, config.embed_dim, no_imgnorm=config.no_imgnorm)
+        self.text_encoder = TextEncoder(
+            config.vocab_size,
+            config.embed_dim,
+            word_dim=config.word_dim,
+            num_layers=config.num_layers,
+            word_dropout=config.word_dropout,
+            no_txtnorm=config.no_txtnorm,
+        )
+        self.text_to_image = self._attention(config.t2i_temperature, config.t2i_logsumexp_temperature)
+        self.image_to_text = self._attention(config.i2t_temperature, config.i2t_logsumexp_temperature)
+
+    def _attention(self, temperature: float, logsumexp_temperature: float) -> CrossAttentionScores:
+        return CrossAttentionScores(
+            temperature=temperature,
+            normalization=self.config.normalization,
+            negative_slope=self.config.negative_slope,
+            focal=self.config.focal,
+            aggregation=self.config.aggregation,
+            logsumexp_temperature=logsumexp_temperature,
+        )
+
+    def encode_images(self, features: Tensor | Fragments) -> Fragments:
+        """Region features (n, k, f), or Fragments of rows (N, f), to Fragments of rows (n * k or N, d)."""
+        return self.image_encoder(features)
+
+    def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
+        """Padded token ids (n, L) int64 and lengths (n,) to Fragments of rows (sum of lengths, d)."""
+        return self.text_encoder(token_ids, lengths)
+
+    def score(self, images: Fragments, captions: Fragments) -> Tensor:
+        """Regions and words to scores (n_images, n_captions) float32."""
+        if self.config.direction == "t2i":
+            return self.text_to_image(captions, images).t()
+        if self.config.direction == "i2t":
+            return self.image_to_text(images, captions)
+        return (self.text_to_image(captions, images).t() + self.image_to_text(images, captions)) / 2

@@ -1,0 +1,52 @@
+"""Cross-attention scores as a module: the options of one direction, held together."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+import itm_fast.functional as F_itm
+from itm_fast.fragments import Fragments
+
+__all__ = ["CrossAttentionScores"]
+
+
+class CrossAttentionScores(nn.Module):
+    """`itm_fast.functional.cross_attention_scores` with its options fixed; it has no parameters.
+
+    Text-to-image: call it with words as queries and regions as contexts; image-to-text: the other way round.
+    """
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 9.0,
+        normalization: str = "clipped_l2norm",
+        negative_slope: float = 0.1,
+        focal: str | None = None,
+        aggregation: str = "mean",
+        logsumexp_temperature: float = 6.0,
+    ) -> None:
+        super().__init__()
+        self.temperature = temperature
+        self.normalization = normalization
+        self.negative_slope = negative_slope
+        self.focal = focal
+        self.aggregation = aggregation
+        self.logsumexp_temperature = logsumexp_temperature
+
+    def forward(self, queries: Fragments, contexts: Fragments) -> Tensor:
+        """Scores `(len(queries), len(contexts))`."""
+        return F_itm.cross_attention_scores(
+            queries,
+            contexts,
+            temperature=self.temperature,
+            normalization=self.normalization,
+            negative_slope=self.negative_slope,
+            focal=self.focal,
+            aggregation=self.aggregation,
+            logsumexp_temperature=self.logsumexp_temperature,
+        )
+
+    def extra_repr(self) -> str:
+        options = {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "training"}
+        return ", ".join(f"{name}={value!r}" for name, value in options.items())

@@ -1,0 +1,53 @@
+"""Region features to region embeddings."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from itm_fast.fragments import Fragments
+from itm_fast.nn.normalization import l2norm
+
+__all__ = ["ImageEncoder"]
+
+
+class ImageEncoder(nn.Module):
+    """A linear layer and l2 normalisation per region, as SCAN publishes it.
+
+    The weight is Xavier-uniform, the bias starts at zero.
+
+    Args:
+        feature_dim: width f of the region features.
+        embed_dim: width d of the embeddings.
+        no_imgnorm: leave the l2 normalisation out.
+    """
+
+    def __init__(self, feature_dim: int, embed_dim: int, *, no_imgnorm: bool = False) -> None:
+        super().__init__()
+        self.no_imgnorm = no_imgnorm
+        self.fc = nn.Linear(feature_dim, embed_dim)
+        nn.init.xavier_uniform_(self.fc.weight)
+        nn.init.zeros_(self.fc.bias)
+
+    def forward(self, features: Tensor | Fragments) -> Fragments:
+        """`features` (n, k, f), or Fragments of rows (N, f), to Fragments of rows (n * k or N, d)."""
+        regions = as_regions(features, self.fc.in_features)
+        embedded = self.fc(regions.values)
+        return regions.with_values(embedded if self.no_imgnorm else l2norm(embedded))
+
+
+def as_regions(features: Tensor | Fragments, feature_dim: int) -> Fragments:
+    """Checks region features `(n, k, f)` or Fragments of rows `(N, f)`, and gives them as Fragments."""
+    if isinstance(features, Tensor):
+        if features.dim() != 3 or not features.is_floating_point():
+            raise ValueError(
+                f"features: expected a floating point tensor (n, k, {feature_dim}) or Fragments, "
+                f"got {features.dtype} of shape {tuple(features.shape)}"
+            )
+        features = Fragments.from_padded(features)
+    elif not isinstance(features, Fragments):
+        raise TypeError(
+            f"features: expected a tensor (n, k, {feature_dim}) or Fragments, got {type(features).__name__}"
+        )
+    if features.values.shape[1] != feature_dim:
+        raise ValueError(f"features: expected {feature_dim} values per region, got {features.values.shape[1]}")
+    return features
