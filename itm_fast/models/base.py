@@ -115,11 +115,15 @@ def load(directory: str | os.PathLike[str], device: torch.device | str = "cpu") 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> None:
     """Copies `weights` into `model` after checking names, shapes and values; errors name `source`."""
     own = model.state_dict()
-    for name in own.keys() ^ weights.keys():
-        raise ValueError(f"{source}: the weight {name} is {'missing' if name in own else 'unknown to the model'}")
-    for name, tensor in weights.items():
-        if tensor.shape != own[name].shape:
-            raise ValueError(f"{source}: {name}: expected shape {tuple(own[name].shape)}, got {tuple(tensor.shape)}")
+    for name in weights:
+        if name not in own:
+            raise ValueError(f"{source}: the weight {name} is unknown to the model")
+    for name, expected in own.items():
+        if name not in weights:
+            raise ValueError(f"{source}: the weight {name} is missing")
+        tensor = weights[name]
+        if tensor.shape != expected.shape:
+            raise ValueError(f"{source}: {name}: expected shape {tuple(expected.shape)}, got {tuple(tensor.shape)}")
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise ValueError(f"{source}: {name} holds values that are not finite")
     model.load_state_dict(weights)
