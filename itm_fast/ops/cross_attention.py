@@ -12,7 +12,7 @@ from itm_fast.ops import validation
 from itm_fast.ops.autograd import FirstOrderFunction, first_order, refuse_transforms
 from itm_fast.ops.library import register_fake, use_native
 from itm_fast.ops.precision import autocast, compute_precision
-from itm_fast.reference import cross_attention as reference
+from itm_fast import reference
 
 NORMALIZATIONS = ("clipped_l2norm", "l2norm", "clipped_l1norm", "l1norm", "softmax", "clipped", "no_norm")
 FOCAL_MODES = (None, "equal", "prob")
