@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pybind11
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -24,6 +23,8 @@ class CMakeBuild(build_ext):
     """Builds the native libraries of csrc/ and puts them into the package: in place for editable installs."""
 
     def run(self):
+        import pybind11
+
         found = find_torch()
         if found is None:
             raise SystemExit("itm_fast: no torch 2.11 or newer found to build against; 'pip install .' fetches one")

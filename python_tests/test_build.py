@@ -1,0 +1,167 @@
+"""What the build makes: symbols of the native library, and installs without a compiler or with a broken source."""
+
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from build_backend import find_tool, find_torch
+from helpers.processes import ROOT, run, run_python
+
+import itm_fast
+
+LIBRARY = ROOT / "itm_fast" / "_C_cpu.so"
+BUILD = ROOT / "build" / f"native-{sys.implementation.cache_tag}"
+COMPILED = itm_fast.build_info()["instruction_sets"]["compiled"]
+PIP = [sys.executable, "-m", "pip", "install", "-v", "--no-deps", "--no-index", "--no-build-isolation"]
+
+
+def symbols(file, *options):
+    """Lines (kind, mangled name) of `nm`, without versions and, on macOS, without the leading underscore."""
+    lines = subprocess.run(["nm", *options, file], capture_output=True, text=True, check=True).stdout.splitlines()
+    rows = [line.split()[-2:] for line in lines if len(line.split()) >= 2]
+    prefix = "_" if platform.system() == "Darwin" else ""
+    return [(kind, name.split("@")[0].removeprefix(prefix)) for kind, name in rows]
+
+
+def kernel_objects(instruction_set):
+    return sorted((BUILD / "CMakeFiles" / f"kernels_{instruction_set}.dir").rglob("*.o"))
+
+
+def needed_symbols():
+    dynamic = [] if platform.system() == "Darwin" else ["-D"]
+    return [name for _, name in symbols(LIBRARY, *dynamic, "-u")]
+
+
+def test_the_library_needs_the_stable_interface_alone():
+    needed = needed_symbols()
+    assert "aoti_torch_library_init_fragment" in needed
+    assert [name for name in needed if name.startswith(("Py", "_Py"))] == []
+    # at::, c10:: and torch:: as the Itanium C++ name mangling writes them.
+    assert [name for name in needed if re.match(r"_ZN[VKRO]*(2at|3c10|5torch|5caffe)", name)] == []
+
+
+def test_the_library_shows_no_symbols_of_its_own():
+    dynamic = ["-g"] if platform.system() == "Darwin" else ["-D"]
+    defined = [name for kind, name in symbols(LIBRARY, *dynamic) if kind not in "Uw"]
+    assert [name for name in defined if "itm_fast" in name] == []
+
+
+def test_objects_of_one_instruction_set_share_no_functions_with_others():
+    # A weak symbol outside the instruction set's namespace could replace the portable copy of the same function.
+    assert len(kernel_objects("portable")) > 0
+    for name in COMPILED:
+        namespace = f"8itm_fast{len(name)}{name}"
+        for file in kernel_objects(name):
+            foreign = [symbol for kind, symbol in symbols(file) if kind in "WVu" and namespace not in symbol]
+            assert foreign == [], file.name
+
+
+def test_only_the_kernels_hold_wide_instructions():
+    if "avx2" not in COMPILED:
+        return
+    portable = [*kernel_objects("portable"), *(BUILD / "CMakeFiles" / "_C_cpu.dir").rglob("*.o")]
+    disassembled = {file: subprocess.run(["objdump", "-d", file], capture_output=True, text=True) for file in portable}
+    assert [file.name for file, listing in disassembled.items() if re.search(r"%[yz]mm", listing.stdout)] == []
+    wide = subprocess.run(["objdump", "-d", kernel_objects("avx512")[0]], capture_output=True, text=True).stdout
+    assert "%zmm" in wide
+
+
+@pytest.fixture
+def source_tree(tmp_path):
+    """A copy of the sources whose kernels are left out, so that it builds in seconds."""
+    tree = tmp_path / "source"
+    leave_out = shutil.ignore_patterns("*.so", "__pycache__", "emoji", "kernels")
+    for folder in ("csrc", "itm_fast", "licenses", "tools"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=leave_out)
+    for file in (
+        "CMakeLists.txt",
+        "LICENSE",
+        "MANIFEST.in",
+        "README.md",
+        "THIRD_PARTY.md",
+        "pyproject.toml",
+        "setup.py",
+    ):
+        shutil.copy(ROOT / file, tree)
+    for family in (tree / "csrc" / "ops").glob("*.cpp"):
+        if family.name != "build_info.cpp":
+            family.unlink()
+            (tree / "csrc" / "cpu" / family.name).unlink()
+    return tree
+
+
+def test_without_a_compiler_the_package_installs_as_pure_python(source_tree, tmp_path):
+    (tmp_path / "empty").mkdir()
+    target = tmp_path / "installed"
+    result = run(
+        [*PIP, "--target", target, source_tree],
+        cwd=tmp_path,
+        PATH=tmp_path / "empty",
+        CXX="/nowhere/c++",
+        PYTHONPATH=None,
+    )
+    assert result.returncode == 0, result.stderr
+    line = "itm_fast: no C++ compiler found (or Windows): installing pure Python, which runs on the packed reference"
+    assert (result.stdout + result.stderr).count(line) == 1
+    assert list(target.rglob("*.so")) == []
+    [wheel_file] = target.glob("itm_fast-*.dist-info/WHEEL")
+    assert "Root-Is-Purelib: true" in wheel_file.read_text()
+    assert (target / "itm_fast" / "py.typed").exists()
+
+    code = """
+import json, torch, itm_fast, itm_fast.functional as F_itm
+ranks = F_itm.retrieval_ranks(torch.tensor([[0.9, 0.1, 0.5], [0.2, 0.8, 0.6]]), torch.tensor([0, 1, 0]))
+dispatch = itm_fast.build_info()["dispatch"]["retrieval_ranks"]
+print(json.dumps([itm_fast.__file__, [r.tolist() for r in ranks], dispatch]))
+"""
+    file, ranks, dispatch = json.loads(run_python(code, cwd=target))
+    assert file == str(target / "itm_fast" / "__init__.py")
+    # Image 0: its best caption scores .9 and no foreign one is above. Caption 2 of image 0: image 1 scores higher.
+    assert ranks == [[0, 0], [0, 0, 1]]
+    assert dispatch["cpu"].startswith("packed reference: the native library was not built")
+
+
+def test_a_compile_error_fails_the_install(source_tree, tmp_path):
+    source = source_tree / "csrc" / "cpu" / "build_info.cpp"
+    source.write_text(source.read_text() + '#error "this file is broken"\n')
+    result = run([*PIP, "--target", tmp_path / "installed", source_tree], cwd=tmp_path)
+    assert result.returncode != 0
+    assert "this file is broken" in result.stdout + result.stderr
+    assert not (tmp_path / "installed").exists()
+
+
+def configure(tmp_path, *options, **environment):
+    torch_root, _ = find_torch()
+    command = [find_tool("cmake"), "-S", ROOT, "-B", tmp_path, "-G", "Ninja", f"-DITM_FAST_TORCH_ROOT={torch_root}"]
+    command += [f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}", f"-DPython_EXECUTABLE={sys.executable}"]
+    return run([*command, *options], cwd=tmp_path, **environment)
+
+
+def test_cuda_on_without_nvcc_is_an_error(tmp_path):
+    result = configure(tmp_path, "-DITM_FAST_CUDA=on", CUDACXX="/nowhere/nvcc")
+    assert result.returncode != 0
+    assert "ITM_FAST_CUDA=on, but no working nvcc was found" in result.stderr
+
+
+def test_an_unknown_cuda_option_is_an_error(tmp_path):
+    result = configure(tmp_path, "-DITM_FAST_CUDA=yes")
+    assert result.returncode != 0
+    assert "ITM_FAST_CUDA='yes': expected auto, on or off" in result.stderr
+
+
+def test_a_folder_without_torch_is_an_error(tmp_path):
+    result = configure(tmp_path, "-DITM_FAST_TORCH_ROOT=/nowhere/torch")
+    assert result.returncode != 0
+    assert "ITM_FAST_TORCH_ROOT='/nowhere/torch' holds no torch 2.11 or newer" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("command", [["-m", "itm_fast"], [Path(sysconfig.get_path("scripts"), "itm-fast")]])
+def test_the_command_prints_its_version(command, tmp_path):
+    result = run([sys.executable, *command, "--version"], cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, f"itm-fast {itm_fast.__version__}\n")
