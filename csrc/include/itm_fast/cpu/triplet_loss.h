@@ -5,6 +5,8 @@
 // buffer in which everything that is no negative is -inf, so that the loops behind it need no masks and no tails.
 #pragma once
 
+#include <type_traits>
+
 #include "cpu/kernels/triplet_loss.h"
 #include "itm_fast/cpu/simd.h"
 
@@ -152,7 +154,8 @@ inline void scan_block(const TripletBlock<T>& block, const TripletScan<T>& scan)
   }
   for (int64_t first = 0; first < block.columns; first += kTileColumns) {
     const int64_t count = block.columns - first < kTileColumns ? block.columns - first : kTileColumns;
-    for (int64_t j = first; j < first + count; ++j) {
+    const int64_t padded = (count + kColumnPadding - 1) / kColumnPadding * kColumnPadding;
+    for (int64_t j = first; j < first + padded; ++j) {
       if (scan.column_best != nullptr) {
         scan.column_best[j] = kMinusInfinity<T>;
         scan.column_index[j] = 0;
@@ -190,7 +193,8 @@ inline void spread_block(const TripletBlock<T>& block, const TripletSpread<T>& s
   for (int64_t first = 0; first < block.columns; first += kTileColumns) {
     const int64_t count = block.columns - first < kTileColumns ? block.columns - first : kTileColumns;
     if (spread.column_count != nullptr) {
-      for (int64_t j = first; j < first + count; ++j) spread.column_count[j] = 0;
+      const int64_t padded = (count + kColumnPadding - 1) / kColumnPadding * kColumnPadding;
+      for (int64_t j = first; j < first + padded; ++j) spread.column_count[j] = 0;
     }
     for (int64_t row = block.first_row; row < block.last_row; ++row) {
       copy_negatives(block, row, first, count, buffer);

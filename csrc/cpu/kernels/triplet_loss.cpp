@@ -1,0 +1,8 @@
+#include "itm_fast/cpu/triplet_loss.h"
+
+namespace itm_fast::ITM_FAST_ISA {
+
+const TripletKernels<float> kTripletFloat32{scan_block<float>, spread_block<float>};
+const TripletKernels<double> kTripletFloat64{scan_block<double>, spread_block<double>};
+
+}  // namespace itm_fast::ITM_FAST_ISA

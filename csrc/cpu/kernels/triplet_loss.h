@@ -1,0 +1,68 @@
+// The kernels of triplet_loss that are compiled once per instruction set.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace itm_fast {
+
+// Of rows within one block, as wide as the scores so that both fill a vector alike.
+template <typename T>
+using BlockIndex = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
+
+// Arrays over the columns hold whole vectors: their length is a multiple of this.
+inline constexpr int64_t kColumnPadding = 16;
+
+// A block of rows of the score matrix, and what an anchor compares its negatives with.
+template <typename T>
+struct TripletBlock {
+  const T* scores;           // (rows, columns)
+  const uint8_t* positives;  // (rows, columns) or null
+  int64_t columns;
+  int64_t first_row, last_row;
+  bool exclude_diagonal;
+  T margin;
+  const T* row_positive;     // (rows,), null where rows are no anchors
+  const T* column_positive;  // (padded columns,), null where columns are no anchors
+};
+
+// The best negative and its index, and the sum of the hinges; each pair of pointers may be null. Without a negative the
+// best is -inf, and its index means nothing. A NaN is the best of all.
+template <typename T>
+struct TripletScan {
+  T* row_best;  // (rows,)
+  int64_t* row_index;
+  double* row_sum;
+  T* column_best;               // (padded columns,), of this block's rows alone
+  BlockIndex<T>* column_index;  // counted from first_row
+  T* column_sum;
+  bool semi_hard;  // only negatives below the positive are candidates of the best
+};
+
+// The gradient of sums of hinges: what each active hinge of an anchor adds at its negative, and how many are active.
+template <typename T>
+struct TripletSpread {
+  const T* row_weight;          // (rows,)
+  const T* column_weight;       // (padded columns,)
+  int64_t* row_count;           // (rows,)
+  BlockIndex<T>* column_count;  // (padded columns,), of this block's rows alone
+  T* gradient;                  // (rows, columns), written
+};
+
+template <typename T>
+struct TripletKernels {
+  void (*scan)(const TripletBlock<T>& block, const TripletScan<T>& scan);
+  void (*spread)(const TripletBlock<T>& block, const TripletSpread<T>& spread);
+};
+
+#define ITM_FAST_DECLARE(isa)                          \
+  namespace isa {                                      \
+  extern const TripletKernels<float> kTripletFloat32;  \
+  extern const TripletKernels<double> kTripletFloat64; \
+  }
+ITM_FAST_DECLARE(portable)
+ITM_FAST_DECLARE(avx2)
+ITM_FAST_DECLARE(avx512)
+#undef ITM_FAST_DECLARE
+
+}  // namespace itm_fast

@@ -1,0 +1,187 @@
+// triplet_loss and hardest_negatives on the CPU: shares blocks of rows among threads, merges what they found, and turns
+// it into losses.
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "cpu/memory.h"
+#include "cpu/triplet_problem.h"
+#include "ops/triplet_loss.h"
+
+namespace itm_fast {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// What the blocks found, per anchor.
+template <typename T>
+struct Found {
+  std::vector<T> best;
+  std::vector<int64_t> index;
+  std::vector<double> sum;
+};
+
+template <typename T>
+struct ScanResult {
+  Found<T> rows, columns;
+};
+
+template <typename T>
+ScanResult<T> scan_scores(const Problem<T>& problem, const TripletOptions& options) {
+  const bool best = options.needs_hardest(), sum = options.needs_sums();
+  ScanResult<T> result;
+  if (options.rows() && best) {
+    result.rows.best.resize(problem.rows);
+    result.rows.index.resize(problem.rows);
+  }
+  if (options.rows() && sum) result.rows.sum.resize(problem.rows);
+  const int64_t in_blocks = options.columns() ? problem.n_blocks * problem.padded_columns : 0;
+  Buffer<T> block_best(best ? in_blocks : 0), block_sum(sum ? in_blocks : 0);
+  Buffer<BlockIndex<T>> block_index(best ? in_blocks : 0);
+
+  const auto& table = triplet_kernels(T());
+  problem.for_blocks([&](int64_t index) {
+    TripletScan<T> scan{};
+    scan.semi_hard = options.mining == Mining::semi_hard;
+    if (options.rows() && best) {
+      scan.row_best = result.rows.best.data();
+      scan.row_index = result.rows.index.data();
+    }
+    if (options.rows() && sum) scan.row_sum = result.rows.sum.data();
+    if (options.columns() && best) {
+      scan.column_best = block_best.data() + index * problem.padded_columns;
+      scan.column_index = block_index.data() + index * problem.padded_columns;
+    }
+    if (options.columns() && sum) scan.column_sum = block_sum.data() + index * problem.padded_columns;
+    table.scan(problem.block(index, options), scan);
+  });
+
+  if (options.columns() && best) {
+    result.columns.best.assign(problem.columns, -kInfinity<T>);
+    result.columns.index.assign(problem.columns, 0);
+    for (int64_t index = 0; index < problem.n_blocks; ++index) {
+      const T* values = block_best.data() + index * problem.padded_columns;
+      const BlockIndex<T>* rows = block_index.data() + index * problem.padded_columns;
+      for (int64_t j = 0; j < problem.columns; ++j) {
+        T& held = result.columns.best[j];
+        if (values[j] > held || (values[j] != values[j] && held == held)) {
+          held = values[j];
+          result.columns.index[j] = index * kBlockRows + rows[j];
+        }
+      }
+    }
+  }
+  if (options.columns() && sum) {
+    result.columns.sum.assign(problem.columns, 0.0);
+    for (int64_t index = 0; index < problem.n_blocks; ++index) {
+      const T* values = block_sum.data() + index * problem.padded_columns;
+      for (int64_t j = 0; j < problem.columns; ++j) result.columns.sum[j] += values[j];
+    }
+  }
+  return result;
+}
+
+template <typename T>
+AnchorLoss<T> loss_of(const Direction<T>& direction, const Found<T>& found, int64_t anchor,
+                      const TripletOptions& options) {
+  const T positive = direction.problem.anchors()[anchor];
+  double sum = options.needs_sums() ? found.sum[anchor] : 0.0;
+  // An excluded score stands as -inf in the blocks, which adds 0 to a sum except beside a positive of -inf.
+  if (options.needs_sums() && positive == -kInfinity<T>) {
+    sum = direction.sum_of_hinges(anchor, static_cast<T>(options.margin));
+  }
+  if (options.mining == Mining::all) return {positive == positive ? static_cast<T>(sum) : positive, kAllNegatives};
+  const T best = found.best[anchor];
+  int64_t index = found.index[anchor];
+  // Beside any other positive, a best of -inf has the loss 0 whether it is a negative or stands for none.
+  if (best == -kInfinity<T> && !(positive > -kInfinity<T>)) {
+    const bool none = options.mining == Mining::semi_hard && positive == positive;
+    index = none ? -1 : direction.first_negative(anchor);
+    if (index < 0) return {positive == positive ? T(0) : positive, kNoGradient};
+  }
+  return mined_loss(options, positive, best, index, static_cast<T>(sum / direction.divisor(options)));
+}
+
+template <typename T>
+std::tuple<Tensor, Tensor> forward(const Tensor& scores, const std::optional<Tensor>& positives,
+                                   const std::optional<Tensor>& positive_scores, const TripletOptions& options) {
+  const Problem<T> problem(scores, positives, positive_scores);
+  const ScanResult<T> found = scan_scores(problem, options);
+  const int64_t n_directions = options.directions == Directions::both ? 2 : 1;
+  const int64_t anchors = options.rows() ? problem.rows : problem.columns;
+  const bool keep_each = options.reduction == Reduction::none;
+  std::vector<int64_t> shape;
+  if (keep_each && n_directions == 2) shape.push_back(2);
+  if (keep_each) shape.push_back(anchors);
+  Tensor loss = torch::stable::new_empty(scores, shape);
+  const int64_t kept = options.mining == Mining::all ? 0 : anchors;
+  Tensor negatives = torch::stable::new_empty(scores, {n_directions, kept}, ScalarType::Long);
+  T* loss_out = static_cast<T*>(loss.mutable_data_ptr());
+  int64_t* negatives_out = static_cast<int64_t*>(negatives.mutable_data_ptr());
+
+  const T scale = options.halve ? T(0.5) : T(1);
+  double total = 0.0;
+  int64_t out = 0;
+  for (const bool is_rows : {true, false}) {
+    if (!(is_rows ? options.rows() : options.columns())) continue;
+    const Direction<T> direction{problem, is_rows};
+    for (int64_t i = 0; i < anchors; ++i, ++out) {
+      const AnchorLoss<T> anchor = loss_of(direction, is_rows ? found.rows : found.columns, i, options);
+      if (kept > 0) negatives_out[out] = anchor.negative;
+      if (keep_each) loss_out[out] = scale * anchor.value;
+      total += anchor.value;
+    }
+  }
+  if (options.reduction == Reduction::mean) total /= static_cast<double>(std::max<int64_t>(anchors, 1));
+  if (!keep_each) *loss_out = static_cast<T>(total * scale);
+  return {loss, negatives};
+}
+
+template <typename T>
+std::tuple<Tensor, Tensor, Tensor, Tensor> hardest(const Tensor& scores, const std::optional<Tensor>& positives) {
+  const Problem<T> problem(scores, positives, std::nullopt);
+  TripletOptions options{};
+  options.mining = Mining::hardest;
+  ScanResult<T> found = scan_scores(problem, options);
+  Tensor results[4];
+  for (const bool is_rows : {true, false}) {
+    const Direction<T> direction{problem, is_rows};
+    Found<T>& side = is_rows ? found.rows : found.columns;
+    for (int64_t i = 0; i < direction.anchors(); ++i) {
+      if (side.best[i] == -kInfinity<T>) side.index[i] = direction.first_negative(i);
+    }
+    Tensor values = torch::stable::new_empty(scores, {direction.anchors()});
+    Tensor indices = torch::stable::new_empty(scores, {direction.anchors()}, ScalarType::Long);
+    std::copy(side.best.begin(), side.best.end(), static_cast<T*>(values.mutable_data_ptr()));
+    std::copy(side.index.begin(), side.index.end(), static_cast<int64_t*>(indices.mutable_data_ptr()));
+    results[is_rows ? 0 : 2] = values;
+    results[is_rows ? 1 : 3] = indices;
+  }
+  return {results[0], results[1], results[2], results[3]};
+}
+
+std::tuple<Tensor, Tensor> triplet_loss(const Tensor& scores, const std::optional<Tensor>& positives,
+                                        const std::optional<Tensor>& positive_scores, double margin,
+                                        const std::string& mining, double epsilon, const std::string& selective_divisor,
+                                        bool halve, const std::string& directions, const std::string& reduction) {
+  const TripletOptions options =
+      triplet_options(margin, mining, epsilon, selective_divisor, halve, directions, reduction);
+  check_triplet_scores(scores, positives, positive_scores, options.directions);
+  const auto run = is_double(scores) ? forward<double> : forward<float>;
+  return run(scores, positives, positive_scores, options);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> hardest_negatives(const Tensor& scores,
+                                                             const std::optional<Tensor>& positives) {
+  check_triplet_scores(scores, positives, std::nullopt, Directions::both);
+  return is_double(scores) ? hardest<double>(scores, positives) : hardest<float>(scores, positives);
+}
+
+}  // namespace
+}  // namespace itm_fast
+
+STABLE_TORCH_LIBRARY_IMPL(itm_fast, CPU, m) {
+  m.impl("triplet_loss", TORCH_BOX(&itm_fast::triplet_loss));
+  m.impl("hardest_negatives", TORCH_BOX(&itm_fast::hardest_negatives));
+}

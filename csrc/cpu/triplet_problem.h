@@ -1,0 +1,133 @@
+// What the forward and the backward of triplet_loss share on the CPU: the problem and its blocks of rows.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "cpu/kernels/select.h"
+#include "cpu/kernels/triplet_loss.h"
+#include "itm_fast/triplet_loss.h"
+
+namespace itm_fast {
+
+// Blocks depend on the shape alone, never on the number of threads, so neither do the results.
+inline constexpr int64_t kBlockRows = 64;
+// Fewer scores than this are not worth a second thread.
+inline constexpr int64_t kElementsPerThread = int64_t{1} << 15;
+
+template <typename T>
+inline constexpr T kInfinity = std::numeric_limits<T>::infinity();
+
+inline const TripletKernels<float>& triplet_kernels(float) { ITM_FAST_RETURN_SELECTED(kTripletFloat32) }
+inline const TripletKernels<double>& triplet_kernels(double) { ITM_FAST_RETURN_SELECTED(kTripletFloat64) }
+
+inline bool is_double(const torch::stable::Tensor& scores) {
+  return scores.scalar_type() == torch::headeronly::ScalarType::Double;
+}
+
+// The score matrix, what is excluded from it, and the score of each anchor's positive.
+template <typename T>
+class Problem {
+ public:
+  Problem(const torch::stable::Tensor& scores, const std::optional<torch::stable::Tensor>& positives,
+          const std::optional<torch::stable::Tensor>& positive_scores)
+      : rows(scores.size(0)),
+        columns(scores.size(1)),
+        padded_columns((columns + kColumnPadding - 1) / kColumnPadding * kColumnPadding),
+        n_blocks((rows + kBlockRows - 1) / kBlockRows),
+        has_diagonal(!positive_scores),
+        scores_(torch::stable::contiguous(scores)) {
+    this->scores = static_cast<const T*>(scores_.const_data_ptr());
+    if (positives) {
+      positives_ = torch::stable::contiguous(*positives);
+      this->positives = static_cast<const uint8_t*>(positives_->const_data_ptr());
+    }
+    anchors_.assign(positive_scores ? positive_scores->size(0) + kColumnPadding : padded_columns, T(0));
+    if (positive_scores) {
+      const torch::stable::Tensor dense = torch::stable::contiguous(*positive_scores);
+      std::copy_n(static_cast<const T*>(dense.const_data_ptr()), dense.size(0), anchors_.begin());
+    } else {
+      for (int64_t i = 0; i < rows; ++i) anchors_[i] = this->scores[i * columns + i];
+    }
+  }
+
+  const T* anchors() const { return anchors_.data(); }
+
+  bool is_negative(int64_t row, int64_t column) const {
+    return !(has_diagonal && row == column) && !(positives != nullptr && positives[row * columns + column]);
+  }
+
+  TripletBlock<T> block(int64_t index, const TripletOptions& options) const {
+    return {scores,
+            positives,
+            columns,
+            index * kBlockRows,
+            std::min(rows, (index + 1) * kBlockRows),
+            has_diagonal,
+            static_cast<T>(options.margin),
+            options.rows() ? anchors() : nullptr,
+            options.columns() ? anchors() : nullptr};
+  }
+
+  // Runs body(block) for all blocks, in parallel where that pays.
+  template <typename Body>
+  void for_blocks(const Body& body) const {
+    const int64_t grain = std::max<int64_t>(1, kElementsPerThread / std::max<int64_t>(1, kBlockRows * columns));
+    torch::stable::parallel_for(0, n_blocks, grain, [&](int64_t first, int64_t last) {
+      for (int64_t block = first; block < last; ++block) body(block);
+    });
+  }
+
+  const T* scores;
+  const uint8_t* positives = nullptr;
+  int64_t rows, columns, padded_columns, n_blocks;
+  bool has_diagonal;
+
+ private:
+  torch::stable::Tensor scores_;
+  std::optional<torch::stable::Tensor> positives_;
+  std::vector<T> anchors_;
+};
+
+// One direction of a problem: anchor i is row i, or column i.
+template <typename T>
+struct Direction {
+  const Problem<T>& problem;
+  bool is_rows;
+
+  int64_t anchors() const { return is_rows ? problem.rows : problem.columns; }
+  int64_t candidates() const { return is_rows ? problem.columns : problem.rows; }
+  int64_t offset(int64_t anchor, int64_t candidate) const {
+    return is_rows ? anchor * problem.columns + candidate : candidate * problem.columns + anchor;
+  }
+  bool is_negative(int64_t anchor, int64_t candidate) const {
+    return is_rows ? problem.is_negative(anchor, candidate) : problem.is_negative(candidate, anchor);
+  }
+  // -1 where there is none.
+  int64_t first_negative(int64_t anchor) const {
+    for (int64_t i = 0; i < candidates(); ++i) {
+      if (is_negative(anchor, i)) return i;
+    }
+    return -1;
+  }
+  double sum_of_hinges(int64_t anchor, T margin) const {
+    double sum = 0.0;
+    for (int64_t i = 0; i < candidates(); ++i) {
+      if (is_negative(anchor, i)) sum += hinge(margin, problem.scores[offset(anchor, i)], problem.anchors()[anchor]);
+    }
+    return sum;
+  }
+  // A square batch holds the anchor's positive beside its negatives; separate positives are added to them.
+  T divisor(const TripletOptions& options) const {
+    const int64_t batch = candidates() + (problem.has_diagonal ? 0 : 1);
+    return static_cast<T>(std::max<int64_t>(1, batch - (options.selective_divisor == SelectiveDivisor::negatives)));
+  }
+};
+
+}  // namespace itm_fast

@@ -1,0 +1,87 @@
+#include "ops/triplet_loss.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include "ops/options.h"
+
+namespace itm_fast {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+TripletOptions triplet_options(double margin, const std::string& mining, double epsilon,
+                               const std::string& selective_divisor, bool halve, const std::string& directions,
+                               const std::string& reduction) {
+  using namespace std::string_view_literals;
+  TripletOptions options;
+  options.margin = margin;
+  options.epsilon = epsilon;
+  options.mining = parse_option<Mining>(
+      "mining", mining, std::array{"all"sv, "hardest"sv, "selective"sv, "semi_hard"sv, "contrastive"sv});
+  options.selective_divisor =
+      parse_option<SelectiveDivisor>("selective_divisor", selective_divisor, std::array{"batch"sv, "negatives"sv});
+  options.halve = halve;
+  options.directions = parse_option<Directions>("directions", directions, std::array{"both"sv, "rows"sv, "columns"sv});
+  options.reduction = parse_option<Reduction>("reduction", reduction, std::array{"sum"sv, "mean"sv, "none"sv});
+  return options;
+}
+
+void check_triplet_scores(const Tensor& scores, const std::optional<Tensor>& positives,
+                          const std::optional<Tensor>& positive_scores, Directions directions) {
+  STD_TORCH_CHECK(scores.dim() == 2, "scores: expected shape (n, m), got ", scores.dim(), " dimensions");
+  STD_TORCH_CHECK(scores.scalar_type() == ScalarType::Float || scores.scalar_type() == ScalarType::Double,
+                  "scores: expected float32 or float64");
+  const int64_t rows = scores.size(0), columns = scores.size(1);
+  if (positives) {
+    STD_TORCH_CHECK(positives->scalar_type() == ScalarType::Bool && positives->dim() == 2 &&
+                        positives->size(0) == rows && positives->size(1) == columns,
+                    "positives: expected a bool tensor of the shape of scores");
+  }
+  if (positive_scores) {
+    const int64_t anchors = directions == Directions::rows ? rows : columns;
+    STD_TORCH_CHECK(directions != Directions::both && positive_scores->scalar_type() == scores.scalar_type() &&
+                        positive_scores->dim() == 1 && positive_scores->size(0) == anchors,
+                    "positive_scores: expected one score per anchor of one direction, in the dtype of scores");
+  } else {
+    STD_TORCH_CHECK(rows == columns, "scores: expected a square matrix, got (", rows, ", ", columns, ")");
+  }
+}
+
+void check_triplet_gradient(const Tensor& grad_loss, const Tensor& scores, const Tensor& negatives,
+                            const TripletOptions& options) {
+  const int64_t n_directions = options.directions == Directions::both ? 2 : 1;
+  const int64_t anchors = scores.size(options.rows() ? 0 : 1);
+  const int64_t losses = options.reduction == Reduction::none ? n_directions * anchors : 1;
+  STD_TORCH_CHECK(grad_loss.scalar_type() == scores.scalar_type() && grad_loss.numel() == losses,
+                  "grad_loss: expected the shape of the loss and the dtype of scores");
+  STD_TORCH_CHECK(negatives.scalar_type() == ScalarType::Long && negatives.dim() == 2 &&
+                      negatives.size(0) == n_directions &&
+                      negatives.size(1) == (options.mining == Mining::all ? 0 : anchors),
+                  "negatives: expected the second result of triplet_loss for the same scores and options");
+}
+
+void check_anchor_values(const char* name, const Tensor& values, const Tensor& scores, ScalarType dtype) {
+  STD_TORCH_CHECK(values.scalar_type() == dtype && values.dim() == 1 && values.size(0) == scores.size(0), name,
+                  ": expected one value per anchor");
+}
+
+}  // namespace itm_fast
+
+// The second result of triplet_loss, int64 (directions, anchors), says where each anchor's gradient goes: the index of
+// one negative, -1 for none, -2 for all of them; (directions, 0) where mining is "all". The second result of the
+// backward is empty where there are no positive scores.
+STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
+  m.def(
+      "triplet_loss(Tensor scores, Tensor? positives, Tensor? positive_scores, float margin, str mining, "
+      "float epsilon, str selective_divisor, bool halve, str directions, str reduction) -> (Tensor, Tensor)");
+  m.def(
+      "triplet_loss_backward(Tensor grad_loss, Tensor scores, Tensor? positives, Tensor? positive_scores, "
+      "Tensor negatives, float margin, str mining, str selective_divisor, bool halve, str directions, "
+      "str reduction) -> (Tensor, Tensor)");
+  m.def("hardest_negatives(Tensor scores, Tensor? positives) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "hardest_negatives_backward(Tensor grad_rows, Tensor grad_columns, Tensor scores, Tensor row_indices, "
+      "Tensor column_indices) -> Tensor");
+}

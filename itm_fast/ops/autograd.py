@@ -1,0 +1,67 @@
+"""What the autograd Functions of the package share: first derivatives in reverse mode, and a clear word on the rest.
+
+Inside: `FirstOrderFunction`, `first_order`, `refuse_transforms`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+__all__ = ["FirstOrderFunction", "first_order", "refuse_transforms"]
+
+_ADVICE = "use itm_fast.reference, which is plain PyTorch"
+
+
+def refuse_transforms(operator: str) -> None:
+    """Raises inside `torch.func` transforms (grad, vmap, jvp, ...), which the native operators do not support."""
+    # torch.compile does not trace the question, and refuses such transforms of autograd Functions by itself.
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"{operator} does not support torch.func transforms: {_ADVICE}")
+
+
+class FirstOrderFunction(torch.autograd.Function):
+    """Base of the package's Functions: forward-mode differentiation raises an error that says what to do."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise RuntimeError(f"{type(ctx).__name__} does not support forward-mode differentiation: {_ADVICE}")
+
+
+class _SecondDerivative(torch.autograd.Function):
+    """The identity on gradients; its own derivative is the error that a second derivative deserves."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.operator = operator
+        return tuple(None if tensor is None else tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
+        raise RuntimeError(f"{ctx.operator} does not support second derivatives: {_ADVICE}")
+
+
+def first_order(operator: str) -> Callable[[Callable[..., Any]], Callable[..., tuple[Tensor | None, ...]]]:
+    """Decorates a `backward` whose result must not be differentiated again.
+
+    Unlike `torch.autograd.function.once_differentiable`, which lets a gradient pass as a constant where the incoming
+    gradient needs none itself, this marks the result as a function of the saved inputs too, so that a gradient penalty
+    is an error and never a silently missing term. The inputs must have been saved by `ctx.save_for_backward`.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., tuple[Tensor | None, ...]]:
+        @functools.wraps(backward)
+        def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            with torch.no_grad():
+                results = backward(ctx, *grads)
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return results
+            return _SecondDerivative.apply(operator, len(results), *results, *ctx.saved_tensors, *grads)
+
+        return wrapper
+
+    return decorate

@@ -1,0 +1,210 @@
+"""`triplet_loss` and `hardest_negatives`: argument checks, autograd Functions, fake kernels and fallback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from itm_fast import reference
+from itm_fast.ops import validation
+from itm_fast.ops.autograd import FirstOrderFunction, first_order, refuse_transforms
+from itm_fast.ops.library import register_fake, use_native
+
+MINING = ("all", "hardest", "selective", "semi_hard", "contrastive")
+SELECTIVE_DIVISORS = ("batch", "negatives")
+DIRECTIONS = ("both", "rows", "columns")
+REDUCTIONS = ("sum", "mean", "none")
+
+
+def check_options(
+    margin: float,
+    mining: str,
+    epsilon: float,
+    selective_divisor: str,
+    halve: bool,
+    directions: str,
+    reduction: str,
+) -> tuple[float, float]:
+    """Refuses bad options; returns margin and epsilon as floats."""
+    validation.check_option("mining", mining, MINING)
+    validation.check_option("selective_divisor", selective_divisor, SELECTIVE_DIVISORS)
+    validation.check_flag("halve", halve)
+    validation.check_option("directions", directions, DIRECTIONS)
+    validation.check_option("reduction", reduction, REDUCTIONS)
+    return validation.finite_number("margin", margin), validation.finite_number("epsilon", epsilon, minimum=0.0)
+
+
+def triplet_loss(
+    scores: Tensor,
+    margin: float,
+    mining: str,
+    epsilon: float,
+    selective_divisor: str,
+    halve: bool,
+    positives: Tensor | None,
+    positive_scores: Tensor | None,
+    directions: str,
+    reduction: str,
+) -> Tensor:
+    margin, epsilon = check_options(margin, mining, epsilon, selective_divisor, halve, directions, reduction)
+    _check_scores(scores, positives, square=positive_scores is None)
+    if positive_scores is not None:
+        _check_positive_scores(scores, positive_scores, directions)
+    if not use_native("triplet_loss", scores):
+        return reference.triplet_loss(
+            scores,
+            margin=margin,
+            mining=mining,
+            epsilon=epsilon,
+            selective_divisor=selective_divisor,
+            halve=halve,
+            positives=positives,
+            positive_scores=positive_scores,
+            directions=directions,
+            reduction=reduction,
+        )
+    refuse_transforms("triplet_loss")
+    scores = _upcast(scores)
+    if positive_scores is not None:
+        positive_scores = _upcast(positive_scores)
+    options = (margin, mining, epsilon, selective_divisor, halve, directions, reduction)
+    loss: Tensor = _TripletLoss.apply(scores, positives, positive_scores, *options)
+    return loss
+
+
+def hardest_negatives(scores: Tensor, positives: Tensor | None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    _check_scores(scores, positives, square=True)
+    if not use_native("hardest_negatives", scores):
+        return reference.hardest_negatives(scores, positives)
+    refuse_transforms("hardest_negatives")
+    row_values, row_indices, column_values, column_indices = _HardestNegatives.apply(_upcast(scores), positives)
+    return (row_values, row_indices), (column_values, column_indices)
+
+
+def _check_scores(scores: Tensor, positives: Tensor | None, square: bool) -> None:
+    validation.check_tensor("scores", scores, ("n", "m"))
+    if square and scores.shape[0] != scores.shape[1]:
+        raise ValueError(
+            f"scores: expected a square matrix with the positives on its diagonal, got {tuple(scores.shape)}"
+        )
+    if positives is not None:
+        validation.check_tensor("positives", positives, ("n", "m"), (torch.bool,))
+        validation.check_shape("positives", positives, scores.shape, "like scores")
+        validation.check_same_device("positives", positives, "scores", scores)
+
+
+def _check_positive_scores(scores: Tensor, positive_scores: Tensor, directions: str) -> None:
+    if directions == "both":
+        raise ValueError(
+            "directions: expected 'rows' or 'columns' beside positive_scores, which belong to one direction, got 'both'"
+        )
+    validation.check_tensor(
+        "positive_scores", positive_scores, ("n",) if directions == "rows" else ("m",), (scores.dtype,)
+    )
+    anchors = scores.shape[0 if directions == "rows" else 1]
+    validation.check_shape("positive_scores", positive_scores, (anchors,), f"for directions='{directions}'")
+    validation.check_same_device("positive_scores", positive_scores, "scores", scores)
+
+
+def _upcast(scores: Tensor) -> Tensor:
+    """Losses are computed in float32 (autocast or not), or in float64 for float64 scores."""
+    return scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
+
+
+class _TripletLoss(FirstOrderFunction):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores: Tensor,
+        positives: Tensor | None,
+        positive_scores: Tensor | None,
+        margin: float,
+        mining: str,
+        epsilon: float,
+        selective_divisor: str,
+        halve: bool,
+        directions: str,
+        reduction: str,
+    ) -> Tensor:
+        loss, negatives = torch.ops.itm_fast.triplet_loss(
+            scores, positives, positive_scores, margin, mining, epsilon, selective_divisor, halve, directions, reduction
+        )
+        ctx.save_for_backward(scores, positives, positive_scores, negatives)
+        ctx.options = (margin, mining, selective_divisor, halve, directions, reduction)
+        return loss
+
+    @staticmethod
+    @first_order("triplet_loss")
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        positive_scores = ctx.saved_tensors[2]
+        grad_scores, grad_positive_scores = torch.ops.itm_fast.triplet_loss_backward(
+            grad_loss, *ctx.saved_tensors, *ctx.options
+        )
+        return (grad_scores, None, grad_positive_scores if positive_scores is not None else None, *(None,) * 7)
+
+
+class _HardestNegatives(FirstOrderFunction):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, positives: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        row_values, row_indices, column_values, column_indices = torch.ops.itm_fast.hardest_negatives(scores, positives)
+        ctx.mark_non_differentiable(row_indices, column_indices)
+        ctx.save_for_backward(scores, row_indices, column_indices)
+        return row_values, row_indices, column_values, column_indices
+
+    @staticmethod
+    @first_order("hardest_negatives")
+    def backward(
+        ctx: Any, grad_rows: Tensor, _row_indices: Tensor, grad_columns: Tensor, _column_indices: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        grad_scores = torch.ops.itm_fast.hardest_negatives_backward(grad_rows, grad_columns, *ctx.saved_tensors)
+        return grad_scores, None
+
+
+@register_fake("triplet_loss")
+def _triplet_loss_fake(
+    scores: Tensor,
+    positives: Tensor | None,
+    positive_scores: Tensor | None,
+    margin: float,
+    mining: str,
+    epsilon: float,
+    selective_divisor: str,
+    halve: bool,
+    directions: str,
+    reduction: str,
+) -> tuple[Tensor, Tensor]:
+    anchors = scores.shape[1 if directions == "columns" else 0]
+    n_directions = 2 if directions == "both" else 1
+    loss_shape: tuple[int, ...] = ()
+    if reduction == "none":
+        loss_shape = (2, anchors) if directions == "both" else (anchors,)
+    negatives = scores.new_empty((n_directions, 0 if mining == "all" else anchors), dtype=torch.int64)
+    return scores.new_empty(loss_shape), negatives
+
+
+@register_fake("triplet_loss_backward")
+def _triplet_loss_backward_fake(
+    grad_loss: Tensor, scores: Tensor, positives: Tensor | None, positive_scores: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor]:
+    grad_scores = scores.new_empty(scores.shape)
+    return grad_scores, scores.new_empty(0 if positive_scores is None else positive_scores.shape[0])
+
+
+@register_fake("hardest_negatives")
+def _hardest_negatives_fake(scores: Tensor, positives: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, columns = scores.shape
+    return (
+        scores.new_empty(rows),
+        scores.new_empty(rows, dtype=torch.int64),
+        scores.new_empty(columns),
+        scores.new_empty(columns, dtype=torch.int64),
+    )
+
+
+@register_fake("hardest_negatives_backward")
+def _hardest_negatives_backward_fake(
+    grad_rows: Tensor, grad_columns: Tensor, scores: Tensor, row_indices: Tensor, column_indices: Tensor
+) -> Tensor:
+    return scores.new_empty(scores.shape)

@@ -1,0 +1,115 @@
+"""Triplet losses over a score matrix in plain PyTorch: the formulae, written down.
+
+Inside: `hardest_negatives`, `triplet_loss`, with the signatures of `itm_fast.functional`. Both are differentiable as
+often as PyTorch is, take float64, and serve where no native kernel does. Arguments are expected to be valid.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Extreme = tuple[Tensor, Tensor]
+
+
+def hardest_negatives(scores: Tensor, positives: Tensor | None = None) -> tuple[Extreme, Extreme]:
+    """Values and indices of the hardest negative of every row, and of every column."""
+    scores = _upcast(scores)
+    negatives = _negatives(scores, positives, diagonal=True)
+    return _hardest_of_rows(scores, negatives), _hardest_of_rows(scores.t(), negatives.t())
+
+
+def triplet_loss(
+    scores: Tensor,
+    *,
+    margin: float = 0.2,
+    mining: str = "hardest",
+    epsilon: float = 0.01,
+    selective_divisor: str = "batch",
+    halve: bool = False,
+    positives: Tensor | None = None,
+    positive_scores: Tensor | None = None,
+    directions: str = "both",
+    reduction: str = "sum",
+) -> Tensor:
+    """Triplet loss; see `itm_fast.functional.triplet_loss`."""
+    scores = _upcast(scores)
+    negatives = _negatives(scores, positives, diagonal=positive_scores is None)
+    anchors = scores.diagonal() if positive_scores is None else _upcast(positive_scores)
+
+    def of_rows(scores: Tensor, negatives: Tensor) -> Tensor:
+        # A square batch holds one positive per anchor beside the negatives; separate positives are added to them.
+        batch = scores.shape[1] + (positive_scores is not None)
+        divisor = max(batch - (selective_divisor == "negatives"), 1)
+        return _losses_of_rows(scores, negatives, anchors, margin, mining, epsilon, divisor)
+
+    losses = []
+    if directions != "columns":
+        losses.append(of_rows(scores, negatives))
+    if directions != "rows":
+        losses.append(of_rows(scores.t(), negatives.t()))
+    each = torch.stack(losses) * (0.5 if halve else 1.0)  # (directions, B)
+    if reduction == "none":
+        return each if directions == "both" else each[0]
+    return each.sum() / max(each.shape[1], 1) if reduction == "mean" else each.sum()
+
+
+def _losses_of_rows(
+    scores: Tensor,  # (B, m)
+    negatives: Tensor,  # (B, m) bool
+    positive: Tensor,  # (B,)
+    margin: float,
+    mining: str,
+    epsilon: float,
+    divisor: int,
+) -> Tensor:  # (B,)
+    if mining == "semi_hard":
+        # Written as "not at least" so that a NaN stays a candidate and reaches the loss.
+        negatives = negatives & ~(scores >= positive[:, None])
+    if mining in ("all", "selective"):
+        hinges = torch.relu(margin + scores - positive[:, None])
+        average = torch.where(negatives, hinges, 0.0).sum(dim=1) / (divisor if mining == "selective" else 1)
+    if mining != "all":
+        hardest = _best_of_rows(scores, negatives)[0]
+        hinge = torch.relu(margin + hardest - positive)
+
+    if mining == "all":
+        losses = average
+    elif mining == "selective":
+        far = (hardest - positive).abs() > epsilon
+        losses = hinge if epsilon == 0 else torch.where(far, hinge, average)
+    elif mining == "contrastive":
+        # Asked this way round, a NaN takes the hinge and stays visible.
+        losses = torch.where(hardest >= positive, hardest, hinge)
+    else:
+        losses = hinge
+    # Without a negative the loss is 0, but a NaN stays visible.
+    without = torch.where(positive.isnan(), positive, 0.0).detach()
+    return torch.where(negatives.any(dim=1), losses, without)
+
+
+def _best_of_rows(scores: Tensor, negatives: Tensor) -> Extreme:
+    # torch.max returns the first of equal values, and NaN before everything else.
+    if scores.shape[1] == 0:
+        return scores.new_full(scores.shape[:1], -torch.inf), scores.new_zeros(scores.shape[:1], dtype=torch.int64)
+    return torch.where(negatives, scores, -torch.inf).max(dim=1)
+
+
+def _hardest_of_rows(scores: Tensor, negatives: Tensor) -> Extreme:
+    values, indices = _best_of_rows(scores, negatives)
+    # Where the best is -inf, a masked pair may stand before the first negative.
+    if scores.shape[1] > 0:
+        indices = torch.where(values.isneginf(), negatives.to(torch.uint8).argmax(dim=1), indices)
+    return values, torch.where(negatives.any(dim=1), indices, -1)
+
+
+def _negatives(scores: Tensor, positives: Tensor | None, diagonal: bool) -> Tensor:
+    negatives = torch.ones_like(scores, dtype=torch.bool) if positives is None else ~positives
+    if diagonal:
+        negatives = negatives & ~torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
+    return negatives
+
+
+def _upcast(scores: Tensor) -> Tensor:
+    """Losses are computed in float32, or in float64 for float64 scores."""
+    return scores if scores.dtype == torch.float64 else scores.float()
