@@ -1,0 +1,60 @@
+"""Renders a report as one HTML file that needs nothing beside it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from PIL import Image
+
+from itm_fast import files
+from itm_fast.report.content import Report
+from itm_fast.report.curves import curves_svg
+
+__all__ = ["render_report", "write_report"]
+
+_RECALLS = ("r1", "r5", "r10")
+_DIRECTIONS = (("i2t", "Image to text"), ("t2i", "Text to image"))
+
+
+def write_report(path: str | os.PathLike[str], report: Report) -> None:
+    """Writes `report` as HTML, atomically."""
+    files.write_text(path, render_report(report))
+
+
+def render_report(report: Report) -> str:
+    """The page. Every text of the data is escaped by the template engine; the curves' SVG is our own."""
+    environment = Environment(
+        loader=PackageLoader("itm_fast.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.j2").render(
+        report=report,
+        pictures={index: _png_uri(pixels) for index, pixels in report.pictures.items()},
+        curves=[(title, Markup(svg)) for title, svg in curves_svg(report.metrics)],
+        rows=_table(report),
+    )
+
+
+def _table(report: Report) -> list[dict[str, Any]]:
+    rows = []
+    for prefix, direction in _DIRECTIONS:
+        for label, summary in (("trained", report.trained), ("untrained", report.untrained)):
+            values = [f"{summary[f'{prefix}_{recall}']:.1f}" for recall in _RECALLS]
+            values.append(f"{summary[f'{prefix}_medr']:.0f}")
+            rows.append({"direction": direction, "label": label, "values": values})
+    return rows
+
+
+def _png_uri(pixels: np.ndarray) -> str:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="png", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

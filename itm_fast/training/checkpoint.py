@@ -1,0 +1,59 @@
+"""The last state of a run: all that `--resume` needs, in one file that is replaced in one step.
+
+Inside: `save_state`, `load_state`, `random_state`, `restore_random_state`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from itm_fast import files
+
+__all__ = ["STATE_FILE", "load_state", "random_state", "restore_random_state", "save_state"]
+
+FORMAT_VERSION = 1
+STATE_FILE = Path("last") / "checkpoint.pt"
+
+
+def save_state(run: str | os.PathLike[str], state: dict[str, Any]) -> None:
+    """Writes tensors and plain values to `RUN/last/checkpoint.pt`."""
+    with files.atomic_path(Path(run) / STATE_FILE) as temporary:
+        torch.save({"format_version": FORMAT_VERSION, **state}, temporary)
+
+
+def load_state(run: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads what `save_state` wrote; no pickled code is ever executed.
+
+    Raises:
+        ValueError: there is none, it is damaged, or its format is another one.
+    """
+    path = Path(run) / STATE_FILE
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; there is no run to resume")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
+        raise ValueError(f"{path}: not a readable training state ({str(error).splitlines()[0]})") from None
+    version = state.get("format_version") if isinstance(state, dict) else None
+    if version != FORMAT_VERSION:
+        raise ValueError(f"{path}: format_version is {version!r}; this version of itm_fast reads {FORMAT_VERSION}")
+    return state
+
+
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of torch's generators that training draws from."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,124 @@
+"""The settings of a training run: the one list that command line, YAML files and documentation are made from.
+
+Inside: `TrainConfig`, `read_yaml`, `to_yaml`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import yaml
+
+from itm_fast import config as settings
+from itm_fast.config import setting
+
+__all__ = ["TrainConfig", "read_yaml", "to_yaml"]
+
+
+DATA, MODEL, STEPS, OPTIMIZER = "Data", "Model", "Steps", "Optimiser"
+LOSS, LOG, MACHINE = "Loss", "Validation and log", "Machine"
+
+
+@attrs.frozen(kw_only=True)
+class TrainConfig:
+    """Everything that a training run depends on. Numbers of steps are optimiser steps."""
+
+    data: str = setting(group=DATA, help="Folder with the train and validation splits.", free_on_resume=True)
+    out: str = setting(group=DATA, help="RUN folder to write: best model, last state, log.", free_on_resume=True)
+    vocab: str | None = setting(
+        None, group=DATA, help="Vocabulary JSON; by default the one beside the data, else built from train_caps.txt."
+    )
+    validation_split: str = setting("dev", group=DATA, help="Split that chooses the best model.")
+    validation_images: int | None = setting(
+        None, group=DATA, minimum=1, help="Validate on the first images only (published code: 1000 of COCO's 5000)."
+    )
+    workers: int = setting(
+        0,
+        group=DATA,
+        minimum=0,
+        help="Processes that read batches ahead; 0: the training process.",
+        free_on_resume=True,
+    )
+
+    model: str = setting("scan", group=MODEL, help="Name of the model.")
+    model_options: Mapping[str, Any] = setting(factory=dict, group=MODEL, help="Settings of the model by name.")
+
+    epochs: int = setting(30, group=STEPS, minimum=1, help="Passes over the training captions.", free_on_resume=True)
+    batch_size: int = setting(128, group=STEPS, minimum=1, help="Captions per step, each with its image.")
+    drop_last: bool = setting(False, group=STEPS, help="Leave out a last batch that is not full.")
+    seed: int = setting(0, group=STEPS, minimum=0, help="Seed of the weights, the order of the data and dropout.")
+
+    optimizer: str = setting("adam", group=OPTIMIZER, help="Optimiser.", choices=("adam", "adamw"))
+    lr: float = setting(2e-4, group=OPTIMIZER, above=0, help="Learning rate.")
+    beta1: float = setting(0.9, group=OPTIMIZER, minimum=0, below=1, help="Decay of Adam's first moment.")
+    beta2: float = setting(0.999, group=OPTIMIZER, minimum=0, below=1, help="Decay of Adam's second moment.")
+    weight_decay: float = setting(0.0, group=OPTIMIZER, minimum=0, help="Weight decay; decoupled with adamw.")
+    grad_clip: float = setting(2.0, group=OPTIMIZER, minimum=0, help="Largest norm of the gradient; 0: no clipping.")
+    lr_schedule: str = setting(
+        "step",
+        group=OPTIMIZER,
+        help="Decay by a factor every so often, along a cosine, or not at all.",
+        choices=("step", "cosine", "constant"),
+    )
+    lr_decay_every: int = setting(15, group=OPTIMIZER, minimum=1, help="Time between two decays (step schedule).")
+    lr_decay_unit: str = setting("epoch", group=OPTIMIZER, help="Unit of lr_decay_every.", choices=("epoch", "step"))
+    lr_decay_factor: float = setting(
+        0.1, group=OPTIMIZER, above=0, maximum=1, help="Factor of each decay (step schedule)."
+    )
+    lr_floor: float = setting(0.0, group=OPTIMIZER, minimum=0, help="The decay ends at this learning rate.")
+    lr_warmup_steps: int = setting(0, group=OPTIMIZER, minimum=0, help="Steps of a linear rise from 0.")
+
+    margin: float = setting(0.2, group=LOSS, minimum=0, help="Margin of the triplet loss.")
+    mining: str = setting("hardest", group=LOSS, help="Negatives of the loss.", choices=("hardest", "all"))
+    warmup_epochs: int = setting(0, group=LOSS, minimum=0, help="First epochs that use all negatives.")
+    exclude_same_image: bool = setting(
+        True, group=LOSS, help="Captions of the same image are no negatives of each other."
+    )
+
+    validate_every: int = setting(1, group=LOG, minimum=1, help="Time between two validations.")
+    validate_unit: str = setting("epoch", group=LOG, help="Unit of validate_every.", choices=("epoch", "step"))
+    log_every: int = setting(10, group=LOG, minimum=1, help="Steps between two log lines.")
+    save_every: int = setting(
+        1000,
+        group=LOG,
+        minimum=1,
+        help="Steps between two saves of the last state, beside those after epochs and validations.",
+        free_on_resume=True,
+    )
+
+    device: str = setting("cpu", group=MACHINE, help="Device, for example cpu or cuda.", free_on_resume=True)
+    precision: str = setting(
+        "float32", group=MACHINE, help="Precision of the forward pass.", choices=("float32", "bfloat16")
+    )
+    threads: int = setting(0, group=MACHINE, minimum=0, help="CPU threads; 0: torch's choice.", free_on_resume=True)
+
+
+def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Names and values of a YAML configuration; only plain data is read.
+
+    Raises:
+        ValueError: the file is missing, is no YAML mapping, or holds a name that `TrainConfig` does not have.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such configuration file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected YAML of plain values: {' '.join(str(error).split())}") from None
+    content = {} if content is None else content
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a YAML mapping of names to values, got a {type(content).__name__}")
+    known = list(settings.fields_of(TrainConfig))
+    for name in content:
+        if name not in known:
+            raise ValueError(f"{path}: {settings.unknown_name('setting', str(name), known)}")
+    return content
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The configuration as YAML that `read_yaml` reads back."""
+    return yaml.safe_dump(settings.to_dict(config), sort_keys=False)

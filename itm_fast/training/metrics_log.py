@@ -1,0 +1,42 @@
+"""The JSON-lines log of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MetricsLog", "read_metrics"]
+
+
+class MetricsLog:
+    """Appends one JSON object per line to `metrics.jsonl`; each line is flushed as it is written."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def write(self, **values: Any) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far: what `truncate` takes."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def truncate(self, size: int) -> None:
+        """Drops what was logged after the state that a run resumes from."""
+        if self.size > size:
+            os.truncate(self.path, size)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a log as dictionaries; ValueError naming file and line where one is not JSON."""
+    lines = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            lines.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}: line {number}: expected JSON: {error}") from None
+    return lines

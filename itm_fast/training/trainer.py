@@ -1,0 +1,313 @@
+"""The training loop: one optimiser step, and what happens around the steps.
+
+Inside: `Trainer`, `TrainResult`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import attrs
+import torch
+from ignite.engine import Engine, Events
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
+
+from itm_fast.data import Batch, BatchLoader, EpochSampler, PrecomputedDataset
+from itm_fast.evaluation import evaluate
+from itm_fast.losses import TripletLoss
+from itm_fast.models.base import MatchingModel, load_weights
+from itm_fast.training import checkpoint, run_folder
+from itm_fast.training.config import TrainConfig
+from itm_fast.training.metrics_log import MetricsLog
+from itm_fast.training.plateau import PlateauMonitor
+from itm_fast.training.schedule import learning_rate
+
+__all__ = ["TrainResult", "Trainer"]
+
+
+@attrs.frozen
+class TrainResult:
+    """What a run came to. `best` is the best validation's summary; `finished` is False where a signal stopped it."""
+
+    best: dict[str, float]
+    best_step: int
+    steps: int
+    seconds: float
+    finished: bool
+
+
+class Trainer:
+    """Trains `model` as `config` says and keeps the RUN folder `config.out`, which must exist.
+
+    The order of the data depends on (seed, epoch) alone and the learning rate on the step alone, so that a run that is
+    interrupted and resumed ends bit for bit where an uninterrupted one does.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: MatchingModel,
+        train_data: PrecomputedDataset,
+        validation_data: PrecomputedDataset,
+        *,
+        progress: bool = True,
+    ) -> None:
+        self.config = config
+        self.device = torch.device(config.device)
+        self.model = model.to(self.device)
+        self.train_data, self.validation_data = train_data, validation_data
+        self.steps_per_epoch = len(EpochSampler(len(train_data), config.batch_size, drop_last=config.drop_last))
+        if self.steps_per_epoch == 0:
+            raise ValueError(f"batch_size: {config.batch_size} is more than the {len(train_data)} training captions")
+        self.losses = {mining: TripletLoss(config.margin, mining=mining) for mining in ("all", "hardest")}
+        self.optimizer = _optimizer(config, model)
+        self.scheduler = LambdaLR(
+            self.optimizer, lambda step: learning_rate(config, step, self.steps_per_epoch) / config.lr
+        )
+        self.plateau = PlateauMonitor(config.margin)
+        self.log = MetricsLog(Path(config.out) / run_folder.METRICS)
+        self.best: dict[str, float] = {}
+        self.best_step = 0
+        self._validated_step = 0
+        self._window: list[float] = []
+        self._seconds_before = 0.0
+        self._started = time.monotonic()
+        self._stop_requested = False
+        self._bar = tqdm(disable=True)
+        self._progress = progress
+        self.engine = self._make_engine()
+
+    def run(self, *, resume: bool = False) -> TrainResult:
+        """Trains to the end, or until SIGINT or SIGTERM asks for a stop, and leaves a state to resume from.
+
+        Raises:
+            ValueError: the loss is not finite, a batch is bad, or the state to resume from does not fit.
+        """
+        total = self.config.epochs * self.steps_per_epoch
+        position = self._load(checkpoint.load_state(self.config.out)) if resume else 0
+        self._started = time.monotonic()
+        if position < total:
+            self.engine.load_state_dict(
+                {"iteration": position, "epoch_length": self.steps_per_epoch, "max_epochs": self.config.epochs}
+            )
+            # Where no terminal shows a bar there is none, but the lines of the validations stay.
+            with (
+                _on_signals(self._request_stop),
+                tqdm(total=total, initial=position, unit="step", disable=None if self._progress else True) as self._bar,
+            ):
+                self.engine.run(self._batches(position))
+            position = self.engine.state.iteration
+        return TrainResult(self.best, self.best_step, position, self.seconds, position >= total)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in this run so far, what came before a resume included."""
+        return self._seconds_before + time.monotonic() - self._started
+
+    def _make_engine(self) -> Engine:
+        engine = Engine(lambda _engine, batch: self._step(batch))
+        # Ignite would log every exception to stderr beside the one clear line that the user gets.
+        engine.logger.setLevel(logging.CRITICAL)
+        engine.add_event_handler(Events.ITERATION_COMPLETED, self._after_step)
+        engine.add_event_handler(Events.EPOCH_COMPLETED, self._after_epoch)
+        return engine
+
+    def _batches(self, position: int) -> Iterator[Batch]:
+        """The batches from step `position` on, epoch after epoch."""
+        config = self.config
+        epoch, start = divmod(position, self.steps_per_epoch)
+        while True:
+            sampler = EpochSampler(
+                len(self.train_data),
+                config.batch_size,
+                seed=config.seed,
+                epoch=epoch,
+                drop_last=config.drop_last,
+                start_batch=start,
+            )
+            loader = BatchLoader(
+                self.train_data, sampler, workers=config.workers, pin_memory=self.device.type == "cuda"
+            )
+            # A loader draws a seed for its workers from torch's generator, which dropout draws from, too.
+            with torch.random.fork_rng(devices=[]):
+                batches = iter(loader)
+                first = next(batches)
+            yield first
+            yield from batches
+            epoch, start = epoch + 1, 0
+
+    def _step(self, batch: Batch) -> dict[str, float]:
+        self.model.train()
+        batch = batch.to(self.device, non_blocking=True)
+        with self._autocast():
+            scores = self.model(batch.features, batch.token_ids, batch.lengths)
+        positives = None
+        if self.config.exclude_same_image:
+            positives = batch.image_index[:, None] == batch.image_index[None, :]
+        mining = self.mining
+        loss = self.losses[mining](scores, positives=positives)
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise ValueError(
+                f"the loss became {value} at step {self.engine.state.iteration}; lower --lr, or look at the features"
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip or math.inf)
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.scheduler.step()
+        if mining == "hardest":
+            self.plateau.update(value, len(batch))
+        return {"loss": value, "grad_norm": float(norm), "lr": rate}
+
+    @property
+    def mining(self) -> str:
+        """The negatives of the present epoch."""
+        return "all" if self.engine.state.epoch <= self.config.warmup_epochs else self.config.mining
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16")
+
+    def _after_step(self, engine: Engine) -> None:
+        step = engine.state.iteration
+        output: dict[str, float] = engine.state.output  # type: ignore[assignment]
+        self._window.append(output["loss"])
+        if step % self.config.log_every == 0:
+            self._log_window(output)
+        self._bar.set_postfix(loss=f"{output['loss']:.2f}", rsum=f"{self.best.get('rsum', 0.0):.1f}", refresh=False)
+        self._bar.update()
+        validated = self.config.validate_unit == "step" and step % self.config.validate_every == 0
+        if validated:
+            self._validate()
+        # The last step of an epoch saves after what the epoch's end brings, so that no state lies between the two.
+        if step % self.steps_per_epoch != 0:
+            if validated or step % self.config.save_every == 0:
+                self._save()
+            self._stop_if_requested()
+
+    def _after_epoch(self, engine: Engine) -> None:
+        due = self.config.validate_unit == "epoch" and engine.state.epoch % self.config.validate_every == 0
+        last = engine.state.epoch == self.config.epochs and self._validated_step != engine.state.iteration
+        if due or last:
+            self._validate()
+        self._save()
+        self._stop_if_requested()
+
+    def _log_window(self, output: dict[str, float]) -> None:
+        self.log.write(
+            kind="train",
+            step=self.engine.state.iteration,
+            epoch=self.engine.state.epoch,
+            mining=self.mining,
+            loss=sum(self._window) / len(self._window),
+            lr=output["lr"],
+            grad_norm=output["grad_norm"],
+            seconds=round(self.seconds, 3),
+        )
+        self._window.clear()
+
+    def _validate(self) -> None:
+        step, epoch = self.engine.state.iteration, self.engine.state.epoch
+        with self._autocast():
+            summary = evaluate(self.model, self.validation_data)
+        self._validated_step = step
+        position = {"step": step, "epoch": epoch, "seconds": round(self.seconds, 3)}
+        self.log.write(kind="validation", split=self.validation_data.split, **position, **summary)
+        better = not self.best or summary["rsum"] > self.best["rsum"]
+        if better:
+            self.best, self.best_step = summary, step
+            self.model.save(self.config.out)
+        self._bar.write(
+            f"epoch {epoch}, step {step}: {self.validation_data.split} rsum {summary['rsum']:.1f}, R@1 "
+            f"{summary['i2t_r1']:.1f} (image to text) {summary['t2i_r1']:.1f} (text to image)" + ", best" * better
+        )
+
+    def _save(self) -> None:
+        state = {
+            "position": self.engine.state.iteration,
+            "steps_per_epoch": self.steps_per_epoch,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "plateau": self.plateau.state_dict(),
+            "random": checkpoint.random_state(self.device),
+            "best": self.best,
+            "best_step": self.best_step,
+            "validated_step": self._validated_step,
+            "window": list(self._window),
+            "seconds": self.seconds,
+            "log_size": self.log.size,
+        }
+        checkpoint.save_state(self.config.out, state)
+
+    def _load(self, state: dict[str, Any]) -> int:
+        if state["steps_per_epoch"] != self.steps_per_epoch:
+            raise ValueError(
+                f"{self.config.data}: {self.steps_per_epoch} steps an epoch, but the run to resume had "
+                f"{state['steps_per_epoch']}; the training data are not the same"
+            )
+        source = f"{Path(self.config.out) / checkpoint.STATE_FILE}"
+        load_weights(self.model, state["model"], source)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.plateau.load_state_dict(state["plateau"])
+        checkpoint.restore_random_state(state["random"], self.device)
+        self.best, self.best_step = state["best"], state["best_step"]
+        self._validated_step = state["validated_step"]
+        self._window, self._seconds_before = list(state["window"]), state["seconds"]
+        self.log.truncate(state["log_size"])
+        return int(state["position"])
+
+    def _request_stop(self) -> None:
+        self._stop_requested = True
+
+    def _stop_if_requested(self) -> None:
+        if self._stop_requested:
+            self._save()
+            self.engine.terminate()
+
+
+def _optimizer(config: TrainConfig, model: MatchingModel) -> torch.optim.Optimizer:
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
+    return kind(
+        model.parameters(),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        weight_decay=config.weight_decay,
+        fused=config.device.split(":")[0] in ("cpu", "cuda"),
+    )
+
+
+@contextlib.contextmanager
+def _on_signals(action: Callable[[], None]) -> Iterator[None]:
+    """Calls `action` on the first SIGINT or SIGTERM; a second one acts as usual. Only a main thread can do this."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        restore()
+        action()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        restore()
