@@ -38,7 +38,7 @@ ScanResult<T> scan_scores(const Problem<T>& problem, const TripletOptions& optio
   if (options.rows() && sum) result.rows.sum.resize(problem.rows);
   const int64_t in_blocks = options.columns() ? problem.n_blocks * problem.padded_columns : 0;
   Buffer<T> block_best(best ? in_blocks : 0), block_sum(sum ? in_blocks : 0);
-  Buffer<BlockIndex<T>> block_index(best ? in_blocks : 0);
+  Buffer<LaneInteger<T>> block_index(best ? in_blocks : 0);
 
   const auto& table = triplet_kernels(T());
   problem.for_blocks([&](int64_t index) {
@@ -62,7 +62,7 @@ ScanResult<T> scan_scores(const Problem<T>& problem, const TripletOptions& optio
     result.columns.index.assign(problem.columns, 0);
     for (int64_t index = 0; index < problem.n_blocks; ++index) {
       const T* values = block_best.data() + index * problem.padded_columns;
-      const BlockIndex<T>* rows = block_index.data() + index * problem.padded_columns;
+      const LaneInteger<T>* rows = block_index.data() + index * problem.padded_columns;
       for (int64_t j = 0; j < problem.columns; ++j) {
         T& held = result.columns.best[j];
         if (values[j] > held || (values[j] != values[j] && held == held)) {

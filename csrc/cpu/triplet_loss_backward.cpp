@@ -35,7 +35,7 @@ class Gradient {
     const bool spreads = (rows_ && rows_->weights.spreads) || (columns_ && columns_->weights.spreads);
     std::vector<int64_t> row_count(spreads && rows_ ? problem_.rows : 0);
     const int64_t in_blocks = spreads && columns_ ? problem_.n_blocks * problem_.padded_columns : 0;
-    Buffer<BlockIndex<T>> column_count(in_blocks);
+    Buffer<LaneInteger<T>> column_count(in_blocks);
     const auto& table = triplet_kernels(T());
     // Every thread writes its own rows first, and each column's single negative after all rows are written.
     problem_.for_blocks([&](int64_t index) {
@@ -62,7 +62,7 @@ class Gradient {
     if (spreads && columns_) {
       std::vector<int64_t> count(problem_.columns, 0);
       for (int64_t index = 0; index < problem_.n_blocks; ++index) {
-        const BlockIndex<T>* in_block = column_count.data() + index * problem_.padded_columns;
+        const LaneInteger<T>* in_block = column_count.data() + index * problem_.padded_columns;
         for (int64_t j = 0; j < problem_.columns; ++j) count[j] += in_block[j];
       }
       add_counted(*columns_, count, positive);
@@ -97,7 +97,7 @@ class Gradient {
     const bool all = options_.mining == Mining::all;
     if (!all) weights.negatives = static_cast<const int64_t*>(negatives_.const_data_ptr()) + position * anchors;
     weights.single.resize(anchors);
-    weights.spread.assign(anchors + kColumnPadding, T(0));
+    weights.spread.assign(padded_to_lanes(anchors), T(0));
     for (int64_t i = 0; i < anchors; ++i) {
       const T weight = scale * incoming[each ? position * anchors + i : 0];
       weights.single[i] = weight;

@@ -39,7 +39,7 @@ class Problem {
           const std::optional<torch::stable::Tensor>& positive_scores)
       : rows(scores.size(0)),
         columns(scores.size(1)),
-        padded_columns((columns + kColumnPadding - 1) / kColumnPadding * kColumnPadding),
+        padded_columns(padded_to_lanes(columns)),
         n_blocks((rows + kBlockRows - 1) / kBlockRows),
         has_diagonal(!positive_scores),
         scores_(torch::stable::contiguous(scores)) {
@@ -48,7 +48,7 @@ class Problem {
       positives_ = torch::stable::contiguous(*positives);
       this->positives = static_cast<const uint8_t*>(positives_->const_data_ptr());
     }
-    anchors_.assign(positive_scores ? positive_scores->size(0) + kColumnPadding : padded_columns, T(0));
+    anchors_.assign(padded_to_lanes(positive_scores ? positive_scores->size(0) : rows), T(0));
     if (positive_scores) {
       const torch::stable::Tensor dense = torch::stable::contiguous(*positive_scores);
       std::copy_n(static_cast<const T*>(dense.const_data_ptr()), dense.size(0), anchors_.begin());

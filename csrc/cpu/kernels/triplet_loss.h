@@ -2,16 +2,10 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
+
+#include "cpu/kernels/lanes.h"
 
 namespace itm_fast {
-
-// Of rows within one block, as wide as the scores so that both fill a vector alike.
-template <typename T>
-using BlockIndex = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
-
-// Arrays over the columns hold whole vectors: their length is a multiple of this.
-inline constexpr int64_t kColumnPadding = 16;
 
 // A block of rows of the score matrix, and what an anchor compares its negatives with.
 template <typename T>
@@ -33,8 +27,8 @@ struct TripletScan {
   T* row_best;  // (rows,)
   int64_t* row_index;
   double* row_sum;
-  T* column_best;               // (padded columns,), of this block's rows alone
-  BlockIndex<T>* column_index;  // counted from first_row
+  T* column_best;                // (padded columns,), of this block's rows alone
+  LaneInteger<T>* column_index;  // counted from first_row
   T* column_sum;
   bool semi_hard;  // only negatives below the positive are candidates of the best
 };
@@ -42,11 +36,11 @@ struct TripletScan {
 // The gradient of sums of hinges: what each active hinge of an anchor adds at its negative, and how many are active.
 template <typename T>
 struct TripletSpread {
-  const T* row_weight;          // (rows,)
-  const T* column_weight;       // (padded columns,)
-  int64_t* row_count;           // (rows,)
-  BlockIndex<T>* column_count;  // (padded columns,), of this block's rows alone
-  T* gradient;                  // (rows, columns), written
+  const T* row_weight;           // (rows,)
+  const T* column_weight;        // (padded columns,)
+  int64_t* row_count;            // (rows,)
+  LaneInteger<T>* column_count;  // (padded columns,), of this block's rows alone
+  T* gradient;                   // (rows, columns), written
 };
 
 template <typename T>

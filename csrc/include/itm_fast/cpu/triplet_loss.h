@@ -106,8 +106,8 @@ inline void scan_row_best(const T* tile, int64_t first, int64_t count, bool has_
 }
 
 template <typename T>
-inline void scan_column_best(const T* tile, int64_t count, bool has_nan, BlockIndex<T> row, T* best,
-                             BlockIndex<T>* index) {
+inline void scan_column_best(const T* tile, int64_t count, bool has_nan, LaneInteger<T> row, T* best,
+                             LaneInteger<T>* index) {
   if (has_nan) {
     for (int64_t j = 0; j < count; ++j) {
       const bool higher = tile[j] > best[j] || (tile[j] != tile[j] && best[j] == best[j]);
@@ -154,8 +154,7 @@ inline void scan_block(const TripletBlock<T>& block, const TripletScan<T>& scan)
   }
   for (int64_t first = 0; first < block.columns; first += kTileColumns) {
     const int64_t count = block.columns - first < kTileColumns ? block.columns - first : kTileColumns;
-    const int64_t padded = (count + kColumnPadding - 1) / kColumnPadding * kColumnPadding;
-    for (int64_t j = first; j < first + padded; ++j) {
+    for (int64_t j = first; j < first + padded_to_lanes(count); ++j) {
       if (scan.column_best != nullptr) {
         scan.column_best[j] = kMinusInfinity<T>;
         scan.column_index[j] = 0;
@@ -173,7 +172,7 @@ inline void scan_block(const TripletBlock<T>& block, const TripletScan<T>& scan)
       }
       if (scan.column_best != nullptr) {
         const T* tile = scan.semi_hard ? keep_below(buffer, count, block.column_positive + first, 1, kept) : buffer;
-        scan_column_best(tile, count, has_nan, static_cast<BlockIndex<T>>(row - block.first_row),
+        scan_column_best(tile, count, has_nan, static_cast<LaneInteger<T>>(row - block.first_row),
                          scan.column_best + first, scan.column_index + first);
       }
       if (scan.column_sum != nullptr) {
@@ -193,8 +192,7 @@ inline void spread_block(const TripletBlock<T>& block, const TripletSpread<T>& s
   for (int64_t first = 0; first < block.columns; first += kTileColumns) {
     const int64_t count = block.columns - first < kTileColumns ? block.columns - first : kTileColumns;
     if (spread.column_count != nullptr) {
-      const int64_t padded = (count + kColumnPadding - 1) / kColumnPadding * kColumnPadding;
-      for (int64_t j = first; j < first + padded; ++j) spread.column_count[j] = 0;
+      for (int64_t j = first; j < first + padded_to_lanes(count); ++j) spread.column_count[j] = 0;
     }
     for (int64_t row = block.first_row; row < block.last_row; ++row) {
       copy_negatives(block, row, first, count, buffer);
