@@ -65,7 +65,9 @@ class Fragments:
             raise TypeError(f"lengths: expected an integer tensor, got {lengths.dtype}")
         lengths = lengths.to(padded.device)
         if padded.device.type == "cpu" and bool(((lengths < 0) | (lengths > max_len)).any()):
-            raise ValueError(f"lengths: expected values from 0 to {max_len}, got {int(lengths.min())} to {int(lengths.max())}")
+            raise ValueError(
+                f"lengths: expected values from 0 to {max_len}, got {int(lengths.min())} to {int(lengths.max())}"
+            )
         valid = torch.arange(max_len, device=padded.device) < lengths[:, None]
         return cls(padded[valid], _offsets_of(lengths), check=False)
 
@@ -149,9 +151,7 @@ class Fragments:
         return Fragments(values, offsets, check=False, max_length=self._max_length)
 
     def pin_memory(self) -> Fragments:
-        return Fragments(
-            self.values.pin_memory(), self.offsets.pin_memory(), check=False, max_length=self._max_length
-        )
+        return Fragments(self.values.pin_memory(), self.offsets.pin_memory(), check=False, max_length=self._max_length)
 
     def detach(self) -> Fragments:
         return self.with_values(self.values.detach())
@@ -190,7 +190,9 @@ def _check_offsets(offsets: Tensor, n_rows: int) -> None:
     falls = (offsets[1:] < offsets[:-1]).nonzero()
     if len(falls):
         at = int(falls[0])
-        raise ValueError(f"offsets: expected them never to fall, got {int(offsets[at])} then {int(offsets[at + 1])} at {at}")
+        raise ValueError(
+            f"offsets: expected them never to fall, got {int(offsets[at])} then {int(offsets[at + 1])} at {at}"
+        )
     if last != n_rows:
         raise ValueError(f"offsets: expected the last to be the number of rows {n_rows}, got {last}")
 

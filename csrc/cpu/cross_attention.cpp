@@ -273,8 +273,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Ten
           const auto& pairs = by_query[set];
           if (pairs.empty()) return;
           table.query_backward(query.view, context.view, set, pairs.data(), static_cast<int64_t>(pairs.size()),
-                               score_gradients.data(), query_factors.data(),
-                               query_out + query.view.offsets[set] * dim);
+                               score_gradients.data(), query_factors.data(), query_out + query.view.offsets[set] * dim);
         });
     group = group_end;
   }
@@ -289,8 +288,8 @@ Tensor cross_attention_scores(const Tensor& queries, const Tensor& query_offsets
   check_fragments("queries", queries, query_offsets);
   check_fragments("contexts", contexts, context_offsets);
   check_same_width(queries, contexts);
-  const CrossAttentionOptions options = cross_attention_options(temperature, normalization, negative_slope, focal,
-                                                                aggregation, logsumexp_temperature);
+  const CrossAttentionOptions options =
+      cross_attention_options(temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature);
   const auto run = queries.scalar_type() == ScalarType::Double ? forward<double> : forward<float>;
   return run(queries, query_offsets, contexts, context_offsets, options);
 }
@@ -306,8 +305,8 @@ std::tuple<Tensor, Tensor, Tensor> cross_attention_scores_backward(
   STD_TORCH_CHECK(grad_scores.dim() == 2 && grad_scores.size(0) == query_offsets.size(0) - 1 &&
                       grad_scores.size(1) == context_offsets.size(0) - 1,
                   "grad_scores: expected shape (query sets, context sets)");
-  const CrossAttentionOptions options = cross_attention_options(temperature, normalization, negative_slope, focal,
-                                                                aggregation, logsumexp_temperature);
+  const CrossAttentionOptions options =
+      cross_attention_options(temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature);
   const auto run = queries.scalar_type() == ScalarType::Double ? backward<double> : backward<float>;
   return run(grad_scores, queries, query_offsets, contexts, context_offsets, options);
 }

@@ -28,9 +28,9 @@ CrossAttentionOptions cross_attention_options(double temperature, const std::str
   options.temperature = temperature;
   options.negative_slope = negative_slope;
   options.logsumexp_temperature = logsumexp_temperature;
-  options.normalization = parse<Normalization>(
-      "normalization", normalization,
-      std::array{"clipped_l2norm"sv, "l2norm"sv, "clipped_l1norm"sv, "l1norm"sv, "softmax"sv, "clipped"sv, "no_norm"sv});
+  options.normalization = parse<Normalization>("normalization", normalization,
+                                               std::array{"clipped_l2norm"sv, "l2norm"sv, "clipped_l1norm"sv,
+                                                          "l1norm"sv, "softmax"sv, "clipped"sv, "no_norm"sv});
   options.focal = parse<Focal>("focal", focal, std::array{"none"sv, "equal"sv, "prob"sv});
   options.aggregation =
       parse<Aggregation>("aggregation", aggregation, std::array{"mean"sv, "sum"sv, "max"sv, "logsumexp"sv});

@@ -45,21 +45,24 @@ def cross_attention_scores(
             query, context, temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature
         )
 
+    if len(queries) == 0 or len(contexts) == 0:
+        return queries.values.new_zeros(len(queries), len(contexts))
     if _is_uniform(contexts):
-        batch = contexts.values.reshape(len(contexts), contexts.max_length, -1)
+        batch = contexts.values.reshape(len(contexts), contexts.max_length, contexts.values.shape[1])
         return torch.stack([score(queries[i].expand(len(contexts), -1, -1), batch) for i in range(len(queries))])
     if _is_uniform(queries):
-        batch = queries.values.reshape(len(queries), queries.max_length, -1)
+        batch = queries.values.reshape(len(queries), queries.max_length, queries.values.shape[1])
         columns = [score(batch, contexts[i].expand(len(queries), -1, -1)) for i in range(len(contexts))]
         return torch.stack(columns, dim=1)
     rows = [
-        torch.cat([score(queries[i][None], contexts[j][None]) for j in range(len(contexts))]) for i in range(len(queries))
+        torch.cat([score(queries[i][None], contexts[j][None]) for j in range(len(contexts))])
+        for i in range(len(queries))
     ]
-    return torch.stack(rows) if rows else queries.values.new_zeros(0, len(contexts))
+    return torch.stack(rows)
 
 
 def _is_uniform(fragments: Fragments) -> bool:
-    return len(fragments) > 0 and len(fragments) * fragments.max_length == fragments.values.shape[0]
+    return len(fragments) * fragments.max_length == fragments.values.shape[0]
 
 
 def _batch_scores(
@@ -137,7 +140,7 @@ def cross_attention_scores_packed(
     context_rows = context_chunk * max(contexts.max_length, 1)
     query_chunk = max(1, block_elements // context_rows // max(queries.max_length, 1))
     if len(queries) == 0 or len(contexts) == 0:
-        return (queries.values.sum() + contexts.values.sum()) * queries.values.new_zeros(len(queries), len(contexts))
+        return queries.values.new_zeros(len(queries), len(contexts))
     rows = []
     for query_block in _blocks(queries, query_chunk):
         columns = []

@@ -82,7 +82,7 @@ void query_backward(const FragmentsView<T>& queries, const FragmentsView<T>& con
 }
 
 template <typename T>
-constexpr CrossAttentionKernels<T> kKernels{tile_workspace<T>, pair_workspace<T>, gram_size,           gram<T>, pack<T>,
+constexpr CrossAttentionKernels<T> kKernels{tile_workspace<T>, pair_workspace<T>,   gram_size,        gram<T>, pack<T>,
                                             score<T>,          context_backward<T>, query_backward<T>};
 
 }  // namespace

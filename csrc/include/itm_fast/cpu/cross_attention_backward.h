@@ -107,7 +107,9 @@ inline void differentiate_pair(const T* query, int64_t n_queries, const T* conte
   }
   for (int64_t j = 0; j < n_queries; ++j) {
     if (square[j] < scale[j] * scale[j] * kCancellation<T>) {
-      square[j] = attended_square(attention + j, stride, context, n_contexts, dim);
+      const Attended<T> exact = attend_exactly(attention + j, stride, context, n_contexts, dim, query + j * dim);
+      square[j] = exact.square;
+      dot[j] = exact.dot;
     }
     query_norm[j] = row_norm(query + j * dim, dim);
     const T product = query_norm[j] * std::sqrt(square[j]);

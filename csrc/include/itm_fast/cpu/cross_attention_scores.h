@@ -11,10 +11,12 @@
 
 namespace itm_fast::ITM_FAST_ISA {
 
-inline constexpr int64_t kDepth = 128;               // of the shared dimension at a time
+inline constexpr int64_t kDepth = 128;                // of the shared dimension at a time
 inline constexpr int64_t kDepthStride = kDepth + 16;  // keeps rows out of one another's cache sets
 
-ITM_FAST_INLINE int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+ITM_FAST_INLINE int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 // Below this share of (sum_k p_k |x_k|)^2 the quadratic form p G p has lost too many digits, and the attended vector is
 // formed for that query after all.
@@ -116,26 +118,35 @@ inline void multiply_tile(const T* values, int64_t n_rows, int64_t dim, const T*
   }
 }
 
-// |sum_k e_k x_k|^2 of one column, formed from the context vectors themselves.
+// What a column's cosine needs of its attended vector c = sum_k e_k x_k, from the context vectors themselves.
 template <typename T>
-inline T attended_square(const T* columns, int64_t stride, const T* context, int64_t n_contexts, int64_t dim) {
-  Vector<T> total{};
-  T tail = T(0);
+struct Attended {
+  T square;  // |c|^2
+  T dot;     // <q, c>
+};
+
+template <typename T>
+inline Attended<T> attend_exactly(const T* column, int64_t stride, const T* context, int64_t n_contexts, int64_t dim,
+                                  const T* query) {
+  Vector<T> squares{}, dots{};
   int64_t d = 0;
   for (; d + kLanes<T> <= dim; d += kLanes<T>) {
     Vector<T> attended{};
-    for (int64_t k = 0; k < n_contexts; ++k) attended += splat(columns[k * stride]) * load(context + k * dim + d);
-    total += attended * attended;
+    for (int64_t k = 0; k < n_contexts; ++k) attended += splat(column[k * stride]) * load(context + k * dim + d);
+    squares += attended * attended;
+    dots += attended * load(query + d);
   }
+  Attended<T> result{sum_lanes<T>(squares), sum_lanes<T>(dots)};
   for (; d < dim; ++d) {
     T attended = T(0);
-    for (int64_t k = 0; k < n_contexts; ++k) attended += columns[k * stride] * context[k * dim + d];
-    tail += attended * attended;
+    for (int64_t k = 0; k < n_contexts; ++k) attended += column[k * stride] * context[k * dim + d];
+    result.square += attended * attended;
+    result.dot += attended * query[d];
   }
-  return sum_lanes<T>(total) + tail;
+  return result;
 }
 
-// The quadratic forms e G e of one panel of columns, clamped at 0. `scale` are the bounds (sum_k e_k |x_k|)^2.
+// The quadratic forms e G e of one panel of columns.
 template <typename T>
 ITM_FAST_INLINE void quadratic_forms(const T* columns, int64_t stride, const T* gram, int64_t n_contexts,
                                      Vector<T> (&squares)[kPanelVectors]) {
@@ -154,24 +165,29 @@ ITM_FAST_INLINE void quadratic_forms(const T* columns, int64_t stride, const T* 
   }
 }
 
-// Cosines of one panel of columns with their attended vectors. `attention` holds the numerators e, `raw` the scores.
+// Cosines of one panel of columns with their attended vectors, `n_columns` of them from the queries `query` on.
+// `attention` holds the numerators e and `totals` their sums, which cancel but for the least denominator.
 template <typename T>
-inline void panel_cosines(const T* raw, int64_t raw_stride, const T* attention, int64_t stride,
-                          const Vector<T> (&totals)[kPanelVectors], const T* context, const T* gram,
-                          int64_t n_contexts, int64_t dim, const T* query_norms, T* cosine) {
+inline void panel_cosines(const T* raw, const T* attention, int64_t stride, const Vector<T> (&totals)[kPanelVectors],
+                          const T* context, const T* gram, int64_t n_contexts, const T* query, int64_t n_columns,
+                          int64_t dim, const T* query_norms, T* cosine) {
   Vector<T> squares[kPanelVectors];
   quadratic_forms(attention, stride, gram, n_contexts, squares);
   for (int v = 0; v < kPanelVectors; ++v) {
     Vector<T> dots{}, scale{};
     for (int64_t k = 0; k < n_contexts; ++k) {
       const Vector<T> e = load(attention + k * stride + v * kLanes<T>);
-      dots += e * load(raw + k * raw_stride + v * kLanes<T>);
+      dots += e * load(raw + k * stride + v * kLanes<T>);
       scale += e * std::sqrt(gram[k * n_contexts + k]);
     }
     const Mask<T> lost = squares[v] < scale * scale * kCancellation<T>;
-    for (int lane = 0; lane < kLanes<T>; ++lane) {
-      if (lost[lane]) {
-        squares[v][lane] = attended_square(attention + v * kLanes<T> + lane, stride, context, n_contexts, dim);
+    for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
+      const int64_t column = v * kLanes<T> + lane;
+      if (lost[lane] && column < n_columns) {
+        const Attended<T> exact =
+            attend_exactly(attention + column, stride, context, n_contexts, dim, query + column * dim);
+        squares[v][lane] = exact.square;
+        dots[lane] = exact.dot;
       }
     }
     Vector<T> norms = load(query_norms + v * kLanes<T>) * square_root<T>(squares[v]) / totals[v];
@@ -219,8 +235,8 @@ inline void score_tile(const FragmentsView<T>& queries, int64_t first_query, int
         for (int v = 0; v < kPanelVectors; ++v) {
           totals[v] = attend_columns(logits + c + v * kLanes<T>, stride, length, options.focal);
         }
-        panel_cosines(set_raw + c, stride, logits + c, stride, totals, contexts.set_values(set),
-                      gram + gram_offsets[set], length, dim, norms + c, cosine + c);
+        panel_cosines(set_raw + c, logits + c, stride, totals, contexts.set_values(set), gram + gram_offsets[set],
+                      length, queries.values + (column_start + c) * dim, n_columns - c, dim, norms + c, cosine + c);
       }
     }
     for (int64_t query = first_query; query < last_query; ++query) {

@@ -75,7 +75,8 @@ inline void dot_products(const T* a, int64_t rows, const T* b, int64_t columns, 
     const T* lines[4];
     for (int64_t i = 0; i < 4; ++i) lines[i] = a + (r + (i < valid ? i : valid - 1)) * dim;
     int64_t c = 0;
-    for (; c + 4 <= columns; c += 4) dot_strip<T, 4>(lines, valid, b + c * dim, dim, out + r * out_stride + c, out_stride);
+    for (; c + 4 <= columns; c += 4)
+      dot_strip<T, 4>(lines, valid, b + c * dim, dim, out + r * out_stride + c, out_stride);
     switch (columns - c) {
       case 3:
         dot_strip<T, 3>(lines, valid, b + c * dim, dim, out + r * out_stride + c, out_stride);

@@ -12,7 +12,7 @@
 
 namespace itm_fast::ITM_FAST_ISA {
 
-inline constexpr int64_t kTileColumns = 1024;
+inline constexpr int64_t kTileColumns = 2048;
 
 template <typename T>
 inline constexpr T kMinusInfinity = -__builtin_huge_valf();
@@ -30,32 +30,37 @@ ITM_FAST_INLINE bool any_lane(Mask<T> mask) {
   return any != 0;
 }
 
-// Copies columns [first, first + count) of a row; returns whether a NaN is among its negatives.
+// Columns [first, first + count) of a row, up to a whole vector, with -inf where no negative is: the scores themselves
+// where nothing needs to change, else a copy in `buffer`. `has_nan` says whether a NaN is among the negatives.
 template <typename T>
-inline bool copy_negatives(const TripletBlock<T>& block, int64_t row, int64_t first, int64_t count, T* tile) {
+inline const T* negatives_of(const TripletBlock<T>& block, int64_t row, int64_t first, int64_t count, T* buffer,
+                             bool& has_nan) {
   const T* source = block.scores + row * block.columns + first;
+  const uint8_t* positive = block.positives == nullptr ? nullptr : block.positives + row * block.columns + first;
+  const bool on_diagonal = block.exclude_diagonal && row >= first && row < first + count;
   const int64_t whole = count / kLanes<T> * kLanes<T>;
-  const Vector<T> excluded = splat(kMinusInfinity<T>);
-  if (block.positives == nullptr) {
-    for (int64_t j = 0; j < whole; j += kLanes<T>) store(tile + j, load(source + j));
-  } else {
-    const uint8_t* positive = block.positives + row * block.columns + first;
-    for (int64_t j = 0; j < whole; ++j) tile[j] = positive[j] ? kMinusInfinity<T> : source[j];
-  }
-  if (whole < count) {
-    store(tile + whole, excluded);
-    for (int64_t j = whole; j < count; ++j) {
-      const bool positive = block.positives != nullptr && block.positives[row * block.columns + first + j];
-      tile[j] = positive ? kMinusInfinity<T> : source[j];
-    }
-  }
-  if (block.exclude_diagonal && row >= first && row < first + count) tile[row - first] = kMinusInfinity<T>;
   Mask<T> unordered{};
+  if (positive == nullptr && !on_diagonal && whole == count) {
+    for (int64_t j = 0; j < count; j += kLanes<T>) {
+      const Vector<T> value = load(source + j);
+      unordered |= value != value;
+    }
+    has_nan = any_lane<T>(unordered);
+    return source;
+  }
+  if (whole < count) store(buffer + whole, splat(kMinusInfinity<T>));
+  if (positive == nullptr) {
+    for (int64_t j = 0; j < count; ++j) buffer[j] = source[j];
+  } else {
+    for (int64_t j = 0; j < count; ++j) buffer[j] = positive[j] ? kMinusInfinity<T> : source[j];
+  }
+  if (on_diagonal) buffer[row - first] = kMinusInfinity<T>;
   for (int64_t j = 0; j < count; j += kLanes<T>) {
-    const Vector<T> value = load(tile + j);
+    const Vector<T> value = load(buffer + j);
     unordered |= value != value;
   }
-  return any_lane<T>(unordered);
+  has_nan = any_lane<T>(unordered);
+  return buffer;
 }
 
 // Takes what is not below its positive out of a tile; NaN stays.
@@ -162,21 +167,23 @@ inline void scan_block(const TripletBlock<T>& block, const TripletScan<T>& scan)
       if (scan.column_sum != nullptr) scan.column_sum[j] = T(0);
     }
     for (int64_t row = block.first_row; row < block.last_row; ++row) {
-      const bool has_nan = copy_negatives(block, row, first, count, buffer);
+      bool has_nan;
+      const T* negatives = negatives_of(block, row, first, count, buffer, has_nan);
       if (scan.row_best != nullptr) {
-        const T* tile = scan.semi_hard ? keep_below(buffer, count, block.row_positive + row, 0, kept) : buffer;
+        const T* tile = scan.semi_hard ? keep_below(negatives, count, block.row_positive + row, 0, kept) : negatives;
         scan_row_best(tile, first, count, has_nan, scan.row_best[row], scan.row_index[row]);
       }
       if (scan.row_sum != nullptr) {
-        scan.row_sum[row] += scan_row_sum(buffer, count, block.margin - block.row_positive[row]);
+        scan.row_sum[row] += scan_row_sum(negatives, count, block.margin - block.row_positive[row]);
       }
       if (scan.column_best != nullptr) {
-        const T* tile = scan.semi_hard ? keep_below(buffer, count, block.column_positive + first, 1, kept) : buffer;
+        const T* tile =
+            scan.semi_hard ? keep_below(negatives, count, block.column_positive + first, 1, kept) : negatives;
         scan_column_best(tile, count, has_nan, static_cast<LaneInteger<T>>(row - block.first_row),
                          scan.column_best + first, scan.column_index + first);
       }
       if (scan.column_sum != nullptr) {
-        scan_column_sum(buffer, count, block.margin, block.column_positive + first, scan.column_sum + first);
+        scan_column_sum(negatives, count, block.margin, block.column_positive + first, scan.column_sum + first);
       }
     }
   }
@@ -195,12 +202,13 @@ inline void spread_block(const TripletBlock<T>& block, const TripletSpread<T>& s
       for (int64_t j = first; j < first + padded_to_lanes(count); ++j) spread.column_count[j] = 0;
     }
     for (int64_t row = block.first_row; row < block.last_row; ++row) {
-      copy_negatives(block, row, first, count, buffer);
+      bool has_nan;
+      const T* negatives = negatives_of(block, row, first, count, buffer, has_nan);
       const T shift = spread.row_weight != nullptr ? block.margin - block.row_positive[row] : T(0);
       const T weight = spread.row_weight != nullptr ? spread.row_weight[row] : T(0);
       Mask<T> row_count{};
       for (int64_t j = 0; j < count; j += kLanes<T>) {
-        const Vector<T> value = load(buffer + j);
+        const Vector<T> value = load(negatives + j);
         const Mask<T> negative = value != excluded;
         Vector<T> gradient = zero;
         if (spread.row_weight != nullptr) {

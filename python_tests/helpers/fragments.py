@@ -1,0 +1,44 @@
+"""Random sets for the tests, and the operators of ours that a piece of code calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from itm_fast import Fragments
+
+
+def random_fragments(
+    lengths: Sequence[int], dim: int, dtype: torch.dtype = torch.float64, seed: int = 0, normalized: bool = True
+) -> Fragments:
+    """Sets of the given lengths, rows of norm 1 unless `normalized` is False; equal for equal seeds."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(sum(lengths), dim, generator=generator, dtype=torch.float64)
+    if normalized:
+        values = torch.nn.functional.normalize(values, dim=1)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    return Fragments(values.to(dtype), offsets)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, calls: list[tuple[str, Any]]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "itm_fast":
+            self.calls.append((func.__name__.split(".")[0], (args, result)))
+        return result
+
+
+@contextmanager
+def native_calls() -> Iterator[list[tuple[str, Any]]]:
+    """Records `(name, (arguments, result))` of every native operator of the package that runs inside."""
+    calls: list[tuple[str, Any]] = []
+    with _Recorder(calls):
+        yield calls
