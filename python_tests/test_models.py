@@ -13,7 +13,8 @@ from torch import Tensor
 
 from itm_fast import models
 from itm_fast.fragments import Fragments
-from itm_fast.nn import CrossAttentionScores, ImageEncoder, TextEncoder, l2norm
+from itm_fast.nn import CrossAttentionScores, ImageEncoder, PatchEncoder, TextEncoder, l2norm
+from itm_fast.nn.patch_encoder import _shifted
 
 CONFIG = {"vocab_size": 23, "feature_dim": 10, "embed_dim": 12, "word_dim": 7}
 
@@ -112,8 +113,8 @@ def test_text_encoder_starts_as_published() -> None:
     torch.manual_seed(0)
     encoder = TextEncoder(500, 12)
     assert encoder.embed.weight.shape == (500, 300)
-    assert float(encoder.embed.weight.abs().max()) <= 0.1
-    assert float(encoder.embed.weight.std()) == pytest.approx(0.2 / math.sqrt(12), rel=0.01)
+    assert float(encoder.embed.weight.detach().abs().max()) <= 0.1
+    assert float(encoder.embed.weight.detach().std()) == pytest.approx(0.2 / math.sqrt(12), rel=0.01)
 
 
 def test_text_encoder_of_empty_captions_alone() -> None:
@@ -351,3 +352,75 @@ def test_a_failed_save_leaves_the_old_model(saved, monkeypatch) -> None:
         models.create("scan", **CONFIG).save(saved)
     assert (saved / "model.safetensors").read_bytes() == before
     assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
+
+
+# Patches
+
+
+def test_patch_encoder_sees_the_picture_that_the_patches_make() -> None:
+    """One patch of the grid depends on its surroundings as a convolution over the whole picture does."""
+    torch.manual_seed(0)
+    encoder = PatchEncoder(4 * 4 * 3, 8).eval()
+    picture = torch.rand(2, 3, 12, 12)  # 3 x 3 patches of 4 x 4 pixels
+    patches = picture.reshape(2, 3, 3, 4, 3, 4).permute(0, 2, 4, 3, 5, 1).reshape(2, 9, 48)
+    expected = encoder.layers(picture).detach()  # (2, 8, 3, 3)
+    regions = encoder(patches)
+    for image in range(2):
+        for row in range(3):
+            for column in range(3):
+                torch.testing.assert_close(
+                    regions[image][3 * row + column], unit(expected[image, :, row, column]), rtol=1e-5, atol=1e-6
+                )
+
+
+def test_patch_encoder_normalises_pixels_by_what_it_saw() -> None:
+    torch.manual_seed(0)
+    encoder = PatchEncoder(48, 8)
+    for _ in range(200):
+        encoder(5 + 3 * torch.randn(8, 4, 48))
+    torch.testing.assert_close(encoder.layers[0].running_mean, torch.full((3,), 5.0), atol=0.15, rtol=0)
+    torch.testing.assert_close(encoder.layers[0].running_var, torch.full((3,), 9.0), atol=0.5, rtol=0)
+
+
+def test_pictures_move_in_training_alone() -> None:
+    torch.manual_seed(0)
+    pictures = torch.arange(2 * 3 * 5 * 5.0).reshape(2, 3, 5, 5)
+    moved = _shifted(pictures, 2)
+    found = []
+    for image in range(2):
+        padded = torch.nn.functional.pad(pictures[image : image + 1], (2, 2, 2, 2), mode="replicate")[0]
+        found.append(
+            [
+                (down, right)
+                for down in range(-2, 3)
+                for right in range(-2, 3)
+                if torch.equal(moved[image], padded[:, 2 + down : 7 + down, 2 + right : 7 + right])
+            ]
+        )
+    assert [len(moves) for moves in found] == [1, 1]
+    assert found[0] != found[1]
+
+    encoder = PatchEncoder(48, 8, shift=3)
+    patches = torch.rand(2, 9, 48)
+    encoder(patches)
+    encoder.eval()
+    assert torch.equal(encoder(patches).values, encoder(patches).values)
+
+
+def test_patch_encoder_names_bad_input() -> None:
+    with pytest.raises(ValueError, match="feature_dim: expected the values of a square patch of 3 colours, got 49"):
+        PatchEncoder(49, 8)
+    with pytest.raises(
+        ValueError, match="features: expected a square grid of equally many patches in each image, got 6"
+    ):
+        PatchEncoder(48, 8)(torch.zeros(2, 3, 48))
+    assert PatchEncoder(48, 8)(torch.zeros(0, 9, 48)).values.shape == (0, 8)
+
+
+def test_scan_on_patches_survives_saving(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = models.create("scan", **{**CONFIG, "feature_dim": 48}, image_encoder="patches", patch_shift=2)
+    features, (ids, lengths) = torch.rand(3, 9, 48), batch([4, 1])
+    model(features, ids, lengths)
+    model.save(tmp_path)
+    assert torch.equal(models.load(tmp_path)(features, ids, lengths), model.eval()(features, ids, lengths))

@@ -8,7 +8,7 @@ from torch import Tensor
 from itm_fast.config import setting
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel, register
-from itm_fast.nn import CrossAttentionScores, ImageEncoder, TextEncoder
+from itm_fast.nn import CrossAttentionScores, ImageEncoder, PatchEncoder, TextEncoder
 
 __all__ = ["SCAN", "SCANConfig"]
 
@@ -25,6 +25,12 @@ class SCANConfig:
     word_dim: int = setting(300, help="Width of the word vectors.", minimum=1)
     num_layers: int = setting(1, help="Layers of the GRU.", minimum=1)
     word_dropout: float = setting(0.0, help="Dropout on the word vectors in training.", minimum=0, below=1)
+    image_encoder: str = setting(
+        "linear",
+        help="A linear layer over region features (published), or a small convolutional network over raw patches.",
+        choices=("linear", "patches"),
+    )
+    patch_shift: int = setting(0, help="Random moves of the picture in training, in pixels (patches).", minimum=0)
     no_imgnorm: bool = setting(False, help="Do not l2-normalise the region embeddings.")
     no_txtnorm: bool = setting(False, help="Do not l2-normalise the word embeddings.")
     direction: str = setting(
@@ -60,7 +66,7 @@ class SCAN(MatchingModel):
     def __init__(self, config: SCANConfig) -> None:
         super().__init__()
         self.config = config
-        self.image_encoder = ImageEncoder(config.feature_dim, config.embed_dim, no_imgnorm=config.no_imgnorm)
+        self.image_encoder = _image_encoder(config)
         self.text_encoder = TextEncoder(
             config.vocab_size,
             config.embed_dim,
@@ -97,3 +103,11 @@ class SCAN(MatchingModel):
         if self.config.direction == "i2t":
             return self.image_to_text(images, captions)
         return (self.text_to_image(captions, images).t() + self.image_to_text(images, captions)) / 2
+
+
+def _image_encoder(config: SCANConfig) -> ImageEncoder | PatchEncoder:
+    if config.image_encoder == "patches":
+        return PatchEncoder(
+            config.feature_dim, config.embed_dim, shift=config.patch_shift, no_imgnorm=config.no_imgnorm
+        )
+    return ImageEncoder(config.feature_dim, config.embed_dim, no_imgnorm=config.no_imgnorm)
