@@ -64,6 +64,6 @@ $(PYTHON):
 # What pip needs to build without isolation stands in build-system.requires and in tools/build_backend.py.
 $(STAMP): pyproject.toml | $(PYTHON)
 	$(PYTHON) -c 'import torch' 2>/dev/null || $(PYTHON) -m pip install -q --disable-pip-version-check $(TORCH)
-	$(PYTHON) -m pip install -q --disable-pip-version-check 'setuptools>=77' 'pybind11>=2.13' 'cmake>=3.22' 'ninja>=1.10'
+	$(PYTHON) -m pip install -q --disable-pip-version-check 'setuptools>=77' 'pybind11>=2.13' 'cmake>=3.26' 'ninja>=1.10'
 	$(PYTHON) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[dev]'
 	touch $@

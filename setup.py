@@ -31,7 +31,7 @@ class CMakeBuild(build_ext):
         torch_root, torch_version = found
         cmake, ninja = find_tool("cmake"), find_tool("ninja")
         if cmake is None or ninja is None:
-            raise SystemExit("itm_fast: building needs cmake 3.22 and ninja 1.10 or newer: pip install cmake ninja")
+            raise SystemExit("itm_fast: building needs cmake 3.26 and ninja 1.10 or newer: pip install cmake ninja")
         # One folder for wheels and editable installs, kept between builds: a rebuild compiles only what changed.
         build_dir = ROOT / "build" / f"native-{sys.implementation.cache_tag}"
         destination = ROOT if self.inplace or self.editable_mode else Path(self.build_lib).resolve()

@@ -98,14 +98,14 @@ def test_a_compiler_that_does_not_answer_is_none(tmp_path, monkeypatch):
     assert build_backend.find_compiler() is None
 
 
-@pytest.mark.parametrize(("answer", "found"), [("cmake version 3.21.4", False), ("cmake version 3.22.0", True)])
+@pytest.mark.parametrize(("answer", "found"), [("cmake version 3.25.1", False), ("cmake version 3.26.0", True)])
 def test_an_old_cmake_does_not_count(site_packages, monkeypatch, answer, found):
     tool = site_packages / "cmake"
     tool.write_text(f"#!/bin/sh\necho '{answer}'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(site_packages))
     assert (build_backend.find_tool("cmake") == str(tool)) == found
-    assert ("cmake>=3.22" not in build_backend._requirements_of_the_native_build()) or not found
+    assert ("cmake>=3.26" not in build_backend._requirements_of_the_native_build()) or not found
 
 
 def test_the_found_tools_answer():

@@ -44,7 +44,7 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-OLDEST = {"torch": (2, 11), "cmake": (3, 22), "ninja": (1, 10)}
+OLDEST = {"torch": (2, 11), "cmake": (3, 26), "ninja": (1, 10)}
 
 
 def _version(text: str) -> tuple[int, ...]:
