@@ -69,3 +69,15 @@ def default_text(field: attrs.Attribute[Any]) -> str:
     if default is None or isinstance(default, attrs.Factory):  # type: ignore[arg-type]
         return ""
     return f"default {default:g}" if isinstance(default, float) else f"default {str(default).lower()}"
+
+
+def markdown_table(config: type) -> str:
+    """The fields of `config` as a Markdown table for the documentation."""
+    lines = ["| setting | default | meaning |", "| --- | --- | --- |"]
+    for name, field in settings.fields_of(config).items():
+        choices = field.metadata["choices"]
+        meaning = field.metadata["help"] + (
+            f" One of {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""
+        )
+        lines.append(f"| `{name}` | {default_text(field).removeprefix('default ')} | {meaning} |")
+    return "\n".join(lines) + "\n"
