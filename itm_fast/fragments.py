@@ -21,8 +21,8 @@ class Fragments:
 
     Args:
         values: `(N, d)` floating point, the vectors of all sets in order.
-        offsets: `(n_sets + 1,)` int32 or int64 on the device of `values`; set `i` is `values[offsets[i]:offsets[i + 1]]`.
-            Offsets start at 0, never fall and end at `N`.
+        offsets: `(n_sets + 1,)` int32 or int64 on the device of `values`; set `i` is
+            `values[offsets[i]:offsets[i + 1]]`. Offsets start at 0, never fall and end at `N`.
         check: look at the values of `offsets` when they lie on the CPU. Shapes, dtypes and devices are always checked.
         max_length: the length of the longest set where the caller knows it; computed on first use otherwise.
 
@@ -50,9 +50,13 @@ class Fragments:
         self.offsets = offsets
         self._max_length = max_length
 
+    def check_offsets(self) -> None:
+        """Raises ValueError where an offset falls or leads outside the values; waits for a GPU if they lie on one."""
+        _check_offsets(self.offsets, self.values.shape[0])
+
     @classmethod
     def from_padded(cls, padded: Tensor, lengths: Tensor | None = None) -> Fragments:
-        """Packs `padded` `(n_sets, max_len, d)`; `lengths` `(n_sets,)` counts the valid rows of each set, None means all."""
+        """Packs `padded` `(n_sets, max_len, d)`; `lengths` `(n_sets,)` counts each set's rows, None: all."""
         if not isinstance(padded, Tensor) or padded.dim() != 3:
             raise ValueError(f"padded: expected a tensor of shape (n_sets, max_len, d), got {_describe(padded)}")
         n_sets, max_len, dim = padded.shape
@@ -79,9 +83,8 @@ class Fragments:
             raise ValueError("tensors: expected at least one tensor (an empty list has no width d)")
         for index, tensor in enumerate(tensors):
             if not isinstance(tensor, Tensor) or tensor.dim() != 2 or tensor.shape[1] != tensors[0].shape[-1]:
-                raise ValueError(
-                    f"tensors[{index}]: expected shape (n, {tensors[0].shape[-1]}) like the first, got {_describe(tensor)}"
-                )
+                expected = f"shape (n, {tensors[0].shape[-1]}) like the first"
+                raise ValueError(f"tensors[{index}]: expected {expected}, got {_describe(tensor)}")
         lengths = torch.tensor([len(tensor) for tensor in tensors], device=tensors[0].device)
         return cls(torch.cat(tensors), _offsets_of(lengths), check=False)
 

@@ -101,9 +101,9 @@ def test_bad_offset_values(offsets: list[int], message: str) -> None:
 
 def test_bad_kinds_and_shapes() -> None:
     offsets = torch.tensor([0, 3])
-    with pytest.raises(TypeError, match=r"values: expected a floating point tensor, got a torch.int64 tensor"):
+    with pytest.raises(TypeError, match=r"values: expected a floating point tensor, got a torch\.int64 tensor"):
         Fragments(torch.zeros(3, 2, dtype=torch.int64), offsets)
-    with pytest.raises(TypeError, match="offsets: expected an int32 or int64 tensor, got a torch.float32"):
+    with pytest.raises(TypeError, match=r"offsets: expected an int32 or int64 tensor, got a torch\.float32"):
         Fragments(torch.zeros(3, 2), offsets.float())
     with pytest.raises(ValueError, match=r"values: expected shape \(N, d\), got \(3,\)"):
         Fragments(torch.zeros(3), offsets)

@@ -1,6 +1,6 @@
 """What the autograd Functions of the package share: first derivatives in reverse mode, and a clear word on the rest.
 
-Inside: `FirstOrderFunction`, `first_order`, `refuse_transforms`.
+Inside: `first_order`, `refuse_transforms`.
 """
 
 from __future__ import annotations
@@ -11,25 +11,22 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-__all__ = ["FirstOrderFunction", "first_order", "refuse_transforms"]
+__all__ = ["first_order", "refuse_transforms"]
 
 _ADVICE = "use itm_fast.reference, which is plain PyTorch"
 
 
-def refuse_transforms(operator: str) -> None:
-    """Raises inside `torch.func` transforms (grad, vmap, jvp, ...), which the native operators do not support."""
-    # torch.compile does not trace the question, and refuses such transforms of autograd Functions by itself.
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+def refuse_transforms(operator: str, *tensors: Tensor) -> None:
+    """Raises inside `torch.func` transforms and for forward-mode tangents, which native operators do not support."""
+    # torch.compile does not trace the questions, and refuses such transforms of autograd Functions by itself.
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"{operator} does not support torch.func transforms: {_ADVICE}")
-
-
-class FirstOrderFunction(torch.autograd.Function):
-    """Base of the package's Functions: forward-mode differentiation raises an error that says what to do."""
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        raise RuntimeError(f"{type(ctx).__name__} does not support forward-mode differentiation: {_ADVICE}")
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(part).tangent is not None for part in tensors):
+        raise RuntimeError(f"{operator} does not support forward-mode differentiation: {_ADVICE}")
 
 
 class _SecondDerivative(torch.autograd.Function):

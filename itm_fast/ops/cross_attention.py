@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from itm_fast import reference
 from itm_fast.fragments import Fragments
 from itm_fast.ops import validation
-from itm_fast.ops.autograd import FirstOrderFunction, first_order, refuse_transforms
+from itm_fast.ops.autograd import first_order, refuse_transforms
 from itm_fast.ops.library import register_fake, use_native
 from itm_fast.ops.precision import autocast, compute_precision
-from itm_fast import reference
 
 NORMALIZATIONS = ("clipped_l2norm", "l2norm", "clipped_l1norm", "l1norm", "softmax", "clipped", "no_norm")
 FOCAL_MODES = (None, "equal", "prob")
@@ -25,6 +25,8 @@ def check_fragments(queries: Fragments, contexts: Fragments) -> None:
         if not isinstance(fragments, Fragments):
             raise TypeError(f"{name}: expected Fragments, got {validation.describe(fragments)}")
         validation.check_tensor(f"{name}.values", fragments.values, ("N", "d"))
+        if validation.debugging():
+            fragments.check_offsets()
 
 
 def check_same_space(queries: Fragments, contexts: Fragments) -> None:
@@ -74,7 +76,7 @@ def cross_attention_scores(
                 aggregation=aggregation,
                 logsumexp_temperature=logsumexp_temperature,
             )
-    refuse_transforms("cross_attention_scores")
+    refuse_transforms("cross_attention_scores", queries.values, contexts.values)
     scores: Tensor = _CrossAttentionScores.apply(
         queries.values,
         queries.offsets,
@@ -91,7 +93,7 @@ def cross_attention_scores(
     return scores
 
 
-class _CrossAttentionScores(FirstOrderFunction):
+class _CrossAttentionScores(torch.autograd.Function):
     """Keeps the operands alone; the backward recomputes the pairs whose incoming gradient is not zero."""
 
     @staticmethod

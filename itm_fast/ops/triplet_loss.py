@@ -9,7 +9,7 @@ from torch import Tensor
 
 from itm_fast import reference
 from itm_fast.ops import validation
-from itm_fast.ops.autograd import FirstOrderFunction, first_order, refuse_transforms
+from itm_fast.ops.autograd import first_order, refuse_transforms
 from itm_fast.ops.library import register_fake, use_native
 
 MINING = ("all", "hardest", "selective", "semi_hard", "contrastive")
@@ -65,7 +65,7 @@ def triplet_loss(
             directions=directions,
             reduction=reduction,
         )
-    refuse_transforms("triplet_loss")
+    refuse_transforms("triplet_loss", scores)
     scores = _upcast(scores)
     if positive_scores is not None:
         positive_scores = _upcast(positive_scores)
@@ -78,7 +78,7 @@ def hardest_negatives(scores: Tensor, positives: Tensor | None) -> tuple[tuple[T
     _check_scores(scores, positives, square=True)
     if not use_native("hardest_negatives", scores):
         return reference.hardest_negatives(scores, positives)
-    refuse_transforms("hardest_negatives")
+    refuse_transforms("hardest_negatives", scores)
     row_values, row_indices, column_values, column_indices = _HardestNegatives.apply(_upcast(scores), positives)
     return (row_values, row_indices), (column_values, column_indices)
 
@@ -113,7 +113,7 @@ def _upcast(scores: Tensor) -> Tensor:
     return scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
 
 
-class _TripletLoss(FirstOrderFunction):
+class _TripletLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -145,7 +145,7 @@ class _TripletLoss(FirstOrderFunction):
         return (grad_scores, None, grad_positive_scores if positive_scores is not None else None, *(None,) * 7)
 
 
-class _HardestNegatives(FirstOrderFunction):
+class _HardestNegatives(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, positives: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         row_values, row_indices, column_values, column_indices = torch.ops.itm_fast.hardest_negatives(scores, positives)

@@ -1,6 +1,7 @@
 """Argument checks shared by the public functions.
 
-Inside: `check_tensor`, `check_shape`, `check_same_device`, `finite_number`, `check_option`, `check_flag`, `describe`.
+Inside: `check_tensor`, `check_shape`, `check_same_device`, `finite_number`, `check_option`, `check_flag`, `describe`,
+`debug_checks`.
 
 Every error is one line, "<argument>: expected <what>, got <what came>": `TypeError` for a wrong kind or dtype,
 `ValueError` for a wrong shape, device or value. The checks read shapes and dtypes, never tensor values, so that nothing
@@ -23,6 +24,8 @@ __all__ = [
     "check_same_device",
     "check_shape",
     "check_tensor",
+    "debug_checks",
+    "debugging",
     "describe",
     "finite_number",
 ]
@@ -99,3 +102,18 @@ def _name(dtype: torch.dtype) -> str:
 
 def _shape(names: tuple[str, ...]) -> str:
     return f"({names[0]},)" if len(names) == 1 else f"({', '.join(names)})"
+
+
+_debugging = False
+
+
+def debug_checks(enabled: bool) -> None:
+    """Switches on checks that read tensor values in every operator, and so wait for a GPU: offsets of `Fragments`."""
+    global _debugging
+    check_flag("enabled", enabled)
+    _debugging = enabled
+
+
+def debugging() -> bool:
+    """Whether `debug_checks(True)` is in force."""
+    return _debugging
