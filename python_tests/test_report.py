@@ -1,0 +1,152 @@
+"""The HTML report: escaping, self-containment, pictures, marks and numbers."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+from PIL import Image
+
+from itm_fast.report import Hit, ImageQuery, Report, TextQuery, render_report, write_report
+
+HOSTILE = '<script>alert("1")</script> & \'"><img src=x onerror=alert(1)> {{ 7 * 7 }} </style>'
+
+
+class Page(HTMLParser):
+    """The elements of a page with their attributes, and the text of each kind of element."""
+
+    VOID = ("meta", "img", "path", "br")
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and data.strip():
+            self.texts.setdefault(self.open[-1], []).append(" ".join(data.split()))
+
+
+def summary(first: float) -> dict[str, float]:
+    values = {}
+    for offset, prefix in enumerate(("i2t", "t2i")):
+        values |= {f"{prefix}_r{k}": first + offset + k for k in (1, 5, 10)}
+        values |= {f"{prefix}_medr": 3.0 + offset, f"{prefix}_meanr": 7.5}
+    return {**values, "rsum": sum(values[f"{prefix}_r{k}"] for prefix in ("i2t", "t2i") for k in (1, 5, 10))}
+
+
+@pytest.fixture
+def report() -> Report:
+    random = np.random.default_rng(0)
+    metrics = [
+        {"kind": "train", "step": step, "epoch": 1 + step // 50, "mining": "all" if step < 50 else "hardest",
+         "loss": 900.0 if step < 50 else 40.0 - 0.1 * step, "lr": 1e-3}
+        for step in range(10, 101, 10)
+    ]  # fmt: skip
+    metrics += [{"kind": "validation", "split": "dev", "step": 50 * e, "epoch": e, "rsum": 90.0 * e} for e in (1, 2)]
+    return Report(
+        title=f"Title {HOSTILE}",
+        lead="A lead.",
+        pictures={3: random.integers(0, 256, (72, 72, 3), dtype=np.uint8), 5: np.zeros((72, 72, 3), np.uint8)},
+        names={3: f"name {HOSTILE}", 5: "black square"},
+        captions=[f"caption {HOSTILE}", "plain caption", "third"],
+        text_queries=[
+            TextQuery(f"query {HOSTILE}", [Hit(5, 1, False), Hit(3, 2, True)]),
+            TextQuery("low", [Hit(5, 1, False)] * 5 + [Hit(3, 37, True)]),
+        ],
+        image_queries=[ImageQuery(3, [Hit(0, 1, True), Hit(1, 2, False)])],
+        trained=summary(40.0),
+        untrained=summary(0.25),
+        metrics=metrics,
+        facts=[("Model", "SCAN"), ("Note", HOSTILE)],
+        n_images=500,
+        n_captions=2500,
+    )
+
+
+def test_every_text_is_escaped(report: Report) -> None:
+    html = render_report(report)
+    page = Page(html)
+    tags = [tag for tag, _ in page.elements]
+    assert "script" not in tags
+    assert tags.count("style") == 1 + sum(style.startswith("*") for style in page.texts["style"])
+    assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
+    assert html.count("{{ 7 * 7 }}") == html.count("onerror")
+    plain = " ".join(HOSTILE.split())
+    assert page.texts["title"] == [f"Title {plain}"]
+    assert f"query {plain}" in page.texts["p"]
+    assert f"caption {plain}" in page.texts["span"]
+    assert plain in page.texts["dd"]
+    alternatives = {attributes["alt"] for tag, attributes in page.elements if tag == "img"}
+    assert alternatives == {f"name {HOSTILE}", "black square"}
+
+
+def test_the_page_needs_nothing_beside_it(report: Report) -> None:
+    html = render_report(report)
+    page = Page(html)
+    for tag, attributes in page.elements:
+        for name in ("src", "href", "xlink:href", "action", "data"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("data:image/png;base64,", "#")), (tag, value)
+    assert "@import" not in html
+    assert re.findall(r"url\((?!#)", html) == []
+
+
+def test_pictures_are_the_given_pixels(report: Report) -> None:
+    images = [attributes for tag, attributes in Page(render_report(report)).elements if tag == "img"]
+    by_name = {image["alt"]: image["src"] for image in images}
+    for index, name in report.names.items():
+        content = base64.b64decode(by_name[name].partition(",")[2])
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(content))), report.pictures[index])
+
+
+def test_right_and_wrong_are_marked_by_more_than_colour(report: Report) -> None:
+    html = render_report(report)
+    tiles = re.findall(r'<li class="(right|)( later|)"><span class="tile">.*?</span>(.*?)</li>', html)
+    assert tiles == [("", "", "1"), ("right", "", "✓ 2"), *[("", "", "1")] * 5, ("right", " later", "✓ 37")]
+    marks = re.findall(r'<li class="(right|)"><span class="mark" aria-label="(\w+)">(.)</span>', html)
+    assert marks == [("right", "right", "✓"), ("", "wrong", "✗")]
+
+
+def test_table_holds_both_summaries(report: Report) -> None:
+    page = Page(render_report(report))
+    assert page.texts["td"] == [
+        "41.0", "45.0", "50.0", "3", "1.2", "5.2", "10.2", "3", "42.0", "46.0", "51.0", "4", "2.2", "6.2", "11.2", "4",
+    ]  # fmt: skip
+    assert page.texts["b"] == ["275.0"]
+    assert "of 600; untrained 36.5" in page.texts["span"]
+
+
+def test_curves_show_the_log_in_the_colours_of_the_page(report: Report) -> None:
+    html = render_report(report)
+    captions = Page(html).texts["figcaption"]
+    assert captions == ["Loss with the hardest negatives", "Sum of recalls on dev"]
+    assert html.count("<svg ") == 2
+    assert "var(--accent)" in html
+    assert not re.search("#01020[3]|#04050[6]|#07080[9]", html)
+    # The loss of the hardest negatives starts at step 50; the warm-up's 900 would press it flat.
+    assert "900" not in re.sub(r'base64,[^"]*|<path[^>]*>', "", html[html.index("<svg") : html.index("</svg>")])
+    assert render_report(attrs.evolve(report, metrics=[])).count("<svg ") == 0
+
+
+def test_report_is_the_same_for_the_same_content(report: Report, tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", report)
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == render_report(report)
