@@ -1,5 +1,6 @@
 """Loading the native library, falling back to the packed reference, and saying which path serves what."""
 
+import functools
 import json
 import platform
 import shutil
@@ -9,6 +10,7 @@ import torch
 from helpers.processes import ROOT, error_of, run_python
 
 import itm_fast
+import itm_fast.functional as F_itm
 from itm_fast.ops import library
 
 AVAILABLE = itm_fast.build_info()["instruction_sets"]["available"]
@@ -93,6 +95,17 @@ def test_each_cause_warns_by_itself(monkeypatch):
         assert not library.use_native("triplet_loss", torch.zeros(2, 2, device="meta"))
     assert not library.use_native("hardest_negatives", torch.zeros(2, 2, device="meta"))  # An error where it warned.
     assert library.use_native("triplet_loss", torch.zeros(2, 2))
+
+
+def test_the_fallback_is_traced_whole_and_still_warns_once(monkeypatch):
+    monkeypatch.setattr(library, "_library_problem", "a test pretends so")
+    monkeypatch.setattr(library, "_warned", set())
+    compiled = torch.compile(functools.partial(F_itm.triplet_loss, margin=0.25), fullgraph=True, backend="eager")
+    scores = torch.tensor([[0.9, 0.3, 0.2], [0.4, 0.5, 0.7], [0.1, 0.6, 0.8]])
+    with pytest.warns(itm_fast.FallbackWarning) as caught:
+        losses = [compiled(scores).item(), compiled(scores.clone()).item()]
+    assert [str(w.message) for w in caught] == ["itm_fast runs on the packed reference: a test pretends so"]
+    assert losses == pytest.approx([EXPECTED_LOSS] * 2, abs=1e-6)
 
 
 def test_a_second_library_is_refused_with_both_names(tmp_path):

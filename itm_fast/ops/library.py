@@ -124,11 +124,17 @@ def use_native(operator: str, tensor: torch.Tensor) -> bool:
     cause = _fallback_cause(operator, tensor.device.type, tensor.dtype)
     if cause is None:
         return True
+    _warn_once(cause)
+    return False
+
+
+@torch.compiler.assume_constant_result
+def _warn_once(cause: str) -> None:
+    """Warns where `cause` is new; while `torch.compile` traces, this runs as plain Python."""
     if cause not in _warned:
         _warned.add(cause)
-        # The warning points at the caller of the public function: use_native <- ops <- functional <- caller.
-        warnings.warn(f"itm_fast runs on the packed reference: {cause}", FallbackWarning, stacklevel=4)
-    return False
+        # It points at the caller of the public function: _warn_once <- use_native <- ops <- functional <- caller.
+        warnings.warn(f"itm_fast runs on the packed reference: {cause}", FallbackWarning, stacklevel=5)
 
 
 def _path_of(operator: str, device: str) -> str:
