@@ -4,6 +4,7 @@
 
 #include <tuple>
 
+#include "cpu/huge_pages.h"
 #include "cpu/memory.h"
 #include "cpu/triplet_problem.h"
 #include "ops/triplet_loss.h"
@@ -143,6 +144,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_loss, const Tensor& score
   const Problem<T> problem(scores, positives, positive_scores);
   Tensor grad_scores = torch::stable::new_empty(scores, {problem.rows, problem.columns});
   T* out = static_cast<T*>(grad_scores.mutable_data_ptr());
+  prefer_huge_pages(out, problem.rows * problem.columns * static_cast<int64_t>(sizeof(T)));
   const std::vector<T> positive = Gradient<T>(problem, grad_loss, negatives, options, out).compute();
   const int64_t separate = problem.has_diagonal ? 0 : static_cast<int64_t>(positive.size());
   Tensor grad_positive = torch::stable::new_empty(scores, {separate});
@@ -177,10 +179,11 @@ Tensor hardest_backward(const Tensor& grad_rows, const Tensor& grad_columns, con
 std::tuple<Tensor, Tensor> triplet_loss_backward(const Tensor& grad_loss, const Tensor& scores,
                                                  const std::optional<Tensor>& positives,
                                                  const std::optional<Tensor>& positive_scores, const Tensor& negatives,
-                                                 double margin, const std::string& mining,
+                                                 double margin, const std::string& mining, double epsilon,
                                                  const std::string& selective_divisor, bool halve,
                                                  const std::string& directions, const std::string& reduction) {
-  const TripletOptions options = triplet_options(margin, mining, 0.0, selective_divisor, halve, directions, reduction);
+  const TripletOptions options =
+      triplet_options(margin, mining, epsilon, selective_divisor, halve, directions, reduction);
   check_triplet_scores(scores, positives, positive_scores, options.directions);
   check_triplet_gradient(grad_loss, scores, negatives, options);
   const auto run = is_double(scores) ? backward<double> : backward<float>;

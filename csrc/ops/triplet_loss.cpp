@@ -78,8 +78,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
       "float epsilon, str selective_divisor, bool halve, str directions, str reduction) -> (Tensor, Tensor)");
   m.def(
       "triplet_loss_backward(Tensor grad_loss, Tensor scores, Tensor? positives, Tensor? positive_scores, "
-      "Tensor negatives, float margin, str mining, str selective_divisor, bool halve, str directions, "
-      "str reduction) -> (Tensor, Tensor)");
+      "Tensor negatives, float margin, str mining, float epsilon, str selective_divisor, bool halve, "
+      "str directions, str reduction) -> (Tensor, Tensor)");
   m.def("hardest_negatives(Tensor scores, Tensor? positives) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "hardest_negatives_backward(Tensor grad_rows, Tensor grad_columns, Tensor scores, Tensor row_indices, "

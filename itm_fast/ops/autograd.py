@@ -53,10 +53,10 @@ def first_order(operator: str) -> Callable[[Callable[..., Any]], Callable[..., t
     def decorate(backward: Callable[..., Any]) -> Callable[..., tuple[Tensor | None, ...]]:
         @functools.wraps(backward)
         def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return backward(ctx, *grads)
             with torch.no_grad():
                 results = backward(ctx, *grads)
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-                return results
             return _SecondDerivative.apply(operator, len(results), *results, *ctx.saved_tensors, *grads)
 
         return wrapper

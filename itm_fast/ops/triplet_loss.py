@@ -70,7 +70,7 @@ def triplet_loss(
     if positive_scores is not None:
         positive_scores = _upcast(positive_scores)
     options = (margin, mining, epsilon, selective_divisor, halve, directions, reduction)
-    loss: Tensor = _TripletLoss.apply(scores, positives, positive_scores, *options)
+    loss: Tensor = _TripletLoss.apply(scores, positives, positive_scores, options)
     return loss
 
 
@@ -120,29 +120,21 @@ class _TripletLoss(torch.autograd.Function):
         scores: Tensor,
         positives: Tensor | None,
         positive_scores: Tensor | None,
-        margin: float,
-        mining: str,
-        epsilon: float,
-        selective_divisor: str,
-        halve: bool,
-        directions: str,
-        reduction: str,
+        options: tuple[Any, ...],
     ) -> Tensor:
-        loss, negatives = torch.ops.itm_fast.triplet_loss(
-            scores, positives, positive_scores, margin, mining, epsilon, selective_divisor, halve, directions, reduction
-        )
+        loss, negatives = torch.ops.itm_fast.triplet_loss(scores, positives, positive_scores, *options)
         ctx.save_for_backward(scores, positives, positive_scores, negatives)
-        ctx.options = (margin, mining, selective_divisor, halve, directions, reduction)
+        ctx.options = options
         return loss
 
     @staticmethod
     @first_order("triplet_loss")
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        positive_scores = ctx.saved_tensors[2]
+        scores, positives, positive_scores, negatives = ctx.saved_tensors
         grad_scores, grad_positive_scores = torch.ops.itm_fast.triplet_loss_backward(
-            grad_loss, *ctx.saved_tensors, *ctx.options
+            grad_loss, scores, positives, positive_scores, negatives, *ctx.options
         )
-        return (grad_scores, None, grad_positive_scores if positive_scores is not None else None, *(None,) * 7)
+        return grad_scores, None, grad_positive_scores if positive_scores is not None else None, None
 
 
 class _HardestNegatives(torch.autograd.Function):

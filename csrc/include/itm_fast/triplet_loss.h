@@ -12,7 +12,7 @@ enum class Reduction : int32_t { sum, mean, none };
 
 struct TripletOptions {
   double margin;
-  double epsilon;  // not read by the backward
+  double epsilon;
   Mining mining;
   SelectiveDivisor selective_divisor;
   bool halve;

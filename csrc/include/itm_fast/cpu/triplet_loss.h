@@ -12,7 +12,7 @@
 
 namespace itm_fast::ITM_FAST_ISA {
 
-inline constexpr int64_t kTileColumns = 2048;
+inline constexpr int64_t kTileColumns = 4096;
 
 template <typename T>
 inline constexpr T kMinusInfinity = -__builtin_huge_valf();
