@@ -127,8 +127,7 @@ print(json.dumps([itm_fast.__file__, [r.tolist() for r in ranks], dispatch]))
 
 
 def test_a_compile_error_fails_the_install(source_tree, tmp_path):
-    source = source_tree / "csrc" / "cpu" / "build_info.cpp"
-    source.write_text(source.read_text() + '#error "this file is broken"\n')
+    (source_tree / "csrc" / "host" / "host.cpp").write_text('#error "this file is broken"\n')
     result = run([*PIP, "--target", tmp_path / "installed", source_tree], cwd=tmp_path)
     assert result.returncode != 0
     assert "this file is broken" in result.stdout + result.stderr
