@@ -1,0 +1,119 @@
+"""Scores of a whole split: every image and caption is encoded once, pairs are scored tile by tile.
+
+Inside: `score_matrix`, and what it asks of a model (`Scorer`) and of a data set (`Gallery`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+__all__ = ["Gallery", "Scorer", "score_matrix"]
+
+
+class Gallery(Protocol):
+    """Images and captions to retrieve from; `itm_fast.data.PrecomputedDataset` is one."""
+
+    caption_image: Tensor  # (n_captions,) int64
+    n_images: int
+
+    def __len__(self) -> int: ...
+    def image_batch(self, image_indices: Tensor, /) -> Tensor: ...
+    def caption_batch(self, caption_indices: Tensor, /) -> tuple[Tensor, Tensor]: ...
+
+
+class Scorer(Protocol):
+    """A model that encodes both sides once and scores all pairs; every model of `itm_fast.models` is one."""
+
+    def modules(self) -> Iterator[nn.Module]: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def encode_images(self, features: Tensor, /) -> Any: ...
+    def encode_captions(self, token_ids: Tensor, lengths: Tensor, /) -> Any: ...
+    def score(self, images: Any, captions: Any, /) -> Tensor: ...
+
+
+def score_matrix(
+    model: Scorer,
+    dataset: Gallery,
+    *,
+    images: Tensor | None = None,
+    captions: Tensor | None = None,
+    tile_images: int = 256,
+    tile_captions: int = 512,
+    progress: bool = False,
+    description: str = "scores",
+) -> Tensor:
+    """Scores of all images with all captions of a split, or of chosen ones.
+
+    The model runs in evaluation mode without gradients, on the device of its parameters; its mode is put back
+    afterwards. What lives at a time is the encoded gallery, one tile of scores, and the result.
+
+    Args:
+        model: encodes and scores, such as a model of `itm_fast.models`.
+        dataset: the gallery, such as `itm_fast.data.PrecomputedDataset`.
+        images: indices of the images to score, int64 `(n,)`; None: all.
+        captions: indices of the captions to score, int64 `(m,)`; None: all.
+        tile_images: images encoded together, and rows of a tile.
+        tile_captions: captions encoded together, and columns of a tile.
+        progress: show a progress bar.
+        description: stands before the bar.
+
+    Returns:
+        `(n, m)` float32 (float64 from a model in float64) on the CPU.
+
+    Raises:
+        ValueError: a tile size is below 1, or what the data set raises for bad features.
+    """
+    for name, size in (("tile_images", tile_images), ("tile_captions", tile_captions)):
+        if size < 1:
+            raise ValueError(f"{name}: expected at least 1, got {size}")
+    images = torch.arange(dataset.n_images) if images is None else images
+    captions = torch.arange(len(dataset)) if captions is None else captions
+    image_tiles = _split(images, tile_images)
+    caption_tiles = _split(captions, tile_captions)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    steps = len(image_tiles) + len(caption_tiles) + len(image_tiles) * len(caption_tiles)
+    scores: Tensor | None = None
+    with _evaluation_mode(model), tqdm(total=steps, desc=description, unit="tile", disable=not progress) as bar:
+        encoded_captions = []
+        for chosen in caption_tiles:
+            token_ids, lengths = dataset.caption_batch(chosen)
+            encoded_captions.append(model.encode_captions(token_ids.to(device), lengths.to(device)))
+            bar.update()
+        row = 0
+        for chosen in image_tiles:
+            encoded_images = model.encode_images(dataset.image_batch(chosen).to(device))
+            bar.update()
+            column = 0
+            for encoded in encoded_captions:
+                tile = model.score(encoded_images, encoded)
+                if scores is None:
+                    scores = torch.empty(len(images), len(captions), dtype=tile.dtype)
+                scores[row : row + tile.shape[0], column : column + tile.shape[1]] = tile
+                column += tile.shape[1]
+                bar.update()
+            row += len(chosen)
+    return torch.empty(len(images), len(captions)) if scores is None else scores
+
+
+def _split(indices: Tensor, size: int) -> list[Tensor]:
+    return list(indices.split(size)) if len(indices) else []
+
+
+@contextlib.contextmanager
+def _evaluation_mode(model: Scorer) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards each module is back in its own mode, frozen parts included."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

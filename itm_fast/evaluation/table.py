@@ -1,0 +1,37 @@
+"""The table that papers print, as text.
+
+Inside: `recall_table`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["recall_table"]
+
+_COLUMNS = (("r1", "R@1"), ("r5", "R@5"), ("r10", "R@10"), ("medr", "Med r"), ("meanr", "Mean r"))
+_DIRECTIONS = (("i2t", "image to text"), ("t2i", "text to image"))
+_WIDTH = 8
+
+
+def recall_table(summaries: Mapping[str, Mapping[str, float]]) -> str:
+    """One line per summary, as `itm_fast.functional.recall_summary` and `evaluate` return them, under two header lines.
+
+    Args:
+        summaries: the summaries by the name that stands before each line.
+
+    Returns:
+        Lines of equal length joined by newlines, every number with one decimal.
+    """
+    first = max([len(name) for name in summaries] + [0])
+    group = _WIDTH * len(_COLUMNS)
+    lines = [
+        " " * first + "".join(f"  {title:^{group - 2}}" for _, title in _DIRECTIONS) + " " * _WIDTH,
+        " " * first
+        + "".join(f"{title:>{_WIDTH}}" for _ in _DIRECTIONS for _, title in _COLUMNS)
+        + f"{'rsum':>{_WIDTH}}",
+    ]
+    for name, summary in summaries.items():
+        keys = [f"{direction}_{key}" for direction, _ in _DIRECTIONS for key, _ in _COLUMNS]
+        lines.append(f"{name:<{first}}" + "".join(f"{summary[key]:>{_WIDTH}.1f}" for key in [*keys, "rsum"]))
+    return "\n".join(lines)

@@ -1,0 +1,70 @@
+"""`TripletLoss`: the triplet losses of `itm_fast.functional.triplet_loss` as a module."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from itm_fast.functional import triplet_loss
+from itm_fast.ops.triplet_loss import check_options
+
+
+class TripletLoss(nn.Module):
+    """Triplet loss of a score matrix with fixed settings; see `itm_fast.functional.triplet_loss` for what they mean.
+
+    Args:
+        margin: finite.
+        mining: "all", "hardest", "selective", "semi_hard" or "contrastive".
+        epsilon: threshold of "selective", finite and not negative.
+        selective_divisor: "batch" or "negatives".
+        halve: the average of the two directions rather than their sum.
+        directions: "both", "rows" or "columns".
+        reduction: "sum", "mean" or "none".
+
+    Raises:
+        TypeError, ValueError: a setting is of the wrong kind or out of bounds.
+    """
+
+    def __init__(
+        self,
+        margin: float = 0.2,
+        *,
+        mining: str = "hardest",
+        epsilon: float = 0.01,
+        selective_divisor: str = "batch",
+        halve: bool = False,
+        directions: str = "both",
+        reduction: str = "sum",
+    ) -> None:
+        super().__init__()
+        self.margin, self.epsilon = check_options(
+            margin, mining, epsilon, selective_divisor, halve, directions, reduction
+        )
+        self.mining = mining
+        self.selective_divisor = selective_divisor
+        self.halve = halve
+        self.directions = directions
+        self.reduction = reduction
+
+    def forward(
+        self, scores: Tensor, *, positives: Tensor | None = None, positive_scores: Tensor | None = None
+    ) -> Tensor:
+        """Loss of `scores` (n, m); arguments and result are those of `itm_fast.functional.triplet_loss`."""
+        return triplet_loss(
+            scores,
+            margin=self.margin,
+            mining=self.mining,
+            epsilon=self.epsilon,
+            selective_divisor=self.selective_divisor,
+            halve=self.halve,
+            positives=positives,
+            positive_scores=positive_scores,
+            directions=self.directions,
+            reduction=self.reduction,
+        )
+
+    def extra_repr(self) -> str:
+        selective = f", epsilon={self.epsilon}, selective_divisor={self.selective_divisor!r}"
+        return (
+            f"margin={self.margin}, mining={self.mining!r}{selective if self.mining == 'selective' else ''}, "
+            f"halve={self.halve}, directions={self.directions!r}, reduction={self.reduction!r}"
+        )
