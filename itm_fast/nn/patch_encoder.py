@@ -36,7 +36,7 @@ class PatchEncoder(nn.Module):
         self.side = math.isqrt(feature_dim // CHANNELS)
         if self.side * self.side * CHANNELS != feature_dim:
             raise ValueError(f"feature_dim: expected the values of a square patch of 3 colours, got {feature_dim}")
-        self.shift, self.no_imgnorm = shift, no_imgnorm
+        self.embed_dim, self.shift, self.no_imgnorm = embed_dim, shift, no_imgnorm
         layers: list[nn.Module] = [nn.BatchNorm2d(CHANNELS, affine=False)]
         width = CHANNELS
         for index, stride in enumerate(_factors(self.side)):
@@ -64,7 +64,7 @@ class PatchEncoder(nn.Module):
                 f"got {patches.values.shape[0]} patches in {n_images} images, at most {patches.max_length} in one"
             )
         if n_images * grid == 0:
-            return patches.with_values(patches.values.new_zeros(0, self.layers[-1].out_channels))
+            return patches.with_values(patches.values.new_zeros(0, self.embed_dim))
         pictures = patches.values.reshape(n_images, grid, grid, self.side, self.side, CHANNELS)
         pictures = pictures.permute(0, 5, 1, 3, 2, 4).reshape(n_images, CHANNELS, grid * self.side, grid * self.side)
         if self.training and self.shift:

@@ -39,8 +39,8 @@ def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -
     vocabulary, train_data, validation_data = load_data(config, resume=resume)
     torch.manual_seed(config.seed)
     model = create_model(config, vocabulary, train_data)
-    run = run_folder.prepare(config, resume=resume)
     trainer = Trainer(config, model, train_data, validation_data, progress=progress)
+    run = run_folder.prepare(config, resume=resume)
     vocabulary.save(run / run_folder.VOCABULARY)
     return trainer.run(resume=resume)
 

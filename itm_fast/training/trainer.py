@@ -47,7 +47,7 @@ class TrainResult:
 
 
 class Trainer:
-    """Trains `model` as `config` says and keeps the RUN folder `config.out`, which must exist.
+    """Trains `model` as `config` says and keeps the RUN folder `config.out`, which must exist when `run` is called.
 
     The order of the data depends on (seed, epoch) alone and the learning rate on the step alone, so that a run that is
     interrupted and resumed ends bit for bit where an uninterrupted one does.
@@ -173,8 +173,8 @@ class Trainer:
 
     @property
     def mining(self) -> str:
-        """The negatives of the present epoch."""
-        return "all" if self.engine.state.epoch <= self.config.warmup_epochs else self.config.mining
+        """The negatives of the present epoch; epochs count from 1 once the run has started."""
+        return "all" if max(self.engine.state.epoch, 1) <= self.config.warmup_epochs else self.config.mining
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16")
