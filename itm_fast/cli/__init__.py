@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from itm_fast.cli.bench import bench
 from itm_fast.cli.train import train
 from itm_fast.version import __version__
 
@@ -25,6 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(train)
+app.command()(bench)
 
 # The base class of usage errors is not public in every version of typer, but the public one derives from it.
 _UsageError: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -44,8 +46,8 @@ def compute_precision(tensor: Tensor) -> str:
 @torch.compiler.assume_constant_result
 def _float32_setting(device: str) -> str:
     # The older getter raises once the user has set the newer per-backend form.
-    backend = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul
-    newer = getattr(backend, "fp32_precision", "none")
+    backend: Any = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
+    newer: str = getattr(backend.matmul, "fp32_precision", "none")
     if newer != "none":
         return newer
     try:

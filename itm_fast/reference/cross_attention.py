@@ -10,6 +10,9 @@ Both are differentiable and take float64. Signatures are those of `itm_fast.func
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -133,23 +136,34 @@ def cross_attention_scores_packed(
 ) -> Tensor:
     """Scores `(len(queries), len(contexts))` in blocks of at most about `block_elements` attention weights.
 
-    With gradient, a block's intermediates are recomputed in the backward, so that memory stays bounded there too.
+    Where that takes several blocks, the backward recomputes the intermediates of each, so that its memory is bounded too.
     """
-    options = (temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature)
-    context_chunk = max(1, int(block_elements**0.5) // max(contexts.max_length, 1))
-    context_rows = context_chunk * max(contexts.max_length, 1)
-    query_chunk = max(1, block_elements // context_rows // max(queries.max_length, 1))
+    options: dict[str, Any] = {
+        "max_query_length": queries.max_length,
+        "temperature": temperature,
+        "normalization": normalization,
+        "negative_slope": negative_slope,
+        "focal": focal,
+        "aggregation": aggregation,
+        "logsumexp_temperature": logsumexp_temperature,
+    }
     if len(queries) == 0 or len(contexts) == 0:
         return queries.values.new_zeros(len(queries), len(contexts))
+    context_length, query_length = max(contexts.max_length, 1), max(queries.max_length, 1)
+    if len(contexts) * context_length * queries.values.shape[0] <= block_elements:
+        return _packed_block(queries.values, queries.offsets, *contexts.to_padded(), **options)
+    context_chunk = max(1, int(block_elements**0.5) // context_length)
+    query_chunk = max(1, block_elements // (context_chunk * context_length * query_length))
     rows = []
     for query_block in _blocks(queries, query_chunk):
         columns = []
         for context_block in _blocks(contexts, context_chunk):
-            tensors = (query_block.values, query_block.offsets, *context_block.to_padded(), *options)
+            tensors = (query_block.values, query_block.offsets, *context_block.to_padded())
             if torch.is_grad_enabled() and (queries.values.requires_grad or contexts.values.requires_grad):
-                columns.append(checkpoint(_packed_block, *tensors, use_reentrant=False, preserve_rng_state=False))
+                block = checkpoint(_packed_block, *tensors, use_reentrant=False, preserve_rng_state=False, **options)
             else:
-                columns.append(_packed_block(*tensors))
+                block = _packed_block(*tensors, **options)
+            columns.append(block)
         rows.append(torch.cat(columns, dim=1))
     return torch.cat(rows)
 
@@ -161,7 +175,7 @@ def _blocks(fragments: Fragments, size: int) -> list[Fragments]:
     offsets = fragments.offsets.tolist()
     return [
         Fragments(fragments.values[offsets[a] : offsets[b]], fragments.offsets[a : b + 1] - offsets[a], check=False)
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        for a, b in pairwise(bounds)
     ]
 
 
@@ -170,6 +184,8 @@ def _packed_block(
     query_offsets: Tensor,  # (n_queries + 1,)
     context: Tensor,  # (n_contexts, k, d), padded with zeros
     context_lengths: Tensor,  # (n_contexts,)
+    *,
+    max_query_length: int,
     temperature: float,
     normalization: str,
     negative_slope: float,
@@ -177,7 +193,7 @@ def _packed_block(
     aggregation: str,
     logsumexp_temperature: float,
 ) -> Tensor:  # (n_queries, n_contexts)
-    sets = Fragments(query, query_offsets, check=False)
+    sets = Fragments(query, query_offsets, check=False, max_length=max_query_length)
     set_index = sets.set_index()
     # An empty context set attends to one zero vector; its scores are replaced by 0 at the end.
     present = torch.arange(context.shape[1], device=context.device) < context_lengths.clamp(min=1)[:, None]
@@ -222,7 +238,7 @@ def _normalize_over_queries(raw: Tensor, normalization: str, set_index: Tensor, 
 
 
 def _aggregate(cosine: Fragments, aggregation: str, logsumexp_temperature: float) -> Tensor:
-    """Aggregates the rows of each set: `(N, n_contexts)` to `(n_sets, n_contexts)`; an empty set gives any finite value."""
+    """Aggregates each set's rows: `(N, n_contexts)` to `(n_sets, n_contexts)`; an empty set gives any finite value."""
     lengths = cosine.lengths.clamp(min=1)[:, None]
     if aggregation in ("mean", "sum"):
         total = cosine.to_padded()[0].sum(dim=1)

@@ -1,0 +1,52 @@
+"""Writes the benchmark tables of the README from the committed results, or checks that they are up to date.
+
+    python benchmarks/render.py            # rewrites README.md
+    python benchmarks/render.py --check    # exit status 1 where README.md differs from the results
+
+A missing result file is an error: no figure stands in the README that was not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from itm_fast.benchmarking.table import markdown
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+RESULTS = {"cpu": ROOT / "benchmarks" / "results" / "cpu.json"}
+
+
+def rendered(text: str) -> str:
+    """`text` with everything between the markers of each result replaced by its table."""
+    for name, path in RESULTS.items():
+        begin, end = f"<!-- benchmark {name} -->\n", f"<!-- end of benchmark {name} -->"
+        head, found, rest = text.partition(begin)
+        _, closed, tail = rest.partition(end)
+        if not found or not closed:
+            raise SystemExit(f"{README.name}: expected the lines '{begin.strip()}' and '{end}'")
+        if not path.exists():
+            raise SystemExit(
+                f"{path.relative_to(ROOT)} is missing: measure with 'make bench ARGS=\"--json {path.name}\"'"
+            )
+        text = f"{head}{begin}{markdown(json.loads(path.read_text()))}{end}{tail}"
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Render the benchmark tables of the README.")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail where the README is out of date")
+    options = parser.parse_args()
+    present = README.read_text()
+    wanted = rendered(present)
+    if options.check and present != wanted:
+        sys.exit("README.md is out of date: run python benchmarks/render.py")
+    if not options.check:
+        README.write_text(wanted)
+
+
+if __name__ == "__main__":
+    main()

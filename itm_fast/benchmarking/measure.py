@@ -1,0 +1,113 @@
+"""Times and peak memory of several ways to compute the same thing.
+
+Inside: `interleave` for times, `peak_memory` for memory, `Timing`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+__all__ = ["Timing", "interleave", "peak_memory"]
+
+_STATUS = Path("/proc/self/status")
+
+
+@attrs.frozen
+class Timing:
+    """Seconds of every run of one variant."""
+
+    runs: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.runs)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"median_s": self.median, "min_s": min(self.runs), "max_s": max(self.runs), "runs_s": self.runs}
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], Any]],
+    repeats: Mapping[str, int],
+    synchronize: Callable[[], None] = lambda: None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Timing]:
+    """Runs all variants once unmeasured, then in turn, A B C A B C, so that a drift of the machine's speed hits all.
+
+    Args:
+        variants: name to call.
+        repeats: name to number of measured runs, at least 1; a variant with fewer than the others is spread evenly.
+        synchronize: waits for the device.
+        progress: called with a variant's name before each run.
+    """
+    rounds = max(repeats.values())
+    runs: dict[str, list[float]] = {name: [] for name in variants}
+    for round_ in range(-1, rounds):
+        for name, call in variants.items():
+            # Round r is measured where the line through (rounds, repeats) passes a whole number. A variant that runs
+            # only once is too slow for a warm-up to matter.
+            due = (round_ + 1) * repeats[name] // rounds > round_ * repeats[name] // rounds if round_ >= 0 else False
+            warm_up = round_ < 0 and repeats[name] > 1
+            if not (due or warm_up):
+                continue
+            progress(name)
+            synchronize()
+            start = time.perf_counter()
+            call()
+            synchronize()
+            if due:
+                runs[name].append(time.perf_counter() - start)
+    return {name: Timing(values) for name, values in runs.items()}
+
+
+def peak_memory(make: Callable[..., Callable[[], Any]], *arguments: Any, threads: int) -> int | None:
+    """Bytes by which the memory of a fresh process rises above its inputs while it runs a call once.
+
+    `make(*arguments)` runs in the new process and returns the call; inputs that it creates do not count, nor does what
+    a first call on small inputs sets up: `make(*arguments, small=True)()` runs before. None where the system does not
+    tell (other systems than Linux).
+    """
+    if not _STATUS.exists():
+        return None
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measure_peak, args=(sender, make, arguments, threads))
+    process.start()
+    sender.close()
+    try:
+        peak: int = receiver.recv()
+    except EOFError:
+        raise RuntimeError(f"the process that measured the memory of {arguments} died") from None
+    finally:
+        process.join()
+    return peak
+
+
+def _measure_peak(
+    sender: Any, make: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...], threads: int
+) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+    make(*arguments, small=True)()
+    call = make(*arguments)
+    # Writing 5 resets the high-water mark of the resident memory to its present size.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status_bytes("VmRSS")
+    call()
+    sender.send(max(0, _status_bytes("VmHWM") - before))
+    sender.close()
+
+
+def _status_bytes(key: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"{_STATUS} has no line {key}")

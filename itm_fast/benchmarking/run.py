@@ -1,0 +1,158 @@
+"""The benchmark as a whole: which workloads are measured how often, and what is written down about the run."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from itm_fast.benchmarking import workloads
+from itm_fast.benchmarking.measure import interleave, peak_memory
+from itm_fast.benchmarking.workloads import Sizes
+from itm_fast.ops.library import build_info
+
+__all__ = ["FORMAT_VERSION", "PRESETS", "Preset", "run"]
+
+FORMAT_VERSION = 1
+
+
+@attrs.frozen
+class Preset:
+    """How much is measured: sizes, and the runs of the fast variants and of the loop."""
+
+    batch: int
+    dim: int
+    evaluation_images: int
+    evaluation_captions: int
+    loss_batches: tuple[int, ...]
+    runs: int
+    loop_runs: int
+    evaluation_loop_runs: int
+
+
+PRESETS = {
+    "full": Preset(128, 1024, 1000, 5000, (128, 4096), runs=11, loop_runs=5, evaluation_loop_runs=1),
+    "quick": Preset(16, 128, 20, 100, (16, 64), runs=2, loop_runs=1, evaluation_loop_runs=1),
+}
+
+
+def run(preset: Preset, threads: int, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Measures everything of `preset` on the CPU with `threads` threads; returns what the JSON file holds.
+
+    Raises:
+        RuntimeError: no native library serves the CPU: there is nothing to measure.
+    """
+    info = build_info()
+    if not info["dispatch"]["cross_attention_scores"]["cpu"].startswith("native"):
+        raise RuntimeError(f"nothing to measure: {info['dispatch']['cross_attention_scores']['cpu']}")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        square = Sizes(preset.batch, preset.batch, preset.dim)
+        gallery = Sizes(preset.evaluation_images, preset.evaluation_captions, preset.dim)
+        variants = ["loop", "packed", *(["packed compiled"] if _compiler_found() else []), "native"]
+        repeats = {name: preset.loop_runs if name == "loop" else preset.runs for name in variants}
+        few = {"loop": preset.evaluation_loop_runs, "native": min(3, preset.runs)}
+        measured = {
+            "scores": _measure(workloads.make_scores, repeats, (square,), threads, progress),
+            "step": _measure(workloads.make_step, repeats, (square,), threads, progress),
+            "evaluation": _measure(workloads.make_evaluation, few, (gallery,), threads, progress),
+        }
+        for name in variants:
+            progress(f"accuracy of {name}")
+            measured["scores"]["variants"][name]["accuracy"] = workloads.accuracy(name, square)
+        for batch in preset.loss_batches:
+            for mining in ("hardest", "all"):
+                measured[f"loss {mining} {batch}"] = _measure(
+                    workloads.make_loss,
+                    {"plain": preset.runs, "native": preset.runs},
+                    (batch, mining),
+                    threads,
+                    progress,
+                )
+    finally:
+        torch.set_num_threads(before)
+    return {
+        "format_version": FORMAT_VERSION,
+        "environment": environment(threads, info),
+        "preset": attrs.asdict(preset),
+        "workloads": measured,
+    }
+
+
+def _measure(
+    make: Callable[..., Callable[[], Any]],
+    repeats: Mapping[str, int],
+    arguments: tuple[Any, ...],
+    threads: int,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Times of all variants, interleaved, and the peak memory of each in a process of its own."""
+    what = make.__name__.removeprefix("make_")
+    calls = {name: make(name, *arguments) for name in repeats}
+    timings = interleave(calls, repeats, progress=lambda name: progress(f"{what}: {name}"))
+    results: dict[str, Any] = {}
+    for name, timing in timings.items():
+        results[name] = timing.as_dict()
+        if "compiled" not in name:  # The compiler's own memory would be measured.
+            progress(f"{what}: memory of {name}")
+            results[name]["peak_bytes"] = peak_memory(make, name, *arguments, threads=threads)
+    described = [attrs.asdict(part) if attrs.has(type(part)) else part for part in arguments]
+    return {"arguments": described, "variants": results}
+
+
+def _compiler_found() -> bool:
+    return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if name)
+
+
+def environment(threads: int, info: Mapping[str, Any]) -> dict[str, Any]:
+    """Where, when and with what the figures were measured."""
+    commit, dirty = _commit()
+    return {
+        "commit": commit,
+        "uncommitted_changes": dirty,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(["itm-fast", *sys.argv[1:]]),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "itm_fast": info["version"],
+        "instruction_set": info["dispatch"]["cross_attention_scores"]["cpu"].removeprefix("native "),
+    }
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """The commit of the source tree that the package runs from, and whether it was changed since."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None, None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        # Results of earlier measurements are not part of what is measured.
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--", ".", ":!benchmarks/results"))
+    except (OSError, subprocess.CalledProcessError):
+        return None, None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,141 @@
+"""The workloads of the benchmark: inputs of COCO's shape and the variants that compute them.
+
+Images have 36 regions, captions 8 to 24 words with start and end, 13 on average, and vectors 1024 components, as the
+encoders give them: of length one. A variant is named by a string, so that a fresh process can make it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+import itm_fast.functional as F_itm
+from itm_fast import Fragments, reference
+
+__all__ = ["SCORES", "Sizes", "accuracy", "inputs", "make_evaluation", "make_loss", "make_scores", "make_step"]
+
+REGIONS = 36
+ONE_BLOCK = 1 << 40
+
+# One function per way to score captions against images, words being the queries: (n_captions, n_images).
+SCORES: dict[str, Callable[[Fragments, Fragments], Tensor]] = {
+    "loop": reference.cross_attention_scores,
+    "packed": lambda words, regions: reference.cross_attention_scores_packed(words, regions, block_elements=ONE_BLOCK),
+    "native": F_itm.cross_attention_scores,
+}
+
+
+@attrs.frozen
+class Sizes:
+    """How large a workload is."""
+
+    images: int
+    captions: int
+    dim: int = 1024
+
+
+def inputs(sizes: Sizes) -> tuple[Fragments, Fragments]:
+    """Words of `sizes.captions` captions and regions of `sizes.images` images, float32, the same for the same sizes."""
+    generator = torch.Generator().manual_seed(0)
+    # A gamma law, rounded and cut to 8 ... 24, has COCO's mean of 13 and its longer tail.
+    gamma = torch.distributions.Gamma(torch.tensor(5.0), torch.tensor(1.0))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        lengths = (8 + gamma.sample((sizes.captions,))).round().long().clamp(8, 24)
+    words = torch.randn(int(lengths.sum()), sizes.dim, generator=generator)
+    regions = torch.randn(sizes.images * REGIONS, sizes.dim, generator=generator)
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    region_offsets = torch.arange(sizes.images + 1) * REGIONS
+    # The longest set is named here so that torch.compile need not read it from the data.
+    return (
+        Fragments(torch.nn.functional.normalize(words, dim=1), offsets, max_length=int(lengths.max())),
+        Fragments(torch.nn.functional.normalize(regions, dim=1), region_offsets, max_length=REGIONS),
+    )
+
+
+def _score_function(variant: str) -> Callable[[Fragments, Fragments], Tensor]:
+    name, _, compiled = variant.partition(" ")
+    return torch.compile(SCORES[name], dynamic=False) if compiled else SCORES[name]
+
+
+def make_scores(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], Tensor]:
+    """Scores of all pairs without gradient."""
+    words, regions = inputs(_few(sizes) if small else sizes)
+    score = _score_function(variant)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return score(words, regions)
+
+    return run
+
+
+def make_step(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], tuple[Tensor, ...]]:
+    """Scores, hardest-negative loss and backward to the gradients of words and regions.
+
+    "native" uses the native loss too; the others the loss in plain PyTorch.
+    """
+    words, regions = inputs(_few(sizes) if small else sizes)
+    score = _score_function(variant)
+    loss = F_itm.triplet_loss if variant == "native" else reference.triplet_loss
+    w, r = words.values.requires_grad_(), regions.values.requires_grad_()
+
+    def run() -> tuple[Tensor, ...]:
+        scores = score(words.with_values(w), regions.with_values(r)).t()
+        return torch.autograd.grad(loss(scores, margin=0.2), (w, r))
+
+    return run
+
+
+def make_evaluation(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], dict[str, float]]:
+    """Scores of all captions with all images, ranks and recalls; five captions an image."""
+    words, regions = inputs(_few(sizes) if small else sizes)
+    score = _score_function(variant)
+    functions: Any = F_itm if variant == "native" else reference
+    caption_image = torch.arange(len(words)) * len(regions) // len(words)
+
+    def run() -> dict[str, float]:
+        with torch.no_grad():
+            scores = score(words, regions).t().contiguous()
+            summary: dict[str, float] = functions.recall_summary(*functions.retrieval_ranks(scores, caption_image))
+            return summary
+
+    return run
+
+
+def make_loss(variant: str, batch: int, mining: str, small: bool = False) -> Callable[[], Tensor]:
+    """Value and dense gradient of the triplet loss over a score matrix, through autograd."""
+    generator = torch.Generator().manual_seed(0)
+    batch = 8 if small else batch
+    scores = torch.rand(batch, batch, generator=generator).requires_grad_()
+    loss = F_itm.triplet_loss if variant == "native" else reference.triplet_loss
+
+    def run() -> Tensor:
+        (gradient,) = torch.autograd.grad(loss(scores, margin=0.2, mining=mining), scores)
+        return gradient
+
+    return run
+
+
+def accuracy(variant: str, sizes: Sizes) -> dict[str, float]:
+    """Largest error of a score against float64, and the share of hardest negatives that differ from float64's."""
+    words, regions = inputs(sizes)
+    with torch.no_grad():
+        exact = reference.cross_attention_scores(words.to(torch.float64), regions.to(torch.float64))
+        scores = _score_function(variant)(words, regions)
+    changed = 0.0
+    if sizes.images == sizes.captions:
+        chosen, expected = (
+            torch.cat([indices for _, indices in reference.hardest_negatives(s.t().contiguous())])
+            for s in (scores, exact)
+        )
+        changed = float((chosen != expected).double().mean())
+    return {"max_score_error": float((scores - exact).abs().max()), "changed_hardest_negatives": changed}
+
+
+def _few(sizes: Sizes) -> Sizes:
+    return Sizes(images=2, captions=2, dim=sizes.dim)
