@@ -148,8 +148,8 @@ def test_native_is_as_accurate_as_plain_pytorch(data: st.DataObject) -> None:
     plain = with_gradients(reference.cross_attention_scores, *single, **options)
     native = with_gradients(F_itm.cross_attention_scores, *single, **options)
     for name, a, p, e in zip(("scores", "grad_queries", "grad_contexts"), native, plain, exact, strict=True):
-        # Terms of order one cancel to gradients of any size: their rounding is always allowed.
-        floor = 1e-6 * max(1.0, float(e.abs().max()) if e.numel() else 0.0)
+        # Terms of order ten cancel to gradients of any size: their rounding is always allowed.
+        floor = 5e-6 * max(1.0, float(e.abs().max()) if e.numel() else 0.0)
         assert_close_to_exact(a, p, e, name=name, factor=4.0, floor=floor)
 
 

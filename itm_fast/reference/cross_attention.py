@@ -136,7 +136,7 @@ def cross_attention_scores_packed(
 ) -> Tensor:
     """Scores `(len(queries), len(contexts))` in blocks of at most about `block_elements` attention weights.
 
-    Where that takes several blocks, the backward recomputes the intermediates of each, so that its memory is bounded too.
+    Where that takes several blocks, the backward recomputes the intermediates of each: its memory is bounded too.
     """
     options: dict[str, Any] = {
         "max_query_length": queries.max_length,
