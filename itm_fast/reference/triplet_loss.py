@@ -91,7 +91,8 @@ def _losses_of_rows(
 def _best_of_rows(scores: Tensor, negatives: Tensor) -> Extreme:
     # torch.max returns the first of equal values, and NaN before everything else.
     if scores.shape[1] == 0:
-        return scores.new_full(scores.shape[:1], -torch.inf), scores.new_zeros(scores.shape[:1], dtype=torch.int64)
+        # The sum of nothing keeps the values connected to the scores.
+        return scores.sum(dim=1) - torch.inf, scores.new_zeros(scores.shape[0], dtype=torch.int64)
     return torch.where(negatives, scores, -torch.inf).max(dim=1)
 
 
