@@ -37,7 +37,8 @@ INTEGER = (torch.int32, torch.int64)
 def describe(value: object) -> str:
     """What came, for an error message: dtype and shape of a tensor, else the value and its type."""
     if isinstance(value, Tensor):
-        return f"a {_name(value.dtype)} tensor of shape {tuple(value.shape)}"
+        dtype = _name(value.dtype)
+        return f"{'an' if dtype.startswith('int') else 'a'} {dtype} tensor of shape {tuple(value.shape)}"
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
