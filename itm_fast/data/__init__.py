@@ -1,17 +1,20 @@
 """Data: the published precomputed layout, vocabularies, batches, and the bundled emoji pictures.
 
-`precomputed` reads a split, `layout` its files; `vocabulary` and `tokenization` turn captions into token ids; `loading`
-forms batches; `emoji` is a real data set that comes with the package.
+`dataset` gives batches of images and captions, `precomputed` the same from a split on disk, whose files `layout` reads;
+`vocabulary` and `tokenization` turn captions into token ids; `loading` says which captions form a batch; `emoji` is a
+real data set that comes with the package.
 """
 
+from .dataset import Batch, CaptionDataset
 from .loading import BatchLoader, EpochSampler
-from .precomputed import Batch, PrecomputedDataset
+from .precomputed import PrecomputedDataset
 from .tokenization import tokenize
 from .vocabulary import Vocabulary, find_vocabulary, load_vocabulary
 
 __all__ = [
     "Batch",
     "BatchLoader",
+    "CaptionDataset",
     "EpochSampler",
     "PrecomputedDataset",
     "Vocabulary",

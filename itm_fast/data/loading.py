@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from .precomputed import Batch, PrecomputedDataset
+from .dataset import Batch, CaptionDataset
 
 
 class EpochSampler:
@@ -58,7 +58,7 @@ class EpochSampler:
 
 
 class _Batches(Dataset[Batch | ValueError]):
-    def __init__(self, dataset: PrecomputedDataset) -> None:
+    def __init__(self, dataset: CaptionDataset) -> None:
         self.dataset = dataset
 
     def __getitem__(self, indices: np.ndarray) -> Batch | ValueError:
@@ -79,12 +79,12 @@ class BatchLoader:
 
     `workers=0` reads in this process; more read ahead in worker processes, which pays where batches come from a disk
     and the training step runs on another device. `pin_memory=True` makes copies to a GPU asynchronous.
-    Raises what `PrecomputedDataset.batch` raises.
+    Raises what `CaptionDataset.batch` raises.
     """
 
     def __init__(
         self,
-        dataset: PrecomputedDataset,
+        dataset: CaptionDataset,
         index_batches: Sequence[np.ndarray] | Iterable[np.ndarray],
         *,
         workers: int = 0,

@@ -1,56 +1,22 @@
 """Features and captions of one split in the published precomputed layout.
 
-Inside: `Batch`, `PrecomputedDataset`.
+Inside: `PrecomputedDataset`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
-import torch
-from torch import Tensor
 
 from . import layout
+from .dataset import CaptionDataset
 from .vocabulary import Vocabulary
 
-Indices = Tensor | np.ndarray | Sequence[int]
 
-
-@attrs.frozen(eq=False)
-class Batch:
-    """n captions, each with its image.
-
-    features (n, k, f) float32; token_ids (n, L) int64, padded with the vocabulary's `<pad>`; lengths (n,) int64,
-    `<start>` and `<end>` counted; image_index and caption_index (n,) int64: which image and caption of the split.
-    """
-
-    features: Tensor
-    token_ids: Tensor
-    lengths: Tensor
-    image_index: Tensor
-    caption_index: Tensor
-
-    def __len__(self) -> int:
-        return len(self.caption_index)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch on `device`."""
-        return Batch(*(tensor.to(device, non_blocking=non_blocking) for tensor in self._tensors()))
-
-    def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory; `torch.utils.data.DataLoader(pin_memory=True)` calls this."""
-        return Batch(*(tensor.pin_memory() for tensor in self._tensors()))
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return self.features, self.token_ids, self.lengths, self.image_index, self.caption_index
-
-
-class PrecomputedDataset:
+class PrecomputedDataset(CaptionDataset):
     """One split: memory-mapped features, and captions as token ids in memory. An item is a caption.
 
     Which image a caption belongs to: `{split}_cap2im.txt` where present, one image row per caption line. Otherwise
@@ -83,35 +49,28 @@ class PrecomputedDataset:
         if max_images is not None and max_images < 1:
             raise ValueError(f"max_images: expected at least 1, got {max_images}")
         layout.check_split(directory, split)
-        self.directory, self.split, self.vocabulary = Path(directory), split, vocabulary
+        self.directory, self.split = Path(directory), split
         self.features_path = layout.split_path(directory, split, "ims.npy")
-        self.captions = layout.read_captions(layout.split_path(directory, split, "caps.txt"))
+        captions = layout.read_captions(layout.split_path(directory, split, "caps.txt"))
         rows = layout.open_features(self.features_path)
-        caption_image, self._stride = self._match(rows)
-        n_images = len(rows) // self._stride
+        caption_image, self._stride = self._match(rows, len(captions))
+        features = rows[:: self._stride]
         ids_path = layout.split_path(directory, split, "ids.txt")
-        self.image_ids: list[str] | None = None
+        image_ids: list[str] | None = None
         if ids_path.is_file():
-            self.image_ids = layout.read_ids(ids_path, n_images, self._stride, caption_image)
+            image_ids = layout.read_ids(ids_path, len(features), self._stride, caption_image)
 
-        self.n_images = n_images if max_images is None else min(n_images, max_images)
-        if self.n_images < n_images:
-            kept = np.flatnonzero(caption_image < self.n_images)
-            self.captions = [self.captions[index] for index in kept]
-            caption_image = caption_image[kept]
-            self.image_ids = self.image_ids[: self.n_images] if self.image_ids is not None else None
-        self.features = rows[:: self._stride][: self.n_images]
-        self.caption_image = torch.from_numpy(caption_image)
+        if max_images is not None and max_images < len(features):
+            kept = np.flatnonzero(caption_image < max_images)
+            captions, caption_image = [captions[index] for index in kept], caption_image[kept]
+            features, image_ids = features[:max_images], image_ids and image_ids[:max_images]
+        super().__init__(
+            features, captions, caption_image, vocabulary, image_ids=image_ids, name=str(self.features_path)
+        )
 
-        encoded = [vocabulary.encode(caption) for caption in self.captions]
-        self.caption_lengths = torch.tensor([len(ids) for ids in encoded])
-        self._offsets = torch.zeros(len(encoded) + 1, dtype=torch.int64)
-        torch.cumsum(self.caption_lengths, 0, out=self._offsets[1:])
-        self._token_ids = torch.tensor([index for ids in encoded for index in ids], dtype=torch.int32)
-
-    def _match(self, rows: np.memmap) -> tuple[np.ndarray, int]:
+    def _match(self, rows: np.memmap, n_captions: int) -> tuple[np.ndarray, int]:
         """The image of each caption, and how often each image stands in the file."""
-        n_rows, n_captions, per_image = len(rows), len(self.captions), layout.CAPTIONS_PER_IMAGE
+        n_rows, per_image = len(rows), layout.CAPTIONS_PER_IMAGE
         cap2im = layout.split_path(self.directory, self.split, "cap2im.txt")
         if cap2im.is_file():
             return layout.read_caption_image(cap2im, n_rows, n_captions), 1
@@ -134,8 +93,8 @@ class PrecomputedDataset:
             )
         return np.arange(n_captions, dtype=np.int64) // per_image, stride
 
-    def __len__(self) -> int:
-        return len(self.captions)
+    def _row(self, image: int) -> int:
+        return image * self._stride
 
     def __repr__(self) -> str:
         size = f"{self.n_images} images, {len(self)} captions"
@@ -148,46 +107,3 @@ class PrecomputedDataset:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.features = layout.open_features(self.features_path)[:: self._stride][: self.n_images]
-
-    def image_batch(self, image_indices: Indices) -> Tensor:
-        """Features (n, k, f) float32 of images; ValueError naming file and row where one is not finite."""
-        wanted = _as_indices(image_indices, self.n_images, "image_indices")
-        # The file is read in its own order, and once per image however often it is asked for.
-        images, positions = np.unique(wanted, return_inverse=True)
-        gathered = np.ascontiguousarray(self.features[images], dtype=np.float32)
-        # One sum in float64, which finite float32 values cannot overflow, shows whether any value is not finite.
-        if not np.isfinite(gathered.sum(dtype=np.float64)):
-            bad = int(images[~np.isfinite(gathered).all(axis=(1, 2))][0]) * self._stride
-            raise ValueError(f"{self.features_path}: row {bad} holds values that are not finite in float32")
-        if len(images) == len(wanted) and np.array_equal(images, wanted):
-            return torch.from_numpy(gathered)
-        return torch.from_numpy(gathered)[torch.from_numpy(positions.reshape(-1))]
-
-    def caption_batch(self, caption_indices: Indices) -> tuple[Tensor, Tensor]:
-        """Token ids (n, L) int64, padded with the vocabulary's `<pad>` to the longest, and lengths (n,) int64."""
-        wanted = torch.from_numpy(_as_indices(caption_indices, len(self), "caption_indices"))
-        lengths = self.caption_lengths[wanted]
-        columns = torch.arange(int(lengths.max()) if len(wanted) else 0)
-        inside = columns < lengths[:, None]
-        token_ids = torch.full(inside.shape, self.vocabulary.pad, dtype=torch.int64)
-        token_ids[inside] = self._token_ids[(self._offsets[wanted][:, None] + columns)[inside]].to(torch.int64)
-        return token_ids, lengths
-
-    def batch(self, caption_indices: Indices) -> Batch:
-        """Captions and their images; an image stands once for each of its captions asked for."""
-        captions = torch.from_numpy(_as_indices(caption_indices, len(self), "caption_indices"))
-        token_ids, lengths = self.caption_batch(captions)
-        images = self.caption_image[captions]
-        return Batch(self.image_batch(images), token_ids, lengths, images, captions)
-
-
-def _as_indices(indices: Indices, size: int, name: str) -> np.ndarray:
-    array = np.asarray(indices)
-    if array.ndim != 1:
-        raise ValueError(f"{name}: expected one dimension, got shape {array.shape}")
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name}: expected integers, got {array.dtype}")
-    array = array.astype(np.int64)
-    if array.size and (array.min() < 0 or array.max() >= size):
-        raise ValueError(f"{name}: expected values from 0 to {size - 1}, got {array.min()} to {array.max()}")
-    return array

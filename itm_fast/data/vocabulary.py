@@ -81,10 +81,14 @@ class Vocabulary:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
+    def to_json(self) -> str:
+        """The published JSON."""
+        content = {"word2idx": self._ids, "idx2word": dict(enumerate(self.words)), "idx": len(self.words)}
+        return json.dumps(content, ensure_ascii=False, indent=0) + "\n"
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the published JSON, atomically."""
-        content = {"word2idx": self._ids, "idx2word": dict(enumerate(self.words)), "idx": len(self.words)}
-        files.write_text(path, json.dumps(content, ensure_ascii=False, indent=0) + "\n")
+        files.write_text(path, self.to_json())
 
     def encode(self, caption: str) -> list[int]:
         """The ids of `<start>`, the words of `caption` (unknown ones as `<unk>`), `<end>`."""

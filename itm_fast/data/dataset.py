@@ -1,0 +1,145 @@
+"""Images as region features and captions as token ids, batch by batch.
+
+Inside: `Batch`, `CaptionDataset`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from .vocabulary import Vocabulary
+
+Indices = Tensor | np.ndarray | Sequence[int]
+
+
+@attrs.frozen(eq=False)
+class Batch:
+    """n captions, each with its image.
+
+    features (n, k, f) float32; token_ids (n, L) int64, padded with the vocabulary's `<pad>`; lengths (n,) int64,
+    `<start>` and `<end>` counted; image_index and caption_index (n,) int64: which image and caption of the split.
+    """
+
+    features: Tensor
+    token_ids: Tensor
+    lengths: Tensor
+    image_index: Tensor
+    caption_index: Tensor
+
+    def __len__(self) -> int:
+        return len(self.caption_index)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The same batch on `device`."""
+        return Batch(*(tensor.to(device, non_blocking=non_blocking) for tensor in self._tensors()))
+
+    def pin_memory(self) -> Batch:
+        """The same batch in page-locked memory; `torch.utils.data.DataLoader(pin_memory=True)` calls this."""
+        return Batch(*(tensor.pin_memory() for tensor in self._tensors()))
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.features, self.token_ids, self.lengths, self.image_index, self.caption_index
+
+
+class CaptionDataset:
+    """Images with any number of captions each, from arrays. An item is a caption.
+
+    Args:
+        features: (n_images, k, f) array of floats; memory-mapped arrays stay on disk.
+        captions: n_captions texts, turned into token ids once, here.
+        caption_image: (n_captions,) integers, the image of each caption.
+        vocabulary: gives the token ids.
+        image_ids: a name for each image, or None.
+        name: stands in messages before a row that is refused.
+
+    Attributes: the arguments (`caption_image` as an int64 tensor); `n_images`; `caption_lengths`, an int64 tensor;
+    `len()` is the number of captions.
+
+    Raises:
+        ValueError: the arguments do not fit each other.
+    """
+
+    def __init__(
+        self,
+        features: np.ndarray,
+        captions: Sequence[str],
+        caption_image: Indices,
+        vocabulary: Vocabulary,
+        *,
+        image_ids: Sequence[str] | None = None,
+        name: str = "features",
+    ) -> None:
+        if features.ndim != 3 or features.dtype.kind != "f":
+            raise ValueError(
+                f"{name}: expected floats of shape (images, regions, channels), got {features.dtype} {features.shape}"
+            )
+        if image_ids is not None and len(image_ids) != len(features):
+            raise ValueError(f"image_ids: expected one name per image ({len(features)}), got {len(image_ids)}")
+        self.features, self.captions, self.vocabulary, self.name = features, list(captions), vocabulary, name
+        self.image_ids = None if image_ids is None else list(image_ids)
+        self.n_images = len(features)
+        self.caption_image = torch.from_numpy(_as_indices(caption_image, len(features), "caption_image"))
+        if len(self.caption_image) != len(self.captions):
+            raise ValueError(
+                f"caption_image: expected one image per caption ({len(self.captions)}), got {len(self.caption_image)}"
+            )
+        encoded = [vocabulary.encode(caption) for caption in self.captions]
+        self.caption_lengths = torch.tensor([len(ids) for ids in encoded], dtype=torch.int64)
+        self._offsets = torch.zeros(len(encoded) + 1, dtype=torch.int64)
+        torch.cumsum(self.caption_lengths, 0, out=self._offsets[1:])
+        self._token_ids = torch.tensor([index for ids in encoded for index in ids], dtype=torch.int32)
+
+    def __len__(self) -> int:
+        return len(self.captions)
+
+    def _row(self, image: int) -> int:
+        """Where an image stands in the file that `name` names."""
+        return image
+
+    def image_batch(self, image_indices: Indices) -> Tensor:
+        """Features (n, k, f) float32 of images; ValueError naming the row where one is not finite."""
+        wanted = _as_indices(image_indices, self.n_images, "image_indices")
+        # The file is read in its own order, and once per image however often it is asked for.
+        images, positions = np.unique(wanted, return_inverse=True)
+        gathered = np.ascontiguousarray(self.features[images], dtype=np.float32)
+        # One sum in float64, which finite float32 values cannot overflow, shows whether any value is not finite.
+        if not np.isfinite(gathered.sum(dtype=np.float64)):
+            bad = self._row(int(images[~np.isfinite(gathered).all(axis=(1, 2))][0]))
+            raise ValueError(f"{self.name}: row {bad} holds values that are not finite in float32")
+        if len(images) == len(wanted) and np.array_equal(images, wanted):
+            return torch.from_numpy(gathered)
+        return torch.from_numpy(gathered)[torch.from_numpy(positions.reshape(-1))]
+
+    def caption_batch(self, caption_indices: Indices) -> tuple[Tensor, Tensor]:
+        """Token ids (n, L) int64, padded with the vocabulary's `<pad>` to the longest, and lengths (n,) int64."""
+        wanted = torch.from_numpy(_as_indices(caption_indices, len(self), "caption_indices"))
+        lengths = self.caption_lengths[wanted]
+        columns = torch.arange(int(lengths.max()) if len(wanted) else 0)
+        inside = columns < lengths[:, None]
+        token_ids = torch.full(inside.shape, self.vocabulary.pad, dtype=torch.int64)
+        token_ids[inside] = self._token_ids[(self._offsets[wanted][:, None] + columns)[inside]].to(torch.int64)
+        return token_ids, lengths
+
+    def batch(self, caption_indices: Indices) -> Batch:
+        """Captions and their images; an image stands once for each of its captions asked for."""
+        captions = torch.from_numpy(_as_indices(caption_indices, len(self), "caption_indices"))
+        token_ids, lengths = self.caption_batch(captions)
+        images = self.caption_image[captions]
+        return Batch(self.image_batch(images), token_ids, lengths, images, captions)
+
+
+def _as_indices(indices: Indices, size: int, name: str) -> np.ndarray:
+    array = np.asarray(indices)
+    if array.ndim != 1:
+        raise ValueError(f"{name}: expected one dimension, got shape {array.shape}")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected integers, got {array.dtype}")
+    array = array.astype(np.int64)
+    if array.size and (array.min() < 0 or array.max() >= size):
+        raise ValueError(f"{name}: expected values from 0 to {size - 1}, got {array.min()} to {array.max()}")
+    return array

@@ -1,0 +1,189 @@
+"""A real data set that comes with the package: emoji of the Noto Color Emoji font, described by Unicode CLDR.
+
+Inside: `pictures`, `names`, `captions`, `image_ids`, `patches`, `pictures_of`, `picture_png`, `load`, `write_dataset`.
+
+3,621 distinct pictures of 72 x 72 pixels on white, five English captions each, in fixed splits: "train" 2,821, "dev"
+300 and "test" 500 pictures. A picture is in one split only. The words of every dev and test name occur with training
+pictures: what is new in them is the combination. `docs/data.md` says how the data were made; licences lie beside the
+files.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from .. import files
+from .dataset import CaptionDataset
+from .layout import CAPTIONS_PER_IMAGE, open_features, read_captions, split_path
+from .vocabulary import Vocabulary
+
+SPLITS = ("train", "dev", "test")
+SIZE = 72  # pixels of a side
+GRID = 6  # patches of a side
+PATCH = SIZE // GRID  # pixels of a patch's side
+
+# Mean and standard deviation of all values of the training pictures, from 0 to 255.
+MEAN, STD = 199.8, 78.5
+
+_FILES = Path(__file__).parent / "emoji_files"
+
+
+def _check(split: str) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"split: expected one of {', '.join(SPLITS)}, got {split!r}")
+
+
+@functools.lru_cache(maxsize=1)
+def _index() -> dict[str, Any]:
+    return json.loads((_FILES / "index.json").read_text(encoding="utf-8"))
+
+
+@functools.lru_cache(maxsize=len(SPLITS))
+def _table(split: str) -> list[tuple[str, str, str]]:
+    """Id, name and keywords of each picture."""
+    _check(split)
+    lines = split_path(_FILES, split, "names.tsv").read_text(encoding="utf-8").rstrip("\n").split("\n")
+    rows = [line.split("\t") for line in lines]
+    return [(picture_id, name, keywords) for picture_id, name, keywords in rows]
+
+
+@functools.lru_cache(maxsize=len(SPLITS))
+def pictures(split: str) -> npt.NDArray[np.uint8]:
+    """The pictures of a split, (n, 72, 72, 3) uint8 RGB; read-only, decoded on the first call."""
+    names_of_split, index = names(split), _index()
+    rows, columns = index["rows"], index["columns"]
+    cells = []
+    for number in range(-(-len(names_of_split) // (rows * columns))):
+        with Image.open(split_path(_FILES, split, f"{number}.webp")) as sheet:
+            pixels = np.asarray(sheet.convert("RGB"))
+        grid = pixels.reshape(-1, SIZE, columns, SIZE, 3).transpose(0, 2, 1, 3, 4)
+        cells.append(grid.reshape(-1, SIZE, SIZE, 3))
+    # The sheets hold the pictures in the order of their names, where they compress best.
+    order = sorted(range(len(names_of_split)), key=names_of_split.__getitem__)
+    result = np.empty((len(order), SIZE, SIZE, 3), dtype=np.uint8)
+    result[order] = np.concatenate(cells)[: len(order)]
+    result.flags.writeable = False
+    return result
+
+
+def names(split: str) -> list[str]:
+    """The English names of the pictures of a split, as in Unicode CLDR: "man cook: dark skin tone"."""
+    return [name for _, name, _ in _table(split)]
+
+
+def image_ids(split: str) -> list[str]:
+    """The code points of each picture in hexadecimal, such as "1f468_1f3ff_200d_1f373"."""
+    return [picture_id for picture_id, _, _ in _table(split)]
+
+
+def captions(split: str) -> list[str]:
+    """Five captions a picture: caption j belongs to picture j // 5."""
+    _check(split)
+    return read_captions(split_path(_FILES, split, "caps.txt"))
+
+
+def patches(images: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """Pictures as "regions": (n, 72, 72, 3) uint8 becomes (n, 36, 432) float32.
+
+    Region 6 r + c is the patch of 12 x 12 pixels in row r and column c. Its 432 values are those of its pixels row by
+    row, red, green and blue of a pixel side by side, each as (value - MEAN) / STD: zero mean and unit variance over
+    the training pictures, so that the white background does not drown the rest.
+    """
+    images = np.asarray(images)
+    if images.ndim != 4 or images.shape[1:] != (SIZE, SIZE, 3) or images.dtype != np.uint8:
+        raise ValueError(f"images: expected uint8 of shape (n, {SIZE}, {SIZE}, 3), got {images.dtype} {images.shape}")
+    grid = images.reshape(-1, GRID, PATCH, GRID, PATCH, 3).transpose(0, 1, 3, 2, 4, 5)
+    values = (grid.astype(np.float32) - np.float32(MEAN)) / np.float32(STD)
+    return np.ascontiguousarray(values.reshape(-1, GRID * GRID, PATCH * PATCH * 3))
+
+
+def pictures_of(features: npt.ArrayLike) -> npt.NDArray[np.uint8]:
+    """The inverse of `patches`: (n, 36, 432) floats become (n, 72, 72, 3) uint8, rounded and clipped to 0 ... 255."""
+    features = np.asarray(features)
+    if features.ndim != 3 or features.shape[1:] != (GRID * GRID, PATCH * PATCH * 3):
+        raise ValueError(f"features: expected shape (n, {GRID * GRID}, {PATCH * PATCH * 3}), got {features.shape}")
+    values = np.rint(features * STD + MEAN).clip(0, 255).astype(np.uint8)
+    grid = values.reshape(-1, GRID, GRID, PATCH, PATCH, 3).transpose(0, 1, 3, 2, 4, 5)
+    return np.ascontiguousarray(grid.reshape(-1, SIZE, SIZE, 3))
+
+
+def picture_png(split: str, index: int) -> bytes:
+    """One picture as a PNG file."""
+    images = pictures(split)
+    if not 0 <= index < len(images):
+        raise ValueError(f"index: expected 0 to {len(images) - 1} for the split {split!r}, got {index}")
+    buffer = io.BytesIO()
+    Image.fromarray(images[index]).save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()
+
+
+def vocabulary() -> Vocabulary:
+    """The words that occur at least four times in the training captions."""
+    return Vocabulary.build(captions("train"))
+
+
+def load(split: str, words: Vocabulary | None = None) -> CaptionDataset:
+    """A split in memory; `words` is the vocabulary, by default `vocabulary()`."""
+    images, texts = pictures(split), captions(split)
+    return CaptionDataset(
+        patches(images),
+        texts,
+        np.arange(len(texts)) // CAPTIONS_PER_IMAGE,
+        vocabulary() if words is None else words,
+        image_ids=image_ids(split),
+        name=f"emoji {split}",
+    )
+
+
+def write_dataset(directory: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Writes the published layout: `{split}_ims.npy`, `_caps.txt` and `_ids.txt` of each split, and `vocab.json`.
+
+    About 226 MB in all. Each file appears complete or not at all; one that is there with the same content stays.
+    ValueError where one has other content, unless `overwrite` is set, and where the directory holds a
+    `{split}_cap2im.txt`, which would say which caption belongs to which picture of other data.
+    """
+    directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory}: expected a directory, found a file")
+    texts = {"vocab.json": vocabulary().to_json()}
+    for split in SPLITS:
+        stray = split_path(directory, split, "cap2im.txt")
+        if stray.exists():
+            raise ValueError(f"{stray}: belongs to other data; choose another directory")
+        texts[f"{split}_caps.txt"] = "".join(f"{caption}\n" for caption in captions(split))
+        texts[f"{split}_ids.txt"] = "".join(f"{picture_id}\n" for picture_id in image_ids(split))
+
+    # What is there is looked at before anything is written.
+    needed = [name for name, text in texts.items() if not _holds(directory / name, text.encode("utf-8"))]
+    needed += [f"{split}_ims.npy" for split in SPLITS if not _holds_patches(directory, split)]
+    for name in needed:
+        if (directory / name).exists() and not overwrite:
+            raise ValueError(f"{directory / name}: is there with other content; choose another directory")
+    for name in needed:
+        if name in texts:
+            files.write_text(directory / name, texts[name])
+        else:
+            with files.atomic_path(directory / name) as temporary:
+                np.save(temporary, patches(pictures(name.removesuffix("_ims.npy"))))
+    return directory
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == content
+
+
+def _holds_patches(directory: Path, split: str) -> bool:
+    try:
+        stored = open_features(split_path(directory, split, "ims.npy"))
+    except (ValueError, OSError):
+        return False
+    return stored.dtype == np.float32 and np.array_equal(stored, patches(pictures(split)))
