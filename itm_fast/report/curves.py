@@ -15,7 +15,7 @@ __all__ = ["curves_svg"]
 # Matplotlib wants concrete colours; each stands for a variable of the page, so that light and dark both fit.
 _INK, _LINE, _FAINT = "#010203", "#040506", "#070809"
 _VARIABLES = {_INK: "var(--soft)", _LINE: "var(--accent)", _FAINT: "var(--line)"}
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "itm_fast",
     "font.size": 11,
@@ -45,7 +45,9 @@ def curves_svg(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
         plot = _plot([line["step"] for line in shown], [line["loss"] for line in shown], "step", "loss")
         curves.append((f"Loss with {mining} negatives" if mining == "all" else "Loss with the hardest negatives", plot))
     if validation:
-        plot = _plot([line["epoch"] for line in validation], [line["rsum"] for line in validation], "epoch", "rsum", True)
+        plot = _plot(
+            [line["epoch"] for line in validation], [line["rsum"] for line in validation], "epoch", "rsum", True
+        )
         curves.append((f"Sum of recalls on {validation[-1]['split']}", plot))
     return curves
 

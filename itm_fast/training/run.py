@@ -11,7 +11,7 @@ import torch
 
 from itm_fast import config as settings
 from itm_fast import models
-from itm_fast.data import PrecomputedDataset, Vocabulary, load_vocabulary
+from itm_fast.data import PrecomputedDataset, Vocabulary, layout, load_vocabulary
 from itm_fast.training import run_folder
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.trainer import Trainer, TrainResult
@@ -49,6 +49,7 @@ def load_data(
     config: TrainConfig, *, resume: bool = False
 ) -> tuple[Vocabulary, PrecomputedDataset, PrecomputedDataset]:
     """The vocabulary, the training split and the validation split; a resumed run keeps its own vocabulary."""
+    layout.check_split(config.data, "train")
     own = Path(config.out) / run_folder.VOCABULARY
     vocabulary = Vocabulary.from_file(own) if resume and own.is_file() else load_vocabulary(config.data, config.vocab)
     train_data = PrecomputedDataset(config.data, "train", vocabulary)

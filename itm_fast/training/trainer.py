@@ -6,9 +6,11 @@ Inside: `Trainer`, `TrainResult`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -113,6 +115,17 @@ class Trainer:
     def seconds(self) -> float:
         """Time spent in this run so far, what came before a resume included."""
         return self._seconds_before + time.monotonic() - self._started
+
+    def seconds_per_step(self, steps: int = 5) -> float:
+        """Measures steps on the first batches. They change the weights: only for a trainer that will not train."""
+        batches = self._batches(0)
+        times = []
+        for batch in itertools.islice(batches, steps + 2):
+            start = time.perf_counter()
+            self._step(batch)
+            times.append(time.perf_counter() - start)
+        # The first two steps warm up memory and threads.
+        return statistics.median(times[2:] or times)
 
     def _make_engine(self) -> Engine:
         engine = Engine(lambda _engine, batch: self._step(batch))

@@ -1,0 +1,91 @@
+"""The commands put together, and the one way for errors to reach the user.
+
+Every user error becomes one line `itm-fast: error: …` on stderr: exit status 2 where the command line itself is wrong,
+1 otherwise. Modules that need long to import are imported inside the commands.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from itm_fast.cli.bench import bench
+from itm_fast.cli.demo import demo
+from itm_fast.cli.evaluate import evaluate
+from itm_fast.cli.train import train
+from itm_fast.version import __version__
+
+__all__ = ["app", "main", "run"]
+
+
+def _help_text(command: Callable[..., object]) -> str:
+    """The docstring with each paragraph on one line, so that the help fits any width."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+app = typer.Typer(
+    name="itm-fast",
+    no_args_is_help=True,
+    help="Image-text matching: train, evaluate, benchmark.",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (demo, train, evaluate, bench):
+    app.command(help=_help_text(command))(command)
+
+# The base class of usage errors is not public in every version of typer, but the public one derives from it.
+_UsageError: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"itm-fast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Image-text matching: train, evaluate, benchmark."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command and exits; the entry point of `itm-fast` and of `python -m itm_fast`."""
+    warnings.showwarning = _show_warning
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    try:
+        status = app(args=arguments, prog_name="itm-fast", standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+        else:
+            _print_error(error.format_message())
+        return int(error.exit_code)
+    except (ValueError, OSError) as error:
+        _print_error(str(error))
+        return 1
+    except (KeyboardInterrupt, typer.Abort):
+        _print_error("interrupted")
+        return 130
+
+
+def _print_error(message: str) -> None:
+    typer.echo(f"itm-fast: error: {' '.join(message.split())}", err=True)
+
+
+def _show_warning(message: Warning | str, *_where: Any, **_more: Any) -> None:
+    typer.echo(f"itm-fast: warning: {message}", err=True)
