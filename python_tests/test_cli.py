@@ -66,7 +66,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--help"]) == 0
     text = plain(capsys.readouterr().out)
-    for command in ("demo", "train", "evaluate", "bench"):
+    for command in ("demo", "train", "evaluate", "bench", "data"):
         assert re.search(rf"^\W*{command}\s+[A-Z]", text, re.MULTILINE), command
 
 

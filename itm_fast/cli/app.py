@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from itm_fast.cli import data
 from itm_fast.cli.bench import bench
 from itm_fast.cli.demo import demo
 from itm_fast.cli.evaluate import evaluate
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 for command in (demo, train, evaluate, bench):
     app.command(help=_help_text(command))(command)
+app.add_typer(data.app, name="data")
 
 # The base class of usage errors is not public in every version of typer, but the public one derives from it.
 _UsageError: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
