@@ -13,6 +13,7 @@ namespace itm_fast::ITM_FAST_ISA {
 
 inline constexpr int64_t kDepth = 128;                // of the shared dimension at a time
 inline constexpr int64_t kDepthStride = kDepth + 16;  // keeps rows out of one another's cache sets
+inline constexpr int64_t kRowsAhead = 4;              // that are fetched while a row is copied
 
 ITM_FAST_INLINE int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -88,10 +89,17 @@ inline void multiply_tile(const T* values, int64_t n_rows, int64_t dim, const T*
     const int64_t depth = dim - start < kDepth ? dim - start : kDepth;
     for (int64_t r = 0; r < padded_rows; ++r) {
       T* line = chunk + r * kDepthStride;
+      int64_t k = 0;
       if (r < n_rows) {
-        __builtin_memcpy(line, values + r * dim + start, depth * sizeof(T));
+        const T* row = values + r * dim + start;
+        // A row's piece is too short for the hardware to foresee the next one.
+        for (int64_t ahead = 0; ahead < depth; ahead += 64 / static_cast<int64_t>(sizeof(T))) {
+          __builtin_prefetch(row + kRowsAhead * dim + ahead);
+        }
+        for (; k + kLanes<T> <= depth; k += kLanes<T>) store<T>(line + k, load(row + k));
+        for (; k < depth; ++k) line[k] = row[k];
       } else {
-        __builtin_memset(line, 0, depth * sizeof(T));
+        for (; k < depth; ++k) line[k] = T(0);
       }
     }
     for (int64_t c = 0; c < n_columns; c += kPanelColumns<T>) {
