@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ FORMAT_VERSION = 1
 
 @attrs.frozen
 class Preset:
-    """How much is measured: sizes, and the runs of the fast variants and of the loop."""
+    """How much is measured: sizes, the runs of the fast variants and of the loop, and what beside the times."""
 
     batch: int
     dim: int
@@ -37,6 +38,8 @@ class Preset:
     runs: int
     loop_runs: int
     evaluation_loop_runs: int
+    compiled: bool = True  # the packed form under torch.compile too, where there is a compiler
+    memory: bool = True
 
 
 PRESETS = {
@@ -59,26 +62,22 @@ def run(preset: Preset, threads: int, progress: Callable[[str], None] = lambda _
     try:
         square = Sizes(preset.batch, preset.batch, preset.dim)
         gallery = Sizes(preset.evaluation_images, preset.evaluation_captions, preset.dim)
-        variants = ["loop", "packed", *(["packed compiled"] if _compiler_found() else []), "native"]
+        variants = ["loop", "packed", *(["packed compiled"] if preset.compiled and _compiler_found() else []), "native"]
         repeats = {name: preset.loop_runs if name == "loop" else preset.runs for name in variants}
+        measure = partial(_measure, memory_threads=threads if preset.memory else None, progress=progress)
         few = {"loop": preset.evaluation_loop_runs, "native": min(3, preset.runs)}
         measured = {
-            "scores": _measure(workloads.make_scores, repeats, (square,), threads, progress),
-            "step": _measure(workloads.make_step, repeats, (square,), threads, progress),
-            "evaluation": _measure(workloads.make_evaluation, few, (gallery,), threads, progress),
+            "scores": measure(workloads.make_scores, repeats, (square,)),
+            "step": measure(workloads.make_step, repeats, (square,)),
+            "evaluation": measure(workloads.make_evaluation, few, (gallery,)),
         }
         for name in variants:
             progress(f"accuracy of {name}")
             measured["scores"]["variants"][name]["accuracy"] = workloads.accuracy(name, square)
         for batch in preset.loss_batches:
             for mining in ("hardest", "all"):
-                measured[f"loss {mining} {batch}"] = _measure(
-                    workloads.make_loss,
-                    {"plain": preset.runs, "native": preset.runs},
-                    (batch, mining),
-                    threads,
-                    progress,
-                )
+                both = {"plain": preset.runs, "native": preset.runs}
+                measured[f"loss {mining} {batch}"] = measure(workloads.make_loss, both, (batch, mining))
     finally:
         torch.set_num_threads(before)
     return {
@@ -93,19 +92,21 @@ def _measure(
     make: Callable[..., Callable[[], Any]],
     repeats: Mapping[str, int],
     arguments: tuple[Any, ...],
-    threads: int,
+    *,
+    memory_threads: int | None,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Times of all variants, interleaved, and the peak memory of each in a process of its own."""
+    """Times of all variants, interleaved, and the peak memory of each in a process of `memory_threads` threads."""
     what = make.__name__.removeprefix("make_")
     calls = {name: make(name, *arguments) for name in repeats}
     timings = interleave(calls, repeats, progress=lambda name: progress(f"{what}: {name}"))
     results: dict[str, Any] = {}
     for name, timing in timings.items():
         results[name] = timing.as_dict()
-        if "compiled" not in name:  # The compiler's own memory would be measured.
+        # Under torch.compile the compiler's own memory would be measured.
+        if memory_threads is not None and "compiled" not in name:
             progress(f"{what}: memory of {name}")
-            results[name]["peak_bytes"] = peak_memory(make, name, *arguments, threads=threads)
+            results[name]["peak_bytes"] = peak_memory(make, name, *arguments, threads=memory_threads)
     described = [attrs.asdict(part) if attrs.has(type(part)) else part for part in arguments]
     return {"arguments": described, "variants": results}
 

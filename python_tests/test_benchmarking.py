@@ -1,0 +1,105 @@
+"""What the benchmark measures and writes, and that the README shows just that."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+
+from itm_fast import reference
+from itm_fast.benchmarking import workloads
+from itm_fast.benchmarking.measure import Timing, interleave, peak_memory
+from itm_fast.benchmarking.run import PRESETS, run
+from itm_fast.benchmarking.table import markdown
+from itm_fast.benchmarking.workloads import Sizes
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_variants_run_in_turn() -> None:
+    order: list[str] = []
+    calls = {name: (lambda name=name: order.append(name)) for name in ("slow", "a", "b")}
+    timings = interleave(calls, {"slow": 2, "a": 4, "b": 4})
+    # One warm-up of each, then the slow one in every second round.
+    assert order == ["slow", "a", "b", "a", "b", "slow", "a", "b", "a", "b", "slow", "a", "b"]
+    assert {name: len(timing.runs) for name, timing in timings.items()} == {"slow": 2, "a": 4, "b": 4}
+    assert all(second >= 0 for timing in timings.values() for second in timing.runs)
+    once = interleave({"loop": lambda: order.append("once")}, {"loop": 1})
+    assert order.count("once") == len(once["loop"].runs) == 1
+    assert Timing([3.0, 1.0, 2.0]).as_dict() == {"median_s": 2.0, "min_s": 1.0, "max_s": 3.0, "runs_s": [3.0, 1.0, 2.0]}
+
+
+def allocate(megabytes: int, small: bool = False):
+    return lambda: torch.ones((1 if small else megabytes) * 250_000)
+
+
+def test_peak_memory_is_what_the_call_takes() -> None:
+    peak = peak_memory(allocate, 80, threads=1)
+    assert (peak is None) == (sys.platform != "linux")
+    assert peak is None or 78e6 < peak < 90e6
+
+
+def test_inputs_are_those_of_coco() -> None:
+    words, regions = workloads.inputs(Sizes(images=4, captions=2000, dim=8))
+    lengths = words.lengths
+    assert int(lengths.min()) >= 8
+    assert int(lengths.max()) <= 24
+    assert float(lengths.double().mean()) == pytest.approx(13.0, abs=0.3)
+    assert regions.lengths.tolist() == [36] * 4
+    assert torch.allclose(words.values.norm(dim=1), torch.ones(len(words.values)))
+    again, _ = workloads.inputs(Sizes(images=4, captions=2000, dim=8))
+    assert torch.equal(words.values, again.values)
+
+
+def test_all_variants_compute_the_same() -> None:
+    """A baseline that computed something else, or less, would make any ratio."""
+    sizes = Sizes(images=6, captions=6, dim=32)
+    exact = reference.cross_attention_scores(*(part.to(torch.float64) for part in workloads.inputs(sizes)))
+    steps = {}
+    for name in workloads.SCORES:
+        assert torch.allclose(workloads.make_scores(name, sizes)().double(), exact, atol=1e-6)
+        steps[name] = workloads.make_step(name, sizes)()
+    for name in ("packed", "native"):
+        for gradient, expected in zip(steps[name], steps["loop"], strict=True):
+            assert torch.allclose(gradient, expected, atol=1e-5)
+    gallery = Sizes(images=4, captions=20, dim=32)
+    summaries = [workloads.make_evaluation(name, gallery)() for name in ("loop", "native")]
+    assert summaries[0] == summaries[1]
+    losses = [workloads.make_loss(name, 16, "all")() for name in ("plain", "native")]
+    assert torch.allclose(*losses)
+    assert workloads.accuracy("native", sizes)["max_score_error"] < 1e-6
+
+
+def test_a_run_is_written_down_whole() -> None:
+    preset = attrs.evolve(PRESETS["quick"], compiled=False, memory=False)
+    results = json.loads(json.dumps(run(preset, threads=1)))
+    environment = results["environment"]
+    assert environment["threads"] == 1
+    assert environment["torch"] == torch.__version__
+    assert environment["instruction_set"] in ("portable", "avx2", "avx512")
+    step = results["workloads"]["step"]["variants"]
+    assert len(step["native"]["runs_s"]) == PRESETS["quick"].runs
+    assert step["native"]["median_s"] > 0
+    text = markdown(results)
+    assert "16 x 16" in text
+    assert "target" in text
+    ratio = step["loop"]["median_s"] / step["native"]["median_s"]
+    assert f"**{ratio:.1f}x**" in text
+
+
+def test_a_target_that_is_missed_is_said() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "cpu.json").read_text())
+    variants = results["workloads"]["scores"]["variants"]
+    variants["native"]["median_s"] = variants["loop"]["median_s"] / 3.5
+    assert "7x, reached 50 % of it" in markdown(results)
+
+
+def test_the_readme_shows_the_committed_results() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "render.py"), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
