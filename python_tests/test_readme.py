@@ -1,0 +1,32 @@
+"""The README's example runs as it stands there, and its table of operators is the public module."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+import itm_fast.functional as F_itm
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+
+
+def test_the_example_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    printed: list[float] = []
+    torch.manual_seed(0)
+    names: dict = {"print": printed.append}
+    exec(code, names)
+    (rsum,) = printed
+    assert 0 <= rsum <= 600
+    assert names["scores"].shape == (3, 3)
+    assert float(names["words"].grad.abs().sum()) > 0
+    # Words past a caption's length take no part.
+    assert float(names["words"].grad[0, 12:].abs().max()) == 0
+    assert len([line for line in code.splitlines() if line]) <= 15
+
+
+def test_every_operator_is_in_the_table() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE)
+    assert sorted(rows) == sorted(F_itm.__all__)
