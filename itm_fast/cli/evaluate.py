@@ -24,6 +24,7 @@ def evaluate(
 
     An image's rank is the best over its captions. Equal scores count against the query.
     """
+    import sys
     import time
 
     import torch
@@ -46,7 +47,7 @@ def evaluate(
         raise ValueError(f"{vocab_path}: {len(vocabulary)} words, but the model in {checkpoint} knows {expected}")
     dataset = PrecomputedDataset(data, split, vocabulary)
     start = time.perf_counter()
-    summary = evaluation.evaluate(model, dataset, folds=folds, first_images=first_images, progress=True)
+    summary = evaluation.evaluate(model, dataset, folds=folds, first_images=first_images, progress=sys.stderr.isatty())
     seconds = time.perf_counter() - start
 
     n_images = first_images or dataset.n_images

@@ -74,14 +74,14 @@ class PatchEncoder(nn.Module):
 
 
 def _factors(number: int) -> list[int]:
-    """The prime factors of `number`, the smallest first."""
+    """The prime factors of `number`, the largest first: a large first stride leaves the fewest pixels to the rest."""
     factors, divisor = [], 2
     while number > 1:
         while number % divisor == 0:
             factors.append(divisor)
             number //= divisor
         divisor += 1
-    return factors
+    return factors[::-1]
 
 
 def _shifted(pictures: Tensor, most: int) -> Tensor:
