@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,16 +10,18 @@ import numpy as np
 import pytest
 import torch
 from helpers.fragments import native_calls
-from helpers.processes import run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import itm_fast.functional as F_itm
 from itm_fast import reference
+from itm_fast.ops import retrieval as ops
 
 IMPLEMENTATIONS = {"native": F_itm.retrieval_ranks, "reference": reference.retrieval_ranks}
-both_implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+both_implementations = pytest.mark.parametrize(
+    "implementation", [pytest.param("native", marks=pytest.mark.native), "reference"]
+)
 
 
 def key(score: float) -> float:
@@ -66,7 +67,6 @@ def lists(ranks: tuple[Tensor, Tensor]) -> tuple[list[int], list[int]]:
     return ranks[0].tolist(), ranks[1].tolist()
 
 
-@pytest.mark.native
 @both_implementations
 @settings(max_examples=250, deadline=None)
 @given(st.data())
@@ -88,7 +88,6 @@ def test_ranks_equal_the_loops(implementation: str, data: st.DataObject) -> None
         )
 
 
-@pytest.mark.native
 @both_implementations
 def test_without_ties_the_ranks_are_the_published_ones(implementation: str) -> None:
     for n_images, dtype in ((7, torch.float64), (61, torch.float32)):
@@ -98,7 +97,6 @@ def test_without_ties_the_ranks_are_the_published_ones(implementation: str) -> N
             assert lists(IMPLEMENTATIONS[implementation](scores, caption_image, ties)) == published_ranks(scores)
 
 
-@pytest.mark.native
 @both_implementations
 def test_what_a_tie_counts(implementation: str) -> None:
     ranks = IMPLEMENTATIONS[implementation]
@@ -138,7 +136,6 @@ def test_large_matrices_agree_with_the_reference() -> None:
     assert all(torch.equal(a, b) for a, b in zip(F_itm.retrieval_ranks(part, owner), expected, strict=True))
 
 
-@pytest.mark.native
 def test_the_native_kernel_runs() -> None:
     arguments = torch.randn(4, 9), torch.arange(9) % 4
     with native_calls() as calls:
@@ -147,7 +144,6 @@ def test_the_native_kernel_runs() -> None:
     assert [name for name, _ in calls] == ["retrieval_ranks"]
 
 
-@pytest.mark.native
 def test_opcheck_and_direct_calls() -> None:
     operator = torch.ops.itm_fast.retrieval_ranks
     scores, owner = torch.randn(4, 9), torch.arange(9) % 4
@@ -171,7 +167,6 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.native
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiles_whole_and_does_not_recompile() -> None:
     compilations = []
@@ -190,21 +185,13 @@ def test_compiles_whole_and_does_not_recompile() -> None:
     assert len(compilations) == after_third <= 3
 
 
-def test_the_fallback_gives_the_same_ranks() -> None:
-    program = """
-import json, torch, warnings
-import itm_fast.functional as F_itm
-scores = (torch.arange(60) * 37 % 23).reshape(5, 12).to(torch.bfloat16)
-owner = torch.arange(12) % 4
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    both = [F_itm.retrieval_ranks(scores, owner, ties) for ties in ("pessimistic", "optimistic")]
-    ranks = [part.tolist() for ranks in both for part in ranks]
-print(json.dumps([ranks, [w.category.__name__ for w in caught]]))
-"""
-    native, fallback = (json.loads(run_python(program, ITM_FAST_NATIVE=value)) for value in (None, "0"))
-    assert native[0] == fallback[0]
-    assert (native[1], fallback[1]) == ([], ["FallbackWarning"])
+def test_the_fallback_gives_the_same_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = (torch.arange(60) * 37 % 23).reshape(5, 12).to(torch.bfloat16)
+    native = [lists(F_itm.retrieval_ranks(scores, torch.arange(12) % 4, ties)) for ties in ops.TIES]
+    monkeypatch.setattr(ops, "use_native", lambda operator, tensor: False)
+    with native_calls() as calls:
+        assert [lists(F_itm.retrieval_ranks(scores, torch.arange(12) % 4, ties)) for ties in ops.TIES] == native
+    assert calls == []
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ IMPLEMENTATIONS = {"native": F_itm.triplet_loss, "reference": reference.triplet_
 # More than one block of rows, and one row more or less than a whole number of vectors.
 SIZES = (1, 2, 3, 17, 64, 65, 130)
 
-both_implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+both_implementations = pytest.mark.parametrize(
+    "implementation", [pytest.param("native", marks=pytest.mark.native), "reference"]
+)
 
 
 def random_scores(n: int, m: int | None = None, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -59,7 +61,6 @@ def assert_equals_loops(function: Any, scores: Tensor, tolerance: float = 1e-12,
 # Values and gradients
 
 
-@pytest.mark.native
 @both_implementations
 @pytest.mark.parametrize("directions", ["both", "rows", "columns"])
 @pytest.mark.parametrize("mining", MINING)
@@ -67,12 +68,12 @@ def test_every_mining_equals_the_loops(implementation: str, mining: str, directi
     for size in SIZES:
         scores = random_scores(size, seed=size)
         for positives in (None, random_scores(size, seed=size + 1) > 0.2):
-            for changes in ({}, {"margin": 0.0}, {"epsilon": 0.3, "selective_divisor": "negatives", "halve": True}):
+            changed = {"margin": 0.0, "epsilon": 0.3, "selective_divisor": "negatives", "halve": True}
+            for changes in ({}, changed) if size <= 65 else ({},):
                 options = {"mining": mining, "directions": directions, "positives": positives, **changes}
                 assert_equals_loops(IMPLEMENTATIONS[implementation], scores, **options)
 
 
-@pytest.mark.native
 @both_implementations
 @pytest.mark.parametrize("mining", MINING)
 @pytest.mark.parametrize("shape", [(3, 5000), (70, 4), (1, 1), (2, 0)])
@@ -87,17 +88,16 @@ def test_separate_positive_scores(implementation: str, mining: str, shape: tuple
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("mining", ["selective", "semi_hard"])
+@pytest.mark.parametrize("mining", MINING)
 def test_wide_square_matrices_go_through_several_tiles(mining: str) -> None:
-    scores = random_scores(4100, dtype=torch.float32)
-    positives = random_scores(4100, seed=1) > 1.0
+    scores = random_scores(1100, dtype=torch.float32)
+    positives = random_scores(1100, seed=1) > 1.0
     exact = reference.triplet_loss(scores.double(), mining=mining, positives=positives, reduction="none")
     plain = reference.triplet_loss(scores, mining=mining, positives=positives, reduction="none")
     actual = F_itm.triplet_loss(scores, mining=mining, positives=positives, reduction="none")
     assert_close_to_exact(actual, plain, exact, name=mining)
 
 
-@pytest.mark.native
 @both_implementations
 @pytest.mark.parametrize("mining", MINING)
 def test_taking_the_positives_out_of_the_matrix_changes_nothing(implementation: str, mining: str) -> None:
@@ -111,7 +111,6 @@ def test_taking_the_positives_out_of_the_matrix_changes_nothing(implementation: 
         assert separate.item() == pytest.approx(square.item(), abs=1e-12)
 
 
-@pytest.mark.native
 @both_implementations
 def test_reductions_and_halving(implementation: str) -> None:
     function = IMPLEMENTATIONS[implementation]
@@ -130,7 +129,6 @@ def test_reductions_and_halving(implementation: str) -> None:
         assert torch.allclose(leaf.grad, 0.5 * scale * loop_losses(scores)[1])
 
 
-@pytest.mark.native
 @both_implementations
 @pytest.mark.parametrize("mining", MINING)
 def test_without_a_negative_the_loss_and_the_gradient_are_zero(implementation: str, mining: str) -> None:
@@ -147,7 +145,6 @@ def test_without_a_negative_the_loss_and_the_gradient_are_zero(implementation: s
         assert function(scores, mining=mining, positives=positives, reduction="mean").item() == 0.0
 
 
-@pytest.mark.native
 @both_implementations
 def test_of_equal_negatives_the_lowest_index_is_taken(implementation: str) -> None:
     scores = torch.full((5, 5), 0.5, dtype=torch.float64)
@@ -160,7 +157,6 @@ def test_of_equal_negatives_the_lowest_index_is_taken(implementation: str) -> No
     assert torch.equal(gradient, expected)
 
 
-@pytest.mark.native
 @both_implementations
 def test_the_hinge_has_no_derivative_at_zero(implementation: str) -> None:
     scores = torch.tensor([[0.5, 0.25], [0.25, 0.5]], dtype=torch.float64)
@@ -170,7 +166,6 @@ def test_the_hinge_has_no_derivative_at_zero(implementation: str) -> None:
         assert not bool(gradient.any())
 
 
-@pytest.mark.native
 @both_implementations
 @pytest.mark.parametrize("mining", MINING)
 def test_a_nan_reaches_the_loss_of_its_anchors_and_of_no_others(implementation: str, mining: str) -> None:
@@ -356,9 +351,10 @@ def test_the_native_kernels_run() -> None:
 
 # Hardest negatives
 
+HARDEST = [pytest.param(F_itm.hardest_negatives, marks=pytest.mark.native), reference.hardest_negatives]
 
-@pytest.mark.native
-@pytest.mark.parametrize("function", [F_itm.hardest_negatives, reference.hardest_negatives])
+
+@pytest.mark.parametrize("function", HARDEST)
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_hardest_negatives_equal_the_loops(function: Any, data: st.DataObject) -> None:
@@ -381,8 +377,7 @@ def test_hardest_negatives_equal_the_loops(function: Any, data: st.DataObject) -
             assert found[anchor].item() == value or (math.isnan(value) and math.isnan(found[anchor].item()))
 
 
-@pytest.mark.native
-@pytest.mark.parametrize("function", [F_itm.hardest_negatives, reference.hardest_negatives])
+@pytest.mark.parametrize("function", HARDEST)
 def test_hardest_negatives_send_their_gradient_to_the_chosen_scores(function: Any) -> None:
     scores = random_scores(90).requires_grad_()
     (rows, row_indices), (columns, column_indices) = function(scores)

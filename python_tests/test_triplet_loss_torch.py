@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from helpers.fragments import native_calls
-from helpers.processes import run_python
 from torch import Tensor
 from torch.autograd import forward_ad
 
 import itm_fast.functional as F_itm
 from itm_fast import reference
+from itm_fast.ops import triplet_loss as ops
 
 OPERATORS = torch.ops.itm_fast
 MINING = ("all", "hardest", "selective", "semi_hard", "contrastive")
@@ -32,7 +31,6 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.native
 @pytest.mark.parametrize("mining", MINING)
 @pytest.mark.parametrize(("directions", "reduction"), [("both", "none"), ("rows", "sum"), ("columns", "none")])
 def test_opcheck_of_the_loss(mining: str, directions: str, reduction: str) -> None:
@@ -48,7 +46,6 @@ def test_opcheck_of_the_loss(mining: str, directions: str, reduction: str) -> No
         torch.library.opcheck(OPERATORS.triplet_loss_backward.default, arguments)
 
 
-@pytest.mark.native
 def test_opcheck_of_hardest_negatives() -> None:
     scores, positives = random_scores(6), random_scores(6, seed=2) > 0.2
     for mask in (None, positives):
@@ -58,7 +55,6 @@ def test_opcheck_of_hardest_negatives() -> None:
         torch.library.opcheck(OPERATORS.hardest_negatives_backward.default, arguments)
 
 
-@pytest.mark.native
 def test_operators_called_directly_refuse_what_does_not_fit() -> None:
     scores = random_scores(4)
     good = (0.2, "hardest", 0.01, "batch", False, "both", "sum")
@@ -81,7 +77,6 @@ def test_operators_called_directly_refuse_what_does_not_fit() -> None:
     assert not bool(gradient[~torch.eye(4, dtype=torch.bool)].any())
 
 
-@pytest.mark.native
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("mining", ["all", "hardest", "selective"])
 def test_compiles_whole_and_does_not_recompile(mining: str) -> None:
@@ -113,7 +108,6 @@ def test_compiles_whole_and_does_not_recompile(mining: str) -> None:
     assert len(compilations) == after_third <= 3
 
 
-@pytest.mark.native
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiles_through_inductor() -> None:
     scores, own = random_scores(9), random_scores(1, 9, seed=1)[0]
@@ -133,7 +127,6 @@ def test_compiles_through_inductor() -> None:
         torch.testing.assert_close(compiled, eager)
 
 
-@pytest.mark.native
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_scores_have_losses_in_float32(dtype: torch.dtype) -> None:
     half = random_scores(20, dtype=dtype)
@@ -154,7 +147,6 @@ def test_half_precision_scores_have_losses_in_float32(dtype: torch.dtype) -> Non
         assert F_itm.triplet_loss(half.double()).dtype == torch.float64
 
 
-@pytest.mark.native
 def test_second_derivatives_are_an_error_and_never_a_missing_term() -> None:
     advice = "use itm_fast.reference, which is plain PyTorch"
     scores = random_scores(5).requires_grad_()
@@ -174,7 +166,6 @@ def test_second_derivatives_are_an_error_and_never_a_missing_term() -> None:
     assert bool(second.any())
 
 
-@pytest.mark.native
 def test_function_transforms_and_forward_mode_are_errors() -> None:
     scores = random_scores(5)
     with pytest.raises(
@@ -191,31 +182,27 @@ def test_function_transforms_and_forward_mode_are_errors() -> None:
     assert torch.allclose(torch.func.grad(reference.triplet_loss)(scores), expected)
 
 
-def test_the_fallback_gives_the_same_numbers() -> None:
-    program = """
-import json, torch
-import itm_fast.functional as F_itm
-scores = torch.tensor([[0.9, 0.3, 0.85], [0.4, 0.5, 0.7], [0.1, 0.6, 0.8]], requires_grad=True)
-own = torch.tensor([0.5, 0.4, 0.9], requires_grad=True)
-results = []
-for mining in ("all", "hardest", "selective", "semi_hard", "contrastive"):
-    loss = F_itm.triplet_loss(scores, mining=mining, epsilon=0.15, reduction="none").sum()
-    loss = loss + F_itm.triplet_loss(scores.half(), mining=mining, positive_scores=own.half(), directions="rows")
-    results.append([loss.item(), *torch.autograd.grad(loss, [scores, own])])
-(values, indices), _ = F_itm.hardest_negatives(scores)
-results.append([values.detach(), indices])
-print(json.dumps([[part.tolist() if isinstance(part, torch.Tensor) else part for part in r] for r in results]))
-"""
+@pytest.mark.parametrize("mining", MINING)
+def test_the_fallback_gives_the_same_numbers(mining: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def numbers() -> list[Tensor]:
+        scores, own = random_scores(9).requires_grad_(), random_scores(1, 9, seed=1)[0].requires_grad_()
+        both = F_itm.triplet_loss(scores, mining=mining, epsilon=0.2, selective_divisor="negatives", reduction="mean")
+        one = F_itm.triplet_loss(
+            scores.half(), mining=mining, halve=True, positive_scores=own.half(), directions="rows", margin=0.3
+        )
+        (values, indices), columns = F_itm.hardest_negatives(scores, positives=scores > 0.3)
+        total = both + one + values.sum()
+        return [both, one, values, indices, *columns, *torch.autograd.grad(total, [scores, own])]
 
-    def flat(text: str) -> list[float]:
-        def numbers(item: Any) -> list[float]:
-            return [n for part in item for n in numbers(part)] if isinstance(item, list) else [item]
-
-        return numbers(json.loads(text))
-
-    native, fallback = (flat(run_python(program, ITM_FAST_NATIVE=value)) for value in (None, "0"))
-    assert len(native) == 5 * 13 + 6
-    assert native == pytest.approx(fallback, abs=1e-6)
+    with native_calls() as calls:
+        native = numbers()
+    assert [name for name, _ in calls][:2] == ["triplet_loss", "triplet_loss"]
+    monkeypatch.setattr(ops, "use_native", lambda operator, tensor: False)
+    with native_calls() as calls:
+        fallback = numbers()
+    assert calls == []
+    for left, right in zip(native, fallback, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
 
 
 GOOD = torch.zeros(3, 3)
@@ -297,7 +284,6 @@ def test_bad_arguments_of_hardest_negatives() -> None:
         F_itm.hardest_negatives(GOOD, GOOD)
 
 
-@pytest.mark.native
 def test_nothing_but_the_scores_is_kept_for_the_backward() -> None:
     """The graph holds the scores themselves and two indices an anchor, no second matrix."""
     scores = random_scores(50).requires_grad_()

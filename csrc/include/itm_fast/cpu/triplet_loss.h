@@ -1,8 +1,8 @@
 // Row blocks of triplet_loss on the CPU: mining, sums of hinges, and their gradient.
 //
-// One pass over the scores serves both directions: the rows of a block are finished as they come, the columns keep a
-// running best and a running sum per block. A block works on tiles of columns; a tile of one row is first copied into a
-// buffer in which everything that is no negative is -inf, so that the loops behind it need no masks and no tails.
+// One pass over the scores serves both directions. A block works on tiles of columns, and takes several rows through a
+// tile together, so that the columns' running bests and sums are read and written once for all of them. What is no
+// negative stands as -inf: a tile of a row is copied only where something must be taken out of it.
 #pragma once
 
 #include <type_traits>
@@ -12,7 +12,15 @@
 
 namespace itm_fast::ITM_FAST_ISA {
 
-inline constexpr int64_t kTileColumns = 4096;
+template <typename T>
+inline constexpr int64_t kTileColumns = 4096 / sizeof(T);
+
+// Rows that go through a tile together; each holds a best and its lane in registers.
+#if defined(__AVX512F__)
+inline constexpr int kRowsTogether = 8;
+#else
+inline constexpr int kRowsTogether = 4;
+#endif
 
 template <typename T>
 inline constexpr T kMinusInfinity = -__builtin_huge_valf();
@@ -30,180 +38,217 @@ ITM_FAST_INLINE bool any_lane(Mask<T> mask) {
   return any != 0;
 }
 
-// Columns [first, first + count) of a row, up to a whole vector, with -inf where no negative is: the scores themselves
-// where nothing needs to change, else a copy in `buffer`. `has_nan` says whether a NaN is among the negatives.
 template <typename T>
-inline const T* negatives_of(const TripletBlock<T>& block, int64_t row, int64_t first, int64_t count, T* buffer,
-                             bool& has_nan) {
+ITM_FAST_INLINE Mask<T> load_mask(const LaneInteger<T>* source) {
+  Mask<T> value;
+  __builtin_memcpy(&value, source, sizeof(value));
+  return value;
+}
+
+template <typename T>
+ITM_FAST_INLINE void store_mask(LaneInteger<T>* target, Mask<T> value) {
+  __builtin_memcpy(target, &value, sizeof(value));
+}
+
+// Columns [first, first + count) of a row, up to a whole vector, with -inf where no negative is: the scores themselves
+// where nothing needs to change, else a copy in `buffer`.
+template <typename T>
+inline const T* negatives_of(const TripletBlock<T>& block, int64_t row, int64_t first, int64_t count, T* buffer) {
   const T* source = block.scores + row * block.columns + first;
-  const uint8_t* positive = block.positives == nullptr ? nullptr : block.positives + row * block.columns + first;
   const bool on_diagonal = block.exclude_diagonal && row >= first && row < first + count;
   const int64_t whole = count / kLanes<T> * kLanes<T>;
-  Mask<T> unordered{};
-  if (positive == nullptr && !on_diagonal && whole == count) {
-    for (int64_t j = 0; j < count; j += kLanes<T>) {
-      const Vector<T> value = load(source + j);
-      unordered |= value != value;
-    }
-    has_nan = any_lane<T>(unordered);
-    return source;
-  }
+  if (block.positives == nullptr && !on_diagonal && whole == count) return source;
   if (whole < count) store(buffer + whole, splat(kMinusInfinity<T>));
-  if (positive == nullptr) {
+  if (block.positives == nullptr) {
     for (int64_t j = 0; j < count; ++j) buffer[j] = source[j];
   } else {
+    const uint8_t* positive = block.positives + row * block.columns + first;
     for (int64_t j = 0; j < count; ++j) buffer[j] = positive[j] ? kMinusInfinity<T> : source[j];
   }
   if (on_diagonal) buffer[row - first] = kMinusInfinity<T>;
-  for (int64_t j = 0; j < count; j += kLanes<T>) {
-    const Vector<T> value = load(buffer + j);
-    unordered |= value != value;
-  }
-  has_nan = any_lane<T>(unordered);
   return buffer;
 }
 
-// Takes what is not below its positive out of a tile; NaN stays.
-template <typename T>
-inline const T* keep_below(const T* tile, int64_t count, const T* positive, int64_t step, T* kept) {
-  const Vector<T> excluded = splat(kMinusInfinity<T>);
-  for (int64_t j = 0; j < count; j += kLanes<T>) {
-    const Vector<T> value = load(tile + j);
-    const Vector<T> limit = step == 0 ? splat(*positive) : load(positive + j);
-    store(kept + j, value >= limit ? excluded : value);
-  }
-  return kept;
-}
+// What a pass looks for: bests, sums of hinges, bests among what is below the positive; of rows, of columns.
+enum Goal : int { kBests = 1, kSums = 2, kBelow = 4, kOfRows = 8, kOfColumns = 16 };
 
+// The best of the lanes, and of equal ones the lowest index.
 template <typename T>
-inline void scan_row_best(const T* tile, int64_t first, int64_t count, bool has_nan, T& best, int64_t& index) {
-  if (best != best) return;
-  if (has_nan) {
-    int64_t j = 0;
-    while (tile[j] == tile[j]) ++j;
-    best = tile[j];
-    index = first + j;
-    return;
-  }
-  Vector<T> highest = load(tile);
-  Mask<T> lane;
-  for (int i = 0; i < kLanes<T>; ++i) lane[i] = i;
-  Mask<T> where = lane;
-  for (int64_t j = kLanes<T>; j < count; j += kLanes<T>) {
-    lane += kLanes<T>;
-    const Vector<T> value = load(tile + j);
-    const Mask<T> higher = value > highest;
-    highest = higher ? value : highest;
-    where = higher ? lane : where;
-  }
-  T tile_best = highest[0];
-  int64_t tile_index = where[0];
+inline T best_lane(Vector<T> values, Mask<T> indices, int64_t& index) {
+  T best = values[0];
+  index = indices[0];
   for (int i = 1; i < kLanes<T>; ++i) {
-    if (highest[i] > tile_best || (highest[i] == tile_best && where[i] < tile_index)) {
-      tile_best = highest[i];
-      tile_index = where[i];
+    if (values[i] > best || (values[i] == best && indices[i] < index)) {
+      best = values[i];
+      index = indices[i];
     }
   }
-  if (tile_best > best) {
-    best = tile_best;
-    index = first + tile_index;
-  }
+  return best;
 }
 
+// Comparisons leave a NaN out; here it takes its place as the best of its row and of its column, the first one stays.
 template <typename T>
-inline void scan_column_best(const T* tile, int64_t count, bool has_nan, LaneInteger<T> row, T* best,
-                             LaneInteger<T>* index) {
-  if (has_nan) {
-    for (int64_t j = 0; j < count; ++j) {
-      const bool higher = tile[j] > best[j] || (tile[j] != tile[j] && best[j] == best[j]);
-      best[j] = higher ? tile[j] : best[j];
-      index[j] = higher ? row : index[j];
+inline void take_nan(const TripletBlock<T>& block, const TripletScan<T>& scan, const T* negatives, int64_t row,
+                     int64_t first, int64_t count) {
+  for (int64_t j = 0; j < count; ++j) {
+    if (negatives[j] == negatives[j]) continue;
+    if (scan.row_best != nullptr && scan.row_best[row] == scan.row_best[row]) {
+      scan.row_best[row] = negatives[j];
+      scan.row_index[row] = first + j;
     }
-    return;
-  }
-  const Mask<T> here = Mask<T>{} + row;
-  for (int64_t j = 0; j < count; j += kLanes<T>) {
-    const Vector<T> value = load(tile + j), old = load(best + j);
-    Mask<T> where;
-    __builtin_memcpy(&where, index + j, sizeof(where));
-    const Mask<T> higher = value > old;
-    where = higher ? here : where;
-    store(best + j, higher ? value : old);
-    __builtin_memcpy(index + j, &where, sizeof(where));
+    if (scan.column_best != nullptr && scan.column_best[first + j] == scan.column_best[first + j]) {
+      scan.column_best[first + j] = negatives[j];
+      scan.column_index[first + j] = static_cast<LaneInteger<T>>(row - block.first_row);
+    }
   }
 }
 
-template <typename T>
-inline T scan_row_sum(const T* tile, int64_t count, T shift) {
-  Vector<T> sum{};
-  for (int64_t j = 0; j < count; j += kLanes<T>) sum += hinge_vector<T>(load(tile + j), splat(shift));
-  return sum_lanes<T>(sum);
+// Takes rows [first_row, last_row), at most kRowsTogether, through the columns [first, first + count).
+template <typename T, int kGoals>
+inline void scan_tile(const TripletBlock<T>& block, const TripletScan<T>& scan, const T* const* negatives,
+                      int64_t first_row, int64_t last_row, int64_t first, int64_t count) {
+  constexpr bool kBest = kGoals & kBests, kSum = kGoals & kSums, kFilter = kGoals & kBelow;
+  constexpr bool kRows = kGoals & kOfRows, kColumns = kGoals & kOfColumns;
+  const Vector<T> excluded = splat(kMinusInfinity<T>);
+  Vector<T> row_best[kRowsTogether], row_sum[kRowsTogether], row_positive[kRowsTogether];
+  Mask<T> row_where[kRowsTogether], unordered{}, lane;
+  for (int i = 0; i < kLanes<T>; ++i) lane[i] = i;
+  for (int r = 0; r < kRowsTogether; ++r) {
+    row_best[r] = excluded;
+    row_where[r] = Mask<T>{};
+    row_sum[r] = Vector<T>{};
+    const int64_t row = first_row + r < last_row ? first_row + r : first_row;
+    row_positive[r] = kRows ? splat(block.row_positive[row]) : Vector<T>{};
+  }
+  const Mask<T> in_block = Mask<T>{} + static_cast<LaneInteger<T>>(first_row - block.first_row);
+  for (int64_t j = 0; j < count; j += kLanes<T>) {
+    Vector<T> column_best{}, column_sum{}, column_positive{};
+    Mask<T> column_where{};
+    if constexpr (kColumns && (kSum || kFilter)) column_positive = load(block.column_positive + first + j);
+    if constexpr (kColumns && kSum) column_sum = load(scan.column_sum + first + j);
+    if constexpr (kColumns && kBest) {
+      column_best = load(scan.column_best + first + j);
+      column_where = load_mask<T>(scan.column_index + first + j);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRowsTogether; ++r) {
+      const Vector<T> value = load(negatives[r] + j);
+      if constexpr (kBest) unordered |= value != value;
+      if constexpr (kBest && kRows) {
+        const Vector<T> candidate = kFilter ? (value >= row_positive[r] ? excluded : value) : value;
+        const Mask<T> higher = candidate > row_best[r];
+        row_best[r] = higher ? candidate : row_best[r];
+        row_where[r] = higher ? lane : row_where[r];
+      }
+      if constexpr (kBest && kColumns) {
+        const Vector<T> candidate = kFilter ? (value >= column_positive ? excluded : value) : value;
+        const Mask<T> higher = candidate > column_best;
+        column_best = higher ? candidate : column_best;
+        column_where = higher ? in_block + r : column_where;
+      }
+      if constexpr (kSum && kRows) row_sum[r] += hinge_vector<T>(value, splat(block.margin) - row_positive[r]);
+      if constexpr (kSum && kColumns) column_sum += hinge_vector<T>(value, splat(block.margin) - column_positive);
+    }
+    if constexpr (kColumns && kSum) store(scan.column_sum + first + j, column_sum);
+    if constexpr (kColumns && kBest) {
+      store(scan.column_best + first + j, column_best);
+      store_mask<T>(scan.column_index + first + j, column_where);
+    }
+    lane += kLanes<T>;
+  }
+  for (int64_t row = first_row; kRows && row < last_row; ++row) {
+    const int r = static_cast<int>(row - first_row);
+    if constexpr (kSum) scan.row_sum[row] += sum_lanes<T>(row_sum[r]);
+    if constexpr (kBest) {
+      int64_t index;
+      const T best = best_lane<T>(row_best[r], row_where[r], index);
+      if (best > scan.row_best[row]) {
+        scan.row_best[row] = best;
+        scan.row_index[row] = first + index;
+      }
+    }
+  }
+  if (kBest && any_lane<T>(unordered)) {
+    for (int64_t row = first_row; row < last_row; ++row) {
+      take_nan(block, scan, negatives[row - first_row], row, first, count);
+    }
+  }
 }
 
-template <typename T>
-inline void scan_column_sum(const T* tile, int64_t count, T margin, const T* positive, T* sum) {
-  for (int64_t j = 0; j < count; j += kLanes<T>) {
-    store(sum + j, load(sum + j) + hinge_vector<T>(load(tile + j), splat(margin) - load(positive + j)));
+template <typename T, int kGoals>
+inline void scan_rows(const TripletBlock<T>& block, const TripletScan<T>& scan) {
+  constexpr int64_t kTile = kTileColumns<T>;
+  alignas(64) T buffer[kRowsTogether][kTile];
+  const T* negatives[kRowsTogether];
+  for (int64_t first = 0; first < block.columns; first += kTile) {
+    const int64_t count = block.columns - first < kTile ? block.columns - first : kTile;
+    for (int64_t row = block.first_row; row < block.last_row; row += kRowsTogether) {
+      const int64_t last_row = row + kRowsTogether < block.last_row ? row + kRowsTogether : block.last_row;
+      for (int r = 0; r < kRowsTogether; ++r) {
+        if (row + r < last_row) {
+          negatives[r] = negatives_of(block, row + r, first, count, buffer[r]);
+        } else {
+          // Rows past the end hold no negatives.
+          for (int64_t j = 0; j < padded_to_lanes(count); ++j) buffer[r][j] = kMinusInfinity<T>;
+          negatives[r] = buffer[r];
+        }
+      }
+      scan_tile<T, kGoals>(block, scan, negatives, row, last_row, first, count);
+    }
+  }
+}
+
+template <typename T, int kSides>
+inline void scan_sides(const TripletBlock<T>& block, const TripletScan<T>& scan, bool best, bool sum) {
+  if (!best) {
+    scan_rows<T, kSums | kSides>(block, scan);
+  } else if (sum) {
+    scan_rows<T, kBests | kSums | kSides>(block, scan);
+  } else if (scan.semi_hard) {
+    scan_rows<T, kBests | kBelow | kSides>(block, scan);
+  } else {
+    scan_rows<T, kBests | kSides>(block, scan);
   }
 }
 
 template <typename T>
 inline void scan_block(const TripletBlock<T>& block, const TripletScan<T>& scan) {
-  alignas(64) T buffer[kTileColumns], kept[kTileColumns];
+  const bool best = scan.row_best != nullptr || scan.column_best != nullptr;
+  const bool sum = scan.row_sum != nullptr || scan.column_sum != nullptr;
   for (int64_t row = block.first_row; row < block.last_row; ++row) {
-    if (scan.row_best != nullptr) {
-      scan.row_best[row] = kMinusInfinity<T>;
-      scan.row_index[row] = 0;
-    }
+    if (scan.row_best != nullptr) scan.row_best[row] = kMinusInfinity<T>;
+    if (scan.row_best != nullptr) scan.row_index[row] = 0;
     if (scan.row_sum != nullptr) scan.row_sum[row] = 0.0;
   }
-  for (int64_t first = 0; first < block.columns; first += kTileColumns) {
-    const int64_t count = block.columns - first < kTileColumns ? block.columns - first : kTileColumns;
-    for (int64_t j = first; j < first + padded_to_lanes(count); ++j) {
-      if (scan.column_best != nullptr) {
-        scan.column_best[j] = kMinusInfinity<T>;
-        scan.column_index[j] = 0;
-      }
-      if (scan.column_sum != nullptr) scan.column_sum[j] = T(0);
-    }
-    for (int64_t row = block.first_row; row < block.last_row; ++row) {
-      bool has_nan;
-      const T* negatives = negatives_of(block, row, first, count, buffer, has_nan);
-      if (scan.row_best != nullptr) {
-        const T* tile = scan.semi_hard ? keep_below(negatives, count, block.row_positive + row, 0, kept) : negatives;
-        scan_row_best(tile, first, count, has_nan, scan.row_best[row], scan.row_index[row]);
-      }
-      if (scan.row_sum != nullptr) {
-        scan.row_sum[row] += scan_row_sum(negatives, count, block.margin - block.row_positive[row]);
-      }
-      if (scan.column_best != nullptr) {
-        const T* tile =
-            scan.semi_hard ? keep_below(negatives, count, block.column_positive + first, 1, kept) : negatives;
-        scan_column_best(tile, count, has_nan, static_cast<LaneInteger<T>>(row - block.first_row),
-                         scan.column_best + first, scan.column_index + first);
-      }
-      if (scan.column_sum != nullptr) {
-        scan_column_sum(negatives, count, block.margin, block.column_positive + first, scan.column_sum + first);
-      }
-    }
+  for (int64_t j = 0; j < padded_to_lanes(block.columns); ++j) {
+    if (scan.column_best != nullptr) scan.column_best[j] = kMinusInfinity<T>;
+    if (scan.column_best != nullptr) scan.column_index[j] = 0;
+    if (scan.column_sum != nullptr) scan.column_sum[j] = T(0);
+  }
+  if (block.column_positive == nullptr) {
+    scan_sides<T, kOfRows>(block, scan, best, sum);
+  } else if (block.row_positive == nullptr) {
+    scan_sides<T, kOfColumns>(block, scan, best, sum);
+  } else {
+    scan_sides<T, kOfRows | kOfColumns>(block, scan, best, sum);
   }
 }
 
 template <typename T>
 inline void spread_block(const TripletBlock<T>& block, const TripletSpread<T>& spread) {
-  alignas(64) T buffer[kTileColumns], result[kTileColumns];
+  constexpr int64_t kTile = kTileColumns<T>;
+  alignas(64) T buffer[kTile], result[kTile];
   const Vector<T> zero{}, excluded = splat(kMinusInfinity<T>);
   for (int64_t row = block.first_row; row < block.last_row; ++row) {
     if (spread.row_count != nullptr) spread.row_count[row] = 0;
   }
-  for (int64_t first = 0; first < block.columns; first += kTileColumns) {
-    const int64_t count = block.columns - first < kTileColumns ? block.columns - first : kTileColumns;
+  for (int64_t first = 0; first < block.columns; first += kTile) {
+    const int64_t count = block.columns - first < kTile ? block.columns - first : kTile;
     if (spread.column_count != nullptr) {
       for (int64_t j = first; j < first + padded_to_lanes(count); ++j) spread.column_count[j] = 0;
     }
     for (int64_t row = block.first_row; row < block.last_row; ++row) {
-      bool has_nan;
-      const T* negatives = negatives_of(block, row, first, count, buffer, has_nan);
+      const T* negatives = negatives_of(block, row, first, count, buffer);
       const T shift = spread.row_weight != nullptr ? block.margin - block.row_positive[row] : T(0);
       const T weight = spread.row_weight != nullptr ? spread.row_weight[row] : T(0);
       Mask<T> row_count{};
@@ -220,10 +265,8 @@ inline void spread_block(const TripletBlock<T>& block, const TripletSpread<T>& s
           const Vector<T> margin = splat(block.margin) - load(block.column_positive + first + j);
           const Mask<T> active = ~(value + margin <= zero) & negative;
           gradient += active ? load(spread.column_weight + first + j) : zero;
-          Mask<T> column_count;
-          __builtin_memcpy(&column_count, spread.column_count + first + j, sizeof(column_count));
-          column_count -= active;
-          __builtin_memcpy(spread.column_count + first + j, &column_count, sizeof(column_count));
+          LaneInteger<T>* count_here = spread.column_count + first + j;
+          store_mask<T>(count_here, load_mask<T>(count_here) - active);
         }
         store(result + j, gradient);
       }
