@@ -2,18 +2,23 @@
 
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from helpers.processes import ROOT, run
 
 import itm_fast
 
 
+def run_native_tests(instruction_set):
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "native", "-p", "no:cacheprovider"]
+    return run(command, cwd=ROOT, ITM_FAST_CPU_ISA=instruction_set)
+
+
 def test_native_kernels_with_every_other_instruction_set():
-    # This process runs the same tests with the selected set; the others each need a process of their own.
+    # This process runs the same tests with the selected set; the others need a process of their own, side by side.
     sets = itm_fast.build_info()["instruction_sets"]
-    for name in sets["available"]:
-        if name != sets["selected"]:
-            command = [sys.executable, "-m", "pytest", "-q", "-m", "native", "-p", "no:cacheprovider"]
-            result = run(command, cwd=ROOT, ITM_FAST_CPU_ISA=name)
+    others = [name for name in sets["available"] if name != sets["selected"]]
+    with ThreadPoolExecutor() as threads:
+        for name, result in zip(others, threads.map(run_native_tests, others), strict=True):
             assert result.returncode == 0, f"{name}:\n{result.stdout[-5000:]}"
             assert re.search(r"^\d+ passed", result.stdout, re.MULTILINE), result.stdout
