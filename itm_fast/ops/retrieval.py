@@ -18,8 +18,8 @@ def retrieval_ranks(scores: Tensor, caption_image: Tensor, ties: str) -> tuple[T
     validation.check_tensor("caption_image", caption_image, ("n_captions",), validation.INTEGER)
     validation.check_shape("caption_image", caption_image, scores.shape[1:], "as many as scores has columns")
     validation.check_same_device("caption_image", caption_image, "scores", scores)
-    # Reading values would make a GPU wait and stop torch.compile; the CPU kernel checks them once more.
-    if scores.device.type == "cpu" and not torch.compiler.is_compiling():
+    # Reading values would stop torch.compile and make a GPU wait; the CPU kernel checks them once more.
+    if not torch.compiler.is_compiling() and (scores.device.type == "cpu" or validation.debugging()):
         check_caption_image(caption_image, scores.shape[0])
     if not use_native("retrieval_ranks", scores):
         return reference.retrieval_ranks(scores.detach(), caption_image, ties)

@@ -109,7 +109,7 @@ _debugging = False
 
 
 def debug_checks(enabled: bool) -> None:
-    """Switches on checks that read tensor values in every operator, and so wait for a GPU: offsets of `Fragments`."""
+    """Switches on checks that read tensor values in every operator, and so wait for a GPU: offsets, image indices."""
     global _debugging
     check_flag("enabled", enabled)
     _debugging = enabled
