@@ -38,7 +38,7 @@ format: $(STAMP) ## Rewrite the sources in that style.
 types: $(STAMP) ## Check the types of the package.
 	$(PYTHON) -m mypy
 
-dist: build ## Build the sdist, and the wheel from the sdist, into dist/.
+dist: $(STAMP) ## Build the sdist, and the wheel from the sdist, into dist/.
 	rm -rf dist
 	$(PYTHON) -m build --no-isolation
 
@@ -56,7 +56,8 @@ $(PYTHON):
 	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
 	    if $$python -c 'import torch' 2>/dev/null; then options=--system-site-packages; fi; \
 	    echo "$$python -m venv $(VENV) $$options"; \
-	    exec $$python -m venv $(VENV) $$options; \
+	    $$python -m venv $(VENV) $$options || { rm -rf $(VENV); exit 1; }; \
+	    exit 0; \
 	  fi; \
 	done; \
 	echo "itm_fast: no Python 3.10 or newer found; name one: make PYTHON3=/path/to/python" >&2; exit 1

@@ -153,6 +153,13 @@ def test_an_unknown_cuda_option_is_an_error(tmp_path):
     assert "ITM_FAST_CUDA='yes': expected auto, on or off" in result.stderr
 
 
+def test_without_the_headers_of_python_only_host_is_left_out(tmp_path):
+    result = configure(tmp_path, "-DPython_INCLUDE_DIR=/nowhere")
+    assert result.returncode == 0, result.stderr
+    assert "no headers of Python found, leaving out _host: build_info() will not know the compiler" in result.stdout
+    assert "_C_cpu" in (tmp_path / "build.ninja").read_text()
+
+
 def test_a_folder_without_torch_is_an_error(tmp_path):
     result = configure(tmp_path, "-DITM_FAST_TORCH_ROOT=/nowhere/torch")
     assert result.returncode != 0
