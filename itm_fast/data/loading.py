@@ -5,6 +5,7 @@ Inside: `EpochSampler`, `BatchLoader`.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -74,6 +75,12 @@ def _as_it_is(item: Batch | ValueError) -> Batch | ValueError:
     return item
 
 
+def _leave_interrupts_to_the_main_process(_worker: int) -> None:
+    # Ctrl-C reaches every process of a terminal. The training process may want to finish its step first, and ends its
+    # workers itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class BatchLoader:
     """Iterates over the batches of `dataset` that `index_batches` names, in that order.
 
@@ -97,6 +104,7 @@ class BatchLoader:
             batch_size=None,
             collate_fn=_as_it_is,  # type: ignore[arg-type]
             num_workers=workers,
+            worker_init_fn=_leave_interrupts_to_the_main_process,
             pin_memory=pin_memory and torch.cuda.is_available(),
         )
 

@@ -7,10 +7,11 @@ into words with `NLTKWordTokenizer`, which needs no data. Here the second part i
 for lower-case text. Captions of one sentence, nearly all of Flickr30K and COCO, come out the same. What differs:
 
 - an abbreviation that is not in `ABBREVIATIONS` ends a sentence when a period and a blank follow it, so its period
-  becomes a token of its own; Punkt knows some more abbreviations and some fixed pairs of words;
-- Punkt may end a sentence at an abbreviation or at "..." where it has learnt that the next word usually starts one;
-  here neither ever ends a sentence;
-- a sentence end that no blank follows ("on a hill.a dog") is never split, whereas Punkt may split before punctuation.
+  becomes a token of its own; Punkt knows more abbreviations and some fixed pairs of words;
+- Punkt may end a sentence at an abbreviation, an initial or "..." where it has learnt that the next word usually starts
+  one, or where a quote, a bracket or a cluster of marks follows; here none of them ends a sentence then.
+
+With the same abbreviations and nothing learnt, on words and single marks, the two agree.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ _CONTRACTIONS = re.compile(r"\b(?:cannot|gimme|gonna|gotta|lemme|wanna|more|d|wh
 def split_sentences(text: str) -> list[str]:
     """Cuts lower-case `text` after `.`, `?` or `!` (and closing quotes or brackets) where a blank follows.
 
-    No cut after "..." , after an abbreviation of `ABBREVIATIONS`, after an initial ("j. smith") or a number ("no. 5.").
+    No cut after "...", after an abbreviation of `ABBREVIATIONS`, or after an initial or a number before a letter or a
+    mark ("j. smith", "no. 5. it").
     """
     sentences, start = [], 0
-    for match in re.finditer(r"(\S+)\s+(?=\S)", text):
-        if _ends_sentence(match.group(1)):
+    for match in re.finditer(r"(\S+)\s+(?=(\S))", text):
+        if _ends_sentence(match.group(1), match.group(2)):
             sentences.append(text[start : match.end()].strip())
             start = match.end()
     tail = text[start:].strip()
     return [*sentences, tail] if tail else sentences
 
 
-def _ends_sentence(token: str) -> bool:
+def _ends_sentence(token: str, following: str) -> bool:
     body = token.rstrip(_CLOSING)
     word = body.rstrip(".?!")
     marks = body[len(word) :]
@@ -57,7 +59,9 @@ def _ends_sentence(token: str) -> bool:
     if marks != "." or body != token:
         return True
     word = word.lstrip(_OPENING)
-    return word not in ABBREVIATIONS and not _INITIAL_OR_NUMBER.fullmatch(word)
+    if following.islower() or following in ";:,.!?":
+        return word not in ABBREVIATIONS and not _INITIAL_OR_NUMBER.fullmatch(word)
+    return word not in ABBREVIATIONS
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,0 +1,91 @@
+"""Tokens of captions against NLTK's own tokenizer, and the sentence rule."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nltk.tokenize.destructive import NLTKWordTokenizer
+from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
+
+from itm_fast.data.tokenization import ABBREVIATIONS, split_sentences, tokenize
+
+NLTK = NLTKWordTokenizer()
+
+
+@pytest.mark.parametrize(
+    ("caption", "tokens"),
+    [
+        ("A man on a hill.", "a man on a hill ."),
+        ("A man on a hill .", "a man on a hill ."),
+        ("Two dogs", "two dogs"),
+        ("A man in a hat. He smiles.", "a man in a hat . he smiles ."),
+        ('He says "stop." She runs.', "he says `` stop . '' she runs ."),
+        ("(a dog.) It barks!", "( a dog . ) it barks !"),
+        ("Is it? Yes! It's a cat.", "is it ? yes ! it 's a cat ."),
+        ("Mr. Smith isn't at St. Paul.", "mr. smith is n't at st. paul ."),
+        ("At 5 p.m. a train leaves.", "at 5 p.m. a train leaves ."),
+        ("J. Doe wears no. 5. he runs", "j. doe wears no . 5. he runs"),
+        ("Wait... there is more.", "wait ... there is more ."),
+        ("You cannot, I'm gonna.", "you can not , i 'm gon na ."),
+        ("A t-shirt for $5, 10% off; ok?", "a t-shirt for $ 5 , 10 % off ; ok ?"),
+        ("a street sign\u2028with text", "a street sign with text"),
+    ],
+)
+def test_tokens_of_captions(caption, tokens):
+    assert tokenize(caption) == tokens.split()
+
+
+def test_without_the_sentence_rule_the_tokens_are_nltks():
+    assert tokenize("A hat. He smiles.", sentences=False) == ["a", "hat.", "he", "smiles", "."]
+
+
+WORDS = st.one_of(
+    st.text("abcdefghijklmnopqrstuvwxyz0123456789", min_size=1, max_size=6),
+    st.sampled_from(
+        ["cannot", "gonna", "more", "'n", "d'ye", "'tis", "wanna", "gimme", "lemme", "gotta", "don't", "..."]
+    ),
+    st.text(".,!?;:'\"()[]&%$#@-`*<>", min_size=1, max_size=3),
+    st.sampled_from(["dog.", "(a)", '"no"', "it's", "they're", "5.", "u.s.", "x-ray", "1,000", "a--b"]),
+)
+
+
+@given(st.lists(WORDS, min_size=1, max_size=8), st.sampled_from([" ", "  "]), st.sampled_from(["", ".", " .", ". "]))
+def test_every_line_is_tokenized_as_by_nltk(words, blank, end):
+    caption = blank.join(words) + end
+    assert tokenize(caption, sentences=False) == NLTK.tokenize(caption.lower())
+
+
+@given(st.lists(st.text("abcdefghijklmnopqrstuvwxyz0123456789 ", max_size=12), max_size=4))
+def test_plain_captions_take_the_short_way_with_nltks_result(parts):
+    caption = " ".join(parts) + "."
+    assert tokenize(caption, sentences=False) == NLTK.tokenize(caption)
+
+
+@given(st.text("ab5 .?!\"')", max_size=30))
+def test_splitting_into_sentences_loses_nothing(text):
+    sentences = split_sentences(text)
+    assert "".join("".join(sentences).split()) == "".join(text.split())
+    assert all(sentence == sentence.strip() != "" for sentence in sentences)
+
+
+@pytest.mark.parametrize("word", sorted(ABBREVIATIONS))
+def test_no_abbreviation_ends_a_sentence(word):
+    assert split_sentences(f"near {word}. there is a dog. it runs") == [f"near {word}. there is a dog.", "it runs"]
+
+
+def test_a_long_word_takes_linear_time():
+    # Two million characters without a blank: anything quadratic would take hours.
+    assert split_sentences("a." * 1_000_000 + " b") == ["a." * 1_000_000, "b"]
+
+
+SENTENCE_PARTS = ("a", "dog", "hat.", "really?", "no!", "wait...", ".", "?", "x-ray.", "it's.", "5.", "-5.", "j.")
+LOWER_CASE_TEXT = st.lists(
+    st.sampled_from([*SENTENCE_PARTS, *(f"{word}." for word in sorted(ABBREVIATIONS))]), min_size=1, max_size=6
+).map(" ".join)
+
+
+@given(LOWER_CASE_TEXT)
+def test_tokens_are_those_of_punkt_with_the_same_abbreviations(text):
+    parameters = PunktParameters()
+    parameters.abbrev_types = set(ABBREVIATIONS)
+    sentences = PunktSentenceTokenizer(parameters).tokenize(text)
+    assert tokenize(text) == [word for sentence in sentences for word in NLTK.tokenize(sentence)]
