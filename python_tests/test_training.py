@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 import warnings
@@ -418,6 +419,10 @@ def test_bad_input_leaves_no_run_folder(data: Path, tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_stops_the_run(data: Path, tmp_path: Path) -> None:
     trainer = make_trainer(config(data, tmp_path))
+    handle = trainer.model.image_encoder.fc.bias.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(ValueError, match="the norm of the gradient became (inf|nan) at step 0; lower --lr"):
+        trainer._step(trainer.train_data.batch([0, 5, 10]))
+    handle.remove()
     with torch.no_grad():
         trainer.model.image_encoder.fc.bias[0] = math.nan
     with pytest.raises(ValueError, match="the loss became nan at step 0; lower --lr, or look at the features"):
@@ -464,3 +469,24 @@ def test_train_yaml_holds_the_settings(data: Path, tmp_path: Path) -> None:
     assert build(TrainConfig, read_yaml(tmp_path / "run" / "train.yaml")) == settings
     assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["embed_dim"] == 16
     assert to_dict(settings)["model_options"] == OPTIONS
+
+
+def test_ctrl_c_with_workers_finishes_the_step(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal interrupts the worker processes, too; they leave it to the training process."""
+    settings = config(data, tmp_path / "run", epochs=2, workers=1)
+    after_step = trainer_module.Trainer._after_step
+
+    def interrupt(self: Trainer, engine: object) -> None:
+        if self.engine.state.iteration == 2:
+            for child in multiprocessing.active_children():
+                os.kill(child.pid, signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        after_step(self, engine)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module.Trainer, "_after_step", interrupt)
+        result = run(settings)
+    assert (result.steps, result.finished) == (2, False)
+    run(settings, resume=True)
+    run(attrs.evolve(settings, out=str(tmp_path / "whole"), workers=0))
+    assert same(weights(tmp_path / "run"), weights(tmp_path / "whole"))

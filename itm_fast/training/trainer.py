@@ -9,13 +9,10 @@ import contextlib
 import itertools
 import logging
 import math
-import signal
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import attrs
@@ -33,6 +30,7 @@ from itm_fast.training.config import TrainConfig
 from itm_fast.training.metrics_log import MetricsLog
 from itm_fast.training.plateau import PlateauMonitor
 from itm_fast.training.schedule import learning_rate
+from itm_fast.training.signals import on_stop_signals
 
 __all__ = ["TrainResult", "Trainer"]
 
@@ -104,7 +102,7 @@ class Trainer:
             )
             # Where no terminal shows a bar there is none, but the lines of the validations stay.
             with (
-                _on_signals(self._request_stop),
+                on_stop_signals(self._request_stop),
                 tqdm(total=total, initial=position, unit="step", disable=None if self._progress else True) as self._bar,
             ):
                 self.engine.run(self._batches(position))
@@ -171,18 +169,21 @@ class Trainer:
         loss = self.losses[mining](scores, positives=positives)
         value = float(loss.detach())
         if not math.isfinite(value):
-            raise ValueError(
-                f"the loss became {value} at step {self.engine.state.iteration}; lower --lr, or look at the features"
-            )
+            raise ValueError(self._not_finite("loss", value))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip or math.inf)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip or math.inf))
+        if not math.isfinite(norm):
+            raise ValueError(self._not_finite("norm of the gradient", norm))
         rate = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.scheduler.step()
         if mining == "hardest":
             self.plateau.update(value, len(batch))
-        return {"loss": value, "grad_norm": float(norm), "lr": rate}
+        return {"loss": value, "grad_norm": norm, "lr": rate}
+
+    def _not_finite(self, what: str, value: float) -> str:
+        return f"the {what} became {value} at step {self.engine.state.iteration}; lower --lr, or look at the features"
 
     @property
     def mining(self) -> str:
@@ -241,10 +242,11 @@ class Trainer:
         if better:
             self.best, self.best_step = summary, step
             self.model.save(self.config.out)
-        self._bar.write(
-            f"epoch {epoch}, step {step}: {self.validation_data.split} rsum {summary['rsum']:.1f}, R@1 "
-            f"{summary['i2t_r1']:.1f} (image to text) {summary['t2i_r1']:.1f} (text to image)" + ", best" * better
-        )
+        if self._progress:
+            self._bar.write(
+                f"epoch {epoch}, step {step}: {self.validation_data.split} rsum {summary['rsum']:.1f}, R@1 "
+                f"{summary['i2t_r1']:.1f} (image to text) {summary['t2i_r1']:.1f} (text to image)" + ", best" * better
+            )
 
     def _save(self) -> None:
         state = {
@@ -300,27 +302,3 @@ def _optimizer(config: TrainConfig, model: MatchingModel) -> torch.optim.Optimiz
         weight_decay=config.weight_decay,
         fused=config.device.split(":")[0] in ("cpu", "cuda"),
     )
-
-
-@contextlib.contextmanager
-def _on_signals(action: Callable[[], None]) -> Iterator[None]:
-    """Calls `action` on the first SIGINT or SIGTERM; a second one acts as usual. Only a main thread can do this."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        restore()
-        action()
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    for number in before:
-        signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        restore()

@@ -1,0 +1,35 @@
+"""Ending a run in good order when the user or the system asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+__all__ = ["on_stop_signals"]
+
+
+@contextlib.contextmanager
+def on_stop_signals(action: Callable[[], None]) -> Iterator[None]:
+    """Calls `action` on the first SIGINT or SIGTERM; a second one acts as usual. Only a main thread can do this."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        restore()
+        action()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        restore()
