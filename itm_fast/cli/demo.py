@@ -66,7 +66,7 @@ def demo(
     torch.manual_seed(seed)
     untrained = evaluation.evaluate(create_model(config, vocabulary, train_data), test)
     typer.echo(
-        f"training on {train_data.n_images:,} emoji with {len(train_data):,} captions for {config.epochs} epochs; "
+        f"training on {train_data.n_images:,} emoji with {len(train_data):,} captions in {config.epochs} passes; "
         "validation on dev"
     )
     result = train(config)
@@ -113,7 +113,13 @@ def _fit_into(config: TrainConfig, minutes: float) -> TrainConfig:
     # A tenth more for the validations and the first epoch, whose loss looks at all negatives.
     epoch_seconds = 1.1 * trainer.steps_per_epoch * trainer.seconds_per_step()
     fitting = max(1, int(minutes * 60 / epoch_seconds))
-    return attrs.evolve(config, epochs=min(config.epochs, fitting))
+    if fitting >= config.epochs:
+        return config
+    needed = _minutes(config.epochs * epoch_seconds)
+    typer.echo(
+        f"{config.epochs} epochs would take about {needed} here; --minutes {minutes:g} leaves time for {fitting}"
+    )
+    return attrs.evolve(config, epochs=fitting)
 
 
 def _report(

@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 __all__ = ["curves_svg"]
 
@@ -61,6 +62,7 @@ def _plot(x: Sequence[float], y: Sequence[float], x_label: str, y_label: str, do
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.tick_params(length=0)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
