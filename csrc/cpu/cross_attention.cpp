@@ -12,8 +12,8 @@
 #include <tuple>
 #include <vector>
 
-#include "cpu/isa.h"
 #include "cpu/kernels/cross_attention.h"
+#include "cpu/kernels/select.h"
 #include "cpu/memory.h"
 #include "ops/cross_attention.h"
 
@@ -29,40 +29,8 @@ constexpr int64_t kTileColumns = 256;
 // Score gradients that the backward keeps at a time, in elements.
 constexpr int64_t kScoreGradientElements = int64_t{1} << 22;
 
-template <typename T>
-const CrossAttentionKernels<T>& kernels();
-
-template <>
-const CrossAttentionKernels<float>& kernels<float>() {
-  switch (selected_isa()) {
-#ifdef ITM_FAST_HAVE_AVX512
-    case Isa::avx512:
-      return avx512::kFloat32;
-#endif
-#ifdef ITM_FAST_HAVE_AVX2
-    case Isa::avx2:
-      return avx2::kFloat32;
-#endif
-    default:
-      return portable::kFloat32;
-  }
-}
-
-template <>
-const CrossAttentionKernels<double>& kernels<double>() {
-  switch (selected_isa()) {
-#ifdef ITM_FAST_HAVE_AVX512
-    case Isa::avx512:
-      return avx512::kFloat64;
-#endif
-#ifdef ITM_FAST_HAVE_AVX2
-    case Isa::avx2:
-      return avx2::kFloat64;
-#endif
-    default:
-      return portable::kFloat64;
-  }
-}
+const CrossAttentionKernels<float>& kernels(float) { ITM_FAST_RETURN_SELECTED(kCrossAttentionFloat32) }
+const CrossAttentionKernels<double>& kernels(double) { ITM_FAST_RETURN_SELECTED(kCrossAttentionFloat64) }
 
 template <typename T>
 constexpr ScalarType kScalarType = std::is_same_v<T, float> ? ScalarType::Float : ScalarType::Double;
@@ -132,7 +100,7 @@ struct Grams {
 
 template <typename T>
 Grams<T> gram_matrices(const FragmentsView<T>& contexts) {
-  const auto& table = kernels<T>();
+  const auto& table = kernels(T{});
   Grams<T> grams;
   grams.offsets.resize(contexts.n_sets + 1);
   for (int64_t i = 0; i < contexts.n_sets; ++i) {
@@ -148,7 +116,7 @@ Grams<T> gram_matrices(const FragmentsView<T>& contexts) {
 template <typename T>
 Tensor forward(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
                const Tensor& context_offsets, const CrossAttentionOptions& options) {
-  const auto& table = kernels<T>();
+  const auto& table = kernels(T{});
   const Operand<T> query(queries, query_offsets), context(contexts, context_offsets);
   Tensor scores = torch::stable::new_empty(queries, {query.view.n_sets, context.view.n_sets}, kScalarType<T>);
   const Grams<T> grams = gram_matrices(context.view);
@@ -210,7 +178,7 @@ template <typename T>
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Tensor& queries,
                                             const Tensor& query_offsets, const Tensor& contexts,
                                             const Tensor& context_offsets, const CrossAttentionOptions& options) {
-  const auto& table = kernels<T>();
+  const auto& table = kernels(T{});
   const Operand<T> query(queries, query_offsets), context(contexts, context_offsets);
   const Tensor gradient = torch::stable::contiguous(torch::stable::to(grad_scores, kScalarType<T>));
   Tensor query_gradient = torch::stable::new_zeros(queries, queries.sizes(), kScalarType<T>);

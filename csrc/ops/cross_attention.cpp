@@ -6,20 +6,9 @@
 #include <array>
 #include <string_view>
 
+#include "ops/options.h"
+
 namespace itm_fast {
-namespace {
-
-// The index of `value` among `names`, which stand in the order of the enumeration.
-template <typename Enum, size_t N>
-Enum parse(const char* argument, const std::string& value, const std::array<std::string_view, N>& names) {
-  for (size_t i = 0; i < N; ++i) {
-    if (names[i] == value) return static_cast<Enum>(i);
-  }
-  STD_TORCH_CHECK(false, argument, ": unknown option '", value, "'");
-}
-
-}  // namespace
-
 CrossAttentionOptions cross_attention_options(double temperature, const std::string& normalization,
                                               double negative_slope, const std::string& focal,
                                               const std::string& aggregation, double logsumexp_temperature) {
@@ -28,12 +17,12 @@ CrossAttentionOptions cross_attention_options(double temperature, const std::str
   options.temperature = temperature;
   options.negative_slope = negative_slope;
   options.logsumexp_temperature = logsumexp_temperature;
-  options.normalization = parse<Normalization>("normalization", normalization,
-                                               std::array{"clipped_l2norm"sv, "l2norm"sv, "clipped_l1norm"sv,
-                                                          "l1norm"sv, "softmax"sv, "clipped"sv, "no_norm"sv});
-  options.focal = parse<Focal>("focal", focal, std::array{"none"sv, "equal"sv, "prob"sv});
+  options.normalization = parse_option<Normalization>("normalization", normalization,
+                                                      std::array{"clipped_l2norm"sv, "l2norm"sv, "clipped_l1norm"sv,
+                                                                 "l1norm"sv, "softmax"sv, "clipped"sv, "no_norm"sv});
+  options.focal = parse_option<Focal>("focal", focal, std::array{"none"sv, "equal"sv, "prob"sv});
   options.aggregation =
-      parse<Aggregation>("aggregation", aggregation, std::array{"mean"sv, "sum"sv, "max"sv, "logsumexp"sv});
+      parse_option<Aggregation>("aggregation", aggregation, std::array{"mean"sv, "sum"sv, "max"sv, "logsumexp"sv});
   return options;
 }
 

@@ -87,7 +87,7 @@ constexpr CrossAttentionKernels<T> kKernels{tile_workspace<T>, pair_workspace<T>
 
 }  // namespace
 
-const CrossAttentionKernels<float> kFloat32 = kKernels<float>;
-const CrossAttentionKernels<double> kFloat64 = kKernels<double>;
+const CrossAttentionKernels<float> kCrossAttentionFloat32 = kKernels<float>;
+const CrossAttentionKernels<double> kCrossAttentionFloat64 = kKernels<double>;
 
 }  // namespace itm_fast::ITM_FAST_ISA

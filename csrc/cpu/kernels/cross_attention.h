@@ -38,10 +38,10 @@ struct CrossAttentionKernels {
                          const T* query_factors, T* query_gradient);
 };
 
-#define ITM_FAST_DECLARE(isa)                          \
-  namespace isa {                                      \
-  extern const CrossAttentionKernels<float> kFloat32;  \
-  extern const CrossAttentionKernels<double> kFloat64; \
+#define ITM_FAST_DECLARE(isa)                                        \
+  namespace isa {                                                    \
+  extern const CrossAttentionKernels<float> kCrossAttentionFloat32;  \
+  extern const CrossAttentionKernels<double> kCrossAttentionFloat64; \
   }
 ITM_FAST_DECLARE(portable)
 ITM_FAST_DECLARE(avx2)
