@@ -12,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "cpu/huge_pages.h"
 #include "cpu/kernels/cross_attention.h"
 #include "cpu/kernels/select.h"
 #include "cpu/memory.h"
@@ -145,6 +146,13 @@ Tensor forward(const Tensor& queries, const Tensor& query_offsets, const Tensor&
   return scores;
 }
 
+template <typename T>
+Tensor zeros_like(const Tensor& values) {
+  Tensor zeros = torch::stable::new_empty(values, values.sizes(), kScalarType<T>);
+  prefer_huge_pages(zeros.mutable_data_ptr(), zeros.numel() * static_cast<int64_t>(sizeof(T)));
+  return torch::stable::zero_(zeros);
+}
+
 // The pairs whose incoming gradient is not zero (NaN counts as not zero), context by context.
 template <typename T>
 struct PairList {
@@ -181,8 +189,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Ten
   const auto& table = kernels(T{});
   const Operand<T> query(queries, query_offsets), context(contexts, context_offsets);
   const Tensor gradient = torch::stable::contiguous(torch::stable::to(grad_scores, kScalarType<T>));
-  Tensor query_gradient = torch::stable::new_zeros(queries, queries.sizes(), kScalarType<T>);
-  Tensor context_gradient = torch::stable::new_zeros(contexts, contexts.sizes(), kScalarType<T>);
+  Tensor query_gradient = zeros_like<T>(queries), context_gradient = zeros_like<T>(contexts);
   auto* query_out = static_cast<T*>(query_gradient.mutable_data_ptr());
   auto* context_out = static_cast<T*>(context_gradient.mutable_data_ptr());
   const int64_t dim = query.view.dim;
