@@ -19,6 +19,7 @@ import torch
 from itm_fast.benchmarking import workloads
 from itm_fast.benchmarking.measure import interleave, peak_memory
 from itm_fast.benchmarking.workloads import Sizes
+from itm_fast.machine import processor_name
 from itm_fast.ops.library import build_info
 
 __all__ = ["FORMAT_VERSION", "PRESETS", "Preset", "run"]
@@ -123,7 +124,7 @@ def environment(threads: int, info: Mapping[str, Any]) -> dict[str, Any]:
         "uncommitted_changes": dirty,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["itm-fast", *sys.argv[1:]]),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
         "threads": threads,
         "system": platform.platform(terse=True),
@@ -149,11 +150,3 @@ def _commit() -> tuple[str | None, bool | None]:
         return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--", ".", ":!benchmarks/results"))
     except (OSError, subprocess.CalledProcessError):
         return None, None
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -174,6 +174,7 @@ def _facts(
     import torch
 
     import itm_fast
+    from itm_fast.machine import processor_name
 
     info = itm_fast.build_info()
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -187,21 +188,11 @@ def _facts(
         ("Steps", f"{result.steps:,} of {config.batch_size} pairs, {config.epochs} epochs"),
         ("Best on dev", f"step {result.best_step:,}, sum of recalls {result.best['rsum']:.1f}"),
         ("Cross-attention", info["dispatch"]["cross_attention_scores"]["cpu"]),
-        ("Processor", _processor()),
+        ("Processor", processor_name()),
         ("Threads", str(torch.get_num_threads())),
         ("Software", f"itm_fast {itm_fast.__version__}, torch {torch.__version__}, Python {platform.python_version()}"),
         ("Seed", str(config.seed)),
     ]
-
-
-def _processor() -> str:
-    """The processor's name where the system tells it, else its kind."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
 
 
 def _minutes(seconds: float) -> str:
