@@ -54,9 +54,15 @@ def test_every_line_is_tokenized_as_by_nltk(words, blank, end):
     assert tokenize(caption, sentences=False) == NLTK.tokenize(caption.lower())
 
 
-@given(st.lists(st.text("abcdefghijklmnopqrstuvwxyz0123456789 ", max_size=12), max_size=4))
-def test_plain_captions_take_the_short_way_with_nltks_result(parts):
-    caption = " ".join(parts) + "."
+PLAIN_PIECES = st.one_of(
+    st.text("abcdefghijklmnopqrstuvwxyz0123456789", min_size=1, max_size=8),
+    st.sampled_from([" ", " ", "-", ",", ", ", " , ", "cannot", "gonna", "wanna", "more", "d", "tis"]),
+)
+
+
+@given(st.lists(PLAIN_PIECES, max_size=10), st.sampled_from(["", ".", " .", ". "]))
+def test_the_short_way_of_plain_captions_has_nltks_result(pieces, end):
+    caption = "".join(pieces) + end
     assert tokenize(caption, sentences=False) == NLTK.tokenize(caption)
 
 

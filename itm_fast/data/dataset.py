@@ -104,16 +104,17 @@ class CaptionDataset:
     def image_batch(self, image_indices: Indices) -> Tensor:
         """Features (n, k, f) float32 of images; ValueError naming the row where one is not finite."""
         wanted = _as_indices(image_indices, self.n_images, "image_indices")
-        # The file is read in its own order, and once per image however often it is asked for.
-        images, positions = np.unique(wanted, return_inverse=True)
-        gathered = np.ascontiguousarray(self.features[images], dtype=np.float32)
-        # One sum in float64, which finite float32 values cannot overflow, shows whether any value is not finite.
-        if not np.isfinite(gathered.sum(dtype=np.float64)):
-            bad = self._row(int(images[~np.isfinite(gathered).all(axis=(1, 2))][0]))
+        gathered = np.empty((len(wanted), *self.features.shape[1:]), dtype=np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            # A file is read in its own order, whatever order is asked for.
+            for position in np.argsort(wanted, kind="stable"):
+                gathered[position] = self.features[wanted[position]]
+            # A quick sum shows whether all values are finite; where finite ones overflow it, an exact check decides.
+            suspicious = not np.isfinite(np.einsum("nkf->", gathered))
+        if suspicious and not (finite := np.isfinite(gathered).all(axis=(1, 2))).all():
+            bad = self._row(int(wanted[~finite].min()))
             raise ValueError(f"{self.name}: row {bad} holds values that are not finite in float32")
-        if len(images) == len(wanted) and np.array_equal(images, wanted):
-            return torch.from_numpy(gathered)
-        return torch.from_numpy(gathered)[torch.from_numpy(positions.reshape(-1))]
+        return torch.from_numpy(gathered)
 
     def caption_batch(self, caption_indices: Indices) -> tuple[Tensor, Tensor]:
         """Token ids (n, L) int64, padded with the vocabulary's `<pad>` to the longest, and lengths (n,) int64."""

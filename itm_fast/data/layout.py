@@ -104,7 +104,7 @@ def read_caption_image(path: str | os.PathLike[str], n_images: int, n_captions: 
         raise ValueError(f"{path}: expected one line per caption ({n_captions}), got {len(lines)} lines")
     rows = np.empty(n_captions, dtype=np.int64)
     for index, line in enumerate(lines):
-        if not re.fullmatch(r"[+-]?[0-9]+", line.strip()):
+        if not re.fullmatch(r"[+-]?[0-9]{1,18}", line.strip()):
             raise ValueError(f"{path}: line {index + 1}: expected the row of an image, got {line.strip()[:40]!r}")
         row = int(line)
         if not 0 <= row < n_images:

@@ -1,0 +1,110 @@
+"""Index batches that follow from seed and epoch, and the loader that fetches them."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from helpers.precomputed import VOCABULARY, features_of, write_split
+from hypothesis import given
+from hypothesis import strategies as st
+
+from itm_fast.data import BatchLoader, EpochSampler, PrecomputedDataset
+
+
+@given(n=st.integers(0, 60), batch_size=st.integers(1, 20), seed=st.integers(0, 5), epoch=st.integers(0, 5))
+def test_an_epoch_holds_every_item_once_in_full_batches(n, batch_size, seed, epoch):
+    batches = list(EpochSampler(n, batch_size, seed=seed, epoch=epoch))
+    assert sorted(np.concatenate(batches).tolist() if batches else []) == list(range(n))
+    assert [len(batch) for batch in batches] == [batch_size] * (n // batch_size) + [n % batch_size] * (
+        n % batch_size > 0
+    )
+    full = EpochSampler(n, batch_size, seed=seed, epoch=epoch, drop_last=True)
+    assert len(full) == n // batch_size
+    for batch, same in zip(full, batches, strict=False):
+        np.testing.assert_array_equal(batch, same)
+
+
+@given(start=st.integers(0, 12), drop_last=st.booleans())
+def test_a_resumed_epoch_goes_on_where_it_stopped(start, drop_last):
+    whole = list(EpochSampler(47, 5, seed=3, epoch=2, drop_last=drop_last))
+    rest = EpochSampler(47, 5, seed=3, epoch=2, drop_last=drop_last, start_batch=start)
+    assert len(rest) == max(len(whole) - start, 0)
+    assert [batch.tolist() for batch in rest] == [batch.tolist() for batch in whole[start:]]
+
+
+def test_seed_and_epoch_fix_the_order_and_either_changes_it():
+    def order(seed, epoch):
+        return tuple(np.concatenate(list(EpochSampler(100, 7, seed=seed, epoch=epoch))).tolist())
+
+    assert order(1, 4) == order(1, 4)
+    assert len({order(seed, epoch) for seed in range(4) for epoch in range(4)}) == 16
+    assert next(iter(EpochSampler(10, 10, seed=0, epoch=0))).tolist() == [4, 6, 2, 7, 3, 5, 9, 0, 8, 1]
+
+
+def test_the_order_is_uniform():
+    first = np.bincount([next(iter(EpochSampler(10, 1, seed=0, epoch=epoch)))[0] for epoch in range(5000)])
+    # Each count is binomial(5000, 0.1): five standard deviations are 106.
+    assert np.abs(first - 500).max() < 106
+
+
+def test_without_shuffling_items_come_in_order():
+    assert [batch.tolist() for batch in EpochSampler(5, 2, shuffle=False)] == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size: expected at least 1, got 0"),
+        ({"n": -1}, "n: expected at least 0, got -1"),
+        ({"seed": -1}, "seed: expected at least 0, got -1"),
+        ({"epoch": -2}, "epoch: expected at least 0, got -2"),
+        ({"start_batch": -1}, "start_batch: expected at least 0, got -1"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        EpochSampler(**{"n": 10, "batch_size": 2, **arguments})
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    write_split(tmp_path, "train", features_of(6), 30)
+    return PrecomputedDataset(tmp_path, "train", VOCABULARY)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_come_in_the_order_asked_for(dataset, workers):
+    asked = EpochSampler(30, 4, seed=1)
+    loader = BatchLoader(dataset, asked, workers=workers)
+    assert len(loader) == 8
+    for batch, indices in zip(loader, asked, strict=True):
+        expected = dataset.batch(indices)
+        assert batch.caption_index.tolist() == indices.tolist()
+        for name in ("features", "token_ids", "lengths", "image_index"):
+            assert torch.equal(getattr(batch, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_reaches_the_training_process_as_one_line(tmp_path, workers):
+    images = features_of(6)
+    images[5] = np.nan
+    write_split(tmp_path, "train", images, 30)
+    loader = BatchLoader(
+        PrecomputedDataset(tmp_path, "train", VOCABULARY), EpochSampler(30, 5, shuffle=False), workers=workers
+    )
+    received = []
+    message = f"^{re.escape(str(tmp_path / 'train_ims.npy'))}: row 5 holds values that are not finite in float32$"
+    with pytest.raises(ValueError, match=message):
+        received.extend(loader)
+    batches = iter(loader)
+    assert [next(batches).image_index[0].item() for _ in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_a_batch_moves_as_a_whole(dataset):
+    batch = dataset.batch([0, 1])
+    moved = batch.to("meta")
+    assert len(moved) == 2
+    for name in ("features", "token_ids", "lengths", "image_index", "caption_index"):
+        assert getattr(moved, name).device.type == "meta"
+        assert getattr(moved, name).shape == getattr(batch, name).shape
