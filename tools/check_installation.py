@@ -1,5 +1,6 @@
 """Uses an installed itm_fast outside its source tree: native path, numbers, bundled data. Fails on a wrong one."""
 
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -31,5 +32,8 @@ assert error < 1e-6, f"cross_attention_scores is off by {error}"
 pictures = emoji.pictures("test")
 assert pictures.shape == (500, 72, 72, 3), pictures.shape
 assert pictures.std() > 10, "the bundled pictures are blank"
+
+template = files("itm_fast.report").joinpath("templates", "report.html.j2")
+assert "report.title" in template.read_text(encoding="utf-8"), "the template of the report is missing"
 
 print(f"itm_fast {info['version']} from {Path(itm_fast.__file__).parent}: {native}, scores off by {error:.1e}")
