@@ -1,0 +1,40 @@
+"""Files appear whole or not at all."""
+
+import os
+import stat
+
+import pytest
+
+from itm_fast.files import atomic_path, write_bytes, write_text
+
+
+def test_a_file_is_replaced_in_one_step_with_the_usual_permissions(tmp_path):
+    path = tmp_path / "new" / "file.json"
+    write_text(path, "é\r\n")
+    assert path.read_bytes() == b"\xc3\xa9\r\n"
+    with atomic_path(path) as temporary:
+        assert temporary.parent == path.parent
+        assert temporary.suffix == ".json"
+        temporary.write_bytes(b"other")
+        assert path.read_bytes() == b"\xc3\xa9\r\n"
+    assert path.read_bytes() == b"other"
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+    assert [entry.name for entry in path.parent.iterdir()] == ["file.json"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_after_an_exception_the_old_file_is_there_and_nothing_else(tmp_path, error):
+    path = tmp_path / "file"
+    write_bytes(path, b"old")
+    with pytest.raises(error):
+        _fail_half_way(path, error)
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def _fail_half_way(path, error):
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(b"half")
+        raise error
