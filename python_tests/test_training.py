@@ -420,7 +420,7 @@ def test_bad_input_leaves_no_run_folder(data: Path, tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_stops_the_run(data: Path, tmp_path: Path) -> None:
     trainer = make_trainer(config(data, tmp_path))
     handle = trainer.model.image_encoder.fc.bias.register_hook(lambda gradient: gradient * math.inf)
-    with pytest.raises(ValueError, match="the norm of the gradient became (inf|nan) at step 0; lower --lr"):
+    with pytest.raises(ValueError, match=r"the norm of the gradient became (inf|nan) at step 0; lower --lr"):
         trainer._step(trainer.train_data.batch([0, 5, 10]))
     handle.remove()
     with torch.no_grad():
