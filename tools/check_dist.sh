@@ -17,3 +17,5 @@ cd "$work"
 "$python" check_installation.py
 "$work/venv/bin/itm-fast" --version
 "$python" -m itm_fast --version
+"$work/venv/bin/itm-fast" data emoji --out "$work/data"
+[ "$(wc -l <"$work/data/test_caps.txt")" -eq 2500 ]
