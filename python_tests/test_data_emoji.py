@@ -65,14 +65,14 @@ def test_colours_are_right():
 
 
 def test_the_test_split_begins_as_it_always_does():
-    assert emoji.names("test")[:2] == ["family: man, girl", "person with white cane: medium-light skin tone"]
-    assert emoji.image_ids("test")[:2] == ["1f468_200d_1f467", "1f9d1_1f3fc_200d_1f9af"]
+    assert emoji.names("test")[:2] == ["BACK arrow", "man playing water polo: dark skin tone"]
+    assert emoji.image_ids("test")[:2] == ["1f519", "1f93d_1f3ff_200d_2642"]
     assert emoji.captions("test")[5:10] == [
-        "person with white cane and medium-light skin tone",
-        "person with white cane and medium-light skin tone blind accessibility",
-        "accessibility blind person with white cane and medium-light skin tone",
-        "medium-light skin tone person with white cane blind accessibility",
-        "blind accessibility person with white cane medium-light skin tone",
+        "man playing water polo with dark skin tone",
+        "picture of man playing water polo with dark skin tone",
+        "emoji of man playing water polo with dark skin tone",
+        "dark skin tone man playing water polo",
+        "man water polo playing dark skin tone",
     ]
 
 

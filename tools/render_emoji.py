@@ -127,8 +127,9 @@ def split(emojis: list[Emoji]) -> dict[str, list[Emoji]]:
             training.subtract(shown[picture_id])
     if len(chosen) < len(targets):
         raise SystemExit(f"only {len(chosen)} of {len(targets)} pictures can be held out")
-    parts = {part: [by_id[i] for i in order if chosen.get(i, "train") == part] for part in ("train", *HELD_OUT)}
-    return {part: parts[part] for part in ("train", "dev", "test")}
+    # Another order than that of choosing, in which what is left for training would begin with all that was refused.
+    shuffled = ranked(by_id, "order", SEED)
+    return {part: [by_id[i] for i in shuffled if chosen.get(i, "train") == part] for part in ("train", "dev", "test")}
 
 
 def sheets(emojis: list[Emoji]) -> list[Image.Image]:
