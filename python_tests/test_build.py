@@ -76,7 +76,7 @@ def test_only_the_kernels_hold_wide_instructions():
 def source_tree(tmp_path):
     """A copy of the sources without the operator families, so that it builds in seconds."""
     tree = tmp_path / "source"
-    leave_out = shutil.ignore_patterns("*.so", "__pycache__", "emoji", "kernels")
+    leave_out = shutil.ignore_patterns("*.so", "__pycache__", "emoji_files", "kernels")
     for folder in ("csrc", "itm_fast", "licenses", "tools"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=leave_out)
     for file in (

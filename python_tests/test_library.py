@@ -68,7 +68,7 @@ def test_the_environment_forces_the_fallback_which_warns_once():
 
 
 def test_a_library_that_cannot_be_loaded_is_named(tmp_path):
-    shutil.copytree(ROOT / "itm_fast", tmp_path / "itm_fast", ignore=shutil.ignore_patterns("*.so", "emoji"))
+    shutil.copytree(ROOT / "itm_fast", tmp_path / "itm_fast", ignore=shutil.ignore_patterns("*.so", "emoji_files"))
     broken = tmp_path / "itm_fast" / "_C_cpu.so"
     broken.write_bytes(b"not a library")
     code = "from itm_fast.ops import library; print(library._library_problem)"
