@@ -14,7 +14,6 @@ from torch import Tensor
 from itm_fast import models
 from itm_fast.fragments import Fragments
 from itm_fast.nn import CrossAttentionScores, ImageEncoder, PatchEncoder, TextEncoder, l2norm
-from itm_fast.nn.patch_encoder import _shifted
 
 CONFIG = {"vocab_size": 23, "feature_dim": 10, "embed_dim": 12, "word_dim": 7}
 
@@ -382,31 +381,6 @@ def test_patch_encoder_normalises_pixels_by_what_it_saw() -> None:
     torch.testing.assert_close(encoder.layers[0].running_var, torch.full((3,), 9.0), atol=0.5, rtol=0)
 
 
-def test_pictures_move_in_training_alone() -> None:
-    torch.manual_seed(0)
-    pictures = torch.arange(2 * 3 * 5 * 5.0).reshape(2, 3, 5, 5)
-    moved = _shifted(pictures, 2)
-    found = []
-    for image in range(2):
-        padded = torch.nn.functional.pad(pictures[image : image + 1], (2, 2, 2, 2), mode="replicate")[0]
-        found.append(
-            [
-                (down, right)
-                for down in range(-2, 3)
-                for right in range(-2, 3)
-                if torch.equal(moved[image], padded[:, 2 + down : 7 + down, 2 + right : 7 + right])
-            ]
-        )
-    assert [len(moves) for moves in found] == [1, 1]
-    assert found[0] != found[1]
-
-    encoder = PatchEncoder(48, 8, shift=3)
-    patches = torch.rand(2, 9, 48)
-    encoder(patches)
-    encoder.eval()
-    assert torch.equal(encoder(patches).values, encoder(patches).values)
-
-
 def test_patch_encoder_names_bad_input() -> None:
     with pytest.raises(ValueError, match="feature_dim: expected the values of a square patch of 3 colours, got 49"):
         PatchEncoder(49, 8)
@@ -419,7 +393,7 @@ def test_patch_encoder_names_bad_input() -> None:
 
 def test_scan_on_patches_survives_saving(tmp_path) -> None:
     torch.manual_seed(0)
-    model = models.create("scan", **{**CONFIG, "feature_dim": 48}, image_encoder="patches", patch_shift=2)
+    model = models.create("scan", **{**CONFIG, "feature_dim": 48}, image_encoder="patches")
     features, (ids, lengths) = torch.rand(3, 9, 48), batch([4, 1])
     model(features, ids, lengths)
     model.save(tmp_path)

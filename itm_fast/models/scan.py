@@ -30,7 +30,6 @@ class SCANConfig:
         help="A linear layer over region features (published), or a small convolutional network over raw patches.",
         choices=("linear", "patches"),
     )
-    patch_shift: int = setting(0, help="Random moves of the picture in training, in pixels (patches).", minimum=0)
     no_imgnorm: bool = setting(False, help="Do not l2-normalise the region embeddings.")
     no_txtnorm: bool = setting(False, help="Do not l2-normalise the word embeddings.")
     direction: str = setting(
@@ -107,7 +106,5 @@ class SCAN(MatchingModel):
 
 def _image_encoder(config: SCANConfig) -> ImageEncoder | PatchEncoder:
     if config.image_encoder == "patches":
-        return PatchEncoder(
-            config.feature_dim, config.embed_dim, shift=config.patch_shift, no_imgnorm=config.no_imgnorm
-        )
+        return PatchEncoder(config.feature_dim, config.embed_dim, no_imgnorm=config.no_imgnorm)
     return ImageEncoder(config.feature_dim, config.embed_dim, no_imgnorm=config.no_imgnorm)

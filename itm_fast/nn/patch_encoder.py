@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
@@ -27,16 +26,15 @@ class PatchEncoder(nn.Module):
     Args:
         feature_dim: values per patch, rows x columns x 3 colours; the patch is square.
         embed_dim: width d of the embeddings.
-        shift: in training each picture moves by up to so many pixels each way, its edge repeated.
         no_imgnorm: leave the l2 normalisation out.
     """
 
-    def __init__(self, feature_dim: int, embed_dim: int, *, shift: int = 0, no_imgnorm: bool = False) -> None:
+    def __init__(self, feature_dim: int, embed_dim: int, *, no_imgnorm: bool = False) -> None:
         super().__init__()
         self.side = math.isqrt(feature_dim // CHANNELS)
         if self.side * self.side * CHANNELS != feature_dim:
             raise ValueError(f"feature_dim: expected the values of a square patch of 3 colours, got {feature_dim}")
-        self.embed_dim, self.shift, self.no_imgnorm = embed_dim, shift, no_imgnorm
+        self.embed_dim, self.no_imgnorm = embed_dim, no_imgnorm
         layers: list[nn.Module] = [nn.BatchNorm2d(CHANNELS, affine=False)]
         width = CHANNELS
         for index, stride in enumerate(_factors(self.side)):
@@ -67,8 +65,6 @@ class PatchEncoder(nn.Module):
             return patches.with_values(patches.values.new_zeros(0, self.embed_dim))
         pictures = patches.values.reshape(n_images, grid, grid, self.side, self.side, CHANNELS)
         pictures = pictures.permute(0, 5, 1, 3, 2, 4).reshape(n_images, CHANNELS, grid * self.side, grid * self.side)
-        if self.training and self.shift:
-            pictures = _shifted(pictures, self.shift)
         embedded = self.layers(pictures).flatten(2).transpose(1, 2).reshape(n_images * grid * grid, -1)
         return patches.with_values(embedded if self.no_imgnorm else l2norm(embedded))
 
@@ -82,13 +78,3 @@ def _factors(number: int) -> list[int]:
             number //= divisor
         divisor += 1
     return factors[::-1]
-
-
-def _shifted(pictures: Tensor, most: int) -> Tensor:
-    """Each picture (3, h, w) of `pictures` moved by its own random number of rows and columns, the edge repeated."""
-    n_images, _, height, width = pictures.shape
-    moves = torch.randint(-most, most + 1, (2, n_images, 1), device=pictures.device)
-    rows = (torch.arange(height, device=pictures.device) + moves[0]).clamp(0, height - 1)
-    columns = (torch.arange(width, device=pictures.device) + moves[1]).clamp(0, width - 1)
-    images = torch.arange(n_images, device=pictures.device)[:, None, None]
-    return pictures.permute(0, 2, 3, 1)[images, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
