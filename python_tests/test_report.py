@@ -79,6 +79,9 @@ def report() -> Report:
         facts=[("Model", "SCAN"), ("Note", HOSTILE)],
         n_images=500,
         n_captions=2500,
+        split="test",
+        top=5,
+        credits=f"Pictures by {HOSTILE}",
     )
 
 
@@ -87,7 +90,7 @@ def test_every_text_is_escaped(report: Report) -> None:
     page = Page(html)
     tags = [tag for tag, _ in page.elements]
     assert "script" not in tags
-    assert tags.count("style") == 1 + sum(style.startswith("*") for style in page.texts["style"])
+    assert tags.count("style") == 1
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
     assert html.count("{{ 7 * 7 }}") == html.count("onerror")
     plain = " ".join(HOSTILE.split())
@@ -95,6 +98,7 @@ def test_every_text_is_escaped(report: Report) -> None:
     assert f"query {plain}" in page.texts["p"]
     assert f"caption {plain}" in page.texts["span"]
     assert plain in page.texts["dd"]
+    assert page.texts["footer"] == [f"Pictures by {plain}"]
     alternatives = {attributes["alt"] for tag, attributes in page.elements if tag == "img"}
     assert alternatives == {f"name {HOSTILE}", "black square"}
 
@@ -120,10 +124,40 @@ def test_pictures_are_the_given_pixels(report: Report) -> None:
 
 def test_right_and_wrong_are_marked_by_more_than_colour(report: Report) -> None:
     html = render_report(report)
-    tiles = re.findall(r'<li class="(right|)( later|)"><span class="tile">.*?</span>(.*?)</li>', html)
-    assert tiles == [("", "", "1"), ("right", "", "✓ 2"), *[("", "", "1")] * 5, ("right", " later", "✓ 37")]
-    marks = re.findall(r'<li class="(right|)"><span class="mark" aria-label="(\w+)">(.)</span>', html)
-    assert marks == [("right", "right", "✓"), ("", "wrong", "✗")]
+    mark = r'<span class="mark"><span aria-hidden="true">(.)</span><span class="unseen">(right|wrong),</span></span>'
+    tiles = re.findall(rf'<li class="(right|)( later|)"><span class="tile">.*?</span>{mark} (\d+)</li>', html)
+    wrong = ("", "", "✗", "wrong", "1")
+    assert tiles == [
+        wrong, ("right", "", "✓", "right", "2"), *[wrong] * 5, ("right", " later", "✓", "right", "37"),
+    ]  # fmt: skip
+    found = re.findall(rf'<li class="(right|)">{mark}<span class="rank">(\d+)</span>', html)
+    assert found == [("right", "✓", "right", "1"), ("", "✗", "wrong", "2")]
+
+
+def test_number_of_hits_follows_the_report(report: Report) -> None:
+    html = render_report(attrs.evolve(report, top=1, split="dev"))
+    assert html.count(' later"') == 3
+    assert "repeat(2, minmax(0, 1fr)); gap: .5rem" in html
+    assert "Captions of dev, drawn at random, and the 1 pictures that score highest among 500." in html
+    assert "the 1 captions that score highest among 2,500." in html
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of `#rrggbb` (WCAG 2.2)."""
+    channels = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_text_stands_out_from_its_ground_in_both_schemes(report: Report) -> None:
+    schemes = re.findall(r":root \{(.*?)\}", render_report(report), re.DOTALL)
+    assert len(schemes) == 2
+    for scheme in schemes:
+        colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", scheme))
+        pairs = [(text, ground) for text in ("ink", "soft", "wrong", "right") for ground in ("page", "card")]
+        for text, ground in [*pairs, ("right", "right-fill"), ("ink", "right-fill"), ("soft", "right-fill")]:
+            high, low = sorted((luminance(colours[text]), luminance(colours[ground])), reverse=True)
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (text, ground)
 
 
 def test_table_holds_both_summaries(report: Report) -> None:
@@ -131,6 +165,15 @@ def test_table_holds_both_summaries(report: Report) -> None:
     assert page.texts["td"] == [
         "41.0", "45.0", "50.0", "3", "1.2", "5.2", "10.2", "3", "42.0", "46.0", "51.0", "4", "2.2", "6.2", "11.2", "4",
     ]  # fmt: skip
+    headings = [(attributes["scope"], text) for (tag, attributes), text in zip(
+        [element for element in page.elements if element[0] == "th"], page.texts["th"], strict=True
+    )]  # fmt: skip
+    assert headings == [
+        *[("col", text) for text in ("search", "weights", "R@1", "R@5", "R@10", "median rank")],
+        ("rowgroup", "Image to text"), ("row", "trained"), ("row", "untrained"),
+        ("rowgroup", "Text to image"), ("row", "trained"), ("row", "untrained"),
+    ]  # fmt: skip
+    assert page.texts["caption"] == ["Recall at 1, 5 and 10 in percent on test; the best median rank is 1."]
     assert page.texts["b"] == ["275.0"]
     assert "of 600; untrained 36.5" in page.texts["span"]
 
@@ -145,6 +188,21 @@ def test_curves_show_the_log_in_the_colours_of_the_page(report: Report) -> None:
     # The loss of the hardest negatives starts at step 50; the warm-up's 900 would press it flat.
     assert "900" not in re.sub(r'base64,[^"]*|<path[^>]*>', "", html[html.index("<svg") : html.index("</svg>")])
     assert render_report(attrs.evolve(report, metrics=[])).count("<svg ") == 0
+
+
+def test_curves_are_parts_of_the_page(report: Report) -> None:
+    page = Page(render_report(report))
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids)) > 20
+    used = {name for _, attributes in page.elements for value in attributes.values()
+            for name in re.findall(r"url\(#(.*?)\)|^#(.*)", value or "")}  # fmt: skip
+    assert {first or second for first, second in used} <= set(ids)
+    assert "metadata" not in {tag for tag, _ in page.elements}
+    labels = [attributes["aria-label"] for tag, attributes in page.elements if tag == "svg"]
+    assert labels == [
+        "Loss with the hardest negatives: first 35 at step 50; best 30 at step 100; last 30 at step 100",
+        "Sum of recalls on dev: first 90 at epoch 1; best 180 at epoch 2; last 180 at epoch 2",
+    ]
 
 
 def test_report_is_the_same_for_the_same_content(report: Report, tmp_path: Path) -> None:

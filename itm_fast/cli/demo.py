@@ -27,6 +27,8 @@ SETTINGS: dict[str, Any] = {
     "warmup_epochs": 1,
 }
 QUERIES = 12
+HITS = 5
+CREDITS = "Pictures: Noto Color Emoji, SIL Open Font License 1.1. Names and keywords: Unicode CLDR, Unicode License v3."
 
 
 def demo(
@@ -139,11 +141,11 @@ def _report(
 
     chosen = random.Random(config.seed)
     text_queries = [
-        text_query(scores, test.caption_image, test.captions, caption)
+        text_query(scores, test.caption_image, test.captions, caption, HITS)
         for caption in chosen.sample(range(len(test)), QUERIES)
     ]
     image_queries = [
-        image_query(scores, test.caption_image, image) for image in chosen.sample(range(test.n_images), QUERIES)
+        image_query(scores, test.caption_image, image, HITS) for image in chosen.sample(range(test.n_images), QUERIES)
     ]
     shown = {hit.item for query in text_queries for hit in query.hits} | {query.picture for query in image_queries}
     pictures, names = emoji.pictures("test"), emoji.names("test")
@@ -165,6 +167,9 @@ def _report(
         facts=_facts(config, model, result, train_data),
         n_images=test.n_images,
         n_captions=len(test),
+        split=test.split,
+        top=HITS,
+        credits=CREDITS,
     )
 
 

@@ -45,7 +45,8 @@ class Report:
 
     pictures: index to uint8 (height, width, 3), for the pictures that the queries name; names: index to a short text.
     captions: index to text. trained, untrained: summaries of `recall_summary`. metrics: the lines of the run's log.
-    facts: label and value, in the order shown.
+    facts: label and value, in the order shown. split: name of the split that was searched. top: hits shown of each
+    query; one of a lower rank is set apart. credits: where pictures and texts come from, for the foot of the page.
     """
 
     title: str
@@ -61,3 +62,6 @@ class Report:
     facts: Sequence[tuple[str, str]]
     n_images: int
     n_captions: int
+    split: str
+    top: int
+    credits: str

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib as mpl
+from markupsafe import escape
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -19,7 +21,7 @@ _VARIABLES = {_INK: "var(--soft)", _LINE: "var(--accent)", _FAINT: "var(--line)"
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "itm_fast",
-    "font.size": 11,
+    "font.size": 10.5,
     "text.color": _INK,
     "axes.labelcolor": _INK,
     "axes.edgecolor": _FAINT,
@@ -42,33 +44,41 @@ def curves_svg(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     if train:
         # The two kinds of mining sum over different negatives, so that only one of them makes a curve.
         mining = train[-1]["mining"]
-        shown = [line for line in train if line["mining"] == mining]
-        plot = _plot([line["step"] for line in shown], [line["loss"] for line in shown], "step", "loss")
-        curves.append((f"Loss with {mining} negatives" if mining == "all" else "Loss with the hardest negatives", plot))
+        points = [(line["step"], line["loss"]) for line in train if line["mining"] == mining]
+        title = "Loss with all negatives" if mining == "all" else "Loss with the hardest negatives"
+        curves.append((title, _plot(points, title, "step", "loss", min)))
     if validation:
-        plot = _plot(
-            [line["epoch"] for line in validation], [line["rsum"] for line in validation], "epoch", "rsum", True
-        )
-        curves.append((f"Sum of recalls on {validation[-1]['split']}", plot))
+        points = [(line["epoch"], line["rsum"]) for line in validation]
+        title = f"Sum of recalls on {validation[-1]['split']}"
+        curves.append((title, _plot(points, title, "epoch", "sum of recalls", max)))
     return curves
 
 
-def _plot(x: Sequence[float], y: Sequence[float], x_label: str, y_label: str, dots: bool = False) -> str:
+def _plot(points: list[tuple[int, float]], title: str, x_label: str, y_label: str, best: Callable[..., Any]) -> str:
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(5.6, 3.0), layout="constrained")
+        figure = Figure(figsize=(5.0, 2.9), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
-        axes.plot(x, y, color=_LINE, linewidth=1.8, marker="o" if dots else None, markersize=4)
+        # Few points are shown as such: one alone would make no line at all.
+        axes.plot(*zip(*points, strict=True), color=_LINE, linewidth=1.8, marker="o" * (len(points) < 40), markersize=4)
         axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
+        axes.set_ylabel(y_label, labelpad=8)
         axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.tick_params(length=0)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = buffer.getvalue()
+    values = {"first": points[0], "best": best(points, key=lambda point: point[1]), "last": points[-1]}
+    spoken = "; ".join(f"{which} {value:.4g} at {x_label} {x}" for which, (x, value) in values.items())
+    return _part_of_page(buffer.getvalue(), f"curve-{y_label.replace(' ', '-')}-", f"{title}: {spoken}")
+
+
+def _part_of_page(svg: str, prefix: str, label: str) -> str:
+    """The element alone, in the page's colours: no prologue, no metadata, no rules for the page, ids of its own."""
+    svg = re.sub(
+        r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL
+    )
+    svg = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{prefix}", svg)
     for colour, variable in _VARIABLES.items():
         svg = svg.replace(colour, variable)
-    # Only the element itself belongs into a page, not the XML prologue; its size follows the page.
-    svg = svg[svg.index("<svg") :]
-    return svg.replace("<svg ", '<svg role="img" aria-label="' + f"{y_label} by {x_label}" + '" ', 1)
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" ', 1)

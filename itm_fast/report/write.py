@@ -40,18 +40,20 @@ def render_report(report: Report) -> str:
         report=report,
         pictures={index: _png_uri(pixels) for index, pixels in report.pictures.items()},
         curves=[(title, Markup(svg)) for title, svg in curves_svg(report.metrics)],
-        rows=_table(report),
+        table=_table(report),
     )
 
 
 def _table(report: Report) -> list[dict[str, Any]]:
-    rows = []
+    """The two directions, each with a row of values per summary."""
+    table = []
     for prefix, direction in _DIRECTIONS:
+        rows = []
         for label, summary in (("trained", report.trained), ("untrained", report.untrained)):
             values = [f"{summary[f'{prefix}_{recall}']:.1f}" for recall in _RECALLS]
-            values.append(f"{summary[f'{prefix}_medr']:.0f}")
-            rows.append({"direction": direction, "label": label, "values": values})
-    return rows
+            rows.append((label, [*values, f"{summary[f'{prefix}_medr']:.0f}"]))
+        table.append({"direction": direction, "rows": rows})
+    return table
 
 
 def _png_uri(pixels: np.ndarray) -> str:
