@@ -138,7 +138,7 @@ def test_number_of_hits_follows_the_report(report: Report) -> None:
     html = render_report(attrs.evolve(report, top=1, split="dev"))
     assert html.count(' later"') == 3
     assert "repeat(2, minmax(0, 1fr)); gap: .5rem" in html
-    assert "Captions of dev, drawn at random, and the 1 pictures that score highest among 500." in html
+    assert "Captions of the dev split, drawn at random, and the 1 pictures that score highest among 500." in html
     assert "the 1 captions that score highest among 2,500." in html
 
 
@@ -173,7 +173,7 @@ def test_table_holds_both_summaries(report: Report) -> None:
         ("rowgroup", "Image to text"), ("row", "trained"), ("row", "untrained"),
         ("rowgroup", "Text to image"), ("row", "trained"), ("row", "untrained"),
     ]  # fmt: skip
-    assert page.texts["caption"] == ["Recall at 1, 5 and 10 in percent on test; the best median rank is 1."]
+    assert page.texts["caption"] == ["Recall at 1, 5 and 10 in percent on the test split; the best median rank is 1."]
     assert page.texts["b"] == ["275.0"]
     assert "of 600; untrained 36.5" in page.texts["span"]
 
@@ -203,6 +203,13 @@ def test_curves_are_parts_of_the_page(report: Report) -> None:
         "Loss with the hardest negatives: first 35 at step 50; best 30 at step 100; last 30 at step 100",
         "Sum of recalls on dev: first 90 at epoch 1; best 180 at epoch 2; last 180 at epoch 2",
     ]
+
+
+def test_one_validation_is_drawn_on_an_axis_of_whole_epochs(report: Report) -> None:
+    html = render_report(attrs.evolve(report, metrics=[report.metrics[-1] | {"epoch": 1}]))
+    numbers = re.findall(r"<text[^>]*>([\d.]+)</text>", html)
+    assert numbers[:2] == ["0", "1"]
+    assert float(numbers[-1]) <= 180.0 * 1.05
 
 
 def test_report_is_the_same_for_the_same_content(report: Report, tmp_path: Path) -> None:
