@@ -6,7 +6,7 @@ to end, without padding, and the offsets that part them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 __all__ = ["Fragments"]
+
+_INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Fragments:
@@ -63,10 +65,10 @@ class Fragments:
         if lengths is None:
             offsets = torch.arange(n_sets + 1, device=padded.device) * max_len
             return cls(padded.reshape(n_sets * max_len, dim), offsets, check=False, max_length=max_len)
+        if not isinstance(lengths, Tensor) or lengths.dtype not in _INTEGER:
+            raise TypeError(f"lengths: expected an integer tensor, got {_describe(lengths)}")
         if lengths.shape != (n_sets,):
             raise ValueError(f"lengths: expected shape ({n_sets},), got {tuple(lengths.shape)}")
-        if lengths.is_floating_point() or lengths.dtype == torch.bool:
-            raise TypeError(f"lengths: expected an integer tensor, got {lengths.dtype}")
         lengths = lengths.to(padded.device)
         if padded.device.type == "cpu" and bool(((lengths < 0) | (lengths > max_len)).any()):
             raise ValueError(
@@ -82,17 +84,22 @@ class Fragments:
         if not tensors:
             raise ValueError("tensors: expected at least one tensor (an empty list has no width d)")
         for index, tensor in enumerate(tensors):
-            if not isinstance(tensor, Tensor) or tensor.dim() != 2 or tensor.shape[1] != tensors[0].shape[-1]:
-                expected = f"shape (n, {tensors[0].shape[-1]}) like the first"
-                raise ValueError(f"tensors[{index}]: expected {expected}, got {_describe(tensor)}")
+            if not isinstance(tensor, Tensor) or tensor.dim() != 2:
+                raise ValueError(f"tensors[{index}]: expected a tensor of shape (n, d), got {_describe(tensor)}")
+            _check_like_first("tensors", index, tensor, tensors[0])
         lengths = torch.tensor([len(tensor) for tensor in tensors], device=tensors[0].device)
         return cls(torch.cat(tensors), _offsets_of(lengths), check=False)
 
     @classmethod
-    def cat(cls, fragments: Sequence[Fragments]) -> Fragments:
-        """The sets of all `fragments`, one after the other."""
+    def cat(cls, fragments: Iterable[Fragments]) -> Fragments:
+        """The sets of all `fragments`, one after the other; they must agree in width, dtype and device."""
+        fragments = list(fragments)
         if not fragments:
             raise ValueError("fragments: expected at least one Fragments")
+        for index, part in enumerate(fragments):
+            if not isinstance(part, Fragments):
+                raise TypeError(f"fragments[{index}]: expected Fragments, got {_describe(part)}")
+            _check_like_first("fragments", index, part.values, fragments[0].values)
         lengths = torch.cat([part.lengths for part in fragments])
         return cls(torch.cat([part.values for part in fragments]), _offsets_of(lengths), check=False)
 
@@ -110,10 +117,14 @@ class Fragments:
         return torch.repeat_interleave(sets, self.lengths, output_size=self.values.shape[0])
 
     def index_select(self, indices: Tensor) -> Fragments:
-        """The sets `indices` (int64 `(m,)`; any order, repeats allowed) as new Fragments."""
+        """The sets `indices` (int64 `(m,)` from 0; any order, repeats allowed) as new Fragments."""
         if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"indices: expected an int32 or int64 tensor of shape (m,), got {_describe(indices)}")
         indices = indices.to(device=self.offsets.device, dtype=torch.int64)
+        if indices.device.type == "cpu" and bool(((indices < 0) | (indices >= len(self))).any()):
+            raise ValueError(
+                f"indices: expected values from 0 to {len(self) - 1}, got {int(indices.min())} to {int(indices.max())}"
+            )
         lengths = self.lengths[indices]
         offsets = _offsets_of(lengths)
         shift = torch.repeat_interleave(self.offsets[indices] - offsets[:-1], lengths)
@@ -164,6 +175,8 @@ class Fragments:
 
     def __getitem__(self, index: int) -> Tensor:
         """Set `index` as `(n_i, d)`; negative indices count from the end."""
+        if not isinstance(index, int):
+            raise TypeError(f"index: expected an int (index_select takes several sets), got {_describe(index)}")
         if not -len(self) <= index < len(self):
             raise IndexError(f"set {index} of {len(self)}")
         index %= len(self)
@@ -178,6 +191,12 @@ def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     return type(value).__name__
+
+
+def _check_like_first(name: str, index: int, tensor: Tensor, first: Tensor) -> None:
+    if tensor.shape[1] != first.shape[1] or tensor.dtype != first.dtype or tensor.device != first.device:
+        expected = f"width {first.shape[1]}, {first.dtype} and {first.device} like the first"
+        raise ValueError(f"{name}[{index}]: expected {expected}, got {_describe(tensor)} on {tensor.device}")
 
 
 def _offsets_of(lengths: Tensor) -> Tensor:

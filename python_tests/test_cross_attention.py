@@ -246,22 +246,64 @@ def test_sets_longer_than_a_tile() -> None:
 
 
 @pytest.mark.native
-def test_contexts_that_cancel() -> None:
-    """The squared norm of the attended vector loses all digits in the Gram form; the kernel must notice."""
+@pytest.mark.parametrize("implementation", ["packed", "native"])
+@pytest.mark.parametrize("temperature", [0.0, 1e-3, 9.0])
+def test_contexts_that_cancel(implementation: str, temperature: float) -> None:
+    """The squared norm of a short attended vector loses all digits in the Gram form: it must be formed after all."""
     generator = torch.Generator().manual_seed(0)
     base = torch.nn.functional.normalize(torch.randn(1, 64, generator=generator, dtype=torch.float64), dim=1)
     small = 1e-4 * torch.randn(8, 64, generator=generator, dtype=torch.float64)
     contexts = Fragments.from_list([torch.cat([base, -base]).repeat(4, 1) + small])
     queries = random_fragments([6], 64, seed=1)
-    options = {"temperature": 0.0}
     single = (queries.to(torch.float32), contexts.to(torch.float32), torch.ones(1, 1))
-    exact = with_gradients(reference.cross_attention_scores, *(part.to(torch.float64) for part in single), **options)
-    plain = with_gradients(reference.cross_attention_scores, *single, **options)
-    native = with_gradients(F_itm.cross_attention_scores, *single, **options)
-    assert_close_to_exact(native[0], plain[0], exact[0], name="scores", factor=4.0)
-    # The attended vector is 1e-4 of its terms: that many digits are gone from gradients whatever the formula.
-    for gradient, expected in zip(native[1:], exact[1:], strict=True):
-        assert float((gradient - expected).abs().max()) < 1e-4 * float(expected.abs().max())
+    exact = with_gradients(
+        reference.cross_attention_scores, *(part.to(torch.float64) for part in single), temperature=temperature
+    )
+    plain = with_gradients(reference.cross_attention_scores, *single, temperature=temperature)
+    result = with_gradients(IMPLEMENTATIONS[implementation], *single, temperature=temperature)
+    assert_close_to_exact(result[0], plain[0], exact[0], name="scores", factor=4.0)
+    for name, a, p, e in zip(("grad_queries", "grad_contexts"), result[1:], plain[1:], exact[1:], strict=True):
+        # The loop's weights of 1/8 at temperature 0 happen to round nothing; a few roundings of the terms must pass.
+        floor = 1e-4 * float(e.abs().max())
+        assert_close_to_exact(a, p, e, name=name, factor=4.0, floor=floor)
+
+
+@pytest.mark.native
+@every_implementation
+def test_rows_without_width(implementation: str) -> None:
+    """Rows of width 0 score like zero vectors, whatever lay in the memory before."""
+    torch.full((4000, 100), float("nan"))
+    queries, contexts = (Fragments(torch.zeros(n, 0), torch.tensor([0, 2, n])) for n in (5, 4))
+    assert IMPLEMENTATIONS[implementation](queries, contexts).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.native
+@every_implementation
+def test_negative_logsumexp_temperature(implementation: str) -> None:
+    """A soft minimum, on captions of different lengths."""
+    queries, contexts = random_fragments([1, 4], 6), random_fragments([3, 2], 6, seed=1)
+    options = {"aggregation": "logsumexp", "logsumexp_temperature": -5.0}
+    scores = IMPLEMENTATIONS[implementation](queries, contexts, **options)
+    for i in range(2):
+        for j in range(2):
+            expected = score_by_hand(queries[i].tolist(), contexts[j].tolist(), options)
+            assert float(scores[i, j]) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.native
+def test_a_frozen_side_costs_no_gradient() -> None:
+    queries, contexts = random_fragments([3, 2], 4), random_fragments([2, 5], 4, seed=1)
+    _, both_q, both_c = with_gradients(F_itm.cross_attention_scores, queries, contexts, torch.ones(2, 2))
+    q, c = queries.values.clone().requires_grad_(), contexts.values.clone().requires_grad_()
+    for leaf, arguments, expected, shapes in (
+        (q, (queries.with_values(q), contexts), both_q, [(5, 4), (0, 4)]),
+        (c, (queries, contexts.with_values(c)), both_c, [(0, 4), (7, 4)]),
+    ):
+        scores = F_itm.cross_attention_scores(*arguments)
+        with native_calls() as calls:
+            scores.sum().backward()
+        assert [tuple(part.shape) for part in calls[0][1][1][:2]] == shapes
+        assert torch.equal(leaf.grad, expected)
 
 
 @pytest.mark.native

@@ -13,7 +13,8 @@ from torch.autograd import forward_ad
 import itm_fast
 import itm_fast.functional as F_itm
 from itm_fast import Fragments, reference
-from itm_fast.ops.precision import compute_precision
+from itm_fast.ops.library import use_native
+from itm_fast.ops.precision import autocast, compute_precision, without_autocast
 
 OPTIONS = (9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0, "float32")
 
@@ -39,7 +40,9 @@ def test_opcheck() -> None:
     tensors = (queries.values, queries.offsets, contexts.values, contexts.offsets)
     torch.library.opcheck(torch.ops.itm_fast.cross_attention_scores.default, (*tensors, *OPTIONS))
     gradient = torch.randn(3, 2, dtype=torch.float64)
-    torch.library.opcheck(torch.ops.itm_fast.cross_attention_scores_backward.default, (gradient, *tensors, *OPTIONS))
+    torch.library.opcheck(
+        torch.ops.itm_fast.cross_attention_scores_backward.default, (gradient, *tensors, *OPTIONS, True, True)
+    )
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
@@ -98,9 +101,11 @@ def test_autocast_casts_both_sides_and_gradients_come_back_in_the_input_dtype() 
     scores.sum().backward()
     assert q.grad.dtype == torch.float32
     assert c.grad.dtype == torch.bfloat16
+    double = random_fragments([2], 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        doubles = F_itm.cross_attention_scores(random_fragments([2], 4), random_fragments([2], 4))
-    assert doubles.dtype == torch.float64
+        assert F_itm.cross_attention_scores(double, double).dtype == torch.float64
+        with pytest.raises(TypeError, match=r"dtype of the queries, torch\.float64, got torch\.bfloat16"):
+            F_itm.cross_attention_scores(double, contexts.detach())
 
 
 @pytest.mark.usefixtures("_matmul_precision")
@@ -129,7 +134,8 @@ def test_backward_keeps_the_precision_of_the_forward() -> None:
     with native_calls() as calls:
         scores.sum().backward()
         F_itm.cross_attention_scores(queries.detach(), contexts)
-    assert [arguments[-1] for _, (arguments, _) in calls] == ["float32", "bf16"]
+    assert [arguments[-3] for name, (arguments, _) in calls if name.endswith("backward")] == ["float32"]
+    assert [arguments[-1] for name, (arguments, _) in calls if not name.endswith("backward")] == ["bf16"]
 
 
 @pytest.mark.usefixtures("_matmul_precision", "_fresh_compiler")
@@ -175,6 +181,13 @@ def test_what_is_not_differentiable_says_so() -> None:
     ("change", "error", "message"),
     [
         ({"temperature": float("nan")}, ValueError, "temperature: expected a finite number, got nan"),
+        ({"temperature": 1e39}, ValueError, "temperature: expected a number of at most 3.4e+38 in size, got 1e+39"),
+        ({"temperature": 10**400}, ValueError, "temperature: expected a finite number, got inf"),
+        (
+            {"aggregation": "logsumexp", "logsumexp_temperature": 1e-46},
+            ValueError,
+            "logsumexp_temperature: expected a number other than 0, got 1e-46",
+        ),
         ({"temperature": "9"}, TypeError, "temperature: expected a finite number, got '9' (str)"),
         ({"negative_slope": float("inf")}, ValueError, "negative_slope: expected a finite number, got inf"),
         (
@@ -218,6 +231,29 @@ def test_bad_arguments(change: dict, error: type[Exception], message: str) -> No
         F_itm.cross_attention_scores(queries, contexts, **arguments)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_the_operator_itself_refuses_what_its_kernels_cannot_read() -> None:
+    tensors = [random_fragments([2], 4).values, torch.tensor([0, 2])] * 2
+    operator = torch.ops.itm_fast.cross_attention_scores
+    with pytest.raises(RuntimeError, match="queries: expected float32, float64, bfloat16 or float16 values"):
+        operator(tensors[0].long(), *tensors[1:], *OPTIONS)
+    with pytest.raises(RuntimeError, match="contexts: expected int32 or int64 offsets"):
+        operator(*tensors[:3], tensors[3].float(), *OPTIONS)
+    with pytest.raises(RuntimeError, match="precision: unknown option 'int4'"):
+        operator(*tensors, *OPTIONS[:-1], "int4")
+
+
+def test_a_device_without_autocast_or_kernels_takes_the_packed_form() -> None:
+    words, regions = (
+        Fragments(torch.zeros(6, 4, device="meta"), torch.zeros(3, dtype=torch.int64, device="meta"), max_length=3)
+        for _ in range(2)
+    )
+    with pytest.warns(itm_fast.FallbackWarning, match="no native kernel for device 'meta'"):
+        use_native("cross_attention_scores", words.values)
+    with without_autocast("meta"):
+        assert (words.values @ regions.values.t()).shape == (6, 6)
+    assert autocast(words, regions) == (words, regions)
 
 
 def test_debug_checks_read_the_offsets() -> None:

@@ -113,7 +113,39 @@ def test_bad_kinds_and_shapes() -> None:
         Fragments(torch.zeros(3, 2, device="meta"), offsets)
     with pytest.raises(ValueError, match=r"lengths: expected values from 0 to 2, got 1 to 3"):
         Fragments.from_padded(torch.zeros(2, 2, 1), torch.tensor([1, 3]))
-    with pytest.raises(ValueError, match=r"tensors\[1\]: expected shape \(n, 2\) like the first"):
-        Fragments.from_list([torch.zeros(1, 2), torch.zeros(1, 3)])
-    with pytest.raises(ValueError, match="tensors: expected at least one tensor"):
-        Fragments.from_list([])
+    with pytest.raises(TypeError, match=r"lengths: expected an integer tensor, got list"):
+        Fragments.from_padded(torch.zeros(2, 2, 1), [1, 2])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([], r"tensors: expected at least one tensor"),
+        ([1], r"tensors\[0\]: expected a tensor of shape \(n, d\), got int"),
+        (
+            [torch.zeros(())],
+            r"tensors\[0\]: expected a tensor of shape \(n, d\), got a torch.float32 tensor of shape \(\)",
+        ),
+        ([torch.zeros(1, 2), torch.zeros(1, 3)], r"tensors\[1\]: expected width 2, .* like the first, got .*\(1, 3\)"),
+        ([torch.zeros(1, 2), torch.zeros(1, 2).double()], r"tensors\[1\]: expected width 2, torch.float32 and cpu"),
+    ],
+)
+def test_bad_lists(tensors: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Fragments.from_list(tensors)
+
+
+def test_bad_selections_and_joins() -> None:
+    fragments = random_fragments([2, 1], 3)
+    for indices in ([5], [-1]):
+        with pytest.raises(ValueError, match=r"indices: expected values from 0 to 1, got"):
+            fragments.index_select(torch.tensor(indices))
+    with pytest.raises(TypeError, match=r"index: expected an int .*, got slice"):
+        fragments[0:1]  # type: ignore[index]
+    with pytest.raises(ValueError, match="fragments: expected at least one Fragments"):
+        Fragments.cat(part for part in ())
+    with pytest.raises(ValueError, match=r"fragments\[1\]: expected width 3"):
+        Fragments.cat([fragments, random_fragments([1], 4)])
+    with pytest.raises(TypeError, match=r"fragments\[0\]: expected Fragments, got int"):
+        Fragments.cat([3])  # type: ignore[list-item]
+    assert len(Fragments.cat(part for part in (fragments, fragments))) == 4

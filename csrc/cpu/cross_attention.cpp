@@ -147,8 +147,9 @@ Tensor forward(const Tensor& queries, const Tensor& query_offsets, const Tensor&
 }
 
 template <typename T>
-Tensor zeros_like(const Tensor& values) {
-  Tensor zeros = torch::stable::new_empty(values, values.sizes(), kScalarType<T>);
+Tensor zeros_like(const Tensor& values, bool wanted) {
+  const int64_t n_rows = wanted ? values.size(0) : 0;
+  Tensor zeros = torch::stable::new_empty(values, {n_rows, values.size(1)}, kScalarType<T>);
   prefer_huge_pages(zeros.mutable_data_ptr(), zeros.numel() * static_cast<int64_t>(sizeof(T)));
   return torch::stable::zero_(zeros);
 }
@@ -185,11 +186,12 @@ struct PairList {
 template <typename T>
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Tensor& queries,
                                             const Tensor& query_offsets, const Tensor& contexts,
-                                            const Tensor& context_offsets, const CrossAttentionOptions& options) {
+                                            const Tensor& context_offsets, const CrossAttentionOptions& options,
+                                            bool for_queries, bool for_contexts) {
   const auto& table = kernels(T{});
   const Operand<T> query(queries, query_offsets), context(contexts, context_offsets);
   const Tensor gradient = torch::stable::contiguous(torch::stable::to(grad_scores, kScalarType<T>));
-  Tensor query_gradient = zeros_like<T>(queries), context_gradient = zeros_like<T>(contexts);
+  Tensor query_gradient = zeros_like<T>(queries, for_queries), context_gradient = zeros_like<T>(contexts, for_contexts);
   auto* query_out = static_cast<T*>(query_gradient.mutable_data_ptr());
   auto* context_out = static_cast<T*>(context_gradient.mutable_data_ptr());
   const int64_t dim = query.view.dim;
@@ -235,11 +237,14 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Ten
                                  list.pairs.data() + list.first[set], list.gradients.data() + list.first[set], n_pairs,
                                  options, context.max_length, query.max_length, workspace.data(),
                                  score_gradients.data(), query_factors.data(),
-                                 context_out + context.view.offsets[set] * dim);
+                                 for_contexts ? context_out + context.view.offsets[set] * dim : nullptr);
         });
 
+    const int64_t first_pair = list.first[group];
+    group = group_end;
+    if (!for_queries) continue;
     std::vector<std::vector<const RecomputedPair*>> by_query(query.view.n_sets);
-    for (int64_t i = list.first[group]; i < list.first[group_end]; ++i) {
+    for (int64_t i = first_pair; i < list.first[group_end]; ++i) {
       by_query[list.pairs[i].query].push_back(&list.pairs[i]);
     }
     share_tasks<int>(
@@ -250,7 +255,6 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Ten
           table.query_backward(query.view, context.view, set, pairs.data(), static_cast<int64_t>(pairs.size()),
                                score_gradients.data(), query_factors.data(), query_out + query.view.offsets[set] * dim);
         });
-    group = group_end;
   }
   return {torch::stable::to(query_gradient, queries.scalar_type()),
           torch::stable::to(context_gradient, contexts.scalar_type()), count};
@@ -259,10 +263,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Ten
 Tensor cross_attention_scores(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
                               const Tensor& context_offsets, double temperature, const std::string& normalization,
                               double negative_slope, const std::string& focal, const std::string& aggregation,
-                              double logsumexp_temperature, const std::string& /*precision: float32 serves all*/) {
-  check_fragments("queries", queries, query_offsets);
-  check_fragments("contexts", contexts, context_offsets);
-  check_same_width(queries, contexts);
+                              double logsumexp_temperature, const std::string& precision) {
+  check_operands(queries, query_offsets, contexts, context_offsets, precision);
   const CrossAttentionOptions options =
       cross_attention_options(temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature);
   const auto run = queries.scalar_type() == ScalarType::Double ? forward<double> : forward<float>;
@@ -273,17 +275,15 @@ std::tuple<Tensor, Tensor, Tensor> cross_attention_scores_backward(
     const Tensor& grad_scores, const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
     const Tensor& context_offsets, double temperature, const std::string& normalization, double negative_slope,
     const std::string& focal, const std::string& aggregation, double logsumexp_temperature,
-    const std::string& /*precision: float32 serves all*/) {
-  check_fragments("queries", queries, query_offsets);
-  check_fragments("contexts", contexts, context_offsets);
-  check_same_width(queries, contexts);
+    const std::string& precision, bool for_queries, bool for_contexts) {
+  check_operands(queries, query_offsets, contexts, context_offsets, precision);
   STD_TORCH_CHECK(grad_scores.dim() == 2 && grad_scores.size(0) == query_offsets.size(0) - 1 &&
                       grad_scores.size(1) == context_offsets.size(0) - 1,
                   "grad_scores: expected shape (query sets, context sets)");
   const CrossAttentionOptions options =
       cross_attention_options(temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature);
   const auto run = queries.scalar_type() == ScalarType::Double ? backward<double> : backward<float>;
-  return run(grad_scores, queries, query_offsets, contexts, context_offsets, options);
+  return run(grad_scores, queries, query_offsets, contexts, context_offsets, options, for_queries, for_contexts);
 }
 
 }  // namespace

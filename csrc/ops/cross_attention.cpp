@@ -1,6 +1,7 @@
 #include "ops/cross_attention.h"
 
 #include <torch/csrc/stable/library.h>
+#include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <array>
@@ -26,21 +27,42 @@ CrossAttentionOptions cross_attention_options(double temperature, const std::str
   return options;
 }
 
-void check_fragments(const char* name, const torch::stable::Tensor& values, const torch::stable::Tensor& offsets) {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+void check_fragments(const char* name, const Tensor& values, const Tensor& offsets) {
   STD_TORCH_CHECK(values.dim() == 2, name, ": expected values of shape (N, d), got ", values.dim(), " dimensions");
   STD_TORCH_CHECK(offsets.dim() == 1 && offsets.size(0) >= 1, name, ": expected offsets of shape (n_sets + 1,)");
+  const ScalarType dtype = values.scalar_type(), offset_dtype = offsets.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double || dtype == ScalarType::BFloat16 ||
+                      dtype == ScalarType::Half,
+                  name, ": expected float32, float64, bfloat16 or float16 values");
+  STD_TORCH_CHECK(offset_dtype == ScalarType::Int || offset_dtype == ScalarType::Long, name,
+                  ": expected int32 or int64 offsets");
 }
 
-void check_same_width(const torch::stable::Tensor& queries, const torch::stable::Tensor& contexts) {
+enum class Precision : int32_t { float64, float32, bf16x3, bf16, fp16 };
+
+}  // namespace
+
+void check_operands(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
+                    const Tensor& context_offsets, const std::string& precision) {
+  using namespace std::string_view_literals;
+  check_fragments("queries", queries, query_offsets);
+  check_fragments("contexts", contexts, context_offsets);
   STD_TORCH_CHECK(queries.size(1) == contexts.size(1), "contexts: expected width ", queries.size(1),
                   " like the queries, got ", contexts.size(1));
   STD_TORCH_CHECK(queries.scalar_type() == contexts.scalar_type(), "contexts: expected the dtype of the queries");
+  parse_option<Precision>("precision", precision, std::array{"float64"sv, "float32"sv, "bf16x3"sv, "bf16"sv, "fp16"sv});
 }
 
 }  // namespace itm_fast
 
-// `precision` is "float64", "float32", "bf16x3", "bf16" or "fp16": what was asked for, as resolved in Python. The third
-// result of the backward is the number of pairs that it recomputed, int64, one element.
+// `precision` is what was asked for, as resolved in Python. The third result of the backward is the number of pairs
+// that it recomputed, int64, one element; a gradient that is not asked for by `for_queries` or `for_contexts` has no
+// rows.
 STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
   m.def(
       "cross_attention_scores(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "
@@ -49,5 +71,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
   m.def(
       "cross_attention_scores_backward(Tensor grad_scores, Tensor queries, Tensor query_offsets, Tensor contexts, "
       "Tensor context_offsets, float temperature, str normalization, float negative_slope, str focal, "
-      "str aggregation, float logsumexp_temperature, str precision) -> (Tensor, Tensor, Tensor)");
+      "str aggregation, float logsumexp_temperature, str precision, bool for_queries, bool for_contexts) "
+      "-> (Tensor, Tensor, Tensor)");
 }

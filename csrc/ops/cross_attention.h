@@ -13,8 +13,10 @@ CrossAttentionOptions cross_attention_options(double temperature, const std::str
                                               double negative_slope, const std::string& focal,
                                               const std::string& aggregation, double logsumexp_temperature);
 
-void check_fragments(const char* name, const torch::stable::Tensor& values, const torch::stable::Tensor& offsets);
-
-void check_same_width(const torch::stable::Tensor& queries, const torch::stable::Tensor& contexts);
+// Refuses operands whose shapes or dtypes do not go together, and an unknown precision. Which of the precisions that
+// are asked for a backend has kernels of is its own business.
+void check_operands(const torch::stable::Tensor& queries, const torch::stable::Tensor& query_offsets,
+                    const torch::stable::Tensor& contexts, const torch::stable::Tensor& context_offsets,
+                    const std::string& precision);
 
 }  // namespace itm_fast

@@ -12,7 +12,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.ops import validation
 from itm_fast.ops.autograd import first_order, refuse_transforms
 from itm_fast.ops.library import register_fake, use_native
-from itm_fast.ops.precision import autocast, compute_precision
+from itm_fast.ops.precision import autocast, compute_precision, without_autocast
 
 NORMALIZATIONS = ("clipped_l2norm", "l2norm", "clipped_l1norm", "l1norm", "softmax", "clipped", "no_norm")
 FOCAL_MODES = (None, "equal", "prob")
@@ -64,7 +64,7 @@ def cross_attention_scores(
         "logsumexp_temperature", logsumexp_temperature, non_zero=aggregation == "logsumexp"
     )
     if not use_native("cross_attention_scores", queries.values):
-        with torch.autocast(queries.device.type, enabled=False):
+        with without_autocast(queries.device.type):
             wide = torch.promote_types(queries.dtype, torch.float32)
             return reference.cross_attention_scores_packed(
                 queries.to(wide),
@@ -115,10 +115,12 @@ class _CrossAttentionScores(torch.autograd.Function):
     @staticmethod
     @first_order("cross_attention_scores")
     def backward(ctx: Any, grad_scores: Tensor) -> tuple[Tensor | None, ...]:
+        for_queries, for_contexts = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
         grad_queries, grad_contexts, _ = torch.ops.itm_fast.cross_attention_scores_backward(
-            grad_scores, *ctx.saved_tensors, *ctx.options
+            grad_scores, *ctx.saved_tensors, *ctx.options, for_queries, for_contexts
         )
-        return grad_queries, None, grad_contexts, None, *(None,) * len(ctx.options)
+        gradients = (grad_queries if for_queries else None, None, grad_contexts if for_contexts else None, None)
+        return *gradients, *(None,) * len(ctx.options)
 
 
 def _score_dtype(queries: Tensor) -> torch.dtype:
@@ -133,7 +135,14 @@ def _scores_fake(queries: Tensor, query_offsets: Tensor, contexts: Tensor, conte
 
 @register_fake("cross_attention_scores_backward")
 def _scores_backward_fake(
-    _grad: Tensor, queries: Tensor, query_offsets: Tensor, contexts: Tensor, _context_offsets: Tensor, *_: Any
+    _grad: Tensor,
+    queries: Tensor,
+    query_offsets: Tensor,
+    contexts: Tensor,
+    _context_offsets: Tensor,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    count = query_offsets.new_empty(1, dtype=torch.int64)
-    return queries.new_empty(queries.shape), contexts.new_empty(contexts.shape), count
+    for_queries, for_contexts = options[-2:]
+    grad_queries = queries.new_empty(queries.shape if for_queries else (0, queries.shape[1]))
+    grad_contexts = contexts.new_empty(contexts.shape if for_contexts else (0, contexts.shape[1]))
+    return grad_queries, grad_contexts, query_offsets.new_empty(1, dtype=torch.int64)

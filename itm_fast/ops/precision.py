@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor
 
 from itm_fast.fragments import Fragments
 
-__all__ = ["autocast", "compute_precision"]
+__all__ = ["autocast", "compute_precision", "without_autocast"]
 
+# Asked once: torch.compile would record the question as a step of the graph.
+_AUTOCAST_DEVICES = frozenset(name for name in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(name))
 _BY_DTYPE = {torch.float64: "float64", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _BY_FLOAT32_SETTING = {
     "highest": "float32",
@@ -24,12 +27,20 @@ _BY_FLOAT32_SETTING = {
 
 
 def autocast(*fragments: Fragments) -> tuple[Fragments, ...]:
-    """Casts to the autocast dtype of the device where autocast is on; float64 stays, as in PyTorch."""
+    """Casts all to the autocast dtype of their device where autocast is on; nothing where one is float64."""
     device = fragments[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
         return fragments
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(part if part.dtype == torch.float64 else part.to(dtype) for part in fragments)
+    if any(part.dtype == torch.float64 for part in fragments):
+        return fragments
+    return tuple(part.to(torch.get_autocast_dtype(device)) for part in fragments)
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """A context in which plain PyTorch computes in the dtypes of its inputs."""
+    if device in _AUTOCAST_DEVICES:
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
 
 
 def compute_precision(tensor: Tensor) -> str:

@@ -32,6 +32,8 @@ __all__ = [
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGER = (torch.int32, torch.int64)
+_LARGEST = torch.finfo(torch.float32).max
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def describe(value: object) -> str:
@@ -73,13 +75,19 @@ def finite_number(name: str, value: object, *, minimum: float | None = None, non
     # The exact types come first: they are the usual ones, and the only ones that torch.compile makes symbolic.
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise TypeError(f"{name}: expected a finite number, got {describe(value)}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond float64
+        number = float("inf")
     # NaN and infinities minus themselves are NaN. math.isfinite would say the same, but not of a symbolic number.
     if number - number != 0.0:
         raise ValueError(f"{name}: expected a finite number, got {number}")
+    # Kernels compute in float32: what that cannot hold is as good as infinite, and what it rounds to 0 as good as 0.
+    if number > _LARGEST or number < -_LARGEST:
+        raise ValueError(f"{name}: expected a number of at most {_LARGEST:.2g} in size, got {number}")
     if minimum is not None and number < minimum:
         raise ValueError(f"{name}: expected a number of at least {minimum:g}, got {number}")
-    if non_zero and number == 0.0:
+    if non_zero and -_SMALLEST < number < _SMALLEST:
         raise ValueError(f"{name}: expected a number other than 0, got {number}")
     return number
 

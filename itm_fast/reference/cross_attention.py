@@ -21,6 +21,8 @@ from itm_fast.fragments import Fragments
 
 CLIPPED = ("clipped_l2norm", "clipped_l1norm", "clipped")
 EPSILON = 1e-8
+# Share of its terms' squared length below which an attended vector's squared norm has lost its digits in the Gram form.
+CANCELLATION = 1 / 512
 
 # Elements of one (contexts, queries) block of the packed form: 64 MB in float32.
 _BLOCK_ELEMENTS = 1 << 24
@@ -209,12 +211,40 @@ def _packed_block(
     gram = torch.bmm(context, context.transpose(1, 2))
     mixed = torch.bmm(attention.transpose(0, 1), gram).transpose(0, 1)
     squared = (attention * mixed).sum(dim=2)
+    dot = (attention * dots).sum(dim=2)
+    # torch.compile cannot follow a choice that depends on values.
+    if not torch.compiler.is_compiling():
+        squared, dot = _form_where_lost(query, context, attention, gram, squared, dot)
     # The root of a squared norm that is zero has no derivative; it is taken as zero.
     attended_norm = torch.where(squared > 0, squared, 1.0).sqrt() * (squared > 0)
     norms = torch.linalg.vector_norm(query, dim=1)[:, None] * attended_norm
-    cosine = (attention * dots).sum(dim=2) / norms.clamp(min=EPSILON)  # (N, n_contexts)
-    scores = _aggregate(sets.with_values(cosine), aggregation, logsumexp_temperature)
+    cosine = dot / norms.clamp(min=EPSILON)  # (N, n_contexts)
+    scores = _aggregate(sets, cosine, aggregation, logsumexp_temperature)
     return scores.masked_fill((sets.lengths == 0)[:, None] | (context_lengths == 0), 0.0)
+
+
+def _form_where_lost(
+    query: Tensor,  # (N, d)
+    context: Tensor,  # (n_contexts, k, d)
+    attention: Tensor,  # (N, n_contexts, k)
+    gram: Tensor,  # (n_contexts, k, k)
+    squared: Tensor,  # (N, n_contexts)
+    dot: Tensor,  # (N, n_contexts)
+) -> tuple[Tensor, Tensor]:
+    """Replaces `squared` and `dot` where the context vectors cancel and the Gram form has lost its digits.
+
+    There, where the attended vector is short beside its terms, it is formed after all.
+    """
+    with torch.no_grad():
+        norms = gram.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
+        lost = squared < CANCELLATION * (attention * norms).sum(dim=2).square()
+    for index in lost.any(dim=0).nonzero().flatten().tolist():
+        rows = lost[:, index].nonzero().flatten()
+        attended = attention[rows, index] @ context[index]
+        place = (rows, torch.full_like(rows, index))
+        squared = squared.index_put(place, attended.square().sum(dim=1))
+        dot = dot.index_put(place, (query[rows] * attended).sum(dim=1))
+    return squared, dot
 
 
 def _normalize_over_queries(raw: Tensor, normalization: str, set_index: Tensor, n_sets: int) -> Tensor:
@@ -237,16 +267,14 @@ def _normalize_over_queries(raw: Tensor, normalization: str, set_index: Tensor, 
     return raw
 
 
-def _aggregate(cosine: Fragments, aggregation: str, logsumexp_temperature: float) -> Tensor:
+def _aggregate(sets: Fragments, cosine: Tensor, aggregation: str, logsumexp_temperature: float) -> Tensor:
     """Aggregates each set's rows: `(N, n_contexts)` to `(n_sets, n_contexts)`; an empty set gives any finite value."""
-    lengths = cosine.lengths.clamp(min=1)[:, None]
     if aggregation in ("mean", "sum"):
-        total = cosine.to_padded()[0].sum(dim=1)
-        return total / lengths if aggregation == "mean" else total
-    padded = cosine.to_padded(-torch.inf)[0]
-    padded = padded.masked_fill((cosine.lengths == 0)[:, None, None], 0.0)
+        total = sets.with_values(cosine).to_padded()[0].sum(dim=1)
+        return total / sets.lengths.clamp(min=1)[:, None] if aggregation == "mean" else total
+    scale = logsumexp_temperature if aggregation == "logsumexp" else 1.0
+    padded = sets.with_values(scale * cosine).to_padded(-torch.inf)[0]
+    padded = padded.masked_fill((sets.lengths == 0)[:, None, None], 0.0)
     if padded.shape[1] == 0:
         return padded.new_zeros(padded.shape[0], padded.shape[2])
-    if aggregation == "max":
-        return padded.max(dim=1).values
-    return torch.logsumexp(logsumexp_temperature * padded, dim=1) / logsumexp_temperature
+    return padded.max(dim=1).values if aggregation == "max" else torch.logsumexp(padded, dim=1) / scale

@@ -58,8 +58,10 @@ void context_backward(const FragmentsView<T>& queries, const FragmentsView<T>& c
     T* score_gradient = score_gradients + pair.score_gradient;
     differentiate_pair(query, n_queries, context, length, dim, gram, gradients[i], options, layout, workspace,
                        score_gradient, query_factors + pair.query_factor, gram_gradient);
+    if (context_gradient == nullptr) continue;
     add_product(score_gradient, n_queries, int64_t{1}, length, n_queries, query, dim, context_gradient);
   }
+  if (context_gradient == nullptr) return;
   add_product(gram_gradient, layout.gram_stride, int64_t{1}, length, length, context, dim, context_gradient);
 }
 

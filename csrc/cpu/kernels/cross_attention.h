@@ -27,7 +27,8 @@ struct CrossAttentionKernels {
                      const FragmentsView<T>& contexts, int64_t first_context, int64_t last_context, const T* gram,
                      const int64_t* gram_offsets, const CrossAttentionOptions& options, int64_t max_rows,
                      int64_t max_columns, T* workspace, T* scores);
-  // All pairs of one context set: score gradients and query factors of each, and the gradient of the context's rows.
+  // All pairs of one context set: score gradients and query factors of each, and the gradient of the context's rows
+  // unless that is null.
   void (*context_backward)(const FragmentsView<T>& queries, const FragmentsView<T>& contexts, int64_t set,
                            const T* gram, const RecomputedPair* pairs, const T* gradients, int64_t n_pairs,
                            const CrossAttentionOptions& options, int64_t max_contexts, int64_t max_queries,

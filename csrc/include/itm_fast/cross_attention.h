@@ -28,8 +28,9 @@ struct FragmentsView {
   int64_t n_sets;
   int64_t dim;
 
-  int64_t length(int64_t set) const { return offsets[set + 1] - offsets[set]; }
-  const T* set_values(int64_t set) const { return values + offsets[set] * dim; }
+  // Always inlined: code of one instruction set must not end up serving another.
+  __attribute__((always_inline)) int64_t length(int64_t set) const { return offsets[set + 1] - offsets[set]; }
+  __attribute__((always_inline)) const T* set_values(int64_t set) const { return values + offsets[set] * dim; }
 };
 
 }  // namespace itm_fast

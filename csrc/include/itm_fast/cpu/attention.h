@@ -98,27 +98,32 @@ inline void normalize_row_backward(const T* raw, const T* logits, const T* logit
   const T slope = static_cast<T>(options.negative_slope);
   const T temperature = static_cast<T>(options.temperature);
   T norm;
-  const T scale = temperature / row_denominator(raw, n, mode, clip, slope, norm);
-  T along = T(0);  // sum_j (gradient of a_j) * (what a_j varies with)
+  const T denominator = row_denominator(raw, n, mode, clip, slope, norm);
+  const T scale = temperature / denominator;
+  // Divided before they are multiplied, the terms of a set of one query cancel as they should.
+  T along = T(0);  // sum_j (gradient of a_j) * a_j, without the temperature
   for (int64_t j = 0; j < n; ++j) {
-    const T other = mode == Normalization::softmax ? logits[j] : (clip && raw[j] <= T(0) ? raw[j] * slope : raw[j]);
-    along += logit_gradient[j] * other;
+    const T clipped = clip && raw[j] <= T(0) ? raw[j] * slope : raw[j];
+    along += logit_gradient[j] * (mode == Normalization::softmax ? logits[j] : clipped / denominator);
   }
   for (int64_t j = 0; j < n; ++j) {
     const T clipped = clip && raw[j] <= T(0) ? raw[j] * slope : raw[j];
-    T gradient;
-    if (mode == Normalization::softmax) {
-      // logits = temperature * a, so the temperature of the gradient stands in `along` and in `logits` once each.
-      gradient = temperature == T(0) ? T(0) : logits[j] * (logit_gradient[j] - along / temperature);
-    } else {
-      gradient = logit_gradient[j] * scale;
-      const T denominator = norm + T(kNormEpsilon);
-      if (mode == Normalization::clipped_l2norm || mode == Normalization::l2norm) {
-        if (norm > T(0)) gradient -= clipped * along * temperature / (denominator * denominator * norm);
-      } else if (mode == Normalization::clipped_l1norm || mode == Normalization::l1norm) {
-        const T sign = clipped > T(0) ? T(1) : (clipped < T(0) ? T(-1) : T(0));
-        gradient -= sign * along * temperature / (denominator * denominator);
-      }
+    T gradient = logit_gradient[j] * scale;
+    switch (mode) {
+      case Normalization::softmax:
+        // logits = temperature * a, so the temperature of the gradient stands in `along` and in `logits` once each.
+        gradient = temperature == T(0) ? T(0) : logits[j] * (logit_gradient[j] - along / temperature);
+        break;
+      case Normalization::clipped_l2norm:
+      case Normalization::l2norm:
+        if (norm > T(0)) gradient -= along * scale * (clipped / norm);
+        break;
+      case Normalization::clipped_l1norm:
+      case Normalization::l1norm:
+        if (clipped != T(0)) gradient -= clipped > T(0) ? along * scale : -along * scale;
+        break;
+      default:
+        break;
     }
     raw_gradient[j] += clip && raw[j] <= T(0) ? gradient * slope : gradient;
   }

@@ -13,7 +13,7 @@ template <typename T>
 struct PairLayout {
   int64_t stride;       // of the blocks with one row per context
   int64_t gram_stride;  // of blocks with one column per context
-  int64_t raw, logits, attention, mixed, transposed, columns, total;
+  int64_t raw, logits, attention, mixed, transposed, scratch, columns, total;
   static constexpr int64_t kColumnArrays = 8;
 
   PairLayout(int64_t max_contexts, int64_t max_queries) {
@@ -25,7 +25,8 @@ struct PairLayout {
     attention = logits + rows * stride;
     mixed = attention + rows * stride;
     transposed = mixed + rows * stride;
-    columns = transposed + max_queries * gram_stride;
+    scratch = transposed + max_queries * gram_stride;
+    columns = scratch + max_contexts * kLanes<T>;
     total = columns + kColumnArrays * stride;
   }
 };
@@ -107,7 +108,8 @@ inline void differentiate_pair(const T* query, int64_t n_queries, const T* conte
   }
   for (int64_t j = 0; j < n_queries; ++j) {
     if (square[j] < scale[j] * scale[j] * kCancellation<T>) {
-      const Attended<T> exact = attend_exactly(attention + j, stride, context, n_contexts, dim, query + j * dim);
+      const Attended<T> exact = attend_exactly(attention + j, stride, context, n_contexts, dim, query + j * dim,
+                                               mixed + j, workspace + layout.scratch);
       square[j] = exact.square;
       dot[j] = exact.dot;
     }

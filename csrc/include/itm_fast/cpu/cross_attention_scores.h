@@ -85,7 +85,8 @@ template <typename T>
 inline void multiply_tile(const T* values, int64_t n_rows, int64_t dim, const T* panels, int64_t n_columns, T* chunk,
                           T* raw, int64_t stride) {
   const int64_t padded_rows = round_up(n_rows, kMicroRows);
-  for (int64_t start = 0; start < dim; start += kDepth) {
+  // Once even where the rows have no width: the products are zero then.
+  for (int64_t start = 0; start == 0 || start < dim; start += kDepth) {
     const int64_t depth = dim - start < kDepth ? dim - start : kDepth;
     for (int64_t r = 0; r < padded_rows; ++r) {
       T* line = chunk + r * kDepthStride;
@@ -133,16 +134,26 @@ struct Attended {
   T dot;     // <q, c>
 };
 
+// Where `products` is given, products[k * stride] becomes <x_k, c>; `scratch` holds a vector per context then.
 template <typename T>
 inline Attended<T> attend_exactly(const T* column, int64_t stride, const T* context, int64_t n_contexts, int64_t dim,
-                                  const T* query) {
+                                  const T* query, T* products = nullptr, T* scratch = nullptr) {
   Vector<T> squares{}, dots{};
+  const bool wanted = products != nullptr;
+  for (int64_t k = 0; wanted && k < n_contexts; ++k) {
+    products[k * stride] = T(0);
+    store<T>(scratch + k * kLanes<T>, Vector<T>{});
+  }
   int64_t d = 0;
   for (; d + kLanes<T> <= dim; d += kLanes<T>) {
     Vector<T> attended{};
     for (int64_t k = 0; k < n_contexts; ++k) attended += splat(column[k * stride]) * load(context + k * dim + d);
     squares += attended * attended;
     dots += attended * load(query + d);
+    for (int64_t k = 0; wanted && k < n_contexts; ++k) {
+      T* sum = scratch + k * kLanes<T>;
+      store<T>(sum, load(sum) + attended * load(context + k * dim + d));
+    }
   }
   Attended<T> result{sum_lanes<T>(squares), sum_lanes<T>(dots)};
   for (; d < dim; ++d) {
@@ -150,6 +161,10 @@ inline Attended<T> attend_exactly(const T* column, int64_t stride, const T* cont
     for (int64_t k = 0; k < n_contexts; ++k) attended += column[k * stride] * context[k * dim + d];
     result.square += attended * attended;
     result.dot += attended * query[d];
+    for (int64_t k = 0; wanted && k < n_contexts; ++k) products[k * stride] += attended * context[k * dim + d];
+  }
+  for (int64_t k = 0; wanted && k < n_contexts; ++k) {
+    products[k * stride] += sum_lanes<T>(load(scratch + k * kLanes<T>));
   }
   return result;
 }
