@@ -90,17 +90,17 @@ def demo(
 
 
 def _clear_earlier_demo(config: TrainConfig) -> None:
-    """Removes the run of an earlier demo in the same folder; any other run there is an error."""
+    """Removes the run of an earlier demo in the same folder; anything else that lies in the way is an error."""
     from itm_fast.training import run_folder
 
     out = Path(config.out)
-    if not (out / run_folder.CONFIG).exists():
-        return
-    if Path(run_folder.saved_config(out).data).resolve() != Path(config.data).resolve():
-        raise ValueError(f"{out}: holds a run that is no demo; choose another --out")
-    shutil.rmtree(out / "last", ignore_errors=True)
-    for name in (run_folder.CONFIG, run_folder.METRICS, run_folder.VOCABULARY, "model.safetensors", "config.json"):
-        (out / name).unlink(missing_ok=True)
+    if (out / run_folder.CONFIG).exists():
+        if Path(run_folder.saved_config(out).data).resolve() != Path(config.data).resolve():
+            raise ValueError(f"{out}: holds a run that is no demo; choose another --out")
+        shutil.rmtree(out / "last", ignore_errors=True)
+        for name in (run_folder.CONFIG, run_folder.METRICS, run_folder.VOCABULARY, "model.safetensors", "config.json"):
+            (out / name).unlink(missing_ok=True)
+    run_folder.check(config, resume=False)
 
 
 def _fit_into(config: TrainConfig, minutes: float) -> TrainConfig:
@@ -112,12 +112,17 @@ def _fit_into(config: TrainConfig, minutes: float) -> TrainConfig:
 
     vocabulary, train_data, validation_data = load_data(config)
     trainer = Trainer(config, create_model(config, vocabulary, train_data), train_data, validation_data, progress=False)
-    # A tenth more for the validations and the first epoch, whose loss looks at all negatives.
-    epoch_seconds = 1.1 * trainer.steps_per_epoch * trainer.seconds_per_step()
-    fitting = max(1, int(minutes * 60 / epoch_seconds))
-    if fitting >= config.epochs:
+    seconds = {mining: trainer.seconds_per_step(mining) for mining in ("all", config.mining)}
+
+    def needed_for(epochs: int) -> float:
+        # A tenth more for the validations.
+        warmup = min(epochs, config.warmup_epochs)
+        return 1.1 * trainer.steps_per_epoch * (warmup * seconds["all"] + (epochs - warmup) * seconds[config.mining])
+
+    fitting = next((epochs for epochs in range(config.epochs, 1, -1) if needed_for(epochs) <= minutes * 60), 1)
+    if fitting == config.epochs:
         return config
-    needed = _minutes(config.epochs * epoch_seconds)
+    needed = _minutes(needed_for(config.epochs))
     typer.echo(
         f"{config.epochs} epochs would take about {needed} here; --minutes {minutes:g} leaves time for {fitting}"
     )
