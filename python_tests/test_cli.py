@@ -286,12 +286,38 @@ def test_demo_trains_evaluates_and_reports(
 def test_demo_plans_fewer_epochs_on_a_slow_machine(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from itm_fast.training import Trainer
 
-    monkeypatch.setattr(Trainer, "seconds_per_step", lambda _self: 3.0)
-    config = TrainConfig(data=str(data), out=str(tmp_path), epochs=24, batch_size=32, model_options={"embed_dim": 8})
-    # Four steps an epoch: 13.2 seconds with what is added for validations.
-    assert demo_command._fit_into(config, 1.0).epochs == 4
-    assert demo_command._fit_into(config, 0.01).epochs == 1
+    monkeypatch.setattr(Trainer, "seconds_per_step", lambda _self, mining: {"hardest": 3.0, "all": 6.0}[mining])
+    config = TrainConfig(
+        data=str(data), out=str(tmp_path), epochs=24, batch_size=32, warmup_epochs=2, model_options={"embed_dim": 8}
+    )
+    # Four steps an epoch and a tenth for validations: two epochs of 26.4 seconds, the others of 13.2.
+    fitting = {
+        seconds: demo_command._fit_into(config, seconds / 60).epochs for seconds in (1, 52, 53, 105, 106, 343, 344)
+    }
+    assert fitting == {1: 1, 52: 1, 53: 2, 105: 5, 106: 6, 343: 23, 344: 24}
     assert demo_command._fit_into(config, 60.0) == config
+
+
+def test_time_per_step_is_measured_with_the_negatives_asked_for(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the warm-up: the budget of a demo is that of its later epochs."""
+    from itm_fast.training import Trainer
+    from itm_fast.training.run import create_model, load_data
+
+    config = TrainConfig(
+        data=str(data), out=str(tmp_path), batch_size=32, warmup_epochs=1, model_options={"embed_dim": 8}
+    )
+    vocabulary, train_data, dev_data = load_data(config)
+    trainer = Trainer(config, create_model(config, vocabulary, train_data), train_data, dev_data, progress=False)
+    calls = {}
+    for mining, loss in trainer.losses.items():
+        calls[mining] = []
+        loss.register_forward_hook(lambda *_args, called=calls[mining]: called.append(1))
+    assert trainer.seconds_per_step("hardest") > 0
+    assert {mining: len(called) for mining, called in calls.items()} == {"all": 0, "hardest": 7}
+    assert trainer.seconds_per_step("all", steps=2) > 0
+    assert {mining: len(called) for mining, called in calls.items()} == {"all": 4, "hardest": 7}
 
 
 def test_demo_leaves_other_runs_alone(data: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
