@@ -15,12 +15,13 @@ import attrs
 import pytest
 import torch
 from helpers.concepts import write_concepts
+from helpers.runs import OPTIONS, config, make_trainer, run, same, weights
 
 import itm_fast.functional as F_itm
 from itm_fast import models
 from itm_fast.config import build, fields_of, from_text, to_dict
 from itm_fast.reference import cross_attention as reference
-from itm_fast.training import TrainConfig, Trainer, TrainResult, train
+from itm_fast.training import TrainConfig, Trainer
 from itm_fast.training import trainer as trainer_module
 from itm_fast.training.checkpoint import load_state, save_state
 from itm_fast.training.config import read_yaml, to_yaml
@@ -29,25 +30,10 @@ from itm_fast.training.plateau import PlateauMonitor, PlateauWarning
 from itm_fast.training.run import load_data
 from itm_fast.training.schedule import learning_rate
 
-OPTIONS = {"embed_dim": 16, "word_dim": 12}
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_concepts(tmp_path_factory.mktemp("concepts"))
-
-
-def config(data: Path, out: Path, **changes: object) -> TrainConfig:
-    values = {"epochs": 2, "batch_size": 32, "lr": 2e-3, "log_every": 2, "model_options": OPTIONS}
-    return TrainConfig(data=str(data), out=str(out), **{**values, **changes})
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_state(run)["model"]
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 # Settings
@@ -202,18 +188,6 @@ def test_log_truncates_to_a_size(tmp_path: Path) -> None:
 
 
 # Trainer
-
-
-def make_trainer(settings: TrainConfig) -> Trainer:
-    from itm_fast.training.run import create_model
-
-    vocabulary, train_data, dev_data = load_data(settings)
-    torch.manual_seed(settings.seed)
-    return Trainer(settings, create_model(settings, vocabulary, train_data), train_data, dev_data, progress=False)
-
-
-def run(settings: TrainConfig, *, resume: bool = False) -> TrainResult:
-    return train(settings, resume=resume, progress=False)
 
 
 def test_training_learns_and_leaves_the_run_folder(data: Path, tmp_path: Path) -> None:
@@ -395,14 +369,6 @@ def test_a_folder_with_a_run_is_refused(data: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="file: expected a folder for the run, found a file"):
         run(attrs.evolve(settings, out=str(tmp_path / "file")))
-
-
-def test_other_training_data_are_refused_on_resume(data: Path, tmp_path: Path) -> None:
-    settings = config(data, tmp_path / "run", epochs=1)
-    run(settings)
-    other = write_concepts(tmp_path / "other", n_train=10)
-    with pytest.raises(ValueError, match="2 steps an epoch, but the run to resume had 4"):
-        run(attrs.evolve(settings, data=str(other), epochs=2), resume=True)
 
 
 def test_bad_input_leaves_no_run_folder(data: Path, tmp_path: Path) -> None:

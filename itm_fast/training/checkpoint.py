@@ -6,7 +6,7 @@ Inside: `save_state`, `load_state`, `random_state`, `restore_random_state`.
 from __future__ import annotations
 
 import os
-import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,28 @@ def save_state(run: str | os.PathLike[str], state: dict[str, Any]) -> None:
         torch.save({"format_version": FORMAT_VERSION, **state}, temporary)
 
 
-def load_state(run: str | os.PathLike[str]) -> dict[str, Any]:
+def load_state(run: str | os.PathLike[str], keys: Iterable[str] = ()) -> dict[str, Any]:
     """Reads what `save_state` wrote; no pickled code is ever executed.
 
     Raises:
-        ValueError: there is none, it is damaged, or its format is another one.
+        ValueError: there is none, it is damaged, its format is another one, or it lacks one of `keys`.
     """
     path = Path(run) / STATE_FILE
     if not path.is_file():
         raise ValueError(f"{path}: no such file; there is no run to resume")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
-        raise ValueError(f"{path}: not a readable training state ({str(error).splitlines()[0]})") from None
+    except Exception:
+        # Damage can raise nearly anything, and torch's text advises to switch off the protection against code.
+        raise ValueError(f"{path}: not a readable training state: damaged, or not written by itm-fast") from None
     version = state.get("format_version") if isinstance(state, dict) else None
     if version != FORMAT_VERSION:
         raise ValueError(f"{path}: format_version is {version!r}; this version of itm_fast reads {FORMAT_VERSION}")
+    missing = [key for key in keys if key not in state]
+    if missing:
+        raise ValueError(
+            f"{path}: the training state has no {missing[0]!r}: damaged, or of another version of itm_fast"
+        )
     return state
 
 

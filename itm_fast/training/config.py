@@ -22,6 +22,8 @@ __all__ = ["TrainConfig", "read_yaml", "to_yaml"]
 DATA, MODEL, STEPS, OPTIMIZER = "Data", "Model", "Steps", "Optimiser"
 LOSS, LOG, MACHINE = "Loss", "Validation and log", "Machine"
 
+MAX_SEED = 2**63 - 1  # torch takes no larger one on every platform
+
 
 @attrs.frozen(kw_only=True)
 class TrainConfig:
@@ -50,7 +52,9 @@ class TrainConfig:
     epochs: int = setting(30, group=STEPS, minimum=1, help="Passes over the training captions.", free_on_resume=True)
     batch_size: int = setting(128, group=STEPS, minimum=1, help="Captions per step, each with its image.")
     drop_last: bool = setting(False, group=STEPS, help="Leave out a last batch that is not full.")
-    seed: int = setting(0, group=STEPS, minimum=0, help="Seed of the weights, the order of the data and dropout.")
+    seed: int = setting(
+        0, group=STEPS, minimum=0, maximum=MAX_SEED, help="Seed of the weights, the order of the data and dropout."
+    )
 
     optimizer: str = setting("adam", group=OPTIMIZER, help="Optimiser.", choices=("adam", "adamw"))
     lr: float = setting(2e-4, group=OPTIMIZER, above=0, help="Learning rate.")
@@ -107,6 +111,8 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such configuration file") from None
+    except IsADirectoryError:
+        raise ValueError(f"{path}: expected a YAML file, found a folder") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: expected YAML of plain values: {' '.join(str(error).split())}") from None
     content = {} if content is None else content

@@ -36,13 +36,16 @@ def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -
     if config.threads:
         torch.set_num_threads(config.threads)
     device_of(config.device)
+    run_folder.check(config, resume=resume)
     vocabulary, train_data, validation_data = load_data(config, resume=resume)
     torch.manual_seed(config.seed)
     model = create_model(config, vocabulary, train_data)
     trainer = Trainer(config, model, train_data, validation_data, progress=progress)
+    if resume:
+        trainer.restore()
     run = run_folder.prepare(config, resume=resume)
     vocabulary.save(run / run_folder.VOCABULARY)
-    return trainer.run(resume=resume)
+    return trainer.run()
 
 
 def load_data(

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from itm_fast import config as settings
 from itm_fast import files
+from itm_fast.models.base import CONFIG_FILE, WEIGHTS_FILE
 from itm_fast.training.checkpoint import STATE_FILE
 from itm_fast.training.config import TrainConfig, read_yaml, to_yaml
 
-__all__ = ["CONFIG", "METRICS", "VOCABULARY", "prepare", "saved_config"]
+__all__ = ["CONFIG", "METRICS", "VOCABULARY", "check", "prepare", "saved_config"]
 
 CONFIG = "train.yaml"
 METRICS = "metrics.jsonl"
@@ -31,31 +32,44 @@ def saved_config(run: str | Path) -> TrainConfig:
     return settings.build(TrainConfig, read_yaml(path), "setting")
 
 
-def prepare(config: TrainConfig, *, resume: bool) -> Path:
-    """Creates the folder of a run, or checks that `config` may continue the one that is there.
+def check(config: TrainConfig, *, resume: bool) -> None:
+    """Checks that the run may write into its folder. Writes nothing.
 
     Raises:
-        ValueError: the folder holds a run and `resume` is False, or that run has other settings (the first is named).
+        ValueError: the folder is that of the data, or holds files that no run of these settings made; or, with
+            `resume`, it holds no run, or one of other settings (the first that differs is named).
     """
     run = Path(config.out)
     if run.exists() and not run.is_dir():
         raise ValueError(f"{run}: expected a folder for the run, found a file")
-    started = run / CONFIG
-    if started.is_file():
-        differing = _first_difference(saved_config(run), config)
-        if differing is not None and (resume or (run / STATE_FILE).is_file()):
-            name, before, now = differing
-            raise ValueError(
-                f"{run}: holds a run with {name} = {before!r}, not {now!r}; choose another --out or the same settings"
-            )
-        if not resume and (run / STATE_FILE).is_file():
-            raise ValueError(f"{run}: holds a run already; continue it with --resume or choose another --out")
-    elif resume:
+    if run.resolve() == Path(config.data).resolve():
+        raise ValueError(f"out: expected another folder than that of the data, got {run}")
+    started, has_state = (run / CONFIG).is_file(), (run / STATE_FILE).is_file()
+    if resume and not started:
         raise ValueError(f"{run}: holds no {CONFIG}; there is no run to resume")
+    differing = _first_difference(saved_config(run), config) if started and (resume or has_state) else None
+    if differing is not None:
+        name, before, now = differing
+        raise ValueError(
+            f"{run}: holds a run with {name} = {before!r}, not {now!r}; choose another --out or the same settings"
+        )
+    if resume:
+        return
+    if started and has_state:
+        raise ValueError(f"{run}: holds a run already; continue it with --resume or choose another --out")
+    # A run that ended before its first state left nothing worth keeping: its settings, vocabulary and log.
+    kept = [WEIGHTS_FILE] if started else [WEIGHTS_FILE, CONFIG_FILE, VOCABULARY, METRICS, str(STATE_FILE)]
+    for file in kept:
+        if (run / file).exists():
+            raise ValueError(f"{run}: holds {file}, which this run would overwrite; choose another --out")
+
+
+def prepare(config: TrainConfig, *, resume: bool) -> Path:
+    """Creates the folder of a run that `check` has let through and writes its settings; a new run starts a new log."""
+    run = Path(config.out)
     if not resume:
-        # A run that ended before its first state left nothing worth keeping.
         (run / METRICS).unlink(missing_ok=True)
-    files.write_text(started, to_yaml(config))
+    files.write_text(run / CONFIG, to_yaml(config))
     return run
 
 

@@ -27,12 +27,18 @@ from itm_fast.losses import TripletLoss
 from itm_fast.models.base import MatchingModel, load_weights
 from itm_fast.training import checkpoint, run_folder
 from itm_fast.training.config import TrainConfig
+from itm_fast.training.fingerprint import check_fingerprints, fingerprints
 from itm_fast.training.metrics_log import MetricsLog
 from itm_fast.training.plateau import PlateauMonitor
 from itm_fast.training.schedule import learning_rate
 from itm_fast.training.signals import on_stop_signals
 
 __all__ = ["TrainResult", "Trainer"]
+
+_STATE_KEYS = (
+    "position", "data", "model", "optimizer", "scheduler", "plateau", "random", "best", "best_step",
+    "validated_step", "window", "seconds", "log_size",
+)  # fmt: skip
 
 
 @attrs.frozen
@@ -78,7 +84,10 @@ class Trainer:
         self.log = MetricsLog(Path(config.out) / run_folder.METRICS)
         self.best: dict[str, float] = {}
         self.best_step = 0
+        self._total = config.epochs * self.steps_per_epoch
+        self._position = 0
         self._validated_step = 0
+        self._log_size = 0
         self._window: list[float] = []
         self._seconds_before = 0.0
         self._started = time.monotonic()
@@ -87,40 +96,75 @@ class Trainer:
         self._progress = progress
         self.engine = self._make_engine()
 
-    def run(self, *, resume: bool = False) -> TrainResult:
+    def restore(self) -> None:
+        """Takes up the last state of the run in `config.out`; `run` then goes on from there. Writes nothing.
+
+        Raises:
+            ValueError: the state is missing or damaged, or does not fit the model, the data or the epochs.
+        """
+        path = Path(self.config.out) / checkpoint.STATE_FILE
+        state = checkpoint.load_state(self.config.out, _STATE_KEYS)
+        check_fingerprints(state["data"], self._fingerprints(), path)
+        if state["position"] > self._total:
+            raise ValueError(
+                f"epochs: {self.config.epochs} epochs are {self._total} steps, but the run in {self.config.out} has "
+                f"done {state['position']}"
+            )
+        load_weights(self.model, state["model"], str(path))
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.plateau.load_state_dict(state["plateau"])
+        checkpoint.restore_random_state(state["random"], self.device)
+        self.best, self.best_step = state["best"], state["best_step"]
+        self._position, self._validated_step = state["position"], state["validated_step"]
+        self._window, self._seconds_before = list(state["window"]), state["seconds"]
+        self._log_size = state["log_size"]
+
+    def run(self) -> TrainResult:
         """Trains to the end, or until SIGINT or SIGTERM asks for a stop, and leaves a state to resume from.
 
         Raises:
-            ValueError: the loss is not finite, a batch is bad, or the state to resume from does not fit.
+            ValueError: the loss is not finite, or a batch is bad.
         """
-        total = self.config.epochs * self.steps_per_epoch
-        position = self._load(checkpoint.load_state(self.config.out)) if resume else 0
         self._started = time.monotonic()
-        if position < total:
+        self.log.truncate(self._log_size)
+        # A run that ended in the middle of a validation makes up for it.
+        if self._validation_due(self._position):
+            self._validate(self._position)
+            self._save(self._position)
+        if self._position < self._total:
             self.engine.load_state_dict(
-                {"iteration": position, "epoch_length": self.steps_per_epoch, "max_epochs": self.config.epochs}
+                {"iteration": self._position, "epoch_length": self.steps_per_epoch, "max_epochs": self.config.epochs}
             )
             # Where no terminal shows a bar there is none, but the lines of the validations stay.
             with (
                 on_stop_signals(self._request_stop),
-                tqdm(total=total, initial=position, unit="step", disable=None if self._progress else True) as self._bar,
+                tqdm(
+                    total=self._total,
+                    initial=self._position,
+                    unit="step",
+                    disable=None if self._progress else True,
+                ) as self._bar,
             ):
-                self.engine.run(self._batches(position))
-            position = self.engine.state.iteration
-        return TrainResult(self.best, self.best_step, position, self.seconds, position >= total)
+                self.engine.run(self._batches(self._position))
+            self._position = self.engine.state.iteration
+        return TrainResult(self.best, self.best_step, self._position, self.seconds, self._position >= self._total)
 
     @property
     def seconds(self) -> float:
         """Time spent in this run so far, what came before a resume included."""
         return self._seconds_before + time.monotonic() - self._started
 
-    def seconds_per_step(self, steps: int = 5) -> float:
-        """Measures steps on the first batches. They change the weights: only for a trainer that will not train."""
+    def seconds_per_step(self, mining: str, steps: int = 5) -> float:
+        """Measures steps with the negatives `mining` on the first batches.
+
+        The steps change the weights: only for a trainer that will not train.
+        """
         batches = self._batches(0)
         times = []
         for batch in itertools.islice(batches, steps + 2):
             start = time.perf_counter()
-            self._step(batch)
+            self._step(batch, mining)
             times.append(time.perf_counter() - start)
         # The first two steps warm up memory and threads.
         return statistics.median(times[2:] or times)
@@ -130,7 +174,6 @@ class Trainer:
         # Ignite would log every exception to stderr beside the one clear line that the user gets.
         engine.logger.setLevel(logging.CRITICAL)
         engine.add_event_handler(Events.ITERATION_COMPLETED, self._after_step)
-        engine.add_event_handler(Events.EPOCH_COMPLETED, self._after_epoch)
         return engine
 
     def _batches(self, position: int) -> Iterator[Batch]:
@@ -157,7 +200,7 @@ class Trainer:
             yield from batches
             epoch, start = epoch + 1, 0
 
-    def _step(self, batch: Batch) -> dict[str, float]:
+    def _step(self, batch: Batch, mining: str | None = None) -> dict[str, float]:
         self.model.train()
         batch = batch.to(self.device, non_blocking=True)
         with self._autocast():
@@ -165,7 +208,7 @@ class Trainer:
         positives = None
         if self.config.exclude_same_image:
             positives = batch.image_index[:, None] == batch.image_index[None, :]
-        mining = self.mining
+        mining = mining or self.mining
         loss = self.losses[mining](scores, positives=positives)
         value = float(loss.detach())
         if not math.isfinite(value):
@@ -197,26 +240,26 @@ class Trainer:
         step = engine.state.iteration
         output: dict[str, float] = engine.state.output  # type: ignore[assignment]
         self._window.append(output["loss"])
-        if step % self.config.log_every == 0:
+        if step % self.config.log_every == 0 or step == self._total:
             self._log_window(output)
         self._bar.set_postfix(loss=f"{output['loss']:.2f}", rsum=f"{self.best.get('rsum', 0.0):.1f}", refresh=False)
         self._bar.update()
-        validated = self.config.validate_unit == "step" and step % self.config.validate_every == 0
-        if validated:
-            self._validate()
-        # The last step of an epoch saves after what the epoch's end brings, so that no state lies between the two.
-        if step % self.steps_per_epoch != 0:
-            if validated or step % self.config.save_every == 0:
-                self._save()
-            self._stop_if_requested()
+        due = self._validation_due(step)
+        # What a validation that fails would lose is saved before it.
+        if due or step % self.steps_per_epoch == 0 or step % self.config.save_every == 0:
+            self._save(step)
+        if due:
+            self._validate(step)
+            self._save(step)
+        if self._stop_requested:
+            self._save(step)
+            engine.terminate()
 
-    def _after_epoch(self, engine: Engine) -> None:
-        due = self.config.validate_unit == "epoch" and engine.state.epoch % self.config.validate_every == 0
-        last = engine.state.epoch == self.config.epochs and self._validated_step != engine.state.iteration
-        if due or last:
-            self._validate()
-        self._save()
-        self._stop_if_requested()
+    def _validation_due(self, step: int) -> bool:
+        """Whether a validation belongs after `step` and has not been done."""
+        unit = self.steps_per_epoch if self.config.validate_unit == "epoch" else 1
+        regular = step % (self.config.validate_every * unit) == 0
+        return step > 0 and step != self._validated_step and (regular or step == self._total)
 
     def _log_window(self, output: dict[str, float]) -> None:
         self.log.write(
@@ -231,8 +274,8 @@ class Trainer:
         )
         self._window.clear()
 
-    def _validate(self) -> None:
-        step, epoch = self.engine.state.iteration, self.engine.state.epoch
+    def _validate(self, step: int) -> None:
+        epoch = -(-step // self.steps_per_epoch)
         with self._autocast():
             summary = evaluate(self.model, self.validation_data)
         self._validated_step = step
@@ -248,10 +291,10 @@ class Trainer:
                 f"{summary['i2t_r1']:.1f} (image to text) {summary['t2i_r1']:.1f} (text to image)" + ", best" * better
             )
 
-    def _save(self) -> None:
+    def _save(self, step: int) -> None:
         state = {
-            "position": self.engine.state.iteration,
-            "steps_per_epoch": self.steps_per_epoch,
+            "position": step,
+            "data": self._fingerprints(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -266,31 +309,11 @@ class Trainer:
         }
         checkpoint.save_state(self.config.out, state)
 
-    def _load(self, state: dict[str, Any]) -> int:
-        if state["steps_per_epoch"] != self.steps_per_epoch:
-            raise ValueError(
-                f"{self.config.data}: {self.steps_per_epoch} steps an epoch, but the run to resume had "
-                f"{state['steps_per_epoch']}; the training data are not the same"
-            )
-        source = f"{Path(self.config.out) / checkpoint.STATE_FILE}"
-        load_weights(self.model, state["model"], source)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.plateau.load_state_dict(state["plateau"])
-        checkpoint.restore_random_state(state["random"], self.device)
-        self.best, self.best_step = state["best"], state["best_step"]
-        self._validated_step = state["validated_step"]
-        self._window, self._seconds_before = list(state["window"]), state["seconds"]
-        self.log.truncate(state["log_size"])
-        return int(state["position"])
+    def _fingerprints(self) -> dict[str, str]:
+        return {**fingerprints(self.train_data), **fingerprints(self.validation_data)}
 
     def _request_stop(self) -> None:
         self._stop_requested = True
-
-    def _stop_if_requested(self) -> None:
-        if self._stop_requested:
-            self._save()
-            self.engine.terminate()
 
 
 def _optimizer(config: TrainConfig, model: MatchingModel) -> torch.optim.Optimizer:

@@ -1,0 +1,79 @@
+"""What a new run may write over, and what it leaves alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.concepts import write_concepts
+from helpers.runs import config, run
+
+from itm_fast import models
+from itm_fast.data import Vocabulary
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_concepts(tmp_path_factory.mktemp("concepts"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_saved_model_is_not_overwritten(data: Path, tmp_path: Path) -> None:
+    models.create("scan", vocab_size=10, feature_dim=8, embed_dim=4, word_dim=4).save(tmp_path / "m")
+    before = contents(tmp_path / "m")
+    with pytest.raises(ValueError, match=r"m: holds model.safetensors, which this run would overwrite; choose another"):
+        run(config(data, tmp_path / "m", epochs=1))
+    assert contents(tmp_path / "m") == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "vocab.json", "metrics.jsonl", "last/checkpoint.pt"])
+def test_no_file_of_others_is_overwritten(data: Path, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "out" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    with pytest.raises(ValueError, match=f"out: holds {name}, which this run would overwrite"):
+        run(config(data, tmp_path / "out", epochs=1))
+    assert file.read_text() == "mine"
+    assert not (tmp_path / "out" / "train.yaml").exists()
+
+
+def test_the_best_model_of_a_run_without_its_state_is_kept(data: Path, tmp_path: Path) -> None:
+    settings = config(data, tmp_path / "run", epochs=1)
+    run(settings)
+    (tmp_path / "run" / "last" / "checkpoint.pt").unlink()
+    before = contents(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"run: holds model\.safetensors, which this run would overwrite"):
+        run(settings)
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_run_without_any_state_is_started_anew(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(config(data, out, epochs=1))
+    for name in ("last/checkpoint.pt", "model.safetensors", "config.json"):
+        (out / name).unlink()
+    log = (out / "metrics.jsonl").read_text().count("\n")
+    assert run(config(data, out, epochs=1, lr=1e-3)).steps == 4
+    assert (out / "metrics.jsonl").read_text().count("\n") == log
+
+
+@pytest.mark.parametrize("spelling", ["{data}", "{data}/../{name}", "{link}"])
+def test_the_folder_of_the_data_is_no_run_folder(tmp_path: Path, spelling: str) -> None:
+    data = write_concepts(tmp_path / "data")
+    Vocabulary.build(["red ball"], 1).save(data / "vocab.json")
+    (tmp_path / "link").symlink_to(data)
+    before = contents(data)
+    out = spelling.format(data=data, name=data.name, link=tmp_path / "link")
+    with pytest.raises(ValueError, match="out: expected another folder than that of the data, got"):
+        run(config(data, Path(out), epochs=1))
+    assert contents(data) == before
+
+
+def test_other_files_in_the_folder_are_no_hindrance(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    assert run(config(data, tmp_path / "run", epochs=1)).steps == 4
+    assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
