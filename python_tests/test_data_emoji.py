@@ -189,6 +189,14 @@ def test_sheets_hold_the_pictures_in_the_order_of_names():
     assert (second[144:, 24 * 72 :] == 255).all()
 
 
+def test_check_names_the_files_that_differ_or_are_missing(tmp_path):
+    (tmp_path / "same.txt").write_bytes("é\n".encode())
+    (tmp_path / "other.txt").write_bytes(b"one\r\n")
+    files = {"same.txt": "é\n", "other.txt": "one\n", "gone.txt": ""}
+    assert render_emoji.differing(tmp_path, files) == ["other.txt", "gone.txt (missing)"]
+    assert render_emoji.differing(tmp_path / "nowhere", {"a": ""}) == ["a (missing)"]
+
+
 def test_names_and_keywords_are_read_from_both_files(tmp_path):
     for folder, entries in (
         ("annotations", '<annotation cp="A">one | two</annotation><annotation cp="A" type="tts">name a</annotation>'),

@@ -173,6 +173,17 @@ def write(path: Path, content: bytes) -> None:
     Path(temporary.name).replace(path)
 
 
+def differing(folder: Path, files: dict[str, str]) -> list[str]:
+    """The names of those `files` that have another content in `folder`, or are missing there, which is said."""
+    names = []
+    for name, text in files.items():
+        if not (folder / name).is_file():
+            names.append(f"{name} (missing)")
+        elif (folder / name).read_bytes() != text.encode("utf-8"):
+            names.append(name)
+    return names
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Render the bundled emoji data.")
@@ -194,9 +205,9 @@ def main() -> None:
     parts = split(collect(arguments.font, arguments.annotations))
     files = text_files(parts, sources)
     if arguments.check:
-        changed = [name for name, text in files.items() if (arguments.out / name).read_text(encoding="utf-8") != text]
+        changed = differing(arguments.out, files)
         if changed:
-            raise SystemExit(f"not as rendered: {', '.join(changed)}")
+            raise SystemExit(f"{arguments.out}: not as rendered: {', '.join(changed)}")
         print(f"{arguments.out}: as rendered", file=sys.stderr)
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
