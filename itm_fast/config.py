@@ -145,7 +145,7 @@ def _validate(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
 
 
 def _validate_bounds(field: attrs.Attribute[Any], value: float) -> None:
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{field.name}: expected a finite number, got {value!r}")
     bounds = {kind: bound for kind, bound in field.metadata["bounds"].items() if bound is not None}
     fits = {
@@ -155,5 +155,5 @@ def _validate_bounds(field: attrs.Attribute[Any], value: float) -> None:
         "below": lambda bound: value < bound,
     }
     if not all(fits[kind](bound) for kind, bound in bounds.items()):
-        wanted = " and ".join(f"{_BOUNDS[kind]} {bound:g}" for kind, bound in bounds.items())
+        wanted = " and ".join(f"{_BOUNDS[kind]} {bound}" for kind, bound in bounds.items())
         raise ValueError(f"{field.name}: expected a number {wanted}, got {value!r}")

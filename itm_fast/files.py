@@ -1,6 +1,6 @@
 """Writing files so that a reader never meets a half-written one.
 
-Inside: `atomic_path`, `write_text`, `write_bytes`.
+Inside: `atomic_path`, `write_text`, `write_bytes`, `check_target`.
 """
 
 from __future__ import annotations
@@ -45,3 +45,15 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes `content` atomically."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(content)
+
+
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError where `path` cannot become a file: a look before long work whose result goes there."""
+    target = Path(path)
+    if target.is_dir():
+        raise ValueError(f"{path}: expected a file to write, found a folder")
+    nearest = next(parent for parent in target.absolute().parents if parent.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"{path}: expected a folder at {nearest}, found a file")
+    if not os.access(nearest, os.W_OK):
+        raise ValueError(f"{path}: the folder {nearest} is not writable")

@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from itm_fast.files import atomic_path, write_bytes, write_text
+from itm_fast.files import atomic_path, check_target, write_bytes, write_text
 
 
 def test_a_file_is_replaced_in_one_step_with_the_usual_permissions(tmp_path):
@@ -38,3 +38,17 @@ def _fail_half_way(path, error):
     with atomic_path(path) as temporary:
         temporary.write_bytes(b"half")
         raise error
+
+
+def test_a_target_that_cannot_be_written_is_found_before(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    check_target(tmp_path / "file")
+    check_target(tmp_path / "new" / "folder" / "file.json")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(ValueError, match=f"^{tmp_path}: expected a file to write, found a folder$"):
+        check_target(tmp_path)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/file/a/b: expected a folder at {tmp_path}/file, found a file$"):
+        check_target(tmp_path / "file" / "a" / "b")
+    monkeypatch.setattr(os, "access", lambda _path, _mode: False)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/a/b: the folder {tmp_path} is not writable$"):
+        check_target(tmp_path / "a" / "b")

@@ -33,8 +33,10 @@ def bench(
 
     from itm_fast.benchmarking.run import PRESETS, run
     from itm_fast.benchmarking.table import markdown
-    from itm_fast.files import write_text
+    from itm_fast.files import check_target, write_text
 
+    if json is not None:
+        check_target(json)
     with tqdm(unit=" runs", bar_format="{n} runs, {elapsed}: {desc}") as bar:
 
         def progress(what: str) -> None:

@@ -8,6 +8,7 @@ Every problem is a ValueError of one line that names the file, and the line (fro
 from __future__ import annotations
 
 import codecs
+import math
 import os
 import re
 from pathlib import Path
@@ -48,9 +49,12 @@ def open_features(path: str | os.PathLike[str]) -> np.memmap:
     try:
         features = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, SyntaxError) as error:
+        size = Path(path).stat().st_size
+        promised = _promised_size(path)
+        if promised is not None and size < promised:
+            raise ValueError(f"{path}: truncated: the header promises {promised} bytes, the file has {size}") from None
         # numpy has a message of its own for each kind of damage; its first line is enough.
         reason = (str(error).splitlines() or ["empty file"])[0]
-        size = Path(path).stat().st_size
         raise ValueError(f"{path}: not a readable .npy array of numbers ({reason}; {size} bytes on disk)") from None
     if not isinstance(features, np.memmap):
         raise ValueError(f"{path}: expected one .npy array, got {type(features).__name__}")
@@ -61,6 +65,17 @@ def open_features(path: str | os.PathLike[str]) -> np.memmap:
     if 0 in features.shape:
         raise ValueError(f"{path}: expected at least one image, region and channel, got shape {features.shape}")
     return features
+
+
+def _promised_size(path: str | os.PathLike[str]) -> int | None:
+    """The size in bytes that the header of a .npy file of plain numbers stands for; None where it cannot be read."""
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    with Path(path).open("rb") as file:
+        try:
+            shape, _, dtype = readers[np.lib.format.read_magic(file)](file)
+        except (ValueError, SyntaxError, KeyError):
+            return None
+        return None if dtype.hasobject else file.tell() + math.prod(shape) * dtype.itemsize
 
 
 def _read_lines(path: str | os.PathLike[str]) -> list[str]:

@@ -100,6 +100,8 @@ def load(directory: str | os.PathLike[str], device: torch.device | str = "cpu") 
         ValueError: a file is missing or damaged, the format is newer than this package, the weights do not fit the
             configuration, or a weight is not finite; the message names the file.
     """
+    if Path(directory).is_file():
+        raise ValueError(f"{directory}: expected the folder of a saved model, found a file")
     config_path, weights_path = Path(directory) / CONFIG_FILE, Path(directory) / WEIGHTS_FILE
     model = _from_config(config_path)
     try:

@@ -22,7 +22,7 @@ __all__ = ["TrainConfig", "read_yaml", "to_yaml"]
 DATA, MODEL, STEPS, OPTIMIZER = "Data", "Model", "Steps", "Optimiser"
 LOSS, LOG, MACHINE = "Loss", "Validation and log", "Machine"
 
-MAX_SEED = 2**63 - 1  # torch takes no larger one on every platform
+MAX_SEED = 2**64 - 1  # the largest that torch takes
 
 
 @attrs.frozen(kw_only=True)
