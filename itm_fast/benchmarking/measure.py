@@ -71,8 +71,8 @@ def peak_memory(make: Callable[..., Callable[[], Any]], *arguments: Any, threads
     """Bytes by which the memory of a fresh process rises above its inputs while it runs a call once.
 
     `make(*arguments)` runs in the new process and returns the call; inputs that it creates do not count, nor does what
-    a first call on small inputs sets up: `make(*arguments, small=True)()` runs before. None where the system does not
-    tell (other systems than Linux).
+    a first call sets up: that of `make(*arguments, small=True)` runs before. None where the system does not tell (other
+    systems than Linux).
     """
     if not _STATUS.exists():
         return None

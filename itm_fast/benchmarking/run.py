@@ -66,7 +66,8 @@ def run(preset: Preset, threads: int, progress: Callable[[str], None] = lambda _
         variants = ["loop", "packed", *(["packed compiled"] if preset.compiled and _compiler_found() else []), "native"]
         repeats = {name: preset.loop_runs if name == "loop" else preset.runs for name in variants}
         measure = partial(_measure, memory_threads=threads if preset.memory else None, progress=progress)
-        few = {"loop": preset.evaluation_loop_runs, "native": min(3, preset.runs)}
+        once = preset.evaluation_loop_runs
+        few = {"loop": once, "packed bounded": once, "native": min(3, preset.runs)}
         measured = {
             "scores": measure(workloads.make_scores, repeats, (square,)),
             "step": measure(workloads.make_step, repeats, (square,)),
@@ -104,8 +105,8 @@ def _measure(
     results: dict[str, Any] = {}
     for name, timing in timings.items():
         results[name] = timing.as_dict()
-        # Under torch.compile the compiler's own memory would be measured.
-        if memory_threads is not None and "compiled" not in name:
+        # What takes minutes is run once, for its time.
+        if memory_threads is not None and repeats[name] > 1:
             progress(f"{what}: memory of {name}")
             results[name]["peak_bytes"] = peak_memory(make, name, *arguments, threads=memory_threads)
     described = [attrs.asdict(part) if attrs.has(type(part)) else part for part in arguments]
