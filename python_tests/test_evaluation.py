@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.concepts import write_concepts
+from helpers.terminal import every_step
 from torch import Tensor, nn
 
 import itm_fast.functional as F_itm
 from itm_fast import Fragments, models
 from itm_fast.data import PrecomputedDataset, Vocabulary
-from itm_fast.evaluation import evaluate, evaluate_scores, recall_table, score_matrix
+from itm_fast.evaluation import evaluate, evaluate_scores, recall_table, score_matrix, scoring
 
 
 class Gallery:
@@ -98,11 +100,23 @@ def test_the_model_is_left_as_it_was_even_after_an_error() -> None:
     assert (model.training, model.frozen.training, torch.is_grad_enabled()) == (True, False, True)
 
 
-def test_progress_counts_every_tile(capsys: pytest.CaptureFixture[str]) -> None:
-    score_matrix(TableModel(random_table(4, 6)), Gallery([0] * 6, 4), tile_images=2, tile_captions=3, progress=True)
-    assert "8/8" in capsys.readouterr().err
-    score_matrix(TableModel(random_table(4, 6)), Gallery([0] * 6, 4))
+def test_progress_counts_every_tile_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def scored(progress: bool) -> None:
+        gallery = Gallery([0, 0, 1, 1, 2, 3], 4)
+        evaluate(TableModel(random_table(4, 6)), gallery, folds=2, tile_images=1, progress=progress, description="dev")
+
+    scored(progress=True)
     assert capsys.readouterr().err == ""
+    terminal = every_step(monkeypatch, scoring)
+    scored(progress=False)
+    assert terminal.getvalue() == ""
+    scored(progress=True)
+    # In a fold two images, one tile of captions, and two tiles of scores.
+    for fold in (1, 2):
+        assert re.search(rf"dev, fold {fold}/2: 100%[^\r]* 5/5 ", terminal.getvalue())
+    assert terminal.getvalue().rpartition("5/5")[2].rstrip("\r").endswith(" ")
 
 
 def test_one_fold_is_the_summary_of_the_ranks() -> None:

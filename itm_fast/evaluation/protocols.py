@@ -30,6 +30,7 @@ def evaluate(
     tile_images: int = 256,
     tile_captions: int = 512,
     progress: bool = False,
+    description: str = "scores",
 ) -> dict[str, float]:
     """Recalls of a model on a data set; only pairs within a fold are scored.
 
@@ -39,7 +40,7 @@ def evaluate(
         folds: number of equal runs of consecutive images, each retrieved from alone; the result is their mean.
         first_images: use only that many images and their captions.
         ties: "pessimistic" or "optimistic", as in `retrieval_ranks`.
-        tile_images, tile_captions, progress: as in `score_matrix`.
+        tile_images, tile_captions, progress, description: as in `score_matrix`.
 
     Returns:
         The keys of `itm_fast.functional.recall_summary`, each the mean over the folds.
@@ -57,7 +58,7 @@ def evaluate(
             tile_images=tile_images,
             tile_captions=tile_captions,
             progress=progress,
-            description="scores" if folds == 1 else f"fold {fold + 1}/{folds}",
+            description=description if folds == 1 else f"{description}, fold {fold + 1}/{folds}",
         )
         summaries.append(_summary(scores, dataset.caption_image, images, captions, ties))
     return _mean(summaries)

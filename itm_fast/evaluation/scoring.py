@@ -60,7 +60,7 @@ def score_matrix(
         captions: indices of the captions to score, int64 `(m,)`; None: all.
         tile_images: images encoded together, and rows of a tile.
         tile_captions: captions encoded together, and columns of a tile.
-        progress: show a progress bar.
+        progress: show a progress bar where there is a terminal; it vanishes at the end.
         description: stands before the bar.
 
     Returns:
@@ -79,7 +79,7 @@ def score_matrix(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     steps = len(image_tiles) + len(caption_tiles) + len(image_tiles) * len(caption_tiles)
     scores: Tensor | None = None
-    with _evaluation_mode(model), tqdm(total=steps, desc=description, unit="tile", disable=not progress) as bar:
+    with _evaluation_mode(model), _bar(steps, description, progress) as bar:
         encoded_captions = []
         for chosen in caption_tiles:
             token_ids, lengths = dataset.caption_batch(chosen)
@@ -99,6 +99,10 @@ def score_matrix(
                 bar.update()
             row += len(chosen)
     return torch.empty(len(images), len(captions)) if scores is None else scores
+
+
+def _bar(steps: int, description: str, progress: bool) -> Any:
+    return tqdm(total=steps, desc=description, unit="tile", leave=False, disable=None if progress else True)
 
 
 def _split(indices: Tensor, size: int) -> list[Tensor]:

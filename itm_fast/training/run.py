@@ -1,22 +1,25 @@
 """From a configuration to a trained model: everything that stands around the trainer.
 
-Inside: `train`, `load_data`, `create_model`, `device_of`.
+Inside: `train`, `load_data`, `vocabulary_path`, `create_model`, `device_of`, `warn_of_unknown_words`.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from itm_fast import config as settings
 from itm_fast import models
-from itm_fast.data import PrecomputedDataset, Vocabulary, layout, load_vocabulary
+from itm_fast.data import PrecomputedDataset, Vocabulary, find_vocabulary, layout, load_vocabulary
 from itm_fast.training import run_folder
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.trainer import Trainer, TrainResult
 
-__all__ = ["create_model", "device_of", "load_data", "train"]
+__all__ = ["create_model", "device_of", "load_data", "train", "vocabulary_path", "warn_of_unknown_words"]
 
 # Settings of a model that the data decide, and that a user therefore cannot give.
 _FROM_DATA = ("vocab_size", "feature_dim")
@@ -28,7 +31,7 @@ def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -
     Args:
         config: the settings of the run.
         resume: continue the run in `config.out` from its last state.
-        progress: show a progress bar and a line per validation.
+        progress: say what the run works on, show a progress bar where there is a terminal, and a line per validation.
 
     Raises:
         ValueError: a setting, the data, or the folder's earlier content does not fit; nothing is written then.
@@ -44,6 +47,11 @@ def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -
     if resume:
         trainer.restore()
     run = run_folder.prepare(config, resume=resume)
+    for data in (train_data, validation_data):
+        warn_of_unknown_words(data)
+    if progress:
+        path = vocabulary_path(config, resume=resume) or "built from the training captions"
+        tqdm.write("\n".join(_opening(trainer, vocabulary, path)))
     vocabulary.save(run / run_folder.VOCABULARY)
     return trainer.run()
 
@@ -53,8 +61,7 @@ def load_data(
 ) -> tuple[Vocabulary, PrecomputedDataset, PrecomputedDataset]:
     """The vocabulary, the training split and the validation split; a resumed run keeps its own vocabulary."""
     layout.check_split(config.data, "train")
-    own = Path(config.out) / run_folder.VOCABULARY
-    vocabulary = Vocabulary.from_file(own) if resume and own.is_file() else load_vocabulary(config.data, config.vocab)
+    vocabulary = load_vocabulary(config.data, vocabulary_path(config, resume=resume))
     train_data = PrecomputedDataset(config.data, "train", vocabulary)
     validation_data = PrecomputedDataset(
         config.data, config.validation_split, vocabulary, max_images=config.validation_images
@@ -65,6 +72,37 @@ def load_data(
             f"but of {validation_data.features.shape[1:]} in {config.validation_split}"
         )
     return vocabulary, train_data, validation_data
+
+
+def vocabulary_path(config: TrainConfig, *, resume: bool = False) -> Path | None:
+    """The vocabulary file that `load_data` reads; None where it builds a vocabulary from the training captions."""
+    own = Path(config.out) / run_folder.VOCABULARY
+    if resume and own.is_file():
+        return own
+    return find_vocabulary(config.data) if config.vocab is None else Path(config.vocab)
+
+
+def _opening(trainer: Trainer, vocabulary: Vocabulary, vocabulary_source: Path | str) -> Iterator[str]:
+    """What a run works on, in lines for its user."""
+    config = trainer.config
+    sizes = [
+        f"{data.split} {data.n_images:,} images, {len(data):,} captions"
+        for data in (trainer.train_data, trainer.validation_data)
+    ]
+    yield f"data: {config.data}: {'; '.join(sizes)}"
+    yield f"vocabulary: {vocabulary_source}, {len(vocabulary):,} words"
+    yield f"device: {trainer.device}, threads: {torch.get_num_threads()}, precision: {config.precision}"
+    yield f"epochs: {config.epochs:,}, steps per epoch: {trainer.steps_per_epoch:,}"
+
+
+def warn_of_unknown_words(data: PrecomputedDataset) -> None:
+    """Warns where most words of the captions are unknown: then the vocabulary is that of other data."""
+    if data.unknown_share > 0.5:
+        warnings.warn(
+            f"{data.directory}: the vocabulary lacks {data.unknown_share:.0%} of the words in the captions of "
+            f"{data.split}; is it that of other data?",
+            stacklevel=2,
+        )
 
 
 def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedDataset) -> models.MatchingModel:
@@ -79,11 +117,14 @@ def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedD
 
 
 def device_of(name: str) -> torch.device:
-    """The device called `name`; ValueError where torch knows no such device or the machine has none."""
+    """The device called `name`; ValueError where torch knows no such device or cannot use it on this machine."""
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"device: expected a device such as cpu or cuda, got {name!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device: {name!r} was asked for, but torch finds no CUDA device")
+    try:
+        float(torch.zeros(1, device=device))
+    except Exception:
+        # Each kind of device has its own exception for not being there; only using it tells for all of them.
+        raise ValueError(f"device: {name!r} was asked for, but torch cannot use such a device here") from None
     return device

@@ -11,6 +11,7 @@ import logging
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,7 @@ class Trainer:
         Raises:
             ValueError: the loss is not finite, or a batch is bad.
         """
+        self._warn_without_negatives()
         self._started = time.monotonic()
         self.log.truncate(self._log_size)
         # A run that ended in the middle of a validation makes up for it.
@@ -277,7 +279,9 @@ class Trainer:
     def _validate(self, step: int) -> None:
         epoch = -(-step // self.steps_per_epoch)
         with self._autocast():
-            summary = evaluate(self.model, self.validation_data)
+            summary = evaluate(
+                self.model, self.validation_data, progress=self._progress, description=self.validation_data.split
+            )
         self._validated_step = step
         position = {"step": step, "epoch": epoch, "seconds": round(self.seconds, 3)}
         self.log.write(kind="validation", split=self.validation_data.split, **position, **summary)
@@ -311,6 +315,12 @@ class Trainer:
 
     def _fingerprints(self) -> dict[str, str]:
         return {**fingerprints(self.train_data), **fingerprints(self.validation_data)}
+
+    def _warn_without_negatives(self) -> None:
+        one_image = self.config.exclude_same_image and len(self.train_data.caption_image.unique()) == 1
+        if one_image or min(self.config.batch_size, len(self.train_data)) == 1:
+            reason = "all captions are of one image" if one_image else "a step has one caption"
+            warnings.warn(f"nothing can be learned: {reason}, and so no pair has a negative", stacklevel=3)
 
     def _request_stop(self) -> None:
         self._stop_requested = True
