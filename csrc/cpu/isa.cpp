@@ -12,13 +12,13 @@ namespace {
 std::vector<Isa> available_isas() {
   std::vector<Isa> isas{Isa::portable};
 #ifdef ITM_FAST_HAVE_AVX2
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     isas.push_back(Isa::avx2);
   }
 #endif
 #ifdef ITM_FAST_HAVE_AVX512
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma")) {
     isas.push_back(Isa::avx512);
   }
 #endif
@@ -50,8 +50,6 @@ const char* isa_name(Isa isa) {
       return "avx2";
     case Isa::avx512:
       return "avx512";
-    case Isa::amx:
-      return "amx";
   }
   return "unknown";
 }

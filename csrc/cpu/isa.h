@@ -5,7 +5,7 @@
 
 namespace itm_fast {
 
-enum class Isa { portable, avx2, avx512, amx };
+enum class Isa { portable, avx2, avx512 };
 
 // What is both compiled in and supported by the processor and the operating system, from the plainest to the best:
 // "portable, avx2".

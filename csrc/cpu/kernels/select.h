@@ -5,7 +5,6 @@
 
 #ifdef ITM_FAST_HAVE_AVX512
 #define ITM_FAST_CASE_AVX512(table) \
-  case Isa::amx:                    \
   case Isa::avx512:                 \
     return avx512::table;
 #else
