@@ -7,6 +7,8 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up
 TORCH ?= torch==2.13.0
 NATIVE_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+# Succeeds in an interpreter whose torch is new enough.
+HAS_TORCH := -c 'import sys; sys.path.insert(0, "tools"); import native_build, torch; sys.exit(not native_build.find_torch())'
 # cmake and ninja of the environment come first, so that one build folder always sees the same ones.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
@@ -54,7 +56,7 @@ clean: ## Remove what was built; the environment stays.
 $(PYTHON):
 	@for python in $(PYTHON3) python3.11 python3.12 python3.13 python3.10 python3; do \
 	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
-	    if $$python -c 'import torch' 2>/dev/null; then options=--system-site-packages; fi; \
+	    if $$python $(HAS_TORCH) 2>/dev/null; then options=--system-site-packages; fi; \
 	    echo "$$python -m venv $(VENV) $$options"; \
 	    $$python -m venv $(VENV) $$options || { rm -rf $(VENV); exit 1; }; \
 	    exit 0; \
@@ -62,9 +64,9 @@ $(PYTHON):
 	done; \
 	echo "itm_fast: no Python 3.10 or newer found; name one: make PYTHON3=/path/to/python" >&2; exit 1
 
-# What pip needs to build without isolation stands in build-system.requires and in tools/build_backend.py.
+# What pip needs to build without isolation stands in build-system.requires and in tools/native_build.py.
 $(STAMP): pyproject.toml | $(PYTHON)
-	$(PYTHON) -c 'import torch' 2>/dev/null || $(PYTHON) -m pip install -q --disable-pip-version-check $(TORCH)
+	$(PYTHON) $(HAS_TORCH) 2>/dev/null || $(PYTHON) -m pip install -q --disable-pip-version-check $(TORCH)
 	$(PYTHON) -m pip install -q --disable-pip-version-check 'setuptools>=77' 'pybind11>=2.13' 'cmake>=3.26' 'ninja>=1.10'
 	$(PYTHON) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[dev]'
 	touch $@

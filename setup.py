@@ -16,13 +16,15 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from build_backend import find_compiler, find_tool, find_torch  # noqa: E402
+from native_build import find_compiler, find_tool, find_torch  # noqa: E402
 
 
 class CMakeBuild(build_ext):
     """Builds the native libraries of csrc/ and puts them into the package: in place for editable installs."""
 
     def run(self):
+        if not self.extensions:
+            return
         import pybind11
 
         found = find_torch()

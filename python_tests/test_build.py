@@ -10,8 +10,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from build_backend import find_tool, find_torch
 from helpers.processes import ROOT, run, run_python
+from native_build import find_tool, find_torch
 
 import itm_fast
 

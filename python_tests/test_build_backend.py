@@ -6,6 +6,7 @@ import sysconfig
 from pathlib import Path
 
 import build_backend
+import native_build
 import pytest
 import torch
 
@@ -29,8 +30,8 @@ def site_packages(tmp_path, monkeypatch):
     """An empty folder as the interpreter's only site-packages."""
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(build_backend.site, "getsitepackages", lambda: [str(tmp_path)])
-    monkeypatch.setattr(build_backend.site, "getusersitepackages", lambda: str(tmp_path))
+    monkeypatch.setattr(native_build.site, "getsitepackages", lambda: [str(tmp_path)])
+    monkeypatch.setattr(native_build.site, "getusersitepackages", lambda: str(tmp_path))
     return tmp_path
 
 
@@ -43,7 +44,7 @@ def install_fake_torch(folder, version):
 
 @pytest.mark.usefixtures("isolated")
 def test_the_installed_torch_is_found_under_isolation():
-    folder, version = build_backend.find_torch()
+    folder, version = native_build.find_torch()
     assert folder == Path(torch.__file__).parent.resolve()
     assert version.split("+")[0] == torch.__version__.split("+")[0]
 
@@ -64,31 +65,31 @@ def test_torch_is_asked_for_where_there_is_none(kind):
 
 def test_an_old_torch_does_not_count(site_packages):
     install_fake_torch(site_packages, "2.10.1")
-    assert build_backend.find_torch() is None
+    assert native_build.find_torch() is None
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "3.0"])
 def test_a_new_torch_counts(site_packages, version):
     install_fake_torch(site_packages, version)
-    assert build_backend.find_torch() == (site_packages / "torch", version)
+    assert native_build.find_torch() == (site_packages / "torch", version)
 
 
 def test_without_a_compiler_nothing_is_asked_for(site_packages, monkeypatch):
     monkeypatch.setenv("PATH", str(site_packages))
     monkeypatch.delenv("CXX", raising=False)
-    assert build_backend.find_compiler() is None
+    assert native_build.find_compiler() is None
     assert build_backend._requirements_of_the_native_build() == []
 
 
 def test_the_compiler_of_the_environment_counts_alone(monkeypatch):
-    assert build_backend.find_compiler() is not None
+    assert native_build.find_compiler() is not None
     monkeypatch.setenv("CXX", "/nowhere/c++")
-    assert build_backend.find_compiler() is None
+    assert native_build.find_compiler() is None
 
 
 def test_windows_has_no_native_build(monkeypatch):
-    monkeypatch.setattr(build_backend.platform, "system", lambda: "Windows")
-    assert build_backend.find_compiler() is None
+    monkeypatch.setattr(native_build.platform, "system", lambda: "Windows")
+    assert native_build.find_compiler() is None
 
 
 def test_a_compiler_that_does_not_answer_is_none(tmp_path, monkeypatch):
@@ -97,7 +98,7 @@ def test_a_compiler_that_does_not_answer_is_none(tmp_path, monkeypatch):
     stub.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert build_backend.find_compiler() is None
+    assert native_build.find_compiler() is None
 
 
 @pytest.mark.parametrize(("answer", "found"), [("cmake version 3.25.1", False), ("cmake version 3.26.0", True)])
@@ -107,10 +108,10 @@ def test_an_old_cmake_does_not_count(site_packages, monkeypatch, answer, found):
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(site_packages))
     monkeypatch.setattr(build_backend, "find_compiler", lambda: "c++")
-    assert build_backend.find_tool("cmake") == (str(tool) if found else None)
+    assert native_build.find_tool("cmake") == (str(tool) if found else None)
     assert ("cmake>=3.26" in build_backend._requirements_of_the_native_build()) != found
 
 
 def test_the_found_tools_answer():
     for name in ("cmake", "ninja"):
-        assert subprocess.run([build_backend.find_tool(name), "--version"], capture_output=True).returncode == 0
+        assert subprocess.run([native_build.find_tool(name), "--version"], capture_output=True).returncode == 0
