@@ -95,7 +95,7 @@ def build(cls: type[Config], values: Mapping[str, Any], what: str = "setting") -
 
 def unknown_name(what: str, name: str, known: Sequence[str]) -> str:
     """The error text for a name that nobody knows, with the nearest known one, or all where none is near."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, known, n=1)
     return f"unknown {what} {name!r}: " + (f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}")
 
 
@@ -135,6 +135,9 @@ def _validate(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
         wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(plain)
         wanted = wanted or "names and values"
         raise ValueError(f"{field.name}: expected {wanted}, got {value!r}")
+    for key in value if isinstance(value, Mapping) else ():
+        if not isinstance(key, str):
+            raise ValueError(f"{field.name}: expected names as strings, got {key!r}")
     choices = field.metadata["choices"]
     if choices and value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)

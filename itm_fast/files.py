@@ -30,10 +30,22 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)
+        # Without this a power cut may leave the new name with content that never reached the disk.
+        _flush_to_disk(temporary)
         temporary.replace(target)
+        if os.name == "posix":
+            _flush_to_disk(target.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _flush_to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

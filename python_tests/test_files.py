@@ -52,3 +52,22 @@ def test_a_target_that_cannot_be_written_is_found_before(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda _path, _mode: False)
     with pytest.raises(ValueError, match=f"^{tmp_path}/a/b: the folder {tmp_path} is not writable$"):
         check_target(tmp_path / "a" / "b")
+
+
+def test_content_is_on_disk_before_the_name_changes(tmp_path, monkeypatch):
+    """The file is flushed under its temporary name, then it is renamed, then the folder is flushed."""
+    path = tmp_path / "file"
+    write_bytes(path, b"old")
+    events = []
+    flush = os.fsync
+
+    def recording(handle):
+        folder = stat.S_ISDIR(os.fstat(handle).st_mode)
+        size = None if folder else os.fstat(handle).st_size
+        events.append(("folder" if folder else "file", size, path.read_bytes()))
+        flush(handle)
+
+    monkeypatch.setattr(os, "fsync", recording)
+    write_bytes(path, b"newer")
+    expected = [("file", 5, b"old"), ("folder", None, b"newer")]
+    assert events == (expected if os.name == "posix" else expected[:1])

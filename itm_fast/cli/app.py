@@ -80,9 +80,20 @@ def run(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         _print_error(str(error))
         return 1
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        _print_error("not enough memory; a smaller model or --batch-size needs less")
+        return 1
     except (KeyboardInterrupt, typer.Abort):
         _print_error("interrupted")
         return 130
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # torch raises an exception class of its own only for accelerators.
+    own = type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
+    return own or "can't allocate memory" in str(error) or "Storage size calculation overflowed" in str(error)
 
 
 def _print_error(message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -27,4 +28,4 @@ def emoji_command(
     for split in emoji.SPLITS:
         n_images, n_captions = len(emoji.image_ids(split)), len(emoji.captions(split))
         typer.echo(f"{split}: {n_images:,} pictures, {n_captions:,} captions")
-    typer.echo(f"train on them with: itm-fast train --data {out} --model scan --out RUN")
+    typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --model scan --out RUN")

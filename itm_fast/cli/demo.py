@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import random
 import shutil
@@ -37,7 +38,7 @@ def demo(
         float, typer.Option(help="Train for about so long at most: a slow machine gets fewer epochs.")
     ] = 8.0,
     seed: Annotated[int, typer.Option(help="Seed of the weights, the order of the data and the queries shown.")] = 0,
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: torch's choice.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: torch's choice.")] = 0,
 ) -> None:
     """Trains SCAN on the bundled emoji, evaluates it on unseen pictures and writes a report.
 
@@ -53,8 +54,8 @@ def demo(
     from itm_fast.training.metrics_log import MetricsLog, read_metrics
     from itm_fast.training.run import create_model, load_data
 
-    if minutes <= 0:
-        raise ValueError(f"minutes: expected a number above 0, got {minutes:g}")
+    if not (math.isfinite(minutes) and minutes > 0):
+        raise ValueError(f"minutes: expected a finite number above 0, got {minutes:g}")
     if threads:
         torch.set_num_threads(threads)
     data = out / "data"
@@ -66,10 +67,8 @@ def demo(
     test = PrecomputedDataset(data, "test", vocabulary)
 
     torch.manual_seed(seed)
-    untrained = evaluation.evaluate(create_model(config, vocabulary, train_data), test)
-    typer.echo(
-        f"training on {train_data.n_images:,} emoji with {len(train_data):,} captions in {config.epochs} passes; "
-        "validation on dev"
+    untrained = evaluation.evaluate(
+        create_model(config, vocabulary, train_data), test, progress=True, description="test, untrained"
     )
     result = train(config)
     if not result.finished:
@@ -77,7 +76,7 @@ def demo(
         raise typer.Exit(130)
 
     model = models.load(out)
-    scores = evaluation.score_matrix(model, test)
+    scores = evaluation.score_matrix(model, test, progress=True, description="test")
     trained = evaluation.evaluate_scores(scores, test.caption_image)
     MetricsLog(out / run_folder.METRICS).write(kind="test", split="test", step=result.best_step, **trained)
     report = _report(

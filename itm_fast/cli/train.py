@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
+import attrs
 import typer
 
 from itm_fast import config as settings
@@ -30,28 +32,28 @@ def train(
 ) -> None:
     """Trains a model on precomputed region features and leaves the best one in --out.
 
-    With --resume the settings are those of the run; what is given beside must agree with them, apart from what does
-    not change the result (epochs, threads, workers, device, data, save-every).
+    With --resume the settings are those of the run, and what is given beside must agree with them. What may change:
+    --data where the same data lie in another folder; --workers and --save-every, which the result does not depend on;
+    --device and --threads, which change its rounding; --epochs, but to no fewer than were done, and with the cosine
+    schedule the learning rate then is that of the new length from here on.
     """
     from itm_fast.training import run_folder
     from itm_fast.training.run import train as run_training
 
-    chosen = given_options(values)
-    merged: dict[str, Any] = {}
+    merged = {**(read_yaml(config) if config is not None else {}), **given_options(values)}
     if resume:
-        if "out" not in chosen:
-            raise ValueError("out: --resume needs the RUN folder to continue, --out RUN")
-        merged = settings.to_dict(run_folder.saved_config(chosen["out"]))
-    if config is not None:
-        merged.update(read_yaml(config))
-    merged.update(chosen)
+        if "out" not in merged:
+            raise ValueError("out: --resume needs the RUN folder to continue: --out RUN, or out in the --config file")
+        merged = {**settings.to_dict(run_folder.saved_config(str(merged["out"]))), **merged}
+    chosen = settings.build(TrainConfig, merged)
     if model_option:
-        merged["model_options"] = {**merged.get("model_options", {}), **_model_options(model_option)}
-    result = run_training(settings.build(TrainConfig, merged), resume=resume)
+        chosen = attrs.evolve(chosen, model_options={**chosen.model_options, **_model_options(model_option)})
+    result = run_training(chosen, resume=resume)
 
-    out = merged["out"]
+    out = chosen.out
     if not result.finished:
-        typer.echo(f"stopped after step {result.steps}; continue with: itm-fast train --out {out} --resume", err=True)
+        again = f"itm-fast train --out {shlex.quote(out)} --resume"
+        typer.echo(f"stopped after step {result.steps}; continue with: {again}", err=True)
         raise typer.Exit(130)
     typer.echo(
         f"best model: {out} (step {result.best_step}, rsum {result.best['rsum']:.1f} on the validation split); "

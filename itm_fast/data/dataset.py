@@ -97,6 +97,12 @@ class CaptionDataset:
     def __len__(self) -> int:
         return len(self.captions)
 
+    @property
+    def unknown_share(self) -> float:
+        """Share of the captions' words that the vocabulary lacks, from 0 to 1."""
+        words = len(self._token_ids) - 2 * len(self)
+        return int((self._token_ids == self.vocabulary.unk).sum()) / words if words else 0.0
+
     def _row(self, image: int) -> int:
         """Where an image stands in the file that `name` names."""
         return image

@@ -35,6 +35,8 @@ def available_splits(directory: str | os.PathLike[str]) -> list[str]:
 
 def check_split(directory: str | os.PathLike[str], split: str) -> None:
     """Raises ValueError where the directory or one of the two files that a split needs is missing."""
+    if not split or split != Path(split).name:
+        raise ValueError(f"split: expected a name such as test, without folders, got {split!r}")
     if not Path(directory).is_dir():
         raise ValueError(f"{directory}: no such data directory")
     for suffix in ("ims.npy", "caps.txt"):

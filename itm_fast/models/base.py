@@ -83,7 +83,7 @@ def config_class(name: str) -> type:
     return _MODELS[name].Config
 
 
-def create(name: str, **config: Any) -> MatchingModel:
+def create(name: str, /, **config: Any) -> MatchingModel:
     """Builds a model by name with fresh weights from torch's random state.
 
     Raises:
