@@ -14,12 +14,14 @@ import pytest
 import torch
 import yaml
 from helpers.concepts import write_concepts
+from helpers.terminal import every_step
 
 import itm_fast.functional as F_itm
 from itm_fast import __version__, cli, models
 from itm_fast.cli import demo as demo_command
 from itm_fast.config import fields_of
 from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
+from itm_fast.evaluation import scoring
 from itm_fast.training import TrainConfig
 from itm_fast.training.config import read_yaml
 from itm_fast.training.metrics_log import read_metrics
@@ -40,12 +42,12 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def error(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    """Exit status and the single line on stderr; nothing may go to stdout."""
+def error(capsys: pytest.CaptureFixture[str], *arguments: object, lines: int = 0) -> tuple[int, str]:
+    """Exit status and the single line on stderr; on stdout are as many `lines` as the command says at its start."""
     capsys.readouterr()
     status = cli.run([str(argument) for argument in arguments])
     printed = capsys.readouterr()
-    assert printed.out == ""
+    assert printed.out.count("\n") == lines
     assert printed.err.count("\n") == 1
     assert printed.err.startswith("itm-fast: error: ")
     return status, printed.err.removeprefix("itm-fast: error: ").rstrip("\n")
@@ -140,7 +142,7 @@ def test_train_errors(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     for arguments, status, message in (
         (["--out", out], 1, "data: this setting is required"),
         (["--data", data], 1, "out: this setting is required"),
-        (["--resume"], 1, "out: --resume needs the RUN folder to continue, --out RUN"),
+        (["--resume"], 1, "out: --resume needs the RUN folder to continue: --out RUN, or out in the --config file"),
         (["--data", data, "--out", out, "--lr", "-1"], 1, "lr: expected a number above 0, got -1.0"),
         (["--data", data, "--out", out, "--lr", "fast"], 2, "Invalid value for '--lr'"),
         (["--data", data, "--out", out, "--epoch", "3"], 2, "No such option: --epoch"),
@@ -162,7 +164,7 @@ def test_damaged_data_are_named(data: Path, tmp_path: Path, capsys: pytest.Captu
     features = np.load(broken / "train_ims.npy")
     features[7, 2, 1] = np.nan
     np.save(broken / "train_ims.npy", features)
-    status, message = error(capsys, "train", "--data", broken, "--out", tmp_path / "run", *SMALL)
+    status, message = error(capsys, "train", "--data", broken, "--out", tmp_path / "run", *SMALL, lines=4)
     assert status == 1
     assert f"{broken / 'train_ims.npy'}: row 7 holds values that are not finite" in message
 
@@ -263,8 +265,12 @@ def test_demo_trains_evaluates_and_reports(
     changes = {"model_options": options, "epochs": 10, "batch_size": 50}
     monkeypatch.setattr(demo_command, "SETTINGS", {**demo_command.SETTINGS, **changes})
     out = tmp_path / "demo"
-    for _ in range(2):  # A second demo replaces the first one.
-        assert cli.run(["demo", "--out", str(out), "--seed", "1"]) == 0
+    with monkeypatch.context() as patch:
+        terminal = every_step(patch, scoring)
+        for _ in range(2):  # A second demo replaces the first one.
+            assert cli.run(["demo", "--out", str(out), "--seed", "1"]) == 0
+    for evaluated in ("test, untrained", "dev", "test"):  # A tile of images, one of captions, one of scores.
+        assert re.search(rf"\r{evaluated}: 100%[^\r]* 3/3 ", terminal.getvalue()), evaluated
     text = capsys.readouterr().out
     lines = [line.split() for line in text.splitlines() if line.startswith(("trained", "untrained"))]
     assert len(lines) == 4
@@ -280,7 +286,7 @@ def test_demo_trains_evaluates_and_reports(
     assert html.count("<svg ") == 2
 
     status, message = error(capsys, "demo", "--out", out, "--minutes", "0")
-    assert (status, message) == (1, "minutes: expected a number above 0, got 0")
+    assert (status, message) == (1, "minutes: expected a finite number above 0, got 0")
 
 
 def test_demo_plans_fewer_epochs_on_a_slow_machine(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
