@@ -186,9 +186,10 @@ def test_image_encoder_names_bad_input(features: object, error: type, message: s
 
 @pytest.mark.parametrize("aggregation", ["mean", "logsumexp"])
 @pytest.mark.parametrize("direction", ["t2i", "i2t", "mean"])
-def test_scan_scores_equal_the_formula(direction: str, aggregation: str) -> None:
+@pytest.mark.parametrize("given", [{}, {"t2i_logsumexp_temperature": 2.0, "i2t_logsumexp_temperature": 11.0}])
+def test_scan_scores_equal_the_formula(direction: str, aggregation: str, given: dict[str, float]) -> None:
     torch.manual_seed(2)
-    model = models.create("scan", **CONFIG, direction=direction, aggregation=aggregation)
+    model = models.create("scan", **CONFIG, direction=direction, aggregation=aggregation, **given)
     features, (ids, lengths) = torch.randn(3, 5, 10), batch([4, 1, 6, 3])
     scores = model(features, ids, lengths)
     assert scores.shape == (3, 4)
@@ -197,7 +198,9 @@ def test_scan_scores_equal_the_formula(direction: str, aggregation: str) -> None
     images = [rows.double() for rows in model.encode_images(features).to_padded()[0].detach()]
     captions = model.encode_captions(ids, lengths).detach()
     words = [captions[row].double() for row in range(4)]
-    lse = {"t2i": 6.0, "i2t": 5.0} if aggregation == "logsumexp" else {"t2i": None, "i2t": None}
+    lse = {"t2i": None, "i2t": None}
+    if aggregation == "logsumexp":
+        lse = dict(zip(lse, given.values() or (6.0, 5.0), strict=True))
     of = {
         "t2i": torch.stack([torch.stack([scan_score(w, x, 9.0, lse["t2i"]) for w in words]) for x in images]),
         "i2t": torch.stack([torch.stack([scan_score(x, w, 4.0, lse["i2t"]) for w in words]) for x in images]),

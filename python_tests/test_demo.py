@@ -1,0 +1,56 @@
+"""The demo learns from the training split alone and reports on the test split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from itm_fast import cli, evaluation, models
+from itm_fast.cli import demo as demo_command
+from itm_fast.data import Batch, PrecomputedDataset, Vocabulary, emoji
+from itm_fast.training import Trainer
+from itm_fast.training.metrics_log import read_metrics
+
+PARTS = {"train": slice(0, 16), "dev": slice(16, 26), "test": slice(26, 40)}
+
+
+def test_demo_trains_on_the_training_split_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three splits without a picture in common: which the steps saw, and which the reported numbers are of."""
+    pictures, captions = emoji.patches(emoji.pictures("test")[:40]), emoji.captions("test")[:200]
+
+    def write_parts(directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        for split, part in PARTS.items():
+            np.save(directory / f"{split}_ims.npy", pictures[part])
+            (directory / f"{split}_caps.txt").write_text("\n".join(captions[5 * part.start : 5 * part.stop]) + "\n")
+
+    seen: list[Batch] = []
+    step = Trainer._step
+
+    def recording(self: Trainer, batch: Batch, mining: str | None = None) -> dict[str, float]:
+        seen.append(batch)
+        return step(self, batch, mining)
+
+    monkeypatch.setattr(emoji, "write_dataset", write_parts)
+    monkeypatch.setattr(Trainer, "_step", recording)
+    options = {**demo_command.SETTINGS["model_options"], "embed_dim": 32}
+    changes = {"model_options": options, "epochs": 2, "batch_size": 40}
+    monkeypatch.setattr(demo_command, "SETTINGS", {**demo_command.SETTINGS, **changes})
+    out = tmp_path / "demo"
+    assert cli.run(["demo", "--out", str(out)]) == 0
+
+    train_pictures = torch.from_numpy(pictures[PARTS["train"]]).float()
+    for batch in seen:
+        assert torch.equal(batch.features, train_pictures[batch.image_index])
+    assert len(torch.cat([batch.caption_index for batch in seen]).unique()) == 80
+    vocabulary = Vocabulary.from_file(out / "vocab.json")
+    assert vocabulary == Vocabulary.build(captions[:80])
+
+    log = read_metrics(out / "metrics.jsonl")
+    test = PrecomputedDataset(out / "data", "test", vocabulary)
+    expected = evaluation.evaluate(models.load(out), test)
+    assert {key: log[-1][key] for key in expected} == pytest.approx(expected)
+    assert [line["split"] for line in log if line["kind"] != "train"] == ["dev", "dev", "test"]
