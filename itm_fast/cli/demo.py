@@ -194,7 +194,7 @@ def _facts(
         ("Parameters", f"{parameters / 1e6:.2f} million"),
         ("Training data", f"{train_data.n_images:,} pictures, {len(train_data):,} captions"),
         ("Training time", f"{_minutes(result.seconds)}, validations included"),
-        ("Steps", f"{result.steps:,} of {config.batch_size} pairs, {config.epochs} epochs"),
+        ("Steps", f"{result.steps:,} of {config.batch_size} pairs; epochs: {config.epochs}"),
         ("Best on dev", f"step {result.best_step:,}, sum of recalls {result.best['rsum']:.1f}"),
         ("Cross-attention", info["dispatch"]["cross_attention_scores"]["cpu"]),
         ("Processor", processor_name()),
