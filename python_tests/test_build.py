@@ -52,6 +52,15 @@ def test_the_library_shows_no_symbols_of_its_own():
     assert [name for name in defined if "itm_fast" in name] == []
 
 
+def test_the_libraries_do_not_name_the_folder_that_they_were_built_in():
+    libraries = sorted((ROOT / "itm_fast").glob("_*.so"))
+    assert LIBRARY in libraries
+    torch_root, _ = find_torch()
+    assert b"csrc/cpu/triplet_loss.cpp" in LIBRARY.read_bytes()
+    for folder in (ROOT, torch_root):
+        assert [file.name for file in libraries if bytes(folder) in file.read_bytes()] == []
+
+
 def test_objects_of_one_instruction_set_share_no_functions_with_others():
     # A weak symbol outside the instruction set's namespace could replace the portable copy of the same function.
     assert len(kernel_objects("portable")) > 0

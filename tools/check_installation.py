@@ -1,5 +1,9 @@
-"""Uses an installed itm_fast outside its source tree: native path, numbers, bundled data. Fails on a wrong one."""
+"""Uses an installed itm_fast outside its source tree: native path, numbers, bundled data. Fails on a wrong one.
 
+With an argument, the package must be the one in that source tree: an editable install.
+"""
+
+import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,7 +14,11 @@ import itm_fast.functional as F_itm
 from itm_fast.data import emoji
 from itm_fast.reference import cross_attention as reference
 
-assert "site-packages" in itm_fast.__file__, f"{itm_fast.__file__} is not the installed package"
+package = Path(itm_fast.__file__).parent
+if len(sys.argv) > 1:
+    assert package.samefile(Path(sys.argv[1], "itm_fast")), f"{package} is not the package in {sys.argv[1]}"
+else:
+    assert "site-packages" in package.parts, f"{package} is not an installed package"
 
 info = itm_fast.build_info()
 native = f"native {info['instruction_sets']['selected']}"
@@ -36,4 +44,4 @@ assert pictures.std() > 10, "the bundled pictures are blank"
 template = files("itm_fast.report").joinpath("templates", "report.html.j2")
 assert "report.title" in template.read_text(encoding="utf-8"), "the template of the report is missing"
 
-print(f"itm_fast {info['version']} from {Path(itm_fast.__file__).parent}: {native}, scores off by {error:.1e}")
+print(f"itm_fast {info['version']} from {package}: {native}, scores off by {error:.1e}")
