@@ -106,7 +106,7 @@ def test_a_validation_that_fails_loses_no_step(
     parts = attrs.evolve(settings, out=str(tmp_path / "parts"))
     with monkeypatch.context() as patch:
 
-        def failing(*_arguments: object) -> dict[str, float]:
+        def failing(*_arguments: object, **_options: object) -> dict[str, float]:
             raise RuntimeError("power cut")
 
         patch.setattr(trainer_module, "evaluate", failing)

@@ -58,7 +58,8 @@ def check(config: TrainConfig, *, resume: bool) -> None:
     if started and has_state:
         raise ValueError(f"{run}: holds a run already; continue it with --resume or choose another --out")
     # A run that ended before its first state left nothing worth keeping: its settings, vocabulary and log.
-    kept = [WEIGHTS_FILE] if started else [WEIGHTS_FILE, CONFIG_FILE, VOCABULARY, METRICS, str(STATE_FILE)]
+    model = [WEIGHTS_FILE, CONFIG_FILE]
+    kept = model if started else [*model, VOCABULARY, METRICS, str(STATE_FILE)]
     for file in kept:
         if (run / file).exists():
             raise ValueError(f"{run}: holds {file}, which this run would overwrite; choose another --out")

@@ -6,6 +6,7 @@ Inside: `Trainer`, `TrainResult`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -105,7 +106,7 @@ class Trainer:
         """
         path = Path(self.config.out) / checkpoint.STATE_FILE
         state = checkpoint.load_state(self.config.out, _STATE_KEYS)
-        check_fingerprints(state["data"], self._fingerprints(), path)
+        check_fingerprints(state["data"], self._fingerprints, path)
         if state["position"] > self._total:
             raise ValueError(
                 f"epochs: {self.config.epochs} epochs are {self._total} steps, but the run in {self.config.out} has "
@@ -298,7 +299,7 @@ class Trainer:
     def _save(self, step: int) -> None:
         state = {
             "position": step,
-            "data": self._fingerprints(),
+            "data": self._fingerprints,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -313,6 +314,7 @@ class Trainer:
         }
         checkpoint.save_state(self.config.out, state)
 
+    @functools.cached_property
     def _fingerprints(self) -> dict[str, str]:
         return {**fingerprints(self.train_data), **fingerprints(self.validation_data)}
 
