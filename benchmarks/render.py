@@ -11,18 +11,34 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from itm_fast.benchmarking.table import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-RESULTS = {"cpu": ROOT / "benchmarks" / "results" / "cpu.json"}
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def demo(result: dict[str, Any]) -> str:
+    """What one run of the demo came to, as one sentence."""
+    test = result["test"]
+    return (
+        f"`{result['command']}` on {result['processor']} with {result['threads']} threads, {result['date']}: "
+        f"{result['seconds']:.0f} s of training, then R@1 {test['i2t_r1']:.1f} (image to text) and "
+        f"{test['t2i_r1']:.1f} (text to image) over 500 pictures that it never saw, sum of recalls {test['rsum']:.1f}.\n"
+    )
+
+
+SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {"cpu": markdown, "demo": demo}
 
 
 def rendered(text: str) -> str:
     """`text` with everything between the markers of each result replaced by its table."""
-    for name, path in RESULTS.items():
+    for name, table in SECTIONS.items():
+        path = RESULTS / f"{name}.json"
         begin, end = f"<!-- benchmark {name} -->\n", f"<!-- end of benchmark {name} -->"
         head, found, rest = text.partition(begin)
         _, closed, tail = rest.partition(end)
@@ -32,7 +48,7 @@ def rendered(text: str) -> str:
             raise SystemExit(
                 f"{path.relative_to(ROOT)} is missing: measure with 'make bench ARGS=\"--json {path.name}\"'"
             )
-        text = f"{head}{begin}{markdown(json.loads(path.read_text()))}{end}{tail}"
+        text = f"{head}{begin}{table(json.loads(path.read_text()))}{end}{tail}"
     return text
 
 
