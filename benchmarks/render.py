@@ -28,7 +28,7 @@ def demo(result: dict[str, Any]) -> str:
     return (
         f"`{result['command']}` on {result['processor']} with {result['threads']} threads, {result['date']}: "
         f"{result['seconds']:.0f} s of training, then R@1 {test['i2t_r1']:.1f} (image to text) and "
-        f"{test['t2i_r1']:.1f} (text to image) over 500 pictures that it never saw, sum of recalls {test['rsum']:.1f}.\n"
+        f"{test['t2i_r1']:.1f} (text to image) over 500 unseen pictures, sum of recalls {test['rsum']:.1f}.\n"
     )
 
 

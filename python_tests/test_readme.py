@@ -9,7 +9,8 @@ import torch
 
 import itm_fast.functional as F_itm
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
 
 
 def test_the_example_runs() -> None:
@@ -30,3 +31,11 @@ def test_the_example_runs() -> None:
 def test_every_operator_is_in_the_table() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE)
     assert sorted(rows) == sorted(F_itm.__all__)
+
+
+def test_links_and_pictures_of_all_pages_exist() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    assert len(pages) >= 7
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} points to {target}"

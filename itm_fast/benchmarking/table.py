@@ -13,8 +13,8 @@ TARGETS = {"scores": (7.0, None, 2.0), "step": (30.0, 39.0, None), "evaluation":
 LOSS_TARGETS = {4096: 15.0, 128: 3.0}
 # Why a target that is missed is hard to reach, said below the table where one of these is missed.
 BOUND = (
-    "All forms share one float32 matrix product of regions and words, which takes most of itm_fast's time: it bounds the "
-    "ratios of scores, steps and evaluations, whatever happens around it. Lower precisions move that bound."
+    "All forms share one float32 matrix product of regions and words, which takes most of itm_fast's time: it bounds "
+    "the ratios of scores, steps and evaluations, whatever happens around it. Lower precisions move that bound."
 )
 
 
