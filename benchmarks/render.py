@@ -22,17 +22,7 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def demo(result: dict[str, Any]) -> str:
-    """What one run of the demo came to, as one sentence."""
-    test = result["test"]
-    return (
-        f"`{result['command']}` on {result['processor']} with {result['threads']} threads, {result['date']}: "
-        f"{result['seconds']:.0f} s of training, then R@1 {test['i2t_r1']:.1f} (image to text) and "
-        f"{test['t2i_r1']:.1f} (text to image) over 500 unseen pictures, sum of recalls {test['rsum']:.1f}.\n"
-    )
-
-
-SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {"cpu": markdown, "demo": demo}
+SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {"cpu": markdown}
 
 
 def rendered(text: str) -> str:

@@ -268,7 +268,7 @@ def test_demo_trains_evaluates_and_reports(
     with monkeypatch.context() as patch:
         terminal = every_step(patch, scoring)
         for _ in range(2):  # A second demo replaces the first one.
-            assert cli.run(["demo", "--out", str(out), "--seed", "1"]) == 0
+            assert cli.run(["demo", "--out", str(out), "--seed", "1", "--json", str(tmp_path / "demo.json")]) == 0
     for evaluated in ("test, untrained", "dev", "test"):  # A tile of images, one of captions, one of scores.
         assert re.search(rf"\r{evaluated}: 100%[^\r]* 3/3 ", terminal.getvalue()), evaluated
     text = capsys.readouterr().out
@@ -280,6 +280,10 @@ def test_demo_trains_evaluates_and_reports(
 
     test_line = read_metrics(out / "metrics.jsonl")[-1]
     assert (test_line["kind"], f"{test_line['rsum']:.1f}") == ("test", lines[0][-1])
+    result = json.loads((tmp_path / "demo.json").read_text())
+    assert result["trained"]["rsum"] == test_line["rsum"]
+    assert f"{result['untrained']['rsum']:.1f}" == lines[1][-1]
+    assert result["environment"]["threads"] == torch.get_num_threads()
     html = (out / "report.html").read_text(encoding="utf-8")
     assert f"<b>{test_line['rsum']:.1f}</b>" in html
     assert html.count('<article class="card pair">') == demo_command.QUERIES

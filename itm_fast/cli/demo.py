@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 import random
@@ -39,6 +40,7 @@ def demo(
     ] = 8.0,
     seed: Annotated[int, typer.Option(help="Seed of the weights, the order of the data and the queries shown.")] = 0,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: torch's choice.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
 ) -> None:
     """Trains SCAN on the bundled emoji, evaluates it on unseen pictures and writes a report.
 
@@ -47,7 +49,8 @@ def demo(
     """
     import torch
 
-    from itm_fast import evaluation, models
+    from itm_fast import build_info, evaluation, files, models
+    from itm_fast.benchmarking.run import environment
     from itm_fast.data import PrecomputedDataset, emoji
     from itm_fast.report import write_report
     from itm_fast.training import TrainConfig, run_folder, train
@@ -56,6 +59,8 @@ def demo(
 
     if not (math.isfinite(minutes) and minutes > 0):
         raise ValueError(f"minutes: expected a finite number above 0, got {minutes:g}")
+    if json_file is not None:
+        files.check_target(json_file)
     if threads:
         torch.set_num_threads(threads)
     data = out / "data"
@@ -83,6 +88,18 @@ def demo(
         config, model, result, test, scores, trained, untrained, read_metrics(out / run_folder.METRICS), train_data
     )
     write_report(out / "report.html", report)
+    if json_file is not None:
+        measured = {
+            "environment": environment(torch.get_num_threads(), build_info()),
+            "images": test.n_images,
+            "captions": len(test),
+            "epochs": config.epochs,
+            "steps": result.steps,
+            "seconds": round(result.seconds, 3),
+            "trained": trained,
+            "untrained": untrained,
+        }
+        files.write_text(json_file, json.dumps(measured, indent=1) + "\n")
     typer.echo(f"\n{test.n_images} test pictures, {len(test):,} captions:\n")
     typer.echo(evaluation.recall_table({"trained": trained, "untrained": untrained}))
     typer.echo(f"\nreport: {(out / 'report.html').resolve()}")
