@@ -22,7 +22,18 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {"cpu": markdown}
+def demo(result: dict[str, Any]) -> str:
+    """What one run of the demo came to, as one sentence."""
+    environment, trained = result["environment"], result["trained"]
+    return (
+        f"`{environment['command']}` on {environment['processor']} with {environment['threads']} threads, "
+        f"{environment['date'][:10]}, at {environment['commit'][:12]}: {result['seconds']:.0f} s of training, then R@1 "
+        f"{trained['i2t_r1']:.1f} (image to text) and {trained['t2i_r1']:.1f} (text to image) over {result['images']} "
+        f"unseen pictures, sum of recalls {trained['rsum']:.1f} (untrained {result['untrained']['rsum']:.1f}).\n"
+    )
+
+
+SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {"cpu": markdown, "demo": demo}
 
 
 def rendered(text: str) -> str:
