@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from helpers.gru import gru_states
 from helpers.tolerance import assert_close_to_exact
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -16,25 +17,6 @@ from itm_fast.fragments import Fragments
 from itm_fast.nn import CrossAttentionScores, ImageEncoder, PatchEncoder, TextEncoder, l2norm
 
 CONFIG = {"vocab_size": 23, "feature_dim": 10, "embed_dim": 12, "word_dim": 7}
-
-
-def gru_states(rnn: torch.nn.GRU, words: Tensor) -> Tensor:
-    """Both directions of a one-layer GRU over one sequence (L, word_dim), averaged: the equations, step by step."""
-    directions = []
-    for suffix, order in (("", range(len(words))), ("_reverse", reversed(range(len(words))))):
-        w_i, w_h, b_i, b_h = (
-            getattr(rnn, f"{name}_l0{suffix}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        )
-        state = torch.zeros(rnn.hidden_size, dtype=words.dtype)
-        states: dict[int, Tensor] = {}
-        for step in order:
-            of_input, of_state = (w_i @ words[step] + b_i).chunk(3), (w_h @ state + b_h).chunk(3)
-            reset, update = torch.sigmoid(of_input[0] + of_state[0]), torch.sigmoid(of_input[1] + of_state[1])
-            new = torch.tanh(of_input[2] + reset * of_state[2])
-            state = (1 - update) * new + update * state
-            states[step] = state
-        directions.append(torch.stack([states[step] for step in range(len(words))]))
-    return (directions[0] + directions[1]) / 2
 
 
 def unit(rows: Tensor) -> Tensor:

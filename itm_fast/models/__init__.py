@@ -2,5 +2,6 @@
 
 from itm_fast.models.base import MatchingModel, config_class, create, load, names
 from itm_fast.models.scan import SCAN, SCANConfig
+from itm_fast.models.vsepp import VSEPP, VSEPPConfig
 
-__all__ = ["SCAN", "MatchingModel", "SCANConfig", "config_class", "create", "load", "names"]
+__all__ = ["SCAN", "VSEPP", "MatchingModel", "SCANConfig", "VSEPPConfig", "config_class", "create", "load", "names"]

@@ -8,7 +8,8 @@ from torch import Tensor
 from itm_fast.config import setting
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel, register
-from itm_fast.nn import CrossAttentionScores, ImageEncoder, PatchEncoder, TextEncoder
+from itm_fast.models.encoders import EncoderConfig, make_image_encoder, make_text_encoder
+from itm_fast.nn import CrossAttentionScores
 
 __all__ = ["SCAN", "SCANConfig"]
 
@@ -16,22 +17,9 @@ NORMALIZATIONS = ("clipped_l2norm", "l2norm", "clipped_l1norm", "l1norm", "softm
 
 
 @attrs.frozen(kw_only=True)
-class SCANConfig:
+class SCANConfig(EncoderConfig):
     """Settings of SCAN; the defaults are the published ones."""
 
-    vocab_size: int = setting(help="Number of words in the vocabulary.", minimum=1)
-    feature_dim: int = setting(2048, help="Width of the region features.", minimum=1)
-    embed_dim: int = setting(1024, help="Width of the joint space.", minimum=1)
-    word_dim: int = setting(300, help="Width of the word vectors.", minimum=1)
-    num_layers: int = setting(1, help="Layers of the GRU.", minimum=1)
-    word_dropout: float = setting(0.0, help="Dropout on the word vectors in training.", minimum=0, below=1)
-    image_encoder: str = setting(
-        "linear",
-        help="A linear layer over region features (published), or a small convolutional network over raw patches.",
-        choices=("linear", "patches"),
-    )
-    no_imgnorm: bool = setting(False, help="Do not l2-normalise the region embeddings.")
-    no_txtnorm: bool = setting(False, help="Do not l2-normalise the word embeddings.")
     direction: str = setting(
         "t2i",
         help="Words attend to regions (t2i), regions attend to words (i2t), or the mean of both scores.",
@@ -65,15 +53,8 @@ class SCAN(MatchingModel):
     def __init__(self, config: SCANConfig) -> None:
         super().__init__()
         self.config = config
-        self.image_encoder = _image_encoder(config)
-        self.text_encoder = TextEncoder(
-            config.vocab_size,
-            config.embed_dim,
-            word_dim=config.word_dim,
-            num_layers=config.num_layers,
-            word_dropout=config.word_dropout,
-            no_txtnorm=config.no_txtnorm,
-        )
+        self.image_encoder = make_image_encoder(config, no_imgnorm=config.no_imgnorm)
+        self.text_encoder = make_text_encoder(config, no_txtnorm=config.no_txtnorm)
         self.text_to_image = self._attention(config.t2i_temperature, config.t2i_logsumexp_temperature)
         self.image_to_text = self._attention(config.i2t_temperature, config.i2t_logsumexp_temperature)
 
@@ -102,9 +83,3 @@ class SCAN(MatchingModel):
         if self.config.direction == "i2t":
             return self.image_to_text(images, captions)
         return (self.text_to_image(captions, images).t() + self.image_to_text(images, captions)) / 2
-
-
-def _image_encoder(config: SCANConfig) -> ImageEncoder | PatchEncoder:
-    if config.image_encoder == "patches":
-        return PatchEncoder(config.feature_dim, config.embed_dim, no_imgnorm=config.no_imgnorm)
-    return ImageEncoder(config.feature_dim, config.embed_dim, no_imgnorm=config.no_imgnorm)

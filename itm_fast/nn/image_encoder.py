@@ -24,15 +24,21 @@ class ImageEncoder(nn.Module):
     def __init__(self, feature_dim: int, embed_dim: int, *, no_imgnorm: bool = False) -> None:
         super().__init__()
         self.no_imgnorm = no_imgnorm
-        self.fc = nn.Linear(feature_dim, embed_dim)
-        nn.init.xavier_uniform_(self.fc.weight)
-        nn.init.zeros_(self.fc.bias)
+        self.fc = linear_layer(feature_dim, embed_dim)
 
     def forward(self, features: Tensor | Fragments) -> Fragments:
         """`features` (n, k, f), or Fragments of rows (N, f), to Fragments of rows (n * k or N, d)."""
         regions = as_regions(features, self.fc.in_features)
         embedded = self.fc(regions.values)
         return regions.with_values(embedded if self.no_imgnorm else l2norm(embedded))
+
+
+def linear_layer(feature_dim: int, embed_dim: int) -> nn.Linear:
+    """The projection of the field's image encoders: a Xavier-uniform weight and a bias of zeros."""
+    layer = nn.Linear(feature_dim, embed_dim)
+    nn.init.xavier_uniform_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
 
 
 def as_regions(features: Tensor | Fragments, feature_dim: int) -> Fragments:

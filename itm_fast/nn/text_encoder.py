@@ -13,7 +13,7 @@ __all__ = ["TextEncoder"]
 
 
 class TextEncoder(nn.Module):
-    """Word vectors, a bidirectional GRU whose directions are averaged, and l2 normalisation per word, as SCAN.
+    """Word vectors, a GRU whose two directions are averaged, and l2 normalisation per word, as SCAN.
 
     Args:
         vocab_size: number of words.
@@ -21,6 +21,7 @@ class TextEncoder(nn.Module):
         word_dim: width of the word vectors, which start uniform in [-0.1, 0.1].
         num_layers: layers of the GRU.
         word_dropout: probability of dropping each value of a word vector in training (0.4 in SGRAF and RCAR).
+        bidirectional: read the words in both directions (SCAN), or forwards alone (VSE++).
         no_txtnorm: leave the l2 normalisation out.
     """
 
@@ -32,6 +33,7 @@ class TextEncoder(nn.Module):
         word_dim: int = 300,
         num_layers: int = 1,
         word_dropout: float = 0.0,
+        bidirectional: bool = True,
         no_txtnorm: bool = False,
     ) -> None:
         super().__init__()
@@ -40,23 +42,32 @@ class TextEncoder(nn.Module):
         self.embed = nn.Embedding(vocab_size, word_dim)
         nn.init.uniform_(self.embed.weight, -0.1, 0.1)
         self.dropout = nn.Dropout(word_dropout)
-        self.rnn = nn.GRU(word_dim, embed_dim, num_layers, bidirectional=True)
+        self.rnn = nn.GRU(word_dim, embed_dim, num_layers, bidirectional=bidirectional)
 
     def forward(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
-        """`token_ids` (n, L) int64, padded anyhow, and `lengths` (n,) to Fragments of rows (sum of lengths, d).
+        """`token_ids` (n, L) int64, padded anyhow, and `lengths` (n,) to Fragments of rows (sum of lengths, d)."""
+        states, packing = self._packed_states(token_ids, lengths)
+        if self.rnn.bidirectional:
+            states = (states[:, : self.embed_dim] + states[:, self.embed_dim :]) / 2
+        return packing.unpack(states if self.no_txtnorm else l2norm(states))
 
-        No work is done on padding: the GRU runs on the packed words, longest captions first.
+    def states(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
+        """The GRU's state after each word: rows (sum of lengths, d), or (..., 2 d) of both directions, forward first.
+
+        Arguments as in `forward`; the states are not normalised.
         """
+        states, packing = self._packed_states(token_ids, lengths)
+        return packing.unpack(states)
+
+    def _packed_states(self, token_ids: Tensor, lengths: Tensor) -> tuple[Tensor, _Packing]:
+        """No work is done on padding: the GRU runs on the packed words, longest captions first."""
         self._check(token_ids, lengths)
         packing = _Packing(lengths, token_ids.device)
         if packing.n_rows == 0:
-            values = self.embed.weight.new_zeros(0, self.embed_dim)
-            return Fragments(values, packing.offsets, check=False, max_length=0)
+            directions = 2 if self.rnn.bidirectional else 1
+            return self.embed.weight.new_zeros(0, directions * self.embed_dim), packing
         words = self.dropout(self.embed(token_ids.reshape(-1)[packing.padded_index(token_ids.shape[1])]))
-        states = self.rnn(PackedSequence(words, packing.batch_sizes))[0].data
-        averaged = (states[:, : self.embed_dim] + states[:, self.embed_dim :]) / 2
-        values = averaged if self.no_txtnorm else l2norm(averaged)
-        return Fragments(values[packing.packed_row], packing.offsets, check=False, max_length=len(packing.batch_sizes))
+        return self.rnn(PackedSequence(words, packing.batch_sizes))[0].data, packing
 
     def _check(self, token_ids: Tensor, lengths: Tensor) -> None:
         if token_ids.dim() != 2 or token_ids.dtype not in (torch.int32, torch.int64):
@@ -101,6 +112,10 @@ class _Packing:
         packed_row = torch.empty(self.n_rows, dtype=torch.int64, device=device)
         packed_row[self.offsets[self._caption] + self._step] = torch.arange(self.n_rows, device=device)
         self.packed_row = packed_row
+
+    def unpack(self, packed: Tensor) -> Fragments:
+        """Packed rows as Fragments: end to end, in the order of the captions."""
+        return Fragments(packed[self.packed_row], self.offsets, check=False, max_length=len(self.batch_sizes))
 
     def padded_index(self, width: int) -> Tensor:
         """The position of each packed row in padded ids of `width` columns, read as one row."""

@@ -1,0 +1,67 @@
+"""VSE++: one vector per image and per caption (Faghri et al., BMVC 2018): the global baseline."""
+
+from __future__ import annotations
+
+import attrs
+from torch import Tensor
+
+from itm_fast.config import setting
+from itm_fast.fragments import Fragments
+from itm_fast.models.base import MatchingModel, register
+from itm_fast.models.encoders import EncoderConfig, make_image_encoder, make_text_encoder
+from itm_fast.nn import ImageEncoder, final_states, inner_products, l2norm, mean_pool
+from itm_fast.nn.image_encoder import as_regions
+
+__all__ = ["VSEPP", "VSEPPConfig"]
+
+
+@attrs.frozen(kw_only=True)
+class VSEPPConfig(EncoderConfig):
+    """Settings of VSE++; the defaults are the published ones, with the mean of the regions as the image."""
+
+    bidirectional: bool = setting(
+        False, help="Read captions in both directions and take the mean of both; published: forwards."
+    )
+    text_pooling: str = setting(
+        "last",
+        help="The caption is the GRU's last state (published; of both directions where it has two), or the mean of its "
+        "states.",
+        choices=("last", "mean"),
+    )
+
+
+@register
+class VSEPP(MatchingModel):
+    """The mean of an image's regions and the last state of a caption's GRU in one space, scored by their cosine."""
+
+    name = "vsepp"
+    Config = VSEPPConfig
+
+    def __init__(self, config: VSEPPConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.image_encoder = make_image_encoder(config, no_imgnorm=True)
+        self.text_encoder = make_text_encoder(config, bidirectional=config.bidirectional, no_txtnorm=True)
+
+    def encode_images(self, features: Tensor | Fragments) -> Tensor:
+        """Region features (n, k, f), or Fragments of rows (N, f), to (n, d); an image without regions is zero."""
+        if isinstance(self.image_encoder, ImageEncoder):
+            # The mean commutes with a linear layer, which then has one row per image to do.
+            regions = as_regions(features, self.config.feature_dim)
+            images = self.image_encoder.fc(mean_pool(regions)).masked_fill((regions.lengths == 0)[:, None], 0.0)
+        else:
+            images = mean_pool(self.image_encoder(features))
+        return images if self.config.no_imgnorm else l2norm(images)
+
+    def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Tensor:
+        """Padded token ids (n, L) int64 and lengths (n,) to (n, d); a caption without words is zero."""
+        if self.config.text_pooling == "last":
+            states = self.text_encoder.states(token_ids, lengths)
+            captions = final_states(states, bidirectional=self.config.bidirectional)
+        else:
+            captions = mean_pool(self.text_encoder(token_ids, lengths))
+        return captions if self.config.no_txtnorm else l2norm(captions)
+
+    def score(self, images: Tensor, captions: Tensor) -> Tensor:
+        """Embeddings (n, d) and (m, d) to scores (n, m) float32."""
+        return inner_products(images, captions)
