@@ -12,7 +12,8 @@ from typing import Any, ClassVar, TypeVar
 
 import safetensors
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from itm_fast import config as settings
@@ -56,8 +57,8 @@ class MatchingModel(nn.Module):
         """Writes `config.json` and `model.safetensors`, each atomically; the folder is created where missing."""
         content = {"format_version": FORMAT_VERSION, "model": self.name, "config": settings.to_dict(self.config)}
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        with files.atomic_path(Path(directory) / WEIGHTS_FILE) as temporary:
-            save_file(weights, temporary)
+        # Bytes, not save_file, whose exceptions do not say in a readable way that a disk is full.
+        files.write_bytes(Path(directory) / WEIGHTS_FILE, serialize(weights))
         files.write_text(Path(directory) / CONFIG_FILE, json.dumps(content, indent=2) + "\n")
 
 

@@ -21,9 +21,14 @@ STATE_FILE = Path("last") / "checkpoint.pt"
 
 
 def save_state(run: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Writes tensors and plain values to `RUN/last/checkpoint.pt`."""
-    with files.atomic_path(Path(run) / STATE_FILE) as temporary:
-        torch.save({"format_version": FORMAT_VERSION, **state}, temporary)
+    """Writes tensors and plain values to `RUN/last/checkpoint.pt`; until it is whole the one before stays.
+
+    Raises:
+        OSError: the disk is full; one line that names the file.
+    """
+    # torch opens a path itself and then hides what the disk answered; to a file of Python's the answer comes through.
+    with files.atomic_path(Path(run) / STATE_FILE) as temporary, temporary.open("wb") as file:
+        torch.save({"format_version": FORMAT_VERSION, **state}, file)
 
 
 def load_state(run: str | os.PathLike[str], keys: Iterable[str] = ()) -> dict[str, Any]:

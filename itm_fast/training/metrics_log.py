@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from itm_fast import files
+
 __all__ = ["MetricsLog", "read_metrics"]
 
 
@@ -17,13 +19,31 @@ class MetricsLog:
         self.path = Path(path)
 
     def write(self, **values: Any) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+        with files.naming_full_disk(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
+
+    def flush_to_disk(self) -> None:
+        """Waits until what was written would survive a power cut."""
+        if self.path.exists():
+            with files.naming_full_disk(self.path), self.path.open("rb+") as file:
+                os.fsync(file.fileno())
 
     @property
     def size(self) -> int:
         """Bytes written so far: what `truncate` takes."""
         return self.path.stat().st_size if self.path.exists() else 0
+
+    def line_at(self, position: int) -> tuple[dict[str, Any], int] | None:
+        """The line that starts at byte `position`, and where the next one starts; None where none is whole."""
+        if not self.path.exists():
+            return None
+        with self.path.open("rb") as file:
+            file.seek(position)
+            line = file.readline()
+        try:
+            return (json.loads(line), position + len(line)) if line.endswith(b"\n") else None
+        except ValueError:
+            return None
 
     def truncate(self, size: int) -> None:
         """Drops what was logged after the state that a run resumes from."""

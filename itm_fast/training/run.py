@@ -17,6 +17,7 @@ from itm_fast import models
 from itm_fast.data import PrecomputedDataset, Vocabulary, find_vocabulary, layout, load_vocabulary
 from itm_fast.training import run_folder
 from itm_fast.training.config import TrainConfig
+from itm_fast.training.lock import lock
 from itm_fast.training.trainer import Trainer, TrainResult
 
 __all__ = ["create_model", "device_of", "load_data", "train", "vocabulary_path", "warn_of_unknown_words"]
@@ -34,7 +35,9 @@ def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -
         progress: say what the run works on, show a progress bar where there is a terminal, and a line per validation.
 
     Raises:
-        ValueError: a setting, the data, or the folder's earlier content does not fit; nothing is written then.
+        ValueError: a setting, the data, or the folder's earlier content does not fit, or another process trains there;
+            nothing is written then.
+        OSError: the disk is full; what was saved before is kept, and `resume` goes on from there.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -44,16 +47,19 @@ def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -
     torch.manual_seed(config.seed)
     model = create_model(config, vocabulary, train_data)
     trainer = Trainer(config, model, train_data, validation_data, progress=progress)
-    if resume:
-        trainer.restore()
-    run = run_folder.prepare(config, resume=resume)
-    for data in (train_data, validation_data):
-        warn_of_unknown_words(data)
-    if progress:
-        path = vocabulary_path(config, resume=resume) or "built from the training captions"
-        tqdm.write("\n".join(_opening(trainer, vocabulary, path)))
-    vocabulary.save(run / run_folder.VOCABULARY)
-    return trainer.run()
+    with lock(config.out):
+        # Another training may have come and gone since the first look.
+        run_folder.check(config, resume=resume)
+        if resume:
+            trainer.restore()
+        run = run_folder.prepare(config, resume=resume)
+        for data in (train_data, validation_data):
+            warn_of_unknown_words(data)
+        if progress:
+            path = vocabulary_path(config, resume=resume) or "built from the training captions"
+            tqdm.write("\n".join(_opening(trainer, vocabulary, path)))
+        vocabulary.save(run / run_folder.VOCABULARY)
+        return trainer.run()
 
 
 def load_data(

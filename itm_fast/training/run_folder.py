@@ -3,8 +3,10 @@
 RUN/config.json, RUN/model.safetensors   the best model, what `itm_fast.models.load` takes
 RUN/vocab.json                           the vocabulary of its captions
 RUN/train.yaml                           the settings of the run
-RUN/last/checkpoint.pt                   all that `--resume` needs
+RUN/last/checkpoint.pt                   all that `--resume` needs, beside the log
+RUN/last/lock                            held by the process that trains
 RUN/metrics.jsonl                        one line per log step and per validation
+RUN/tensorboard/                         the log's numbers for TensorBoard, where asked for
 """
 
 from __future__ import annotations
@@ -66,8 +68,13 @@ def check(config: TrainConfig, *, resume: bool) -> None:
 
 
 def prepare(config: TrainConfig, *, resume: bool) -> Path:
-    """Creates the folder of a run that `check` has let through and writes its settings; a new run starts a new log."""
+    """Creates the folder of a run that `check` has let through and writes its settings; a new run starts a new log.
+
+    What writers that were killed left unfinished is removed, so that they never fill a disk: `lock` must be held.
+    """
     run = Path(config.out)
+    for name in (CONFIG, VOCABULARY, WEIGHTS_FILE, CONFIG_FILE, STATE_FILE):
+        files.remove_temporaries(run / name)
     if not resume:
         (run / METRICS).unlink(missing_ok=True)
     files.write_text(run / CONFIG, to_yaml(config))

@@ -41,6 +41,8 @@ _STATE_KEYS = (
     "position", "data", "model", "optimizer", "scheduler", "plateau", "random", "best", "best_step",
     "validated_step", "window", "seconds", "log_size",
 )  # fmt: skip
+# Where a line of the log belongs; its other keys are the validation's summary.
+_VALIDATION_KEYS = ("kind", "split", "step", "epoch", "seconds")
 
 
 @attrs.frozen
@@ -121,6 +123,17 @@ class Trainer:
         self._position, self._validated_step = state["position"], state["validated_step"]
         self._window, self._seconds_before = list(state["window"]), state["seconds"]
         self._log_size = state["log_size"]
+        self._take_up_validation()
+
+    def _take_up_validation(self) -> None:
+        """Takes a validation of the very state that was read from the log, which has it first (see `_validate`)."""
+        found = self.log.line_at(self._log_size)
+        if found is None:
+            return
+        line, end = found
+        if line.get("kind") == "validation" and line.get("step") == self._position:
+            self._judge({key: value for key, value in line.items() if key not in _VALIDATION_KEYS}, self._position)
+            self._log_size = end
 
     def run(self) -> TrainResult:
         """Trains to the end, or until SIGINT or SIGTERM asks for a stop, and leaves a state to resume from.
@@ -134,7 +147,6 @@ class Trainer:
         # A run that ended in the middle of a validation makes up for it.
         if self._validation_due(self._position):
             self._validate(self._position)
-            self._save(self._position)
         if self._position < self._total:
             self.engine.load_state_dict(
                 {"iteration": self._position, "epoch_length": self.steps_per_epoch, "max_epochs": self.config.epochs}
@@ -249,13 +261,13 @@ class Trainer:
         self._bar.update()
         due = self._validation_due(step)
         # What a validation that fails would lose is saved before it.
-        if due or step % self.steps_per_epoch == 0 or step % self.config.save_every == 0:
+        save = due or self._stop_requested or step % self.steps_per_epoch == 0 or step % self.config.save_every == 0
+        if save:
             self._save(step)
         if due:
             self._validate(step)
-            self._save(step)
-        if self._stop_requested:
-            self._save(step)
+        # A stop that was asked for after the choice to save waits for the next step.
+        if save and self._stop_requested:
             engine.terminate()
 
     def _validation_due(self, step: int) -> bool:
@@ -283,20 +295,30 @@ class Trainer:
             summary = evaluate(
                 self.model, self.validation_data, progress=self._progress, description=self.validation_data.split
             )
-        self._validated_step = step
-        position = {"step": step, "epoch": epoch, "seconds": round(self.seconds, 3)}
-        self.log.write(kind="validation", split=self.validation_data.split, **position, **summary)
-        better = not self.best or summary["rsum"] > self.best["rsum"]
+        better = self._judge(summary, step)
         if better:
-            self.best, self.best_step = summary, step
             self.model.save(self.config.out)
+        # Last, because a validation that the log has is not repeated on a resume: the state is large, and writing it a
+        # second time for the validation's sake would double the cost of saving.
+        position = {"split": self.validation_data.split, "step": step, "epoch": epoch}
+        self.log.write(kind="validation", **position, seconds=round(self.seconds, 3), **summary)
         if self._progress:
             self._bar.write(
                 f"epoch {epoch}, step {step}: {self.validation_data.split} rsum {summary['rsum']:.1f}, R@1 "
                 f"{summary['i2t_r1']:.1f} (image to text) {summary['t2i_r1']:.1f} (text to image)" + ", best" * better
             )
 
+    def _judge(self, summary: dict[str, float], step: int) -> bool:
+        """Notes a validation of the weights after `step`; whether they are the best so far."""
+        self._validated_step = step
+        better = not self.best or summary["rsum"] > self.best["rsum"]
+        if better:
+            self.best, self.best_step = summary, step
+        return better
+
     def _save(self, step: int) -> None:
+        # The state says how long the log is, and must not be on disk before it.
+        self.log.flush_to_disk()
         state = {
             "position": step,
             "data": self._fingerprints,
