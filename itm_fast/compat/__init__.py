@@ -1,0 +1,73 @@
+"""Importers of checkpoints that published code wrote: one file per source.
+
+Inside: `convert`, `SOURCES`.
+
+A source is a function from an `OfficialCheckpoint` and the size of its vocabulary to one of `itm_fast.models`. It names
+the keys and the options of that code; reading files, folding weights and error messages are shared. A new source is one
+file beside `scan.py` and its line in `SOURCES`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from itm_fast import config as settings
+from itm_fast import files
+from itm_fast.compat import scan
+from itm_fast.compat.checkpoint import OfficialCheckpoint, read_checkpoint
+from itm_fast.data import Vocabulary
+from itm_fast.models.base import CONFIG_FILE, WEIGHTS_FILE, MatchingModel
+
+__all__ = ["SOURCES", "convert"]
+
+SOURCES: Mapping[str, Callable[[OfficialCheckpoint, int], MatchingModel]] = {"scan": scan.read}
+
+VOCABULARY_FILE = "vocab.json"
+
+
+def convert(
+    source: str,
+    checkpoint: str | os.PathLike[str],
+    vocabulary: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    ignored_options: Iterable[str] = (),
+) -> OfficialCheckpoint:
+    """Converts an official checkpoint into a RUN folder that `itm_fast.models.load` and `itm-fast evaluate` take.
+
+    Args:
+        source: the published code that wrote it, one of `SOURCES`.
+        checkpoint: its file, such as `model_best.pth.tar`; nothing in it is executed.
+        vocabulary: the vocabulary JSON it was trained with; it is copied into `out`.
+        out: the folder to write; it must not hold a model yet.
+        ignored_options: names of unknown options of the checkpoint that do not change its scores.
+
+    Returns:
+        What the checkpoint holds beside the weights: epoch, best sum of recalls, options.
+
+    Raises:
+        ValueError: a file is missing, damaged or holds code; keys, shapes, values, options or the size of the
+            vocabulary do not fit. One line names the file and the key. Nothing is written then.
+    """
+    if source not in SOURCES:
+        raise ValueError(settings.unknown_name("source", source, list(SOURCES)))
+    folder, vocabulary = Path(out), Path(vocabulary)
+    _check_folder(folder)
+    if not vocabulary.is_file():
+        raise ValueError(f"{vocabulary}: no such vocabulary file")
+    words = Vocabulary.from_file(vocabulary)
+    official = read_checkpoint(checkpoint, ignored_options=ignored_options)
+    model = SOURCES[source](official, len(words))
+    files.write_bytes(folder / VOCABULARY_FILE, vocabulary.read_bytes())
+    model.save(folder)
+    return official
+
+
+def _check_folder(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: expected a folder for the model, found a file")
+    for name in (CONFIG_FILE, WEIGHTS_FILE, VOCABULARY_FILE, "train.yaml"):
+        if (folder / name).exists():
+            raise ValueError(f"{folder}: holds {name}, which the model would overwrite; choose another --out")

@@ -1,0 +1,138 @@
+"""Official checkpoints: files of `torch.save` that hold state dicts and the options of the command line.
+
+Inside: `OfficialCheckpoint`, `Weight`, `read_checkpoint`.
+
+Both containers of torch are read, the zip file and the older stream of pickles that Python 2 wrote, too. Of Python
+objects only tensors, plain containers and `argparse.Namespace` come through; whatever else a file names is refused
+before it could run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import warnings
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from itm_fast.compat.options import Options
+
+__all__ = ["OfficialCheckpoint", "Weight", "read_checkpoint"]
+
+
+@attrs.frozen(eq=False)
+class Weight:
+    """A tensor of a checkpoint, and the key that messages name it by."""
+
+    key: str
+    tensor: Tensor
+
+
+@attrs.frozen(eq=False)
+class OfficialCheckpoint:
+    """What an official checkpoint holds: one mapping of weights per module, in the file's order, and the options."""
+
+    path: Path
+    parts: list[dict[str, Weight]]
+    options: Options
+    epoch: int | None
+    best_rsum: float | None
+
+    def modules(self, *names: str) -> list[dict[str, Weight]]:
+        """The weights of the modules `names`; ValueError where the checkpoint has another number of them."""
+        if len(self.parts) != len(names):
+            raise ValueError(
+                f"{self.path}: expected {len(names)} state dicts in 'model' ({', '.join(names)}), got "
+                f"{len(self.parts)}; is it the checkpoint of another model?"
+            )
+        return self.parts
+
+
+def read_checkpoint(path: str | os.PathLike[str], *, ignored_options: Iterable[str] = ()) -> OfficialCheckpoint:
+    """Reads a checkpoint without executing anything in it.
+
+    Raises:
+        ValueError: the file is missing, damaged, holds anything but tensors and plain values, or is no checkpoint of
+            the official layout; one line names the file and the key.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such checkpoint file")
+    content = _load(path)
+    for key in ("model", "opt"):
+        if not isinstance(content, dict) or key not in content:
+            raise ValueError(f"{path}: expected a dict with 'model' and 'opt', found no {key!r}")
+    options = content["opt"]
+    options = vars(options) if isinstance(options, argparse.Namespace) else options
+    if not isinstance(options, Mapping):
+        raise ValueError(f"{path}: opt: expected an argparse.Namespace, got {type(options).__name__}")
+    model = content["model"]
+    states = list(model) if isinstance(model, list | tuple) else [model]
+    return OfficialCheckpoint(
+        path=path,
+        parts=[_weights(path, f"model[{index}]", state) for index, state in enumerate(states)],
+        options=Options(options, str(path), ignored_options),
+        epoch=_number(content.get("epoch"), int),
+        best_rsum=_number(content.get("best_rsum"), (int, float)),
+    )
+
+
+def _load(path: Path) -> Any:
+    _check_container(path)
+    try:
+        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # Damage can raise nearly anything, and torch's text advises to switch off the protection against code.
+        foreign = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if foreign:
+            reason = f"holds the Python object {foreign[1]}, which no checkpoint needs; nothing of it was run"
+            raise ValueError(f"{path}: {reason}") from None
+        raise ValueError(f"{path}: not a readable checkpoint: damaged, or not written by torch.save") from None
+
+
+def _check_container(path: Path) -> None:
+    """Refuses an archive that would unpack to more than it holds: torch stores tensors uncompressed."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        raise ValueError(f"{path}: not a readable checkpoint: a damaged zip file") from None
+    size = path.stat().st_size
+    if unpacked > size:
+        raise ValueError(f"{path}: not a checkpoint: its {size} bytes claim to hold {unpacked}")
+
+
+def _weights(path: Path, part: str, state: Any) -> dict[str, Weight]:
+    """The tensors of one state dict, without the `module.` that DataParallel puts before names."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"{path}: {part}: expected a state dict, got {type(state).__name__}")
+    weights: dict[str, Weight] = {}
+    for name, tensor in state.items():
+        key = f"{part}[{name!r}]"
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ValueError(f"{path}: {key}: expected a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            raise ValueError(f"{path}: {key}: expected a dense tensor, got {tensor.layout} on {tensor.device.type}")
+        # Strides of zero would let a few bytes stand for any number of values.
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise ValueError(f"{path}: {key}: claims {tensor.numel()} values, more than the file holds")
+        plain = name.removeprefix("module.")
+        if plain in weights:
+            raise ValueError(f"{path}: {key}: stands there twice, with and without 'module.'")
+        weights[plain] = Weight(key, tensor.detach())
+    return weights
+
+
+def _number(value: Any, kind: type | tuple[type, ...]) -> Any:
+    return value if isinstance(value, kind) and not isinstance(value, bool) else None

@@ -1,0 +1,63 @@
+"""The options that an official training script was started with.
+
+Inside: `Options`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+__all__ = ["Options"]
+
+Value = TypeVar("Value", bool, int, float, str)
+_KINDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string"}
+
+
+class Options:
+    """Names and values from a checkpoint's 'opt', read with the published defaults.
+
+    Args:
+        values: the options.
+        source: the file, for messages.
+        ignored: names that `check_known` lets pass although nobody reads them.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str, ignored: Iterable[str] = ()) -> None:
+        self._values, self._source, self._ignored = dict(values), source, set(ignored)
+        self._known: set[str] = set()
+
+    def get(self, name: str, default: Value) -> Value:
+        """The value of an option, of the type of `default`, which stands for one that is absent."""
+        self._known.add(name)
+        value = self._values.get(name, default)
+        kind = type(default)
+        fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53:
+            value, fits = float(value), True
+        if not fits or (isinstance(value, float) and not math.isfinite(value)):
+            raise self.error(name, f"expected {_KINDS[kind]}, got {value!r:.60}")
+        return value
+
+    def choice(self, name: str, default: str, choices: Mapping[str, str]) -> str:
+        """What `choices` gives for the value of an option; ValueError naming all for one that it lacks."""
+        value = self.get(name, default)
+        if value not in choices:
+            raise self.error(name, f"expected one of {', '.join(choices)}, got {value!r:.60}")
+        return choices[value]
+
+    def check_known(self, training: Iterable[str]) -> None:
+        """ValueError naming an option that was not read, does not concern `training` alone, and is not ignored."""
+        unknown = set(self._values) - self._known - set(training) - self._ignored
+        if unknown:
+            name = min(unknown, key=str)
+            raise self.error(
+                str(name),
+                "this option is unknown; is it the checkpoint of another model? If it does not change scores: "
+                f"--ignore-option {name}",
+            )
+
+    def error(self, name: str, what: str) -> ValueError:
+        """The error for an option."""
+        return ValueError(f"{self._source}: opt.{name}: {what}")
