@@ -1,10 +1,11 @@
 """Data: the published precomputed layout, vocabularies, batches, and the bundled emoji pictures.
 
 `dataset` gives batches of images and captions, `precomputed` the same from a split on disk, whose files `layout` reads;
-`vocabulary` and `tokenization` turn captions into token ids; `loading` says which captions form a batch; `emoji` is a
-real data set that comes with the package.
+`vocabulary` and `tokenization` turn captions into token ids; `loading` says which captions form a batch;
+`augmentation` changes captions in training; `emoji` is a real data set that comes with the package.
 """
 
+from .augmentation import TextAugmentation
 from .dataset import Batch, CaptionDataset
 from .loading import BatchLoader, EpochSampler
 from .precomputed import PrecomputedDataset
@@ -17,6 +18,7 @@ __all__ = [
     "CaptionDataset",
     "EpochSampler",
     "PrecomputedDataset",
+    "TextAugmentation",
     "Vocabulary",
     "find_vocabulary",
     "load_vocabulary",

@@ -81,6 +81,10 @@ class Vocabulary:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
+    def with_mask(self) -> Vocabulary:
+        """This vocabulary, or where it has no `<mask>` one with `<mask>` behind its words, whose ids stay."""
+        return self if self.mask is not None else Vocabulary([*self.words, MASK])
+
     def to_json(self) -> str:
         """The published JSON."""
         content = {"word2idx": self._ids, "idx2word": dict(enumerate(self.words)), "idx": len(self.words)}

@@ -45,6 +45,14 @@ class TrainConfig:
         help="Processes that read batches ahead; 0: the training process.",
         free_on_resume=True,
     )
+    text_augmentation: float = setting(
+        0.0,
+        group=DATA,
+        minimum=0,
+        maximum=1,
+        help="Probability of each word of a training caption to become <mask> (half), a random word (a tenth) or "
+        "nothing (the rest); published: 0.2.",
+    )
 
     model: str = setting("scan", group=MODEL, help="Name of the model.")
     model_options: Mapping[str, Any] = setting(factory=dict, group=MODEL, help="Settings of the model by name.")

@@ -68,6 +68,9 @@ def load_data(
     """The vocabulary, the training split and the validation split; a resumed run keeps its own vocabulary."""
     layout.check_split(config.data, "train")
     vocabulary = load_vocabulary(config.data, vocabulary_path(config, resume=resume))
+    if config.text_augmentation:
+        # The vocabularies published with SCAN have no <mask>; the run keeps the one that it trained with.
+        vocabulary = vocabulary.with_mask()
     train_data = PrecomputedDataset(config.data, "train", vocabulary)
     validation_data = PrecomputedDataset(
         config.data, config.validation_split, vocabulary, max_images=config.validation_images

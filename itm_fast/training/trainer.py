@@ -23,7 +23,7 @@ from ignite.engine import Engine, Events
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from itm_fast.data import Batch, BatchLoader, EpochSampler, PrecomputedDataset
+from itm_fast.data import Batch, BatchLoader, EpochSampler, PrecomputedDataset, TextAugmentation
 from itm_fast.evaluation import evaluate
 from itm_fast.losses import TripletLoss
 from itm_fast.models.base import MatchingModel, load_weights
@@ -85,6 +85,9 @@ class Trainer:
             self.optimizer, lambda step: learning_rate(config, step, self.steps_per_epoch) / config.lr
         )
         self.plateau = PlateauMonitor(config.margin)
+        self.text_augmentation = (
+            TextAugmentation(train_data.vocabulary, config.text_augmentation) if config.text_augmentation else None
+        )
         self.log = MetricsLog(Path(config.out) / run_folder.METRICS)
         self.best: dict[str, float] = {}
         self.best_step = 0
@@ -228,6 +231,10 @@ class Trainer:
         value = float(loss.detach())
         if not math.isfinite(value):
             raise ValueError(self._not_finite("loss", value))
+        if self.text_augmentation is not None:
+            # The changes come from torch's generator, whose state is saved: a resumed run draws the same ones.
+            token_ids, lengths = self.text_augmentation(batch.token_ids, batch.lengths)
+            batch = attrs.evolve(batch, token_ids=token_ids, lengths=lengths)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip or math.inf))
