@@ -50,8 +50,8 @@ class TrainConfig:
         group=DATA,
         minimum=0,
         maximum=1,
-        help="Probability of each word of a training caption to become <mask> (half), a random word (a tenth) or "
-        "nothing (the rest); published: 0.2.",
+        help="Probability of each word of a training caption to be masked (half), replaced by a random word (a tenth) "
+        "or deleted (the rest); published: 0.2.",
     )
 
     model: str = setting("scan", group=MODEL, help="Name of the model.")
@@ -100,6 +100,9 @@ class TrainConfig:
         minimum=1,
         help="Steps between two saves of the last state, beside those after epochs and validations.",
         free_on_resume=True,
+    )
+    tensorboard: bool = setting(
+        False, group=LOG, help="Write the numbers of the log for TensorBoard, too.", free_on_resume=True
     )
 
     device: str = setting("cpu", group=MACHINE, help="Device, for example cpu or cuda.", free_on_resume=True)

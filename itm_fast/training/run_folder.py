@@ -19,10 +19,11 @@ from itm_fast.models.base import CONFIG_FILE, WEIGHTS_FILE
 from itm_fast.training.checkpoint import STATE_FILE
 from itm_fast.training.config import TrainConfig, read_yaml, to_yaml
 
-__all__ = ["CONFIG", "METRICS", "VOCABULARY", "check", "prepare", "saved_config"]
+__all__ = ["CONFIG", "METRICS", "TENSORBOARD", "VOCABULARY", "check", "prepare", "saved_config"]
 
 CONFIG = "train.yaml"
 METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
 VOCABULARY = "vocab.json"
 
 
@@ -61,7 +62,7 @@ def check(config: TrainConfig, *, resume: bool) -> None:
         raise ValueError(f"{run}: holds a run already; continue it with --resume or choose another --out")
     # A run that ended before its first state left nothing worth keeping: its settings, vocabulary and log.
     model = [WEIGHTS_FILE, CONFIG_FILE]
-    kept = model if started else [*model, VOCABULARY, METRICS, str(STATE_FILE)]
+    kept = model if started else [*model, VOCABULARY, METRICS, str(STATE_FILE), *[TENSORBOARD] * config.tensorboard]
     for file in kept:
         if (run / file).exists():
             raise ValueError(f"{run}: holds {file}, which this run would overwrite; choose another --out")

@@ -30,10 +30,11 @@ from itm_fast.models.base import MatchingModel, load_weights
 from itm_fast.training import checkpoint, run_folder
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.fingerprint import check_fingerprints, fingerprints
-from itm_fast.training.metrics_log import MetricsLog
+from itm_fast.training.metrics_log import MetricsLog, read_metrics
 from itm_fast.training.plateau import PlateauMonitor
 from itm_fast.training.schedule import learning_rate
 from itm_fast.training.signals import on_stop_signals
+from itm_fast.training.tensorboard import TensorBoardLog
 
 __all__ = ["TrainResult", "Trainer"]
 
@@ -84,11 +85,12 @@ class Trainer:
         self.scheduler = LambdaLR(
             self.optimizer, lambda step: learning_rate(config, step, self.steps_per_epoch) / config.lr
         )
-        self.plateau = PlateauMonitor(config.margin)
         self.text_augmentation = (
             TextAugmentation(train_data.vocabulary, config.text_augmentation) if config.text_augmentation else None
         )
+        self.plateau = PlateauMonitor(config.margin)
         self.log = MetricsLog(Path(config.out) / run_folder.METRICS)
+        self.tensorboard = TensorBoardLog(Path(config.out) / run_folder.TENSORBOARD) if config.tensorboard else None
         self.best: dict[str, float] = {}
         self.best_step = 0
         self._total = config.epochs * self.steps_per_epoch
@@ -147,6 +149,15 @@ class Trainer:
         self._warn_without_negatives()
         self._started = time.monotonic()
         self.log.truncate(self._log_size)
+        if self.tensorboard is None:
+            return self._run()
+        self.tensorboard.start(read_metrics(self.log.path) if self.log.size else [], self._seconds_before)
+        try:
+            return self._run()
+        finally:
+            self.tensorboard.close()
+
+    def _run(self) -> TrainResult:
         # A run that ended in the middle of a validation makes up for it.
         if self._validation_due(self._position):
             self._validate(self._position)
@@ -220,6 +231,10 @@ class Trainer:
 
     def _step(self, batch: Batch, mining: str | None = None) -> dict[str, float]:
         self.model.train()
+        if self.text_augmentation is not None:
+            # The changes come from torch's generator, whose state is saved: a resumed run draws the same ones.
+            token_ids, lengths = self.text_augmentation(batch.token_ids, batch.lengths)
+            batch = attrs.evolve(batch, token_ids=token_ids, lengths=lengths)
         batch = batch.to(self.device, non_blocking=True)
         with self._autocast():
             scores = self.model(batch.features, batch.token_ids, batch.lengths)
@@ -231,10 +246,6 @@ class Trainer:
         value = float(loss.detach())
         if not math.isfinite(value):
             raise ValueError(self._not_finite("loss", value))
-        if self.text_augmentation is not None:
-            # The changes come from torch's generator, whose state is saved: a resumed run draws the same ones.
-            token_ids, lengths = self.text_augmentation(batch.token_ids, batch.lengths)
-            batch = attrs.evolve(batch, token_ids=token_ids, lengths=lengths)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip or math.inf))
@@ -284,7 +295,7 @@ class Trainer:
         return step > 0 and step != self._validated_step and (regular or step == self._total)
 
     def _log_window(self, output: dict[str, float]) -> None:
-        self.log.write(
+        self._write(
             kind="train",
             step=self.engine.state.iteration,
             epoch=self.engine.state.epoch,
@@ -308,12 +319,17 @@ class Trainer:
         # Last, because a validation that the log has is not repeated on a resume: the state is large, and writing it a
         # second time for the validation's sake would double the cost of saving.
         position = {"split": self.validation_data.split, "step": step, "epoch": epoch}
-        self.log.write(kind="validation", **position, seconds=round(self.seconds, 3), **summary)
+        self._write(kind="validation", **position, seconds=round(self.seconds, 3), **summary)
         if self._progress:
             self._bar.write(
                 f"epoch {epoch}, step {step}: {self.validation_data.split} rsum {summary['rsum']:.1f}, R@1 "
                 f"{summary['i2t_r1']:.1f} (image to text) {summary['t2i_r1']:.1f} (text to image)" + ", best" * better
             )
+
+    def _write(self, **line: Any) -> None:
+        self.log.write(**line)
+        if self.tensorboard is not None:
+            self.tensorboard.write(line)
 
     def _judge(self, summary: dict[str, float], step: int) -> bool:
         """Notes a validation of the weights after `step`; whether they are the best so far."""
