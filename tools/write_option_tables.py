@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from itm_fast.cli.options import markdown_table
-from itm_fast.models import SCANConfig
+from itm_fast.models import SCANConfig, VSEPPConfig
 from itm_fast.training import TrainConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "training.md"
-TABLES = {"train": TrainConfig, "scan": SCANConfig}
+TABLES = {"train": TrainConfig, "scan": SCANConfig, "vsepp": VSEPPConfig}
 
 
 def rendered(text: str) -> str:
