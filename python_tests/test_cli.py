@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from helpers.commands import SMALL, error, train_small
 from helpers.concepts import write_concepts
 from helpers.terminal import every_step
 
@@ -27,30 +28,11 @@ from itm_fast.training.config import read_yaml
 from itm_fast.training.metrics_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = ["--model-option", "embed_dim=16", "--model-option", "word-dim=12", "--batch-size", "32", "--epochs", "2"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_concepts(tmp_path_factory.mktemp("concepts"))
 
 
 @pytest.fixture(scope="module")
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("cli") / "run"
-    assert cli.run(["train", "--data", str(data), "--out", str(out), "--lr", "1e-2", *SMALL]) == 0
-    return out
-
-
-def error(capsys: pytest.CaptureFixture[str], *arguments: object, lines: int = 0) -> tuple[int, str]:
-    """Exit status and the single line on stderr; on stdout are as many `lines` as the command says at its start."""
-    capsys.readouterr()
-    status = cli.run([str(argument) for argument in arguments])
-    printed = capsys.readouterr()
-    assert printed.out.count("\n") == lines
-    assert printed.err.count("\n") == 1
-    assert printed.err.startswith("itm-fast: error: ")
-    return status, printed.err.removeprefix("itm-fast: error: ").rstrip("\n")
+    return train_small(data, tmp_path_factory.mktemp("cli") / "run", "--lr", "1e-2", "--epochs", "2")
 
 
 def plain(text: str) -> str:
@@ -97,7 +79,7 @@ def test_documentation_holds_the_settings_as_they_are() -> None:
 
 def test_train_writes_the_run_and_says_where(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
-    assert cli.run(["train", "--data", str(data), "--out", str(out), *SMALL]) == 0
+    assert cli.run(["train", "--data", str(data), "--out", str(out), *SMALL, "--epochs", "2"]) == 0
     best = max(line["rsum"] for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "validation")
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(f"best model: {out} (step ")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.concepts import write_concepts
+from helpers.commands import SMALL, error
 
 from itm_fast import cli, evaluation, models
 from itm_fast.config import build, fields_of
@@ -17,30 +17,6 @@ from itm_fast.data import PrecomputedDataset, Vocabulary
 from itm_fast.training import TrainConfig
 from itm_fast.training.config import read_yaml
 from itm_fast.training.run import device_of, warn_of_unknown_words
-
-SMALL = ["--model-option", "embed_dim=16", "--model-option", "word-dim=12", "--batch-size", "32", "--epochs", "1"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_concepts(tmp_path_factory.mktemp("concepts"))
-
-
-@pytest.fixture(scope="module")
-def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("cli") / "run"
-    assert cli.run(["train", "--data", str(data), "--out", str(out), *SMALL]) == 0
-    return out
-
-
-def error(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    """Exit status and the single line on stderr, without its start."""
-    capsys.readouterr()
-    status = cli.run([str(argument) for argument in arguments])
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1
-    assert printed.startswith("itm-fast: error: ")
-    return status, printed.removeprefix("itm-fast: error: ").rstrip("\n")
 
 
 @pytest.mark.parametrize(

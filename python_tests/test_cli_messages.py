@@ -8,36 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.commands import SMALL, error
 from helpers.concepts import write_concepts
 from helpers.terminal import every_step
 
 from itm_fast import cli
 from itm_fast.data import Vocabulary
 from itm_fast.evaluation import scoring
-
-SMALL = ["--model-option", "embed_dim=16", "--model-option", "word-dim=12", "--batch-size", "32", "--epochs", "1"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_concepts(tmp_path_factory.mktemp("concepts"))
-
-
-@pytest.fixture(scope="module")
-def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("cli") / "run"
-    assert cli.run(["train", "--data", str(data), "--out", str(out), *SMALL]) == 0
-    return out
-
-
-def error(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The single line of an error; nothing may go to stdout."""
-    capsys.readouterr()
-    assert cli.run([str(argument) for argument in arguments]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    return printed.err.removeprefix("itm-fast: error: ").rstrip("\n")
 
 
 def test_train_says_what_it_works_on(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +50,8 @@ def test_evaluate_needs_features_of_the_width_of_the_model(
 ) -> None:
     wide = write_concepts(tmp_path / "wide", width=9)
     assert error(capsys, "evaluate", "--checkpoint", trained, "--data", wide) == (
-        f"{wide / 'test_ims.npy'}: regions of 9 channels, but the model in {trained} takes 8"
+        1,
+        f"{wide / 'test_ims.npy'}: regions of 9 channels, but the model in {trained} takes 8",
     )
 
 
@@ -84,7 +62,8 @@ def test_truncated_features_are_called_so(data: Path, tmp_path: Path, capsys: py
     # 128 bytes of header and 24 x 4 x 8 numbers of four bytes.
     assert np.load(data / "train_ims.npy").shape == (24, 4, 8)
     assert error(capsys, "train", "--data", broken, "--out", tmp_path / "run", *SMALL) == (
-        f"{features}: truncated: the header promises 3200 bytes, the file has 1000"
+        1,
+        f"{features}: truncated: the header promises 3200 bytes, the file has 1000",
     )
 
 
@@ -94,9 +73,9 @@ def test_a_json_target_is_looked_at_before_the_work(
     message = f"{tmp_path}: expected a file to write, found a folder"
     # The model does not exist either, so that what comes first is what is reported.
     evaluate = ("evaluate", "--checkpoint", tmp_path / "no", "--data", tmp_path / "no", "--json", tmp_path)
-    assert error(capsys, *evaluate) == message
+    assert error(capsys, *evaluate) == (1, message)
     monkeypatch.setattr("itm_fast.benchmarking.run.run", lambda *_: pytest.fail("measured before the target was seen"))
-    assert error(capsys, "bench", "--quick", "--json", tmp_path) == message
+    assert error(capsys, "bench", "--quick", "--json", tmp_path) == (1, message)
 
 
 def test_files_for_folders_and_folders_for_files(
@@ -104,10 +83,12 @@ def test_files_for_folders_and_folders_for_files(
 ) -> None:
     model = trained / "model.safetensors"
     assert error(capsys, "evaluate", "--checkpoint", model, "--data", data) == (
-        f"{model}: expected the folder of a saved model, found a file"
+        1,
+        f"{model}: expected the folder of a saved model, found a file",
     )
     assert error(capsys, "train", "--config", tmp_path, "--data", data, "--out", tmp_path / "run") == (
-        f"{tmp_path}: expected a YAML file, found a folder"
+        1,
+        f"{tmp_path}: expected a YAML file, found a folder",
     )
 
 
@@ -116,7 +97,8 @@ def test_a_seed_has_a_largest_value(command: str, tmp_path: Path, capsys: pytest
     given = ["--data", tmp_path] if command == "train" else []
     for seed in (2**64, 10**400):
         assert error(capsys, command, *given, "--out", tmp_path / "run", "--seed", seed) == (
-            f"seed: expected a number at least 0 and at most 18446744073709551615, got {seed}"
+            1,
+            f"seed: expected a number at least 0 and at most 18446744073709551615, got {seed}",
         )
     assert not (tmp_path / "run").exists()
 
