@@ -34,6 +34,12 @@ class TrainConfig:
     vocab: str | None = setting(
         None, group=DATA, help="Vocabulary JSON; by default the one beside the data, else built from train_caps.txt."
     )
+    min_count: int = setting(
+        4,
+        group=DATA,
+        minimum=1,
+        help="Least occurrences of a word in a vocabulary that is built from train_caps.txt.",
+    )
     validation_split: str = setting("dev", group=DATA, help="Split that chooses the best model.")
     validation_images: int | None = setting(
         None, group=DATA, minimum=1, help="Validate on the first images only (published code: 1000 of COCO's 5000)."

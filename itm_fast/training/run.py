@@ -67,7 +67,14 @@ def load_data(
 ) -> tuple[Vocabulary, PrecomputedDataset, PrecomputedDataset]:
     """The vocabulary, the training split and the validation split; a resumed run keeps its own vocabulary."""
     layout.check_split(config.data, "train")
-    vocabulary = load_vocabulary(config.data, vocabulary_path(config, resume=resume))
+    path = vocabulary_path(config, resume=resume)
+    default = settings.fields_of(TrainConfig)["min_count"].default
+    if path is not None and not resume and config.min_count != default:
+        raise ValueError(
+            f"min_count: {config.min_count} is for a vocabulary that is built from the training captions, but {path} "
+            "holds one already"
+        )
+    vocabulary = load_vocabulary(config.data, path, min_count=config.min_count)
     if config.text_augmentation:
         # The vocabularies published with SCAN have no <mask>; the run keeps the one that it trained with.
         vocabulary = vocabulary.with_mask()
