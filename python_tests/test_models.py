@@ -272,6 +272,18 @@ def test_missing_setting_and_unknown_model_are_named() -> None:
         models.create("scam")
 
 
+def test_a_model_without_a_score_is_refused_when_it_is_made() -> None:
+    class Encoders(models.MatchingModel):
+        def encode_images(self, features: Tensor) -> Tensor:
+            return features
+
+        def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Tensor:
+            return token_ids
+
+    with pytest.raises(TypeError, match=r"abstract class Encoders .*'?score'?"):
+        Encoders()
+
+
 def test_numbers_written_as_text_become_numbers() -> None:
     model = models.create("scan", **{**CONFIG, "negative_slope": "1e-1", "t2i_temperature": 8})
     assert model.config.negative_slope == 0.1

@@ -5,29 +5,32 @@ Inside: `MatchingModel`, `register`, `create`, `load`, `names`, `config_class`.
 
 from __future__ import annotations
 
+import abc
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import safetensors
 import torch
-from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from itm_fast import config as settings
 from itm_fast import files
+from itm_fast.documents import MAX_SETTINGS_BYTES, read_json
+from itm_fast.formats import Format
 from itm_fast.fragments import Fragments
+from itm_fast.models.weights_file import read_shapes, read_weights
 
-FORMAT_VERSION = 1
+FORMAT = Format()
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 
 Embeddings = Fragments | Tensor
 
 
-class MatchingModel(nn.Module):
+class MatchingModel(nn.Module, abc.ABC):
     """An image-text matching model: two encoders and a score.
 
     Encoders give `Fragments`, or a tensor (n, d) for a model of one vector per item, so that a gallery is encoded once.
@@ -37,17 +40,17 @@ class MatchingModel(nn.Module):
     Config: ClassVar[type]
     config: Any
 
+    @abc.abstractmethod
     def encode_images(self, features: Tensor | Fragments) -> Embeddings:
         """Region features (n, k, f), or Fragments, to the embeddings of n images."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Embeddings:
         """Padded token ids (n, L) int64 and lengths (n,) to the embeddings of n captions."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def score(self, images: Any, captions: Any) -> Tensor:
         """Embeddings of images and captions to scores (n_images, n_captions) float32."""
-        raise NotImplementedError
 
     def forward(self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor) -> Tensor:
         """Scores (n_images, n_captions) of all images with all captions."""
@@ -55,7 +58,7 @@ class MatchingModel(nn.Module):
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes `config.json` and `model.safetensors`, each atomically; the folder is created where missing."""
-        content = {"format_version": FORMAT_VERSION, "model": self.name, "config": settings.to_dict(self.config)}
+        content = {"format_version": FORMAT.newest, "model": self.name, "config": settings.to_dict(self.config)}
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         # Bytes, not save_file, whose exceptions do not say in a readable way that a disk is full.
         files.write_bytes(Path(directory) / WEIGHTS_FILE, serialize(weights))
@@ -104,47 +107,56 @@ def load(directory: str | os.PathLike[str], device: torch.device | str = "cpu") 
     if Path(directory).is_file():
         raise ValueError(f"{directory}: expected the folder of a saved model, found a file")
     config_path, weights_path = Path(directory) / CONFIG_FILE, Path(directory) / WEIGHTS_FILE
-    model = _from_config(config_path)
+    name, config = _read_config(config_path)
+    shapes = read_shapes(weights_path)
     try:
-        weights = load_file(weights_path)
-    except FileNotFoundError:
-        raise ValueError(f"{weights_path}: no such file; {directory} is not a saved model") from None
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{weights_path}: not a readable safetensors file ({error})") from None
-    load_weights(model, weights, str(weights_path))
+        # On the meta device a model of any size costs nothing: real memory is taken once the file is known to fill it.
+        with torch.device("meta"):
+            expected = shapes_of(create(name, **config))
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{config_path}: {str(error).splitlines()[0]}") from None
+    check_shapes(expected, shapes, str(weights_path))
+    model = create(name, **config)
+    load_weights(model, read_weights(weights_path), str(weights_path))
     return model.to(device).eval()
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight of a model by its name."""
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """ValueError naming `source` and the first weight that is unknown, missing or of another shape."""
+    for name in found:
+        if name not in expected:
+            raise ValueError(f"{source}: the weight {name} is unknown to the model")
+    for name, shape in expected.items():
+        if name not in found:
+            raise ValueError(f"{source}: the weight {name} is missing")
+        if found[name] != shape:
+            raise ValueError(f"{source}: {name}: expected shape {shape}, got {found[name]}")
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> None:
     """Copies `weights` into `model` after checking names, shapes and values; errors name `source`."""
-    own = model.state_dict()
-    for name in weights:
-        if name not in own:
-            raise ValueError(f"{source}: the weight {name} is unknown to the model")
-    for name, expected in own.items():
-        if name not in weights:
-            raise ValueError(f"{source}: the weight {name} is missing")
-        tensor = weights[name]
-        if tensor.shape != expected.shape:
-            raise ValueError(f"{source}: {name}: expected shape {tuple(expected.shape)}, got {tuple(tensor.shape)}")
+    check_shapes(shapes_of(model), {name: tuple(tensor.shape) for name, tensor in weights.items()}, source)
+    for name, tensor in weights.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise ValueError(f"{source}: {name} holds values that are not finite")
     model.load_state_dict(weights)
 
 
-def _from_config(path: Path) -> MatchingModel:
+def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
+    """Name and settings of a saved model, whatever version of the format they were written in."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, MAX_SETTINGS_BYTES)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; {path.parent} is not a saved model") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: expected JSON: {error}") from None
-    if not isinstance(content, dict) or not {"format_version", "model", "config"} <= content.keys():
-        raise ValueError(f"{path}: expected a JSON object with format_version, model and config")
-    version = content["format_version"]
-    if version != FORMAT_VERSION:
-        raise ValueError(f"{path}: format_version is {version!r}; this version of itm_fast reads {FORMAT_VERSION}")
-    try:
-        return create(content["model"], **content["config"])
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object with model and config")
+    content = FORMAT.upgrade(content, path)
+    name, config = content.get("model"), content.get("config")
+    if not isinstance(name, str) or not isinstance(config, dict):
+        raise ValueError(f"{path}: expected a JSON object with model and config")
+    return name, config
