@@ -1,4 +1,4 @@
-"""Uses an installed itm_fast outside its source tree: native path, numbers, bundled data. Fails on a wrong one.
+"""Uses an installed itm_fast outside its source tree: native path, numbers, bundled files. Fails on a wrong one.
 
 With an argument, the package must be the one in that source tree: an editable install.
 """
@@ -13,6 +13,7 @@ import itm_fast
 import itm_fast.functional as F_itm
 from itm_fast.data import emoji
 from itm_fast.reference import cross_attention as reference
+from itm_fast.training import recipes
 
 package = Path(itm_fast.__file__).parent
 if len(sys.argv) > 1:
@@ -43,5 +44,8 @@ assert pictures.std() > 10, "the bundled pictures are blank"
 
 template = files("itm_fast.report").joinpath("templates", "report.html.j2")
 assert "report.title" in template.read_text(encoding="utf-8"), "the template of the report is missing"
+
+recipe = recipes.load("scan-t2i-f30k")
+assert recipe.settings["lr"] == 2e-4, recipe
 
 print(f"itm_fast {info['version']} from {package}: {native}, scores off by {error:.1e}")

@@ -1,4 +1,4 @@
-"""Writes the tables of settings into docs/training.md from the configuration classes; --check only compares.
+"""Writes the tables of settings and recipes into docs/training.md from their sources; --check only compares.
 
 Each table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from itm_fast.cli.options import markdown_table
 from itm_fast.models import SCANConfig, VSEPPConfig
-from itm_fast.training import TrainConfig
+from itm_fast.training import TrainConfig, recipes
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "training.md"
 TABLES = {"train": TrainConfig, "scan": SCANConfig, "vsepp": VSEPPConfig}
@@ -21,7 +21,8 @@ def rendered(text: str) -> str:
     """`text` with every table made anew."""
 
     def table(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n\n{markdown_table(TABLES[match[1]])}\n<!-- end -->"
+        lines = recipes.markdown_table() if match[1] == "recipes" else markdown_table(TABLES[match[1]])
+        return f"<!-- table: {match[1]} -->\n\n{lines}\n<!-- end -->"
 
     return re.sub(r"<!-- table: (\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
 

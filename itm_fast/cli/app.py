@@ -19,6 +19,7 @@ from itm_fast.cli.bench import bench
 from itm_fast.cli.convert import convert
 from itm_fast.cli.demo import demo
 from itm_fast.cli.evaluate import evaluate
+from itm_fast.cli.recipes import recipes
 from itm_fast.cli.train import train
 from itm_fast.version import __version__
 
@@ -38,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, evaluate, convert, bench):
+for command in (demo, train, recipes, evaluate, convert, bench):
     app.command(help=_help_text(command))(command)
 app.add_typer(data.app, name="data")
 

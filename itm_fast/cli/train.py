@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
-import attrs
 import typer
 
 from itm_fast import config as settings
@@ -24,8 +23,15 @@ def train(
             rich_help_panel="Model",
         ),
     ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Published settings of a model on a data set; itm-fast recipes lists them."),
+    ] = None,
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="YAML file with any of these settings; options override it.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="YAML file with any settings; they override the recipe's, options override both."
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out from its last state.")] = False,
     **values: Any,
@@ -37,17 +43,19 @@ def train(
     --device and --threads, which change its rounding; --epochs, but to no fewer than were done, and with the cosine
     schedule the learning rate then is that of the new length from here on.
     """
-    from itm_fast.training import run_folder
+    from itm_fast.training import recipes, run_folder
     from itm_fast.training.run import train as run_training
 
-    merged = {**(read_yaml(config) if config is not None else {}), **given_options(values)}
+    published = recipes.load(recipe).settings if recipe is not None else {}
+    options = {"model_options": _model_options(model_option)} if model_option else {}
+    merged = recipes.merge(published, read_yaml(config) if config is not None else {}, given_options(values), options)
+    if published and merged["model"] != published["model"]:
+        raise ValueError(f"--recipe {recipe} is of the model {published['model']}, but {merged['model']} was asked for")
     if resume:
         if "out" not in merged:
             raise ValueError("out: --resume needs the RUN folder to continue: --out RUN, or out in the --config file")
-        merged = {**settings.to_dict(run_folder.saved_config(str(merged["out"]))), **merged}
+        merged = recipes.merge(settings.to_dict(run_folder.saved_config(str(merged["out"]))), merged)
     chosen = settings.build(TrainConfig, merged)
-    if model_option:
-        chosen = attrs.evolve(chosen, model_options={**chosen.model_options, **_model_options(model_option)})
     result = run_training(chosen, resume=resume)
 
     out = chosen.out

@@ -1,0 +1,63 @@
+"""Recipes: the published settings of a model on a data set, by name.
+
+Each is a file `itm_fast/recipes/NAME.yaml` with its description, its source and the settings that the source states;
+everything else keeps its default. Inside: `Recipe`, `names`, `load`, `merge`, `markdown_table`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+import attrs
+import yaml
+
+__all__ = ["Recipe", "load", "markdown_table", "merge", "names"]
+
+_FOLDER = files("itm_fast").joinpath("recipes")
+
+
+@attrs.frozen
+class Recipe:
+    """`settings` are names and values of a `TrainConfig`, `source` says where they come from."""
+
+    name: str
+    description: str
+    source: str
+    settings: dict[str, Any]
+
+    def to_yaml(self) -> str:
+        """The settings as a configuration file, under two lines that say what they are."""
+        return f"# {self.description}\n# {self.source}\n" + yaml.safe_dump(self.settings, sort_keys=False)
+
+
+def names() -> list[str]:
+    """The names that `load` takes."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in _FOLDER.iterdir() if entry.name.endswith(".yaml"))
+
+
+def load(name: str) -> Recipe:
+    """The recipe called `name`; ValueError naming all that there are where it is unknown."""
+    if name not in names():
+        raise ValueError(f"unknown recipe {name!r}: known are {', '.join(names())}")
+    content = yaml.safe_load(_FOLDER.joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
+    return Recipe(name, **content)
+
+
+def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings from several places, of which the later wins; a model's own settings are merged by name, too."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        before, new = merged.get("model_options"), layer.get("model_options")
+        merged.update(layer)
+        if isinstance(before, Mapping) and isinstance(new, Mapping):
+            merged["model_options"] = {**before, **new}
+    return merged
+
+
+def markdown_table() -> str:
+    """All recipes as a Markdown table for the documentation."""
+    lines = ["| recipe | what it trains |", "| --- | --- |"]
+    lines += [f"| `{name}` | {load(name).description} |" for name in names()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,171 @@
+"""Recipes: the published numbers, what overrides what, and how they reach a training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.concepts import write_concepts
+
+from itm_fast import cli, config, models
+from itm_fast.training import TrainConfig, recipes
+from itm_fast.training.config import read_yaml
+from itm_fast.training.schedule import learning_rate
+
+SMALL = ["--model-option", "embed_dim=16", "--model-option", "word_dim=12", "--batch-size", "60", "--epochs", "1"]
+# What the papers' code has by default, in the names of this package.
+EVERYWHERE = {
+    "batch_size": 128, "drop_last": False, "optimizer": "adam", "lr_schedule": "step", "lr_decay_unit": "epoch",
+    "lr_decay_factor": 0.1, "grad_clip": 2.0, "margin": 0.2, "mining": "hardest", "exclude_same_image": False,
+    "validation_images": 1000,
+}  # fmt: skip
+SIZES = {"embed_dim": 1024, "word_dim": 300, "num_layers": 1}
+SCAN = {**SIZES, "normalization": "clipped_l2norm", "negative_slope": 0.1}
+FLICKR, COCO = {"epochs": 30, "lr": 2e-4, "lr_decay_every": 15}, {"epochs": 20, "lr": 5e-4, "lr_decay_every": 10}
+T2I, I2T = {"direction": "t2i", "t2i_temperature": 9.0}, {"direction": "i2t", "i2t_temperature": 4.0}
+MEAN, LSE = {"aggregation": "mean"}, {"aggregation": "logsumexp"}
+VSEPP = {**SIZES, "image_encoder": "linear", "bidirectional": False, "text_pooling": "last"}
+PUBLISHED = {
+    "scan-t2i-f30k": ("scan", FLICKR, {**SCAN, **T2I, **MEAN}),
+    "scan-t2i-lse-f30k": ("scan", FLICKR, {**SCAN, **T2I, **LSE, "t2i_logsumexp_temperature": 6.0}),
+    "scan-i2t-f30k": ("scan", FLICKR, {**SCAN, **I2T, **MEAN}),
+    "scan-i2t-lse-f30k": ("scan", FLICKR, {**SCAN, **I2T, **LSE, "i2t_logsumexp_temperature": 5.0}),
+    "scan-mean-f30k": ("scan", FLICKR, {**SCAN, **T2I, **I2T, **MEAN, "direction": "mean"}),
+    "scan-t2i-coco": ("scan", COCO, {**SCAN, **T2I, **MEAN}),
+    "scan-t2i-lse-coco": ("scan", COCO, {**SCAN, **T2I, **LSE, "t2i_logsumexp_temperature": 6.0}),
+    "scan-i2t-coco": ("scan", COCO, {**SCAN, **I2T, **MEAN}),
+    "scan-i2t-lse-coco": ("scan", COCO, {**SCAN, **I2T, **LSE, "i2t_logsumexp_temperature": 20.0}),
+    "scan-mean-coco": ("scan", COCO, {**SCAN, **T2I, **I2T, **MEAN, "direction": "mean"}),
+    "vsepp-f30k": ("vsepp", FLICKR, VSEPP),
+    "vsepp-coco": ("vsepp", FLICKR, VSEPP),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_concepts(tmp_path_factory.mktemp("concepts"))
+
+
+def trained_with(data: Path, out: Path, *arguments: object) -> dict[str, object]:
+    """The settings of a run by its own account."""
+    assert cli.run(["train", "--data", str(data), "--out", str(out), *map(str, arguments)]) == 0
+    return read_yaml(out / "train.yaml")
+
+
+def error(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert cli.run([str(argument) for argument in arguments]) == 1
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    return printed.err.removeprefix("itm-fast: error: ").rstrip("\n")
+
+
+def test_there_are_those_recipes() -> None:
+    assert recipes.names() == sorted(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_a_recipe_holds_the_published_numbers(name: str) -> None:
+    model, numbers, options = PUBLISHED[name]
+    recipe = recipes.load(name)
+    assert recipe.settings == {"model": model, **EVERYWHERE, **numbers, "model_options": options}
+    settings = config.build(TrainConfig, {"data": "d", "out": "o", **recipe.settings})
+    rates = [learning_rate(settings, step, 1) for step in range(settings.epochs)]
+    half = numbers["lr_decay_every"]
+    assert rates == pytest.approx([numbers["lr"]] * half + [numbers["lr"] / 10] * half)
+    built = models.create(model, vocab_size=5, **options).config
+    assert {option: getattr(built, option) for option in options} == options
+    assert {"scan": "Lee et al.", "vsepp": "Faghri et al."}[model] in recipe.source
+    assert {"f30k": "Flickr30K", "coco": "MS-COCO"}[name.split("-")[-1]] in recipe.description
+
+
+def test_later_settings_win_and_model_options_are_merged() -> None:
+    layers = (
+        {"lr": 1.0, "epochs": 3, "model_options": {"a": 1, "b": 1}},
+        {"lr": 2.0, "model_options": {"b": 2, "c": 2}},
+        {"model_options": {"c": 3}},
+    )
+    before = [dict(layer) for layer in layers]
+    assert recipes.merge(*layers) == {"lr": 2.0, "epochs": 3, "model_options": {"a": 1, "b": 2, "c": 3}}
+    assert list(layers) == before
+    assert recipes.merge({"model_options": {"a": 1}}, {"lr": 1.0}) == {"model_options": {"a": 1}, "lr": 1.0}
+    assert recipes.merge({"model_options": {"a": 1}}, {"model_options": 5}) == {"model_options": 5}
+    assert recipes.merge() == {}
+
+
+def test_options_override_the_file_and_the_file_the_recipe(data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "margin": 0.3,
+                "lr": 1e-3,
+                "epochs": 1,
+                "batch_size": 50,
+                "model_options": {"embed_dim": 8, "t2i_temperature": 5},
+            }
+        )
+    )
+    arguments = ["--recipe", "scan-t2i-lse-coco", "--config", file, "--lr", "4e-3", "--batch-size", "60"]
+    got = trained_with(data, tmp_path / "run", *arguments, "--model-option", "word_dim=12")
+    _, numbers, options = PUBLISHED["scan-t2i-lse-coco"]
+    changed = {"margin": 0.3, "lr": 4e-3, "epochs": 1, "batch_size": 60}
+    expected = {**EVERYWHERE, **numbers, **changed, "model": "scan"}
+    assert {name: got[name] for name in expected} == expected
+    assert got["model_options"] == {**options, "embed_dim": 8, "t2i_temperature": 5, "word_dim": 12}
+    model = models.load(tmp_path / "run")
+    assert (model.text_to_image.temperature, model.text_to_image.aggregation) == (5.0, "logsumexp")
+
+
+def test_a_printed_recipe_is_a_configuration(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert cli.run(["recipes", "vsepp-f30k"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("# VSE++ on region features, Flickr30K\n# Faghri et al.")
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    assert read_yaml(file) == recipes.load("vsepp-f30k").settings
+    from_file = trained_with(data, tmp_path / "a", "--config", file, *SMALL)
+    from_recipe = trained_with(data, tmp_path / "b", "--recipe", "vsepp-f30k", *SMALL)
+    assert {**from_file, "out": ""} == {**from_recipe, "out": ""}
+    assert from_recipe["model"] == "vsepp"
+
+
+def test_the_list_shows_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["recipes"]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["recipe", "epochs", "batch", "lr"]
+    assert [line.split()[0] for line in lines] == sorted(PUBLISHED)
+    assert (
+        "scan-i2t-lse-coco      20    128  0.0005  SCAN, image-to-text attention, LogSumExp aggregation, MS-COCO"
+        in lines
+    )
+
+
+def test_a_run_of_a_recipe_is_resumed_with_or_without_it(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    trained_with(data, out, "--recipe", "scan-i2t-f30k", *SMALL)
+    assert cli.run(["train", "--out", str(out), "--resume", "--epochs", "2"]) == 0
+    again = ["train", "--recipe", "scan-i2t-f30k", "--out", str(out), "--resume", *SMALL, "--epochs", "3"]
+    assert cli.run(again) == 0
+    assert "6 steps in" in capsys.readouterr().out
+    message = error(capsys, "train", "--recipe", "scan-i2t-coco", "--out", out, "--resume", *SMALL, "--epochs", "3")
+    assert message.startswith(f"{out}: holds a run with lr = 0.0002, not 0.0005; ")
+
+
+def test_errors_are_one_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = ", ".join(sorted(PUBLISHED))
+    assert error(capsys, "train", "--recipe", "scan", "--data", data) == f"unknown recipe 'scan': known are {known}"
+    assert error(capsys, "recipes", "../x") == f"unknown recipe '../x': known are {known}"
+    message = error(
+        capsys, "train", "--recipe", "scan-t2i-f30k", "--model", "vsepp", "--data", data, "--out", tmp_path / "run"
+    )
+    assert message == "--recipe scan-t2i-f30k is of the model scan, but vsepp was asked for"
+    file = tmp_path / "bad.yaml"
+    file.write_text("model_options: [1]\n")
+    message = error(capsys, "train", "--recipe", "vsepp-coco", "--config", file, "--data", data, "--out", "run")
+    assert message == "model_options: expected names and values, got [1]"
+    assert not (tmp_path / "run").exists()
