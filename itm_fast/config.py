@@ -1,7 +1,7 @@
 """Typed settings: what a model's or a training run's configuration is made of.
 
 Inside: `setting` (a field with its help text and bounds), `build` (from names and values, unknown names refused),
-`to_dict`, `from_text` (one value from the command line), `fields_of`.
+`to_dict`, `from_text` (one value from the command line), `fields_of`, `shown` (a value in a message).
 
 A configuration is a frozen attrs class whose fields are all made by `setting`. Values come as Python objects, from YAML
 or from the command line; nothing in a configuration is ever imported or evaluated.
@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
-import yaml
+
+from itm_fast.documents import parse_yaml
 
 __all__ = ["build", "fields_of", "from_text", "setting", "to_dict"]
 
@@ -107,10 +108,19 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_text(text: str) -> Any:
     """A value written on the command line: a number, true, false, null or a string, as YAML reads it."""
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = parse_yaml(text)
+    except ValueError:
         return text
     return value if isinstance(value, bool | int | float | str | None) else text
+
+
+def shown(value: Any) -> str:
+    """A value as error messages show it: cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write integers of many thousands of digits.
+        return "a number of too many digits"
+    return text if len(text) <= 100 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def _number_from_text(cls: type, name: str, value: Any) -> Any:
@@ -130,26 +140,29 @@ def _validate(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
     if value is None and optional:
         return
     if plain is float and isinstance(value, int) and not isinstance(value, bool):
-        object.__setattr__(instance, field.name, float(value))
+        try:
+            object.__setattr__(instance, field.name, float(value))
+        except OverflowError:
+            raise ValueError(f"{field.name}: expected a finite number, got {shown(value)}") from None
     elif not isinstance(value, plain) or (isinstance(value, bool) and plain is not bool):
         wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(plain)
         wanted = wanted or "names and values"
-        raise ValueError(f"{field.name}: expected {wanted}, got {value!r}")
+        raise ValueError(f"{field.name}: expected {wanted}, got {shown(value)}")
     for key in value if isinstance(value, Mapping) else ():
         if not isinstance(key, str):
-            raise ValueError(f"{field.name}: expected names as strings, got {key!r}")
+            raise ValueError(f"{field.name}: expected names as strings, got {shown(key)}")
     choices = field.metadata["choices"]
     if choices and value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"{field.name}: expected one of {', '.join(choices)}, got {value!r}{hint}")
+        raise ValueError(f"{field.name}: expected one of {', '.join(choices)}, got {shown(value)}{hint}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         _validate_bounds(field, value)
 
 
 def _validate_bounds(field: attrs.Attribute[Any], value: float) -> None:
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{field.name}: expected a finite number, got {value!r}")
+        raise ValueError(f"{field.name}: expected a finite number, got {shown(value)}")
     bounds = {kind: bound for kind, bound in field.metadata["bounds"].items() if bound is not None}
     fits = {
         "minimum": lambda bound: value >= bound,
@@ -159,4 +172,4 @@ def _validate_bounds(field: attrs.Attribute[Any], value: float) -> None:
     }
     if not all(fits[kind](bound) for kind, bound in bounds.items()):
         wanted = " and ".join(f"{_BOUNDS[kind]} {bound}" for kind, bound in bounds.items())
-        raise ValueError(f"{field.name}: expected a number {wanted}, got {value!r}")
+        raise ValueError(f"{field.name}: expected a number {wanted}, got {shown(value)}")

@@ -81,7 +81,7 @@ GAP = {**numbered(SPECIAL), "a": 5}
         (json.dumps({"words": []}), "expected a JSON object with an object 'word2idx'"),
         (json.dumps([1]), "expected a JSON object with an object 'word2idx'"),
         ("{", "expected a vocabulary as UTF-8 JSON: Expecting property name"),
-        (b"\xff\xfe", "expected a vocabulary as UTF-8 JSON: 'utf-8' codec can't decode byte 0xff in position 0"),
+        (b"\xff\xfe", "expected text in UTF-8 (byte 0: invalid start byte)"),
     ],
 )
 def test_a_bad_file_is_refused_by_name(tmp_path, content, message):

@@ -16,7 +16,7 @@ from itm_fast.training.config import read_yaml
 
 @pytest.fixture
 def rare(data: Path, tmp_path: Path) -> Path:
-    """The data set of concepts with three captions more or less of some words: "owl" once, "elk" twice, "ant" 4 times."""
+    """The data set of concepts with words that are rare: "owl" once, "elk" twice, "ant" four times."""
     folder = shutil.copytree(data, tmp_path / "rare")
     captions = (folder / "train_caps.txt").read_text().splitlines()
     captions[:3] = ["owl elk ant ant", "elk ant", "ant"]

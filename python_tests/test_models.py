@@ -309,7 +309,7 @@ def test_load_names_what_is_wrong_with_the_files(saved) -> None:
             models.load(saved)
 
     change_config(saved, format_version=2)
-    refused(r"config.json: format_version is 2; this version of itm_fast reads 1")
+    refused(r"config.json: format_version 2 is newer than 1, the newest that this itm_fast reads; upgrade itm_fast$")
     change_config(saved, format_version=1, model="nope")
     refused("config.json: unknown model 'nope'")
     change_config(saved, model="scan", config={**CONFIG, "extra": 1})
@@ -330,7 +330,7 @@ def test_load_names_what_is_wrong_with_the_files(saved) -> None:
     (saved / "model.safetensors").unlink()
     refused("model.safetensors: no such file")
     (saved / "config.json").write_text("[1]")
-    refused("config.json: expected a JSON object with format_version, model and config")
+    refused("config.json: expected a JSON object with model and config")
     (saved / "config.json").write_text("{")
     refused("config.json: expected JSON")
     (saved / "config.json").unlink()
@@ -343,7 +343,7 @@ def test_a_failed_save_leaves_the_old_model(saved, monkeypatch) -> None:
     def fail(*_arguments: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("itm_fast.models.base.save_file", fail)
+    monkeypatch.setattr("itm_fast.models.base.serialize", fail)
     with pytest.raises(OSError, match="disk full"):
         models.create("scan", **CONFIG).save(saved)
     assert (saved / "model.safetensors").read_bytes() == before

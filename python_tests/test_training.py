@@ -420,7 +420,7 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"checkpoint.pt: not a readable training state"):
         load_state(tmp_path)
     torch.save({"format_version": 9}, path)
-    with pytest.raises(ValueError, match=r"checkpoint.pt: format_version is 9; this version of itm_fast reads 1"):
+    with pytest.raises(ValueError, match=r"checkpoint.pt: format_version 9 is newer than 1, the newest that this"):
         load_state(tmp_path)
 
 

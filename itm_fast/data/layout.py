@@ -48,16 +48,17 @@ def check_split(directory: str | os.PathLike[str], split: str) -> None:
 
 def open_features(path: str | os.PathLike[str]) -> np.memmap:
     """Maps `(n_rows, k, f)` float16, float32 or float64 features; nothing but the header is read."""
+    size = Path(path).stat().st_size
     try:
-        features = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, SyntaxError) as error:
-        size = Path(path).stat().st_size
         promised = _promised_size(path)
-        if promised is not None and size < promised:
-            raise ValueError(f"{path}: truncated: the header promises {promised} bytes, the file has {size}") from None
+        truncated = promised is not None and size < promised
+        features = None if truncated else np.load(path, mmap_mode="r", allow_pickle=False)
+    except _UNREADABLE as error:
         # numpy has a message of its own for each kind of damage; its first line is enough.
         reason = (str(error).splitlines() or ["empty file"])[0]
         raise ValueError(f"{path}: not a readable .npy array of numbers ({reason}; {size} bytes on disk)") from None
+    if features is None:
+        raise ValueError(f"{path}: truncated: the header promises {promised} bytes, the file has {size}")
     if not isinstance(features, np.memmap):
         raise ValueError(f"{path}: expected one .npy array, got {type(features).__name__}")
     if features.dtype.kind != "f" or features.dtype.itemsize > 8:
@@ -69,14 +70,26 @@ def open_features(path: str | os.PathLike[str]) -> np.memmap:
     return features
 
 
+# What numpy lets through for headers that are damaged or made to do harm.
+_UNREADABLE = (ValueError, EOFError, SyntaxError, TypeError, KeyError, OverflowError, RecursionError, MemoryError)
+_MAX_HEADER_BYTES = 10_000  # as numpy, which however reads the header before it looks at its length
+
+
 def _promised_size(path: str | os.PathLike[str]) -> int | None:
-    """The size in bytes that the header of a .npy file of plain numbers stands for; None where it cannot be read."""
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    """The size in bytes that the header of a .npy file of plain numbers stands for; None for anything else."""
+    readers = {(1, 0): (2, np.lib.format.read_array_header_1_0), (2, 0): (4, np.lib.format.read_array_header_2_0)}
     with Path(path).open("rb") as file:
-        try:
-            shape, _, dtype = readers[np.lib.format.read_magic(file)](file)
-        except (ValueError, SyntaxError, KeyError):
+        if file.read(6) != np.lib.format.MAGIC_PREFIX:
             return None
+        version = tuple(file.read(2))
+        if version not in readers:
+            return None
+        width, read_header = readers[version]
+        length = int.from_bytes(file.read(width), "little")
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"its header claims {length} bytes, more than {_MAX_HEADER_BYTES}")
+        file.seek(8)
+        shape, _, dtype = read_header(file)
         return None if dtype.hasobject else file.tell() + math.prod(shape) * dtype.itemsize
 
 

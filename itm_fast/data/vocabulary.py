@@ -12,9 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .. import files
+from .. import documents, files
 from . import layout
 from .tokenization import tokenize
+
+# The largest published vocabulary has 0.4 MB.
+MAX_BYTES = 64 * 2**20
 
 PAD, START, END, UNK, MASK = "<pad>", "<start>", "<end>", "<unk>", "<mask>"
 
@@ -72,10 +75,7 @@ class Vocabulary:
         Raises ValueError naming the file where it is no such JSON, its ids are not 0 ... n - 1, its parts disagree, or
         one of `<pad> <start> <end> <unk>` is missing; FileNotFoundError where there is no such file.
         """
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-        except ValueError as error:
-            raise ValueError(f"{path}: expected a vocabulary as UTF-8 JSON: {error}") from None
+        content = documents.read_json(path, MAX_BYTES, "a vocabulary as UTF-8 JSON")
         try:
             return cls(_words_by_id(content))
         except ValueError as error:

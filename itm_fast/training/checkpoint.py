@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from itm_fast import files
+from itm_fast.formats import Format
 
 __all__ = ["STATE_FILE", "load_state", "random_state", "restore_random_state", "save_state"]
 
-FORMAT_VERSION = 1
+FORMAT = Format()
 STATE_FILE = Path("last") / "checkpoint.pt"
 
 
@@ -28,14 +29,14 @@ def save_state(run: str | os.PathLike[str], state: dict[str, Any]) -> None:
     """
     # torch opens a path itself and then hides what the disk answered; to a file of Python's the answer comes through.
     with files.atomic_path(Path(run) / STATE_FILE) as temporary, temporary.open("wb") as file:
-        torch.save({"format_version": FORMAT_VERSION, **state}, file)
+        torch.save({"format_version": FORMAT.newest, **state}, file)
 
 
 def load_state(run: str | os.PathLike[str], keys: Iterable[str] = ()) -> dict[str, Any]:
     """Reads what `save_state` wrote; no pickled code is ever executed.
 
     Raises:
-        ValueError: there is none, it is damaged, its format is another one, or it lacks one of `keys`.
+        ValueError: there is none, it is damaged, its format is newer, or it lacks one of `keys`.
     """
     path = Path(run) / STATE_FILE
     if not path.is_file():
@@ -45,9 +46,9 @@ def load_state(run: str | os.PathLike[str], keys: Iterable[str] = ()) -> dict[st
     except Exception:
         # Damage can raise nearly anything, and torch's text advises to switch off the protection against code.
         raise ValueError(f"{path}: not a readable training state: damaged, or not written by itm-fast") from None
-    version = state.get("format_version") if isinstance(state, dict) else None
-    if version != FORMAT_VERSION:
-        raise ValueError(f"{path}: format_version is {version!r}; this version of itm_fast reads {FORMAT_VERSION}")
+    if not isinstance(state, dict):
+        raise ValueError(f"{path}: not a readable training state: damaged, or not written by itm-fast")
+    state = FORMAT.upgrade(state, path)
     missing = [key for key in keys if key not in state]
     if missing:
         raise ValueError(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -15,6 +14,7 @@ import yaml
 
 from itm_fast import config as settings
 from itm_fast.config import setting
+from itm_fast.documents import MAX_SETTINGS_BYTES, parse_yaml, read_text
 
 __all__ = ["TrainConfig", "read_yaml", "to_yaml"]
 
@@ -125,13 +125,15 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: the file is missing, is no YAML mapping, or holds a name that `TrainConfig` does not have.
     """
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = read_text(path, MAX_SETTINGS_BYTES)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such configuration file") from None
     except IsADirectoryError:
         raise ValueError(f"{path}: expected a YAML file, found a folder") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: expected YAML of plain values: {' '.join(str(error).split())}") from None
+    try:
+        content = parse_yaml(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: expected YAML of plain values: {error}") from None
     content = {} if content is None else content
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a YAML mapping of names to values, got a {type(content).__name__}")

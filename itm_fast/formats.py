@@ -1,0 +1,55 @@
+"""Versions of the files that the package writes: older ones are migrated, newer ones refused.
+
+Inside: `Format`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+__all__ = ["Format"]
+
+Content = dict[str, Any]
+
+
+@attrs.frozen
+class Format:
+    """The versions of one kind of file, whose content is a mapping with `format_version`.
+
+    Attributes:
+        migrations: one function for each step, in order: the first turns content of version 1 into version 2. A change
+            that readers of the present version would misunderstand adds one here; that alone makes a new version.
+    """
+
+    migrations: tuple[Callable[[Content], Content], ...] = ()
+
+    @property
+    def newest(self) -> int:
+        """The version that is written; files without `format_version` count as version 1."""
+        return 1 + len(self.migrations)
+
+    def upgrade(self, content: Mapping[str, Any], source: str | Path) -> Content:
+        """`content` in the newest version.
+
+        Raises:
+            ValueError: its version is newer, or none, or a migration cannot read it; one line names `source`.
+        """
+        version = content.get("format_version", 1)
+        if type(version) is not int or version < 1:
+            raise ValueError(f"{source}: format_version: expected a whole number from 1, got {version!r:.40}")
+        if version > self.newest:
+            raise ValueError(
+                f"{source}: format_version {version!r:.40} is newer than {self.newest}, the newest that this itm_fast "
+                "reads; upgrade itm_fast"
+            )
+        migrated = dict(content)
+        for number, migrate in enumerate(self.migrations[version - 1 :], version):
+            try:
+                migrated = migrate(dict(migrated))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"{source}: cannot be read as format_version {number}: {error!r:.80}") from None
+        return {**migrated, "format_version": self.newest}

@@ -1,0 +1,69 @@
+"""Weights on disk: safetensors files, whose header is checked before anything of the size that it claims is made.
+
+Inside: `read_shapes`, `read_weights`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors
+from safetensors.torch import load_file
+from torch import Tensor
+
+__all__ = ["read_shapes", "read_weights"]
+
+# A model has some dozens of tensors of about a hundred bytes of header each.
+_MAX_HEADER_BYTES = 2**20
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor, from the header alone.
+
+    Raises:
+        ValueError: the file is missing, its header is damaged or too large, or the file is shorter than the header
+            says; one line names the file.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; {path.parent} is not a saved model")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8:
+            raise _damaged(path, f"{size} bytes")
+        if length > _MAX_HEADER_BYTES:
+            raise _damaged(path, f"its header claims {length:,} bytes, more than {_MAX_HEADER_BYTES:,}")
+        text = file.read(length)
+    if len(text) < length:
+        raise ValueError(f"{path}: truncated: the header has {length:,} bytes, the file {size:,}")
+    try:
+        tensors = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        shapes = {name: _shape(entry) for name, entry in tensors.items()}
+        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        raise _damaged(path, "its header is damaged") from None
+    if 8 + length + end > size:
+        raise ValueError(f"{path}: truncated: the header promises {8 + length + end:,} bytes, the file has {size:,}")
+    return shapes
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file whose header `read_shapes` has accepted; ValueError naming the file where it is damaged."""
+    try:
+        return load_file(path)
+    except safetensors.SafetensorError as error:
+        raise _damaged(path, str(error)) from None
+
+
+def _shape(entry: Any) -> tuple[int, ...]:
+    sizes = tuple(entry["shape"])
+    if any(type(size) is not int or size < 0 for size in (*sizes, *entry["data_offsets"])):
+        raise ValueError
+    return sizes
+
+
+def _damaged(path: Path, reason: str) -> ValueError:
+    return ValueError(f"{path}: not a readable safetensors file ({reason})")
