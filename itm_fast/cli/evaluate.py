@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from itm_fast.data import PrecomputedDataset, Vocabulary
+    from itm_fast.models import MatchingModel
 
 
 class _Precision(str, Enum):
@@ -16,7 +22,10 @@ class _Precision(str, Enum):
 
 
 def evaluate(
-    checkpoint: Annotated[Path, typer.Option(metavar="RUN", help="Folder of a trained model.")],
+    checkpoint: Annotated[
+        list[Path],
+        typer.Option(metavar="RUN", help="Folder of a trained model; may be given again: then also their mean score."),
+    ],
     data: Annotated[Path, typer.Option(metavar="DIR", help="Folder with the split.")],
     split: Annotated[str, typer.Option(help="Split to retrieve from.")] = "test",
     folds: Annotated[int, typer.Option(help="Report the mean over so many equal runs of images (COCO 1K: 5).")] = 1,
@@ -29,66 +38,114 @@ def evaluate(
 ) -> None:
     """Recalls of a trained model on a split, image to text and text to image.
 
-    An image's rank is the best over its captions. Equal scores count against the query.
+    An image's rank is the best over its captions. Equal scores count against the query. Several models are evaluated
+    each alone and as an ensemble, by the mean of their scores.
     """
     import time
 
     import torch
 
     import itm_fast
-    from itm_fast import evaluation, files, models
-    from itm_fast.data import PrecomputedDataset, Vocabulary
-    from itm_fast.training import run_folder
+    from itm_fast import evaluation, files
     from itm_fast.training.run import device_of, warn_of_unknown_words
 
     if json_file is not None:
         files.check_target(json_file)
+    _check_distinct(checkpoint)
     if threads:
         torch.set_num_threads(threads)
     where = device_of(device)
-    model = models.load(checkpoint, where)
-    own_vocab = checkpoint / run_folder.VOCABULARY
-    vocab_path = vocab or own_vocab
-    if not vocab_path.is_file():
-        raise ValueError(f"{vocab_path}: no such vocabulary file; name the one of the training with --vocab FILE")
-    vocabulary = Vocabulary.from_file(vocab_path)
-    expected = getattr(model.config, "vocab_size", len(vocabulary))
-    if len(vocabulary) != expected:
-        raise ValueError(f"{vocab_path}: {len(vocabulary)} words, but the model in {checkpoint} knows {expected}")
-    if own_vocab.is_file() and Vocabulary.from_file(own_vocab) != vocabulary:
-        raise ValueError(f"{vocab_path}: not the vocabulary that the model was trained with, {own_vocab}")
-    dataset = PrecomputedDataset(data, split, vocabulary)
-    width = int(dataset.features.shape[2])
-    expected = getattr(model.config, "feature_dim", width)
-    if width != expected:
-        raise ValueError(
-            f"{dataset.features_path}: regions of {width} channels, but the model in {checkpoint} takes {expected}"
-        )
-    warn_of_unknown_words(dataset)
+    members: list[tuple[MatchingModel, PrecomputedDataset]] = []
+    sources = []
+    for run in checkpoint:
+        model, vocabulary, path = _load(run, where, vocab)
+        members.append((model, _dataset(data, split, vocabulary, model, run, [known for _, known in members])))
+        sources.append({"checkpoint": str(run), "vocabulary": str(path)})
+    for dataset in dict.fromkeys(dataset for _, dataset in members):
+        warn_of_unknown_words(dataset)
     start = time.perf_counter()
     with torch.autocast(where.type, torch.bfloat16, enabled=precision is _Precision.bfloat16):
-        summary = evaluation.evaluate(
-            model, dataset, folds=folds, first_images=first_images, progress=True, description=split
+        alone, ensemble = evaluation.evaluate_ensemble(
+            members, folds=folds, first_images=first_images, progress=True, description=split
         )
     seconds = time.perf_counter() - start
 
-    n_images = first_images or dataset.n_images
+    n_images = first_images or members[0][1].n_images
     protocol = f"{split}, {n_images} images" + (f" in {folds} folds" if folds > 1 else "")
-    typer.echo(f"vocabulary: {vocab_path}")
-    typer.echo(evaluation.recall_table({protocol: summary}))
+    for source in dict.fromkeys(source["vocabulary"] for source in sources):
+        typer.echo(f"vocabulary: {source}")
+    rows = {protocol: ensemble}
+    if len(checkpoint) > 1:
+        typer.echo(protocol)
+        rows = {str(run): summary for run, summary in zip(checkpoint, alone, strict=True)}
+        rows[f"mean score of {len(checkpoint)}"] = ensemble
+    typer.echo(evaluation.recall_table(rows))
     if json_file is not None:
-        result = {
-            "checkpoint": str(checkpoint),
+        single = len(sources) == 1
+        result: dict[str, Any] = {
+            **(sources[0] if single else {}),
             "data": str(data),
             "split": split,
             "images": n_images,
             "folds": folds,
-            "vocabulary": str(vocab_path),
             "precision": precision.value,
             "ties": "pessimistic",
             "seconds": round(seconds, 3),
             "itm_fast": itm_fast.__version__,
             "torch": torch.__version__,
-            **summary,
+            **ensemble,
         }
+        if not single:
+            result["members"] = [{**source, **summary} for source, summary in zip(sources, alone, strict=True)]
         files.write_text(json_file, json.dumps(result, indent=2) + "\n")
+
+
+def _check_distinct(checkpoints: list[Path]) -> None:
+    seen = set()
+    for run in checkpoints:
+        if run.resolve() in seen:
+            raise ValueError(f"--checkpoint: {run} was given twice; an ensemble is of different models")
+        seen.add(run.resolve())
+
+
+def _load(run: Path, device: torch.device, vocab: Path | None) -> tuple[MatchingModel, Vocabulary, Path]:
+    """The model in `run`, its vocabulary, and the file of that."""
+    from itm_fast import models
+    from itm_fast.data import Vocabulary
+    from itm_fast.training import run_folder
+
+    model = models.load(run, device)
+    own = run / run_folder.VOCABULARY
+    path = vocab or own
+    if not path.is_file():
+        raise ValueError(f"{path}: no such vocabulary file; name the one of the training with --vocab FILE")
+    vocabulary = Vocabulary.from_file(path)
+    expected = getattr(model.config, "vocab_size", len(vocabulary))
+    if len(vocabulary) != expected:
+        raise ValueError(f"{path}: {len(vocabulary)} words, but the model in {run} knows {expected}")
+    if own.is_file() and Vocabulary.from_file(own) != vocabulary:
+        raise ValueError(f"{path}: not the vocabulary that the model was trained with, {own}")
+    return model, vocabulary, path
+
+
+def _dataset(
+    data: Path,
+    split: str,
+    vocabulary: Vocabulary,
+    model: MatchingModel,
+    run: Path,
+    known: list[PrecomputedDataset],
+) -> PrecomputedDataset:
+    """The split as the model of `run` sees it; one of `known` with the same vocabulary serves, too."""
+    from itm_fast.data import PrecomputedDataset
+
+    dataset = next((other for other in known if other.vocabulary == vocabulary), None)
+    if dataset is None:
+        dataset = PrecomputedDataset(data, split, vocabulary)
+    width = int(dataset.features.shape[2])
+    expected = getattr(model.config, "feature_dim", width)
+    if width != expected:
+        raise ValueError(
+            f"{dataset.features_path}: regions of {width} channels, but the model in {run} takes {expected}"
+        )
+    return dataset

@@ -1,6 +1,7 @@
 """The field's evaluation protocols.
 
-Inside: `evaluate` for a model and a data set, `evaluate_scores` for a finished score matrix.
+Inside: `evaluate` for a model and a data set, `evaluate_ensemble` for several models, `evaluate_scores` for a finished
+score matrix.
 
 | protocol | call |
 | --- | --- |
@@ -11,13 +12,15 @@ Inside: `evaluate` for a model and a data set, `evaluate_scores` for a finished 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from itm_fast.evaluation.scoring import Gallery, Scorer, score_matrix
 from itm_fast.functional import recall_summary, retrieval_ranks
 
-__all__ = ["evaluate", "evaluate_scores"]
+__all__ = ["evaluate", "evaluate_ensemble", "evaluate_scores"]
 
 
 def evaluate(
@@ -48,20 +51,80 @@ def evaluate(
     Raises:
         ValueError: `folds` does not divide the number of images, or a fold has no captions.
     """
-    summaries = []
-    for fold, (images, captions) in enumerate(_folds(dataset.caption_image, dataset.n_images, folds, first_images)):
-        scores = score_matrix(
-            model,
-            dataset,
-            images=images,
-            captions=captions,
-            tile_images=tile_images,
-            tile_captions=tile_captions,
-            progress=progress,
-            description=description if folds == 1 else f"{description}, fold {fold + 1}/{folds}",
-        )
-        summaries.append(_summary(scores, dataset.caption_image, images, captions, ties))
-    return _mean(summaries)
+    members, _ = evaluate_ensemble(
+        [(model, dataset)],
+        folds=folds,
+        first_images=first_images,
+        ties=ties,
+        tile_images=tile_images,
+        tile_captions=tile_captions,
+        progress=progress,
+        description=description,
+    )
+    return members[0]
+
+
+def evaluate_ensemble(
+    members: Sequence[tuple[Scorer, Gallery]],
+    *,
+    folds: int = 1,
+    first_images: int | None = None,
+    ties: str = "pessimistic",
+    tile_images: int = 256,
+    tile_captions: int = 512,
+    progress: bool = False,
+    description: str = "scores",
+) -> tuple[list[dict[str, float]], dict[str, float]]:
+    """Recalls of several models, each alone, and of the mean of their scores.
+
+    Args:
+        members: each model with the data set as it sees it: the same images and captions, which the vocabulary of a
+            model turns into its own token ids.
+        folds, first_images, ties, tile_images, tile_captions, progress, description: as in `evaluate`.
+
+    Returns:
+        One summary per member, in their order, and that of the ensemble.
+
+    Raises:
+        ValueError: there is no member, the data sets differ in their images or captions, or as in `evaluate`.
+    """
+    if not members:
+        raise ValueError("members: expected at least one model with its data set")
+    first = members[0][1]
+    for _, dataset in members[1:]:
+        if dataset.n_images != first.n_images or not torch.equal(dataset.caption_image, first.caption_image):
+            raise ValueError("members: expected the same images and captions in all data sets")
+    alone: list[list[dict[str, float]]] = [[] for _ in members]
+    together = []
+    for fold, (images, captions) in enumerate(_folds(first.caption_image, first.n_images, folds, first_images)):
+        total: Tensor | None = None
+        for index, (model, dataset) in enumerate(members):
+            parts = [description]
+            parts += [f"model {index + 1}/{len(members)}"] if len(members) > 1 else []
+            parts += [f"fold {fold + 1}/{folds}"] if folds > 1 else []
+            scores = score_matrix(
+                model,
+                dataset,
+                images=images,
+                captions=captions,
+                tile_images=tile_images,
+                tile_captions=tile_captions,
+                progress=progress,
+                description=", ".join(parts),
+            )
+            alone[index].append(_summary(scores, first.caption_image, images, captions, ties))
+            total = scores if total is None else _add(total, scores)
+        if total is not None and len(members) > 1:
+            # The sum ranks as the mean does, without the ties that a division may round into being.
+            together.append(_summary(total, first.caption_image, images, captions, ties))
+    summaries = [_mean(summary) for summary in alone]
+    return summaries, _mean(together) if len(members) > 1 else summaries[0]
+
+
+def _add(total: Tensor, scores: Tensor) -> Tensor:
+    """The sum, in the memory of the one with the wider dtype: a score matrix may be large."""
+    wider = torch.promote_types(total.dtype, scores.dtype)
+    return total.add_(scores) if total.dtype == wider else scores.add_(total)
 
 
 def evaluate_scores(
