@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from itm_fast.files import atomic_path, check_target, write_bytes, write_text
+from itm_fast.files import atomic_path, check_target, remove_temporaries, write_bytes, write_text
 
 
 def test_a_file_is_replaced_in_one_step_with_the_usual_permissions(tmp_path):
@@ -71,3 +71,17 @@ def test_content_is_on_disk_before_the_name_changes(tmp_path, monkeypatch):
     write_bytes(path, b"newer")
     expected = [("file", 5, b"old"), ("folder", None, b"newer")]
     assert events == (expected if os.name == "posix" else expected[:1])
+
+
+def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path):
+    """A file that is being written, left there as by a kill, beside files that only look like it."""
+    kept = [tmp_path / name for name in (".state.notes.tmp.pt", ".other.abcdefgh.tmp.pt", "state.pt")]
+    for path in kept:
+        path.write_bytes(b"mine")
+    with atomic_path(tmp_path / "state.pt") as temporary:
+        temporary.rename(tmp_path / "moved")
+        temporary.write_bytes(b"whole")
+    (tmp_path / "moved").rename(temporary)
+    assert len(list(tmp_path.iterdir())) == 4
+    remove_temporaries(tmp_path / "state.pt")
+    assert sorted(tmp_path.iterdir()) == sorted(kept)

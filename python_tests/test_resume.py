@@ -125,6 +125,58 @@ def test_a_validation_that_fails_loses_no_step(
     ]
 
 
+@pytest.mark.parametrize("cut", [0, 1, 40])
+def test_a_validation_that_the_log_has_is_not_repeated(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    """The state is saved once, before the validation; a line that was cut off does not count."""
+    settings = config(data, tmp_path / "whole")
+    saved: list[int] = []
+    save = trainer_module.checkpoint.save_state
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            trainer_module.checkpoint,
+            "save_state",
+            lambda run, state: saved.append(state["position"]) or save(run, state),
+        )
+        run(settings)
+    assert saved == [4, 8]
+    parts = attrs.evolve(settings, out=str(tmp_path / "parts"))
+    step = Trainer._step
+    with monkeypatch.context() as patch:
+
+        def failing(self: Trainer, batch: object) -> dict[str, float]:
+            if self.engine.state.iteration == 7:
+                raise RuntimeError("power cut")
+            return step(self, batch)
+
+        patch.setattr(Trainer, "_step", failing)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run(parts)
+    assert load_state(parts.out)["best"] == {}
+    if cut:
+        log = tmp_path / "parts" / "metrics.jsonl"
+        lines = log.read_bytes().splitlines(keepends=True)
+        assert steps(tmp_path / "parts", "validation") == [4]
+        log.write_bytes(b"".join(lines[:3])[:-cut])
+    evaluate, validated = trainer_module.evaluate, []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            trainer_module, "evaluate", lambda *args, **options: validated.append(1) or evaluate(*args, **options)
+        )
+        result = run(parts, resume=True)
+    assert len(validated) == (2 if cut else 1)
+    logs = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts")]
+    for line in [*logs[0], *logs[1]]:
+        del line["seconds"]
+    assert logs[0] == logs[1]
+    best = max((line for line in logs[0] if line["kind"] == "validation"), key=lambda line: line["rsum"])
+    assert (result.best_step, result.best["rsum"]) == (best["step"], best["rsum"])
+    assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (
+        tmp_path / "parts" / "model.safetensors"
+    ).read_bytes()
+
+
 def test_fewer_epochs_than_were_done_are_refused(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config(data, tmp_path / "run", epochs=3, validate_every=3)
     with monkeypatch.context() as patch:

@@ -6,7 +6,6 @@ import json
 import math
 import platform
 import random
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,14 +107,17 @@ def demo(
 def _clear_earlier_demo(config: TrainConfig) -> None:
     """Removes the run of an earlier demo in the same folder; anything else that lies in the way is an error."""
     from itm_fast.training import run_folder
+    from itm_fast.training.checkpoint import STATE_FILE
+    from itm_fast.training.lock import lock
 
     out = Path(config.out)
     if (out / run_folder.CONFIG).exists():
         if Path(run_folder.saved_config(out).data).resolve() != Path(config.data).resolve():
             raise ValueError(f"{out}: holds a run that is no demo; choose another --out")
-        shutil.rmtree(out / "last", ignore_errors=True)
-        for name in (run_folder.CONFIG, run_folder.METRICS, run_folder.VOCABULARY, "model.safetensors", "config.json"):
-            (out / name).unlink(missing_ok=True)
+        names = (run_folder.CONFIG, run_folder.METRICS, run_folder.VOCABULARY, "model.safetensors", "config.json")
+        with lock(out):
+            for name in (STATE_FILE, *names):
+                (out / name).unlink(missing_ok=True)
     run_folder.check(config, resume=False)
 
 
