@@ -14,7 +14,7 @@ import yaml
 
 __all__ = ["MAX_SETTINGS_BYTES", "parse_yaml", "read_json", "read_text"]
 
-MAX_SETTINGS_BYTES = 2**20
+MAX_SETTINGS_BYTES = 2**18
 _MAX_DEPTH = 20
 
 

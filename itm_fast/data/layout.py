@@ -11,6 +11,7 @@ import codecs
 import math
 import os
 import re
+import tokenize
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +72,10 @@ def open_features(path: str | os.PathLike[str]) -> np.memmap:
 
 
 # What numpy lets through for headers that are damaged or made to do harm.
-_UNREADABLE = (ValueError, EOFError, SyntaxError, TypeError, KeyError, OverflowError, RecursionError, MemoryError)
+_UNREADABLE = (
+    ValueError, EOFError, SyntaxError, TypeError, KeyError, OverflowError, RecursionError, MemoryError,
+    tokenize.TokenError,
+)  # fmt: skip
 _MAX_HEADER_BYTES = 10_000  # as numpy, which however reads the header before it looks at its length
 
 

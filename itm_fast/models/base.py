@@ -116,8 +116,9 @@ def load(directory: str | os.PathLike[str], device: torch.device | str = "cpu") 
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{config_path}: {str(error).splitlines()[0]}") from None
     check_shapes(expected, shapes, str(weights_path))
+    weights = read_weights(weights_path)
     model = create(name, **config)
-    load_weights(model, read_weights(weights_path), str(weights_path))
+    load_weights(model, weights, str(weights_path))
     return model.to(device).eval()
 
 

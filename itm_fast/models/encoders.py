@@ -32,7 +32,7 @@ class EncoderConfig:
     feature_dim: int = setting(2048, help="Width of the region features.", minimum=1)
     embed_dim: int = setting(1024, help="Width of the joint space.", minimum=1)
     word_dim: int = setting(300, help="Width of the word vectors.", minimum=1)
-    num_layers: int = setting(1, help="Layers of the GRU.", minimum=1)
+    num_layers: int = setting(1, help="Layers of the GRU.", minimum=1, maximum=64)
     word_dropout: float = setting(0.0, help="Dropout on the word vectors in training.", minimum=0, below=1)
     image_encoder: str = setting(
         "linear",
