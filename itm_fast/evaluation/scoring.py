@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-__all__ = ["Gallery", "Scorer", "score_matrix"]
+__all__ = ["Gallery", "Scorer", "evaluation_mode", "score_matrix"]
 
 
 class Gallery(Protocol):
@@ -79,7 +79,7 @@ def score_matrix(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     steps = len(image_tiles) + len(caption_tiles) + len(image_tiles) * len(caption_tiles)
     scores: Tensor | None = None
-    with _evaluation_mode(model), _bar(steps, description, progress) as bar:
+    with evaluation_mode(model), _bar(steps, description, progress) as bar:
         encoded_captions = []
         for chosen in caption_tiles:
             token_ids, lengths = dataset.caption_batch(chosen)
@@ -110,7 +110,7 @@ def _split(indices: Tensor, size: int) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _evaluation_mode(model: Scorer) -> Iterator[None]:
+def evaluation_mode(model: Scorer) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards each module is back in its own mode, frozen parts included."""
     modes = [(module, module.training) for module in model.modules()]
     try:

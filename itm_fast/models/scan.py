@@ -83,3 +83,19 @@ class SCAN(MatchingModel):
         if self.config.direction == "i2t":
             return self.image_to_text(images, captions)
         return (self.text_to_image(captions, images).t() + self.image_to_text(images, captions)) / 2
+
+    def word_attention(self, images: Fragments, captions: Fragments) -> list[Tensor]:
+        """How the words of caption i attend to the regions of image i, float32 (n_words, n_regions) for each i.
+
+        Rows sum to one; the first is that of `<start>`, the last that of `<end>`.
+
+        Raises:
+            ValueError: the model's words do not attend to regions (direction "i2t"), or there are not equally many
+                images and captions.
+        """
+        if self.config.direction == "i2t":
+            raise ValueError("direction: in this model regions attend to words (i2t), not words to regions")
+        if len(images) != len(captions):
+            raise ValueError(f"captions: expected one for each of {len(images)} images, got {len(captions)}")
+        pairs = ((captions[index].float(), images[index].float()) for index in range(len(images)))
+        return [self.text_to_image.weights(words, regions) for words, regions in pairs]

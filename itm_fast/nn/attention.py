@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 import itm_fast.functional as F_itm
+from itm_fast import reference
 from itm_fast.fragments import Fragments
 
 __all__ = ["CrossAttentionScores"]
@@ -46,6 +47,15 @@ class CrossAttentionScores(nn.Module):
             aggregation=self.aggregation,
             logsumexp_temperature=self.logsumexp_temperature,
         )
+
+    def weights(self, queries: Tensor, contexts: Tensor) -> Tensor:
+        """The attention behind the scores, to look at: queries `(n, d)` and contexts `(k, d)` of one pair to `(n, k)`.
+
+        Rows sum to one. Where scores never leave their tile, weights are written out, by the plain PyTorch form.
+        """
+        return reference.cross_attention_weights(
+            queries[None], contexts[None], self.temperature, self.normalization, self.negative_slope, self.focal
+        )[0]
 
     def extra_repr(self) -> str:
         options = {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "training"}

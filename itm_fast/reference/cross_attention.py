@@ -82,18 +82,7 @@ def _batch_scores(
 ) -> Tensor:  # (B,)
     if query.shape[1] == 0 or context.shape[1] == 0:
         return query.new_zeros(query.shape[0])
-    raw = torch.bmm(context, query.transpose(1, 2))  # (B, k, n)
-    if normalization in CLIPPED:
-        raw = torch.nn.functional.leaky_relu(raw, negative_slope)
-    if normalization in ("l2norm", "clipped_l2norm"):
-        raw = raw / (torch.linalg.vector_norm(raw, dim=2, keepdim=True) + EPSILON)
-    elif normalization in ("l1norm", "clipped_l1norm"):
-        raw = raw / (raw.abs().sum(dim=2, keepdim=True) + EPSILON)
-    elif normalization == "softmax":
-        raw = torch.softmax(raw, dim=2)
-    attention = torch.softmax(temperature * raw.transpose(1, 2), dim=2)  # (B, n, k)
-    if focal is not None:
-        attention = reassign_attention(attention, focal, 2, context.shape[1])
+    attention = cross_attention_weights(query, context, temperature, normalization, negative_slope, focal)
     attended = torch.bmm(attention, context)  # (B, n, d)
     norms = torch.linalg.vector_norm(query, dim=2) * torch.linalg.vector_norm(attended, dim=2)
     cosine = (query * attended).sum(dim=2) / norms.clamp(min=EPSILON)  # (B, n)
@@ -104,6 +93,28 @@ def _batch_scores(
     if aggregation == "max":
         return cosine.max(dim=1).values
     return torch.logsumexp(logsumexp_temperature * cosine, dim=1) / logsumexp_temperature
+
+
+def cross_attention_weights(
+    query: Tensor,  # (B, n, d)
+    context: Tensor,  # (B, k, d)
+    temperature: float = 9.0,
+    normalization: str = "clipped_l2norm",
+    negative_slope: float = 0.1,
+    focal: str | None = None,
+) -> Tensor:  # (B, n, k)
+    """The attention of each query row over the rows of its context, which sums to one (SCAN, Eq 1 to 3)."""
+    raw = torch.bmm(context, query.transpose(1, 2))  # (B, k, n)
+    if normalization in CLIPPED:
+        raw = torch.nn.functional.leaky_relu(raw, negative_slope)
+    if normalization in ("l2norm", "clipped_l2norm"):
+        raw = raw / (torch.linalg.vector_norm(raw, dim=2, keepdim=True) + EPSILON)
+    elif normalization in ("l1norm", "clipped_l1norm"):
+        raw = raw / (raw.abs().sum(dim=2, keepdim=True) + EPSILON)
+    elif normalization == "softmax":
+        raw = torch.softmax(raw, dim=2)
+    attention = torch.softmax(temperature * raw.transpose(1, 2), dim=2)  # (B, n, k)
+    return attention if focal is None else reassign_attention(attention, focal, 2, context.shape[1])
 
 
 def reassign_attention(attention: Tensor, focal: str, dim: int, count: Tensor | int) -> Tensor:
