@@ -91,6 +91,7 @@ def test_later_settings_win_and_model_options_are_merged() -> None:
     assert list(layers) == before
     assert recipes.merge({"model_options": {"a": 1}}, {"lr": 1.0}) == {"model_options": {"a": 1}, "lr": 1.0}
     assert recipes.merge({"model_options": {"a": 1}}, {"model_options": 5}) == {"model_options": 5}
+    assert recipes.merge({"model_options": None}, {"model_options": {"a": 1}}) == {"model_options": None}
     assert recipes.merge() == {}
 
 

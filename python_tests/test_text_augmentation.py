@@ -170,10 +170,19 @@ def test_every_model_trains_on_changed_captions_and_is_evaluated_on_whole_ones(
     assert {(row[0], row[-1]) for row in after} == {(vocabulary.start, vocabulary.end)}
 
 
-def test_a_resumed_run_draws_the_same_changes(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped in the middle of the second epoch; with dropout, which draws from the same generator."""
-    options = {"embed_dim": 16, "word_dim": 12, "word_dropout": 0.3}
-    settings = config(data, tmp_path / "whole", text_augmentation=0.2, model_options=options)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_options": {"word_dropout": 0.3}},
+        {"model": "vsepp", "precision": "bfloat16", "model_options": {"image_encoder": "residual"}},
+    ],
+)
+def test_a_resumed_run_draws_the_same_changes(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict
+) -> None:
+    """Stopped in the middle of the second epoch; with dropout from the same generator, or batch normalisation."""
+    changes = {**changes, "model_options": {"embed_dim": 16, "word_dim": 12, **changes["model_options"]}}
+    settings = config(data, tmp_path / "whole", text_augmentation=0.2, **changes)
     run(settings)
     parts = attrs.evolve(settings, out=str(tmp_path / "parts"))
     step = Trainer._step

@@ -107,6 +107,14 @@ def test_empty_sets_score_zero_and_get_no_gradient() -> None:
     assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("text_pooling", ["last", "mean"])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_captions_without_words_alone(bidirectional: bool, text_pooling: str) -> None:
+    model = models.create("vsepp", **SIZES, bidirectional=bidirectional, text_pooling=text_pooling)
+    nothing = model.encode_captions(torch.zeros(2, 0, dtype=torch.int64), torch.tensor([0, 0]))
+    assert nothing.tolist() == [[0.0] * 12] * 2
+
+
 def test_settings_reach_the_embeddings() -> None:
     torch.manual_seed(0)
     base = models.create("vsepp", **SIZES)
@@ -136,6 +144,15 @@ def test_save_and_load_give_equal_scores(tmp_path: Path) -> None:
     assert torch.equal(again(features, IDS, LENGTHS), model.eval()(features, IDS, LENGTHS))
     content = json.loads((tmp_path / "config.json").read_text())
     assert (content["model"], content["config"]["text_pooling"]) == ("vsepp", "last")
+
+
+def test_patches_are_averaged_too() -> None:
+    torch.manual_seed(0)
+    model = models.create("vsepp", **{**SIZES, "feature_dim": 48}, image_encoder="patches").eval()
+    pictures = torch.rand(2, 9, 48)
+    patches = model.image_encoder(pictures).values.reshape(2, 9, 12)
+    expected = torch.stack([unit(rows.mean(0)) for rows in patches])
+    torch.testing.assert_close(model.encode_images(pictures), expected)
 
 
 def test_scores_stay_float32_under_autocast() -> None:

@@ -49,9 +49,11 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Settings from several places, of which the later wins; a model's own settings are merged by name, too."""
     merged: dict[str, Any] = {}
     for layer in layers:
-        before, new = merged.get("model_options"), layer.get("model_options")
+        before, new = merged.get("model_options", {}), layer.get("model_options", {})
         merged.update(layer)
-        if isinstance(before, Mapping) and isinstance(new, Mapping):
+        if not isinstance(before, Mapping):
+            merged["model_options"] = before  # What is no mapping stays, so that `build` refuses it.
+        elif before and isinstance(new, Mapping):
             merged["model_options"] = {**before, **new}
     return merged
 
