@@ -280,8 +280,8 @@ def test_values_beyond_float32_are_not_finite_but_large_sums_are_fine(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"a \xff man", r"line 3 is not UTF-8 \(byte 2: invalid start byte\)"),
-        ("naïve".encode("latin-1"), r"line 3 is not UTF-8"),
+        (b"a \xff man", r"line 3: not UTF-8 \(byte 2: invalid start byte\)"),
+        ("naïve".encode("latin-1"), "line 3: not UTF-8"),
         (b"", "line 3: the caption is empty"),
         (b" \t ", "line 3: the caption is empty"),
         (b"b'a man in a hat'", r"line 3: the caption is the text of a bytes literal \(b'a man in a hat'\)"),

@@ -1,6 +1,7 @@
 """The files of the published precomputed layout, read and checked one at a time.
 
-Inside: `split_path`, `available_splits`, `open_features`, `read_captions`, `read_caption_image`, `read_ids`.
+Inside: `split_path`, `available_splits`, `open_features`, `read_captions`, `read_caption_image`, `match_counts`,
+`read_ids`; and for one line of a file `text_in`, `caption_in`, `image_row_in`.
 
 Every problem is a ValueError of one line that names the file, and the line (from 1) or row (from 0) where there is one.
 """
@@ -12,12 +13,16 @@ import math
 import os
 import re
 import tokenize
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 CAPTIONS_PER_IMAGE = 5
+
+Parsed = TypeVar("Parsed")
 
 # What str() makes of a bytes object: the trace of a file read as bytes and written back as text.
 _BYTES_LITERAL = re.compile(r"b'.*'|b\".*\"", re.DOTALL)
@@ -97,7 +102,8 @@ def _promised_size(path: str | os.PathLike[str]) -> int | None:
         return None if dtype.hasobject else file.tell() + math.prod(shape) * dtype.itemsize
 
 
-def _read_lines(path: str | os.PathLike[str]) -> list[str]:
+def read_lines(path: str | os.PathLike[str]) -> list[bytes]:
+    """The lines of a text file without their ends; a byte order mark at the start is left out."""
     try:
         content = Path(path).read_bytes()
     except FileNotFoundError:
@@ -106,45 +112,87 @@ def _read_lines(path: str | os.PathLike[str]) -> list[str]:
     lines = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
     if lines[-1] == b"":
         lines.pop()
-    decoded = []
+    return lines
+
+
+def text_in(line: bytes) -> str:
+    """The stripped text of a line; ValueError where it is not UTF-8."""
+    try:
+        return line.decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte {error.start}: {error.reason})") from None
+
+
+def caption_in(line: bytes) -> str:
+    """The caption of a line; ValueError where it is not UTF-8, empty, or the text of a bytes literal (`b'...'`)."""
+    caption = text_in(line)
+    if not caption:
+        raise ValueError("the caption is empty")
+    if _BYTES_LITERAL.fullmatch(caption):
+        raise ValueError(f"the caption is the text of a bytes literal ({caption[:40]}): write the decoded text instead")
+    return caption
+
+
+def image_row_in(line: bytes, n_images: int) -> int:
+    """The image row of a line of `{split}_cap2im.txt`; ValueError where it is no number from 0 to n_images - 1."""
+    text = text_in(line)
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+        raise ValueError(f"expected the row of an image, got {text[:40]!r}")
+    if not 0 <= int(text) < n_images:
+        raise ValueError(f"expected an image row from 0 to {n_images - 1}, got {int(text)}")
+    return int(text)
+
+
+def _parsed(path: str | os.PathLike[str], lines: list[bytes], parse: Callable[[bytes], Parsed]) -> list[Parsed]:
+    parsed = []
     for number, line in enumerate(lines, 1):
         try:
-            decoded.append(line.removesuffix(b"\r").decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: line {number} is not UTF-8 (byte {error.start}: {error.reason})") from None
-    return decoded
+            parsed.append(parse(line))
+        except ValueError as error:
+            raise ValueError(f"{path}: line {number}: {error}") from None
+    return parsed
 
 
 def read_captions(path: str | os.PathLike[str]) -> list[str]:
-    """One caption per line, stripped. Refused: not UTF-8, empty, or the text of a bytes literal (`b'...'`)."""
-    captions = [line.strip() for line in _read_lines(path)]
-    if not captions:
+    """One caption per line, as `caption_in` reads it."""
+    lines = read_lines(path)
+    if not lines:
         raise ValueError(f"{path}: expected at least one caption, the file is empty")
-    for number, caption in enumerate(captions, 1):
-        if not caption:
-            raise ValueError(f"{path}: line {number}: the caption is empty")
-        if _BYTES_LITERAL.fullmatch(caption):
-            raise ValueError(
-                f"{path}: line {number}: the caption is the text of a bytes literal ({caption[:40]}): "
-                "write the decoded text instead"
-            )
-    return captions
+    return _parsed(path, lines, caption_in)
 
 
 def read_caption_image(path: str | os.PathLike[str], n_images: int, n_captions: int) -> npt.NDArray[np.int64]:
     """The image row of each caption, `(n_captions,)`, from `{split}_cap2im.txt`: one integer per line."""
-    lines = _read_lines(path)
+    lines = read_lines(path)
     if len(lines) != n_captions:
         raise ValueError(f"{path}: expected one line per caption ({n_captions}), got {len(lines)} lines")
-    rows = np.empty(n_captions, dtype=np.int64)
-    for index, line in enumerate(lines):
-        if not re.fullmatch(r"[+-]?[0-9]{1,18}", line.strip()):
-            raise ValueError(f"{path}: line {index + 1}: expected the row of an image, got {line.strip()[:40]!r}")
-        row = int(line)
-        if not 0 <= row < n_images:
-            raise ValueError(f"{path}: line {index + 1}: expected an image row from 0 to {n_images - 1}, got {row}")
-        rows[index] = row
-    return rows
+    return np.array(_parsed(path, lines, lambda line: image_row_in(line, n_images)), dtype=np.int64)
+
+
+def match_counts(directory: str | os.PathLike[str], split: str, rows: np.memmap, n_captions: int) -> int:
+    """How often each image stands in the features of a split without `{split}_cap2im.txt`: 1 or 5 times.
+
+    Raises:
+        ValueError: there are not five captions an image, or sampled rows are not one image repeated five times.
+    """
+    n_rows, path = len(rows), split_path(directory, split, "ims.npy")
+    advice = f"write {split}_cap2im.txt with one image row per caption line"
+    if n_captions == n_rows * CAPTIONS_PER_IMAGE:
+        return 1
+    if n_captions != n_rows or n_rows % CAPTIONS_PER_IMAGE:
+        raise ValueError(
+            f"{split_path(directory, split, 'caps.txt')}: {n_captions} captions do not fit {n_rows} rows of "
+            f"{path.name}: expected {n_rows * CAPTIONS_PER_IMAGE} (five an image) or {n_rows} (images repeated five "
+            f"times); else {advice}"
+        )
+    image = repeated_image(rows)
+    if image is not None:
+        first = image * CAPTIONS_PER_IMAGE
+        raise ValueError(
+            f"{path}: as many rows as captions ({n_rows}), but rows {first} to {first + CAPTIONS_PER_IMAGE - 1} are "
+            f"not one image repeated five times: {advice}"
+        )
+    return CAPTIONS_PER_IMAGE
 
 
 def repeated_image(features: np.memmap, samples: int = 16) -> int | None:
@@ -164,7 +212,7 @@ def read_ids(
 
     Names that differ between the captions of one image are names of captions: then there are none of images (None).
     """
-    names = [line.strip() for line in _read_lines(path)]
+    names = _parsed(path, read_lines(path), text_in)
     if len(names) == n_images:
         return names
     if len(names) == n_images * stride:

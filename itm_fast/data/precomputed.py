@@ -70,28 +70,11 @@ class PrecomputedDataset(CaptionDataset):
 
     def _match(self, rows: np.memmap, n_captions: int) -> tuple[np.ndarray, int]:
         """The image of each caption, and how often each image stands in the file."""
-        n_rows, per_image = len(rows), layout.CAPTIONS_PER_IMAGE
         cap2im = layout.split_path(self.directory, self.split, "cap2im.txt")
         if cap2im.is_file():
-            return layout.read_caption_image(cap2im, n_rows, n_captions), 1
-        advice = f"write {cap2im.name} with one image row per caption line"
-        if n_captions == n_rows * per_image:
-            stride = 1
-        elif n_captions == n_rows and n_rows % per_image == 0:
-            stride = per_image
-            image = layout.repeated_image(rows)
-            if image is not None:
-                raise ValueError(
-                    f"{self.features_path}: as many rows as captions ({n_rows}), but rows {image * per_image} to "
-                    f"{image * per_image + per_image - 1} are not one image repeated five times: {advice}"
-                )
-        else:
-            captions = layout.split_path(self.directory, self.split, "caps.txt")
-            raise ValueError(
-                f"{captions}: {n_captions} captions do not fit {n_rows} rows of {self.features_path.name}: "
-                f"expected {n_rows * per_image} (five an image) or {n_rows} (images repeated five times); else {advice}"
-            )
-        return np.arange(n_captions, dtype=np.int64) // per_image, stride
+            return layout.read_caption_image(cap2im, len(rows), n_captions), 1
+        stride = layout.match_counts(self.directory, self.split, rows, n_captions)
+        return np.arange(n_captions, dtype=np.int64) // layout.CAPTIONS_PER_IMAGE, stride
 
     def _row(self, image: int) -> int:
         return image * self._stride
