@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from itm_fast.report import Hit, ImageQuery, Report, TextQuery, render_report, write_report
+from itm_fast.report import Hit, ImageQuery, Report, TextQuery, WordAttention, render_report, write_report
+from itm_fast.report.heat import heat, peak
 
 HOSTILE = '<script>alert("1")</script> & \'"><img src=x onerror=alert(1)> {{ 7 * 7 }} </style>'
 
@@ -73,6 +74,9 @@ def report() -> Report:
             TextQuery("low", [Hit(5, 1, False)] * 5 + [Hit(3, 37, True)]),
         ],
         image_queries=[ImageQuery(3, [Hit(0, 1, True), Hit(1, 2, False)])],
+        attention=[
+            WordAttention(f"caption {HOSTILE}", 3, [f"word {HOSTILE}", "red"], random.random((2, 6, 6)) / 36),
+        ],
         trained=summary(40.0),
         untrained=summary(0.25),
         metrics=metrics,
@@ -94,13 +98,15 @@ def test_every_text_is_escaped(report: Report) -> None:
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
     assert html.count("{{ 7 * 7 }}") == html.count("onerror")
     plain = " ".join(HOSTILE.split())
+    assert f"caption {plain}" in page.texts["p"]
+    assert f"word {plain}" in page.texts["li"]
     assert page.texts["title"] == [f"Title {plain}"]
     assert f"query {plain}" in page.texts["p"]
     assert f"caption {plain}" in page.texts["span"]
     assert plain in page.texts["dd"]
     assert page.texts["footer"] == [f"Pictures by {plain}"]
-    alternatives = {attributes["alt"] for tag, attributes in page.elements if tag == "img"}
-    assert alternatives == {f"name {HOSTILE}", "black square"}
+    alternatives = {attributes["alt"].partition(": most")[0] for tag, attributes in page.elements if tag == "img"}
+    assert alternatives == {f"name {HOSTILE}", "black square", f"word {HOSTILE}", "red"}
 
 
 def test_the_page_needs_nothing_beside_it(report: Report) -> None:
@@ -120,6 +126,47 @@ def test_pictures_are_the_given_pixels(report: Report) -> None:
     for index, name in report.names.items():
         content = base64.b64decode(by_name[name].partition(",")[2])
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(content))), report.pictures[index])
+
+
+def test_attention_is_drawn_as_light() -> None:
+    """The brightest patch is the picture itself, one without attention a dark grey, one of a quarter lies half way."""
+    picture = np.random.default_rng(1).integers(0, 256, (72, 72, 3), dtype=np.uint8)
+    weights = np.zeros((6, 6))
+    weights[1, 4], weights[5, 0] = 0.4, 0.1
+    drawn = heat(picture, weights)
+    assert (drawn.shape, drawn.dtype) == ((72, 72, 3), np.uint8)
+    bright, half, dark = (slice(12, 24), slice(48, 60)), (slice(60, 72), slice(0, 12)), (slice(36, 48), slice(36, 48))
+    assert np.array_equal(drawn[bright], picture[bright])
+    grey = (picture @ np.array([0.299, 0.587, 0.114]))[:, :, None] * np.array([0.368, 0.392, 0.46])
+    assert np.array_equal(drawn[dark], np.rint(grey[dark]))
+    assert np.array_equal(drawn[half], np.rint((picture[half] + grey[half]) / 2))
+    brightness = [float((image[dark] @ [0.299, 0.587, 0.114]).mean()) for image in (drawn, picture)]
+    assert 0.35 < brightness[0] / brightness[1] < 0.45
+    assert peak(weights) == (2, 5, 0.4)
+    assert np.array_equal(heat(picture, np.ones((3, 2))), picture)
+    with pytest.raises(
+        ValueError, match=r"^picture: expected multiples of 5 x 5 pixels of 3 colours, got \(72, 72, 3\)$"
+    ):
+        heat(picture, np.ones((5, 5)))
+
+
+def test_each_word_has_its_picture_and_says_where_it_looks(report: Report) -> None:
+    html = render_report(report)
+    (example,) = report.attention
+    images = [attributes for tag, attributes in Page(html).elements if tag == "img"]
+    shown = {image["alt"]: image["src"] for image in images if ": most attention in " in image["alt"]}
+    expected = {}
+    for word, weights in zip(example.words, example.weights, strict=True):
+        row, column = np.argwhere(weights == weights.max())[0] + 1
+        expected[f"{word}: most attention in row {row}, column {column} of 6 x 6"] = (word, weights)
+    assert shown.keys() == expected.keys()
+    for alt, (_, weights) in expected.items():
+        pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(shown[alt].partition(",")[2]))))
+        assert np.array_equal(pixels, heat(report.pictures[3], weights))
+    shares = re.findall(r'<span class="share">(\d+) %</span>', html)
+    assert shares == [f"{100 * weights.max():.0f}" for _, weights in expected.values()]
+    assert "Where the words look" in html
+    assert "Where the words look" not in render_report(attrs.evolve(report, attention=[]))
 
 
 def test_right_and_wrong_are_marked_by_more_than_colour(report: Report) -> None:

@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from itm_fast.data import PrecomputedDataset
     from itm_fast.models import MatchingModel
-    from itm_fast.report import Report
+    from itm_fast.report import Report, WordAttention
     from itm_fast.training import TrainConfig, TrainResult
 
 # Chosen on the dev split. One epoch takes about 22 seconds on two cores with AVX-512.
@@ -28,6 +28,7 @@ SETTINGS: dict[str, Any] = {
     "warmup_epochs": 1,
 }
 QUERIES = 12
+ATTENTION = 4
 HITS = 5
 CREDITS = "Pictures: Noto Color Emoji, SIL Open Font License 1.1. Names and keywords: Unicode CLDR, Unicode License v3."
 
@@ -170,7 +171,9 @@ def _report(
     image_queries = [
         image_query(scores, test.caption_image, image, HITS) for image in chosen.sample(range(test.n_images), QUERIES)
     ]
+    attention = _attention(model, test, chosen.sample(range(len(test)), ATTENTION))
     shown = {hit.item for query in text_queries for hit in query.hits} | {query.picture for query in image_queries}
+    shown |= {example.picture for example in attention}
     pictures, names = emoji.pictures("test"), emoji.names("test")
     return Report(
         title="Finding emoji by description",
@@ -184,6 +187,7 @@ def _report(
         captions=test.captions,
         text_queries=text_queries,
         image_queries=image_queries,
+        attention=attention,
         trained=trained,
         untrained=untrained,
         metrics=metrics,
@@ -194,6 +198,23 @@ def _report(
         top=HITS,
         credits=CREDITS,
     )
+
+
+def _attention(model: MatchingModel, test: PrecomputedDataset, captions: list[int]) -> list[WordAttention]:
+    """Where each word of these captions looks in its own picture, a grid of patches."""
+    import torch
+
+    from itm_fast import evaluation
+    from itm_fast.data import emoji, tokenize
+    from itm_fast.report import WordAttention
+
+    examples = []
+    weights = evaluation.word_attention(model, test, torch.tensor(captions))
+    for caption, rows in zip(captions, weights, strict=True):
+        text, picture = test.captions[caption], int(test.caption_image[caption])
+        grids = rows[1:-1].reshape(-1, emoji.GRID, emoji.GRID).numpy()  # without <start> and <end>
+        examples.append(WordAttention(text, picture, tokenize(text), grids))
+    return examples
 
 
 def _facts(

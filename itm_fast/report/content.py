@@ -1,6 +1,6 @@
 """What a report shows, as plain data.
 
-Inside: `Report`, `TextQuery`, `ImageQuery`, `Hit`.
+Inside: `Report`, `TextQuery`, `ImageQuery`, `Hit`, `WordAttention`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-__all__ = ["Hit", "ImageQuery", "Report", "TextQuery"]
+__all__ = ["Hit", "ImageQuery", "Report", "TextQuery", "WordAttention"]
 
 
 @attrs.frozen
@@ -40,13 +40,24 @@ class ImageQuery:
 
 
 @attrs.frozen(eq=False)
+class WordAttention:
+    """A caption and where each of its words looks in a picture: weights (n_words, rows, columns), a grid for each."""
+
+    caption: str
+    picture: int
+    words: Sequence[str]
+    weights: np.ndarray
+
+
+@attrs.frozen(eq=False)
 class Report:
     """Everything that one report shows.
 
     pictures: index to uint8 (height, width, 3), for the pictures that the queries name; names: index to a short text.
     captions: index to text. trained, untrained: summaries of `recall_summary`. metrics: the lines of the run's log.
     facts: label and value, in the order shown. split: name of the split that was searched. top: hits shown of each
-    query; one of a lower rank is set apart. credits: where pictures and texts come from, for the foot of the page.
+    query; one of a lower rank is set apart. attention: captions drawn over their pictures, word by word; may be empty.
+    credits: where pictures and texts come from, for the foot of the page.
     """
 
     title: str
@@ -56,6 +67,7 @@ class Report:
     captions: Sequence[str]
     text_queries: Sequence[TextQuery]
     image_queries: Sequence[ImageQuery]
+    attention: Sequence[WordAttention]
     trained: dict[str, float]
     untrained: dict[str, float]
     metrics: Sequence[dict[str, Any]]

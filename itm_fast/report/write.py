@@ -15,6 +15,7 @@ from PIL import Image
 from itm_fast import files
 from itm_fast.report.content import Report
 from itm_fast.report.curves import curves_svg
+from itm_fast.report.heat import heat, peak
 
 __all__ = ["render_report", "write_report"]
 
@@ -41,7 +42,22 @@ def render_report(report: Report) -> str:
         pictures={index: _png_uri(pixels) for index, pixels in report.pictures.items()},
         curves=[(title, Markup(svg)) for title, svg in curves_svg(report.metrics)],
         table=_table(report),
+        attention=_attention(report),
     )
+
+
+def _attention(report: Report) -> list[dict[str, Any]]:
+    """Each picture with its words, and for each word the picture in its light and where it is brightest."""
+    drawn = []
+    for example in report.attention:
+        tiles = []
+        for word, weights in zip(example.words, example.weights, strict=True):
+            row, column, weight = peak(weights)
+            where = f"most attention in row {row}, column {column} of {weights.shape[0]} x {weights.shape[1]}"
+            light = _png_uri(heat(report.pictures[example.picture], weights))
+            tiles.append({"word": word, "image": light, "where": where, "share": f"{100 * weight:.0f} %"})
+        drawn.append({"picture": example.picture, "caption": example.caption, "tiles": tiles})
+    return drawn
 
 
 def _table(report: Report) -> list[dict[str, Any]]:
