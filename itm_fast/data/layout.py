@@ -39,10 +39,15 @@ def available_splits(directory: str | os.PathLike[str]) -> list[str]:
     return sorted(split for split in splits if split_path(directory, split, "caps.txt").is_file())
 
 
-def check_split(directory: str | os.PathLike[str], split: str) -> None:
-    """Raises ValueError where the directory or one of the two files that a split needs is missing."""
+def check_split_name(split: str) -> None:
+    """Raises ValueError where a name would lead out of the folder."""
     if not split or split != Path(split).name:
         raise ValueError(f"split: expected a name such as test, without folders, got {split!r}")
+
+
+def check_split(directory: str | os.PathLike[str], split: str) -> None:
+    """Raises ValueError where the directory or one of the two files that a split needs is missing."""
+    check_split_name(split)
     if not Path(directory).is_dir():
         raise ValueError(f"{directory}: no such data directory")
     for suffix in ("ims.npy", "caps.txt"):
