@@ -1,0 +1,105 @@
+"""What of the data a resumed run looks at, and how little of large files."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from itm_fast.training import fingerprint
+
+
+def features(path: Path, rows: int) -> int:
+    """Writes rows of 1,000 float32 and returns the size of the file."""
+    np.save(path, np.random.default_rng(0).standard_normal((rows, 10, 100)).astype(np.float32))
+    return path.stat().st_size
+
+
+def flip(path: Path, position: int) -> None:
+    with path.open("rb+") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_every_byte_of_a_small_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_BLOCK_BYTES", 1 << 10)
+    path = tmp_path / "f.npy"
+    size = features(path, 50)
+    assert size <= 256 * 1024
+    digest = fingerprint._sampled_sha256(path)
+    for position in [0, 1, size - 1, *np.random.default_rng(1).integers(0, size, 50).tolist()]:
+        flip(path, position)
+        assert fingerprint._sampled_sha256(path) != digest, position
+        flip(path, position)
+    assert fingerprint._sampled_sha256(path) == digest
+
+
+def test_of_a_large_file_blocks_from_its_first_to_its_last_byte_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(fingerprint, "_BLOCKS", 32)
+    path = tmp_path / "f.npy"
+    size = features(path, 10)
+    digest = fingerprint._sampled_sha256(path)
+    noticed = []
+    for position in range(0, size, 61):
+        flip(path, position)
+        noticed.append(fingerprint._sampled_sha256(path) != digest)
+        flip(path, position)
+    assert sum(noticed) / len(noticed) == pytest.approx(32 * 64 / size, rel=0.1)
+    gaps = np.diff(np.flatnonzero(noticed)) * 61
+    assert size / 31 - 2 * 64 < gaps.max() < size / 31 + 2 * 64, "the blocks are spread over the file"
+    for position in (0, 63, size - 1, size - 64):
+        flip(path, position)
+        assert fingerprint._sampled_sha256(path) != digest
+        flip(path, position)
+
+
+def test_size_counts_and_times_and_names_do_not(tmp_path: Path) -> None:
+    path = tmp_path / "f.npy"
+    size = features(path, 20)
+    digest = fingerprint._sampled_sha256(path)
+    other = shutil.copy(path, tmp_path / "other.npy")
+    os.utime(other, (1, 1))
+    assert fingerprint._sampled_sha256(other) == digest
+    os.truncate(other, size - 1)
+    assert fingerprint._sampled_sha256(other) != digest
+    (tmp_path / "empty").write_bytes(b"")
+    assert fingerprint._sampled_sha256(tmp_path / "empty") != digest
+
+
+def test_little_of_a_file_of_33_gigabytes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of COCO's size, whose zeros take no place on the disk."""
+    path = tmp_path / "f.npy"
+    path.touch()
+    os.truncate(path, 33 * 10**9)
+    opened: list[io.BufferedReader] = []
+    taken = 0
+
+    class Counting(io.BufferedReader):
+        def read(self, size: int | None = -1, /) -> bytes:
+            nonlocal taken
+            content = super().read(size)
+            taken += len(content)
+            return content
+
+    def counting(self: Path, mode: str) -> io.BufferedReader:
+        assert mode == "rb"
+        opened.append(Counting(io.FileIO(self)))
+        return opened[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", counting)
+        before = fingerprint._sampled_sha256(path)
+    assert taken == 256 * 65536 == 16 * 2**20
+    with path.open("rb+") as file:
+        file.seek(33 * 10**9 - 5)
+        file.write(b"x")
+    assert fingerprint._sampled_sha256(path) != before
