@@ -71,6 +71,8 @@ def assert_official(run: Path, model: list, opt: argparse.Namespace) -> None:
         {"raw_feature_norm": "no_norm", "no_txtnorm": True, "lambda_softmax": 1.5},
         {"raw_feature_norm": "clipped", "num_layers": 2, "embed_size": 7},
         {"precomp_enc_type": "weight_norm"},
+        {"bi_gru": False},
+        {"bi_gru": False, "num_layers": 2, "agg_func": "LogSumExp"},
     ],
     ids=lambda changes: ",".join(f"{name}={value}" for name, value in changes.items()) or "plain",
 )
@@ -89,6 +91,7 @@ def test_different_options_give_different_scores() -> None:
     for name, value in (
         ("agg_func", "LogSumExp"), ("cross_attn", "i2t"), ("lambda_softmax", 4.0), ("raw_feature_norm", "softmax"),
         ("raw_feature_norm", "l2norm"), ("raw_feature_norm", "clipped"), ("no_imgnorm", True), ("no_txtnorm", True),
+        ("bi_gru", False),
     ):  # fmt: skip
         opt = options(**{name: value})
         assert np.abs(official_scores(random_model(opt), opt, features(), ids) - base).max() > 1e-4, name

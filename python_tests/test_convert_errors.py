@@ -18,6 +18,7 @@ from helpers.official_scan import FORMS, WORDS, options, random_model, write_che
 
 from itm_fast import compat
 
+FOREIGN = f"holds the Python object {os.mkdir.__module__}.mkdir, which does not belong there; nothing of it was run"
 NOT_TWO = "expected 2 state dicts in 'model' (image encoder, text encoder), got"
 
 
@@ -58,9 +59,7 @@ def test_a_foreign_pickle_is_refused_without_running_it(tmp_path: Path, vocab: P
         write_checkpoint(path, model, argparse.Namespace(**vars(opt), logger=attack), form)
     else:
         write_checkpoint(path, [{**model[0], "fc.weight": attack}, model[1]], opt, form)
-    expected = (
-        f"{path}: holds the Python object {os.mkdir.__module__}.mkdir, which no checkpoint needs; nothing of it was run"
-    )
+    expected = f"{path}: not a readable checkpoint: {FOREIGN}"
     assert refused(tmp_path, path, vocab) == expected
     assert not mark.exists()
     # The file does what it says when it is trusted.
@@ -101,7 +100,10 @@ def test_archives_that_are_no_checkpoint(tmp_path: Path, vocab: Path) -> None:
         archive.writestr("c/data.pkl", bytes(10**7))
     size = path.stat().st_size
     assert size < 20_000
-    assert refused(tmp_path, path, vocab) == f"{path}: not a checkpoint: its {size} bytes claim to hold 10000000"
+    assert (
+        refused(tmp_path, path, vocab)
+        == f"{path}: not a readable checkpoint: its {size:,} bytes claim to hold 10,000,000"
+    )
 
 
 def test_a_tensor_that_claims_more_than_the_file_holds(tmp_path: Path, vocab: Path) -> None:
@@ -164,7 +166,7 @@ def test_weights_that_do_not_fit_are_named_by_key(tmp_path: Path, vocab: Path, c
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bi_gru": False}, "opt.bi_gru: a GRU of one direction is not supported"),
+        ({"bi_gru": False}, "model[1]['rnn.weight_ih_l0_reverse']: this weight is unknown to scan"),
         ({"cross_attn": "both"}, "opt.cross_attn: expected one of t2i, i2t, got 'both'"),
         ({"agg_func": "Median"}, "opt.agg_func: expected one of LogSumExp, Mean, Max, Sum, got 'Median'"),
         ({"raw_feature_norm": "cosine"},

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import warnings
-import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ import torch
 from torch import Tensor
 
 from itm_fast.compat.options import Options
+from itm_fast.torch_files import load_plain
 
 __all__ = ["OfficialCheckpoint", "Weight", "read_checkpoint"]
 
@@ -65,7 +63,10 @@ def read_checkpoint(path: str | os.PathLike[str], *, ignored_options: Iterable[s
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path}: no such checkpoint file")
-    content = _load(path)
+    try:
+        content = load_plain(path, [argparse.Namespace])
+    except ValueError as error:
+        raise ValueError(f"{path}: not a readable checkpoint: {error}") from None
     for key in ("model", "opt"):
         if not isinstance(content, dict) or key not in content:
             raise ValueError(f"{path}: expected a dict with 'model' and 'opt', found no {key!r}")
@@ -82,35 +83,6 @@ def read_checkpoint(path: str | os.PathLike[str], *, ignored_options: Iterable[s
         epoch=_number(content.get("epoch"), int),
         best_rsum=_number(content.get("best_rsum"), (int, float)),
     )
-
-
-def _load(path: Path) -> Any:
-    _check_container(path)
-    try:
-        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
-            warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        # Damage can raise nearly anything, and torch's text advises to switch off the protection against code.
-        foreign = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if foreign:
-            reason = f"holds the Python object {foreign[1]}, which no checkpoint needs; nothing of it was run"
-            raise ValueError(f"{path}: {reason}") from None
-        raise ValueError(f"{path}: not a readable checkpoint: damaged, or not written by torch.save") from None
-
-
-def _check_container(path: Path) -> None:
-    """Refuses an archive that would unpack to more than it holds: torch stores tensors uncompressed."""
-    if not zipfile.is_zipfile(path):
-        return
-    try:
-        with zipfile.ZipFile(path) as archive:
-            unpacked = sum(entry.file_size for entry in archive.infolist())
-    except (zipfile.BadZipFile, ValueError, NotImplementedError):
-        raise ValueError(f"{path}: not a readable checkpoint: a damaged zip file") from None
-    size = path.stat().st_size
-    if unpacked > size:
-        raise ValueError(f"{path}: not a checkpoint: its {size} bytes claim to hold {unpacked}")
 
 
 def _weights(path: Path, part: str, state: Any) -> dict[str, Weight]:

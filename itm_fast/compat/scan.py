@@ -39,9 +39,6 @@ def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
             f"{checkpoint.path}: {text['embed.weight'].key}: {words} words, but the vocabulary has {vocab_size}; "
             "name the one that the model was trained with"
         )
-    bidirectional = options.get("bi_gru", any(key.endswith("_reverse") for key in text))
-    if not bidirectional:
-        raise options.error("bi_gru", "a GRU of one direction is not supported")
     if options.get("vocab_size", vocab_size) != vocab_size:
         raise options.error("vocab_size", f"expected {vocab_size} as in the vocabulary")
     encoder = options.choice("precomp_enc_type", "basic", {"basic": "basic", "weight_norm": "weight_norm"})
@@ -56,6 +53,7 @@ def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
         "embed_dim": options.get("embed_size", 1024),
         "word_dim": options.get("word_dim", 300),
         "num_layers": options.get("num_layers", 1),
+        "bidirectional": options.get("bi_gru", False),
         "no_imgnorm": options.get("no_imgnorm", False),
         "no_txtnorm": options.get("no_txtnorm", False),
         "direction": direction,

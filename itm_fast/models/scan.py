@@ -20,6 +20,7 @@ NORMALIZATIONS = ("clipped_l2norm", "l2norm", "clipped_l1norm", "l1norm", "softm
 class SCANConfig(EncoderConfig):
     """Settings of SCAN; the defaults are the published ones."""
 
+    bidirectional: bool = setting(True, help="Read captions in both directions and take the mean of both (published).")
     direction: str = setting(
         "t2i",
         help="Words attend to regions (t2i), regions attend to words (i2t), or the mean of both scores.",
@@ -54,7 +55,7 @@ class SCAN(MatchingModel):
         super().__init__()
         self.config = config
         self.image_encoder = make_image_encoder(config, no_imgnorm=config.no_imgnorm)
-        self.text_encoder = make_text_encoder(config, no_txtnorm=config.no_txtnorm)
+        self.text_encoder = make_text_encoder(config, bidirectional=config.bidirectional, no_txtnorm=config.no_txtnorm)
         self.text_to_image = self._attention(config.t2i_temperature, config.t2i_logsumexp_temperature)
         self.image_to_text = self._attention(config.i2t_temperature, config.i2t_logsumexp_temperature)
 

@@ -14,6 +14,7 @@ import torch
 
 from itm_fast import files
 from itm_fast.formats import Format
+from itm_fast.torch_files import load_plain
 
 __all__ = ["STATE_FILE", "load_state", "random_state", "restore_random_state", "save_state"]
 
@@ -42,12 +43,13 @@ def load_state(run: str | os.PathLike[str], keys: Iterable[str] = ()) -> dict[st
     if not path.is_file():
         raise ValueError(f"{path}: no such file; there is no run to resume")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:
-        # Damage can raise nearly anything, and torch's text advises to switch off the protection against code.
-        raise ValueError(f"{path}: not a readable training state: damaged, or not written by itm-fast") from None
+        state = load_plain(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: not a readable training state: {error}") from None
     if not isinstance(state, dict):
-        raise ValueError(f"{path}: not a readable training state: damaged, or not written by itm-fast")
+        raise ValueError(
+            f"{path}: not a readable training state: expected names and values, got a {type(state).__name__}"
+        )
     state = FORMAT.upgrade(state, path)
     missing = [key for key in keys if key not in state]
     if missing:

@@ -55,8 +55,9 @@ def random_model(opt: argparse.Namespace, seed: int = 0) -> list[OrderedDict[str
         image["fc.bias"] = tensor(size)
     text = OrderedDict({"embed.weight": tensor(len(WORDS), words)})
     for layer in range(opt.num_layers):
-        for suffix in ("", "_reverse"):
-            width = words if layer == 0 else 2 * size
+        directions = ("", "_reverse") if opt.bi_gru else ("",)
+        for suffix in directions:
+            width = words if layer == 0 else len(directions) * size
             text[f"rnn.weight_ih_l{layer}{suffix}"] = tensor(3 * size, width)
             text[f"rnn.weight_hh_l{layer}{suffix}"] = tensor(3 * size, size)
             text[f"rnn.bias_ih_l{layer}{suffix}"] = tensor(3 * size)
@@ -152,11 +153,15 @@ def _words(weights: dict[str, np.ndarray], opt: argparse.Namespace, caption: lis
     states = weights["embed.weight"][caption]
     for layer in range(opt.num_layers):
         forward = _gru(weights, f"l{layer}", states)
+        if not opt.bi_gru:
+            states = forward
+            continue
         # The other direction starts at the caption's own last word, never at padding.
         backward = _gru(weights, f"l{layer}_reverse", states[::-1])[::-1]
         states = np.concatenate([forward, backward], axis=1)
-    averaged = (states[:, : opt.embed_size] + states[:, opt.embed_size :]) / 2
-    return averaged if opt.no_txtnorm else _l2norm(averaged)
+    if opt.bi_gru:
+        states = (states[:, : opt.embed_size] + states[:, opt.embed_size :]) / 2
+    return states if opt.no_txtnorm else _l2norm(states)
 
 
 def _gru(weights: dict[str, np.ndarray], name: str, inputs: np.ndarray) -> np.ndarray:
