@@ -45,7 +45,7 @@ def test_weights_of_another_model(data: Path, run: Path, tmp_path: Path, capsys:
     weights = run / "model.safetensors"
     for other, message in (
         ("vsepp", "the weight text_encoder.rnn.weight_ih_l0_reverse is missing"),
-        ("wide", "image_encoder.fc.bias: expected shape (16,), got (20,)"),
+        ("wide", "image_encoder.fc.weight: expected shape (16, 8), got (20, 8)"),
     ):
         shutil.copy(tmp_path / other / "model.safetensors", weights)
         assert evaluate_error(capsys, run, data) == f"{weights}: {message}"
