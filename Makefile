@@ -2,18 +2,27 @@
 # ARGS goes to the command that a target runs: make test ARGS="-k triplet", make demo ARGS="--help".
 
 SHELL := /bin/bash
+ifndef OLDEST
 VENV := .venv
-PYTHON := $(VENV)/bin/python
-STAMP := $(VENV)/.set-up
 TORCH ?= torch==2.13.0
-NATIVE_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 # Succeeds in an interpreter whose torch is new enough.
 HAS_TORCH := -c 'import sys; sys.path.insert(0, "tools"); import native_build, torch; sys.exit(not native_build.find_torch())'
+PYTHONS := python3.11 python3.12 python3.13 python3.10 python3
+else
+VENV := .venv-oldest
+TORCH := torch==2.11.0
+HAS_TORCH := -c 'import sys; from importlib.metadata import version; sys.exit(version("torch").split("+")[0] != "2.11.0")'
+# A pyenv hides the interpreters that are not its chosen one.
+PYTHONS := python3.10 "$$(pyenv prefix 3.10 2>/dev/null)/bin/python3.10" python3.11 python3.12 python3.13 python3
+endif
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.set-up
+NATIVE_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 # cmake and ninja of the environment come first, so that one build folder always sees the same ones.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test build lint format types dist check-dist bench clean
+.PHONY: help demo test test-oldest build lint format types dist check-dist check-cross bench clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,6 +32,9 @@ demo: build ## Train on the bundled emoji data, evaluate, write the report.
 
 test: build ## Run the tests.
 	$(PYTHON) -m pytest $(ARGS)
+
+test-oldest: ## Run the tests with the oldest Python found and the oldest torch supported, in .venv-oldest.
+	$(MAKE) OLDEST=1 test
 
 build: $(STAMP) ## Compile what changed in csrc/ and put the libraries into itm_fast/.
 	$(PYTHON) setup.py -q build_ext --inplace
@@ -45,7 +57,11 @@ dist: $(STAMP) ## Build the sdist, and the wheel from the sdist, into dist/.
 	$(PYTHON) -m build --no-isolation
 
 check-dist: dist ## Install that wheel outside the source tree and use it there.
-	tools/check_dist.sh
+	TORCH='$(TORCH)' tools/check_dist.sh
+
+check-cross: $(STAMP) ## Compile the CPU code for Linux aarch64 and macOS arm64.
+	$(PYTHON) -m pip install -q --disable-pip-version-check ziglang==0.17.1
+	$(PYTHON) tools/check_cross.py
 
 bench: build ## Measure against the per-caption loop and the packed form in plain PyTorch.
 	$(VENV)/bin/itm-fast bench $(ARGS)
@@ -54,7 +70,7 @@ clean: ## Remove what was built; the environment stays.
 	rm -rf build dist *.egg-info itm_fast/*.so
 
 $(PYTHON):
-	@for python in $(PYTHON3) python3.11 python3.12 python3.13 python3.10 python3; do \
+	@for python in $(PYTHON3) $(PYTHONS); do \
 	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
 	    if $$python $(HAS_TORCH) 2>/dev/null; then options=--system-site-packages; fi; \
 	    echo "$$python -m venv $(VENV) $$options"; \

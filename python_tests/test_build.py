@@ -7,8 +7,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
+import check_cross
 import pytest
 from helpers.processes import ROOT, run, run_python
 from native_build import find_tool, find_torch
@@ -81,6 +83,24 @@ def test_only_the_kernels_hold_wide_instructions():
     assert "%zmm" in wide
 
 
+def test_the_cross_check_reads_what_an_object_is_for(tmp_path):
+    machine = {"x86_64": "x86-64", "arm64": "arm64" if platform.system() == "Darwin" else "aarch64"}
+    kind = "Mach-O" if platform.system() == "Darwin" else "ELF"
+    name = machine.get(platform.machine(), platform.machine())
+    assert {check_cross.architecture(file) for file in kernel_objects("portable")} == {f"{kind} {name}"}
+    file = tmp_path / "object.o"
+    for header, expected in (
+        ("7f454c460201010000000000000000000100b700", "ELF aarch64"),
+        ("cffaedfe0c000001000000000100000005000000", "Mach-O arm64"),
+        ("7f454c460201010000000000000000000100f300", "ELF 243"),
+    ):
+        file.write_bytes(bytes.fromhex(header))
+        assert check_cross.architecture(file) == expected
+    file.write_text("#include <vector>\n")
+    with pytest.raises(ValueError, match="neither an ELF nor a Mach-O object, it starts with 23696e636c75"):
+        check_cross.architecture(file)
+
+
 @pytest.fixture
 def source_tree(tmp_path):
     """A copy of the sources without the operator families, so that it builds in seconds."""
@@ -104,6 +124,41 @@ def source_tree(tmp_path):
     return tree
 
 
+PURE_PYTHON = "itm_fast: no C++ compiler found (or Windows): installing pure Python, which runs on the packed reference"
+# Uses an operator three times and prints its numbers, its path, and every warning.
+USE_INSTALLED = """
+import json, warnings
+import torch
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import itm_fast, itm_fast.functional as F_itm
+    for _ in range(3):
+        ranks = F_itm.retrieval_ranks(torch.tensor([[0.9, 0.1, 0.5], [0.2, 0.8, 0.6]]), torch.tensor([0, 1, 0]))
+print(json.dumps({
+    "file": itm_fast.__file__, "ranks": [r.tolist() for r in ranks],
+    "dispatch": itm_fast.build_info()["dispatch"]["retrieval_ranks"]["cpu"],
+    "warnings": [[warning.category.__name__, str(warning.message)] for warning in caught],
+}))
+"""
+ON_WINDOWS = 'import platform, torch; platform.system = lambda: "Windows"\n'
+BUILD_WHEEL = """
+import json, sys
+sys.path.insert(0, "tools")
+import build_backend
+print(json.dumps([build_backend.get_requires_for_build_wheel(), build_backend.build_wheel({folder!r})]))
+"""
+
+
+def assert_runs_on_the_reference(target, cause, patch=""):
+    """The package in `target` gives the right numbers, from the reference, and says so in one warning."""
+    report = json.loads(run_python(patch + USE_INSTALLED, cwd=target))
+    assert report["file"] == str(target / "itm_fast" / "__init__.py")
+    # Image 0: its best caption scores .9 and no foreign one is above. Caption 2 of image 0: image 1 scores higher.
+    assert report["ranks"] == [[0, 0], [0, 0, 1]]
+    assert report["dispatch"] == f"packed reference: {cause}"
+    assert report["warnings"] == [["FallbackWarning", f"itm_fast runs on the packed reference: {cause}"]]
+
+
 def test_without_a_compiler_the_package_installs_as_pure_python(source_tree, tmp_path):
     (tmp_path / "empty").mkdir()
     target = tmp_path / "installed"
@@ -115,24 +170,28 @@ def test_without_a_compiler_the_package_installs_as_pure_python(source_tree, tmp
         PYTHONPATH=None,
     )
     assert result.returncode == 0, result.stderr
-    line = "itm_fast: no C++ compiler found (or Windows): installing pure Python, which runs on the packed reference"
-    assert (result.stdout + result.stderr).count(line) == 1
+    assert (result.stdout + result.stderr).count(PURE_PYTHON) == 1
     assert list(target.rglob("*.so")) == []
     [wheel_file] = target.glob("itm_fast-*.dist-info/WHEEL")
     assert "Root-Is-Purelib: true" in wheel_file.read_text()
     assert (target / "itm_fast" / "py.typed").exists()
+    cause = "the native library was not built (install a C++ compiler, then install itm_fast again)"
+    assert_runs_on_the_reference(target, cause)
 
-    code = """
-import json, torch, itm_fast, itm_fast.functional as F_itm
-ranks = F_itm.retrieval_ranks(torch.tensor([[0.9, 0.1, 0.5], [0.2, 0.8, 0.6]]), torch.tensor([0, 1, 0]))
-dispatch = itm_fast.build_info()["dispatch"]["retrieval_ranks"]
-print(json.dumps([itm_fast.__file__, [r.tolist() for r in ranks], dispatch]))
-"""
-    file, ranks, dispatch = json.loads(run_python(code, cwd=target))
-    assert file == str(target / "itm_fast" / "__init__.py")
-    # Image 0: its best caption scores .9 and no foreign one is above. Caption 2 of image 0: image 1 scores higher.
-    assert ranks == [[0, 0], [0, 0, 1]]
-    assert dispatch["cpu"].startswith("packed reference: the native library was not built")
+
+def test_on_windows_the_package_is_pure_python_even_with_a_compiler(source_tree, tmp_path):
+    build = run([sys.executable, "-c", ON_WINDOWS + BUILD_WHEEL.format(folder=str(tmp_path))], cwd=source_tree)
+    assert build.returncode == 0, build.stderr
+    assert (build.stdout + build.stderr).count(PURE_PYTHON) == 1
+    required, name = json.loads(build.stdout.splitlines()[-1])
+    assert [requirement for requirement in required if re.match("torch|cmake|ninja", requirement)] == []
+    assert name == f"itm_fast-{itm_fast.__version__}-py3-none-any.whl"
+    assert [file for file in zipfile.ZipFile(tmp_path / name).namelist() if file.endswith((".so", ".pyd"))] == []
+
+    target = tmp_path / "installed"
+    installation = run([*PIP, "--target", target, tmp_path / name], cwd=tmp_path)
+    assert installation.returncode == 0, installation.stderr
+    assert_runs_on_the_reference(target, "itm_fast has no native library for Windows", ON_WINDOWS)
 
 
 def test_a_compile_error_fails_the_install(source_tree, tmp_path):

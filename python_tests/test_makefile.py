@@ -63,6 +63,15 @@ def test_torch_is_installed_where_none_is_new_enough(interpreter, tmp_path, vers
     assert (tmp_path / "venv" / ".set-up").exists()
 
 
+@pytest.mark.parametrize(("version", "installed"), [("2.11.0+cpu", False), ("2.13.0", True), (None, True)])
+def test_the_oldest_environment_takes_the_oldest_torch_alone(interpreter, tmp_path, version, installed):
+    stamp = tmp_path / "venv" / ".set-up"
+    result = make(tmp_path, "OLDEST=1", f"PYTHON={interpreter(version)}", stamp, TORCH="torch==2.12.0")
+    assert result.returncode == 0, result.stderr
+    commands = [line.split() for line in result.stdout.splitlines() if line.startswith("python -m pip install")]
+    assert [line[-1] for line in commands if line[-1].startswith("torch")] == ["torch==2.11.0"] * installed
+
+
 def test_without_a_compiler_a_build_says_so_in_one_line(tmp_path):
     stamp = tmp_path / "venv" / ".set-up"
     # No cmake either: what ran it would fail.
