@@ -39,9 +39,9 @@ def load_plain(path: Path, allowed: Sequence[Callable[..., Any]] = ()) -> Any:
 
 def _check_container(path: Path) -> None:
     """Refuses an archive that would unpack to more than it holds: torch stores tensors uncompressed."""
-    if not zipfile.is_zipfile(path):
-        return
     try:
+        if not zipfile.is_zipfile(path):
+            return
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, ValueError, NotImplementedError):

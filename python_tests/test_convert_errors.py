@@ -73,6 +73,11 @@ def test_a_foreign_pickle_is_refused_without_running_it(tmp_path: Path, vocab: P
         (b"", "not a readable checkpoint: damaged, or not written by torch.save"),
         (b"no checkpoint at all", "not a readable checkpoint: damaged, or not written by torch.save"),
         (b"PK\x03\x04 broken", "not a readable checkpoint: damaged, or not written by torch.save"),
+        # The end of an archive that says it goes on in a second file.
+        (
+            b"PK\x06\x07" + b"\1" + bytes(15) + b"PK\x05\x06" + bytes(18),
+            "not a readable checkpoint: a damaged zip file",
+        ),
     ],
 )
 def test_files_that_are_no_checkpoint(tmp_path: Path, vocab: Path, content: bytes, message: str) -> None:
