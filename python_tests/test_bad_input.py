@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -163,3 +164,35 @@ def test_a_state_of_another_kind(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert resume_error(capsys, run) == (
         f"{path}: not a readable training state: expected names and values, got a list"
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"position": "4"}, "the training state is damaged: 'position' is '4'"),
+        ({"position": -1}, "the training state is damaged: 'position' is -1"),
+        ({"log_size": None}, "the training state is damaged: 'log_size' is None"),
+        ({"seconds": math.inf}, "the training state is damaged: 'seconds' is inf"),
+        ({"seconds": math.nan}, "the training state is damaged: 'seconds' is nan"),
+        ({"optimizer": []}, "the training state is damaged: 'optimizer' is []"),
+        ({"random": torch.zeros(3)}, "the training state is damaged: 'random' is tensor([0., 0., 0.])"),
+        ({"best": "x" * 999}, f"the training state is damaged: 'best' is '{'x' * 59}... (1001 characters)"),
+        ({"model": {}}, "the weight image_encoder.fc.weight is missing"),
+        ({"model": {"image_encoder.fc.weight": 3}}, "image_encoder.fc.weight: expected a tensor, got int"),
+        ({"model": {"fc": torch.zeros(1)}}, "the weight fc is unknown to the model"),
+    ],
+)
+def test_a_state_whose_values_are_of_another_kind(
+    run: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], message: str
+) -> None:
+    path = run / "last" / "checkpoint.pt"
+    torch.save({**torch.load(path, weights_only=True), **changes}, path)
+    assert resume_error(capsys, run) == f"{path}: {message}"
+
+
+def test_a_weight_of_a_state_that_is_not_finite(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run / "last" / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    state["model"]["text_encoder.embed.weight"][2, 1] = math.nan
+    torch.save(state, path)
+    assert resume_error(capsys, run) == f"{path}: text_encoder.embed.weight holds values that are not finite"

@@ -141,6 +141,9 @@ def check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tu
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> None:
     """Copies `weights` into `model` after checking names, shapes and values; errors name `source`."""
+    for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{source}: {name}: expected a tensor, got {type(tensor).__name__}")
     check_shapes(shapes_of(model), {name: tuple(tensor.shape) for name, tensor in weights.items()}, source)
     for name, tensor in weights.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):

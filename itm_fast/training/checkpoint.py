@@ -5,14 +5,16 @@ Inside: `save_state`, `load_state`, `random_state`, `restore_random_state`.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from itm_fast import files
+from itm_fast.config import shown
 from itm_fast.formats import Format
 from itm_fast.torch_files import load_plain
 
@@ -20,6 +22,13 @@ __all__ = ["STATE_FILE", "load_state", "random_state", "restore_random_state", "
 
 FORMAT = Format()
 STATE_FILE = Path("last") / "checkpoint.pt"
+
+# What the values of a training state are; numbers count steps, seconds and bytes.
+_KINDS: Mapping[str, type] = {
+    "position": int, "data": dict, "model": dict, "optimizer": dict, "scheduler": dict, "plateau": dict,
+    "random": dict, "best": dict, "best_step": int, "validated_step": int, "window": list, "seconds": float,
+    "log_size": int,
+}  # fmt: skip
 
 
 def save_state(run: str | os.PathLike[str], state: dict[str, Any]) -> None:
@@ -37,7 +46,7 @@ def load_state(run: str | os.PathLike[str], keys: Iterable[str] = ()) -> dict[st
     """Reads what `save_state` wrote; no pickled code is ever executed.
 
     Raises:
-        ValueError: there is none, it is damaged, its format is newer, or it lacks one of `keys`.
+        ValueError: there is none, it is damaged, its format is newer, or one of `keys` is missing or of another kind.
     """
     path = Path(run) / STATE_FILE
     if not path.is_file():
@@ -51,11 +60,13 @@ def load_state(run: str | os.PathLike[str], keys: Iterable[str] = ()) -> dict[st
             f"{path}: not a readable training state: expected names and values, got a {type(state).__name__}"
         )
     state = FORMAT.upgrade(state, path)
-    missing = [key for key in keys if key not in state]
-    if missing:
-        raise ValueError(
-            f"{path}: the training state has no {missing[0]!r}: damaged, or of another version of itm_fast"
-        )
+    for key in keys:
+        if key not in state:
+            raise ValueError(f"{path}: the training state has no {key!r}: damaged, or of another version of itm_fast")
+        value: Any = state[key]
+        fits = isinstance(value, _KINDS.get(key, object))
+        if not fits or (isinstance(value, int | float) and not 0 <= value < math.inf):
+            raise ValueError(f"{path}: the training state is damaged: {key!r} is {shown(value)}")
     return state
 
 
