@@ -303,7 +303,7 @@ def test_time_per_step_is_measured_with_the_negatives_asked_for(
     vocabulary, train_data, dev_data = load_data(config)
     trainer = Trainer(config, create_model(config, vocabulary, train_data), train_data, dev_data, progress=False)
     calls = {}
-    for mining, loss in trainer.losses.items():
+    for mining, loss in trainer.stepper.losses.items():
         calls[mining] = []
         loss.register_forward_hook(lambda *_args, called=calls[mining]: called.append(1))
     assert trainer.seconds_per_step("hardest") > 0

@@ -167,7 +167,7 @@ def test_equal_scores_lie_on_the_plateau(data: Path, tmp_path: Path) -> None:
         trainer.model.text_encoder.embed.weight.zero_()
         trainer.model.image_encoder.fc.weight.zero_()
         trainer.model.image_encoder.fc.bias.fill_(1.0)
-    trainer.plateau.patience = 1
+    trainer.stepper.plateau.patience = 1
     batch = trainer.train_data.batch(torch.arange(0, 120, 5)[:20])
     with pytest.warns(PlateauWarning, match="margin = 8 for 1 steps"):
         assert trainer._step(batch)["loss"] == pytest.approx(2 * 20 * 0.2, rel=1e-4)

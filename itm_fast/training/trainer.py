@@ -1,15 +1,13 @@
-"""The training loop: one optimiser step, and what happens around the steps.
+"""The training loop: what happens around the optimiser steps.
 
 Inside: `Trainer`, `TrainResult`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
-import math
 import statistics
 import time
 import warnings
@@ -20,20 +18,17 @@ from typing import Any
 import attrs
 import torch
 from ignite.engine import Engine, Events
-from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from itm_fast.data import Batch, BatchLoader, EpochSampler, PrecomputedDataset, TextAugmentation
+from itm_fast.data import Batch, BatchLoader, EpochSampler, PrecomputedDataset
 from itm_fast.evaluation import evaluate
-from itm_fast.losses import TripletLoss
 from itm_fast.models.base import MatchingModel, load_weights
 from itm_fast.training import checkpoint, run_folder
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.fingerprint import check_fingerprints, fingerprints
 from itm_fast.training.metrics_log import MetricsLog, read_metrics
-from itm_fast.training.plateau import PlateauMonitor
-from itm_fast.training.schedule import learning_rate
 from itm_fast.training.signals import on_stop_signals
+from itm_fast.training.step import Stepper
 from itm_fast.training.tensorboard import TensorBoardLog
 
 __all__ = ["TrainResult", "Trainer"]
@@ -80,15 +75,7 @@ class Trainer:
         self.steps_per_epoch = len(EpochSampler(len(train_data), config.batch_size, drop_last=config.drop_last))
         if self.steps_per_epoch == 0:
             raise ValueError(f"batch_size: {config.batch_size} is more than the {len(train_data)} training captions")
-        self.losses = {mining: TripletLoss(config.margin, mining=mining) for mining in ("all", "hardest")}
-        self.optimizer = _optimizer(config, model)
-        self.scheduler = LambdaLR(
-            self.optimizer, lambda step: learning_rate(config, step, self.steps_per_epoch) / config.lr
-        )
-        self.text_augmentation = (
-            TextAugmentation(train_data.vocabulary, config.text_augmentation) if config.text_augmentation else None
-        )
-        self.plateau = PlateauMonitor(config.margin)
+        self.stepper = Stepper(config, self.model, train_data.vocabulary, self.device, self.steps_per_epoch)
         self.log = MetricsLog(Path(config.out) / run_folder.METRICS)
         self.tensorboard = TensorBoardLog(Path(config.out) / run_folder.TENSORBOARD) if config.tensorboard else None
         self.best: dict[str, float] = {}
@@ -120,9 +107,7 @@ class Trainer:
                 f"done {state['position']}"
             )
         load_weights(self.model, state["model"], str(path))
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.plateau.load_state_dict(state["plateau"])
+        self.stepper.load_state_dict(state)
         checkpoint.restore_random_state(state["random"], self.device)
         self.best, self.best_step = state["best"], state["best_step"]
         self._position, self._validated_step = state["position"], state["validated_step"]
@@ -230,44 +215,12 @@ class Trainer:
             epoch, start = epoch + 1, 0
 
     def _step(self, batch: Batch, mining: str | None = None) -> dict[str, float]:
-        self.model.train()
-        if self.text_augmentation is not None:
-            # The changes come from torch's generator, whose state is saved: a resumed run draws the same ones.
-            token_ids, lengths = self.text_augmentation(batch.token_ids, batch.lengths)
-            batch = attrs.evolve(batch, token_ids=token_ids, lengths=lengths)
-        batch = batch.to(self.device, non_blocking=True)
-        with self._autocast():
-            scores = self.model(batch.features, batch.token_ids, batch.lengths)
-        positives = None
-        if self.config.exclude_same_image:
-            positives = batch.image_index[:, None] == batch.image_index[None, :]
-        mining = mining or self.mining
-        loss = self.losses[mining](scores, positives=positives)
-        value = float(loss.detach())
-        if not math.isfinite(value):
-            raise ValueError(self._not_finite("loss", value))
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip or math.inf))
-        if not math.isfinite(norm):
-            raise ValueError(self._not_finite("norm of the gradient", norm))
-        rate = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.step()
-        self.scheduler.step()
-        if mining == "hardest":
-            self.plateau.update(value, len(batch))
-        return {"loss": value, "grad_norm": norm, "lr": rate}
-
-    def _not_finite(self, what: str, value: float) -> str:
-        return f"the {what} became {value} at step {self.engine.state.iteration}; lower --lr, or look at the features"
+        return self.stepper(batch, mining or self.mining, self.engine.state.iteration)
 
     @property
     def mining(self) -> str:
         """The negatives of the present epoch; epochs count from 1 once the run has started."""
         return "all" if max(self.engine.state.epoch, 1) <= self.config.warmup_epochs else self.config.mining
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16")
 
     def _after_step(self, engine: Engine) -> None:
         step = engine.state.iteration
@@ -309,7 +262,7 @@ class Trainer:
 
     def _validate(self, step: int) -> None:
         epoch = -(-step // self.steps_per_epoch)
-        with self._autocast():
+        with self.stepper.autocast():
             summary = evaluate(
                 self.model, self.validation_data, progress=self._progress, description=self.validation_data.split
             )
@@ -346,9 +299,7 @@ class Trainer:
             "position": step,
             "data": self._fingerprints,
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "plateau": self.plateau.state_dict(),
+            **self.stepper.state_dict(),
             "random": checkpoint.random_state(self.device),
             "best": self.best,
             "best_step": self.best_step,
@@ -371,14 +322,3 @@ class Trainer:
 
     def _request_stop(self) -> None:
         self._stop_requested = True
-
-
-def _optimizer(config: TrainConfig, model: MatchingModel) -> torch.optim.Optimizer:
-    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
-    return kind(
-        model.parameters(),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        weight_decay=config.weight_decay,
-        fused=config.device.split(":")[0] in ("cpu", "cuda"),
-    )

@@ -35,7 +35,7 @@ def settings_of(data: Path, out: Path) -> TrainConfig:
     """Twelve steps in three epochs; saves and validations fall on and between the ends of epochs."""
     return config(
         data, out, epochs=3, warmup_epochs=1, log_every=3, save_every=3, validate_unit="step", validate_every=5,
-        lr_decay_every=5, lr_decay_unit="step", model_options={**OPTIONS, "word_dropout": 0.3},
+        lr_decay_every=5, lr_decay_unit="step", text_augmentation=0.2, model_options={**OPTIONS, "word_dropout": 0.3},
     )  # fmt: skip
 
 

@@ -1,0 +1,100 @@
+"""One optimiser step: forward, loss, backward, clipping, update.
+
+Inside: `Stepper`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import attrs
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from itm_fast.data import Batch, TextAugmentation, Vocabulary
+from itm_fast.losses import TripletLoss
+from itm_fast.models.base import MatchingModel
+from itm_fast.training.config import TrainConfig
+from itm_fast.training.plateau import PlateauMonitor
+from itm_fast.training.schedule import learning_rate
+
+__all__ = ["Stepper"]
+
+
+class Stepper:
+    """Changes the weights of `model`, batch by batch, as `config` says; the model lies on its device already."""
+
+    def __init__(
+        self, config: TrainConfig, model: MatchingModel, vocabulary: Vocabulary, device: torch.device, per_epoch: int
+    ) -> None:
+        self.config, self.model, self.device = config, model, device
+        self.losses = {mining: TripletLoss(config.margin, mining=mining) for mining in ("all", "hardest")}
+        self.optimizer = _optimizer(config, model)
+        self.scheduler = LambdaLR(self.optimizer, lambda step: learning_rate(config, step, per_epoch) / config.lr)
+        self.plateau = PlateauMonitor(config.margin)
+        self.text_augmentation = (
+            TextAugmentation(vocabulary, config.text_augmentation) if config.text_augmentation else None
+        )
+
+    def __call__(self, batch: Batch, mining: str, number: int) -> dict[str, float]:
+        """Loss with the negatives `mining`, norm of the gradient before clipping, and learning rate of step `number`.
+
+        Raises:
+            ValueError: the loss or the norm is not finite; no weight is changed then.
+        """
+        self.model.train()
+        if self.text_augmentation is not None:
+            # The changes come from torch's generator, whose state is saved: a resumed run draws the same ones.
+            token_ids, lengths = self.text_augmentation(batch.token_ids, batch.lengths)
+            batch = attrs.evolve(batch, token_ids=token_ids, lengths=lengths)
+        batch = batch.to(self.device, non_blocking=True)
+        with self.autocast():
+            scores = self.model(batch.features, batch.token_ids, batch.lengths)
+        positives = None
+        if self.config.exclude_same_image:
+            positives = batch.image_index[:, None] == batch.image_index[None, :]
+        loss = self.losses[mining](scores, positives=positives)
+        value = _finite("loss", loss, number)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip or math.inf)
+        grad_norm = _finite("norm of the gradient", norm, number)
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.scheduler.step()
+        if mining == "hardest":
+            self.plateau.update(value, len(batch))
+        return {"loss": value, "grad_norm": grad_norm, "lr": rate}
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The precision of the forward pass."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on beside the weights and the batch."""
+        return {name: getattr(self, name).state_dict() for name in ("optimizer", "scheduler", "plateau")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave, among other things in `state`."""
+        for name in ("optimizer", "scheduler", "plateau"):
+            getattr(self, name).load_state_dict(state[name])
+
+
+def _finite(what: str, tensor: torch.Tensor, number: int) -> float:
+    value = float(tensor.detach())
+    if not math.isfinite(value):
+        raise ValueError(f"the {what} became {value} at step {number}; lower --lr, or look at the features")
+    return value
+
+
+def _optimizer(config: TrainConfig, model: MatchingModel) -> torch.optim.Optimizer:
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
+    return kind(
+        model.parameters(),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        weight_decay=config.weight_decay,
+        fused=config.device.split(":")[0] in ("cpu", "cuda"),
+    )
