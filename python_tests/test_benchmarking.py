@@ -81,7 +81,7 @@ def test_a_run_is_written_down_whole() -> None:
     environment = results["environment"]
     assert environment["threads"] == 1
     assert environment["torch"] == torch.__version__
-    assert environment["instruction_set"] in ("portable", "avx2", "avx512")
+    assert environment["instruction_set"] in ("portable", "avx2", "avx512", "avx512_bf16", "amx")
     step = results["workloads"]["step"]["variants"]
     assert len(step["native"]["runs_s"]) == PRESETS["quick"].runs
     assert step["native"]["median_s"] > 0

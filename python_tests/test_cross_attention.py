@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from helpers.fragments import native_calls, random_fragments
-from helpers.tolerance import assert_close_to_exact
+from helpers.tolerance import assert_close_to_exact, max_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,9 +145,13 @@ def test_native_is_as_accurate_as_plain_pytorch(data: st.DataObject) -> None:
     weights = torch.randn(len(queries), len(contexts), generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     single = (queries.to(torch.float32), contexts.to(torch.float32), weights.float())
     exact = with_gradients(reference.cross_attention_scores, *(part.to(torch.float64) for part in single), **options)
-    plain = with_gradients(reference.cross_attention_scores, *single, **options)
+    loop = with_gradients(reference.cross_attention_scores, *single, **options)
+    packed = with_gradients(reference.cross_attention_scores_packed, *single, **options)
     native = with_gradients(F_itm.cross_attention_scores, *single, **options)
-    for name, a, p, e in zip(("scores", "grad_queries", "grad_contexts"), native, plain, exact, strict=True):
+    names = ("scores", "grad_queries", "grad_contexts")
+    for name, a, *plain, e in zip(names, native, loop, packed, exact, strict=True):
+        # Where a problem magnifies rounding, one of the plain forms may be lucky; the other shows it.
+        p = max(plain, key=lambda form: max_error(form, e))
         # Terms of order ten cancel to gradients of any size: their rounding is always allowed.
         floor = 5e-6 * max(1.0, float(e.abs().max()) if e.numel() else 0.0)
         assert_close_to_exact(a, p, e, name=name, factor=4.0, floor=floor)

@@ -1,5 +1,13 @@
 #include "cpu/isa.h"
 
+#if defined(ITM_FAST_HAVE_AMX)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -7,6 +15,22 @@
 
 namespace itm_fast {
 namespace {
+
+#if defined(ITM_FAST_HAVE_AMX)
+// Whether the processor has tiles of bfloat16 and the operating system lends them. Linux gives their memory to
+// processes that ask for it once; other systems are not known to, so they do without.
+bool has_amx() {
+#if defined(__linux__)
+  unsigned eax, ebx, ecx, edx;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & kBf16) == 0 || (edx & kTile) == 0) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 // __builtin_cpu_supports also asks the operating system (XGETBV) whether it saves the wide registers.
 std::vector<Isa> available_isas() {
@@ -20,6 +44,12 @@ std::vector<Isa> available_isas() {
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma")) {
     isas.push_back(Isa::avx512);
+#ifdef ITM_FAST_HAVE_AMX
+    if (__builtin_cpu_supports("avx512bf16")) {
+      isas.push_back(Isa::avx512_bf16);
+      if (has_amx()) isas.push_back(Isa::amx);
+    }
+#endif
   }
 #endif
   return isas;
@@ -50,6 +80,10 @@ const char* isa_name(Isa isa) {
       return "avx2";
     case Isa::avx512:
       return "avx512";
+    case Isa::avx512_bf16:
+      return "avx512_bf16";
+    case Isa::amx:
+      return "amx";
   }
   return "unknown";
 }

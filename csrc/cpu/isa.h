@@ -5,7 +5,8 @@
 
 namespace itm_fast {
 
-enum class Isa { portable, avx2, avx512 };
+// From avx512_bf16 on, products of bfloat16 have instructions of their own; everything else runs as with avx512.
+enum class Isa { portable, avx2, avx512, avx512_bf16, amx };
 
 // What is both compiled in and supported by the processor and the operating system, from the plainest to the best:
 // "portable, avx2".

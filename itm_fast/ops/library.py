@@ -3,7 +3,7 @@
 Every operator asks `use_native`; `build_info` reports what was found. Environment variables, read at import:
 
 - `ITM_FAST_NATIVE=0` leaves the native libraries alone: the packed reference serves everything.
-- `ITM_FAST_CPU_ISA=portable|avx2|avx512` forces the instruction set of the CPU kernels.
+- `ITM_FAST_CPU_ISA=portable|avx2|avx512|avx512_bf16|amx` forces the instruction set of the CPU kernels.
 """
 
 from __future__ import annotations

@@ -1,95 +1,205 @@
 #include "cpu/kernels/cross_attention.h"
 
-#include "itm_fast/cpu/cross_attention_backward.h"
+#include <type_traits>
+
+#include "cpu/kernels/score_kernels.h"
+#include "itm_fast/cpu/cross_attention_dense.h"
 
 namespace itm_fast::ITM_FAST_ISA {
 namespace {
 
-template <typename T>
-int64_t tile_workspace(int64_t max_rows, int64_t max_columns, int64_t dim) {
-  return TileLayout<T>(max_rows, max_columns, dim).total;
-}
-
-template <typename T>
-int64_t pair_workspace(int64_t max_contexts, int64_t max_queries) {
-  const PairLayout<T> layout(max_contexts, max_queries);
-  return layout.total + max_contexts * layout.gram_stride;
-}
-
 int64_t gram_size(int64_t length) { return round_up(length, kMicroRows) * length; }
 
-template <typename T>
-void gram(const FragmentsView<T>& contexts, int64_t set, T* out) {
-  gram_matrix(contexts.set_values(set), contexts.length(set), contexts.dim, out);
+// The values of one set in the type that is computed in; `buffer` is left alone where they are stored so.
+template <typename S, typename T>
+const T* rows_of(const FragmentsView<S>& view, int64_t set, T* buffer) {
+  if constexpr (std::is_same_v<S, T>) {
+    return view.set_values(set);
+  } else {
+    convert(view.set_values(set), view.length(set) * view.dim, buffer);
+    return buffer;
+  }
 }
 
-template <typename T>
-void pack(const FragmentsView<T>& queries, int64_t first_query, int64_t last_query, int64_t max_rows,
-          int64_t max_columns, T* workspace) {
-  const TileLayout<T> layout(max_rows, max_columns, queries.dim);
-  const int64_t n_rows = queries.offsets[last_query] - queries.offsets[first_query];
-  pack_queries(queries.set_values(first_query), n_rows, queries.dim, workspace + layout.panels,
-               workspace + layout.query_norms);
+template <typename S, typename T>
+constexpr bool kConverts = !std::is_same_v<S, T>;
+
+template <typename S, typename T>
+void gram(const FragmentsView<S>& contexts, int64_t set, T* rows, T* out) {
+  gram_matrix(rows_of(contexts, set, rows), contexts.length(set), contexts.dim, out);
 }
 
-template <typename T>
-void score(const FragmentsView<T>& queries, int64_t first_query, int64_t last_query, const FragmentsView<T>& contexts,
-           int64_t first_context, int64_t last_context, const T* gram, const int64_t* gram_offsets,
-           const CrossAttentionOptions& options, int64_t max_rows, int64_t max_columns, T* workspace, T* scores) {
-  const TileLayout<T> layout(max_rows, max_columns, queries.dim);
-  score_tile(queries, first_query, last_query, contexts, first_context, last_context, gram, gram_offsets, options,
-             layout, workspace, scores);
+// Behind a block's arrays: the raw scores of one pair, and the converted rows of its sets.
+template <typename S, typename T>
+struct PairLayout : BlockLayout<T> {
+  int64_t raw, query_rows, context_rows, end;
+
+  PairLayout(int64_t max_contexts, int64_t max_queries, int64_t dim) : BlockLayout<T>(max_contexts, max_queries) {
+    raw = this->total;
+    query_rows = raw + max_contexts * this->stride;
+    context_rows = query_rows + (kConverts<S, T> ? round_up(max_queries * dim, kLanes<T>) : 0);
+    end = context_rows + (kConverts<S, T> ? round_up(max_contexts * dim, kLanes<T>) : 0);
+  }
+};
+
+template <typename S, typename T>
+int64_t pair_workspace(int64_t max_contexts, int64_t max_queries, int64_t dim) {
+  return PairLayout<S, T>(max_contexts, max_queries, dim).end;
 }
 
+// dX += (h P P') X with the sum that differentiate_block has left.
 template <typename T>
-void context_backward(const FragmentsView<T>& queries, const FragmentsView<T>& contexts, int64_t set, const T* gram,
+void add_gram_gradient(const BlockLayout<T>& layout, const T* workspace, const T* context, int64_t length, int64_t dim,
+                       T* context_gradient) {
+  add_product(workspace + layout.gram_gradient, layout.gram_stride, int64_t{1}, length, length, context, dim,
+              context_gradient);
+}
+
+template <typename S, typename T>
+void context_backward(const FragmentsView<S>& queries, const FragmentsView<S>& contexts, int64_t set, const T* gram,
                       const RecomputedPair* pairs, const T* gradients, int64_t n_pairs,
                       const CrossAttentionOptions& options, int64_t max_contexts, int64_t max_queries, T* workspace,
                       T* score_gradients, T* query_factors, T* context_gradient) {
-  const PairLayout<T> layout(max_contexts, max_queries);
+  const PairLayout<S, T> layout(max_contexts, max_queries, contexts.dim);
   const int64_t length = contexts.length(set), dim = contexts.dim;
-  const T* context = contexts.set_values(set);
-  T* gram_gradient = workspace + layout.total;
+  const T* context = rows_of(contexts, set, workspace + layout.context_rows);
+  T* raw = workspace + layout.raw;
+  T* gram_gradient = workspace + layout.gram_gradient;
   for (int64_t i = 0; i < length * layout.gram_stride; ++i) gram_gradient[i] = T(0);
   for (int64_t i = 0; i < n_pairs; ++i) {
     const RecomputedPair& pair = pairs[i];
     const int64_t n_queries = queries.length(pair.query);
-    const T* query = queries.set_values(pair.query);
+    const T* query = rows_of(queries, pair.query, workspace + layout.query_rows);
     T* score_gradient = score_gradients + pair.score_gradient;
-    differentiate_pair(query, n_queries, context, length, dim, gram, gradients[i], options, layout, workspace,
-                       score_gradient, query_factors + pair.query_factor, gram_gradient);
+    dot_products(context, length, query, n_queries, dim, raw, layout.stride);
+    for (int64_t k = 0; k < length; ++k) {
+      for (int64_t j = n_queries; j < layout.stride; ++j) raw[k * layout.stride + j] = T(0);
+    }
+    const QueryBlock<T, T> block{query, queries.offsets + pair.query, gradients + i, 0, 1};
+    differentiate_block(block, raw, layout.stride, context, length, dim, gram, options, layout, workspace,
+                        score_gradient, n_queries, query_factors + pair.query_factor);
     if (context_gradient == nullptr) continue;
     add_product(score_gradient, n_queries, int64_t{1}, length, n_queries, query, dim, context_gradient);
   }
   if (context_gradient == nullptr) return;
-  add_product(gram_gradient, layout.gram_stride, int64_t{1}, length, length, context, dim, context_gradient);
+  add_gram_gradient(layout, workspace, context, length, dim, context_gradient);
 }
 
-template <typename T>
-void query_backward(const FragmentsView<T>& queries, const FragmentsView<T>& contexts, int64_t set,
+template <typename S, typename T>
+void query_backward(const FragmentsView<S>& queries, const FragmentsView<S>& contexts, int64_t set,
                     const RecomputedPair* const* pairs, int64_t n_pairs, const T* score_gradients,
-                    const T* query_factors, T* query_gradient) {
+                    const T* query_factors, T* rows, T* query_gradient) {
   const int64_t length = queries.length(set), dim = queries.dim;
-  const T* query = queries.set_values(set);
   for (int64_t i = 0; i < n_pairs; ++i) {
     const RecomputedPair& pair = *pairs[i];
     add_product(score_gradients + pair.score_gradient, int64_t{1}, length, length, contexts.length(pair.context),
-                contexts.set_values(pair.context), dim, query_gradient);
+                rows_of(contexts, pair.context, rows), dim, query_gradient);
   }
+  const S* query = queries.set_values(set);
   for (int64_t j = 0; j < length; ++j) {
     T factor = T(0);
     for (int64_t i = 0; i < n_pairs; ++i) factor += query_factors[pairs[i]->query_factor + j];
-    for (int64_t d = 0; d < dim; ++d) query_gradient[j * dim + d] += factor * query[j * dim + d];
+    for (int64_t d = 0; d < dim; ++d) query_gradient[j * dim + d] += factor * widen(query[j * dim + d]);
+  }
+}
+
+template <typename S, typename T>
+void raw_tile(const FragmentsView<S>& queries, int64_t first_query, int64_t last_query,
+              const FragmentsView<S>& contexts, int64_t first_context, int64_t last_context, int64_t max_rows,
+              int64_t max_columns, T* workspace, T* raw, int64_t raw_stride) {
+  const TileLayout<Exact<T>> layout(max_rows, max_columns, queries.dim);
+  const int64_t n_columns = queries.offsets[last_query] - queries.offsets[first_query];
+  const int64_t n_rows = contexts.offsets[last_context] - contexts.offsets[first_context];
+  T* tile = workspace + layout.raw;
+  multiply_tile<Exact<T>>(contexts.set_values(first_context), n_rows, queries.dim, workspace + layout.panels,
+                          layout.panel_part, n_columns, workspace + layout.context_chunk, tile, layout.stride());
+  for (int64_t r = 0; r < n_rows; ++r) {
+    __builtin_memcpy(raw + r * raw_stride, tile + r * layout.stride(), n_columns * sizeof(T));
   }
 }
 
 template <typename T>
-constexpr CrossAttentionKernels<T> kKernels{tile_workspace<T>, pair_workspace<T>,   gram_size,        gram<T>, pack<T>,
-                                            score<T>,          context_backward<T>, query_backward<T>};
+int64_t block_workspace(int64_t max_contexts, int64_t max_columns) {
+  return BlockLayout<T>(max_contexts, max_columns).total;
+}
+
+template <typename S, typename T>
+void differentiate_context(const FragmentsView<S>& queries, const int64_t* query_runs, int64_t n_runs,
+                           const FragmentsView<S>& contexts, int64_t set, const T* gram, const T* gradients,
+                           int64_t gradient_stride, const CrossAttentionOptions& options, int64_t max_contexts,
+                           int64_t max_columns, T* rows, T* workspace, T* raw, int64_t raw_stride, T* query_factors,
+                           T* context_gradient) {
+  const BlockLayout<T> layout(max_contexts, max_columns);
+  const int64_t length = contexts.length(set);
+  T* gram_gradient = workspace + layout.gram_gradient;
+  for (int64_t i = 0; i < length * layout.gram_stride; ++i) gram_gradient[i] = T(0);
+  for (int64_t run = 0; run < n_runs; ++run) {
+    const int64_t first = query_runs[run], column = queries.offsets[first];
+    const QueryBlock<T, S> block{queries.set_values(first), queries.offsets + first,
+                                 gradients + first * gradient_stride, gradient_stride, query_runs[run + 1] - first};
+    differentiate_block(block, raw + column, raw_stride, contexts.set_values(set), length, contexts.dim, gram, options,
+                        layout, workspace, raw + column, raw_stride, query_factors + column);
+  }
+  if (context_gradient == nullptr) return;
+  add_gram_gradient(layout, workspace, rows_of(contexts, set, rows), length, contexts.dim, context_gradient);
+}
+
+template <typename S, typename T>
+void add_context_rows(const T* score_gradients, int64_t stride, const FragmentsView<S>& queries, int64_t n_rows,
+                      T* workspace, T* gradient) {
+  add_rows_product(score_gradients, stride, Constant<1>{}, n_rows, queries.offsets[queries.n_sets], queries.values,
+                   queries.dim, workspace, gradient);
+}
+
+template <typename S, typename T>
+void add_query_rows(const T* score_gradients, int64_t stride, const S* contexts, int64_t n_contexts, int64_t dim,
+                    int64_t first, int64_t last, const S* queries, const T* factors, int64_t n_factors,
+                    int64_t factor_stride, T* workspace, T* gradient) {
+  add_rows_product(score_gradients + first, Constant<1>{}, stride, last - first, n_contexts, contexts, dim, workspace,
+                   gradient);
+  for (int64_t j = first; j < last; ++j) {
+    T factor = T(0);
+    for (int64_t i = 0; i < n_factors; ++i) factor += factors[i * factor_stride + j];
+    T* out = gradient + (j - first) * dim;
+    for (int64_t d = 0; d < dim; ++d) out[d] += factor * widen(queries[j * dim + d]);
+  }
+}
+
+template <typename S, typename T>
+void narrow_values(const T* values, int64_t count, S* out) {
+  if constexpr (kConverts<S, T>) convert(values, count, out);
+}
+
+template <typename S, typename T>
+bool all_finite(const S* values, int64_t count) {
+  Vector<T> zeros{};  // NaN from the first value on that is not finite
+  int64_t i = 0;
+  for (; i + kLanes<T> <= count; i += kLanes<T>) zeros += load(values + i) * T(0);
+  T zero = sum_lanes<T>(zeros);
+  for (; i < count; ++i) zero += widen(values[i]) * T(0);
+  return zero == T(0);
+}
+
+template <typename S, typename T>
+constexpr CrossAttentionKernels<S, T> kKernels{ScoresBy<Exact<T>, S>::kTable,
+                                               gram_size,
+                                               gram<S, T>,
+                                               pair_workspace<S, T>,
+                                               context_backward<S, T>,
+                                               query_backward<S, T>,
+                                               raw_tile<S, T>,
+                                               block_workspace<T>,
+                                               differentiate_context<S, T>,
+                                               kProductWorkspace<T>,
+                                               add_context_rows<S, T>,
+                                               add_query_rows<S, T>,
+                                               narrow_values<S, T>,
+                                               all_finite<S, T>};
 
 }  // namespace
 
-const CrossAttentionKernels<float> kCrossAttentionFloat32 = kKernels<float>;
-const CrossAttentionKernels<double> kCrossAttentionFloat64 = kKernels<double>;
+const CrossAttentionKernels<float, float> kCrossAttentionFloat32 = kKernels<float, float>;
+const CrossAttentionKernels<double, double> kCrossAttentionFloat64 = kKernels<double, double>;
+const CrossAttentionKernels<BFloat16, float> kCrossAttentionBFloat16 = kKernels<BFloat16, float>;
 
 }  // namespace itm_fast::ITM_FAST_ISA

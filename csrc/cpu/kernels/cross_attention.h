@@ -1,9 +1,26 @@
-// The kernels of cross_attention that are compiled once per instruction set.
+// The kernels of cross_attention that are compiled once per instruction set. S is the type that rows are stored in, T
+// the one of sums and scores.
 #pragma once
 
+#include "itm_fast/bfloat16.h"
 #include "itm_fast/cross_attention.h"
 
 namespace itm_fast {
+
+// The forward with one way of making products. Sizes are in elements of T, for tiles of at most max_rows context rows
+// and max_columns query rows.
+template <typename S, typename T>
+struct ScoreKernels {
+  int64_t tile_rows;  // context rows of a tile, unless one set has more
+  int64_t (*tile_workspace)(int64_t max_rows, int64_t max_columns, int64_t dim);
+  // The queries [first_query, last_query) of a thread's next tiles.
+  void (*pack_queries)(const FragmentsView<S>& queries, int64_t first_query, int64_t last_query, int64_t max_rows,
+                       int64_t max_columns, T* workspace);
+  void (*score_tile)(const FragmentsView<S>& queries, int64_t first_query, int64_t last_query,
+                     const FragmentsView<S>& contexts, int64_t first_context, int64_t last_context, const T* gram,
+                     const int64_t* gram_offsets, const CrossAttentionOptions& options, int64_t max_rows,
+                     int64_t max_columns, T* workspace, T* scores);
+};
 
 // One pair of sets that the backward recomputes, and where its results lie.
 struct RecomputedPair {
@@ -12,41 +29,76 @@ struct RecomputedPair {
   int64_t query_factor;    // offset of its (n_queries) block
 };
 
-template <typename T>
+template <typename S, typename T>
 struct CrossAttentionKernels {
-  // Sizes in elements, for sets or tiles of at most that many rows.
-  int64_t (*tile_workspace)(int64_t max_rows, int64_t max_columns, int64_t dim);
-  int64_t (*pair_workspace)(int64_t max_contexts, int64_t max_queries);
-  int64_t (*gram_size)(int64_t length);
+  ScoreKernels<S, T> scores;
 
-  void (*gram)(const FragmentsView<T>& contexts, int64_t set, T* gram);
-  // The queries [first_query, last_query) of a thread's next tiles; max_rows and max_columns as in tile_workspace.
-  void (*pack_queries)(const FragmentsView<T>& queries, int64_t first_query, int64_t last_query, int64_t max_rows,
-                       int64_t max_columns, T* workspace);
-  void (*score_tile)(const FragmentsView<T>& queries, int64_t first_query, int64_t last_query,
-                     const FragmentsView<T>& contexts, int64_t first_context, int64_t last_context, const T* gram,
-                     const int64_t* gram_offsets, const CrossAttentionOptions& options, int64_t max_rows,
-                     int64_t max_columns, T* workspace, T* scores);
-  // All pairs of one context set: score gradients and query factors of each, and the gradient of the context's rows
-  // unless that is null.
-  void (*context_backward)(const FragmentsView<T>& queries, const FragmentsView<T>& contexts, int64_t set,
+  // Gram matrix of one context set; `rows` holds a set's values where S is not T.
+  int64_t (*gram_size)(int64_t length);
+  void (*gram)(const FragmentsView<S>& contexts, int64_t set, T* rows, T* gram);
+
+  // Backward, pair by pair. All pairs of one context set: score gradients and query factors of each, and the gradient
+  // of the context's rows unless that is null.
+  int64_t (*pair_workspace)(int64_t max_contexts, int64_t max_queries, int64_t dim);
+  void (*context_backward)(const FragmentsView<S>& queries, const FragmentsView<S>& contexts, int64_t set,
                            const T* gram, const RecomputedPair* pairs, const T* gradients, int64_t n_pairs,
                            const CrossAttentionOptions& options, int64_t max_contexts, int64_t max_queries,
                            T* workspace, T* score_gradients, T* query_factors, T* context_gradient);
   // The pairs of one query set, in the order given, added to the gradient of the query's rows.
-  void (*query_backward)(const FragmentsView<T>& queries, const FragmentsView<T>& contexts, int64_t set,
+  void (*query_backward)(const FragmentsView<S>& queries, const FragmentsView<S>& contexts, int64_t set,
                          const RecomputedPair* const* pairs, int64_t n_pairs, const T* score_gradients,
-                         const T* query_factors, T* query_gradient);
+                         const T* query_factors, T* rows, T* query_gradient);
+
+  // Backward of whole rows of pairs, for finite values: pairs without a gradient are multiplied by zero. Raw scores of
+  // one tile, its queries packed as for the forward.
+  void (*raw_tile)(const FragmentsView<S>& queries, int64_t first_query, int64_t last_query,
+                   const FragmentsView<S>& contexts, int64_t first_context, int64_t last_context, int64_t max_rows,
+                   int64_t max_columns, T* workspace, T* raw, int64_t raw_stride);
+  // Turns the raw scores of one context set with all queries into their gradient, in runs of query sets that begin at
+  // the sets query_runs[0 .. n_runs]. `gradients` are the scores' of this context, `gradient_stride` apart.
+  int64_t (*block_workspace)(int64_t max_contexts, int64_t max_columns);
+  void (*differentiate_context)(const FragmentsView<S>& queries, const int64_t* query_runs, int64_t n_runs,
+                                const FragmentsView<S>& contexts, int64_t set, const T* gram, const T* gradients,
+                                int64_t gradient_stride, const CrossAttentionOptions& options, int64_t max_contexts,
+                                int64_t max_columns, T* rows, T* workspace, T* raw, int64_t raw_stride,
+                                T* query_factors, T* context_gradient);
+  // Rows [first, last) of the gradient of the contexts or of the queries. The score gradients begin at their first row;
+  // `factors` are those of `n_factors` context sets, factor_stride apart.
+  int64_t product_workspace;
+  void (*add_context_rows)(const T* score_gradients, int64_t stride, const FragmentsView<S>& queries, int64_t n_rows,
+                           T* workspace, T* gradient);
+  void (*add_query_rows)(const T* score_gradients, int64_t stride, const S* contexts, int64_t n_contexts, int64_t dim,
+                         int64_t first, int64_t last, const S* queries, const T* factors, int64_t n_factors,
+                         int64_t factor_stride, T* workspace, T* gradient);
+
+  void (*narrow)(const T* values, int64_t count, S* out);
+  bool (*all_finite)(const S* values, int64_t count);
 };
 
-#define ITM_FAST_DECLARE(isa)                                        \
-  namespace isa {                                                    \
-  extern const CrossAttentionKernels<float> kCrossAttentionFloat32;  \
-  extern const CrossAttentionKernels<double> kCrossAttentionFloat64; \
+#define ITM_FAST_DECLARE(isa)                                                  \
+  namespace isa {                                                              \
+  extern const CrossAttentionKernels<float, float> kCrossAttentionFloat32;     \
+  extern const CrossAttentionKernels<double, double> kCrossAttentionFloat64;   \
+  extern const CrossAttentionKernels<BFloat16, float> kCrossAttentionBFloat16; \
   }
 ITM_FAST_DECLARE(portable)
 ITM_FAST_DECLARE(avx2)
 ITM_FAST_DECLARE(avx512)
+#undef ITM_FAST_DECLARE
+
+// Scores by products of bfloat16, where the processor has instructions for them. A null pack_queries marks a way that
+// would be slower than float32.
+struct LowPrecisionScores {
+  ScoreKernels<float, float> bf16, bf16x3;
+  ScoreKernels<BFloat16, float> bf16_of_bf16;
+};
+
+#define ITM_FAST_DECLARE(isa)                          \
+  namespace isa {                                      \
+  extern const LowPrecisionScores kLowPrecisionScores; \
+  }
+ITM_FAST_DECLARE(avx512_bf16)
+ITM_FAST_DECLARE(amx)
 #undef ITM_FAST_DECLARE
 
 }  // namespace itm_fast

@@ -5,6 +5,8 @@
 
 #ifdef ITM_FAST_HAVE_AVX512
 #define ITM_FAST_CASE_AVX512(table) \
+  case Isa::amx:                    \
+  case Isa::avx512_bf16:            \
   case Isa::avx512:                 \
     return avx512::table;
 #else

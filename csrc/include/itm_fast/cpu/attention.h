@@ -88,6 +88,41 @@ ITM_FAST_INLINE void normalize_row(const T* raw, T* logits, int64_t n, const Cro
   }
 }
 
+// normalize_row for the `n_rows` contexts of one set. The norms of a vector's worth of rows are taken at once.
+template <typename T>
+ITM_FAST_INLINE void normalize_rows(const T* raw, int64_t raw_stride, T* logits, int64_t stride, int64_t n_rows,
+                                    int64_t n, const CrossAttentionOptions& options) {
+  const Normalization mode = options.normalization;
+  const bool l2 = mode == Normalization::clipped_l2norm || mode == Normalization::l2norm;
+  if (!l2 && mode != Normalization::clipped_l1norm && mode != Normalization::l1norm) {
+    for (int64_t k = 0; k < n_rows; ++k) normalize_row(raw + k * raw_stride, logits + k * stride, n, options);
+    return;
+  }
+  const bool clip = is_clipped(mode);
+  const T slope = static_cast<T>(options.negative_slope);
+  for (int64_t first = 0; first < n_rows; first += kLanes<T>) {
+    const int64_t count = n_rows - first < kLanes<T> ? n_rows - first : kLanes<T>;
+    Vector<T> terms[kLanes<T>] = {};
+    for (int64_t k = 0; k < count; ++k) {
+      const T* row = raw + (first + k) * raw_stride;
+      for (int64_t j = 0; j < n; j += kLanes<T>) {
+        const Vector<T> x = clipped_scores(row, j, n, clip, slope);
+        terms[k] += l2 ? x * x : absolute<T>(x);
+      }
+    }
+    const Vector<T> totals = sum_rows<T>(terms);
+    T scales[kLanes<T>];
+    store<T>(scales, static_cast<T>(options.temperature) /
+                         ((l2 ? square_root<T>(totals) : totals) + static_cast<T>(kNormEpsilon)));
+    for (int64_t k = 0; k < count; ++k) {
+      const T* row = raw + (first + k) * raw_stride;
+      T* target = logits + (first + k) * stride;
+      for (int64_t j = 0; j < n; j += kLanes<T>)
+        store<T>(target + j, clipped_scores(row, j, n, clip, slope) * scales[k]);
+    }
+  }
+}
+
 // The gradient of one row's raw scores, added to `raw_gradient[j]`, from that of its logits; `logits` as normalize_row
 // left them. The derivative of a norm at the zero row is zero.
 template <typename T>

@@ -1,60 +1,68 @@
-// Backward of cross_attention_scores on the CPU, pair by pair.
+// Backward of cross_attention_scores on the CPU.
 //
-// `differentiate_pair` recomputes one pair of sets and leaves the gradient of its raw scores; the rows of the context
-// set and of the query set are then updated by their owners, in a fixed order and without atomics:
+// `differentiate_block` takes the raw scores of one context set with neighbouring query sets and leaves their gradient.
+// The rows of the context set and of the query sets are then updated by their owners, in a fixed order and without
+// atomics:
 //   dX += dS q + h P P' X   and   dQ += dS' x + (through the query's own norm) coefficient * q.
+// Where few pairs have a gradient, each is a block of its own (`differentiate_pair`); where most have one, whole rows
+// of blocks share their products (cross_attention_dense.h).
 #pragma once
 
 #include "itm_fast/cpu/cross_attention_scores.h"
 
 namespace itm_fast::ITM_FAST_ISA {
 
+// What a thread needs beside the raw scores, in elements, for sets of at most `max_contexts` rows and blocks of at most
+// `max_columns` columns.
 template <typename T>
-struct PairLayout {
+struct BlockLayout {
   int64_t stride;       // of the blocks with one row per context
   int64_t gram_stride;  // of blocks with one column per context
-  int64_t raw, logits, attention, mixed, transposed, scratch, columns, total;
-  static constexpr int64_t kColumnArrays = 8;
+  int64_t logits, attention, mixed, transposed, scratch, columns, gram_gradient, total;
+  static constexpr int64_t kColumnArrays = 9;
 
-  PairLayout(int64_t max_contexts, int64_t max_queries) {
+  BlockLayout(int64_t max_contexts, int64_t max_columns) {
     const int64_t rows = round_up(max_contexts, kMicroRows);
-    stride = round_up(max_queries, kPanelColumns<T>) + kLanes<T>;
+    stride = round_up(max_columns, kPanelColumns<T>) + kLanes<T>;
     gram_stride = round_up(max_contexts, kStripColumns<T>);
-    raw = 0;
-    logits = raw + rows * stride;
+    logits = 0;
     attention = logits + rows * stride;
     mixed = attention + rows * stride;
     transposed = mixed + rows * stride;
-    scratch = transposed + max_queries * gram_stride;
+    scratch = transposed + max_columns * gram_stride;
     columns = scratch + max_contexts * kLanes<T>;
-    total = columns + kColumnArrays * stride;
+    gram_gradient = columns + kColumnArrays * stride;
+    total = gram_gradient + max_contexts * gram_stride;
   }
 };
 
-template <typename T>
-ITM_FAST_INLINE T row_norm(const T* row, int64_t dim) {
-  Vector<T> sums[4] = {};
-  int64_t d = 0;
-  for (; d + kStripColumns<T> <= dim; d += kStripColumns<T>) {
-    for (int v = 0; v < 4; ++v) sums[v] += load(row + d + v * kLanes<T>) * load(row + d + v * kLanes<T>);
-  }
-  T total = sum_lanes<T>((sums[0] + sums[1]) + (sums[2] + sums[3]));
-  for (; d < dim; ++d) total += row[d] * row[d];
-  return std::sqrt(total);
-}
+// The query sets of a block: where their columns begin, the first one at 0, and the gradients of their scores.
+template <typename T, typename S>
+struct QueryBlock {
+  const S* values;
+  const int64_t* offsets;  // n_sets + 1 of them; columns are counted from the first one
+  const T* gradients;      // that of set i at gradients[i * gradient_stride]
+  int64_t gradient_stride;
+  int64_t n_sets;
 
-// Gradients of one pair for the incoming `gradient` of its score. Writes
-//   score_gradient (n_contexts, n_queries): of the raw scores,
-//   query_factor (n_queries): what the query row itself is multiplied by,
-// and adds to `gram_gradient` (n_contexts rows of gram_stride) what multiplies the context rows.
-template <typename T>
-inline void differentiate_pair(const T* query, int64_t n_queries, const T* context, int64_t n_contexts, int64_t dim,
-                               const T* gram, T gradient, const CrossAttentionOptions& options,
-                               const PairLayout<T>& layout, T* workspace, T* score_gradient, T* query_factor,
-                               T* gram_gradient) {
-  const int64_t stride = layout.stride;
-  const int64_t columns = round_up(n_queries, kPanelColumns<T>);
-  T* raw = workspace + layout.raw;
+  ITM_FAST_INLINE int64_t first(int64_t set) const { return offsets[set] - offsets[0]; }
+  ITM_FAST_INLINE int64_t length(int64_t set) const { return offsets[set + 1] - offsets[set]; }
+  ITM_FAST_INLINE T gradient(int64_t set) const { return gradients[set * gradient_stride]; }
+  ITM_FAST_INLINE int64_t columns() const { return offsets[n_sets] - offsets[0]; }
+};
+
+// From the raw scores (n_contexts, block.columns()), rows `raw_stride` apart and padded to whole panels, to
+//   score_gradient (n_contexts, block.columns()), rows gradient_stride apart: of the raw scores; may be `raw` itself,
+//   query_factor (block.columns()): what the query row itself is multiplied by,
+// and adds to the workspace's gram_gradient (n_contexts, gram_stride) what multiplies the context rows. Query sets
+// whose score has no gradient get zeros, whatever their values.
+template <typename T, typename S>
+inline void differentiate_block(const QueryBlock<T, S>& block, T* raw, int64_t raw_stride, const S* context,
+                                int64_t n_contexts, int64_t dim, const T* gram, const CrossAttentionOptions& options,
+                                const BlockLayout<T>& layout, T* workspace, T* score_gradient, int64_t gradient_stride,
+                                T* query_factor) {
+  const int64_t stride = layout.stride, n_columns = block.columns();
+  const int64_t columns = round_up(n_columns, kPanelColumns<T>);
   T* logits = workspace + layout.logits;
   T* attention = workspace + layout.attention;
   T* mixed = workspace + layout.mixed;
@@ -67,13 +75,16 @@ inline void differentiate_pair(const T* query, int64_t n_queries, const T* conte
   T* __restrict query_norm = cosine_gradient + stride;
   T* __restrict context_factor = query_norm + stride;
   T* __restrict along = context_factor + stride;
+  T* __restrict row_gradient = along + stride;
 
   // Attention, as in the forward, but divided out; `mixed` is G P.
-  dot_products(context, n_contexts, query, n_queries, dim, raw, stride);
+  for (int64_t set = 0; set < block.n_sets; ++set) {
+    const int64_t first = block.first(set);
+    if (block.length(set) == 0) continue;
+    normalize_rows(raw + first, raw_stride, logits + first, stride, n_contexts, block.length(set), options);
+  }
   for (int64_t k = 0; k < n_contexts; ++k) {
-    for (int64_t j = n_queries; j < stride; ++j) raw[k * stride + j] = T(0);
-    normalize_row(raw + k * stride, logits + k * stride, n_queries, options);
-    for (int64_t j = n_queries; j < columns; ++j) logits[k * stride + j] = T(0);
+    for (int64_t j = n_columns; j < columns; ++j) logits[k * stride + j] = T(0);
   }
   __builtin_memcpy(attention, logits, n_contexts * stride * sizeof(T));
   for (int64_t c = 0; c < columns; c += kLanes<T>) {
@@ -85,7 +96,7 @@ inline void differentiate_pair(const T* query, int64_t n_queries, const T* conte
   for (int64_t c = 0; c < columns; c += kPanelColumns<T>) {
     for (int64_t r = 0; r < n_contexts; r += kMicroRows) {
       Vector<T> tile[kMicroRows][kPanelVectors] = {};
-      multiply_panel(gram + r * n_contexts, n_contexts, attention + c, stride, n_contexts, tile);
+      multiply_panel<T>(gram + r * n_contexts, n_contexts, attention + c, stride, n_contexts, tile);
 #pragma GCC unroll 12
       for (int i = 0; i < kMicroRows; ++i) {
         for (int v = 0; v < kPanelVectors; ++v) store<T>(mixed + (r + i) * stride + c + v * kLanes<T>, tile[i][v]);
@@ -97,7 +108,7 @@ inline void differentiate_pair(const T* query, int64_t n_queries, const T* conte
   for (int64_t j = 0; j < columns; ++j) dot[j] = square[j] = scale[j] = along[j] = cosine_gradient[j] = T(0);
   for (int64_t k = 0; k < n_contexts; ++k) {
     const T* __restrict p = attention + k * stride;
-    const T* __restrict s = raw + k * stride;
+    const T* __restrict s = raw + k * raw_stride;
     const T* __restrict y = mixed + k * stride;
     const T norm = std::sqrt(gram[k * n_contexts + k]);
     for (int64_t j = 0; j < columns; ++j) {
@@ -106,22 +117,27 @@ inline void differentiate_pair(const T* query, int64_t n_queries, const T* conte
       scale[j] += p[j] * norm;
     }
   }
-  for (int64_t j = 0; j < n_queries; ++j) {
+  for (int64_t j = 0; j < n_columns; ++j) {
+    const S* query = block.values + j * dim;
     if (square[j] < scale[j] * scale[j] * kCancellation<T>) {
-      const Attended<T> exact = attend_exactly(attention + j, stride, context, n_contexts, dim, query + j * dim,
-                                               mixed + j, workspace + layout.scratch);
+      const Attended<T> exact =
+          attend_exactly(attention + j, stride, context, n_contexts, dim, query, mixed + j, workspace + layout.scratch);
       square[j] = exact.square;
       dot[j] = exact.dot;
     }
-    query_norm[j] = row_norm(query + j * dim, dim);
+    query_norm[j] = row_norm(query, dim);
     const T product = query_norm[j] * std::sqrt(square[j]);
     cosine[j] = dot[j] / (product < T(kNormEpsilon) ? T(kNormEpsilon) : product);
   }
-  aggregate_backward(cosine, n_queries, gradient, options, cosine_gradient);
+  for (int64_t set = 0; set < block.n_sets; ++set) {
+    const int64_t first = block.first(set);
+    if (block.length(set) == 0) continue;
+    aggregate_backward(cosine + first, block.length(set), block.gradient(set), options, cosine_gradient + first);
+  }
 
   // Through the cosine: `dot` becomes the gradient of the dot product; the factors are the derivatives by |q| and |c|,
   // each divided by that norm, which is what multiplies the vectors q and c themselves.
-  for (int64_t j = 0; j < n_queries; ++j) {
+  for (int64_t j = 0; j < n_columns; ++j) {
     const T norm = std::sqrt(square[j]);
     const T product = query_norm[j] * norm;
     const bool at_least = !(product < T(kNormEpsilon));
@@ -131,12 +147,20 @@ inline void differentiate_pair(const T* query, int64_t n_queries, const T* conte
     query_factor[j] = at_least ? shared * norm / query_norm[j] : T(0);
     context_factor[j] = at_least ? shared * query_norm[j] / norm : T(0);
   }
-  for (int64_t j = n_queries; j < columns; ++j) dot[j] = context_factor[j] = T(0);
+  for (int64_t j = n_columns; j < columns; ++j) dot[j] = context_factor[j] = T(0);
+  for (int64_t set = 0; set < block.n_sets; ++set) {
+    if (block.gradient(set) != T(0)) continue;
+    // Not even a NaN of theirs may reach the sums over the columns.
+    for (int64_t j = block.first(set); j < block.first(set) + block.length(set); ++j) {
+      dot[j] = query_factor[j] = context_factor[j] = T(0);
+      for (int64_t k = 0; k < n_contexts; ++k) attention[k * stride + j] = mixed[k * stride + j] = T(0);
+    }
+  }
 
   // Through the softmax over the contexts; `mixed` becomes the gradient of the logits.
   for (int64_t k = 0; k < n_contexts; ++k) {
     const T* __restrict p = attention + k * stride;
-    const T* __restrict s = raw + k * stride;
+    const T* __restrict s = raw + k * raw_stride;
     T* __restrict y = mixed + k * stride;
     for (int64_t j = 0; j < columns; ++j) {
       y[j] = dot[j] * s[j] + context_factor[j] * y[j];
@@ -147,17 +171,26 @@ inline void differentiate_pair(const T* query, int64_t n_queries, const T* conte
     const T* __restrict p = attention + k * stride;
     T* __restrict y = mixed + k * stride;
     for (int64_t j = 0; j < columns; ++j) y[j] = p[j] * (y[j] - along[j]);
-    for (int64_t j = 0; j < n_queries; ++j) {
-      score_gradient[k * n_queries + j] = dot[j] * p[j];
+    for (int64_t j = 0; j < n_columns; ++j) {
+      row_gradient[j] = dot[j] * p[j];
       transposed[j * layout.gram_stride + k] = context_factor[j] * p[j];
     }
-    normalize_row_backward(raw + k * stride, logits + k * stride, y, score_gradient + k * n_queries, n_queries,
-                           options);
+    for (int64_t set = 0; set < block.n_sets; ++set) {
+      const int64_t first = block.first(set), length = block.length(set);
+      if (block.gradient(set) == T(0)) {
+        for (int64_t j = first; j < first + length; ++j) row_gradient[j] = T(0);
+      } else {
+        normalize_row_backward(raw + k * raw_stride + first, logits + k * stride + first, y + first,
+                               row_gradient + first, length, options);
+      }
+    }
+    __builtin_memcpy(score_gradient + k * gradient_stride, row_gradient, n_columns * sizeof(T));
   }
-  for (int64_t j = 0; j < n_queries; ++j) {
+  for (int64_t j = 0; j < n_columns; ++j) {
     for (int64_t k = n_contexts; k < layout.gram_stride; ++k) transposed[j * layout.gram_stride + k] = T(0);
   }
-  add_product(attention, stride, int64_t{1}, n_contexts, n_queries, transposed, layout.gram_stride, gram_gradient);
+  add_product(attention, stride, int64_t{1}, n_contexts, n_columns, transposed, layout.gram_stride,
+              workspace + layout.gram_gradient);
 }
 
 }  // namespace itm_fast::ITM_FAST_ISA

@@ -7,37 +7,36 @@
 #pragma once
 
 #include "itm_fast/cpu/attention.h"
-#include "itm_fast/cpu/matrix.h"
+#include "itm_fast/cpu/product.h"
 
 namespace itm_fast::ITM_FAST_ISA {
-
-inline constexpr int64_t kDepth = 128;                // of the shared dimension at a time
-inline constexpr int64_t kDepthStride = kDepth + 16;  // keeps rows out of one another's cache sets
-inline constexpr int64_t kRowsAhead = 4;              // that are fetched while a row is copied
-
-ITM_FAST_INLINE int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 // Below this share of (sum_k p_k |x_k|)^2 the quadratic form p G p has lost too many digits, and the attended vector is
 // formed for that query after all.
 template <typename T>
 inline constexpr T kCancellation = T(1) / T(512);
 
-// Elements that one thread's tile needs.
-template <typename T>
+// What one thread's tile needs, in elements of the sums' type, which a cell of the product is as large as.
+template <typename Product>
 struct TileLayout {
+  using T = typename Product::Value;
+  static_assert(sizeof(typename Product::Cell) == sizeof(T));
+
   int64_t rows, columns;  // padded
-  int64_t panels, raw, attention, context_chunk, query_norms, cosine, total;
+  int64_t panel_part;     // distance of the parts of a packed operand
+  int64_t panels, line, raw, attention, context_chunk, query_norms, cosine, total;
 
   TileLayout(int64_t max_rows, int64_t max_columns, int64_t dim) {
-    rows = round_up(max_rows, kMicroRows);
+    // The quadratic forms read whole blocks of kMicroRows.
+    rows = round_up(max_rows, Product::kBlockRows) + kMicroRows;
     columns = round_up(max_columns, kPanelColumns<T>);
+    panel_part = columns * Product::cells(dim);
     panels = 0;
-    raw = panels + columns * dim;
+    line = panels + Product::kParts * panel_part;
+    raw = line + Product::kParts * kDepth;
     attention = raw + rows * stride();
     context_chunk = attention + rows * stride();
-    query_norms = context_chunk + rows * kDepthStride;
+    query_norms = context_chunk + Product::kParts * rows * kDepthStride;
     cosine = query_norms + columns;
     total = cosine + columns + kLanes<T>;
   }
@@ -52,81 +51,6 @@ inline void gram_matrix(const T* values, int64_t length, int64_t dim, T* gram) {
   for (int64_t i = length * length; i < round_up(length, kMicroRows) * length; ++i) gram[i] = T(0);
 }
 
-// Packs query rows into panels of kPanelColumns columns, each (dim, columns), and takes their norms.
-template <typename T>
-inline void pack_queries(const T* values, int64_t n_rows, int64_t dim, T* panels, T* norms) {
-  constexpr int64_t kColumns = kPanelColumns<T>;
-  for (int64_t first = 0; first < n_rows; first += kColumns) {
-    T* panel = panels + first * dim;
-    const int64_t count = n_rows - first < kColumns ? n_rows - first : kColumns;
-    for (int64_t start = 0; start < dim; start += kDepth) {
-      const int64_t end = dim < start + kDepth ? dim : start + kDepth;
-      for (int64_t c = 0; c < count; ++c) {
-        const T* row = values + (first + c) * dim;
-        for (int64_t k = start; k < end; ++k) panel[k * kColumns + c] = row[k];
-      }
-      for (int64_t c = count; c < kColumns; ++c) {
-        for (int64_t k = start; k < end; ++k) panel[k * kColumns + c] = T(0);
-      }
-    }
-    Vector<T> squares[kPanelVectors] = {};
-    for (int64_t k = 0; k < dim; ++k) {
-      for (int v = 0; v < kPanelVectors; ++v) {
-        const Vector<T> x = load(panel + k * kColumns + v * kLanes<T>);
-        squares[v] += x * x;
-      }
-    }
-    for (int v = 0; v < kPanelVectors; ++v) store<T>(norms + first + v * kLanes<T>, square_root<T>(squares[v]));
-  }
-}
-
-// raw[r][c] = <context row r, query column c>, for `n_rows` rows from `values` on and all packed columns.
-template <typename T>
-inline void multiply_tile(const T* values, int64_t n_rows, int64_t dim, const T* panels, int64_t n_columns, T* chunk,
-                          T* raw, int64_t stride) {
-  const int64_t padded_rows = round_up(n_rows, kMicroRows);
-  // Once even where the rows have no width: the products are zero then.
-  for (int64_t start = 0; start == 0 || start < dim; start += kDepth) {
-    const int64_t depth = dim - start < kDepth ? dim - start : kDepth;
-    for (int64_t r = 0; r < padded_rows; ++r) {
-      T* line = chunk + r * kDepthStride;
-      int64_t k = 0;
-      if (r < n_rows) {
-        const T* row = values + r * dim + start;
-        // A row's piece is too short for the hardware to foresee the next one.
-        for (int64_t ahead = 0; ahead < depth; ahead += 64 / static_cast<int64_t>(sizeof(T))) {
-          __builtin_prefetch(row + kRowsAhead * dim + ahead);
-        }
-        for (; k + kLanes<T> <= depth; k += kLanes<T>) store<T>(line + k, load(row + k));
-        for (; k < depth; ++k) line[k] = row[k];
-      } else {
-        for (; k < depth; ++k) line[k] = T(0);
-      }
-    }
-    for (int64_t c = 0; c < n_columns; c += kPanelColumns<T>) {
-      const T* panel = panels + c * dim + start * kPanelColumns<T>;
-      for (int64_t r = 0; r < padded_rows; r += kMicroRows) {
-        T* block = raw + r * stride + c;
-        Vector<T> tile[kMicroRows][kPanelVectors] = {};
-        if (start != 0) {
-#pragma GCC unroll 12
-          for (int i = 0; i < kMicroRows; ++i) {
-            for (int v = 0; v < kPanelVectors; ++v) tile[i][v] = load(block + i * stride + v * kLanes<T>);
-          }
-        }
-        struct Fixed {
-          constexpr operator int64_t() const { return kDepthStride; }
-        };
-        multiply_panel(chunk + r * kDepthStride, Fixed{}, panel, kPanelColumns<T>, depth, tile);
-#pragma GCC unroll 12
-        for (int i = 0; i < kMicroRows; ++i) {
-          for (int v = 0; v < kPanelVectors; ++v) store<T>(block + i * stride + v * kLanes<T>, tile[i][v]);
-        }
-      }
-    }
-  }
-}
-
 // What a column's cosine needs of its attended vector c = sum_k e_k x_k, from the context vectors themselves.
 template <typename T>
 struct Attended {
@@ -135,9 +59,9 @@ struct Attended {
 };
 
 // Where `products` is given, products[k * stride] becomes <x_k, c>; `scratch` holds a vector per context then.
-template <typename T>
-inline Attended<T> attend_exactly(const T* column, int64_t stride, const T* context, int64_t n_contexts, int64_t dim,
-                                  const T* query, T* products = nullptr, T* scratch = nullptr) {
+template <typename T, typename S>
+inline Attended<T> attend_exactly(const T* column, int64_t stride, const S* context, int64_t n_contexts, int64_t dim,
+                                  const S* query, T* products = nullptr, T* scratch = nullptr) {
   Vector<T> squares{}, dots{};
   const bool wanted = products != nullptr;
   for (int64_t k = 0; wanted && k < n_contexts; ++k) {
@@ -158,10 +82,10 @@ inline Attended<T> attend_exactly(const T* column, int64_t stride, const T* cont
   Attended<T> result{sum_lanes<T>(squares), sum_lanes<T>(dots)};
   for (; d < dim; ++d) {
     T attended = T(0);
-    for (int64_t k = 0; k < n_contexts; ++k) attended += column[k * stride] * context[k * dim + d];
+    for (int64_t k = 0; k < n_contexts; ++k) attended += column[k * stride] * widen(context[k * dim + d]);
     result.square += attended * attended;
-    result.dot += attended * query[d];
-    for (int64_t k = 0; wanted && k < n_contexts; ++k) products[k * stride] += attended * context[k * dim + d];
+    result.dot += attended * widen(query[d]);
+    for (int64_t k = 0; wanted && k < n_contexts; ++k) products[k * stride] += attended * widen(context[k * dim + d]);
   }
   for (int64_t k = 0; wanted && k < n_contexts; ++k) {
     products[k * stride] += sum_lanes<T>(load(scratch + k * kLanes<T>));
@@ -176,7 +100,7 @@ ITM_FAST_INLINE void quadratic_forms(const T* columns, int64_t stride, const T* 
   for (int v = 0; v < kPanelVectors; ++v) squares[v] = Vector<T>{};
   for (int64_t r = 0; r < n_contexts; r += kMicroRows) {
     Vector<T> tile[kMicroRows][kPanelVectors] = {};
-    multiply_panel(gram + r * n_contexts, n_contexts, columns, stride, n_contexts, tile);
+    multiply_panel<T>(gram + r * n_contexts, n_contexts, columns, stride, n_contexts, tile);
 #pragma GCC unroll 12
     for (int i = 0; i < kMicroRows; ++i) {
       if (r + i < n_contexts) {
@@ -190,9 +114,9 @@ ITM_FAST_INLINE void quadratic_forms(const T* columns, int64_t stride, const T* 
 
 // Cosines of one panel of columns with their attended vectors, `n_columns` of them from the queries `query` on.
 // `attention` holds the numerators e and `totals` their sums, which cancel but for the least denominator.
-template <typename T>
+template <typename T, typename S>
 inline void panel_cosines(const T* raw, const T* attention, int64_t stride, const Vector<T> (&totals)[kPanelVectors],
-                          const T* context, const T* gram, int64_t n_contexts, const T* query, int64_t n_columns,
+                          const S* context, const T* gram, int64_t n_contexts, const S* query, int64_t n_columns,
                           int64_t dim, const T* query_norms, T* cosine) {
   Vector<T> squares[kPanelVectors];
   quadratic_forms(attention, stride, gram, n_contexts, squares);
@@ -223,11 +147,14 @@ inline void panel_cosines(const T* raw, const T* attention, int64_t stride, cons
 // Scores of query sets [first_query, last_query) with context sets [first_context, last_context), written to
 // scores[query * n_contexts + context]. `gram` + gram_offsets[i] is the Gram matrix of context set i; the queries have
 // been packed into the workspace.
-template <typename T>
-inline void score_tile(const FragmentsView<T>& queries, int64_t first_query, int64_t last_query,
-                       const FragmentsView<T>& contexts, int64_t first_context, int64_t last_context, const T* gram,
-                       const int64_t* gram_offsets, const CrossAttentionOptions& options, const TileLayout<T>& layout,
-                       T* workspace, T* scores) {
+template <typename Product, typename S>
+inline void score_tile(const FragmentsView<S>& queries, int64_t first_query, int64_t last_query,
+                       const FragmentsView<S>& contexts, int64_t first_context, int64_t last_context,
+                       const typename Product::Value* gram, const int64_t* gram_offsets,
+                       const CrossAttentionOptions& options, const TileLayout<Product>& layout,
+                       typename Product::Value* workspace, typename Product::Value* scores) {
+  using T = typename Product::Value;
+  using Cell = typename Product::Cell;
   const int64_t dim = queries.dim, stride = layout.stride();
   const int64_t column_start = queries.offsets[first_query];
   const int64_t n_columns = queries.offsets[last_query] - column_start;
@@ -237,20 +164,21 @@ inline void score_tile(const FragmentsView<T>& queries, int64_t first_query, int
   T* logits = workspace + layout.attention;
   T* cosine = workspace + layout.cosine;
   const T* norms = workspace + layout.query_norms;
-  multiply_tile(contexts.values + row_start * dim, n_rows, dim, workspace + layout.panels, n_columns,
-                workspace + layout.context_chunk, raw, stride);
+  multiply_tile<Product>(contexts.values + row_start * dim, n_rows, dim,
+                         reinterpret_cast<const Cell*>(workspace + layout.panels), layout.panel_part, n_columns,
+                         reinterpret_cast<Cell*>(workspace + layout.context_chunk), raw, stride);
 
   for (int64_t set = first_context; set < last_context; ++set) {
     const int64_t length = contexts.length(set);
     const T* set_raw = raw + (contexts.offsets[set] - row_start) * stride;
     if (length > 0) {
-      for (int64_t k = 0; k < length; ++k) {
-        for (int64_t query = first_query; query < last_query; ++query) {
-          const int64_t column = queries.offsets[query] - column_start;
-          if (queries.length(query) > 0) {
-            normalize_row(set_raw + k * stride + column, logits + k * stride + column, queries.length(query), options);
-          }
+      for (int64_t query = first_query; query < last_query; ++query) {
+        const int64_t column = queries.offsets[query] - column_start;
+        if (queries.length(query) > 0) {
+          normalize_rows(set_raw + column, stride, logits + column, stride, length, queries.length(query), options);
         }
+      }
+      for (int64_t k = 0; k < length; ++k) {
         for (int64_t c = n_columns; c < round_up(n_columns, kPanelColumns<T>); ++c) logits[k * stride + c] = T(0);
       }
       for (int64_t c = 0; c < n_columns; c += kPanelColumns<T>) {

@@ -4,6 +4,8 @@
 // operands row by row along the shared dimension) and `add_product` (a small matrix times rows, added to rows).
 #pragma once
 
+#include <type_traits>
+
 #include "itm_fast/cpu/simd.h"
 
 namespace itm_fast::ITM_FAST_ISA {
@@ -12,21 +14,69 @@ inline constexpr int kPanelVectors = 2;
 template <typename T>
 inline constexpr int kPanelColumns = kPanelVectors * kLanes<T>;
 
-// tile[r][v] += sum_k a[r * a_stride + k] * b[k * b_stride + v * lanes], r < kMicroRows. `a_stride` may be a constant.
-template <typename T, typename Stride>
-ITM_FAST_INLINE void multiply_panel(const T* a, Stride a_stride, const T* b, int64_t b_stride, int64_t depth,
-                                    Vector<T> (&tile)[kMicroRows][kPanelVectors]) {
+ITM_FAST_INLINE void multiply_add(Vector<float>& sum, Vector<float> x, Vector<float> y) { sum += x * y; }
+ITM_FAST_INLINE void multiply_add(Vector<double>& sum, Vector<double> x, Vector<double> y) { sum += x * y; }
+
+#if defined(__AVX512BF16__)
+typedef uint32_t PairLanes __attribute__((vector_size(kVectorBytes)));
+
+ITM_FAST_INLINE PairLanes load(const BFloat16Pair* source) {
+  PairLanes value;
+  __builtin_memcpy(&value, source, sizeof(value));
+  return value;
+}
+
+ITM_FAST_INLINE PairLanes splat(BFloat16Pair pair) { return PairLanes{} + pair.bits; }
+
+// Both products of each pair are added.
+ITM_FAST_INLINE void multiply_add(Vector<float>& sum, PairLanes x, PairLanes y) {
+  sum = (Vector<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
+}
+#endif
+
+// A distance that is known when the code is compiled.
+template <int64_t Value>
+struct Constant {
+  constexpr operator int64_t() const { return Value; }
+};
+
+// tile[r][v] += sum_k a[r * row_stride + k * depth_stride] * b[k * b_stride + v * lanes], r < kMicroRows. Cells are
+// numbers of type T, or pairs of them along k. Strides may be constants.
+template <typename T, typename Cell, typename RowStride, typename DepthStride = Constant<1>>
+ITM_FAST_INLINE void multiply_panel(const Cell* a, RowStride row_stride, const Cell* b, int64_t b_stride, int64_t depth,
+                                    Vector<T> (&tile)[kMicroRows][kPanelVectors], DepthStride depth_stride = {}) {
   for (int64_t k = 0; k < depth; ++k) {
-    const Vector<T> b0 = load(b), b1 = load(b + kLanes<T>);
+    const auto b0 = load(b), b1 = load(b + kLanes<T>);
 #pragma GCC unroll 12
     for (int r = 0; r < kMicroRows; ++r) {
-      const Vector<T> x = splat(a[r * a_stride]);
-      tile[r][0] += x * b0;
-      tile[r][1] += x * b1;
+      const auto x = splat(a[r * row_stride]);
+      multiply_add(tile[r][0], x, b0);
+      multiply_add(tile[r][1], x, b1);
     }
-    ++a;
+    a += depth_stride;
     b += b_stride;
   }
+}
+
+// The Euclidean norm of one row.
+template <typename S>
+ITM_FAST_INLINE auto row_norm(const S* row, int64_t dim) {
+  using V = decltype(load(row));
+  using T = std::remove_cvref_t<decltype(V{}[0])>;
+  V sums[4] = {};
+  int64_t d = 0;
+  for (; d + 4 * kLanes<T> <= dim; d += 4 * kLanes<T>) {
+    for (int v = 0; v < 4; ++v) {
+      const V x = load(row + d + v * kLanes<T>);
+      sums[v] += x * x;
+    }
+  }
+  T total = sum_lanes<T>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  for (; d < dim; ++d) {
+    const T x = widen(row[d]);
+    total += x * x;
+  }
+  return std::sqrt(total);
 }
 
 // out[r * out_stride + c] = <a row r, b row c> for `rows` x `columns` rows of `dim` values.

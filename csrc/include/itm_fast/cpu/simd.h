@@ -2,11 +2,19 @@
 //
 // A kernel file is compiled once per instruction set, with ITM_FAST_ISA naming the namespace and the compiler's flags
 // choosing the width. Everything lives in that namespace, so the linker never mixes code of two instruction sets. The
-// compilers' vector extensions give the arithmetic; no intrinsics, so the same source serves x86-64 and arm64.
+// compilers' vector extensions give the arithmetic, so the same source serves x86-64 and arm64; intrinsics stand only
+// where an instruction set has operations of its own on bfloat16.
 #pragma once
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 #include <cmath>
 #include <cstdint>
+#include <utility>
+
+#include "itm_fast/bfloat16.h"
 
 #ifndef ITM_FAST_ISA
 #error "ITM_FAST_ISA must name the instruction set's namespace"
@@ -14,7 +22,7 @@
 
 namespace itm_fast::ITM_FAST_ISA {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(ITM_FAST_AMX)
 inline constexpr int kVectorBytes = 64;
 inline constexpr int kMicroRows = 12;  // 24 accumulators of 32 registers
 #elif defined(__AVX2__)
@@ -67,6 +75,63 @@ ITM_FAST_INLINE Vector<T> splat(T value) {
   return value - Vector<T>{};
 }
 
+typedef uint16_t HalfLanes __attribute__((vector_size(kVectorBytes / 2)));
+typedef uint32_t FloatBits __attribute__((vector_size(kVectorBytes)));
+
+ITM_FAST_INLINE float widen(BFloat16 value) {
+  const uint32_t bits = uint32_t{value.bits} << 16;
+  float result;
+  __builtin_memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+// A number of the type that is computed in stays as it is.
+template <typename T>
+ITM_FAST_INLINE T widen(T value) {
+  return value;
+}
+
+ITM_FAST_INLINE Vector<float> load(const BFloat16* source) {
+  HalfLanes halves;
+  __builtin_memcpy(&halves, source, sizeof(halves));
+  return (Vector<float>)(__builtin_convertvector(halves, FloatBits) << 16);
+}
+
+// Rounds to the nearest bfloat16, ties to even. NaN stays NaN.
+ITM_FAST_INLINE void store(BFloat16* target, Vector<float> value) {
+#if defined(__AVX512BF16__)
+  const __m256bh narrow = _mm512_cvtneps_pbh((__m512)value);
+  __builtin_memcpy(target, &narrow, sizeof(narrow));
+#else
+  const FloatBits bits = (FloatBits)value;
+  const FloatBits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const HalfLanes halves = __builtin_convertvector(
+      (FloatBits)(value == value ? (Mask<float>)rounded : (Mask<float>)(bits >> 16 | 64)), HalfLanes);
+  __builtin_memcpy(target, &halves, sizeof(halves));
+#endif
+}
+
+ITM_FAST_INLINE BFloat16 narrow(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof(bits));
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return {static_cast<uint16_t>(value == value ? rounded : bits >> 16 | 64)};
+}
+
+// Values of one storage type in another.
+template <typename From, typename To>
+ITM_FAST_INLINE void convert(const From* source, int64_t count, To* target) {
+  int64_t i = 0;
+  for (; i + kLanes<float> <= count; i += kLanes<float>) store(target + i, load(source + i));
+  for (; i < count; ++i) {
+    if constexpr (sizeof(From) < sizeof(To)) {
+      target[i] = widen(source[i]);
+    } else {
+      target[i] = narrow(source[i]);
+    }
+  }
+}
+
 // Lanes 0, 1, 2, ... below `count`.
 template <typename T>
 ITM_FAST_INLINE Mask<T> first_lanes(int64_t count) {
@@ -99,11 +164,36 @@ ITM_FAST_INLINE T sum_lanes(Vector<T> value) {
   return lanes[0];
 }
 
-template <typename T>
-ITM_FAST_INLINE T max_lanes(Vector<T> value) {
-  T best = value[0];
-  for (int i = 1; i < kLanes<T>; ++i) best = best < value[i] ? value[i] : best;
-  return best;
+// Takes the first (Half 0) or second (Half 1) half of each block of `Block` lanes, of `a` and then of `b`.
+template <typename T, int Block, int Half, size_t... Lane>
+ITM_FAST_INLINE Vector<T> take_halves(Vector<T> a, Vector<T> b, std::index_sequence<Lane...>) {
+  constexpr auto source = [](int lane) { return lane / (Block / 2) * Block + Half * (Block / 2) + lane % (Block / 2); };
+#if __has_builtin(__builtin_shufflevector)
+  return __builtin_shufflevector(a, b, source(Lane)...);
+#else
+  Vector<T> result;
+  for (int lane : {static_cast<int>(Lane)...}) {
+    result[lane] = source(lane) < kLanes<T> ? a[source(lane)] : b[source(lane) - kLanes<T>];
+  }
+  return result;
+#endif
+}
+
+// Lane i of the result is the sum of the lanes of rows[i], added up in the order of sum_lanes.
+template <typename T, int Block = kLanes<T>>
+ITM_FAST_INLINE Vector<T> sum_rows(Vector<T> (&rows)[kLanes<T>]) {
+  constexpr auto kAll = std::make_index_sequence<kLanes<T>>{};
+  constexpr int kSums = Block / 2;  // vectors that are left
+#pragma GCC unroll 8
+  for (int i = 0; i < kSums; ++i) {
+    const Vector<T> a = rows[2 * i], b = rows[2 * i + 1];
+    rows[i] = take_halves<T, Block, 0>(a, b, kAll) + take_halves<T, Block, 1>(a, b, kAll);
+  }
+  if constexpr (kSums == 1) {
+    return rows[0];
+  } else {
+    return sum_rows<T, kSums>(rows);
+  }
 }
 
 // exp within 2 units in the last place for x in [-87, 88]; 0 below, e^88 above, NaN for NaN.
