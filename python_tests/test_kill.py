@@ -34,7 +34,7 @@ def what_a_run_leaves(run: Path) -> dict[str, object]:
         "log": log,
         "settings": settings,
         "files": sorted(str(path.relative_to(run)) for path in run.rglob("*")),
-        **{name: (run / name).read_bytes() for name in ("model.safetensors", "config.json", "vocab.json")},
+        **{path.name: path.read_bytes() for path in run.iterdir() if path.suffix in (".safetensors", ".json")},
     }
 
 
@@ -42,8 +42,10 @@ def differences(left: object, right: object, name: str = "run") -> list[str]:
     """The names of all parts that are not equal bit for bit."""
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return [] if left.dtype == right.dtype and torch.equal(left, right) else [name]
-    if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
-        return [part for key in left for part in differences(left[key], right[key], f"{name}.{key}")]
+    if isinstance(left, dict) and isinstance(right, dict):
+        missing = [f"{name}.{key}" for key in left.keys() ^ right.keys()]
+        both = [key for key in left if key in right]
+        return missing + [part for key in both for part in differences(left[key], right[key], f"{name}.{key}")]
     if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
         pairs = enumerate(zip(left, right, strict=True))
         return [part for index, pair in pairs for part in differences(*pair, f"{name}[{index}]")]
