@@ -15,7 +15,7 @@ from helpers.precomputed import SPECIAL, VOCABULARY, features_of, write_split
 from helpers.terminal import every_step
 
 from itm_fast import cli
-from itm_fast.data import Vocabulary, check, emoji
+from itm_fast.data import Vocabulary, check, check_split, emoji
 from itm_fast.data.check import Problem, check_folder
 
 
@@ -25,8 +25,8 @@ def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "data"
     folder.mkdir()
     write_split(folder, "train", features_of(4), 20, ids=["a", "b", "c", "d"])
-    write_split(folder, "dev", np.repeat(features_of(2), 5, axis=0), 10, ids=["e"] * 5 + ["f"] * 5)
-    write_split(folder, "test", features_of(3), 4, cap2im=[0, 1, 1, 2], ids=["g", "h", "i"])
+    write_split(folder, "dev", np.repeat(features_of(2) + 100, 5, axis=0), 10, ids=["e"] * 5 + ["f"] * 5)
+    write_split(folder, "test", features_of(3) + 200, 4, cap2im=[0, 1, 1, 2], ids=["g", "h", "i"])
     VOCABULARY.save(folder / "vocab.json")
     return folder
 
@@ -64,10 +64,11 @@ def test_a_clean_folder_is_summed_up(folder: Path) -> None:
 
 
 def test_the_bundled_data_are_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emoji's own captions and ids, with pictures of their number but of one value."""
+    """The emoji's own captions and ids, with pictures of one number each."""
     for split in emoji.SPLITS:
-        n_images = len(emoji.image_ids(split))
-        np.save(tmp_path / f"{split}_ims.npy", np.full((n_images, 2, 3), 0.5, np.float16))
+        n_images, first = len(emoji.image_ids(split)), {"train": 0, "dev": 3000, "test": 4000}[split]
+        numbers = np.arange(first, first + n_images, dtype=np.float32)
+        np.save(tmp_path / f"{split}_ims.npy", np.ones((n_images, 2, 3), np.float32) * numbers[:, None, None])
         (tmp_path / f"{split}_caps.txt").write_text("".join(f"{text}\n" for text in emoji.captions(split)))
         (tmp_path / f"{split}_ids.txt").write_text("".join(f"{name}\n" for name in emoji.image_ids(split)))
     emoji.vocabulary().save(tmp_path / "vocab.json")
@@ -98,7 +99,7 @@ def test_without_a_vocabulary_one_is_built_from_the_training_captions(folder: Pa
 
 
 def test_images_of_test_may_be_in_testall(folder: Path) -> None:
-    write_split(folder, "testall", features_of(4), 20, ids=["g", "h", "i", "j"])
+    write_split(folder, "testall", features_of(4) + 200, 20, ids=["g", "h", "i", "j"])
     assert problems(folder) == []
 
 
@@ -122,7 +123,7 @@ def test_everything_is_reported_at_once(folder: Path) -> None:
     for number, content in ((2, b""), (3, b"  "), (5, b"a \xff"), (7, b"b'a man'"), (9, b"\xfe")):
         edit_line(folder / "train_caps.txt", number, content)
     (folder / "train_ids.txt").write_text("a\na\nc\nc\n")
-    repeated = np.repeat(features_of(2), 5, axis=0)
+    repeated = np.repeat(features_of(2) + 100, 5, axis=0)
     repeated[7] += 1
     np.save(folder / "dev_ims.npy", repeated)
     (folder / "dev_ids.txt").write_text("e\n" * 3)
@@ -213,7 +214,7 @@ def test_values_beyond_float32_are_not_finite(folder: Path) -> None:
 
 def test_repetitions_are_compared_in_every_row(folder: Path) -> None:
     """Opening a split samples sixteen images; the check looks at all, and takes NaN for what it is."""
-    rows = np.repeat(features_of(100), 5, axis=0)
+    rows = np.repeat(features_of(100) + 1000, 5, axis=0)
     rows[56] += 1  # One that is not sampled.
     rows[100:105, 0, 0] = np.nan
     write_split(folder, "dev", rows, 500)
@@ -237,10 +238,36 @@ def test_an_image_in_two_splits_is_a_leak(folder: Path) -> None:
     assert problems(folder, splits=["test"]) == []
 
 
+@pytest.mark.parametrize("ids", [True, False])
+def test_an_image_in_two_splits_is_found_by_its_features(folder: Path, ids: bool) -> None:
+    """Also where one split stores it five times, and only where the whole image is the same."""
+    if not ids:
+        for split in ("train", "dev", "test"):
+            (folder / f"{split}_ids.txt").unlink()
+    train = features_of(4)
+    train[1], train[3] = np.load(folder / "test_ims.npy")[2], np.load(folder / "dev_ims.npy")[5]
+    np.save(folder / "train_ims.npy", train)
+    test = np.load(folder / "test_ims.npy")
+    test[0] = train[0]
+    test[0, 1, 2] += 1  # The first and the last region are equal, the one between them is not.
+    np.save(folder / "test_ims.npy", test)
+    assert problems(folder) == [
+        Problem("train_ims.npy", "images whose features are those of images of dev", 1, ("row 3 (row 5 of dev)",)),
+        Problem("train_ims.npy", "images whose features are those of images of test", 1, ("row 1 (row 2 of test)",)),
+    ]
+
+
+def test_a_split_copied_to_another_name(folder: Path) -> None:
+    write_split(folder, "val", features_of(4), 20)
+    assert problems(folder) == [
+        Problem("val_ims.npy", "images whose features are those of images of train", 4,
+                tuple(f"row {row} (row {row} of train)" for row in range(4))),
+    ]  # fmt: skip
+
+
 def test_a_vocabulary_of_other_data(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     Vocabulary([*SPECIAL, "caption"]).save(other)
-    write_split(folder, "test", features_of(3), 4, cap2im=[0, 1, 1, 2])
     (folder / "test_caps.txt").write_text("one two three caption\n" * 4)
     report = check_folder(folder, ["test"], vocabulary_file=other)
     assert report.splits[0].unknown_share == 0.75
@@ -250,14 +277,14 @@ def test_a_vocabulary_of_other_data(folder: Path, tmp_path: Path) -> None:
 
 
 def test_blocks_do_not_change_what_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = np.repeat(features_of(40), 5, axis=0)
+    rows = np.repeat(features_of(40) + 1000, 5, axis=0)
     rows[6], rows[40:45] = 7, np.inf
     write_split(folder, "dev", rows, 200)
     (folder / "dev_ids.txt").unlink()
     expected = problems(folder)
     assert [(one.count, one.places[0]) for one in expected] == [(5, "row 40"), (1, "rows 5 to 9")]
     for size in (1, 250, 1000):
-        monkeypatch.setattr(check, "BLOCK_BYTES", size)
+        monkeypatch.setattr(check_split, "BLOCK_BYTES", size)
         assert problems(folder) == expected
 
 

@@ -1,0 +1,236 @@
+"""One split of a data folder, looked at whole.
+
+Inside: `SplitCheck`, `SplitSummary`, `Problem`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import attrs
+import numpy as np
+
+from . import layout
+from .tokenization import tokenize
+from .vocabulary import Vocabulary
+
+__all__ = ["MAX_PLACES", "Problem", "SplitCheck", "SplitSummary", "without_path"]
+
+MAX_PLACES = 10
+BLOCK_BYTES = 16 * 2**20
+MAX_UNKNOWN_SHARE = 0.5
+
+
+@attrs.frozen
+class Problem:
+    """Something wrong with a file: what, how often, and the first `MAX_PLACES` places (lines from 1, rows from 0)."""
+
+    file: str
+    what: str
+    count: int = 1
+    places: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class SplitSummary:
+    """What a split holds; None where a problem hides it. `words` are quantiles of the words per caption."""
+
+    split: str
+    images: int | None
+    captions: int | None
+    regions: int | None
+    channels: int | None
+    dtype: str | None
+    stored_five_times: bool
+    words: dict[str, float] | None
+    unknown_share: float | None
+
+
+class SplitCheck:
+    """One split: its captions are read at once, its features by `run`."""
+
+    def __init__(self, folder: Path, split: str, problems: list[Problem]) -> None:
+        self.folder, self.split, self.problems = folder, split, problems
+        self.ids: list[str] | None = None
+        self.hashes = np.empty(0, dtype=np.uint64)
+        self.stride = 1
+        self.captions = self._read_captions()
+        self.rows = self._open_features()
+        self.size = 0 if self.rows is None else self.rows.nbytes
+
+    def _path(self, suffix: str) -> Path:
+        return layout.split_path(self.folder, self.split, suffix)
+
+    def _add(self, suffix: str, what: str, count: int = 1, places: Iterable[str] = ()) -> None:
+        self.problems.append(Problem(self._path(suffix).name, what, count, tuple(itertools.islice(places, MAX_PLACES))))
+
+    def _lines(self, suffix: str, parse: Callable[[bytes], object]) -> list[object] | None:
+        """What `parse` makes of each line, None of one that it refuses; None where there is no such file."""
+        path = self._path(suffix)
+        if not path.is_file():
+            return None
+        values: list[object] = []
+        refused: dict[str, list[int]] = defaultdict(list)
+        for number, line in enumerate(layout.read_lines(path), 1):
+            try:
+                values.append(parse(line))
+            except ValueError as error:
+                values.append(None)
+                # What stands in brackets, or after "got", is the line's own.
+                refused[str(error).partition(" (")[0].partition(", got ")[0]].append(number)
+        for what, numbers in refused.items():
+            self._add(suffix, what, len(numbers), (f"line {number}" for number in numbers))
+        return values
+
+    def _read_captions(self) -> list[str | None] | None:
+        captions = self._lines("caps.txt", layout.caption_in)
+        if captions is None:
+            self._add("caps.txt", "no such file")
+        elif not captions:
+            self._add("caps.txt", "expected at least one caption, the file is empty")
+        return captions  # type: ignore[return-value]
+
+    def _open_features(self) -> np.memmap | None:
+        path = self._path("ims.npy")
+        if not path.is_file():
+            self._add("ims.npy", "no such file")
+            return None
+        try:
+            return layout.open_features(path)
+        except ValueError as error:
+            self._add("ims.npy", without_path(error, path))
+            return None
+
+    def run(self, vocabulary: Vocabulary | None, advance: Callable[[int], object]) -> SplitSummary:
+        """Reads the features and everything that the other files say of them."""
+        words, unknown_share = self._words(vocabulary)
+        rows, captions = self.rows, self.captions
+        stride, caption_image = 1, None
+        if rows is not None and captions:
+            stride, caption_image = self._match(rows, len(captions))
+        self.stride = stride
+        if rows is not None:
+            self._scan(rows.shape, rows.itemsize, stride, advance)
+        if rows is not None:
+            n_images = len(rows) // stride
+            if caption_image is not None:
+                without = np.setdiff1d(np.arange(n_images), caption_image)
+                if len(without):
+                    self._add("ims.npy", "images without captions", len(without), (f"row {row}" for row in without))
+            self._check_ids(n_images, stride, caption_image, len(captions or ()))
+        return SplitSummary(
+            split=self.split,
+            images=None if rows is None else len(rows) // stride,
+            captions=None if captions is None else len(captions),
+            regions=None if rows is None else int(rows.shape[1]),
+            channels=None if rows is None else int(rows.shape[2]),
+            dtype=None if rows is None else str(rows.dtype),
+            stored_five_times=stride > 1,
+            words=words,
+            unknown_share=unknown_share,
+        )
+
+    def _words(self, vocabulary: Vocabulary | None) -> tuple[dict[str, float] | None, float | None]:
+        """Quantiles of the words per caption, and the share of words that the vocabulary lacks."""
+        lengths, unknown = [], 0
+        for caption in self.captions or ():
+            if caption is not None:
+                tokens = tokenize(caption)
+                lengths.append(len(tokens))
+                unknown += 0 if vocabulary is None else sum(token not in vocabulary for token in tokens)
+        if not lengths:
+            return None, None
+        smallest, median, high, largest = np.quantile(lengths, [0, 0.5, 0.95, 1])
+        words = {"min": smallest, "median": median, "mean": np.mean(lengths), "p95": high, "max": largest}
+        share = None if vocabulary is None else unknown / sum(lengths)
+        if share is not None and share > MAX_UNKNOWN_SHARE:
+            self._add("caps.txt", f"the vocabulary lacks {share:.0%} of the words; is it that of other data?")
+        return {name: round(float(value), 2) for name, value in words.items()}, share
+
+    def _match(self, rows: np.memmap, n_captions: int) -> tuple[int, np.ndarray | None]:
+        """How often each image is stored, and the image of each caption where that is known."""
+        suffix = "cap2im.txt"
+        owners = self._lines(suffix, lambda line: layout.image_row_in(line, len(rows)))
+        if owners is not None:
+            if len(owners) != n_captions:
+                self._add(suffix, f"expected one line per caption ({n_captions}), got {len(owners)} lines")
+            if len(owners) != n_captions or None in owners:
+                return 1, None
+            return 1, np.array(owners, dtype=np.int64)
+        try:
+            stride = layout.match_counts(self.folder, self.split, rows, n_captions)
+        except ValueError as error:
+            suffix = "ims.npy" if str(error).startswith(str(self._path("ims.npy"))) else "caps.txt"
+            self._add(suffix, without_path(error, self._path(suffix)))
+            return 1, None
+        return stride, np.arange(n_captions) // layout.CAPTIONS_PER_IMAGE
+
+    def _scan(self, shape: tuple[int, ...], itemsize: int, stride: int, advance: Callable[[int], object]) -> None:
+        """Looks at every value, a block of rows at a time."""
+        row_bytes = itemsize * shape[1] * shape[2]
+        block = max(BLOCK_BYTES // row_bytes // stride, 1) * stride
+        hashes: list[int] = []
+        not_finite: list[int] = []
+        different: list[int] = []
+        for start in range(0, shape[0], block):
+            # A new map for each block: pages of one that stays would count as memory of this process.
+            rows = layout.open_features(self._path("ims.npy"))[start : start + block]
+            with np.errstate(over="ignore", invalid="ignore"):
+                finite = np.isfinite(rows.astype(np.float32)).all(axis=(1, 2))
+            not_finite += (start + np.flatnonzero(~finite)).tolist()
+            if stride > 1:
+                groups = rows.reshape(-1, stride, *shape[1:])
+                same = ((groups == groups[:, :1]) | (np.isnan(groups) & np.isnan(groups[:, :1]))).all(axis=(1, 2, 3))
+                different += (start + stride * np.flatnonzero(~same)).tolist()
+            hashes += map(_hash, rows[::stride])
+            advance(len(rows) * row_bytes)
+        self.hashes = np.array(hashes, dtype=np.uint64)
+        if not_finite:
+            what = "values that are not finite in float32"
+            self._add("ims.npy", what, len(not_finite), (f"row {row}" for row in not_finite))
+        if different:
+            what = f"as many rows as captions ({shape[0]}), but not each image repeated five times"
+            self._add("ims.npy", what, len(different), (f"rows {row} to {row + stride - 1}" for row in different))
+
+    def row(self, image: int) -> int:
+        """Where an image stands in the file."""
+        return image * self.stride
+
+    def image(self, image: int) -> bytes:
+        """The features of an image."""
+        return b"" if self.rows is None else self.rows[self.row(image)].tobytes()
+
+    def _check_ids(self, n_images: int, stride: int, caption_image: np.ndarray | None, n_captions: int) -> None:
+        known = caption_image is not None
+        if caption_image is None:
+            caption_image = np.zeros(n_captions, dtype=np.int64)
+        path = self._path("ids.txt")
+        if self._lines("ids.txt", layout.text_in) is None:
+            return
+        try:
+            ids = layout.read_ids(path, n_images, stride, caption_image)
+        except ValueError as error:
+            if "line " not in str(error):
+                self._add("ids.txt", without_path(error, path))
+            return
+        # Names of captions, or the numbers of the rows, say nothing of images.
+        if ids is None or ids == [str(row) for row in range(n_images)]:
+            return
+        repeated = [name for name, count in Counter(ids).items() if count > 1]
+        if repeated and known:
+            self._add("ids.txt", "ids of more than one image", len(repeated), repeated)
+        self.ids = ids
+
+
+def _hash(image: np.ndarray) -> int:
+    """64 bits of an image's first and last region: enough to tell which images are worth comparing."""
+    content = image[0].tobytes() + image[-1].tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def without_path(error: ValueError, path: Path) -> str:
+    return str(error).removeprefix(f"{path}: ")
