@@ -270,7 +270,7 @@ def bomb() -> str:
         ("seed: " + "[" * 10_000, "nested more than 20 deep"),
         ("seed: " + "{a: " * 10_000, "nested more than 20 deep"),
         ("\n".join(f"{' ' * n}a:" for n in range(400)), "nested more than 20 deep"),
-        ("seed: " + "9" * 5000, "Exceeds the limit (4300 digits) for integer string conversion"),
+        ("seed: " + "9" * 5000, "Exceeds the limit (4300"),  # The rest depends on the version of Python.
         ("seed: 2001-99-99", "month must be in 1..12"),
         ("seed: !!python/name:os.system", "could not determine a constructor"),
     ],

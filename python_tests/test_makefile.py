@@ -37,7 +37,7 @@ def interpreter(tmp_path):
 
 def make(tmp_path, *arguments, **environment):
     (tmp_path / "venv").mkdir(exist_ok=True)
-    unset = dict.fromkeys(("PYTHONPATH", "MAKEFLAGS", "MAKELEVEL", "TORCH"))
+    unset = dict.fromkeys(("PYTHONPATH", "MAKEFLAGS", "MAKELEVEL", "TORCH", "OLDEST"))
     environment = {**unset, "PYTHONUSERBASE": tmp_path / "no_user_site", **environment}
     return run([MAKE, f"VENV={tmp_path / 'venv'}", *arguments], cwd=ROOT, **environment)
 
