@@ -21,7 +21,6 @@ from helpers.official_scan import (
     write_vocabulary,
 )
 
-import itm_fast
 from itm_fast import cli, compat, models
 from itm_fast.data import Vocabulary
 
@@ -133,16 +132,21 @@ def test_forms_of_the_same_checkpoint(tmp_path: Path, vocab: Path, form: str) ->
     assert_official(tmp_path / "run", model, opt)
 
 
-def test_weights_from_a_gpu_are_read_without_one(tmp_path: Path, vocab: Path) -> None:
-    """The file names the device of its tensors; nearly all official files say cuda:0."""
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_from_a_gpu_are_read_without_one(
+    tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Nearly all official files say that their tensors lie on cuda:0; before zip files their class said so, too."""
     opt = options()
     model = random_model(opt)
-    path = write_checkpoint(tmp_path / "c.pth.tar", model, opt, "legacy")
-    # A legacy file writes the device as text: the same number of letters keeps the rest in place.
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda _storage: "cuda:0")
+        path = write_checkpoint(tmp_path / "c.pth.tar", model, opt, form)
     content = path.read_bytes()
-    changed = content.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:0")
-    assert changed != content
-    path.write_bytes(changed)
+    assert b"cuda:0" in content
+    if form != "zip":
+        assert content.count(b"ctorch\nFloatStorage\n") == 1
+        path.write_bytes(content.replace(b"ctorch\nFloatStorage\n", b"ctorch.cuda\nFloatStorage\n"))
     compat.convert("scan", path, vocab, tmp_path / "run")
     assert_official(tmp_path / "run", model, opt)
 
@@ -200,4 +204,3 @@ def test_help_names_every_source(capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.run(["convert", "--help"]) == 0
     assert f"Code that wrote the checkpoint: {', '.join(compat.SOURCES)}." in capsys.readouterr().out
-    assert itm_fast.compat is compat
