@@ -196,3 +196,38 @@ def test_a_weight_of_a_state_that_is_not_finite(run: Path, capsys: pytest.Captur
     state["model"]["text_encoder.embed.weight"][2, 1] = math.nan
     torch.save(state, path)
     assert resume_error(capsys, run) == f"{path}: text_encoder.embed.weight holds values that are not finite"
+
+
+def moments(change: Callable[[dict], object]) -> Callable[[dict], object]:
+    """Changes what the optimiser keeps of the first weight."""
+    return lambda state: change(state["optimizer"]["state"][0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state["optimizer"].clear(), "the state of the optimizer does not fit (KeyError)"),
+        (lambda state: state["optimizer"].update(state=3), "the state of the optimizer does not fit (AttributeError)"),
+        (lambda state: state["scheduler"].clear(), "the state of the scheduler does not fit (KeyError)"),
+        (lambda state: state["plateau"].update(steps_on_plateau=[]),
+         "the state of the plateau does not fit (TypeError)"),
+        (lambda state: state["random"].clear(), "the state of the random numbers does not fit (KeyError)"),
+        (lambda state: state["random"].update(cpu=torch.zeros(8, dtype=torch.uint8)),
+         "the state of the random numbers does not fit (RuntimeError)"),
+        (moments(lambda kept: kept.update(exp_avg=torch.zeros(1))),
+         "the state of the optimizer does not fit (exp_avg)"),
+        (moments(lambda kept: kept.update(exp_avg_sq=torch.zeros(1).expand_as(kept["exp_avg_sq"]))),
+         "the state of the optimizer does not fit (exp_avg_sq)"),
+        (moments(lambda kept: kept.update(exp_avg_sq=torch.zeros(kept["exp_avg_sq"].numel()))),
+         "the state of the optimizer does not fit (exp_avg_sq)"),
+        (moments(lambda kept: kept.pop("exp_avg")), "the state of the optimizer does not fit (exp_avg)"),
+    ],
+)  # fmt: skip
+def test_a_state_whose_parts_do_not_fit(
+    run: Path, capsys: pytest.CaptureFixture[str], change: Callable[[dict], object], message: str
+) -> None:
+    path = run / "last" / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    change(state)
+    torch.save(state, path)
+    assert resume_error(capsys, run) == f"{path}: the training state is damaged: {message}"

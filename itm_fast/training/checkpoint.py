@@ -79,6 +79,10 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    """Takes what `random_state` gave; ValueError where it is no state of torch's generators."""
+    try:
+        torch.set_rng_state(state["cpu"])
+        if device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], device)
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"the state of the random numbers does not fit ({type(error).__name__})") from None

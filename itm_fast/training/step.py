@@ -77,9 +77,22 @@ class Stepper:
         return {name: getattr(self, name).state_dict() for name in ("optimizer", "scheduler", "plateau")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave, among other things in `state`."""
-        for name in ("optimizer", "scheduler", "plateau"):
-            getattr(self, name).load_state_dict(state[name])
+        """Takes what `state_dict` gave, among other things in `state`; ValueError where it does not fit."""
+        try:
+            for name in ("optimizer", "scheduler", "plateau"):
+                getattr(self, name).load_state_dict(state[name])
+        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"the state of the {name} does not fit ({type(error).__name__})") from None
+        # torch does not look at these, and its fused step would read past the end of a shorter one.
+        for parameter, moments in self.optimizer.state.items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                moment = moments.get(key)
+                if not isinstance(moment, torch.Tensor) or _layout(moment) != _layout(parameter):
+                    raise ValueError(f"the state of the optimizer does not fit ({key})")
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.layout
 
 
 def _finite(what: str, tensor: torch.Tensor, number: int) -> float:

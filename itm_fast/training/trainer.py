@@ -107,8 +107,11 @@ class Trainer:
                 f"done {state['position']}"
             )
         load_weights(self.model, state["model"], str(path))
-        self.stepper.load_state_dict(state)
-        checkpoint.restore_random_state(state["random"], self.device)
+        try:
+            self.stepper.load_state_dict(state)
+            checkpoint.restore_random_state(state["random"], self.device)
+        except ValueError as error:
+            raise ValueError(f"{path}: the training state is damaged: {error}") from None
         self.best, self.best_step = state["best"], state["best_step"]
         self._position, self._validated_step = state["position"], state["validated_step"]
         self._window, self._seconds_before = list(state["window"]), state["seconds"]
