@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import socket
@@ -127,3 +129,16 @@ def test_a_demo_does_not_clear_away_one_that_goes_on(data: Path, tmp_path: Path)
         end(holder)
     demo._clear_earlier_demo(settings)
     assert [path.name for path in (tmp_path / "demo").rglob("*")] == ["last", "lock"]
+
+
+def test_a_file_system_without_locks_is_warned_of(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_handle: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    message = r"run: its file system knows no locks \(No locks available\); start no second training there$"
+    with pytest.warns(UserWarning, match=message):
+        assert run(config(data, tmp_path / "run", epochs=1)).steps == 4
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (tmp_path / "missing").stat())
+    with pytest.raises(FileNotFoundError):
+        run(config(data, tmp_path / "other", epochs=1))

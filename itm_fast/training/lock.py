@@ -23,6 +23,9 @@ __all__ = ["LOCK_FILE", "lock"]
 
 LOCK_FILE = Path("last") / "lock"
 
+# Bytes of the line that names the holder, always as many, so that it covers an earlier one.
+_LENGTH = 100
+
 _held: set[int] = set()
 
 
@@ -44,7 +47,7 @@ def lock(run: str | os.PathLike[str]) -> Iterator[None]:
     try:
         _acquire(handle, run)
         with files.naming_full_disk(path):
-            os.pwrite(handle, f"{os.getpid()} on {socket.gethostname()}\n".encode().ljust(80), 0)
+            os.write(handle, f"{os.getpid()} on {socket.gethostname()}".encode().ljust(_LENGTH))
         yield
     finally:
         # A forked process that leaves this block has closed its copy already; the number may be another file's there.
@@ -59,7 +62,7 @@ def _acquire(handle: int, run: str | os.PathLike[str]) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = " ".join(os.pread(handle, 80, 0).decode(errors="replace").split())
+        holder = " ".join(os.read(handle, _LENGTH).decode(errors="replace").split())
         raise ValueError(
             f"{run}: process {holder or 'of unknown number'} is training there; wait for its end, or choose another "
             "--out"
