@@ -109,7 +109,9 @@ def test_published_defaults_stand_for_absent_options(tmp_path: Path, vocab: Path
     assert (config.no_imgnorm, config.no_txtnorm, config.negative_slope, config.focal) == (False, False, 0.1, None)
 
 
-@pytest.mark.parametrize("form", [*FORMS, "data_parallel", "half_parallel", "dict", "float64", "parameters"])
+@pytest.mark.parametrize(
+    "form", [*FORMS, "data_parallel", "half_parallel", "mixed", "dict", "float16", "float64", "parameters"]
+)
 def test_forms_of_the_same_checkpoint(tmp_path: Path, vocab: Path, form: str) -> None:
     opt = options(agg_func="LogSumExp")
     model = random_model(opt)
@@ -118,6 +120,11 @@ def test_forms_of_the_same_checkpoint(tmp_path: Path, vocab: Path, form: str) ->
         written = [OrderedDict((f"module.{key}", value) for key, value in part.items()) for part in model]
     if form == "half_parallel":
         written = [OrderedDict((f"module.{key}", value) for key, value in model[0].items()), model[1]]
+    if form == "mixed":
+        written = [OrderedDict((f"module.{k}" if "weight" in k else k, v) for k, v in part.items()) for part in model]
+    if form == "float16":
+        # The official scores then are those of the rounded weights.
+        model = written = [OrderedDict((key, value.half()) for key, value in part.items()) for part in model]
     if form == "float64":
         written = [OrderedDict((key, value.double()) for key, value in part.items()) for part in model]
     if form == "parameters":

@@ -2,7 +2,8 @@
 
 `dataset` gives batches of images and captions, `precomputed` the same from a split on disk, whose files `layout` reads;
 `vocabulary` and `tokenization` turn captions into token ids; `loading` says which captions form a batch;
-`augmentation` changes captions in training; `emoji` is a real data set that comes with the package.
+`augmentation` changes captions in training; `check` lists what is wrong with a folder; `emoji` is a real data set that
+comes with the package.
 """
 
 from .augmentation import TextAugmentation
