@@ -13,7 +13,7 @@ import torch
 
 from itm_fast import models
 from itm_fast.compat.checkpoint import Weight
-from itm_fast.models.base import MatchingModel, load_weights
+from itm_fast.models.base import MatchingModel, load_weights, planned_shapes
 
 __all__ = ["build_model", "without_weight_norm"]
 
@@ -28,10 +28,9 @@ def build_model(
             the file `source`. Nothing of the model's size is allocated before shapes are known to fit.
     """
     try:
-        with torch.device("meta"):
-            expected = {key: tensor.shape for key, tensor in models.create(name, **config).state_dict().items()}
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(f"{source}: {str(error).splitlines()[0]}") from None
+        expected = planned_shapes(name, config)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
     weights = {}
     for prefix, part in parts.items():
         for key, weight in part.items():
@@ -40,7 +39,7 @@ def build_model(
                 raise ValueError(f"{source}: {weight.key}: this weight is unknown to {name}")
             if weight.tensor.shape != expected[own]:
                 raise ValueError(
-                    f"{source}: {weight.key}: expected shape {tuple(expected[own])} by the options, "
+                    f"{source}: {weight.key}: expected shape {expected[own]} by the options, "
                     f"got {tuple(weight.tensor.shape)}"
                 )
             weights[own] = _as_float32(weight, source)

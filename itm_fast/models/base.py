@@ -110,11 +110,9 @@ def load(directory: str | os.PathLike[str], device: torch.device | str = "cpu") 
     name, config = _read_config(config_path)
     shapes = read_shapes(weights_path)
     try:
-        # On the meta device a model of any size costs nothing: real memory is taken once the file is known to fill it.
-        with torch.device("meta"):
-            expected = shapes_of(create(name, **config))
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{config_path}: {str(error).splitlines()[0]}") from None
+        expected = planned_shapes(name, config)
+    except ValueError as error:
+        raise ValueError(f"{config_path}: {error}") from None
     check_shapes(expected, shapes, str(weights_path))
     weights = read_weights(weights_path)
     model = create(name, **config)
@@ -125,6 +123,18 @@ def load(directory: str | os.PathLike[str], device: torch.device | str = "cpu") 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shape of each weight of a model by its name."""
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def planned_shapes(name: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shapes that the weights of a model will have, at no cost in memory, however large it is.
+
+    Real memory is taken once a file is known to fill it. Raises ValueError as `create` does.
+    """
+    try:
+        with torch.device("meta"):
+            return shapes_of(create(name, **config))
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(str(error).splitlines()[0]) from None
 
 
 def check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], source: str) -> None:
