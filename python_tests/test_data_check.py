@@ -354,6 +354,25 @@ def test_square_brackets_are_shown_as_they_are(
     assert "[red]x" in capsys.readouterr().out
 
 
+def test_files_cannot_steer_the_terminal(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    for split, n_images in (("train", 4), ("test", 3)):
+        names = ["\x1b[2Jx\x07", *(f"{split}{number}" for number in range(1, n_images))]
+        (folder / f"{split}_ids.txt").write_text("".join(f"{name}\n" for name in names))
+    assert cli.run(["data", "check", str(folder)]) == 1
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert "\\x1b[2Jx\\x07" in printed
+    edit_line(folder / "dev_caps.txt", 3, b"b'\x1b[2J'")
+    status, message = error(capsys, "train", "--data", folder, "--out", tmp_path / "run")
+    assert (status, message) == (
+        1, f"{folder / 'dev_caps.txt'}: line 3: the caption is the text of a bytes literal (b'\\x1b[2J'): write the "
+        "decoded text instead",
+    )  # fmt: skip
+
+
 def test_progress_is_shown_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = every_step(monkeypatch, check)
     assert cli.run(["data", "check", str(folder)]) == 0

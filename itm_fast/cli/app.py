@@ -19,6 +19,7 @@ from itm_fast.cli.bench import bench
 from itm_fast.cli.convert import convert
 from itm_fast.cli.demo import demo
 from itm_fast.cli.evaluate import evaluate
+from itm_fast.cli.printing import printable
 from itm_fast.cli.recipes import recipes
 from itm_fast.cli.train import train
 from itm_fast.version import __version__
@@ -99,8 +100,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _print_error(message: str) -> None:
-    typer.echo(f"itm-fast: error: {' '.join(message.split())}", err=True)
+    typer.echo(f"itm-fast: error: {printable(' '.join(message.split()))}", err=True)
 
 
 def _show_warning(message: Warning | str, *_where: Any, **_more: Any) -> None:
-    typer.echo(f"itm-fast: warning: {message}", err=True)
+    typer.echo(f"itm-fast: warning: {printable(' '.join(str(message).split()))}", err=True)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from itm_fast.cli.printing import printable
+
 if TYPE_CHECKING:
     from itm_fast.data.check import Report
 
@@ -65,18 +67,21 @@ def _print(report: Report) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    def shown(text: str) -> str:
+        return escape(printable(text))
+
     console = Console(highlight=False)
     if report.vocabulary is not None:
         size = "" if report.vocabulary_size is None else f", {report.vocabulary_size:,} words"
-        typer.echo(f"vocabulary: {report.vocabulary}{size}")
+        typer.echo(f"vocabulary: {printable(report.vocabulary)}{size}")
     if report.splits:
         table = Table("split", "images", "captions", "regions", "width", "type", "words per caption", "unknown")
         for one in report.splits:
             words = one.words and f"{one.words['min']:g} to {one.words['max']:g}, median {one.words['median']:g}"
             cells = [one.images, one.captions, one.regions, one.channels, one.dtype, words]
             unknown = None if one.unknown_share is None else f"{one.unknown_share:.1%}"
-            shown = [f"{cell:,}" if isinstance(cell, int) else cell or "?" for cell in [*cells, unknown]]
-            table.add_row(escape(one.split), *map(escape, shown))
+            texts = [f"{cell:,}" if isinstance(cell, int) else cell or "?" for cell in [*cells, unknown]]
+            table.add_row(*map(shown, (one.split, *texts)))
         console.print(table)
     if not report.problems:
         typer.echo(f"{report.folder}: no problems found")
@@ -85,7 +90,7 @@ def _print(report: Report) -> None:
     for problem in report.problems:
         more = ", ..." if problem.count > len(problem.places) > 0 else ""
         where = ", ".join(problem.places) + more
-        table.add_row(*map(escape, (problem.file, problem.what, f"{problem.count:,}", where)))
+        table.add_row(*map(shown, (problem.file, problem.what, f"{problem.count:,}", where)))
     console.print(table)
     n = len(report.problems)
     typer.echo(f"{report.folder}: {n} problem{'s' if n > 1 else ''}")
