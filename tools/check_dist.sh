@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Installs the wheel of dist/ into a new virtual environment outside the source tree and uses it there; then the same
-# with what plain `pip install .` builds, in isolation, against the installed torch.
+# with what plain `pip install .` builds, in isolation: against the installed torch, and where there is none. TORCH says
+# which torch is then fetched.
 set -euo pipefail
+: "${TORCH:?call me by make check-dist}"
 root=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -27,6 +29,19 @@ packages_of() {
   "$work/$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))'
 }
 
+# Runs the installation "$@" with a full log, $log, which is shown where it fails.
+install_with_log() {
+  log="$work/install.log"
+  "$@" -v >"$log" 2>&1 || { cat "$log" >&2; exit 1; }
+}
+
+# Checks how often pip took a torch from somewhere in that installation: for the build, and to install it.
+expect_fetches_of_torch() {
+  local count
+  count=$(grep -cE '^ *(Collecting torch\b|Processing .*/torch-[0-9])' "$log" || true)
+  [ "$count" -eq "$1" ] || { cat "$log" >&2; echo "check_dist: pip fetched torch $count times, expected $1" >&2; exit 1; }
+}
+
 new_environment wheel
 wheel/bin/python -m pip install -q --no-deps --no-index "$root"/dist/itm_fast-*.whl
 wheel/bin/python check_installation.py
@@ -43,8 +58,29 @@ sys.path.insert(0, sys.argv[1])
 import native_build
 print(native_build.find_torch()[0])' "$root/tools")
 ln -s "$torch" "$torch"-*.dist-info "$(packages_of isolated)"
-isolated/bin/python -m pip install -q --no-deps "$root"
+install_with_log isolated/bin/python -m pip install --report isolated.json "$root"
 isolated/bin/python check_installation.py
+# The log shows what the isolated build asked for, the report what was installed: no torch in either.
+grep -qE '^ *(Collecting|Processing) .*pybind11' "$log"
+expect_fetches_of_torch 0
+isolated/bin/python -c '
+import json
+installed = [item["metadata"]["name"] for item in json.load(open("isolated.json"))["install"]]
+assert "itm_fast" in installed and "torch" not in installed, f"installed {installed}"'
 isolated/bin/python -m pip uninstall -q -y itm_fast
 isolated/bin/python -m pip install -q --no-deps -e "$root"
 isolated/bin/python check_installation.py "$root"
+
+# Where there is no torch, one is fetched for the build and one is installed. The sources are those of the sdist, so
+# that the source tree keeps its own build. Neither optimised code nor byte code matters here, and both take long.
+export PYTHONUSERBASE="$work/no_user_site"
+"$root/.venv/bin/python" -m venv "$work/bare"
+if bare/bin/python -c 'import torch' 2>/dev/null; then echo "check_dist: torch is in a new environment" >&2; exit 1; fi
+tar -xzf "$root"/dist/itm_fast-*.tar.gz
+echo "$TORCH" >constraints.txt
+# Which of the two variables reaches the isolated build depends on the version of pip.
+export PIP_CONSTRAINT="$work/constraints.txt" PIP_BUILD_CONSTRAINT="$work/constraints.txt"
+export PIP_NO_COMPILE=1 CMAKE_ARGS=-DCMAKE_BUILD_TYPE=Debug
+install_with_log bare/bin/python -m pip install ./itm_fast-*/
+expect_fetches_of_torch 2
+bare/bin/python check_installation.py
