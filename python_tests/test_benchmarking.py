@@ -62,11 +62,18 @@ def test_all_variants_compute_the_same() -> None:
     exact = reference.cross_attention_scores(*(part.to(torch.float64) for part in workloads.inputs(sizes)))
     steps = {}
     for name in workloads.SCORES:
-        assert torch.allclose(workloads.make_scores(name, sizes)().double(), exact, atol=1e-6)
-        steps[name] = workloads.make_step(name, sizes)()
-    for name in ("packed", "packed bounded", "native"):
-        for gradient, expected in zip(steps[name], steps["loop"], strict=True):
-            assert torch.allclose(gradient, expected, atol=1e-5)
+        low = name.endswith(("bf16", "medium"))
+        assert torch.allclose(workloads.make_scores(name, sizes)().double(), exact, atol=2e-2 if low else 1e-6)
+        # The loss of all negatives is smooth enough to compare precisions; that of the hardest picks other pairs.
+        steps[name] = workloads.make_step(name, sizes, "all" if low else "hardest")()
+    all_negatives = workloads.make_step("loop", sizes, "all")()
+    for name, gradients in steps.items():
+        low = name.endswith(("bf16", "medium"))
+        for gradient, expected in zip(gradients, all_negatives if low else steps["loop"], strict=True):
+            assert gradient.dtype == (torch.bfloat16 if name.endswith("bf16") else torch.float32)
+            bound = 0.05 * float(expected.abs().max()) if low else 1e-5
+            assert float((gradient - expected).abs().max()) < bound, name
+    assert torch.get_float32_matmul_precision() == "highest"
     gallery = Sizes(images=4, captions=20, dim=32)
     summaries = [workloads.make_evaluation(name, gallery)() for name in ("loop", "native")]
     assert summaries[0] == summaries[1]

@@ -13,6 +13,8 @@ from torch.autograd import forward_ad
 import itm_fast
 import itm_fast.functional as F_itm
 from itm_fast import Fragments, reference
+from itm_fast.benchmarking import workloads
+from itm_fast.benchmarking.measure import peak_memory
 from itm_fast.ops.library import use_native
 from itm_fast.ops.precision import autocast, compute_precision, without_autocast
 
@@ -254,6 +256,16 @@ def test_a_device_without_autocast_or_kernels_takes_the_packed_form() -> None:
     with without_autocast("meta"):
         assert (words.values @ regions.values.t()).shape == (6, 6)
     assert autocast(words, regions) == (words, regions)
+
+
+def test_bfloat16_rows_are_never_copied_to_a_wider_type() -> None:
+    """A step takes little more than its gradients: float32 copies of words and regions would be twice as large."""
+    sizes = workloads.Sizes(images=64, captions=64)
+    peak = peak_memory(workloads.make_step, "native bf16", sizes, threads=1)
+    words, regions = workloads.inputs(sizes)
+    gradients = 2 * (words.values.numel() + regions.values.numel())
+    assert (peak is None) == (sys.platform != "linux")
+    assert peak is None or gradients < peak < 1.5 * gradients
 
 
 def test_debug_checks_read_the_offsets() -> None:

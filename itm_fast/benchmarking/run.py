@@ -24,7 +24,7 @@ from itm_fast.ops.library import build_info
 
 __all__ = ["FORMAT_VERSION", "PRESETS", "Preset", "run"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @attrs.frozen
@@ -63,14 +63,21 @@ def run(preset: Preset, threads: int, progress: Callable[[str], None] = lambda _
     try:
         square = Sizes(preset.batch, preset.batch, preset.dim)
         gallery = Sizes(preset.evaluation_images, preset.evaluation_captions, preset.dim)
-        variants = ["loop", "packed", *(["packed compiled"] if preset.compiled and _compiler_found() else []), "native"]
+        compiled = ["packed compiled"] if preset.compiled and _compiler_found() else []
+        # "high" is float32 but where there is AMX.
+        high = ["native high"] if info["instruction_sets"]["selected"] == "amx" else []
+        low = ["packed bf16", *high, "native medium", "native bf16"]
+        variants = ["loop", "packed", *compiled, "native", *low]
         repeats = {name: preset.loop_runs if name == "loop" else preset.runs for name in variants}
         measure = partial(_measure, memory_threads=threads if preset.memory else None, progress=progress)
         once = preset.evaluation_loop_runs
-        few = {"loop": once, "packed bounded": once, "native": min(3, preset.runs)}
+        few = {"loop": once, "packed bounded": once}
+        few |= {name: min(3, preset.runs) for name in ("native", *low[1:])}
+        dense = {name: min(5, repeats[name]) for name in ("loop", "packed", *compiled, "native")}
         measured = {
             "scores": measure(workloads.make_scores, repeats, (square,)),
             "step": measure(workloads.make_step, repeats, (square,)),
+            "step all": measure(workloads.make_step, dense, (square, "all")),
             "evaluation": measure(workloads.make_evaluation, few, (gallery,)),
         }
         for name in variants:

@@ -21,12 +21,36 @@ __all__ = ["SCORES", "Sizes", "accuracy", "inputs", "make_evaluation", "make_los
 REGIONS = 36
 ONE_BLOCK = 1 << 40
 
-# One function per way to score captions against images, words being the queries: (n_captions, n_images).
+
+def _packed(words: Fragments, regions: Fragments) -> Tensor:
+    return reference.cross_attention_scores_packed(words, regions, block_elements=ONE_BLOCK)
+
+
+def _native_with(setting: str) -> Callable[[Fragments, Fragments], Tensor]:
+    """The native operator with that precision of float32 products; the backward keeps it."""
+
+    def score(words: Fragments, regions: Fragments) -> Tensor:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(setting)
+        try:
+            return F_itm.cross_attention_scores(words, regions)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return score
+
+
+# One function per way to score captions against images, words being the queries: (n_captions, n_images). Those whose
+# name ends in "bf16" get their inputs in bfloat16, all others in float32.
 SCORES: dict[str, Callable[[Fragments, Fragments], Tensor]] = {
     "loop": reference.cross_attention_scores,
-    "packed": lambda words, regions: reference.cross_attention_scores_packed(words, regions, block_elements=ONE_BLOCK),
+    "packed": _packed,
     "packed bounded": reference.cross_attention_scores_packed,
+    "packed bf16": _packed,
     "native": F_itm.cross_attention_scores,
+    "native high": _native_with("high"),
+    "native medium": _native_with("medium"),
+    "native bf16": F_itm.cross_attention_scores,
 }
 
 
@@ -58,6 +82,11 @@ def inputs(sizes: Sizes) -> tuple[Fragments, Fragments]:
     )
 
 
+def _inputs_of(variant: str, sizes: Sizes, small: bool) -> tuple[Fragments, ...]:
+    sides = inputs(_warm_up_sizes(variant, sizes) if small else sizes)
+    return tuple(side.to(torch.bfloat16) for side in sides) if variant.endswith("bf16") else sides
+
+
 def _score_function(variant: str) -> Callable[[Fragments, Fragments], Tensor]:
     name = variant.removesuffix(" compiled")
     return SCORES[name] if name == variant else torch.compile(SCORES[name], dynamic=False)
@@ -65,7 +94,7 @@ def _score_function(variant: str) -> Callable[[Fragments, Fragments], Tensor]:
 
 def make_scores(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], Tensor]:
     """Scores of all pairs without gradient."""
-    words, regions = inputs(_warm_up_sizes(variant, sizes) if small else sizes)
+    words, regions = _inputs_of(variant, sizes, small)
     score = _score_function(variant)
 
     def run() -> Tensor:
@@ -75,28 +104,30 @@ def make_scores(variant: str, sizes: Sizes, small: bool = False) -> Callable[[],
     return run
 
 
-def make_step(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], tuple[Tensor, ...]]:
-    """Scores, hardest-negative loss and backward to the gradients of words and regions.
+def make_step(
+    variant: str, sizes: Sizes, mining: str = "hardest", small: bool = False
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Scores, triplet loss and backward to the gradients of words and regions.
 
-    "native" uses the native loss too; the others the loss in plain PyTorch.
+    The native variants use the native loss too; the others the loss in plain PyTorch.
     """
-    words, regions = inputs(_warm_up_sizes(variant, sizes) if small else sizes)
+    words, regions = _inputs_of(variant, sizes, small)
     score = _score_function(variant)
-    loss = F_itm.triplet_loss if variant == "native" else reference.triplet_loss
+    loss = F_itm.triplet_loss if variant.startswith("native") else reference.triplet_loss
     w, r = words.values.requires_grad_(), regions.values.requires_grad_()
 
     def run() -> tuple[Tensor, ...]:
         scores = score(words.with_values(w), regions.with_values(r)).t()
-        return torch.autograd.grad(loss(scores, margin=0.2), (w, r))
+        return torch.autograd.grad(loss(scores, margin=0.2, mining=mining), (w, r))
 
     return run
 
 
 def make_evaluation(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], dict[str, float]]:
     """Scores of all captions with all images, ranks and recalls; five captions an image."""
-    words, regions = inputs(_warm_up_sizes(variant, sizes) if small else sizes)
+    words, regions = _inputs_of(variant, sizes, small)
     score = _score_function(variant)
-    functions: Any = F_itm if variant == "native" else reference
+    functions: Any = F_itm if variant.startswith("native") else reference
     caption_image = torch.arange(len(words)) * len(regions) // len(words)
 
     def run() -> dict[str, float]:
@@ -127,7 +158,7 @@ def accuracy(variant: str, sizes: Sizes) -> dict[str, float]:
     words, regions = inputs(sizes)
     with torch.no_grad():
         exact = reference.cross_attention_scores(words.to(torch.float64), regions.to(torch.float64))
-        scores = _score_function(variant)(words, regions)
+        scores = _score_function(variant)(*_inputs_of(variant, sizes, small=False))
     changed = 0.0
     if sizes.images == sizes.captions:
         chosen, expected = (

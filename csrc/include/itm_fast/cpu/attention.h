@@ -102,13 +102,15 @@ ITM_FAST_INLINE void normalize_rows(const T* raw, int64_t raw_stride, T* logits,
   const T slope = static_cast<T>(options.negative_slope);
   for (int64_t first = 0; first < n_rows; first += kLanes<T>) {
     const int64_t count = n_rows - first < kLanes<T> ? n_rows - first : kLanes<T>;
-    Vector<T> terms[kLanes<T>] = {};
-    for (int64_t k = 0; k < count; ++k) {
+    Vector<T> terms[kLanes<T>];
+    for (int64_t k = 0; k < kLanes<T>; ++k) {
       const T* row = raw + (first + k) * raw_stride;
-      for (int64_t j = 0; j < n; j += kLanes<T>) {
+      Vector<T> sum{};
+      for (int64_t j = 0; k < count && j < n; j += kLanes<T>) {
         const Vector<T> x = clipped_scores(row, j, n, clip, slope);
-        terms[k] += l2 ? x * x : absolute<T>(x);
+        sum += l2 ? x * x : absolute<T>(x);
       }
+      terms[k] = sum;
     }
     const Vector<T> totals = sum_rows<T>(terms);
     T scales[kLanes<T>];
@@ -164,12 +166,23 @@ inline void normalize_row_backward(const T* raw, const T* logits, const T* logit
   }
 }
 
+// Whether the logits are so small that the softmax does without their maximum: numerators of e^-20 to e^20, and their
+// squares, are far from the ends of float32.
+ITM_FAST_INLINE bool has_small_logits(const CrossAttentionOptions& options) {
+  return options.normalization != Normalization::clipped && options.normalization != Normalization::no_norm &&
+         options.temperature <= 20.0 && options.temperature >= -20.0;
+}
+
 // Turns one vector of columns of logits into unnormalised attention in place: exp, softmax numerators over the
 // contexts, zero where the focal mode drops a context. Returns the sum of what is kept.
 template <typename T>
-ITM_FAST_INLINE Vector<T> attend_columns(T* columns, int64_t stride, int64_t n_contexts, Focal focal) {
-  Vector<T> peak = load(columns);
-  for (int64_t k = 1; k < n_contexts; ++k) peak = maximum<T>(load(columns + k * stride), peak);
+ITM_FAST_INLINE Vector<T> attend_columns(T* columns, int64_t stride, int64_t n_contexts, bool small_logits,
+                                         Focal focal) {
+  Vector<T> peak{};
+  if (!small_logits) {
+    peak = load(columns);
+    for (int64_t k = 1; k < n_contexts; ++k) peak = maximum<T>(load(columns + k * stride), peak);
+  }
   Vector<T> total{};
   for (int64_t k = 0; k < n_contexts; ++k) {
     const Vector<T> e = exp_vector(load(columns + k * stride) - peak);

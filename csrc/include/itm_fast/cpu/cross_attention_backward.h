@@ -86,9 +86,10 @@ inline void differentiate_block(const QueryBlock<T, S>& block, T* raw, int64_t r
   for (int64_t k = 0; k < n_contexts; ++k) {
     for (int64_t j = n_columns; j < columns; ++j) logits[k * stride + j] = T(0);
   }
+  const bool small_logits = has_small_logits(options);
   __builtin_memcpy(attention, logits, n_contexts * stride * sizeof(T));
   for (int64_t c = 0; c < columns; c += kLanes<T>) {
-    const Vector<T> total = attend_columns(attention + c, stride, n_contexts, options.focal);
+    const Vector<T> total = attend_columns(attention + c, stride, n_contexts, small_logits, options.focal);
     for (int64_t k = 0; k < n_contexts; ++k) {
       store<T>(attention + k * stride + c, load(attention + k * stride + c) / total);
     }

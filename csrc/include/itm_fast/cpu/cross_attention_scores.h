@@ -93,14 +93,22 @@ inline Attended<T> attend_exactly(const T* column, int64_t stride, const S* cont
   return result;
 }
 
-// The quadratic forms e G e of one panel of columns.
+// The quadratic forms e G e of one panel of columns. G is symmetric: what lies right of a block on its diagonal counts
+// twice, and what lies left of it not at all.
 template <typename T>
 ITM_FAST_INLINE void quadratic_forms(const T* columns, int64_t stride, const T* gram, int64_t n_contexts,
                                      Vector<T> (&squares)[kPanelVectors]) {
   for (int v = 0; v < kPanelVectors; ++v) squares[v] = Vector<T>{};
   for (int64_t r = 0; r < n_contexts; r += kMicroRows) {
+    const int64_t right = r + kMicroRows < n_contexts ? r + kMicroRows : n_contexts;
+    const T* rows = gram + r * n_contexts;
     Vector<T> tile[kMicroRows][kPanelVectors] = {};
-    multiply_panel<T>(gram + r * n_contexts, n_contexts, columns, stride, n_contexts, tile);
+    multiply_panel<T>(rows + right, n_contexts, columns + right * stride, stride, n_contexts - right, tile);
+#pragma GCC unroll 12
+    for (int i = 0; i < kMicroRows; ++i) {
+      for (int v = 0; v < kPanelVectors; ++v) tile[i][v] += tile[i][v];
+    }
+    multiply_panel<T>(rows + r, n_contexts, columns + r * stride, stride, right - r, tile);
 #pragma GCC unroll 12
     for (int i = 0; i < kMicroRows; ++i) {
       if (r + i < n_contexts) {
@@ -168,6 +176,7 @@ inline void score_tile(const FragmentsView<S>& queries, int64_t first_query, int
                          reinterpret_cast<const Cell*>(workspace + layout.panels), layout.panel_part, n_columns,
                          reinterpret_cast<Cell*>(workspace + layout.context_chunk), raw, stride);
 
+  const bool small_logits = has_small_logits(options);
   for (int64_t set = first_context; set < last_context; ++set) {
     const int64_t length = contexts.length(set);
     const T* set_raw = raw + (contexts.offsets[set] - row_start) * stride;
@@ -184,7 +193,7 @@ inline void score_tile(const FragmentsView<S>& queries, int64_t first_query, int
       for (int64_t c = 0; c < n_columns; c += kPanelColumns<T>) {
         Vector<T> totals[kPanelVectors];
         for (int v = 0; v < kPanelVectors; ++v) {
-          totals[v] = attend_columns(logits + c + v * kLanes<T>, stride, length, options.focal);
+          totals[v] = attend_columns(logits + c + v * kLanes<T>, stride, length, small_logits, options.focal);
         }
         panel_cosines(set_raw + c, logits + c, stride, totals, contexts.set_values(set), gram + gram_offsets[set],
                       length, queries.values + (column_start + c) * dim, n_columns - c, dim, norms + c, cosine + c);
