@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from itm_fast.report import Hit, ImageQuery, Report, TextQuery, WordAttention, render_report, write_report
+from itm_fast.report.curves import curves_svg
 from itm_fast.report.heat import heat, peak
 
 HOSTILE = '<script>alert("1")</script> & \'"><img src=x onerror=alert(1)> {{ 7 * 7 }} </style>'
@@ -235,6 +236,14 @@ def test_curves_show_the_log_in_the_colours_of_the_page(report: Report) -> None:
     # The loss of the hardest negatives starts at step 50; the warm-up's 900 would press it flat.
     assert "900" not in re.sub(r'base64,[^"]*|<path[^>]*>', "", html[html.index("<svg") : html.index("</svg>")])
     assert render_report(attrs.evolve(report, metrics=[])).count("<svg ") == 0
+
+
+def test_a_last_line_of_a_few_steps_is_no_point_of_the_curve(report: Report) -> None:
+    train = [line for line in report.metrics if line["kind"] == "train"]
+    [(_, whole)] = curves_svg(train)
+    [(_, with_rest)] = curves_svg([*train, {**train[-1], "step": 101, "loss": 0.5}])
+    [(_, longer)] = curves_svg([*train, {**train[-1], "step": 110, "loss": 0.5}])
+    assert whole == with_rest != longer
 
 
 def test_curves_are_parts_of_the_page(report: Report) -> None:

@@ -45,6 +45,9 @@ def curves_svg(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
         # The two kinds of mining sum over different negatives, so that only one of them makes a curve.
         mining = train[-1]["mining"]
         points = [(line["step"], line["loss"]) for line in train if line["mining"] == mining]
+        # The last line may hold the steps since the one before alone: too few, and of a batch that is not full.
+        if len(points) > 2 and points[-1][0] - points[-2][0] < points[-2][0] - points[-3][0]:
+            points.pop()
         title = "Loss with all negatives" if mining == "all" else "Loss with the hardest negatives"
         curves.append((title, _plot(points, title, "step", "loss", min)))
     if validation:
