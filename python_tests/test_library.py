@@ -4,10 +4,11 @@ import functools
 import json
 import platform
 import shutil
+import sys
 
 import pytest
 import torch
-from helpers.processes import ROOT, error_of, run_python
+from helpers.processes import ROOT, error_of, run, run_python
 
 import itm_fast
 import itm_fast.functional as F_itm
@@ -123,8 +124,12 @@ def test_the_environment_forces_the_instruction_set():
 
 
 def test_an_unavailable_instruction_set_is_an_error_that_names_the_available():
-    expected = f"ValueError: ITM_FAST_CPU_ISA='sse9' is not available: expected one of {', '.join(AVAILABLE)}"
-    assert error_of("import itm_fast", ITM_FAST_CPU_ISA="sse9") == expected
+    message = f"ITM_FAST_CPU_ISA='sse9' is not available: expected one of {', '.join(AVAILABLE)}"
+    use = "import torch, itm_fast.functional as F; F.hardest_negatives(torch.zeros(2, 2))"
+    for code in ("import itm_fast; itm_fast.build_info()", use):
+        assert error_of(code, ITM_FAST_CPU_ISA="sse9") == f"ValueError: {message}"
+    result = run([sys.executable, "-m", "itm_fast", "bench", "--quick"], cwd=ROOT, ITM_FAST_CPU_ISA="sse9")
+    assert (result.returncode, result.stderr.splitlines()[-1]) == (1, f"itm-fast: error: {message}")
 
 
 def test_build_info_says_what_was_found():

@@ -73,13 +73,13 @@ def _load_cuda_library() -> None:
         torch.ops.load_library(path)
 
 
-def _instruction_sets() -> tuple[str, list[str]]:
-    """The instruction set in use and all available ones; ValueError where `ITM_FAST_CPU_ISA` names another."""
+def _instruction_sets() -> tuple[str | None, list[str], str | None]:
+    """The instruction set in use, all available ones, and what is wrong where `ITM_FAST_CPU_ISA` names another."""
+    available = torch.ops.itm_fast.available_cpu_instruction_sets().split(", ")
     try:
-        selected = torch.ops.itm_fast.cpu_instruction_set()
+        return torch.ops.itm_fast.cpu_instruction_set(), available, None
     except RuntimeError as error:
-        raise ValueError(str(error).splitlines()[0]) from None
-    return selected, torch.ops.itm_fast.available_cpu_instruction_sets().split(", ")
+        return None, available, str(error).splitlines()[0]
 
 
 def _native_devices() -> dict[str, frozenset[str]]:
@@ -92,9 +92,12 @@ def _native_devices() -> dict[str, frozenset[str]]:
 
 
 _library_problem = _load_cpu_library()
+_selected: str | None = None
+_available: list[str] = []
+_instruction_set_problem: str | None = None
 if _library_problem is None:
     _load_cuda_library()
-    _selected, _available = _instruction_sets()
+    _selected, _available, _instruction_set_problem = _instruction_sets()
 # Empty without a library. Listing the dispatcher's operators takes a millisecond, so it is done once.
 _native = _native_devices() if _library_problem is None else {}
 _warned: set[str] = set()
@@ -106,7 +109,14 @@ def register_fake(operator: str) -> Callable[[Fake], Fake]:
 
 
 def _fallback_cause(operator: str, device: str, dtype: torch.dtype) -> str | None:
-    """Why the packed reference serves `operator`; None where a native kernel does."""
+    """Why the packed reference serves `operator`; None where a native kernel does.
+
+    Raises:
+        ValueError: `ITM_FAST_CPU_ISA` names an instruction set that this processor lacks. Said where it is needed and
+            not at import, so that a command can say it in one line.
+    """
+    if _instruction_set_problem is not None and device == "cpu":
+        raise ValueError(_instruction_set_problem)
     if _library_problem is not None:
         return _library_problem
     if device not in _native.get(operator, ()):
@@ -147,6 +157,9 @@ def _path_of(operator: str, device: str) -> str:
 def build_info() -> dict[str, Any]:
     """What this installation is made of, and which path serves what.
 
+    Raises:
+        ValueError: `ITM_FAST_CPU_ISA` names an instruction set that this processor lacks.
+
     Returns:
         A dictionary that JSON can hold:
 
@@ -165,7 +178,6 @@ def build_info() -> dict[str, Any]:
         host = None
     built: dict[str, Any] = host.build_information() if host else {}
     files = {name: next(iter(sorted(PACKAGE.glob(f"{name}.*so"))), None) for name in ("_C_cpu", "_C_cuda", "_host")}
-    native = _library_problem is None
     return {
         "version": __version__,
         "libraries": {name: str(path) if path else None for name, path in files.items()},
@@ -174,8 +186,8 @@ def build_info() -> dict[str, Any]:
         "torch": {"built": built.get("torch"), "running": torch.__version__},
         "instruction_sets": {
             "compiled": built.get("instruction_sets"),
-            "available": _available if native else [],
-            "selected": _selected if native else None,
+            "available": _available,
+            "selected": _selected,
         },
         "cuda_architectures": built.get("cuda_architectures", []),
         "dispatch": {name: {device: _path_of(name, device) for device in _DISPATCH_KEYS} for name in OPERATORS},
