@@ -1,7 +1,7 @@
 """Typed settings: what a model's or a training run's configuration is made of.
 
 Inside: `setting` (a field with its help text and bounds), `build` (from names and values, unknown names refused),
-`to_dict`, `from_text` (one value from the command line), `fields_of`, `shown` (a value in a message).
+`to_dict`, `from_text` (one value from the command line), `fields_of`, `unknown_name`.
 
 A configuration is a frozen attrs class whose fields are all made by `setting`. Values come as Python objects, from YAML
 or from the command line; nothing in a configuration is ever imported or evaluated.
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import attrs
 
 from itm_fast.documents import parse_yaml
+from itm_fast.messages import shown
 
 __all__ = ["build", "fields_of", "from_text", "setting", "to_dict"]
 
@@ -97,7 +98,8 @@ def build(cls: type[Config], values: Mapping[str, Any], what: str = "setting") -
 def unknown_name(what: str, name: str, known: Sequence[str]) -> str:
     """The error text for a name that nobody knows, with the nearest known one, or all where none is near."""
     near = difflib.get_close_matches(name, known, n=1)
-    return f"unknown {what} {name!r}: " + (f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}")
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+    return f"unknown {what} {shown(name)}: {hint}"
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -112,15 +114,6 @@ def from_text(text: str) -> Any:
     except ValueError:
         return text
     return value if isinstance(value, bool | int | float | str | None) else text
-
-
-def shown(value: Any) -> str:
-    """A value as error messages show it: cut where it is long."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python refuses to write integers of many thousands of digits.
-        return "a number of too many digits"
-    return text if len(text) <= 100 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def _number_from_text(cls: type, name: str, value: Any) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from itm_fast.messages import shortened
+
 __all__ = ["MAX_SETTINGS_BYTES", "parse_yaml", "read_json", "read_text"]
 
 MAX_SETTINGS_BYTES = 2**18
@@ -68,4 +70,4 @@ def parse_yaml(text: str) -> Any:
         return yaml.safe_load(text)
     # Besides its own errors, PyYAML lets those of Python's int, float and datetime through.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        raise ValueError(shortened(" ".join(str(error).split()), 400)) from None

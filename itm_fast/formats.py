@@ -11,6 +11,8 @@ from typing import Any
 
 import attrs
 
+from itm_fast.messages import shown
+
 __all__ = ["Format"]
 
 Content = dict[str, Any]
@@ -40,10 +42,10 @@ class Format:
         """
         version = content.get("format_version", 1)
         if type(version) is not int or version < 1:
-            raise ValueError(f"{source}: format_version: expected a whole number from 1, got {version!r:.40}")
+            raise ValueError(f"{source}: format_version: expected a whole number from 1, got {shown(version)}")
         if version > self.newest:
             raise ValueError(
-                f"{source}: format_version {version!r:.40} is newer than {self.newest}, the newest that this itm_fast "
+                f"{source}: format_version {shown(version)} is newer than {self.newest}, the newest that this itm_fast "
                 "reads; upgrade itm_fast"
             )
         migrated = dict(content)

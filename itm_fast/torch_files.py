@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from itm_fast.messages import shortened
+
 __all__ = ["load_plain"]
 
 
@@ -33,7 +35,9 @@ def load_plain(path: Path, allowed: Sequence[Callable[..., Any]] = ()) -> Any:
         # Damage can raise nearly anything, and torch's text advises to switch off the protection against code.
         foreign = re.search(r"GLOBAL ([\w.]+)", str(error))
     if foreign:
-        raise ValueError(f"holds the Python object {foreign[1]}, which does not belong there; nothing of it was run")
+        raise ValueError(
+            f"holds the Python object {shortened(foreign[1])}, which does not belong there; nothing of it was run"
+        )
     raise ValueError("damaged, or not written by torch.save")
 
 

@@ -175,7 +175,7 @@ def test_a_state_of_another_kind(run: Path, capsys: pytest.CaptureFixture[str]) 
         ({"seconds": math.inf}, "the training state is damaged: 'seconds' is inf"),
         ({"seconds": math.nan}, "the training state is damaged: 'seconds' is nan"),
         ({"optimizer": []}, "the training state is damaged: 'optimizer' is []"),
-        ({"random": torch.zeros(3)}, "the training state is damaged: 'random' is tensor([0., 0., 0.])"),
+        ({"random": torch.zeros(3)}, "the training state is damaged: 'random' is <Tensor>"),
         ({"best": "x" * 999}, f"the training state is damaged: 'best' is '{'x' * 59}... (1001 characters)"),
         ({"model": {}}, "the weight image_encoder.fc.weight is missing"),
         ({"model": {"image_encoder.fc.weight": 3}}, "image_encoder.fc.weight: expected a tensor, got int"),

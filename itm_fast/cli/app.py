@@ -22,6 +22,7 @@ from itm_fast.cli.evaluate import evaluate
 from itm_fast.cli.printing import printable
 from itm_fast.cli.recipes import recipes
 from itm_fast.cli.train import train
+from itm_fast.messages import shortened
 from itm_fast.version import __version__
 
 __all__ = ["app", "main", "run"]
@@ -100,8 +101,13 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _print_error(message: str) -> None:
-    typer.echo(f"itm-fast: error: {printable(' '.join(message.split()))}", err=True)
+    typer.echo(f"itm-fast: error: {_one_line(message)}", err=True)
 
 
 def _show_warning(message: Warning | str, *_where: Any, **_more: Any) -> None:
-    typer.echo(f"itm-fast: warning: {printable(' '.join(str(message).split()))}", err=True)
+    typer.echo(f"itm-fast: warning: {_one_line(str(message))}", err=True)
+
+
+def _one_line(message: str) -> str:
+    # What files say is cut where messages quote it; this is for what libraries quote.
+    return printable(shortened(" ".join(message.split()), 10_000))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from itm_fast.compat.options import Options
+from itm_fast.messages import shown
 from itm_fast.torch_files import load_plain
 
 __all__ = ["OfficialCheckpoint", "Weight", "read_checkpoint"]
@@ -91,8 +92,10 @@ def _weights(path: Path, part: str, state: Any) -> dict[str, Weight]:
         raise ValueError(f"{path}: {part}: expected a state dict, got {type(state).__name__}")
     weights: dict[str, Weight] = {}
     for name, tensor in state.items():
-        key = f"{part}[{name!r}]"
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        if not isinstance(name, str):
+            raise ValueError(f"{path}: {part}: expected names as strings, got {shown(name)}")
+        key = f"{part}[{shown(name)}]"
+        if not isinstance(tensor, Tensor):
             raise ValueError(f"{path}: {key}: expected a tensor, got {type(tensor).__name__}")
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             raise ValueError(f"{path}: {key}: expected a dense tensor, got {tensor.layout} on {tensor.device.type}")
@@ -107,4 +110,6 @@ def _weights(path: Path, part: str, state: Any) -> dict[str, Weight]:
 
 
 def _number(value: Any, kind: type | tuple[type, ...]) -> Any:
-    return value if isinstance(value, kind) and not isinstance(value, bool) else None
+    # Integers beyond those that a float can tell apart are no epochs, and too large ones cannot be written out.
+    fits = isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 2**53
+    return value if fits else None

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+from itm_fast.messages import shortened, shown
+
 __all__ = ["Options"]
 
 Value = TypeVar("Value", bool, int, float, str)
@@ -19,14 +21,20 @@ class Options:
     """Names and values from a checkpoint's 'opt', read with the published defaults.
 
     Args:
-        values: the options.
+        values: the options by name.
         source: the file, for messages.
         ignored: names that `check_known` lets pass although nobody reads them.
+
+    Raises:
+        ValueError: a name is no string.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str, ignored: Iterable[str] = ()) -> None:
         self._values, self._source, self._ignored = dict(values), source, set(ignored)
         self._known: set[str] = set()
+        for name in self._values:
+            if not isinstance(name, str):
+                raise ValueError(f"{source}: opt: expected names as strings, got {shown(name)}")
 
     def get(self, name: str, default: Value) -> Value:
         """The value of an option, of the type of `default`, which stands for one that is absent."""
@@ -37,27 +45,27 @@ class Options:
         if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53:
             value, fits = float(value), True
         if not fits or (isinstance(value, float) and not math.isfinite(value)):
-            raise self.error(name, f"expected {_KINDS[kind]}, got {value!r:.60}")
+            raise self.error(name, f"expected {_KINDS[kind]}, got {shown(value)}")
         return value
 
     def choice(self, name: str, default: str, choices: Mapping[str, str]) -> str:
         """What `choices` gives for the value of an option; ValueError naming all for one that it lacks."""
         value = self.get(name, default)
         if value not in choices:
-            raise self.error(name, f"expected one of {', '.join(choices)}, got {value!r:.60}")
+            raise self.error(name, f"expected one of {', '.join(choices)}, got {shown(value)}")
         return choices[value]
 
     def check_known(self, training: Iterable[str]) -> None:
         """ValueError naming an option that was not read, does not concern `training` alone, and is not ignored."""
         unknown = set(self._values) - self._known - set(training) - self._ignored
         if unknown:
-            name = min(unknown, key=str)
+            name = min(unknown)
             raise self.error(
-                str(name),
+                name,
                 "this option is unknown; is it the checkpoint of another model? If it does not change scores: "
-                f"--ignore-option {name}",
+                f"--ignore-option {shortened(name)}",
             )
 
     def error(self, name: str, what: str) -> ValueError:
         """The error for an option."""
-        return ValueError(f"{self._source}: opt.{name}: {what}")
+        return ValueError(f"{self._source}: opt.{shortened(name)}: {what}")

@@ -33,10 +33,10 @@ def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
     """
     image, text = checkpoint.modules("image encoder", "text encoder")
     options = checkpoint.options
-    if "embed.weight" in text and len(text["embed.weight"].tensor) != vocab_size:
-        words = len(text["embed.weight"].tensor)
+    words = text["embed.weight"].tensor.shape[:1] if "embed.weight" in text else ()
+    if words and words[0] != vocab_size:
         raise ValueError(
-            f"{checkpoint.path}: {text['embed.weight'].key}: {words} words, but the vocabulary has {vocab_size}; "
+            f"{checkpoint.path}: {text['embed.weight'].key}: {words[0]} words, but the vocabulary has {vocab_size}; "
             "name the one that the model was trained with"
         )
     if options.get("vocab_size", vocab_size) != vocab_size:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import documents, files
+from ..messages import shown
 from . import layout
 from .tokenization import tokenize
 
@@ -34,7 +35,7 @@ class Vocabulary:
         self._ids = {word: index for index, word in enumerate(self.words)}
         if len(self._ids) != len(self.words):
             repeated = next(word for word, count in Counter(self.words).items() if count > 1)
-            raise ValueError(f"vocabulary: the word {repeated!r} occurs more than once")
+            raise ValueError(f"vocabulary: the word {shown(repeated)} occurs more than once")
         missing = [word for word in (PAD, START, END, UNK) if word not in self._ids]
         if missing:
             raise ValueError(f"vocabulary: expected the words <pad> <start> <end> <unk>, found no {' '.join(missing)}")
@@ -110,14 +111,14 @@ def _words_by_id(content: Any) -> list[str]:
     ids: dict[str, Any] = content["word2idx"]
     for word, index in ids.items():
         if type(index) is not int:
-            raise ValueError(f"vocabulary: expected an integer id for the word {word!r}, got {index!r}")
+            raise ValueError(f"vocabulary: expected an integer id for the word {shown(word)}, got {shown(index)}")
     by_id = {index: word for word, index in ids.items()}
     for expected in range(len(ids)):
         if expected not in by_id:
             raise ValueError(f"vocabulary: expected the ids 0 to {len(ids) - 1}, no word has id {expected}")
     words = [by_id[index] for index in range(len(ids))]
     if content.get("idx", len(words)) != len(words):
-        raise ValueError(f"vocabulary: 'idx' is {content['idx']!r}, but 'word2idx' has {len(words)} words")
+        raise ValueError(f"vocabulary: 'idx' is {shown(content['idx'])}, but 'word2idx' has {len(words)} words")
     back = content.get("idx2word")
     if back is not None and back != {str(index): word for index, word in enumerate(words)}:
         raise ValueError("vocabulary: 'idx2word' is not the inverse of 'word2idx'")

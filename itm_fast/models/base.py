@@ -21,6 +21,7 @@ from itm_fast import files
 from itm_fast.documents import MAX_SETTINGS_BYTES, read_json
 from itm_fast.formats import Format
 from itm_fast.fragments import Fragments
+from itm_fast.messages import shortened, shown
 from itm_fast.models.weights_file import read_shapes, read_weights
 
 FORMAT = Format()
@@ -141,7 +142,7 @@ def check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tu
     """ValueError naming `source` and the first weight that is unknown, missing or of another shape."""
     for name in found:
         if name not in expected:
-            raise ValueError(f"{source}: the weight {name} is unknown to the model")
+            raise ValueError(f"{source}: the weight {shortened(name)} is unknown to the model")
     for name, shape in expected.items():
         if name not in found:
             raise ValueError(f"{source}: the weight {name} is missing")
@@ -152,8 +153,10 @@ def check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tu
 def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> None:
     """Copies `weights` into `model` after checking names, shapes and values; errors name `source`."""
     for name, tensor in weights.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{source}: expected names of weights as strings, got {shown(name)}")
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{source}: {name}: expected a tensor, got {type(tensor).__name__}")
+            raise ValueError(f"{source}: {shortened(name)}: expected a tensor, got {type(tensor).__name__}")
     check_shapes(shapes_of(model), {name: tuple(tensor.shape) for name, tensor in weights.items()}, source)
     for name, tensor in weights.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):

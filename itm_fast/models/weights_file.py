@@ -13,6 +13,8 @@ import safetensors
 from safetensors.torch import load_file
 from torch import Tensor
 
+from itm_fast.messages import shortened
+
 __all__ = ["read_shapes", "read_weights"]
 
 # A model has some dozens of tensors of about a hundred bytes of header each.
@@ -55,7 +57,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except safetensors.SafetensorError as error:
-        raise _damaged(path, str(error)) from None
+        raise _damaged(path, shortened(str(error))) from None
 
 
 def _shape(entry: Any) -> tuple[int, ...]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from itm_fast import files
-from itm_fast.config import shown
 from itm_fast.formats import Format
+from itm_fast.messages import shown
 from itm_fast.torch_files import load_plain
 
 __all__ = ["STATE_FILE", "load_state", "random_state", "restore_random_state", "save_state"]

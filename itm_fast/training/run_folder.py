@@ -15,6 +15,7 @@ from pathlib import Path
 
 from itm_fast import config as settings
 from itm_fast import files
+from itm_fast.messages import shown
 from itm_fast.models.base import CONFIG_FILE, WEIGHTS_FILE
 from itm_fast.training.checkpoint import STATE_FILE
 from itm_fast.training.config import TrainConfig, read_yaml, to_yaml
@@ -54,7 +55,8 @@ def check(config: TrainConfig, *, resume: bool) -> None:
     if differing is not None:
         name, before, now = differing
         raise ValueError(
-            f"{run}: holds a run with {name} = {before!r}, not {now!r}; choose another --out or the same settings"
+            f"{run}: holds a run with {name} = {shown(before)}, not {shown(now)}; choose another --out or the same "
+            "settings"
         )
     if resume:
         return
