@@ -37,6 +37,10 @@ class _Short(reprlib.Repr):
         self.maxlist = self.maxtuple = self.maxdict = 4
         self.maxstring = _MAX_LENGTH
 
+    def repr1(self, value: Any, level: int) -> str:
+        known = type(value) in (str, int, list, tuple, dict)
+        return super().repr1(value, level) if known else self.repr_instance(value, level)
+
     def repr_int(self, value: int, _level: int) -> str:
         return repr(value) if value.bit_length() <= _MAX_BITS else "a number of too many digits"
 
@@ -50,8 +54,6 @@ class _Short(reprlib.Repr):
 
     def repr_instance(self, value: Any, _level: int) -> str:
         return repr(value) if isinstance(value, float | bool | None) else f"<{type(value).__name__}>"
-
-    repr_set = repr_frozenset = repr_array = repr_deque = repr_instance
 
 
 _SHORT = _Short()

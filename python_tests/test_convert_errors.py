@@ -157,9 +157,9 @@ def part(index: int, **changes: object) -> Callable[[list], list]:
          "model[1]['embed.weight']: expected shape (16, 5) by the options, got ()"),
         (part(0, fc__weight=3), "model[0]['fc.weight']: expected a tensor, got int"),
         (part(1, rnn__bias_hh_l0=torch.full((24,), math.nan)),
-         "model[1]['rnn.bias_hh_l0']: holds values that are not finite"),
+         "model[1]['rnn.bias_hh_l0']: row 0 holds values that are not finite"),
         (part(0, fc__bias=torch.full((8,), 1e300, dtype=torch.float64)),
-         "model[0]['fc.bias']: holds values that are not finite"),
+         "model[0]['fc.bias']: row 0 holds values that are not finite"),
         (lambda model: [*model, OrderedDict()], f"{NOT_TWO} 3; is it the checkpoint of another model?"),
         (lambda model: model[1], f"{NOT_TWO} 1; is it the checkpoint of another model?"),
         (lambda model: [model[0], [1]], "model[1]: expected a state dict, got list"),
@@ -205,7 +205,10 @@ def test_options_that_do_not_fit_are_named(tmp_path: Path, vocab: Path, changes:
     [
         ({"weight_g": torch.ones(8)}, "model[0]['fc.weight_g']: expected one value, got shape (8,)"),
         ({"weight_v": torch.zeros(8, 6)}, "model[0]['fc.weight_v']: all values are zero, so that it has no direction"),
-        ({"weight_v": torch.full((8, 6), float("inf"))}, "model[0]['fc.weight_v']: holds values that are not finite"),
+        (
+            {"weight_v": torch.full((8, 6), float("inf"))},
+            "model[0]['fc.weight_v']: row 0 holds values that are not finite",
+        ),
         ({"weight_v": torch.ones(8, 5)}, "model[0]['fc.weight_v']: expected shape (8, 6) by the options, got (8, 5)"),
     ],
 )

@@ -324,7 +324,7 @@ def test_load_names_what_is_wrong_with_the_files(saved) -> None:
     refused("model.safetensors: the weight text_encoder.rnn.bias_ih_l0 is missing")
     weights["image_encoder.fc.bias"][3] = math.inf
     save_file(weights, saved / "model.safetensors")
-    refused("model.safetensors: image_encoder.fc.bias holds values that are not finite")
+    refused("model.safetensors: image_encoder.fc.bias: row 3 holds values that are not finite")
     (saved / "model.safetensors").write_bytes(b"not weights")
     refused("model.safetensors: not a readable safetensors file")
     (saved / "model.safetensors").unlink()

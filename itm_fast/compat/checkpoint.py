@@ -81,7 +81,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, ignored_options: Iterable[s
         path=path,
         parts=[_weights(path, f"model[{index}]", state) for index, state in enumerate(states)],
         options=Options(options, str(path), ignored_options),
-        epoch=_number(content.get("epoch"), int),
+        epoch=_number(content.get("epoch"), (int,)),
         best_rsum=_number(content.get("best_rsum"), (int, float)),
     )
 
@@ -109,7 +109,6 @@ def _weights(path: Path, part: str, state: Any) -> dict[str, Weight]:
     return weights
 
 
-def _number(value: Any, kind: type | tuple[type, ...]) -> Any:
+def _number(value: Any, kinds: tuple[type, ...]) -> Any:
     # Integers beyond those that a float can tell apart are no epochs, and too large ones cannot be written out.
-    fits = isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 2**53
-    return value if fits else None
+    return value if type(value) in kinds and abs(value) < 2**53 else None

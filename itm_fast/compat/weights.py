@@ -14,6 +14,7 @@ import torch
 from itm_fast import models
 from itm_fast.compat.checkpoint import Weight
 from itm_fast.models.base import MatchingModel, load_weights, planned_shapes
+from itm_fast.models.weights_file import check_finite
 
 __all__ = ["build_model", "without_weight_norm"]
 
@@ -79,6 +80,5 @@ def _as_float32(weight: Weight, source: Path) -> torch.Tensor:
     if not weight.tensor.is_floating_point():
         raise ValueError(f"{source}: {weight.key}: expected floating point values, got {weight.tensor.dtype}")
     values = weight.tensor.to(torch.float32)
-    if not bool(values.isfinite().all()):
-        raise ValueError(f"{source}: {weight.key}: holds values that are not finite")
+    check_finite(values, f"{source}: {weight.key}")
     return values

@@ -22,7 +22,7 @@ from itm_fast.documents import MAX_SETTINGS_BYTES, read_json
 from itm_fast.formats import Format
 from itm_fast.fragments import Fragments
 from itm_fast.messages import shortened, shown
-from itm_fast.models.weights_file import read_shapes, read_weights
+from itm_fast.models.weights_file import check_finite, read_shapes, read_weights
 
 FORMAT = Format()
 CONFIG_FILE = "config.json"
@@ -158,9 +158,14 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> N
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{source}: {shortened(name)}: expected a tensor, got {type(tensor).__name__}")
     check_shapes(shapes_of(model), {name: tuple(tensor.shape) for name, tensor in weights.items()}, source)
-    for name, tensor in weights.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise ValueError(f"{source}: {name} holds values that are not finite")
+    for name, own in model.state_dict().items():
+        tensor = weights[name]
+        fits = tensor.is_floating_point() if own.is_floating_point() else tensor.dtype == own.dtype
+        if not fits or tensor.layout != torch.strided or tensor.is_meta:
+            kind = "floating point" if own.is_floating_point() else str(own.dtype)
+            got = "none" if tensor.is_meta else tensor.dtype if tensor.layout == torch.strided else tensor.layout
+            raise ValueError(f"{source}: {name}: expected dense {kind} values, got {got}")
+        check_finite(tensor, f"{source}: {name}")
     model.load_state_dict(weights)
 
 

@@ -1,6 +1,6 @@
 """Weights on disk: safetensors files, whose header is checked before anything of the size that it claims is made.
 
-Inside: `read_shapes`, `read_weights`.
+Inside: `read_shapes`, `read_weights`, `check_finite`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from itm_fast.messages import shortened
 
-__all__ = ["read_shapes", "read_weights"]
+__all__ = ["check_finite", "read_shapes", "read_weights"]
 
 # A model has some dozens of tensors of about a hundred bytes of header each.
 _MAX_HEADER_BYTES = 2**20
@@ -58,6 +58,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except safetensors.SafetensorError as error:
         raise _damaged(path, shortened(str(error))) from None
+
+
+def check_finite(tensor: Tensor, name: str) -> None:
+    """ValueError naming the first row (index of the first dimension) of a tensor with a value that is not finite."""
+    finite = tensor.isfinite()
+    if not bool(finite.all()):
+        row = f"row {int(finite.logical_not().nonzero()[0, 0])} holds" if tensor.ndim else "holds"
+        raise ValueError(f"{name}: {row} values that are not finite")
 
 
 def _shape(entry: Any) -> tuple[int, ...]:

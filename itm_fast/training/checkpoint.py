@@ -5,7 +5,6 @@ Inside: `save_state`, `load_state`, `random_state`, `restore_random_state`.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from itm_fast import files
 from itm_fast.formats import Format
 from itm_fast.messages import shown
 from itm_fast.torch_files import load_plain
+from itm_fast.training.state_check import check_like
 
 __all__ = ["STATE_FILE", "load_state", "random_state", "restore_random_state", "save_state"]
 
@@ -64,8 +64,8 @@ def load_state(run: str | os.PathLike[str], keys: Iterable[str] = ()) -> dict[st
         if key not in state:
             raise ValueError(f"{path}: the training state has no {key!r}: damaged, or of another version of itm_fast")
         value: Any = state[key]
-        fits = isinstance(value, _KINDS.get(key, object))
-        if not fits or (isinstance(value, int | float) and not 0 <= value < math.inf):
+        fits = isinstance(value, _KINDS.get(key, object)) and not isinstance(value, bool)
+        if not fits or (isinstance(value, int | float) and not 0 <= value < 2**53):
             raise ValueError(f"{path}: the training state is damaged: {key!r} is {shown(value)}")
     return state
 
@@ -80,6 +80,7 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 def restore_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
     """Takes what `random_state` gave; ValueError where it is no state of torch's generators."""
+    check_like({"cpu": state.get("cpu")}, {"cpu": torch.get_rng_state()}, "random")
     try:
         torch.set_rng_state(state["cpu"])
         if device.type == "cuda" and "cuda" in state:

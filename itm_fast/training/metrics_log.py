@@ -41,9 +41,10 @@ class MetricsLog:
             file.seek(position)
             line = file.readline()
         try:
-            return (json.loads(line), position + len(line)) if line.endswith(b"\n") else None
-        except ValueError:
+            values = json.loads(line) if line.endswith(b"\n") else None
+        except (ValueError, RecursionError):
             return None
+        return (values, position + len(line)) if isinstance(values, dict) else None
 
     def truncate(self, size: int) -> None:
         """Drops what was logged after the state that a run resumes from."""

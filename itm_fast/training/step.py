@@ -19,6 +19,7 @@ from itm_fast.models.base import MatchingModel
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.plateau import PlateauMonitor
 from itm_fast.training.schedule import learning_rate
+from itm_fast.training.state_check import check_equal, check_like
 
 __all__ = ["Stepper"]
 
@@ -76,23 +77,25 @@ class Stepper:
         """What the next step depends on beside the weights and the batch."""
         return {name: getattr(self, name).state_dict() for name in ("optimizer", "scheduler", "plateau")}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave, among other things in `state`; ValueError where it does not fit."""
-        try:
-            for name in ("optimizer", "scheduler", "plateau"):
-                getattr(self, name).load_state_dict(state[name])
-        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"the state of the {name} does not fit ({type(error).__name__})") from None
-        # torch does not look at these, and its fused step would read past the end of a shorter one.
-        for parameter, moments in self.optimizer.state.items():
-            for key in ("exp_avg", "exp_avg_sq"):
-                moment = moments.get(key)
-                if not isinstance(moment, torch.Tensor) or _layout(moment) != _layout(parameter):
-                    raise ValueError(f"the state of the optimizer does not fit ({key})")
+    def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
+        """Takes what `state_dict` gave after `steps` steps, among other things in `state`, before the first step here.
 
-
-def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.layout
+        Raises:
+            ValueError: the state is not that of this configuration after as many steps; the entry is named.
+        """
+        expected = self.state_dict()
+        # Both kinds of Adam keep the same of each weight, from the first step on.
+        moments = {"step": torch.zeros(())}
+        for index, parameter in enumerate(self.model.parameters() if steps else ()):
+            expected["optimizer"]["state"][index] = {**moments, "exp_avg": parameter, "exp_avg_sq": parameter}
+        for name, part in expected.items():
+            check_like(state[name], part, name)
+        found, wanted = (states["optimizer"]["param_groups"][0] for states in (state, expected))
+        # The rate is where the schedule was; which kernels step is a matter of the device.
+        check_equal(found, wanted, "optimizer.param_groups.0", free=("lr", "fused", "foreach"))
+        check_equal(state["scheduler"], {"base_lrs": [self.config.lr], "last_epoch": steps}, "scheduler")
+        for name in expected:
+            getattr(self, name).load_state_dict(state[name])
 
 
 def _finite(what: str, tensor: torch.Tensor, number: int) -> float:

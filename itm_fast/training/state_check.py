@@ -1,0 +1,78 @@
+"""Comparing a training state that was read from a file with what this configuration itself would save.
+
+Inside: `check_like`, `check_equal`, `check_summary`.
+
+Every difference is a ValueError of one line that names the entry, such as `optimizer.param_groups.0.eps`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from itm_fast.messages import shown
+from itm_fast.models.weights_file import check_finite
+
+__all__ = ["check_equal", "check_like", "check_summary"]
+
+
+def check_like(value: Any, expected: Any, name: str) -> None:
+    """Checks that `value` has the same keys, lengths, types, shapes and strides as `expected`, and finite numbers.
+
+    Tensors of the file lie on the CPU; those of `expected` may lie anywhere.
+    """
+    if isinstance(expected, Tensor):
+        _check_tensor(value, expected, name)
+    elif isinstance(expected, Mapping):
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}: expected names and values, got {shown(value)}")
+        for key in value:
+            if key not in expected:
+                raise ValueError(f"{name}: {shown(key)} is unknown")
+        for key, part in expected.items():
+            if key not in value:
+                raise ValueError(f"{name}: {key!r} is missing")
+            check_like(value[key], part, f"{name}.{key}")
+    elif type(value) is not type(expected) or (isinstance(value, float) and not math.isfinite(value)):
+        kind = "a finite number" if isinstance(expected, float) else f"a value of type {type(expected).__name__}"
+        raise ValueError(f"{name}: expected {kind}, got {shown(value)}")
+    elif isinstance(expected, list | tuple):
+        if len(value) != len(expected):
+            raise ValueError(f"{name}: expected {len(expected)} values, got {len(value)}")
+        for index, (item, part) in enumerate(zip(value, expected, strict=True)):
+            check_like(item, part, f"{name}.{index}")
+
+
+def check_equal(values: Mapping[str, Any], expected: Mapping[str, Any], name: str, free: Iterable[str] = ()) -> None:
+    """Checks plain values by name; those in `free` may differ."""
+    for key, value in expected.items():
+        if key not in free and values[key] != value:
+            raise ValueError(f"{name}.{key}: expected {shown(value)}, got {shown(values[key])}")
+
+
+def check_summary(summary: Mapping[Any, Any], name: str) -> None:
+    """Checks that a validation's summary has numbers by name, among them the sum of recalls."""
+    for key, value in summary.items():
+        fits = isinstance(key, str) and type(value) in (int, float) and abs(value) < math.inf
+        if not fits:
+            raise ValueError(f"{name}: expected finite numbers by name, got {shown({key: value})}")
+    if "rsum" not in summary:
+        raise ValueError(f"{name}: 'rsum' is missing")
+
+
+def _check_tensor(value: Any, expected: Tensor, name: str) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {shown(value)}")
+    # Kernels trust sizes and strides: torch compares neither when it takes up the state of an optimiser.
+    for what in ("dtype", "layout", "shape"):
+        found, wanted = getattr(value, what), getattr(expected, what)
+        if found != wanted:
+            found, wanted = (tuple(one) if what == "shape" else one for one in (found, wanted))
+            raise ValueError(f"{name}: expected {what} {wanted}, got {found}")
+    if value.is_meta or value.stride() != expected.stride():
+        got = "none" if value.is_meta else value.stride()
+        raise ValueError(f"{name}: expected values with strides {expected.stride()}, got {got}")
+    check_finite(value, name)
