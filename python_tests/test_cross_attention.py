@@ -162,7 +162,7 @@ def test_native_is_as_accurate_as_plain_pytorch(data: st.DataObject) -> None:
 def test_low_precision_inputs(dtype: torch.dtype) -> None:
     """Scores are float32 and exact for the rounded inputs; gradients come back in the inputs' dtype."""
     queries, contexts = random_fragments([7, 3], 64, dtype), random_fragments([5, 9, 2], 64, dtype, seed=1)
-    weights = torch.arange(6.0).reshape(2, 3)
+    weights = torch.tensor([[0.0, 2.0, 0.0], [3.0, 0.0, 0.0]])
     scores, grad_q, grad_c = with_gradients(F_itm.cross_attention_scores, queries, contexts, weights)
     assert scores.dtype == torch.float32
     assert grad_q.dtype == grad_c.dtype == dtype
@@ -359,6 +359,22 @@ def test_strided_inputs_and_expanded_gradient() -> None:
     _, grad, _ = with_gradients(F_itm.cross_attention_scores, queries, contexts, torch.ones(()).expand(2, 2).double())
     _, expected, _ = with_gradients(reference.cross_attention_scores, dense, contexts, torch.ones(2, 2).double())
     assert torch.allclose(grad, expected, atol=1e-14)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("norm", [1.0, 1e4, 1e6])
+def test_a_saturated_softmax_over_the_queries_has_a_gradient_that_cancels(norm: float) -> None:
+    words = random_fragments([1, 6, 3], 20, torch.float32)
+    regions = random_fragments([5, 9], 20, torch.float32, seed=1)
+    words, regions = (side.with_values(side.values * norm) for side in (words, regions))
+    weights = torch.randn(3, 2, generator=torch.Generator().manual_seed(2))
+    options = {"normalization": "softmax"}
+    native = with_gradients(F_itm.cross_attention_scores, words, regions, weights, **options)
+    plain = with_gradients(reference.cross_attention_scores, words, regions, weights, **options)
+    wide = (side.to(torch.float64) for side in (words, regions))
+    exact = with_gradients(reference.cross_attention_scores, *wide, weights.double(), **options)
+    for a, p, e in zip(native, plain, exact, strict=True):
+        assert_close_to_exact(a, p, e, factor=4.0, floor=2e-6 * float(e.abs().max()))
 
 
 @pytest.mark.native

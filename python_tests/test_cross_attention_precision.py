@@ -60,13 +60,11 @@ def test_bfloat16_inputs_lose_nothing(normalization: str, focal: str | None, agg
     assert moved <= (0 if focal is None else exact.numel() // 100)
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_gradients_of_bfloat16_inputs_are_rounded_once(dense: bool) -> None:
+def test_gradients_of_few_pairs_are_rounded_once() -> None:
     words, regions = captions_and_images(torch.bfloat16)
     generator = torch.Generator().manual_seed(3)
     gradient = torch.randn(len(words), len(regions), generator=generator)
-    if not dense:
-        gradient *= torch.rand(gradient.shape, generator=generator) < 0.05
+    gradient *= torch.rand(gradient.shape, generator=generator) < 0.05
     results = []
     for dtype in (torch.bfloat16, torch.float64):
         w = words.values.detach().to(dtype).requires_grad_()

@@ -9,41 +9,10 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Null where float32 serves better than any way of making products of bfloat16.
-const LowPrecisionScores* low_precision_scores() {
-  switch (selected_isa()) {
-#ifdef ITM_FAST_HAVE_AMX
-    case Isa::amx:
-      return &amx::kLowPrecisionScores;
-    case Isa::avx512_bf16:
-      return &avx512_bf16::kLowPrecisionScores;
-#endif
-    default:
-      return nullptr;
-  }
-}
-
-// The kernels for the precision asked for: the fastest that are at least as precise.
-template <typename S, typename T>
-const ScoreKernels<S, T>& score_kernels([[maybe_unused]] const std::string& precision) {
-  const ScoreKernels<S, T>& exact = kernels(S{}).scores;
-  const LowPrecisionScores* low = low_precision_scores();
-  if constexpr (std::is_same_v<T, float>) {
-    if (low == nullptr) return exact;
-    if constexpr (std::is_same_v<S, BFloat16>) {
-      return low->bf16_of_bf16;
-    } else {
-      if (precision == "bf16") return low->bf16;
-      if (precision == "bf16x3" && low->bf16x3.score_tile != nullptr) return low->bf16x3;
-    }
-  }
-  return exact;
-}
-
 template <typename S, typename T>
 Tensor forward(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
                const Tensor& context_offsets, const CrossAttentionOptions& options, const std::string& precision) {
-  const ScoreKernels<S, T>& table = score_kernels<S, T>(precision);
+  const ProductKernels<S, T>& table = product_kernels<S, T>(precision);
   const Operand<S> query(queries, query_offsets), context(contexts, context_offsets);
   Tensor scores = torch::stable::new_empty(queries, {query.view.n_sets, context.view.n_sets}, kScalarType<T>);
   const Grams<T> grams = gram_matrices<S, T>(context);

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -36,6 +37,37 @@ constexpr torch::headeronly::ScalarType kScalarType =
     std::is_same_v<S, double>     ? torch::headeronly::ScalarType::Double
     : std::is_same_v<S, BFloat16> ? torch::headeronly::ScalarType::BFloat16
                                   : torch::headeronly::ScalarType::Float;
+
+// Null where float32 serves better than any way of making products of bfloat16.
+inline const LowPrecisionProducts* low_precision_products() {
+  switch (selected_isa()) {
+#ifdef ITM_FAST_HAVE_AMX
+    case Isa::amx:
+      return &amx::kLowPrecisionProducts;
+    case Isa::avx512_bf16:
+      return &avx512_bf16::kLowPrecisionProducts;
+#endif
+    default:
+      return nullptr;
+  }
+}
+
+// The kernels for the precision asked for: the fastest that are at least as precise.
+template <typename S, typename T>
+const ProductKernels<S, T>& product_kernels([[maybe_unused]] const std::string& precision) {
+  const ProductKernels<S, T>& exact = kernels(S{}).products;
+  const LowPrecisionProducts* low = low_precision_products();
+  if constexpr (std::is_same_v<T, float>) {
+    if (low == nullptr) return exact;
+    if constexpr (std::is_same_v<S, BFloat16>) {
+      return low->bf16_of_bf16;
+    } else {
+      if (precision == "bf16") return low->bf16;
+      if (precision == "bf16x3" && low->bf16x3.score_tile != nullptr) return low->bf16x3;
+    }
+  }
+  return exact;
+}
 
 // Calls run(S{}, T{}) for the storage type of the rows and the type of their scores.
 template <typename Run>
@@ -69,7 +101,7 @@ class Operand {
         torch::stable::contiguous(torch::stable::to(offsets, torch::headeronly::ScalarType::Long));
     const auto* source = static_cast<const int64_t*>(wide.data_ptr());
     std::vector<int64_t> result(source, source + wide.size(0));
-    int64_t previous = 0;
+    int64_t previous = result.front() = 0;
     for (int64_t& offset : result) previous = offset = std::clamp(offset, previous, n_rows);
     return result;
   }

@@ -219,37 +219,37 @@ int64_t dense_stride(const FragmentsView<S>& queries) {
 }
 
 template <typename S, typename T>
-void add_all_pairs(const Problem<S, T>& problem, const std::vector<int64_t>& groups, RowGradient<S, T>& query_gradient,
+void add_all_pairs(const Problem<S, T>& problem, const ProductKernels<S, T>& products,
+                   const std::vector<int64_t>& groups, RowGradient<S, T>& query_gradient,
                    RowGradient<S, T>& context_gradient) {
   const auto& table = kernels(S{});
   const FragmentsView<S>&query = problem.query.view, &context = problem.context.view;
   const std::vector<int64_t> columns = cut_into_runs(query, 0, query.n_sets, kTileColumns);
   const int64_t n_columns = static_cast<int64_t>(columns.size()) - 1, stride = dense_stride(query);
-  const int64_t max_rows = std::max(table.scores.tile_rows, problem.context.max_length);
+  const int64_t n_query_rows = query.offsets[query.n_sets];
+  const int64_t max_rows = std::max(products.tile_rows, problem.context.max_length);
   const int64_t max_columns = std::max(kTileColumns, problem.query.max_length);
 
   for (size_t g = 0; g + 1 < groups.size(); ++g) {
     const int64_t first_set = groups[g], last_set = groups[g + 1];
     const int64_t row_start = context.offsets[first_set], n_group_rows = context.offsets[last_set] - row_start;
-    const std::vector<int64_t> runs = cut_into_runs(context, first_set, last_set, table.scores.tile_rows);
+    const std::vector<int64_t> runs = cut_into_runs(context, first_set, last_set, products.tile_rows);
     const int64_t n_runs = static_cast<int64_t>(runs.size()) - 1;
-    // The products read a few rows past the end.
-    Buffer<T> raw((n_group_rows + kMaxLanes) * stride), factors((last_set - first_set) * stride);
+    Buffer<T> raw(n_group_rows * stride), factors((last_set - first_set) * stride);
 
     torch::stable::parallel_for(0, n_columns * n_runs, 1, [&](int64_t first, int64_t last) {
-      Buffer<T> workspace(table.scores.tile_workspace(max_rows, max_columns, query.dim));
+      Buffer<T> workspace(products.tile_workspace(max_rows, max_columns, query.dim));
       int64_t packed = -1;
       for (int64_t tile = first; tile < last; ++tile) {
         const int64_t column = tile / n_runs, run = tile % n_runs;
         if (column != packed) {
-          table.scores.pack_queries(query, columns[column], columns[column + 1], max_rows, max_columns,
-                                    workspace.data());
+          products.pack_queries(query, columns[column], columns[column + 1], max_rows, max_columns, workspace.data());
           packed = column;
         }
-        table.raw_tile(query, columns[column], columns[column + 1], context, runs[run], runs[run + 1], max_rows,
-                       max_columns, workspace.data(),
-                       raw.data() + (context.offsets[runs[run]] - row_start) * stride + query.offsets[columns[column]],
-                       stride);
+        products.raw_tile(
+            query, columns[column], columns[column + 1], context, runs[run], runs[run + 1], max_rows, max_columns,
+            workspace.data(),
+            raw.data() + (context.offsets[runs[run]] - row_start) * stride + query.offsets[columns[column]], stride);
       }
     });
 
@@ -261,7 +261,7 @@ void add_all_pairs(const Problem<S, T>& problem, const std::vector<int64_t>& gro
         [&] {
           return State{Buffer<T>(table.block_workspace(problem.context.max_length, max_columns)),
                        Buffer<T>(std::is_same_v<S, T> ? 0 : problem.context.max_length * context.dim),
-                       Buffer<T>(table.product_workspace), context_gradient.scratch(max_rows)};
+                       Buffer<T>(products.rows_workspace(max_rows)), context_gradient.scratch(max_rows)};
         },
         [&](int64_t run, State& state) {
           const int64_t run_start = context.offsets[runs[run]], run_end = context.offsets[runs[run + 1]];
@@ -277,7 +277,8 @@ void add_all_pairs(const Problem<S, T>& problem, const std::vector<int64_t>& gro
                   gradient == nullptr ? nullptr : gradient + row * context.dim);
             }
             if (gradient == nullptr) return;
-            table.add_context_rows(run_raw, stride, query, run_end - run_start, state.product.data(), gradient);
+            products.add_rows(run_raw, stride, false, run_end - run_start, n_query_rows, query.values, query.dim,
+                              max_rows, state.product.data(), gradient);
           };
           if (context_gradient.wanted) {
             context_gradient.add_to(run_start, run_end, state.rows, differentiate);
@@ -287,16 +288,17 @@ void add_all_pairs(const Problem<S, T>& problem, const std::vector<int64_t>& gro
         });
 
     if (!query_gradient.wanted) continue;
-    const int64_t n_query_rows = query.offsets[query.n_sets];
     share_tasks<State>(
         (n_query_rows + kProductRows - 1) / kProductRows,
-        [&] { return State{{}, {}, Buffer<T>(table.product_workspace), query_gradient.scratch(kProductRows)}; },
+        [&] {
+          return State{{}, {}, Buffer<T>(products.rows_workspace(kProductRows)), query_gradient.scratch(kProductRows)};
+        },
         [&](int64_t task, State& state) {
           const int64_t first = task * kProductRows, last = std::min(n_query_rows, first + kProductRows);
           query_gradient.add_to(first, last, state.rows, [&](T* gradient) {
-            table.add_query_rows(raw.data(), stride, context.set_values(first_set), n_group_rows, context.dim, first,
-                                 last, query.values, factors.data(), last_set - first_set, stride, state.product.data(),
-                                 gradient);
+            products.add_rows(raw.data() + first, stride, true, last - first, n_group_rows,
+                              context.set_values(first_set), context.dim, kProductRows, state.product.data(), gradient);
+            table.add_query_factors(query, first, last, factors.data(), last_set - first_set, stride, gradient);
           });
         });
   }
@@ -306,7 +308,7 @@ template <typename S, typename T>
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Tensor& queries,
                                             const Tensor& query_offsets, const Tensor& contexts,
                                             const Tensor& context_offsets, const CrossAttentionOptions& options,
-                                            bool for_queries, bool for_contexts) {
+                                            const std::string& precision, bool for_queries, bool for_contexts) {
   const Operand<S> query(queries, query_offsets), context(contexts, context_offsets);
   const Tensor gradient = torch::stable::contiguous(torch::stable::to(grad_scores, kScalarType<T>));
   const auto* gradients = static_cast<const T*>(gradient.data_ptr());
@@ -328,7 +330,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Ten
   RowGradient<S, T> context_gradient(contexts, for_contexts, false);
   if (dense) {
     n_pairs = n_all;
-    add_all_pairs(problem, groups, query_gradient, context_gradient);
+    add_all_pairs(problem, product_kernels<S, T>(precision), groups, query_gradient, context_gradient);
   } else {
     add_pairs(problem, list, groups, query_gradient, context_gradient);
   }
@@ -350,8 +352,8 @@ std::tuple<Tensor, Tensor, Tensor> cross_attention_scores_backward(
   const CrossAttentionOptions options =
       cross_attention_options(temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature);
   return with_types(queries.scalar_type(), [&]<typename S, typename T>(S, T) {
-    return backward<S, T>(grad_scores, queries, query_offsets, contexts, context_offsets, options, for_queries,
-                          for_contexts);
+    return backward<S, T>(grad_scores, queries, query_offsets, contexts, context_offsets, options, precision,
+                          for_queries, for_contexts);
   });
 }
 

@@ -32,8 +32,10 @@ def cross_attention_scores(
     4. `c_j = sum_k p_jk x_k` and `r_j = <q_j, c_j> / max(|q_j| |c_j|, 1e-8)`;
     5. `r_j` aggregated over `j`.
 
-    The forward keeps nothing but the scores. The backward recomputes exactly the pairs whose incoming gradient is not
-    zero, so a hardest-negative loss over B x B scores costs at most 3 B pairs.
+    The forward keeps nothing but the scores. The backward recomputes the pairs whose incoming gradient is not zero, so
+    a hardest-negative loss over B x B scores costs at most 3 B pairs. Where more than two fifths of all pairs have a
+    gradient, computing all of them is faster than picking those; the others still contribute exactly 0. Gradients are
+    computed in float32 (float64 for float64 inputs), but where all pairs are computed, in the precision of the scores.
 
     Args:
         queries: `(N, d)` rows in any number of sets; float32, float64, bfloat16 or float16.

@@ -1,7 +1,7 @@
 // Runs the AMX kernels of cross_attention on any processor: compiled with ITM_FAST_AMX_SIMULATED, called by ctypes.
 #include <vector>
 
-#include "cpu/kernels/score_kernels.h"
+#include "cpu/kernels/product_kernels.h"
 #include "itm_fast/cpu/product.h"
 
 namespace itm_fast::amx {
@@ -24,7 +24,7 @@ void product(const float* rows, int64_t n_rows, const float* columns, int64_t n_
 }
 
 template <typename S>
-void scores(const ScoreKernels<S, float>& table, const S* queries, const int64_t* query_offsets, int64_t n_queries,
+void scores(const ProductKernels<S, float>& table, const S* queries, const int64_t* query_offsets, int64_t n_queries,
             const S* contexts, const int64_t* context_offsets, int64_t n_contexts, int64_t dim, float* out) {
   const FragmentsView<S> query{queries, query_offsets, n_queries, dim};
   const FragmentsView<S> context{contexts, context_offsets, n_contexts, dim};
@@ -58,7 +58,7 @@ void amx_product(int64_t parts, const float* rows, int64_t n_rows, const float* 
 
 void amx_scores(int64_t parts, const float* queries, const int64_t* query_offsets, int64_t n_queries,
                 const float* contexts, const int64_t* context_offsets, int64_t n_contexts, int64_t dim, float* out) {
-  const auto& tables = itm_fast::amx::kLowPrecisionScores;
+  const auto& tables = itm_fast::amx::kLowPrecisionProducts;
   itm_fast::amx::scores(parts == 1 ? tables.bf16 : tables.bf16x3, queries, query_offsets, n_queries, contexts,
                         context_offsets, n_contexts, dim, out);
 }
@@ -66,7 +66,7 @@ void amx_scores(int64_t parts, const float* queries, const int64_t* query_offset
 void amx_scores_of_bfloat16(const void* queries, const int64_t* query_offsets, int64_t n_queries, const void* contexts,
                             const int64_t* context_offsets, int64_t n_contexts, int64_t dim, float* out) {
   using itm_fast::BFloat16;
-  itm_fast::amx::scores(itm_fast::amx::kLowPrecisionScores.bf16_of_bf16, static_cast<const BFloat16*>(queries),
+  itm_fast::amx::scores(itm_fast::amx::kLowPrecisionProducts.bf16_of_bf16, static_cast<const BFloat16*>(queries),
                         query_offsets, n_queries, static_cast<const BFloat16*>(contexts), context_offsets, n_contexts,
                         dim, out);
 }

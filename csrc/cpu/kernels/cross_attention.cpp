@@ -2,8 +2,8 @@
 
 #include <type_traits>
 
-#include "cpu/kernels/score_kernels.h"
-#include "itm_fast/cpu/cross_attention_dense.h"
+#include "cpu/kernels/product_kernels.h"
+#include "itm_fast/cpu/cross_attention_backward.h"
 
 namespace itm_fast::ITM_FAST_ISA {
 namespace {
@@ -103,21 +103,6 @@ void query_backward(const FragmentsView<S>& queries, const FragmentsView<S>& con
   }
 }
 
-template <typename S, typename T>
-void raw_tile(const FragmentsView<S>& queries, int64_t first_query, int64_t last_query,
-              const FragmentsView<S>& contexts, int64_t first_context, int64_t last_context, int64_t max_rows,
-              int64_t max_columns, T* workspace, T* raw, int64_t raw_stride) {
-  const TileLayout<Exact<T>> layout(max_rows, max_columns, queries.dim);
-  const int64_t n_columns = queries.offsets[last_query] - queries.offsets[first_query];
-  const int64_t n_rows = contexts.offsets[last_context] - contexts.offsets[first_context];
-  T* tile = workspace + layout.raw;
-  multiply_tile<Exact<T>>(contexts.set_values(first_context), n_rows, queries.dim, workspace + layout.panels,
-                          layout.panel_part, n_columns, workspace + layout.context_chunk, tile, layout.stride());
-  for (int64_t r = 0; r < n_rows; ++r) {
-    __builtin_memcpy(raw + r * raw_stride, tile + r * layout.stride(), n_columns * sizeof(T));
-  }
-}
-
 template <typename T>
 int64_t block_workspace(int64_t max_contexts, int64_t max_columns) {
   return BlockLayout<T>(max_contexts, max_columns).total;
@@ -145,23 +130,14 @@ void differentiate_context(const FragmentsView<S>& queries, const int64_t* query
 }
 
 template <typename S, typename T>
-void add_context_rows(const T* score_gradients, int64_t stride, const FragmentsView<S>& queries, int64_t n_rows,
-                      T* workspace, T* gradient) {
-  add_rows_product(score_gradients, stride, Constant<1>{}, n_rows, queries.offsets[queries.n_sets], queries.values,
-                   queries.dim, workspace, gradient);
-}
-
-template <typename S, typename T>
-void add_query_rows(const T* score_gradients, int64_t stride, const S* contexts, int64_t n_contexts, int64_t dim,
-                    int64_t first, int64_t last, const S* queries, const T* factors, int64_t n_factors,
-                    int64_t factor_stride, T* workspace, T* gradient) {
-  add_rows_product(score_gradients + first, Constant<1>{}, stride, last - first, n_contexts, contexts, dim, workspace,
-                   gradient);
+void add_query_factors(const FragmentsView<S>& queries, int64_t first, int64_t last, const T* factors,
+                       int64_t n_factors, int64_t factor_stride, T* gradient) {
+  const int64_t dim = queries.dim;
   for (int64_t j = first; j < last; ++j) {
     T factor = T(0);
     for (int64_t i = 0; i < n_factors; ++i) factor += factors[i * factor_stride + j];
     T* out = gradient + (j - first) * dim;
-    for (int64_t d = 0; d < dim; ++d) out[d] += factor * widen(queries[j * dim + d]);
+    for (int64_t d = 0; d < dim; ++d) out[d] += factor * widen(queries.values[j * dim + d]);
   }
 }
 
@@ -181,18 +157,15 @@ bool all_finite(const S* values, int64_t count) {
 }
 
 template <typename S, typename T>
-constexpr CrossAttentionKernels<S, T> kKernels{ScoresBy<Exact<T>, S>::kTable,
+constexpr CrossAttentionKernels<S, T> kKernels{ProductsBy<Exact<T>, S>::kTable,
                                                gram_size,
                                                gram<S, T>,
                                                pair_workspace<S, T>,
                                                context_backward<S, T>,
                                                query_backward<S, T>,
-                                               raw_tile<S, T>,
                                                block_workspace<T>,
                                                differentiate_context<S, T>,
-                                               kProductWorkspace<T>,
-                                               add_context_rows<S, T>,
-                                               add_query_rows<S, T>,
+                                               add_query_factors<S, T>,
                                                narrow_values<S, T>,
                                                all_finite<S, T>};
 

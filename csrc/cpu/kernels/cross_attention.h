@@ -7,10 +7,10 @@
 
 namespace itm_fast {
 
-// The forward with one way of making products. Sizes are in elements of T, for tiles of at most max_rows context rows
-// and max_columns query rows.
+// All that depends on one way of making products. Sizes are in elements of T, for tiles of at most max_rows context
+// rows and max_columns query rows.
 template <typename S, typename T>
-struct ScoreKernels {
+struct ProductKernels {
   int64_t tile_rows;  // context rows of a tile, unless one set has more
   int64_t (*tile_workspace)(int64_t max_rows, int64_t max_columns, int64_t dim);
   // The queries [first_query, last_query) of a thread's next tiles.
@@ -20,6 +20,16 @@ struct ScoreKernels {
                      const FragmentsView<S>& contexts, int64_t first_context, int64_t last_context, const T* gram,
                      const int64_t* gram_offsets, const CrossAttentionOptions& options, int64_t max_rows,
                      int64_t max_columns, T* workspace, T* scores);
+
+  // Backward of whole rows of pairs, for finite values: pairs without a gradient are multiplied by zero.
+  // Raw scores of one tile, its queries packed as for the forward.
+  void (*raw_tile)(const FragmentsView<S>& queries, int64_t first_query, int64_t last_query,
+                   const FragmentsView<S>& contexts, int64_t first_context, int64_t last_context, int64_t max_rows,
+                   int64_t max_columns, T* workspace, T* raw, int64_t raw_stride);
+  // gradient (n_rows, dim) += score gradients (n_rows, n_factors), or their transpose, times factors (n_factors, dim).
+  int64_t (*rows_workspace)(int64_t max_rows);
+  void (*add_rows)(const T* score_gradients, int64_t stride, bool transposed, int64_t n_rows, int64_t n_factors,
+                   const S* factors, int64_t dim, int64_t max_rows, T* workspace, T* gradient);
 };
 
 // One pair of sets that the backward recomputes, and where its results lie.
@@ -31,7 +41,7 @@ struct RecomputedPair {
 
 template <typename S, typename T>
 struct CrossAttentionKernels {
-  ScoreKernels<S, T> scores;
+  ProductKernels<S, T> products;  // in T
 
   // Gram matrix of one context set; `rows` holds a set's values where S is not T.
   int64_t (*gram_size)(int64_t length);
@@ -49,11 +59,7 @@ struct CrossAttentionKernels {
                          const RecomputedPair* const* pairs, int64_t n_pairs, const T* score_gradients,
                          const T* query_factors, T* rows, T* query_gradient);
 
-  // Backward of whole rows of pairs, for finite values: pairs without a gradient are multiplied by zero. Raw scores of
-  // one tile, its queries packed as for the forward.
-  void (*raw_tile)(const FragmentsView<S>& queries, int64_t first_query, int64_t last_query,
-                   const FragmentsView<S>& contexts, int64_t first_context, int64_t last_context, int64_t max_rows,
-                   int64_t max_columns, T* workspace, T* raw, int64_t raw_stride);
+  // Backward of whole rows of pairs.
   // Turns the raw scores of one context set with all queries into their gradient, in runs of query sets that begin at
   // the sets query_runs[0 .. n_runs]. `gradients` are the scores' of this context, `gradient_stride` apart.
   int64_t (*block_workspace)(int64_t max_contexts, int64_t max_columns);
@@ -62,14 +68,10 @@ struct CrossAttentionKernels {
                                 int64_t gradient_stride, const CrossAttentionOptions& options, int64_t max_contexts,
                                 int64_t max_columns, T* rows, T* workspace, T* raw, int64_t raw_stride,
                                 T* query_factors, T* context_gradient);
-  // Rows [first, last) of the gradient of the contexts or of the queries. The score gradients begin at their first row;
-  // `factors` are those of `n_factors` context sets, factor_stride apart.
-  int64_t product_workspace;
-  void (*add_context_rows)(const T* score_gradients, int64_t stride, const FragmentsView<S>& queries, int64_t n_rows,
-                           T* workspace, T* gradient);
-  void (*add_query_rows)(const T* score_gradients, int64_t stride, const S* contexts, int64_t n_contexts, int64_t dim,
-                         int64_t first, int64_t last, const S* queries, const T* factors, int64_t n_factors,
-                         int64_t factor_stride, T* workspace, T* gradient);
+  // Adds to rows [first, last) of the gradient of the queries what comes through their norms: each row times the sum of
+  // its `n_factors` factors, which are factor_stride apart.
+  void (*add_query_factors)(const FragmentsView<S>& queries, int64_t first, int64_t last, const T* factors,
+                            int64_t n_factors, int64_t factor_stride, T* gradient);
 
   void (*narrow)(const T* values, int64_t count, S* out);
   bool (*all_finite)(const S* values, int64_t count);
@@ -86,16 +88,16 @@ ITM_FAST_DECLARE(avx2)
 ITM_FAST_DECLARE(avx512)
 #undef ITM_FAST_DECLARE
 
-// Scores by products of bfloat16, where the processor has instructions for them. A null pack_queries marks a way that
-// would be slower than float32.
-struct LowPrecisionScores {
-  ScoreKernels<float, float> bf16, bf16x3;
-  ScoreKernels<BFloat16, float> bf16_of_bf16;
+// Products of bfloat16, where the processor has instructions for them. A null score_tile marks a way that would be
+// slower than float32.
+struct LowPrecisionProducts {
+  ProductKernels<float, float> bf16, bf16x3;
+  ProductKernels<BFloat16, float> bf16_of_bf16;
 };
 
-#define ITM_FAST_DECLARE(isa)                          \
-  namespace isa {                                      \
-  extern const LowPrecisionScores kLowPrecisionScores; \
+#define ITM_FAST_DECLARE(isa)                              \
+  namespace isa {                                          \
+  extern const LowPrecisionProducts kLowPrecisionProducts; \
   }
 ITM_FAST_DECLARE(avx512_bf16)
 ITM_FAST_DECLARE(amx)

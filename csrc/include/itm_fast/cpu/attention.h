@@ -137,19 +137,21 @@ inline void normalize_row_backward(const T* raw, const T* logits, const T* logit
   T norm;
   const T denominator = row_denominator(raw, n, mode, clip, slope, norm);
   const T scale = temperature / denominator;
-  // Divided before they are multiplied, the terms of a set of one query cancel as they should.
+  // Divided before they are multiplied, the terms of a set of one query cancel as they should. With the temperature 0
+  // there is nothing to divide, and no gradient.
+  const bool softmax = mode == Normalization::softmax && temperature != T(0);
   T along = T(0);  // sum_j (gradient of a_j) * a_j, without the temperature
   for (int64_t j = 0; j < n; ++j) {
     const T clipped = clip && raw[j] <= T(0) ? raw[j] * slope : raw[j];
-    along += logit_gradient[j] * (mode == Normalization::softmax ? logits[j] : clipped / denominator);
+    along += logit_gradient[j] * (softmax ? logits[j] / temperature : clipped / denominator);
   }
   for (int64_t j = 0; j < n; ++j) {
     const T clipped = clip && raw[j] <= T(0) ? raw[j] * slope : raw[j];
     T gradient = logit_gradient[j] * scale;
     switch (mode) {
       case Normalization::softmax:
-        // logits = temperature * a, so the temperature of the gradient stands in `along` and in `logits` once each.
-        gradient = temperature == T(0) ? T(0) : logits[j] * (logit_gradient[j] - along / temperature);
+        // logits = temperature * a
+        gradient = softmax ? logits[j] * (logit_gradient[j] - along) : T(0);
         break;
       case Normalization::clipped_l2norm:
       case Normalization::l2norm:
@@ -166,11 +168,11 @@ inline void normalize_row_backward(const T* raw, const T* logits, const T* logit
   }
 }
 
-// Whether the logits are so small that the softmax does without their maximum: numerators of e^-20 to e^20, and their
-// squares, are far from the ends of float32.
+// Whether the logits are so small that the softmax does without their maximum: numerators of e^-10 to e^10, and their
+// squares, are far from the ends of float32, also beside rows of norm 1e10.
 ITM_FAST_INLINE bool has_small_logits(const CrossAttentionOptions& options) {
   return options.normalization != Normalization::clipped && options.normalization != Normalization::no_norm &&
-         options.temperature <= 20.0 && options.temperature >= -20.0;
+         options.temperature <= 10.0 && options.temperature >= -10.0;
 }
 
 // Turns one vector of columns of logits into unnormalised attention in place: exp, softmax numerators over the

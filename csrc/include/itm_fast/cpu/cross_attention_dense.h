@@ -4,60 +4,85 @@
 // own gradient in place by differentiate_block, and multiplied with the queries and, transposed, with the contexts.
 #pragma once
 
-#include "itm_fast/cpu/cross_attention_backward.h"
+#include "itm_fast/cpu/product.h"
 
 namespace itm_fast::ITM_FAST_ISA {
 
-// Rows of the second factor that add_rows_product packs at a time: with kPanelColumns columns they fill 32 kB.
-template <typename T>
-inline constexpr int64_t kProductDepth = 32768 / (kPanelColumns<T> * static_cast<int64_t>(sizeof(T)));
+// What add_rows_product needs for at most `max_rows` rows, in elements of the sums' type.
+template <typename Product>
+struct RowsProductLayout {
+  using T = typename Product::Value;
+  static constexpr int64_t kSumsStride = kPanelColumns<T> + kLanes<T>;
+  static constexpr int64_t kLineNumbers = kDepth * Product::kNumbers;
 
-template <typename T>
-inline constexpr int64_t kProductWorkspace = kProductDepth<T> * kPanelColumns<T> + kMicroRows * kPanelColumns<T>;
+  int64_t rows, panel_part;
+  int64_t chunk, panel, sums, lines, columns, total;
 
-// out[r][d] += sum_k a[r * row_stride + k * depth_stride] * b[k][d] for r < n_rows, k < depth, d < dim. `b` and `out`
-// have rows of dim values. One of the two strides is 1, and `a` may be read up to kMicroRows - 1 rows past its end.
-template <typename T, typename S, typename RowStride, typename DepthStride>
-inline void add_rows_product(const T* a, RowStride row_stride, DepthStride depth_stride, int64_t n_rows, int64_t depth,
-                             const S* b, int64_t dim, T* workspace, T* out) {
+  explicit RowsProductLayout(int64_t max_rows) {
+    rows = round_up(max_rows, Product::kBlockRows);
+    panel_part = kDepth * kPanelColumns<T>;
+    chunk = 0;
+    panel = chunk + Product::kParts * rows * kDepthStride;
+    sums = panel + Product::kParts * panel_part;
+    lines = sums + Product::kBlockRows * kSumsStride;
+    columns = lines + max_rows * kLineNumbers;
+    total = columns + kLineNumbers * kPanelColumns<T>;
+  }
+};
+
+// out[r][d] += sum_k a[r][k] * b[k][d] for r < n_rows, k < depth, d < dim, where a[r][k] stands at r * stride + k, or
+// at k * stride + r if `transposed`. `b` and `out` have rows of dim values.
+template <typename Product, typename S>
+inline void add_rows_product(const typename Product::Value* a, int64_t stride, bool transposed, int64_t n_rows,
+                             int64_t depth, const S* b, int64_t dim, int64_t max_rows,
+                             typename Product::Value* workspace, typename Product::Value* out) {
+  using T = typename Product::Value;
+  using Cell = typename Product::Cell;
+  using Layout = RowsProductLayout<Product>;
   constexpr int64_t kColumns = kPanelColumns<T>;
-  T* panel = workspace;
-  T* rest = workspace + kProductDepth<T> * kColumns;
-  for (int64_t d = 0; d < dim; d += kColumns) {
-    const int64_t width = dim - d < kColumns ? dim - d : kColumns;
-    for (int64_t start = 0; start < depth; start += kProductDepth<T>) {
-      const int64_t count = depth - start < kProductDepth<T> ? depth - start : kProductDepth<T>;
-      for (int64_t k = 0; k < count; ++k) {
-        const S* row = b + (start + k) * dim + d;
-        if (width == kColumns) {
-          for (int v = 0; v < kPanelVectors; ++v)
-            store<T>(panel + k * kColumns + v * kLanes<T>, load(row + v * kLanes<T>));
-        } else {
-          for (int64_t c = 0; c < kColumns; ++c) panel[k * kColumns + c] = c < width ? widen(row[c]) : T(0);
+  [[maybe_unused]] typename Product::Tiles tiles{};
+  const Layout layout(max_rows);
+  Cell* chunk = reinterpret_cast<Cell*>(workspace + layout.chunk);
+  Cell* panel = reinterpret_cast<Cell*>(workspace + layout.panel);
+  T* sums = workspace + layout.sums;
+  T* lines = workspace + layout.lines;
+  const int64_t padded_rows = round_up(n_rows, Product::kBlockRows), chunk_part = layout.rows * kDepthStride;
+
+  for (int64_t begin = 0; begin < depth; begin += Layout::kLineNumbers) {
+    const int64_t count = depth - begin < Layout::kLineNumbers ? depth - begin : Layout::kLineNumbers;
+    const int64_t n_cells = Product::cells(count);
+    for (int64_t k = 0; transposed && k < count; ++k) {
+      const T* source = a + (begin + k) * stride;
+      for (int64_t r = 0; r < n_rows; ++r) lines[r * Layout::kLineNumbers + k] = source[r];
+    }
+    for (int64_t r = 0; r < padded_rows; ++r) {
+      const int64_t row = r < n_rows ? r : 0;
+      const T* line = transposed ? lines + row * Layout::kLineNumbers : a + row * stride + begin;
+      Product::to_cells(line, r < n_rows ? count : 0, n_cells, chunk + r * kDepthStride, chunk_part);
+    }
+    for (int64_t d = 0; d < dim; d += kColumns) {
+      const int64_t width = dim - d < kColumns ? dim - d : kColumns;
+      if (width == kColumns) {
+        Product::pack_rows(b + begin * dim + d, dim, count, n_cells, panel, layout.panel_part);
+      } else {
+        T* columns = workspace + layout.columns;
+        for (int64_t k = 0; k < count; ++k) {
+          for (int64_t c = 0; c < kColumns; ++c) {
+            columns[k * kColumns + c] = c < width ? widen(b[(begin + k) * dim + d + c]) : T(0);
+          }
         }
+        Product::pack_rows(static_cast<const T*>(columns), kColumns, count, n_cells, panel, layout.panel_part);
       }
-      for (int64_t r = 0; r < n_rows; r += kMicroRows) {
-        const int64_t valid = n_rows - r < kMicroRows ? n_rows - r : kMicroRows;
-        Vector<T> tile[kMicroRows][kPanelVectors] = {};
-        multiply_panel<T>(a + r * row_stride + start * depth_stride, row_stride, panel, kColumns, count, tile,
-                          depth_stride);
+      for (int64_t r = 0; r < padded_rows; r += Product::kBlockRows) {
+        const Cell* rows = chunk + r * kDepthStride;
         T* target = out + r * dim + d;
-        if (valid == kMicroRows && width == kColumns) {
-#pragma GCC unroll 12
-          for (int i = 0; i < kMicroRows; ++i) {
-            for (int v = 0; v < kPanelVectors; ++v) {
-              T* lanes = target + i * dim + v * kLanes<T>;
-              store<T>(lanes, load(lanes) + tile[i][v]);
-            }
-          }
-        } else {
-#pragma GCC unroll 12
-          for (int i = 0; i < kMicroRows; ++i) {
-            for (int v = 0; v < kPanelVectors; ++v) store<T>(rest + i * kColumns + v * kLanes<T>, tile[i][v]);
-          }
-          for (int64_t i = 0; i < valid; ++i) {
-            for (int64_t c = 0; c < width; ++c) target[i * dim + c] += rest[i * kColumns + c];
-          }
+        if (width == kColumns && r + Product::kBlockRows <= n_rows) {
+          Product::multiply_block(rows, chunk_part, panel, layout.panel_part, n_cells, false, target, dim);
+          continue;
+        }
+        Product::multiply_block(rows, chunk_part, panel, layout.panel_part, n_cells, true, sums, Layout::kSumsStride);
+        for (int64_t i = 0; i < Product::kBlockRows && r + i < n_rows; ++i) {
+          for (int64_t c = 0; c < width; ++c) target[i * dim + c] += sums[i * Layout::kSumsStride + c];
         }
       }
     }

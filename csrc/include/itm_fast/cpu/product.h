@@ -76,6 +76,16 @@ struct Exact {
     for (; k < n_cells; ++k) cells[k] = Cell{};
   }
 
+  // Rows of a factor, `dim` apart, become cells of a panel: row k that of depth k. There are `count` rows.
+  template <typename S>
+  ITM_FAST_INLINE static void pack_rows(const S* rows, int64_t dim, int64_t, int64_t n_cells, Cell* panel, int64_t) {
+    for (int64_t k = 0; k < n_cells; ++k) {
+      for (int v = 0; v < kPanelVectors; ++v) {
+        store<T>(panel + (k * kPanelVectors + v) * kLanes<T>, load(rows + k * dim + v * kLanes<T>));
+      }
+    }
+  }
+
   ITM_FAST_INLINE static void multiply_block(const Cell* chunk, int64_t, const Cell* panel, int64_t, int64_t depth,
                                              bool first, T* raw, int64_t stride) {
     multiply_micro_block(chunk, panel, depth, first, raw, stride);
@@ -119,6 +129,31 @@ struct Bf16 {
       float rest[kLanes<float>] = {};
       for (int64_t i = 0; i < kLanes<float> && k + i < count; ++i) rest[i] = widen(row[k + i]);
       split(load(static_cast<const float*>(rest)), high + k, low + k);
+    }
+  }
+
+  // Rows of a factor, `dim` apart, become cells of a panel: rows 2 k and 2 k + 1 those of depth k. There are `count`
+  // rows.
+  template <typename S>
+  ITM_FAST_INLINE static void pack_rows(const S* rows, int64_t dim, int64_t count, int64_t n_cells, Cell* panel,
+                                        int64_t part_stride) {
+    for (int64_t k = 0; k < n_cells; ++k) {
+      for (int v = 0; v < kPanelVectors; ++v) {
+        BFloat16 halves[2][Parts][kLanes<float>];
+        for (int64_t half = 0; half < 2; ++half) {
+          const int64_t row = 2 * k + half;
+          const Vector<float> x = row < count ? load(rows + row * dim + v * kLanes<float>) : Vector<float>{};
+          split(x, halves[half][0], halves[half][Parts - 1]);
+        }
+        for (int part = 0; part < Parts; ++part) {
+          HalfLanes lower, upper;
+          __builtin_memcpy(&lower, halves[0][part], sizeof(lower));
+          __builtin_memcpy(&upper, halves[1][part], sizeof(upper));
+          const FloatBits cells = __builtin_convertvector(lower, FloatBits) | __builtin_convertvector(upper, FloatBits)
+                                                                                  << 16;
+          __builtin_memcpy(panel + part * part_stride + (k * kPanelVectors + v) * kLanes<float>, &cells, sizeof(cells));
+        }
+      }
     }
   }
 

@@ -214,8 +214,8 @@ ITM_FAST_INLINE Vector<float> exp_vector(Vector<float> x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  const Mask<float> bits = (Mask<float>)(shifted) << 23;
-  const Vector<float> scaled = (Vector<float>)((Mask<float>)p + bits);
+  const FloatBits bits = (FloatBits)(shifted) << 23;
+  const Vector<float> scaled = (Vector<float>)((FloatBits)p + bits);
   const Vector<float> result = x < lowest ? Vector<float>{} : scaled;
   return x == x ? result : x;
 }
