@@ -265,6 +265,25 @@ def test_a_split_copied_to_another_name(folder: Path) -> None:
     ]  # fmt: skip
 
 
+def test_every_copy_of_an_image_counts(folder: Path) -> None:
+    """Four rows of train are one image of test, which has it twice; another only looks like it at both ends."""
+    test, train = np.load(folder / "test_ims.npy"), features_of(4)
+    test[2] = test[1]
+    np.save(folder / "test_ims.npy", test)
+    train[:] = test[1]
+    np.save(folder / "train_ims.npy", train)
+    (folder / "test_ids.txt").unlink()
+    what = "images whose features are those of images of test"
+    assert problems(folder) == [
+        Problem("train_ims.npy", what, 4, tuple(f"row {row} (row 1 of test)" for row in range(4))),
+    ]
+    train[2, 1] += 1
+    np.save(folder / "train_ims.npy", train)
+    assert problems(folder) == [
+        Problem("train_ims.npy", what, 3, tuple(f"row {row} (row 1 of test)" for row in (0, 1, 3))),
+    ]
+
+
 def test_a_vocabulary_of_other_data(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     Vocabulary([*SPECIAL, "caption"]).save(other)

@@ -125,14 +125,14 @@ def _compare_ids(left: SplitCheck, right: SplitCheck, problems: list[Problem]) -
 
 def _compare_features(left: SplitCheck, right: SplitCheck, problems: list[Problem]) -> None:
     """The same by the features, where names are missing or differ."""
-    _, ours, theirs = np.intersect1d(left.hashes, right.hashes, return_indices=True)
-    pairs = [
-        (int(one), int(other))
-        for one, other in sorted(zip(ours, theirs, strict=True), key=lambda pair: int(pair[1]))
-        if left.image(one) == right.image(other)
-    ]
+    first: dict[bytes, int] = {}
+    for image in np.flatnonzero(np.isin(left.hashes, right.hashes)).tolist():
+        first.setdefault(left.digest(image), image)
+    candidates = np.flatnonzero(np.isin(right.hashes, left.hashes)).tolist() if first else []
+    found = ((image, first.get(right.digest(image))) for image in candidates)
+    pairs = [(image, other) for image, other in found if other is not None]
     if pairs:
         what = f"images whose features are those of images of {left.split}"
-        places = (f"row {right.row(other)} (row {left.row(one)} of {left.split})" for one, other in pairs)
+        places = (f"row {right.row(image)} (row {left.row(other)} of {left.split})" for image, other in pairs)
         file = f"{right.split}_ims.npy"
         problems.append(Problem(file, what, len(pairs), tuple(itertools.islice(places, MAX_PLACES))))

@@ -200,9 +200,9 @@ class SplitCheck:
         """Where an image stands in the file."""
         return image * self.stride
 
-    def image(self, image: int) -> bytes:
-        """The features of an image."""
-        return b"" if self.rows is None else self.rows[self.row(image)].tobytes()
+    def digest(self, image: int) -> bytes:
+        """What only images of the same features have."""
+        return b"" if self.rows is None else hashlib.blake2b(self.rows[self.row(image)].tobytes()).digest()
 
     def _check_ids(self, n_images: int, stride: int, caption_image: np.ndarray | None, n_captions: int) -> None:
         known = caption_image is not None
