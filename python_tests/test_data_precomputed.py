@@ -239,6 +239,7 @@ NOT_READABLE = r"not a readable \.npy array of numbers \(.*; \d+ bytes on disk\)
         (lambda path: path.write_text("no array", encoding="utf-8"), NOT_READABLE),
         (_npy(np.array([[[{}]]], dtype=object), allow_pickle=True), NOT_READABLE),
         (lambda path: np.savez(path.open("wb"), features_of(1)), r"expected one \.npy array, got NpzFile"),
+        (lambda path: path.write_bytes(b"PK\x03\x04, and then no archive"), NOT_READABLE),
         (_npy(features_of(4)[0]), r"expected features of shape \(images, regions, channels\), got shape \(3, 4\)"),
         (_npy(features_of(4)[None]), r"expected features of shape .*, got shape \(1, 4, 3, 4\)"),
         (_npy(features_of(4).astype(np.int64)), "expected float16, float32 or float64 features, got int64"),
@@ -286,6 +287,7 @@ def test_values_beyond_float32_are_not_finite_but_large_sums_are_fine(tmp_path):
         (b" \t ", "line 3: the caption is empty"),
         (b"b'a man in a hat'", r"line 3: the caption is the text of a bytes literal \(b'a man in a hat'\)"),
         (b'b"it\'s a man"', r"line 3: the caption is the text of a bytes literal \(b\"it's a man\"\)"),
+        (b"B'a hat'", "line 3: the caption is the text of a bytes literal"),
         (b"b'a\\n'", "line 3: the caption is the text of a bytes literal"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -31,6 +32,13 @@ def test_the_example_runs() -> None:
 def test_every_operator_is_in_the_table() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE)
     assert sorted(rows) == sorted(F_itm.__all__)
+
+
+def test_the_committed_demo_learned_what_it_promises_in_the_time_it_promises() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())
+    assert result["trained"]["rsum"] >= 300
+    assert result["seconds"] <= 8 * 60
+    assert result["environment"]["threads"] == 2
 
 
 def test_links_and_pictures_of_all_pages_exist() -> None:

@@ -31,6 +31,18 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.native
+def test_gradcheck_of_hardest_negatives() -> None:
+    scores = random_scores(7, dtype=torch.float64).requires_grad_()
+    positives = random_scores(7, seed=2) > 0.3
+    for excluded in (None, positives):
+        with native_calls() as calls:
+            assert torch.autograd.gradcheck(
+                lambda s, excluded=excluded: [values for values, _ in F_itm.hardest_negatives(s, excluded)], (scores,)
+            )
+        assert {name for name, _ in calls} == {"hardest_negatives", "hardest_negatives_backward"}
+
+
 @pytest.mark.parametrize("mining", MINING)
 @pytest.mark.parametrize(("directions", "reduction"), [("both", "none"), ("rows", "sum"), ("columns", "none")])
 def test_opcheck_of_the_loss(mining: str, directions: str, reduction: str) -> None:

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import tokenize
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +26,7 @@ CAPTIONS_PER_IMAGE = 5
 Parsed = TypeVar("Parsed")
 
 # What str() makes of a bytes object: the trace of a file read as bytes and written back as text.
-_BYTES_LITERAL = re.compile(r"b'.*'|b\".*\"", re.DOTALL)
+_BYTES_LITERAL = re.compile(r"[bB]'.*'|[bB]\".*\"", re.DOTALL)
 
 
 def split_path(directory: str | os.PathLike[str], split: str, suffix: str) -> Path:
@@ -84,7 +85,7 @@ def open_features(path: str | os.PathLike[str]) -> np.memmap:
 # What numpy lets through for headers that are damaged or made to do harm.
 _UNREADABLE = (
     ValueError, EOFError, SyntaxError, TypeError, KeyError, OverflowError, RecursionError, MemoryError,
-    tokenize.TokenError,
+    tokenize.TokenError, zipfile.BadZipFile,
 )  # fmt: skip
 _MAX_HEADER_BYTES = 10_000  # as numpy, which however reads the header before it looks at its length
 
