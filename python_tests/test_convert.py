@@ -21,7 +21,7 @@ from helpers.official_scan import (
     write_vocabulary,
 )
 
-from itm_fast import cli, compat, models
+from itm_fast import cli, compat, files, models
 from itm_fast.data import Vocabulary
 
 CAPTIONS = ["word3 word1 word11", "word2", "word5 word5 word7 unheard word0 word9", "word4 word8"]
@@ -68,6 +68,10 @@ def assert_official(run: Path, model: list, opt: argparse.Namespace) -> None:
         {"cross_attn": "i2t", "lambda_softmax": 4, "agg_func": "Max", "raw_feature_norm": "softmax"},
         {"agg_func": "Sum", "raw_feature_norm": "l2norm", "no_imgnorm": True},
         {"raw_feature_norm": "no_norm", "no_txtnorm": True, "lambda_softmax": 1.5},
+        {"raw_feature_norm": "l1norm", "agg_func": "LogSumExp"},
+        {"raw_feature_norm": "l1norm", "cross_attn": "i2t", "lambda_softmax": 4},
+        {"raw_feature_norm": "clipped_l1norm"},
+        {"raw_feature_norm": "clipped_l1norm", "cross_attn": "i2t", "lambda_softmax": 20.0},
         {"raw_feature_norm": "clipped", "num_layers": 2, "embed_size": 7},
         {"precomp_enc_type": "weight_norm"},
         {"bi_gru": False},
@@ -89,7 +93,8 @@ def test_different_options_give_different_scores() -> None:
     base = official_scores(random_model(plain), plain, features(), ids)
     for name, value in (
         ("agg_func", "LogSumExp"), ("cross_attn", "i2t"), ("lambda_softmax", 4.0), ("raw_feature_norm", "softmax"),
-        ("raw_feature_norm", "l2norm"), ("raw_feature_norm", "clipped"), ("no_imgnorm", True), ("no_txtnorm", True),
+        ("raw_feature_norm", "l2norm"), ("raw_feature_norm", "clipped"), ("raw_feature_norm", "l1norm"),
+        ("raw_feature_norm", "clipped_l1norm"), ("no_imgnorm", True), ("no_txtnorm", True),
         ("bi_gru", False),
     ):  # fmt: skip
         opt = options(**{name: value})
@@ -189,6 +194,40 @@ def test_command_converts_and_evaluate_takes_the_run(
     for k in (1, 5, 10):
         assert measured[f"i2t_r{k}"] == pytest.approx(100 * np.mean(np.array(by_image) < k)), k
         assert measured[f"t2i_r{k}"] == pytest.approx(100 * np.mean(np.array(by_caption) < k)), k
+
+
+class Killed(BaseException):
+    """What nobody catches."""
+
+
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_a_conversion_that_was_killed_is_made_up_for(
+    tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    """After any number of the three files; what is there until then is taken for no model."""
+    opt, run = options(), tmp_path / "run"
+    model = random_model(opt)
+    path = write_checkpoint(tmp_path / "c.pth.tar", model, opt)
+    write, calls = files.write_bytes, []
+
+    def killed(target: Path, content: bytes) -> None:
+        if len(calls) == written:
+            target.parent.mkdir(exist_ok=True)
+            target.with_name(f".{target.stem}.abcdefgh.tmp{target.suffix}").write_bytes(content[:10])
+            raise Killed
+        calls.append(target.name)
+        write(target, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_bytes", killed)
+        with pytest.raises(Killed):
+            compat.convert("scan", path, vocab, run)
+    assert len(list(run.iterdir())) == written + 1
+    with pytest.raises(ValueError, match=r"config\.json: no such file; .* is not a saved model"):
+        models.load(run)
+    compat.convert("scan", path, vocab, run)
+    assert sorted(file.name for file in run.iterdir()) == ["config.json", "model.safetensors", "vocab.json"]
+    assert_official(run, model, opt)
 
 
 def test_an_unknown_option_can_be_declared_harmless(tmp_path: Path, vocab: Path) -> None:

@@ -249,12 +249,20 @@ def test_missing_files_and_unknown_sources(tmp_path: Path, vocab: Path) -> None:
         compat.convert("scam", path, vocab, tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "vocab.json", "train.yaml"])
-def test_a_model_is_never_overwritten(tmp_path: Path, vocab: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.json", "another config.json, which the model would overwrite"),
+        ("model.safetensors", "another model.safetensors, which the model would overwrite"),
+        ("vocab.json", "another vocab.json, which the model would overwrite"),
+        ("train.yaml", "train.yaml, the settings of a training run"),
+    ],
+)
+def test_a_model_is_never_overwritten(tmp_path: Path, vocab: Path, name: str, text: str) -> None:
     path = write_checkpoint(tmp_path / "c.pth.tar", random_model(options()), options())
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_text("mine")
-    message = re.escape(f"{tmp_path / 'run'}: holds {name}, which the model would overwrite; choose another --out")
+    message = re.escape(f"{tmp_path / 'run'}: holds {text}; choose another --out")
     with pytest.raises(ValueError, match=f"^{message}$"):
         compat.convert("scan", path, vocab, tmp_path / "run")
     assert [file.name for file in (tmp_path / "run").iterdir()] == [name]

@@ -18,13 +18,12 @@ from itm_fast import files
 from itm_fast.compat import scan
 from itm_fast.compat.checkpoint import OfficialCheckpoint, read_checkpoint
 from itm_fast.data import Vocabulary
-from itm_fast.models.base import CONFIG_FILE, WEIGHTS_FILE, MatchingModel
+from itm_fast.models.base import MatchingModel
+from itm_fast.run_files import CONFIG, VOCABULARY
 
 __all__ = ["SOURCES", "convert"]
 
 SOURCES: Mapping[str, Callable[[OfficialCheckpoint, int], MatchingModel]] = {"scan": scan.read}
-
-VOCABULARY_FILE = "vocab.json"
 
 
 def convert(
@@ -41,7 +40,8 @@ def convert(
         source: the published code that wrote it, one of `SOURCES`.
         checkpoint: its file, such as `model_best.pth.tar`; nothing in it is executed.
         vocabulary: the vocabulary JSON it was trained with; it is copied into `out`.
-        out: the folder to write; it must not hold a model yet.
+        out: the folder to write; it must not hold another model. What a conversion of the same files that was killed
+            left there is no hindrance.
         ignored_options: names of unknown options of the checkpoint that do not change its scores.
 
     Returns:
@@ -54,20 +54,27 @@ def convert(
     if source not in SOURCES:
         raise ValueError(settings.unknown_name("source", source, list(SOURCES)))
     folder, vocabulary = Path(out), Path(vocabulary)
-    _check_folder(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: expected a folder for the model, found a file")
     if not vocabulary.is_file():
         raise ValueError(f"{vocabulary}: no such vocabulary file")
     words = Vocabulary.from_file(vocabulary)
     official = read_checkpoint(checkpoint, ignored_options=ignored_options)
     model = SOURCES[source](official, len(words))
-    files.write_bytes(folder / VOCABULARY_FILE, vocabulary.read_bytes())
-    model.save(folder)
+    # The model's own files come last: until they are whole the folder is no saved model.
+    contents = {VOCABULARY: vocabulary.read_bytes(), **model.file_contents()}
+    _check_contents(folder, contents)
+    for name, content in contents.items():
+        files.remove_temporaries(folder / name)
+        files.write_bytes(folder / name, content)
     return official
 
 
-def _check_folder(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder}: expected a folder for the model, found a file")
-    for name in (CONFIG_FILE, WEIGHTS_FILE, VOCABULARY_FILE, "train.yaml"):
-        if (folder / name).exists():
-            raise ValueError(f"{folder}: holds {name}, which the model would overwrite; choose another --out")
+def _check_contents(folder: Path, contents: Mapping[str, bytes]) -> None:
+    if (folder / CONFIG).exists():
+        raise ValueError(f"{folder}: holds {CONFIG}, the settings of a training run; choose another --out")
+    for name, content in contents.items():
+        path = folder / name
+        same = path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content
+        if path.exists() and not same:
+            raise ValueError(f"{folder}: holds another {name}, which the model would overwrite; choose another --out")

@@ -59,11 +59,15 @@ class MatchingModel(nn.Module, abc.ABC):
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes `config.json` and `model.safetensors`, each atomically; the folder is created where missing."""
+        for name, content in self.file_contents().items():
+            files.write_bytes(Path(directory) / name, content)
+
+    def file_contents(self) -> dict[str, bytes]:
+        """What `save` writes, by name, in this order: a folder without its last file is no saved model."""
         content = {"format_version": FORMAT.newest, "model": self.name, "config": settings.to_dict(self.config)}
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         # Bytes, not save_file, whose exceptions do not say in a readable way that a disk is full.
-        files.write_bytes(Path(directory) / WEIGHTS_FILE, serialize(weights))
-        files.write_text(Path(directory) / CONFIG_FILE, json.dumps(content, indent=2) + "\n")
+        return {WEIGHTS_FILE: serialize(weights), CONFIG_FILE: (json.dumps(content, indent=2) + "\n").encode()}
 
 
 _MODELS: dict[str, type[MatchingModel]] = {}

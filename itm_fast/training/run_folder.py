@@ -1,12 +1,6 @@
-"""The RUN folder: what lies where, and when a run may write into it.
+"""The RUN folder, whose files `itm_fast.run_files` names: when a run may write into it.
 
-RUN/config.json, RUN/model.safetensors   the best model, what `itm_fast.models.load` takes
-RUN/vocab.json                           the vocabulary of its captions
-RUN/train.yaml                           the settings of the run
-RUN/last/checkpoint.pt                   all that `--resume` needs, beside the log
-RUN/last/lock                            held by the process that trains
-RUN/metrics.jsonl                        one line per log step and per validation
-RUN/tensorboard/                         the log's numbers for TensorBoard, where asked for
+Inside: `check`, `prepare`, `saved_config`.
 """
 
 from __future__ import annotations
@@ -17,15 +11,11 @@ from itm_fast import config as settings
 from itm_fast import files
 from itm_fast.messages import shown
 from itm_fast.models.base import CONFIG_FILE, WEIGHTS_FILE
+from itm_fast.run_files import CONFIG, METRICS, TENSORBOARD, VOCABULARY
 from itm_fast.training.checkpoint import STATE_FILE
 from itm_fast.training.config import TrainConfig, read_yaml, to_yaml
 
 __all__ = ["CONFIG", "METRICS", "TENSORBOARD", "VOCABULARY", "check", "prepare", "saved_config"]
-
-CONFIG = "train.yaml"
-METRICS = "metrics.jsonl"
-TENSORBOARD = "tensorboard"
-VOCABULARY = "vocab.json"
 
 
 def saved_config(run: str | Path) -> TrainConfig:
