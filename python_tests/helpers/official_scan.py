@@ -189,6 +189,8 @@ def _score(regions: np.ndarray, words: np.ndarray, opt: argparse.Namespace) -> f
         raw = np.where(raw > 0, raw, 0.1 * raw)
     if opt.raw_feature_norm.endswith("l2norm"):
         raw = _l2norm(raw)
+    elif opt.raw_feature_norm.endswith("l1norm"):
+        raw = raw / (np.abs(raw).sum(axis=1, keepdims=True) + 1e-8)
     elif opt.raw_feature_norm == "softmax":
         raw = np.exp(raw) / np.exp(raw).sum(axis=1, keepdims=True)
     weights = np.exp(raw.T * opt.lambda_softmax)
