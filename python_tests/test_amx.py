@@ -74,6 +74,24 @@ def test_products_of_small_integers_are_exact(amx, parts, n_rows, n_columns, dim
     assert torch.equal(product(amx, parts, rows, columns), rows @ columns.t())
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("n_rows", "depth", "dim"), [(1, 1, 1), (32, 64, 32), (45, 70, 33), (33, 301, 64)])
+def test_rows_are_added_to_what_is_there(amx, parts, transposed, n_rows, depth, dim):
+    """The products of the backward: score gradients, or their transpose, times rows."""
+    generator = torch.Generator().manual_seed(depth)
+    factors = torch.randint(-8, 9, (n_rows, depth), generator=generator).float()
+    rows = torch.randint(-8, 9, (depth, dim), generator=generator).float()
+    out = torch.randint(-8, 9, (n_rows, dim), generator=generator).float()
+    expected = out + factors @ rows
+    stored = (factors.t() if transposed else factors).contiguous()
+    amx.amx_rows_product(
+        *sizes(parts), pointer(stored), *sizes(stored.shape[1], transposed, n_rows, depth), pointer(rows), *sizes(dim),
+        pointer(out),
+    )  # fmt: skip
+    assert torch.equal(out, expected)
+
+
 def test_two_parts_keep_sixteen_bits(amx):
     generator = torch.Generator().manual_seed(0)
     rows, columns = torch.randn(40, 300, generator=generator), torch.randn(50, 300, generator=generator)

@@ -46,10 +46,23 @@ void scores(const ProductKernels<S, float>& table, const S* queries, const int64
                    max_columns, workspace.data(), out);
 }
 
+template <int Parts>
+void rows_product(const float* a, int64_t stride, bool transposed, int64_t n_rows, int64_t depth, const float* b,
+                  int64_t dim, float* out) {
+  std::vector<float> workspace(RowsProductLayout<Bf16<Parts>>(n_rows).total, -1e30f);
+  add_rows_product<Bf16<Parts>>(a, stride, transposed, n_rows, depth, b, dim, n_rows, workspace.data(), out);
+}
+
 }  // namespace
 }  // namespace itm_fast::amx
 
 extern "C" {
+
+void amx_rows_product(int64_t parts, const float* a, int64_t stride, int64_t transposed, int64_t n_rows, int64_t depth,
+                      const float* b, int64_t dim, float* out) {
+  (parts == 1 ? itm_fast::amx::rows_product<1> : itm_fast::amx::rows_product<2>)(a, stride, transposed != 0, n_rows,
+                                                                                 depth, b, dim, out);
+}
 
 void amx_product(int64_t parts, const float* rows, int64_t n_rows, const float* columns, int64_t n_columns, int64_t dim,
                  float* out) {
