@@ -1,4 +1,4 @@
-"""`triplet_loss` and `hardest_negatives`: values and gradients of the reference and the native kernels."""
+"""`triplet_loss`: values and gradients of the reference and the native kernels against plain loops."""
 
 from __future__ import annotations
 
@@ -7,58 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fragments import native_calls
 from helpers.tolerance import assert_close_to_exact
-from helpers.triplets import loop_hardest, loop_losses
+from helpers.triplet_cases import (
+    IMPLEMENTATIONS,
+    MINING,
+    SPECIAL,
+    VALUES,
+    assert_equals_loops,
+    both_implementations,
+    random_scores,
+    with_gradients,
+)
+from helpers.triplets import loop_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import itm_fast.functional as F_itm
 from itm_fast import reference
 from itm_fast.losses import TripletLoss
 
-MINING = ("all", "hardest", "selective", "semi_hard", "contrastive")
-IMPLEMENTATIONS = {"native": F_itm.triplet_loss, "reference": reference.triplet_loss}
 # More than one block of rows, and one row more or less than a whole number of vectors.
 SIZES = (1, 2, 3, 17, 64, 65, 130)
-
-both_implementations = pytest.mark.parametrize(
-    "implementation", [pytest.param("native", marks=pytest.mark.native), "reference"]
-)
-
-
-def random_scores(n: int, m: int | None = None, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (0.3 * torch.randn(n, n if m is None else m, generator=generator, dtype=torch.float64)).to(dtype)
-
-
-def with_gradients(function: Any, scores: Tensor, weights: Tensor | None = None, **options: Any) -> list[Tensor]:
-    """The losses of the anchors, and the gradients of the scores and of `positive_scores` where given."""
-    inputs = [scores.clone().requires_grad_()]
-    if options.get("positive_scores") is not None:
-        inputs.append(options["positive_scores"].clone().requires_grad_())
-        options = {**options, "positive_scores": inputs[1]}
-    losses = function(inputs[0], reduction="none", **options)
-    incoming = torch.ones_like(losses) if weights is None else weights.to(losses.dtype).reshape(losses.shape)
-    return [losses.detach(), *torch.autograd.grad(losses, inputs, incoming)]
-
-
-def assert_equals_loops(function: Any, scores: Tensor, tolerance: float = 1e-12, **options: Any) -> None:
-    n_directions = 2 if options.get("directions", "both") == "both" else 1
-    anchors = scores.shape[1 if options.get("directions") == "columns" else 0]
-    weights = torch.linspace(0.5, 1.5, n_directions * anchors, dtype=torch.float64).reshape(n_directions, anchors)
-    losses, *gradients = with_gradients(function, scores, weights, **options)
-    exact, gradient, own_gradient = loop_losses(scores, weights=weights, **options)
-    torch.testing.assert_close(losses.double().reshape(exact.shape), exact, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(gradients[0].double(), gradient, rtol=tolerance, atol=tolerance)
-    # Exactly zero where nothing belongs: what stands before the loss recomputes only what is not.
-    assert not bool(gradients[0][gradient == 0].any())
-    if options.get("positive_scores") is not None:
-        torch.testing.assert_close(gradients[1].double(), own_gradient, rtol=tolerance, atol=tolerance)
-
-
-# Values and gradients
 
 
 @both_implementations
@@ -186,10 +155,6 @@ def test_a_nan_reaches_the_loss_of_its_anchors_and_of_no_others(implementation: 
     assert math.isnan(function(torch.tensor([[math.nan]]), mining=mining).item())
 
 
-values = st.sampled_from([-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0])
-special = st.sampled_from([math.nan, math.inf, -math.inf])
-
-
 @pytest.mark.native
 @settings(max_examples=300, deadline=None)
 @given(st.data())
@@ -199,7 +164,7 @@ def test_ties_masks_and_special_values(data: st.DataObject) -> None:
     directions = data.draw(st.sampled_from(["both", "rows", "columns"]))
     separate = directions != "both" and data.draw(st.booleans())
     m = data.draw(st.integers(0, 6)) if separate else n
-    element = data.draw(st.sampled_from([values, values | special]))
+    element = data.draw(st.sampled_from([VALUES, VALUES | SPECIAL]))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     scores = torch.tensor(data.draw(st.lists(element, min_size=n * m, max_size=n * m)), dtype=dtype).reshape(n, m)
     options: dict[str, Any] = {
@@ -226,173 +191,6 @@ def test_ties_masks_and_special_values(data: st.DataObject) -> None:
             torch.testing.assert_close(gradients[0].double(), gradient, rtol=1e-6, atol=1e-6, msg=name)
             if separate:
                 torch.testing.assert_close(gradients[1].double(), own_gradient, rtol=1e-6, atol=1e-6, msg=name)
-
-
-@pytest.mark.native
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 300), st.sampled_from(MINING), st.integers(0, 2**31), st.booleans())
-def test_float32_is_as_accurate_as_plain_pytorch(size: int, mining: str, seed: int, with_mask: bool) -> None:
-    scores = random_scores(size, dtype=torch.float32, seed=seed)
-    options = {"mining": mining, "positives": random_scores(size, seed=seed + 1) > 0.5 if with_mask else None}
-    actual = with_gradients(F_itm.triplet_loss, scores, **options)
-    plain = with_gradients(reference.triplet_loss, scores, **options)
-    exact = with_gradients(reference.triplet_loss, scores.double(), **options)
-    # The gradient of a sum counts hinges; one at the rounding of zero may be counted differently.
-    own = scores.diagonal()
-    hinges = torch.stack([0.2 + scores - own[:, None], 0.2 + scores - own])
-    near = mining in ("all", "selective") and bool((hinges.abs() < 1e-6).any())
-    for name, a, p, e in zip(("losses", "gradient"), actual, plain, exact, strict=True):
-        if name == "losses" or not near:
-            assert_close_to_exact(a, p, e, name=f"{mining} {name}")
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("mining", MINING)
-def test_gradcheck(mining: str) -> None:
-    scores, mask = random_scores(7), random_scores(7, seed=1) > 0.4
-    own = random_scores(1, 7, seed=2)[0]
-    for options in (
-        {"reduction": "none"},
-        {"reduction": "mean", "positives": mask, "epsilon": 0.3, "halve": True},
-        {"directions": "rows", "positive_scores": own, "selective_divisor": "negatives", "epsilon": 0.3},
-        {"directions": "columns", "positive_scores": own, "positives": mask},
-    ):
-        inputs = [scores.clone().requires_grad_()]
-        if "positive_scores" in options:
-            inputs.append(own.clone().requires_grad_())
-
-        def loss(s: Tensor, p: Tensor | None = None, options: dict[str, Any] = options) -> Tensor:
-            return F_itm.triplet_loss(
-                s, mining=mining, **({**options, "positive_scores": p} if p is not None else options)
-            )
-
-        assert torch.autograd.gradcheck(loss, inputs)
-
-
-# What the gradient touches
-
-
-@pytest.mark.native
-def test_hardest_mining_sends_gradient_to_at_most_three_pairs_an_anchor() -> None:
-    scores = random_scores(200, dtype=torch.float32)
-    _, gradient = with_gradients(F_itm.triplet_loss, scores)
-    touched = {(i, i) for i in range(200)}
-    (_, rows), (_, columns) = F_itm.hardest_negatives(scores)
-    touched |= {(i, j) for i, j in enumerate(rows.tolist())} | {(i, j) for j, i in enumerate(columns.tolist())}
-    assert {tuple(pair) for pair in gradient.nonzero().tolist()} <= touched
-    assert int((gradient != 0).sum()) > 400
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("mining", MINING)
-@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
-def test_an_incoming_gradient_that_is_not_finite_or_zero_stays_with_its_anchor(mining: str, value: float) -> None:
-    scores = random_scores(66)
-    options = {"mining": mining, "epsilon": 0.2}
-    weights = torch.ones(2, 66, dtype=torch.float64)
-    weights[0, 65] = value
-    _, gradient = with_gradients(F_itm.triplet_loss, scores, weights, **options)
-    finite = weights.nan_to_num(posinf=0.0).where(weights == 1, 0.0)
-    expected = loop_losses(scores, weights=finite, **options)[1]
-    assert torch.allclose(gradient[:65], expected[:65], atol=1e-12)
-    only_this = torch.zeros(2, 66, dtype=torch.float64)
-    only_this[0, 65] = 1.0
-    touched = loop_losses(scores, weights=only_this, **options)[1][65] != 0
-    assert torch.allclose(gradient[65, ~touched], expected[65, ~touched], atol=1e-12)
-    assert bool(touched.any())
-    assert torch.equal(gradient[65, touched].isfinite(), torch.full((int(touched.sum()),), math.isfinite(value)))
-
-
-# Layouts, threads, native path
-
-
-@pytest.mark.native
-def test_any_strides_are_taken() -> None:
-    dense = random_scores(12)
-    expected = with_gradients(F_itm.triplet_loss, dense, positives=dense > 0.3)
-    wide = torch.zeros(24, 30, dtype=torch.float64)
-    wide[::2, 3:15] = dense
-    for scores in (dense.t().contiguous().t(), wide[::2, 3:15]):
-        leaf = scores.detach().requires_grad_()
-        losses = F_itm.triplet_loss(leaf, positives=(scores > 0.3).t().contiguous().t(), reduction="none")
-        gradient = torch.autograd.grad(losses.sum(), leaf)[0]  # an expanded gradient comes in
-        assert torch.equal(losses, expected[0])
-        assert torch.equal(gradient, expected[1])
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("mining", MINING)
-def test_results_do_not_depend_on_the_number_of_threads(mining: str) -> None:
-    scores = random_scores(700, dtype=torch.float32)
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3, 1):
-            torch.set_num_threads(threads)
-            results.append(with_gradients(F_itm.triplet_loss, scores, mining=mining, epsilon=0.1))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-@pytest.mark.native
-def test_the_native_kernels_run() -> None:
-    with native_calls() as calls:
-        F_itm.triplet_loss(random_scores(4).requires_grad_()).backward()
-        (values, _), _ = F_itm.hardest_negatives(random_scores(4).requires_grad_())
-        values.sum().backward()
-    names = ["triplet_loss", "triplet_loss_backward", "hardest_negatives", "hardest_negatives_backward"]
-    assert [name for name, _ in calls] == names
-    with native_calls() as calls:
-        reference.triplet_loss(random_scores(4).requires_grad_()).backward()
-    assert calls == []
-
-
-# Hardest negatives
-
-HARDEST = [pytest.param(F_itm.hardest_negatives, marks=pytest.mark.native), reference.hardest_negatives]
-
-
-@pytest.mark.parametrize("function", HARDEST)
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_hardest_negatives_equal_the_loops(function: Any, data: st.DataObject) -> None:
-    n = data.draw(st.integers(0, 7))
-    element = data.draw(st.sampled_from([values, values | special]))
-    scores = torch.tensor(data.draw(st.lists(element, min_size=n * n, max_size=n * n))).reshape(n, n)
-    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n * n, max_size=n * n)), dtype=torch.bool)
-    positives = mask.reshape(n, n) if data.draw(st.booleans()) else None
-    results = function(scores, positives)
-    for side, (found, indices) in enumerate(results):
-        matrix = scores if side == 0 else scores.t()
-        excluded = torch.eye(n, dtype=torch.bool)
-        if positives is not None:
-            excluded = excluded | (positives if side == 0 else positives.t())
-        assert indices.dtype == torch.int64
-        for anchor in range(n):
-            negatives = {j: matrix[anchor, j].item() for j in range(n) if not excluded[anchor, j]}
-            value, index = loop_hardest(negatives)
-            assert indices[anchor].item() == index
-            assert found[anchor].item() == value or (math.isnan(value) and math.isnan(found[anchor].item()))
-
-
-@pytest.mark.parametrize("function", HARDEST)
-def test_hardest_negatives_send_their_gradient_to_the_chosen_scores(function: Any) -> None:
-    scores = random_scores(90).requires_grad_()
-    (rows, row_indices), (columns, column_indices) = function(scores)
-    weights = torch.linspace(1, 2, 90, dtype=torch.float64)
-    (rows @ weights + 3 * columns @ weights).backward()
-    expected = torch.zeros(90, 90, dtype=torch.float64)
-    for anchor in range(90):
-        expected[anchor, row_indices[anchor]] += weights[anchor]
-        expected[column_indices[anchor], anchor] += 3 * weights[anchor]
-    assert torch.allclose(scores.grad, expected)
-    assert torch.equal(rows, scores.detach()[torch.arange(90), row_indices])
-    assert not row_indices.requires_grad
-
-
-# Module
 
 
 @pytest.mark.parametrize("mining", MINING)
