@@ -15,7 +15,7 @@ from helpers.commands import error
 from helpers.runs import OPTIONS, config, make_trainer
 from helpers.runs import run as train
 
-from itm_fast.training import checkpoint
+from itm_fast.training.checkpoint import load_state, save_state
 
 DAMAGED = "the training state is damaged: "
 
@@ -215,7 +215,7 @@ def test_what_every_configuration_saves_is_accepted(
     train(settings)
     trainer = make_trainer(settings)
     trainer.restore()
-    saved = checkpoint.load_state(tmp_path / "run")
+    saved = load_state(tmp_path / "run")
     taken = trainer.stepper.state_dict()
     assert taken["scheduler"] == saved["scheduler"]
     assert taken["optimizer"]["param_groups"] == saved["optimizer"]["param_groups"]
@@ -223,3 +223,24 @@ def test_what_every_configuration_saves_is_accepted(
     for index, kept in saved["optimizer"]["state"].items():
         for name, values in kept.items():
             assert torch.equal(taken["optimizer"]["state"][index][name], values)
+
+
+def test_a_damaged_state_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"checkpoint.pt: no such file; there is no run to resume"):
+        load_state(tmp_path)
+    save_state(tmp_path, {"position": 3})
+    assert load_state(tmp_path)["position"] == 3
+    path = tmp_path / "last" / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"checkpoint.pt: not a readable training state"):
+        load_state(tmp_path)
+    torch.save({"format_version": 9}, path)
+    with pytest.raises(ValueError, match=r"checkpoint.pt: format_version 9 is newer than 1, the newest that this"):
+        load_state(tmp_path)
+
+
+def test_a_state_with_code_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "last").mkdir()
+    torch.save({"format_version": 1, "hidden": print}, tmp_path / "last" / "checkpoint.pt")
+    with pytest.raises(ValueError, match=r"checkpoint.pt: not a readable training state"):
+        load_state(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import attrs
 import pytest
 from helpers.concepts import write_concepts
 from helpers.runs import config, run
@@ -77,3 +78,35 @@ def test_other_files_in_the_folder_are_no_hindrance(data: Path, tmp_path: Path) 
     (tmp_path / "run" / "notes.txt").write_text("mine")
     assert run(config(data, tmp_path / "run", epochs=1)).steps == 4
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_with_a_run_is_refused(data: Path, tmp_path: Path) -> None:
+    settings = config(data, tmp_path / "run", epochs=1)
+    run(settings)
+    before = (tmp_path / "run" / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="run: holds a run already; continue it with --resume or choose another --out"):
+        run(settings)
+    with pytest.raises(ValueError, match=r"run: holds a run with lr = 0.002, not 0.001; choose another --out"):
+        run(attrs.evolve(settings, lr=1e-3))
+    with pytest.raises(ValueError, match=r"run: holds a run with lr = 0.002, not 0.001"):
+        run(attrs.evolve(settings, lr=1e-3), resume=True)
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
+    with pytest.raises(ValueError, match=r"other: holds no train.yaml; there is no run to resume"):
+        run(attrs.evolve(settings, out=str(tmp_path / "other")), resume=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file: expected a folder for the run, found a file"):
+        run(attrs.evolve(settings, out=str(tmp_path / "file")))
+
+
+def test_bad_input_leaves_no_run_folder(data: Path, tmp_path: Path) -> None:
+    for changes, message in (
+        ({"device": "gpu"}, "device: expected a device such as cpu or cuda, got 'gpu'"),
+        ({"model": "scam"}, "unknown model 'scam': did you mean 'scan'"),
+        ({"model_options": {"vocab_size": 3}}, "model_options: vocab_size follows from the data and cannot be given"),
+        ({"model_options": {"direction": "up"}}, "direction: expected one of t2i, i2t, mean, got 'up'"),
+        ({"validation_split": "val"}, "val_ims.npy: no such file"),
+        ({"batch_size": 500, "drop_last": True}, "batch_size: 500 is more than the 120 training captions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(config(data, tmp_path / "run", **changes))
+    assert not (tmp_path / "run").exists()
