@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.commands import error
-from helpers.official_scan import options, random_model, write_checkpoint, write_vocabulary
+from helpers.official_scan import FORMS, options, random_model, write_checkpoint, write_vocabulary
 
 from itm_fast import compat
 from itm_fast.data import Vocabulary
@@ -103,6 +103,30 @@ def test_an_option_that_is_endless(tmp_path: Path, name: str) -> None:
     vocabulary = write_vocabulary(tmp_path / "vocab.json")
     with pytest.raises(ValueError, match=rf"^{path}: opt\.{name}: expected .*, got \[\[\[\[\.\.\.\], .* characters\)$"):
         compat.convert("scan", path, vocabulary, tmp_path / "run")
+
+
+@pytest.mark.usefixtures("frugal")
+@pytest.mark.parametrize("form", FORMS[:2])
+@pytest.mark.parametrize("place", ["model", "opt"])
+def test_a_key_whose_hash_is_endless(tmp_path: Path, form: str, place: str) -> None:
+    """Reading it would take minutes, or years, uninterruptibly: it is refused before."""
+    vocabulary, message = write_vocabulary(tmp_path / "vocab.json"), "holds a tuple of tuples that is out of all"
+    model, key = random_model(options()), _Key(tangle(9, tuple))
+    model, opt = ([model[0], key], options()) if place == "model" else (model, key)
+    path = write_checkpoint(tmp_path / "c.pth.tar", model, opt, form)
+    assert path.stat().st_size < 20_000
+    with pytest.raises(ValueError, match=rf"^{path}: not a readable checkpoint: {message}"):
+        compat.convert("scan", path, vocabulary, tmp_path / "run")
+
+
+class _Key:
+    """Read back, this is a dictionary with the key `value`, which is not hashed for writing it."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return OrderedDict, (), None, None, iter([(self.value, 1)])
 
 
 @pytest.mark.usefixtures("frugal")
