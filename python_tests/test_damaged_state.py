@@ -149,6 +149,7 @@ def test_parts(run: Path, capsys: pytest.CaptureFixture[str], change: Callable[[
         (lambda state: state[0].update(step="x"), ".0.step: expected a tensor, got 'x'"),
         (lambda state: state[0].update(step=torch.zeros(0)), ".0.step: expected shape (), got (0,)"),
         (lambda state: state[0].update(step=torch.tensor(math.nan)), ".0.step: holds values that are not finite"),
+        (lambda state: state[0].update(step=torch.tensor(-4.0)), ".0.step: expected 4, got -4"),
         (lambda state: state[0].update(exp_avg=torch.zeros(1)), ".0.exp_avg: expected shape (16, 8), got (1,)"),
         (lambda state: state[0]["exp_avg"][5].fill_(math.nan), ".0.exp_avg: row 5 holds values that are not finite"),
         (lambda state: state[0].update(exp_avg_sq=torch.zeros(1).expand(16, 8)),

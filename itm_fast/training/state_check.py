@@ -1,6 +1,6 @@
 """Comparing a training state that was read from a file with what this configuration itself would save.
 
-Inside: `check_like`, `check_equal`, `check_summary`.
+Inside: `check_like`, `check_equal`, `check_progress`, `check_summary`.
 
 Every difference is a ValueError of one line that names the entry, such as `optimizer.param_groups.0.eps`.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from itm_fast.messages import shown
 from itm_fast.models.weights_file import check_finite
 
-__all__ = ["check_equal", "check_like", "check_summary"]
+__all__ = ["check_equal", "check_like", "check_progress", "check_summary"]
 
 
 def check_like(value: Any, expected: Any, name: str) -> None:
@@ -51,6 +51,17 @@ def check_equal(values: Mapping[str, Any], expected: Mapping[str, Any], name: st
     for key, value in expected.items():
         if key not in free and values[key] != value:
             raise ValueError(f"{name}.{key}: expected {shown(value)}, got {shown(values[key])}")
+
+
+def check_progress(state: Mapping[str, Any]) -> None:
+    """Checks what the trainer itself keeps: the losses since the last line of the log, and the validations."""
+    for index, loss in enumerate(state["window"]):
+        check_like(loss, 0.0, f"window.{index}")
+    for name in ("best_step", "validated_step"):
+        if state[name] > state["position"]:
+            raise ValueError(f"{name}: expected at most the position, {state['position']}, got {state[name]}")
+    if state["best"]:
+        check_summary(state["best"], "best")
 
 
 def check_summary(summary: Mapping[Any, Any], name: str) -> None:

@@ -94,6 +94,10 @@ class Stepper:
         # The rate is where the schedule was; which kernels step is a matter of the device.
         check_equal(found, wanted, "optimizer.param_groups.0", free=("lr", "fused", "foreach"))
         check_equal(state["scheduler"], {"base_lrs": [self.config.lr], "last_epoch": steps}, "scheduler")
+        for index, kept in state["optimizer"]["state"].items():
+            # float32 counts no further.
+            if float(kept["step"]) != min(steps, 2**24):
+                raise ValueError(f"optimizer.state.{index}.step: expected {steps}, got {float(kept['step']):g}")
         for name in expected:
             getattr(self, name).load_state_dict(state[name])
 

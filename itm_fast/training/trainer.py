@@ -28,7 +28,7 @@ from itm_fast.training.config import TrainConfig
 from itm_fast.training.fingerprint import check_fingerprints, fingerprints
 from itm_fast.training.metrics_log import MetricsLog, read_metrics
 from itm_fast.training.signals import on_stop_signals
-from itm_fast.training.state_check import check_like, check_summary
+from itm_fast.training.state_check import check_like, check_progress, check_summary
 from itm_fast.training.step import Stepper
 from itm_fast.training.tensorboard import TensorBoardLog
 
@@ -110,7 +110,7 @@ class Trainer:
         load_weights(self.model, state["model"], str(path))
         try:
             check_like(state["model"], self.model.state_dict(), "model")
-            self._check_progress(state)
+            check_progress(state)
             self.stepper.load_state_dict(state, state["position"])
             checkpoint.restore_random_state(state["random"], self.device)
         except ValueError as error:
@@ -120,15 +120,6 @@ class Trainer:
         self._window, self._seconds_before = list(state["window"]), state["seconds"]
         self._log_size = state["log_size"]
         self._take_up_validation()
-
-    def _check_progress(self, state: dict[str, Any]) -> None:
-        for index, loss in enumerate(state["window"]):
-            check_like(loss, 0.0, f"window.{index}")
-        for name in ("best_step", "validated_step"):
-            if state[name] > state["position"]:
-                raise ValueError(f"{name}: expected at most the position, {state['position']}, got {state[name]}")
-        if state["best"]:
-            check_summary(state["best"], "best")
 
     def _take_up_validation(self) -> None:
         """Takes a validation of the very state that was read from the log, which has it first (see `_validate`)."""
