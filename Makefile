@@ -22,10 +22,10 @@ NATIVE_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest build lint format types dist check-dist check-cross bench clean
+.PHONY: help demo test test-oldest build lint format types dist check-dist check-cross cuda-resources bench clean
 
 help: ## Show this list.
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 demo: build ## Train on the bundled emoji data, evaluate, write the report.
 	$(VENV)/bin/itm-fast demo $(ARGS)
@@ -62,6 +62,9 @@ check-dist: dist ## Install that wheel outside the source tree and use it there.
 check-cross: $(STAMP) ## Compile the CPU code for Linux aarch64 and macOS arm64.
 	$(PYTHON) -m pip install -q --disable-pip-version-check ziglang==0.17.1
 	$(PYTHON) tools/check_cross.py
+
+cuda-resources: $(STAMP) ## Write docs/cuda_resources.md; with ARGS=--check fail where a CUDA kernel spills.
+	$(PYTHON) tools/cuda_resources.py $(ARGS)
 
 bench: build ## Measure against the per-caption loop and the packed form in plain PyTorch.
 	$(VENV)/bin/itm-fast bench $(ARGS)

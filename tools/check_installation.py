@@ -26,6 +26,8 @@ native = f"native {info['instruction_sets']['selected']}"
 for operator, paths in info["dispatch"].items():
     assert paths["cpu"] == native, f"{operator} on cpu: {paths['cpu']}, expected {native}"
 
+assert bool(info["libraries"]["_C_cuda"]) == bool(info["cuda_architectures"]), f"_C_cuda does not fit: {info}"
+
 generator = torch.Generator().manual_seed(0)
 words = torch.nn.functional.normalize(torch.randn(14, 32, generator=generator), dim=1)
 regions = torch.nn.functional.normalize(torch.randn(18, 32, generator=generator), dim=1)

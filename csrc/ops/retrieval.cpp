@@ -21,6 +21,8 @@ void check_retrieval(const Tensor& scores, const Tensor& caption_image) {
 
 }  // namespace itm_fast
 
+#ifndef ITM_FAST_WITHOUT_SCHEMAS  // Only one library may define them.
 STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
   m.def("retrieval_ranks(Tensor scores, Tensor caption_image, bool pessimistic) -> (Tensor, Tensor)");
 }
+#endif

@@ -69,6 +69,7 @@ void check_anchor_values(const char* name, const Tensor& values, const Tensor& s
 
 }  // namespace itm_fast
 
+#ifndef ITM_FAST_WITHOUT_SCHEMAS  // Only one library may define them.
 // The second result of triplet_loss, int64 (directions, anchors), says where each anchor's gradient goes: the index of
 // one negative, -1 for none, -2 for all of them; (directions, 0) where mining is "all". The second result of the
 // backward is empty where there are no positive scores.
@@ -85,3 +86,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
       "hardest_negatives_backward(Tensor grad_rows, Tensor grad_columns, Tensor scores, Tensor row_indices, "
       "Tensor column_indices) -> Tensor");
 }
+#endif

@@ -66,11 +66,18 @@ def _load_cpu_library() -> str | None:
     return None
 
 
-def _load_cuda_library() -> None:
-    """Loads `_C_cuda` where it was built and torch can use it; its schemas are those of `_C_cpu`."""
+def _load_cuda_library() -> str | None:
+    """Loads `_C_cuda`, whose schemas are those of `_C_cpu`; returns None, or in a few words why CUDA has no kernels."""
+    if torch.version.cuda is None:
+        return None  # Without CUDA in torch nobody asks.
     path = PACKAGE / "_C_cuda.so"
-    if torch.version.cuda is not None and path.exists():
+    if not path.exists():
+        return "the CUDA library was not built (install nvcc, then install itm_fast again)"
+    try:
         torch.ops.load_library(path)
+    except OSError as error:
+        return f"{path} could not be loaded ({str(error.__cause__ or error).splitlines()[0]})"
+    return None
 
 
 def _instruction_sets() -> tuple[str | None, list[str], str | None]:
@@ -92,11 +99,12 @@ def _native_devices() -> dict[str, frozenset[str]]:
 
 
 _library_problem = _load_cpu_library()
+_cuda_problem: str | None = None
 _selected: str | None = None
 _available: list[str] = []
 _instruction_set_problem: str | None = None
 if _library_problem is None:
-    _load_cuda_library()
+    _cuda_problem = _load_cuda_library()
     _selected, _available, _instruction_set_problem = _instruction_sets()
 # Empty without a library. Listing the dispatcher's operators takes a millisecond, so it is done once.
 _native = _native_devices() if _library_problem is None else {}
@@ -119,6 +127,8 @@ def _fallback_cause(operator: str, device: str, dtype: torch.dtype) -> str | Non
         raise ValueError(_instruction_set_problem)
     if _library_problem is not None:
         return _library_problem
+    if device == "cuda" and _cuda_problem is not None:
+        return _cuda_problem
     if device not in _native.get(operator, ()):
         return f"no native kernel for device '{device}'"
     if dtype not in DTYPES:

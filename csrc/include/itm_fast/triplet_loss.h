@@ -1,4 +1,5 @@
-// What every backend of triplet_loss shares: the options, the hinge, and the loss of one anchor.
+// What every backend of triplet_loss shares: the options, the hinge, and the loss of one anchor. Functions are
+// constexpr so that nvcc compiles them for both sides.
 #pragma once
 
 #include <cstdint>
@@ -19,10 +20,10 @@ struct TripletOptions {
   Directions directions;
   Reduction reduction;
 
-  bool rows() const { return directions != Directions::columns; }
-  bool columns() const { return directions != Directions::rows; }
-  bool needs_hardest() const { return mining != Mining::all; }
-  bool needs_sums() const { return mining == Mining::all || mining == Mining::selective; }
+  constexpr bool rows() const { return directions != Directions::columns; }
+  constexpr bool columns() const { return directions != Directions::rows; }
+  constexpr bool needs_hardest() const { return mining != Mining::all; }
+  constexpr bool needs_sums() const { return mining == Mining::all || mining == Mining::selective; }
 };
 
 // Instead of the index of the negative that an anchor's gradient goes to.
@@ -31,7 +32,7 @@ inline constexpr int64_t kAllNegatives = -2;
 
 // [margin + negative - positive]_+; NaN passes, and x <= 0 alone has no gradient.
 template <typename T>
-static inline T hinge(T margin, T negative, T positive) {
+static constexpr T hinge(T margin, T negative, T positive) {
   const T x = margin + negative - positive;
   return x <= T(0) ? T(0) : x;
 }
@@ -44,14 +45,15 @@ struct AnchorLoss {
 
 // Whether "contrastive" pushes the hardest negative down by its own score instead of the hinge.
 template <typename T>
-static inline bool pushes_hardest(const TripletOptions& options, T hardest, T positive) {
+static constexpr bool pushes_hardest(const TripletOptions& options, T hardest, T positive) {
   return options.mining == Mining::contrastive && hardest >= positive;
 }
 
 // `hardest` and its index are those of the mining's candidates, of which there is at least one; `average` is the sum of
 // the hinges over the divisor, read by "selective" alone.
 template <typename T>
-static inline AnchorLoss<T> mined_loss(const TripletOptions& options, T positive, T hardest, int64_t index, T average) {
+static constexpr AnchorLoss<T> mined_loss(const TripletOptions& options, T positive, T hardest, int64_t index,
+                                          T average) {
   if (options.mining == Mining::selective && options.epsilon != 0.0) {
     const T gap = hardest < positive ? positive - hardest : hardest - positive;
     if (!(gap > static_cast<T>(options.epsilon))) return {average, kAllNegatives};

@@ -1,0 +1,68 @@
+// What launchers share: the device and stream of a tensor, and scratch memory from torch's allocator.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+
+namespace itm_fast::cuda {
+
+// Makes the device of a tensor the current one for its lifetime, and holds that device's current stream. (The stable
+// interface names streams by itself from torch 2.13 on only.)
+class DeviceStream {
+ public:
+  explicit DeviceStream(const torch::stable::Tensor& tensor) : guard_(tensor.get_device_index()) {
+    void* stream = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+
+  cudaStream_t stream() const { return stream_; }
+
+  // Runs kernel<<<blocks, threads>>>(parameters) in the stream.
+  template <typename Parameters>
+  void launch(void (*kernel)(Parameters), int64_t blocks, int threads, const Parameters& parameters) const {
+    STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "itm_fast: a matrix of this size needs ", blocks,
+                    " thread blocks, more than one launch can have");
+    kernel<<<static_cast<unsigned>(blocks), threads, 0, stream_>>>(parameters);
+    check(cudaGetLastError());
+  }
+
+  void set_zero(void* memory, int64_t bytes) const { check(cudaMemsetAsync(memory, 0, bytes, stream_)); }
+
+ private:
+  static void check(cudaError_t error) {
+    STD_TORCH_CHECK(error == cudaSuccess, "itm_fast: CUDA error: ", cudaGetErrorString(error));
+  }
+
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_;
+};
+
+inline torch::stable::Tensor scratch(const torch::stable::Tensor& like, int64_t bytes) {
+  return torch::stable::new_empty(like, {bytes}, torch::headeronly::ScalarType::Byte);
+}
+
+// The elements of a dense tensor, or null.
+template <typename T>
+const T* data_of(const torch::stable::Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+template <typename T>
+const T* data_of(const std::optional<torch::stable::Tensor>& tensor) {
+  return tensor ? data_of<T>(*tensor) : nullptr;
+}
+template <typename T>
+T* mutable_data_of(const torch::stable::Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+}  // namespace itm_fast::cuda

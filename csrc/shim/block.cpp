@@ -1,0 +1,244 @@
+#include "shim/block.h"
+
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <random>
+
+#include "shim/shared_memory.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+namespace itm_fast::shim {
+namespace {
+
+constexpr size_t kStackSize = size_t{256} << 10;
+
+struct Fiber {
+  Thread thread;
+  ucontext_t context;
+  unsigned char* stack;
+  void* fake_stack = nullptr;  // AddressSanitizer's, while the fiber rests
+  Operation waits_for = Operation::none;
+  bool done = false;
+};
+
+struct Warp {
+  int arrived = 0;
+  unsigned char slots[2][kWarpSize][kSlotSize];
+};
+
+class Block;
+Block* running = nullptr;
+
+// Stacks stay for the next block. Pages that were never touched take no memory.
+unsigned char* stack(int index) {
+  static std::vector<unsigned char*> stacks;
+  while (static_cast<int>(stacks.size()) <= index) {
+    void* memory = mmap(nullptr, kStackSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    stacks.push_back(static_cast<unsigned char*>(memory));
+  }
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_UNPOISON_MEMORY_REGION(stacks[index], kStackSize);  // A fiber that never came to its end left its frames.
+#endif
+  return stacks[index];
+}
+
+class Block {
+ public:
+  Block(int64_t index, int n_threads, uint64_t seed, const std::function<void()>& body)
+      : index(index), n_threads(n_threads), body_(body), random_(seed), fibers_(n_threads), warps_(n_threads / 32) {
+    for (int i = 0; i < n_threads; ++i) {
+      Fiber& fiber = fibers_[i];
+      fiber.thread.index = i;
+      fiber.stack = stack(i);
+      prepare(fiber);
+      ready_.push_back(&fiber);
+    }
+  }
+
+  std::string run() {
+    running = this;
+    while (problem.empty() && !ready_.empty()) {
+      const size_t chosen = random_() % ready_.size();
+      current_ = ready_[chosen];
+      ready_[chosen] = ready_.back();
+      ready_.pop_back();
+      enter(*current_);
+    }
+    if (problem.empty()) report_waiting();
+    running = nullptr;
+    return problem;
+  }
+
+  Fiber& current() { return *current_; }
+
+  void wait(Operation operation) {
+    Fiber& fiber = *current_;
+    const int first_lane = fiber.thread.index / kWarpSize * kWarpSize;
+    fiber.waits_for = operation;
+    for (int i = first_lane; i < first_lane + kWarpSize; ++i) {
+      const Operation other = fibers_[i].waits_for;
+      if (other != Operation::none && other != operation) {
+        fail("waits for " + name(operation) + " while thread " + std::to_string(i) + " of its warp waits for " +
+             name(other));
+      }
+    }
+    const bool of_block = operation == Operation::barrier;
+    const int first = of_block ? 0 : first_lane, count = of_block ? n_threads : kWarpSize;
+    int& arrived = of_block ? arrived_ : warps_[first / kWarpSize].arrived;
+    if (++arrived == count) {
+      arrived = 0;
+      for (int i = first; i < first + count; ++i) {
+        fibers_[i].waits_for = Operation::none;
+        if (&fibers_[i] != current_) ready_.push_back(&fibers_[i]);
+      }
+      ready_.push_back(current_);
+    }
+    leave(fiber, false);
+  }
+
+  const unsigned char* exchange(Operation operation, const void* bytes, size_t size) {
+    const Thread& thread = current_->thread;
+    Warp& warp = warps_[thread.index / kWarpSize];
+    // A lane that is ahead writes to the other half; two exchanges ahead it cannot be.
+    auto& slots = warp.slots[current_->thread.warp_operations++ % 2];
+    std::memcpy(slots[thread.index % kWarpSize], bytes, size);
+    wait(operation);
+    return slots[0];
+  }
+
+  SharedMemory& shared_memory(const char* name, int line, size_t element_size, int64_t size) {
+    for (const auto& array : arrays_) {
+      if (array->is(name, line)) return *array;
+    }
+    arrays_.push_back(std::make_unique<SharedMemory>(name, line, element_size, size));
+    return *arrays_.back();
+  }
+
+  [[noreturn]] void stop(const std::string& message) {
+    problem = "block " + std::to_string(index) + ", thread " + std::to_string(current_->thread.index) + ": " + message;
+    leave(*current_, false);
+    __builtin_unreachable();  // run() enters no fiber once there is a problem.
+  }
+
+  const int64_t index;
+  const int n_threads;
+  std::string problem;
+
+ private:
+  static std::string name(Operation operation) {
+    static const char* const names[] = {"nothing", "a barrier",   "warp_sync", "a shuffle",
+                                        "a vote",  "load_matrix", "mma"};
+    return names[static_cast<int>(operation)];
+  }
+
+  static void prepare(Fiber& fiber) {
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack;
+    fiber.context.uc_stack.ss_size = kStackSize;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, [] { running->run_body(); }, 0);
+  }
+
+  void run_body() {
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(nullptr, &main_stack_, &main_stack_size_);
+#endif
+    body_();
+    Fiber& fiber = *current_;
+    if (!fiber.thread.open_copies.empty() || !fiber.thread.groups.empty()) {
+      fail("the kernel ends with asynchronous copies that nothing waited for");
+    }
+    for (const auto& array : arrays_) array->check_red_zones();
+    fiber.done = true;
+    leave(fiber, true);
+  }
+
+  void enter(Fiber& fiber) {
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_start_switch_fiber(&main_fake_stack_, fiber.stack, kStackSize);
+#endif
+    swapcontext(&main_, &fiber.context);
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(main_fake_stack_, nullptr, nullptr);
+#endif
+  }
+
+  void leave(Fiber& fiber, [[maybe_unused]] bool for_good) {
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_start_switch_fiber(for_good ? nullptr : &fiber.fake_stack, main_stack_, main_stack_size_);
+#endif
+    swapcontext(&fiber.context, &main_);
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(fiber.fake_stack, &main_stack_, &main_stack_size_);
+#endif
+  }
+
+  void report_waiting() {
+    const auto waiting = std::find_if(fibers_.begin(), fibers_.end(), [](const Fiber& fiber) { return !fiber.done; });
+    if (waiting == fibers_.end()) return;
+    problem = "block " + std::to_string(index) + ", thread " + std::to_string(waiting->thread.index) + ": waits for " +
+              name(waiting->waits_for) + " that other threads never come to";
+  }
+
+  const std::function<void()>& body_;
+  std::mt19937_64 random_;
+  std::vector<Fiber> fibers_;
+  std::vector<Warp> warps_;
+  std::vector<Fiber*> ready_;
+  std::vector<std::unique_ptr<SharedMemory>> arrays_;
+  Fiber* current_ = nullptr;
+  int arrived_ = 0;
+  ucontext_t main_;
+  void* main_fake_stack_ = nullptr;
+  const void* main_stack_ = nullptr;
+  size_t main_stack_size_ = 0;
+};
+
+}  // namespace
+
+std::string launch(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body) {
+  if (n_threads <= 0 || n_threads > 1024 || n_threads % kWarpSize != 0) {
+    return "expected whole warps and at most 1024 threads a block, got " + std::to_string(n_threads);
+  }
+  std::mt19937_64 random(seed);
+  std::vector<int64_t> order(n_blocks);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random);
+  for (const int64_t index : order) {
+    const std::string problem = Block(index, n_threads, random(), body).run();
+    if (!problem.empty()) return problem;
+  }
+  return "";
+}
+
+Thread& thread() { return running->current().thread; }
+int64_t block() { return running->index; }
+int block_size() { return running->n_threads; }
+void fail(const std::string& message) { running->stop(message); }
+
+void wait_for_block() {
+  running->wait(Operation::barrier);
+  ++thread().barriers;
+}
+
+void wait_for_warp(Operation operation) { running->wait(operation); }
+
+const unsigned char* exchange(Operation operation, const void* bytes, size_t size) {
+  return running->exchange(operation, bytes, size);
+}
+
+SharedMemory& shared_memory(const char* name, int line, size_t element_size, int64_t size) {
+  return running->shared_memory(name, line, element_size, size);
+}
+
+}  // namespace itm_fast::shim

@@ -1,0 +1,59 @@
+// Runs a kernel on the CPU, one block after another, every thread of a block as a fiber. See docs/shim.md.
+//
+// A fiber runs until it waits for others (a barrier, a collective operation of its warp) or is done; which one goes on
+// is drawn from a generator with a given seed, and so is the order of the blocks. What a kernel may not do is reported
+// in words, and ends the launch.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace itm_fast::shim {
+
+inline constexpr int kWarpSize = 32;
+
+class SharedMemory;
+
+struct Copy {  // of copy_async: `count` elements to come from `source`, then zeros up to `length`
+  SharedMemory* target;
+  int64_t index, count, length;
+  const void* source;
+};
+
+// What the parts of the shim know about the running thread.
+struct Thread {
+  int index;
+  int64_t barriers = 0, warp_syncs = 0, warp_operations = 0;  // how many it has passed
+  std::vector<Copy> open_copies;
+  std::vector<std::vector<Copy>> groups;  // the closed ones that nothing has waited for, the oldest first
+};
+
+enum class Operation { none, barrier, warp_sync, shuffle, vote, load_matrix, mma };
+
+// Calls body() once for every thread of every block. Returns what went wrong first, or an empty string.
+std::string launch(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body);
+
+// From within a kernel:
+
+Thread& thread();
+int64_t block();
+int block_size();
+
+// Ends the launch with a message that names the thread and the block.
+[[noreturn]] void fail(const std::string& message);
+
+// Waits until all threads of the block, or of the warp, have come to the same operation.
+void wait_for_block();
+void wait_for_warp(Operation operation);
+
+// Leaves `size` bytes for the other lanes, waits for them, and returns all lanes' bytes, `kSlotSize` apart. They stand
+// until the lane's next but one exchange.
+inline constexpr int kSlotSize = 64;
+const unsigned char* exchange(Operation operation, const void* bytes, size_t size);
+
+// The block's array of that name and line, made by the thread that comes first.
+SharedMemory& shared_memory(const char* name, int line, size_t element_size, int64_t size);
+
+}  // namespace itm_fast::shim

@@ -1,0 +1,186 @@
+// machine.h on the CPU: the same functions for the fibers of shim/block.h.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "itm_fast/cuda/fragments.h"
+#include "shim/block.h"
+#include "shim/shared_memory.h"
+
+#define ITM_FAST_DEVICE inline
+#define ITM_FAST_SHARED(type, name, size)                                \
+  const ::itm_fast::cuda::SharedArray<type> name {                       \
+    ::itm_fast::shim::shared_memory(#name, __LINE__, sizeof(type), size) \
+  }
+
+namespace itm_fast::cuda {
+
+// What stands for an element: reads and writes go through the checks.
+template <typename T>
+class SharedReference {
+ public:
+  SharedReference(shim::SharedMemory& memory, int64_t index) : memory_(memory), index_(index) {}
+  operator T() const {
+    T value;
+    memory_.read(index_, &value);
+    return value;
+  }
+  const SharedReference& operator=(T value) const {
+    memory_.write(index_, &value);
+    return *this;
+  }
+  const SharedReference& operator=(const SharedReference& other) const { return *this = static_cast<T>(other); }
+  const SharedReference& operator+=(T value) const { return *this = static_cast<T>(*this) + value; }
+
+ private:
+  shim::SharedMemory& memory_;
+  const int64_t index_;
+};
+
+template <typename T>
+struct SharedArray {
+  shim::SharedMemory& memory;
+  SharedReference<T> operator[](int64_t index) const { return {memory, index}; }
+};
+
+inline int thread_index() { return shim::thread().index; }
+inline int block_threads() { return shim::block_size(); }
+inline int64_t block_index() { return shim::block(); }
+inline int lane() { return thread_index() % shim::kWarpSize; }
+inline int warp() { return thread_index() / shim::kWarpSize; }
+
+inline void barrier() { shim::wait_for_block(); }
+inline void warp_sync() {
+  shim::wait_for_warp(shim::Operation::warp_sync);
+  ++shim::thread().warp_syncs;
+}
+inline void memory_fence() {}  // Blocks run one after another.
+
+template <typename T>
+inline T shuffle(T value, int source_lane) {
+  const unsigned char* slots = shim::exchange(shim::Operation::shuffle, &value, sizeof(T));
+  std::memcpy(&value, slots + source_lane % shim::kWarpSize * shim::kSlotSize, sizeof(T));
+  return value;
+}
+template <typename T>
+inline T shuffle_xor(T value, int lane_mask) {
+  return shuffle(value, lane() ^ lane_mask);
+}
+inline uint32_t ballot(bool value) {
+  const unsigned char* slots = shim::exchange(shim::Operation::vote, &value, 1);
+  uint32_t bits = 0;
+  for (int i = 0; i < shim::kWarpSize; ++i) bits |= static_cast<uint32_t>(slots[i * shim::kSlotSize]) << i;
+  return bits;
+}
+inline bool vote_any(bool value) { return ballot(value) != 0; }
+inline bool vote_all(bool value) { return ballot(value) == 0xffffffffu; }
+inline int count_bits(uint32_t bits) { return std::popcount(bits); }
+
+template <typename T>
+inline T atomic_add(T* target, T value) {
+  const T before = *target;
+  *target = before + value;
+  return before;
+}
+inline int32_t atomic_add(SharedArray<int32_t> target, int64_t index, int32_t value) {
+  return atomic_add(static_cast<int32_t*>(target.memory.update_atomically(index)), value);
+}
+inline uint64_t atomic_max(uint64_t* target, uint64_t value) {
+  const uint64_t before = *target;
+  if (value > before) *target = value;
+  return before;
+}
+
+template <typename T>
+inline T load_coherent(const T* source) {
+  return *source;
+}
+
+template <typename T>
+inline void copy_async(SharedArray<T> target, int64_t index, const T* source, int count) {
+  const int64_t length = 16 / static_cast<int64_t>(sizeof(T));
+  target.memory.begin_copy(index, length, count, source);
+  shim::thread().open_copies.push_back({&target.memory, index, count, length, source});
+}
+inline void commit_copies() {
+  shim::Thread& thread = shim::thread();
+  thread.groups.push_back(std::move(thread.open_copies));
+  thread.open_copies.clear();
+}
+template <int kStillUnderWay>
+inline void wait_copies() {
+  auto& groups = shim::thread().groups;
+  while (groups.size() > kStillUnderWay) {
+    for (const shim::Copy& copy : groups.front()) copy.target->finish_copy(copy);
+    groups.erase(groups.begin());
+  }
+}
+
+template <bool kTransposed>
+inline void load_matrices(uint32_t (&parts)[4], SharedArray<uint16_t> source, int64_t index) {
+  if (source.memory.byte_offset(index) % 16 != 0) {
+    shim::fail("shared array '" + source.memory.name() + "': load_matrix of index " + std::to_string(index) +
+               ", expected rows on 16-byte boundaries");
+  }
+  const unsigned char* slots = shim::exchange(shim::Operation::load_matrix, &index, sizeof(index));
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    uint32_t part = 0;
+    for (int half = 0; half < 2; ++half) {
+      const Place place = kTransposed ? load_matrix_transposed_place(lane(), half) : load_matrix_place(lane(), half);
+      int64_t row;
+      std::memcpy(&row, slots + load_matrix_address_lane(matrix, place.row) * shim::kSlotSize, sizeof(row));
+      part |= static_cast<uint32_t>(static_cast<uint16_t>(source[row + place.column])) << 16 * half;
+    }
+    parts[matrix] = part;
+  }
+}
+inline void load_matrix(uint32_t (&parts)[4], SharedArray<uint16_t> source, int64_t index) {
+  load_matrices<false>(parts, source, index);
+}
+inline void load_matrix_transposed(uint32_t (&parts)[4], SharedArray<uint16_t> source, int64_t index) {
+  load_matrices<true>(parts, source, index);
+}
+
+inline float bf16_value(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+inline float fp16_value(uint16_t bits) {
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  float value = std::ldexp(static_cast<float>(fraction), -24);
+  if (exponent == 31) value = fraction == 0 ? HUGE_VALF : std::bit_cast<float>(0x7fc00000u);
+  if (exponent > 0 && exponent < 31) value = std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
+  return bits >> 15 != 0 ? -value : value;
+}
+
+// In float32, from the lowest index of the shared dimension up.
+inline void multiply_fragments(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                               float (*value_of)(uint16_t)) {
+  uint32_t own[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
+  const unsigned char* slots = shim::exchange(shim::Operation::mma, own, sizeof(own));
+  float left[16][16], right[16][8];
+  for (int source = 0; source < shim::kWarpSize; ++source) {
+    uint16_t elements[12];
+    std::memcpy(elements, slots + source * shim::kSlotSize, sizeof(elements));
+    for (int i = 0; i < 8; ++i) {
+      const Place place = mma_a_place(source, i);
+      left[place.row][place.column] = value_of(elements[i]);
+    }
+    for (int i = 0; i < 4; ++i) {
+      const Place place = mma_b_place(source, i);
+      right[place.row][place.column] = value_of(elements[8 + i]);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    const Place place = mma_sum_place(lane(), i);
+    for (int k = 0; k < 16; ++k) sums[i] += left[place.row][k] * right[k][place.column];
+  }
+}
+inline void mma_bf16(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  multiply_fragments(sums, a, b, bf16_value);
+}
+inline void mma_fp16(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  multiply_fragments(sums, a, b, fp16_value);
+}
+
+}  // namespace itm_fast::cuda

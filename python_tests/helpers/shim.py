@@ -1,0 +1,212 @@
+"""Kernels of csrc/include/itm_fast/cuda, compiled for the CPU and called with numpy arrays.
+
+Without torch, so that a process under AddressSanitizer starts quickly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIM = (ROOT / "csrc/shim/block.cpp", ROOT / "csrc/shim/shared_memory.cpp")
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
+
+MINING = ("all", "hardest", "selective", "semi_hard", "contrastive")
+SELECTIVE_DIVISORS = ("batch", "negatives")
+DIRECTIONS = ("both", "rows", "columns")
+REDUCTIONS = ("sum", "mean", "none")
+
+
+class KernelError(Exception):
+    """What the shim reports of a kernel."""
+
+
+def compiler() -> str:
+    return os.environ.get("CXX") or shutil.which("c++") or "g++"
+
+
+def compile_shim(folder: Path, *flags: str) -> list[Path]:
+    """Compiles the shim by itself; returns the objects."""
+    objects = []
+    for source in SHIM:
+        objects.append(folder / f"{source.stem}.o")
+        _compile("-c", *flags, "-o", objects[-1], f"-I{ROOT / 'csrc'}", source)
+    return objects
+
+
+def compile_driver(name: str, folder: Path, *flags: str, root: Path = ROOT, shim: Sequence[Path] = SHIM) -> Path:
+    """Compiles the driver `name` with the kernels under `root` and links the shim; returns the library."""
+    library, drivers = folder / f"{name}.so", root / "python_tests/native/shim"
+    includes = (f"-I{root / 'csrc'}", f"-I{root / 'csrc/include'}")
+    _compile("-shared", *flags, "-o", library, *includes, drivers / f"{name}.cpp", *shim)
+    return library
+
+
+def _compile(*arguments: str | Path) -> None:
+    command = [compiler(), "-std=c++20", "-O1", "-Wall", "-Wextra", "-fPIC", *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+
+
+def call(function: Any, *arguments: Any) -> None:
+    """Calls a function that returns a problem, with arrays as pointers; raises `KernelError`."""
+    function.restype = ctypes.c_char_p
+    problem = function(*[_argument(argument) for argument in arguments])
+    if problem:
+        raise KernelError(problem.decode())
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        assert value.flags.c_contiguous
+        return ctypes.c_void_p(value.ctypes.data)
+    return ctypes.c_int64(value) if isinstance(value, int) else value
+
+
+class _Settings(ctypes.Structure):
+    _fields_ = (
+        ("seed", ctypes.c_uint64),
+        ("large", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("margin", ctypes.c_double),
+        ("epsilon", ctypes.c_double),
+        ("mining", ctypes.c_int64),
+        ("divisor", ctypes.c_int64),
+        ("halve", ctypes.c_int64),
+        ("directions", ctypes.c_int64),
+        ("reduction", ctypes.c_int64),
+    )
+
+
+class TripletKernels:
+    """The kernels of triplet_loss and hardest_negatives, with the arguments of the operators."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+
+    @staticmethod
+    def _settings(shape: Sequence[int], large: bool, seed: int, options: dict[str, Any]) -> Any:
+        return _Settings(
+            seed,
+            large,
+            *shape,
+            options.get("margin", 0.2),
+            options.get("epsilon", 0.01),
+            MINING.index(options.get("mining", "hardest")),
+            SELECTIVE_DIVISORS.index(options.get("selective_divisor", "batch")),
+            options.get("halve", False),
+            DIRECTIONS.index(options.get("directions", "both")),
+            REDUCTIONS.index(options.get("reduction", "sum")),
+        )
+
+    def forward(
+        self,
+        scores: np.ndarray,
+        positives: np.ndarray | None = None,
+        positive_scores: np.ndarray | None = None,
+        *,
+        large: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The loss, and the index of each anchor's negative: (directions, anchors), or (directions, 0)."""
+        settings = self._settings(scores.shape, large, seed, options)
+        directions = options.get("directions", "both")
+        anchors = scores.shape[directions == "columns"]
+        n = 2 if directions == "both" else 1
+        shape = ((2, anchors) if n == 2 else (anchors,)) if options.get("reduction") == "none" else ()
+        loss = np.full(shape, 777, scores.dtype)
+        negatives = np.full((n, 0 if options.get("mining") == "all" else anchors), 777, np.int64)
+        function = getattr(self.library, f"triplet_forward_{scores.dtype}")
+        arguments = (scores, positives, positive_scores, loss, loss.size, negatives, negatives.size)
+        call(function, ctypes.byref(settings), *arguments)
+        return loss, negatives
+
+    def backward(
+        self,
+        grad_loss: np.ndarray,
+        scores: np.ndarray,
+        negatives: np.ndarray,
+        positives: np.ndarray | None = None,
+        positive_scores: np.ndarray | None = None,
+        *,
+        large: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """The gradients of the scores and of `positive_scores`."""
+        settings = self._settings(scores.shape, large, seed, options)
+        grad_scores = np.full(scores.shape, 777, scores.dtype)
+        grad_positive = None if positive_scores is None else np.full_like(positive_scores, 777)
+        function = getattr(self.library, f"triplet_backward_{scores.dtype}")
+        arguments = (grad_loss, grad_loss.size, scores, positives, positive_scores, negatives, negatives.size)
+        call(function, ctypes.byref(settings), *arguments, grad_scores, grad_positive)
+        return grad_scores, grad_positive
+
+    def hardest_negatives(
+        self, scores: np.ndarray, positives: np.ndarray | None = None, *, large: bool = False, seed: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Scores and indices, (2, B) each: of the rows, of the columns."""
+        settings = self._settings(scores.shape, large, seed, {})
+        values = np.full((2, len(scores)), 777, scores.dtype)
+        indices = np.full((2, len(scores)), 777, np.int64)
+        function = getattr(self.library, f"hardest_negatives_{scores.dtype}")
+        call(function, ctypes.byref(settings), scores, positives, values, indices)
+        return values, indices
+
+    def hardest_negatives_backward(
+        self, grad: np.ndarray, indices: np.ndarray, *, large: bool = False, seed: int = 0
+    ) -> np.ndarray:
+        """The gradient of the scores for that of the values, (2, B)."""
+        size = grad.shape[1]
+        settings = self._settings((size, size), large, seed, {})
+        grad_scores = np.full((size, size), 777, grad.dtype)
+        function = getattr(self.library, f"hardest_negatives_backward_{grad.dtype}")
+        call(function, ctypes.byref(settings), grad[0], grad[1], indices[0], indices[1], grad_scores)
+        return grad_scores
+
+
+class RetrievalKernels:
+    """The kernels of retrieval_ranks."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+
+    def ranks(
+        self, scores: np.ndarray, caption_image: np.ndarray, ties: str, *, large: bool = False, seed: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ranks of the images and of the captions."""
+        image_ranks = np.full(scores.shape[0], 777, np.int64)
+        caption_ranks = np.full(scores.shape[1], 777, np.int64)
+        function = getattr(self.library, f"retrieval_ranks_{scores.dtype}")
+        arguments = (seed, int(large), *scores.shape, scores, caption_image, int(ties == "pessimistic"))
+        call(function, *arguments, image_ranks, caption_ranks)
+        return image_ranks, caption_ranks
+
+
+class ProductKernels:
+    """The product of 16-bit matrices that uses every wrapper of the tensor cores and of asynchronous copies."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+
+    def product(
+        self, left: np.ndarray, right: np.ndarray, *, transposed: bool = False, half: bool = False, seed: int = 0
+    ) -> np.ndarray:
+        """`left @ right.T`, or `left @ right` where `transposed`; both hold the bits of bf16, or of fp16 (`half`)."""
+        rows, depth = left.shape
+        columns = right.shape[1 if transposed else 0]
+        out = np.full((rows, columns), 777, np.float32)
+        arguments = (seed, int(transposed), int(half), rows, columns, depth, left, right, out)
+        call(self.library.product, *arguments)
+        return out

@@ -1,0 +1,68 @@
+"""A fixed set of cases for the kernels in the shim, and their outcomes: for runs that must agree bit for bit.
+
+Without torch, so that a process under AddressSanitizer starts quickly.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from helpers.shim import DIRECTIONS, MINING, REDUCTIONS, ProductKernels, RetrievalKernels, TripletKernels
+
+Outcomes = dict[str, np.ndarray]
+
+
+def _triplet(library: Path) -> Outcomes:
+    kernels = TripletKernels(library)
+    random = np.random.default_rng(0)
+    found: Outcomes = {}
+    for number, mining in enumerate(MINING * 2):
+        dtype = (np.float32, np.float64)[number // len(MINING)]
+        directions = DIRECTIONS[number % 3]
+        size = (1, 16, 33, 70)[number % 4]
+        scores = random.standard_normal((size, size)).astype(dtype)
+        mask = random.random((size, size)) < 0.2
+        own = random.standard_normal(size).astype(dtype) if directions != "both" else None
+        options = {"mining": mining, "directions": directions, "reduction": REDUCTIONS[number % 3], "epsilon": 0.5}
+        loss, negatives = kernels.forward(scores, mask, own, seed=number, **options)
+        grad = np.ones_like(loss)
+        gradients = kernels.backward(grad, scores, negatives, mask, own, large=number % 2 == 1, seed=number, **options)
+        named = {"loss": loss, "negatives": negatives, "scores": gradients[0], "positive": gradients[1]}
+        found |= {f"{number} {name}": value for name, value in named.items() if value is not None}
+        values, indices = kernels.hardest_negatives(scores, mask, seed=number)
+        found[f"{number} hardest"], found[f"{number} indices"] = values, indices
+        found[f"{number} hardest gradient"] = kernels.hardest_negatives_backward(values, indices, seed=number)
+    return found
+
+
+def _retrieval(library: Path) -> Outcomes:
+    kernels = RetrievalKernels(library)
+    random = np.random.default_rng(0)
+    found: Outcomes = {}
+    for number, (n_images, n_captions) in enumerate(((1, 1), (5, 0), (17, 70), (16, 64))):
+        scores = random.integers(-3, 4, (n_images, n_captions)).astype((np.float32, np.float64)[number % 2])
+        owner = random.integers(-1, n_images + 1, n_captions)
+        ties = ("pessimistic", "optimistic")[number % 2]
+        ranks = kernels.ranks(scores, owner, ties, large=number == 3, seed=number)
+        found[f"{number} images"], found[f"{number} captions"] = ranks
+    return found
+
+
+def _product(library: Path) -> Outcomes:
+    kernels = ProductKernels(library)
+    random = np.random.default_rng(0)
+    found: Outcomes = {}
+    for number in range(4):
+        # Any bits but those of NaN and infinity, in both types.
+        left, right = (random.integers(0, 0x7000, shape).astype(np.uint16) for shape in ((33, 40), (24, 40)))
+        given = np.ascontiguousarray(right.T) if number % 2 else right
+        found[str(number)] = kernels.product(left, given, transposed=number % 2 == 1, half=number > 1, seed=number)
+    return found
+
+
+def outcomes(libraries: dict[str, Path]) -> Outcomes:
+    """The outcomes of the drivers "triplet", "retrieval" and "product", by driver, case and name."""
+    cases = {"triplet": _triplet, "retrieval": _retrieval, "product": _product}
+    return {f"{driver} {name}": v for driver, path in libraries.items() for name, v in cases[driver](path).items()}

@@ -1,0 +1,105 @@
+"""What the kernels have to give in the shim: the numbers of the reference. Each check raises AssertionError."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from helpers.shim import ProductKernels, RetrievalKernels, TripletKernels
+from helpers.tolerance import assert_close_to_exact
+from itm_fast import reference
+
+
+def array(tensor: Tensor | None) -> np.ndarray | None:
+    return None if tensor is None else tensor.contiguous().numpy()
+
+
+def assert_equal(actual: Tensor, right: Tensor, name: str) -> None:
+    def message(difference: str) -> str:
+        return f"{name}: wrong numbers\n{difference}"
+
+    torch.testing.assert_close(actual, right, rtol=0, atol=0, equal_nan=True, msg=message)
+
+
+def reference_gradients(scores: Tensor, grad_loss: Tensor, **options: Any) -> list[Tensor]:
+    """The loss, and the gradients of the scores and, where given, of `positive_scores`."""
+    inputs = [scores.clone().requires_grad_()]
+    if options.get("positive_scores") is not None:
+        inputs.append(options["positive_scores"].to(scores.dtype).clone().requires_grad_())
+        options = {**options, "positive_scores": inputs[1]}
+    loss = reference.triplet_loss(inputs[0], **options)
+    return [loss.detach(), *torch.autograd.grad(loss, inputs, grad_loss.to(scores.dtype))]
+
+
+def check_triplet(
+    kernels: TripletKernels, scores: Tensor, *, large: bool = False, seed: int = 0, exact: bool = False, **options: Any
+) -> None:
+    """Loss and gradients of `triplet_loss`: equal to the reference's (`exact`), or at most twice as wrong."""
+    arrays = (array(options.get("positives")), array(options.get("positive_scores")))
+    rest = {name: value for name, value in options.items() if name not in ("positives", "positive_scores")}
+    loss, negatives = kernels.forward(array(scores), *arrays, large=large, seed=seed, **rest)
+    # No power of two more than needed, so that sums of few-digit numbers stay exact.
+    weights = (torch.arange(loss.size, dtype=scores.dtype) % 3 + 1).reshape(loss.shape) / 2
+    plain = reference_gradients(scores, weights, **options)
+    gradients = kernels.backward(weights.numpy(), array(scores), negatives, *arrays, large=large, seed=seed, **rest)
+    actual = [torch.from_numpy(part) for part in (loss, *gradients) if part is not None]
+    assert len(actual) == len(plain)
+    names = ("loss", "gradient of the scores", "gradient of the positives")
+    if exact:
+        # What a loss that is not finite sends back means nothing.
+        count = len(plain) if bool(plain[0].isfinite().all()) else 1
+        for name, a, p in list(zip(names, actual, plain, strict=False))[:count]:
+            assert_equal(a, p.reshape(a.shape), f"triplet_loss, {options.get('mining')}: {name}")
+        return
+    double = {name: value.double() if name == "positive_scores" else value for name, value in options.items()}
+    precise = reference_gradients(scores.double(), weights, **double)
+    for name, a, p, e in zip(names, actual, plain, precise, strict=False):
+        assert_close_to_exact(a, p, e, name=f"{options.get('mining')} {name}")
+
+
+def check_hardest(
+    kernels: TripletKernels, scores: Tensor, positives: Tensor | None, *, large: bool = False, seed: int = 0
+) -> None:
+    """Values, indices and gradient of `hardest_negatives`, which are exact."""
+    values, indices = kernels.hardest_negatives(array(scores), array(positives), large=large, seed=seed)
+    sides = reference.hardest_negatives(scores, positives)
+    for side, (right_values, right_indices) in enumerate(sides):
+        assert_equal(torch.from_numpy(values[side]), right_values, "hardest_negatives: values")
+        assert_equal(torch.from_numpy(indices[side]), right_indices, "hardest_negatives: indices")
+    grad = np.arange(1, values.size + 1, dtype=values.dtype).reshape(values.shape)
+    expected = np.zeros_like(array(scores))
+    for anchor in range(len(scores)):
+        if indices[0, anchor] >= 0:
+            expected[anchor, indices[0, anchor]] += grad[0, anchor]
+        if indices[1, anchor] >= 0:
+            expected[indices[1, anchor], anchor] += grad[1, anchor]
+    actual = kernels.hardest_negatives_backward(grad, indices, large=large, seed=seed)
+    assert_equal(torch.from_numpy(actual), torch.from_numpy(expected), "hardest_negatives: gradient")
+
+
+def check_ranks(
+    kernels: RetrievalKernels, scores: Tensor, owner: Tensor, *, large: bool = False, seed: int = 0
+) -> None:
+    """Ranks under both rules for ties."""
+    for ties in ("pessimistic", "optimistic"):
+        ranks = kernels.ranks(array(scores), array(owner), ties, large=large, seed=seed)
+        for actual, right in zip(ranks, reference.retrieval_ranks(scores, owner, ties), strict=True):
+            assert_equal(torch.from_numpy(actual), right, f"retrieval_ranks, {ties}")
+
+
+def check_product(
+    kernels: ProductKernels, rows: int, columns: int, depth: int, *, transposed: bool = False, half: bool = False,
+    seed: int = 0,
+) -> None:  # fmt: skip
+    """A product of small integers, which is exact in every order."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.float16 if half else torch.bfloat16
+    left = torch.randint(-4, 5, (rows, depth), generator=generator).to(dtype)
+    right = torch.randint(-4, 5, (columns, depth), generator=generator).to(dtype)
+    given = right.t().contiguous() if transposed else right
+    bits = [part.view(torch.int16).numpy().view(np.uint16) for part in (left, given)]
+    actual = kernels.product(*bits, transposed=transposed, half=half, seed=seed)
+    assert_equal(torch.from_numpy(actual), left.float() @ right.float().t(), "product")

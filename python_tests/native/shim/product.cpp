@@ -1,0 +1,138 @@
+// The product in the shim, the table of fragments, and small kernels that break the rules. Functions that run a kernel
+// return what went wrong, or an empty string.
+#include "product.h"
+
+#include <string>
+
+#include "exact.h"
+
+namespace {
+
+using namespace itm_fast;
+using namespace itm_fast::cuda;
+
+template <bool kTransposed>
+std::string run(const ProductParameters& p, bool half, uint64_t seed) {
+  const int64_t blocks =
+      (p.rows + kProductRows - 1) / kProductRows * ((p.columns + kProductColumns - 1) / kProductColumns);
+  return shim::launch(blocks, 32 * kProductWarps, seed,
+                      [&] { half ? product<kTransposed, true>(p) : product<kTransposed, false>(p); });
+}
+
+}  // namespace
+
+extern "C" const char* product(int64_t seed, int64_t transposed, int64_t half, int64_t rows, int64_t columns,
+                               int64_t depth, const uint16_t* left, const uint16_t* right, float* out) {
+  const Exact<uint16_t> first(left, rows * depth), second(right, columns * depth);
+  Exact<float> results(out, rows * columns);
+  const ProductParameters p{first.memory, second.memory, results.memory, rows, columns, depth};
+  const std::string problem = transposed != 0 ? run<true>(p, half != 0, seed) : run<false>(p, half != 0, seed);
+  std::copy_n(results.memory, rows * columns, out);
+  return report(problem);
+}
+
+// Row and column of an element, by the name of the table.
+extern "C" void place(int64_t table, int64_t lane, int64_t element, int64_t* out) {
+  Place (*const tables[])(int, int) = {mma_a_place, mma_b_place, mma_sum_place, load_matrix_place,
+                                       load_matrix_transposed_place};
+  const Place found = tables[table](static_cast<int>(lane), static_cast<int>(element));
+  out[0] = found.row;
+  out[1] = found.column;
+}
+
+extern "C" int64_t address_lane(int64_t matrix, int64_t row) {
+  return load_matrix_address_lane(static_cast<int>(matrix), static_cast<int>(row));
+}
+
+// What every lane of a warp gets: [kind][lane], of the lane's own value 3 lane + 1.
+extern "C" const char* collectives(int64_t seed, int64_t* out) {
+  return report(shim::launch(1, 32, seed, [&] {
+    const int own = 3 * lane() + 1;
+    out[lane()] = shuffle(own, (lane() + 5) % 32);
+    out[32 + lane()] = shuffle_xor(own, 6);
+    out[64 + lane()] = ballot(own % 2 == 0);
+    out[96 + lane()] = vote_any(lane() == 31) + 2 * vote_any(false) + 4 * vote_all(own > 0) + 8 * vote_all(lane() > 0);
+    out[128 + lane()] = count_bits(0x80000101u);
+  }));
+}
+
+// The order in which threads of two warps come to a counter, between two barriers.
+extern "C" const char* order_of_threads(int64_t seed, int64_t* out) {
+  int32_t next = 0;
+  return report(shim::launch(1, 64, seed, [&] {
+    barrier();
+    out[atomic_add(&next, int32_t{1})] = thread_index();
+    barrier();
+  }));
+}
+
+// One broken rule each.
+extern "C" const char* broken(int64_t rule, int64_t seed) {
+  alignas(16) static float source[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+  return report(shim::launch(1, 64, seed, [&] {
+    ITM_FAST_SHARED(float, numbers, 64);
+    ITM_FAST_SHARED(int32_t, counts, 1);
+    ITM_FAST_SHARED(uint16_t, halves, 64);
+    const int t = thread_index();
+    switch (rule) {
+      case 0:  // nothing is broken
+        numbers[t] = 1.0f;
+        if (t == 0) counts[0] = 0;
+        barrier();
+        numbers[t] = static_cast<float>(numbers[t]) + 1.0f;
+        atomic_add(counts, 0, 1);
+        warp_sync();
+        if (lane() == 0) numbers[t + 1] = static_cast<float>(numbers[t + 2]);
+        barrier();
+        break;
+      case 1:
+        numbers[t + 1] = 0.0f;
+        break;
+      case 2:
+        numbers[t] = static_cast<float>(numbers[t]);
+        break;
+      case 3:
+        numbers[t / 2] = 0.0f;
+        break;
+      case 4:
+        if (t == 0) counts[0] = 0;
+        barrier();
+        atomic_add(counts, 0, 1);
+        if (t == 40) counts[0] = 5;
+        break;
+      case 5:
+        if (t != 7) barrier();
+        break;
+      case 6:
+        if (lane() < 16) warp_sync();
+        if (lane() >= 16) vote_any(true);
+        break;
+      case 7:
+        copy_async(numbers, t % 16 * 4 + 1, source, 4);
+        break;
+      case 8:
+        if (t == 0) copy_async(numbers, 0, source, 4);
+        if (t == 0) commit_copies();
+        break;
+      case 9: {
+        halves[t] = 0;
+        barrier();
+        uint32_t parts[4];
+        load_matrix(parts, halves, 1);
+        break;
+      }
+      case 10: {  // a shuffle orders nothing
+        numbers[t] = 0.0f;
+        shuffle(t, 0);
+        if (t == 0) numbers[1] = 2.0f;
+        break;
+      }
+      case 11:
+        if (t == 9) {
+          counts[0] = 0;
+          static_cast<int32_t*>(counts.memory.update_atomically(0))[2] = 0;
+        }
+        break;
+    }
+  }));
+}
