@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 import tracemalloc
@@ -16,11 +17,12 @@ import torch
 from helpers.commands import error
 from helpers.official_scan import FORMS, options, random_model, write_checkpoint, write_vocabulary
 
-from itm_fast import compat
+from itm_fast import compat, models
 from itm_fast.data import Vocabulary
 from itm_fast.documents import parse_yaml
 from itm_fast.formats import Format
 from itm_fast.messages import shortened, shown
+from itm_fast.models.weights_file import read_shapes
 from itm_fast.training.checkpoint import load_state, save_state
 
 
@@ -176,6 +178,28 @@ def test_long_words_and_endless_ids_of_a_vocabulary(tmp_path: Path) -> None:
     path.write_text(f'{{"word2idx": {{"a": {"[" * 900}{"]" * 900}}}}}')
     with pytest.raises(ValueError, match=r"expected an integer id for the word 'a', got \[\[\[\[\.\.\.\]\]\]\]$"):
         Vocabulary.from_file(path)
+
+
+def test_long_names_and_shapes_of_weights(tmp_path: Path) -> None:
+    """The header of a file of weights may say anything of any length."""
+    models.create("scan", vocab_size=9, feature_dim=6, embed_dim=4, word_dim=5).save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    shapes = read_shapes(path)
+    for change, message in (
+        ({"n" * 100_000: [1]}, f"the weight {'n' * 60}... (100000 characters) is unknown to the model"),
+        (
+            {"image_encoder.fc.bias": [1] * 100_000},
+            "image_encoder.fc.bias: expected shape (4,), got (1, 1, 1, 1, ...)",
+        ),
+    ):
+        header = {
+            name: {"dtype": "F32", "shape": list(shape), "data_offsets": [0, 0]}
+            for name, shape in {**shapes, **change}.items()
+        }
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
+        with pytest.raises(ValueError, match=rf"^{re.escape(f'{path}: {message}')}$"):
+            models.load(tmp_path)
 
 
 def test_long_yaml() -> None:

@@ -151,7 +151,7 @@ def check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tu
         if name not in found:
             raise ValueError(f"{source}: the weight {name} is missing")
         if found[name] != shape:
-            raise ValueError(f"{source}: {name}: expected shape {shape}, got {found[name]}")
+            raise ValueError(f"{source}: {name}: expected shape {shape}, got {shown(found[name])}")
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> None:
