@@ -71,7 +71,7 @@ def test_as_accurate_as_plain_pytorch(dtype: torch.dtype, n_queries: int, n_cont
     for a, p, e in zip(actual, plain, exact, strict=True):
         # A half of the last digit is lost when the result is rounded, however exact it was.
         rounding = torch.finfo(dtype).eps / 2 * float(e.abs().max())
-        assert_close_to_exact(a, p, e, factor=1.0 if dtype == torch.bfloat16 else 2.0, floor=rounding)
+        assert_close_to_exact(a, p, e, factor=1.0 if dtype == torch.bfloat16 else 4.0, floor=rounding)
 
 
 def test_offsets_that_do_not_begin_at_zero_read_nothing_uninitialised() -> None:
