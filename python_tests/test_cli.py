@@ -128,7 +128,7 @@ def test_train_errors(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--data", data, "--out", out, "--lr", "-1"], 1, "lr: expected a number above 0, got -1.0"),
         (["--data", data, "--out", out, "--lr", "fast"], 2, "Invalid value for '--lr'"),
         (["--data", data, "--out", out, "--epoch", "3"], 2, "No such option: --epoch"),
-        (["--data", data, "--out", out, "--model", "sgraf"], 1, "unknown model 'sgraf': known are scan"),
+        (["--data", data, "--out", out, "--model", "imram"], 1, "unknown model 'imram': known are bfan"),
         (["--data", data, "--out", out, "--optimizer", "sgd"], 1, "optimizer: expected one of adam, adamw, got 'sgd'"),
         (["--data", data, "--out", out, "--model-option", "x"], 1, "--model-option: expected NAME=VALUE, got 'x'"),
         (["--data", data, "--out", out, "--model-option", "embed_dims=3"], 1,

@@ -26,6 +26,16 @@ FLICKR, COCO = {"epochs": 30, "lr": 2e-4, "lr_decay_every": 15}, {"epochs": 20, 
 T2I, I2T = {"direction": "t2i", "t2i_temperature": 9.0}, {"direction": "i2t", "i2t_temperature": 4.0}
 MEAN, LSE = {"aggregation": "mean"}, {"aggregation": "logsumexp"}
 VSEPP = {**SIZES, "image_encoder": "linear", "bidirectional": False, "text_pooling": "last"}
+ADAMW = {"optimizer": "adamw", "lr": 5e-4, "weight_decay": 0.01, "drop_last": True, "text_augmentation": 0.2}
+RCAR = {
+    **SCAN, **MEAN, "image_encoder": "residual", "word_dropout": 0.4, "regulator": "rcar", "steps": 2,
+    "alignment_dim": 256, "regulator_dropout": 0.4,
+}  # fmt: skip
+SGRAF = {
+    **SIZES, "word_dropout": 0.4, "alignment_dim": 256, "graph_steps": 3, "attention_dropout": 0.4,
+    "temperature": 9.0, "negative_slope": 0.1,
+}  # fmt: skip
+SOURCES = {"scan": "Lee et al.", "rcar": "Plug-and-Play", "bfan": "Liu et al.", "vsepp": "Faghri et al."}
 PUBLISHED = {
     "scan-t2i-f30k": ("scan", FLICKR, {**SCAN, **T2I, **MEAN}),
     "scan-t2i-lse-f30k": ("scan", FLICKR, {**SCAN, **T2I, **LSE, "t2i_logsumexp_temperature": 6.0}),
@@ -37,6 +47,30 @@ PUBLISHED = {
     "scan-i2t-coco": ("scan", COCO, {**SCAN, **I2T, **MEAN}),
     "scan-i2t-lse-coco": ("scan", COCO, {**SCAN, **I2T, **LSE, "i2t_logsumexp_temperature": 20.0}),
     "scan-mean-coco": ("scan", COCO, {**SCAN, **T2I, **I2T, **MEAN, "direction": "mean"}),
+    **{
+        f"rcar-{direction}-{data}": (
+            "scan",
+            numbers,
+            {**RCAR, "direction": direction, f"{direction}_temperature": first},
+        )
+        for direction, first in (("t2i", 10.0), ("i2t", 3.0))
+        for data, numbers in (
+            ("f30k", {**ADAMW, "epochs": 40, "lr_decay_every": 30, "warmup_epochs": 3}),
+            ("coco", {**ADAMW, "epochs": 25, "lr_decay_every": 15, "warmup_epochs": 5}),
+        )
+    },
+    **{
+        f"bfan-{focal}-{data}": ("bfan", numbers, {**SIZES, "focal": focal, "temperature": 20.0, "negative_slope": 0.1})
+        for focal in ("equal", "prob")
+        for data, numbers in (
+            ("f30k", {"epochs": 15, "lr": 2e-4, "lr_decay_every": 15}),
+            ("coco", {"epochs": 20, "lr": 5e-4, "lr_decay_every": 15}),
+        )
+    },
+    "sgr-f30k": ("sgraf", {"epochs": 40, "lr": 2e-4, "lr_decay_every": 30}, {**SGRAF, "module": "sgr"}),
+    "saf-f30k": ("sgraf", {"epochs": 30, "lr": 2e-4, "lr_decay_every": 20}, {**SGRAF, "module": "saf"}),
+    "sgr-coco": ("sgraf", {"epochs": 20, "lr": 2e-4, "lr_decay_every": 10}, {**SGRAF, "module": "sgr"}),
+    "saf-coco": ("sgraf", {"epochs": 20, "lr": 2e-4, "lr_decay_every": 10}, {**SGRAF, "module": "saf"}),
     "vsepp-f30k": ("vsepp", FLICKR, VSEPP),
     "vsepp-coco": ("vsepp", FLICKR, VSEPP),
 }
@@ -72,11 +106,11 @@ def test_a_recipe_holds_the_published_numbers(name: str) -> None:
     assert recipe.settings == {"model": model, **EVERYWHERE, **numbers, "model_options": options}
     settings = config.build(TrainConfig, {"data": "d", "out": "o", **recipe.settings})
     rates = [learning_rate(settings, step, 1) for step in range(settings.epochs)]
-    half = numbers["lr_decay_every"]
-    assert rates == pytest.approx([numbers["lr"]] * half + [numbers["lr"] / 10] * half)
+    before = numbers["lr_decay_every"]
+    assert rates == pytest.approx([numbers["lr"]] * before + [numbers["lr"] / 10] * (settings.epochs - before))
     built = models.create(model, vocab_size=5, **options).config
     assert {option: getattr(built, option) for option in options} == options
-    assert {"scan": "Lee et al.", "vsepp": "Faghri et al."}[model] in recipe.source
+    assert SOURCES.get(name.split("-")[0], "Similarity Reasoning and Filtration") in recipe.source
     assert {"f30k": "Flickr30K", "coco": "MS-COCO"}[name.split("-")[-1]] in recipe.description
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.concepts import WORDS, write_concepts
 from helpers.precomputed import SPECIAL
-from helpers.runs import config, make_trainer, run, same, weights
+from helpers.runs import OPTIONS, config, make_trainer, run, same, weights
 
 from itm_fast import models
 from itm_fast.data import TextAugmentation, Vocabulary
@@ -137,7 +137,8 @@ def test_a_vocabulary_gets_a_mask_behind_its_words() -> None:
 def seen_by(settings: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[list[int]]]]:
     """The captions that the model encodes in training and in evaluation, batch by batch, in a whole run."""
     seen: dict[str, list[list[list[int]]]] = {"training": [], "evaluation": []}
-    kind = {"scan": models.SCAN, "vsepp": models.VSEPP}[settings.model]
+    kinds = {"bfan": models.BFAN, "scan": models.SCAN, "sgraf": models.SGRAF, "vsepp": models.VSEPP}
+    kind = kinds[settings.model]
     encode = kind.encode_captions
 
     def recording(self: models.MatchingModel, ids: torch.Tensor, lengths: torch.Tensor) -> object:
@@ -155,9 +156,10 @@ def seen_by(settings: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 def test_every_model_trains_on_changed_captions_and_is_evaluated_on_whole_ones(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    settings = config(data, tmp_path / "run", model=model, text_augmentation=0.2)
+    options = {**OPTIONS, "alignment_dim": 8} if model == "sgraf" else OPTIONS
+    settings = config(data, tmp_path / "run", model=model, model_options=options, text_augmentation=0.2)
     changed = seen_by(settings, monkeypatch)
-    whole = seen_by(config(data, tmp_path / "whole", model=model), monkeypatch)
+    whole = seen_by(config(data, tmp_path / "whole", model=model, model_options=options), monkeypatch)
     assert changed["evaluation"] == whole["evaluation"]
     before = [row for batch in whole["training"] for row in batch]
     after = [row for batch in changed["training"] for row in batch]

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from itm_fast.cli.options import markdown_table
-from itm_fast.models import SCANConfig, VSEPPConfig
+from itm_fast.models import BFANConfig, SCANConfig, SGRAFConfig, VSEPPConfig
 from itm_fast.training import TrainConfig, recipes
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "training.md"
-TABLES = {"train": TrainConfig, "scan": SCANConfig, "vsepp": VSEPPConfig}
+TABLES = {"train": TrainConfig, "scan": SCANConfig, "bfan": BFANConfig, "sgraf": SGRAFConfig, "vsepp": VSEPPConfig}
 
 
 def rendered(text: str) -> str:

@@ -23,6 +23,22 @@ def train(
             rich_help_panel="Model",
         ),
     ] = None,
+    regulator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="rcr|rar|rcar",
+            help="RCAR's regulators in a model that takes them: short for --model-option regulator=...",
+            rich_help_panel="Model",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Steps of the regulator: short for --model-option steps=N. (default 2)",
+            rich_help_panel="Model",
+        ),
+    ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Published settings of a model on a data set; itm-fast recipes lists them."),
@@ -47,7 +63,8 @@ def train(
     from itm_fast.training.run import train as run_training
 
     published = recipes.load(recipe).settings if recipe is not None else {}
-    options = {"model_options": _model_options(model_option)} if model_option else {}
+    model_options = _model_options(model_option or []) | given_options({"regulator": regulator, "steps": steps})
+    options = {"model_options": model_options} if model_options else {}
     merged = recipes.merge(published, read_yaml(config) if config is not None else {}, given_options(values), options)
     if published and merged["model"] != published["model"]:
         raise ValueError(f"--recipe {recipe} is of the model {published['model']}, but {merged['model']} was asked for")

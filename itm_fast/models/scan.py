@@ -1,4 +1,4 @@
-"""SCAN: stacked cross-attention between regions and words (Lee et al., ECCV 2018)."""
+"""SCAN: stacked cross-attention between regions and words (Lee et al., ECCV 2018), with RCAR's regulators too."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from torch import Tensor
 from itm_fast.config import setting
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel, register
-from itm_fast.models.encoders import EncoderConfig, make_image_encoder, make_text_encoder
-from itm_fast.nn import CrossAttentionScores
+from itm_fast.models.encoders import make_image_encoder, make_text_encoder
+from itm_fast.models.regulators import RegulatedConfig, make_similarity, pairwise_weights, steps_of
+from itm_fast.nn import CrossAttentionScores, RegulatedSimilarity
 
 __all__ = ["SCAN", "SCANConfig"]
 
@@ -17,7 +18,7 @@ NORMALIZATIONS = ("clipped_l2norm", "l2norm", "clipped_l1norm", "l1norm", "softm
 
 
 @attrs.frozen(kw_only=True)
-class SCANConfig(EncoderConfig):
+class SCANConfig(RegulatedConfig):
     """Settings of SCAN; the defaults are the published ones."""
 
     bidirectional: bool = setting(True, help="Read captions in both directions and take the mean of both (published).")
@@ -26,8 +27,12 @@ class SCANConfig(EncoderConfig):
         help="Words attend to regions (t2i), regions attend to words (i2t), or the mean of both scores.",
         choices=("t2i", "i2t", "mean"),
     )
-    t2i_temperature: float = setting(9.0, help="Inverse temperature of the softmax over regions.")
-    i2t_temperature: float = setting(4.0, help="Inverse temperature of the softmax over words.")
+    t2i_temperature: float | None = setting(
+        None, help="Inverse temperature of the softmax over regions; by default 9, and 10 to start a regulator with."
+    )
+    i2t_temperature: float | None = setting(
+        None, help="Inverse temperature of the softmax over words; by default 4, and 3 to start a regulator with."
+    )
     normalization: str = setting(
         "clipped_l2norm", help="Normalisation of the raw attention over the queries.", choices=NORMALIZATIONS
     )
@@ -44,6 +49,10 @@ class SCANConfig(EncoderConfig):
     )
 
 
+# Inverse temperatures as published, without a regulator (SCAN) and with one (RCAR's official code).
+_TEMPERATURES = {"t2i": (9.0, 10.0), "i2t": (4.0, 3.0)}
+
+
 @register
 class SCAN(MatchingModel):
     """Regions and words in one space, scored by attention of the one over the other."""
@@ -56,10 +65,29 @@ class SCAN(MatchingModel):
         self.config = config
         self.image_encoder = make_image_encoder(config, no_imgnorm=config.no_imgnorm)
         self.text_encoder = make_text_encoder(config, bidirectional=config.bidirectional, no_txtnorm=config.no_txtnorm)
-        self.text_to_image = self._attention(config.t2i_temperature, config.t2i_logsumexp_temperature)
-        self.image_to_text = self._attention(config.i2t_temperature, config.i2t_logsumexp_temperature)
+        steps_of(config)
+        if config.regulator is not None:
+            for name, value in (("normalization", "clipped_l2norm"), ("aggregation", "mean")):
+                if getattr(config, name) != value:
+                    raise ValueError(f"{name}: expected {value} with a regulator, got {getattr(config, name)}")
+        self.text_to_image = self._similarity("t2i", config.t2i_temperature, config.t2i_logsumexp_temperature)
+        self.image_to_text = self._similarity("i2t", config.i2t_temperature, config.i2t_logsumexp_temperature)
 
-    def _attention(self, temperature: float, logsumexp_temperature: float) -> CrossAttentionScores:
+    def _similarity(
+        self, direction: str, temperature: float | None, logsumexp_temperature: float
+    ) -> CrossAttentionScores | RegulatedSimilarity | None:
+        """The similarity of one direction; None for one that is not used."""
+        if self.config.direction not in (direction, "mean"):
+            return None
+        if temperature is None:
+            temperature = _TEMPERATURES[direction][self.config.regulator is not None]
+        if self.config.regulator is not None:
+            return make_similarity(
+                self.config,
+                temperature=temperature,
+                negative_slope=self.config.negative_slope,
+                focal=self.config.focal,
+            )
         return CrossAttentionScores(
             temperature=temperature,
             normalization=self.config.normalization,
@@ -79,24 +107,23 @@ class SCAN(MatchingModel):
 
     def score(self, images: Fragments, captions: Fragments) -> Tensor:
         """Regions and words to scores (n_images, n_captions) float32."""
-        if self.config.direction == "t2i":
-            return self.text_to_image(captions, images).t()
-        if self.config.direction == "i2t":
-            return self.image_to_text(images, captions)
-        return (self.text_to_image(captions, images).t() + self.image_to_text(images, captions)) / 2
+        scores = []
+        if self.text_to_image is not None:
+            scores.append(self.text_to_image(captions, images).t())
+        if self.image_to_text is not None:
+            scores.append(self.image_to_text(images, captions))
+        return scores[0] if len(scores) == 1 else (scores[0] + scores[1]) / 2
 
     def word_attention(self, images: Fragments, captions: Fragments) -> list[Tensor]:
         """How the words of caption i attend to the regions of image i, float32 (n_words, n_regions) for each i.
 
-        Rows sum to one; the first is that of `<start>`, the last that of `<end>`.
+        With a regulator it is the last attention. Rows sum to one; the first is that of `<start>`, the last that of
+        `<end>`.
 
         Raises:
             ValueError: the model's words do not attend to regions (direction "i2t"), or there are not equally many
                 images and captions.
         """
-        if self.config.direction == "i2t":
+        if self.text_to_image is None:
             raise ValueError("direction: in this model regions attend to words (i2t), not words to regions")
-        if len(images) != len(captions):
-            raise ValueError(f"captions: expected one for each of {len(images)} images, got {len(captions)}")
-        pairs = ((captions[index].float(), images[index].float()) for index in range(len(images)))
-        return [self.text_to_image.weights(words, regions) for words, regions in pairs]
+        return pairwise_weights(self.text_to_image, images, captions)

@@ -1,18 +1,28 @@
-"""Building blocks as modules: encoders, normalisation, pooling, attention."""
+"""Building blocks as modules: encoders, normalisation, pooling, attention and its regulators."""
 
 from itm_fast.nn.attention import CrossAttentionScores
 from itm_fast.nn.image_encoder import ImageEncoder
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.patch_encoder import PatchEncoder
 from itm_fast.nn.pooling import final_states, mean_pool
+from itm_fast.nn.regulated_similarity import RegulatedSimilarity
+from itm_fast.nn.regulators import (
+    CrossAttentionAlignments,
+    RecurrentAggregationRegulator,
+    RecurrentCorrespondenceRegulator,
+)
 from itm_fast.nn.residual_image_encoder import ResidualImageEncoder
 from itm_fast.nn.similarity import inner_products
 from itm_fast.nn.text_encoder import TextEncoder
 
 __all__ = [
+    "CrossAttentionAlignments",
     "CrossAttentionScores",
     "ImageEncoder",
     "PatchEncoder",
+    "RecurrentAggregationRegulator",
+    "RecurrentCorrespondenceRegulator",
+    "RegulatedSimilarity",
     "ResidualImageEncoder",
     "TextEncoder",
     "final_states",

@@ -34,7 +34,7 @@ class ResidualImageEncoder(nn.Module):
         self.fc = linear_layer(feature_dim, embed_dim)
         self.mlp = nn.Sequential(
             nn.Linear(embed_dim if projected else feature_dim, hidden),
-            _RowNorm(hidden),
+            RowNorm(hidden),
             nn.ReLU(),
             nn.Linear(hidden, embed_dim),
         )
@@ -47,7 +47,7 @@ class ResidualImageEncoder(nn.Module):
         return regions.with_values(embedded if self.no_imgnorm else l2norm(embedded))
 
 
-class _RowNorm(nn.BatchNorm1d):
+class RowNorm(nn.BatchNorm1d):
     """Batch normalisation of rows; fewer than two have no variance and take the running statistics, which they keep."""
 
     def forward(self, rows: Tensor) -> Tensor:

@@ -127,9 +127,11 @@ def _fallback_cause(operator: str, device: str, dtype: torch.dtype) -> str | Non
         raise ValueError(_instruction_set_problem)
     if _library_problem is not None:
         return _library_problem
+    if operator not in _native:
+        return f"no native kernel of {operator} yet"
     if device == "cuda" and _cuda_problem is not None:
         return _cuda_problem
-    if device not in _native.get(operator, ()):
+    if device not in _native[operator]:
         return f"no native kernel for device '{device}'"
     if dtype not in DTYPES:
         return f"no native kernel for {dtype}"

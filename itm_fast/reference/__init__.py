@@ -8,15 +8,28 @@ from itm_fast.reference.cross_attention import (
     cross_attention_scores_packed,
     cross_attention_weights,
 )
+from itm_fast.reference.regulators import (
+    RegulationSteps,
+    cross_attention_alignments,
+    regulated_scores,
+    regulation_steps,
+)
+from itm_fast.reference.regulators_packed import cross_attention_alignments_packed, regulated_scores_packed
 from itm_fast.reference.retrieval import recall_summary, retrieval_ranks
 from itm_fast.reference.triplet_loss import hardest_negatives, triplet_loss
 
 __all__ = [
+    "RegulationSteps",
+    "cross_attention_alignments",
+    "cross_attention_alignments_packed",
     "cross_attention_scores",
     "cross_attention_scores_packed",
     "cross_attention_weights",
     "hardest_negatives",
     "recall_summary",
+    "regulated_scores",
+    "regulated_scores_packed",
+    "regulation_steps",
     "retrieval_ranks",
     "triplet_loss",
 ]

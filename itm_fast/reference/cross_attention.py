@@ -10,6 +10,7 @@ Both are differentiable and take float64. Signatures are those of `itm_fast.func
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -39,31 +40,41 @@ def cross_attention_scores(
     aggregation: str = "mean",
     logsumexp_temperature: float = 6.0,
 ) -> Tensor:
-    """Scores `(len(queries), len(contexts))` by the published loop.
+    """Scores `(len(queries), len(contexts))` by the published loop."""
+
+    scores = queries.values.new_zeros(len(queries), len(contexts))
+    for query, context, i, j in pair_batches(queries, contexts):
+        batch = _batch_scores(
+            query, context, temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature
+        )
+        scores = scores.index_put((i, j), batch)
+    return scores
+
+
+def pair_batches(queries: Fragments, contexts: Fragments) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """All pairs in batches of equal sizes: query (B, n, d), context (B, k, d), and their numbers (B,) and (B,).
 
     The loop runs over the ragged side, the captions, and treats the other side, where every image has the same number
     of regions, as one batch; where both are ragged it runs over both.
     """
-
-    def score(query: Tensor, context: Tensor) -> Tensor:
-        return _batch_scores(
-            query, context, temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature
-        )
-
+    query_numbers = torch.arange(len(queries), device=queries.device)
+    context_numbers = torch.arange(len(contexts), device=contexts.device)
     if len(queries) == 0 or len(contexts) == 0:
-        return queries.values.new_zeros(len(queries), len(contexts))
+        return
     if _is_uniform(contexts):
         batch = contexts.values.reshape(len(contexts), contexts.max_length, contexts.values.shape[1])
-        return torch.stack([score(queries[i].expand(len(contexts), -1, -1), batch) for i in range(len(queries))])
-    if _is_uniform(queries):
+        for i in range(len(queries)):
+            number = query_numbers[i].expand(len(contexts))
+            yield queries[i].expand(len(contexts), -1, -1), batch, number, context_numbers
+    elif _is_uniform(queries):
         batch = queries.values.reshape(len(queries), queries.max_length, queries.values.shape[1])
-        columns = [score(batch, contexts[i].expand(len(queries), -1, -1)) for i in range(len(contexts))]
-        return torch.stack(columns, dim=1)
-    rows = [
-        torch.cat([score(queries[i][None], contexts[j][None]) for j in range(len(contexts))])
-        for i in range(len(queries))
-    ]
-    return torch.stack(rows)
+        for j in range(len(contexts)):
+            number = context_numbers[j].expand(len(queries))
+            yield batch, contexts[j].expand(len(queries), -1, -1), query_numbers, number
+    else:
+        for i in range(len(queries)):
+            for j in range(len(contexts)):
+                yield queries[i][None], contexts[j][None], query_numbers[i, None], context_numbers[j, None]
 
 
 def _is_uniform(fragments: Fragments) -> bool:
@@ -98,7 +109,7 @@ def _batch_scores(
 def cross_attention_weights(
     query: Tensor,  # (B, n, d)
     context: Tensor,  # (B, k, d)
-    temperature: float = 9.0,
+    temperature: float | Tensor = 9.0,  # (B, n, 1) where the queries differ in it
     normalization: str = "clipped_l2norm",
     negative_slope: float = 0.1,
     focal: str | None = None,
@@ -168,9 +179,9 @@ def cross_attention_scores_packed(
     context_chunk = max(1, int(block_elements**0.5) // context_length)
     query_chunk = max(1, block_elements // (context_chunk * context_length * query_length))
     rows = []
-    for query_block in _blocks(queries, query_chunk):
+    for query_block in blocks_of(queries, query_chunk):
         columns = []
-        for context_block in _blocks(contexts, context_chunk):
+        for context_block in blocks_of(contexts, context_chunk):
             tensors = (query_block.values, query_block.offsets, *context_block.to_padded())
             if torch.is_grad_enabled() and (queries.values.requires_grad or contexts.values.requires_grad):
                 block = checkpoint(_packed_block, *tensors, use_reentrant=False, preserve_rng_state=False, **options)
@@ -181,7 +192,8 @@ def cross_attention_scores_packed(
     return torch.cat(rows)
 
 
-def _blocks(fragments: Fragments, size: int) -> list[Fragments]:
+def blocks_of(fragments: Fragments, size: int) -> list[Fragments]:
+    """The sets in runs of `size`."""
     if size >= len(fragments):
         return [fragments]
     bounds = [*range(0, len(fragments), size), len(fragments)]
@@ -213,7 +225,7 @@ def _packed_block(
 
     dots = torch.einsum("nd,ckd->nck", query, context)
     attention = torch.nn.functional.leaky_relu(dots, negative_slope) if normalization in CLIPPED else dots
-    attention = _normalize_over_queries(attention, normalization, set_index, len(sets))
+    attention = normalize_over_queries(attention, normalization, set_index, len(sets))
     attention = torch.softmax((temperature * attention).masked_fill(~present, -torch.inf), dim=2)
     if focal is not None:
         attention = reassign_attention(attention, focal, 2, context_lengths.clamp(min=1)[:, None])
@@ -258,7 +270,7 @@ def _form_where_lost(
     return squared, dot
 
 
-def _normalize_over_queries(raw: Tensor, normalization: str, set_index: Tensor, n_sets: int) -> Tensor:
+def normalize_over_queries(raw: Tensor, normalization: str, set_index: Tensor, n_sets: int) -> Tensor:
     """Normalises `raw` `(N, n_contexts, k)` over the rows of each query set."""
 
     def total(terms: Tensor) -> Tensor:

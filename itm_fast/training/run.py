@@ -23,7 +23,7 @@ from itm_fast.training.trainer import Trainer, TrainResult
 __all__ = ["create_model", "device_of", "load_data", "train", "vocabulary_path", "warn_of_unknown_words"]
 
 # Settings of a model that the data decide, and that a user therefore cannot give.
-_FROM_DATA = ("vocab_size", "feature_dim")
+_FROM_DATA = ("vocab_size", "feature_dim", "n_regions")
 
 
 def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -> TrainResult:
@@ -127,7 +127,11 @@ def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedD
         if name in config.model_options:
             raise ValueError(f"model_options: {name} follows from the data and cannot be given")
     known = settings.fields_of(models.config_class(config.model))
-    from_data = {"vocab_size": len(vocabulary), "feature_dim": int(data.features.shape[2])}
+    from_data = {
+        "vocab_size": len(vocabulary),
+        "feature_dim": int(data.features.shape[2]),
+        "n_regions": int(data.features.shape[1]),
+    }
     sizes = {name: value for name, value in from_data.items() if name in known}
     return models.create(config.model, **config.model_options, **sizes)
 

@@ -1,0 +1,78 @@
+"""BFAN: bidirectional focal attention (Liu et al., ACM MM 2019), with RCAR's regulators or without."""
+
+from __future__ import annotations
+
+import attrs
+from torch import Tensor
+
+from itm_fast.config import setting
+from itm_fast.fragments import Fragments
+from itm_fast.models.base import MatchingModel, register
+from itm_fast.models.encoders import make_image_encoder, make_text_encoder
+from itm_fast.models.regulators import RegulatedConfig, make_similarity, pairwise_weights, steps_of
+from itm_fast.nn import CrossAttentionScores, RegulatedSimilarity
+
+__all__ = ["BFAN", "BFANConfig"]
+
+
+@attrs.frozen(kw_only=True)
+class BFANConfig(RegulatedConfig):
+    """Settings of BFAN; the defaults are the published ones."""
+
+    bidirectional: bool = setting(True, help="Read captions in both directions and take the mean of both (published).")
+    focal: str = setting(
+        "equal",
+        help="Reassignment of attention: all contexts count alike (equal), or by their attention (prob).",
+        choices=("equal", "prob"),
+    )
+    temperature: float = setting(20.0, help="Inverse temperature of the softmax, in both directions.")
+    negative_slope: float = setting(0.1, help="Slope of the clip below zero.")
+
+
+@register
+class BFAN(MatchingModel):
+    """Words attend to regions and regions to words, irrelevant fragments lose their attention; the scores add up."""
+
+    name = "bfan"
+    Config = BFANConfig
+
+    def __init__(self, config: BFANConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.image_encoder = make_image_encoder(config, no_imgnorm=config.no_imgnorm)
+        self.text_encoder = make_text_encoder(config, bidirectional=config.bidirectional, no_txtnorm=config.no_txtnorm)
+        steps_of(config)
+        self.text_to_image = self._similarity()
+        self.image_to_text = self._similarity()
+
+    def _similarity(self) -> CrossAttentionScores | RegulatedSimilarity:
+        options = {
+            "temperature": self.config.temperature,
+            "negative_slope": self.config.negative_slope,
+            "focal": self.config.focal,
+        }
+        return (
+            CrossAttentionScores(**options)
+            if self.config.regulator is None
+            else make_similarity(self.config, **options)
+        )
+
+    def encode_images(self, features: Tensor | Fragments) -> Fragments:
+        """Region features (n, k, f), or Fragments of rows (N, f), to Fragments of rows (n * k or N, d)."""
+        return self.image_encoder(features)
+
+    def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
+        """Padded token ids (n, L) int64 and lengths (n,) to Fragments of rows (sum of lengths, d)."""
+        return self.text_encoder(token_ids, lengths)
+
+    def score(self, images: Fragments, captions: Fragments) -> Tensor:
+        """Regions and words to scores (n_images, n_captions) float32: the sum of both directions."""
+        return self.text_to_image(captions, images).t() + self.image_to_text(images, captions)
+
+    def word_attention(self, images: Fragments, captions: Fragments) -> list[Tensor]:
+        """How the words of caption i attend to the regions of image i, float32 (n_words, n_regions) for each i.
+
+        Raises:
+            ValueError: there are not equally many images and captions.
+        """
+        return pairwise_weights(self.text_to_image, images, captions)

@@ -1,0 +1,102 @@
+"""The settings of the regulators, for models whose similarity is cross-attention.
+
+Inside: `RegulatedConfig`, `steps_of`, `make_similarity`, `pairwise_weights`.
+"""
+
+from __future__ import annotations
+
+import attrs
+from torch import Tensor
+
+from itm_fast.config import setting
+from itm_fast.fragments import Fragments
+from itm_fast.models.encoders import EncoderConfig
+from itm_fast.nn import CrossAttentionAlignments, CrossAttentionScores, RegulatedSimilarity
+from itm_fast.nn.regulated_similarity import FACTORS
+from itm_fast.regulator_parameters import SCHEDULES
+
+__all__ = ["RegulatedConfig", "make_similarity", "pairwise_weights", "steps_of"]
+
+DEFAULT_STEPS = 2
+
+
+@attrs.frozen(kw_only=True)
+class RegulatedConfig(EncoderConfig):
+    """Settings of the encoders and of the regulators of RCAR; the defaults are the published ones."""
+
+    regulator: str | None = setting(
+        None,
+        help="RCAR's regulators: of the correspondence (rcr), of the aggregation (rar), or of both (rcar); null for "
+        "none.",
+        choices=("rcr", "rar", "rcar"),
+    )
+    steps: int | None = setting(
+        None,
+        help="Steps of the regulator, by default 2; rcar has that many of RAR and one less of RCR.",
+        minimum=1,
+        maximum=64,
+    )
+    alignment_dim: int = setting(256, help="Width of the regulators' alignments.", minimum=1)
+    regulator_dropout: float = setting(0.4, help="Dropout inside RAR in training.", minimum=0, below=1)
+    schedule: str = setting(
+        "interleaved", help="RCR and RAR in turns, or RAR after all steps of RCR.", choices=SCHEDULES
+    )
+    factors: str = setting(
+        "alignment",
+        help="Where the factors of RCR's attention come from: the alignment (published), the query, one learnable pair "
+        "for all, or fixed.",
+        choices=FACTORS,
+    )
+    residual_correspondence: bool = setting(True, help="A step of RCR changes the factors before it.")
+    residual_aggregation: bool = setting(False, help="A step of RAR averages with the alignment before it.")
+
+
+def steps_of(config: RegulatedConfig) -> tuple[int, int]:
+    """Steps of RCR and of RAR.
+
+    Raises:
+        ValueError: steps are given without a regulator.
+    """
+    if config.regulator is None:
+        if config.steps is not None:
+            raise ValueError(f"steps: {config.steps} steps of which regulator? Set regulator to rcr, rar or rcar")
+        return 0, 0
+    steps = DEFAULT_STEPS if config.steps is None else config.steps
+    return {"rcr": (steps, 0), "rar": (0, steps), "rcar": (steps - 1, steps)}[config.regulator]
+
+
+def make_similarity(
+    config: RegulatedConfig, *, temperature: float, negative_slope: float, focal: str | None
+) -> RegulatedSimilarity:
+    """The similarity of one direction with the regulator that `config` names."""
+    correspondence_steps, aggregation_steps = steps_of(config)
+    return RegulatedSimilarity(
+        config.embed_dim,
+        config.alignment_dim,
+        correspondence_steps=correspondence_steps,
+        aggregation_steps=aggregation_steps,
+        temperature=temperature,
+        negative_slope=negative_slope,
+        focal=focal,
+        dropout=config.regulator_dropout,
+        schedule=config.schedule,
+        factors=config.factors,
+        residual_correspondence=config.residual_correspondence,
+        residual_aggregation=config.residual_aggregation,
+    )
+
+
+def pairwise_weights(
+    similarity: CrossAttentionScores | RegulatedSimilarity | CrossAttentionAlignments,
+    images: Fragments,
+    captions: Fragments,
+) -> list[Tensor]:
+    """The attention of the words of caption i over the regions of image i, float32 (n_words, n_regions) for each i.
+
+    Raises:
+        ValueError: there are not equally many images and captions.
+    """
+    if len(images) != len(captions):
+        raise ValueError(f"captions: expected one for each of {len(images)} images, got {len(captions)}")
+    pairs = ((captions[index].float(), images[index].float()) for index in range(len(images)))
+    return [similarity.weights(words, regions) for words, regions in pairs]

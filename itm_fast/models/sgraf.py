@@ -1,0 +1,149 @@
+"""SGRAF: similarity graph reasoning and attention filtration (Diao et al., AAAI 2021), with RCAR's RCR or without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from itm_fast.config import setting
+from itm_fast.fragments import Fragments
+from itm_fast.models.base import MatchingModel, register
+from itm_fast.models.encoders import EncoderConfig, make_image_encoder, make_text_encoder
+from itm_fast.models.regulators import DEFAULT_STEPS, pairwise_weights
+from itm_fast.nn import CrossAttentionAlignments, l2norm
+from itm_fast.nn.image_encoder import linear_layer
+from itm_fast.nn.reasoning import (
+    RegionSelfAttention,
+    SimilarityAttentionFiltration,
+    SimilarityGraphReasoning,
+    WordSelfAttention,
+)
+
+__all__ = ["SGRAF", "SGRAFConfig"]
+
+# Elements of the alignments, or of the squared differences, of the captions that are scored together: 64 MB in float32.
+_CHUNK_ELEMENTS = 1 << 24
+
+
+@attrs.frozen(kw_only=True)
+class SGRAFConfig(EncoderConfig):
+    """Settings of SGRAF; the defaults are the published ones."""
+
+    n_regions: int = setting(36, help="Regions of each image.", minimum=1)
+    word_dropout: float = setting(0.4, help="Dropout on the word vectors in training.", minimum=0, below=1)
+    bidirectional: bool = setting(True, help="Read captions in both directions and take the mean of both (published).")
+    module: str = setting(
+        "sgr",
+        help="Graph reasoning over the alignments (sgr), attention filtration (saf), or the mean of both scores.",
+        choices=("sgr", "saf", "mean"),
+    )
+    alignment_dim: int = setting(256, help="Width of the alignments.", minimum=1)
+    graph_steps: int = setting(3, help="Rounds of graph reasoning.", minimum=1, maximum=64)
+    attention_dropout: float = setting(
+        0.4, help="Dropout in training inside the self-attention that makes global vectors.", minimum=0, below=1
+    )
+    temperature: float = setting(9.0, help="Inverse temperature of the softmax over regions.")
+    negative_slope: float = setting(0.1, help="Slope of the clip below zero.")
+    regulator: str | None = setting(
+        None, help="RCAR's regulator of the correspondence (rcr); null for none.", choices=("rcr",)
+    )
+    steps: int | None = setting(None, help="Steps of the regulator, by default 2.", minimum=1, maximum=64)
+    residual_correspondence: bool = setting(True, help="A step of RCR changes the factors before it.")
+
+
+@register
+class SGRAF(MatchingModel):
+    """Words attend to regions; the vectors of similarity, a global one and one per word, are reasoned about."""
+
+    name = "sgraf"
+    Config = SGRAFConfig
+
+    def __init__(self, config: SGRAFConfig) -> None:
+        super().__init__()
+        self.config = config
+        if config.regulator is None and config.steps is not None:
+            raise ValueError(f"steps: {config.steps} steps of which regulator? Set regulator to rcr")
+        self.image_encoder = make_image_encoder(config, no_imgnorm=config.no_imgnorm)
+        self.text_encoder = make_text_encoder(config, bidirectional=config.bidirectional, no_txtnorm=config.no_txtnorm)
+        self.region_pool = RegionSelfAttention(config.embed_dim, config.n_regions, dropout=config.attention_dropout)
+        self.word_pool = WordSelfAttention(config.embed_dim, dropout=config.attention_dropout)
+        self.global_alignment = linear_layer(config.embed_dim, config.alignment_dim)
+        self.local_alignments = CrossAttentionAlignments(
+            config.embed_dim,
+            config.alignment_dim,
+            steps=(config.steps or DEFAULT_STEPS) if config.regulator == "rcr" else 0,
+            temperature=config.temperature,
+            negative_slope=config.negative_slope,
+            residual_correspondence=config.residual_correspondence,
+        )
+        self.heads = nn.ModuleDict()
+        self.evaluations = nn.ModuleDict()
+        if config.module in ("sgr", "mean"):
+            self.heads["sgr"] = SimilarityGraphReasoning(config.alignment_dim, config.graph_steps)
+        if config.module in ("saf", "mean"):
+            self.heads["saf"] = SimilarityAttentionFiltration(config.alignment_dim)
+        for head in self.heads:
+            self.evaluations[head] = linear_layer(config.alignment_dim, 1)
+
+    def encode_images(self, features: Tensor | Fragments) -> Fragments:
+        """Region features (n, k, f), or Fragments of rows (N, f), to Fragments of rows (n * k or N, d)."""
+        return self.image_encoder(features)
+
+    def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
+        """Padded token ids (n, L) int64 and lengths (n,) to Fragments of rows (sum of lengths, d)."""
+        return self.text_encoder(token_ids, lengths)
+
+    def score(self, images: Fragments, captions: Fragments) -> Tensor:
+        """Regions and words to scores (n_images, n_captions) float32, in (0, 1).
+
+        In training the batch normalisation of SAF sees one caption with all images at a time, as published.
+        """
+        image_vectors, caption_vectors = self.region_pool(images), self.word_pool(captions)
+        columns = [
+            self._score_caption(global_alignment, alignments)
+            for chunk, vectors in self._chunks(images, captions, caption_vectors)
+            for global_alignment, alignments in self._alignments(images, image_vectors, chunk, vectors)
+        ]
+        if not columns or len(images) == 0:
+            dtype = torch.promote_types(images.dtype, torch.float32)
+            return images.values.new_zeros(len(images), len(captions), dtype=dtype)
+        return torch.stack(columns, dim=1)
+
+    def _chunks(self, images: Fragments, captions: Fragments, vectors: Tensor) -> Iterator[tuple[Fragments, Tensor]]:
+        """Captions, with their vectors, in runs whose alignments with all images fit in memory."""
+        widest = max(self.config.embed_dim, self.config.alignment_dim * max(captions.max_length, 1))
+        size = max(1, _CHUNK_ELEMENTS // (max(len(images), 1) * widest))
+        for numbers in torch.arange(len(captions), device=captions.device).split(size):
+            yield captions.index_select(numbers), vectors[numbers]
+
+    def _alignments(
+        self, images: Fragments, image_vectors: Tensor, captions: Fragments, caption_vectors: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each caption its global alignments (n_images, m) and those of its words (n_images, n_words, m)."""
+        differences = (image_vectors[:, None] - caption_vectors[None]).square()
+        global_alignments = l2norm(self.global_alignment(differences))
+        alignments = self.local_alignments(captions, images)
+        for number, words in enumerate(alignments.split(captions.lengths.tolist(), dim=1)):
+            yield global_alignments[:, number], words.to(global_alignments.dtype)
+
+    def _score_caption(self, global_alignment: Tensor, alignments: Tensor) -> Tensor:
+        """The scores (n_images,) of one caption; 0 for an empty one."""
+        if alignments.shape[1] == 0:
+            return alignments.new_zeros(alignments.shape[0], dtype=torch.promote_types(alignments.dtype, torch.float32))
+        nodes = torch.cat([global_alignment[:, None], alignments], dim=1)
+        logits = [self.evaluations[name](head(nodes)).squeeze(1) for name, head in self.heads.items()]
+        scores = [torch.sigmoid(part.to(torch.promote_types(part.dtype, torch.float32))) for part in logits]
+        return scores[0] if len(scores) == 1 else (scores[0] + scores[1]) / 2
+
+    def word_attention(self, images: Fragments, captions: Fragments) -> list[Tensor]:
+        """How the words of caption i attend to the regions of image i, float32 (n_words, n_regions) for each i.
+
+        With a regulator it is the last attention.
+
+        Raises:
+            ValueError: there are not equally many images and captions.
+        """
+        return pairwise_weights(self.local_alignments, images, captions)

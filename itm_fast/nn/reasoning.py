@@ -1,0 +1,126 @@
+"""What SGRAF does with the alignments of a pair (Diao et al., "Similarity Reasoning and Filtration", AAAI 2021).
+
+Inside: `RegionSelfAttention`, `WordSelfAttention`, `SimilarityGraphReasoning`, `SimilarityAttentionFiltration`. Linear
+layers start Xavier-uniform with a bias of zeros, as published.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from itm_fast.fragments import Fragments
+from itm_fast.nn.image_encoder import linear_layer
+from itm_fast.nn.normalization import l2norm
+from itm_fast.nn.pooling import mean_pool
+from itm_fast.nn.residual_image_encoder import RowNorm
+
+__all__ = [
+    "RegionSelfAttention",
+    "SimilarityAttentionFiltration",
+    "SimilarityGraphReasoning",
+    "WordSelfAttention",
+]
+
+
+class RegionSelfAttention(nn.Module):
+    """One vector per image: its regions, weighted by how they go with their mean, with batch normalisation.
+
+    The statistics are those of each region's place, so every image must have `n_regions` of them.
+
+    Args:
+        embed_dim: width d of the embeddings.
+        n_regions: regions of each image.
+        dropout: in training, on both hidden layers.
+    """
+
+    def __init__(self, embed_dim: int, n_regions: int, *, dropout: float = 0.4) -> None:
+        super().__init__()
+        self.n_regions = n_regions
+        self.local = nn.Sequential(
+            linear_layer(embed_dim, embed_dim), nn.BatchNorm1d(n_regions), nn.Tanh(), nn.Dropout(dropout)
+        )
+        self.mean = nn.Sequential(
+            linear_layer(embed_dim, embed_dim), RowNorm(embed_dim), nn.Tanh(), nn.Dropout(dropout)
+        )
+        self.common = linear_layer(embed_dim, 1)
+
+    def forward(self, regions: Fragments) -> Tensor:
+        """Regions (N, d) of n images to (n, d), l2-normalised."""
+        rows, dim = regions.values.shape
+        if rows != len(regions) * self.n_regions or regions.max_length > self.n_regions:
+            raise ValueError(
+                f"images: expected {self.n_regions} regions in each, got {rows} in {len(regions)} images, at most "
+                f"{regions.max_length} in one"
+            )
+        padded = regions.values.reshape(len(regions), self.n_regions, dim)
+        if len(regions) == 0:
+            return padded.sum(dim=1)
+        common = self.local(padded) * self.mean(padded.mean(dim=1))[:, None]
+        weights = torch.softmax(self.common(common).squeeze(2), dim=1)
+        return l2norm((weights[:, :, None] * padded).sum(dim=1))
+
+
+class WordSelfAttention(nn.Module):
+    """One vector per caption: its words, weighted by how they go with their mean.
+
+    Args:
+        embed_dim: width d of the embeddings.
+        dropout: in training, on both hidden layers.
+    """
+
+    def __init__(self, embed_dim: int, *, dropout: float = 0.4) -> None:
+        super().__init__()
+        self.local = nn.Sequential(linear_layer(embed_dim, embed_dim), nn.Tanh(), nn.Dropout(dropout))
+        self.mean = nn.Sequential(linear_layer(embed_dim, embed_dim), nn.Tanh(), nn.Dropout(dropout))
+        self.common = linear_layer(embed_dim, 1)
+
+    def forward(self, words: Fragments) -> Tensor:
+        """Words (N, d) of n captions to (n, d), l2-normalised; zero for an empty caption."""
+        sets = words.set_index()
+        means = self.mean(mean_pool(words).to(words.dtype))
+        logits = self.common(self.local(words.values) * means[sets]).squeeze(1)
+        padded, _ = words.with_values(logits[:, None]).to_padded(-torch.inf)
+        padded = padded.masked_fill((words.lengths == 0)[:, None, None], 0.0).squeeze(2)
+        vectors, _ = words.to_padded()
+        return l2norm((torch.softmax(padded, dim=1)[:, :, None] * vectors).sum(dim=1))
+
+
+class SimilarityGraphReasoning(nn.Module):
+    """SGR: alignments are the nodes of a full graph and pass messages; the first node tells the result.
+
+    Args:
+        alignment_dim: width m of the alignments.
+        steps: rounds of messages.
+    """
+
+    def __init__(self, alignment_dim: int = 256, steps: int = 3) -> None:
+        super().__init__()
+        self.query = nn.ModuleList(linear_layer(alignment_dim, alignment_dim) for _ in range(steps))
+        self.key = nn.ModuleList(linear_layer(alignment_dim, alignment_dim) for _ in range(steps))
+        self.graph = nn.ModuleList(linear_layer(alignment_dim, alignment_dim) for _ in range(steps))
+
+    def forward(self, alignments: Tensor) -> Tensor:
+        """Alignments (B, nodes, m), the global one first, to (B, m)."""
+        for query, key, graph in zip(self.query, self.key, self.graph, strict=True):
+            edges = torch.softmax(torch.bmm(query(alignments), key(alignments).transpose(1, 2)), dim=2)
+            alignments = torch.relu(graph(torch.bmm(edges, alignments)))
+        return alignments[:, 0]
+
+
+class SimilarityAttentionFiltration(nn.Module):
+    """SAF: alignments are summed by gates, with batch normalisation over all gates of a call.
+
+    In training a call must hold what belongs together: one caption with all images of the batch, as published.
+    """
+
+    def __init__(self, alignment_dim: int = 256) -> None:
+        super().__init__()
+        self.gate = linear_layer(alignment_dim, 1)
+        self.norm = nn.BatchNorm1d(1)
+
+    def forward(self, alignments: Tensor) -> Tensor:
+        """Alignments (B, nodes, m) to (B, m), l2-normalised."""
+        gates = torch.sigmoid(self.norm(self.gate(alignments).transpose(1, 2)))  # (B, 1, nodes)
+        gates = gates / (gates.sum(dim=2, keepdim=True) + 1e-8)
+        return l2norm(torch.bmm(gates, alignments).squeeze(1))

@@ -1,0 +1,158 @@
+"""The similarity of RCAR as a module, in the place of `CrossAttentionScores`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import itm_fast.functional as F_itm
+from itm_fast import reference
+from itm_fast.fragments import Fragments
+from itm_fast.nn.image_encoder import linear_layer
+from itm_fast.nn.regulators import (
+    RecurrentAggregationRegulator,
+    RecurrentCorrespondenceRegulator,
+    alignment_weights,
+    check_steps,
+)
+from itm_fast.regulator_parameters import FactorWeights, RegulatorParameters, ScoreWeights
+
+__all__ = ["RegulatedSimilarity"]
+
+FACTORS = ("fixed", "learnable", "query", "alignment")
+
+
+class RegulatedSimilarity(nn.Module):
+    """`itm_fast.functional.regulated_scores` with weights of its own; called as `CrossAttentionScores` is.
+
+    Text-to-image: call it with words as queries and regions as contexts; image-to-text: the other way round.
+
+    Args:
+        embed_dim: width d of the embeddings.
+        alignment_dim: width m of the alignments.
+        correspondence_steps: steps of RCR; alone, the score is the mean cosine of the last attention.
+        aggregation_steps: steps of RAR. Beside RCR one more than its steps, unless the schedule is "sequential".
+        score_mean: without RAR, score the mean alignment by a learned layer.
+        temperature: inverse temperature of the first attention (published: 10 text-to-image, 3 image-to-text).
+        negative_slope, focal: as in `cross_attention_scores`.
+        dropout: inside RAR, in training.
+        schedule: "interleaved": RCR and RAR in turns; "sequential": RAR after the last attention.
+        factors: where the factors of attention come from: "alignment" (published), "query", "learnable" (one pair
+            of factors for all) or "fixed"; the latter two have no RCR, so that "fixed" with RAR is RAR alone.
+        residual_correspondence, residual_aggregation: as in the regulators.
+        activation: of the score, "sigmoid" or "tanh".
+        normalize_mean: l2-normalise the mean alignment before it is scored.
+
+    Source: Diao et al., "Plug-and-Play Regulators for Image-Text Matching" (IEEE TIP 2023).
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        alignment_dim: int = 256,
+        *,
+        correspondence_steps: int = 1,
+        aggregation_steps: int = 2,
+        score_mean: bool = False,
+        temperature: float = 10.0,
+        negative_slope: float = 0.1,
+        focal: str | None = None,
+        dropout: float = 0.4,
+        schedule: str = "interleaved",
+        factors: str = "alignment",
+        residual_correspondence: bool = True,
+        residual_aggregation: bool = False,
+        activation: str = "sigmoid",
+        normalize_mean: bool = False,
+    ) -> None:
+        super().__init__()
+        check_steps("correspondence_steps", correspondence_steps)
+        check_steps("aggregation_steps", aggregation_steps)
+        if factors not in FACTORS:
+            raise ValueError(f"factors: expected one of {', '.join(map(repr, FACTORS))}, got {factors!r}")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout: expected a probability below 1, got {dropout}")
+        interleaved = schedule == "interleaved" and correspondence_steps and aggregation_steps
+        if interleaved and aggregation_steps != correspondence_steps + 1:
+            raise ValueError(
+                f"aggregation_steps: expected {correspondence_steps + 1}, one more than the steps of RCR, as the "
+                f"schedule is interleaved, got {aggregation_steps}"
+            )
+        scored = aggregation_steps > 0 or score_mean
+        if factors in ("fixed", "learnable"):
+            correspondence_steps = 0
+        self.temperature, self.negative_slope, self.focal = temperature, negative_slope, focal
+        self.dropout, self.schedule, self.factors = dropout, schedule, factors
+        self.activation, self.normalize_mean = activation, normalize_mean
+        aligned = correspondence_steps + 1 if scored else correspondence_steps * (factors == "alignment")
+        self.alignments = nn.ModuleList(linear_layer(embed_dim, alignment_dim) for _ in range(aligned))
+        self.correspondence = RecurrentCorrespondenceRegulator(
+            embed_dim,
+            alignment_dim,
+            correspondence_steps,
+            seen_dim=embed_dim if factors == "query" else alignment_dim,
+            residual=residual_correspondence,
+        )
+        self.aggregation = RecurrentAggregationRegulator(
+            alignment_dim, aggregation_steps, residual=residual_aggregation, dropout=dropout
+        )
+        self.score = linear_layer(alignment_dim, 1) if scored else None
+        learnable = factors == "learnable"
+        self.initial_channels = nn.Parameter(torch.ones(embed_dim)) if learnable else None
+        self.initial_temperature = nn.Parameter(torch.full((1,), float(temperature))) if learnable else None
+        self.regulator_parameters()  # Checks the rest: what fits together is known there.
+
+    def regulator_parameters(self) -> RegulatorParameters:
+        """The weights as the function takes them; they are those of the module, not copies."""
+        factors = None
+        if self.initial_channels is not None and self.initial_temperature is not None:
+            factors = FactorWeights(self.initial_channels, self.initial_temperature)
+        return RegulatorParameters(
+            alignment_weights(self.alignments),
+            self.correspondence.weights(),
+            self.aggregation.weights(),
+            None if self.score is None else ScoreWeights(self.score.weight, self.score.bias),
+            activation=self.activation,
+            normalize_mean=self.normalize_mean,
+            schedule=self.schedule,
+            residual_correspondence=self.correspondence.residual,
+            residual_aggregation=self.aggregation.residual,
+            correspondence_input="query" if self.factors == "query" else "alignment",
+            initial_factors=factors,
+        )
+
+    def forward(self, queries: Fragments, contexts: Fragments, *, seed: int | Tensor | None = None) -> Tensor:
+        """Scores `(len(queries), len(contexts))`; `seed` of the dropout, None: from torch's random state."""
+        return F_itm.regulated_scores(
+            queries,
+            contexts,
+            self.regulator_parameters(),
+            temperature=self.temperature,
+            negative_slope=self.negative_slope,
+            focal=self.focal,
+            dropout=self.dropout if self.training and len(self.aggregation.guidance) else 0.0,
+            seed=seed,
+        )
+
+    def steps(self, queries: Tensor, contexts: Tensor) -> reference.RegulationSteps:
+        """What happens inside one pair, to look at: queries `(n, d)`, contexts `(k, d)`; without dropout.
+
+        Returns:
+            Attention `(n, k)` and temperatures `(n,)` of each attention, and the weights `(n,)` of each aggregation.
+        """
+        return reference.regulation_steps(
+            queries,
+            contexts,
+            self.regulator_parameters(),
+            temperature=self.temperature,
+            negative_slope=self.negative_slope,
+            focal=self.focal,
+        )
+
+    def weights(self, queries: Tensor, contexts: Tensor) -> Tensor:
+        """The last attention of one pair: queries `(n, d)` and contexts `(k, d)` to `(n, k)`; rows sum to one."""
+        return self.steps(queries, contexts).attention[-1]
+
+    def extra_repr(self) -> str:
+        names = ("temperature", "negative_slope", "focal", "dropout", "schedule", "factors", "activation")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

@@ -1,0 +1,225 @@
+"""The regulators of RCAR as modules, to plug into models whose similarity is cross-attention.
+
+Inside: `RecurrentCorrespondenceRegulator`, `RecurrentAggregationRegulator`, `CrossAttentionAlignments`.
+
+Every linear layer starts Xavier-uniform with a bias of zeros, as published. Source: Diao et al., "Plug-and-Play
+Regulators for Image-Text Matching" (IEEE TIP 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+import itm_fast.functional as F_itm
+from itm_fast import reference
+from itm_fast.fragments import Fragments
+from itm_fast.nn.image_encoder import linear_layer
+from itm_fast.reference.regulators import aggregate, correspond
+from itm_fast.reference.regulators_packed import PackedRows
+from itm_fast.regulator_parameters import (
+    AggregationWeights,
+    AlignmentWeights,
+    CorrespondenceWeights,
+    RegulatorParameters,
+)
+
+__all__ = ["CrossAttentionAlignments", "RecurrentAggregationRegulator", "RecurrentCorrespondenceRegulator"]
+
+
+class RecurrentCorrespondenceRegulator(nn.Module):
+    """RCR: from alignments, the factors of the next attention. Steps share no weights.
+
+    Args:
+        embed_dim: width d of the embeddings.
+        alignment_dim: width m of the alignments; the hidden layers have 2m and m/2.
+        steps: how often attention is regulated.
+        seen_dim: width of what the layers see: m by default, d where they see the queries.
+        residual: a step changes the factors before it (published), or replaces them.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        alignment_dim: int = 256,
+        steps: int = 2,
+        *,
+        seen_dim: int | None = None,
+        residual: bool = True,
+    ) -> None:
+        super().__init__()
+        check_steps("steps", steps)
+        seen_dim = alignment_dim if seen_dim is None else seen_dim
+        self.residual = residual
+        self.channels = nn.ModuleList(_perceptron(seen_dim, 2 * alignment_dim, embed_dim) for _ in range(steps))
+        narrow = max(alignment_dim // 2, 1)
+        self.temperature = nn.ModuleList(_perceptron(seen_dim, narrow, 1) for _ in range(steps))
+
+    def weights(self) -> list[CorrespondenceWeights]:
+        """The weights of each step, as `RegulatorParameters.correspondences` takes them."""
+        return [
+            CorrespondenceWeights(*_tensors(channels.children()), *_tensors(temperature.children()))
+            for channels, temperature in zip(self.channels, self.temperature, strict=True)
+        ]
+
+    def forward(self, step: int, seen: Tensor, channels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        """One step (Eq 8), for hosts with an attention of their own.
+
+        Args:
+            step: number of the step, from 0.
+            seen: alignments (..., m), one for each query.
+            channels: e of the attention before, (..., d); ones at first.
+            temperature: lambda of the attention before, (..., 1).
+
+        Returns:
+            Channels (..., d) in [-1, 1], by which the queries are multiplied, and temperature (..., 1), not negative.
+        """
+        return correspond(seen, channels, temperature, self.weights()[step], self.residual)
+
+    def extra_repr(self) -> str:
+        return f"steps={len(self.channels)}, residual={self.residual}"
+
+
+class RecurrentAggregationRegulator(nn.Module):
+    """RAR: from the alignments of a pair, one vector, whose weights each step sharpens. Steps share no weights.
+
+    Args:
+        alignment_dim: width m of the alignments.
+        steps: how often the weights are regulated.
+        residual: a step averages with the vector before it; published without.
+        dropout: in training, on both hidden layers (published: 0.4).
+    """
+
+    def __init__(
+        self, alignment_dim: int = 256, steps: int = 2, *, residual: bool = False, dropout: float = 0.4
+    ) -> None:
+        super().__init__()
+        check_steps("steps", steps)
+        self.residual = residual
+        self.dropout = nn.Dropout(dropout)
+        self.guidance = nn.ModuleList(linear_layer(alignment_dim, alignment_dim) for _ in range(steps))
+        self.local = nn.ModuleList(linear_layer(alignment_dim, alignment_dim) for _ in range(steps))
+        self.weight = nn.ModuleList(linear_layer(alignment_dim, 1) for _ in range(steps))
+
+    def weights(self) -> list[AggregationWeights]:
+        """The weights of each step, as `RegulatorParameters.aggregations` takes them."""
+        steps = zip(self.guidance, self.local, self.weight, strict=True)
+        return [AggregationWeights(*_tensors(layers)) for layers in steps]
+
+    def forward(self, alignments: Fragments) -> Tensor:
+        """Alignments (N, m), a set of them for each pair, to one vector for each pair, (pairs, m) (Eq 14 to 16).
+
+        For hosts with alignments of their own. An empty set gives zeros.
+        """
+        rows = _DroppedRows(alignments, self.dropout)
+        aligned = alignments.values[None]
+        guidance = rows.mean(aligned)
+        for step, weights in enumerate(self.weights()):
+            guidance, _ = aggregate(rows, aligned, guidance, weights, step, self.residual)
+        return guidance[0]
+
+    def extra_repr(self) -> str:
+        return f"steps={len(self.guidance)}, residual={self.residual}"
+
+
+class _DroppedRows(PackedRows):
+    """Rows whose dropout is that of a module, from torch's generator."""
+
+    def __init__(self, sets: Fragments, dropout: nn.Dropout) -> None:
+        super().__init__(sets)
+        self.dropout = dropout
+
+    def drop_guidance(self, guidance: Tensor, step: int) -> Tensor:
+        return self.dropout(guidance)
+
+    def drop_rows(self, rows: Tensor, step: int) -> Tensor:
+        return self.dropout(rows)
+
+
+class CrossAttentionAlignments(nn.Module):
+    """`itm_fast.functional.cross_attention_alignments` with weights of its own, and with RCR where `steps` says so.
+
+    The first half of a host that aggregates alignments in its own way, such as SGRAF.
+
+    Args:
+        embed_dim: width d of the embeddings.
+        alignment_dim: width m of the alignments.
+        steps: steps of RCR before the last attention.
+        temperature: inverse temperature of the first attention.
+        negative_slope, focal: as in `cross_attention_scores`.
+        residual_correspondence: as in `RecurrentCorrespondenceRegulator`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        alignment_dim: int = 256,
+        *,
+        steps: int = 0,
+        temperature: float = 9.0,
+        negative_slope: float = 0.1,
+        focal: str | None = None,
+        residual_correspondence: bool = True,
+    ) -> None:
+        super().__init__()
+        self.temperature, self.negative_slope, self.focal = temperature, negative_slope, focal
+        self.correspondence = RecurrentCorrespondenceRegulator(
+            embed_dim, alignment_dim, steps, residual=residual_correspondence
+        )
+        self.alignments = nn.ModuleList(linear_layer(embed_dim, alignment_dim) for _ in range(steps + 1))
+
+    def forward(self, queries: Fragments, contexts: Fragments) -> Tensor:
+        """Alignments `(len(contexts), N_queries, m)`."""
+        weights = alignment_weights(self.alignments)
+        return F_itm.cross_attention_alignments(
+            queries,
+            contexts,
+            [group.weight for group in weights],
+            [group.bias for group in weights],
+            temperature=self.temperature,
+            negative_slope=self.negative_slope,
+            focal=self.focal,
+            correspondences=self.correspondence.weights(),
+            residual_correspondence=self.correspondence.residual,
+        )
+
+    def weights(self, queries: Tensor, contexts: Tensor) -> Tensor:
+        """The last attention of one pair: queries `(n, d)` and contexts `(k, d)` to `(n, k)`; rows sum to one."""
+        parameters = RegulatorParameters(
+            alignment_weights(self.alignments)[:-1],
+            self.correspondence.weights(),
+            residual_correspondence=self.correspondence.residual,
+        )
+        return reference.regulation_steps(
+            queries,
+            contexts,
+            parameters,
+            temperature=self.temperature,
+            negative_slope=self.negative_slope,
+            focal=self.focal,
+        ).attention[-1]
+
+    def extra_repr(self) -> str:
+        return f"temperature={self.temperature}, negative_slope={self.negative_slope}, focal={self.focal!r}"
+
+
+def alignment_weights(layers: nn.ModuleList) -> list[AlignmentWeights]:
+    """The weights of linear layers, as `RegulatorParameters.alignments` takes them."""
+    return [AlignmentWeights(*_tensors([layer])) for layer in layers]
+
+
+def check_steps(name: str, steps: object, minimum: int = 0) -> None:
+    """ValueError where `steps` is no number of steps of at least `minimum`."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < minimum:
+        raise ValueError(f"{name}: expected a whole number of at least {minimum}, got {steps!r}")
+
+
+def _perceptron(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(linear_layer(inputs, hidden), nn.Tanh(), linear_layer(hidden, outputs))
+
+
+def _tensors(layers: Iterable[nn.Module]) -> list[Tensor]:
+    """Weight and bias of each linear layer among `layers`, in their order."""
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    return [tensor for layer in linear for tensor in (layer.weight, layer.bias)]

@@ -1,0 +1,157 @@
+"""`cross_attention_alignments` and `regulated_scores`: argument checks and fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from itm_fast import reference
+from itm_fast.fragments import Fragments
+from itm_fast.ops import validation
+from itm_fast.ops.cross_attention import FOCAL_MODES, NORMALIZATIONS, check_fragments, check_same_space
+from itm_fast.ops.library import use_native
+from itm_fast.ops.precision import autocast, without_autocast
+from itm_fast.reference.regulators import alignment_parameters
+from itm_fast.regulator_parameters import CorrespondenceWeights, RegulatorParameters
+
+_SEEDS = 2**63
+
+
+def cross_attention_alignments(
+    queries: Fragments,
+    contexts: Fragments,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor] | None,
+    *,
+    temperature: float,
+    normalization: str,
+    negative_slope: float,
+    focal: str | None,
+    correspondences: Sequence[CorrespondenceWeights],
+    residual_correspondence: bool,
+) -> Tensor:
+    check_fragments(queries, contexts)
+    validation.check_option("normalization", normalization, NORMALIZATIONS)
+    _check_weights(weight, bias, correspondences)
+    parameters = alignment_parameters(weight, bias, correspondences, residual_correspondence)
+    queries, contexts = autocast(queries, contexts)
+    check_same_space(queries, contexts)
+    temperature, negative_slope = _check_attention(temperature, negative_slope, focal)
+    check_parameters(parameters, queries)
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    # No native kernel is registered yet: this says once which path serves.
+    use_native("cross_attention_alignments", queries.values)
+    with without_autocast(queries.device.type):
+        widened = parameters.to(wide)
+        return reference.cross_attention_alignments_packed(
+            queries.to(wide),
+            contexts.to(wide),
+            [group.weight for group in widened.alignments],
+            [group.bias for group in widened.alignments],
+            temperature=temperature,
+            normalization=normalization,
+            negative_slope=negative_slope,
+            focal=focal,
+            correspondences=widened.correspondences,
+            residual_correspondence=residual_correspondence,
+        )
+
+
+def regulated_scores(
+    queries: Fragments,
+    contexts: Fragments,
+    parameters: RegulatorParameters,
+    *,
+    temperature: float,
+    negative_slope: float,
+    focal: str | None,
+    dropout: float,
+    seed: int | Tensor | None,
+) -> Tensor:
+    check_fragments(queries, contexts)
+    if not isinstance(parameters, RegulatorParameters):
+        raise TypeError(f"parameters: expected RegulatorParameters, got {validation.describe(parameters)}")
+    queries, contexts = autocast(queries, contexts)
+    check_same_space(queries, contexts)
+    temperature, negative_slope = _check_attention(temperature, negative_slope, focal)
+    dropout = validation.finite_number("dropout", dropout, minimum=0.0)
+    if dropout >= 1.0:
+        raise ValueError(f"dropout: expected a probability below 1, got {dropout:g}")
+    check_parameters(parameters, queries)
+    seed = _seed(seed, dropout, queries.device)
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    # No native kernel is registered yet: this says once which path serves.
+    use_native("regulated_scores", queries.values)
+    with without_autocast(queries.device.type):
+        return reference.regulated_scores_packed(
+            queries.to(wide),
+            contexts.to(wide),
+            parameters.to(wide),
+            temperature=temperature,
+            negative_slope=negative_slope,
+            focal=focal,
+            dropout=dropout,
+            seed=seed,
+        )
+
+
+def check_parameters(parameters: RegulatorParameters, queries: Fragments) -> None:
+    """Refuses weights that are not for rows of this width, dtype and device."""
+    width = queries.values.shape[1]
+    if parameters.embed_dim not in (None, width):
+        raise ValueError(f"parameters: expected weights for rows of width {width}, got {parameters.embed_dim}")
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    for name, tensor in parameters.named_tensors():
+        if tensor.dtype not in (queries.dtype, wide):
+            expected = f"{queries.dtype}" if wide == queries.dtype else f"{queries.dtype} or {wide}"
+            raise TypeError(f"parameters.{name}: expected {expected} beside the queries, got {tensor.dtype}")
+        validation.check_same_device(f"parameters.{name}", tensor, "queries", queries.values)
+
+
+def _check_attention(temperature: float, negative_slope: float, focal: str | None) -> tuple[float, float]:
+    validation.check_option("focal", focal, FOCAL_MODES)
+    return (
+        validation.finite_number("temperature", temperature),
+        validation.finite_number("negative_slope", negative_slope),
+    )
+
+
+def _check_weights(
+    weight: Tensor | Sequence[Tensor], bias: Tensor | Sequence[Tensor] | None, correspondences: Sequence[object]
+) -> None:
+    """Refuses what is not one weight, and where given one bias, for each attention."""
+    if not isinstance(correspondences, list | tuple):
+        raise TypeError(
+            f"correspondences: expected a list, one entry per step, got {validation.describe(correspondences)}"
+        )
+    wanted = len(correspondences) + 1
+    for name, given, shape in (("weight", weight, ("m", "d")), ("bias", bias, ("m",))):
+        if given is None and name == "bias":
+            continue
+        parts = [given] if isinstance(given, Tensor) else given
+        if not isinstance(parts, list | tuple):
+            raise TypeError(f"{name}: expected a tensor, or a list of them, got {validation.describe(given)}")
+        for index, part in enumerate(parts):
+            validation.check_tensor(name if isinstance(given, Tensor) else f"{name}[{index}]", part, shape)
+        if len(parts) != wanted:
+            raise ValueError(f"{name}: expected {wanted} for {len(correspondences)} correspondences, got {len(parts)}")
+
+
+def _seed(seed: int | Tensor | None, dropout: float, device: torch.device) -> int | Tensor | None:
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1:
+            raise TypeError(
+                f"seed: expected an int, or an int64 tensor of one element, got {validation.describe(seed)}"
+            )
+        if seed.device != device:
+            raise ValueError(f"seed: expected it on {device} like the queries, got {seed.device}")
+        return seed
+    if seed is None:
+        return torch.randint(_SEEDS - 1, (1,), device=device) if dropout else None
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed: expected an int, or an int64 tensor of one element, got {validation.describe(seed)}")
+    if not -_SEEDS <= seed < _SEEDS:
+        raise ValueError(f"seed: expected an int of 64 bits, got {validation.describe(seed)}")
+    return seed

@@ -1,0 +1,243 @@
+"""Cross-attention alignments and regulated scores with all rows end to end, in bounded memory.
+
+What serves where no native kernel does. Each block of query sets and context sets is scored at once; where there are
+several, the backward recomputes the intermediates of each, so that its memory is bounded too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from itm_fast.fragments import Fragments
+from itm_fast.reference.cross_attention import (
+    CLIPPED,
+    blocks_of,
+    normalize_over_queries,
+    reassign_attention,
+)
+from itm_fast.reference.philox import CounterDropout
+from itm_fast.reference.regulators import (
+    Temperature,
+    alignment_parameters,
+    alignment_steps,
+    counter_dropout,
+    regulate,
+)
+from itm_fast.regulator_parameters import CorrespondenceWeights, RegulatorParameters
+
+__all__ = ["cross_attention_alignments_packed", "regulated_scores_packed"]
+
+# Elements of the widest tensor of a block, one value per context set, query row and channel: 64 MB in float32.
+_BLOCK_ELEMENTS = 1 << 24
+
+
+class PackedRows:
+    """What `Layout` asks of rows that lie end to end: (C, N, ·) rows of S sets each, and (C, S, ·)."""
+
+    def __init__(self, sets: Fragments) -> None:
+        self.sets, self.set_index = sets, sets.set_index()
+
+    def mean(self, rows: Tensor) -> Tensor:
+        lengths = self.sets.lengths.clamp(min=1)
+        return self.sum(rows) / (lengths if rows.dim() == 2 else lengths[:, None])
+
+    def spread(self, sets: Tensor) -> Tensor:
+        return sets.index_select(1, self.set_index)
+
+    def softmax(self, logits: Tensor) -> Tensor:
+        index = self.set_index.expand_as(logits)
+        peak = logits.new_full((logits.shape[0], len(self.sets)), -torch.inf)
+        peak = peak.scatter_reduce(1, index, logits.detach(), "amax")
+        powers = (logits - self.spread(peak)).exp()
+        return powers / self.spread(self.sum(powers))
+
+    def sum(self, rows: Tensor) -> Tensor:
+        sums = rows.new_zeros(rows.shape[0], len(self.sets), *rows.shape[2:])
+        return sums.index_add(1, self.set_index, rows)
+
+    def drop_guidance(self, guidance: Tensor, step: int) -> Tensor:
+        return guidance
+
+    def drop_rows(self, rows: Tensor, step: int) -> Tensor:
+        return rows
+
+
+class _Packed(PackedRows):
+    """`Layout` of all pairs of a block: C context sets x N query rows, of which S sets are made."""
+
+    def __init__(
+        self,
+        query: Tensor,  # (N, d)
+        query_offsets: Tensor,  # (S + 1,)
+        context: Tensor,  # (C, k, d), padded with zeros
+        context_lengths: Tensor,  # (C,)
+        *,
+        first_row: int,
+        first_context: int,
+        normalization: str,
+        negative_slope: float,
+        focal: str | None,
+        dropout: CounterDropout | None = None,
+    ) -> None:
+        super().__init__(Fragments(query, query_offsets, check=False))
+        self.query, self.context = query[None], context
+        self.counts = context_lengths.clamp(min=1)[:, None, None]
+        # An empty context set attends to one zero vector.
+        self.present = torch.arange(context.shape[1], device=context.device) < self.counts
+        self.empty = (self.sets.lengths == 0) | (context_lengths == 0)[:, None]  # (C, S)
+        self.normalization, self.negative_slope, self.focal = normalization, negative_slope, focal
+        self.dropout = dropout
+        self.first_rows = (first_row + query_offsets[:-1])[None]
+        self.rows = torch.arange(query.shape[0], device=query.device)[None] + first_row
+        self.contexts = torch.arange(context.shape[0], device=query.device)[:, None] + first_context
+
+    def attend(self, channels: Tensor | None, temperature: Temperature) -> Tensor:
+        reweighted = self.query if channels is None else self.query * channels
+        raw = torch.matmul(reweighted, self.context.transpose(1, 2))  # (C, N, k)
+        if self.normalization in CLIPPED:
+            raw = torch.nn.functional.leaky_relu(raw, self.negative_slope)
+        rows_first = normalize_over_queries(raw.transpose(0, 1), self.normalization, self.set_index, len(self.sets))
+        logits = (temperature * rows_first.transpose(0, 1)).masked_fill(~self.present, -torch.inf)
+        attention = torch.softmax(logits, dim=2)
+        if self.focal is not None:
+            attention = reassign_attention(attention, self.focal, 2, self.counts)
+        return torch.bmm(attention, self.context)
+
+    def drop_guidance(self, guidance: Tensor, step: int) -> Tensor:
+        if self.dropout is None:
+            return guidance
+        places = (self.first_rows, self.contexts)
+        return guidance * self.dropout.factors(*places, 2 * step + 1, guidance.shape[-1], guidance.dtype)
+
+    def drop_rows(self, rows: Tensor, step: int) -> Tensor:
+        if self.dropout is None:
+            return rows
+        return rows * self.dropout.factors(self.rows, self.contexts, 2 * step, rows.shape[-1], rows.dtype)
+
+
+def regulated_scores_packed(
+    queries: Fragments,
+    contexts: Fragments,
+    parameters: RegulatorParameters,
+    *,
+    temperature: float = 10.0,
+    negative_slope: float = 0.1,
+    focal: str | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    block_elements: int = _BLOCK_ELEMENTS,
+) -> Tensor:
+    """Scores `(len(queries), len(contexts))` in blocks of about `block_elements` values per tensor."""
+    mask = counter_dropout(dropout, seed, queries.device)
+
+    def scores(layout: _Packed, weights: RegulatorParameters) -> Tensor:
+        return regulate(layout, weights, temperature).masked_fill(layout.empty, 0.0).t()
+
+    if len(queries) == 0 or len(contexts) == 0:
+        return queries.values.new_zeros(len(queries), len(contexts))
+    options = {"normalization": "clipped_l2norm", "negative_slope": negative_slope, "focal": focal, "dropout": mask}
+    return torch.cat(
+        [
+            torch.cat(list(columns), dim=1)
+            for columns in _in_blocks(scores, queries, contexts, parameters, block_elements, options)
+        ]
+    )
+
+
+def cross_attention_alignments_packed(
+    queries: Fragments,
+    contexts: Fragments,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor] | None = None,
+    *,
+    temperature: float = 9.0,
+    normalization: str = "clipped_l2norm",
+    negative_slope: float = 0.1,
+    focal: str | None = None,
+    correspondences: Sequence[CorrespondenceWeights] = (),
+    residual_correspondence: bool = True,
+    block_elements: int = _BLOCK_ELEMENTS,
+) -> Tensor:
+    """Alignments `(len(contexts), N_queries, m)` in blocks of about `block_elements` values per tensor."""
+    parameters = alignment_parameters(weight, bias, correspondences, residual_correspondence)
+
+    def alignments(layout: _Packed, weights: RegulatorParameters) -> Tensor:
+        *_, (aligned, _) = alignment_steps(layout, weights, temperature)
+        return aligned
+
+    if len(queries) == 0 or len(contexts) == 0:
+        width = parameters.alignments[0].weight.shape[0]
+        return queries.values.new_zeros(len(contexts), queries.values.shape[0], width)
+    options = {"normalization": normalization, "negative_slope": negative_slope, "focal": focal}
+    return torch.cat(
+        [
+            torch.cat(list(columns))
+            for columns in _in_blocks(alignments, queries, contexts, parameters, block_elements, options)
+        ],
+        dim=1,
+    )
+
+
+def _in_blocks(
+    result: Callable[[_Packed, RegulatorParameters], Tensor],
+    queries: Fragments,
+    contexts: Fragments,
+    parameters: RegulatorParameters,
+    block_elements: int,
+    options: dict[str, Any],
+) -> Iterator[Iterator[Tensor]]:
+    """`result` of each block: for each block of query sets, one tensor for each block of context sets."""
+    # torch.compile cannot follow a choice that depends on lengths: what it compiles is one block.
+    whole_at_once = torch.compiler.is_compiling()
+    if not whole_at_once:
+        width = max(queries.values.shape[1], contexts.max_length, *(max(t.shape) for t in parameters.tensors()), 1)
+        whole_at_once = len(contexts) * queries.values.shape[0] * width <= block_elements
+    if whole_at_once:
+        whole = _Packed(
+            queries.values,
+            queries.offsets,
+            *contexts.to_padded(),
+            first_row=0,
+            first_context=0,
+            **options,
+        )
+        yield iter([result(whole, parameters)])
+        return
+    pairs = max(1, block_elements // width)
+    context_chunk = max(1, int(pairs**0.5))
+    query_chunk = max(1, pairs // (min(context_chunk, len(contexts)) * max(queries.max_length, 1)))
+    weights = parameters.tensors()
+    with_gradient = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (queries.values, contexts.values, *weights)
+    )
+
+    def block(first_row: int, first_context: int, part: Fragments, *tensors: Tensor) -> Tensor:
+        layout = _Packed(
+            tensors[0],
+            part.offsets,
+            *tensors[1:3],
+            first_row=first_row,
+            first_context=first_context,
+            **options,
+        )
+        return result(layout, parameters.with_tensors(tensors[3:]))
+
+    def columns(first_row: int, part: Fragments) -> Iterator[Tensor]:
+        first_context = 0
+        for others in blocks_of(contexts, context_chunk):
+            arguments: tuple[Any, ...] = (first_row, first_context, part, part.values, *others.to_padded(), *weights)
+            if with_gradient:
+                yield checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                yield block(*arguments)
+            first_context += len(others)
+
+    first_row = 0
+    for part in blocks_of(queries, query_chunk):
+        yield columns(first_row, part)
+        first_row += part.values.shape[0]
