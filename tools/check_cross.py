@@ -1,7 +1,8 @@
 """Compiles the CPU code for Linux aarch64 and macOS arm64, anywhere, through CMakeLists.txt as a build there does.
 
 The compiler is Zig (PyPI: ziglang), clang with the system headers of every target. Each unit of csrc/ becomes an
-object, once, of portable code, but for those that only x86-64 or only the tests have; linking would need the torch of that platform.
+object, once, of portable code, but for those that only x86-64 or only the tests have; linking would need the torch of
+that platform.
 """
 
 from __future__ import annotations
