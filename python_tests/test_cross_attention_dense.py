@@ -86,18 +86,18 @@ def test_offsets_that_do_not_begin_at_zero_read_nothing_uninitialised() -> None:
 
 
 def test_pairs_without_a_gradient_stay_out_whatever_they_hold() -> None:
-    queries, contexts = random_fragments([5, 4, 6], 12), random_fragments([7, 3, 5], 12, seed=1)
-    gradient = torch.ones(3, 3, dtype=torch.float64)
+    queries, contexts = random_fragments([5, 4, 6, 2, 3, 4], 12), random_fragments([7, 3, 5, 2, 4, 6], 12, seed=1)
+    gradient = torch.ones(6, 6, dtype=torch.float64)
     gradient[1] = gradient[:, 2] = 0
     clean = gradients(F_itm.cross_attention_scores, queries, contexts, gradient)
-    assert recomputed_pairs(queries, contexts, gradient) == 9
+    assert recomputed_pairs(queries, contexts, gradient) == 36
     queries.values[6], contexts.values[12] = torch.nan, torch.inf
-    assert recomputed_pairs(queries, contexts, gradient) == 4
+    assert recomputed_pairs(queries, contexts, gradient) == 25
     spoilt = gradients(F_itm.cross_attention_scores, queries, contexts, gradient)
     for actual, expected in zip(spoilt, clean, strict=True):
         assert torch.allclose(actual, expected, atol=1e-14)
     assert bool((spoilt[0][5:9] == 0).all())
-    assert bool((spoilt[1][10:] == 0).all())
+    assert bool((spoilt[1][10:15] == 0).all())
 
 
 def test_threads_and_frozen_sides_change_nothing() -> None:

@@ -33,8 +33,8 @@ def cross_attention_scores(
     5. `r_j` aggregated over `j`.
 
     The forward keeps nothing but the scores. The backward recomputes the pairs whose incoming gradient is not zero, so
-    a hardest-negative loss over B x B scores costs at most 3 B pairs. Where more than two fifths of all pairs have a
-    gradient, computing all of them is faster than picking those; the others still contribute exactly 0. Gradients are
+    a hardest-negative loss over B x B scores costs at most 3 B pairs. Where most pairs have a gradient (65 %; 45 % in
+    bfloat16), computing all of them is faster than picking those; the others still contribute exactly 0. Gradients are
     computed in float32 (float64 for float64 inputs), but where all pairs are computed, in the precision of the scores.
 
     Args:
