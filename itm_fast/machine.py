@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import subprocess
 from pathlib import Path
+from typing import Any
 
 
 def processor_name() -> str:
@@ -14,3 +16,28 @@ def processor_name() -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
+
+
+def gpu_description() -> dict[str, Any]:
+    """The current CUDA device: name, compute capability, multiprocessors, bytes of memory, driver, CUDA of torch."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "type": "cuda",
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "driver": _driver_version(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def _driver_version() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.split("\n")[0].strip() or None if result.returncode == 0 else None

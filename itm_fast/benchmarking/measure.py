@@ -1,6 +1,7 @@
 """Times and peak memory of several ways to compute the same thing.
 
-Inside: `interleave` for times, `peak_memory` for memory, `Timing`.
+Inside: `interleave` for times, `peak_memory` for memory in a fresh process, `Timing`, and what a device needs of both:
+`CpuMeter` and `CudaMeter`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
+import torch
 
-__all__ = ["Timing", "interleave", "peak_memory"]
+__all__ = ["CpuMeter", "CudaMeter", "Meter", "Timing", "interleave", "peak_memory"]
 
 _STATUS = Path("/proc/self/status")
 
@@ -33,10 +35,17 @@ class Timing:
         return {"median_s": self.median, "min_s": min(self.runs), "max_s": max(self.runs), "runs_s": self.runs}
 
 
+def wall_time(call: Callable[[], Any]) -> float:
+    """Seconds of one call on the CPU."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
 def interleave(
     variants: Mapping[str, Callable[[], Any]],
     repeats: Mapping[str, int],
-    synchronize: Callable[[], None] = lambda: None,
+    time_of: Callable[[Callable[[], Any]], float] = wall_time,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Timing]:
     """Runs all variants once unmeasured, then in turn, A B C A B C, so that a drift of the machine's speed hits all.
@@ -44,7 +53,7 @@ def interleave(
     Args:
         variants: name to call.
         repeats: name to number of measured runs, at least 1; a variant with fewer than the others is spread evenly.
-        synchronize: waits for the device.
+        time_of: runs a call and returns its seconds.
         progress: called with a variant's name before each run.
     """
     rounds = max(repeats.values())
@@ -58,12 +67,9 @@ def interleave(
             if not (due or warm_up):
                 continue
             progress(name)
-            synchronize()
-            start = time.perf_counter()
-            call()
-            synchronize()
+            seconds = time_of(call)
             if due:
-                runs[name].append(time.perf_counter() - start)
+                runs[name].append(seconds)
     return {name: Timing(values) for name, values in runs.items()}
 
 
@@ -93,8 +99,6 @@ def peak_memory(make: Callable[..., Callable[[], Any]], *arguments: Any, threads
 def _measure_peak(
     sender: Any, make: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...], threads: int
 ) -> None:
-    import torch
-
     torch.set_num_threads(threads)
     make(*arguments, small=True)()
     call = make(*arguments)
@@ -104,6 +108,72 @@ def _measure_peak(
     call()
     sender.send(max(0, _status_bytes("VmHWM") - before))
     sender.close()
+
+
+class Meter(Protocol):
+    """How times and memory are taken on one kind of device."""
+
+    @property
+    def device(self) -> str:
+        """The device type, such as "cuda"."""
+
+    def time_of(self, call: Callable[[], Any]) -> float:
+        """Seconds that the device takes for one call."""
+
+    def peak_bytes(self, make: Callable[..., Callable[[], Any]], *arguments: Any) -> int | None:
+        """Bytes by which `make(*arguments)()` raises the memory in use above what is there before."""
+
+
+@attrs.frozen
+class CpuMeter:
+    """Wall-clock time, and memory in a fresh process of `threads` threads."""
+
+    threads: int
+    device: str = "cpu"
+
+    def time_of(self, call: Callable[[], Any]) -> float:
+        return wall_time(call)
+
+    def peak_bytes(self, make: Callable[..., Callable[[], Any]], *arguments: Any) -> int | None:
+        return peak_memory(make, *arguments, threads=self.threads)
+
+
+class CudaMeter:
+    """Time between two CUDA events with cold caches, and memory as torch's allocator counts it.
+
+    Before each run a buffer larger than any L2 cache is overwritten. That also keeps the device busy while Python
+    launches what is measured, so that the time is the device's unless launching takes longer than that.
+
+    Raises:
+        RuntimeError: no CUDA device is there.
+    """
+
+    FLUSH_BYTES = 1 << 28
+
+    def __init__(self, device: str = "cuda") -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"no CUDA device: torch {torch.__version__} sees none")
+        self.device = device
+        self._flush = torch.empty(self.FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def time_of(self, call: Callable[[], Any]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._flush.zero_()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def peak_bytes(self, make: Callable[..., Callable[[], Any]], *arguments: Any) -> int | None:
+        call = make(*arguments)
+        call()  # What a first call sets up does not count.
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return max(0, torch.cuda.max_memory_allocated() - before)
 
 
 def _status_bytes(key: str) -> int:

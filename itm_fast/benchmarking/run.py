@@ -17,12 +17,12 @@ import attrs
 import torch
 
 from itm_fast.benchmarking import workloads
-from itm_fast.benchmarking.measure import interleave, peak_memory
+from itm_fast.benchmarking.measure import CpuMeter, Meter, interleave
 from itm_fast.benchmarking.workloads import Sizes
 from itm_fast.machine import processor_name
 from itm_fast.ops.library import build_info
 
-__all__ = ["FORMAT_VERSION", "PRESETS", "Preset", "run"]
+__all__ = ["FORMAT_VERSION", "PRESETS", "Preset", "compiler_found", "environment", "measure_variants", "run"]
 
 FORMAT_VERSION = 2
 
@@ -63,13 +63,13 @@ def run(preset: Preset, threads: int, progress: Callable[[str], None] = lambda _
     try:
         square = Sizes(preset.batch, preset.batch, preset.dim)
         gallery = Sizes(preset.evaluation_images, preset.evaluation_captions, preset.dim)
-        compiled = ["packed compiled"] if preset.compiled and _compiler_found() else []
+        compiled = ["packed compiled"] if preset.compiled and compiler_found() else []
         # "high" is float32 but where there is AMX.
         high = ["native high"] if info["instruction_sets"]["selected"] == "amx" else []
         low = ["packed bf16", *high, "native medium", "native bf16"]
         variants = ["loop", "packed", *compiled, "native", *low]
         repeats = {name: preset.loop_runs if name == "loop" else preset.runs for name in variants}
-        measure = partial(_measure, memory_threads=threads if preset.memory else None, progress=progress)
+        measure = partial(measure_variants, meter=CpuMeter(threads), memory=preset.memory, progress=progress)
         once = preset.evaluation_loop_runs
         few = {"loop": once, "packed bounded": once}
         few |= {name: min(3, preset.runs) for name in ("native", *low[1:])}
@@ -97,30 +97,31 @@ def run(preset: Preset, threads: int, progress: Callable[[str], None] = lambda _
     }
 
 
-def _measure(
+def measure_variants(
     make: Callable[..., Callable[[], Any]],
     repeats: Mapping[str, int],
     arguments: tuple[Any, ...],
     *,
-    memory_threads: int | None,
+    meter: Meter,
+    memory: bool,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Times of all variants, interleaved, and the peak memory of each in a process of `memory_threads` threads."""
+    """Times of all variants, interleaved, and with `memory` the peak memory of each."""
     what = make.__name__.removeprefix("make_")
     calls = {name: make(name, *arguments) for name in repeats}
-    timings = interleave(calls, repeats, progress=lambda name: progress(f"{what}: {name}"))
+    timings = interleave(calls, repeats, meter.time_of, progress=lambda name: progress(f"{what}: {name}"))
     results: dict[str, Any] = {}
     for name, timing in timings.items():
         results[name] = timing.as_dict()
         # What takes minutes is run once, for its time.
-        if memory_threads is not None and repeats[name] > 1:
+        if memory and repeats[name] > 1:
             progress(f"{what}: memory of {name}")
-            results[name]["peak_bytes"] = peak_memory(make, name, *arguments, threads=memory_threads)
+            results[name]["peak_bytes"] = meter.peak_bytes(make, name, *arguments)
     described = [attrs.asdict(part) if attrs.has(type(part)) else part for part in arguments]
     return {"arguments": described, "variants": results}
 
 
-def _compiler_found() -> bool:
+def compiler_found() -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["markdown"]
+__all__ = ["markdown", "megabytes", "table", "time"]
 
 # Ratios that the project wants to reach at the full size, by workload and variant: time and peak memory against the
 # loop, and time against the best form of the same precision that a user could write in an hour.
@@ -89,16 +89,16 @@ def _scores(measured: Mapping[str, Any], preset: Mapping[str, Any]) -> str:
         ratio = loop["median_s"] / native["median_s"]
         best = min(form["median_s"] for form in compared[1:3] if form) / native["median_s"]
         target, memory_target, packed_target = _targets(preset, key, "native")
-        times = [_time(variant) for variant in compared]
+        times = [time(variant) for variant in compared]
         rows.append(
             [name, *times, f"**{ratio:.1f}x**", _target(ratio, target), f"{best:.1f}x", _target(best, packed_target)]
         )
         if loop.get("peak_bytes") and native.get("peak_bytes"):
             saved = loop["peak_bytes"] / native["peak_bytes"]
-            sizes = [_megabytes(variant) for variant in compared]
+            sizes = [megabytes(variant) for variant in compared]
             memory.append([name, *sizes, f"**1/{saved:.0f}**", _target(saved, memory_target, "1/")])
     reason = f"\n\n{BOUND}" if any("reached" in cell for row in rows[1:] for cell in row) else ""
-    return _table(rows) + reason + ("\n\n" + _table(memory) if len(memory) > 1 else "")
+    return table(rows) + reason + ("\n\n" + table(memory) if len(memory) > 1 else "")
 
 
 def _low_precision(measured: Mapping[str, Any], preset: Mapping[str, Any], instruction_set: str) -> str:
@@ -113,22 +113,22 @@ def _low_precision(measured: Mapping[str, Any], preset: Mapping[str, Any], instr
             loop, packed, native = variants["loop"], variants.get("packed bf16"), variants[variant]
             target, memory_target, packed_target = _targets(preset, key, variant)
             ratio = loop["median_s"] / native["median_s"]
-            row = [name, label, _time(native), f"**{ratio:.1f}x**", _target(ratio, target)]
+            row = [name, label, time(native), f"**{ratio:.1f}x**", _target(ratio, target)]
             if packed:
                 best = packed["median_s"] / native["median_s"]
-                row += [f"{best:.1f}x of {_time(packed)}", _target(best, packed_target)]
+                row += [f"{best:.1f}x of {time(packed)}", _target(best, packed_target)]
             else:
                 row += ["not run", ""]
             if loop.get("peak_bytes") and native.get("peak_bytes"):
                 saved = loop["peak_bytes"] / native["peak_bytes"]
-                row += [_megabytes(native), f"**1/{saved:.0f}**", _target(saved, memory_target, "1/")]
+                row += [megabytes(native), f"**1/{saved:.0f}**", _target(saved, memory_target, "1/")]
             else:
                 row += ["not run", "", ""]
             rows.append(row)
-    table = _table(rows)
+    rendered = table(rows)
     if instruction_set == "amx":
-        return table
-    return f"{table}\n\n{WITHOUT_AMX[instruction_set == 'avx512_bf16']}"
+        return rendered
+    return f"{rendered}\n\n{WITHOUT_AMX[instruction_set == 'avx512_bf16']}"
 
 
 def _accuracy(variants: Mapping[str, Any]) -> str:
@@ -147,7 +147,7 @@ def _accuracy(variants: Mapping[str, Any]) -> str:
             continue
         figures = variants[name]["accuracy"]
         rows.append([label, f"{figures['max_score_error']:.1e}", f"{100 * figures['changed_hardest_negatives']:.2f} %"])
-    return _table(rows)
+    return table(rows)
 
 
 def _losses(measured: Mapping[str, Any]) -> str:
@@ -160,9 +160,9 @@ def _losses(measured: Mapping[str, Any]) -> str:
         ratio = plain["median_s"] / native["median_s"]
         name = f'"{mining}", B = {batch}'
         rows.append(
-            [name, _time(plain), _time(native), f"**{ratio:.1f}x**", _target(ratio, LOSS_TARGETS.get(int(batch)))]
+            [name, time(plain), time(native), f"**{ratio:.1f}x**", _target(ratio, LOSS_TARGETS.get(int(batch)))]
         )
-    return _table(rows)
+    return table(rows)
 
 
 def _target(reached: float, target: float | None, prefix: str = "") -> str:
@@ -172,7 +172,8 @@ def _target(reached: float, target: float | None, prefix: str = "") -> str:
     return f"{text}, met" if reached >= target else f"{text}, reached {100 * reached / target:.0f} % of it"
 
 
-def _time(variant: Mapping[str, Any] | None) -> str:
+def time(variant: Mapping[str, Any] | None) -> str:
+    """The median, smallest and largest time in brackets, as text."""
     if variant is None:
         return "not run"
     median, low, high = (variant[key] for key in ("median_s", "min_s", "max_s"))
@@ -181,11 +182,13 @@ def _time(variant: Mapping[str, Any] | None) -> str:
     return f"{median * scale:.3g} {unit}{spread}"
 
 
-def _megabytes(variant: Mapping[str, Any] | None) -> str:
+def megabytes(variant: Mapping[str, Any] | None) -> str:
+    """The peak memory, as text."""
     return f"{variant['peak_bytes'] / 1e6:,.0f} MB" if variant and variant.get("peak_bytes") else "not run"
 
 
-def _table(rows: list[list[str]]) -> str:
+def table(rows: list[list[str]]) -> str:
+    """Rows of cells as a table, the first row its header; all columns but the first stand to the right."""
     header, *body = rows
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

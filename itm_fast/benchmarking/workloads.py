@@ -16,7 +16,17 @@ from torch import Tensor
 import itm_fast.functional as F_itm
 from itm_fast import Fragments, reference
 
-__all__ = ["SCORES", "Sizes", "accuracy", "inputs", "make_evaluation", "make_loss", "make_scores", "make_step"]
+__all__ = [
+    "SCORES",
+    "Sizes",
+    "accuracy",
+    "inputs",
+    "make_evaluation",
+    "make_loss",
+    "make_ranks",
+    "make_scores",
+    "make_step",
+]
 
 REGIONS = 36
 ONE_BLOCK = 1 << 40
@@ -56,25 +66,27 @@ SCORES: dict[str, Callable[[Fragments, Fragments], Tensor]] = {
 
 @attrs.frozen
 class Sizes:
-    """How large a workload is."""
+    """How large a workload is, and on which device."""
 
     images: int
     captions: int
     dim: int = 1024
+    device: str = "cpu"
 
 
 def inputs(sizes: Sizes) -> tuple[Fragments, Fragments]:
     """Words of `sizes.captions` captions and regions of `sizes.images` images, float32, the same for the same sizes."""
-    generator = torch.Generator().manual_seed(0)
+    # Made where they are used: drawing the largest ones on the CPU takes longer than measuring them on a GPU.
+    generator = torch.Generator(sizes.device).manual_seed(0)
     # A gamma law, rounded and cut to 8 ... 24, has COCO's mean of 13 and its longer tail.
     gamma = torch.distributions.Gamma(torch.tensor(5.0), torch.tensor(1.0))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         lengths = (8 + gamma.sample((sizes.captions,))).round().long().clamp(8, 24)
-    words = torch.randn(int(lengths.sum()), sizes.dim, generator=generator)
-    regions = torch.randn(sizes.images * REGIONS, sizes.dim, generator=generator)
-    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    region_offsets = torch.arange(sizes.images + 1) * REGIONS
+    words = torch.randn(int(lengths.sum()), sizes.dim, generator=generator, device=sizes.device)
+    regions = torch.randn(sizes.images * REGIONS, sizes.dim, generator=generator, device=sizes.device)
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(sizes.device)
+    region_offsets = torch.arange(sizes.images + 1, device=sizes.device) * REGIONS
     # The longest set is named here so that torch.compile need not read it from the data.
     return (
         Fragments(torch.nn.functional.normalize(words, dim=1), offsets, max_length=int(lengths.max())),
@@ -84,12 +96,16 @@ def inputs(sizes: Sizes) -> tuple[Fragments, Fragments]:
 
 def _inputs_of(variant: str, sizes: Sizes, small: bool) -> tuple[Fragments, ...]:
     sides = inputs(_warm_up_sizes(variant, sizes) if small else sizes)
-    return tuple(side.to(torch.bfloat16) for side in sides) if variant.endswith("bf16") else sides
+    return tuple(side.to(torch.bfloat16) for side in sides) if _low_precision(variant) else sides
 
 
 def _score_function(variant: str) -> Callable[[Fragments, Fragments], Tensor]:
     name = variant.removesuffix(" compiled")
     return SCORES[name] if name == variant else torch.compile(SCORES[name], dynamic=False)
+
+
+def _low_precision(variant: str) -> bool:
+    return variant.removesuffix(" compiled").endswith("bf16")
 
 
 def make_scores(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], Tensor]:
@@ -128,7 +144,7 @@ def make_evaluation(variant: str, sizes: Sizes, small: bool = False) -> Callable
     words, regions = _inputs_of(variant, sizes, small)
     score = _score_function(variant)
     functions: Any = F_itm if variant.startswith("native") else reference
-    caption_image = torch.arange(len(words)) * len(regions) // len(words)
+    caption_image = torch.arange(len(words), device=sizes.device) * len(regions) // len(words)
 
     def run() -> dict[str, float]:
         with torch.no_grad():
@@ -139,11 +155,26 @@ def make_evaluation(variant: str, sizes: Sizes, small: bool = False) -> Callable
     return run
 
 
-def make_loss(variant: str, batch: int, mining: str, small: bool = False) -> Callable[[], Tensor]:
+def make_ranks(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Ranks of a score matrix in both directions; five captions an image."""
+    n_images, n_captions = (4, 20) if small else (sizes.images, sizes.captions)
+    generator = torch.Generator(sizes.device).manual_seed(0)
+    scores = torch.rand(n_images, n_captions, generator=generator, device=sizes.device)
+    caption_image = torch.arange(n_captions, device=sizes.device) * n_images // n_captions
+    functions: Any = F_itm if variant.startswith("native") else reference
+
+    def run() -> tuple[Tensor, Tensor]:
+        ranks: tuple[Tensor, Tensor] = functions.retrieval_ranks(scores, caption_image)
+        return ranks
+
+    return run
+
+
+def make_loss(variant: str, batch: int, mining: str, device: str = "cpu", small: bool = False) -> Callable[[], Tensor]:
     """Value and dense gradient of the triplet loss over a score matrix, through autograd."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     batch = 8 if small else batch
-    scores = torch.rand(batch, batch, generator=generator).requires_grad_()
+    scores = torch.rand(batch, batch, generator=generator, device=device).requires_grad_()
     loss = F_itm.triplet_loss if variant == "native" else reference.triplet_loss
 
     def run() -> Tensor:
@@ -171,4 +202,4 @@ def accuracy(variant: str, sizes: Sizes) -> dict[str, float]:
 
 def _warm_up_sizes(variant: str, sizes: Sizes) -> Sizes:
     """The sizes of a first call: small, but for what torch.compile makes for one size alone."""
-    return sizes if variant.endswith("compiled") else Sizes(images=2, captions=2, dim=sizes.dim)
+    return sizes if variant.endswith("compiled") else attrs.evolve(sizes, images=2, captions=2)

@@ -111,6 +111,11 @@ _native = _native_devices() if _library_problem is None else {}
 _warned: set[str] = set()
 
 
+def operators_of(device: str) -> frozenset[str]:
+    """The native operators, backward ones included, that have a kernel for a device type."""
+    return frozenset(name for name, devices in _native.items() if device in devices)
+
+
 def register_fake(operator: str) -> Callable[[Fake], Fake]:
     """`torch.library.register_fake` for an operator of the native library; does nothing where that is not loaded."""
     return torch.library.register_fake(f"itm_fast::{operator}") if operator in _native else lambda fake: fake

@@ -1,0 +1,159 @@
+"""The cost model: operations and bytes of a workload, and the least time that they take on a GPU.
+
+Inside: `Cost`, one function per workload, `Peaks` of the GPUs in `DEVICES`, `floors` and `predicted`.
+
+Operations count a multiply-add as two. Tensor operations are those of the products that tensor cores can take; the rest
+runs on the ordinary float32 units. Bytes count what a workload must read and write in device memory once, whatever a
+kernel does; captions have 13 words, images 36 regions, vectors 1024 components of two bytes unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+__all__ = [
+    "DEVICES",
+    "Cost",
+    "Peaks",
+    "device_of",
+    "evaluation",
+    "floors",
+    "gemm",
+    "loss",
+    "predicted",
+    "ranks",
+    "scores",
+    "step",
+]
+
+WORDS, REGIONS, DIM, ELEMENT = 13.0, 36, 1024, 2
+# COCO's training split and its five captions an image.
+EPOCH_IMAGES, EPOCH_CAPTIONS = 113_287, 5
+
+# Beside the quadratic form, per region and word: clip, square and add, divide, scale, exponential, two sums.
+SOFTMAX_OPERATIONS = 8
+
+
+@attrs.frozen
+class Cost:
+    """What has to be done, and in how many launches."""
+
+    tensor: float = 0.0  # operations
+    other: float = 0.0  # operations
+    bytes: float = 0.0
+    launches: int = 0
+
+    @property
+    def operations(self) -> float:
+        return self.tensor + self.other
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(a + b for a, b in zip(attrs.astuple(self), attrs.astuple(other), strict=True)))
+
+    def times(self, count: float) -> Cost:
+        return Cost(self.tensor * count, self.other * count, self.bytes * count, round(self.launches * count))
+
+
+def gemm(rows: int, columns: int, depth: int, element: int = ELEMENT) -> Cost:
+    """A product of two matrices, the result in the operands' type."""
+    moved = element * (rows * depth + columns * depth + rows * columns)
+    return Cost(tensor=2.0 * rows * columns * depth, bytes=moved, launches=1)
+
+
+def scores(images: int, captions: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
+    """Scores of all pairs in the Gram form: the products of regions and words, the Gram matrices, the epilogue.
+
+    The epilogue needs, for each image and word, the softmax over the regions and the quadratic form of its numerators,
+    K (K + 1) / 2 multiply-adds by symmetry. Three launches: plan, Gram matrices, pairs.
+    """
+    region_rows, word_rows = images * REGIONS, captions * words
+    products = 2 * region_rows * word_rows * dim + 2 * images * REGIONS**2 * dim
+    epilogue = images * word_rows * (REGIONS * (REGIONS + 1) + SOFTMAX_OPERATIONS * REGIONS)
+    moved = element * (region_rows + word_rows) * dim + 2 * 4 * images * REGIONS**2 + 4 * images * captions
+    return Cost(products, epilogue, moved, launches=3)
+
+
+def loss(batch: int) -> Cost:
+    """Value and dense gradient of a triplet loss: the scores are read once and as many gradients written."""
+    return Cost(other=4.0 * batch**2, bytes=8.0 * batch**2, launches=2)
+
+
+def _backward(batch: int, dim: int, words: float, element: int) -> Cost:
+    """Of a loss over hardest negatives: at most three pairs an anchor have a gradient, and are computed again.
+
+    A pair costs its product once more and two products of the same size for the two gradients; an image the gradient of
+    its Gram matrix. At most six launches.
+    """
+    pairs, rows = 3 * batch, batch * (REGIONS + words)
+    products = pairs * 6 * REGIONS * words * dim + batch * 2 * REGIONS**2 * dim
+    epilogue = 2 * pairs * words * (REGIONS * (REGIONS + 1) + SOFTMAX_OPERATIONS * REGIONS)
+    moved = 2 * element * rows * dim + 4 * batch**2
+    return Cost(products, epilogue, moved, launches=6)
+
+
+def step(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
+    """Scores, the loss over hardest negatives, and the gradients of regions and words; the encoders not included."""
+    return scores(batch, batch, dim, words, element) + loss(batch) + _backward(batch, dim, words, element)
+
+
+def ranks(images: int, captions: int) -> Cost:
+    """Every score is read once and compared for its image and for its caption."""
+    return Cost(
+        other=2.0 * images * captions, bytes=4.0 * images * captions + 8.0 * (images + 2 * captions), launches=2
+    )
+
+
+def evaluation(images: int, captions: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
+    """Scores of all pairs and the ranks in both directions."""
+    return scores(images, captions, dim, words, element) + ranks(images, captions)
+
+
+def epoch(batch: int = 128) -> Cost:
+    """All hardest-negative steps of one pass over COCO's training split, without encoders and reading of features."""
+    return step(batch).times(EPOCH_IMAGES * EPOCH_CAPTIONS / batch)
+
+
+@attrs.frozen
+class Peaks:
+    """What a vendor states for a GPU, and the share of it that a kernel is assumed to reach.
+
+    Attributes:
+        tensor: dense bf16 products with float32 sums, operations per second.
+        other: float32 operations per second.
+        memory: bytes per second.
+        tensor_share: of `tensor`, by `mma.sync` inside a kernel with a long epilogue.
+        source: where the three numbers stand.
+    """
+
+    tensor: float
+    other: float
+    memory: float
+    tensor_share: float
+    source: str
+
+
+DEVICES = {
+    "A100": Peaks(312e12, 19.5e12, 2.039e12, 0.6, "NVIDIA A100 data sheet, SXM, 80 GB"),
+    "RTX 4090": Peaks(165.2e12, 82.6e12, 1.008e12, 0.6, "NVIDIA Ada GPU architecture white paper, appendix A"),
+    "H200": Peaks(989.5e12, 66.9e12, 4.8e12, 0.4, "NVIDIA H200 data sheet, SXM"),
+}
+# What a prediction assumes: shares of the float32 units and of the memory, and what a launch costs that nothing hides.
+OTHER_SHARE, MEMORY_SHARE, LAUNCH_SECONDS = 0.4, 0.8, 3e-6
+
+
+def device_of(name: str) -> str | None:
+    """The entry of `DEVICES` that a GPU's own name stands for: "H200" of "NVIDIA H200"."""
+    return next((key for key in DEVICES if key in name), None)
+
+
+def floors(cost: Cost, peaks: Peaks) -> tuple[float, float]:
+    """Seconds that the tensor operations take at the tensor cores' peak, and the bytes at the memory's."""
+    return cost.tensor / peaks.tensor, cost.bytes / peaks.memory
+
+
+def predicted(cost: Cost, peaks: Peaks) -> float:
+    """Seconds at the assumed shares: the slowest of the three units hides the others, launches add up."""
+    tensor, memory = floors(cost, peaks)
+    other = cost.other / peaks.other
+    busy = max(tensor / peaks.tensor_share, other / OTHER_SHARE, memory / MEMORY_SHARE)
+    return busy + LAUNCH_SECONDS * cost.launches
