@@ -118,6 +118,11 @@ class Fragments:
 
     def index_select(self, indices: Tensor) -> Fragments:
         """The sets `indices` (int64 `(m,)` from 0; any order, repeats allowed) as new Fragments."""
+        rows = self.row_index(indices)
+        return Fragments(self.values[rows], _offsets_of(self.lengths[indices.to(self.device)]), check=False)
+
+    def row_index(self, indices: Tensor) -> Tensor:
+        """The rows of the sets `indices` (int64 `(m,)` from 0), one set after the other, int64."""
         if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"indices: expected an int32 or int64 tensor of shape (m,), got {_describe(indices)}")
         indices = indices.to(device=self.offsets.device, dtype=torch.int64)
@@ -126,10 +131,8 @@ class Fragments:
                 f"indices: expected values from 0 to {len(self) - 1}, got {int(indices.min())} to {int(indices.max())}"
             )
         lengths = self.lengths[indices]
-        offsets = _offsets_of(lengths)
-        shift = torch.repeat_interleave(self.offsets[indices] - offsets[:-1], lengths)
-        rows = shift + torch.arange(shift.shape[0], device=shift.device)
-        return Fragments(self.values[rows], offsets, check=False)
+        shift = torch.repeat_interleave(self.offsets[indices] - _offsets_of(lengths)[:-1], lengths)
+        return shift + torch.arange(shift.shape[0], device=shift.device)
 
     @property
     def lengths(self) -> Tensor:

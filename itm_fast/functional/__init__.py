@@ -1,6 +1,7 @@
 """The public functions: stateless, differentiable, with documented shapes."""
 
 from itm_fast.functional.cross_attention import cross_attention_scores
+from itm_fast.functional.gradient_sparse import gradient_sparse_scores
 from itm_fast.functional.regulators import RegulatorParameters, cross_attention_alignments, regulated_scores
 from itm_fast.functional.retrieval import recall_summary, retrieval_ranks
 from itm_fast.functional.triplet_loss import hardest_negatives, triplet_loss
@@ -9,6 +10,7 @@ __all__ = [
     "RegulatorParameters",
     "cross_attention_alignments",
     "cross_attention_scores",
+    "gradient_sparse_scores",
     "hardest_negatives",
     "recall_summary",
     "regulated_scores",

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import attrs
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+import itm_fast.functional as F_itm
 from itm_fast.config import setting
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel, register
 from itm_fast.models.encoders import EncoderConfig, make_image_encoder, make_text_encoder
 from itm_fast.models.regulators import DEFAULT_STEPS, pairwise_weights
-from itm_fast.nn import CrossAttentionAlignments, l2norm
-from itm_fast.nn.image_encoder import linear_layer
-from itm_fast.nn.reasoning import (
-    RegionSelfAttention,
-    SimilarityAttentionFiltration,
-    SimilarityGraphReasoning,
-    WordSelfAttention,
-)
+from itm_fast.nn.reasoning import RegionSelfAttention, SimilarityReasoning, WordSelfAttention
 
 __all__ = ["SGRAF", "SGRAFConfig"]
 
-# Elements of the alignments, or of the squared differences, of the captions that are scored together: 64 MB in float32.
+# Elements of the alignments, or of the squared differences, of the pairs that are scored together: 64 MB in float32.
 _CHUNK_ELEMENTS = 1 << 24
 
 
@@ -70,23 +61,16 @@ class SGRAF(MatchingModel):
         self.text_encoder = make_text_encoder(config, bidirectional=config.bidirectional, no_txtnorm=config.no_txtnorm)
         self.region_pool = RegionSelfAttention(config.embed_dim, config.n_regions, dropout=config.attention_dropout)
         self.word_pool = WordSelfAttention(config.embed_dim, dropout=config.attention_dropout)
-        self.global_alignment = linear_layer(config.embed_dim, config.alignment_dim)
-        self.local_alignments = CrossAttentionAlignments(
+        self.similarity = SimilarityReasoning(
             config.embed_dim,
             config.alignment_dim,
-            steps=(config.steps or DEFAULT_STEPS) if config.regulator == "rcr" else 0,
+            graph_steps=config.graph_steps if config.module in ("sgr", "mean") else 0,
+            filtration=config.module in ("saf", "mean"),
+            correspondence_steps=(config.steps or DEFAULT_STEPS) if config.regulator == "rcr" else 0,
             temperature=config.temperature,
             negative_slope=config.negative_slope,
             residual_correspondence=config.residual_correspondence,
         )
-        self.heads = nn.ModuleDict()
-        self.evaluations = nn.ModuleDict()
-        if config.module in ("sgr", "mean"):
-            self.heads["sgr"] = SimilarityGraphReasoning(config.alignment_dim, config.graph_steps)
-        if config.module in ("saf", "mean"):
-            self.heads["saf"] = SimilarityAttentionFiltration(config.alignment_dim)
-        for head in self.heads:
-            self.evaluations[head] = linear_layer(config.alignment_dim, 1)
 
     def encode_images(self, features: Tensor | Fragments) -> Fragments:
         """Region features (n, k, f), or Fragments of rows (N, f), to Fragments of rows (n * k or N, d)."""
@@ -101,42 +85,13 @@ class SGRAF(MatchingModel):
 
         In training the batch normalisation of SAF sees one caption with all images at a time, as published.
         """
-        image_vectors, caption_vectors = self.region_pool(images), self.word_pool(captions)
-        columns = [
-            self._score_caption(global_alignment, alignments)
-            for chunk, vectors in self._chunks(images, captions, caption_vectors)
-            for global_alignment, alignments in self._alignments(images, image_vectors, chunk, vectors)
-        ]
-        if not columns or len(images) == 0:
-            dtype = torch.promote_types(images.dtype, torch.float32)
-            return images.values.new_zeros(len(images), len(captions), dtype=dtype)
-        return torch.stack(columns, dim=1)
-
-    def _chunks(self, images: Fragments, captions: Fragments, vectors: Tensor) -> Iterator[tuple[Fragments, Tensor]]:
-        """Captions, with their vectors, in runs whose alignments with all images fit in memory."""
         widest = max(self.config.embed_dim, self.config.alignment_dim * max(captions.max_length, 1))
-        size = max(1, _CHUNK_ELEMENTS // (max(len(images), 1) * widest))
-        for numbers in torch.arange(len(captions), device=captions.device).split(size):
-            yield captions.index_select(numbers), vectors[numbers]
-
-    def _alignments(
-        self, images: Fragments, image_vectors: Tensor, captions: Fragments, caption_vectors: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each caption its global alignments (n_images, m) and those of its words (n_images, n_words, m)."""
-        differences = (image_vectors[:, None] - caption_vectors[None]).square()
-        global_alignments = l2norm(self.global_alignment(differences))
-        alignments = self.local_alignments(captions, images)
-        for number, words in enumerate(alignments.split(captions.lengths.tolist(), dim=1)):
-            yield global_alignments[:, number], words.to(global_alignments.dtype)
-
-    def _score_caption(self, global_alignment: Tensor, alignments: Tensor) -> Tensor:
-        """The scores (n_images,) of one caption; 0 for an empty one."""
-        if alignments.shape[1] == 0:
-            return alignments.new_zeros(alignments.shape[0], dtype=torch.promote_types(alignments.dtype, torch.float32))
-        nodes = torch.cat([global_alignment[:, None], alignments], dim=1)
-        logits = [self.evaluations[name](head(nodes)).squeeze(1) for name, head in self.heads.items()]
-        scores = [torch.sigmoid(part.to(torch.promote_types(part.dtype, torch.float32))) for part in logits]
-        return scores[0] if len(scores) == 1 else (scores[0] + scores[1]) / 2
+        return F_itm.gradient_sparse_scores(
+            self.similarity,
+            (images, self.region_pool(images)),
+            (captions, self.word_pool(captions)),
+            chunk_pairs=max(1, _CHUNK_ELEMENTS // widest),
+        )
 
     def word_attention(self, images: Fragments, captions: Fragments) -> list[Tensor]:
         """How the words of caption i attend to the regions of image i, float32 (n_words, n_regions) for each i.
@@ -146,4 +101,4 @@ class SGRAF(MatchingModel):
         Raises:
             ValueError: there are not equally many images and captions.
         """
-        return pairwise_weights(self.local_alignments, images, captions)
+        return pairwise_weights(self.similarity.local_alignments, images, captions)

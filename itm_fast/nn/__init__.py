@@ -1,6 +1,7 @@
 """Building blocks as modules: encoders, normalisation, pooling, attention and its regulators."""
 
 from itm_fast.nn.attention import CrossAttentionScores
+from itm_fast.nn.gradient_sparse import GradientSparseScores
 from itm_fast.nn.image_encoder import ImageEncoder
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.patch_encoder import PatchEncoder
@@ -18,6 +19,7 @@ from itm_fast.nn.text_encoder import TextEncoder
 __all__ = [
     "CrossAttentionAlignments",
     "CrossAttentionScores",
+    "GradientSparseScores",
     "ImageEncoder",
     "PatchEncoder",
     "RecurrentAggregationRegulator",

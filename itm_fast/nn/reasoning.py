@@ -1,7 +1,7 @@
 """What SGRAF does with the alignments of a pair (Diao et al., "Similarity Reasoning and Filtration", AAAI 2021).
 
-Inside: `RegionSelfAttention`, `WordSelfAttention`, `SimilarityGraphReasoning`, `SimilarityAttentionFiltration`. Linear
-layers start Xavier-uniform with a bias of zeros, as published.
+Inside: `RegionSelfAttention`, `WordSelfAttention`, `SimilarityGraphReasoning`, `SimilarityAttentionFiltration`, and
+`SimilarityReasoning`, which holds what scores a pair. Linear layers start Xavier-uniform with a bias of zeros.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import linear_layer
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.pooling import mean_pool
+from itm_fast.nn.regulators import CrossAttentionAlignments
 from itm_fast.nn.residual_image_encoder import RowNorm
 
 __all__ = [
     "RegionSelfAttention",
     "SimilarityAttentionFiltration",
     "SimilarityGraphReasoning",
+    "SimilarityReasoning",
     "WordSelfAttention",
 ]
 
@@ -124,3 +126,69 @@ class SimilarityAttentionFiltration(nn.Module):
         gates = torch.sigmoid(self.norm(self.gate(alignments).transpose(1, 2)))  # (B, 1, nodes)
         gates = gates / (gates.sum(dim=2, keepdim=True) + 1e-8)
         return l2norm(torch.bmm(gates, alignments).squeeze(1))
+
+
+class SimilarityReasoning(nn.Module):
+    """The similarity of SGRAF: of a pair's global vectors and of each word with what it attends to.
+
+    Args:
+        embed_dim: width d of the embeddings.
+        alignment_dim: width m of the alignments.
+        graph_steps: rounds of messages of SGR; 0: without SGR.
+        filtration: with SAF. With both, the score is the mean of theirs.
+        correspondence_steps, temperature, negative_slope, residual_correspondence: as in `CrossAttentionAlignments`.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        alignment_dim: int = 256,
+        *,
+        graph_steps: int = 3,
+        filtration: bool = False,
+        correspondence_steps: int = 0,
+        temperature: float = 9.0,
+        negative_slope: float = 0.1,
+        residual_correspondence: bool = True,
+    ) -> None:
+        super().__init__()
+        self.global_alignment = linear_layer(embed_dim, alignment_dim)
+        self.local_alignments = CrossAttentionAlignments(
+            embed_dim,
+            alignment_dim,
+            steps=correspondence_steps,
+            temperature=temperature,
+            negative_slope=negative_slope,
+            residual_correspondence=residual_correspondence,
+        )
+        self.heads = nn.ModuleDict()
+        if graph_steps:
+            self.heads["sgr"] = SimilarityGraphReasoning(alignment_dim, graph_steps)
+        if filtration:
+            self.heads["saf"] = SimilarityAttentionFiltration(alignment_dim)
+        self.evaluations = nn.ModuleDict({name: linear_layer(alignment_dim, 1) for name in self.heads})
+
+    @property
+    def coupling(self) -> str:
+        """In training the batch normalisation of SAF sees one caption with all images at a time, as published."""
+        return "caption" if self.training and "saf" in self.heads else "pair"
+
+    def forward(self, images: tuple[Fragments, Tensor], captions: tuple[Fragments, Tensor]) -> Tensor:
+        """Regions and words, each with the global vectors (n, d) of their sets, to scores (n_images, n_captions).
+
+        float32, in (0, 1); 0 for an empty caption.
+        """
+        (regions, image_vectors), (words, caption_vectors) = images, captions
+        differences = (image_vectors[:, None] - caption_vectors[None]).square()
+        whole = l2norm(self.global_alignment(differences))
+        parts = self.local_alignments(words, regions).to(whole.dtype).split(words.lengths.tolist(), dim=1)
+        return torch.stack([self._score(whole[:, number], part) for number, part in enumerate(parts)], dim=1)
+
+    def _score(self, global_alignment: Tensor, alignments: Tensor) -> Tensor:
+        """The scores (n_images,) of one caption."""
+        if alignments.shape[1] == 0:
+            return alignments.new_zeros(alignments.shape[0], dtype=torch.promote_types(alignments.dtype, torch.float32))
+        nodes = torch.cat([global_alignment[:, None], alignments], dim=1)
+        logits = [self.evaluations[name](head(nodes)).squeeze(1) for name, head in self.heads.items()]
+        scores = [torch.sigmoid(part.to(torch.promote_types(part.dtype, torch.float32))) for part in logits]
+        return scores[0] if len(scores) == 1 else (scores[0] + scores[1]) / 2

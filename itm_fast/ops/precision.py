@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from itm_fast.fragments import Fragments
 
-__all__ = ["autocast", "compute_precision", "without_autocast"]
+__all__ = ["autocast", "autocast_state", "compute_precision", "without_autocast"]
 
 # Asked once: torch.compile would record the question as a step of the graph.
 _AUTOCAST_DEVICES = frozenset(name for name in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(name))
@@ -41,6 +42,14 @@ def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     if device in _AUTOCAST_DEVICES:
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
+
+
+def autocast_state(device: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Makes contexts in which autocast is what it is now, for a backward that computes the forward again."""
+    if device not in _AUTOCAST_DEVICES:
+        return contextlib.nullcontext
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return lambda: torch.autocast(device, dtype, enabled)
 
 
 def compute_precision(tensor: Tensor) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +12,12 @@ from itm_fast import reference
 from itm_fast.fragments import Fragments
 from itm_fast.ops import validation
 from itm_fast.ops.cross_attention import FOCAL_MODES, NORMALIZATIONS, check_fragments, check_same_space
+from itm_fast.ops.gradient_sparse import gradient_sparse_scores
 from itm_fast.ops.library import use_native
 from itm_fast.ops.precision import autocast, without_autocast
-from itm_fast.reference.regulators import alignment_parameters
+from itm_fast.reference.philox import CounterDropout
+from itm_fast.reference.regulators import alignment_parameters, counter_dropout
+from itm_fast.reference.regulators_packed import BLOCK_ELEMENTS, Places, regulated_scores_block
 from itm_fast.regulator_parameters import CorrespondenceWeights, RegulatorParameters
 
 _SEEDS = 2**63
@@ -84,17 +88,39 @@ def regulated_scores(
     wide = torch.promote_types(queries.dtype, torch.float32)
     # No native kernel is registered yet: this says once which path serves.
     use_native("regulated_scores", queries.values)
-    with without_autocast(queries.device.type):
-        return reference.regulated_scores_packed(
-            queries.to(wide),
-            contexts.to(wide),
-            parameters.to(wide),
-            temperature=temperature,
-            negative_slope=negative_slope,
-            focal=focal,
-            dropout=dropout,
-            seed=seed,
-        )
+    queries, contexts, parameters = queries.to(wide), contexts.to(wide), parameters.to(wide)
+    options: dict[str, Any] = {"temperature": temperature, "negative_slope": negative_slope, "focal": focal}
+    if torch.compiler.is_compiling():
+        with without_autocast(queries.device.type):
+            return reference.regulated_scores_packed(
+                queries, contexts, parameters, dropout=dropout, seed=seed, **options
+            )
+    return _gradient_sparse(queries, contexts, parameters, counter_dropout(dropout, seed, queries.device), options)
+
+
+def _gradient_sparse(
+    queries: Fragments,
+    contexts: Fragments,
+    parameters: RegulatorParameters,
+    dropout: CounterDropout | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """The packed form, whose backward recomputes the pairs that have a gradient."""
+    sets = queries.with_values(queries.values.detach()[:, :0])
+
+    def score(
+        weights: Sequence[Tensor], _: None, part: Fragments, others: Fragments, numbers: Tensor, contexts: Tensor
+    ) -> Tensor:
+        places = Places(sets.offsets[:-1][numbers], sets.row_index(numbers), contexts)
+        with without_autocast(part.device.type):
+            return regulated_scores_block(
+                part, others, parameters.with_tensors(weights), places, dropout=dropout, **options
+            )
+
+    weights = parameters.tensors()
+    width = max(queries.values.shape[1], contexts.max_length, *(max(tensor.shape) for tensor in weights), 1)
+    chunk_pairs = max(1, BLOCK_ELEMENTS // (width * max(queries.max_length, 1)))
+    return gradient_sparse_scores(score, weights, queries, contexts, chunk_pairs=chunk_pairs)
 
 
 def check_parameters(parameters: RegulatorParameters, queries: Fragments) -> None:

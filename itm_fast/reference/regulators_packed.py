@@ -7,7 +7,7 @@ several, the backward recomputes the intermediates of each, so that its memory i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,10 +30,16 @@ from itm_fast.reference.regulators import (
 )
 from itm_fast.regulator_parameters import CorrespondenceWeights, RegulatorParameters
 
-__all__ = ["cross_attention_alignments_packed", "regulated_scores_packed"]
+__all__ = [
+    "BLOCK_ELEMENTS",
+    "Places",
+    "cross_attention_alignments_packed",
+    "regulated_scores_block",
+    "regulated_scores_packed",
+]
 
 # Elements of the widest tensor of a block, one value per context set, query row and channel: 64 MB in float32.
-_BLOCK_ELEMENTS = 1 << 24
+BLOCK_ELEMENTS = 1 << 24
 
 
 class PackedRows:
@@ -67,6 +73,14 @@ class PackedRows:
         return rows
 
 
+class Places(NamedTuple):
+    """Where a block lies in the whole, which the dropout is keyed by."""
+
+    first_rows: Tensor  # (S,), of each query set
+    rows: Tensor  # (N,), of each query row
+    contexts: Tensor  # (C,), of each context set
+
+
 class _Packed(PackedRows):
     """`Layout` of all pairs of a block: C context sets x N query rows, of which S sets are made."""
 
@@ -77,8 +91,7 @@ class _Packed(PackedRows):
         context: Tensor,  # (C, k, d), padded with zeros
         context_lengths: Tensor,  # (C,)
         *,
-        first_row: int,
-        first_context: int,
+        places: Places,
         normalization: str,
         negative_slope: float,
         focal: str | None,
@@ -91,10 +104,7 @@ class _Packed(PackedRows):
         self.present = torch.arange(context.shape[1], device=context.device) < self.counts
         self.empty = (self.sets.lengths == 0) | (context_lengths == 0)[:, None]  # (C, S)
         self.normalization, self.negative_slope, self.focal = normalization, negative_slope, focal
-        self.dropout = dropout
-        self.first_rows = (first_row + query_offsets[:-1])[None]
-        self.rows = torch.arange(query.shape[0], device=query.device)[None] + first_row
-        self.contexts = torch.arange(context.shape[0], device=query.device)[:, None] + first_context
+        self.dropout, self.places = dropout, places
 
     def attend(self, channels: Tensor | None, temperature: Temperature) -> Tensor:
         reweighted = self.query if channels is None else self.query * channels
@@ -111,13 +121,14 @@ class _Packed(PackedRows):
     def drop_guidance(self, guidance: Tensor, step: int) -> Tensor:
         if self.dropout is None:
             return guidance
-        places = (self.first_rows, self.contexts)
+        places = (self.places.first_rows[None], self.places.contexts[:, None])
         return guidance * self.dropout.factors(*places, 2 * step + 1, guidance.shape[-1], guidance.dtype)
 
     def drop_rows(self, rows: Tensor, step: int) -> Tensor:
         if self.dropout is None:
             return rows
-        return rows * self.dropout.factors(self.rows, self.contexts, 2 * step, rows.shape[-1], rows.dtype)
+        places = (self.places.rows[None], self.places.contexts[:, None])
+        return rows * self.dropout.factors(*places, 2 * step, rows.shape[-1], rows.dtype)
 
 
 def regulated_scores_packed(
@@ -130,13 +141,13 @@ def regulated_scores_packed(
     focal: str | None = None,
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
-    block_elements: int = _BLOCK_ELEMENTS,
+    block_elements: int = BLOCK_ELEMENTS,
 ) -> Tensor:
     """Scores `(len(queries), len(contexts))` in blocks of about `block_elements` values per tensor."""
     mask = counter_dropout(dropout, seed, queries.device)
 
     def scores(layout: _Packed, weights: RegulatorParameters) -> Tensor:
-        return regulate(layout, weights, temperature).masked_fill(layout.empty, 0.0).t()
+        return _scores(layout, weights, temperature)
 
     if len(queries) == 0 or len(contexts) == 0:
         return queries.values.new_zeros(len(queries), len(contexts))
@@ -161,7 +172,7 @@ def cross_attention_alignments_packed(
     focal: str | None = None,
     correspondences: Sequence[CorrespondenceWeights] = (),
     residual_correspondence: bool = True,
-    block_elements: int = _BLOCK_ELEMENTS,
+    block_elements: int = BLOCK_ELEMENTS,
 ) -> Tensor:
     """Alignments `(len(contexts), N_queries, m)` in blocks of about `block_elements` values per tensor."""
     parameters = alignment_parameters(weight, bias, correspondences, residual_correspondence)
@@ -183,6 +194,41 @@ def cross_attention_alignments_packed(
     )
 
 
+def regulated_scores_block(
+    queries: Fragments,
+    contexts: Fragments,
+    parameters: RegulatorParameters,
+    places: Places,
+    *,
+    temperature: float,
+    negative_slope: float,
+    focal: str | None,
+    dropout: CounterDropout | None,
+) -> Tensor:
+    """Scores `(len(queries), len(contexts))` at once of sets that lie at `places` of a whole."""
+    layout = _Packed(
+        queries.values,
+        queries.offsets,
+        *contexts.to_padded(),
+        places=places,
+        normalization="clipped_l2norm",
+        negative_slope=negative_slope,
+        focal=focal,
+        dropout=dropout,
+    )
+    return _scores(layout, parameters, temperature)
+
+
+def _scores(layout: _Packed, parameters: RegulatorParameters, temperature: float) -> Tensor:
+    return regulate(layout, parameters, temperature).masked_fill(layout.empty, 0.0).t()
+
+
+def _consecutive(queries: Fragments, n_contexts: int, first_row: int, first_context: int) -> Places:
+    rows = torch.arange(queries.values.shape[0], device=queries.device) + first_row
+    contexts = torch.arange(n_contexts, device=queries.device) + first_context
+    return Places(queries.offsets[:-1] + first_row, rows, contexts)
+
+
 def _in_blocks(
     result: Callable[[_Packed, RegulatorParameters], Tensor],
     queries: Fragments,
@@ -198,14 +244,8 @@ def _in_blocks(
         width = max(queries.values.shape[1], contexts.max_length, *(max(t.shape) for t in parameters.tensors()), 1)
         whole_at_once = len(contexts) * queries.values.shape[0] * width <= block_elements
     if whole_at_once:
-        whole = _Packed(
-            queries.values,
-            queries.offsets,
-            *contexts.to_padded(),
-            first_row=0,
-            first_context=0,
-            **options,
-        )
+        places = _consecutive(queries, len(contexts), 0, 0)
+        whole = _Packed(queries.values, queries.offsets, *contexts.to_padded(), places=places, **options)
         yield iter([result(whole, parameters)])
         return
     pairs = max(1, block_elements // width)
@@ -217,14 +257,8 @@ def _in_blocks(
     )
 
     def block(first_row: int, first_context: int, part: Fragments, *tensors: Tensor) -> Tensor:
-        layout = _Packed(
-            tensors[0],
-            part.offsets,
-            *tensors[1:3],
-            first_row=first_row,
-            first_context=first_context,
-            **options,
-        )
+        places = _consecutive(part, tensors[1].shape[0], first_row, first_context)
+        layout = _Packed(tensors[0], part.offsets, *tensors[1:3], places=places, **options)
         return result(layout, parameters.with_tensors(tensors[3:]))
 
     def columns(first_row: int, part: Fragments) -> Iterator[Tensor]:

@@ -82,7 +82,7 @@ def sgraf_scores(
         module: "sgr" or "saf".
         steps: steps of RCR.
     """
-    local = _part(w, "local_alignments.")
+    local = _part(w, "similarity.local_alignments.")
     hidden = np.tanh(_norm(w, "region_pool.local.1", _linear(w, "region_pool.local.0", images), 1, training))
     of_mean = np.tanh(_norm(w, "region_pool.mean.1", _linear(w, "region_pool.mean.0", images.mean(1)), 1, training))
     shares = _softmax(_linear(w, "region_pool.common", hidden * of_mean[:, None])[..., 0])
@@ -94,21 +94,21 @@ def sgraf_scores(
         of_mean = np.tanh(_linear(w, "word_pool.mean.0", words.mean(0)))
         shares = _softmax(_linear(w, "word_pool.common", hidden * of_mean)[:, 0])
         caption_vector = _unit(shares @ words)
-        whole = _unit(_linear(w, "global_alignment", (image_vectors - caption_vector) ** 2))
+        whole = _unit(_linear(w, "similarity.global_alignment", (image_vectors - caption_vector) ** 2))
         parts = np.stack([_local(local, words, regions, temperature, steps) for regions in images])
         nodes = np.concatenate([whole[:, None], parts], axis=1)  # (n_images, n_words + 1, m)
         if module == "sgr":
             step = 0
-            while f"heads.sgr.query.{step}.weight" in w:
-                queries, keys = (_linear(w, f"heads.sgr.{name}.{step}", nodes) for name in ("query", "key"))
+            while f"similarity.heads.sgr.query.{step}.weight" in w:
+                queries, keys = (_linear(w, f"similarity.heads.sgr.{name}.{step}", nodes) for name in ("query", "key"))
                 messages = _softmax(queries @ keys.transpose(0, 2, 1)) @ nodes
-                nodes = np.maximum(_linear(w, f"heads.sgr.graph.{step}", messages), 0)
+                nodes = np.maximum(_linear(w, f"similarity.heads.sgr.graph.{step}", messages), 0)
                 step += 1
             vector = nodes[:, 0]
         else:
-            logits = _linear(w, "heads.saf.gate", nodes).transpose(0, 2, 1)
-            gates = 1 / (1 + np.exp(-_norm(w, "heads.saf.norm", logits, 1, training)))
+            logits = _linear(w, "similarity.heads.saf.gate", nodes).transpose(0, 2, 1)
+            gates = 1 / (1 + np.exp(-_norm(w, "similarity.heads.saf.norm", logits, 1, training)))
             gates = gates / (gates.sum(-1, keepdims=True) + 1e-8)
             vector = _unit((gates @ nodes)[:, 0])
-        columns.append(1 / (1 + np.exp(-_linear(w, f"evaluations.{module}", vector)[:, 0])))
+        columns.append(1 / (1 + np.exp(-_linear(w, f"similarity.evaluations.{module}", vector)[:, 0])))
     return np.stack(columns, axis=1)

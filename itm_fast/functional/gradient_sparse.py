@@ -1,0 +1,99 @@
+"""Gradient sparsity for any module that scores pairs.
+
+Inside: `gradient_sparse_scores`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from itm_fast.ops import gradient_sparse, validation
+from itm_fast.ops.gradient_sparse import COUPLINGS, Sets
+
+__all__ = ["gradient_sparse_scores"]
+
+
+@torch.compiler.disable
+def gradient_sparse_scores(module: nn.Module, images: Sets, captions: Sets, *, chunk_pairs: int = 512) -> Tensor:
+    """Scores of all pairs by any module, with the memory and the backward of the pairs that the loss needs.
+
+    The forward calls the module on blocks of the matrix, without gradient. The backward calls it again, with gradient,
+    on the pairs whose gradient is not zero: with mining of the hardest negatives about 3 B of B x B. Gradients and
+    scores are those of one call on everything with gradient, rounding apart.
+
+    A module says which of its scores depend on each other by an attribute (or property) `coupling`, and that unit is
+    computed again whole:
+
+    - "pair": none. The default, refused for a module that holds a batch normalisation.
+    - "caption": those of one caption with all images, as where batch normalisation sees one caption at a time.
+    - "batch": all, which saves memory in the forward alone.
+
+    Random numbers of torch's generators (dropout) are the same in the backward: a block that drew any is computed again
+    whole. Buffers (running statistics) change in the forward alone. Under torch.compile the call stands outside of the
+    graph.
+
+    Args:
+        module: called as `module(images, captions)` with some of the sets of both; returns their scores
+            `(n_images, n_captions)`.
+        images: `Fragments`, a tensor whose first dimension counts the images, or a tuple, list or dict of these.
+        captions: the same for captions.
+        chunk_pairs: pairs of a block, about; a block has at least one unit of the coupling.
+
+    Returns:
+        `(n_images, n_captions)` in the dtype that the module returns.
+
+    Raises:
+        TypeError: `images` or `captions` hold something else.
+        ValueError: their parts differ in the number of sets, the coupling is unknown or not declared beside a batch
+            normalisation, or the module returns another shape.
+        RuntimeError: in a second derivative, which is not supported.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {validation.describe(module)}")
+    if isinstance(chunk_pairs, bool) or not isinstance(chunk_pairs, int):
+        raise TypeError(f"chunk_pairs: expected an int, got {validation.describe(chunk_pairs)}")
+    if chunk_pairs < 1:
+        raise ValueError(f"chunk_pairs: expected at least 1, got {chunk_pairs}")
+    parameters = dict(module.named_parameters())
+    kept: dict[str, tuple[int, Tensor]] = {}
+
+    def snapshot() -> dict[str, Tensor]:
+        for name, buffer in module.named_buffers():
+            if name not in kept or kept[name][0] != buffer._version:
+                kept[name] = (buffer._version, buffer.clone())
+        return {name: copy for name, (_, copy) in kept.items()}
+
+    def score(
+        values: Sequence[Tensor], state: dict[str, Tensor] | None, rows: Sets, columns: Sets, _: Tensor, __: Tensor
+    ) -> Tensor:
+        state = {name: copy.clone() for name, copy in (state or {}).items()}
+        return functional_call(module, {**dict(zip(parameters, values, strict=True)), **state}, (rows, columns))
+
+    return gradient_sparse.gradient_sparse_scores(
+        score,
+        list(parameters.values()),
+        images,
+        captions,
+        coupling=_coupling(module),
+        chunk_pairs=chunk_pairs,
+        snapshot=snapshot,
+    )
+
+
+def _coupling(module: nn.Module) -> str:
+    declared: str | None = getattr(module, "coupling", None)
+    if declared is not None:
+        validation.check_option("module.coupling", declared, COUPLINGS)
+        return declared
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            where = f"its part {name!r} is" if name else "it is"
+            raise ValueError(
+                f"module: {where} a batch normalisation, by which pairs depend on each other; declare an attribute "
+                f"coupling, 'caption' or 'batch', or 'pair' where its statistics are fixed"
+            )
+    return "pair"

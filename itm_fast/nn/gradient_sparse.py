@@ -1,0 +1,31 @@
+"""Gradient sparsity around a module that scores pairs."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+import itm_fast.functional as F_itm
+from itm_fast.ops.gradient_sparse import Sets
+
+__all__ = ["GradientSparseScores"]
+
+
+class GradientSparseScores(nn.Module):
+    """`itm_fast.functional.gradient_sparse_scores` of the module it holds.
+
+    Args:
+        module: scores pairs, called as `module(images, captions)`; its `coupling` says which scores depend on each
+            other.
+        chunk_pairs: pairs that are scored at once, about.
+    """
+
+    def __init__(self, module: nn.Module, *, chunk_pairs: int = 512) -> None:
+        super().__init__()
+        self.module, self.chunk_pairs = module, chunk_pairs
+
+    def forward(self, images: Sets, captions: Sets) -> Tensor:
+        """Scores `(n_images, n_captions)`."""
+        return F_itm.gradient_sparse_scores(self.module, images, captions, chunk_pairs=self.chunk_pairs)
+
+    def extra_repr(self) -> str:
+        return f"chunk_pairs={self.chunk_pairs}"

@@ -1,0 +1,246 @@
+"""Gradient sparsity: score all pairs without a graph, and differentiate only the pairs that the loss needs.
+
+A loss that mines hard negatives sends a gradient to about three pairs per anchor out of all of them. So the forward
+scores the matrix in bounded blocks without gradient, and the backward scores again, with gradient, what has a gradient
+that is not zero. The result is that of the dense computation: the pairs left out would have contributed exactly 0.
+
+What is scored again is the smallest part that gives the same numbers: single pairs, whole columns where the pairs of a
+column depend on each other, or the whole matrix (`COUPLINGS`). A block that drew random numbers is scored again whole,
+from the state that the generators had. What a call changes beside its result (running statistics) changes in the
+forward alone; the backward starts from what it was then.
+
+Inside: `gradient_sparse_scores`, `Sets`, `COUPLINGS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from itm_fast.fragments import Fragments
+from itm_fast.ops.autograd import first_order, refuse_transforms
+from itm_fast.ops.precision import autocast_state
+
+__all__ = ["COUPLINGS", "Score", "Sets", "gradient_sparse_scores"]
+
+# Fragments, tensors whose first dimension counts the sets, and tuples, lists and dicts of them.
+Sets = Any
+# Which scores depend on each other: none, those of one column, all.
+COUPLINGS = ("pair", "caption", "batch")
+# (weights, state, rows, columns, numbers of the rows, numbers of the columns) -> scores (n_rows, n_columns). The state
+# is None in the forward; in the backward it is what `snapshot` gave before the block was scored.
+Score = Callable[[Sequence[Tensor], Any, Sets, Sets, Tensor, Tensor], Tensor]
+
+
+def gradient_sparse_scores(
+    score: Score,
+    weights: Sequence[Tensor],
+    rows: Sets,
+    columns: Sets,
+    *,
+    coupling: str = "pair",
+    chunk_pairs: int,
+    snapshot: Callable[[], Any] = lambda: None,
+) -> Tensor:
+    """Scores `(n_rows, n_columns)` of all pairs, whose backward scores again only what has a gradient.
+
+    Args:
+        score: scores a block of the matrix.
+        weights: what it depends on beside rows and columns, and may have gradients.
+        rows, columns: the two kinds of sets.
+        coupling: which scores depend on each other, one of `COUPLINGS`.
+        chunk_pairs: pairs of a block, about; a block has at least one whole unit of the coupling.
+        snapshot: copies what a call of `score` changes beside its result; called before each block.
+    """
+    row_side, row_tensors = _side("images", rows)
+    column_side, column_tensors = _side("captions", columns)
+    tensors = (*row_tensors, *column_tensors, *weights)
+    refuse_transforms("gradient_sparse_scores", *tensors)
+    plan = _Plan(score, row_side, column_side, coupling, chunk_pairs, snapshot)
+    return _GradientSparse.apply(plan, *tensors)
+
+
+@attrs.frozen
+class _Side:
+    """The form of one kind of sets; their values travel beside it, for autograd to see."""
+
+    count: int
+    parts: list[Fragments | None]  # of each tensor: which rows make a set, in Fragments without channels; None: one
+    spec: Any
+
+    def select(self, numbers: Tensor, values: Sequence[Tensor]) -> tuple[Sets, list[Tensor], list[Any]]:
+        """The sets `numbers`, rising, their tensors cut off from any graph, and where the rows of these come from."""
+        leaves, chosen, places = [], [], []
+        for part, value in zip(self.parts, values, strict=True):
+            place: Any = numbers if part is None else part.row_index(numbers)
+            if len(numbers) == self.count:
+                place = ...
+            value = value.detach()[place]
+            leaves.append(value if part is None else part.index_select(numbers).with_values(value))
+            chosen.append(value)
+            places.append(place)
+        return _pytree.tree_unflatten(leaves, self.spec), chosen, places
+
+
+def _side(name: str, sets: Sets) -> tuple[_Side, list[Tensor]]:
+    leaves, spec = _pytree.tree_flatten(sets, is_leaf=lambda leaf: isinstance(leaf, Fragments))
+    parts: list[Fragments | None] = []
+    tensors, counts = [], []
+    for leaf in leaves:
+        if not isinstance(leaf, Fragments | Tensor) or (isinstance(leaf, Tensor) and leaf.dim() == 0):
+            raise TypeError(f"{name}: expected Fragments or tensors of one row per set, got {type(leaf).__name__}")
+        counts.append(len(leaf))
+        values = leaf.values if isinstance(leaf, Fragments) else leaf
+        parts.append(leaf.with_values(values.detach()[:, :0]) if isinstance(leaf, Fragments) else None)
+        tensors.append(values)
+    if not counts:
+        raise TypeError(f"{name}: expected Fragments or tensors of one row per set, got none")
+    if len(set(counts)) != 1:
+        raise ValueError(f"{name}: expected the same number of sets in each part, got {counts}")
+    return _Side(counts[0], parts, spec), tensors
+
+
+@attrs.frozen
+class _Block:
+    rows: range
+    columns: range
+    state: Any  # what `snapshot` gave before the block was scored
+    random: Any  # the states of the generators before it, where it drew from them
+
+
+@attrs.frozen
+class _Plan:
+    score: Score
+    rows: _Side
+    columns: _Side
+    coupling: str
+    chunk_pairs: int
+    snapshot: Callable[[], Any]
+
+    def blocks(self) -> Iterator[tuple[range, range]]:
+        """The parts of the matrix that are scored together, row and column numbers."""
+        n_rows, n_columns = self.rows.count, self.columns.count
+        if n_rows == 0 or n_columns == 0:
+            return
+        row_step = min(n_rows, self.chunk_pairs) if self.coupling == "pair" else n_rows
+        column_step = n_columns if self.coupling == "batch" else max(1, self.chunk_pairs // row_step)
+        for column in range(0, n_columns, column_step):
+            for row in range(0, n_rows, row_step):
+                yield range(row, min(row + row_step, n_rows)), range(column, min(column + column_step, n_columns))
+
+    def again(self, block: _Block, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Row and column numbers of each part of a block that must be scored again."""
+        rows, columns = _numbers(block.rows, grad.device), _numbers(block.columns, grad.device)
+        # A NaN is not equal to 0, either: it counts as a gradient.
+        needed = grad[block.rows.start : block.rows.stop, block.columns.start : block.columns.stop] != 0
+        of_rows, of_columns = (needed.any(dim=dim).nonzero()[:, 0] for dim in (1, 0))
+        if len(of_rows) == 0:
+            return
+        if block.random is not None or self.coupling == "batch":
+            yield rows, columns
+        elif self.coupling == "caption":
+            yield rows, columns[of_columns]
+        elif len(of_columns) <= len(of_rows):
+            for column in of_columns.tolist():
+                yield rows[needed[:, column]], columns[column : column + 1]
+        else:
+            for row in of_rows.tolist():
+                yield rows[row : row + 1], columns[needed[row]]
+
+    def call(
+        self, tensors: Sequence[Tensor], needed: Sequence[bool], state: Any, rows: Tensor, columns: Tensor
+    ) -> tuple[Tensor, list[Tensor], list[Any]]:
+        """Scores of a part, the leaves of its graph, one per tensor, and which rows of the tensor each stands for."""
+        middle, end = len(self.rows.parts), len(self.rows.parts) + len(self.columns.parts)
+        row_sets, row_values, row_places = self.rows.select(rows, tensors[:middle])
+        column_sets, column_values, column_places = self.columns.select(columns, tensors[middle:end])
+        weights = [weight.detach() for weight in tensors[end:]]
+        leaves = [*row_values, *column_values, *weights]
+        for leaf, wanted in zip(leaves, needed, strict=True):
+            leaf.requires_grad_(wanted)
+        scores = self.score(weights, state, row_sets, column_sets, rows, columns)
+        if not isinstance(scores, Tensor) or scores.shape != (len(rows), len(columns)):
+            got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise ValueError(f"scores: expected shape ({len(rows)}, {len(columns)}) of the pairs asked for, got {got}")
+        return scores, leaves, [*row_places, *column_places, *[...] * len(weights)]
+
+
+class _GradientSparse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> Tensor:
+        device = tensors[0].device
+        differentiated, nothing = any(ctx.needs_input_grad), [False] * len(tensors)
+        scores = None
+        ctx.plan, ctx.blocks, ctx.autocast = plan, [], autocast_state(device.type)
+        ctx.save_for_backward(*tensors)
+        for rows, columns in plan.blocks():
+            state = plan.snapshot() if differentiated else None
+            before = _random_state(device) if differentiated else ()
+            part, _, _ = plan.call(tensors, nothing, None, _numbers(rows, device), _numbers(columns, device))
+            if scores is None:
+                scores = part.new_empty(plan.rows.count, plan.columns.count)
+            scores[rows.start : rows.stop, columns.start : columns.stop] = part
+            drew = differentiated and any(map(_differ, before, _random_state(device)))
+            ctx.blocks.append(_Block(rows, columns, state, before if drew else None))
+        if scores is not None:
+            return scores
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        return tensors[0].new_zeros(plan.rows.count, plan.columns.count, dtype=dtype)
+
+    @staticmethod
+    @first_order("gradient_sparse_scores")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        # Sums of many parts are taken in float32 at least.
+        sums = [
+            torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) if wanted else None
+            for tensor, wanted in zip(tensors, needed, strict=True)
+        ]
+        for block in ctx.blocks:
+            for rows, columns in ctx.plan.again(block, grad):
+                with torch.enable_grad(), _as_it_was(ctx.autocast, block.random, grad.device):
+                    part, leaves, places = ctx.plan.call(tensors, needed, block.state, rows, columns)
+                if not part.requires_grad:
+                    continue
+                wanted = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
+                outer = grad[rows[:, None], columns].to(part.dtype)
+                found = torch.autograd.grad(part, [leaves[place] for place in wanted], outer, allow_unused=True)
+                for place, gradient in zip(wanted, found, strict=True):
+                    total = sums[place]
+                    if gradient is not None and total is not None:
+                        # The rows of one part differ from each other: no two threads of a GPU add to the same one.
+                        total[places[place]] += gradient
+        pairs = zip(sums, tensors, strict=True)
+        return (None, *(None if total is None else total.to(tensor.dtype) for total, tensor in pairs))
+
+
+def _numbers(numbers: range, device: torch.device) -> Tensor:
+    return torch.arange(numbers.start, numbers.stop, device=device)
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, ...]:
+    states = (torch.get_rng_state(),)
+    return (*states, torch.cuda.get_rng_state(device)) if device.type == "cuda" else states
+
+
+def _differ(first: Tensor, second: Tensor) -> bool:
+    return not torch.equal(first, second)
+
+
+@contextlib.contextmanager
+def _as_it_was(autocast: Any, random: tuple[Tensor, ...] | None, device: torch.device) -> Iterator[None]:
+    """Autocast, and the generators where `random` holds their states, as they were in the forward."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(autocast())
+        if random is not None:
+            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            torch.set_rng_state(random[0])
+            if device.type == "cuda":
+                torch.cuda.set_rng_state(random[1], device)
+        yield
