@@ -5,70 +5,80 @@ Inside: `load_plain`.
 
 from __future__ import annotations
 
-import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from itm_fast.messages import shortened
-from itm_fast.pickles import has_endless_tuple
+from itm_fast.pickles import RefusedError, check_pickle
 
 __all__ = ["load_plain"]
 
+# What tensors are made of; torch itself would let through much more, such as bytearray and codecs.
+_STORAGES = [f"{module}.{kind}Storage" for module in ("torch", "torch.cuda") for kind in (
+    "Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"
+)]  # fmt: skip
+_ALLOWED = {
+    "collections.OrderedDict",
+    "torch.Size",
+    "torch.device",
+    *(f"torch._utils.{name}" for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter")),
+    *_STORAGES,
+}
+
 
 def load_plain(path: Path, allowed: Sequence[Callable[..., Any]] = ()) -> Any:
-    """The content of a file, on the CPU: tensors, plain values, and objects of the classes `allowed`.
+    """The content of a file, on the CPU: dense tensors, plain values, and objects of the classes `allowed`.
+
+    A tensor may claim more memory than the file has bytes, none of which is taken before it is read.
 
     Raises:
         ValueError: the file is damaged, would unpack to more than it holds, or names anything else, of which nothing
             was run then. The message is the reason alone, to stand behind the path.
     """
-    _check_container(path)
+    names = _ALLOWED.union(f"{one.__module__}.{one.__qualname__}" for one in allowed)
     try:
-        endless = any(_endless(path))
-    except Exception:
-        raise ValueError("damaged, or not written by torch.save") from None
-    if endless:
-        raise ValueError("holds a tuple of tuples that is out of all proportion to the file")
-    try:
+        if _is_archive(path):
+            _check_archive(path, names)
+        else:
+            _check_stream(path, names)
         with warnings.catch_warnings(), torch.serialization.safe_globals(list(allowed)):
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+    except RefusedError:
+        raise
+    except Exception:
         # Damage can raise nearly anything, and torch's text advises to switch off the protection against code.
-        foreign = re.search(r"GLOBAL ([\w.]+)", str(error))
-    if foreign:
-        raise ValueError(
-            f"holds the Python object {shortened(foreign[1])}, which does not belong there; nothing of it was run"
-        )
-    raise ValueError("damaged, or not written by torch.save")
+        raise ValueError("damaged, or not written by torch.save") from None
 
 
-def _endless(path: Path) -> Iterator[bool]:
-    """Whether a pickle of the file has a tuple whose hash would never be done, one by one."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith("data.pkl")]
-            yield from (has_endless_tuple(archive.read(name)) for name in names)
-        return
+def _is_archive(path: Path) -> bool:
+    """Whether torch takes the file for an archive. Python's zipfile looks at its end, where anything may stand."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _check_archive(path: Path, names: set[str]) -> None:
+    """Refuses an archive that would unpack to more than it holds: torch stores tensors uncompressed."""
+    size = path.stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        unpacked = sum(entry.file_size for entry in archive.infolist())
+    if unpacked <= size:
+        # Names and sizes once more, as the reader of torch finds them: the two may disagree over an archive.
+        reader = torch._C.PyTorchFileReader(str(path))
+        records = reader.get_all_records()
+        unpacked = sum(map(reader.get_record_size, records))
+    if unpacked > size:
+        raise RefusedError(f"its {size:,} bytes claim to hold {unpacked:,}")
+    keys = {record.removeprefix("data/") for record in records if record.startswith("data/")}
+    check_pickle(reader.get_record("data.pkl"), names, keys)
+
+
+def _check_stream(path: Path, names: set[str]) -> None:
     with path.open("rb") as file:
         # Before zip files: a magic number, the version, sizes of types, the content, names of storages; then these.
-        yield from (has_endless_tuple(file) for _ in range(5))
-
-
-def _check_container(path: Path) -> None:
-    """Refuses an archive that would unpack to more than it holds: torch stores tensors uncompressed."""
-    try:
-        if not zipfile.is_zipfile(path):
-            return
-        with zipfile.ZipFile(path) as archive:
-            unpacked = sum(entry.file_size for entry in archive.infolist())
-    except (zipfile.BadZipFile, ValueError, NotImplementedError):
-        raise ValueError("a damaged zip file") from None
-    size = path.stat().st_size
-    if unpacked > size:
-        raise ValueError(f"its {size:,} bytes claim to hold {unpacked:,}")
+        for _ in range(5):
+            check_pickle(file, names)

@@ -68,22 +68,20 @@ def test_a_foreign_pickle_is_refused_without_running_it(tmp_path: Path, vocab: P
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        (b"", "not a readable checkpoint: damaged, or not written by torch.save"),
-        (b"no checkpoint at all", "not a readable checkpoint: damaged, or not written by torch.save"),
-        (b"PK\x03\x04 broken", "not a readable checkpoint: damaged, or not written by torch.save"),
+        b"",
+        b"no checkpoint at all",
+        b"PK\x03\x04 broken",
         # The end of an archive that says it goes on in a second file.
-        (
-            b"PK\x06\x07" + b"\1" + bytes(15) + b"PK\x05\x06" + bytes(18),
-            "not a readable checkpoint: a damaged zip file",
-        ),
+        b"PK\x06\x07" + b"\1" + bytes(15) + b"PK\x05\x06" + bytes(18),
     ],
 )
-def test_files_that_are_no_checkpoint(tmp_path: Path, vocab: Path, content: bytes, message: str) -> None:
+def test_files_that_are_no_checkpoint(tmp_path: Path, vocab: Path, content: bytes) -> None:
     path = tmp_path / "c.pth.tar"
     path.write_bytes(content)
-    assert refused(tmp_path, path, vocab) == f"{path}: {message}"
+    reason = "not a readable checkpoint: damaged, or not written by torch.save"
+    assert refused(tmp_path, path, vocab) == f"{path}: {reason}"
 
 
 @pytest.mark.parametrize("form", FORMS[:2])

@@ -18,6 +18,9 @@ from helpers.runs import run as train
 from itm_fast.training.checkpoint import load_state, save_state
 
 DAMAGED = "the training state is damaged: "
+FOREIGN = (
+    "not a readable training state: holds the Python object {}, which does not belong there; nothing of it was run"
+)
 
 
 @pytest.fixture
@@ -85,11 +88,11 @@ def test_values_of_another_kind(
         (lambda model: model["text_encoder.embed.weight"][2, 1].fill_(math.nan),
          "text_encoder.embed.weight: row 2 holds values that are not finite"),
         (lambda model: model.update({"image_encoder.fc.bias": torch.zeros(16, dtype=torch.int64)}),
-         "image_encoder.fc.bias: expected dense floating point values, got torch.int64"),
+         "image_encoder.fc.bias: expected floating point values, got torch.int64"),
         (lambda model: model.update({"image_encoder.fc.bias": torch.zeros(16).to_sparse()}),
-         "image_encoder.fc.bias: expected dense floating point values, got torch.sparse_coo"),
+         FOREIGN.format("torch._utils._rebuild_sparse_tensor")),
         (lambda model: model.update({"image_encoder.fc.bias": torch.zeros(16, device="meta")}),
-         "image_encoder.fc.bias: expected dense floating point values, got none"),
+         FOREIGN.format("torch._utils._rebuild_meta_tensor_no_storage")),
         (lambda model: model.update({"image_encoder.fc.bias": torch.zeros(16, dtype=torch.float16)}),
          DAMAGED + "model.image_encoder.fc.bias: expected dtype torch.float32, got torch.float16"),
     ],
@@ -154,8 +157,6 @@ def test_parts(run: Path, capsys: pytest.CaptureFixture[str], change: Callable[[
         (lambda state: state[0]["exp_avg"][5].fill_(math.nan), ".0.exp_avg: row 5 holds values that are not finite"),
         (lambda state: state[0].update(exp_avg_sq=torch.zeros(1).expand(16, 8)),
          ".0.exp_avg_sq: expected values with strides (8, 1), got (0, 0)"),
-        (lambda state: state[0].update(exp_avg_sq=torch.zeros(16, 8, device="meta")),
-         ".0.exp_avg_sq: expected values with strides (8, 1), got none"),
         (lambda state: state[0].update(exp_avg_sq=torch.zeros(128)),
          ".0.exp_avg_sq: expected shape (16, 8), got (128,)"),
         (lambda state: state[0].update(exp_avg_sq=torch.zeros(16, 8).double()),

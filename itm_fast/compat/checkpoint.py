@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 
 from itm_fast.compat.options import Options
@@ -77,17 +76,22 @@ def read_checkpoint(path: str | os.PathLike[str], *, ignored_options: Iterable[s
         raise ValueError(f"{path}: opt: expected an argparse.Namespace, got {type(options).__name__}")
     model = content["model"]
     states = list(model) if isinstance(model, list | tuple) else [model]
+    parts: list[dict[str, Weight]] = []
+    room = path.stat().st_size
+    for index, state in enumerate(states):
+        parts.append(_weights(path, f"model[{index}]", state, room))
+        room -= sum(map(_room, parts[-1].values()))
     return OfficialCheckpoint(
         path=path,
-        parts=[_weights(path, f"model[{index}]", state) for index, state in enumerate(states)],
+        parts=parts,
         options=Options(options, str(path), ignored_options),
         epoch=_number(content.get("epoch"), (int,)),
         best_rsum=_number(content.get("best_rsum"), (int, float)),
     )
 
 
-def _weights(path: Path, part: str, state: Any) -> dict[str, Weight]:
-    """The tensors of one state dict, without the `module.` that DataParallel puts before names."""
+def _weights(path: Path, part: str, state: Any, room: int) -> dict[str, Weight]:
+    """The tensors of one state dict, `room` bytes at most, without the `module.` of DataParallel before names."""
     if not isinstance(state, Mapping):
         raise ValueError(f"{path}: {part}: expected a state dict, got {type(state).__name__}")
     weights: dict[str, Weight] = {}
@@ -97,16 +101,21 @@ def _weights(path: Path, part: str, state: Any) -> dict[str, Weight]:
         key = f"{part}[{shown(name)}]"
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{path}: {key}: expected a tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided or tensor.device.type != "cpu":
-            raise ValueError(f"{path}: {key}: expected a dense tensor, got {tensor.layout} on {tensor.device.type}")
-        # Strides of zero would let a few bytes stand for any number of values.
-        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        # Strides of zero, a storage that the file lacks, or one for many weights: a few bytes for any number of values.
+        weight = Weight(key, tensor.detach())
+        room -= _room(weight)
+        if room < 0:
             raise ValueError(f"{path}: {key}: claims {tensor.numel()} values, more than the file holds")
         plain = name.removeprefix("module.")
         if plain in weights:
             raise ValueError(f"{path}: {key}: stands there twice, with and without 'module.'")
-        weights[plain] = Weight(key, tensor.detach())
+        weights[plain] = weight
     return weights
+
+
+def _room(weight: Weight) -> int:
+    """Bytes that a weight takes in its file at least; its name is one."""
+    return weight.tensor.numel() * weight.tensor.element_size() + 1
 
 
 def _number(value: Any, kinds: tuple[type, ...]) -> Any:
