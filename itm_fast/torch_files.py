@@ -5,6 +5,7 @@ Inside: `load_plain`.
 
 from __future__ import annotations
 
+import struct
 import warnings
 import zipfile
 from collections.abc import Callable, Sequence
@@ -64,17 +65,32 @@ def _is_archive(path: Path) -> bool:
 def _check_archive(path: Path, names: set[str]) -> None:
     """Refuses an archive that would unpack to more than it holds: torch stores tensors uncompressed."""
     size = path.stat().st_size
+    _check_end(path, size)
     with zipfile.ZipFile(path) as archive:
         unpacked = sum(entry.file_size for entry in archive.infolist())
-    if unpacked <= size:
-        # Names and sizes once more, as the reader of torch finds them: the two may disagree over an archive.
-        reader = torch._C.PyTorchFileReader(str(path))
-        records = reader.get_all_records()
-        unpacked = sum(map(reader.get_record_size, records))
     if unpacked > size:
         raise RefusedError(f"its {size:,} bytes claim to hold {unpacked:,}")
-    keys = {record.removeprefix("data/") for record in records if record.startswith("data/")}
+    # The reader that torch.load uses: of names that are equal but for capitals, others may take another one.
+    reader = torch._C.PyTorchFileReader(str(path))
+    keys = {record.removeprefix("data/") for record in reader.get_all_records() if record.startswith("data/")}
     check_pickle(reader.get_record("data.pkl"), names, keys)
+
+
+def _check_end(path: Path, size: int) -> None:
+    """Raises ValueError where torch and Python could find different directories: it has to end right before the end."""
+    with path.open("rb") as file:
+        file.seek(max(size - 98, 0))
+        end = file.read()
+    # The last record of an archive; before it, in large ones and in those of torch, one of 64 bits and its locator.
+    signature, length, offset, comment = struct.unpack("<4s8x2LH", end[-22:])
+    stop = size - 22
+    if end[-42:-38] == b"PK\x06\x07":
+        stop = size - 98
+        large, length, offset = struct.unpack_from("<4s36x2Q", end)
+        if large != b"PK\x06\x06" or int.from_bytes(end[-34:-26], "little") != stop:
+            raise ValueError
+    if signature != b"PK\x05\x06" or comment or offset + length != stop:
+        raise ValueError
 
 
 def _check_stream(path: Path, names: set[str]) -> None:

@@ -126,11 +126,19 @@ def test_keys_that_would_be_hashed_without_end(tmp_path: Path, content: bytes) -
     assert refused(tmp_path, content) == ENDLESS
 
 
-def test_an_archive_whose_end_only_torch_finds_is_not_unpacked(tmp_path: Path) -> None:
+def test_archives_whose_directory_others_would_look_for_elsewhere(tmp_path: Path) -> None:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as writer:
         writer.writestr("c/data.pkl", START + text("a" * 10**6) + STOP)
         writer.writestr("c/version", b"3\n")
-    end = content.getvalue()
-    assert refused(tmp_path, end) == f"its {len(end):,} bytes claim to hold 1,000,010"
-    assert refused(tmp_path, end + b"PK\x05\x06") == DAMAGED
+    bomb = content.getvalue()
+    assert refused(tmp_path, bomb) == f"its {len(bomb):,} bytes claim to hold 1,000,010"
+    assert refused(tmp_path, bomb + b"PK\x05\x06") == DAMAGED
+    # Python counts places from the directory at the end, torch from the start of the file.
+    assert refused(tmp_path, bomb + archive(START + b"}" + STOP)) == DAMAGED
+    saved = tmp_path / "saved.pt"
+    torch.save({"a": torch.ones(3)}, saved)
+    locator = bytearray(saved.read_bytes())
+    assert locator[-42:-38] == b"PK\x06\x07"
+    locator[-34] ^= 1
+    assert refused(tmp_path, bytes(locator)) == DAMAGED
