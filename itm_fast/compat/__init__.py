@@ -1,10 +1,10 @@
 """Importers of checkpoints that published code wrote: one file per source.
 
-Inside: `convert`, `SOURCES`.
+Inside: `convert`, `SOURCES`, `Source`.
 
-A source is a function from an `OfficialCheckpoint` and the size of its vocabulary to one of `itm_fast.models`. It names
-the keys and the options of that code; reading files, folding weights and error messages are shared. A new source is one
-file beside `scan.py` and its line in `SOURCES`.
+A source has a function from an `OfficialCheckpoint` and the size of its vocabulary to one of `itm_fast.models`. It
+names the keys and the options of that code; reading files, the options of the encoders, weights and error messages are
+shared. A new source is one file beside `scan.py` and its line in `SOURCES`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,32 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import attrs
+
 from itm_fast import config as settings
 from itm_fast import files
-from itm_fast.compat import scan
+from itm_fast.compat import rcar, scan, sgraf
 from itm_fast.compat.checkpoint import OfficialCheckpoint, read_checkpoint
 from itm_fast.data import Vocabulary
 from itm_fast.models.base import MatchingModel
 from itm_fast.run_files import CONFIG, VOCABULARY
 
-__all__ = ["SOURCES", "convert"]
+__all__ = ["SOURCES", "Source", "convert"]
 
-SOURCES: Mapping[str, Callable[[OfficialCheckpoint, int], MatchingModel]] = {"scan": scan.read}
+
+@attrs.frozen
+class Source:
+    """Published code: how its checkpoints are read, and whether it adds `<mask>` to the vocabulary that it is given."""
+
+    read: Callable[[OfficialCheckpoint, int], MatchingModel]
+    adds_mask: bool = False
+
+
+SOURCES: Mapping[str, Source] = {
+    "scan": Source(scan.read),
+    "sgraf": Source(sgraf.read),
+    "rcar": Source(rcar.read, adds_mask=True),
+}
 
 
 def convert(
@@ -39,7 +54,8 @@ def convert(
     Args:
         source: the published code that wrote it, one of `SOURCES`.
         checkpoint: its file, such as `model_best.pth.tar`; nothing in it is executed.
-        vocabulary: the vocabulary JSON it was trained with; it is copied into `out`.
+        vocabulary: the vocabulary JSON it was trained with; it is copied into `out`, with `<mask>` behind its words
+            where the published code put it there.
         out: the folder to write; it must not hold another model. What a conversion of the same files that was killed
             left there is no hindrance.
         ignored_options: names of unknown options of the checkpoint that do not change its scores.
@@ -58,11 +74,13 @@ def convert(
         raise ValueError(f"{folder}: expected a folder for the model, found a file")
     if not vocabulary.is_file():
         raise ValueError(f"{vocabulary}: no such vocabulary file")
-    words = Vocabulary.from_file(vocabulary)
+    known = Vocabulary.from_file(vocabulary)
+    words = known.with_mask() if SOURCES[source].adds_mask else known
     official = read_checkpoint(checkpoint, ignored_options=ignored_options)
-    model = SOURCES[source](official, len(words))
+    model = SOURCES[source].read(official, len(words))
     # The model's own files come last: until they are whole the folder is no saved model.
-    contents = {VOCABULARY: vocabulary.read_bytes(), **model.file_contents()}
+    vocabulary_bytes = vocabulary.read_bytes() if words is known else words.to_json().encode()
+    contents = {VOCABULARY: vocabulary_bytes, **model.file_contents()}
     _check_contents(folder, contents)
     for name, content in contents.items():
         files.remove_temporaries(folder / name)

@@ -1,6 +1,6 @@
 """Official checkpoints: files of `torch.save` that hold state dicts and the options of the command line.
 
-Inside: `OfficialCheckpoint`, `Weight`, `read_checkpoint`.
+Inside: `OfficialCheckpoint`, `StateDict`, `Weight`, `read_checkpoint`.
 
 Both containers of torch are read, the zip file and the older stream of pickles that Python 2 wrote, too. Of Python
 objects only tensors, plain containers and `argparse.Namespace` come through; whatever else a file names is refused
@@ -22,7 +22,7 @@ from itm_fast.compat.options import Options
 from itm_fast.messages import shown
 from itm_fast.torch_files import load_plain
 
-__all__ = ["OfficialCheckpoint", "Weight", "read_checkpoint"]
+__all__ = ["OfficialCheckpoint", "StateDict", "Weight", "read_checkpoint"]
 
 
 @attrs.frozen(eq=False)
@@ -34,20 +34,33 @@ class Weight:
 
 
 @attrs.frozen(eq=False)
+class StateDict:
+    """The weights of a module by their official names, and what messages call it: `model[0]`, or `model` if alone."""
+
+    label: str
+    weights: Mapping[str, Weight]
+
+    def key(self, name: str) -> str:
+        """What messages call a weight that may be missing."""
+        return f"{self.label}[{name!r}]"
+
+
+@attrs.frozen(eq=False)
 class OfficialCheckpoint:
-    """What an official checkpoint holds: one mapping of weights per module, in the file's order, and the options."""
+    """What an official checkpoint holds: one state dict per module, in the file's order, and the options."""
 
     path: Path
-    parts: list[dict[str, Weight]]
+    parts: list[StateDict]
     options: Options
     epoch: int | None
     best_rsum: float | None
 
-    def modules(self, *names: str) -> list[dict[str, Weight]]:
-        """The weights of the modules `names`; ValueError where the checkpoint has another number of them."""
+    def modules(self, *names: str) -> list[StateDict]:
+        """The state dicts of the modules `names`; ValueError where the checkpoint has another number of them."""
         if len(self.parts) != len(names):
+            wanted = "1 state dict" if len(names) == 1 else f"{len(names)} state dicts"
             raise ValueError(
-                f"{self.path}: expected {len(names)} state dicts in 'model' ({', '.join(names)}), got "
+                f"{self.path}: expected {wanted} in 'model' ({', '.join(names)}), got "
                 f"{len(self.parts)}; is it the checkpoint of another model?"
             )
         return self.parts
@@ -75,12 +88,13 @@ def read_checkpoint(path: str | os.PathLike[str], *, ignored_options: Iterable[s
     if not isinstance(options, Mapping):
         raise ValueError(f"{path}: opt: expected an argparse.Namespace, got {type(options).__name__}")
     model = content["model"]
-    states = list(model) if isinstance(model, list | tuple) else [model]
-    parts: list[dict[str, Weight]] = []
+    listed = isinstance(model, list | tuple)
+    states = {f"model[{index}]": state for index, state in enumerate(model)} if listed else {"model": model}
+    parts: list[StateDict] = []
     room = path.stat().st_size
-    for index, state in enumerate(states):
-        parts.append(_weights(path, f"model[{index}]", state, room))
-        room -= sum(map(_room, parts[-1].values()))
+    for label, state in states.items():
+        parts.append(StateDict(label, _weights(path, label, state, room)))
+        room -= sum(map(_room, parts[-1].weights.values()))
     return OfficialCheckpoint(
         path=path,
         parts=parts,

@@ -1,28 +1,31 @@
 """Weights of an official checkpoint into one of our models.
 
-Inside: `build_model`, `without_weight_norm`.
+Inside: `Names`, `build_model`, `without_weight_norm`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from itm_fast import models
-from itm_fast.compat.checkpoint import Weight
+from itm_fast.compat.checkpoint import StateDict, Weight
 from itm_fast.models.base import MatchingModel, load_weights, planned_shapes
 from itm_fast.models.weights_file import check_finite
 
-__all__ = ["build_model", "without_weight_norm"]
+__all__ = ["Names", "build_model", "without_weight_norm"]
+
+# Beginnings of official keys to those of our names, None for weights that the official model holds but never uses.
+Names = Mapping[str, str | None]
 
 
 def build_model(
-    name: str, config: Mapping[str, Any], parts: Mapping[str, dict[str, Weight]], source: Path
+    name: str, config: Mapping[str, Any], parts: Sequence[tuple[StateDict, Names]], source: Path
 ) -> MatchingModel:
-    """The model `name` with the weights of `parts`: prefix of our names to the weights of that module.
+    """The model `name` with the weights of `parts`: the state dicts of the file, and what their keys are called here.
 
     Raises:
         ValueError: a weight is missing, unknown, of another shape or type, or not finite; the message names its key in
@@ -33,9 +36,11 @@ def build_model(
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
     weights = {}
-    for prefix, part in parts.items():
-        for key, weight in part.items():
-            own = prefix + key
+    for part, names in parts:
+        for key, weight in part.weights.items():
+            own = _own_name(key, names)
+            if own is None:
+                continue
             if own not in expected:
                 raise ValueError(f"{source}: {weight.key}: this weight is unknown to {name}")
             if weight.tensor.shape != expected[own]:
@@ -43,27 +48,43 @@ def build_model(
                     f"{source}: {weight.key}: expected shape {expected[own]} by the options, "
                     f"got {tuple(weight.tensor.shape)}"
                 )
-            weights[own] = _as_float32(weight, source)
-    for index, (prefix, part) in enumerate(parts.items()):
-        for own in expected:
-            key = own.removeprefix(prefix)
-            if own.startswith(prefix) and key not in part:
-                raise ValueError(f"{source}: model[{index}][{key!r}]: this weight is missing")
+            counts = own.endswith("num_batches_tracked")
+            weights[own] = _as_count(weight, source) if counts else _as_float32(weight, source)
+    for own in expected:
+        if own not in weights:
+            raise ValueError(f"{source}: {_official_key(own, parts)}: this weight is missing")
     model = models.create(name, **config)
     load_weights(model, weights, str(source))
     return model.eval()
 
 
-def without_weight_norm(part: dict[str, Weight], name: str, source: Path) -> dict[str, Weight]:
+def _own_name(key: str, names: Names) -> str | None:
+    """Our name for an official key, "" for an unknown one, None for one whose weight the official model never uses."""
+    for prefix, own in names.items():
+        if key.startswith(prefix):
+            return None if own is None else own + key.removeprefix(prefix)
+    return ""
+
+
+def _official_key(own: str, parts: Sequence[tuple[StateDict, Names]]) -> str:
+    """The key of one of our weights in the file, as messages show it."""
+    for part, names in parts:
+        for prefix, ours in names.items():
+            if ours is not None and own.startswith(ours):
+                return part.key(prefix + own.removeprefix(ours))
+    return own
+
+
+def without_weight_norm(part: StateDict, name: str, source: Path) -> StateDict:
     """`part` with the weight `name` in place of its weight-normalised form: `name_v * name_g / |name_v|`.
 
     The norm is that of all values together, as in the official image encoder (`weight_norm(..., dim=None)`; Salimans
     and Kingma, NeurIPS 2016, Eq 2). It is computed in float64.
     """
     for suffix in ("_g", "_v"):
-        if name + suffix not in part:
-            raise ValueError(f"{source}: model[0][{name + suffix!r}]: this weight is missing")
-    gain, direction = part[f"{name}_g"], part[f"{name}_v"]
+        if name + suffix not in part.weights:
+            raise ValueError(f"{source}: {part.key(name + suffix)}: this weight is missing")
+    gain, direction = part.weights[f"{name}_g"], part.weights[f"{name}_v"]
     if gain.tensor.numel() != 1:
         raise ValueError(f"{source}: {gain.key}: expected one value, got shape {tuple(gain.tensor.shape)}")
     for weight in (gain, direction):
@@ -72,8 +93,8 @@ def without_weight_norm(part: dict[str, Weight], name: str, source: Path) -> dic
     if norm == 0:
         raise ValueError(f"{source}: {direction.key}: all values are zero, so that it has no direction")
     folded = direction.tensor.double() * (gain.tensor.double().reshape(()) / norm)
-    rest = {key: weight for key, weight in part.items() if weight not in (gain, direction)}
-    return {**rest, name: Weight(direction.key, folded)}
+    rest = {key: weight for key, weight in part.weights.items() if weight not in (gain, direction)}
+    return StateDict(part.label, {**rest, name: Weight(direction.key, folded)})
 
 
 def _as_float32(weight: Weight, source: Path) -> torch.Tensor:
@@ -82,3 +103,9 @@ def _as_float32(weight: Weight, source: Path) -> torch.Tensor:
     values = weight.tensor.to(torch.float32)
     check_finite(values, f"{source}: {weight.key}")
     return values
+
+
+def _as_count(weight: Weight, source: Path) -> torch.Tensor:
+    if weight.tensor.dtype != torch.int64:
+        raise ValueError(f"{source}: {weight.key}: expected torch.int64 values, got {weight.tensor.dtype}")
+    return weight.tensor

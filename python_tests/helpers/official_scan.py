@@ -2,7 +2,8 @@
 
 Nothing of the package is used here: the file says independently what an official checkpoint means.
 
-Inside: `random_model`, `options`, `write_checkpoint`, `write_vocabulary`, `official_scores`, `FORMS`.
+Inside: `random_model`, `options`, `write_checkpoint`, `write_vocabulary`, `official_scores`, `FORMS`; and what other
+official code of the field shares with it: `gru_weights`, `caption_states`, `l2norm`, `pairwise`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import pickle
 import struct
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
@@ -44,7 +46,7 @@ def random_model(opt: argparse.Namespace, seed: int = 0) -> list[OrderedDict[str
     def tensor(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=random) * 0.5
 
-    size, words = opt.embed_size, opt.word_dim
+    size = opt.embed_size
     image: OrderedDict[str, torch.Tensor] = OrderedDict()
     if getattr(opt, "precomp_enc_type", "basic") == "weight_norm":
         image["fc.bias"] = tensor(size)
@@ -53,16 +55,25 @@ def random_model(opt: argparse.Namespace, seed: int = 0) -> list[OrderedDict[str
     else:
         image["fc.weight"] = tensor(size, opt.img_dim)
         image["fc.bias"] = tensor(size)
-    text = OrderedDict({"embed.weight": tensor(len(WORDS), words)})
-    for layer in range(opt.num_layers):
-        directions = ("", "_reverse") if opt.bi_gru else ("",)
-        for suffix in directions:
-            width = words if layer == 0 else len(directions) * size
-            text[f"rnn.weight_ih_l{layer}{suffix}"] = tensor(3 * size, width)
-            text[f"rnn.weight_hh_l{layer}{suffix}"] = tensor(3 * size, size)
-            text[f"rnn.bias_ih_l{layer}{suffix}"] = tensor(3 * size)
-            text[f"rnn.bias_hh_l{layer}{suffix}"] = tensor(3 * size)
+    text = OrderedDict({"embed.weight": tensor(len(WORDS), opt.word_dim)})
+    text.update(gru_weights("rnn", opt, opt.bi_gru, tensor))
     return [image, text]
+
+
+def gru_weights(
+    name: str, opt: argparse.Namespace, both: bool, tensor: Callable[..., torch.Tensor]
+) -> OrderedDict[str, torch.Tensor]:
+    """The weights of a GRU called `name`, in both directions or forwards, as torch names them."""
+    weights, size = OrderedDict(), opt.embed_size
+    for layer in range(opt.num_layers):
+        directions = ("", "_reverse") if both else ("",)
+        for suffix in directions:
+            width = opt.word_dim if layer == 0 else len(directions) * size
+            weights[f"{name}.weight_ih_l{layer}{suffix}"] = tensor(3 * size, width)
+            weights[f"{name}.weight_hh_l{layer}{suffix}"] = tensor(3 * size, size)
+            weights[f"{name}.bias_ih_l{layer}{suffix}"] = tensor(3 * size)
+            weights[f"{name}.bias_hh_l{layer}{suffix}"] = tensor(3 * size)
+    return weights
 
 
 # The zip file since torch 1.6, the stream of pickles before it, and that stream as Python 2 and torch 0.3 wrote it.
@@ -125,18 +136,29 @@ def official_scores(
     """
     image, text = ({key: value.double().numpy() for key, value in part.items()} for part in model)
     regions = [_regions(image, opt, picture) for picture in features.astype(np.float64)]
+    words = caption_states(text, opt, captions, "rnn", opt.bi_gru)
+    return pairwise(lambda picture, caption: _score(picture, caption, opt), regions, words)
+
+
+def caption_states(
+    weights: dict[str, np.ndarray], opt: argparse.Namespace, captions: list[list[int]], rnn: str, both: bool
+) -> list[np.ndarray]:
+    """The word embeddings (n_words, d) of each caption, encoded in the order of the official loader."""
     order = sorted(range(len(captions)), key=lambda index: len(captions[index]), reverse=True)
     words: list[np.ndarray] = [np.empty(0)] * len(captions)
-    for index, encoded in zip(order, [_words(text, opt, captions[index]) for index in order], strict=True):
+    for index, encoded in zip(order, [_words(weights, opt, captions[i], rnn, both) for i in order], strict=True):
         words[index] = encoded
-    scores = np.empty((len(regions), len(captions)))
-    for row, picture in enumerate(regions):
-        for column, caption in enumerate(words):
-            scores[row, column] = _score(picture, caption, opt)
-    return scores
+    return words
 
 
-def _l2norm(rows: np.ndarray) -> np.ndarray:
+def pairwise(
+    score: Callable[[np.ndarray, np.ndarray], float], regions: list[np.ndarray], words: list[np.ndarray]
+) -> np.ndarray:
+    """(n_images, n_captions), pair by pair."""
+    return np.array([[score(picture, caption) for caption in words] for picture in regions])
+
+
+def l2norm(rows: np.ndarray) -> np.ndarray:
     return rows / (np.sqrt((rows**2).sum(axis=-1, keepdims=True)) + 1e-8)
 
 
@@ -146,32 +168,34 @@ def _regions(weights: dict[str, np.ndarray], opt: argparse.Namespace, picture: n
     else:
         weight = weights["fc.weight"]
     embedded = picture @ weight.T + weights["fc.bias"]
-    return embedded if opt.no_imgnorm else _l2norm(embedded)
+    return embedded if opt.no_imgnorm else l2norm(embedded)
 
 
-def _words(weights: dict[str, np.ndarray], opt: argparse.Namespace, caption: list[int]) -> np.ndarray:
+def _words(
+    weights: dict[str, np.ndarray], opt: argparse.Namespace, caption: list[int], rnn: str, both: bool
+) -> np.ndarray:
     states = weights["embed.weight"][caption]
     for layer in range(opt.num_layers):
-        forward = _gru(weights, f"l{layer}", states)
-        if not opt.bi_gru:
+        forward = _gru(weights, rnn, f"l{layer}", states)
+        if not both:
             states = forward
             continue
         # The other direction starts at the caption's own last word, never at padding.
-        backward = _gru(weights, f"l{layer}_reverse", states[::-1])[::-1]
+        backward = _gru(weights, rnn, f"l{layer}_reverse", states[::-1])[::-1]
         states = np.concatenate([forward, backward], axis=1)
-    if opt.bi_gru:
+    if both:
         states = (states[:, : opt.embed_size] + states[:, opt.embed_size :]) / 2
-    return states if opt.no_txtnorm else _l2norm(states)
+    return states if opt.no_txtnorm else l2norm(states)
 
 
-def _gru(weights: dict[str, np.ndarray], name: str, inputs: np.ndarray) -> np.ndarray:
+def _gru(weights: dict[str, np.ndarray], rnn: str, name: str, inputs: np.ndarray) -> np.ndarray:
     """Cho et al. 2014, with cuDNN's order of the gates: reset, update, new."""
 
     def sigmoid(values: np.ndarray) -> np.ndarray:
         return 1 / (1 + np.exp(-values))
 
-    w_ih, w_hh = weights[f"rnn.weight_ih_{name}"], weights[f"rnn.weight_hh_{name}"]
-    b_ih, b_hh = weights[f"rnn.bias_ih_{name}"], weights[f"rnn.bias_hh_{name}"]
+    w_ih, w_hh = weights[f"{rnn}.weight_ih_{name}"], weights[f"{rnn}.weight_hh_{name}"]
+    b_ih, b_hh = weights[f"{rnn}.bias_ih_{name}"], weights[f"{rnn}.bias_hh_{name}"]
     state, states = np.zeros(w_hh.shape[1]), []
     for word in inputs:
         from_input, from_state = np.split(w_ih @ word + b_ih, 3), np.split(w_hh @ state + b_hh, 3)
@@ -188,7 +212,7 @@ def _score(regions: np.ndarray, words: np.ndarray, opt: argparse.Namespace) -> f
     if opt.raw_feature_norm.startswith("clipped"):
         raw = np.where(raw > 0, raw, 0.1 * raw)
     if opt.raw_feature_norm.endswith("l2norm"):
-        raw = _l2norm(raw)
+        raw = l2norm(raw)
     elif opt.raw_feature_norm.endswith("l1norm"):
         raw = raw / (np.abs(raw).sum(axis=1, keepdims=True) + 1e-8)
     elif opt.raw_feature_norm == "softmax":
