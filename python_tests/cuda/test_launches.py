@@ -1,0 +1,38 @@
+"""How many kernels an operator launches on this GPU, as the profiler sees them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.devices import Case, each_case, inputs_of, launched, run_case
+from helpers.fragments import native_calls
+
+import itm_fast.functional as F_itm
+
+# Scores: plan, Gram matrices, pairs. Ranks: the best own scores first.
+AT_MOST = {
+    "cross_attention_scores": 3,
+    "cross_attention_scores_backward": 6,
+    "triplet_loss": 1,
+    "triplet_loss_backward": 1,
+    "boosting_loss": 1,
+    "boosting_loss_backward": 1,
+    "hardest_negatives": 1,
+    "hardest_negatives_backward": 1,
+    "retrieval_ranks": 2,
+}
+
+
+@each_case
+def test_an_operator_launches_few_kernels(device: str, case: Case, record_property: pytest.Fixture) -> None:
+    if device != "cuda":
+        return
+    for size in (9, 70):
+        with native_calls() as calls:
+            run_case(F_itm, case, inputs_of(case, 0, size, torch.float32, device))
+        for name, (arguments, _) in calls:
+            detached = [part.detach() if isinstance(part, torch.Tensor) else part for part in arguments]
+            names = launched(lambda name=name, detached=detached: getattr(torch.ops.itm_fast, name)(*detached))
+            ours = [kernel for kernel in names if "itm_fast::" in kernel]
+            record_property(f"launches of {name} at {size}", len(ours))
+            assert 1 <= len(ours) <= AT_MOST[name], names

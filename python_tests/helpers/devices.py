@@ -1,0 +1,218 @@
+"""Operators on any device: what each is called on, and how a device is watched and driven while it runs.
+
+Inside: `DEVICES`, `CASES`, `each_case`, `inputs_of`, `run_case`; for a CUDA device, and doing nothing special on the
+CPU, `no_synchronization`, `another_stream`, `captured`; `launched` and `kernel_names`: what ran on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.fragments import random_fragments
+from helpers.triplet_cases import MINING, random_scores
+from itm_fast import Fragments
+from itm_fast.ops.library import operators_of
+
+Inputs = list[Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator with options: `call(functions, inputs)` for functions like `itm_fast.functional`.
+
+    The first `differentiable` inputs have a gradient. `sizes` are tried one after the other in one process.
+    """
+
+    name: str
+    operators: tuple[str, ...]
+    make: Callable[[int, int], Inputs]  # seed and size -> float64 and index tensors on the CPU
+    call: Callable[[Any, Sequence[Tensor]], tuple[Tensor, ...]]
+    differentiable: int
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
+    sizes: tuple[int, ...] = (6, 1, 70, 9)
+
+    @property
+    def scores(self) -> bool:
+        """Whether vectors are compared: then they may have 16 bits, and sums of many terms round."""
+        return self.operators[0] == "cross_attention_scores"
+
+
+def _sets(seed: int, size: int) -> Inputs:
+    """`size` captions of 1 to 17 words and `size` images of 1 to 40 regions, one of each without any."""
+    lengths = torch.randint(1, 18, (size,), generator=torch.Generator().manual_seed(seed)).tolist()
+    counts = torch.randint(1, 41, (size,), generator=torch.Generator().manual_seed(seed + 1)).tolist()
+    words, regions = random_fragments([*lengths, 0], 40, seed=seed), random_fragments([*counts, 0], 40, seed=seed + 2)
+    return [words.values, regions.values, words.offsets, regions.offsets]
+
+
+def _scores_case(name: str, **options: Any) -> Case:
+    def call(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        words, regions, word_offsets, region_offsets = inputs
+        queries = Fragments(words, word_offsets, check=False, max_length=17)
+        contexts = Fragments(regions, region_offsets, check=False, max_length=40)
+        return (functions.cross_attention_scores(queries, contexts, **options),)
+
+    operators = ("cross_attention_scores", "cross_attention_scores_backward")
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return Case(f"cross_attention_scores {name}", operators, _sets, call, 2, dtypes, sizes=(6, 1, 14, 5))
+
+
+def _triplet_case(mining: str) -> Case:
+    return Case(
+        f"triplet_loss {mining}",
+        ("triplet_loss", "triplet_loss_backward"),
+        lambda seed, size: [random_scores(size, seed=seed)],
+        lambda functions, inputs: (functions.triplet_loss(inputs[0], mining=mining, epsilon=0.3, reduction="none"),),
+        1,
+    )
+
+
+def _boosting_case(strategy: str, mining: str) -> Case:
+    def call(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (functions.boosting_loss(*inputs, strategy=strategy, mining=mining),)
+
+    def make(seed: int, size: int) -> Inputs:
+        return [random_scores(size, seed=seed), random_scores(size, seed=seed + 1)]
+
+    return Case(f"boosting_loss {strategy} {mining}", ("boosting_loss", "boosting_loss_backward"), make, call, 1)
+
+
+def _hardest(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    rows, columns = functions.hardest_negatives(inputs[0])
+    return (*rows, *columns)
+
+
+def _gallery(seed: int, size: int) -> Inputs:
+    n_images = max(1, size // 5)
+    return [random_scores(n_images, size, seed=seed), torch.arange(size) % n_images]
+
+
+CASES = (
+    _scores_case("default"),
+    _scores_case("softmax", normalization="softmax", temperature=4.0, aggregation="sum"),
+    _scores_case("l1norm focal", normalization="l1norm", focal="equal", aggregation="max"),
+    _scores_case("logsumexp focal", normalization="clipped", focal="prob", aggregation="logsumexp"),
+    *map(_triplet_case, MINING),
+    *(_boosting_case(*options) for options in product(("absolute", "relative", "both"), ("hardest", "all"))),
+    Case(
+        "hardest_negatives",
+        ("hardest_negatives", "hardest_negatives_backward"),
+        lambda seed, size: [random_scores(size, seed=seed)],
+        _hardest,
+        1,
+    ),
+    Case("retrieval_ranks", ("retrieval_ranks",), _gallery, lambda functions, x: functions.retrieval_ranks(*x), 0),
+)
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def built(operators: Iterable[str], device: str) -> bool:
+    """Whether all these operators have a kernel for that device type."""
+    return set(operators) <= operators_of(device)
+
+
+def each_case(function: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test on every device with every case that has its kernels there."""
+    marks = {"cpu": (), "cuda": (pytest.mark.cuda,)}
+    parameters = [
+        pytest.param(device, case, marks=marks[device], id=f"{device} {case.name}".replace(" ", "-"))
+        for device in DEVICES
+        for case in CASES
+        if built(case.operators, device)
+    ]
+    return pytest.mark.parametrize(("device", "case"), parameters)(function)
+
+
+def inputs_of(case: Case, seed: int, size: int, dtype: torch.dtype, device: str) -> Inputs:
+    """Inputs in a dtype on a device; float64 of the rounded values is what is exact."""
+    made = case.make(seed, size)
+    return [part.to(device, dtype if part.is_floating_point() else part.dtype) for part in made]
+
+
+def run_case(functions: Any, case: Case, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The results, then the gradients for a fixed weight of every floating point result."""
+    leaves = [part.detach().requires_grad_(i < case.differentiable) for i, part in enumerate(inputs)]
+    results = case.call(functions, leaves)
+    found = [part.detach() for part in results]
+    if case.differentiable:
+        floating = [part for part in results if part.requires_grad]
+        weights = [
+            torch.linspace(0.5, 1.5, p.numel(), device=p.device, dtype=p.dtype).reshape(p.shape) for p in floating
+        ]
+        found += torch.autograd.grad(floating, leaves[: case.differentiable], weights)
+    return found
+
+
+@contextlib.contextmanager
+def no_synchronization(device: str) -> Iterator[None]:
+    """Makes everything an error that waits for the GPU."""
+    if device == "cpu":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextlib.contextmanager
+def another_stream(device: str) -> Iterator[None]:
+    """A stream beside the default one, which is kept busy meanwhile: work in a wrong stream comes too late or early."""
+    if device == "cpu":
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda._sleep(20_000_000)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(2_000_000)
+        yield
+    stream.synchronize()
+
+
+def captured(device: str, call: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
+    """`call` as a CUDA graph, to be replayed on inputs that were changed in place; on the CPU `call` itself."""
+    if device == "cpu":
+        return call
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+
+    def replay() -> list[Tensor]:
+        graph.replay()
+        return [part.clone() for part in results]
+
+    return replay
+
+
+def kernel_names(events: Iterable[Any]) -> list[str]:
+    """The kernels among the events of a profile, in order: what ran on the GPU but for copies and fills of memory."""
+    on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [event.name for event in on_device if not event.name.startswith(("Memcpy", "Memset"))]
+
+
+def launched(call: Callable[[], Any]) -> list[str]:
+    """The kernels that a call launches on the GPU, after one that is not counted."""
+    call()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    return kernel_names(profile.events())

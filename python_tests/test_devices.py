@@ -1,0 +1,175 @@
+"""Every operator on every device that has its kernels: the CPU, and CUDA where torch sees a GPU.
+
+Numbers and gradients against float64, opcheck, autocast, equal bits, other streams, CUDA graphs, no waiting.
+"""
+
+from __future__ import annotations
+
+import runpy
+from types import SimpleNamespace
+from typing import Any
+
+import check_cuda_library
+import pytest
+import torch
+from helpers.devices import (
+    CASES,
+    Case,
+    another_stream,
+    captured,
+    each_case,
+    inputs_of,
+    kernel_names,
+    no_synchronization,
+    run_case,
+)
+from helpers.fragments import native_calls
+from helpers.processes import ROOT
+from helpers.tolerance import assert_close_to_exact
+
+import itm_fast.functional as F_itm
+from itm_fast import reference
+
+
+def exact(case: Case, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    wide = [part.cpu().double() if part.is_floating_point() else part.cpu() for part in inputs]
+    return run_case(reference, case, wide)
+
+
+def check_numbers(case: Case, seed: int, size: int, dtype: torch.dtype, device: str, found: list[torch.Tensor]) -> None:
+    """What was found on that device, against plain PyTorch in the same dtype and in float64."""
+    inputs = inputs_of(case, seed, size, dtype, "cpu")
+    right = exact(case, inputs)
+    # Scores of 16-bit inputs are float32, as are those of plain PyTorch from the widened inputs.
+    plain = run_case(
+        reference, case, [p.float() if p.is_floating_point() and dtype.itemsize < 4 else p for p in inputs]
+    )
+    assert len(found) == len(plain) == len(right)
+    for number, (actual, near, truth) in enumerate(zip(found, plain, right, strict=True)):
+        assert actual.device.type == device
+        if not actual.is_floating_point():
+            assert torch.equal(actual.cpu(), truth), f"{case.name}: result {number}"
+            continue
+        largest = float(truth.abs().max())
+        # What is handed out in 16 bits is rounded to them, and so may be one factor of a product on the way.
+        floor = 2 * torch.finfo(actual.dtype).eps * largest if actual.dtype.itemsize < 4 else None
+        if case.scores and floor is None:
+            floor = 5e-6 * max(1.0, largest)  # Terms of order ten cancel, as in the tests of these scores on the CPU.
+        assert_close_to_exact(
+            actual.cpu(), near.to(actual.dtype), truth,
+            factor=4.0 if case.scores else 2.0, floor=floor, name=f"{case.name}, {dtype}, size {size}, result {number}",
+        )  # fmt: skip
+
+
+@each_case
+def test_numbers_and_gradients_at_several_sizes(device: str, case: Case) -> None:
+    for dtype in case.dtypes:
+        for seed, size in enumerate(case.sizes):
+            inputs = inputs_of(case, seed, size, dtype, device)
+            check_numbers(case, seed, size, dtype, device, run_case(F_itm, case, inputs))
+
+
+@each_case
+def test_opcheck(device: str, case: Case) -> None:
+    with native_calls() as calls:
+        run_case(F_itm, case, inputs_of(case, 3, 7, torch.float32, device))
+    assert {name for name, _ in calls} == set(case.operators)
+    for name, (arguments, _) in calls:
+        detached = [part.detach() if isinstance(part, torch.Tensor) else part for part in arguments]
+        torch.library.opcheck(getattr(torch.ops.itm_fast, name).default, tuple(detached))
+
+
+@each_case
+def test_autocast_takes_lower_operands_and_returns_float32(device: str, case: Case) -> None:
+    inputs = inputs_of(case, 4, 9, torch.float32, device)
+    with torch.autocast(device, dtype=torch.bfloat16), native_calls() as calls:
+        results = case.call(F_itm, inputs)
+    operand = calls[0][1][0][0]
+    assert operand.dtype == (torch.bfloat16 if case.scores else torch.float32)
+    assert {part.dtype for part in results} <= {torch.float32, torch.int64}
+    rounded = [part.bfloat16() if case.scores and part.is_floating_point() else part for part in inputs]
+    for actual, expected in zip(results, case.call(F_itm, rounded), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@each_case
+def test_two_runs_agree_bit_for_bit(device: str, case: Case) -> None:
+    inputs = inputs_of(case, 5, 67, torch.float32, device)
+    first, second = run_case(F_itm, case, inputs), run_case(F_itm, case, inputs)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+@each_case
+def test_nothing_waits_for_the_device(device: str, case: Case) -> None:
+    inputs = inputs_of(case, 6, 21, torch.float32, device)
+    with no_synchronization(device):
+        found = run_case(F_itm, case, inputs)
+    check_numbers(case, 6, 21, torch.float32, device, found)
+
+
+@each_case
+def test_the_current_stream_is_used(device: str, case: Case) -> None:
+    inputs = inputs_of(case, 7, 21, torch.float32, device)
+    with another_stream(device):
+        # Made in that stream, after a delay: whoever runs in another one reads other numbers.
+        copies = [part.clone() for part in inputs]
+        found = run_case(F_itm, case, copies)
+    check_numbers(case, 7, 21, torch.float32, device, found)
+
+
+@each_case
+def test_a_captured_graph_runs_again_on_other_numbers(device: str, case: Case) -> None:
+    inputs = inputs_of(case, 8, 21, torch.float32, device)
+    replay = captured(device, lambda: run_case(F_itm, case, inputs))
+    other = inputs_of(case, 9, 21, torch.float32, device)
+    # The offsets of the first inputs stay: rows may be fewer or more in the others.
+    for part, new in zip(inputs, other, strict=True):
+        if part.is_floating_point():
+            part.copy_(new if new.shape == part.shape else part.flip(0))
+    expected = run_case(F_itm, case, [part.clone() for part in inputs])
+    for actual, right in zip(replay(), expected, strict=True):
+        assert torch.equal(actual, right)
+
+
+def test_every_cuda_kernel_has_a_case() -> None:
+    covered = {name for case in CASES for name in case.operators}
+    assert check_cuda_library.implemented(ROOT / "csrc/cuda") <= covered
+
+
+def event(name: str, device: Any) -> SimpleNamespace:
+    return SimpleNamespace(name=name, device_type=device)
+
+
+def test_kernels_are_counted_without_copies_and_fills() -> None:
+    kinds = torch.autograd.DeviceType
+    events = [
+        event("itm_fast::triplet_loss", kinds.CPU),
+        event("void triplet_forward_kernel<float, Tile>(Parameters)", kinds.CUDA),
+        event("Memset (Device)", kinds.CUDA),
+        event("Memcpy DtoD (Device -> Device)", kinds.CUDA),
+        event("void triplet_backward_kernel<float, Tile>(Parameters)", kinds.CUDA),
+    ]
+    names = kernel_names(events)
+    assert [name.split("_kernel")[0] for name in names] == ["void triplet_forward", "void triplet_backward"]
+
+
+def test_waiting_is_allowed_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def wait() -> None:
+        with no_synchronization("cuda"):
+            assert modes == [0, "error"]
+            raise RuntimeError("waited")
+
+    with pytest.raises(RuntimeError, match="waited"):
+        wait()
+    assert modes == [0, "error", 0]
+
+
+@pytest.mark.parametrize(("available", "ignored"), [(True, []), (False, ["test_*.py"])])
+def test_tests_that_need_a_gpu_are_collected_only_where_one_is(monkeypatch, available: bool, ignored: list) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    assert runpy.run_path(str(ROOT / "python_tests/cuda/conftest.py"))["collect_ignore_glob"] == ignored
