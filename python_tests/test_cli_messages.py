@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -106,3 +107,14 @@ def test_a_seed_has_a_largest_value(command: str, tmp_path: Path, capsys: pytest
 def test_the_largest_seed_trains(data: Path, tmp_path: Path) -> None:
     assert cli.run(["train", "--data", str(data), "--out", str(tmp_path), "--seed", str(2**64 - 1), *SMALL]) == 0
     assert torch.initial_seed() == 2**64 - 1
+
+
+def test_training_needs_no_streams(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    out = tmp_path / "run"
+    arguments = ["train", "--data", str(data), "--out", str(out), "--epochs", "1", "--model-option", "embed_dim=8"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 0
+    assert (out / "model.safetensors").is_file()

@@ -10,6 +10,7 @@ from helpers.concepts import write_concepts
 from helpers.runs import config, run
 
 from itm_fast import models
+from itm_fast.cli import run as main
 from itm_fast.data import Vocabulary
 
 
@@ -110,3 +111,29 @@ def test_bad_input_leaves_no_run_folder(data: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             run(config(data, tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("batch_size: 32", "batch_size: many", "batch_size: expected a whole number, got 'many'"),
+        ("data:", "date:", "unknown setting 'date': did you mean 'data'?"),
+        ("data: ", "# data: ", "data: this setting is required"),
+        ("seed: 0", "seed: -1", "seed: expected a number at least 0 and at most 18446744073709551615, got -1"),
+    ],
+)
+def test_damaged_settings_are_named_by_their_file(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], before: str, after: str, message: str
+) -> None:
+    out = tmp_path / "run"
+    settings = config(data, out, epochs=1)
+    run(settings)
+    path = out / "train.yaml"
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after, 1))
+    assert main(["train", "--out", str(out), "--resume"]) == 1
+    assert capsys.readouterr().err == f"itm-fast: error: {path}: {message}\n"
+    with pytest.raises(ValueError, match=r".") as error:
+        run(settings)
+    assert str(error.value) == f"{path}: {message}"

@@ -7,9 +7,11 @@ Every user error becomes one line `itm-fast: error: …` on stderr: exit status 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +21,7 @@ from itm_fast.cli.bench import bench
 from itm_fast.cli.convert import convert
 from itm_fast.cli.demo import demo
 from itm_fast.cli.evaluate import evaluate
+from itm_fast.cli.explain import explain
 from itm_fast.cli.printing import printable
 from itm_fast.cli.recipes import recipes
 from itm_fast.cli.train import train
@@ -41,7 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, recipes, evaluate, convert, bench):
+for command in (demo, train, recipes, evaluate, explain, convert, bench):
     app.command(help=_help_text(command))(command)
 app.add_typer(data.app, name="data")
 
@@ -66,6 +69,10 @@ def _root(
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command and exits; the entry point of `itm-fast` and of `python -m itm_fast`."""
+    # Python has None for a stream that was closed at the start, as some daemons leave them; progress bars want a file.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
     warnings.showwarning = _show_warning
     sys.exit(run(arguments))
 

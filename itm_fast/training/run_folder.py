@@ -19,11 +19,15 @@ __all__ = ["CONFIG", "METRICS", "TENSORBOARD", "VOCABULARY", "check", "prepare",
 
 
 def saved_config(run: str | Path) -> TrainConfig:
-    """The settings that a run was started with."""
+    """The settings that a run was started with; ValueError naming their file where they are none."""
     path = Path(run) / CONFIG
     if not path.is_file():
         raise ValueError(f"{run}: holds no {CONFIG}; there is no run to resume")
-    return settings.build(TrainConfig, read_yaml(path), "setting")
+    values = read_yaml(path)
+    try:
+        return settings.build(TrainConfig, values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def check(config: TrainConfig, *, resume: bool) -> None:
