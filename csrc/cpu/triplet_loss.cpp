@@ -1,11 +1,9 @@
-// triplet_loss and hardest_negatives on the CPU: shares blocks of rows among threads, merges what they found, and turns
-// it into losses.
+// triplet_loss and hardest_negatives on the CPU: what the scan of the scores found becomes losses.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
 
-#include "cpu/memory.h"
-#include "cpu/triplet_problem.h"
+#include "cpu/triplet_scan.h"
 #include "ops/triplet_loss.h"
 
 namespace itm_fast {
@@ -13,95 +11,6 @@ namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-// What the blocks found, per anchor.
-template <typename T>
-struct Found {
-  std::vector<T> best;
-  std::vector<int64_t> index;
-  std::vector<double> sum;
-};
-
-template <typename T>
-struct ScanResult {
-  Found<T> rows, columns;
-};
-
-template <typename T>
-ScanResult<T> scan_scores(const Problem<T>& problem, const TripletOptions& options) {
-  const bool best = options.needs_hardest(), sum = options.needs_sums();
-  ScanResult<T> result;
-  if (options.rows() && best) {
-    result.rows.best.resize(problem.rows);
-    result.rows.index.resize(problem.rows);
-  }
-  if (options.rows() && sum) result.rows.sum.resize(problem.rows);
-  const int64_t in_blocks = options.columns() ? problem.n_blocks * problem.padded_columns : 0;
-  Buffer<T> block_best(best ? in_blocks : 0), block_sum(sum ? in_blocks : 0);
-  Buffer<LaneInteger<T>> block_index(best ? in_blocks : 0);
-
-  const auto& table = triplet_kernels(T());
-  problem.for_blocks([&](int64_t index) {
-    TripletScan<T> scan{};
-    scan.semi_hard = options.mining == Mining::semi_hard;
-    if (options.rows() && best) {
-      scan.row_best = result.rows.best.data();
-      scan.row_index = result.rows.index.data();
-    }
-    if (options.rows() && sum) scan.row_sum = result.rows.sum.data();
-    if (options.columns() && best) {
-      scan.column_best = block_best.data() + index * problem.padded_columns;
-      scan.column_index = block_index.data() + index * problem.padded_columns;
-    }
-    if (options.columns() && sum) scan.column_sum = block_sum.data() + index * problem.padded_columns;
-    table.scan(problem.block(index, options), scan);
-  });
-
-  if (options.columns() && best) {
-    result.columns.best.assign(problem.columns, -kInfinity<T>);
-    result.columns.index.assign(problem.columns, 0);
-    for (int64_t index = 0; index < problem.n_blocks; ++index) {
-      const T* values = block_best.data() + index * problem.padded_columns;
-      const LaneInteger<T>* rows = block_index.data() + index * problem.padded_columns;
-      for (int64_t j = 0; j < problem.columns; ++j) {
-        T& held = result.columns.best[j];
-        if (values[j] > held || (values[j] != values[j] && held == held)) {
-          held = values[j];
-          result.columns.index[j] = index * kBlockRows + rows[j];
-        }
-      }
-    }
-  }
-  if (options.columns() && sum) {
-    result.columns.sum.assign(problem.columns, 0.0);
-    for (int64_t index = 0; index < problem.n_blocks; ++index) {
-      const T* values = block_sum.data() + index * problem.padded_columns;
-      for (int64_t j = 0; j < problem.columns; ++j) result.columns.sum[j] += values[j];
-    }
-  }
-  return result;
-}
-
-template <typename T>
-AnchorLoss<T> loss_of(const Direction<T>& direction, const Found<T>& found, int64_t anchor,
-                      const TripletOptions& options) {
-  const T positive = direction.problem.anchors()[anchor];
-  double sum = options.needs_sums() ? found.sum[anchor] : 0.0;
-  // An excluded score stands as -inf in the blocks, which adds 0 to a sum except beside a positive of -inf.
-  if (options.needs_sums() && positive == -kInfinity<T>) {
-    sum = direction.sum_of_hinges(anchor, static_cast<T>(options.margin));
-  }
-  if (options.mining == Mining::all) return {positive == positive ? static_cast<T>(sum) : positive, kAllNegatives};
-  const T best = found.best[anchor];
-  int64_t index = found.index[anchor];
-  // Beside any other positive, a best of -inf has the loss 0 whether it is a negative or stands for none.
-  if (best == -kInfinity<T> && !(positive > -kInfinity<T>)) {
-    const bool none = options.mining == Mining::semi_hard && positive == positive;
-    index = none ? -1 : direction.first_negative(anchor);
-    if (index < 0) return {positive == positive ? T(0) : positive, kNoGradient};
-  }
-  return mined_loss(options, positive, best, index, static_cast<T>(sum / direction.divisor(options)));
-}
 
 template <typename T>
 std::tuple<Tensor, Tensor> forward(const Tensor& scores, const std::optional<Tensor>& positives,

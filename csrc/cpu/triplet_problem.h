@@ -1,4 +1,4 @@
-// What the forward and the backward of triplet_loss share on the CPU: the problem and its blocks of rows.
+// What the losses over a score matrix share on the CPU: the problem and its blocks of rows.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -6,6 +6,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -29,6 +30,13 @@ inline const TripletKernels<double>& triplet_kernels(double) { ITM_FAST_RETURN_S
 
 inline bool is_double(const torch::stable::Tensor& scores) {
   return scores.scalar_type() == torch::headeronly::ScalarType::Double;
+}
+
+// A margin for the value r of the anchor branch.
+template <typename T>
+T margin_at(const Margin<T>& margin, T r) {
+  if (!margin.is_soft()) return margin.size;
+  return T(2) * margin.size / (T(1) + std::exp(margin.slope * (r - margin.end))) - margin.size;
 }
 
 // The score matrix, what is excluded from it, and the score of each anchor's positive.
@@ -57,7 +65,27 @@ class Problem {
     }
   }
 
+  // Of boosting_loss: what the anchors' positives stand for, up to whole vectors, and the pairs' keys.
+  Problem(const torch::stable::Tensor& scores, const std::optional<torch::stable::Tensor>& positives,
+          const std::vector<T>& own, const PairKey<T>& key)
+      : Problem(scores, positives, std::nullopt) {
+    anchors_ = own;
+    this->key = key;
+  }
+
   const T* anchors() const { return anchors_.data(); }
+
+  // What stands for the score of a pair.
+  T value(int64_t row, int64_t column) const {
+    const int64_t at = row * columns + column;
+    if (key.anchor_scores == nullptr) return scores[at];
+    const T anchor_score = key.anchor_scores[at];
+    const T own = key.row_own != nullptr      ? key.row_own[row] - anchor_score
+                  : key.column_own != nullptr ? key.column_own[column] - anchor_score
+                                              : anchor_score;
+    const T gap = scores[at] - anchor_score;
+    return key.margin.is_soft() ? margin_at(key.margin, own) + gap : gap;
+  }
 
   bool is_negative(int64_t row, int64_t column) const {
     return !(has_diagonal && row == column) && !(positives != nullptr && positives[row * columns + column]);
@@ -72,7 +100,8 @@ class Problem {
             has_diagonal,
             static_cast<T>(options.margin),
             options.rows() ? anchors() : nullptr,
-            options.columns() ? anchors() : nullptr};
+            options.columns() ? anchors() : nullptr,
+            key};
   }
 
   // Runs body(block) for all blocks, in parallel where that pays.
@@ -88,6 +117,7 @@ class Problem {
   const uint8_t* positives = nullptr;
   int64_t rows, columns, padded_columns, n_blocks;
   bool has_diagonal;
+  PairKey<T> key{};
 
  private:
   torch::stable::Tensor scores_;
@@ -106,6 +136,9 @@ struct Direction {
   int64_t offset(int64_t anchor, int64_t candidate) const {
     return is_rows ? anchor * problem.columns + candidate : candidate * problem.columns + anchor;
   }
+  T value(int64_t anchor, int64_t candidate) const {
+    return is_rows ? problem.value(anchor, candidate) : problem.value(candidate, anchor);
+  }
   bool is_negative(int64_t anchor, int64_t candidate) const {
     return is_rows ? problem.is_negative(anchor, candidate) : problem.is_negative(candidate, anchor);
   }
@@ -119,7 +152,7 @@ struct Direction {
   double sum_of_hinges(int64_t anchor, T margin) const {
     double sum = 0.0;
     for (int64_t i = 0; i < candidates(); ++i) {
-      if (is_negative(anchor, i)) sum += hinge(margin, problem.scores[offset(anchor, i)], problem.anchors()[anchor]);
+      if (is_negative(anchor, i)) sum += hinge(margin, value(anchor, i), problem.anchors()[anchor]);
     }
     return sum;
   }

@@ -1,5 +1,6 @@
 """The public functions: stateless, differentiable, with documented shapes."""
 
+from itm_fast.functional.boosting_loss import boosting_loss
 from itm_fast.functional.cross_attention import cross_attention_scores
 from itm_fast.functional.gradient_sparse import gradient_sparse_scores
 from itm_fast.functional.regulators import RegulatorParameters, cross_attention_alignments, regulated_scores
@@ -8,6 +9,7 @@ from itm_fast.functional.triplet_loss import hardest_negatives, triplet_loss
 
 __all__ = [
     "RegulatorParameters",
+    "boosting_loss",
     "cross_attention_alignments",
     "cross_attention_scores",
     "gradient_sparse_scores",

@@ -49,7 +49,7 @@ def triplet_loss(
     reduction: str,
 ) -> Tensor:
     margin, epsilon = check_options(margin, mining, epsilon, selective_divisor, halve, directions, reduction)
-    _check_scores(scores, positives, square=positive_scores is None)
+    check_scores(scores, positives, square=positive_scores is None)
     if positive_scores is not None:
         _check_positive_scores(scores, positive_scores, directions)
     if not use_native("triplet_loss", scores):
@@ -66,24 +66,25 @@ def triplet_loss(
             reduction=reduction,
         )
     refuse_transforms("triplet_loss", scores)
-    scores = _upcast(scores)
+    scores = upcast(scores)
     if positive_scores is not None:
-        positive_scores = _upcast(positive_scores)
+        positive_scores = upcast(positive_scores)
     options = (margin, mining, epsilon, selective_divisor, halve, directions, reduction)
     loss: Tensor = _TripletLoss.apply(scores, positives, positive_scores, options)
     return loss
 
 
 def hardest_negatives(scores: Tensor, positives: Tensor | None) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    _check_scores(scores, positives, square=True)
+    check_scores(scores, positives, square=True)
     if not use_native("hardest_negatives", scores):
         return reference.hardest_negatives(scores, positives)
     refuse_transforms("hardest_negatives", scores)
-    row_values, row_indices, column_values, column_indices = _HardestNegatives.apply(_upcast(scores), positives)
+    row_values, row_indices, column_values, column_indices = _HardestNegatives.apply(upcast(scores), positives)
     return (row_values, row_indices), (column_values, column_indices)
 
 
-def _check_scores(scores: Tensor, positives: Tensor | None, square: bool) -> None:
+def check_scores(scores: Tensor, positives: Tensor | None, square: bool) -> None:
+    """Refuses scores, and a mask beside them, of a wrong kind, shape or device."""
     validation.check_tensor("scores", scores, ("n", "m"))
     if square and scores.shape[0] != scores.shape[1]:
         raise ValueError(
@@ -108,9 +109,16 @@ def _check_positive_scores(scores: Tensor, positive_scores: Tensor, directions: 
     validation.check_same_device("positive_scores", positive_scores, "scores", scores)
 
 
-def _upcast(scores: Tensor) -> Tensor:
+def upcast(scores: Tensor) -> Tensor:
     """Losses are computed in float32 (autocast or not), or in float64 for float64 scores."""
     return scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
+
+
+def loss_shape(anchors: int, directions: str, reduction: str) -> tuple[int, ...]:
+    """Of the result of a loss with `anchors` anchors in each direction."""
+    if reduction != "none":
+        return ()
+    return (2, anchors) if directions == "both" else (anchors,)
 
 
 class _TripletLoss(torch.autograd.Function):
@@ -169,11 +177,8 @@ def _triplet_loss_fake(
 ) -> tuple[Tensor, Tensor]:
     anchors = scores.shape[1 if directions == "columns" else 0]
     n_directions = 2 if directions == "both" else 1
-    loss_shape: tuple[int, ...] = ()
-    if reduction == "none":
-        loss_shape = (2, anchors) if directions == "both" else (anchors,)
     negatives = scores.new_empty((n_directions, 0 if mining == "all" else anchors), dtype=torch.int64)
-    return scores.new_empty(loss_shape), negatives
+    return scores.new_empty(loss_shape(anchors, directions, reduction)), negatives
 
 
 @register_fake("triplet_loss_backward")

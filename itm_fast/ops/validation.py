@@ -70,8 +70,15 @@ def check_same_device(name: str, value: Tensor, other_name: str, other: Tensor) 
         raise ValueError(f"{name}: expected it on {other.device} like {other_name}, got {value.device}")
 
 
-def finite_number(name: str, value: object, *, minimum: float | None = None, non_zero: bool = False) -> float:
-    """`value` as a float; refuses what is no real number, NaN, infinities, and what lies below `minimum`."""
+def finite_number(
+    name: str,
+    value: object,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    non_zero: bool = False,
+) -> float:
+    """`value` as a float; refuses what is no real number, NaN, infinities, and what lies outside of the bounds."""
     # The exact types come first: they are the usual ones, and the only ones that torch.compile makes symbolic.
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise TypeError(f"{name}: expected a finite number, got {describe(value)}")
@@ -87,6 +94,8 @@ def finite_number(name: str, value: object, *, minimum: float | None = None, non
         raise ValueError(f"{name}: expected a number of at most {_LARGEST:.2g} in size, got {number}")
     if minimum is not None and number < minimum:
         raise ValueError(f"{name}: expected a number of at least {minimum:g}, got {number}")
+    if maximum is not None and number > maximum:
+        raise ValueError(f"{name}: expected a number of at most {maximum:g}, got {number}")
     if non_zero and -_SMALLEST < number < _SMALLEST:
         raise ValueError(f"{name}: expected a number other than 0, got {number}")
     return number

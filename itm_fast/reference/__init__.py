@@ -3,6 +3,7 @@
 The truth of the tests, the baseline of the benchmarks, and what serves where no native kernel does.
 """
 
+from itm_fast.reference.boosting_loss import boosting_loss
 from itm_fast.reference.cross_attention import (
     cross_attention_scores,
     cross_attention_scores_packed,
@@ -20,6 +21,7 @@ from itm_fast.reference.triplet_loss import hardest_negatives, triplet_loss
 
 __all__ = [
     "RegulationSteps",
+    "boosting_loss",
     "cross_attention_alignments",
     "cross_attention_alignments_packed",
     "cross_attention_scores",

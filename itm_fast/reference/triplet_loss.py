@@ -14,9 +14,9 @@ Extreme = tuple[Tensor, Tensor]
 
 def hardest_negatives(scores: Tensor, positives: Tensor | None = None) -> tuple[Extreme, Extreme]:
     """Values and indices of the hardest negative of every row, and of every column."""
-    scores = _upcast(scores)
-    negatives = _negatives(scores, positives, diagonal=True)
-    return _hardest_of_rows(scores, negatives), _hardest_of_rows(scores.t(), negatives.t())
+    scores = upcast(scores)
+    negatives = negatives_of(scores, positives, diagonal=True)
+    return hardest_of_rows(scores, negatives), hardest_of_rows(scores.t(), negatives.t())
 
 
 def triplet_loss(
@@ -33,9 +33,9 @@ def triplet_loss(
     reduction: str = "sum",
 ) -> Tensor:
     """Triplet loss; see `itm_fast.functional.triplet_loss`."""
-    scores = _upcast(scores)
-    negatives = _negatives(scores, positives, diagonal=positive_scores is None)
-    anchors = scores.diagonal() if positive_scores is None else _upcast(positive_scores)
+    scores = upcast(scores)
+    negatives = negatives_of(scores, positives, diagonal=positive_scores is None)
+    anchors = scores.diagonal() if positive_scores is None else upcast(positive_scores)
 
     def of_rows(scores: Tensor, negatives: Tensor) -> Tensor:
         # A square batch holds one positive per anchor beside the negatives; separate positives are added to them.
@@ -70,7 +70,7 @@ def _losses_of_rows(
         hinges = torch.relu(margin + scores - positive[:, None])
         average = torch.where(negatives, hinges, 0.0).sum(dim=1) / (divisor if mining == "selective" else 1)
     if mining != "all":
-        hardest = _best_of_rows(scores, negatives)[0]
+        hardest = best_of_rows(scores, negatives)[0]
         hinge = torch.relu(margin + hardest - positive)
 
     if mining == "all":
@@ -88,7 +88,7 @@ def _losses_of_rows(
     return torch.where(negatives.any(dim=1), losses, without)
 
 
-def _best_of_rows(scores: Tensor, negatives: Tensor) -> Extreme:
+def best_of_rows(scores: Tensor, negatives: Tensor) -> Extreme:
     # torch.max returns the first of equal values, and NaN before everything else.
     if scores.shape[1] == 0:
         # The sum of nothing keeps the values connected to the scores.
@@ -96,21 +96,21 @@ def _best_of_rows(scores: Tensor, negatives: Tensor) -> Extreme:
     return torch.where(negatives, scores, -torch.inf).max(dim=1)
 
 
-def _hardest_of_rows(scores: Tensor, negatives: Tensor) -> Extreme:
-    values, indices = _best_of_rows(scores, negatives)
+def hardest_of_rows(scores: Tensor, negatives: Tensor) -> Extreme:
+    values, indices = best_of_rows(scores, negatives)
     # Where the best is -inf, a masked pair may stand before the first negative.
     if scores.shape[1] > 0:
         indices = torch.where(values.isneginf(), negatives.to(torch.uint8).argmax(dim=1), indices)
     return values, torch.where(negatives.any(dim=1), indices, -1)
 
 
-def _negatives(scores: Tensor, positives: Tensor | None, diagonal: bool) -> Tensor:
+def negatives_of(scores: Tensor, positives: Tensor | None, diagonal: bool) -> Tensor:
     negatives = torch.ones_like(scores, dtype=torch.bool) if positives is None else ~positives
     if diagonal:
         negatives = negatives & ~torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
     return negatives
 
 
-def _upcast(scores: Tensor) -> Tensor:
+def upcast(scores: Tensor) -> Tensor:
     """Losses are computed in float32, or in float64 for float64 scores."""
     return scores if scores.dtype == torch.float64 else scores.float()

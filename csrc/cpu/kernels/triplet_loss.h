@@ -4,8 +4,19 @@
 #include <cstdint>
 
 #include "cpu/kernels/lanes.h"
+#include "itm_fast/boosting_loss.h"
 
 namespace itm_fast {
+
+// What stands for a pair's score s: s itself or, beside the scores a of an anchor branch, the gap s - a, to which a
+// soft margin is added: that of the anchor's own a minus a (one of the two arrays is given), or that of a.
+template <typename T>
+struct PairKey {
+  const T* anchor_scores;  // (rows, columns); null: s itself
+  Margin<T> margin;        // read where it is soft
+  const T* row_own;        // (rows,)
+  const T* column_own;     // (padded columns,)
+};
 
 // A block of rows of the score matrix, and what an anchor compares its negatives with.
 template <typename T>
@@ -18,6 +29,7 @@ struct TripletBlock {
   T margin;
   const T* row_positive;     // (rows,), null where rows are no anchors
   const T* column_positive;  // (padded columns,), null where columns are no anchors
+  PairKey<T> key;
 };
 
 // The best negative and its index, and the sum of the hinges; each pair of pointers may be null. Without a negative the
@@ -41,6 +53,7 @@ struct TripletSpread {
   int64_t* row_count;            // (rows,)
   LaneInteger<T>* column_count;  // (padded columns,), of this block's rows alone
   T* gradient;                   // (rows, columns), written
+  bool accumulates;              // added to what stands there
 };
 
 template <typename T>

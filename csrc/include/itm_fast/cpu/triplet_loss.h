@@ -50,21 +50,51 @@ ITM_FAST_INLINE void store_mask(LaneInteger<T>* target, Mask<T> value) {
   __builtin_memcpy(target, &value, sizeof(value));
 }
 
+template <typename T>
+ITM_FAST_INLINE Vector<T> gap_vector(const PairKey<T>& key, Vector<T> score, Vector<T> anchor_score, Vector<T> own) {
+  const Vector<T> gap = score - anchor_score;
+  if (key.margin.slope == T(0)) return gap;
+  const bool relative = key.row_own != nullptr || key.column_own != nullptr;
+  const Vector<T> r = relative ? own - anchor_score : anchor_score;
+  const Vector<T> grown = exp_vector(splat(key.margin.slope) * (r - splat(key.margin.end)));
+  return splat(T(2) * key.margin.size) / (splat(T(1)) + grown) - splat(key.margin.size) + gap;
+}
+
+// The gaps of columns [first, first + count) of a row, up to a whole vector.
+template <typename T>
+inline void fill_gaps(const TripletBlock<T>& block, int64_t row, int64_t first, int64_t count, T* gaps) {
+  const T* scores = block.scores + row * block.columns + first;
+  const T* anchor_scores = block.key.anchor_scores + row * block.columns + first;
+  Vector<T> own = block.key.row_own != nullptr ? splat(block.key.row_own[row]) : Vector<T>{};
+  for (int64_t j = 0; j < count; j += kLanes<T>) {
+    if (block.key.column_own != nullptr) own = load(block.key.column_own + first + j);
+    Vector<T> score{}, anchor_score{};
+    const int64_t bytes = (count - j < kLanes<T> ? count - j : kLanes<T>)*static_cast<int64_t>(sizeof(T));
+    __builtin_memcpy(&score, scores + j, bytes);
+    __builtin_memcpy(&anchor_score, anchor_scores + j, bytes);
+    store(gaps + j, gap_vector(block.key, score, anchor_score, own));
+  }
+}
+
 // Columns [first, first + count) of a row, up to a whole vector, with -inf where no negative is: the scores themselves
-// where nothing needs to change, else a copy in `buffer`.
+// where nothing needs to change, else what stands for them in `buffer`.
 template <typename T>
 inline const T* negatives_of(const TripletBlock<T>& block, int64_t row, int64_t first, int64_t count, T* buffer) {
   const T* source = block.scores + row * block.columns + first;
   const bool on_diagonal = block.exclude_diagonal && row >= first && row < first + count;
   const int64_t whole = count / kLanes<T> * kLanes<T>;
+  if (block.key.anchor_scores != nullptr) {
+    fill_gaps(block, row, first, count, buffer);
+    source = buffer;
+  }
   if (block.positives == nullptr && !on_diagonal && whole == count) return source;
-  if (whole < count) store(buffer + whole, splat(kMinusInfinity<T>));
-  if (block.positives == nullptr) {
-    for (int64_t j = 0; j < count; ++j) buffer[j] = source[j];
-  } else {
+  if (block.positives != nullptr) {
     const uint8_t* positive = block.positives + row * block.columns + first;
     for (int64_t j = 0; j < count; ++j) buffer[j] = positive[j] ? kMinusInfinity<T> : source[j];
+  } else if (source != buffer) {
+    for (int64_t j = 0; j < count; ++j) buffer[j] = source[j];
   }
+  for (int64_t j = count; j < whole + kLanes<T> && whole < count; ++j) buffer[j] = kMinusInfinity<T>;
   if (on_diagonal) buffer[row - first] = kMinusInfinity<T>;
   return buffer;
 }
@@ -270,7 +300,12 @@ inline void spread_block(const TripletBlock<T>& block, const TripletSpread<T>& s
         }
         store(result + j, gradient);
       }
-      __builtin_memcpy(spread.gradient + row * block.columns + first, result, count * sizeof(T));
+      T* const target = spread.gradient + row * block.columns + first;
+      if (spread.accumulates) {
+        for (int64_t j = 0; j < count; ++j) target[j] += result[j];
+      } else {
+        __builtin_memcpy(target, result, count * sizeof(T));
+      }
       if (spread.row_count != nullptr) {
         for (int i = 0; i < kLanes<T>; ++i) spread.row_count[row] += row_count[i];
       }

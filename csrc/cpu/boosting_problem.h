@@ -1,0 +1,91 @@
+// boosting_loss on the CPU as the triplet losses that it is made of.
+#pragma once
+
+#include <vector>
+
+#include "cpu/triplet_problem.h"
+#include "itm_fast/boosting_loss.h"
+
+namespace itm_fast {
+
+template <typename T>
+class BoostingProblem {
+ public:
+  // A strategy, or one direction of it where soft margins make the gaps of rows and columns differ.
+  struct View {
+    int strategy;  // position among the strategies
+    BoostingPart<T> part;
+    TripletOptions options;
+    Problem<T> problem;
+  };
+
+  BoostingProblem(const torch::stable::Tensor& scores, const torch::stable::Tensor& anchor_scores,
+                  const std::optional<torch::stable::Tensor>& positives, const BoostingOptions& options)
+      : options(options),
+        anchors(scores.size(0)),
+        scores_(torch::stable::contiguous(scores)),
+        anchor_scores_(torch::stable::contiguous(anchor_scores)),
+        own_(padded_to_lanes(anchors), T(0)),
+        gap_(own_) {
+    const T* score = static_cast<const T*>(scores_.const_data_ptr());
+    const T* anchor_score = static_cast<const T*>(anchor_scores_.const_data_ptr());
+    for (int64_t i = 0; i < anchors; ++i) {
+      own_[i] = anchor_score[i * anchors + i];
+      gap_[i] = score[i * anchors + i] - own_[i];
+    }
+    const std::vector<T> zeros(own_.size(), T(0));
+    for (int strategy = 0; strategy < options.n_strategies(); ++strategy) {
+      const BoostingPart<T> part = boosting_part<T>(options, options.is_absolute(strategy));
+      PairKey<T> key{anchor_score, part.negative, nullptr, nullptr};
+      const TripletOptions triplet = triplet_options_of(options, part);
+      const auto add = [&](Directions directions) {
+        View view{strategy, part, triplet, {scores_, positives, part.absolute ? zeros : gap_, key}};
+        view.options.directions = directions;
+        views.push_back(std::move(view));
+      };
+      if (part.absolute || !part.negative.is_soft()) {
+        add(options.directions);
+        continue;
+      }
+      key.row_own = own_.data();
+      if (triplet.rows()) add(Directions::rows);
+      key.row_own = nullptr;
+      key.column_own = own_.data();
+      if (triplet.columns()) add(Directions::columns);
+    }
+  }
+
+  BoostingProblem(const BoostingProblem&) = delete;
+  BoostingProblem& operator=(const BoostingProblem&) = delete;
+
+  // Where a direction stands in results per direction.
+  int64_t position(bool is_rows) const { return is_rows || options.directions != Directions::both ? 0 : 1; }
+
+  // [margin1 + a_pos - s_pos]_+ of the absolute strategy.
+  T positive_term(const View& view, int64_t anchor) const {
+    return hinge(margin_at(view.part.positive, own_[anchor]), T(0), gap_[anchor]);
+  }
+
+  // How often each anchor's positive term counts.
+  std::vector<int64_t> positive_counts(const View& view, bool is_rows) const {
+    const Problem<T>& problem = view.problem;
+    std::vector<int64_t> counts(anchors, options.mining == Mining::hardest ? 1 : anchors - 1);
+    if (options.mining == Mining::hardest || problem.positives == nullptr) return counts;
+    for (int64_t row = 0; row < anchors; ++row) {
+      for (int64_t column = 0; column < anchors; ++column) {
+        if (row != column && problem.positives[row * anchors + column] != 0) --counts[is_rows ? row : column];
+      }
+    }
+    return counts;
+  }
+
+  const BoostingOptions options;
+  const int64_t anchors;
+  std::vector<View> views;
+
+ private:
+  const torch::stable::Tensor scores_, anchor_scores_;
+  std::vector<T> own_, gap_;
+};
+
+}  // namespace itm_fast
