@@ -104,3 +104,24 @@ def test_curves_of_others_are_left_alone(data: Path, tmp_path: Path) -> None:
     assert file.read_text() == "mine"
     run(config(data, tmp_path / "run"))
     assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[1]", "expected names and values, got [1]"),
+        ('{"kind": "train", "step": 1}', "'seconds' is missing"),
+        ('{"kind": "train", "step": 1, "seconds": 1, "loss": [2]}',
+         "loss: expected a finite number or a text, got [2]"),
+    ],
+)  # fmt: skip
+def test_a_damaged_log_is_named(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    out = tmp_path / "run"
+    run(config(data, out, epochs=1))
+    path = out / "metrics.jsonl"
+    first, rest = path.read_text().split("\n", 1)
+    path.write_text(line.ljust(len(first)) + "\n" + rest)
+    assert cli.run(["train", "--out", str(out), "--resume", "--tensorboard"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == f"itm-fast: error: {path}: line 1: {message}"

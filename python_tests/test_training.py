@@ -24,9 +24,35 @@ def test_log_truncates_to_a_size(tmp_path: Path) -> None:
     assert read_metrics(log.path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
     log.truncate(size)
     assert read_metrics(log.path) == [{"step": 1, "loss": 0.5}]
-    log.path.write_text('{"a": 1}\nnope\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl: line 2: expected JSON"):
-        read_metrics(log.path)
+    # Of a copy that was broken off half a line is left; the next line must not be glued to it.
+    log.path.write_bytes(log.path.read_bytes() + b'{"step": 2, "lo')
+    log.truncate(10**15)
+    log.write(step=3, loss=0.125)
+    assert read_metrics(log.path) == [{"step": 1, "loss": 0.5}, {"step": 3, "loss": 0.125}]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"nope", "expected JSON: Expecting value: line 1 column 1 (char 0)"),
+        (b"[" * 10**5, "expected JSON: "),
+        (b"\xff\xfe", "expected JSON: "),
+        (b"[1]", "expected names and values, got [1]"),
+        (b'{"loss": [1]}', "loss: expected a finite number or a text, got [1]"),
+        (b'{"loss": NaN}', "loss: expected a finite number or a text, got nan"),
+        (b'{"loss": true}', "loss: expected a finite number or a text, got True"),
+        (b'{"step": "1"}', "step: expected a finite number, got '1'"),
+        (b'{"step": 1' + b"0" * 400 + b"}", "step: expected a finite number, got 1" + "0" * 59 + "..."),
+        (b'{"loss": 1}', "'step' is missing"),
+    ],
+)
+def test_a_log_that_is_none_is_named_with_its_line(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=r".") as error:
+        read_metrics(path, ("step",))
+    assert str(error.value).startswith(f"{path}: line 2: {message}")
+    assert "\n" not in str(error.value)
 
 
 def test_training_learns_and_leaves_the_run_folder(data: Path, tmp_path: Path) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from itm_fast import files
+from itm_fast.messages import shortened, shown
 
 __all__ = ["MetricsLog", "read_metrics"]
+
+# What says where a line belongs is no text.
+_NUMBERS = ("step", "epoch", "seconds")
 
 
 class MetricsLog:
@@ -47,17 +53,41 @@ class MetricsLog:
         return (values, position + len(line)) if isinstance(values, dict) else None
 
     def truncate(self, size: int) -> None:
-        """Drops what was logged after the state that a run resumes from."""
-        if self.size > size:
-            os.truncate(self.path, size)
+        """Drops what was logged after the state that a run resumes from, and a last line that is not whole."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb+") as file:
+            kept = file.read(min(size, self.size))
+            file.truncate(kept.rfind(b"\n") + 1)
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a log as dictionaries; ValueError naming file and line where one is not JSON."""
+def read_metrics(path: str | os.PathLike[str], required: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The lines of a log as dictionaries of numbers and texts.
+
+    Raises:
+        ValueError: a line is anything else, or lacks one of `required`; file and line are named.
+    """
     lines = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
+        where = f"{path}: line {number}"
         try:
-            lines.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}: line {number}: expected JSON: {error}") from None
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: expected JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"{where}: expected names and values, got {shown(values)}")
+        for name, value in values.items():
+            if not _fits(name, value):
+                wanted = "a finite number" + ("" if name in _NUMBERS else " or a text")
+                raise ValueError(f"{where}: {shortened(name)}: expected {wanted}, got {shown(value)}")
+        missing = [name for name in required if name not in values]
+        if missing:
+            raise ValueError(f"{where}: {missing[0]!r} is missing")
+        lines.append(values)
     return lines
+
+
+def _fits(name: str, value: Any) -> bool:
+    if isinstance(value, str):
+        return name not in _NUMBERS
+    return type(value) in (int, float) and abs(value) < (2**53 if type(value) is int else math.inf)

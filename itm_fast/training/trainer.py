@@ -144,7 +144,8 @@ class Trainer:
         self.log.truncate(self._log_size)
         if self.tensorboard is None:
             return self._run()
-        self.tensorboard.start(read_metrics(self.log.path) if self.log.size else [], self._seconds_before)
+        lines = read_metrics(self.log.path, ("kind", "step", "seconds")) if self.log.size else []
+        self.tensorboard.start(lines, self._seconds_before)
         try:
             return self._run()
         finally:
