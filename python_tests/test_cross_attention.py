@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from helpers.fragments import native_calls, random_fragments
-from helpers.tolerance import assert_close_to_exact, max_error
+from helpers.tolerance import assert_as_accurate, assert_close_to_exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,16 +145,17 @@ def test_native_is_as_accurate_as_plain_pytorch(data: st.DataObject) -> None:
     weights = torch.randn(len(queries), len(contexts), generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     single = (queries.to(torch.float32), contexts.to(torch.float32), weights.float())
     exact = with_gradients(reference.cross_attention_scores, *(part.to(torch.float64) for part in single), **options)
-    loop = with_gradients(reference.cross_attention_scores, *single, **options)
-    packed = with_gradients(reference.cross_attention_scores_packed, *single, **options)
+
+    def form(function):
+        def at(move):
+            sides = (part.with_values(move(part.values)) for part in single[:2])
+            return with_gradients(function, *sides, single[2], **options)
+
+        return at
+
     native = with_gradients(F_itm.cross_attention_scores, *single, **options)
-    names = ("scores", "grad_queries", "grad_contexts")
-    for name, a, *plain, e in zip(names, native, loop, packed, exact, strict=True):
-        # Where a problem magnifies rounding, one of the plain forms may be lucky; the other shows it.
-        p = max(plain, key=lambda form: max_error(form, e))
-        # Terms of order ten cancel to gradients of any size: their rounding is always allowed.
-        floor = 5e-6 * max(1.0, float(e.abs().max()) if e.numel() else 0.0)
-        assert_close_to_exact(a, p, e, name=name, factor=4.0, floor=floor)
+    forms = [form(function) for function in (reference.cross_attention_scores, reference.cross_attention_scores_packed)]
+    assert_as_accurate(native, forms, exact, names=("scores", "grad_queries", "grad_contexts"))
 
 
 @pytest.mark.native

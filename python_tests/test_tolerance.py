@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.tolerance import assert_close_to_exact, max_error
+from helpers.tolerance import DRAWS, assert_as_accurate, assert_close_to_exact, max_error
 
 NAN, INF = float("nan"), float("inf")
 
@@ -60,3 +60,35 @@ def test_a_floor_stands_where_plain_pytorch_is_exact():
 def test_nan_fails():
     with pytest.raises(AssertionError, match="inf"):
         assert_close_to_exact(torch.tensor([NAN]), torch.tensor([1.0]), exact(1.0))
+
+
+def test_the_largest_of_many_draws_is_the_measure():
+    """Where plain PyTorch happens to be exact, a last digit of its inputs shows how far rounding goes."""
+    x = torch.tensor([1.0, 1.0 + 2**-20])
+    eps = torch.finfo(torch.float32).eps
+
+    def difference(move):
+        a, b = move(x).double()
+        return [((b - a) * 2**20).float()[None]]
+
+    for error in (0.0, 0.5, -0.5):
+        assert_as_accurate([torch.tensor([1.0 + error])], [difference], [exact(1.0)], names=["result"])
+    # Both values move by an eps, and twice what that makes is allowed.
+    assert 2 * 2 * eps * 2**20 == 0.5
+    with pytest.raises(AssertionError, match=rf"result: error 5\.1\d+e-01 .* by {DRAWS} draws"):
+        assert_as_accurate([torch.tensor([1.51])], [difference], [exact(1.0)], names=["result"])
+
+
+def test_every_form_and_every_result_counts():
+    forms = [
+        lambda _: [torch.tensor([1.0]), torch.tensor([2.0])],
+        lambda _: [torch.tensor([1.01]), torch.tensor([2.0])],
+    ]
+    truth = [exact(1.0), exact(2.0)]
+    names = ["scores", "gradients"]
+    assert_as_accurate([torch.tensor([1.0199]), torch.tensor([2.0])], forms, truth, names=names)
+    for wrong in ((1.0, 2.01), (1.0, NAN)):
+        with pytest.raises(AssertionError, match=r"^gradients: error "):
+            assert_as_accurate([torch.tensor([value]) for value in wrong], forms, truth, names=names)
+    with pytest.raises(AssertionError, match=r"^scores: error "):
+        assert_as_accurate([torch.tensor([1.021]), torch.tensor([2.0])], forms, truth, names=names)
