@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.devices import Case, each_case, inputs_of, launched, run_case
+from helpers.devices import Case, inputs_of, launched, on_devices, run_case
 from helpers.fragments import native_calls
 
 import itm_fast.functional as F_itm
@@ -23,10 +23,8 @@ AT_MOST = {
 }
 
 
-@each_case
+@on_devices("cuda")
 def test_an_operator_launches_few_kernels(device: str, case: Case, record_property: pytest.Fixture) -> None:
-    if device != "cuda":
-        return
     for size in (9, 70):
         with native_calls() as calls:
             run_case(F_itm, case, inputs_of(case, 0, size, torch.float32, device))

@@ -119,16 +119,19 @@ def built(operators: Iterable[str], device: str) -> bool:
     return set(operators) <= operators_of(device)
 
 
-def each_case(function: Callable[..., None]) -> Callable[..., None]:
-    """Runs a test on every device with every case that has its kernels there."""
+def on_devices(*devices: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Runs a test on each of these devices with every case that has its kernels there."""
     marks = {"cpu": (), "cuda": (pytest.mark.cuda,)}
     parameters = [
         pytest.param(device, case, marks=marks[device], id=f"{device} {case.name}".replace(" ", "-"))
-        for device in DEVICES
+        for device in devices
         for case in CASES
         if built(case.operators, device)
     ]
-    return pytest.mark.parametrize(("device", "case"), parameters)(function)
+    return pytest.mark.parametrize(("device", "case"), parameters)
+
+
+each_case = on_devices(*DEVICES)
 
 
 def inputs_of(case: Case, seed: int, size: int, dtype: torch.dtype, device: str) -> Inputs:

@@ -1,0 +1,244 @@
+"""benchmarks/gpu_check.sh as far as a machine without a GPU goes: stages, limits, outcomes, wheels, and dry runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import gpu_check
+import gpu_environment
+import gpu_operators
+import gpu_sanitize
+import pytest
+import torch
+from helpers.devices import CASES
+from helpers.processes import ROOT, run
+from helpers.wrappers import DRIVERS
+
+from itm_fast.benchmarking import costs
+from itm_fast.benchmarking.gpu_table import check_is_of_a_gpu
+
+SCRIPT = ROOT / "benchmarks" / "gpu_check.sh"
+
+
+def script(*arguments: object, device: str | None = None) -> Any:
+    return run([SCRIPT, *arguments], cwd=ROOT, PYTHON3=sys.executable, ITM_FAST_GPU_CHECK_DEVICE=device)
+
+
+def test_without_a_gpu_the_script_says_so_in_one_line() -> None:
+    if torch.cuda.is_available():
+        return
+    result = script("bench")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == f"gpu_check: no CUDA device: torch {torch.__version__} sees none\n"
+    result = script(device="tpu")
+    assert result.returncode == 1
+    assert result.stderr == "gpu_check: ITM_FAST_GPU_CHECK_DEVICE: expected cuda or cpu, got 'tpu'\n"
+
+
+def test_a_dry_run_leaves_results_that_say_so(tmp_path: Path) -> None:
+    result = script("sanitize", "bench", "--out", tmp_path, "--commit", "abc", device="cpu")
+    assert result.returncode == 0, result.stderr
+    names = {"gpu_check_sanitize_dry_run.json", "gpu_check_bench_dry_run.json"}
+    assert {file.name for file in tmp_path.glob("*.json")} == names
+    for name in names:
+        content = json.loads((tmp_path / name).read_text())
+        assert content["kind"] == "itm_fast GPU check"
+        assert content["dry_run"] is True
+        assert content["device"]["type"] == "cpu"
+        assert content["device"]["name"].startswith("dry run on ")
+        assert costs.device_of(content["device"]["name"]) is None
+        assert content["environment"]["torch"] == torch.__version__
+        assert content["environment"]["command"].startswith("benchmarks/gpu_check.sh sanitize bench --out")
+        assert content["seconds"] > 0
+        assert content["steps"][0]["detail"] in ("a dry run builds nothing", "as before")
+    # Nothing found fault with anything, but nothing looked either.
+    sanitize = json.loads((tmp_path / "gpu_check_sanitize_dry_run.json").read_text())
+    assert sanitize["outcome"] == "dry run, unavailable"
+    assert [step["outcome"] for step in sanitize["steps"]] == ["passed", "unavailable", "unavailable"]
+    bench = json.loads((tmp_path / "gpu_check_bench_dry_run.json").read_text())
+    assert bench["outcome"] == "dry run, passed"
+    assert bench["results"]["workloads"]["scores 4"]["variants"]["native"]["flop_per_s"] > 0
+    for results in (bench, bench["results"]):
+        with pytest.raises(ValueError, match=r"expected kind 'itm_fast GPU benchmark'|measured on no GPU"):
+            check_is_of_a_gpu(results, "bench.json")
+
+
+def test_a_stage_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        gpu_environment.parse(["smoke"], stages=gpu_check.STAGES)
+    assert error.value.code == 2
+    line = "gpu_check.sh: error: no stage 'smoke': expected build+smoke, tests, sanitize, bench"
+    assert capsys.readouterr().err.splitlines()[-1] == line
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu_check.Stage:
+    """A stage of ten seconds on a GPU that is not there."""
+    device = {"type": "cuda", "name": "NVIDIA H200"}
+    monkeypatch.setattr(gpu_check, "described", lambda dry, commit: {"device": device, "environment": {}})
+    options = argparse.Namespace(out=tmp_path, commit=None)
+    return gpu_check.Stage("build+smoke", options, time.monotonic() + 10, dry=False, short=True)
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def written(stage: gpu_check.Stage) -> dict[str, Any]:
+    assert stage.file.name == "gpu_check_build_smoke_nvidia_h200.json"
+    return json.loads(stage.file.read_text())
+
+
+def test_every_step_is_written_down_at_once(stage: gpu_check.Stage) -> None:
+    assert stage.run("good", python("print('first'); print('done')"))
+    assert written(stage)["outcome"] == "incomplete"
+    assert not stage.run("bad", python("raise SystemExit('broken')"))
+    steps = written(stage)["steps"]
+    assert [(step["name"], step["outcome"], step["detail"]) for step in steps] == [
+        ("good", "passed", "done"),
+        ("bad", "failed", "broken"),
+    ]
+    assert steps[1]["command"].endswith("-c raise SystemExit('broken')")
+    assert not stage.finish()
+    assert written(stage)["outcome"] == "failed"
+    assert not list(stage.options.out.glob("*.partial"))
+
+
+def test_a_step_is_stopped_at_its_limit_with_what_it_started(stage: gpu_check.Stage) -> None:
+    began = time.monotonic()
+    code = (
+        "import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    )
+    assert not stage.run("endless", python(code), limit=5)
+    assert time.monotonic() - began < 9
+    stage.deadline = time.monotonic() + 1
+    assert not stage.run("late", python("print('never')"))
+    assert [(step["outcome"], step["detail"]) for step in written(stage)["steps"]] == [
+        ("failed", "stopped after 5 s: begun"),
+        ("not run", "no time was left"),
+    ]
+
+
+def test_what_is_unavailable_has_not_passed(stage: gpu_check.Stage) -> None:
+    stage.note("compile", "passed", "")
+    stage.note("memcheck", "unavailable", "Device not supported")
+    assert stage.finish()
+    assert written(stage)["outcome"] == "unavailable"
+
+
+@pytest.mark.parametrize(
+    ("status", "summary", "outcome"),
+    [
+        (0, "13 passed, 2 deselected in 3.1s", "passed"),
+        (0, "13 passed, 1 skipped in 3.1s", "failed"),
+        (5, "no tests ran in 0.1s", "failed"),
+        (0, "2 deselected in 0.1s", "failed"),
+        (1, "1 failed, 12 passed in 3.1s", "failed"),
+    ],
+)
+def test_a_test_run_that_ran_nothing_or_skipped_has_not_passed(status: int, summary: str, outcome: str) -> None:
+    assert gpu_check.by_tests(status, f".....\n{summary}\n") == (outcome, summary)
+
+
+REFUSED = "========= COMPUTE-SANITIZER\n========= Error: Device not supported\n========= ERROR SUMMARY: 1 error"
+BARE_REFUSAL = "========= COMPUTE-SANITIZER\n========= Device not supported. Please refer to the documentation.\n"
+NOTHING = "========= COMPUTE-SANITIZER\n9 operators ran: a\n========= ERROR SUMMARY: 0 errors\n"
+RACES = "9 operators ran: a\n========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)\n"
+NO_RACES = "9 operators ran: a\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "outcome"),
+    [
+        (0, NOTHING, "passed"),
+        (0, NO_RACES, "passed"),
+        (7, RACES, "failed"),
+        (7, NOTHING.replace("0 errors", "4 errors"), "failed"),
+        (1, NOTHING, "failed"),  # The operators failed by themselves.
+        (0, NOTHING.replace("9 operators ran: a\n", ""), "failed"),
+        (0, BARE_REFUSAL, "unavailable"),
+        (0, "9 operators ran: a\n", "unavailable"),
+    ],
+)
+def test_a_sanitizer_passes_only_by_its_own_summary(status: int, output: str, outcome: str) -> None:
+    assert gpu_sanitize.judge(status, output)[0] == outcome
+
+
+def test_a_sanitizer_that_misses_the_planted_fault_is_unavailable() -> None:
+    planted = "========= Invalid __global__ write of size 4 bytes\n========= ERROR SUMMARY: 32 errors\n"
+    assert gpu_sanitize.judge_control(7, planted) == ("passed", "the planted fault is found (32)")
+    assert gpu_sanitize.judge_control(7, RACES)[0] == "passed"
+    assert gpu_sanitize.judge_control(0, NOTHING) == ("unavailable", "it does not report a planted fault")
+    refused = ("unavailable", "Device not supported. Please refer to the documentation.")
+    assert gpu_sanitize.judge_control(1, BARE_REFUSAL) == refused
+    assert gpu_sanitize.judge_control(1, "") == ("unavailable", "no output")
+
+
+def test_the_planted_faults_compile(tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is not None:
+        target = ["-std=c++17", "-arch=sm_90", "-Werror", "all-warnings", "-o", tmp_path / "planted"]
+        result = run([nvcc, *target, DRIVERS / "planted.cu"], cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+
+
+def test_every_operator_runs_under_the_sanitizer(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu_operators.main("cpu")
+    built = [case.name for case in CASES if gpu_operators.built(case.operators, "cpu")]
+    assert capsys.readouterr().out.splitlines()[-1] == f"{len(built)} operators ran: {', '.join(built)}"
+
+
+def distribution(folder: Path, name: str, version: str, *requires: str) -> None:
+    metadata = folder / f"{name}-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {r}" for r in requires),
+    ]
+    metadata.write_text("\n".join(lines) + "\n")
+
+
+def test_missing_packages_are_named_with_those_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = ("old_one>=3", "deep", "gone-a", 'bird[fast]; extra == "test"', 'unseen; extra == "docs"')
+    distribution(tmp_path, "thing", "1.0", *wanted)
+    distribution(tmp_path, "old_one", "2.5")
+    distribution(tmp_path, "deep", "1.0", "gone-b", 'nowhere; sys_platform == "none"')
+    distribution(tmp_path, "bird", "1.0", 'wing; extra == "fast"', 'song; extra == "loud"')
+    monkeypatch.syspath_prepend(tmp_path)
+    found = gpu_environment.missing("thing", "test")
+    assert found == ["gone-a", "gone-b", "old-one >=3 (found 2.5)", "wing"]
+    line = gpu_check.missing_line(found, Path("wheels"))
+    assert line == (
+        "missing Python packages: gone-a, gone-b, old-one >=3 (found 2.5), wing; put their wheels into wheels "
+        "(pip download --no-deps --only-binary=:all: -d wheels gone-a gone-b old-one wing)"
+    )
+    assert gpu_environment.missing("not-installed") == ["not-installed"]
+
+
+def test_the_environment_has_the_interpreters_packages_and_those_of_the_wheels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_environment, "ENVIRONMENT", tmp_path / "environment")
+    name = "carried_along-1.0"
+    with zipfile.ZipFile(tmp_path / f"{name}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried_along.py", "number = 42\n")
+        wheel.writestr(f"{name}.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried-along\nVersion: 1.0\n")
+        wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{name}.dist-info/RECORD", "")
+    interpreter = gpu_environment.prepare(tmp_path)
+    code = "import carried_along, numpy, sys; print(carried_along.number, numpy.__version__, sys.prefix)"
+    import numpy
+
+    result = run([interpreter, "-c", code], cwd=tmp_path)
+    assert result.stdout.split() == ["42", numpy.__version__, str(tmp_path / "environment")], result.stderr
+    with pytest.raises(ImportError):
+        __import__("carried_along")

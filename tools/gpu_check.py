@@ -1,0 +1,272 @@
+"""The stages of benchmarks/gpu_check.sh, in the environment that tools/gpu_environment.py made.
+
+Every stage is a list of steps, each a command with a time limit whose output goes to a log; the stage's JSON is written
+whole after each of them. A step is "passed", "failed", "unavailable" (a tool that refuses the device) or "not run", and
+a stage is "failed" where one failed or was not run, else "unavailable" where one is, else "passed".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import gpu_environment
+import gpu_sanitize
+from gpu_environment import ROOT
+
+KIND, FORMAT_VERSION = "itm_fast GPU check", 1
+STAGES = ("build+smoke", "tests", "sanitize", "bench")
+LIMIT_S = 535.0  # A call's, in all, some seconds below 9 minutes.
+
+
+@dataclass
+class Stage:
+    """One stage as it is written down."""
+
+    name: str
+    options: argparse.Namespace
+    deadline: float
+    dry: bool
+    short: bool
+    content: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.began = time.monotonic()
+        self.content = {
+            "format_version": FORMAT_VERSION,
+            "kind": KIND,
+            "stage": self.name,
+            "outcome": "incomplete",
+            "dry_run": self.dry,
+            "first_round": self.short,
+            **described(self.dry, self.options.commit),
+            "seconds": 0.0,
+            "steps": [],
+            "results": {},
+        }
+
+    @property
+    def file(self) -> Path:
+        device = "dry_run" if self.dry else re.sub(r"\W+", "_", self.content["device"]["name"].lower())
+        return self.options.out / f"gpu_check_{self.name.replace('+', '_')}_{device}.json"
+
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def save(self) -> None:
+        self.content["seconds"] = round(time.monotonic() - self.began, 1)
+        temporary = self.file.with_suffix(".partial")
+        temporary.write_text(json.dumps(self.content, indent=1) + "\n")
+        temporary.replace(self.file)
+
+    def note(self, name: str, outcome: str, detail: str, seconds: float = 0.0, command: str = "") -> None:
+        step = {"name": name, "outcome": outcome, "detail": detail, "seconds": round(seconds, 1), "command": command}
+        self.content["steps"].append(step)
+        print(f"{self.name}: {name}: {outcome}{': ' if detail else ''}{detail}", flush=True)
+        self.save()
+
+    def run(
+        self, name: str, command: list[str], judge: Callable[[int, str], tuple[str, str]] | None = None,
+        limit: float = LIMIT_S, **environment: str,
+    ) -> bool:  # fmt: skip
+        """Runs a step unless the time is up; `judge(status, output)` says outcome and detail. Whether it passed."""
+        text, limit = " ".join(command), min(limit, self.left())
+        if limit < 5:
+            self.note(name, "not run", "no time was left", command=text)
+            return False
+        began = time.monotonic()
+        log = self.options.out / f"{self.file.stem}_{name.replace(' ', '_')}.log"
+        status = run_logged(command, log, limit, {**os.environ, **environment})
+        said = log.read_text(errors="replace")
+        if status is None:
+            outcome, detail = "failed", f"stopped after {limit:.0f} s: {last_line(said)}"
+        else:
+            outcome, detail = (judge or by_status)(status, said)
+        self.note(name, outcome, detail, time.monotonic() - began, text)
+        return outcome == "passed"
+
+    def finish(self) -> bool:
+        """Writes the outcome; whether nothing failed."""
+        outcomes = {step["outcome"] for step in self.content["steps"]}
+        bad = bool(outcomes & {"failed", "not run"})
+        outcome = "failed" if bad else "unavailable" if "unavailable" in outcomes else "passed"
+        self.content["outcome"] = f"dry run, {outcome}" if self.dry else outcome
+        self.save()
+        print(f"{self.name}: {self.content['outcome']}, {self.content['seconds']:.0f} s, {self.file}", flush=True)
+        return not bad
+
+
+def run_logged(command: list[str], log: Path, limit: float, environment: dict[str, str]) -> int | None:
+    """Runs a command with its output in a file; returns its status, or None where it was stopped at the limit."""
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return None
+
+
+def last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no output"
+
+
+def by_status(status: int, output: str) -> tuple[str, str]:
+    return ("passed" if status == 0 else "failed"), last_line(output)
+
+
+def by_tests(status: int, output: str) -> tuple[str, str]:
+    """pytest's own status; a run that collected nothing, or skipped something, proves nothing."""
+    summary = last_line(output)
+    passed = status == 0 and re.search(r"\b[1-9]\d* passed", summary) and "skipped" not in summary
+    return ("passed" if passed else "failed"), summary
+
+
+def described(dry: bool, commit: str | None) -> dict[str, Any]:
+    """Device and environment, as the benchmark writes them."""
+    import torch
+
+    from itm_fast.benchmarking.gpu import described_device
+    from itm_fast.benchmarking.run import environment
+    from itm_fast.ops.library import build_info
+
+    found = environment(torch.get_num_threads(), build_info())
+    found["command"] = " ".join(["benchmarks/gpu_check.sh", *sys.argv[1:]])
+    if found["commit"] is None and commit is not None:
+        found["commit"] = commit
+        found["uncommitted_changes"] = None  # The sources came without their history.
+    device = described_device("cpu" if dry else "cuda")
+    return {"device": device, "environment": found, "missing_packages": gpu_environment.missing()}
+
+
+def pytest(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+
+
+def architecture() -> str:
+    import torch
+
+    return ".".join(map(str, torch.cuda.get_device_capability()))
+
+
+def build(options: argparse.Namespace, dry: bool, base: str) -> tuple[str, str, float]:
+    """Builds and installs for this GPU alone; returns outcome, detail and seconds."""
+    if dry:
+        return "passed", "a dry run builds nothing", 0.0
+    wanted = os.environ.get("TORCH_CUDA_ARCH_LIST") or f"{architecture()}+PTX"
+    environment = {**os.environ, "ITM_FAST_CUDA": "on", "TORCH_CUDA_ARCH_LIST": wanted}
+    pip = [base, "-m", "pip", "--python", sys.executable, "install", "-q", "--no-index", "--no-deps"]
+    began = time.monotonic()
+    log = options.out / "gpu_check_build.log"
+    status = run_logged([*pip, "--no-build-isolation", "-e", str(ROOT)], log, LIMIT_S, environment)
+    said = last_line(log.read_text(errors="replace"))
+    detail = f"for {wanted}" if status == 0 else f"for {wanted}: {said}; see {log}"
+    return "passed" if status == 0 else "failed", detail, time.monotonic() - began
+
+
+def build_and_smoke(stage: Stage) -> None:
+    check = [sys.executable, "tools/check_cuda_library.py"]
+    if stage.dry:
+        stage.run("wrappers", pytest("python_tests/test_cuda_wrappers.py", "-k", "cpu or left"), by_tests)
+        stage.run("numbers", pytest("python_tests/test_devices.py", "-k", "numbers and retrieval"), by_tests)
+    else:
+        stage.run("operators", check)
+        stage.run("wrappers", pytest("python_tests/cuda/test_wrappers.py"), by_tests, limit=180)
+        stage.run("numbers", pytest("python_tests/test_devices.py", "-m", "cuda", "-k", "numbers"), by_tests, limit=120)
+    if not stage.short:
+        benchmark(stage, "quick", limit=90)
+
+
+def tests(stage: Stage) -> None:
+    if stage.dry:
+        stage.run("cuda", pytest("python_tests/test_devices.py", "-k", "bit_for_bit"), by_tests)
+        return
+    stage.run("gpu alone", pytest("python_tests/cuda"), by_tests)
+    stage.run("cuda", pytest("-m", "cuda", "--ignore=python_tests/cuda"), by_tests)
+    if not stage.short:
+        if stage.content["missing_packages"]:
+            stage.note("suite", "failed", missing_line(stage.content["missing_packages"], stage.options.wheels))
+        else:
+            stage.run("suite", pytest("-m", "not cuda", "--ignore=python_tests/cuda"), by_tests)
+
+
+def sanitize(stage: Stage) -> None:
+    gpu_sanitize.run(stage, architecture)
+
+
+def bench(stage: Stage) -> None:
+    benchmark(stage, "quick" if stage.short else "full", limit=LIMIT_S)
+
+
+def benchmark(stage: Stage, preset: str, limit: float) -> None:
+    results = stage.options.out / f"{stage.file.stem}_measured.json"
+    results.unlink(missing_ok=True)
+    # Workloads are begun up to a while before the end, so that the last one can finish.
+    until = max(0.0, 0.7 * min(limit, stage.left()))
+    command = [sys.executable, "tools/gpu_bench.py", "dry" if stage.dry else preset, str(results), f"{until:.0f}"]
+    stage.run("benchmark", command + (["cpu"] if stage.dry else []), limit=limit)
+    if results.exists():
+        stage.content["results"] = json.loads(results.read_text())
+        results.unlink()
+        stage.content["results"]["environment"] = stage.content["environment"]
+        left_out = stage.content["results"]["not_run"]
+        if left_out:
+            stage.note("benchmark, the rest", "not run", f"no time was left for {', '.join(left_out)}")
+
+
+RUN = {"build+smoke": build_and_smoke, "tests": tests, "sanitize": sanitize, "bench": bench}
+
+
+def missing_line(packages: list[str], wheels: Path) -> str:
+    names = " ".join(package.split()[0] for package in packages)
+    return (
+        f"missing Python packages: {', '.join(packages)}; put their wheels into {wheels} "
+        f"(pip download --no-deps --only-binary=:all: -d {wheels} {names})"
+    )
+
+
+def main() -> None:
+    options = gpu_environment.parse(sys.argv[1:], stages=STAGES)
+    dry, short = gpu_environment.is_dry(), not options.stage
+    base = os.environ.get("PYTHON3", "python3")
+    # Tools of the interpreter's own environment, cmake and ninja among them, come along.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{Path(shutil.which(base) or base).parent}:{os.environ['PATH']}"
+    deadline = time.monotonic() + LIMIT_S
+    options.out.mkdir(parents=True, exist_ok=True)
+    built = build(options, dry, base)
+    try:
+        import itm_fast  # noqa: F401
+    except ImportError:
+        raise SystemExit(f"gpu_check: {missing_line(gpu_environment.missing(extra=''), options.wheels)}") from None
+    good = True
+    for name in options.stage or STAGES:
+        stage = Stage(name, options, deadline, dry, short)
+        stage.note("build", *built)
+        if built[0] == "failed":
+            stage.finish()
+            sys.exit(1)
+        built = ("passed", "as before", 0.0)
+        RUN[name](stage)
+        good = stage.finish() and good
+    sys.exit(not good)
+
+
+if __name__ == "__main__":
+    main()

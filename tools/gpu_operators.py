@@ -1,0 +1,29 @@
+"""Runs every operator that has CUDA kernels once, on small ragged inputs, for compute-sanitizer, and counts them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python_tests"))
+
+import torch
+from helpers.devices import CASES, built, inputs_of, run_case
+
+import itm_fast.functional as F_itm
+
+
+def main(device: str = "cuda") -> None:
+    ran = []
+    for case in CASES:
+        if built(case.operators, device):
+            for dtype in case.dtypes:
+                run_case(F_itm, case, inputs_of(case, 0, 9, dtype, device))
+            ran.append(case.name)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print(f"{len(ran)} operators ran: {', '.join(ran)}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
