@@ -31,10 +31,11 @@ _ALLOWED = {
 }
 
 
-def load_plain(path: Path, allowed: Sequence[Callable[..., Any]] = ()) -> Any:
+def load_plain(path: Path, allowed: Sequence[Callable[..., Any]] = (), *, checksums: bool = False) -> Any:
     """The content of a file, on the CPU: dense tensors, plain values, and objects of the classes `allowed`.
 
-    A tensor may claim more memory than the file has bytes, none of which is taken before it is read.
+    A tensor may claim more memory than the file has bytes, none of which is taken before it is read. With `checksums`
+    an archive is compared with its own, which torch writes unless it is told not to, and does not look at for tensors.
 
     Raises:
         ValueError: the file is damaged, would unpack to more than it holds, or names anything else, of which nothing
@@ -43,7 +44,7 @@ def load_plain(path: Path, allowed: Sequence[Callable[..., Any]] = ()) -> Any:
     names = _ALLOWED.union(f"{one.__module__}.{one.__qualname__}" for one in allowed)
     try:
         if _is_archive(path):
-            _check_archive(path, names)
+            _check_archive(path, names, checksums)
         else:
             _check_stream(path, names)
         with warnings.catch_warnings(), torch.serialization.safe_globals(list(allowed)):
@@ -62,14 +63,17 @@ def _is_archive(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def _check_archive(path: Path, names: set[str]) -> None:
+def _check_archive(path: Path, names: set[str], checksums: bool) -> None:
     """Refuses an archive that would unpack to more than it holds: torch stores tensors uncompressed."""
     size = path.stat().st_size
     _check_end(path, size)
     with zipfile.ZipFile(path) as archive:
         unpacked = sum(entry.file_size for entry in archive.infolist())
-    if unpacked > size:
-        raise RefusedError(f"its {size:,} bytes claim to hold {unpacked:,}")
+        if unpacked > size:
+            raise RefusedError(f"its {size:,} bytes claim to hold {unpacked:,}")
+        changed = archive.testzip() if checksums else None
+    if changed is not None:
+        raise RefusedError("damaged: what it holds does not agree with its checksum")
     # The reader that torch.load uses: of names that are equal but for capitals, others may take another one.
     reader = torch._C.PyTorchFileReader(str(path))
     keys = {record.removeprefix("data/") for record in reader.get_all_records() if record.startswith("data/")}

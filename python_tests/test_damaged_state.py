@@ -246,3 +246,17 @@ def test_a_state_with_code_is_refused(tmp_path: Path) -> None:
     torch.save({"format_version": 1, "hidden": print}, tmp_path / "last" / "checkpoint.pt")
     with pytest.raises(ValueError, match=r"checkpoint.pt: not a readable training state"):
         load_state(tmp_path)
+
+
+def test_a_changed_bit_of_a_tensor_is_noticed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every value would still be a number."""
+    path = run / "last" / "checkpoint.pt"
+    weight = torch.load(path, weights_only=True)["model"]["image_encoder.fc.weight"].numpy().tobytes()
+    content = bytearray(path.read_bytes())
+    assert content.count(weight) == 1
+    content[content.index(weight)] ^= 1
+    path.write_bytes(content)
+    assert math.isfinite(float(torch.load(path, weights_only=True)["model"]["image_encoder.fc.weight"].sum()))
+    assert resume_error(capsys, run) == (
+        f"{path}: not a readable training state: damaged: what it holds does not agree with its checksum"
+    )

@@ -52,7 +52,7 @@ def load_state(run: str | os.PathLike[str], keys: Iterable[str] = ()) -> dict[st
     if not path.is_file():
         raise ValueError(f"{path}: no such file; there is no run to resume")
     try:
-        state = load_plain(path)
+        state = load_plain(path, checksums=True)
     except ValueError as error:
         raise ValueError(f"{path}: not a readable training state: {error}") from None
     if not isinstance(state, dict):
