@@ -6,6 +6,7 @@ Numbers and gradients against float64, opcheck, autocast, equal bits, other stre
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ from helpers.devices import (
 )
 from helpers.fragments import native_calls
 from helpers.processes import ROOT
-from helpers.tolerance import assert_close_to_exact
+from helpers.tolerance import Form, assert_as_accurate, assert_close_to_exact
 
 import itm_fast.functional as F_itm
 from itm_fast import reference
@@ -36,29 +37,39 @@ def exact(case: Case, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return run_case(reference, case, wide)
 
 
+PACKED = SimpleNamespace(cross_attention_scores=reference.cross_attention_scores_packed)
+
+
 def check_numbers(case: Case, seed: int, size: int, dtype: torch.dtype, device: str, found: list[torch.Tensor]) -> None:
     """What was found on that device, against plain PyTorch in the same dtype and in float64."""
+    assert {part.device.type for part in found} == {device}
+    found = [part.cpu() for part in found]
     inputs = inputs_of(case, seed, size, dtype, "cpu")
     right = exact(case, inputs)
-    # Scores of 16-bit inputs are float32, as are those of plain PyTorch from the widened inputs.
-    plain = run_case(
-        reference, case, [p.float() if p.is_floating_point() and dtype.itemsize < 4 else p for p in inputs]
-    )
-    assert len(found) == len(plain) == len(right)
-    for number, (actual, near, truth) in enumerate(zip(found, plain, right, strict=True)):
-        assert actual.device.type == device
-        if not actual.is_floating_point():
-            assert torch.equal(actual.cpu(), truth), f"{case.name}: result {number}"
-            continue
-        largest = float(truth.abs().max())
-        # What is handed out in 16 bits is rounded to them, and so may be one factor of a product on the way.
-        floor = 2 * torch.finfo(actual.dtype).eps * largest if actual.dtype.itemsize < 4 else None
-        if case.scores and floor is None:
-            floor = 5e-6 * max(1.0, largest)  # Terms of order ten cancel, as in the tests of these scores on the CPU.
-        assert_close_to_exact(
-            actual.cpu(), near.to(actual.dtype), truth,
-            factor=4.0 if case.scores else 2.0, floor=floor, name=f"{case.name}, {dtype}, size {size}, result {number}",
-        )  # fmt: skip
+
+    def form(functions: Any) -> Form:
+        def results(moved: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+            wide = torch.promote_types(dtype, torch.float32)  # Scores of 16-bit inputs are float32.
+            given = [moved(part).to(wide) if part.is_floating_point() else part for part in inputs]
+            return floating([p.to(f.dtype) for p, f in zip(run_case(functions, case, given), found, strict=True)])
+
+        return results
+
+    name = f"{case.name}, {dtype}, size {size}"
+    for actual, truth in zip(found, right, strict=True):
+        assert actual.is_floating_point() or torch.equal(actual, truth), name
+    names = [f"{name}, result {number}" for number in range(len(floating(found)))]
+    if case.scores:
+        forms = [form(reference), form(PACKED)]
+        assert_as_accurate(floating(found), forms, floating(right), names=names)
+        return
+    plain = form(reference)(lambda part: part)
+    for actual, near, truth, name in zip(floating(found), plain, floating(right), names, strict=True):
+        assert_close_to_exact(actual, near, truth, name=name)
+
+
+def floating(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [part for part in parts if part.is_floating_point()]
 
 
 @each_case

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Builds a copy of the sources with nvcc against the oldest supported torch in its CUDA build, loads both libraries there,
+# checks which CUDA operators are registered, and runs the tests. Needs no GPU. The copy has the environment of
+# `make test-oldest` in it, 7 GB with torch; all of it goes away in the end.
+set -euo pipefail
+say() { echo "test_cuda_load: $1" >&2; exit 1; }
+command -v nvcc >/dev/null || say "needs nvcc on the path"
+root=$(cd "$(dirname "$0")/.." && pwd)
+copy=$root/build/cuda-load
+# What an interrupted run left behind counts as free.
+rm -rf "$copy"
+mkdir -p "$copy"
+trap 'rm -rf "$copy"' EXIT
+free_kb=$(df -Pk "$copy" | awk 'NR == 2 { print $4 }')
+[ "$free_kb" -ge $((10 * 1024 * 1024)) ] || say "needs 10 GB of free disk space, found $((free_kb / 1024 / 1024)) GB"
+
+# What stands in .gitignore, and the history, stays behind.
+sed 's:/$::' "$root/.gitignore" | tar -C "$root" -c --exclude-from=- --exclude=.git . | tar -x -C "$copy"
+
+# The build must not be that of a torch which happens to be installed, and pip's cache is no place for gigabytes.
+export ITM_FAST_CUDA=on PIP_NO_CACHE_DIR=1
+make -C "$copy" OLDEST=1 build
+"$copy/.venv-oldest/bin/python" "$copy/tools/check_cuda_library.py"
+make -C "$copy" OLDEST=1 test ARGS="-q -x $*"
