@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import io
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import attrs
 import numpy as np
 import pytest
+from helpers.pages import Page
 from PIL import Image
 
 from itm_fast.report import Hit, ImageQuery, Report, TextQuery, WordAttention, render_report, write_report
@@ -18,33 +18,6 @@ from itm_fast.report.curves import curves_svg
 from itm_fast.report.heat import heat, peak
 
 HOSTILE = '<script>alert("1")</script> & \'"><img src=x onerror=alert(1)> {{ 7 * 7 }} </style>'
-
-
-class Page(HTMLParser):
-    """The elements of a page with their attributes, and the text of each kind of element."""
-
-    VOID = ("meta", "img", "path", "br")
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.texts: dict[str, list[str]] = {}
-        self.feed(html)
-        self.close()
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attributes)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and data.strip():
-            self.texts.setdefault(self.open[-1], []).append(" ".join(data.split()))
 
 
 def summary(first: float) -> dict[str, float]:

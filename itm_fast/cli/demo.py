@@ -30,7 +30,6 @@ SETTINGS: dict[str, Any] = {
 QUERIES = 12
 ATTENTION = 4
 HITS = 5
-CREDITS = "Pictures: Noto Color Emoji, SIL Open Font License 1.1. Names and keywords: Unicode CLDR, Unicode License v3."
 
 
 def demo(
@@ -196,7 +195,7 @@ def _report(
         n_captions=len(test),
         split=test.split,
         top=HITS,
-        credits=CREDITS,
+        credits=emoji.CREDITS,
     )
 
 

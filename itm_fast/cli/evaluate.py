@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    import torch
+from itm_fast.cli.models import dataset_of, load_run
 
-    from itm_fast.data import PrecomputedDataset, Vocabulary
+if TYPE_CHECKING:
+    from itm_fast.data import PrecomputedDataset
     from itm_fast.models import MatchingModel
 
 
@@ -58,8 +58,8 @@ def evaluate(
     members: list[tuple[MatchingModel, PrecomputedDataset]] = []
     sources = []
     for run in checkpoint:
-        model, vocabulary, path = _load(run, where, vocab)
-        members.append((model, _dataset(data, split, vocabulary, model, run, [known for _, known in members])))
+        model, vocabulary, path = load_run(run, where, vocab)
+        members.append((model, dataset_of(data, split, vocabulary, model, run, [known for _, known in members])))
         sources.append({"checkpoint": str(run), "vocabulary": str(path)})
     for dataset in dict.fromkeys(dataset for _, dataset in members):
         warn_of_unknown_words(dataset)
@@ -106,46 +106,3 @@ def _check_distinct(checkpoints: list[Path]) -> None:
         if run.resolve() in seen:
             raise ValueError(f"--checkpoint: {run} was given twice; an ensemble is of different models")
         seen.add(run.resolve())
-
-
-def _load(run: Path, device: torch.device, vocab: Path | None) -> tuple[MatchingModel, Vocabulary, Path]:
-    """The model in `run`, its vocabulary, and the file of that."""
-    from itm_fast import models
-    from itm_fast.data import Vocabulary
-    from itm_fast.training import run_folder
-
-    model = models.load(run, device)
-    own = run / run_folder.VOCABULARY
-    path = vocab or own
-    if not path.is_file():
-        raise ValueError(f"{path}: no such vocabulary file; name the one of the training with --vocab FILE")
-    vocabulary = Vocabulary.from_file(path)
-    expected = getattr(model.config, "vocab_size", len(vocabulary))
-    if len(vocabulary) != expected:
-        raise ValueError(f"{path}: {len(vocabulary)} words, but the model in {run} knows {expected}")
-    if own.is_file() and Vocabulary.from_file(own) != vocabulary:
-        raise ValueError(f"{path}: not the vocabulary that the model was trained with, {own}")
-    return model, vocabulary, path
-
-
-def _dataset(
-    data: Path,
-    split: str,
-    vocabulary: Vocabulary,
-    model: MatchingModel,
-    run: Path,
-    known: list[PrecomputedDataset],
-) -> PrecomputedDataset:
-    """The split as the model of `run` sees it; one of `known` with the same vocabulary serves, too."""
-    from itm_fast.data import PrecomputedDataset
-
-    dataset = next((other for other in known if other.vocabulary == vocabulary), None)
-    if dataset is None:
-        dataset = PrecomputedDataset(data, split, vocabulary)
-    width = int(dataset.features.shape[2])
-    expected = getattr(model.config, "feature_dim", width)
-    if width != expected:
-        raise ValueError(
-            f"{dataset.features_path}: regions of {width} channels, but the model in {run} takes {expected}"
-        )
-    return dataset

@@ -1,6 +1,7 @@
 """A real data set that comes with the package: emoji of the Noto Color Emoji font, described by Unicode CLDR.
 
-Inside: `pictures`, `names`, `captions`, `image_ids`, `patches`, `pictures_of`, `picture_png`, `load`, `write_dataset`.
+Inside: `pictures`, `names`, `captions`, `image_ids`, `patches`, `pictures_of`, `picture_if_patches`, `picture_png`,
+`load`, `write_dataset`.
 
 3,621 distinct pictures of 72 x 72 pixels on white, five English captions each, in fixed splits: "train" 2,821, "dev"
 300 and "test" 500 pictures. A picture is in one split only. The words of every dev and test name occur with training
@@ -33,6 +34,8 @@ PATCH = SIZE // GRID  # pixels of a patch's side
 
 # Mean and standard deviation of all values of the training pictures, from 0 to 255.
 MEAN, STD = 199.8, 78.5
+
+CREDITS = "Pictures: Noto Color Emoji, SIL Open Font License 1.1. Names and keywords: Unicode CLDR, Unicode License v3."
 
 _FILES = Path(__file__).parent / "emoji_files"
 
@@ -114,6 +117,15 @@ def pictures_of(features: npt.ArrayLike) -> npt.NDArray[np.uint8]:
     values = np.rint(features * STD + MEAN).clip(0, 255).astype(np.uint8)
     grid = values.reshape(-1, GRID, GRID, PATCH, PATCH, 3).transpose(0, 1, 3, 2, 4, 5)
     return np.ascontiguousarray(grid.reshape(-1, SIZE, SIZE, 3))
+
+
+def picture_if_patches(features: npt.NDArray[np.floating]) -> npt.NDArray[np.uint8] | None:
+    """The picture (72, 72, 3) that the regions (k, f) of an image are the `patches` of; None where they are others."""
+    if features.shape != (GRID * GRID, PATCH * PATCH * 3):
+        return None
+    picture = pictures_of(features[None])
+    # Float16 keeps a value of a pixel to a thousandth of its range; features of a detector are nowhere near a grid.
+    return picture[0] if np.allclose(patches(picture)[0], features, atol=2e-3) else None
 
 
 def picture_png(split: str, index: int) -> bytes:

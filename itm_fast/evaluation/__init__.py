@@ -1,11 +1,21 @@
 """Retrieval evaluation: scores in tiles, ranks without sorting, the field's protocols, a table of the recalls.
 
-Also where the words of a caption look: `word_attention`.
+Also where the words of a caption look, `word_attention`, and one pair from the inside, `explain`.
 """
 
 from itm_fast.evaluation.attention import word_attention
+from itm_fast.evaluation.explanation import Explanation, explain
 from itm_fast.evaluation.protocols import evaluate, evaluate_ensemble, evaluate_scores
 from itm_fast.evaluation.scoring import score_matrix
 from itm_fast.evaluation.table import recall_table
 
-__all__ = ["evaluate", "evaluate_ensemble", "evaluate_scores", "recall_table", "score_matrix", "word_attention"]
+__all__ = [
+    "Explanation",
+    "evaluate",
+    "evaluate_ensemble",
+    "evaluate_scores",
+    "explain",
+    "recall_table",
+    "score_matrix",
+    "word_attention",
+]

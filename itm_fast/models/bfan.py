@@ -9,7 +9,14 @@ from itm_fast.config import setting
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel, register
 from itm_fast.models.encoders import make_image_encoder, make_text_encoder
-from itm_fast.models.regulators import RegulatedConfig, make_similarity, pairwise_weights, steps_of
+from itm_fast.models.regulators import (
+    PairSteps,
+    RegulatedConfig,
+    make_similarity,
+    pair_steps,
+    pairwise_weights,
+    steps_of,
+)
 from itm_fast.nn import CrossAttentionScores, RegulatedSimilarity
 
 __all__ = ["BFAN", "BFANConfig"]
@@ -76,3 +83,7 @@ class BFAN(MatchingModel):
             ValueError: there are not equally many images and captions.
         """
         return pairwise_weights(self.text_to_image, images, captions)
+
+    def pair_steps(self, images: Fragments, captions: Fragments) -> PairSteps:
+        """What happens inside the pair of one image and one caption, words to regions; ValueError for more of them."""
+        return pair_steps(self.text_to_image, images, captions)

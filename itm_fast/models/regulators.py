@@ -1,6 +1,6 @@
 """The settings of the regulators, for models whose similarity is cross-attention.
 
-Inside: `RegulatedConfig`, `steps_of`, `make_similarity`, `pairwise_weights`.
+Inside: `RegulatedConfig`, `steps_of`, `make_similarity`, `pairwise_weights`, `PairSteps`, `pair_steps`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itm_fast.nn import CrossAttentionAlignments, CrossAttentionScores, Regulate
 from itm_fast.nn.regulated_similarity import FACTORS
 from itm_fast.regulator_parameters import SCHEDULES
 
-__all__ = ["RegulatedConfig", "make_similarity", "pairwise_weights", "steps_of"]
+__all__ = ["PairSteps", "RegulatedConfig", "make_similarity", "pair_steps", "pairwise_weights", "steps_of"]
 
 DEFAULT_STEPS = 2
 
@@ -100,3 +100,30 @@ def pairwise_weights(
         raise ValueError(f"captions: expected one for each of {len(images)} images, got {len(captions)}")
     pairs = ((captions[index].float(), images[index].float()) for index in range(len(images)))
     return [similarity.weights(words, regions) for words, regions in pairs]
+
+
+@attrs.frozen(eq=False)
+class PairSteps:
+    """What happens inside one pair of an image and a caption, step by step, without dropout.
+
+    attention: (n_words, n_regions) for each attention, rows sum to one. temperatures: (n_words,) for each attention,
+    the inverse temperature of each word. aggregation: name of what aggregates to its weights at each step, each
+    (n_words,) or, where the pair as a whole is aggregated beside its words, (1 + n_words,) with the whole first; they
+    sum to one. All float32.
+    """
+
+    attention: list[Tensor]
+    temperatures: list[Tensor]
+    aggregation: dict[str, list[Tensor]]
+
+
+def pair_steps(
+    similarity: CrossAttentionScores | RegulatedSimilarity | CrossAttentionAlignments,
+    images: Fragments,
+    captions: Fragments,
+) -> PairSteps:
+    """The steps of one image and one caption; ValueError where there are more or fewer."""
+    if (len(images), len(captions)) != (1, 1):
+        raise ValueError(f"images: expected one, and one caption, got {len(images)} and {len(captions)}")
+    steps = similarity.steps(captions[0].float(), images[0].float())
+    return PairSteps(steps.attention, steps.temperatures, {"RAR": steps.aggregation} if steps.aggregation else {})

@@ -9,7 +9,14 @@ from itm_fast.config import setting
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel, register
 from itm_fast.models.encoders import make_image_encoder, make_text_encoder
-from itm_fast.models.regulators import RegulatedConfig, make_similarity, pairwise_weights, steps_of
+from itm_fast.models.regulators import (
+    PairSteps,
+    RegulatedConfig,
+    make_similarity,
+    pair_steps,
+    pairwise_weights,
+    steps_of,
+)
 from itm_fast.nn import CrossAttentionScores, RegulatedSimilarity
 
 __all__ = ["SCAN", "SCANConfig"]
@@ -124,6 +131,17 @@ class SCAN(MatchingModel):
             ValueError: the model's words do not attend to regions (direction "i2t"), or there are not equally many
                 images and captions.
         """
+        return pairwise_weights(self._words_to_regions(), images, captions)
+
+    def pair_steps(self, images: Fragments, captions: Fragments) -> PairSteps:
+        """What happens inside the pair of one image and one caption, words to regions.
+
+        Raises:
+            ValueError: as `word_attention`, or there is not one of each.
+        """
+        return pair_steps(self._words_to_regions(), images, captions)
+
+    def _words_to_regions(self) -> CrossAttentionScores | RegulatedSimilarity:
         if self.text_to_image is None:
             raise ValueError("direction: in this model regions attend to words (i2t), not words to regions")
-        return pairwise_weights(self.text_to_image, images, captions)
+        return self.text_to_image

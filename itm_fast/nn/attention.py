@@ -57,6 +57,11 @@ class CrossAttentionScores(nn.Module):
             queries[None], contexts[None], self.temperature, self.normalization, self.negative_slope, self.focal
         )[0]
 
+    def steps(self, queries: Tensor, contexts: Tensor) -> reference.RegulationSteps:
+        """As `RegulatedSimilarity.steps`: one attention of one temperature, and no aggregation."""
+        weights = self.weights(queries, contexts)
+        return reference.RegulationSteps([weights], [weights.new_full((len(queries),), self.temperature)], [])
+
     def extra_repr(self) -> str:
         options = {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "training"}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())

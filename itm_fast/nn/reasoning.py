@@ -6,6 +6,9 @@ Inside: `RegionSelfAttention`, `WordSelfAttention`, `SimilarityGraphReasoning`, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -104,10 +107,23 @@ class SimilarityGraphReasoning(nn.Module):
 
     def forward(self, alignments: Tensor) -> Tensor:
         """Alignments (B, nodes, m), the global one first, to (B, m)."""
-        for query, key, graph in zip(self.query, self.key, self.graph, strict=True):
-            edges = torch.softmax(torch.bmm(query(alignments), key(alignments).transpose(1, 2)), dim=2)
-            alignments = torch.relu(graph(torch.bmm(edges, alignments)))
+        for step in range(len(self.query)):
+            _, alignments = self._round(step, alignments)
         return alignments[:, 0]
+
+    def shares(self, alignments: Tensor) -> list[Tensor]:
+        """For each round the share of each node in the message to the first one, (B, nodes); they sum to one."""
+        shares = []
+        for step in range(len(self.query)):
+            edges, alignments = self._round(step, alignments)
+            shares.append(edges[:, 0])
+        return shares
+
+    def _round(self, step: int, alignments: Tensor) -> tuple[Tensor, Tensor]:
+        """The edges (B, nodes, nodes) of a round, and the alignments after it."""
+        query, key, graph = self.query[step], self.key[step], self.graph[step]
+        edges = torch.softmax(torch.bmm(query(alignments), key(alignments).transpose(1, 2)), dim=2)
+        return edges, torch.relu(graph(torch.bmm(edges, alignments)))
 
 
 class SimilarityAttentionFiltration(nn.Module):
@@ -123,9 +139,18 @@ class SimilarityAttentionFiltration(nn.Module):
 
     def forward(self, alignments: Tensor) -> Tensor:
         """Alignments (B, nodes, m) to (B, m), l2-normalised."""
+        return l2norm(torch.bmm(self._gates(alignments), alignments).squeeze(1))
+
+    def shares(self, alignments: Tensor) -> list[Tensor]:
+        """The share of each alignment in the sum, (B, nodes); they sum to one."""
+        return [self._gates(alignments).squeeze(1)]
+
+    def _gates(self, alignments: Tensor) -> Tensor:
         gates = torch.sigmoid(self.norm(self.gate(alignments).transpose(1, 2)))  # (B, 1, nodes)
-        gates = gates / (gates.sum(dim=2, keepdim=True) + 1e-8)
-        return l2norm(torch.bmm(gates, alignments).squeeze(1))
+        return gates / (gates.sum(dim=2, keepdim=True) + 1e-8)
+
+
+_Head = SimilarityGraphReasoning | SimilarityAttentionFiltration
 
 
 class SimilarityReasoning(nn.Module):
@@ -178,11 +203,26 @@ class SimilarityReasoning(nn.Module):
 
         float32, in (0, 1); 0 for an empty caption.
         """
+        return torch.stack([self._score(*parts) for parts in self._alignments(images, captions)], dim=1)
+
+    def shares(self, images: tuple[Fragments, Tensor], captions: tuple[Fragments, Tensor]) -> dict[str, list[Tensor]]:
+        """How one image and one caption are aggregated: for each of "sgr" and "saf" its weights at each step.
+
+        Weights (1 + n_words,): of the pair as a whole, then of each word. The arguments are those of `forward`.
+        """
+        ((whole, parts),) = self._alignments(images, captions)
+        nodes = torch.cat([whole[:, None], parts], dim=1)
+        return {name: [weights[0] for weights in cast(_Head, head).shares(nodes)] for name, head in self.heads.items()}
+
+    def _alignments(
+        self, images: tuple[Fragments, Tensor], captions: tuple[Fragments, Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each caption the global alignments (n_images, m) and those of its words (n_images, n_words, m)."""
         (regions, image_vectors), (words, caption_vectors) = images, captions
         differences = (image_vectors[:, None] - caption_vectors[None]).square()
         whole = l2norm(self.global_alignment(differences))
         parts = self.local_alignments(words, regions).to(whole.dtype).split(words.lengths.tolist(), dim=1)
-        return torch.stack([self._score(whole[:, number], part) for number, part in enumerate(parts)], dim=1)
+        return zip(whole.unbind(1), parts, strict=True)
 
     def _score(self, global_alignment: Tensor, alignments: Tensor) -> Tensor:
         """The scores (n_images,) of one caption."""

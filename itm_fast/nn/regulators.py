@@ -184,8 +184,8 @@ class CrossAttentionAlignments(nn.Module):
             residual_correspondence=self.correspondence.residual,
         )
 
-    def weights(self, queries: Tensor, contexts: Tensor) -> Tensor:
-        """The last attention of one pair: queries `(n, d)` and contexts `(k, d)` to `(n, k)`; rows sum to one."""
+    def steps(self, queries: Tensor, contexts: Tensor) -> reference.RegulationSteps:
+        """As `RegulatedSimilarity.steps`, without an aggregation."""
         parameters = RegulatorParameters(
             alignment_weights(self.alignments)[:-1],
             self.correspondence.weights(),
@@ -198,7 +198,11 @@ class CrossAttentionAlignments(nn.Module):
             temperature=self.temperature,
             negative_slope=self.negative_slope,
             focal=self.focal,
-        ).attention[-1]
+        )
+
+    def weights(self, queries: Tensor, contexts: Tensor) -> Tensor:
+        """The last attention of one pair: queries `(n, d)` and contexts `(k, d)` to `(n, k)`; rows sum to one."""
+        return self.steps(queries, contexts).attention[-1]
 
     def extra_repr(self) -> str:
         return f"temperature={self.temperature}, negative_slope={self.negative_slope}, focal={self.focal!r}"

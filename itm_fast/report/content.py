@@ -1,17 +1,17 @@
 """What a report shows, as plain data.
 
-Inside: `Report`, `TextQuery`, `ImageQuery`, `Hit`, `WordAttention`.
+Inside: `Report`, `TextQuery`, `ImageQuery`, `Hit`, `WordAttention`; `PairReport`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 
-__all__ = ["Hit", "ImageQuery", "Report", "TextQuery", "WordAttention"]
+__all__ = ["Hit", "ImageQuery", "PairReport", "Report", "TextQuery", "WordAttention"]
 
 
 @attrs.frozen
@@ -76,4 +76,28 @@ class Report:
     n_captions: int
     split: str
     top: int
+    credits: str
+
+
+@attrs.frozen(eq=False)
+class PairReport:
+    """Everything that the page of one pair of image and caption shows.
+
+    words: the caption's words. attention: at each step (n_words, n_regions), rows sum to one. temperatures: at each
+    step the inverse temperature of each word, (n_words,). aggregation: the weights at each step by the name of what
+    aggregates, (n_words,) or (1 + n_words,) with the pair as a whole first. picture: uint8 (height, width, 3), whose
+    regions are the squares of `grid`, its rows and columns; None where only the regions' features are known.
+    facts: label and value, in the order shown. credits: where pictures and texts come from, for the foot of the page.
+    """
+
+    title: str
+    caption: str
+    lead: str
+    words: Sequence[str]
+    attention: Sequence[np.ndarray]
+    temperatures: Sequence[np.ndarray]
+    aggregation: Mapping[str, Sequence[np.ndarray]]
+    picture: np.ndarray | None
+    grid: tuple[int, int]
+    facts: Sequence[tuple[str, str]]
     credits: str

@@ -1,0 +1,111 @@
+"""`itm-fast explain`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from itm_fast.cli.models import dataset_of, load_run
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from itm_fast.data import PrecomputedDataset
+    from itm_fast.models import MatchingModel
+
+
+def explain(
+    checkpoint: Annotated[Path, typer.Option(metavar="RUN", help="Folder of a trained model.")],
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Folder with the split.")],
+    caption: Annotated[int, typer.Option(metavar="C", help="Number of the caption in the split, from 0.")],
+    image: Annotated[
+        int | None,
+        typer.Option(metavar="I", help="Number of the image in the split; by default the caption's own."),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Split of caption and image.")] = "test",
+    out: Annotated[Path, typer.Option(metavar="FILE", help="HTML page to write.")] = Path("explanation.html"),
+    vocab: Annotated[Path | None, typer.Option(help="Vocabulary JSON; by default the one in RUN.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all weights as JSON.")] = None,
+) -> None:
+    """Shows what a model does with one image and one caption, as an HTML page.
+
+    Attention of each word over the regions at each step of the regulator, and the weights by which words are
+    aggregated. Drawn over the picture where the data hold it, as the bundled emoji do, else as tables.
+    """
+    import json
+
+    import torch
+
+    from itm_fast import files
+    from itm_fast.evaluation import explain as explain_pair
+    from itm_fast.report import PairReport, write_pair
+
+    for target in (out, *([] if json_file is None else [json_file])):
+        files.check_target(target)
+    model, vocabulary, _ = load_run(checkpoint, torch.device("cpu"), vocab)
+    dataset = dataset_of(data, split, vocabulary, model, checkpoint)
+    if not 0 <= caption < len(dataset):
+        raise ValueError(f"--caption: expected a number from 0 to {len(dataset) - 1} in {split}, got {caption}")
+    own = int(dataset.caption_image[caption])
+    number = own if image is None else image
+    if not 0 <= number < dataset.n_images:
+        raise ValueError(f"--image: expected a number from 0 to {dataset.n_images - 1} in {split}, got {number}")
+    try:
+        explanation = explain_pair(model, dataset, caption, number)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint}: {error}") from None
+    picture, grid, credits = _picture(dataset, number)
+    write_pair(
+        out,
+        PairReport(
+            title="Where the words look",
+            caption=dataset.captions[caption],
+            lead=f"Caption {caption} of {split} beside image {number}, "
+            + ("which it belongs to." if number == own else f"which is not its own; that is image {own}."),
+            words=explanation.words,
+            attention=[weights.numpy() for weights in explanation.attention],
+            temperatures=[weights.numpy() for weights in explanation.temperatures],
+            aggregation={name: [step.numpy() for step in steps] for name, steps in explanation.aggregation.items()},
+            picture=picture,
+            grid=grid,
+            facts=_facts(model, checkpoint, dataset, number, explanation.score),
+            credits=credits,
+        ),
+    )
+    if json_file is not None:
+        content = {
+            "checkpoint": str(checkpoint), "data": str(data), "split": split, "image": number, "caption": caption,
+            "words": explanation.words,
+            "attention": [weights.tolist() for weights in explanation.attention],
+            "temperatures": [weights.tolist() for weights in explanation.temperatures],
+            "aggregation": {name: [step.tolist() for step in steps] for name, steps in explanation.aggregation.items()},
+            "score": explanation.score,
+        }  # fmt: skip
+        files.write_text(json_file, json.dumps(content, indent=2) + "\n")
+    typer.echo(f"score {explanation.score:.4f}; page: {out}")
+
+
+def _picture(dataset: PrecomputedDataset, image: int) -> tuple[np.ndarray | None, tuple[int, int], str]:
+    """The picture, the rows and columns of its patches and its credits; None where the features are no pixels."""
+    from itm_fast.data import emoji
+
+    features = dataset.image_batch([image]).numpy()
+    picture = emoji.picture_if_patches(features[0])
+    return picture, (emoji.GRID, emoji.GRID), emoji.CREDITS if picture is not None else ""
+
+
+def _facts(
+    model: MatchingModel, checkpoint: Path, dataset: PrecomputedDataset, image: int, score: float
+) -> list[tuple[str, str]]:
+    facts = [("Score of the pair", f"{score:.4f}")]
+    if getattr(model, "image_to_text", None) is not None:
+        facts.append(("Not drawn", "attention of the regions over the words, which the score counts, too"))
+    regulator = getattr(model.config, "regulator", None)
+    facts.append(("Model", f"{model.name}, {'no regulator' if regulator is None else f'regulator {regulator}'}"))
+    facts.append(("Checkpoint", str(checkpoint)))
+    if dataset.image_ids is not None:
+        facts.append(("Image", dataset.image_ids[image]))
+    facts.append(("Regions", str(dataset.features.shape[1])))
+    return facts

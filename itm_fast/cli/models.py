@@ -1,0 +1,61 @@
+"""Trained models and the data that they are asked to look at, as commands take them.
+
+Inside: `load_run`, `dataset_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from itm_fast.data import PrecomputedDataset, Vocabulary
+    from itm_fast.models import MatchingModel
+
+__all__ = ["dataset_of", "load_run"]
+
+
+def load_run(run: Path, device: torch.device, vocab: Path | None) -> tuple[MatchingModel, Vocabulary, Path]:
+    """The model in `run`, its vocabulary, and the file of that."""
+    from itm_fast import models
+    from itm_fast.data import Vocabulary
+    from itm_fast.training import run_folder
+
+    model = models.load(run, device)
+    own = run / run_folder.VOCABULARY
+    path = vocab or own
+    if not path.is_file():
+        raise ValueError(f"{path}: no such vocabulary file; name the one of the training with --vocab FILE")
+    vocabulary = Vocabulary.from_file(path)
+    expected = getattr(model.config, "vocab_size", len(vocabulary))
+    if len(vocabulary) != expected:
+        raise ValueError(f"{path}: {len(vocabulary)} words, but the model in {run} knows {expected}")
+    if own.is_file() and Vocabulary.from_file(own) != vocabulary:
+        raise ValueError(f"{path}: not the vocabulary that the model was trained with, {own}")
+    return model, vocabulary, path
+
+
+def dataset_of(
+    data: Path,
+    split: str,
+    vocabulary: Vocabulary,
+    model: MatchingModel,
+    run: Path,
+    known: Sequence[PrecomputedDataset] = (),
+) -> PrecomputedDataset:
+    """The split as the model of `run` sees it; one of `known` with the same vocabulary serves, too."""
+    from itm_fast.data import PrecomputedDataset
+
+    dataset = next((other for other in known if other.vocabulary == vocabulary), None)
+    if dataset is None:
+        dataset = PrecomputedDataset(data, split, vocabulary)
+    width = int(dataset.features.shape[2])
+    expected = getattr(model.config, "feature_dim", width)
+    if width != expected:
+        raise ValueError(
+            f"{dataset.features_path}: regions of {width} channels, but the model in {run} takes {expected}"
+        )
+    return dataset
