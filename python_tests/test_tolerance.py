@@ -92,3 +92,5 @@ def test_every_form_and_every_result_counts():
             assert_as_accurate([torch.tensor([value]) for value in wrong], forms, truth, names=names)
     with pytest.raises(AssertionError, match=r"^scores: error "):
         assert_as_accurate([torch.tensor([1.021]), torch.tensor([2.0])], forms, truth, names=names)
+    with pytest.raises(AssertionError, match="expected the dtypes of plain PyTorch"):
+        assert_as_accurate([value.to(torch.bfloat16) for value in forms[0](None)], forms, truth, names=names)

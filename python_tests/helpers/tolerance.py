@@ -94,6 +94,7 @@ def assert_as_accurate(
     drawn = [0.0] * len(errors)
     for number in range(max(DRAWS, len(forms))):
         results = forms[number % len(forms)](moved if number >= len(forms) else lambda values: values)
+        assert [a.dtype for a in actual] == [p.dtype for p in results], f"{names}: expected the dtypes of plain PyTorch"
         drawn = [max(d, max_error(p, e)) for d, p, e in zip(drawn, results, exact, strict=True)]
         allowed = [2 * d + floor for d, floor in zip(drawn, floors, strict=True)]
         if all(error <= limit for error, limit in zip(errors, allowed, strict=True)):
