@@ -1,9 +1,10 @@
-"""Writes the benchmark tables of the README from the committed results, or checks that they are up to date.
+"""Writes the tables of the README and of docs/performance.md, or checks that they are up to date.
 
-    python benchmarks/render.py            # rewrites README.md
-    python benchmarks/render.py --check    # exit status 1 where README.md differs from the results
+    python benchmarks/render.py            # rewrites both
+    python benchmarks/render.py --check    # exit status 1 where one differs from the results and the cost model
 
-A missing result file is an error: no figure stands in the README that was not measured.
+A missing result file is an error: no figure stands there that was not measured. Results of GPUs, which
+benchmarks/gpu_check.sh leaves, are taken where they are.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from itm_fast.benchmarking.performance import tables
 from itm_fast.benchmarking.table import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -33,36 +34,58 @@ def demo(result: dict[str, Any]) -> str:
     )
 
 
-SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {"cpu": markdown, "demo": demo}
+def measured(name: str, section: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
+    """The section of the results in benchmarks/results/NAME.json."""
 
-
-def rendered(text: str) -> str:
-    """`text` with everything between the markers of each result replaced by its table."""
-    for name, table in SECTIONS.items():
+    def render() -> str:
         path = RESULTS / f"{name}.json"
-        begin, end = f"<!-- benchmark {name} -->\n", f"<!-- end of benchmark {name} -->"
-        head, found, rest = text.partition(begin)
-        _, closed, tail = rest.partition(end)
-        if not found or not closed:
-            raise SystemExit(f"{README.name}: expected the lines '{begin.strip()}' and '{end}'")
         if not path.exists():
             raise SystemExit(
                 f"{path.relative_to(ROOT)} is missing: measure with 'make bench ARGS=\"--json {path.name}\"'"
             )
-        text = f"{head}{begin}{table(json.loads(path.read_text()))}{end}{tail}"
+        return section(json.loads(path.read_text()))
+
+    return render
+
+
+def gpus() -> str:
+    """The cost model beside the results that stages `bench` left; raises SystemExit on one of a dry run."""
+    try:
+        return tables([json.loads(p.read_text())["results"] for p in sorted(RESULTS.glob("gpu_check_bench_*.json"))])
+    except ValueError as error:
+        raise SystemExit(f"benchmarks/results: {error}") from error
+
+
+# Page to the sections between its markers.
+PAGES: dict[Path, dict[str, Callable[[], str]]] = {
+    ROOT / "README.md": {"cpu": measured("cpu", markdown), "demo": measured("demo", demo)},
+    ROOT / "docs" / "performance.md": {"cost model": gpus},
+}
+
+
+def rendered(page: Path) -> str:
+    """The page with everything between the markers of each section replaced by what it renders."""
+    text = page.read_text()
+    for name, section in PAGES[page].items():
+        begin, end = f"<!-- benchmark {name} -->\n", f"<!-- end of benchmark {name} -->"
+        head, found, rest = text.partition(begin)
+        _, closed, tail = rest.partition(end)
+        if not found or not closed:
+            raise SystemExit(f"{page.name}: expected the lines '{begin.strip()}' and '{end}'")
+        text = f"{head}{begin}{section()}{end}{tail}"
     return text
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Render the benchmark tables of the README.")
-    parser.add_argument("--check", action="store_true", help="change nothing; fail where the README is out of date")
+    parser = argparse.ArgumentParser(description="Render the benchmark tables of the README and docs/performance.md.")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail where a page is out of date")
     options = parser.parse_args()
-    present = README.read_text()
-    wanted = rendered(present)
-    if options.check and present != wanted:
-        sys.exit("README.md is out of date: run python benchmarks/render.py")
-    if not options.check:
-        README.write_text(wanted)
+    for page in PAGES:
+        wanted = rendered(page)
+        if options.check and page.read_text() != wanted:
+            sys.exit(f"{page.relative_to(ROOT)} is out of date: run python benchmarks/render.py")
+        if not options.check:
+            page.write_text(wanted)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ __all__ = [
     "Cost",
     "Peaks",
     "device_of",
+    "encoders",
+    "epoch",
     "evaluation",
     "floors",
     "gemm",
@@ -106,6 +108,14 @@ def ranks(images: int, captions: int) -> Cost:
 def evaluation(images: int, captions: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
     """Scores of all pairs and the ranks in both directions."""
     return scores(images, captions, dim, words, element) + ranks(images, captions)
+
+
+def encoders(batch: int, features: int = 2048, embedded: int = 300, dim: int = DIM, words: float = WORDS) -> Cost:
+    """SCAN's encoders, forward and backward (three products for each one): the linear layer over the regions, whose
+    features are read in float32, and the bidirectional GRU over embedded words, with three gates a direction."""
+    regions = 2.0 * batch * REGIONS * features * dim
+    gru = 2.0 * batch * words * 2 * 3 * (embedded + dim) * dim
+    return Cost(tensor=3 * (regions + gru), bytes=4.0 * batch * REGIONS * features)
 
 
 def epoch(batch: int = 128) -> Cost:

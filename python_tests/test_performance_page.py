@@ -1,0 +1,123 @@
+"""The cost model and its page: the counts by hand, the floors, what stands for a GPU, and what may not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.processes import ROOT
+
+from itm_fast.benchmarking import costs
+from itm_fast.benchmarking.costs import DEVICES, Cost, Peaks
+from itm_fast.benchmarking.performance import NOT_RUN, tables
+
+PAGE = ROOT / "docs" / "performance.md"
+
+
+def test_scores_are_counted_as_by_hand() -> None:
+    cost = costs.scores(images=2, captions=3, dim=10, words=4, element=2)
+    # 72 regions by 12 words and 10 components, and two Gram matrices of 36 x 36; a multiply-add is two.
+    assert cost.tensor == 2 * 72 * 12 * 10 + 2 * 2 * 36 * 36 * 10
+    # For each of two images and 12 words: 666 multiply-adds, and eight operations for each of 36 regions.
+    assert cost.other == 2 * 12 * (2 * 666 + 8 * 36)
+    assert cost.bytes == 2 * (72 + 12) * 10 + 2 * 4 * 2 * 36 * 36 + 4 * 2 * 3
+    assert costs.gemm(2, 3, 5) == Cost(tensor=60, bytes=2 * (10 + 15 + 6), launches=1)
+
+
+def test_a_step_adds_loss_and_backward() -> None:
+    step, scores, loss = costs.step(4, dim=10, words=5), costs.scores(4, 4, 10, 5), costs.loss(4)
+    # Twelve pairs, three products of 36 x 5 x 10 each, and four gradients of Gram matrices.
+    assert step.tensor - scores.tensor - loss.tensor == 12 * 3 * 2 * 36 * 5 * 10 + 4 * 2 * 36 * 36 * 10
+    assert step.bytes - scores.bytes - loss.bytes == 2 * 2 * (4 * 41) * 10 + 4 * 16
+    assert loss == Cost(other=64, bytes=128, launches=2)
+    assert step.launches == 3 + 2 + 6
+
+
+def test_ranks_evaluation_and_epoch() -> None:
+    ranks = costs.ranks(10, 50)
+    assert ranks.bytes == 4 * 500 + 8 * 110
+    assert costs.evaluation(10, 50) == costs.scores(10, 50) + ranks
+    assert costs.epoch(128).tensor == pytest.approx(113_287 * 5 / 128 * costs.step(128).tensor)
+    # 36 regions of 2048 components into 1024, and a GRU of 3 gates in 2 directions over 13 words; three products.
+    encoders = 3 * 2 * 128 * (36 * 2048 * 1024 + 13 * 6 * 1324 * 1024)
+    assert costs.encoders(128).tensor == encoders
+
+
+def test_floors_and_predictions() -> None:
+    peaks = Peaks(tensor=100.0, other=10.0, memory=5.0, tensor_share=0.5, source="a test")
+    cost = Cost(tensor=200.0, other=1.0, bytes=5.0, launches=1000)
+    assert costs.floors(cost, peaks) == (2.0, 1.0)
+    assert costs.predicted(cost, peaks) == pytest.approx(2.0 / 0.5 + 1000 * 3e-6)
+    assert costs.predicted(Cost(bytes=40.0), peaks) == pytest.approx(8.0 / 0.8)
+    assert costs.predicted(Cost(other=40.0), peaks) == pytest.approx(4.0 / 0.4)
+    for peaks in DEVICES.values():
+        for cost in (costs.scores(128, 128), costs.step(128), costs.loss(4096), costs.ranks(5000, 25000)):
+            assert costs.predicted(cost, peaks) > max(costs.floors(cost, peaks))
+
+
+def result(name: str = "NVIDIA H200", **changes: Any) -> dict[str, Any]:
+    median = {"median_s": 40e-6}
+    variants = {
+        "loop": {"median_s": 1.0},
+        "native": median,
+        "native bf16": median,
+        "native bf16 graph": {"median_s": 32.4e-6},
+    }
+    return {
+        "format_version": 1,
+        "kind": "itm_fast GPU benchmark",
+        "dry_run": False,
+        "device": {"type": "cuda", "name": name},
+        "workloads": {
+            "scores 128": {"variants": variants},
+            "loss hardest 4096": {"variants": {"plain": {"median_s": 1.0}, "native": {"median_s": 56e-6}}},
+            "step 128": {"variants": {"loop": {"median_s": 1.0}}},
+        },
+        "not_built": {"step 128": ["cross_attention_scores_backward"]},
+        **changes,
+    }  # fmt: skip
+
+
+def lines(text: str, device: str) -> dict[str, list[str]]:
+    """Cells by workload, of the table of one GPU."""
+    [part] = [part for part in text.split("\n\n") if part.startswith(f"| on {device} |")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines()]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_the_page_says_what_was_measured_and_what_was_not() -> None:
+    text = tables([result()])
+    assert text.startswith(
+        "Measured on H200; elsewhere the kernels are compiled, and [simulated](shim.md) by the tests."
+    )
+    on_h200 = lines(text, "H200")
+    floor = costs.scores(128, 128).tensor / 989.5e12
+    share = f"floor / time {100 * floor / 32.4e-6:.0f} %"
+    assert on_h200["scores, 128 x 128"][-1] == f"**32.4 µs** as a CUDA graph, {share}"
+    assert on_h200["triplet loss and gradient, B = 4096"][-1] == "**56 µs**, floor / time 50 %"
+    assert on_h200["hardest-negative step, B = 128"][-1] == "not built: cross_attention_scores_backward"
+    assert on_h200["scores, 1024 x 1024"][-1] == "not run"
+    assert {cells[-1] for cells in lines(text, "A100").values()} == {"reached", "---:", NOT_RUN}
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ([result(dry_run=True)], "measured on no GPU"),
+        ([result(device={"type": "cpu", "name": "dry run on H200"})], "measured on no GPU"),
+        ([result("NVIDIA T4")], "one result for each of A100, RTX 4090, H200, got 'NVIDIA T4'"),
+        ([result(), result()], "one result for each of A100, RTX 4090, H200, got 'NVIDIA H200'"),
+    ],
+)
+def test_what_is_no_measurement_of_such_a_gpu_is_refused(results: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tables(results)
+
+
+def test_without_results_the_page_claims_none() -> None:
+    assert tables([]).startswith("No CUDA kernel of this project has run on a GPU yet: they are compiled")
+    for device in DEVICES:
+        cells = lines(tables([]), device)
+        assert {row[-1] for name, row in cells.items() if "on " not in name and name != "---"} == {NOT_RUN}
+    floors = lines(PAGE.read_text(), "H200")["triplet loss and gradient, B = 4096"]
+    assert floors[1] == "28 µs"  # 134 MB at 4.8 TB/s
