@@ -22,7 +22,7 @@ NATIVE_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest build lint format types dist check-dist check-cross cuda-resources bench clean
+.PHONY: help demo test test-oldest test-cuda-load build lint format types dist check-dist check-cross cuda-resources bench clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -35,6 +35,9 @@ test: build ## Run the tests.
 
 test-oldest: ## Run the tests with the oldest Python found and the oldest torch supported, in .venv-oldest.
 	$(MAKE) OLDEST=1 test
+
+test-cuda-load: ## The same in a copy of the sources, built with nvcc against torch's CUDA build; needs no GPU.
+	tools/test_cuda_load.sh $(ARGS)
 
 build: $(STAMP) ## Compile what changed in csrc/ and put the libraries into itm_fast/.
 	$(PYTHON) setup.py -q build_ext --inplace
