@@ -23,14 +23,21 @@ _MAX_DEPTH = 20
 def read_text(path: str | os.PathLike[str], max_bytes: int, encoding: str = "utf-8") -> str:
     """The text of a file of at most `max_bytes`; a larger one is a ValueError before any of it is read.
 
+    What is no file, such as a pipe, says no size; of it as many bytes are read before it is refused.
+
     Raises:
         OSError: the file cannot be read. ValueError: it is too large, or no text in UTF-8; the message names it.
     """
     size = Path(path).stat().st_size
-    if size > max_bytes:
-        raise ValueError(f"{path}: expected at most {max_bytes:,} bytes, the file has {size:,}")
+    content = b""
+    if size <= max_bytes:
+        with Path(path).open("rb") as file:
+            content = file.read(max_bytes + 1)
+    if max(size, len(content)) > max_bytes:
+        found = f"the file has {size:,}" if size > max_bytes else "there are more"
+        raise ValueError(f"{path}: expected at most {max_bytes:,} bytes, {found}")
     try:
-        return Path(path).read_text(encoding=encoding)
+        return content.decode(encoding)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: expected text in UTF-8 (byte {error.start}: {error.reason})") from None
 

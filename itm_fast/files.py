@@ -10,12 +10,15 @@ import contextlib
 import errno
 import glob
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 # What a disk answers when it takes no more: full, over the user's quota, over the largest size of a file, broken.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+# numpy looks for room itself, and its exceptions have no number.
+_NUMPY_ERROR = re.compile(r"Not enough free space|\d+ requested and \d+ written")
 
 
 @contextlib.contextmanager
@@ -77,12 +80,16 @@ def naming_full_disk(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except Exception as error:
         cause: BaseException | None = error
-        while cause is not None and not (isinstance(cause, OSError) and cause.errno in _DISK_ERRORS):
+        while cause is not None and not _is_of_the_disk(cause):
             cause = cause.__context__
-        if cause is None:
+        if not isinstance(cause, OSError):
             raise
         kept = "; what was there before is kept" if Path(path).exists() else ""
-        raise OSError(f"{path}: cannot be written: {cause.strerror}{kept}") from error
+        raise OSError(f"{path}: cannot be written: {cause.strerror or cause}{kept}") from error
+
+
+def _is_of_the_disk(error: BaseException) -> bool:
+    return isinstance(error, OSError) and (error.errno in _DISK_ERRORS or bool(_NUMPY_ERROR.match(str(error))))
 
 
 def make_folder(folder: Path) -> None:

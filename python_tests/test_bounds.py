@@ -321,3 +321,7 @@ def test_numbers_that_no_float_holds(
 def test_a_small_split_is_still_opened(tmp_path: Path) -> None:
     write_split(tmp_path, "test", features_of(2), 10)
     np.testing.assert_array_equal(layout.open_features(tmp_path / "test_ims.npy"), features_of(2))
+
+
+def test_a_device_is_read_no_further_than_the_bound() -> None:
+    refused(lambda: read_yaml("/dev/zero"), "/dev/zero: expected at most 262,144 bytes, there are more")

@@ -40,6 +40,16 @@ def _fail_half_way(path, error):
         raise error
 
 
+@pytest.mark.parametrize(
+    "reason", ["Not enough free space to write 9 bytes after offset 8", "9 requested and 4 written"]
+)
+def test_a_disk_that_numpy_finds_full_is_named(tmp_path, reason):
+    path = tmp_path / "file.npy"
+    with pytest.raises(OSError, match=f"^{path}: cannot be written: {reason}$"), atomic_path(path):
+        raise OSError(reason)
+    assert not path.exists()
+
+
 def test_a_target_that_cannot_be_written_is_found_before(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("", encoding="utf-8")
     check_target(tmp_path / "file")
