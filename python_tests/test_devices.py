@@ -122,9 +122,11 @@ def test_nothing_waits_for_the_device(device: str, case: Case) -> None:
 @each_case
 def test_the_current_stream_is_used(device: str, case: Case) -> None:
     inputs = inputs_of(case, 7, 21, torch.float32, device)
+    copies = [torch.full_like(part, float("nan")) if part.is_floating_point() else part for part in inputs]
     with another_stream(device):
-        # Made in that stream, after a delay: whoever runs in another one reads other numbers.
-        copies = [part.clone() for part in inputs]
+        # Whoever runs in another stream reads NaN, because there the numbers have not come yet.
+        for copy, part in zip(copies, inputs, strict=True):
+            copy.copy_(part)
         found = run_case(F_itm, case, copies)
     check_numbers(case, 7, 21, torch.float32, device, found)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.processes import ROOT, run
 
-from itm_fast.benchmarking import costs, gpu
+from itm_fast.benchmarking import costs, gpu, workloads
 from itm_fast.benchmarking.gpu_table import check_is_of_a_gpu, markdown
 from itm_fast.benchmarking.measure import CpuMeter, CudaMeter, interleave
 
@@ -131,6 +131,23 @@ def test_kernels_that_are_not_registered_are_not_built(monkeypatch: pytest.Monke
     assert "native" in results["workloads"]["ranks 2 x 10"]["variants"]
     line = "scores 4: the native variants were not run, for lack of CUDA kernels of cross_attention_scores."
     assert line in markdown(results)
+
+
+def test_a_variant_that_fails_is_written_down_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = workloads.make_scores
+
+    def make_scores(variant: str, *arguments: Any, small: bool = False) -> Any:
+        if variant == "packed bf16":
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+        return original(variant, *arguments, small=small)
+
+    monkeypatch.setattr(workloads, "make_scores", make_scores)
+    results = dry_run()
+    assert results["failed"] == {"scores 4": {"packed bf16": "OutOfMemoryError: CUDA out of memory."}}
+    variants = results["workloads"]["scores 4"]["variants"]
+    assert list(variants) == ["loop", "packed", "native", "native high", "native medium", "native bf16"]
+    assert "accuracy" in variants["native"]
+    assert "scores 4: packed bf16 failed with OutOfMemoryError: CUDA out of memory." in markdown(results)
 
 
 def test_what_the_limit_leaves_out_is_listed() -> None:

@@ -136,8 +136,8 @@ def run(
     Returns:
         What the JSON file holds: "device", "environment", "ceilings", and for each workload its cost and for each
         variant the times and, for the native ones and at the median, operations and bytes per second with their shares
-        of `ceilings`. "not_built" names the kernels that a workload's native variants lack, "not_run" what the limit
-        left out.
+        of `ceilings`. "not_built" names the kernels that a workload's native variants lack, "failed" the variants that
+        raised, by workload, with what they said, "not_run" what the limit left out.
     """
     began = time.monotonic()
     info = build_info()
@@ -151,6 +151,7 @@ def run(
         "ceilings": ceilings(preset, meter),
         "workloads": {},
         "not_built": {},
+        "failed": {},
         "not_run": [],
     }
     registered = operators_of(meter.device)
@@ -162,7 +163,10 @@ def run(
         natives = () if missing else workload.natives
         if missing:
             results["not_built"][workload.name] = missing
-        results["workloads"][workload.name] = _measured(workload, natives, preset, meter, progress, results["ceilings"])
+        found, failed = _measured(workload, natives, preset, meter, progress, results["ceilings"])
+        results["workloads"][workload.name] = found
+        if failed:
+            results["failed"][workload.name] = failed
         save(results)
     save(results)
     return results
@@ -175,13 +179,23 @@ def _measured(
     meter: Meter,
     progress: Callable[[str], None],
     reached: dict[str, dict[str, float]],
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The figures of the variants that run, and of the others what they raise: too little memory, no compiler."""
+
     def make(variant: str, *arguments: Any, small: bool = False) -> Callable[[], Any]:
         call = workload.make(variant.removesuffix(" graph"), *arguments, small=small)
         return graphed(call) if variant.endswith(" graph") else call
 
     make.__name__ = workload.make.__name__
+    failed: dict[str, str] = {}
     repeats = {**workload.baselines, **dict.fromkeys(natives, preset.runs)}
+    for variant in [name for name, count in repeats.items() if count > 1]:
+        progress(f"{workload.name}: first run of {variant}")
+        try:
+            make(variant, *workload.arguments)()
+        except Exception as error:
+            failed[variant] = f"{type(error).__name__}: {error}".splitlines()[0]
+            del repeats[variant]
     found = measure_variants(make, repeats, workload.arguments, meter=meter, memory=preset.memory, progress=progress)
     found["cost"] = attrs.asdict(workload.cost)
     for variant, figures in found["variants"].items():
@@ -191,7 +205,7 @@ def _measured(
             sizes = workload.arguments[0]
             if sizes.captions <= 128:
                 figures["accuracy"] = workloads.accuracy(variant, sizes)
-    return found
+    return found, failed
 
 
 def rates(cost: Cost, seconds: float, reached: dict[str, dict[str, float]]) -> dict[str, float]:

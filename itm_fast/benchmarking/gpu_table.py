@@ -26,6 +26,8 @@ def markdown(results: Mapping[str, Any]) -> str:
     parts = [_where(results), _workloads(results["workloads"])]
     for name, missing in results["not_built"].items():
         parts.append(f"{name}: the native variants were not run, for lack of CUDA kernels of {', '.join(missing)}.")
+    for name, failed in results["failed"].items():
+        parts += [f"{name}: {variant} failed with {problem}" for variant, problem in failed.items()]
     if results["not_run"]:
         parts.append(f"Not run, for lack of time: {', '.join(results['not_run'])}.")
     return "\n\n".join(parts) + "\n"

@@ -170,17 +170,16 @@ def no_synchronization(device: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def another_stream(device: str) -> Iterator[None]:
-    """A stream beside the default one, which is kept busy meanwhile: work in a wrong stream comes too late or early."""
+    """A stream beside the default one in which everything comes late: work in a wrong stream is too early for it."""
     if device == "cpu":
         yield
         return
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    torch.cuda._sleep(20_000_000)
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(2_000_000)
+        torch.cuda._sleep(50_000_000)  # Clock cycles, tens of milliseconds.
         yield
-    stream.synchronize()
+    torch.cuda.synchronize()
 
 
 def captured(device: str, call: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
