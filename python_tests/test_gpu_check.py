@@ -181,6 +181,49 @@ def test_a_sanitizer_that_misses_the_planted_fault_is_unavailable() -> None:
     assert gpu_sanitize.judge_control(1, "") == ("unavailable", "no output")
 
 
+SANITIZER = """#!/bin/sh
+case "$*" in
+  *planted*) {control} ;;
+  *) echo "2 operators ran: a, b"; echo "========= ERROR SUMMARY: 0 errors" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("control", "outcome", "steps"),
+    [
+        ('echo "========= ERROR SUMMARY: 32 errors"; exit 7', "passed", ["passed"] * 5),
+        ('echo "========= Device not supported"; exit 1', "unavailable", ["passed", *["unavailable"] * 4]),
+        ('echo "========= ERROR SUMMARY: 0 errors"', "unavailable", ["passed", *["unavailable"] * 4]),
+    ],
+)
+def test_the_operators_are_sanitized_where_the_control_passes(
+    stage: gpu_check.Stage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    control: str,
+    outcome: str,
+    steps: list[str],
+) -> None:
+    """With a compiler and a sanitizer that only say what they would say."""
+    tools = {"compute-sanitizer": SANITIZER.format(control=control), "nvcc": '#!/bin/sh\necho "compiled $*"\n'}
+    for name, text in tools.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    gpu_sanitize.run(stage, lambda: "9.0")
+    assert stage.finish()
+    content = written(stage)
+    assert content["outcome"] == outcome
+    assert [step["outcome"] for step in content["steps"]] == steps
+    assert "-arch=sm_90" in content["steps"][0]["detail"]
+    names = ["compile", "memcheck control", "memcheck", "racecheck control", "racecheck"]
+    assert [step["name"] for step in content["steps"]] == names
+    if outcome == "passed":
+        assert content["steps"][2]["detail"] == "no errors or hazards; 2 operators ran: a, b"
+        assert content["steps"][4]["command"].endswith("gpu_operators.py")
+
+
 def test_the_planted_faults_compile(tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is not None:
