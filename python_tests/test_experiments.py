@@ -1,0 +1,242 @@
+"""The runner of experiments: what was killed goes on, what was measured stays, what was not run says so."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from itm_fast import evaluation, models
+from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = {"embed_dim": 8, "word_dim": 6}
+RAR = {"regulator": "rar", "steps": 2, "alignment_dim": 4}
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import experiments
+
+    return experiments
+
+
+def write(path: Path, data: Path, **changes: object) -> Path:
+    """An experiment of two rows, two seeds and four steps a run, and a row that must equal another."""
+    content: dict[str, object] = {
+        "title": "tiny", "data": str(data), "split": "dev", "seeds": [0, 1],
+        "train": {"model": "scan", "model_options": TINY, "epochs": 1, "batch_size": 32, "lr": "2e-3"},
+        "rows": [
+            {"name": "SCAN"},
+            {"name": "SCAN + RAR", "train": {"model_options": RAR}},
+            {"name": "fixed", "seeds": [0], "train": {"model_options": {**RAR, "regulator": "rcar",
+                                                                        "factors": "fixed"}}},
+        ],
+        "equal": [["SCAN + RAR", "fixed"]],
+    }  # fmt: skip
+    path.write_text(yaml.safe_dump({**content, **changes}))
+    return path
+
+
+def commands(experiment: Path, *more: object) -> list[str]:
+    folder = experiment.parent
+    return [str(part) for part in ("run", experiment, "--results", folder / "results", "--out", folder / "runs", *more)]
+
+
+def the_table(tool: ModuleType, experiment: Path) -> list[str]:
+    return tool.table(tool.read(experiment), experiment.parent / "results").splitlines()
+
+
+def measured(folder: Path) -> dict[str, dict]:
+    return {path.stem: json.loads(path.read_text()) for path in (folder / "results").iterdir()}
+
+
+def test_an_experiment_from_nothing_to_its_table(
+    tool: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = write(tmp_path / "small.yaml", data)
+    empty = the_table(tool, experiment)
+    assert empty[2:5] == [
+        "| SCAN | not run | not run | not run | not run | not run |",
+        "| SCAN + RAR | not run | not run | not run | not run | not run |",
+        "| fixed | not run |  | not run | not run | not run |",
+    ]
+    assert empty[6] == "Sum of the six recalls on all images of dev, of 600. No run is measured yet."
+    assert empty[8] == "fixed equals SCAN + RAR, recall by recall: not run."
+
+    assert tool.main(commands(experiment, "--seed", 0)) == 0
+    found = measured(tmp_path)
+    assert sorted(found) == ["fixed-seed0", "scan-rar-seed0", "scan-seed0"]
+    scan = found["scan-seed0"]
+    dataset = PrecomputedDataset(data, "dev", Vocabulary.from_file(tmp_path / "runs" / "scan-seed0" / "vocab.json"))
+    assert scan["test"] == evaluation.evaluate(models.load(tmp_path / "runs" / "scan-seed0"), dataset)
+    assert (scan["steps"], scan["identity"]["train"]["lr"], scan["device"]) == (4, 0.002, "cpu")
+    assert found["fixed-seed0"]["test"] == found["scan-rar-seed0"]["test"] != scan["test"]
+    partial = the_table(tool, experiment)
+    rsum, seconds = scan["test"]["rsum"], scan["seconds"]
+    assert partial[2] == f"| SCAN | {rsum:.1f} | not run | not run | not run | {seconds:.0f} |"
+    fixed = found["fixed-seed0"]
+    same = f"{fixed['test']['rsum']:.1f}"
+    assert partial[4] == f"| fixed | {same} |  | {same} |  | {fixed['seconds']:.0f} |"
+    assert partial[8] == "fixed equals SCAN + RAR, recall by recall: yes."
+    assert partial[-3:] == ["```", f"python tools/experiments.py run {experiment}", "```"]
+
+    capsys.readouterr()
+    assert tool.main(commands(experiment, "--row", "SCAN")) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "2 runs, 1 of them done before"
+    second = measured(tmp_path)["scan-seed1"]
+    assert measured(tmp_path)["scan-seed0"] == scan, "what was measured stays"
+    mean = f"{statistics.mean([rsum, second['test']['rsum']]):.1f}"
+    spread = f"{abs(rsum - second['test']['rsum']) / 2**0.5:.1f}"
+    assert the_table(tool, experiment)[2].split(" | ")[3:5] == [mean, spread]
+
+    changed = json.loads(json.dumps(fixed))
+    changed["test"]["i2t_meanr"] += 0.01
+    (tmp_path / "results" / "fixed-seed0.json").write_text(json.dumps(changed))
+    assert the_table(tool, experiment)[8] == "fixed equals SCAN + RAR, recall by recall: NO."
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {tools!r})
+import torch; torch.set_num_threads(1)
+import experiments
+from itm_fast.training import trainer
+save, saves = trainer.checkpoint.save_state, []
+def killed(*arguments):
+    if len(saves) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    saves.append(save(*arguments))
+trainer.checkpoint.save_state = killed
+experiments.main({arguments!r})
+"""
+
+
+def test_a_killed_run_goes_on_where_it_stood(tool: ModuleType, data: Path, tmp_path: Path) -> None:
+    """To the result of a run that nobody killed, to the last digit."""
+    train = {"model": "scan", "model_options": TINY, "epochs": 2, "batch_size": 32, "lr": 2e-3, "save_every": 2}
+    rows = [{"name": "one", "seeds": [3]}]
+    for name in ("killed", "whole"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "e.yaml", data, train=train, rows=rows, equal=[])
+    killed = tmp_path / "killed" / "e.yaml"
+    script = KILLED.format(tools=str(ROOT / "tools"), arguments=commands(killed))
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == -9
+    run = tmp_path / "killed" / "runs" / "one-seed3"
+    assert (run / "last" / "checkpoint.pt").is_file()
+    assert not (tmp_path / "killed" / "results").exists()
+    assert the_table(tool, killed)[2] == "| one | not run | not run | not run | not run |"
+
+    assert tool.main(commands(killed)) == 0
+    assert tool.main(commands(tmp_path / "whole" / "e.yaml")) == 0
+    first, second = (measured(tmp_path / name)["one-seed3"] for name in ("killed", "whole"))
+    assert first["test"] == second["test"]
+    assert (first["steps"], first["best_step"], first["validation"]) == (
+        8, second["best_step"], second["validation"],
+    )  # fmt: skip
+    # The run is whole, but its result is lost: it is evaluated again, not trained.
+    (tmp_path / "killed" / "results" / "one-seed3.json").unlink()
+    before = (run / "model.safetensors").read_bytes()
+    assert tool.main(commands(killed)) == 0
+    assert measured(tmp_path / "killed")["one-seed3"]["test"] == first["test"]
+    assert (run / "model.safetensors").read_bytes() == before
+
+
+def test_other_settings_are_refused(
+    tool: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"name": "one"}]
+    experiment = write(tmp_path / "e.yaml", data, rows=rows, seeds=[0], equal=[])
+    assert tool.main(commands(experiment)) == 0
+    result = tmp_path / "results" / "one-seed0.json"
+    content = result.read_bytes()
+    train = {"model": "scan", "model_options": TINY, "epochs": 1, "batch_size": 32, "lr": 3e-3}
+    write(experiment, data, rows=rows, seeds=[0], equal=[], train=train)
+    capsys.readouterr()
+    for arguments in (commands(experiment), ["table", str(experiment), "--results", str(result.parent)]):
+        assert tool.main(arguments) == 1
+        assert capsys.readouterr().err == (
+            f"experiments: error: {result}: was measured with lr = 0.002, not 0.003; move it away to measure anew, or "
+            "undo the change\n"
+        )
+    assert result.read_bytes() == content
+    # Without the result the RUN folder still is one of other settings.
+    result.unlink()
+    assert tool.main(commands(experiment)) == 1
+    assert "one-seed0: holds a run with lr = 0.002, not 0.003" in capsys.readouterr().err
+    # What a result does not depend on may change, and a setting that came later had its default.
+    write(experiment, data, rows=rows, seeds=[0], equal=[])
+    older = json.loads(content)
+    del older["identity"]["train"]["text_augmentation"]
+    result.write_text(json.dumps(older))
+    assert tool.main(commands(experiment, "--threads", 1)) == 0
+    write(experiment, data, rows=rows, seeds=[0], equal=[], images=3)
+    assert tool.main(commands(experiment)) == 1
+    assert "was measured with images = None, not 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sedes": [1]}, "unknown setting 'sedes': did you mean 'seeds'?"),
+        ({"seeds": "all"}, "seeds: expected a list, got 'all'"),
+        ({"rows": [{"train": {}}]}, "name: this setting of row 1 is required"),
+        ({"rows": [{"name": "a"}, {"name": "a"}]}, "rows: 'a' stands there twice"),
+        ({"rows": [{"name": "a b"}, {"name": "A-B"}], "equal": []},
+         "rows: two runs have the same name or seed, but for case and signs"),
+        ({"equal": [["SCAN", "none"]]}, "equal: expected two names of rows, got ['SCAN', 'none']"),
+        ({"train": {"modle": "scan"}}, "unknown setting 'modle': did you mean 'model'?"),
+        ({"train_images": 5}, "train_images: only the bundled data, emoji, are cut"),
+        ({"seeds": [-1]}, "seed: expected a number at least 0 and at most 18446744073709551615, got -1"),
+    ],
+)  # fmt: skip
+def test_experiments_that_are_wrong(
+    tool: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict, message: str
+) -> None:
+    experiment = write(tmp_path / "e.yaml", data, **changes)
+    assert tool.main(commands(experiment)) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_bundled_data_can_be_cut(tool: ModuleType, tmp_path: Path) -> None:
+    for split in emoji.SPLITS:
+        assert len(emoji.captions(split)) == 5 * len(emoji.pictures(split))
+    folder = tool.bundled_data(tmp_path, 7)
+    vocabulary = Vocabulary.from_file(folder / "vocab.json")
+    assert vocabulary == emoji.vocabulary()
+    train = PrecomputedDataset(folder, "train", vocabulary)
+    kept = [0, 403, 806, 1209, 1612, 2015, 2418]
+    assert (emoji.pictures_of(train.features) == emoji.pictures("train")[kept]).all()
+    assert train.captions == [emoji.captions("train")[5 * image + number] for image in kept for number in range(5)]
+    assert PrecomputedDataset(folder, "dev", vocabulary).captions == emoji.captions("dev")
+    with pytest.raises(ValueError, match=r"^train_images: expected a number from 1 to 2821, got 2822$"):
+        tool.bundled_data(tmp_path, 2822)
+
+
+@pytest.mark.parametrize("name", ["rcar", "rcar-full"])
+def test_pages_hold_the_results_that_are_there(tool: ModuleType, tmp_path: Path, name: str) -> None:
+    """Also that the presets are well-formed, with equal budgets for all rows."""
+    page = ROOT / "docs" / "results" / "rcar.md"
+    path = ROOT / "benchmarks" / "experiments" / f"{name}.yaml"
+    assert tool.main(["table", str(path), "--page", str(page), "--check"]) == 0
+    experiment = tool.read(path)
+    trained = [experiment.identity(run)["train"] for runs in experiment.rows.values() for run in runs]
+    budgets = [{k: v for k, v in train.items() if k not in ("model_options", "seed")} for train in trained]
+    assert all(budget == budgets[0] for budget in budgets)
+    assert budgets[0]["batch_size"] == 128
+    stale = tmp_path / "page.md"
+    stale.write_text(page.read_text().replace("| SCAN + RAR |", "| SCAN + RAR | 1.0 |"))
+    assert tool.main(["table", str(path), "--page", str(stale), "--check"]) == 1
+    assert tool.main(["table", str(path), "--page", str(stale)]) == 0
+    marked = stale.read_text().partition(f"<!-- experiment {name} -->")[2].partition("<!-- end")[0]
+    assert marked == page.read_text().partition(f"<!-- experiment {name} -->")[2].partition("<!-- end")[0]

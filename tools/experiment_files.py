@@ -1,0 +1,175 @@
+"""The experiments of tools/experiments.py: what a YAML file asks for, and the results that are there.
+
+Inside: `Run`, `Experiment`, `read`, `result_of`, `shown_path`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from itm_fast import config as settings
+from itm_fast.documents import MAX_SETTINGS_BYTES, parse_yaml, read_json, read_text
+from itm_fast.messages import shown
+from itm_fast.training import TrainConfig, recipes
+
+__all__ = ["ROOT", "Experiment", "Run", "read", "result_of", "shown_path"]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Settings of a run that its result does not depend on, but for rounding; the places of data and RUN are added later.
+_FREE = ("data", "out", "workers", "save_every", "tensorboard", "device", "threads")
+_KEYS = {
+    "title": str,
+    "data": str,
+    "split": str,
+    "images": int,
+    "train_images": int,
+    "seeds": list,
+    "train": dict,
+    "rows": list,
+    "equal": list,
+}
+_ROW_KEYS = {"name": str, "train": dict, "seeds": list}
+
+
+@attrs.frozen
+class Run:
+    """One training: a row of the table with one seed."""
+
+    row: str
+    seed: int
+    train: Mapping[str, Any]
+
+    @property
+    def file_name(self) -> str:
+        return f"{re.sub(r'[^a-z0-9]+', '-', self.row.lower()).strip('-')}-seed{self.seed}"
+
+    def config(self, data: str, out: Path, **machine: Any) -> TrainConfig:
+        """The settings of the training."""
+        return settings.build(TrainConfig, {**self.train, "data": data, "out": str(out), "seed": self.seed, **machine})
+
+
+@attrs.frozen
+class Experiment:
+    """What a YAML file asks for."""
+
+    path: Path
+    title: str
+    data: str
+    split: str
+    images: int | None
+    train_images: int | None
+    rows: Mapping[str, list[Run]]
+    equal: list[tuple[str, str]]
+
+    def identity(self, run: Run) -> dict[str, Any]:
+        """All that the result of a run depends on."""
+        kept = _kept(run.config(self.data, Path(run.file_name)))
+        return {
+            "row": run.row,
+            "data": self.data,
+            "split": self.split,
+            "images": self.images,
+            "train_images": self.train_images,
+            "train": kept,
+        }
+
+
+def _kept(config: TrainConfig) -> dict[str, Any]:
+    return {name: value for name, value in settings.to_dict(config).items() if name not in _FREE}
+
+
+def read(path: Path) -> Experiment:
+    """The experiment of a YAML file; ValueError naming it and what does not fit."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        content = _checked(parse_yaml(read_text(path, MAX_SETTINGS_BYTES)), _KEYS, "setting", ("title", "data", "rows"))
+        seeds, common = content.get("seeds", [0]), content.get("train", {})
+        rows: dict[str, list[Run]] = {}
+        for number, entry in enumerate(content["rows"], start=1):
+            row = _checked(entry, _ROW_KEYS, f"setting of row {number}", ("name",))
+            if row["name"] in rows:
+                raise ValueError(f"rows: {shown(row['name'])} stands there twice")
+            train = recipes.merge(common, row.get("train", {}))
+            rows[row["name"]] = [Run(row["name"], seed, train) for seed in row.get("seeds", seeds)]
+        experiment = Experiment(
+            path, content["title"], content["data"], content.get("split", "test"), content.get("images"),
+            content.get("train_images"), rows,
+            [_pair(pair, rows) for pair in content.get("equal", [])],
+        )  # fmt: skip
+        if experiment.train_images is not None and experiment.data != "emoji":
+            raise ValueError("train_images: only the bundled data, emoji, are cut")
+        names = [run.file_name for runs in rows.values() for run in runs]
+        if len(set(names)) != len(names):
+            raise ValueError("rows: two runs have the same name or seed, but for case and signs")
+        for runs in rows.values():
+            for run in runs:
+                experiment.identity(run)
+        return experiment
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _checked(content: Any, kinds: Mapping[str, type], what: str, required: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ValueError(f"expected names and values, got {shown(content)}")
+    for name, value in content.items():
+        if name not in kinds:
+            raise ValueError(settings.unknown_name(what, str(name), list(kinds)))
+        if type(value) is not kinds[name]:
+            raise ValueError(f"{name}: expected a {kinds[name].__name__}, got {shown(value)}")
+    for name in required:
+        if name not in content:
+            raise ValueError(f"{name}: this {what} is required")
+    return content
+
+
+def _pair(pair: Any, rows: Mapping[str, Any]) -> tuple[str, str]:
+    if not isinstance(pair, list) or len(pair) != 2 or not set(map(str, pair)) <= set(rows):
+        raise ValueError(f"equal: expected two names of rows, got {shown(pair)}")
+    return pair[0], pair[1]
+
+
+def result_of(experiment: Experiment, run: Run, results: Path) -> dict[str, Any] | None:
+    """What a run came to; None where it has no result yet.
+
+    Raises:
+        ValueError: the file is damaged, or of other settings; the first that differs is named.
+    """
+    path = results / f"{run.file_name}.json"
+    if not path.exists():
+        return None
+    result = read_json(path, MAX_SETTINGS_BYTES, "a result as JSON")
+    before = result.get("identity") if isinstance(result, dict) else None
+    if not isinstance(before, dict) or not isinstance(before.get("train"), dict):
+        raise ValueError(f"{path}: expected a result of an experiment")
+    # A setting that came later had its default then.
+    before = {**before, "train": {**_kept(TrainConfig(data="", out="")), **before["train"]}}
+    for name, old, new in _differences(before, json.loads(json.dumps(experiment.identity(run)))):
+        raise ValueError(
+            f"{path}: was measured with {name} = {shown(old)}, not {shown(new)}; move it away to measure anew, or undo "
+            "the change"
+        )
+    return result
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name in dict.fromkeys([*now, *before]):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new)
+        elif old != new:
+            yield name, old, new
+
+
+def shown_path(path: Path) -> str:
+    """From the root of the sources where it lies below."""
+    resolved = path.resolve()
+    return str(resolved.relative_to(ROOT)) if resolved.is_relative_to(ROOT) else str(path)

@@ -1,0 +1,80 @@
+"""Tables of the results of tools/experiments.py, as Markdown.
+
+Inside: `table`, `rendered`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experiment_files import Experiment, result_of, shown_path
+
+__all__ = ["rendered", "table"]
+
+_NOT_RUN = "not run"
+
+
+def table(experiment: Experiment, results: Path) -> str:
+    """The results as Markdown: sums of recalls, mean and spread of each row, and whether equal rows are equal.
+
+    A row has a mean and a spread (the standard deviation of its seeds) once all of its runs are there.
+    """
+    seeds = list(dict.fromkeys(run.seed for runs in experiment.rows.values() for run in runs))
+    heads = ["", *(f"seed {seed}" for seed in seeds), "mean", "spread", "seconds a run"]
+    lines = [f"| {' | '.join(heads)} |", f"| --- {'| ---: ' * (len(heads) - 1)}|"]
+    sums: dict[str, dict[int, dict[str, float] | None]] = {}
+    for row, runs in experiment.rows.items():
+        found = {run.seed: result_of(experiment, run, results) for run in runs}
+        sums[row] = {seed: None if result is None else result["test"] for seed, result in found.items()}
+        cells = ["" if seed not in found else _sum(found[seed]) for seed in seeds]
+        done = [result for result in found.values() if result is not None]
+        values = [result["test"]["rsum"] for result in done]
+        whole = len(done) == len(found)
+        cells.append(f"{statistics.mean(values):.1f}" if whole else _NOT_RUN)
+        cells.append(("" if len(found) < 2 else f"{statistics.stdev(values):.1f}") if whole else _NOT_RUN)
+        cells.append(f"{statistics.mean(result['seconds'] for result in done):.0f}" if done else _NOT_RUN)
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    images = "all images" if experiment.images is None else f"the first {experiment.images} images"
+    lines += ["", f"Sum of the six recalls on {images} of {experiment.split}, of 600. {_where(experiment, results)}"]
+    for first, second in experiment.equal:
+        lines += ["", f"{second} equals {first}, recall by recall: {_agreement(sums[first], sums[second])}."]
+    command = f"python tools/experiments.py run {shown_path(experiment.path)}"
+    return "\n".join([*lines, "", "Made by:", "", "```", command, "```", ""])
+
+
+def _sum(result: Mapping[str, Any] | None) -> str:
+    return _NOT_RUN if result is None else f"{result['test']['rsum']:.1f}"
+
+
+def _where(experiment: Experiment, results: Path) -> str:
+    """On what the runs that are there were measured."""
+    found = [result_of(experiment, run, results) for runs in experiment.rows.values() for run in runs]
+    places = {
+        f"{result['environment']['processor']}, {result['environment']['threads']} threads"
+        + ("" if result["device"] == "cpu" else f", {result['device']}")
+        for result in found
+        if result is not None
+    }
+    return f"Measured on {'; '.join(sorted(places))}." if places else "No run is measured yet."
+
+
+def _agreement(first: Mapping[int, Any], second: Mapping[int, Any]) -> str:
+    common = [seed for seed in first if seed in second]
+    if not common or any(first[seed] is None or second[seed] is None for seed in common):
+        return _NOT_RUN
+    same = all(first[seed] == second[seed] and math.isfinite(first[seed]["rsum"]) for seed in common)
+    return "yes" if same else "NO"
+
+
+def rendered(page: str, name: str, text: str) -> str:
+    """`page` with `text` between the markers of an experiment."""
+    begin, end = f"<!-- experiment {name} -->\n", f"<!-- end of experiment {name} -->"
+    head, found, rest = page.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"expected the lines '{begin.strip()}' and '{end}'")
+    return f"{head}{begin}\n{text}\n{end}{tail}"
