@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import shutil
 import sys
 import time
@@ -262,7 +263,8 @@ def test_missing_packages_are_named_with_those_they_need(tmp_path: Path, monkeyp
     line = gpu_check.missing_line(found, Path("wheels"))
     assert line == (
         "missing Python packages: gone-a, gone-b, old-one >=3 (found 2.5), wing; put their wheels into wheels "
-        "(pip download --no-deps --only-binary=:all: -d wheels gone-a gone-b old-one wing)"
+        f"(pip download --no-deps --only-binary=:all: --python-version {platform.python_version()} -d wheels "
+        "gone-a gone-b old-one wing)"
     )
     assert gpu_environment.missing("not-installed") == ["not-installed"]
 
