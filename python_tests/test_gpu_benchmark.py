@@ -104,9 +104,11 @@ def test_a_run_holds_rates_of_the_cost_model() -> None:
     found = results["workloads"]["scores 4"]
     assert found["cost"] == attrs.asdict(costs.scores(4, 4, 16))
     native = found["variants"]["native"]
-    cost = costs.scores(4, 4, 16)
+    cost = costs.scores(4, 4, 16, element=4)
     assert native["flop_per_s"] == pytest.approx((cost.tensor + cost.other) / native["median_s"])
     assert native["bytes_per_s"] == pytest.approx(cost.bytes / native["median_s"])
+    low = found["variants"]["native bf16"]
+    assert low["bytes_per_s"] == pytest.approx(costs.scores(4, 4, 16).bytes / low["median_s"])
     gemm, copy = results["ceilings"]["gemm_bf16"], results["ceilings"]["copy"]
     assert gemm["flop_per_s"] == pytest.approx(2 * DRY.product**3 / gemm["median_s"])
     assert copy["bytes_per_s"] == pytest.approx(2 * DRY.copied_bytes / copy["median_s"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -72,7 +73,7 @@ class _Workload:
     name: str
     make: Callable[..., Callable[[], Any]]
     arguments: tuple[Any, ...]
-    cost: Cost
+    cost: Callable[[int], Cost]  # of vectors whose components have so many bytes
     baselines: dict[str, int]  # variant to number of runs
     natives: tuple[str, ...]
 
@@ -86,38 +87,37 @@ def _workloads(preset: GpuPreset, device: str) -> list[_Workload]:
     graph = ("native graph", "native bf16 graph") if device == "cuda" else ()
     natives = ("native", "native high", "native medium", "native bf16", *graph)
     found = []
-    for batch in preset.batches:
-        sizes, cost = Sizes(batch, batch, preset.dim, device), costs.scores(batch, batch, preset.dim)
-        found.append(
-            _Workload(f"scores {batch}", workloads.make_scores, (sizes,), cost, {"loop": loop_runs, **packed}, natives)
-        )
-    sizes = Sizes(preset.step_batch, preset.step_batch, preset.dim, device)
-    cost = costs.step(preset.step_batch, preset.dim)
     loop = {"loop": loop_runs, **packed}
-    found.append(_Workload(f"step {preset.step_batch}", workloads.make_step, (sizes,), cost, loop, natives))
-    plain = {"plain": runs}
+    for batch in preset.batches:
+        sizes, cost = Sizes(batch, batch, preset.dim, device), partial(costs.scores, batch, batch, preset.dim)
+        found.append(_Workload(f"scores {batch}", workloads.make_scores, (sizes,), _of(cost), loop, natives))
+    sizes = Sizes(preset.step_batch, preset.step_batch, preset.dim, device)
+    cost = partial(costs.step, preset.step_batch, preset.dim)
+    found.append(_Workload(f"step {preset.step_batch}", workloads.make_step, (sizes,), _of(cost), loop, natives))
+    plain, of_scores = {"plain": runs}, ("native", *graph[:1])
     for batch in preset.loss_batches:
         for mining in ("hardest", "all"):
-            found.append(
-                _Workload(
-                    f"loss {mining} {batch}", workloads.make_loss, (batch, mining, device), costs.loss(batch), plain,
-                    ("native", *graph[:1]),
-                )
-            )  # fmt: skip
+            name, arguments = f"loss {mining} {batch}", (batch, mining, device)
+            fixed = _fixed(costs.loss(batch))
+            found.append(_Workload(name, workloads.make_loss, arguments, fixed, plain, of_scores))
     images, captions = preset.gallery
     sizes, label = Sizes(images, captions, preset.dim, device), f"{images} x {captions}"
-    found.append(
-        _Workload(
-            f"ranks {label}", workloads.make_ranks, (sizes,), costs.ranks(images, captions), plain,
-            ("native", *graph[:1]),
-        )
-    )  # fmt: skip
-    cost = costs.evaluation(images, captions, preset.dim)
+    fixed = _fixed(costs.ranks(images, captions))
+    found.append(_Workload(f"ranks {label}", workloads.make_ranks, (sizes,), fixed, plain, of_scores))
     # The loop and the packed form take minutes there: once each.
     once = {"loop": 1, "packed bounded": 1}
     natives = ("native", "native high", "native bf16")
-    found.append(_Workload(f"evaluation {label}", workloads.make_evaluation, (sizes,), cost, once, natives))
+    cost = partial(costs.evaluation, images, captions, preset.dim)
+    found.append(_Workload(f"evaluation {label}", workloads.make_evaluation, (sizes,), _of(cost), once, natives))
     return found
+
+
+def _of(cost: Callable[..., Cost]) -> Callable[[int], Cost]:
+    return lambda element: cost(element=element)
+
+
+def _fixed(cost: Cost) -> Callable[[int], Cost]:
+    return lambda _: cost
 
 
 def run(
@@ -197,10 +197,10 @@ def _measured(
             failed[variant] = f"{type(error).__name__}: {error}".splitlines()[0]
             del repeats[variant]
     found = measure_variants(make, repeats, workload.arguments, meter=meter, memory=preset.memory, progress=progress)
-    found["cost"] = attrs.asdict(workload.cost)
+    found["cost"] = attrs.asdict(workload.cost(2))
     for variant, figures in found["variants"].items():
         if variant in natives:
-            figures |= rates(workload.cost, figures["median_s"], reached)
+            figures |= rates(workload.cost(2 if "bf16" in variant else 4), figures["median_s"], reached)
         if workload.make is workloads.make_scores and not variant.endswith((" graph", " compiled")):
             sizes = workload.arguments[0]
             if sizes.captions <= 128:
