@@ -1,21 +1,37 @@
 """What the autograd Functions of the package share: first derivatives in reverse mode, and a clear word on the rest.
 
-Inside: `first_order`, `refuse_transforms`.
+Inside: `first_order`, `is_differentiated`, `refuse_transforms`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["first_order", "refuse_transforms"]
+__all__ = ["first_order", "is_differentiated", "refuse_transforms"]
 
 _ADVICE = "use itm_fast.reference, which is plain PyTorch"
+
+
+def is_differentiated(*tensors: Tensor) -> bool:
+    """Whether a result of these tensors will have a derivative of any kind, or a `torch.func` transform is active."""
+    if torch.is_grad_enabled() and any(part.requires_grad for part in tensors):
+        return True
+    # torch.compile does not trace these questions.
+    return not torch.compiler.is_compiling() and (_transformed() or _has_tangent(tensors))
+
+
+def _transformed() -> bool:
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def _has_tangent(tensors: Iterable[Tensor]) -> bool:
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(part).tangent is not None for part in tensors)
 
 
 def refuse_transforms(operator: str, *tensors: Tensor) -> None:
@@ -23,9 +39,9 @@ def refuse_transforms(operator: str, *tensors: Tensor) -> None:
     # torch.compile does not trace the questions, and refuses such transforms of autograd Functions by itself.
     if torch.compiler.is_compiling():
         return
-    if torch._C._are_functorch_transforms_active():
+    if _transformed():
         raise RuntimeError(f"{operator} does not support torch.func transforms: {_ADVICE}")
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(part).tangent is not None for part in tensors):
+    if _has_tangent(tensors):
         raise RuntimeError(f"{operator} does not support forward-mode differentiation: {_ADVICE}")
 
 

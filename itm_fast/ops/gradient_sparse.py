@@ -47,6 +47,7 @@ def gradient_sparse_scores(
     coupling: str = "pair",
     chunk_pairs: int,
     snapshot: Callable[[], Any] = lambda: None,
+    whole: Score | None = None,
 ) -> Tensor:
     """Scores `(n_rows, n_columns)` of all pairs, whose backward scores again only what has a gradient.
 
@@ -57,12 +58,14 @@ def gradient_sparse_scores(
         coupling: which scores depend on each other, one of `COUPLINGS`.
         chunk_pairs: pairs of a block, about; a block has at least one whole unit of the coupling.
         snapshot: copies what a call of `score` changes beside its result; called before each block.
+        whole: takes the place of `score` in the forward, where it scores all pairs at once in bounded memory; for a
+            score that draws no random numbers and changes nothing beside its result.
     """
     row_side, row_tensors = _side("images", rows)
     column_side, column_tensors = _side("captions", columns)
     tensors = (*row_tensors, *column_tensors, *weights)
     refuse_transforms("gradient_sparse_scores", *tensors)
-    plan = _Plan(score, row_side, column_side, coupling, chunk_pairs, snapshot)
+    plan = _Plan(score, row_side, column_side, coupling, chunk_pairs, snapshot, whole)
     return _GradientSparse.apply(plan, *tensors)
 
 
@@ -122,6 +125,7 @@ class _Plan:
     coupling: str
     chunk_pairs: int
     snapshot: Callable[[], Any]
+    whole: Score | None
 
     def blocks(self) -> Iterator[tuple[range, range]]:
         """The parts of the matrix that are scored together, row and column numbers."""
@@ -154,7 +158,13 @@ class _Plan:
                 yield rows[row : row + 1], columns[needed[row]]
 
     def call(
-        self, tensors: Sequence[Tensor], needed: Sequence[bool], state: Any, rows: Tensor, columns: Tensor
+        self,
+        score: Score,
+        tensors: Sequence[Tensor],
+        needed: Sequence[bool],
+        state: Any,
+        rows: Tensor,
+        columns: Tensor,
     ) -> tuple[Tensor, list[Tensor], list[Any]]:
         """Scores of a part, the leaves of its graph, one per tensor, and which rows of the tensor each stands for."""
         middle, end = len(self.rows.parts), len(self.rows.parts) + len(self.columns.parts)
@@ -164,7 +174,7 @@ class _Plan:
         leaves = [*row_values, *column_values, *weights]
         for leaf, wanted in zip(leaves, needed, strict=True):
             leaf.requires_grad_(wanted)
-        scores = self.score(weights, state, row_sets, column_sets, rows, columns)
+        scores = score(weights, state, row_sets, column_sets, rows, columns)
         if not isinstance(scores, Tensor) or scores.shape != (len(rows), len(columns)):
             got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(f"scores: expected shape ({len(rows)}, {len(columns)}) of the pairs asked for, got {got}")
@@ -179,10 +189,16 @@ class _GradientSparse(torch.autograd.Function):
         scores = None
         ctx.plan, ctx.blocks, ctx.autocast = plan, [], autocast_state(device.type)
         ctx.save_for_backward(*tensors)
+        if plan.whole is not None:
+            ctx.blocks = [_Block(rows, columns, None, None) for rows, columns in plan.blocks()]
+            everything = (_numbers(range(side.count), device) for side in (plan.rows, plan.columns))
+            return plan.call(plan.whole, tensors, nothing, None, *everything)[0]
         for rows, columns in plan.blocks():
             state = plan.snapshot() if differentiated else None
             before = _random_state(device) if differentiated else ()
-            part, _, _ = plan.call(tensors, nothing, None, _numbers(rows, device), _numbers(columns, device))
+            part, _, _ = plan.call(
+                plan.score, tensors, nothing, None, _numbers(rows, device), _numbers(columns, device)
+            )
             if scores is None:
                 scores = part.new_empty(plan.rows.count, plan.columns.count)
             scores[rows.start : rows.stop, columns.start : columns.stop] = part
@@ -205,7 +221,7 @@ class _GradientSparse(torch.autograd.Function):
         for block in ctx.blocks:
             for rows, columns in ctx.plan.again(block, grad):
                 with torch.enable_grad(), _as_it_was(ctx.autocast, block.random, grad.device):
-                    part, leaves, places = ctx.plan.call(tensors, needed, block.state, rows, columns)
+                    part, leaves, places = ctx.plan.call(ctx.plan.score, tensors, needed, block.state, rows, columns)
                 if not part.requires_grad:
                     continue
                 wanted = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]

@@ -21,7 +21,15 @@ import torch
 from itm_fast.version import __version__
 
 PACKAGE = Path(__file__).resolve().parents[1]
-OPERATORS = ("boosting_loss", "cross_attention_scores", "hardest_negatives", "retrieval_ranks", "triplet_loss")
+OPERATORS = (
+    "boosting_loss",
+    "cross_attention_alignments",
+    "cross_attention_scores",
+    "hardest_negatives",
+    "regulated_scores",
+    "retrieval_ranks",
+    "triplet_loss",
+)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 Fake = TypeVar("Fake", bound=Callable[..., Any])

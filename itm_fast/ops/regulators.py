@@ -1,4 +1,9 @@
-"""`cross_attention_alignments` and `regulated_scores`: argument checks and fallback."""
+"""`cross_attention_alignments` and `regulated_scores`: argument checks, native forward, autograd and fallback.
+
+The native kernels compute without gradient. The derivative of scores is that of the packed form, computed again for the
+pairs that have a gradient. Alignments that need a derivative are those of the packed form, and so are scores that need
+one under `torch.compile`.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +16,11 @@ from torch import Tensor
 from itm_fast import reference
 from itm_fast.fragments import Fragments
 from itm_fast.ops import validation
+from itm_fast.ops.autograd import is_differentiated
 from itm_fast.ops.cross_attention import FOCAL_MODES, NORMALIZATIONS, check_fragments, check_same_space
-from itm_fast.ops.gradient_sparse import gradient_sparse_scores
-from itm_fast.ops.library import use_native
-from itm_fast.ops.precision import autocast, without_autocast
+from itm_fast.ops.gradient_sparse import Score, gradient_sparse_scores
+from itm_fast.ops.library import register_fake, use_native
+from itm_fast.ops.precision import autocast, compute_precision, without_autocast
 from itm_fast.reference.philox import CounterDropout
 from itm_fast.reference.regulators import alignment_parameters, counter_dropout
 from itm_fast.reference.regulators_packed import BLOCK_ELEMENTS, Places, regulated_scores_block
@@ -45,8 +51,18 @@ def cross_attention_alignments(
     temperature, negative_slope = _check_attention(temperature, negative_slope, focal)
     check_parameters(parameters, queries)
     wide = torch.promote_types(queries.dtype, torch.float32)
-    # No native kernel is registered yet: this says once which path serves.
-    use_native("cross_attention_alignments", queries.values)
+    native = use_native("cross_attention_alignments", queries.values)
+    if native and not is_differentiated(queries.values, contexts.values, *parameters.tensors()):
+        return _native_alignments(
+            queries.to(wide),
+            contexts.to(wide),
+            parameters.to(wide),
+            temperature,
+            normalization,
+            negative_slope,
+            focal or "none",
+            compute_precision(queries.values),
+        )
     with without_autocast(queries.device.type):
         widened = parameters.to(wide)
         return reference.cross_attention_alignments_packed(
@@ -86,16 +102,94 @@ def regulated_scores(
     check_parameters(parameters, queries)
     seed = _seed(seed, dropout, queries.device)
     wide = torch.promote_types(queries.dtype, torch.float32)
-    # No native kernel is registered yet: this says once which path serves.
-    use_native("regulated_scores", queries.values)
+    native = use_native("regulated_scores", queries.values)
+    precision = compute_precision(queries.values)
     queries, contexts, parameters = queries.to(wide), contexts.to(wide), parameters.to(wide)
     options: dict[str, Any] = {"temperature": temperature, "negative_slope": negative_slope, "focal": focal}
+
+    def whole(weights: Sequence[Tensor], _: None, part: Fragments, others: Fragments, *__: Tensor) -> Tensor:
+        return _native_scores(part, others, parameters, weights, dropout, seed, precision, **options)
+
     if torch.compiler.is_compiling():
+        if native and not is_differentiated(queries.values, contexts.values, *parameters.tensors()):
+            return whole(parameters.tensors(), None, queries, contexts)
         with without_autocast(queries.device.type):
             return reference.regulated_scores_packed(
                 queries, contexts, parameters, dropout=dropout, seed=seed, **options
             )
-    return _gradient_sparse(queries, contexts, parameters, counter_dropout(dropout, seed, queries.device), options)
+    mask = counter_dropout(dropout, seed, queries.device)
+    return _gradient_sparse(queries, contexts, parameters, mask, options, whole if native else None)
+
+
+def _native_scores(
+    queries: Fragments,
+    contexts: Fragments,
+    parameters: RegulatorParameters,
+    weights: Sequence[Tensor],
+    dropout: float,
+    seed: int | Tensor | None,
+    precision: str,
+    *,
+    temperature: float,
+    negative_slope: float,
+    focal: str | None,
+) -> Tensor:
+    """Scores of all pairs by the native kernel: the setting of `parameters` with other weights."""
+    if seed is not None and not isinstance(seed, Tensor):
+        seed = torch.tensor([seed], device=queries.device)
+    scores: Tensor = torch.ops.itm_fast.regulated_scores(
+        queries.values,
+        queries.offsets,
+        contexts.values,
+        contexts.offsets,
+        list(weights),
+        len(parameters.alignments),
+        len(parameters.correspondences),
+        len(parameters.aggregations),
+        parameters.score is not None,
+        parameters.initial_factors is not None,
+        parameters.activation,
+        parameters.normalize_mean,
+        parameters.schedule,
+        parameters.residual_correspondence,
+        parameters.residual_aggregation,
+        parameters.correspondence_input,
+        temperature,
+        negative_slope,
+        focal or "none",
+        dropout,
+        seed if dropout else None,
+        precision,
+    )
+    return scores
+
+
+def _native_alignments(
+    queries: Fragments, contexts: Fragments, parameters: RegulatorParameters, *options: Any
+) -> Tensor:
+    alignments: Tensor = torch.ops.itm_fast.cross_attention_alignments(
+        queries.values,
+        queries.offsets,
+        contexts.values,
+        contexts.offsets,
+        [tensor for group in (*parameters.alignments, *parameters.correspondences) for tensor in group],
+        len(parameters.correspondences),
+        parameters.residual_correspondence,
+        *options,
+    )
+    return alignments
+
+
+@register_fake("regulated_scores")
+def _scores_fake(queries: Tensor, query_offsets: Tensor, contexts: Tensor, context_offsets: Tensor, *_: Any) -> Tensor:
+    return queries.new_empty(query_offsets.shape[0] - 1, context_offsets.shape[0] - 1)
+
+
+@register_fake("cross_attention_alignments")
+def _alignments_fake(
+    queries: Tensor, query_offsets: Tensor, contexts: Tensor, context_offsets: Tensor, weights: list[Tensor], *_: Any
+) -> Tensor:
+    return queries.new_empty(context_offsets.shape[0] - 1, queries.shape[0], weights[0].shape[0])
 
 
 def _gradient_sparse(
@@ -104,8 +198,9 @@ def _gradient_sparse(
     parameters: RegulatorParameters,
     dropout: CounterDropout | None,
     options: dict[str, Any],
+    whole: Score | None,
 ) -> Tensor:
-    """The packed form, whose backward recomputes the pairs that have a gradient."""
+    """Scores by `whole`, or by the packed form; the backward recomputes the pairs that have a gradient."""
     sets = queries.with_values(queries.values.detach()[:, :0])
 
     def score(
@@ -120,7 +215,7 @@ def _gradient_sparse(
     weights = parameters.tensors()
     width = max(queries.values.shape[1], contexts.max_length, *(max(tensor.shape) for tensor in weights), 1)
     chunk_pairs = max(1, BLOCK_ELEMENTS // (width * max(queries.max_length, 1)))
-    return gradient_sparse_scores(score, weights, queries, contexts, chunk_pairs=chunk_pairs)
+    return gradient_sparse_scores(score, weights, queries, contexts, chunk_pairs=chunk_pairs, whole=whole)
 
 
 def check_parameters(parameters: RegulatorParameters, queries: Fragments) -> None:

@@ -16,7 +16,7 @@ void product(const float* rows, int64_t n_rows, const float* columns, int64_t n_
   pack_queries<Product>(columns, n_columns, dim, layout.panel_part, cells(layout.line), cells(layout.panels),
                         memory.data() + layout.query_norms);
   float* raw = memory.data() + layout.raw;
-  multiply_tile<Product>(rows, n_rows, dim, cells(layout.panels), layout.panel_part, n_columns,
+  multiply_tile<Product>(rows, dim, n_rows, dim, cells(layout.panels), layout.panel_part, n_columns,
                          cells(layout.context_chunk), raw, layout.stride());
   for (int64_t r = 0; r < n_rows; ++r) {
     for (int64_t c = 0; c < n_columns; ++c) out[r * n_columns + c] = raw[r * layout.stride() + c];

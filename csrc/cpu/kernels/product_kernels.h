@@ -41,7 +41,7 @@ struct ProductsBy {
     const int64_t n_columns = queries.offsets[last_query] - queries.offsets[first_query];
     const int64_t n_rows = contexts.offsets[last_context] - contexts.offsets[first_context];
     T* tile = workspace + layout.raw;
-    multiply_tile<Product>(contexts.set_values(first_context), n_rows, queries.dim,
+    multiply_tile<Product>(contexts.set_values(first_context), queries.dim, n_rows, queries.dim,
                            reinterpret_cast<const Cell*>(workspace + layout.panels), layout.panel_part, n_columns,
                            reinterpret_cast<Cell*>(workspace + layout.context_chunk), tile, layout.stride());
     for (int64_t r = 0; r < n_rows; ++r) {

@@ -172,7 +172,7 @@ inline void score_tile(const FragmentsView<S>& queries, int64_t first_query, int
   T* logits = workspace + layout.attention;
   T* cosine = workspace + layout.cosine;
   const T* norms = workspace + layout.query_norms;
-  multiply_tile<Product>(contexts.values + row_start * dim, n_rows, dim,
+  multiply_tile<Product>(contexts.values + row_start * dim, dim, n_rows, dim,
                          reinterpret_cast<const Cell*>(workspace + layout.panels), layout.panel_part, n_columns,
                          reinterpret_cast<Cell*>(workspace + layout.context_chunk), raw, stride);
 

@@ -182,15 +182,13 @@ struct Bf16 {
 };
 #endif
 
-// Packs query rows into panels, whose parts are `part_stride` cells apart, and takes the rows' norms. `line` holds
-// kParts * kDepth cells.
+// Packs rows as columns, into panels whose parts are `part_stride` cells apart. `line` holds kParts * kDepth cells.
 template <typename Product, typename S>
-inline void pack_queries(const S* values, int64_t n_rows, int64_t dim, int64_t part_stride,
-                         typename Product::Cell* line, typename Product::Cell* panels, typename Product::Value* norms) {
+inline void pack_columns(const S* values, int64_t n_rows, int64_t dim, int64_t part_stride,
+                         typename Product::Cell* line, typename Product::Cell* panels) {
   using Cell = typename Product::Cell;
   constexpr int64_t kColumns = kPanelColumns<typename Product::Value>;
   const int64_t n_cells = Product::cells(dim);
-  for (int64_t row = 0; row < n_rows; ++row) norms[row] = row_norm(values + row * dim, dim);
   for (int64_t first = 0; first < n_rows; first += kColumns) {
     for (int64_t start = 0; start < n_cells; start += kDepth) {
       const Piece piece(dim, n_cells, start, Product::kNumbers);
@@ -208,12 +206,20 @@ inline void pack_queries(const S* values, int64_t n_rows, int64_t dim, int64_t p
   }
 }
 
-// raw[r][c] = <context row r, query column c>, for `n_rows` rows from `values` on and all packed columns. The parts of
-// the panels are `panel_part` cells apart; the chunk holds kParts times round_up(n_rows, kBlockRows) rows.
+// pack_columns for query rows, whose norms are taken too.
 template <typename Product, typename S>
-inline void multiply_tile(const S* values, int64_t n_rows, int64_t dim, const typename Product::Cell* panels,
-                          int64_t panel_part, int64_t n_columns, typename Product::Cell* chunk,
-                          typename Product::Value* raw, int64_t stride) {
+inline void pack_queries(const S* values, int64_t n_rows, int64_t dim, int64_t part_stride,
+                         typename Product::Cell* line, typename Product::Cell* panels, typename Product::Value* norms) {
+  for (int64_t row = 0; row < n_rows; ++row) norms[row] = row_norm(values + row * dim, dim);
+  pack_columns<Product>(values, n_rows, dim, part_stride, line, panels);
+}
+
+// raw[r][c] = <row r, column c>, for `n_rows` rows from `values` on, `row_stride` apart, and all packed columns. The
+// parts of the panels are `panel_part` cells apart; the chunk holds kParts times round_up(n_rows, kBlockRows) rows.
+template <typename Product, typename S>
+inline void multiply_tile(const S* values, int64_t row_stride, int64_t n_rows, int64_t dim,
+                          const typename Product::Cell* panels, int64_t panel_part, int64_t n_columns,
+                          typename Product::Cell* chunk, typename Product::Value* raw, int64_t stride) {
   using T = typename Product::Value;
   [[maybe_unused]] typename Product::Tiles tiles{};
   const int64_t n_cells = Product::cells(dim), padded_rows = round_up(n_rows, Product::kBlockRows);
@@ -223,10 +229,10 @@ inline void multiply_tile(const S* values, int64_t n_rows, int64_t dim, const ty
     const Piece piece(dim, n_cells, start, Product::kNumbers);
     for (int64_t r = 0; r < padded_rows; ++r) {
       typename Product::Cell* line = chunk + r * kDepthStride;
-      const S* row = values + (r < n_rows ? r : 0) * dim + piece.begin;
+      const S* row = values + (r < n_rows ? r : 0) * row_stride + piece.begin;
       // A row's piece is too short for the hardware to foresee the next one.
       for (int64_t ahead = 0; ahead < piece.count; ahead += 64 / static_cast<int64_t>(sizeof(S))) {
-        __builtin_prefetch(row + kRowsAhead * dim + ahead);
+        __builtin_prefetch(row + kRowsAhead * row_stride + ahead);
       }
       Product::to_cells(row, r < n_rows ? piece.count : 0, piece.cells, line, chunk_part);
     }

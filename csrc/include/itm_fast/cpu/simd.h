@@ -226,4 +226,24 @@ ITM_FAST_INLINE Vector<double> exp_vector(Vector<double> x) {
   return result;
 }
 
+// tanh within 4 units in the last place, NaN for NaN. Near zero it is an odd polynomial, a least-squares fit.
+ITM_FAST_INLINE Vector<float> tanh_vector(Vector<float> x) {
+  const Vector<float> size = x < Vector<float>{} ? -x : x, square = x * x;
+  Vector<float> p = splat(-6.276390147e-03f);
+  p = p * square + 2.111621603e-02f;
+  p = p * square - 5.387513875e-02f;
+  p = p * square + 1.333292401e-01f;
+  p = p * square - 3.333333043e-01f;
+  const Vector<float> near_zero = x + x * square * p;
+  const Vector<float> far = 1.0f - 2.0f / (exp_vector(size + size) + 1.0f);
+  const Vector<float> signed_far = x < Vector<float>{} ? -far : far;
+  return size < splat(0.6f) ? near_zero : signed_far;
+}
+
+ITM_FAST_INLINE Vector<double> tanh_vector(Vector<double> x) {
+  Vector<double> result{};
+  for (int i = 0; i < kLanes<double>; ++i) result[i] = std::tanh(x[i]);
+  return result;
+}
+
 }  // namespace itm_fast::ITM_FAST_ISA

@@ -1,0 +1,155 @@
+// regulated_scores and cross_attention_alignments on the CPU, tile by tile.
+#include <torch/csrc/stable/library.h>
+
+#include "cpu/packed_regulators.h"
+#include "ops/cross_attention.h"
+
+namespace itm_fast {
+namespace {
+
+using torch::stable::Tensor;
+
+const RegulatorKernels<float>& exact_kernels(float) { ITM_FAST_RETURN_SELECTED(kRegulatorsFloat32) }
+const RegulatorKernels<double>& exact_kernels(double) { ITM_FAST_RETURN_SELECTED(kRegulatorsFloat64) }
+
+const LowPrecisionRegulators* low_precision_regulators() {
+  switch (selected_isa()) {
+#ifdef ITM_FAST_HAVE_AMX
+    case Isa::amx:
+      return &amx::kLowPrecisionRegulators;
+    case Isa::avx512_bf16:
+      return &avx512_bf16::kLowPrecisionRegulators;
+#endif
+    default:
+      return nullptr;
+  }
+}
+
+// The kernels for the precision asked for: the fastest that are at least as precise.
+template <typename T>
+const RegulatorKernels<T>& regulator_kernels([[maybe_unused]] const std::string& precision) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (const LowPrecisionRegulators* low = low_precision_regulators()) {
+      if (precision == "bf16") return low->bf16;
+      if (precision == "bf16x3" && low->bf16x3.pack != nullptr) return low->bf16x3;
+    }
+  }
+  return exact_kernels(T{});
+}
+
+// Every query set with every context set: runs of query sets, each with runs of as many context sets as fill a tile.
+template <typename T>
+std::vector<RegulatorTile> cut_into_tiles(const FragmentsView<T>& queries, const FragmentsView<T>& contexts,
+                                          int64_t tile_rows, RegulatorSizes& sizes) {
+  std::vector<RegulatorTile> tiles;
+  const std::vector<int64_t> runs = cut_into_runs(queries, 0, queries.n_sets, tile_rows);
+  for (size_t run = 0; run + 1 < runs.size(); ++run) {
+    const int64_t n_rows = queries.offsets[runs[run + 1]] - queries.offsets[runs[run]];
+    if (n_rows == 0) continue;
+    const int64_t step = std::clamp<int64_t>(tile_rows / n_rows, 1, std::max<int64_t>(contexts.n_sets, 1));
+    for (int64_t context = 0; context < contexts.n_sets; context += step) {
+      tiles.push_back({runs[run], runs[run + 1], context, std::min(context + step, contexts.n_sets)});
+    }
+    sizes.rows = std::max(sizes.rows, step * n_rows);
+    sizes.query_rows = std::max(sizes.query_rows, n_rows);
+  }
+  return tiles;
+}
+
+// Calls run(kernels, problem, tile, workspace) for all tiles.
+template <typename T, typename Run>
+void run_tiles(const Operand<T>& queries, const Operand<T>& contexts, const RegulatorWeights& weights,
+               const RegulatorOptions& options, const RegulatorKernels<T>& kernels, const Run& run) {
+  const PackedRegulators<T> packed(weights, options, kernels);
+  RegulatorProblem<T> problem{queries.view, contexts.view, options, packed.layers, {}};
+  RegulatorSizes& sizes = problem.sizes;
+  sizes.contexts = contexts.max_length;
+  sizes.dim = queries.view.dim;
+  sizes.width = weights.width;
+  sizes.hidden = weights.hidden;
+  sizes.has_channels = options.n_correspondences > 0;
+  const std::vector<RegulatorTile> tiles = cut_into_tiles(queries.view, contexts.view, kernels.tile_rows, sizes);
+  const int64_t workspace_size = kernels.workspace(sizes);
+  share_tasks<Buffer<T>>(
+      static_cast<int64_t>(tiles.size()), [&] { return Buffer<T>(workspace_size); },
+      [&](int64_t tile, Buffer<T>& workspace) { run(problem, tiles[tile], workspace.data()); });
+}
+
+template <typename T>
+Tensor scores_of(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
+                 const Tensor& context_offsets, const RegulatorWeights& weights, const RegulatorOptions& options,
+                 const std::string& precision) {
+  const RegulatorKernels<T>& kernels = regulator_kernels<T>(precision);
+  const Operand<T> query(queries, query_offsets), context(contexts, context_offsets);
+  Tensor scores = torch::stable::new_zeros(queries, {query.view.n_sets, context.view.n_sets}, kScalarType<T>);
+  auto* out = static_cast<T*>(scores.mutable_data_ptr());
+  run_tiles(query, context, weights, options, kernels,
+            [&](const RegulatorProblem<T>& problem, const RegulatorTile& tile, T* workspace) {
+              kernels.score_tile(problem, tile, workspace, out);
+            });
+  return scores;
+}
+
+template <typename T>
+Tensor alignments_of(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
+                     const Tensor& context_offsets, const RegulatorWeights& weights, const RegulatorOptions& options,
+                     const std::string& precision) {
+  const RegulatorKernels<T>& kernels = regulator_kernels<T>(precision);
+  const Operand<T> query(queries, query_offsets), context(contexts, context_offsets);
+  const int64_t n_rows = queries.size(0);
+  // Offsets that do not end at the number of rows leave some without a set, which stay zero.
+  Tensor alignments = torch::stable::new_zeros(queries, {context.view.n_sets, n_rows, weights.width}, kScalarType<T>);
+  auto* out = static_cast<T*>(alignments.mutable_data_ptr());
+  run_tiles(query, context, weights, options, kernels,
+            [&](const RegulatorProblem<T>& problem, const RegulatorTile& tile, T* workspace) {
+              kernels.align_tile(problem, tile, n_rows, workspace, out);
+            });
+  return alignments;
+}
+
+Tensor regulated_scores(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
+                        const Tensor& context_offsets, std::vector<Tensor> weights, int64_t alignments,
+                        int64_t correspondences, int64_t aggregations, bool scored, bool learned_factors,
+                        const std::string& activation, bool normalize_mean, const std::string& schedule,
+                        bool residual_correspondence, bool residual_aggregation,
+                        const std::string& correspondence_input, double temperature, double negative_slope,
+                        const std::string& focal, double dropout, std::optional<Tensor> seed,
+                        const std::string& precision) {
+  check_operands(queries, query_offsets, contexts, context_offsets, precision);
+  RegulatorOptions options =
+      regulator_options({alignments, correspondences, aggregations, scored, learned_factors, activation, normalize_mean,
+                         schedule, residual_correspondence, residual_aggregation, correspondence_input},
+                        cross_attention_options(temperature, "clipped_l2norm", negative_slope, focal, "mean", 1.0));
+  options.dropout = counter_dropout(dropout, seed);
+  const RegulatorWeights checked = regulator_weights(weights, options, queries.size(1));
+  if (queries.scalar_type() == torch::headeronly::ScalarType::Double) {
+    return scores_of<double>(queries, query_offsets, contexts, context_offsets, checked, options, precision);
+  }
+  return scores_of<float>(queries, query_offsets, contexts, context_offsets, checked, options, precision);
+}
+
+Tensor cross_attention_alignments(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
+                                  const Tensor& context_offsets, std::vector<Tensor> weights, int64_t correspondences,
+                                  bool residual_correspondence, double temperature, const std::string& normalization,
+                                  double negative_slope, const std::string& focal, const std::string& precision) {
+  check_operands(queries, query_offsets, contexts, context_offsets, precision);
+  // A chain that ends in alignments is one whose score nobody asks for.
+  RegulatorOptions options =
+      regulator_options({correspondences + 1, correspondences, 0, true, false, "sigmoid", false, "interleaved",
+                         residual_correspondence, false, "alignment"},
+                        cross_attention_options(temperature, normalization, negative_slope, focal, "mean", 1.0));
+  options.scored = false;
+  const RegulatorWeights checked = regulator_weights(weights, options, queries.size(1));
+  if (queries.scalar_type() == torch::headeronly::ScalarType::Double) {
+    return alignments_of<double>(queries, query_offsets, contexts, context_offsets, checked, options, precision);
+  }
+  return alignments_of<float>(queries, query_offsets, contexts, context_offsets, checked, options, precision);
+}
+
+}  // namespace
+}  // namespace itm_fast
+
+STABLE_TORCH_LIBRARY_IMPL(itm_fast, CPU, m) {
+  m.impl("regulated_scores", TORCH_BOX(&itm_fast::regulated_scores));
+  m.impl("cross_attention_alignments", TORCH_BOX(&itm_fast::cross_attention_alignments));
+}

@@ -1,0 +1,32 @@
+// Dropout by a counter-based generator: every element's mask follows from the seed and the element's place alone.
+#pragma once
+
+#include <cstdint>
+
+namespace itm_fast {
+
+// Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). A word is an unsigned integer
+// of 64 bits that holds 32, or a vector of them; the words of the counter become the result.
+template <typename Word>
+__attribute__((always_inline)) inline void philox4x32(Word (&words)[4], uint32_t key0, uint32_t key1) {
+  constexpr uint64_t kLowHalf = 0xffffffff;
+  for (int round = 0; round < 10; ++round) {
+    const Word first = words[0] * uint64_t{0xd2511f53}, second = words[2] * uint64_t{0xcd9e8d57};
+    words[0] = (second >> 32) ^ words[1] ^ uint64_t { key0 };
+    words[1] = second & kLowHalf;
+    words[2] = (first >> 32) ^ words[3] ^ uint64_t { key1 };
+    words[3] = first & kLowHalf;
+    key0 += 0x9e3779b9;
+    key1 += 0xbb67ae85;
+  }
+}
+
+// What is dropped, and by how much the rest grows. Channel i at a query row, a context set and a stream takes word
+// i % 4 of the counter (row, context, stream, i / 4); a word below the threshold drops it.
+struct CounterDropout {
+  double probability;
+  uint64_t threshold;  // floor(probability * 2^32)
+  uint32_t key[2];     // the lower and the upper half of the seed
+};
+
+}  // namespace itm_fast

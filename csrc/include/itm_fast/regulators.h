@@ -1,0 +1,77 @@
+// What every backend of the regulators shares: the setting of a call, views of the weights, and tiles.
+#pragma once
+
+#include "itm_fast/cross_attention.h"
+#include "itm_fast/philox.h"
+
+namespace itm_fast {
+
+enum class Activation : int32_t { sigmoid, tanh };
+
+struct RegulatorOptions {
+  CrossAttentionOptions attention;  // but for its aggregation
+  CounterDropout dropout;           // inside RAR
+  int64_t n_alignments, n_correspondences, n_aggregations;
+  bool scored;           // by a learned layer; else the mean cosine is the score
+  bool learned_factors;  // of the first attention
+  bool interleaved;      // aggregations take turns with correspondences
+  bool sees_query;       // RCR sees the query instead of the alignment
+  bool residual_correspondence, residual_aggregation, normalize_mean;
+  Activation activation;
+};
+
+// A linear layer: its weight (outputs, inputs) packed, its bias followed by zeros up to a multiple of kBiasStep.
+template <typename T>
+struct RegulatorLayer {
+  const T* packed;
+  const T* bias;
+  int64_t outputs, inputs;
+};
+
+inline constexpr int64_t kBiasStep = 32;
+
+template <typename T>
+struct CorrespondenceLayers {
+  RegulatorLayer<T> w1, w2, w3;
+  const T *w4, *b4;
+};
+
+template <typename T>
+struct AggregationLayers {
+  RegulatorLayer<T> a, b;
+  const T *v, *c;
+};
+
+// As many layers as the options say; null where there are none.
+template <typename T>
+struct RegulatorLayers {
+  const RegulatorLayer<T>* alignments;
+  const CorrespondenceLayers<T>* correspondences;
+  const AggregationLayers<T>* aggregations;
+  const T *u, *u0;
+  const T *channels, *temperature;
+};
+
+// The largest of all tiles.
+struct RegulatorSizes {
+  int64_t rows;        // of a tile
+  int64_t query_rows;  // of a slice
+  int64_t contexts;    // rows of a context set
+  int64_t dim, width;  // of rows and of alignments
+  int64_t hidden;      // outputs of the widest hidden layer
+  bool has_channels;   // factors of RCR, or learned ones
+};
+
+template <typename T>
+struct RegulatorProblem {
+  FragmentsView<T> queries, contexts;
+  RegulatorOptions options;
+  RegulatorLayers<T> layers;
+  RegulatorSizes sizes;
+};
+
+struct RegulatorTile {
+  int64_t first_query, last_query, first_context, last_context;
+};
+
+}  // namespace itm_fast

@@ -1,0 +1,164 @@
+#include "ops/regulators.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <string_view>
+
+#include "ops/options.h"
+
+namespace itm_fast {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+enum class Schedule : int32_t { interleaved, sequential };
+enum class CorrespondenceInput : int32_t { alignment, query };
+
+constexpr int64_t kUnknown = -1;  // a size that the first weight that has it decides
+
+// Hands out the weights one after the other.
+class Reader {
+ public:
+  explicit Reader(const std::vector<Tensor>& weights) : weights_(weights) {}
+
+  // A weight of shape (outputs, inputs) and its bias (outputs,).
+  LinearWeights linear(const char* name, int64_t& outputs, int64_t& inputs) {
+    const Tensor weight = next(name, 2), bias = next(name, 1);
+    check_size(name, "rows", weight.size(0), outputs);
+    check_size(name, "columns", weight.size(1), inputs);
+    check_size(name, "biases", bias.size(0), outputs);
+    return {weight, bias};
+  }
+
+  // Two vectors.
+  LinearWeights vectors(const char* name, int64_t& first, int64_t& second) {
+    const Tensor weight = next(name, 1), bias = next(name, 1);
+    check_size(name, "numbers", weight.size(0), first);
+    check_size(name, "numbers", bias.size(0), second);
+    return {weight, bias};
+  }
+
+  void check_end() const {
+    STD_TORCH_CHECK(place_ == weights_.size(), "weights: expected ", place_, " tensors, got ", weights_.size());
+  }
+
+ private:
+  const Tensor& next(const char* name, int64_t n_dimensions) {
+    STD_TORCH_CHECK(place_ < weights_.size(), "weights: expected more than ", weights_.size(), " tensors");
+    const Tensor& tensor = weights_[place_++];
+    const ScalarType dtype = tensor.scalar_type();
+    STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double, name,
+                    ": expected float32 or float64 weights");
+    STD_TORCH_CHECK(tensor.dim() == n_dimensions, name, ": expected ", n_dimensions, " dimensions, got ", tensor.dim());
+    return tensor;
+  }
+
+  static void check_size(const char* name, const char* what, int64_t size, int64_t& expected) {
+    if (expected == kUnknown) expected = size;
+    STD_TORCH_CHECK(size == expected, name, ": expected ", expected, " ", what, ", got ", size);
+  }
+
+  const std::vector<Tensor>& weights_;
+  size_t place_ = 0;
+};
+
+}  // namespace
+
+RegulatorOptions regulator_options(const RegulatorSetting& setting, const CrossAttentionOptions& attention) {
+  using namespace std::string_view_literals;
+  RegulatorOptions options{};
+  options.attention = attention;
+  options.n_alignments = setting.alignments;
+  options.n_correspondences = setting.correspondences;
+  options.n_aggregations = setting.aggregations;
+  options.scored = setting.scored;
+  options.learned_factors = setting.learned_factors;
+  options.normalize_mean = setting.normalize_mean;
+  options.residual_correspondence = setting.residual_correspondence;
+  options.residual_aggregation = setting.residual_aggregation;
+  options.activation = parse_option<Activation>("activation", setting.activation, std::array{"sigmoid"sv, "tanh"sv});
+  const auto schedule =
+      parse_option<Schedule>("schedule", setting.schedule, std::array{"interleaved"sv, "sequential"sv});
+  options.interleaved = schedule == Schedule::interleaved && setting.correspondences > 0 && setting.aggregations > 0;
+  options.sees_query =
+      parse_option<CorrespondenceInput>("correspondence_input", setting.correspondence_input,
+                                        std::array{"alignment"sv, "query"sv}) == CorrespondenceInput::query;
+  for (const int64_t count : {setting.alignments, setting.correspondences, setting.aggregations}) {
+    STD_TORCH_CHECK(count >= 0, "steps: expected no negative number, got ", count);
+  }
+  STD_TORCH_CHECK(options.scored || options.n_aggregations == 0, "aggregations: expected a score with them");
+  const int64_t without_score = options.sees_query ? 0 : options.n_correspondences;
+  const int64_t expected = options.scored ? options.n_correspondences + 1 : without_score;
+  STD_TORCH_CHECK(options.n_alignments == expected, "alignments: expected ", expected, ", got ", options.n_alignments);
+  STD_TORCH_CHECK(!options.interleaved || options.n_aggregations == options.n_alignments, "aggregations: expected ",
+                  options.n_alignments, ", got ", options.n_aggregations);
+  return options;
+}
+
+CounterDropout counter_dropout(double probability, const std::optional<Tensor>& seed) {
+  STD_TORCH_CHECK(probability >= 0.0 && probability < 1.0, "dropout: expected a probability in [0, 1), got ",
+                  probability);
+  CounterDropout dropout{probability, static_cast<uint64_t>(std::floor(probability * 4294967296.0)), {0, 0}};
+  if (probability == 0.0) return dropout;
+  STD_TORCH_CHECK(seed.has_value(), "seed: expected one for the dropout of ", probability);
+  STD_TORCH_CHECK(seed->numel() == 1 && seed->scalar_type() == ScalarType::Long,
+                  "seed: expected an int64 tensor of one element");
+  const auto bits = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->data_ptr()));
+  dropout.key[0] = static_cast<uint32_t>(bits);
+  dropout.key[1] = static_cast<uint32_t>(bits >> 32);
+  return dropout;
+}
+
+RegulatorWeights regulator_weights(const std::vector<Tensor>& weights, const RegulatorOptions& options, int64_t dim) {
+  Reader reader(weights);
+  RegulatorWeights result;
+  int64_t width = kUnknown, one = 1;
+  for (int64_t i = 0; i < options.n_alignments; ++i) {
+    result.alignments.push_back(reader.linear("alignments", width, dim));
+  }
+  for (int64_t i = 0; i < options.n_correspondences; ++i) {
+    int64_t wide = kUnknown, narrow = kUnknown, &seen = options.sees_query ? dim : width;
+    CorrespondenceWeights step;
+    step.w1 = reader.linear("correspondences.w1", wide, seen);
+    step.w2 = reader.linear("correspondences.w2", dim, wide);
+    step.w3 = reader.linear("correspondences.w3", narrow, seen);
+    step.w4 = reader.linear("correspondences.w4", one, narrow);
+    result.hidden = std::max({result.hidden, wide, narrow});
+    result.correspondences.push_back(step);
+  }
+  for (int64_t i = 0; i < options.n_aggregations; ++i) {
+    AggregationWeights step;
+    step.a = reader.linear("aggregations.a", width, width);
+    step.b = reader.linear("aggregations.b", width, width);
+    step.v = reader.linear("aggregations.v", one, width);
+    result.aggregations.push_back(step);
+  }
+  if (options.scored) result.score = reader.linear("score", one, width);
+  if (options.learned_factors) result.factors = reader.vectors("initial_factors", dim, one);
+  reader.check_end();
+  result.width = std::max<int64_t>(width, 0);
+  return result;
+}
+
+}  // namespace itm_fast
+
+// `weights` stand in the order of `RegulatorParameters.tensors()`, in float32, or float64 for float64 rows; `precision`
+// is what was asked for, as resolved in Python.
+STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
+  m.def(
+      "regulated_scores(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "
+      "Tensor[] weights, int alignments, int correspondences, int aggregations, bool scored, bool learned_factors, "
+      "str activation, bool normalize_mean, str schedule, bool residual_correspondence, bool residual_aggregation, "
+      "str correspondence_input, float temperature, float negative_slope, str focal, float dropout, Tensor? seed, "
+      "str precision) -> Tensor");
+  m.def(
+      "cross_attention_alignments(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "
+      "Tensor[] weights, int correspondences, bool residual_correspondence, float temperature, str normalization, "
+      "float negative_slope, str focal, str precision) -> Tensor");
+}
