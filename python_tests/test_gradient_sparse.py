@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fragments import random_fragments
+from helpers.fragments import native_calls, random_fragments
 from helpers.regulators import random_parameters
 from torch import Tensor, nn
 
@@ -363,6 +363,7 @@ def test_sgraf_is_the_dense_computation(steps: int, graph_steps: int, filtration
 
 
 def test_regulated_scores_compute_three_pairs_per_anchor_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward is one call of the native operator; the backward computes in blocks, and with the same masks."""
     pairs: dict[bool, int] = {False: 0, True: 0}
     block = regulators.regulated_scores_block
 
@@ -372,12 +373,21 @@ def test_regulated_scores_compute_three_pairs_per_anchor_again(monkeypatch: pyte
 
     monkeypatch.setattr(regulators, "regulated_scores_block", counting)
     parameters = random_parameters("rcar2", DIM, 4)
+    weights = [tensor.requires_grad_() for tensor in parameters.tensors()]
     images, captions = sets(n_images=16, n_captions=16)
-    scores = F_itm.regulated_scores(captions[0], images["regions"], parameters, dropout=0.4, seed=3)
+    with native_calls() as calls:
+        scores = F_itm.regulated_scores(captions[0], images["regions"], parameters, dropout=0.4, seed=3)
+    assert [name for name, _ in calls] == ["regulated_scores"]
     loss = F_itm.triplet_loss(scores, margin=1.0, mining="hardest")
-    loss.backward()
-    assert pairs[False] == 256
+    found = torch.autograd.grad(loss, weights)
+    assert pairs[False] == 0
     assert 16 < pairs[True] <= 48
+    dense = regulators.reference.regulated_scores_packed(
+        captions[0], images["regions"], parameters, dropout=0.4, seed=3
+    )
+    expected = torch.autograd.grad(F_itm.triplet_loss(dense, margin=1.0, mining="hardest"), weights)
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-11)
 
 
 def test_the_example_of_the_page_runs() -> None:
