@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from helpers.fragments import native_calls, random_fragments
 from helpers.regulators import SETTINGS, random_parameters
-from helpers.tolerance import assert_close_to_exact, max_error
+from helpers.tolerance import assert_as_accurate, max_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -72,10 +72,13 @@ def test_every_setting(setting: str) -> None:
     assert [name for name, _ in calls] == ["regulated_scores"]
     torch.testing.assert_close(scores, exact, rtol=0, atol=1e-12)
     single = queries.to(torch.float32), contexts.to(torch.float32), parameters.to(torch.float32)
-    plain = reference.regulated_scores_packed(*single, **options)
-    # Both are sums of thousands of rounded terms: a unit of rounding of the widest hidden layer's input is allowed.
-    floor = 8 * DIM**0.5 * torch.finfo(torch.float32).eps
-    assert_close_to_exact(F_itm.regulated_scores(*single, **options), plain, exact, floor=floor, name=setting)
+
+    def plain(moved: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        sides = [part.with_values(moved(part.values)) for part in single[:2]]
+        weights = single[2].with_tensors([moved(tensor) for tensor in single[2].tensors()])
+        return [reference.regulated_scores_packed(*sides, weights, **options)]
+
+    assert_as_accurate([F_itm.regulated_scores(*single, **options)], [plain], [exact], names=[setting])
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
@@ -127,7 +130,7 @@ def test_whatever_is_asked_for(data: st.DataObject) -> None:
 def test_masks_are_those_of_the_generator(setting: str) -> None:
     """One element of a mask that differs changes a score by far more than rounding does."""
     queries, contexts, parameters = rcar(setting=setting)
-    for seed in (0, -1, -(2**63), 5 + 2**40):
+    for seed in (-(2**63), 5 + 2**40):
         options = {"dropout": 0.4, "seed": seed}
         exact = reference.regulated_scores(queries, contexts, parameters, **options)
         scores = F_itm.regulated_scores(queries, contexts, parameters, **options)
