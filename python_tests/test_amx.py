@@ -14,12 +14,13 @@ import pytest
 import torch
 from helpers.fragments import random_fragments
 from helpers.processes import ROOT
+from helpers.regulators import random_parameters
 
 import itm_fast.functional as F_itm
 from itm_fast import reference
 
-KERNELS = ROOT / "csrc/cpu/kernels/low_precision/cross_attention.cpp"
-DRIVER = Path(__file__).parent / "native/amx_scores.cpp"
+KERNELS = sorted((ROOT / "csrc/cpu/kernels/low_precision").glob("*.cpp"))
+DRIVERS = sorted((Path(__file__).parent / "native").glob("amx_*.cpp"))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def amx(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("amx") / "amx.so"
     command = [compiler, "-std=c++20", "-O2", "-Wno-psabi", "-shared", "-fPIC", "-o", str(library)]
     command += ["-DITM_FAST_ISA=amx", "-DITM_FAST_AMX", "-DITM_FAST_AMX_SIMULATED"]
-    command += [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/include'}", str(KERNELS), str(DRIVER)]
+    command += [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/include'}", *map(str, [*KERNELS, *DRIVERS])]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return ctypes.CDLL(str(library))
@@ -128,3 +129,24 @@ def test_scores(amx, parts, dtype):
         assert error < 2 * (plain - exact).abs().max().item() + 1e-6
     else:
         assert 1e-5 < error < 5e-3
+
+
+@pytest.mark.parametrize(("parts", "allowed"), [(1, 2e-2), (2, 2e-5)])
+@pytest.mark.parametrize(("setting", "steps", "width"), [("rcar2", 2, 20), ("rcar2", 2, 70), ("rar1", 1, 33)])
+def test_regulated_scores(amx, parts, allowed, setting, steps, width):
+    words = random_fragments([3, 0, 17, 1, 25, 8], 70, torch.float32)
+    regions = random_fragments([36, 5, 0, 36, 12], 70, torch.float32, seed=1)
+    parameters = random_parameters(setting, 70, width, torch.float32)
+    exact = reference.regulated_scores(
+        words.to(torch.float64), regions.to(torch.float64), parameters.to(torch.float64), temperature=10.0
+    )
+    out = torch.zeros(len(words), len(regions))
+    sides = []
+    for side in (words, regions):
+        sides += [pointer(side.values), pointer(side.offsets.to(torch.int64)), *sizes(len(side))]
+    tensors = [tensor.contiguous() for tensor in parameters.tensors()]
+    weights = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    amx.amx_regulated_scores(*sizes(parts), *sides, *sizes(70, steps, width), weights, pointer(out))
+    error = (out - exact).abs().max().item()
+    assert error < allowed
+    assert parts == 2 or error > 1e-5

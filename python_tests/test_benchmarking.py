@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from itm_fast import reference
-from itm_fast.benchmarking import workloads
+from itm_fast.benchmarking import regulated, workloads
 from itm_fast.benchmarking.measure import Timing, interleave, peak_memory
 from itm_fast.benchmarking.run import PRESETS, run
 from itm_fast.benchmarking.table import BOUND, markdown
@@ -82,6 +82,26 @@ def test_all_variants_compute_the_same() -> None:
     assert workloads.accuracy("native", sizes)["max_score_error"] < 1e-6
 
 
+def test_all_variants_of_the_regulators_compute_the_same() -> None:
+    sizes = Sizes(images=6, captions=6, dim=32)
+    weights = regulated.parameters(sizes).to(torch.float64)
+    sides = [part.to(torch.float64) for part in workloads.inputs(sizes)]
+    exact = reference.regulated_scores(*sides, weights).detach()
+    assert float(exact.std()) > 1e-4
+    loop = regulated.make_regulated_step("loop", sizes)()
+    for name in regulated.SCORES:
+        low = name.endswith(("bf16", "medium"))
+        scores = regulated.make_regulated_scores(name, sizes)().double()
+        assert torch.allclose(scores, exact, rtol=0, atol=2e-2 if low else 1e-6), name
+        if low:
+            continue
+        for gradient, expected in zip(regulated.make_regulated_step(name, sizes)(), loop, strict=True):
+            assert float((gradient - expected).abs().max()) < 1e-5, name
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert regulated.accuracy("native", sizes)["max_score_error"] < 1e-6
+    assert regulated.accuracy("packed", sizes)["changed_hardest_negatives"] == 0.0
+
+
 def test_a_run_is_written_down_whole() -> None:
     preset = attrs.evolve(PRESETS["quick"], compiled=False, memory=False)
     results = json.loads(json.dumps(run(preset, threads=1)))
@@ -97,6 +117,12 @@ def test_a_run_is_written_down_whole() -> None:
     assert "target" in text
     ratio = step["loop"]["median_s"] / step["native"]["median_s"]
     assert f"**{ratio:.1f}x**" in text
+    regulated_scores = results["workloads"]["regulated scores"]["variants"]
+    error = regulated_scores["native"]["accuracy"]["max_score_error"]
+    assert 0 < error < 1e-6
+    assert f"| {error:.1e} |" in text.split("accuracy of RCAR scores")[1]
+    ratio = regulated_scores["loop"]["median_s"] / regulated_scores["native"]["median_s"]
+    assert f"**{ratio:.1f}x**" in text.split("RCAR t2i, 2 RAR and 1 RCR")[1]
 
 
 def test_a_target_that_is_missed_is_said() -> None:

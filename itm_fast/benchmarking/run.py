@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import torch
 
-from itm_fast.benchmarking import workloads
+from itm_fast.benchmarking import regulated, workloads
 from itm_fast.benchmarking.measure import CpuMeter, Meter, interleave
 from itm_fast.benchmarking.workloads import Sizes
 from itm_fast.machine import processor_name
@@ -80,9 +80,17 @@ def run(preset: Preset, threads: int, progress: Callable[[str], None] = lambda _
             "step all": measure(workloads.make_step, dense, (square, "all")),
             "evaluation": measure(workloads.make_evaluation, few, (gallery,)),
         }
+        # A run of these takes seconds.
+        slow = {name: min(2 if name == "loop" else 5, preset.runs) for name in regulated.SCORES}
+        exact = {name: slow[name] for name in ("loop", "packed", "native", "native medium")}
+        measured["regulated scores"] = measure(regulated.make_regulated_scores, slow, (square,))
+        measured["regulated step"] = measure(regulated.make_regulated_step, exact, (square,))
         for name in variants:
             progress(f"accuracy of {name}")
             measured["scores"]["variants"][name]["accuracy"] = workloads.accuracy(name, square)
+        for name in slow:
+            progress(f"accuracy of regulated {name}")
+            measured["regulated scores"]["variants"][name]["accuracy"] = regulated.accuracy(name, square)
         for batch in preset.loss_batches:
             for mining in ("hardest", "all"):
                 both = {"plain": preset.runs, "native": preset.runs}

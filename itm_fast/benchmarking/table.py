@@ -19,6 +19,9 @@ TARGETS: dict[tuple[str, str], tuple[float | None, float | None, float | None]] 
     ("scores", "native bf16"): (38.0, None, 7.0),
     ("step", "native bf16"): (100.0, 48.0, None),
     ("evaluation", "native bf16"): (40.0, None, None),
+    ("regulated scores", "native"): (1.5, None, None),
+    ("regulated step", "native"): (4.5, 50.0, None),
+    ("regulated scores", "native bf16"): (8.0, None, None),
 }
 NO_TARGETS = (None, None, None)
 LOSS_TARGETS = {4096: 15.0, 128: 3.0}
@@ -47,6 +50,8 @@ def markdown(results: Mapping[str, Any]) -> str:
         _accuracy(measured["scores"]["variants"]),
         _losses(measured),
     ]
+    if "regulated scores" in measured:
+        parts[4:4] = [_regulated(measured, preset), _accuracy(measured["regulated scores"]["variants"], "RCAR scores")]
     return "\n\n".join(parts) + "\n"
 
 
@@ -131,8 +136,36 @@ def _low_precision(measured: Mapping[str, Any], preset: Mapping[str, Any], instr
     return f"{rendered}\n\n{WITHOUT_AMX[instruction_set == 'avx512_bf16']}"
 
 
-def _accuracy(variants: Mapping[str, Any]) -> str:
-    rows = [["accuracy of those scores against float64", "largest error", "hardest negatives that change"]]
+def _regulated(measured: Mapping[str, Any], preset: Mapping[str, Any]) -> str:
+    header = ["RCAR t2i, 2 RAR and 1 RCR", "inputs", "per-pair loop", "packed PyTorch", "itm_fast", "against the loop"]
+    rows = [[*header, "target", "against packed PyTorch", "peak memory", "of the loop", "target"]]
+    size = f"{preset['batch']} x {preset['batch']}"
+    inputs = {"native": "float32", "native medium": 'float32, "medium"', "native bf16": "bfloat16"}
+    for key, name in (
+        ("regulated scores", f"scores, {size}, no gradient"),
+        ("regulated step", f"hardest-negative step, {size}"),
+    ):
+        variants = measured[key]["variants"]
+        loop = variants["loop"]
+        for variant, label in inputs.items():
+            if variant not in variants:
+                continue
+            native, packed = variants[variant], variants["packed bf16" if variant == "native bf16" else "packed"]
+            target, memory_target, _ = _targets(preset, key, variant)
+            ratio = loop["median_s"] / native["median_s"]
+            row = [name, label, time(loop), time(packed), time(native), f"**{ratio:.1f}x**", _target(ratio, target)]
+            row += [f"{packed['median_s'] / native['median_s']:.1f}x", megabytes(native)]
+            if loop.get("peak_bytes") and native.get("peak_bytes"):
+                saved = loop["peak_bytes"] / native["peak_bytes"]
+                row += [f"**1/{saved:.0f}** of {megabytes(loop)}", _target(saved, memory_target, "1/")]
+            else:
+                row += ["not run", ""]
+            rows.append(row)
+    return table(rows)
+
+
+def _accuracy(variants: Mapping[str, Any], what: str = "those scores") -> str:
+    rows = [[f"accuracy of {what} against float64", "largest error", "hardest negatives that change"]]
     labels = {
         "loop": "per-caption loop",
         "packed": "packed PyTorch",

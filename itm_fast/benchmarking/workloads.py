@@ -20,12 +20,15 @@ __all__ = [
     "SCORES",
     "Sizes",
     "accuracy",
+    "accuracy_of",
     "inputs",
     "make_evaluation",
     "make_loss",
     "make_ranks",
     "make_scores",
     "make_step",
+    "precision_of_products",
+    "warm_up_sizes",
 ]
 
 REGIONS = 36
@@ -36,18 +39,18 @@ def _packed(words: Fragments, regions: Fragments) -> Tensor:
     return reference.cross_attention_scores_packed(words, regions, block_elements=ONE_BLOCK)
 
 
-def _native_with(setting: str) -> Callable[[Fragments, Fragments], Tensor]:
-    """The native operator with that precision of float32 products; the backward keeps it."""
+def precision_of_products(setting: str, score: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`score` with that precision of float32 products; the backward keeps it."""
 
-    def score(words: Fragments, regions: Fragments) -> Tensor:
+    def with_setting(*arguments: Any) -> Tensor:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(setting)
         try:
-            return F_itm.cross_attention_scores(words, regions)
+            return score(*arguments)
         finally:
             torch.set_float32_matmul_precision(before)
 
-    return score
+    return with_setting
 
 
 # One function per way to score captions against images, words being the queries: (n_captions, n_images). Those whose
@@ -58,8 +61,8 @@ SCORES: dict[str, Callable[[Fragments, Fragments], Tensor]] = {
     "packed bounded": reference.cross_attention_scores_packed,
     "packed bf16": _packed,
     "native": F_itm.cross_attention_scores,
-    "native high": _native_with("high"),
-    "native medium": _native_with("medium"),
+    "native high": precision_of_products("high", F_itm.cross_attention_scores),
+    "native medium": precision_of_products("medium", F_itm.cross_attention_scores),
     "native bf16": F_itm.cross_attention_scores,
 }
 
@@ -95,7 +98,7 @@ def inputs(sizes: Sizes) -> tuple[Fragments, Fragments]:
 
 
 def _inputs_of(variant: str, sizes: Sizes, small: bool) -> tuple[Fragments, ...]:
-    sides = inputs(_warm_up_sizes(variant, sizes) if small else sizes)
+    sides = inputs(warm_up_sizes(variant, sizes) if small else sizes)
     return tuple(side.to(torch.bfloat16) for side in sides) if _low_precision(variant) else sides
 
 
@@ -190,8 +193,13 @@ def accuracy(variant: str, sizes: Sizes) -> dict[str, float]:
     with torch.no_grad():
         exact = reference.cross_attention_scores(words.to(torch.float64), regions.to(torch.float64))
         scores = _score_function(variant)(*_inputs_of(variant, sizes, small=False))
+    return accuracy_of(scores, exact)
+
+
+def accuracy_of(scores: Tensor, exact: Tensor) -> dict[str, float]:
+    """Largest error of scores, and where they are square, the share of hardest negatives that are others."""
     changed = 0.0
-    if sizes.images == sizes.captions:
+    if exact.shape[0] == exact.shape[1]:
         chosen, expected = (
             torch.cat([indices for _, indices in reference.hardest_negatives(s.t().contiguous())])
             for s in (scores, exact)
@@ -200,6 +208,6 @@ def accuracy(variant: str, sizes: Sizes) -> dict[str, float]:
     return {"max_score_error": float((scores - exact).abs().max()), "changed_hardest_negatives": changed}
 
 
-def _warm_up_sizes(variant: str, sizes: Sizes) -> Sizes:
+def warm_up_sizes(variant: str, sizes: Sizes) -> Sizes:
     """The sizes of a first call: small, but for what torch.compile makes for one size alone."""
     return sizes if variant.endswith("compiled") else attrs.evolve(sizes, images=2, captions=2)
