@@ -193,7 +193,8 @@ ITM_FAST_INLINE Vector<T> attend_columns(T* columns, int64_t stride, int64_t n_c
   }
   if (focal == Focal::none) return total;
 
-  // A context is kept where p * factor > bound; the attention p = e / total keeps the comparison that of the reference.
+  // A context is kept where p * factor > bound; the attention p = e / total keeps the comparison that of the reference,
+  // and so does a product that is rounded before it is compared, which no subtraction can be fused with.
   Vector<T> factor = splat(static_cast<T>(n_contexts)), bound{};
   if (focal == Focal::prob) {
     factor = Vector<T>{};
@@ -210,13 +211,13 @@ ITM_FAST_INLINE Vector<T> attend_columns(T* columns, int64_t stride, int64_t n_c
   Mask<T> any{};
   for (int64_t k = 0; k < n_contexts; ++k) {
     const Vector<T> e = load(columns + k * stride);
-    const Mask<T> kept = (e / total) * factor - bound > Vector<T>{};
+    const Mask<T> kept = (e / total) * factor > bound;
     kept_total += select<T>(kept, e, Vector<T>{});
     any |= kept;
   }
   for (int64_t k = 0; k < n_contexts; ++k) {
     const Vector<T> e = load(columns + k * stride);
-    const Mask<T> kept = (e / total) * factor - bound > Vector<T>{};
+    const Mask<T> kept = (e / total) * factor > bound;
     store<T>(columns + k * stride, select<T>(kept | ~any, e, Vector<T>{}));
   }
   return select<T>(any, kept_total, total);

@@ -47,6 +47,23 @@ struct SliceTemperatures {
   ITM_FAST_INLINE Vector<T> at(int64_t column) const { return each == nullptr ? splat(same) : load(each + column); }
 };
 
+// normalize_row without a temperature, and by division: rounding must not tell the scores of a set's only
+// query apart, which are all 1 or -1 but for the epsilon, as focal attention compares them.
+template <typename T>
+inline void divide_row(const T* raw, T* normalized, int64_t n, const CrossAttentionOptions& options) {
+  if (options.normalization == Normalization::softmax) {
+    normalize_row(raw, normalized, n, options);
+    return;
+  }
+  const bool clip = is_clipped(options.normalization);
+  const T slope = static_cast<T>(options.negative_slope);
+  T norm;
+  const T denominator = row_denominator(raw, n, options.normalization, clip, slope, norm);
+  for (int64_t j = 0; j < n; j += kLanes<T>) {
+    store<T>(normalized + j, clipped_scores(raw, j, n, clip, slope) / denominator);
+  }
+}
+
 // attended (rows, dim) = the softmax over `context`, which is packed, of the products with `rows`, normalised over each
 // query set's rows; the sets are those from the offsets `first_set` to `last_set`. A set without rows attends to zero.
 template <typename Product>
@@ -78,7 +95,9 @@ inline void attend_slice(const typename Product::Value* rows, int64_t row_stride
   for (const int64_t* set = first_set; set < last_set; ++set) {
     if (set[0] == set[1]) continue;
     const int64_t column = *set - *first_set;
-    normalize_rows(transposed + column, stride, normalized + column, stride, n_contexts, set[1] - set[0], options);
+    for (int64_t k = 0; k < n_contexts; ++k) {
+      divide_row(transposed + k * stride + column, normalized + k * stride + column, set[1] - set[0], options);
+    }
   }
   for (int64_t column = 0; column < n_rows; column += kLanes<T>) {
     const Vector<T> temperature = temperatures.at(column);
