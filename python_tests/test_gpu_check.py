@@ -127,6 +127,45 @@ def test_a_step_is_stopped_at_its_limit_with_what_it_started(stage: gpu_check.St
     ]
 
 
+def test_steps_side_by_side_are_written_down_each(stage: gpu_check.Stage) -> None:
+    began = time.monotonic()
+    wait = "import sys, time; time.sleep(2); print(sys.argv[1])"
+    stage.run_together(
+        {"one": [*python(wait), "1 passed"], "two": [*python(wait), "2 passed"], "bad": python("print('1 failed')")},
+        gpu_check.by_tests,
+    )
+    steps = written(stage)["steps"]
+    assert [(step["name"], step["outcome"], step["detail"]) for step in steps] == [
+        ("one", "passed", "1 passed"),
+        ("two", "passed", "2 passed"),
+        ("bad", "failed", "1 failed"),
+    ]
+    assert time.monotonic() - began < sum(step["seconds"] for step in steps)
+    stage.deadline = time.monotonic() + 1
+    stage.run_together({"late": python("print('never')")}, gpu_check.by_tests)
+    assert written(stage)["steps"][-1]["detail"] == "no time was left"
+
+
+@pytest.mark.parametrize(("n_files", "most", "parts"), [(90, 8, 8), (90, 1, 1), (9, 8, 2), (1, 8, 1)])
+def test_every_file_of_the_suite_is_in_one_part(n_files: int, most: int, parts: int) -> None:
+    files = [f"test_{number}.py" for number in range(n_files)]
+    dealt = gpu_check.dealt_out(files, most)
+    assert (len(dealt), sorted(file for part in dealt for file in part)) == (parts, sorted(files))
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+
+
+def test_the_whole_suite_runs_in_parts(stage: gpu_check.Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+    stage.content["missing_packages"] = []
+    stage.short = False
+    monkeypatch.setattr(stage, "run", lambda name, command, judge: True)
+    monkeypatch.setattr(stage, "run_together", lambda commands, judge: ran.extend(commands.values()))
+    gpu_check.tests(stage)
+    files = [argument for command in ran for argument in command if argument.startswith("python_tests/")]
+    assert sorted(files) == sorted(str(file.relative_to(ROOT)) for file in (ROOT / "python_tests").glob("test_*.py"))
+    assert all("not cuda" in command for command in ran)
+
+
 def test_what_is_unavailable_has_not_passed(stage: gpu_check.Stage) -> None:
     stage.note("compile", "passed", "")
     stage.note("memcheck", "unavailable", "Device not supported")
@@ -223,6 +262,9 @@ def test_the_operators_are_sanitized_where_the_control_passes(
     if outcome == "passed":
         assert content["steps"][2]["detail"] == "no errors or hazards; 2 operators ran: a, b"
         assert content["steps"][4]["command"].endswith("gpu_operators.py")
+        # What the driver answers torch is no access out of bounds.
+        commands = [step["command"] for step in content["steps"]]
+        assert ["--report-api-errors no" in command for command in commands] == [False, True, True, False, False]
 
 
 def test_the_planted_faults_compile(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,26 @@ class Stage:
         limit: float = LIMIT_S, **environment: str,
     ) -> bool:  # fmt: skip
         """Runs a step unless the time is up; `judge(status, output)` says outcome and detail. Whether it passed."""
-        text, limit = " ".join(command), min(limit, self.left())
+        outcome, detail, seconds = self._tried(name, command, judge or by_status, limit, environment)
+        self.note(name, outcome, detail, seconds, " ".join(command))
+        return outcome == "passed"
+
+    def run_together(self, commands: dict[str, list[str]], judge: Callable[[int, str], tuple[str, str]]) -> None:
+        """Runs several steps side by side, and writes them down when the last has ended."""
+        with ThreadPoolExecutor(len(commands)) as threads:
+            tried = {name: threads.submit(self._tried, name, c, judge, LIMIT_S, {}) for name, c in commands.items()}
+        for name, command in commands.items():
+            outcome, detail, seconds = tried[name].result()
+            self.note(name, outcome, detail, seconds, " ".join(command))
+
+    def _tried(
+        self, name: str, command: list[str], judge: Callable[[int, str], tuple[str, str]], limit: float,
+        environment: dict[str, str],
+    ) -> tuple[str, str, float]:  # fmt: skip
+        """Outcome, detail and seconds of a command, whose output goes to the step's log."""
+        limit = min(limit, self.left())
         if limit < 5:
-            self.note(name, "not run", "no time was left", command=text)
-            return False
+            return "not run", "no time was left", 0.0
         began = time.monotonic()
         log = self.options.out / f"{self.file.stem}_{name.replace(' ', '_')}.log"
         status = run_logged(command, log, limit, {**os.environ, **environment})
@@ -95,9 +112,8 @@ class Stage:
         if status is None:
             outcome, detail = "failed", f"stopped after {limit:.0f} s: {last_line(said)}"
         else:
-            outcome, detail = (judge or by_status)(status, said)
-        self.note(name, outcome, detail, time.monotonic() - began, text)
-        return outcome == "passed"
+            outcome, detail = judge(status, said)
+        return outcome, detail, time.monotonic() - began
 
     def finish(self) -> bool:
         """Writes the outcome; whether nothing failed."""
@@ -205,7 +221,16 @@ def tests(stage: Stage) -> None:
         if stage.content["missing_packages"]:
             stage.note("suite", "failed", missing_line(stage.content["missing_packages"], stage.options.wheels))
         else:
-            stage.run("suite", pytest("-m", "not cuda", "--ignore=python_tests/cuda"), by_tests)
+            files = [str(file.relative_to(ROOT)) for file in sorted((ROOT / "python_tests").glob("test_*.py"))]
+            parts = dealt_out(files, max(1, (os.cpu_count() or 1) // 2))
+            suite = {f"suite {n} of {len(parts)}": pytest("-m", "not cuda", *part) for n, part in enumerate(parts, 1)}
+            stage.run_together(suite, by_tests)
+
+
+def dealt_out(files: list[str], most: int) -> list[list[str]]:
+    """The files of at most so many runs side by side: one after the other they would take longer than a call may."""
+    count = min(most, max(1, len(files) // 4))  # A run of few files may find no test that it is asked for.
+    return [files[first::count] for first in range(count)]
 
 
 def sanitize(stage: Stage) -> None:
