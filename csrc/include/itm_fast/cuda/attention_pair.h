@@ -1,0 +1,237 @@
+// The attention of one pair of sets on a GPU: from the raw scores of a query set with a context set to the cosines of
+// the queries and the score of the pair (steps 2 to 7 of the design), a thread per row or per column.
+//
+// Nothing here knows where scores and attention lie: rows and columns come as functions of an index. What is computed
+// for NaN, infinities and zeros is what the CPU kernels compute.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "itm_fast/cross_attention.h"
+#include "itm_fast/cuda/machine.h"
+
+namespace itm_fast::cuda {
+
+// Below this share of (sum_k p_k |x_k|)^2 the quadratic form p G p has lost too many digits, and the attended vector is
+// formed for that query after all.
+inline constexpr float kCancellation = 1.0f / 512.0f;
+
+// Gram matrices are read in vectors of four: rows are padded with zeros to a multiple of this.
+inline constexpr int kGramBlock = 8;
+
+constexpr int gram_stride(int n_contexts) { return (n_contexts + kGramBlock - 1) / kGramBlock * kGramBlock; }
+
+// CrossAttentionOptions in the type that is computed in.
+struct PairOptions {
+  float temperature, negative_slope, logsumexp_temperature;
+  Normalization normalization;
+  Focal focal;
+  Aggregation aggregation;
+  bool clips;
+  bool small_logits;  // numerators do without the maximum of the logits
+
+  PairOptions() = default;
+  explicit PairOptions(const CrossAttentionOptions& o)
+      : temperature(static_cast<float>(o.temperature)),
+        negative_slope(static_cast<float>(o.negative_slope)),
+        logsumexp_temperature(static_cast<float>(o.logsumexp_temperature)),
+        normalization(o.normalization),
+        focal(o.focal),
+        aggregation(o.aggregation),
+        clips(o.normalization == Normalization::clipped_l2norm || o.normalization == Normalization::clipped_l1norm ||
+              o.normalization == Normalization::clipped),
+        small_logits(o.normalization != Normalization::clipped && o.normalization != Normalization::no_norm &&
+                     o.temperature <= 10.0 && o.temperature >= -10.0) {}
+
+  // A NaN counts as positive and stays NaN.
+  ITM_FAST_DEVICE float clipped(float raw) const { return clips && raw <= 0.0f ? raw * negative_slope : raw; }
+  ITM_FAST_DEVICE bool is_l2() const {
+    return normalization == Normalization::l2norm || normalization == Normalization::clipped_l2norm;
+  }
+  ITM_FAST_DEVICE bool is_l1() const {
+    return normalization == Normalization::l1norm || normalization == Normalization::clipped_l1norm;
+  }
+  ITM_FAST_DEVICE bool is_softmax() const { return normalization == Normalization::softmax; }
+};
+
+// What the normalisation over the queries needs of one context's row of raw scores, which may come in parts.
+struct RowStatistics {
+  float total = 0.0f;  // of squares, of absolute values, or of exp(raw - peak)
+  float peak = -HUGE_VALF;
+
+  ITM_FAST_DEVICE void add(float raw, const PairOptions& options) {
+    if (options.is_softmax()) {
+      if (peak < raw) {
+        total = total * expf(peak - raw) + expf(raw - raw);
+        peak = raw;
+      } else if (raw != -HUGE_VALF) {  // The difference of two infinities is no number, and this one adds nothing.
+        total += expf(raw - peak);
+      }
+      return;
+    }
+    const float x = options.clipped(raw);
+    if (options.is_l2()) total += x * x;
+    if (options.is_l1()) total += fabsf(x);
+  }
+
+  // The norm over the queries; 1 where there is none to divide by.
+  ITM_FAST_DEVICE float denominator(const PairOptions& options) const {
+    const float epsilon = static_cast<float>(kNormEpsilon);
+    return options.is_l2() ? sqrtf(total) + epsilon : options.is_l1() ? total + epsilon : 1.0f;
+  }
+
+  // The one number with which logit() makes logits of the row.
+  ITM_FAST_DEVICE float factor(const PairOptions& options) const {
+    return options.is_softmax() ? peak + logf(total) : options.temperature / denominator(options);
+  }
+};
+
+// The factor of the row raw(0) to raw(n - 1).
+template <typename Raw>
+ITM_FAST_DEVICE float row_factor(const Raw& raw, int n, const PairOptions& options) {
+  RowStatistics statistics;
+  for (int j = 0; j < n; ++j) statistics.add(raw(j), options);
+  return statistics.factor(options);
+}
+
+// temperature * a of one raw score.
+ITM_FAST_DEVICE float logit(float raw, float factor, const PairOptions& options) {
+  return options.is_softmax() ? options.temperature * expf(raw - factor) : options.clipped(raw) * factor;
+}
+
+// The greatest logit so far. A NaN may be lost: it comes back as a numerator.
+ITM_FAST_DEVICE float later_peak(float peak, float logit) { return logit < peak ? peak : logit; }
+
+// Which contexts a focal mode keeps: those where p * weight > bound, and all where that is none. `total` is the sum of
+// all numerators; `weight` and `bound` are added up over all contexts before the first is asked for.
+struct FocalRule {
+  bool drops = false;
+  float total = 1.0f, weight = 0.0f, bound = 0.0f;
+
+  ITM_FAST_DEVICE void add(float numerator, Focal focal) {
+    const float p = numerator / total, root = focal == Focal::prob ? sqrtf(p) : 1.0f;
+    weight += root;
+    bound += p * root;
+  }
+  ITM_FAST_DEVICE bool keeps(float numerator) const { return !drops || (numerator / total) * weight - bound > 0.0f; }
+};
+
+// Sums over the contexts of one query, of the unnormalised attention e: what is dropped is 0.
+struct ColumnAttention {
+  float total = 0.0f;  // sum_k e_k: e / total is the attention
+  float dot = 0.0f;    // sum_k e_k s_k = <q, sum_k e_k x_k>
+};
+
+// The attention of one query over n contexts, raw(k) being its raw scores and factor(k) their rows' factors: calls
+// store(k, e_k) for every context, after the last use of raw(k).
+template <typename Raw, typename Factor, typename Store>
+ITM_FAST_DEVICE ColumnAttention attend_column(const Raw& raw, const Factor& factor, const Store& store, int n,
+                                              const PairOptions& options) {
+  float peak = 0.0f;
+  if (!options.small_logits) {
+    peak = logit(raw(0), factor(0), options);
+    for (int k = 1; k < n; ++k) peak = later_peak(peak, logit(raw(k), factor(k), options));
+  }
+  const auto numerator = [&](float s, int k) { return expf(logit(s, factor(k), options) - peak); };
+
+  FocalRule rule;
+  if (options.focal != Focal::none) {
+    rule.total = 0.0f;
+    for (int k = 0; k < n; ++k) rule.total += numerator(raw(k), k);
+    for (int k = 0; k < n; ++k) rule.add(numerator(raw(k), k), options.focal);
+    rule.drops = true;
+    bool any = false;
+    for (int k = 0; k < n && !any; ++k) any = rule.keeps(numerator(raw(k), k));
+    rule.drops = any;
+  }
+  ColumnAttention sums;
+  for (int k = 0; k < n; ++k) {
+    const float s = raw(k);
+    float e = numerator(s, k);
+    if (!rule.keeps(e)) e = 0.0f;
+    sums.total += e;
+    sums.dot += e * s;
+    store(k, e);
+  }
+  return sums;
+}
+
+// The squared norm of sum_k e_k x_k, and what it is compared with to see whether its digits are lost.
+struct AttendedNorm {
+  float square = 0.0f;  // e G e
+  float scale = 0.0f;   // sum_k e_k |x_k|
+
+  ITM_FAST_DEVICE bool is_lost() const { return square < scale * scale * kCancellation; }
+};
+
+// From the Gram matrix of the contexts: symmetric, n rows `gram_stride(n)` apart, on a boundary of 16 bytes. What lies
+// right of a block on its diagonal counts twice, and what lies left of it not at all.
+template <typename Attention>
+ITM_FAST_DEVICE AttendedNorm attended_norm(const Attention& attention, const float* gram, int n) {
+  AttendedNorm found;
+  const int stride = gram_stride(n);
+  for (int first = 0; first < n; first += kGramBlock) {
+    float sums[kGramBlock] = {};
+    const auto add_row = [&](int l) {
+      const float e = attention(l);
+      float row[kGramBlock];
+      __builtin_memcpy(row, __builtin_assume_aligned(gram + l * stride + first, 16), sizeof(row));
+      for (int i = 0; i < kGramBlock; ++i) sums[i] += row[i] * e;
+    };
+    for (int l = first + kGramBlock; l < n; ++l) add_row(l);
+    for (int i = 0; i < kGramBlock; ++i) sums[i] *= 2.0f;
+    for (int l = first; l < n && l < first + kGramBlock; ++l) add_row(l);
+    for (int i = 0; i < kGramBlock; ++i) {
+      if (first + i < n) {
+        const float e = attention(first + i);
+        found.square += e * sums[i];
+        found.scale += e * sqrtf(gram[(first + i) * stride + first + i]);
+      }
+    }
+  }
+  return found;
+}
+
+// <q, c> / max(|q| |c|, 1e-8) of the attended vector c = sum_k e_k x_k / total.
+ITM_FAST_DEVICE float cosine_of(float dot, float square, float total, float query_norm) {
+  const float least = static_cast<float>(kNormEpsilon);
+  const float norms = query_norm * sqrtf(square) / total;
+  return dot / total / (norms < least ? least : norms);
+}
+
+// The aggregate of n cosines, which may come one after another.
+class CosineAggregate {
+ public:
+  ITM_FAST_DEVICE void add(float cosine, const PairOptions& options) {
+    switch (options.aggregation) {
+      case Aggregation::max:  // The first NaN stays.
+        if (is_empty_ || (!(value_ != value_) && !(cosine <= value_))) value_ = cosine;
+        break;
+      case Aggregation::logsumexp: {
+        const float x = options.logsumexp_temperature * cosine;
+        if (is_empty_ || peak_ < x) {
+          value_ = is_empty_ ? 1.0f : value_ * expf(peak_ - x) + 1.0f;
+          peak_ = x;
+        } else {
+          value_ += expf(x - peak_);
+        }
+        break;
+      }
+      default:
+        value_ += cosine;
+    }
+    is_empty_ = false;
+  }
+  ITM_FAST_DEVICE float result(int64_t n, const PairOptions& options) const {
+    if (options.aggregation == Aggregation::mean) return value_ / static_cast<float>(n);
+    if (options.aggregation == Aggregation::logsumexp) return (logf(value_) + peak_) / options.logsumexp_temperature;
+    return value_;
+  }
+
+ private:
+  float value_ = 0.0f, peak_ = 0.0f;
+  bool is_empty_ = true;
+};
+
+}  // namespace itm_fast::cuda
