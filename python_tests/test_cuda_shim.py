@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers.shim import KernelError, ProductKernels, call, compile_driver
 from helpers.shim_checks import check_product
 from hypothesis import given, settings
@@ -140,6 +141,31 @@ BROKEN: list[Any] = [
     (10, r"shared array 'numbers': race at index 1, write here and write by thread [01] with no barrier between them$"),
     (11, r"shared array 'counts': something was written beside it$"),
 ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_of_16_bits_are_those_of_torch(kernels: ProductKernels, dtype: torch.dtype) -> None:
+    """All of them as float32, and back what lies on, beside and half way between them."""
+    half = ctypes.c_int64(dtype == torch.float16)
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    wide = np.empty(bits.size, np.float32)
+    kernels.library.widen_halves(half, ctypes.c_int64(bits.size), *map(pointer, (bits, wide)))
+    right = torch.from_numpy(bits.view(np.int16)).view(dtype).float()
+    assert torch.equal(torch.from_numpy(wide).nan_to_num(nan=3.0), right.nan_to_num(nan=3.0))
+    with np.errstate(over="ignore", invalid="ignore"):
+        middles = (wide[:-1].astype(np.float64) + wide[1:]) / 2
+        near = np.concatenate([wide, middles, np.nextafter(wide, np.inf), np.nextafter(wide, -np.inf)])
+        values = np.concatenate([near, np.nextafter(middles.astype(np.float32), np.inf)]).astype(np.float32)
+    narrow = np.empty(values.size, np.uint16)
+    kernels.library.narrow_floats(half, ctypes.c_int64(values.size), *map(pointer, (values, narrow)))
+    actual, expected = torch.from_numpy(narrow.view(np.int16)).view(dtype), torch.from_numpy(values).to(dtype)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    numbers = ~expected.isnan()
+    assert torch.equal(actual[numbers].view(torch.int16), expected[numbers].view(torch.int16))
+
+
+def pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -15,6 +15,10 @@
   const ::itm_fast::cuda::SharedArray<type> name {                       \
     ::itm_fast::shim::shared_memory(#name, __LINE__, sizeof(type), size) \
   }
+#define ITM_FAST_DYNAMIC_SHARED(type, name, offset, size)                          \
+  const ::itm_fast::cuda::SharedArray<type> name {                                 \
+    ::itm_fast::shim::dynamic_shared_memory(#name, (offset), sizeof(type), (size)) \
+  }
 
 namespace itm_fast::cuda {
 
@@ -153,27 +157,56 @@ inline float fp16_value(uint16_t bits) {
   return bits >> 15 != 0 ? -value : value;
 }
 
+// Rounded to the nearest, of two to the even one; a NaN becomes the one that cvt makes.
+inline uint16_t bf16_bits(float value) {
+  if (value != value) return 0x7fff;
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline uint16_t fp16_bits(float value) {
+  if (value != value) return 0x7fff;
+  const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
+  const float size = std::fabs(value);
+  if (size == 0.0f) return sign;
+  if (size >= 65520.0f) return sign | 0x7c00;
+  int exponent = 0;
+  std::frexp(size, &exponent);
+  // The unit in the last place: of the numbers below 2^-14 it is 2^-24.
+  const int unit = (exponent > -13 ? exponent : -13) - 11;
+  const int count = static_cast<int>(std::nearbyint(std::ldexp(size, -unit)));  // To even, as the mode is by default.
+  return sign | static_cast<uint16_t>((unit + 24) * 1024 + count);
+}
+
+// Of a 16 x 16 or 16 x 8 operand: which half of which register of which lane holds the element, as an index into the
+// slots of an exchange.
+template <int kColumns>
+struct FragmentBytes {
+  FragmentBytes(Place (*place_of)(int, int), int elements, int first_register) {
+    for (int lane = 0; lane < shim::kWarpSize; ++lane) {
+      for (int i = 0; i < elements; ++i) {
+        const Place place = place_of(lane, i);
+        at[place.row][place.column] = lane * shim::kSlotSize + first_register * 4 + i * 2;
+      }
+    }
+  }
+  int at[16][kColumns];
+};
+
 // In float32, from the lowest index of the shared dimension up.
 inline void multiply_fragments(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                                float (*value_of)(uint16_t)) {
+  static const FragmentBytes<16> left(mma_a_place, 8, 0);
+  static const FragmentBytes<8> right(mma_b_place, 4, 4);
   uint32_t own[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
   const unsigned char* slots = shim::exchange(shim::Operation::mma, own, sizeof(own));
-  float left[16][16], right[16][8];
-  for (int source = 0; source < shim::kWarpSize; ++source) {
-    uint16_t elements[12];
-    std::memcpy(elements, slots + source * shim::kSlotSize, sizeof(elements));
-    for (int i = 0; i < 8; ++i) {
-      const Place place = mma_a_place(source, i);
-      left[place.row][place.column] = value_of(elements[i]);
-    }
-    for (int i = 0; i < 4; ++i) {
-      const Place place = mma_b_place(source, i);
-      right[place.row][place.column] = value_of(elements[8 + i]);
-    }
-  }
+  const auto value = [&](int at) {
+    uint16_t bits;
+    std::memcpy(&bits, slots + at, sizeof(bits));
+    return value_of(bits);
+  };
   for (int i = 0; i < 4; ++i) {
     const Place place = mma_sum_place(lane(), i);
-    for (int k = 0; k < 16; ++k) sums[i] += left[place.row][k] * right[k][place.column];
+    for (int k = 0; k < 16; ++k) sums[i] += value(left.at[place.row][k]) * value(right.at[k][place.column]);
   }
 }
 inline void mma_bf16(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {

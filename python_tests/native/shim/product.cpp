@@ -5,6 +5,7 @@
 #include <string>
 
 #include "exact.h"
+#include "itm_fast/cuda/elements.h"
 
 namespace {
 
@@ -135,4 +136,18 @@ extern "C" const char* broken(int64_t rule, int64_t seed) {
         break;
     }
   }));
+}
+
+// Numbers of 16 bits as float32, and float32 as 16 bits.
+extern "C" void widen_halves(int64_t half, int64_t count, const uint16_t* bits, float* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = half != 0 ? widen(Half{bits[i]}) : widen(BFloat16{bits[i]});
+}
+extern "C" void narrow_floats(int64_t half, int64_t count, const float* values, uint16_t* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    Half of_half;
+    BFloat16 of_bfloat;
+    narrow(values[i], of_half);
+    narrow(values[i], of_bfloat);
+    out[i] = half != 0 ? of_half.bits : of_bfloat.bits;
+  }
 }

@@ -7,10 +7,20 @@
 #define ITM_FAST_SHARED(type, name, size)            \
   __shared__ __align__(16) type name##_memory[size]; \
   const ::itm_fast::cuda::SharedArray<type> name { name##_memory }
+#define ITM_FAST_DYNAMIC_SHARED(type, name, offset, size)                         \
+  const ::itm_fast::cuda::SharedArray<type> name {                                \
+    reinterpret_cast<type*>(::itm_fast::cuda::dynamic_shared_memory() + (offset)) \
+  }
 
 namespace itm_fast::cuda {
 
 inline constexpr unsigned kWholeWarp = 0xffffffffu;
+
+// What the launch asks for, from a boundary of 16 bytes on.
+ITM_FAST_DEVICE unsigned char* dynamic_shared_memory() {
+  extern __shared__ __align__(16) unsigned char itm_fast_dynamic_memory[];
+  return itm_fast_dynamic_memory;
+}
 
 template <typename T>
 struct SharedArray {
@@ -87,6 +97,23 @@ ITM_FAST_DEVICE void load_matrix_transposed(uint32_t (&parts)[4], SharedArray<ui
                : "=r"(parts[0]), "=r"(parts[1]), "=r"(parts[2]), "=r"(parts[3])
                : "r"(shared_address(source, index))
                : "memory");
+}
+
+ITM_FAST_DEVICE float bf16_value(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
+ITM_FAST_DEVICE float fp16_value(uint16_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;\n" : "=f"(value) : "h"(bits));
+  return value;
+}
+ITM_FAST_DEVICE uint16_t bf16_bits(float value) {
+  uint16_t bits;
+  asm("cvt.rn.bf16.f32 %0, %1;\n" : "=h"(bits) : "f"(value));
+  return bits;
+}
+ITM_FAST_DEVICE uint16_t fp16_bits(float value) {
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;\n" : "=h"(bits) : "f"(value));
+  return bits;
 }
 
 #define ITM_FAST_MMA(name, type)                                                                \
