@@ -19,6 +19,7 @@
 namespace itm_fast::shim {
 namespace {
 
+constexpr int64_t kDynamicUnit = 2;  // the smallest element of an array in dynamic shared memory
 constexpr size_t kStackSize = size_t{256} << 10;
 
 struct Fiber {
@@ -54,8 +55,14 @@ unsigned char* stack(int index) {
 
 class Block {
  public:
-  Block(int64_t index, int n_threads, uint64_t seed, const std::function<void()>& body)
-      : index(index), n_threads(n_threads), body_(body), random_(seed), fibers_(n_threads), warps_(n_threads / 32) {
+  Block(int64_t index, int n_threads, uint64_t seed, const std::function<void()>& body, int64_t dynamic_bytes)
+      : index(index),
+        n_threads(n_threads),
+        body_(body),
+        random_(seed),
+        fibers_(n_threads),
+        warps_(n_threads / 32),
+        dynamic_("dynamic shared memory", 0, kDynamicUnit, dynamic_bytes / kDynamicUnit) {
     for (int i = 0; i < n_threads; ++i) {
       Fiber& fiber = fibers_[i];
       fiber.thread.index = i;
@@ -121,6 +128,15 @@ class Block {
       if (array->is(name, line)) return *array;
     }
     arrays_.push_back(std::make_unique<SharedMemory>(name, line, element_size, size));
+    return *arrays_.back();
+  }
+
+  SharedMemory& dynamic_shared_memory(const char* name, int64_t offset, size_t element_size, int64_t size) {
+    for (const auto& array : arrays_) {
+      if (array->is(name, offset, element_size, size)) return *array;
+    }
+    const int id = static_cast<int>(arrays_.size()) + 1;
+    arrays_.push_back(std::make_unique<SharedMemory>(name, dynamic_, offset, element_size, size, id));
     return *arrays_.back();
   }
 
@@ -196,6 +212,7 @@ class Block {
   std::vector<Warp> warps_;
   std::vector<Fiber*> ready_;
   std::vector<std::unique_ptr<SharedMemory>> arrays_;
+  const SharedMemory dynamic_;
   Fiber* current_ = nullptr;
   int arrived_ = 0;
   ucontext_t main_;
@@ -206,7 +223,8 @@ class Block {
 
 }  // namespace
 
-std::string launch(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body) {
+std::string launch(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body,
+                   int64_t dynamic_bytes) {
   if (n_threads <= 0 || n_threads > 1024 || n_threads % kWarpSize != 0) {
     return "expected whole warps and at most 1024 threads a block, got " + std::to_string(n_threads);
   }
@@ -215,7 +233,7 @@ std::string launch(int64_t n_blocks, int n_threads, uint64_t seed, const std::fu
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
   for (const int64_t index : order) {
-    const std::string problem = Block(index, n_threads, random(), body).run();
+    const std::string problem = Block(index, n_threads, random(), body, dynamic_bytes).run();
     if (!problem.empty()) return problem;
   }
   return "";
@@ -239,6 +257,10 @@ const unsigned char* exchange(Operation operation, const void* bytes, size_t siz
 
 SharedMemory& shared_memory(const char* name, int line, size_t element_size, int64_t size) {
   return running->shared_memory(name, line, element_size, size);
+}
+
+SharedMemory& dynamic_shared_memory(const char* name, int64_t offset, size_t element_size, int64_t size) {
+  return running->dynamic_shared_memory(name, offset, element_size, size);
 }
 
 }  // namespace itm_fast::shim

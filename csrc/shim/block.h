@@ -32,8 +32,10 @@ struct Thread {
 
 enum class Operation { none, barrier, warp_sync, shuffle, vote, load_matrix, mma };
 
-// Calls body() once for every thread of every block. Returns what went wrong first, or an empty string.
-std::string launch(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body);
+// Calls body() once for every thread of every block, which has `dynamic_bytes` of dynamic shared memory. Returns what
+// went wrong first, or an empty string.
+std::string launch(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body,
+                   int64_t dynamic_bytes = 0);
 
 // From within a kernel:
 
@@ -55,5 +57,8 @@ const unsigned char* exchange(Operation operation, const void* bytes, size_t siz
 
 // The block's array of that name and line, made by the thread that comes first.
 SharedMemory& shared_memory(const char* name, int line, size_t element_size, int64_t size);
+
+// The array of that name and place in the block's dynamic shared memory.
+SharedMemory& dynamic_shared_memory(const char* name, int64_t offset, size_t element_size, int64_t size);
 
 }  // namespace itm_fast::shim

@@ -1,7 +1,9 @@
-// One array in shared memory: its bytes between red zones, and for every element who has used it since when.
+// One array in shared memory: its bytes between red zones, and for every element who has used it since when. Arrays in
+// dynamic shared memory are views of one such array, and may lie over each other.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -12,7 +14,9 @@ namespace itm_fast::shim {
 class SharedMemory {
  public:
   SharedMemory(const char* name, int line, size_t element_size, int64_t size);
-  ~SharedMemory();
+  // A view that begins `offset` bytes into another array. It reads what was written through it, or through a view of
+  // the same name and place, and finds nothing else there.
+  SharedMemory(const char* name, const SharedMemory& whole, int64_t offset, size_t element_size, int64_t size, int id);
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
@@ -25,11 +29,14 @@ class SharedMemory {
   void begin_copy(int64_t index, int64_t length, int64_t count, const void* source);
   void finish_copy(const Copy& copy);
 
-  // Where element 0 would be: alignments count from here.
-  int64_t byte_offset(int64_t index) const { return index * static_cast<int64_t>(element_size_); }
+  // From the beginning of the memory: alignments count from there.
+  int64_t byte_offset(int64_t index) const { return offset_ + index * static_cast<int64_t>(element_size_); }
   void check_red_zones() const;
   const std::string& name() const { return name_; }
   bool is(const std::string& name, int line) const { return line_ == line && name_ == name; }
+  bool is(const std::string& name, int64_t offset, size_t element_size, int64_t size) const {
+    return line_ == 0 && name_ == name && offset_ == offset && element_size_ == element_size && size_ == size;
+  }
 
  private:
   enum class Kind { read, write, atomic };
@@ -38,22 +45,39 @@ class SharedMemory {
     int64_t barriers, warp_syncs;
     Kind kind;
   };
-  struct Element {
+  struct Unit {                    // an element, or the part of one that views have in common
     std::vector<Access> accesses;  // those that another thread could conflict with
-    bool written = false, awaited = false;
+    int written_by = 0;            // the view through which; 0: none
+    bool awaited = false;
+  };
+  struct Storage {
+    Storage(size_t unit_size, int64_t size);
+    ~Storage();
+    unsigned char* address(int64_t offset) { return bytes.data() + kRedZone + offset; }
+
+    const size_t unit_size;
+    std::vector<unsigned char> bytes;
+    std::vector<Unit> units;
   };
 
-  unsigned char* address(int64_t index) { return bytes_.data() + kRedZone + byte_offset(index); }
-  Element& use(int64_t index, Kind kind);
+  unsigned char* address(int64_t index) { return storage_->address(byte_offset(index)); }
+  Unit* units_of(int64_t index) { return storage_->units.data() + byte_offset(index) / storage_->unit_size; }
+  size_t units_per_element() const { return element_size_ / storage_->unit_size; }
+  static std::string verb(Kind kind);
+  void use(int64_t index, Kind kind);
+  void use_unit(Unit& unit, int64_t index, Kind kind);
+  void mark_written(int64_t index);
+  bool was_written(int64_t index);
 
   static constexpr int64_t kRedZone = 64;
   static constexpr unsigned char kPoison = 0xff;  // NaN in every floating point type
   const std::string name_;
-  const int line_;
+  const int line_;  // 0: a view
   const size_t element_size_;
   const int64_t size_;
-  std::vector<unsigned char> bytes_;
-  std::vector<Element> elements_;
+  const int64_t offset_ = 0;
+  const int id_ = 1;
+  const std::shared_ptr<Storage> storage_;
 };
 
 }  // namespace itm_fast::shim
