@@ -349,9 +349,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_attention_scores_backward(
     const std::string& focal, const std::string& aggregation, double logsumexp_temperature,
     const std::string& precision, bool for_queries, bool for_contexts) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
-  STD_TORCH_CHECK(grad_scores.dim() == 2 && grad_scores.size(0) == query_offsets.size(0) - 1 &&
-                      grad_scores.size(1) == context_offsets.size(0) - 1,
-                  "grad_scores: expected shape (query sets, context sets)");
+  check_score_gradient(grad_scores, query_offsets, context_offsets);
   const CrossAttentionOptions options =
       cross_attention_options(temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature);
   return with_types(queries.scalar_type(), [&]<typename S, typename T>(S, T) {

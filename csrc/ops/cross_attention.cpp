@@ -58,8 +58,15 @@ void check_operands(const Tensor& queries, const Tensor& query_offsets, const Te
   parse_option<Precision>("precision", precision, std::array{"float64"sv, "float32"sv, "bf16x3"sv, "bf16"sv, "fp16"sv});
 }
 
+void check_score_gradient(const Tensor& grad_scores, const Tensor& query_offsets, const Tensor& context_offsets) {
+  STD_TORCH_CHECK(grad_scores.dim() == 2 && grad_scores.size(0) == query_offsets.size(0) - 1 &&
+                      grad_scores.size(1) == context_offsets.size(0) - 1,
+                  "grad_scores: expected shape (query sets, context sets)");
+}
+
 }  // namespace itm_fast
 
+#ifndef ITM_FAST_WITHOUT_SCHEMAS  // Only one library may define them.
 // `precision` is what was asked for, as resolved in Python. The third result of the backward is the number of pairs
 // that it recomputed, int64, one element; a gradient that is not asked for by `for_queries` or `for_contexts` has no
 // rows.
@@ -74,3 +81,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
       "str aggregation, float logsumexp_temperature, str precision, bool for_queries, bool for_contexts) "
       "-> (Tensor, Tensor, Tensor)");
 }
+#endif

@@ -19,4 +19,8 @@ void check_operands(const torch::stable::Tensor& queries, const torch::stable::T
                     const torch::stable::Tensor& contexts, const torch::stable::Tensor& context_offsets,
                     const std::string& precision);
 
+// Refuses a gradient of the scores that has another shape than they have.
+void check_score_gradient(const torch::stable::Tensor& grad_scores, const torch::stable::Tensor& query_offsets,
+                          const torch::stable::Tensor& context_offsets);
+
 }  // namespace itm_fast
