@@ -28,12 +28,15 @@ class DeviceStream {
 
   cudaStream_t stream() const { return stream_; }
 
-  // Runs kernel<<<blocks, threads>>>(parameters) in the stream.
+  // Runs kernel<<<blocks, threads, dynamic_bytes>>>(parameters) in the stream.
   template <typename Parameters>
-  void launch(void (*kernel)(Parameters), int64_t blocks, int threads, const Parameters& parameters) const {
+  void launch(void (*kernel)(Parameters), int64_t blocks, int threads, const Parameters& parameters,
+              int64_t dynamic_bytes = 0) const {
     STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "itm_fast: a matrix of this size needs ", blocks,
                     " thread blocks, more than one launch can have");
-    kernel<<<static_cast<unsigned>(blocks), threads, 0, stream_>>>(parameters);
+    const int bytes = static_cast<int>(dynamic_bytes);
+    if (bytes > 0) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream_>>>(parameters);
     check(cudaGetLastError());
   }
 

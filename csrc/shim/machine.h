@@ -163,6 +163,9 @@ inline uint16_t bf16_bits(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+inline uint32_t bf16_pair(float low, float high) {
+  return bf16_bits(low) | static_cast<uint32_t>(bf16_bits(high)) << 16;
+}
 inline uint16_t fp16_bits(float value) {
   if (value != value) return 0x7fff;
   const uint16_t sign = std::signbit(value) ? 0x8000 : 0;

@@ -110,6 +110,11 @@ ITM_FAST_DEVICE uint16_t bf16_bits(float value) {
   asm("cvt.rn.bf16.f32 %0, %1;\n" : "=h"(bits) : "f"(value));
   return bits;
 }
+ITM_FAST_DEVICE uint32_t bf16_pair(float low, float high) {
+  uint32_t bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
 ITM_FAST_DEVICE uint16_t fp16_bits(float value) {
   uint16_t bits;
   asm("cvt.rn.f16.f32 %0, %1;\n" : "=h"(bits) : "f"(value));

@@ -5,14 +5,14 @@
 // - ITM_FAST_DEVICE before every function; ITM_FAST_SHARED(type, name, size) for an array of the block's shared memory.
 // - ITM_FAST_DYNAMIC_SHARED(type, name, offset, size) for one in the memory that the launch asks for, `offset` bytes
 // into
-//   it, a constant or not. Arrays there may lie over each other; what one wrote is not for another to read.
+//   it. Arrays there may lie over each other; what was written through one is not for another to read.
 // - thread_index, block_threads, block_index, lane, warp: blocks and grids have one dimension.
 // - barrier (whole block), warp_sync (whole warp): the only two that order accesses to shared memory.
 // - shuffle, shuffle_xor, vote_any, vote_all, ballot: of whole warps, and no order between accesses to memory.
 // - atomic_add, atomic_max: integers alone, for whose sums and maxima the order is of no consequence.
 // - memory_fence, load_coherent: what other blocks of the same launch wrote.
 // - copy_async, commit_copies, wait_copies: 16 bytes from global to shared memory, see below.
-// - bf16_value, fp16_value, bf16_bits, fp16_bits: 16-bit numbers as float32 and back, to the nearest.
+// - bf16_value, fp16_value, bf16_bits, fp16_bits: 16-bit numbers as float32 and back, to the nearest; bf16_pair: two.
 // - load_matrix, load_matrix_transposed, mma_bf16, mma_fp16: tensor cores; fragments.h says which lane holds what.
 //
 // copy_async(target, index, source, count) copies `count` elements, the rest of the 16 bytes becomes zero. It has

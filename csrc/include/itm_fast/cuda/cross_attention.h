@@ -1,0 +1,230 @@
+// cross_attention_scores on a GPU: two launches.
+//
+// prepare_scores packs the sets of both sides into tiles, and computes the Gram matrix of every context set that fits
+// a tile and the norms of the queries. score_tile then computes all scores of a tile of contexts with a tile of
+// queries: raw scores on tensor cores (tile_product.h), the rest in shared memory, where the attention takes the place
+// of the raw scores. Nothing but scores leaves the chip. Every score is computed by one block, in an order that shapes
+// decide.
+#pragma once
+
+#include "itm_fast/cuda/attention_pair.h"
+#include "itm_fast/cuda/long_pairs.h"
+#include "itm_fast/cuda/set_tiles.h"
+#include "itm_fast/cuda/tile_product.h"
+
+namespace itm_fast::cuda {
+
+// Query tiles whose blocks stand beside each other, so that one reading of a context tile serves all of them.
+inline constexpr int64_t kQueryTilesTogether = 8;
+
+template <typename S>
+struct ScoreProblem {
+  SetRows<S> queries, contexts;
+  int64_t dim;
+  PairOptions options;
+  bool is_aligned;                      // rows begin on boundaries of 16 bytes
+  TilePlan query_tiles, context_tiles;  // written by prepare_scores, as are:
+  float* grams;                         // (contexts.n_rows, Tile::kRows): from the first row of a set on, its matrix
+  float* query_norms;                   // (queries.n_rows,)
+  float* scores;                        // (queries.n_sets, contexts.n_sets)
+};
+
+// Of every precision: no digit of a norm may be lost.
+template <typename S>
+inline constexpr int kGramParts = std::is_same_v<S, float> ? 3 : 1;
+
+// The Gram matrix of one context set, rows gram_stride(length) apart, zero beyond its columns.
+template <typename Tile, typename S>
+ITM_FAST_DEVICE void write_gram(const ScoreProblem<S>& p, int64_t set) {
+  const int64_t length = p.contexts.length(set), row = p.contexts.offset(set);
+  if (length == 0 || length > Tile::kRows) return;  // Nobody asks for a longer one.
+  const int n = static_cast<int>(length), stride = gram_stride(n);
+  const RowRun<S> rows{p.contexts.values + row * p.dim, n};
+  multiply_tile<kGramParts<S>, Tile>(rows, rows, p.dim, p.is_aligned);
+  ITM_FAST_TILE_SCORES(Tile);
+  float* gram = p.grams + row * Tile::kRows;
+  for (int i = thread_index(); i < n * stride; i += Tile::kThreads) {
+    const int r = i / stride, c = i % stride;
+    gram[i] = c < n ? static_cast<float>(scores[r * Tile::kScoreStride + c]) : 0.0f;
+  }
+}
+
+template <typename S>
+ITM_FAST_DEVICE void write_query_norm(const ScoreProblem<S>& p, int64_t row) {
+  float square = 0.0f;
+  for (int64_t d = lane(); d < p.dim; d += 32) {
+    const float x = widen(p.queries.values[row * p.dim + d]);
+    square += x * x;
+  }
+  for (int step = 16; step > 0; step /= 2) square += shuffle_xor(square, step);
+  if (lane() == 0) p.query_norms[row] = sqrtf(square);
+}
+
+// Grid: a block for each plan, one per context set, then one per kNormRows queries.
+inline constexpr int64_t kNormRows = 64;
+
+template <typename Tile, typename S>
+ITM_FAST_DEVICE void prepare_scores(const ScoreProblem<S>& p) {
+  int64_t block = block_index();
+  if (block == 0) {
+    plan_tiles<Tile::kWindow>(p.contexts, Tile::kRows, p.context_tiles);
+  } else if (block == 1) {
+    plan_tiles<Tile::kWindow>(p.queries, Tile::kColumns, p.query_tiles);
+  } else if ((block -= 2) < p.contexts.n_sets) {
+    write_gram<Tile>(p, block);
+  } else {
+    const int64_t first = (block - p.contexts.n_sets) * kNormRows;
+    for (int64_t row = first + warp(); row < first + kNormRows && row < p.queries.n_rows; row += Tile::kWarps) {
+      write_query_norm(p, row);
+    }
+  }
+}
+
+// What the threads of a warp find of the attended vector of a query, sum_k e_k x_k, from the contexts themselves.
+struct ExactAttention {
+  float square, dot;
+};
+template <typename S, typename Attention>
+ITM_FAST_DEVICE ExactAttention attend_exactly(const Attention& attention, const S* contexts, int n, const S* query,
+                                              int64_t dim) {
+  ExactAttention found{0.0f, 0.0f};
+  for (int64_t d = lane(); d < dim; d += 32) {
+    float attended = 0.0f;
+    for (int k = 0; k < n; ++k) attended += attention(k) * widen(contexts[k * dim + d]);
+    found.square += attended * attended;
+    found.dot += attended * widen(query[d]);
+  }
+  for (int step = 16; step > 0; step /= 2) {
+    found.square += shuffle_xor(found.square, step);
+    found.dot += shuffle_xor(found.dot, step);
+  }
+  return found;
+}
+
+// The shared memory of a block of score_tile: the products first, then what follows.
+template <typename Tile>
+struct ScoreMemory {
+  static constexpr int kFactors = Tile::kProductBytes, kFactorCount = kTileSets * Tile::kRows;
+  static constexpr int kContextStarts = kFactors + kFactorCount * 4, kStartCount = kTileSets + 4;
+  static constexpr int kQueryStarts = kContextStarts + kStartCount * 4;
+  static constexpr int kColumnSets = kQueryStarts + kStartCount * 4;
+  static constexpr int kBytes = kColumnSets + Tile::kColumns * 4;
+};
+
+// The scores of a tile whose sets all fit. Rows are contexts, columns are queries.
+template <int kParts, typename Tile, typename S>
+ITM_FAST_DEVICE void score_short_sets(const ScoreProblem<S>& p, const TileSets& contexts, const TileSets& queries) {
+  using Memory = ScoreMemory<Tile>;
+  constexpr int kStride = Tile::kScoreStride;
+  ITM_FAST_DYNAMIC_SHARED(float, factors, Memory::kFactors, Memory::kFactorCount);
+  ITM_FAST_DYNAMIC_SHARED(int32_t, context_starts, Memory::kContextStarts, Memory::kStartCount);
+  ITM_FAST_DYNAMIC_SHARED(int32_t, query_starts, Memory::kQueryStarts, Memory::kStartCount);
+  ITM_FAST_DYNAMIC_SHARED(int32_t, column_sets, Memory::kColumnSets, Tile::kColumns);
+  if (warp() == 0) find_starts(p.contexts, contexts, Tile::kRows, context_starts);
+  if (warp() == Tile::kWarps - 1) find_starts(p.queries, queries, Tile::kColumns, query_starts);
+  barrier();
+  const int n_rows = context_starts[contexts.n_sets], n_columns = query_starts[queries.n_sets];
+  const S* rows = p.contexts.values + contexts.first_row * p.dim;
+  const S* columns = p.queries.values + queries.first_row * p.dim;
+  if (n_rows > 0 && n_columns > 0) {
+    multiply_tile<kParts, Tile>(RowRun<S>{rows, n_rows}, RowRun<S>{columns, n_columns}, p.dim, p.is_aligned);
+  }
+  ITM_FAST_TILE_SCORES(Tile);
+
+  // A thread per context and query set: the factor of the row, from its scores with the queries of the set.
+  for (int i = thread_index(); i < n_rows * queries.n_sets; i += Tile::kThreads) {
+    const int row = i % n_rows, set = i / n_rows, first = query_starts[set], last = query_starts[set + 1];
+    const auto raw = [&](int j) { return static_cast<float>(scores[row * kStride + first + j]); };
+    if (last > first) factors[set * Tile::kRows + row] = row_factor(raw, last - first, p.options);
+  }
+  for (int set = thread_index(); set < queries.n_sets; set += Tile::kThreads) {
+    const int last = query_starts[set + 1];
+    for (int column = query_starts[set]; column < last; ++column) column_sets[column] = set;
+  }
+  barrier();
+
+  // A thread per context set and query: attention and cosine, which takes the place of the column's first element.
+  const int n_items = n_columns * contexts.n_sets;
+  for (int first_item = warp() * 32; first_item < n_items; first_item += Tile::kThreads) {
+    const int item = first_item + lane(), column = item % n_columns, set = item / n_columns;
+    const int row = set < contexts.n_sets ? static_cast<int>(context_starts[set]) : 0;
+    const int n = item < n_items ? context_starts[set + 1] - row : 0;
+    const auto attention_of = [&](int first_row, int of_column) {
+      return [&scores, first_row, of_column](int k) {
+        return static_cast<float>(scores[(first_row + k) * kStride + of_column]);
+      };
+    };
+    const auto attention = attention_of(row, column);
+    ColumnAttention sums;
+    AttendedNorm norm;
+    if (n > 0) {
+      const int factors_at = column_sets[column] * Tile::kRows + row;
+      const auto factor = [&](int k) { return static_cast<float>(factors[factors_at + k]); };
+      const auto store = [&](int k, float e) { scores[(row + k) * kStride + column] = e; };
+      sums = attend_column(attention, factor, store, n, p.options);
+      norm = attended_norm(attention, p.grams + (contexts.first_row + row) * Tile::kRows, n);
+    }
+    const uint32_t lost = ballot(n > 0 && norm.is_lost());
+    if (lost != 0) warp_sync();  // All lanes read the attention of a lost one.
+    for (int of_lane = 0; of_lane < 32; ++of_lane) {
+      if ((lost >> of_lane & 1) == 0) continue;
+      const int its_row = shuffle(row, of_lane), its_column = shuffle(column, of_lane), its_n = shuffle(n, of_lane);
+      const ExactAttention exact = attend_exactly(attention_of(its_row, its_column), rows + its_row * p.dim, its_n,
+                                                  columns + its_column * p.dim, p.dim);
+      if (lane() == of_lane) norm.square = exact.square;
+      if (lane() == of_lane) sums.dot = exact.dot;
+    }
+    if (lost != 0) warp_sync();
+    if (n > 0) {
+      const float query_norm = p.query_norms[queries.first_row + column];
+      scores[row * kStride + column] = cosine_of(sums.dot, norm.square, sums.total, query_norm);
+    }
+  }
+  barrier();
+
+  // A thread per pair of sets.
+  for (int i = thread_index(); i < queries.n_sets * contexts.n_sets; i += Tile::kThreads) {
+    const int set = i % contexts.n_sets, query = i / contexts.n_sets;
+    const int row = context_starts[set], first = query_starts[query], last = query_starts[query + 1];
+    CosineAggregate aggregate;
+    if (context_starts[set + 1] > row) {
+      for (int j = first; j < last; ++j) aggregate.add(scores[row * kStride + j], p.options);
+    }
+    const bool is_empty = context_starts[set + 1] == row || last == first;
+    p.scores[(queries.first_set + query) * p.contexts.n_sets + contexts.first_set + set] =
+        is_empty ? 0.0f : aggregate.result(last - first, p.options);
+  }
+}
+
+// The scores of tiles of which one is a set that is longer than a tile.
+template <typename Tile, typename S>
+ITM_FAST_DEVICE void score_long_sets(const ScoreProblem<S>& p, int64_t context_tile, int64_t query_tile) {
+  const TileSets contexts = open_tile(p.contexts, p.context_tiles, context_tile, Tile::kRows);
+  const TileSets queries = open_tile(p.queries, p.query_tiles, query_tile, Tile::kColumns);
+  for (int i = 0; i < queries.n_sets * contexts.n_sets; ++i) {
+    const int64_t query = queries.first_set + i / contexts.n_sets, context = contexts.first_set + i % contexts.n_sets;
+    const float score = score_long_pair<Tile>(p.queries, query, p.contexts, context, p.dim, p.query_norms, p.options);
+    if (thread_index() == 0) p.scores[query * p.contexts.n_sets + context] = score;
+  }
+}
+
+// Grid: a block per pair of tiles, as many as there can be of them; those that are too many leave at once.
+template <int kParts, typename Tile, typename S>
+ITM_FAST_DEVICE void score_tile(const ScoreProblem<S>& p) {
+  const int64_t context_tiles = *p.context_tiles.n_tiles, query_tiles = *p.query_tiles.n_tiles;
+  if (block_index() >= context_tiles * query_tiles) return;
+  const int64_t group = block_index() / (context_tiles * kQueryTilesTogether);
+  const int64_t first = group * kQueryTilesTogether, left = query_tiles - first;
+  const int64_t together = left < kQueryTilesTogether ? left : kQueryTilesTogether;
+  const int64_t place = block_index() - first * context_tiles;
+  const int64_t context_tile = place / together, query_tile = first + place % together;
+  const TileSets contexts = open_tile(p.contexts, p.context_tiles, context_tile, Tile::kRows);
+  const TileSets queries = open_tile(p.queries, p.query_tiles, query_tile, Tile::kColumns);
+  if (contexts.is_long || queries.is_long) {
+    score_long_sets<Tile>(p, context_tile, query_tile);
+  } else {
+    score_short_sets<kParts, Tile>(p, contexts, queries);
+  }
+}
+
+}  // namespace itm_fast::cuda
