@@ -7,16 +7,13 @@ AddressSanitizer and UndefinedBehaviorSanitizer, which the kernels as they are p
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers.processes import ROOT, run
+from helpers.faults import planted, run_sanitized
 from helpers.shim import (
     SANITIZERS,
     KernelError,
@@ -25,7 +22,6 @@ from helpers.shim import (
     TripletKernels,
     compile_driver,
     compile_shim,
-    compiler,
 )
 from helpers.shim_cases import outcomes
 from helpers.shim_checks import check_hardest, check_product, check_ranks, check_triplet
@@ -63,16 +59,6 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "retrieval": check_all_ranks,
     "product": check_all_products,
 }
-
-
-def planted(folder: Path, file: str, place: str, change: str) -> Path:
-    """A copy of the kernels, the shim and the drivers with one place changed."""
-    for part in ("csrc/include", "csrc/shim", "python_tests/native/shim"):
-        shutil.copytree(ROOT / part, folder / part)
-    text = (folder / file).read_text()
-    assert text.count(place) == 1, f"{file} holds {text.count(place)} times: {place}"
-    (folder / file).write_text(text.replace(place, change))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -185,26 +171,6 @@ def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path:
 
 
 # Under the sanitizers
-
-RUN_CASES = """
-import sys
-from pathlib import Path
-import numpy as np
-from helpers.shim_cases import outcomes
-np.savez(sys.argv[2], **outcomes({name: Path(sys.argv[1], name + ".so") for name in sys.argv[3:]}))
-"""
-
-
-def run_sanitized(folder: Path, *drivers: str) -> subprocess.CompletedProcess[str]:
-    """Runs the cases of the drivers in a process whose allocations AddressSanitizer watches."""
-    command = [compiler(), "-print-file-name=libasan.so"]
-    preload = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    return run(
-        [sys.executable, "-c", RUN_CASES, folder, folder / "outcomes.npz", *drivers],
-        cwd=ROOT / "python_tests",
-        LD_PRELOAD=preload,
-        ASAN_OPTIONS="detect_leaks=0",  # The interpreter leaves memory to the end of the process.
-    )
 
 
 @pytest.fixture(scope="module")
