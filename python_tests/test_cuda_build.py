@@ -19,6 +19,7 @@ from itm_fast.ops import library
 LIBRARY = ROOT / "itm_fast" / "_C_cuda.so"
 NVCC = shutil.which("nvcc")
 OPERATORS = (
+    "cross_attention_scores",
     "triplet_loss",
     "triplet_loss_backward",
     "hardest_negatives",

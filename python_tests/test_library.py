@@ -151,6 +151,36 @@ def test_build_info_says_what_was_found():
         assert paths["mps"] == "packed reference: no native kernel for device 'mps'"
 
 
+def test_float64_attention_on_cuda_is_left_to_the_reference(monkeypatch):
+    monkeypatch.setattr(library, "_cuda_problem", None)
+    everywhere = frozenset({"cpu", "cuda"})
+    monkeypatch.setattr(library, "_native", {"cross_attention_scores": everywhere, "triplet_loss": everywhere})
+    cause = library._fallback_cause("cross_attention_scores", "cuda", torch.float64)
+    assert cause == "no native kernel for torch.float64 on device 'cuda'"
+    for operator, device, dtype in (
+        ("cross_attention_scores", "cuda", torch.float32),
+        ("cross_attention_scores", "cuda", torch.float16),
+        ("cross_attention_scores", "cpu", torch.float64),
+        ("triplet_loss", "cuda", torch.float64),
+    ):
+        assert library._fallback_cause(operator, device, dtype) is None
+
+
+def test_a_device_without_the_backward_does_without_the_forward(monkeypatch):
+    kernels = {("both", "CPU"), ("both", "CUDA"), ("both_backward", "CPU"), ("ranks", "CPU"), ("ranks", "CUDA")}
+    monkeypatch.setattr(
+        library, "_registered", lambda: ["itm_fast::both", "itm_fast::both_backward", "itm_fast::ranks"]
+    )
+    monkeypatch.setattr(
+        torch._C,
+        "_dispatch_has_kernel_for_dispatch_key",
+        lambda name, key: (name.removeprefix("itm_fast::"), key) in kernels,
+    )
+    found = library._native_devices()
+    assert found["both"] == {"cpu"}
+    assert found["ranks"] == {"cpu", "cuda"}
+
+
 def test_every_registered_operator_is_listed():
     registered = {name.removeprefix("itm_fast::") for name in library._registered()}
     about_the_library = {"cpu_instruction_set", "available_cpu_instruction_sets"}

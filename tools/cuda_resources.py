@@ -1,21 +1,25 @@
-"""What every CUDA kernel takes, as the compiler says: registers, shared memory, stack and spills per architecture.
+"""What every CUDA kernel takes, as the compiler says: registers, shared memory, stack and spills per architecture, and
+the tensor-core instructions in its machine code.
 
     python tools/cuda_resources.py            # writes docs/cuda_resources.md
-    python tools/cuda_resources.py --check    # fails where a kernel spills that is not on the list of those that may
+    python tools/cuda_resources.py --check    # fails where a kernel spills that is not among those that may, or uses no
+                                              # tensor cores and is among those that must
 
-Needs nvcc, and no GPU.
+Needs nvcc and a C++ compiler, and no GPU.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import device_code
 from native_build import find_torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,11 +27,19 @@ PAGE = ROOT / "docs" / "cuda_resources.md"
 ARCHITECTURES = (80, 86, 89, 90)
 # Kernels that may spill, by the beginning of their names, and why.
 MAY_SPILL: dict[str, str] = {}
+# Kernels whose machine code must hold tensor-core instructions, by the beginning of their names.
+MUST_USE_TENSOR_CORES = ("prepare_scores<", "score_tile<")
+# The dynamic shared memory that launches ask for, by the beginning of the kernels' names: headers and expressions.
+DYNAMIC = {
+    "prepare_scores<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
+    "score_tile<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
+}
 
 HEAD = """# What the CUDA kernels take
 
-Written by `make cuda-resources` from what the compiler reports; `.ci/run` fails where a kernel spills. Registers are
-per thread, 65,536 to an SM; shared memory is per block, stack and spills per thread, in bytes.
+Written by `make cuda-resources` from what the compiler makes of them; `.ci/run` fails where a kernel spills, and where
+one has no tensor-core instructions (HMMA) in its machine code that should. Registers are per thread, 65,536 to an SM;
+shared memory is per block, static and what launches ask for beside it; stack and spills are per thread; all in bytes.
 
 """
 
@@ -40,47 +52,81 @@ class Usage:
     shared: int
     stack: int
     spilled: int
+    tensor: int = 0  # HMMA instructions
+    dynamic: int = 0
 
 
-def compile_kernels(source: Path) -> str:
-    """What ptxas says about the kernels of a file, for all architectures."""
+def compile_kernels(source: Path) -> tuple[str, bytes]:
+    """What ptxas says about the kernels of a file, for all architectures, and their machine code."""
     nvcc, torch = shutil.which("nvcc"), find_torch()
     if nvcc is None or torch is None:
         raise SystemExit("cuda_resources: needs nvcc on the path, and torch")
-    command = [nvcc, "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-lineinfo", "-DUSE_CUDA", "-fatbin"]
+    command = [
+        nvcc,
+        "-std=c++20",
+        "-O3",
+        "--expt-relaxed-constexpr",
+        "-lineinfo",
+        "-DUSE_CUDA",
+        "-fatbin",
+        "--no-compress",
+    ]
     command += ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-Xptxas", "-v", f"-I{ROOT / 'csrc'}"]
     command += [f"-I{ROOT / 'csrc/include'}", "-isystem", f"{torch[0]}/include"]
     for number in ARCHITECTURES:
         command += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
     with tempfile.TemporaryDirectory() as folder:
-        result = subprocess.run(
-            [*command, "-o", f"{folder}/kernels.fatbin", str(source)], capture_output=True, text=True
-        )
-    if result.returncode != 0:
-        raise SystemExit(f"cuda_resources: {source.name} does not compile\n{result.stderr}")
-    return result.stderr
+        code = Path(folder, "kernels.fatbin")
+        result = subprocess.run([*command, "-o", str(code), str(source)], capture_output=True, text=True)
+        if result.returncode != 0:
+            raise SystemExit(f"cuda_resources: {source.name} does not compile\n{result.stderr}")
+        return result.stderr, code.read_bytes()
+
+
+def dynamic_memory() -> dict[str, int]:
+    """`DYNAMIC` as numbers, which the headers of the launches hold for host code."""
+    headers = "".join(
+        f'#include "itm_fast/cuda/{name}"\n' for name in sorted({header for header, _ in DYNAMIC.values()})
+    )
+    numbers = "".join(f'std::printf("%lld\\n", static_cast<long long>({value}));\n' for _, value in DYNAMIC.values())
+    program = f"{headers}#include <cstdio>\nusing namespace itm_fast::cuda;\nint main() {{\n{numbers}}}\n"
+    with tempfile.TemporaryDirectory() as folder:
+        source, tool = Path(folder, "numbers.cpp"), Path(folder, "numbers")
+        source.write_text(program)
+        # The kernels are not run here, but their bodies refer to the shim.
+        command = [os.environ.get("CXX", "c++"), "-std=c++20", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/include'}"]
+        sources = [source, *sorted((ROOT / "csrc/shim").glob("*.cpp"))]
+        subprocess.run([*command, "-o", str(tool), *map(str, sources)], check=True)
+        found = subprocess.run([str(tool)], check=True, capture_output=True, text=True).stdout.split()
+    return dict(zip(DYNAMIC, map(int, found), strict=True))
 
 
 def short_name(mangled: str) -> str:
     """The kernel's name with its template arguments, without namespaces and parameters."""
     name = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True).stdout.strip()
     name = re.sub(r"\(anonymous namespace\)::|itm_fast::|cuda::|^void ", "", name.removeprefix("void "))
+    # A launch bound that depends on the arguments leaves "((int)3)" in their place.
+    name = re.sub(r"\(int\)(\d+)", r"\1", name)
     return re.sub(r"_kernel(<.*>)\(.*", r"\1", name).replace(" >", ">")
 
 
-def parse(report: str) -> list[Usage]:
-    """The kernels of a report of `ptxas -v`."""
+def parse(report: str, code: bytes) -> list[Usage]:
+    """The kernels of a report of `ptxas -v`, and of the machine code that it speaks of."""
+    tensor = device_code.tensor_core_instructions(code)
     found = []
     for part in re.split(r"(?=ptxas info\s+: Compiling entry function)", report)[1:]:
         head = re.search(r"entry function '(\S+)' for 'sm_(\d+)'", part)
-        frame = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part)
+        # Of the kernel, and of the functions that it calls.
+        frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part)
         used = re.search(r"Used (\d+) registers", part)
-        if head is None or frame is None or used is None:
+        if head is None or not frames or used is None:
             raise ValueError(f"not understood: {part}")
         shared = re.search(r"(\d+) bytes smem", part)
-        stack, stored, loaded = map(int, frame.groups())
+        stack = sum(int(frame[0]) for frame in frames)
+        spilled = sum(int(stored) + int(loaded) for _, stored, loaded in frames)
         size = int(shared[1]) if shared else 0
-        found.append(Usage(short_name(head[1]), int(head[2]), int(used[1]), size, stack, stored + loaded))
+        kernel = (int(head[2]), head[1])
+        found.append(Usage(short_name(head[1]), kernel[0], int(used[1]), size, stack, spilled, tensor[kernel]))
     return found
 
 
@@ -88,12 +134,13 @@ def page(usages: list[Usage]) -> str:
     """One line per kernel; what differs between architectures stands in their order."""
     architectures = ", ".join(f"sm_{number}" for number in ARCHITECTURES)
     lines = [
-        f"| kernel | registers ({architectures}) | shared memory | stack | spilled |",
-        "| --- | --- | --- | --- | --- |",
+        f"| kernel | registers ({architectures}) | static shared memory | dynamic | stack | spilled | HMMA |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
+    names = ("registers", "shared", "dynamic", "stack", "spilled", "tensor")
     for kernel in sorted({usage.kernel for usage in usages}):
         rows = sorted((u for u in usages if u.kernel == kernel), key=lambda usage: usage.architecture)
-        cells = ["/".join(str(getattr(u, name)) for u in rows) for name in ("registers", "shared", "stack", "spilled")]
+        cells = ["/".join(str(getattr(u, name)) for u in rows) for name in names]
         cells[1:] = [cell.split("/")[0] if len(set(cell.split("/"))) == 1 else cell for cell in cells[1:]]
         lines.append(f"| `{kernel}` | {' | '.join(cells)} |")
     return HEAD + "\n".join(lines) + "\n"
@@ -108,14 +155,30 @@ def spilling(usages: list[Usage]) -> list[str]:
     ]
 
 
+def without_tensor_cores(usages: list[Usage]) -> list[str]:
+    """What does without tensor cores and must not, one line each; and names of that list that no kernel has."""
+    missing = [name for name in MUST_USE_TENSOR_CORES if not any(u.kernel.startswith(name) for u in usages)]
+    return [f"there is no kernel {name}...>" for name in missing] + [
+        f"{u.kernel} has no tensor-core instruction on sm_{u.architecture}"
+        for u in usages
+        if u.tensor == 0 and u.kernel.startswith(MUST_USE_TENSOR_CORES)
+    ]
+
+
+def with_dynamic(usage: Usage, dynamic: dict[str, int]) -> Usage:
+    return replace(usage, dynamic=sum(size for name, size in dynamic.items() if usage.kernel.startswith(name)))
+
+
 def main() -> None:
-    usages = [u for source in sorted((ROOT / "csrc/cuda").glob("*.cu")) for u in parse(compile_kernels(source))]
+    usages = [u for source in sorted((ROOT / "csrc/cuda").glob("*.cu")) for u in parse(*compile_kernels(source))]
+    dynamic = dynamic_memory()
+    usages = [with_dynamic(usage, dynamic) for usage in usages]
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(page(usages))
-    problems = spilling(usages)
+    problems = spilling(usages) + without_tensor_cores(usages)
     if problems:
         raise SystemExit("cuda_resources: " + "\ncuda_resources: ".join(problems))
-    print(f"{len(usages)} kernels, none spills")
+    print(f"{len(usages)} kernels, none spills, and all use tensor cores that should")
 
 
 if __name__ == "__main__":

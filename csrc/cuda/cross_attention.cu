@@ -14,8 +14,8 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Products of three parts need more registers than two blocks on a multiprocessor leave each thread.
-constexpr int blocks_together(int parts) { return parts < 3 ? 2 : 1; }
+// Products of several parts need more registers than two blocks on a multiprocessor leave each thread.
+constexpr int blocks_together(int parts) { return parts == 1 ? 2 : 1; }
 
 // The grids and who writes what stand above prepare_scores and score_tile.
 template <typename S, typename Tile>
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_together(kGramParts<S>)
 
 template <typename S, int kParts, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, blocks_together(kParts))
-    score_tile_kernel(const ScoreProblem<S> parameters) {
+    score_tile_kernel(const __grid_constant__ ScoreProblem<S> parameters) {
   score_tile<kParts, Tile>(parameters);
 }
 

@@ -11,6 +11,7 @@
 #include "shim/shared_memory.h"
 
 #define ITM_FAST_DEVICE inline
+#define ITM_FAST_DEVICE_APART inline
 #define ITM_FAST_SHARED(type, name, size)                                \
   const ::itm_fast::cuda::SharedArray<type> name {                       \
     ::itm_fast::shim::shared_memory(#name, __LINE__, sizeof(type), size) \

@@ -31,6 +31,8 @@ OPERATORS = (
     "triplet_loss",
 )
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Tensor cores have no use for float64, which is there for comparisons.
+_WITHOUT_FLOAT64_ON_CUDA = frozenset({"cross_attention_scores"})
 
 Fake = TypeVar("Fake", bound=Callable[..., Any])
 
@@ -98,12 +100,13 @@ def _instruction_sets() -> tuple[str | None, list[str], str | None]:
 
 
 def _native_devices() -> dict[str, frozenset[str]]:
-    """For every operator found, the device types that have a kernel of it."""
+    """For every operator found, the device types that have a kernel of it and, where there is one, of its backward."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return {
+    found = {
         name.removeprefix("itm_fast::"): frozenset(d for d, key in _DISPATCH_KEYS.items() if has_kernel(name, key))
         for name in _registered()
     }
+    return {name: devices & found.get(f"{name}_backward", devices) for name, devices in found.items()}
 
 
 _library_problem = _load_cpu_library()
@@ -148,6 +151,8 @@ def _fallback_cause(operator: str, device: str, dtype: torch.dtype) -> str | Non
         return f"no native kernel for device '{device}'"
     if dtype not in DTYPES:
         return f"no native kernel for {dtype}"
+    if device == "cuda" and dtype == torch.float64 and operator in _WITHOUT_FLOAT64_ON_CUDA:
+        return f"no native kernel for {dtype} on device 'cuda'"
     return None
 
 

@@ -83,3 +83,28 @@ class AttentionKernels:
         first_sets, counts = np.full(len(lengths) + 2, 777, np.int64), np.zeros(2, np.int64)
         call(self.library.plan, seed, len(lengths), offsets, max_rows, first_sets, counts)
         return first_sets[: counts[0] + 1].tolist(), int(counts[1])
+
+
+def outcomes(library: Path) -> dict[str, np.ndarray]:
+    """Scores of a fixed set of cases, for runs that must agree bit for bit."""
+    kernels = AttentionKernels(library)
+    random = np.random.default_rng(0)
+    found = {}
+    # Short sets; long ones on both sides; offsets that the contract forbids; rows on no boundary.
+    cases = (
+        ([0, 3, 3, 20], [0, 4, 30], 24, 0),
+        ([0, 70, 75], [0, 3, 63], 9, 0),
+        ([0, 90, 2, 10], [0, -5, 2**40, 10], 8, 0),
+        ([0, 33, 40], [0, 40, 50], 13, 3),
+    )
+    for number, (query_offsets, context_offsets, dim, shift) in enumerate(cases):
+        options = {"normalization": NORMALIZATIONS[number], "aggregation": AGGREGATIONS[number]}
+        options["focal"] = FOCAL_MODES[number % 3]
+        for kernel in ("float32", "bf16"):
+            operands: list[np.ndarray] = []
+            for offsets in (query_offsets, context_offsets):
+                rows = random.standard_normal((10 if number == 2 else offsets[-1], dim)).astype(np.float32)
+                bits = (rows.view(np.uint32) >> 16).astype(np.uint16)
+                operands += [rows if kernel == "float32" else bits, np.array(offsets)]
+            found[f"{number} {kernel}"] = kernels.scores(kernel, *operands, shift=shift, seed=number, **options)
+    return found

@@ -86,7 +86,7 @@ std::string run(const Settings& s, const void* queries, const int64_t* query_off
 template <typename S, int kParts>
 const char* scores_of(const Settings& s, const void* queries, const int64_t* query_offsets, const void* contexts,
                       const int64_t* context_offsets, float* scores) {
-#ifndef ITM_FAST_SMALL_TILE_ALONE
+#ifndef ITM_FAST_FLOAT32_ALONE
   if (s.large != 0) {
     return report(run<S, kParts, ScoreTile112>(s, queries, query_offsets, contexts, context_offsets, scores));
   }
@@ -101,15 +101,15 @@ const char* scores_of(const Settings& s, const void* queries, const int64_t* que
                                        const void* contexts, const int64_t* context_offsets, float* scores) { \
     return scores_of<S, kParts>(*s, queries, query_offsets, contexts, context_offsets, scores);               \
   }
-ITM_FAST_SCORES(bf16, BFloat16, 1)
 ITM_FAST_SCORES(float32, float, 3)
-#ifndef ITM_FAST_SMALL_TILE_ALONE
+#ifndef ITM_FAST_FLOAT32_ALONE
+ITM_FAST_SCORES(bf16, BFloat16, 1)
 ITM_FAST_SCORES(fp16, Half, 1)
 ITM_FAST_SCORES(float32_as_bf16x3, float, 2)
 ITM_FAST_SCORES(float32_as_bf16, float, 1)
 #endif
 
-// The sets with which the tiles begin; returns how many tiles there are, and at most how many there could have been.
+// The sets with which the tiles begin; `counts`: how many tiles there are, and at most how many there could have been.
 extern "C" const char* plan(int64_t seed, int64_t n_sets, const int64_t* offsets, int64_t max_rows, int64_t* first_sets,
                             int64_t* counts) {
   const Exact<int64_t> given(offsets, n_sets + 1);

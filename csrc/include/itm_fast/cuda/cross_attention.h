@@ -198,7 +198,7 @@ ITM_FAST_DEVICE void score_short_sets(const ScoreProblem<S>& p, const TileSets& 
 
 // The scores of tiles of which one is a set that is longer than a tile.
 template <typename Tile, typename S>
-ITM_FAST_DEVICE void score_long_sets(const ScoreProblem<S>& p, int64_t context_tile, int64_t query_tile) {
+ITM_FAST_DEVICE_APART void score_long_sets(const ScoreProblem<S>& p, int64_t context_tile, int64_t query_tile) {
   const TileSets contexts = open_tile(p.contexts, p.context_tiles, context_tile, Tile::kRows);
   const TileSets queries = open_tile(p.queries, p.query_tiles, query_tile, Tile::kColumns);
   for (int i = 0; i < queries.n_sets * contexts.n_sets; ++i) {

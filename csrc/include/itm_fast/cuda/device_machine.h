@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #define ITM_FAST_DEVICE __device__ __forceinline__
+#define ITM_FAST_DEVICE_APART __device__ __noinline__
 #define ITM_FAST_SHARED(type, name, size)            \
   __shared__ __align__(16) type name##_memory[size]; \
   const ::itm_fast::cuda::SharedArray<type> name { name##_memory }

@@ -1,8 +1,8 @@
-// The score of a pair of sets of which one is longer than a tile: by one block, on the plain cores, in pieces.
+// The score of a pair of sets of which one is longer than a tile: by one block, on the plain cores.
 //
-// kLongColumns queries at a time, with all contexts, as many at a time as shared memory holds. Where one piece holds
-// all of them, as it does up to some 900, it is computed once per run of queries; else every step of the softmax and of
-// the focal mode comes back to every piece. The attended vectors are formed, an element of each by a thread at a time.
+// kLongColumns queries at a time with a piece of the contexts, one for every thread. Where one piece holds all of them,
+// its raw scores are computed once per run of queries; else every step of the softmax and of the focal mode comes back
+// to every piece. The attended vectors are formed, a thread at an element of each.
 #pragma once
 
 #include "itm_fast/cuda/attention_pair.h"
@@ -16,13 +16,12 @@ inline constexpr int kLongColumns = 16;
 // What a block keeps in shared memory.
 template <typename Tile>
 struct LongMemory {
-  // As many contexts as the products of a tile leave room for.
-  static constexpr int kPiece = Tile::kProductBytes / 4 / kLongColumns / 32 * 32;
+  static constexpr int kPiece = Tile::kThreads;  // contexts: one per thread
+  static_assert(kPiece * kLongColumns * 4 <= Tile::kProductBytes);
   static constexpr int kFactors = kPiece * kLongColumns * 4;
   static constexpr int kSums = kFactors + kPiece * 4;  // per warp and query: |c|^2 and <q, c>
   static constexpr int kCosines = kSums + Tile::kWarps * kLongColumns * 2 * 4;
   static constexpr int kBytes = kCosines + kLongColumns * 4;
-  static constexpr int kRowsPerThread = (kPiece + Tile::kThreads - 1) / Tile::kThreads;
 };
 
 // The sums over a warp of every lane's kLongColumns numbers: of column lane / 2.
@@ -72,6 +71,8 @@ class LongPair {
  private:
   ITM_FAST_DEVICE int columns_of(int run) const { return part_of(n_queries_ - run * kLongColumns, kLongColumns); }
   ITM_FAST_DEVICE int rows_of(int piece) const { return part_of(n_contexts_ - piece * Memory::kPiece, Memory::kPiece); }
+  // Within a run, 32 bits lead everywhere.
+  ITM_FAST_DEVICE const S* first_query(int run) const { return queries_ + int64_t{run} * kLongColumns * dim_; }
   ITM_FAST_DEVICE static int part_of(int left, int most) { return left < most ? left : most; }
 
   // Raw scores of a piece with a run of queries: a warp per context, lanes over the dimensions. Behind a barrier.
@@ -81,12 +82,12 @@ class LongPair {
     barrier();  // Whatever was there has been read.
     for (int k = warp(); k < rows_of(piece); k += Tile::kWarps) {
       const S* context = contexts_ + int64_t{piece * Memory::kPiece + k} * dim_;
-      const S* query = queries_ + int64_t{run} * kLongColumns * dim_;
+      const S* query = first_query(run);
       float sums[kLongColumns] = {};
       for (int d = lane(); d < dim_; d += 32) {
         const float x = widen(context[d]);
         for (int j = 0; j < kLongColumns; ++j) {
-          if (j < columns) sums[j] += x * widen(query[int64_t{j} * dim_ + d]);
+          if (j < columns) sums[j] += x * widen(query[j * dim_ + d]);
         }
       }
       const float score = add_columns(sums);
@@ -102,21 +103,16 @@ class LongPair {
     if (piece == open_piece_ && run == open_run_) return;
     // The factors of the rows take all queries. The run that is asked for comes last, and stays.
     const bool needs_factors = piece != factors_of_;
-    RowStatistics statistics[Memory::kRowsPerThread];
+    const bool is_own = needs_factors && thread_index() < rows_of(piece);
+    RowStatistics statistics;
     for (int i = needs_factors ? 0 : runs_ - 1; i < runs_; ++i) {
       const int each = (run + 1 + i) % runs_;
       multiply(piece, each);
-      for (int r = 0; r < Memory::kRowsPerThread && needs_factors; ++r) {
-        const int k = thread_index() + r * Tile::kThreads;
-        for (int j = 0; j < columns_of(each) && k < rows_of(piece); ++j) {
-          statistics[r].add(long_scores[k * kLongColumns + j], options_);
-        }
+      for (int j = 0; j < columns_of(each) && is_own; ++j) {
+        statistics.add(long_scores[thread_index() * kLongColumns + j], options_);
       }
     }
-    for (int r = 0; r < Memory::kRowsPerThread && needs_factors; ++r) {
-      const int k = thread_index() + r * Tile::kThreads;
-      if (k < rows_of(piece)) long_factors[k] = statistics[r].factor(options_);
-    }
+    if (is_own) long_factors[thread_index()] = statistics.factor(options_);
     factors_of_ = piece;
     barrier();  // The factors have been written, and the statistics read.
     open_piece_ = piece;
@@ -193,13 +189,12 @@ class LongPair {
     ITM_FAST_DYNAMIC_SHARED(float, long_sums, Memory::kSums, Tile::kWarps * kLongColumns * 2);
     const int d = dim_step * Tile::kThreads + thread_index();
     const int columns = columns_of(run);
+    const S* query = first_query(run);
     for (int of_query = 0; of_query < 2; ++of_query) {
       float terms[kLongColumns];
       for (int j = 0; j < kLongColumns; ++j) {
         const bool is_inside = d < dim_ && j < columns;
-        const float other = of_query == 0 ? attended[j]
-                            : is_inside   ? widen(queries_[int64_t{run * kLongColumns + j} * dim_ + d])
-                                          : 0.0f;
+        const float other = of_query == 0 ? attended[j] : is_inside ? widen(query[j * dim_ + d]) : 0.0f;
         terms[j] = is_inside ? attended[j] * other : 0.0f;
       }
       const float sum = add_columns(terms);

@@ -2,7 +2,8 @@
 // source is compiled by nvcc (PTX bodies, device_machine.h) and, for the tests, by a C++ compiler (csrc/shim).
 //
 // Inside, for both:
-// - ITM_FAST_DEVICE before every function; ITM_FAST_SHARED(type, name, size) for an array of the block's shared memory.
+// - ITM_FAST_DEVICE before every function, or ITM_FAST_DEVICE_APART where its registers must stay out of its caller's;
+//   ITM_FAST_SHARED(type, name, size) for an array of the block's shared memory.
 // - ITM_FAST_DYNAMIC_SHARED(type, name, offset, size) for one in the memory that the launch asks for, `offset` bytes
 // into
 //   it. Arrays there may lie over each other; what was written through one is not for another to read.

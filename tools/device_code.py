@@ -1,0 +1,53 @@
+"""Finds tensor-core instructions in the device code that nvcc writes. No CUDA tool is needed."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+_CONTAINER = struct.pack("<I", 0xBA55ED50)
+_MACHINE_CODE = 2
+# The lowest 12 bits of an instruction of 128 bits are what it does; this is a product of 16-bit matrices (HMMA).
+_INSTRUCTION_BYTES, _OPERATION, _HMMA = 16, 0xFFF, 0x23C
+
+
+def tensor_core_instructions(fatbin: bytes) -> dict[tuple[int, str], int]:
+    """(architecture, mangled name of the kernel) -> number of HMMA instructions, of an uncompressed container."""
+    found = {}
+    for architecture, elf in _elf_files(fatbin):
+        for name, code in _sections(elf):
+            if name.startswith(".text."):
+                starts = range(0, len(code), _INSTRUCTION_BYTES)
+                operations = [struct.unpack_from("<I", code, start)[0] & _OPERATION for start in starts]
+                found[architecture, name.removeprefix(".text.")] = operations.count(_HMMA)
+    return found
+
+
+def _elf_files(fatbin: bytes) -> Iterator[tuple[int, bytes]]:
+    """Architecture and content of every piece of machine code."""
+    start = fatbin.find(_CONTAINER)
+    while start >= 0:
+        _, _, header, size = struct.unpack_from("<IHHQ", fatbin, start)
+        entry, end = start + header, start + header + size
+        while entry < end:
+            kind, _, entry_header, entry_size = struct.unpack_from("<HHIQ", fatbin, entry)
+            (architecture,) = struct.unpack_from("<I", fatbin, entry + 28)
+            content = fatbin[entry + entry_header : entry + entry_header + entry_size]
+            if kind == _MACHINE_CODE:
+                if not content.startswith(b"\x7fELF"):
+                    raise ValueError(f"the code for sm_{architecture} is compressed, or no ELF file")
+                yield architecture, content
+            entry += entry_header + entry_size
+        start = fatbin.find(_CONTAINER, end)
+
+
+def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the sections of a 64-bit ELF file."""
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    entry_size, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", elf, table + i * entry_size) for i in range(count)]
+    names = headers[names_index][4]
+    for name, kind, _, _, offset, size in headers:
+        first = names + name
+        text = elf[first : elf.index(b"\0", first)].decode()
+        yield text, b"" if kind == 8 else elf[offset : offset + size]  # 8: without content in the file
