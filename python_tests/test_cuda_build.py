@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 import torch
+from device_code import count_instructions
 from helpers.fatbin import device_code
 from helpers.processes import ROOT, run, run_python
 from native_build import find_tool
@@ -90,6 +91,9 @@ def test_the_wrappers_become_the_instructions_they_stand_for(tmp_path) -> None:
             result = run(command, cwd=tmp_path)
             assert result.returncode == 0, result.stderr
             assert set(re.findall(r"(\d+) bytes spill", result.stderr)) == {"0"}
+            counts = count_instructions((tmp_path / "product.cubin").read_bytes())
+            assert len(counts) == 2
+            assert min(counts.values()) > 0
         [ptx] = tmp_path.glob("*.ptx")
         text = ptx.read_text()
         for instruction in (

@@ -56,8 +56,8 @@ class Usage:
     dynamic: int = 0
 
 
-def compile_kernels(source: Path) -> tuple[str, bytes]:
-    """What ptxas says about the kernels of a file, for all architectures, and their machine code."""
+def compile_kernels(source: Path) -> tuple[str, dict[tuple[int, str], int]]:
+    """What ptxas says about the kernels of a file, for all architectures, and how many HMMA their machine code has."""
     nvcc, torch = shutil.which("nvcc"), find_torch()
     if nvcc is None or torch is None:
         raise SystemExit("cuda_resources: needs nvcc on the path, and torch")
@@ -80,7 +80,7 @@ def compile_kernels(source: Path) -> tuple[str, bytes]:
         result = subprocess.run([*command, "-o", str(code), str(source)], capture_output=True, text=True)
         if result.returncode != 0:
             raise SystemExit(f"cuda_resources: {source.name} does not compile\n{result.stderr}")
-        return result.stderr, code.read_bytes()
+        return result.stderr, device_code.tensor_core_instructions(code.read_bytes())
 
 
 def dynamic_memory() -> dict[str, int]:
@@ -105,14 +105,11 @@ def short_name(mangled: str) -> str:
     """The kernel's name with its template arguments, without namespaces and parameters."""
     name = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True).stdout.strip()
     name = re.sub(r"\(anonymous namespace\)::|itm_fast::|cuda::|^void ", "", name.removeprefix("void "))
-    # A launch bound that depends on the arguments leaves "((int)3)" in their place.
-    name = re.sub(r"\(int\)(\d+)", r"\1", name)
     return re.sub(r"_kernel(<.*>)\(.*", r"\1", name).replace(" >", ">")
 
 
-def parse(report: str, code: bytes) -> list[Usage]:
-    """The kernels of a report of `ptxas -v`, and of the machine code that it speaks of."""
-    tensor = device_code.tensor_core_instructions(code)
+def parse(report: str, tensor: dict[tuple[int, str], int]) -> list[Usage]:
+    """The kernels of a report of `ptxas -v`; `tensor`: how many HMMA each has, by architecture and mangled name."""
     found = []
     for part in re.split(r"(?=ptxas info\s+: Compiling entry function)", report)[1:]:
         head = re.search(r"entry function '(\S+)' for 'sm_(\d+)'", part)
@@ -125,8 +122,9 @@ def parse(report: str, code: bytes) -> list[Usage]:
         stack = sum(int(frame[0]) for frame in frames)
         spilled = sum(int(stored) + int(loaded) for _, stored, loaded in frames)
         size = int(shared[1]) if shared else 0
-        kernel = (int(head[2]), head[1])
-        found.append(Usage(short_name(head[1]), kernel[0], int(used[1]), size, stack, spilled, tensor[kernel]))
+        architecture = int(head[2])
+        counted = tensor[architecture, head[1]]
+        found.append(Usage(short_name(head[1]), architecture, int(used[1]), size, stack, spilled, counted))
     return found
 
 

@@ -13,13 +13,21 @@ _INSTRUCTION_BYTES, _OPERATION, _HMMA = 16, 0xFFF, 0x23C
 
 def tensor_core_instructions(fatbin: bytes) -> dict[tuple[int, str], int]:
     """(architecture, mangled name of the kernel) -> number of HMMA instructions, of an uncompressed container."""
+    return {
+        (architecture, name): count
+        for architecture, elf in _elf_files(fatbin)
+        for name, count in count_instructions(elf).items()
+    }
+
+
+def count_instructions(elf: bytes, operation: int = _HMMA) -> dict[str, int]:
+    """Mangled name -> number of instructions of that kind, for every kernel and function of a cubin."""
     found = {}
-    for architecture, elf in _elf_files(fatbin):
-        for name, code in _sections(elf):
-            if name.startswith(".text."):
-                starts = range(0, len(code), _INSTRUCTION_BYTES)
-                operations = [struct.unpack_from("<I", code, start)[0] & _OPERATION for start in starts]
-                found[architecture, name.removeprefix(".text.")] = operations.count(_HMMA)
+    for name, code in _sections(elf):
+        if name.startswith(".text."):
+            starts = range(0, len(code), _INSTRUCTION_BYTES)
+            operations = [struct.unpack_from("<I", code, start)[0] & _OPERATION for start in starts]
+            found[name.removeprefix(".text.")] = operations.count(operation)
     return found
 
 

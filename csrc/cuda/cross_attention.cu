@@ -39,9 +39,10 @@ Tensor forward(const Operand<S>& queries, const Operand<S>& contexts, const Cros
   p.dim = queries.values.size(1);
   p.options = PairOptions(options);
   p.is_aligned = rows_are_aligned(p);
-  Tensor scores = torch::stable::new_empty(queries.values, {p.queries.n_sets, p.contexts.n_sets}, ScalarType::Float);
+  const int64_t n_queries = queries.offsets.size(0) - 1, n_contexts = contexts.offsets.size(0) - 1;
+  Tensor scores = torch::stable::new_empty(queries.values, {n_queries, n_contexts}, ScalarType::Float);
   p.scores = mutable_data_of<float>(scores);
-  if (p.queries.n_sets == 0 || p.contexts.n_sets == 0) return scores;
+  if (n_queries == 0 || n_contexts == 0) return scores;
   Workspace measured;
   place_scores<Tile>(p, measured);
   const Tensor memory = scratch(scores, measured.bytes());
