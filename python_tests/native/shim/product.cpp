@@ -70,72 +70,103 @@ extern "C" const char* order_of_threads(int64_t seed, int64_t* out) {
 // One broken rule each.
 extern "C" const char* broken(int64_t rule, int64_t seed) {
   alignas(16) static float source[8] = {1, 2, 3, 4, 5, 6, 7, 8};
-  return report(shim::launch(1, 64, seed, [&] {
-    ITM_FAST_SHARED(float, numbers, 64);
-    ITM_FAST_SHARED(int32_t, counts, 1);
-    ITM_FAST_SHARED(uint16_t, halves, 64);
-    const int t = thread_index();
-    switch (rule) {
-      case 0:  // nothing is broken
-        numbers[t] = 1.0f;
-        if (t == 0) counts[0] = 0;
-        barrier();
-        numbers[t] = static_cast<float>(numbers[t]) + 1.0f;
-        atomic_add(counts, 0, 1);
-        warp_sync();
-        if (lane() == 0) numbers[t + 1] = static_cast<float>(numbers[t + 2]);
-        barrier();
-        break;
-      case 1:
-        numbers[t + 1] = 0.0f;
-        break;
-      case 2:
-        numbers[t] = static_cast<float>(numbers[t]);
-        break;
-      case 3:
-        numbers[t / 2] = 0.0f;
-        break;
-      case 4:
-        if (t == 0) counts[0] = 0;
-        barrier();
-        atomic_add(counts, 0, 1);
-        if (t == 40) counts[0] = 5;
-        break;
-      case 5:
-        if (t != 7) barrier();
-        break;
-      case 6:
-        if (lane() < 16) warp_sync();
-        if (lane() >= 16) vote_any(true);
-        break;
-      case 7:
-        copy_async(numbers, t % 16 * 4 + 1, source, 4);
-        break;
-      case 8:
-        if (t == 0) copy_async(numbers, 0, source, 4);
-        if (t == 0) commit_copies();
-        break;
-      case 9: {
-        halves[t] = 0;
-        barrier();
-        uint32_t parts[4];
-        load_matrix(parts, halves, 1);
-        break;
-      }
-      case 10: {  // a shuffle orders nothing
-        numbers[t] = 0.0f;
-        shuffle(t, 0);
-        if (t == 0) numbers[1] = 2.0f;
-        break;
-      }
-      case 11:
-        if (t == 9) {
-          counts[0] = 0;
-          static_cast<int32_t*>(counts.memory.update_atomically(0))[2] = 0;
+  return report(shim::launch(
+      1, 64, seed,
+      [&] {
+        ITM_FAST_SHARED(float, numbers, 64);
+        ITM_FAST_SHARED(int32_t, counts, 1);
+        ITM_FAST_SHARED(uint16_t, halves, 64);
+        ITM_FAST_DYNAMIC_SHARED(float, floats, 0, 64);
+        ITM_FAST_DYNAMIC_SHARED(uint16_t, words, 0, 128);
+        const int t = thread_index();
+        switch (rule) {
+          case 0:  // nothing is broken
+            numbers[t] = 1.0f;
+            if (t == 0) counts[0] = 0;
+            barrier();
+            numbers[t] = static_cast<float>(numbers[t]) + 1.0f;
+            atomic_add(counts, 0, 1);
+            warp_sync();
+            if (lane() == 0) numbers[t + 1] = static_cast<float>(numbers[t + 2]);
+            words[127 - t] = static_cast<uint16_t>(t);
+            barrier();
+            floats[t] = static_cast<float>(t);
+            barrier();
+            if (static_cast<float>(floats[63 - t]) != static_cast<float>(63 - t))
+              shim::fail("another number came back");
+            break;
+          case 1:
+            numbers[t + 1] = 0.0f;
+            break;
+          case 2:
+            numbers[t] = static_cast<float>(numbers[t]);
+            break;
+          case 3:
+            numbers[t / 2] = 0.0f;
+            break;
+          case 4:
+            if (t == 0) counts[0] = 0;
+            barrier();
+            atomic_add(counts, 0, 1);
+            if (t == 40) counts[0] = 5;
+            break;
+          case 5:
+            if (t != 7) barrier();
+            break;
+          case 6:
+            if (lane() < 16) warp_sync();
+            if (lane() >= 16) vote_any(true);
+            break;
+          case 7:
+            copy_async(numbers, t % 16 * 4 + 1, source, 4);
+            break;
+          case 8:
+            if (t == 0) copy_async(numbers, 0, source, 4);
+            if (t == 0) commit_copies();
+            break;
+          case 9: {
+            halves[t] = 0;
+            barrier();
+            uint32_t parts[4];
+            load_matrix(parts, halves, 1);
+            break;
+          }
+          case 10: {  // a shuffle orders nothing
+            numbers[t] = 0.0f;
+            shuffle(t, 0);
+            if (t == 0) numbers[1] = 2.0f;
+            break;
+          }
+          case 11:
+            if (t == 9) {
+              counts[0] = 0;
+              static_cast<int32_t*>(counts.memory.update_atomically(0))[2] = 0;
+            }
+            break;
+          case 12:  // what was written through one array is not for another
+            words[2 * t] = words[2 * t + 1] = 1;
+            floats[t] = static_cast<float>(floats[t]);
+            break;
+          case 13:
+            words[2 * t] = 1;
+            floats[(t + 32) % 64] = 1.0f;
+            break;
+          case 14: {
+            ITM_FAST_DYNAMIC_SHARED(float, beyond, 128, 64);
+            beyond[t] = 1.0f;
+            break;
+          }
+          case 15:
+            floats[t + 1] = 1.0f;
+            break;
+          case 16:
+            if (t == 0) copy_async(words, 8, reinterpret_cast<const uint16_t*>(source), 8);
+            barrier();
+            if (t == 32) floats[5] = 1.0f;
+            break;
         }
-        break;
-    }
-  }));
+      },
+      256));
 }
 
 // Numbers of 16 bits as float32, and float32 as 16 bits.
