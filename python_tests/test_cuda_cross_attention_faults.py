@@ -22,7 +22,7 @@ PRODUCT, SCORES, PAIR, LONG, TILES = (
 def check(library: Path) -> None:
     """Short sets in several tiles, contexts that cancel, and a long pair."""
     kernels = AttentionKernels(library)
-    check_random_scores(kernels, [3, 30, 40], [6, 17, 30], 68, name="short sets")
+    check_random_scores(kernels, [3, 30, 40], [6, 17, 40], 68, name="short sets")
     queries = random_fragments([3, 9], 24, seed=3)
     check_scores(kernels, queries, cancelling_contexts(1e-4), name="contexts that cancel", temperature=0.0)
     check_random_scores(kernels, [20], [60], 40, name="long sets", aggregation="sum")
