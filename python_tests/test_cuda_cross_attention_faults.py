@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.attention_checks import cancelling_contexts, check_random_scores, check_scores
-from helpers.faults import planted
+from helpers.faults import planted, run_sanitized
 from helpers.fragments import random_fragments
-from helpers.shim import KernelError, compile_driver, compile_shim
+from helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
 from helpers.shim_attention import AttentionKernels
+from helpers.shim_cases import outcomes
 
 KERNELS = "csrc/include/itm_fast/cuda/"
 PRODUCT, SCORES, PAIR, LONG, TILES = (
@@ -121,3 +123,25 @@ def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path:
     with pytest.raises((AssertionError, KernelError)) as caught:
         check(library)
     assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_the_kernels_pass_the_sanitizers_with_the_same_results(shim: list[Path], tmp_path: Path) -> None:
+    expected = outcomes({"cross_attention": compile_driver("cross_attention", tmp_path, "-O0", shim=shim)})
+    folder = tmp_path / "sanitized"
+    folder.mkdir()
+    compile_driver("cross_attention", folder, "-O0", *SANITIZERS)
+    result = run_sanitized(folder, "cross_attention")
+    assert result.returncode == 0, result.stderr[-3000:]
+    with np.load(folder / "outcomes.npz") as actual:
+        assert set(actual) == set(expected)
+        for name, right in expected.items():
+            assert actual[name].tobytes() == right.tobytes(), name
+
+
+def test_the_sanitizers_see_what_lies_outside(tmp_path: Path) -> None:
+    """A row too many of the rows that are copied one by one."""
+    root = planted(tmp_path / "faulty", PRODUCT, "left = of_run < run.count ?", "left = of_run <= run.count ?")
+    compile_driver("cross_attention", tmp_path, "-O0", *SANITIZERS, root=root)
+    result = run_sanitized(tmp_path, "cross_attention")
+    assert result.returncode != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in result.stderr

@@ -141,7 +141,10 @@ BROKEN: list[Any] = [
     (10, r"shared array 'numbers': race at index 1, write here and write by thread [01] with no barrier between them$"),
     (11, r"shared array 'counts': something was written beside it$"),
     (12, r"shared array 'floats': read of index \d+ before anything was written to it$"),
-    (13, r"shared array '(floats|words)': race at index \d+, write here and write by thread \d+ with no barrier between"),
+    (
+        13,
+        r"shared array '(floats|words)': race at index \d+, write here and write by thread \d+ with no barrier between",
+    ),
     (14, r"shared array 'beyond': bytes 128 to 384 of the dynamic shared memory, of which there are 256$"),
     (15, r"shared array 'floats': write of index 64, expected 0 to 63$"),
     (16, r"shared array 'floats': write of index 5 while an asynchronous copy to it is under way$"),

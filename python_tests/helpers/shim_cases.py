@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from helpers.shim import DIRECTIONS, MINING, REDUCTIONS, ProductKernels, RetrievalKernels, TripletKernels
+from helpers.shim_attention import outcomes as _cross_attention
 
 Outcomes = dict[str, np.ndarray]
 
@@ -63,6 +64,11 @@ def _product(library: Path) -> Outcomes:
 
 
 def outcomes(libraries: dict[str, Path]) -> Outcomes:
-    """The outcomes of the drivers "triplet", "retrieval" and "product", by driver, case and name."""
-    cases = {"triplet": _triplet, "retrieval": _retrieval, "product": _product}
+    """The outcomes of the drivers, by driver, case and name."""
+    cases = {
+        "triplet": _triplet,
+        "retrieval": _retrieval,
+        "product": _product,
+        "cross_attention": _cross_attention,
+    }
     return {f"{driver} {name}": v for driver, path in libraries.items() for name, v in cases[driver](path).items()}

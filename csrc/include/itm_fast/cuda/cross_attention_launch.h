@@ -9,7 +9,7 @@ namespace itm_fast::cuda {
 
 // 112 rows are the regions of three images, 128 columns about ten captions. The ring of stages takes 60 KB and all
 // 75 KB: two blocks on a multiprocessor of compute capability 8.0 or 9.0, one on those of 8.6 and 8.9.
-using ScoreTile112 = ProductTile<112, 128, 2, 4, 4, 1024>;
+using ScoreTile112 = ProductTile<112, 128, 2, 4, 4, 256>;
 
 template <typename Tile>
 constexpr int64_t kScoreBytes =
