@@ -114,7 +114,8 @@ struct FocalRule {
     weight += root;
     bound += p * root;
   }
-  ITM_FAST_DEVICE bool keeps(float numerator) const { return !drops || (numerator / total) * weight - bound > 0.0f; }
+  // A product that is rounded before it is compared, as the reference's: no subtraction can be fused with it.
+  ITM_FAST_DEVICE bool keeps(float numerator) const { return !drops || (numerator / total) * weight > bound; }
 };
 
 // Sums over the contexts of one query, of the unnormalised attention e: what is dropped is 0.
