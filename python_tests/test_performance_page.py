@@ -30,7 +30,7 @@ def test_a_step_adds_loss_and_backward() -> None:
     assert step.tensor - scores.tensor - loss.tensor == 12 * 3 * 2 * 36 * 5 * 10 + 4 * 2 * 36 * 36 * 10
     assert step.bytes - scores.bytes - loss.bytes == 2 * 2 * (4 * 41) * 10 + 4 * 16
     assert loss == Cost(other=64, bytes=128, launches=2)
-    assert step.launches == 3 + 2 + 6
+    assert step.launches == 2 + 2 + 6
 
 
 def test_ranks_evaluation_and_epoch() -> None:

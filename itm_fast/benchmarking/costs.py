@@ -66,13 +66,13 @@ def scores(images: int, captions: int, dim: int = DIM, words: float = WORDS, ele
     """Scores of all pairs in the Gram form: the products of regions and words, the Gram matrices, the epilogue.
 
     The epilogue needs, for each image and word, the softmax over the regions and the quadratic form of its numerators,
-    K (K + 1) / 2 multiply-adds by symmetry. Three launches: plan, Gram matrices, pairs.
+    K (K + 1) / 2 multiply-adds by symmetry. Two launches: plan and Gram matrices, pairs.
     """
     region_rows, word_rows = images * REGIONS, captions * words
     products = 2 * region_rows * word_rows * dim + 2 * images * REGIONS**2 * dim
     epilogue = images * word_rows * (REGIONS * (REGIONS + 1) + SOFTMAX_OPERATIONS * REGIONS)
     moved = element * (region_rows + word_rows) * dim + 2 * 4 * images * REGIONS**2 + 4 * images * captions
-    return Cost(products, epilogue, moved, launches=3)
+    return Cost(products, epilogue, moved, launches=2)
 
 
 def loss(batch: int) -> Cost:
