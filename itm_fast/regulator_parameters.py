@@ -202,7 +202,7 @@ class RegulatorParameters:
     @property
     def interleaved(self) -> bool:
         """Whether aggregations take turns with correspondences."""
-        return self.schedule == "interleaved" and bool(self.correspondences) and bool(self.aggregations)
+        return self.schedule == "interleaved" and len(self.correspondences) > 0 and len(self.aggregations) > 0
 
     @property
     def embed_dim(self) -> int | None:
