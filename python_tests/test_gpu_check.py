@@ -16,6 +16,7 @@ import gpu_check
 import gpu_environment
 import gpu_operators
 import gpu_sanitize
+import gpu_suite
 import pytest
 import torch
 from helpers.devices import CASES
@@ -149,7 +150,7 @@ def test_steps_side_by_side_are_written_down_each(stage: gpu_check.Stage) -> Non
 @pytest.mark.parametrize(("n_files", "most", "parts"), [(90, 8, 8), (90, 1, 1), (9, 8, 2), (1, 8, 1)])
 def test_every_file_of_the_suite_is_in_one_part(n_files: int, most: int, parts: int) -> None:
     files = [f"test_{number}.py" for number in range(n_files)]
-    dealt = gpu_check.dealt_out(files, most)
+    dealt = gpu_suite.dealt_out(files, most)
     assert (len(dealt), sorted(file for part in dealt for file in part)) == (parts, sorted(files))
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
@@ -164,6 +165,25 @@ def test_the_whole_suite_runs_in_parts(stage: gpu_check.Stage, monkeypatch: pyte
     files = [argument for command in ran for argument in command if argument.startswith("python_tests/")]
     assert sorted(files) == sorted(str(file.relative_to(ROOT)) for file in (ROOT / "python_tests").glob("test_*.py"))
     assert all("not cuda" in command for command in ran)
+
+
+NOTING = """
+import pytest
+
+@pytest.mark.parametrize("number", [2, 1])
+def test_noted(record_property, number):
+    record_property("launches of triplet_loss at 9", number)
+"""
+
+
+def test_the_launches_that_tests_note_are_in_the_results(tmp_path: Path) -> None:
+    (tmp_path / "test_noting.py").write_text(NOTING)
+    report = tmp_path / "report.xml"
+    assert gpu_suite.launches(report) == {}
+    result = run(gpu_check.pytest("test_noting.py", f"--junitxml={report}"), cwd=tmp_path)
+    assert result.returncode == 0, result.stdout
+    assert gpu_suite.launches(report) == {"launches of triplet_loss at 9": 2}
+    assert not report.exists()
 
 
 def test_what_is_unavailable_has_not_passed(stage: gpu_check.Stage) -> None:

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gpu_environment
 import gpu_sanitize
+import gpu_suite
 from gpu_environment import ROOT
 
 KIND, FORMAT_VERSION = "itm_fast GPU check", 1
@@ -215,22 +216,17 @@ def tests(stage: Stage) -> None:
     if stage.dry:
         stage.run("cuda", pytest("python_tests/test_devices.py", "-k", "bit_for_bit"), by_tests)
         return
-    stage.run("gpu alone", pytest("python_tests/cuda"), by_tests)
+    report = stage.options.out / "gpu_check_tests.xml"
+    stage.run("gpu alone", pytest("python_tests/cuda", f"--junitxml={report}"), by_tests)
+    stage.content["results"]["launches"] = gpu_suite.launches(report)
     stage.run("cuda", pytest("-m", "cuda", "--ignore=python_tests/cuda"), by_tests)
     if not stage.short:
         if stage.content["missing_packages"]:
             stage.note("suite", "failed", missing_line(stage.content["missing_packages"], stage.options.wheels))
         else:
-            files = [str(file.relative_to(ROOT)) for file in sorted((ROOT / "python_tests").glob("test_*.py"))]
-            parts = dealt_out(files, max(1, (os.cpu_count() or 1) // 2))
+            parts = gpu_suite.parts()
             suite = {f"suite {n} of {len(parts)}": pytest("-m", "not cuda", *part) for n, part in enumerate(parts, 1)}
             stage.run_together(suite, by_tests)
-
-
-def dealt_out(files: list[str], most: int) -> list[list[str]]:
-    """The files of at most so many runs side by side: one after the other they would take longer than a call may."""
-    count = min(most, max(1, len(files) // 4))  # A run of few files may find no test that it is asked for.
-    return [files[first::count] for first in range(count)]
 
 
 def sanitize(stage: Stage) -> None:

@@ -1,0 +1,32 @@
+"""The whole suite on a machine with a GPU, for benchmarks/gpu_check.sh: in parts, and with what its tests note."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from xml.etree import ElementTree
+
+from gpu_environment import ROOT
+
+
+def parts() -> list[list[str]]:
+    """The files of the suite for a run on every second processor: each of them compiles, or starts others, at times."""
+    files = [str(file.relative_to(ROOT)) for file in sorted((ROOT / "python_tests").glob("test_*.py"))]
+    return dealt_out(files, max(1, (os.cpu_count() or 1) // 2))
+
+
+def dealt_out(files: list[str], most: int) -> list[list[str]]:
+    """The files of at most so many runs side by side: one after the other they would take longer than a call may."""
+    count = min(most, max(1, len(files) // 4))  # A run of few files may find no test that it is asked for.
+    return [files[first::count] for first in range(count)]
+
+
+def launches(report: Path) -> dict[str, int]:
+    """The most kernels that a call of each operator launched, as test_launches.py noted them in pytest's report."""
+    found: dict[str, int] = {}
+    if report.exists():
+        for noted in ElementTree.parse(report).iter("property"):
+            name, number = noted.attrib["name"], int(noted.attrib["value"])
+            found[name] = max(number, found.get(name, 0))
+        report.unlink()
+    return found
