@@ -79,6 +79,11 @@ def test_all_variants_compute_the_same() -> None:
     assert summaries[0] == summaries[1]
     losses = [workloads.make_loss(name, 16, "all")() for name in ("plain", "native")]
     assert torch.allclose(*losses)
+    for mining in ("hardest", "all"):
+        plain, native = (workloads.make_boosting(name, 16, mining)() for name in ("plain", "native"))
+        assert torch.equal(plain, native)
+        assert bool(native.any())
+        assert workloads.boosting_accuracy("native", 16, mining)["relative_loss_error"] < 1e-6
     assert workloads.accuracy("native", sizes)["max_score_error"] < 1e-6
 
 
@@ -123,6 +128,11 @@ def test_a_run_is_written_down_whole() -> None:
     assert f"| {error:.1e} |" in text.split("accuracy of RCAR scores")[1]
     ratio = regulated_scores["loop"]["median_s"] / regulated_scores["native"]["median_s"]
     assert f"**{ratio:.1f}x**" in text.split("RCAR t2i, 2 RAR and 1 RCR")[1]
+    boosting = results["workloads"]["boosting all 64"]["variants"]
+    error = boosting["native"]["accuracy"]["relative_loss_error"]
+    assert 0 <= error < 1e-6
+    assert text.splitlines()[-1].startswith('| "all", B = 64 |')
+    assert text.splitlines()[-1].endswith(f"| {error:.1e} |")
 
 
 def test_a_target_that_is_missed_is_said() -> None:

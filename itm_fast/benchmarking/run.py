@@ -95,6 +95,11 @@ def run(preset: Preset, threads: int, progress: Callable[[str], None] = lambda _
             for mining in ("hardest", "all"):
                 both = {"plain": preset.runs, "native": preset.runs}
                 measured[f"loss {mining} {batch}"] = measure(workloads.make_loss, both, (batch, mining))
+                boosting = measured[f"boosting {mining} {batch}"] = measure(
+                    workloads.make_boosting, both, (batch, mining)
+                )
+                for name, variant in boosting["variants"].items():
+                    variant["accuracy"] = workloads.boosting_accuracy(name, batch, mining)
     finally:
         torch.set_num_threads(before)
     return {

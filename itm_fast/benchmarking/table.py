@@ -49,10 +49,11 @@ def markdown(results: Mapping[str, Any]) -> str:
         _low_precision(measured, preset, results["environment"]["instruction_set"]),
         _accuracy(measured["scores"]["variants"]),
         _losses(measured),
+        _boosting(measured),
     ]
     if "regulated scores" in measured:
         parts[4:4] = [_regulated(measured, preset), _accuracy(measured["regulated scores"]["variants"], "RCAR scores")]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _where(environment: Mapping[str, Any]) -> str:
@@ -196,6 +197,20 @@ def _losses(measured: Mapping[str, Any]) -> str:
             [name, time(plain), time(native), f"**{ratio:.1f}x**", _target(ratio, LOSS_TARGETS.get(int(batch)))]
         )
     return table(rows)
+
+
+def _boosting(measured: Mapping[str, Any]) -> str:
+    head = ["absolute boosting loss, value and gradient through autograd", "plain PyTorch", "itm_fast", "ratio"]
+    rows = [[*head, "error of the loss, plain PyTorch", "itm_fast"]]
+    for key, workload in measured.items():
+        if not key.startswith("boosting "):
+            continue
+        _, mining, batch = key.split()
+        plain, native = workload["variants"]["plain"], workload["variants"]["native"]
+        errors = [f"{variant['accuracy']['relative_loss_error']:.1e}" for variant in (plain, native)]
+        ratio = plain["median_s"] / native["median_s"]
+        rows.append([f'"{mining}", B = {batch}', time(plain), time(native), f"**{ratio:.1f}x**", *errors])
+    return table(rows) if len(rows) > 1 else ""
 
 
 def _target(reached: float, target: float | None, prefix: str = "") -> str:

@@ -21,7 +21,9 @@ __all__ = [
     "Sizes",
     "accuracy",
     "accuracy_of",
+    "boosting_accuracy",
     "inputs",
+    "make_boosting",
     "make_evaluation",
     "make_loss",
     "make_ranks",
@@ -185,6 +187,34 @@ def make_loss(variant: str, batch: int, mining: str, device: str = "cpu", small:
         return gradient
 
     return run
+
+
+def _branches(batch: int) -> tuple[Tensor, Tensor]:
+    """Scores of a target and of an anchor branch, (batch, batch) within [0, 1]."""
+    generator = torch.Generator().manual_seed(0)
+    target, anchor = torch.rand(2, batch, batch, generator=generator)
+    return target, anchor
+
+
+def make_boosting(variant: str, batch: int, mining: str, small: bool = False) -> Callable[[], Tensor]:
+    """Value and dense gradient of the absolute boosting loss beside an anchor branch, through autograd."""
+    scores, anchor = _branches(8 if small else batch)
+    scores.requires_grad_()
+    loss = F_itm.boosting_loss if variant == "native" else reference.boosting_loss
+
+    def run() -> Tensor:
+        (gradient,) = torch.autograd.grad(loss(scores, anchor, mining=mining), scores)
+        return gradient
+
+    return run
+
+
+def boosting_accuracy(variant: str, batch: int, mining: str) -> dict[str, float]:
+    """Error of the loss against float64, as a share of the loss."""
+    scores, anchor = _branches(batch)
+    loss = F_itm.boosting_loss if variant == "native" else reference.boosting_loss
+    exact = reference.boosting_loss(scores.double(), anchor.double(), mining=mining)
+    return {"relative_loss_error": float((loss(scores, anchor, mining=mining) - exact).abs() / exact)}
 
 
 def accuracy(variant: str, sizes: Sizes) -> dict[str, float]:
