@@ -16,7 +16,15 @@ from helpers.shim import KernelError, ProductKernels, compile_driver
 from helpers.wrappers import CASES, WRAPPERS, Wrappers, compile_for_device
 
 # They index, or order whole blocks and warps: nothing to compare. The product, which is compared too, uses them.
-NOT_COMPARED = {"thread_index", "block_threads", "block_index", "warp", "warp_sync", "shared_address"}
+NOT_COMPARED = {
+    "thread_index",
+    "block_threads",
+    "block_index",
+    "warp",
+    "warp_sync",
+    "shared_address",
+    "dynamic_shared_memory",
+}
 
 
 @pytest.fixture(scope="module")

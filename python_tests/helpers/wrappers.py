@@ -30,6 +30,8 @@ WRAPPERS = (
     "count_bits",
     "atomics",
     "load_coherent",
+    "widen",
+    "narrow",
 )
 # Input, what `out` holds before, and what it holds after: all uint32.
 Case = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -154,6 +156,31 @@ def _load_coherent(random: np.random.Generator) -> Case:
     return words, np.zeros(32, np.uint32), words
 
 
+def _widen(random: np.random.Generator) -> Case:
+    """All but the NaNs of float16, whose bits are free."""
+    bits = random.integers(0, 2**16, 32 * 16).astype(np.uint16)
+    bits[np.isnan(bits.view(np.float16))] = 0xFC00
+    expected = np.stack([bits.astype(np.uint32) << 16, bits.view(np.float16).astype(np.float32).view(np.uint32)], 1)
+    return bits.astype(np.uint32), np.zeros(32 * 16 * 2, np.uint32), expected.reshape(-1)
+
+
+def _narrow(random: np.random.Generator) -> Case:
+    """Any bits, bfloat16's halfway cases, and float16's: to the nearest, of two to the even one; NaN is 0x7fff."""
+    words = _words(random, 32 * 32)
+    words[1::4] = words[1::4] & 0xFFFF0000 | 0x8000
+    # Below 2^-14 and above float16's largest number, too: exponents from -27 to 17.
+    exponents = random.integers(100, 145, 512).astype(np.uint32) << 23
+    words[::2] = words[::2] & 0x80000000 | exponents | random.choice([0x1000, 0x3000, 0x1001, 0x7FFFFF], 512)
+    nan = np.isnan(words.view(np.float32))
+    kept, rest = words >> 16, words & 0xFFFF
+    as_bfloat16 = np.where(nan, 0x7FFF, kept + ((rest > 0x8000) | ((rest == 0x8000) & (kept % 2 == 1))))
+    with np.errstate(over="ignore"):
+        as_float16 = np.where(nan, 0x7FFF, words.view(np.float32).astype(np.float16).view(np.uint16))
+    pairs = [(part[::2] | part[1::2] << 16).astype(np.uint32) for part in (as_bfloat16, as_float16.astype(np.uint32))]
+    expected = np.stack([pairs[0], pairs[0], pairs[1]], axis=1)
+    return words, np.zeros(32 * 16 * 3, np.uint32), expected.reshape(-1)
+
+
 CASES: dict[str, Callable[[np.random.Generator], Case]] = {
     "mma_bf16": lambda random: _mma(random, half=False),
     "mma_fp16": lambda random: _mma(random, half=True),
@@ -167,4 +194,6 @@ CASES: dict[str, Callable[[np.random.Generator], Case]] = {
     "count_bits": _count_bits,
     "atomics": _atomics,
     "load_coherent": _load_coherent,
+    "widen": _widen,
+    "narrow": _narrow,
 }

@@ -26,6 +26,8 @@ enum Wrapper : int {
   kCountBits,             // in: [lane]; out: [lane]
   kAtomics,               // in: [lane][2]; out: sums as int32 (global, shared), as int64 (two words), maximum as uint64
   kLoadCoherent,          // in: [lane]; out: [lane]
+  kWiden,                 // in: [lane][16], 16 bits each; out: [lane][16][2], as bfloat16 and as float16 in float32
+  kNarrow,  // in: [lane][16][2] float32; out: [lane][16][3], both as bfloat16, the same by bf16_pair, both as float16
   kWrappers
 };
 
@@ -114,6 +116,26 @@ ITM_FAST_DEVICE void call_atomics(const uint32_t* in, uint32_t* out) {
   if (lane() == 0) out[1] = static_cast<uint32_t>(static_cast<int32_t>(sum[0]));
 }
 
+inline constexpr int kConverted = 16;  // of a lane
+
+ITM_FAST_DEVICE void call_widen(const uint32_t* in, uint32_t* out) {
+  for (int i = lane() * kConverted; i < (lane() + 1) * kConverted; ++i) {
+    out[2 * i] = bits_of(bf16_value(static_cast<uint16_t>(in[i])));
+    out[2 * i + 1] = bits_of(fp16_value(static_cast<uint16_t>(in[i])));
+  }
+}
+
+ITM_FAST_DEVICE void call_narrow(const uint32_t* in, uint32_t* out) {
+  for (int i = lane() * kConverted; i < (lane() + 1) * kConverted; ++i) {
+    float low, high;
+    memcpy(&low, in + 2 * i, sizeof(low));
+    memcpy(&high, in + 2 * i + 1, sizeof(high));
+    out[3 * i] = bf16_bits(low) | static_cast<uint32_t>(bf16_bits(high)) << 16;
+    out[3 * i + 1] = bf16_pair(low, high);
+    out[3 * i + 2] = fp16_bits(low) | static_cast<uint32_t>(fp16_bits(high)) << 16;
+  }
+}
+
 template <int kWrapper>
 ITM_FAST_DEVICE void call_wrapper(const uint32_t* in, uint32_t* out) {
   if constexpr (kWrapper == kMmaBf16 || kWrapper == kMmaFp16) call_mma<kWrapper == kMmaFp16>(in, out);
@@ -138,6 +160,8 @@ ITM_FAST_DEVICE void call_wrapper(const uint32_t* in, uint32_t* out) {
     memory_fence();
     out[lane()] = load_coherent(in + lane());
   }
+  if constexpr (kWrapper == kWiden) call_widen(in, out);
+  if constexpr (kWrapper == kNarrow) call_narrow(in, out);
 }
 
 // Calls call(std::integral_constant<int, w>) for the wrapper with that number.
