@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from helpers.shim import DIRECTIONS, MINING, REDUCTIONS, ProductKernels, RetrievalKernels, TripletKernels
+from helpers.shim_attention import AGGREGATIONS, NORMALIZATIONS
 from helpers.shim_attention import outcomes as _cross_attention
+from helpers.shim_backward import ROOM, BackwardKernels
 
 Outcomes = dict[str, np.ndarray]
 
@@ -63,6 +65,32 @@ def _product(library: Path) -> Outcomes:
     return found
 
 
+def _cross_attention_backward(library: Path) -> Outcomes:
+    kernels = BackwardKernels(library)
+    random = np.random.default_rng(0)
+    found: Outcomes = {}
+    # The second case has long sets, the third offsets that the contract forbids, and the last little room.
+    bounds = (
+        ([0, 3, 3, 8], [0, 2, 19], [0, 50, 2, 8], [0, 3, 4, 8]),
+        ([0, 4, 11], [0, 70, 73], [-5, 4, 30], [0, 4, 11]),
+    )
+    for number, (query_bounds, context_bounds) in enumerate(zip(*bounds, strict=True)):
+        dtype = ("float32", "float16", "bfloat16", "float32")[number]
+        operands: list[np.ndarray] = []
+        for offsets, rows in ((query_bounds, (8, 19, 8, 8)[number]), (context_bounds, (11, 73, 11, 11)[number])):
+            values = random.standard_normal((rows, 34)).astype(np.float32)
+            if dtype != "float32":  # Between 1 and 2 in one type, and 1 and 4 in the other.
+                values = random.integers(0x3C00, 0x4000, values.shape).astype(np.uint16)
+            operands += [values, np.array(offsets)]
+        gradients = random.standard_normal((len(query_bounds) - 1, len(context_bounds) - 1)).astype(np.float32)
+        gradients[0, 1] = 0.0
+        options = {"normalization": NORMALIZATIONS[number], "aggregation": AGGREGATIONS[number]}
+        room = 60 if number == 3 else ROOM
+        result = kernels.backward(gradients, *operands, dtype=dtype, room=room, seed=number, **options)
+        found[f"{number} queries"], found[f"{number} contexts"] = result.queries, result.contexts
+    return found
+
+
 def outcomes(libraries: dict[str, Path]) -> Outcomes:
     """The outcomes of the drivers, by driver, case and name."""
     cases = {
@@ -70,5 +98,6 @@ def outcomes(libraries: dict[str, Path]) -> Outcomes:
         "retrieval": _retrieval,
         "product": _product,
         "cross_attention": _cross_attention,
+        "cross_attention_backward": _cross_attention_backward,
     }
     return {f"{driver} {name}": v for driver, path in libraries.items() for name, v in cases[driver](path).items()}

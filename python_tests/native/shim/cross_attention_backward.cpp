@@ -1,0 +1,105 @@
+// The backward of cross_attention_scores in the shim. Each function returns what went wrong, or an empty string.
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "exact.h"
+#include "itm_fast/cuda/cross_attention_backward_launch.h"
+
+namespace {
+
+using namespace itm_fast;
+using namespace itm_fast::cuda;
+
+struct Settings {
+  uint64_t seed;
+  int64_t query_sets, query_rows, context_sets, context_rows, dim;
+  int64_t for_queries, for_contexts, room;
+  double temperature, negative_slope, logsumexp_temperature;
+  int64_t normalization, focal, aggregation;
+
+  CrossAttentionOptions options() const {
+    return {temperature,
+            negative_slope,
+            logsumexp_temperature,
+            static_cast<Normalization>(normalization),
+            static_cast<Focal>(focal),
+            static_cast<Aggregation>(aggregation)};
+  }
+  BackwardSizes sizes() const {
+    return {query_sets, query_rows, context_sets, context_rows, dim, for_queries != 0, for_contexts != 0, room};
+  }
+};
+
+// Runs what the launcher launches; the number of launches goes to `launches`.
+template <typename S>
+const char* backward(const Settings& s, const float* gradients, const S* queries, const int64_t* query_offsets,
+                     const S* contexts, const int64_t* context_offsets, S* query_gradients, S* context_gradients,
+                     int64_t* count, int64_t* launches) {
+  const BackwardSizes sizes = s.sizes();
+  const Exact<float> incoming(gradients, sizes.pairs());
+  const Exact<S> query_values(queries, s.query_rows * s.dim), context_values(contexts, s.context_rows * s.dim);
+  const Exact<int64_t> query_bounds(query_offsets, s.query_sets + 1);
+  const Exact<int64_t> context_bounds(context_offsets, s.context_sets + 1);
+  Exact<S> of_queries(sizes.for_queries ? queries : nullptr, s.query_rows * s.dim);
+  Exact<S> of_contexts(sizes.for_contexts ? contexts : nullptr, s.context_rows * s.dim);
+
+  CrossAttentionBackward<S> p{};
+  p.lists.gradients = incoming.memory;
+  p.lists.queries = {query_values.memory, query_bounds.memory, true, s.query_sets, s.query_rows};
+  p.lists.contexts = {context_values.memory, context_bounds.memory, true, s.context_sets, s.context_rows};
+  p.lists.total = count;
+  p.options = PairOptions(s.options());
+  p.dim = s.dim;
+  p.query_gradients = of_queries.memory;
+  p.context_gradients = of_contexts.memory;
+  Workspace measured;
+  place_backward(p, sizes, measured);
+  // Not a number in every type, and a count that is past everything: what is read must have been written.
+  Exact<unsigned char> memory(nullptr, 0);
+  memory.memory = new unsigned char[measured.bytes()];
+  std::fill_n(memory.memory, measured.bytes(), static_cast<unsigned char>(0xff));
+  Workspace workspace(memory.memory);
+  std::fill_n(memory.memory, place_backward(p, sizes, workspace), static_cast<unsigned char>(0));
+
+  *launches = 0;
+  std::string problem;
+  const auto launch = [&](int64_t blocks, int threads, const auto& body) {
+    if (!problem.empty() || blocks == 0) return;
+    ++*launches;
+    problem = shim::launch(blocks, threads, s.seed + *launches, [&] { body(p); });
+  };
+  launch(sizes.list_blocks(), kListThreads, [](const auto& p) { list_pairs(p.lists); });
+  if (sizes.needs_gradients()) {
+    launch(sizes.differentiating_blocks(), kGradientThreads, [](const auto& p) { differentiate_pairs(p); });
+    launch(sizes.accumulating_blocks(), kGradientThreads, [](const auto& p) { accumulate_gradients(p); });
+  }
+  if (sizes.needs_finish()) launch(sizes.finishing_blocks(), kGradientThreads, [](const auto& p) { finish_pairs(p); });
+  if (sizes.for_queries) std::copy_n(of_queries.memory, s.query_rows * s.dim, query_gradients);
+  if (sizes.for_contexts) std::copy_n(of_contexts.memory, s.context_rows * s.dim, context_gradients);
+  return report(problem);
+}
+
+}  // namespace
+
+#define ITM_FAST_BACKWARD(S, suffix)                                                                               \
+  extern "C" const char* cross_attention_backward_##suffix(                                                        \
+      const Settings* settings, const float* gradients, const S* queries, const int64_t* query_offsets,            \
+      const S* contexts, const int64_t* context_offsets, S* query_gradients, S* context_gradients, int64_t* count, \
+      int64_t* launches) {                                                                                         \
+    return backward<S>(*settings, gradients, queries, query_offsets, contexts, context_offsets, query_gradients,   \
+                       context_gradients, count, launches);                                                        \
+  }
+ITM_FAST_BACKWARD(float, float32)
+#ifndef ITM_FAST_FLOAT32_ALONE
+ITM_FAST_BACKWARD(BFloat16, bfloat16)
+ITM_FAST_BACKWARD(Half, float16)
+#endif
+
+// Bytes of the workspace.
+extern "C" int64_t cross_attention_backward_bytes(const Settings* settings) {
+  CrossAttentionBackward<float> p{};
+  Workspace measured;
+  place_backward(p, settings->sizes(), measured);
+  return measured.bytes();
+}
