@@ -21,6 +21,7 @@ LIBRARY = ROOT / "itm_fast" / "_C_cuda.so"
 NVCC = shutil.which("nvcc")
 OPERATORS = (
     "cross_attention_scores",
+    "cross_attention_scores_backward",
     "triplet_loss",
     "triplet_loss_backward",
     "hardest_negatives",

@@ -56,7 +56,7 @@ def reference_gradients(
 
 
 def plain_gradients(queries: Fragments, contexts: Fragments, gradients: Tensor, **options: Any) -> list[list[Tensor]]:
-    """What plain PyTorch gives in float32: its two forms, each also with the rows of the sets and the width turned round.
+    """What plain PyTorch gives in float32: its two forms, each also with the rows of sets and the width turned round.
 
     In small cases the error of one of them is a matter of luck: of how a few raw scores happen to be rounded.
     """
