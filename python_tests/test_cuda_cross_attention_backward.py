@@ -62,13 +62,16 @@ def test_gradients_of_ragged_sets(kernels: BackwardKernels, data: st.DataObject)
         data.draw(st.sampled_from([3, 8, 31, 33, 40])),
         seed,
         dtype=data.draw(st.sampled_from(list(DTYPES))),
-        normalized=data.draw(st.booleans()),
+        normalized=(has_length_one := data.draw(st.booleans())),
     )
+    normalization = data.draw(st.sampled_from(NORMALIZATIONS))
+    # Logits of a hundred have few digits left behind the point, and which of two programs is luckier says nothing.
+    bounded = has_length_one or normalization not in ("clipped", "no_norm")
     options: dict[str, Any] = {
-        "normalization": data.draw(st.sampled_from(NORMALIZATIONS)),
+        "normalization": normalization,
         "focal": data.draw(st.sampled_from(FOCAL_MODES)),
         "aggregation": data.draw(st.sampled_from(AGGREGATIONS)),
-        "temperature": data.draw(st.sampled_from([9.0, 1.0, 20.0, -3.0, 0.0])),
+        "temperature": data.draw(st.sampled_from([9.0, 1.0, 20.0, -3.0, 0.0] if bounded else [1.0, -0.5, 0.0])),
         "negative_slope": data.draw(st.sampled_from([0.1, 0.0, 0.5])),
         "logsumexp_temperature": data.draw(st.sampled_from([6.0, -2.0])),
     }
