@@ -12,8 +12,9 @@ namespace itm_fast::cuda {
 // Raw scores of pairs that are kept at most, 12 bytes each and up to 16 per query row: at most 900 MiB, and 92 MB for a
 // dense gradient of 128 images of 36 regions with 128 captions of 13 words.
 inline constexpr int64_t kRoomForScores = int64_t{1} << 25;
-// Blocks that differentiate pairs, of which each has kAttendedQueries float32 vectors.
-inline constexpr int64_t kDifferentiatingBlocks = 1024, kFinishingBlocks = 256;
+// Blocks that differentiate pairs, of which each has kAttendedQueries float32 vectors: two or more for every
+// multiprocessor of any GPU so far.
+inline constexpr int64_t kDifferentiatingBlocks = 512, kFinishingBlocks = 256;
 
 // What a call asks for, in numbers that the host knows.
 struct BackwardSizes {
