@@ -185,7 +185,7 @@ inline uint16_t fp16_bits(float value) {
 // slots of an exchange.
 template <int kColumns>
 struct FragmentBytes {
-  FragmentBytes(Place (*place_of)(int, int), int elements, int first_register) {
+  constexpr FragmentBytes(Place (*place_of)(int, int), int elements, int first_register) {
     for (int lane = 0; lane < shim::kWarpSize; ++lane) {
       for (int i = 0; i < elements; ++i) {
         const Place place = place_of(lane, i);
@@ -193,14 +193,15 @@ struct FragmentBytes {
       }
     }
   }
-  int at[16][kColumns];
+  int at[16][kColumns] = {};
 };
+// Not in a function: libraries that are loaded together would share what is static there.
+constexpr FragmentBytes<16> kLeftBytes(mma_a_place, 8, 0);
+constexpr FragmentBytes<8> kRightBytes(mma_b_place, 4, 4);
 
 // In float32, from the lowest index of the shared dimension up.
 inline void multiply_fragments(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                                float (*value_of)(uint16_t)) {
-  static const FragmentBytes<16> left(mma_a_place, 8, 0);
-  static const FragmentBytes<8> right(mma_b_place, 4, 4);
   uint32_t own[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
   const unsigned char* slots = shim::exchange(shim::Operation::mma, own, sizeof(own));
   const auto value = [&](int at) {
@@ -210,7 +211,7 @@ inline void multiply_fragments(float (&sums)[4], const uint32_t (&a)[4], const u
   };
   for (int i = 0; i < 4; ++i) {
     const Place place = mma_sum_place(lane(), i);
-    for (int k = 0; k < 16; ++k) sums[i] += value(left.at[place.row][k]) * value(right.at[k][place.column]);
+    for (int k = 0; k < 16; ++k) sums[i] += value(kLeftBytes.at[place.row][k]) * value(kRightBytes.at[k][place.column]);
   }
 }
 inline void mma_bf16(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
