@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -45,24 +46,35 @@ class Case:
         return self.operators[0] == "cross_attention_scores"
 
 
-def _sets(seed: int, size: int) -> Inputs:
-    """`size` captions of 1 to 17 words and `size` images of 1 to 40 regions, one of each without any."""
+def _sets(seed: int, size: int, dim: int, longest: tuple[int, int], offsets: torch.dtype) -> Inputs:
+    """`size` captions of 1 to 17 words and as many images of 1 to 40 regions, then one of each of the longest size, and
+    one of each without any."""
     lengths = torch.randint(1, 18, (size,), generator=torch.Generator().manual_seed(seed)).tolist()
     counts = torch.randint(1, 41, (size,), generator=torch.Generator().manual_seed(seed + 1)).tolist()
-    words, regions = random_fragments([*lengths, 0], 40, seed=seed), random_fragments([*counts, 0], 40, seed=seed + 2)
-    return [words.values, regions.values, words.offsets, regions.offsets]
+    words = random_fragments([*lengths, longest[0], 0], dim, seed=seed)
+    regions = random_fragments([*counts, longest[1], 0], dim, seed=seed + 2)
+    return [words.values, regions.values, words.offsets.to(offsets), regions.offsets.to(offsets)]
 
 
-def _scores_case(name: str, **options: Any) -> Case:
+def _scores_case(
+    name: str,
+    *,
+    dim: int = 40,
+    longest: tuple[int, int] = (17, 40),
+    offsets: torch.dtype = torch.int64,
+    sizes: tuple[int, ...] = (6, 1, 14, 5),
+    **options: Any,
+) -> Case:
     def call(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         words, regions, word_offsets, region_offsets = inputs
-        queries = Fragments(words, word_offsets, check=False, max_length=17)
-        contexts = Fragments(regions, region_offsets, check=False, max_length=40)
+        queries = Fragments(words, word_offsets, check=False, max_length=longest[0])
+        contexts = Fragments(regions, region_offsets, check=False, max_length=longest[1])
         return (functions.cross_attention_scores(queries, contexts, **options),)
 
     operators = ("cross_attention_scores", "cross_attention_scores_backward")
+    make = partial(_sets, dim=dim, longest=longest, offsets=offsets)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    return Case(f"cross_attention_scores {name}", operators, _sets, call, 2, dtypes, sizes=(6, 1, 14, 5))
+    return Case(f"cross_attention_scores {name}", operators, make, call, 2, dtypes, sizes)
 
 
 def _triplet_case(mining: str) -> Case:
@@ -100,6 +112,10 @@ CASES = (
     _scores_case("softmax", normalization="softmax", temperature=4.0, aggregation="sum"),
     _scores_case("l1norm focal", normalization="l1norm", focal="equal", aggregation="max"),
     _scores_case("logsumexp focal", normalization="clipped", focal="prob", aggregation="logsumexp"),
+    # Kernels that copy in stages go around their ring, and rows begin anywhere.
+    _scores_case("wide", dim=520, sizes=(5,)),
+    _scores_case("odd width", dim=37, offsets=torch.int32, sizes=(5,)),
+    _scores_case("long sets", longest=(150, 300), focal="prob", sizes=(3,)),
     *map(_triplet_case, MINING),
     *(_boosting_case(*options) for options in product(("absolute", "relative", "both"), ("hardest", "all"))),
     Case(
