@@ -150,3 +150,18 @@ def test_regulated_scores(amx, parts, allowed, setting, steps, width):
     error = (out - exact).abs().max().item()
     assert error < allowed
     assert parts == 2 or error > 1e-5
+
+
+def test_tanh_is_within_two_units_in_the_last_place(amx):
+    """Over floats of every exponent: the kernels of RCAR are made of it."""
+    bits = torch.arange(0, 0x7F800000, 4099, dtype=torch.int32)
+    values = bits.view(torch.float32)
+    values = torch.cat([values, -values, torch.tensor([torch.inf, -torch.inf, torch.nan])])
+    values = torch.cat([values, values.new_zeros(-len(values) % 16)])
+    out = torch.empty_like(values)
+    amx.vector_tanh(pointer(values), *sizes(len(values)), pointer(out))
+    exact = values.double().tanh()
+    size = exact.abs().float()
+    unit = torch.nextafter(size, torch.tensor(2.0)).double() - size.double()
+    assert torch.equal(out.isnan(), values.isnan())
+    assert float(((out.double() - exact).abs() / unit).nan_to_num(nan=0.0).max()) <= 2

