@@ -24,11 +24,12 @@ def bench(
     ] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; by default what torch uses.")] = None,
 ) -> None:
-    """Measures scores, a training step, an evaluation and losses against plain PyTorch.
+    """Measures scores and training steps of SCAN and RCAR, an evaluation and losses against plain PyTorch.
 
     The baselines are the published per-caption loop and the packed form that a user could write, eager and under
     torch.compile. All variants run interleaved in one process; peak memory is measured in a process for each. The full
-    benchmark takes about a quarter of an hour on two cores; leave the machine alone meanwhile.
+    benchmark takes about half an hour on two cores; leave the machine alone meanwhile. It needs about 12 GB of memory,
+    which is what RCAR's loop keeps for a training step.
 
     On a GPU the times are the device's, beside the cost model of docs/performance.md and what a matrix product and a
     copy reach in the same run; --json is written after every workload.
