@@ -166,6 +166,22 @@ def test_float64_attention_on_cuda_is_left_to_the_reference(monkeypatch):
         assert library._fallback_cause(operator, device, dtype) is None
 
 
+def test_a_gpu_that_is_too_old_is_told(monkeypatch):
+    monkeypatch.setattr(library, "_cuda_problem", None)
+    monkeypatch.setattr(library, "_native", {"triplet_loss": frozenset({"cpu", "cuda"})})
+    capabilities = [(7, 5), (8, 0), (9, 0), (10, 3), (12, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+    built = {"cuda_architectures": ["80-real", "90a-real", "90a-virtual"]}
+    monkeypatch.setattr(library, "_build_information", lambda: built)
+    library._gpu_problem.cache_clear()
+    causes = [library._fallback_cause("triplet_loss", "cuda", torch.float32, index) for index in range(5)]
+    assert causes == ["the CUDA kernels need compute capability 8.0, cuda:0 has 7.5", None, None, None, None]
+    library._gpu_problem.cache_clear()
+    built["cuda_architectures"] = ["90-real"]
+    assert library._gpu_problem(1) == "the CUDA kernels need compute capability 9.0, cuda:1 has 8.0"
+    library._gpu_problem.cache_clear()
+
+
 def test_a_device_without_the_backward_does_without_the_forward(monkeypatch):
     kernels = {("both", "CPU"), ("both", "CUDA"), ("both_backward", "CPU"), ("ranks", "CPU"), ("ranks", "CUDA")}
     monkeypatch.setattr(

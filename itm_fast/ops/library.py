@@ -8,6 +8,7 @@ Every operator asks `use_native`; `build_info` reports what was found. Environme
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import platform
@@ -132,8 +133,29 @@ def register_fake(operator: str) -> Callable[[Fake], Fake]:
     return torch.library.register_fake(f"itm_fast::{operator}") if operator in _native else lambda fake: fake
 
 
-def _fallback_cause(operator: str, device: str, dtype: torch.dtype) -> str | None:
-    """Why the packed reference serves `operator`; None where a native kernel does.
+def _build_information() -> dict[str, Any]:
+    """What the build noted down in `_host`; empty where that is missing."""
+    try:
+        host = importlib.import_module("itm_fast._host")
+    except ImportError:
+        return {}
+    return dict(host.build_information())
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _gpu_problem(index: int) -> str | None:
+    """Why the CUDA kernels cannot run on the GPU `index`: it is older than all that they were compiled for."""
+    compiled = [int("".join(filter(str.isdigit, name))) for name in _build_information().get("cuda_architectures", [])]
+    major, minor = torch.cuda.get_device_capability(index)
+    oldest = min(compiled, default=80)
+    if 10 * major + minor >= oldest:
+        return None
+    return f"the CUDA kernels need compute capability {oldest // 10}.{oldest % 10}, cuda:{index} has {major}.{minor}"
+
+
+def _fallback_cause(operator: str, device: str, dtype: torch.dtype, gpu: int | None = None) -> str | None:
+    """Why the packed reference serves `operator`, on the GPU `gpu` where one is asked for; None where a kernel does.
 
     Raises:
         ValueError: `ITM_FAST_CPU_ISA` names an instruction set that this processor lacks. Said where it is needed and
@@ -153,7 +175,7 @@ def _fallback_cause(operator: str, device: str, dtype: torch.dtype) -> str | Non
         return f"no native kernel for {dtype}"
     if device == "cuda" and dtype == torch.float64 and operator in _WITHOUT_FLOAT64_ON_CUDA:
         return f"no native kernel for {dtype} on device 'cuda'"
-    return None
+    return None if gpu is None else _gpu_problem(gpu)
 
 
 def use_native(operator: str, tensor: torch.Tensor) -> bool:
@@ -161,7 +183,8 @@ def use_native(operator: str, tensor: torch.Tensor) -> bool:
 
     Where none does, the caller takes the packed reference, and a `FallbackWarning` says why, once per cause.
     """
-    cause = _fallback_cause(operator, tensor.device.type, tensor.dtype)
+    gpu = tensor.device.index if tensor.device.type == "cuda" else None
+    cause = _fallback_cause(operator, tensor.device.type, tensor.dtype, gpu)
     if cause is None:
         return True
     _warn_once(cause)
@@ -178,7 +201,8 @@ def _warn_once(cause: str) -> None:
 
 
 def _path_of(operator: str, device: str) -> str:
-    cause = _fallback_cause(operator, device, torch.float32)
+    gpu = torch.cuda.current_device() if device == "cuda" and torch.cuda.is_available() else None
+    cause = _fallback_cause(operator, device, torch.float32, gpu)
     if cause is not None:
         return f"packed reference: {cause}"
     return f"native {_selected}" if device == "cpu" else "native"
@@ -202,11 +226,7 @@ def build_info() -> dict[str, Any]:
         - "cuda_architectures": those compiled, such as ["90"].
         - "dispatch": {operator: {device: "native avx512" or "packed reference: <cause>"}}, for float32.
     """
-    try:
-        host = importlib.import_module("itm_fast._host")
-    except ImportError:
-        host = None
-    built: dict[str, Any] = host.build_information() if host else {}
+    built = _build_information()
     files = {name: next(iter(sorted(PACKAGE.glob(f"{name}.*so"))), None) for name in ("_C_cpu", "_C_cuda", "_host")}
     return {
         "version": __version__,
