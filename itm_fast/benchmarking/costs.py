@@ -83,14 +83,14 @@ def loss(batch: int) -> Cost:
 def _backward(batch: int, dim: int, words: float, element: int) -> Cost:
     """Of a loss over hardest negatives: at most three pairs an anchor have a gradient, and are computed again.
 
-    A pair costs its product once more and two products of the same size for the two gradients; an image the gradient of
-    its Gram matrix. At most six launches.
+    A pair costs eight products of its size, all on the ordinary units: its scores, the attended vectors (formed again
+    rather than kept), and what the two gradients are made of. Three launches: lists, pairs, sums.
     """
     pairs, rows = 3 * batch, batch * (REGIONS + words)
-    products = pairs * 6 * REGIONS * words * dim + batch * 2 * REGIONS**2 * dim
-    epilogue = 2 * pairs * words * (REGIONS * (REGIONS + 1) + SOFTMAX_OPERATIONS * REGIONS)
+    products = 16 * pairs * REGIONS * words * dim
+    epilogue = 2 * pairs * words * SOFTMAX_OPERATIONS * REGIONS
     moved = 2 * element * rows * dim + 4 * batch**2
-    return Cost(products, epilogue, moved, launches=6)
+    return Cost(other=products + epilogue, bytes=moved, launches=3)
 
 
 def step(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
