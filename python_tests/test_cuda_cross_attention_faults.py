@@ -101,7 +101,7 @@ FAULTS = {
         r"^contexts that cancel: error",
     ),
     "a tile of one set too many": (
-        (TILES, "window[set] <= max_rows", "window[set] <= max_rows + 8"),
+        (TILES, "window[set] <= max_rows", "window[set] <= max_rows + 16"),
         r"^short sets: error|shared array '\w+': ",
     ),
     "missing barrier before a long pair's next products": (
