@@ -40,7 +40,7 @@ ITM_FAST_DEVICE void write_gram(const ScoreProblem<S>& p, int64_t set) {
   if (length == 0 || length > Tile::kRows) return;  // Nobody asks for a longer one.
   const int n = static_cast<int>(length), stride = gram_stride(n);
   const RowRun<S> rows{p.contexts.values + row * p.dim, n};
-  multiply_tile<kGramParts<S>, Tile>(rows, rows, p.dim, p.is_aligned);
+  multiply_tile<kGramParts<S>, Tile, true>(rows, rows, p.dim, p.is_aligned);
   ITM_FAST_TILE_SCORES(Tile);
   float* gram = p.grams + row * Tile::kRows;
   for (int i = thread_index(); i < n * stride; i += Tile::kThreads) {

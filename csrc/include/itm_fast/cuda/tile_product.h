@@ -7,8 +7,8 @@
 // Rows of 16 bits are multiplied as they are. Rows of float32 are split on their way into kParts numbers of bfloat16,
 // rounded to the nearest, x = x_0 + x_1 + x_2: with one part that is a product of bfloat16, with two (three products,
 // x_1 y_1 left out) errors are about 2^-17 of the terms, with three (six products, those of the order 2^-27 left out)
-// it is float32's own accuracy; a slice's products are then added up by themselves, the smallest first, and join the
-// sums in float32 proper. Three TF32 products take the tensor cores as long as six of bfloat16, but keep 22 bits of 24.
+// it is float32's own accuracy, with the products of a slice added up by themselves, the smallest first. Three TF32
+// products take the tensor cores as long as six of bfloat16, but keep 22 bits of 24.
 #pragma once
 
 #include <type_traits>
@@ -164,25 +164,22 @@ ITM_FAST_DEVICE void multiply_parts(float (&sums)[4], const RowFragment<kParts>&
   }
 }
 
-// Rows times the columns of two fragments, whose products stand in turn: neither waits for the other.
-template <bool kHalf, int kParts>
+// Rows times the columns of two fragments, whose products stand in turn: neither waits for the other. `kBySlice`: these
+// products are added up by themselves and join the sums in float32 proper.
+template <bool kHalf, bool kBySlice, int kParts>
 ITM_FAST_DEVICE void multiply_pair(float (&first_sums)[4], float (&second_sums)[4], const RowFragment<kParts>& rows,
                                    const ColumnFragment<kParts>& first, const ColumnFragment<kParts>& second) {
-  if constexpr (kParts == 3) {
+  if constexpr (kBySlice) {
     float first_slice[4] = {}, second_slice[4] = {};
-    constexpr int kOrder[6][2] = {{0, 2}, {2, 0}, {1, 1}, {0, 1}, {1, 0}, {0, 0}};
-    for (int i = 0; i < 6; ++i) {
-      multiply_parts<kHalf>(first_slice, rows, first, kOrder[i][0], kOrder[i][1]);
-      multiply_parts<kHalf>(second_slice, rows, second, kOrder[i][0], kOrder[i][1]);
-    }
+    multiply_pair<kHalf, false>(first_slice, second_slice, rows, first, second);
     for (int i = 0; i < 4; ++i) {
       first_sums[i] += first_slice[i];
       second_sums[i] += second_slice[i];
     }
   } else {
-    constexpr int kProducts = kParts == 2 ? 3 : 1;
-    constexpr int kOrder[3][2] = {{0, 1}, {1, 0}, {0, 0}};
-    for (int i = 3 - kProducts; i < 3; ++i) {
+    constexpr int kProducts = kParts == 3 ? 6 : kParts == 2 ? 3 : 1;
+    constexpr int kOrder[6][2] = {{0, 2}, {2, 0}, {1, 1}, {0, 1}, {1, 0}, {0, 0}};  // the last ones of fewer parts
+    for (int i = 6 - kProducts; i < 6; ++i) {
       multiply_parts<kHalf>(first_sums, rows, first, kOrder[i][0], kOrder[i][1]);
       multiply_parts<kHalf>(second_sums, rows, second, kOrder[i][0], kOrder[i][1]);
     }
@@ -190,8 +187,10 @@ ITM_FAST_DEVICE void multiply_pair(float (&first_sums)[4], float (&second_sums)[
 }
 
 // Leaves <row r, column c> in ITM_FAST_TILE_SCORES at r * kScoreStride + c, for all rows and columns of the tile that
-// the runs have, behind a barrier. `is_aligned`: rows begin on boundaries of 16 bytes.
-template <int kParts, typename Tile, typename S>
+// the runs have, behind a barrier. `is_aligned`: rows begin on boundaries of 16 bytes. `kBySlice`: every slice's
+// products are added up by themselves, because tensor cores cut digits off from running sums: where all terms have one
+// sign, as on the diagonal of a Gram matrix, what is cut off adds up.
+template <int kParts, typename Tile, bool kBySlice = kParts == 3, typename S>
 ITM_FAST_DEVICE void multiply_tile(const RowRun<S>& rows, const RowRun<S>& columns, int64_t dim, bool is_aligned) {
   constexpr bool kFloat = std::is_same_v<S, float>, kHalf = std::is_same_v<S, Half>;
   static_assert(kFloat || kParts == 1);
@@ -240,7 +239,7 @@ ITM_FAST_DEVICE void multiply_tile(const RowRun<S>& rows, const RowRun<S>& colum
           }
           for (int n = 0; n < kColumnTiles; n += 2) {
             if (column_of(n) < columns.count) {
-              multiply_pair<kHalf>(sums[m][n], sums[m][n + 1], of_rows, of_columns[n], of_columns[n + 1]);
+              multiply_pair<kHalf, kBySlice>(sums[m][n], sums[m][n + 1], of_rows, of_columns[n], of_columns[n + 1]);
             }
           }
         }
