@@ -20,10 +20,15 @@ from itm_fast.ops import library
 LIBRARY = ROOT / "itm_fast" / "_C_cuda.so"
 NVCC = shutil.which("nvcc")
 OPERATORS = (
+    "boosting_loss",
+    "boosting_loss_backward",
+    "boosting_loss_with_gradient",
     "cross_attention_scores",
     "cross_attention_scores_backward",
     "triplet_loss",
     "triplet_loss_backward",
+    "triplet_loss_with_gradient",
+    "scale_gradient",
     "hardest_negatives",
     "hardest_negatives_backward",
     "retrieval_ranks",

@@ -16,7 +16,9 @@ import torch
 from helpers.faults import planted, run_sanitized
 from helpers.shim import (
     SANITIZERS,
+    BoostingKernels,
     KernelError,
+    OneLaunchKernels,
     ProductKernels,
     RetrievalKernels,
     TripletKernels,
@@ -24,12 +26,21 @@ from helpers.shim import (
     compile_shim,
 )
 from helpers.shim_cases import outcomes
-from helpers.shim_checks import check_hardest, check_product, check_ranks, check_triplet
+from helpers.shim_checks import (
+    check_boosting,
+    check_hardest,
+    check_one_launch,
+    check_product,
+    check_ranks,
+    check_triplet,
+)
 
 KERNELS = "csrc/include/itm_fast/cuda/"
-TRIPLET, BACKWARD, TILE, RANKS = (
-    KERNELS + name for name in ("triplet_loss.h", "triplet_loss_backward.h", "score_tile.h", "retrieval.h")
+TRIPLET, BACKWARD, TOGETHER, TILE, RANKS = (
+    KERNELS + name
+    for name in ("triplet_loss.h", "triplet_loss_backward.h", "triplet_loss_gradient.h", "score_tile.h", "retrieval.h")
 )
+BOOSTING = KERNELS + "boosting_problem.h"
 FRAGMENTS, PRODUCT = KERNELS + "fragments.h", "python_tests/native/shim/product.h"
 
 
@@ -54,8 +65,24 @@ def check_all_products(library: Path) -> None:
         check_product(ProductKernels(library), 40, 24, 72, transposed=seed == 1, half=seed == 2, seed=seed)
 
 
+def check_all_boosting(library: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores, anchor = (torch.randint(-4, 5, (2, 40, 40), generator=generator) / 4).unbind()
+    for mining in ("hardest", "all"):
+        check_boosting(BoostingKernels(library), scores, anchor, strategy="both", mining=mining, margin=0.5, exact=True)
+
+
+def check_all_together(library: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores, anchor = (torch.randint(-4, 5, (2, 70, 70), generator=generator) / 4).unbind()
+    for seed, mining in enumerate(("hardest", "all")):
+        check_one_launch(OneLaunchKernels(library), scores, anchor, mining=mining, margin=0.25, blocks=5, seed=seed)
+
+
 CHECKS: dict[str, Callable[[Path], None]] = {
     "triplet": check_all_triplets,
+    "boosting": check_all_boosting,
+    "one_launch": check_all_together,
     "retrieval": check_all_ranks,
     "product": check_all_products,
 }
@@ -148,6 +175,26 @@ FAULTS = {
     "of equal negatives the highest index": (
         ("triplet", TRIPLET, "return candidate.index < held.index;", "return candidate.index > held.index;"),
         r"^triplet_loss, hardest: gradient of the scores: wrong numbers",
+    ),
+    "a positive's term counted once where it counts with every negative": (
+        ("boosting", TRIPLET, "options.mining == Mining::all) each =", "options.mining == Mining::hardest) each ="),
+        r"^boosting_loss, both, all: loss: wrong numbers",
+    ),
+    "the target's score instead of the gap": (
+        ("boosting", BOOSTING, "return scores[at] - anchor_scores[at];", "return scores[at];"),
+        r"^boosting_loss, both, hardest: loss: wrong numbers",
+    ),
+    "a barrier of the grid that waits for nobody": (
+        ("one_launch", TOGETHER, "grid_barrier(p.arrived, 1);", "grid_barrier(p.arrived, 0);"),
+        r"^(triplet|boosting)_loss in one launch: (loss|gradient): wrong numbers",
+    ),
+    "missing barrier of the grid before the gradient": (
+        ("one_launch", TOGETHER, "  grid_barrier(p.arrived, 2);\n", ""),
+        r"^(triplet|boosting)_loss in one launch: (loss|gradient): wrong numbers",
+    ),
+    "missing barrier between the tiles of a block": (
+        ("one_launch", TOGETHER, "barrier();  // All have read what the warps found before the next tile.", ""),
+        r"shared array '(best|index|sum)_of_warps': (race at|read of) index \d+",
     ),
     "ties never count in ranks": (
         ("retrieval", RANKS, "(pessimistic && score == own)", "(pessimistic && score > own)"),

@@ -21,16 +21,14 @@ from helpers.shim import (
     TripletKernels,
     compile_driver,
 )
-from helpers.shim_checks import check_hardest, check_ranks, check_triplet
+from helpers.shim_checks import check_hardest, check_ranks, check_triplet, choose
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 # Below, at and above whole tiles of 16 x 64, and several of them.
 sizes = st.sampled_from([1, 2, 3, 7, 15, 16, 17, 33, 63, 64, 65, 70, 130])
 seeds = st.integers(0, 2**31)
 few_values = [-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0]
-special_values = [math.nan, math.inf, -math.inf]
 drawn = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -42,14 +40,6 @@ def triplet(tmp_path_factory: pytest.TempPathFactory) -> TripletKernels:
 @pytest.fixture(scope="module")
 def retrieval(tmp_path_factory: pytest.TempPathFactory) -> RetrievalKernels:
     return RetrievalKernels(compile_driver("retrieval", tmp_path_factory.mktemp("retrieval")))
-
-
-def choose(values: list[float], shape: tuple[int, ...], seed: int, dtype: torch.dtype, rare: float = 0.0) -> Tensor:
-    """Few values, so that ties are many; with probability `rare` NaN or an infinity."""
-    generator = torch.Generator().manual_seed(seed)
-    table = torch.tensor(values, dtype=dtype)[torch.randint(len(values), shape, generator=generator)]
-    special = torch.tensor(special_values, dtype=dtype)[torch.randint(3, shape, generator=generator)]
-    return torch.where(torch.rand(shape, generator=generator) < rare, special, table)
 
 
 @settings(drawn, max_examples=120)

@@ -10,6 +10,7 @@
 #include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/shim_utils.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <optional>
@@ -40,6 +41,20 @@ class DeviceStream {
     check(cudaGetLastError());
   }
 
+  // Runs kernel in as many blocks as are resident together, and no more than `at_most`.
+  template <typename Parameters>
+  void launch_together(void (*kernel)(Parameters), int64_t at_most, int threads, const Parameters& parameters) const {
+    const void* function = reinterpret_cast<const void*>(kernel);
+    int device = 0, processors = 0, resident = 0;
+    check(cudaGetDevice(&device));
+    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, function, threads, 0));
+    const int64_t blocks = std::min(at_most, int64_t{processors} * resident);
+    void* arguments[] = {const_cast<Parameters*>(&parameters)};
+    check(cudaLaunchCooperativeKernel(function, dim3(static_cast<unsigned>(blocks)), dim3(threads), arguments, 0,
+                                      stream_));
+  }
+
   void set_zero(void* memory, int64_t bytes) const { check(cudaMemsetAsync(memory, 0, bytes, stream_)); }
 
  private:
@@ -53,6 +68,10 @@ class DeviceStream {
 
 inline torch::stable::Tensor scratch(const torch::stable::Tensor& like, int64_t bytes) {
   return torch::stable::new_empty(like, {bytes}, torch::headeronly::ScalarType::Byte);
+}
+
+inline bool is_double(const torch::stable::Tensor& scores) {
+  return scores.scalar_type() == torch::headeronly::ScalarType::Double;
 }
 
 // The elements of a dense tensor, or null.

@@ -3,8 +3,8 @@
 
 #include <string>
 #include <tuple>
-#include <vector>
 
+#include "cuda/loss_kernels.h"
 #include "cuda/triplet_problem.h"
 
 namespace itm_fast::cuda {
@@ -13,38 +13,14 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The grid, who writes what and the tie rule stand above triplet_forward.
-template <typename T, typename Tile>
-__global__ void __launch_bounds__(Tile::kThreads) triplet_forward_kernel(const TripletForward<T> parameters) {
-  triplet_forward<T, Tile>(parameters);
-}
-
-template <typename T>
-void run_forward(TripletForward<T> p, T* loss, int64_t* negatives, const Tensor& scores) {
-  const DeviceStream device(scores);
-  with_tile(p.problem.rows, p.problem.columns, [&]<typename Tile>(Tile) {
-    Workspace measured;
-    const int64_t zeros = place_forward<T, Tile>(p, loss, negatives, measured);
-    const Tensor memory = scratch(scores, measured.bytes());
-    Workspace workspace(memory.mutable_data_ptr());
-    place_forward<T, Tile>(p, loss, negatives, workspace);
-    device.set_zero(memory.mutable_data_ptr(), zeros);
-    device.launch(triplet_forward_kernel<T, Tile>, blocks_of<Tile>(p.problem.rows, p.problem.columns), Tile::kThreads,
-                  p);
-  });
-}
-
 template <typename T>
 std::tuple<Tensor, Tensor> forward(const TripletInputs& inputs, const TripletOptions& options) {
-  TripletForward<T> p{};
+  TripletForward<TripletProblem<T>> p{};
   p.problem = inputs.problem<T>();
   p.options = options;
   const int64_t n_directions = options.directions == Directions::both ? 2 : 1;
   const int64_t anchors = options.rows() ? p.problem.rows : p.problem.columns;
-  std::vector<int64_t> shape;
-  if (options.reduction == Reduction::none && n_directions == 2) shape.push_back(2);
-  if (options.reduction == Reduction::none) shape.push_back(anchors);
-  Tensor loss = torch::stable::new_empty(inputs.scores, shape);
+  Tensor loss = new_loss(options, anchors, inputs.scores);
   const int64_t kept = options.mining == Mining::all ? 0 : anchors;
   Tensor negatives = torch::stable::new_empty(inputs.scores, {n_directions, kept}, ScalarType::Long);
   run_forward(p, mutable_data_of<T>(loss), mutable_data_of<int64_t>(negatives), inputs.scores);
@@ -53,7 +29,7 @@ std::tuple<Tensor, Tensor> forward(const TripletInputs& inputs, const TripletOpt
 
 template <typename T>
 std::tuple<Tensor, Tensor, Tensor, Tensor> hardest(const TripletInputs& inputs) {
-  TripletForward<T> p{};
+  TripletForward<TripletProblem<T>> p{};
   p.problem = inputs.problem<T>();
   p.options.mining = Mining::hardest;
   p.keeps_hardest = true;
@@ -62,9 +38,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hardest(const TripletInputs& inputs) 
   Tensor column_values = torch::stable::new_empty(inputs.scores, {size});
   Tensor row_indices = torch::stable::new_empty(inputs.scores, {size}, ScalarType::Long);
   Tensor column_indices = torch::stable::new_empty(inputs.scores, {size}, ScalarType::Long);
-  p.rows = {mutable_data_of<T>(row_values), mutable_data_of<int64_t>(row_indices)};
-  p.columns = {mutable_data_of<T>(column_values), mutable_data_of<int64_t>(column_indices)};
-  run_forward<T>(p, nullptr, nullptr, inputs.scores);
+  p.rows = {mutable_data_of<T>(row_values), mutable_data_of<int64_t>(row_indices), size};
+  p.columns = {mutable_data_of<T>(column_values), mutable_data_of<int64_t>(column_indices), size};
+  run_forward(p, static_cast<T*>(nullptr), nullptr, inputs.scores);
   return {row_values, row_indices, column_values, column_indices};
 }
 

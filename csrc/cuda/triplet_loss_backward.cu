@@ -4,6 +4,7 @@
 #include <string>
 #include <tuple>
 
+#include "cuda/loss_kernels.h"
 #include "cuda/triplet_problem.h"
 
 namespace itm_fast::cuda {
@@ -12,12 +13,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The grids and who writes what stand above triplet_backward and hardest_backward.
-template <typename T, typename Tile>
-__global__ void __launch_bounds__(Tile::kThreads) triplet_backward_kernel(const TripletBackward<T> parameters) {
-  triplet_backward<T, Tile>(parameters);
-}
-
+// The grid and who writes what stand above hardest_backward.
 template <typename T, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads) hardest_backward_kernel(const HardestBackward<T> parameters) {
   hardest_backward<T, Tile>(parameters);
@@ -26,7 +22,7 @@ __global__ void __launch_bounds__(Tile::kThreads) hardest_backward_kernel(const 
 template <typename T>
 std::tuple<Tensor, Tensor> backward(const Tensor& grad_loss, const TripletInputs& inputs, const Tensor& negatives,
                                     const TripletOptions& options) {
-  TripletBackward<T> p{};
+  TripletBackward<TripletProblem<T>> p{};
   p.problem = inputs.problem<T>();
   p.options = options;
   const int64_t rows = p.problem.rows, columns = p.problem.columns;
@@ -38,17 +34,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_loss, const TripletInputs
   Tensor grad_positive = torch::stable::new_empty(inputs.scores, {separate});
   p.grad_scores = mutable_data_of<T>(grad_scores);
   p.grad_positive = mutable_data_of<T>(grad_positive);
-
-  const DeviceStream device(inputs.scores);
-  Workspace measured;
-  place_backward(p, measured);
-  const Tensor memory = scratch(inputs.scores, measured.bytes());
-  Workspace workspace(memory.mutable_data_ptr());
-  place_backward(p, workspace);
-  device.set_zero(memory.mutable_data_ptr(), workspace.bytes());
-  with_tile(rows, columns, [&]<typename Tile>(Tile) {
-    device.launch(triplet_backward_kernel<T, Tile>, blocks_of<Tile>(rows, columns), Tile::kThreads, p);
-  });
+  run_backward(p, inputs.scores);
   return {grad_scores, grad_positive};
 }
 

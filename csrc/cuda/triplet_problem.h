@@ -26,8 +26,4 @@ struct TripletInputs {
   std::optional<torch::stable::Tensor> positives, positive_scores;
 };
 
-inline bool is_double(const torch::stable::Tensor& scores) {
-  return scores.scalar_type() == torch::headeronly::ScalarType::Double;
-}
-
 }  // namespace itm_fast::cuda

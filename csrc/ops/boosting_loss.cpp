@@ -59,5 +59,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
       "boosting_loss_backward(Tensor grad_loss, Tensor scores, Tensor anchor_scores, Tensor? positives, "
       "Tensor negatives, str strategy, str mining, float margin, float alpha, bool soft, str directions, "
       "str reduction) -> Tensor");
+  m.def(
+      "boosting_loss_with_gradient(Tensor scores, Tensor anchor_scores, Tensor? positives, str strategy, str mining, "
+      "float margin, float alpha, bool soft, str directions, str reduction) -> (Tensor, Tensor, Tensor)");
 }
 #endif

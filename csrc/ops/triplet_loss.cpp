@@ -62,6 +62,19 @@ void check_triplet_gradient(const Tensor& grad_loss, const Tensor& scores, const
                   "negatives: expected the second result of triplet_loss for the same scores and options");
 }
 
+void check_reduced(Reduction reduction) {
+  STD_TORCH_CHECK(reduction != Reduction::none, "reduction: a gradient beside the loss needs 'sum' or 'mean'");
+}
+
+void check_gradient_scale(const Tensor& gradient, const Tensor& factor) {
+  STD_TORCH_CHECK((gradient.scalar_type() == ScalarType::Float || gradient.scalar_type() == ScalarType::Double) &&
+                      gradient.is_contiguous(),
+                  "gradient: expected a dense float32 or float64 tensor");
+  STD_TORCH_CHECK(factor.scalar_type() == gradient.scalar_type() && factor.numel() == 1 &&
+                      factor.get_device_index() == gradient.get_device_index(),
+                  "factor: expected one element in the dtype and on the device of gradient");
+}
+
 void check_anchor_values(const char* name, const Tensor& values, const Tensor& scores, ScalarType dtype) {
   STD_TORCH_CHECK(values.scalar_type() == dtype && values.dim() == 1 && values.size(0) == scores.size(0), name,
                   ": expected one value per anchor");
@@ -72,7 +85,8 @@ void check_anchor_values(const char* name, const Tensor& values, const Tensor& s
 #ifndef ITM_FAST_WITHOUT_SCHEMAS  // Only one library may define them.
 // The second result of triplet_loss, int64 (directions, anchors), says where each anchor's gradient goes: the index of
 // one negative, -1 for none, -2 for all of them; (directions, 0) where mining is "all". The second result of the
-// backward is empty where there are no positive scores.
+// backward is empty where there are no positive scores. triplet_loss_with_gradient gives the results of both for an
+// incoming gradient of 1, and scale_gradient multiplies such a gradient by the one that came, elements of 0 left alone.
 STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
   m.def(
       "triplet_loss(Tensor scores, Tensor? positives, Tensor? positive_scores, float margin, str mining, "
@@ -81,6 +95,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
       "triplet_loss_backward(Tensor grad_loss, Tensor scores, Tensor? positives, Tensor? positive_scores, "
       "Tensor negatives, float margin, str mining, float epsilon, str selective_divisor, bool halve, "
       "str directions, str reduction) -> (Tensor, Tensor)");
+  m.def(
+      "triplet_loss_with_gradient(Tensor scores, Tensor? positives, Tensor? positive_scores, float margin, str mining, "
+      "float epsilon, str selective_divisor, bool halve, str directions, str reduction) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("scale_gradient(Tensor(a!) gradient, Tensor factor) -> ()");
   m.def("hardest_negatives(Tensor scores, Tensor? positives) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "hardest_negatives_backward(Tensor grad_rows, Tensor grad_columns, Tensor scores, Tensor row_indices, "

@@ -22,6 +22,11 @@ void check_triplet_scores(const torch::stable::Tensor& scores, const std::option
 void check_triplet_gradient(const torch::stable::Tensor& grad_loss, const torch::stable::Tensor& scores,
                             const torch::stable::Tensor& negatives, const TripletOptions& options);
 
+// Of the operators that give the gradient beside the loss: there must be one loss.
+void check_reduced(Reduction reduction);
+
+void check_gradient_scale(const torch::stable::Tensor& gradient, const torch::stable::Tensor& factor);
+
 // One value per anchor of a square score matrix.
 void check_anchor_values(const char* name, const torch::stable::Tensor& values, const torch::stable::Tensor& scores,
                          torch::headeronly::ScalarType dtype);

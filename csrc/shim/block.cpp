@@ -28,6 +28,8 @@ struct Fiber {
   unsigned char* stack;
   void* fake_stack = nullptr;  // AddressSanitizer's, while the fiber rests
   Operation waits_for = Operation::none;
+  const int32_t* count = nullptr;  // rests until *count is at least `expected`
+  int32_t expected = 0;
   bool done = false;
 };
 
@@ -55,8 +57,11 @@ unsigned char* stack(int index) {
 
 class Block {
  public:
-  Block(int64_t index, int n_threads, uint64_t seed, const std::function<void()>& body, int64_t dynamic_bytes)
+  // `place` is that among the blocks that are under way together.
+  Block(int64_t index, int64_t n_blocks, int place, int n_threads, uint64_t seed, const std::function<void()>& body,
+        int64_t dynamic_bytes)
       : index(index),
+        n_blocks(n_blocks),
         n_threads(n_threads),
         body_(body),
         random_(seed),
@@ -66,24 +71,50 @@ class Block {
     for (int i = 0; i < n_threads; ++i) {
       Fiber& fiber = fibers_[i];
       fiber.thread.index = i;
-      fiber.stack = stack(i);
+      fiber.stack = stack(place * n_threads + i);
       prepare(fiber);
       ready_.push_back(&fiber);
     }
   }
 
-  std::string run() {
-    running = this;
-    while (problem.empty() && !ready_.empty()) {
-      const size_t chosen = random_() % ready_.size();
-      current_ = ready_[chosen];
-      ready_[chosen] = ready_.back();
-      ready_.pop_back();
-      enter(*current_);
+  // Lets one thread go on until it waits; returns whether one could.
+  bool step() {
+    for (size_t i = 0; i < resting_.size();) {
+      if (*resting_[i]->count < resting_[i]->expected) {
+        ++i;
+        continue;
+      }
+      ready_.push_back(resting_[i]);
+      resting_.erase(resting_.begin() + static_cast<std::ptrdiff_t>(i));
     }
-    if (problem.empty()) report_waiting();
+    if (!problem.empty() || ready_.empty()) return false;
+    running = this;
+    const size_t chosen = random_() % ready_.size();
+    current_ = ready_[chosen];
+    ready_[chosen] = ready_.back();
+    ready_.pop_back();
+    enter(*current_);
     running = nullptr;
-    return problem;
+    return true;
+  }
+
+  // Once no thread of any block can go on.
+  void report_waiting() {
+    const auto waiting = std::find_if(fibers_.begin(), fibers_.end(), [](const Fiber& fiber) { return !fiber.done; });
+    if (waiting == fibers_.end() || !problem.empty()) return;
+    const bool of_grid = std::any_of(fibers_.begin(), fibers_.end(), [](const Fiber& fiber) { return fiber.count; });
+    problem = "block " + std::to_string(index) + ", thread " + std::to_string(waiting->thread.index) + ": waits for " +
+              (of_grid ? "a barrier of the grid that other blocks" : name(waiting->waits_for) + " that other threads") +
+              " never come to";
+  }
+
+  void rest(const int32_t* count, int32_t expected) {
+    Fiber& fiber = *current_;
+    fiber.count = count;
+    fiber.expected = expected;
+    resting_.push_back(&fiber);
+    leave(fiber, false);
+    fiber.count = nullptr;
   }
 
   Fiber& current() { return *current_; }
@@ -146,7 +177,7 @@ class Block {
     __builtin_unreachable();  // run() enters no fiber once there is a problem.
   }
 
-  const int64_t index;
+  const int64_t index, n_blocks;
   const int n_threads;
   std::string problem;
 
@@ -199,18 +230,11 @@ class Block {
 #endif
   }
 
-  void report_waiting() {
-    const auto waiting = std::find_if(fibers_.begin(), fibers_.end(), [](const Fiber& fiber) { return !fiber.done; });
-    if (waiting == fibers_.end()) return;
-    problem = "block " + std::to_string(index) + ", thread " + std::to_string(waiting->thread.index) + ": waits for " +
-              name(waiting->waits_for) + " that other threads never come to";
-  }
-
   const std::function<void()>& body_;
   std::mt19937_64 random_;
   std::vector<Fiber> fibers_;
   std::vector<Warp> warps_;
-  std::vector<Fiber*> ready_;
+  std::vector<Fiber*> ready_, resting_;
   std::vector<std::unique_ptr<SharedMemory>> arrays_;
   const SharedMemory dynamic_;
   Fiber* current_ = nullptr;
@@ -223,24 +247,60 @@ class Block {
 
 }  // namespace
 
+namespace {
+
+std::string check_threads(int n_threads) {
+  if (n_threads > 0 && n_threads <= 1024 && n_threads % kWarpSize == 0) return "";
+  return "expected whole warps and at most 1024 threads a block, got " + std::to_string(n_threads);
+}
+
+}  // namespace
+
 std::string launch(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body,
                    int64_t dynamic_bytes) {
-  if (n_threads <= 0 || n_threads > 1024 || n_threads % kWarpSize != 0) {
-    return "expected whole warps and at most 1024 threads a block, got " + std::to_string(n_threads);
-  }
+  if (const std::string problem = check_threads(n_threads); !problem.empty()) return problem;
   std::mt19937_64 random(seed);
   std::vector<int64_t> order(n_blocks);
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
   for (const int64_t index : order) {
-    const std::string problem = Block(index, n_threads, random(), body, dynamic_bytes).run();
-    if (!problem.empty()) return problem;
+    Block block(index, n_blocks, 0, n_threads, random(), body, dynamic_bytes);
+    while (block.step()) {
+    }
+    block.report_waiting();
+    if (!block.problem.empty()) return block.problem;
+  }
+  return "";
+}
+
+std::string launch_together(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body) {
+  if (const std::string problem = check_threads(n_threads); !problem.empty()) return problem;
+  std::mt19937_64 random(seed);
+  std::vector<std::unique_ptr<Block>> blocks;
+  for (int64_t i = 0; i < n_blocks; ++i) {
+    blocks.push_back(std::make_unique<Block>(i, n_blocks, static_cast<int>(i), n_threads, random(), body, 0));
+  }
+  while (true) {
+    // Any block goes on, and after it the next that can.
+    const size_t first = n_blocks > 0 ? random() % blocks.size() : 0;
+    Block* stepped = nullptr;
+    for (size_t i = 0; i < blocks.size() && stepped == nullptr; ++i) {
+      Block& block = *blocks[(first + i) % blocks.size()];
+      if (block.step()) stepped = &block;
+    }
+    if (stepped == nullptr) break;
+    if (!stepped->problem.empty()) return stepped->problem;
+  }
+  for (const auto& block : blocks) {
+    block->report_waiting();
+    if (!block->problem.empty()) return block->problem;
   }
   return "";
 }
 
 Thread& thread() { return running->current().thread; }
 int64_t block() { return running->index; }
+int64_t grid_size() { return running->n_blocks; }
 int block_size() { return running->n_threads; }
 void fail(const std::string& message) { running->stop(message); }
 
@@ -250,6 +310,8 @@ void wait_for_block() {
 }
 
 void wait_for_warp(Operation operation) { running->wait(operation); }
+
+void wait_for_count(const int32_t* count, int32_t expected) { running->rest(count, expected); }
 
 const unsigned char* exchange(Operation operation, const void* bytes, size_t size) {
   return running->exchange(operation, bytes, size);

@@ -1,4 +1,5 @@
-// Runs a kernel on the CPU, one block after another, every thread of a block as a fiber. See docs/shim.md.
+// Runs a kernel on the CPU, one block after another or all together, every thread of a block as a fiber. See
+// docs/shim.md.
 //
 // A fiber runs until it waits for others (a barrier, a collective operation of its warp) or is done; which one goes on
 // is drawn from a generator with a given seed, and so is the order of the blocks. What a kernel may not do is reported
@@ -37,10 +38,14 @@ enum class Operation { none, barrier, warp_sync, shuffle, vote, load_matrix, mma
 std::string launch(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body,
                    int64_t dynamic_bytes = 0);
 
+// The same with the threads of all blocks under way at once, for kernels with a barrier of the grid.
+std::string launch_together(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body);
+
 // From within a kernel:
 
 Thread& thread();
 int64_t block();
+int64_t grid_size();
 int block_size();
 
 // Ends the launch with a message that names the thread and the block.
@@ -49,6 +54,9 @@ int block_size();
 // Waits until all threads of the block, or of the warp, have come to the same operation.
 void wait_for_block();
 void wait_for_warp(Operation operation);
+
+// Lets the thread rest until `*count`, which other blocks change, is at least `expected`.
+void wait_for_count(const int32_t* count, int32_t expected);
 
 // Leaves `size` bytes for the other lanes, waits for them, and returns all lanes' bytes, `kSlotSize` apart. They stand
 // until the lane's next but one exchange.

@@ -12,6 +12,7 @@
 
 #define ITM_FAST_DEVICE inline
 #define ITM_FAST_DEVICE_APART inline
+#define ITM_FAST_UNROLLED
 #define ITM_FAST_SHARED(type, name, size)                                \
   const ::itm_fast::cuda::SharedArray<type> name {                       \
     ::itm_fast::shim::shared_memory(#name, __LINE__, sizeof(type), size) \
@@ -54,6 +55,7 @@ struct SharedArray {
 inline int thread_index() { return shim::thread().index; }
 inline int block_threads() { return shim::block_size(); }
 inline int64_t block_index() { return shim::block(); }
+inline int64_t grid_blocks() { return shim::grid_size(); }
 inline int lane() { return thread_index() % shim::kWarpSize; }
 inline int warp() { return thread_index() / shim::kWarpSize; }
 
@@ -62,7 +64,15 @@ inline void warp_sync() {
   shim::wait_for_warp(shim::Operation::warp_sync);
   ++shim::thread().warp_syncs;
 }
-inline void memory_fence() {}  // Blocks run one after another.
+inline void memory_fence() {}  // What a block writes is there at once for the others.
+inline void grid_barrier(int32_t* arrived, int32_t round) {
+  barrier();
+  if (thread_index() == 0) {
+    ++*arrived;
+    shim::wait_for_count(arrived, round * static_cast<int32_t>(grid_blocks()));
+  }
+  barrier();
+}
 
 template <typename T>
 inline T shuffle(T value, int source_lane) {
@@ -83,6 +93,10 @@ inline uint32_t ballot(bool value) {
 inline bool vote_any(bool value) { return ballot(value) != 0; }
 inline bool vote_all(bool value) { return ballot(value) == 0xffffffffu; }
 inline int count_bits(uint32_t bits) { return std::popcount(bits); }
+template <typename T>
+inline T exponential(T x) {
+  return std::exp(x);
+}
 
 template <typename T>
 inline T atomic_add(T* target, T value) {

@@ -11,6 +11,7 @@ from itm_fast import reference
 from itm_fast.ops import validation
 from itm_fast.ops.autograd import first_order, refuse_transforms
 from itm_fast.ops.library import register_fake, use_native
+from itm_fast.ops.one_launch import in_one_launch, taken_gradients
 from itm_fast.ops.triplet_loss import DIRECTIONS, REDUCTIONS, check_scores, loss_shape, upcast
 
 STRATEGIES = ("relative", "absolute", "both")
@@ -62,16 +63,26 @@ def boosting_loss(
         )
     refuse_transforms("boosting_loss", scores)
     options = (strategy, mining, margin, alpha, soft, directions, reduction)
-    loss: Tensor = _BoostingLoss.apply(upcast(scores), upcast(anchor_scores.detach()), positives, options)
+    scores = upcast(scores)
+    one_launch = in_one_launch(reduction, scores)
+    loss: Tensor = _BoostingLoss.apply(scores, upcast(anchor_scores.detach()), positives, options, one_launch)
     return loss
 
 
 class _BoostingLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, scores: Tensor, anchor_scores: Tensor, positives: Tensor | None, options: tuple[Any, ...]
+        ctx: Any,
+        scores: Tensor,
+        anchor_scores: Tensor,
+        positives: Tensor | None,
+        options: tuple[Any, ...],
+        one_launch: bool,
     ) -> Tensor:
-        loss, negatives = torch.ops.itm_fast.boosting_loss(scores, anchor_scores, positives, *options)
+        operators = torch.ops.itm_fast
+        function = operators.boosting_loss_with_gradient if one_launch else operators.boosting_loss
+        loss, negatives, *gradients = function(scores, anchor_scores, positives, *options)
+        ctx.gradients = gradients if one_launch else None
         ctx.save_for_backward(scores, anchor_scores, positives, negatives)
         ctx.options = options
         return loss
@@ -79,8 +90,11 @@ class _BoostingLoss(torch.autograd.Function):
     @staticmethod
     @first_order("boosting_loss")
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = taken_gradients(ctx, grad_loss)
+        if gradients is not None:
+            return gradients[0], None, None, None, None
         grad_scores = torch.ops.itm_fast.boosting_loss_backward(grad_loss, *ctx.saved_tensors, *ctx.options)
-        return grad_scores, None, None, None
+        return grad_scores, None, None, None, None
 
 
 @register_fake("boosting_loss")
@@ -104,3 +118,10 @@ def _boosting_loss_fake(
 @register_fake("boosting_loss_backward")
 def _boosting_loss_backward_fake(grad_loss: Tensor, scores: Tensor, *_: Any) -> Tensor:
     return scores.new_empty(scores.shape)
+
+
+@register_fake("boosting_loss_with_gradient")
+def _boosting_loss_with_gradient_fake(
+    scores: Tensor, anchor_scores: Tensor, positives: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *_boosting_loss_fake(scores, anchor_scores, positives, *options), scores.new_empty(scores.shape)

@@ -11,6 +11,7 @@ from itm_fast import reference
 from itm_fast.ops import validation
 from itm_fast.ops.autograd import first_order, refuse_transforms
 from itm_fast.ops.library import register_fake, use_native
+from itm_fast.ops.one_launch import in_one_launch, taken_gradients
 
 MINING = ("all", "hardest", "selective", "semi_hard", "contrastive")
 SELECTIVE_DIVISORS = ("batch", "negatives")
@@ -70,7 +71,8 @@ def triplet_loss(
     if positive_scores is not None:
         positive_scores = upcast(positive_scores)
     options = (margin, mining, epsilon, selective_divisor, halve, directions, reduction)
-    loss: Tensor = _TripletLoss.apply(scores, positives, positive_scores, options)
+    one_launch = in_one_launch(reduction, scores, positive_scores)
+    loss: Tensor = _TripletLoss.apply(scores, positives, positive_scores, options, one_launch)
     return loss
 
 
@@ -129,8 +131,12 @@ class _TripletLoss(torch.autograd.Function):
         positives: Tensor | None,
         positive_scores: Tensor | None,
         options: tuple[Any, ...],
+        one_launch: bool,
     ) -> Tensor:
-        loss, negatives = torch.ops.itm_fast.triplet_loss(scores, positives, positive_scores, *options)
+        operators = torch.ops.itm_fast
+        function = operators.triplet_loss_with_gradient if one_launch else operators.triplet_loss
+        loss, negatives, *gradients = function(scores, positives, positive_scores, *options)
+        ctx.gradients = gradients if one_launch else None
         ctx.save_for_backward(scores, positives, positive_scores, negatives)
         ctx.options = options
         return loss
@@ -138,11 +144,11 @@ class _TripletLoss(torch.autograd.Function):
     @staticmethod
     @first_order("triplet_loss")
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        scores, positives, positive_scores, negatives = ctx.saved_tensors
-        grad_scores, grad_positive_scores = torch.ops.itm_fast.triplet_loss_backward(
-            grad_loss, scores, positives, positive_scores, negatives, *ctx.options
-        )
-        return grad_scores, None, grad_positive_scores if positive_scores is not None else None, None
+        positive_scores = ctx.saved_tensors[2]
+        gradients = taken_gradients(ctx, grad_loss)
+        if gradients is None:
+            gradients = torch.ops.itm_fast.triplet_loss_backward(grad_loss, *ctx.saved_tensors, *ctx.options)
+        return gradients[0], None, gradients[1] if positive_scores is not None else None, None, None
 
 
 class _HardestNegatives(torch.autograd.Function):
@@ -187,6 +193,19 @@ def _triplet_loss_backward_fake(
 ) -> tuple[Tensor, Tensor]:
     grad_scores = scores.new_empty(scores.shape)
     return grad_scores, scores.new_empty(0 if positive_scores is None else positive_scores.shape[0])
+
+
+@register_fake("triplet_loss_with_gradient")
+def _triplet_loss_with_gradient_fake(
+    scores: Tensor, positives: Tensor | None, positive_scores: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss, negatives = _triplet_loss_fake(scores, positives, positive_scores, *options)
+    return loss, negatives, *_triplet_loss_backward_fake(loss, scores, positives, positive_scores)
+
+
+@register_fake("scale_gradient")
+def _scale_gradient_fake(gradient: Tensor, factor: Tensor) -> None:
+    return None
 
 
 @register_fake("hardest_negatives")

@@ -89,12 +89,25 @@ def _triplet_case(mining: str) -> Case:
 
 def _boosting_case(strategy: str, mining: str) -> Case:
     def call(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return (functions.boosting_loss(*inputs, strategy=strategy, mining=mining),)
+        return (functions.boosting_loss(*inputs, strategy=strategy, mining=mining, reduction="none"),)
 
     def make(seed: int, size: int) -> Inputs:
         return [random_scores(size, seed=seed), random_scores(size, seed=seed + 1)]
 
     return Case(f"boosting_loss {strategy} {mining}", ("boosting_loss", "boosting_loss_backward"), make, call, 1)
+
+
+def _one_launch_case(name: str, mining: str) -> Case:
+    """One loss alone: on CUDA it comes with its gradient, and only there the operators exist."""
+
+    def call(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        options = {"epsilon": 0.3} if name == "triplet_loss" else {"strategy": "both", "soft": True}
+        return (getattr(functions, name)(*inputs, mining=mining, reduction="mean", **options),)
+
+    def make(seed: int, size: int) -> Inputs:
+        return [random_scores(size, seed=seed + i) for i in range(1 if name == "triplet_loss" else 2)]
+
+    return Case(f"{name} {mining} in one launch", (f"{name}_with_gradient", "scale_gradient"), make, call, 1)
 
 
 def _hardest(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -118,6 +131,8 @@ CASES = (
     _scores_case("long sets", longest=(150, 300), focal="prob", sizes=(3,)),
     *map(_triplet_case, MINING),
     *(_boosting_case(*options) for options in product(("absolute", "relative", "both"), ("hardest", "all"))),
+    *(_one_launch_case("triplet_loss", mining) for mining in MINING),
+    *(_one_launch_case("boosting_loss", mining) for mining in ("hardest", "all")),
     Case(
         "hardest_negatives",
         ("hardest_negatives", "hardest_negatives_backward"),

@@ -23,6 +23,7 @@ MINING = ("all", "hardest", "selective", "semi_hard", "contrastive")
 SELECTIVE_DIVISORS = ("batch", "negatives")
 DIRECTIONS = ("both", "rows", "columns")
 REDUCTIONS = ("sum", "mean", "none")
+STRATEGIES = ("relative", "absolute", "both")
 
 
 class KernelError(Exception):
@@ -85,7 +86,40 @@ class _Settings(ctypes.Structure):
         ("halve", ctypes.c_int64),
         ("directions", ctypes.c_int64),
         ("reduction", ctypes.c_int64),
+        ("strategy", ctypes.c_int64),
+        ("soft", ctypes.c_int64),
+        ("alpha", ctypes.c_double),
+        ("blocks", ctypes.c_int64),
     )
+
+
+def _settings(shape: Sequence[int], large: bool, seed: int, options: dict[str, Any]) -> Any:
+    return _Settings(
+        seed,
+        large,
+        *shape,
+        options.get("margin", 0.2),
+        options.get("epsilon", 0.01),
+        MINING.index(options.get("mining", "hardest")),
+        SELECTIVE_DIVISORS.index(options.get("selective_divisor", "batch")),
+        options.get("halve", False),
+        DIRECTIONS.index(options.get("directions", "both")),
+        REDUCTIONS.index(options.get("reduction", "sum")),
+        STRATEGIES.index(options.get("strategy", "absolute")),
+        options.get("soft", False),
+        options.get("alpha", 0.5),
+        options.get("blocks", 1),
+    )
+
+
+def _results(
+    scores: np.ndarray, anchors: int, options: dict[str, Any], parts: tuple[int, ...] = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """Memory for the loss and for the index of each anchor's negative."""
+    n = 2 if options.get("directions", "both") == "both" else 1
+    shape = ((2, anchors) if n == 2 else (anchors,)) if options.get("reduction") == "none" else ()
+    kept = 0 if options.get("mining") == "all" else anchors
+    return np.full(shape, 777, scores.dtype), np.full((*parts, n, kept), 777, np.int64)
 
 
 class TripletKernels:
@@ -93,21 +127,6 @@ class TripletKernels:
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
-
-    @staticmethod
-    def _settings(shape: Sequence[int], large: bool, seed: int, options: dict[str, Any]) -> Any:
-        return _Settings(
-            seed,
-            large,
-            *shape,
-            options.get("margin", 0.2),
-            options.get("epsilon", 0.01),
-            MINING.index(options.get("mining", "hardest")),
-            SELECTIVE_DIVISORS.index(options.get("selective_divisor", "batch")),
-            options.get("halve", False),
-            DIRECTIONS.index(options.get("directions", "both")),
-            REDUCTIONS.index(options.get("reduction", "sum")),
-        )
 
     def forward(
         self,
@@ -120,13 +139,8 @@ class TripletKernels:
         **options: Any,
     ) -> tuple[np.ndarray, np.ndarray]:
         """The loss, and the index of each anchor's negative: (directions, anchors), or (directions, 0)."""
-        settings = self._settings(scores.shape, large, seed, options)
-        directions = options.get("directions", "both")
-        anchors = scores.shape[directions == "columns"]
-        n = 2 if directions == "both" else 1
-        shape = ((2, anchors) if n == 2 else (anchors,)) if options.get("reduction") == "none" else ()
-        loss = np.full(shape, 777, scores.dtype)
-        negatives = np.full((n, 0 if options.get("mining") == "all" else anchors), 777, np.int64)
+        settings = _settings(scores.shape, large, seed, options)
+        loss, negatives = _results(scores, scores.shape[options.get("directions") == "columns"], options)
         function = getattr(self.library, f"triplet_forward_{scores.dtype}")
         arguments = (scores, positives, positive_scores, loss, loss.size, negatives, negatives.size)
         call(function, ctypes.byref(settings), *arguments)
@@ -145,7 +159,7 @@ class TripletKernels:
         **options: Any,
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """The gradients of the scores and of `positive_scores`."""
-        settings = self._settings(scores.shape, large, seed, options)
+        settings = _settings(scores.shape, large, seed, options)
         grad_scores = np.full(scores.shape, 777, scores.dtype)
         grad_positive = None if positive_scores is None else np.full_like(positive_scores, 777)
         function = getattr(self.library, f"triplet_backward_{scores.dtype}")
@@ -157,7 +171,7 @@ class TripletKernels:
         self, scores: np.ndarray, positives: np.ndarray | None = None, *, large: bool = False, seed: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
         """Scores and indices, (2, B) each: of the rows, of the columns."""
-        settings = self._settings(scores.shape, large, seed, {})
+        settings = _settings(scores.shape, large, seed, {})
         values = np.full((2, len(scores)), 777, scores.dtype)
         indices = np.full((2, len(scores)), 777, np.int64)
         function = getattr(self.library, f"hardest_negatives_{scores.dtype}")
@@ -169,11 +183,110 @@ class TripletKernels:
     ) -> np.ndarray:
         """The gradient of the scores for that of the values, (2, B)."""
         size = grad.shape[1]
-        settings = self._settings((size, size), large, seed, {})
+        settings = _settings((size, size), large, seed, {})
         grad_scores = np.full((size, size), 777, grad.dtype)
         function = getattr(self.library, f"hardest_negatives_backward_{grad.dtype}")
         call(function, ctypes.byref(settings), grad[0], grad[1], indices[0], indices[1], grad_scores)
         return grad_scores
+
+
+class BoostingKernels:
+    """The kernels of boosting_loss, with the arguments of the operators."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+
+    def forward(
+        self,
+        scores: np.ndarray,
+        anchor_scores: np.ndarray,
+        positives: np.ndarray | None = None,
+        *,
+        large: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The loss, and the index of each anchor's negative: (strategies, directions, anchors or 0)."""
+        settings = _settings(scores.shape, large, seed, options)
+        loss, negatives = _results(scores, len(scores), options, (2 if options.get("strategy") == "both" else 1,))
+        function = getattr(self.library, f"boosting_forward_{scores.dtype}")
+        arguments = (scores, anchor_scores, positives, loss, loss.size, negatives, negatives.size)
+        call(function, ctypes.byref(settings), *arguments)
+        return loss, negatives
+
+    def backward(
+        self,
+        grad_loss: np.ndarray,
+        scores: np.ndarray,
+        anchor_scores: np.ndarray,
+        negatives: np.ndarray,
+        positives: np.ndarray | None = None,
+        *,
+        large: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> np.ndarray:
+        """The gradient of the scores."""
+        settings = _settings(scores.shape, large, seed, options)
+        grad_scores = np.full(scores.shape, 777, scores.dtype)
+        function = getattr(self.library, f"boosting_backward_{scores.dtype}")
+        arguments = (grad_loss, grad_loss.size, scores, anchor_scores, positives, negatives, negatives.size)
+        call(function, ctypes.byref(settings), *arguments, grad_scores)
+        return grad_scores
+
+
+class OneLaunchKernels:
+    """The kernels that give a loss and its gradient at once, in `blocks` blocks that are under way together."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+
+    def triplet(
+        self,
+        scores: np.ndarray,
+        positives: np.ndarray | None = None,
+        positive_scores: np.ndarray | None = None,
+        *,
+        large: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> list[np.ndarray]:
+        """Loss, negatives, gradient of the scores, and, where given, that of `positive_scores`."""
+        settings = _settings(scores.shape, large, seed, options)
+        loss, negatives = _results(scores, scores.shape[options.get("directions") == "columns"], options)
+        grad_scores = np.full(scores.shape, 777, scores.dtype)
+        grad_positive = None if positive_scores is None else np.full_like(positive_scores, 777)
+        function = getattr(self.library, f"triplet_with_gradient_{scores.dtype}")
+        arguments = (scores, positives, positive_scores, loss, negatives, negatives.size, grad_scores, grad_positive)
+        call(function, ctypes.byref(settings), *arguments)
+        return [part for part in (loss, negatives, grad_scores, grad_positive) if part is not None]
+
+    def boosting(
+        self,
+        scores: np.ndarray,
+        anchor_scores: np.ndarray,
+        positives: np.ndarray | None = None,
+        *,
+        large: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> list[np.ndarray]:
+        """Loss, negatives and gradient of the scores."""
+        settings = _settings(scores.shape, large, seed, options)
+        loss, negatives = _results(scores, len(scores), options, (2 if options.get("strategy") == "both" else 1,))
+        grad_scores = np.full(scores.shape, 777, scores.dtype)
+        function = getattr(self.library, f"boosting_with_gradient_{scores.dtype}")
+        arguments = (scores, anchor_scores, positives, loss, negatives, negatives.size, grad_scores)
+        call(function, ctypes.byref(settings), *arguments)
+        return [loss, negatives, grad_scores]
+
+    def scale(self, gradient: np.ndarray, factor: float, *, seed: int = 0, blocks: int = 3) -> np.ndarray:
+        """What is left of a gradient after `scale_gradient`."""
+        scaled = gradient.copy()
+        settings = _settings((gradient.size, 1), False, seed, {"blocks": blocks})
+        function = getattr(self.library, f"scale_gradient_{gradient.dtype}")
+        call(function, ctypes.byref(settings), scaled, np.array(factor, gradient.dtype))
+        return scaled
 
 
 class RetrievalKernels:

@@ -5,11 +5,22 @@ Without torch, so that a process under AddressSanitizer starts quickly.
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from helpers.shim import DIRECTIONS, MINING, REDUCTIONS, ProductKernels, RetrievalKernels, TripletKernels
+from helpers.shim import (
+    DIRECTIONS,
+    MINING,
+    REDUCTIONS,
+    STRATEGIES,
+    BoostingKernels,
+    OneLaunchKernels,
+    ProductKernels,
+    RetrievalKernels,
+    TripletKernels,
+)
 from helpers.shim_attention import AGGREGATIONS, NORMALIZATIONS
 from helpers.shim_attention import outcomes as _cross_attention
 from helpers.shim_backward import ROOM, BackwardKernels
@@ -37,6 +48,38 @@ def _triplet(library: Path) -> Outcomes:
         values, indices = kernels.hardest_negatives(scores, mask, seed=number)
         found[f"{number} hardest"], found[f"{number} indices"] = values, indices
         found[f"{number} hardest gradient"] = kernels.hardest_negatives_backward(values, indices, seed=number)
+    return found
+
+
+def _boosting(library: Path) -> Outcomes:
+    kernels = BoostingKernels(library)
+    random = np.random.default_rng(0)
+    found: Outcomes = {}
+    for number, (strategy, mining) in enumerate(product(STRATEGIES, ("hardest", "all"))):
+        size, dtype = (1, 16, 33, 70)[number % 4], (np.float32, np.float64)[number % 2]
+        scores, anchor = random.uniform(-1, 1, (2, size, size)).astype(dtype)
+        mask = random.random((size, size)) < 0.2
+        options = {"strategy": strategy, "mining": mining, "soft": number % 3 == 0}
+        loss, negatives = kernels.forward(scores, anchor, mask, seed=number, **options)
+        gradient = kernels.backward(np.ones_like(loss), scores, anchor, negatives, mask, seed=number, **options)
+        found |= {f"{number} loss": loss, f"{number} negatives": negatives, f"{number} gradient": gradient}
+    return found
+
+
+def _one_launch(library: Path) -> Outcomes:
+    kernels = OneLaunchKernels(library)
+    random = np.random.default_rng(0)
+    found: Outcomes = {}
+    for number, mining in enumerate(MINING):
+        size = (1, 16, 33, 70)[number % 4]
+        scores, anchor = random.uniform(-1, 1, (2, size, size)).astype((np.float32, np.float64)[number % 2])
+        mask = random.random((size, size)) < 0.2
+        options = {"mining": mining, "epsilon": 0.5, "blocks": 1 + number % 3, "seed": number}
+        parts = kernels.triplet(scores, mask, **options)
+        if mining in ("all", "hardest"):
+            parts += kernels.boosting(scores, anchor, mask, strategy="both", **options)
+        found |= {f"{number} {i}": part for i, part in enumerate(parts)}
+        found[f"{number} scaled"] = kernels.scale(scores.reshape(-1), 0.5, seed=number)
     return found
 
 
@@ -95,6 +138,8 @@ def outcomes(libraries: dict[str, Path]) -> Outcomes:
     """The outcomes of the drivers, by driver, case and name."""
     cases = {
         "triplet": _triplet,
+        "boosting": _boosting,
+        "one_launch": _one_launch,
         "retrieval": _retrieval,
         "product": _product,
         "cross_attention": _cross_attention,

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from helpers.shim import ProductKernels, RetrievalKernels, TripletKernels
+from helpers.shim import BoostingKernels, OneLaunchKernels, ProductKernels, RetrievalKernels, TripletKernels
 from helpers.tolerance import assert_close_to_exact
 from itm_fast import reference
+
+SPECIAL = [math.nan, math.inf, -math.inf]
+
+
+def choose(values: list[float], shape: tuple[int, ...], seed: int, dtype: torch.dtype, rare: float = 0.0) -> Tensor:
+    """Few values, so that ties are many; with probability `rare` NaN or an infinity."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.tensor(values, dtype=dtype)[torch.randint(len(values), shape, generator=generator)]
+    special = torch.tensor(SPECIAL, dtype=dtype)[torch.randint(3, shape, generator=generator)]
+    return torch.where(torch.rand(shape, generator=generator) < rare, special, table)
 
 
 def array(tensor: Tensor | None) -> np.ndarray | None:
@@ -58,6 +69,58 @@ def check_triplet(
     precise = reference_gradients(scores.double(), weights, **double)
     for name, a, p, e in zip(names, actual, plain, precise, strict=False):
         assert_close_to_exact(a, p, e, name=f"{options.get('mining')} {name}")
+
+
+def check_boosting(
+    kernels: BoostingKernels,
+    scores: Tensor,
+    anchor_scores: Tensor,
+    *,
+    large: bool = False,
+    seed: int = 0,
+    exact: bool = False,
+    **options: Any,
+) -> None:
+    """Loss and gradient of `boosting_loss`: equal to the reference's (`exact`), or at most twice as wrong."""
+    mask = array(options.get("positives"))
+    rest = {name: value for name, value in options.items() if name != "positives"}
+    pair = array(scores), array(anchor_scores)
+    loss, negatives = kernels.forward(*pair, mask, large=large, seed=seed, **rest)
+    weights = (torch.arange(loss.size, dtype=scores.dtype) % 3 + 1).reshape(loss.shape) / 2
+    gradient = kernels.backward(weights.numpy(), *pair, negatives, mask, large=large, seed=seed, **rest)
+
+    def plain(dtype: torch.dtype) -> list[Tensor]:
+        leaf = scores.detach().clone().to(dtype).requires_grad_()
+        value = reference.boosting_loss(leaf, anchor_scores.to(dtype), **options)
+        return [value.detach(), *torch.autograd.grad(value, leaf, weights.to(dtype))]
+
+    near, right = plain(scores.dtype), plain(torch.float64)
+    names = [
+        f"boosting_loss, {options.get('strategy')}, {options.get('mining')}: {part}" for part in ("loss", "gradient")
+    ]
+    for name, a, p, e in zip(names, map(torch.from_numpy, (loss, gradient)), near, right, strict=True):
+        # What a loss that is not finite sends back means nothing.
+        if name.endswith("gradient") and not bool(near[0].isfinite().all()):
+            continue
+        if exact:
+            assert_equal(a, p.reshape(a.shape), name)
+        else:
+            assert_close_to_exact(a.reshape(p.shape), p, e, name=name)
+
+
+def check_one_launch(kernels: OneLaunchKernels, scores: Tensor, anchor_scores: Tensor, **options: Any) -> None:
+    """Losses and gradients of one launch, of numbers whose sums are exact: those of the reference."""
+    shared = {name: value for name, value in options.items() if name in ("mining", "margin")}
+    run = {name: value for name, value in options.items() if name in ("blocks", "seed", "large")}
+    for name in ("triplet_loss", "boosting_loss") if options["mining"] in ("all", "hardest") else ("triplet_loss",):
+        others = [anchor_scores] if name == "boosting_loss" else []
+        launch = kernels.boosting if others else kernels.triplet
+        loss, _, gradient = launch(array(scores), *map(array, others), **shared, **run)
+        leaf = scores.detach().clone().requires_grad_()
+        right = getattr(reference, name)(leaf, *others, **shared)
+        assert_equal(torch.from_numpy(loss), right.detach(), f"{name} in one launch: loss")
+        (of_scores,) = torch.autograd.grad(right, leaf)
+        assert_equal(torch.from_numpy(gradient), of_scores, f"{name} in one launch: gradient")
 
 
 def check_hardest(

@@ -3,6 +3,7 @@
 #include "product.h"
 
 #include <string>
+#include <vector>
 
 #include "exact.h"
 #include "itm_fast/cuda/elements.h"
@@ -65,6 +66,27 @@ extern "C" const char* order_of_threads(int64_t seed, int64_t* out) {
     out[atomic_add(&next, int32_t{1})] = thread_index();
     barrier();
   }));
+}
+
+// Blocks write, come to a barrier of the grid, and add up what all wrote; twice. Rules: 0 nothing is broken, 1 no
+// barrier, 2 one block leaves before the second, 3 the blocks are not under way together.
+extern "C" const char* barriers_of_the_grid(int64_t rule, int64_t seed, int64_t n_blocks, int64_t* out) {
+  std::vector<int64_t> first(n_blocks, 0), second(n_blocks, 0);
+  int32_t arrived = 0;
+  const auto body = [&] {
+    const auto sum = [&](const std::vector<int64_t>& values) {
+      int64_t total = 0;
+      for (const int64_t value : values) total += value;
+      return total;
+    };
+    if (thread_index() == 33) first[block_index()] = block_index() + 1;
+    if (rule != 1) grid_barrier(&arrived, 1);
+    if (thread_index() == 7) second[block_index()] = sum(first);
+    if (rule == 2 && block_index() == 1) return;
+    if (rule != 1) grid_barrier(&arrived, 2);
+    if (thread_index() == 40) out[block_index()] = sum(second);
+  };
+  return report(rule == 3 ? shim::launch(n_blocks, 64, seed, body) : shim::launch_together(n_blocks, 64, seed, body));
 }
 
 // One broken rule each.

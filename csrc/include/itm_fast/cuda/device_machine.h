@@ -5,6 +5,7 @@
 
 #define ITM_FAST_DEVICE __device__ __forceinline__
 #define ITM_FAST_DEVICE_APART __device__ __noinline__
+#define ITM_FAST_UNROLLED _Pragma("unroll")
 #define ITM_FAST_SHARED(type, name, size)            \
   __shared__ __align__(16) type name##_memory[size]; \
   const ::itm_fast::cuda::SharedArray<type> name { name##_memory }
@@ -37,6 +38,7 @@ ITM_FAST_DEVICE uint32_t shared_address(SharedArray<T> array, int64_t index) {
 ITM_FAST_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
 ITM_FAST_DEVICE int block_threads() { return static_cast<int>(blockDim.x); }
 ITM_FAST_DEVICE int64_t block_index() { return blockIdx.x; }
+ITM_FAST_DEVICE int64_t grid_blocks() { return gridDim.x; }
 ITM_FAST_DEVICE int lane() { return thread_index() % 32; }
 ITM_FAST_DEVICE int warp() { return thread_index() / 32; }
 
@@ -56,6 +58,8 @@ ITM_FAST_DEVICE bool vote_any(bool value) { return __any_sync(kWholeWarp, value)
 ITM_FAST_DEVICE bool vote_all(bool value) { return __all_sync(kWholeWarp, value) != 0; }
 ITM_FAST_DEVICE uint32_t ballot(bool value) { return __ballot_sync(kWholeWarp, value); }
 ITM_FAST_DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
+ITM_FAST_DEVICE float exponential(float x) { return expf(x); }
+ITM_FAST_DEVICE double exponential(double x) { return exp(x); }
 
 // The value before.
 ITM_FAST_DEVICE int32_t atomic_add(int32_t* target, int32_t value) { return atomicAdd(target, value); }
@@ -73,6 +77,18 @@ ITM_FAST_DEVICE uint64_t atomic_max(uint64_t* target, uint64_t value) {
 template <typename T>
 ITM_FAST_DEVICE T load_coherent(const T* source) {
   return *const_cast<const volatile T*>(source);
+}
+
+ITM_FAST_DEVICE void grid_barrier(int32_t* arrived, int32_t round) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    atomicAdd(arrived, 1);
+    while (load_coherent(arrived) < round * static_cast<int32_t>(gridDim.x)) {
+    }
+    __threadfence();
+  }
+  __syncthreads();
 }
 
 template <typename T>

@@ -30,18 +30,33 @@ constexpr T infinity() {
   return static_cast<T>(__builtin_huge_val());
 }
 
-// The score matrix, dense, and what is excluded from it.
-template <typename T>
+// The score matrix, dense, and what is excluded from it. Kernels see a loss as one or more parts, each a triplet loss
+// with keys for scores; BoostingProblem has the same functions.
+template <typename Number>
 struct TripletProblem {
+  using T = Number;
+  static constexpr int kMaxParts = 1;
+
   const T* scores;
   const bool* positives;     // null: none but the diagonal
   const T* positive_scores;  // null: they stand on the diagonal
   int64_t rows, columns;
 
+  constexpr int parts() const { return 1; }
   constexpr bool has_diagonal() const { return positive_scores == nullptr; }
-  ITM_FAST_DEVICE T positive(int64_t anchor) const {
+  ITM_FAST_DEVICE T margin(int, const TripletOptions& options) const { return static_cast<T>(options.margin); }
+  // What an anchor's negatives are compared with.
+  ITM_FAST_DEVICE T positive(int, int64_t anchor) const {
     return has_diagonal() ? scores[anchor * columns + anchor] : positive_scores[anchor];
   }
+  // What an anchor's key is made with beside the pair itself, and the key of the pair at `at`.
+  ITM_FAST_DEVICE T own(int, int64_t) const { return T(0); }
+  ITM_FAST_DEVICE T key(int, int64_t at, T) const { return scores[at]; }
+  constexpr bool shares_keys(int) const { return true; }  // between rows and columns
+  // A term of the positive alone, once per anchor or, where all negatives take part, once per negative.
+  constexpr bool has_positive_term(int) const { return false; }
+  ITM_FAST_DEVICE T positive_term(int, int64_t) const { return T(0); }
+
   ITM_FAST_DEVICE bool is_negative(int64_t row, int64_t column) const {
     return !(has_diagonal() && row == column) && !(positives != nullptr && positives[row * columns + column]);
   }

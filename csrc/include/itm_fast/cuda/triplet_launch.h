@@ -1,12 +1,18 @@
-// How the kernels of triplet_loss are launched: grids and workspaces. Host code, shared by the launchers and the tests.
+// How the kernels of triplet_loss and boosting_loss are launched: grids and workspaces. Host code, shared by the
+// launchers and the tests.
 #pragma once
 
+#include "itm_fast/cuda/boosting_problem.h"
 #include "itm_fast/cuda/score_tile.h"
 #include "itm_fast/cuda/triplet_loss.h"
 #include "itm_fast/cuda/triplet_loss_backward.h"
+#include "itm_fast/cuda/triplet_loss_gradient.h"
 #include "itm_fast/cuda/workspace.h"
 
 namespace itm_fast::cuda {
+
+// Matrices of at most this many rows and columns have their loss and its gradient in one launch.
+inline constexpr int64_t kOneLaunchUpTo = 8192;
 
 template <typename Tile>
 int64_t blocks_of(int64_t rows, int64_t columns) {
@@ -31,34 +37,45 @@ void place_partials(TripletPartials<T>& partials, const TripletOptions& options,
 }
 
 // Lays out what p needs beside its problem, options and results; returns the leading bytes that must be zero. `loss` is
-// the first result of triplet_loss, `negatives` the second; both are null for hardest_negatives.
-template <typename T, typename Tile>
-int64_t place_forward(TripletForward<T>& p, T* loss, int64_t* negatives, Workspace& workspace) {
+// the first result of the operator, `negatives` the second; both are null for hardest_negatives.
+template <typename Tile, typename Problem, typename T = typename Problem::T>
+int64_t place_forward(TripletForward<Problem>& p, T* loss, int64_t* negatives, Workspace& workspace) {
   const TripletOptions& options = p.options;
-  const int64_t rows = p.problem.rows, columns = p.problem.columns;
+  const int64_t rows = p.problem.rows, columns = p.problem.columns, parts = p.problem.parts();
   const int64_t row_tiles = tiles_of(rows, Tile::kRows), column_tiles = tiles_of(columns, Tile::kColumns);
   p.counters = workspace.take<int32_t>(row_tiles + column_tiles + 1);
   const int64_t zeros = workspace.bytes();
-  if (options.rows()) place_partials(p.row_partials, options, column_tiles * rows, workspace);
-  if (options.columns()) place_partials(p.column_partials, options, row_tiles * columns, workspace);
+  if (options.rows()) place_partials(p.row_partials, options, parts * column_tiles * rows, workspace);
+  if (options.columns()) place_partials(p.column_partials, options, parts * row_tiles * columns, workspace);
   if (p.keeps_hardest) return zeros;
   const bool keeps_each = options.reduction == Reduction::none;
   const int64_t of_rows = options.rows() ? rows : 0, of_columns = options.columns() ? columns : 0;
   T* values = keeps_each ? loss : workspace.take<T>(of_rows + of_columns);
   int64_t* indices = options.mining == Mining::all ? nullptr : negatives;
-  p.rows = {values, indices};
-  p.columns = {values + of_rows, indices == nullptr ? nullptr : indices + of_rows};
+  p.rows = {values, indices, of_rows + of_columns};
+  p.columns = {values + of_rows, indices == nullptr ? nullptr : indices + of_rows, of_rows + of_columns};
   p.loss = keeps_each ? nullptr : loss;
   return zeros;
 }
 
 // The same for the backward, whose whole workspace must be zero.
-template <typename T>
-void place_backward(TripletBackward<T>& p, Workspace& workspace) {
+template <typename Problem>
+void place_backward(TripletBackward<Problem>& p, Workspace& workspace) {
   const bool counts = p.options.needs_sums();
-  p.row_counts = counts && p.options.rows() ? workspace.take<int32_t>(p.problem.rows) : nullptr;
-  p.column_counts = counts && p.options.columns() ? workspace.take<int32_t>(p.problem.columns) : nullptr;
+  const int64_t parts = p.problem.parts();
+  p.row_counts = counts && p.options.rows() ? workspace.take<int32_t>(parts * p.problem.rows) : nullptr;
+  p.column_counts = counts && p.options.columns() ? workspace.take<int32_t>(parts * p.problem.columns) : nullptr;
   p.finished = workspace.take<int32_t>(1);
+}
+
+// The same for value and gradient together; the leading bytes must be zero.
+template <typename Tile, typename Problem, typename T = typename Problem::T>
+int64_t place_with_gradient(TripletWithGradient<Problem>& p, T* loss, int64_t* negatives, Workspace& workspace) {
+  p.arrived = workspace.take<int32_t>(1);
+  place_backward(p.backward, workspace);
+  const int64_t zeros = place_forward<Tile>(p.forward, loss, negatives, workspace);
+  p.backward.negatives = p.forward.options.mining == Mining::all ? nullptr : negatives;
+  return zeros;
 }
 
 }  // namespace itm_fast::cuda

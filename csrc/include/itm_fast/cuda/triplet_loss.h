@@ -1,4 +1,4 @@
-// triplet_loss and hardest_negatives on a GPU: one launch, one pass over the scores for both directions.
+// triplet_loss, boosting_loss and hardest_negatives on a GPU: one launch, one pass over the scores for both directions.
 //
 // A block takes one tile of the score matrix: warps over rows, lanes over columns. It leaves, for every row and every
 // column of the tile, the best negative and the sum of the hinges in a workspace. The last block of a strip of tiles to
@@ -13,7 +13,7 @@
 
 namespace itm_fast::cuda {
 
-// What the tiles found for the anchors of one direction, [tile][anchor].
+// What the tiles found for the anchors of one direction, [part][tile][anchor].
 template <typename T>
 struct TripletPartials {
   T* best;
@@ -24,12 +24,14 @@ struct TripletPartials {
 template <typename T>
 struct AnchorResults {
   T* values;         // the anchors' losses, not yet halved or added up; or the hardest negatives' scores
-  int64_t* indices;  // where their gradients go (null for Mining::all); or the hardest negatives
+  int64_t* indices;  // [part] where their gradients go (null for Mining::all); or the hardest negatives
+  int64_t stride;    // from part to part
 };
 
-template <typename T>
+template <typename Problem>
 struct TripletForward {
-  TripletProblem<T> problem;
+  using T = typename Problem::T;
+  Problem problem;
   TripletOptions options;
   bool keeps_hardest;  // hardest_negatives: no loss is formed
   TripletPartials<T> row_partials, column_partials;
@@ -73,49 +75,63 @@ ITM_FAST_DEVICE double sum_of_warp(double value) {
 // What one anchor has found so far among the candidates in its row or column.
 template <typename T>
 struct Found {
-  T positive;
+  T positive = T(0), margin = T(0), own = T(0);
+  T each = T(0);  // counted with every negative
   Candidate<T> hardest{T(0), -1};
   T sum = T(0);
 
+  template <typename Problem>
+  ITM_FAST_DEVICE void begin(const Problem& problem, const TripletOptions& options, int part, int64_t anchor) {
+    positive = problem.positive(part, anchor);
+    margin = problem.margin(part, options);
+    own = problem.own(part, anchor);
+    if (options.mining == Mining::all) each = problem.positive_term(part, anchor);
+  }
   ITM_FAST_DEVICE void take(const TripletOptions& options, T score, int32_t index) {
     if (options.needs_hardest() && !(options.mining == Mining::semi_hard && score >= positive)) {
       const Candidate<T> candidate{score, index};
       if (is_harder(candidate, hardest)) hardest = candidate;
     }
-    if (options.needs_sums()) sum += hinge(static_cast<T>(options.margin), score, positive);
+    if (options.needs_sums()) sum += hinge(margin, score, positive) + each;
   }
 };
 
-// Scans one tile and writes its partial results.
-template <typename T, typename Tile>
-ITM_FAST_DEVICE void scan_tile(const TripletForward<T>& p, int64_t row_tile, int64_t column_tile) {
+// Scans one tile for one part and writes its partial results.
+template <typename Problem, typename Tile>
+ITM_FAST_DEVICE void scan_tile(const TripletForward<Problem>& p, int part, int64_t row_tile, int64_t column_tile) {
+  using T = typename Problem::T;
   constexpr int kFound = Tile::kWarps * Tile::kColumns;
   ITM_FAST_SHARED(T, best_of_warps, kFound);
   ITM_FAST_SHARED(int32_t, index_of_warps, kFound);
   ITM_FAST_SHARED(T, sum_of_warps, kFound);
-  const TripletProblem<T>& problem = p.problem;
+  const Problem& problem = p.problem;
   const TripletOptions& options = p.options;
   const int64_t first_row = row_tile * Tile::kRows, first_column = column_tile * Tile::kColumns;
 
   Found<T> columns[Tile::kColumnsPerLane];
+  ITM_FAST_UNROLLED
   for (int k = 0; k < Tile::kColumnsPerLane; ++k) {
     const int64_t column = first_column + k * 32 + lane();
-    columns[k].positive = options.columns() && column < problem.columns ? problem.positive(column) : T(0);
+    if (options.columns() && column < problem.columns) columns[k].begin(problem, options, part, column);
   }
   for (int r = 0; r < Tile::kRowsPerWarp; ++r) {
     const int64_t row = first_row + warp() * Tile::kRowsPerWarp + r;
     if (row >= problem.rows) break;  // The whole warp leaves.
     Found<T> found;
-    found.positive = options.rows() ? problem.positive(row) : T(0);
+    if (options.rows()) found.begin(problem, options, part, row);
+    ITM_FAST_UNROLLED
     for (int k = 0; k < Tile::kColumnsPerLane; ++k) {
       const int64_t column = first_column + k * 32 + lane();
       if (column >= problem.columns || !problem.is_negative(row, column)) continue;
-      const T score = problem.scores[row * problem.columns + column];
-      if (options.rows()) found.take(options, score, static_cast<int32_t>(column));
-      if (options.columns()) columns[k].take(options, score, static_cast<int32_t>(row));
+      const T key = problem.key(part, row * problem.columns + column, found.own);
+      if (options.rows()) found.take(options, key, static_cast<int32_t>(column));
+      if (!options.columns()) continue;
+      const bool shared = problem.shares_keys(part);
+      const T of_column = shared ? key : problem.key(part, row * problem.columns + column, columns[k].own);
+      columns[k].take(options, of_column, static_cast<int32_t>(row));
     }
     if (!options.rows()) continue;
-    const int64_t at = column_tile * problem.rows + row;
+    const int64_t at = (part * tiles_of(problem.columns, Tile::kColumns) + column_tile) * problem.rows + row;
     if (options.needs_hardest()) {
       const Candidate<T> hardest = hardest_of_warp(found.hardest);
       if (lane() == 0) {
@@ -130,6 +146,7 @@ ITM_FAST_DEVICE void scan_tile(const TripletForward<T>& p, int64_t row_tile, int
   }
   if (!options.columns()) return;
 
+  ITM_FAST_UNROLLED
   for (int k = 0; k < Tile::kColumnsPerLane; ++k) {
     const int at = warp() * Tile::kColumns + k * 32 + lane();
     best_of_warps[at] = columns[k].hardest.score;
@@ -146,7 +163,8 @@ ITM_FAST_DEVICE void scan_tile(const TripletForward<T>& p, int64_t row_tile, int
       if (is_harder(candidate, hardest)) hardest = candidate;
       sum += static_cast<T>(sum_of_warps[at]);
     }
-    const int64_t at = row_tile * problem.columns + first_column + c;
+    const int64_t tile = part * tiles_of(problem.rows, Tile::kRows) + row_tile;
+    const int64_t at = tile * problem.columns + first_column + c;
     if (options.needs_hardest()) {
       p.column_partials.best[at] = hardest.score;
       p.column_partials.index[at] = hardest.index;
@@ -155,47 +173,66 @@ ITM_FAST_DEVICE void scan_tile(const TripletForward<T>& p, int64_t row_tile, int
   }
 }
 
-template <typename T>
-ITM_FAST_DEVICE AnchorLoss<T> loss_of_anchor(const TripletForward<T>& p, T positive, const Candidate<T>& hardest,
-                                             double sum, int64_t candidates) {
+template <typename Problem, typename Tile>
+ITM_FAST_DEVICE void scan_parts(const TripletForward<Problem>& p, int64_t row_tile, int64_t column_tile) {
+  for (int part = 0; part < p.problem.parts(); ++part) {
+    if (part > 0) barrier();  // All have read what the warps found before.
+    scan_tile<Problem, Tile>(p, part, row_tile, column_tile);
+  }
+}
+
+template <typename Problem, typename T = typename Problem::T>
+ITM_FAST_DEVICE AnchorLoss<T> loss_of_anchor(const TripletForward<Problem>& p, int part, int64_t anchor,
+                                             const Candidate<T>& hardest, double sum, int64_t candidates) {
+  const T positive = p.problem.positive(part, anchor), term = p.problem.positive_term(part, anchor);
   // A positive that is NaN stays visible where there is nothing to compare it with.
-  if (p.options.mining == Mining::all) return {positive == positive ? static_cast<T>(sum) : positive, kAllNegatives};
-  if (hardest.index < 0) return {positive == positive ? T(0) : positive, kNoGradient};
+  const T visible = positive != positive ? positive : term != term ? term : T(0);
+  if (p.options.mining == Mining::all) {
+    return {visible == visible ? static_cast<T>(sum) : visible, kAllNegatives};
+  }
+  if (hardest.index < 0) return {visible == visible ? term : visible, kNoGradient};
   const T average = static_cast<T>(sum / p.problem.divisor(p.options, candidates));
-  return mined_loss(p.options, positive, hardest.score, static_cast<int64_t>(hardest.index), average);
+  TripletOptions options = p.options;
+  options.margin = p.problem.margin(part, p.options);
+  const AnchorLoss<T> mined =
+      mined_loss(options, positive, hardest.score, static_cast<int64_t>(hardest.index), average);
+  return {mined.value + term, mined.negative};
 }
 
 // Merges what `tiles` tiles found for anchors [first, last) of one direction.
-template <typename T>
-ITM_FAST_DEVICE void finish_anchors(const TripletForward<T>& p, const TripletPartials<T>& partials,
+template <typename Problem, typename T = typename Problem::T>
+ITM_FAST_DEVICE void finish_anchors(const TripletForward<Problem>& p, const TripletPartials<T>& partials,
                                     const AnchorResults<T>& results, int64_t tiles, int64_t first, int64_t last,
                                     int64_t anchors, int64_t candidates) {
   for (int64_t anchor = first + thread_index(); anchor < last; anchor += block_threads()) {
-    Candidate<T> hardest{T(0), -1};
-    double sum = 0.0;
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t at = tile * anchors + anchor;
-      if (p.options.needs_hardest()) {
-        const Candidate<T> candidate{load_coherent(partials.best + at), load_coherent(partials.index + at)};
-        if (is_harder(candidate, hardest)) hardest = candidate;
+    T value = T(0);
+    for (int part = 0; part < p.problem.parts(); ++part) {
+      Candidate<T> hardest{T(0), -1};
+      double sum = 0.0;
+      for (int64_t tile = part * tiles; tile < (part + 1) * tiles; ++tile) {
+        const int64_t at = tile * anchors + anchor;
+        if (p.options.needs_hardest()) {
+          const Candidate<T> candidate{load_coherent(partials.best + at), load_coherent(partials.index + at)};
+          if (is_harder(candidate, hardest)) hardest = candidate;
+        }
+        if (p.options.needs_sums()) sum += load_coherent(partials.sum + at);
       }
-      if (p.options.needs_sums()) sum += load_coherent(partials.sum + at);
+      if (p.keeps_hardest) {
+        value = hardest.index < 0 ? -infinity<T>() : hardest.score;
+        results.indices[anchor] = hardest.index;
+      } else {
+        const AnchorLoss<T> loss = loss_of_anchor(p, part, anchor, hardest, sum, candidates);
+        value += loss.value;
+        if (results.indices != nullptr) results.indices[part * results.stride + anchor] = loss.negative;
+      }
     }
-    if (p.keeps_hardest) {
-      results.values[anchor] = hardest.index < 0 ? -infinity<T>() : hardest.score;
-      results.indices[anchor] = hardest.index;
-    } else {
-      const AnchorLoss<T> loss = loss_of_anchor(p, p.problem.positive(anchor), hardest, sum, candidates);
-      const T scale = p.loss == nullptr && p.options.halve ? T(0.5) : T(1);
-      results.values[anchor] = scale * loss.value;
-      if (results.indices != nullptr) results.indices[anchor] = loss.negative;
-    }
+    results.values[anchor] = (p.loss == nullptr && p.options.halve ? T(0.5) : T(1)) * value;
   }
 }
 
 // The last block adds up the losses: thread t takes every kThreads-th, and halves of the threads are added in turn.
-template <typename T, typename Tile>
-ITM_FAST_DEVICE void add_losses(const TripletForward<T>& p) {
+template <typename Problem, typename Tile>
+ITM_FAST_DEVICE void add_losses(const TripletForward<Problem>& p) {
   ITM_FAST_SHARED(double, sums, Tile::kThreads);
   const int64_t anchors = p.options.rows() ? p.problem.rows : p.problem.columns;
   double sum = 0.0;
@@ -211,18 +248,18 @@ ITM_FAST_DEVICE void add_losses(const TripletForward<T>& p) {
   if (thread_index() == 0) {
     double total = sums[0];
     if (p.options.reduction == Reduction::mean) total /= static_cast<double>(anchors > 0 ? anchors : 1);
-    *p.loss = static_cast<T>(total * (p.options.halve ? 0.5 : 1.0));
+    *p.loss = static_cast<typename Problem::T>(total * (p.options.halve ? 0.5 : 1.0));
   }
 }
 
 // Grid: one block per tile, those of a strip of rows beside each other.
-template <typename T, typename Tile>
-ITM_FAST_DEVICE void triplet_forward(const TripletForward<T>& p) {
+template <typename Problem, typename Tile>
+ITM_FAST_DEVICE void triplet_forward(const TripletForward<Problem>& p) {
   ITM_FAST_SHARED(int32_t, is_last, 3);
   const int64_t row_tiles = tiles_of(p.problem.rows, Tile::kRows);
   const int64_t column_tiles = tiles_of(p.problem.columns, Tile::kColumns);
   const int64_t row_tile = block_index() / column_tiles, column_tile = block_index() % column_tiles;
-  scan_tile<T, Tile>(p, row_tile, column_tile);
+  scan_parts<Problem, Tile>(p, row_tile, column_tile);
 
   memory_fence();
   barrier();
@@ -256,7 +293,7 @@ ITM_FAST_DEVICE void triplet_forward(const TripletForward<T>& p) {
   barrier();
   if (is_last[2] == 0) return;
   memory_fence();
-  add_losses<T, Tile>(p);
+  add_losses<Problem, Tile>(p);
 }
 
 }  // namespace itm_fast::cuda

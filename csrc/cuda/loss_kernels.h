@@ -1,0 +1,100 @@
+// The kernels that triplet_loss and boosting_loss share on CUDA, and how they are launched.
+#pragma once
+
+#include <vector>
+
+#include "cuda/launch.h"
+#include "itm_fast/cuda/triplet_launch.h"
+
+namespace itm_fast::cuda {
+namespace {
+
+// How many blocks of the forward a processor is to hold: as many as registers allow that spill nothing.
+template <typename Problem>
+constexpr int kResidentBlocks = Problem::kMaxParts == 1 && sizeof(typename Problem::T) == 4 ? 4 : 2;
+
+// The grid, who writes what and the tie rule stand above triplet_forward.
+template <typename Problem, typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, kResidentBlocks<Problem>)
+    triplet_forward_kernel(const TripletForward<Problem> parameters) {
+  triplet_forward<Problem, Tile>(parameters);
+}
+
+// The grid and who writes what stand above triplet_backward.
+template <typename Problem, typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads) triplet_backward_kernel(const TripletBackward<Problem> parameters) {
+  triplet_backward<Problem, Tile>(parameters);
+}
+
+// The grid and what the blocks share stand above triplet_with_gradient. One block of it at least per processor: told
+// less, the compiler spills.
+template <typename Problem, typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    triplet_with_gradient_kernel(const TripletWithGradient<Problem> parameters) {
+  triplet_with_gradient<Problem, Tile>(parameters);
+}
+
+// `loss` and `negatives` as place_forward takes them.
+template <typename Problem, typename T = typename Problem::T>
+void run_forward(TripletForward<Problem> p, T* loss, int64_t* negatives, const torch::stable::Tensor& scores) {
+  const DeviceStream device(scores);
+  with_tile(p.problem.rows, p.problem.columns, [&]<typename Tile>(Tile) {
+    Workspace measured;
+    const int64_t zeros = place_forward<Tile>(p, loss, negatives, measured);
+    const torch::stable::Tensor memory = scratch(scores, measured.bytes());
+    Workspace workspace(memory.mutable_data_ptr());
+    place_forward<Tile>(p, loss, negatives, workspace);
+    device.set_zero(memory.mutable_data_ptr(), zeros);
+    device.launch(triplet_forward_kernel<Problem, Tile>, blocks_of<Tile>(p.problem.rows, p.problem.columns),
+                  Tile::kThreads, p);
+  });
+}
+
+template <typename Problem>
+void run_backward(TripletBackward<Problem> p, const torch::stable::Tensor& scores) {
+  const DeviceStream device(scores);
+  Workspace measured;
+  place_backward(p, measured);
+  const torch::stable::Tensor memory = scratch(scores, measured.bytes());
+  Workspace workspace(memory.mutable_data_ptr());
+  place_backward(p, workspace);
+  device.set_zero(memory.mutable_data_ptr(), workspace.bytes());
+  with_tile(p.problem.rows, p.problem.columns, [&]<typename Tile>(Tile) {
+    device.launch(triplet_backward_kernel<Problem, Tile>, blocks_of<Tile>(p.problem.rows, p.problem.columns),
+                  Tile::kThreads, p);
+  });
+}
+
+// p.forward has its problem and options, p.backward the results; `loss` and `negatives` as place_forward takes them.
+template <typename Problem, typename T = typename Problem::T>
+void run_with_gradient(TripletWithGradient<Problem> p, T* loss, int64_t* negatives,
+                       const torch::stable::Tensor& scores) {
+  const int64_t rows = p.forward.problem.rows, columns = p.forward.problem.columns;
+  STD_TORCH_CHECK(std::max(rows, columns) <= kOneLaunchUpTo, "scores: expected at most ", kOneLaunchUpTo,
+                  " rows and columns for a gradient beside the loss, got (", rows, ", ", columns, ")");
+  p.backward.problem = p.forward.problem;
+  p.backward.options = p.forward.options;
+  const DeviceStream device(scores);
+  with_tile(rows, columns, [&]<typename Tile>(Tile) {
+    Workspace measured;
+    const int64_t zeros = place_with_gradient<Tile>(p, loss, negatives, measured);
+    const torch::stable::Tensor memory = scratch(scores, measured.bytes());
+    Workspace workspace(memory.mutable_data_ptr());
+    place_with_gradient<Tile>(p, loss, negatives, workspace);
+    device.set_zero(memory.mutable_data_ptr(), zeros);
+    device.launch_together(triplet_with_gradient_kernel<Problem, Tile>, blocks_of<Tile>(rows, columns), Tile::kThreads,
+                           p);
+  });
+}
+
+// The first result of a loss with `anchors` anchors in each direction.
+inline torch::stable::Tensor new_loss(const TripletOptions& options, int64_t anchors,
+                                      const torch::stable::Tensor& scores) {
+  std::vector<int64_t> shape;
+  if (options.reduction == Reduction::none && options.directions == Directions::both) shape.push_back(2);
+  if (options.reduction == Reduction::none) shape.push_back(anchors);
+  return torch::stable::new_empty(scores, shape);
+}
+
+}  // namespace
+}  // namespace itm_fast::cuda
