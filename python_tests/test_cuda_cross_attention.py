@@ -72,7 +72,7 @@ def test_every_option(kernels: AttentionKernels, normalization: str, focal: str 
 @settings(drawn, max_examples=40)
 @given(st.data())
 def test_ragged_sets_of_any_width(kernels: AttentionKernels, data: st.DataObject) -> None:
-    """Rows that begin anywhere, empty sets, single rows; the error of plain PyTorch is the measure."""
+    """Rows that begin anywhere, empty sets, single rows; draws of plain PyTorch's rounding are the measure."""
     lengths = st.lists(st.sampled_from([0, 1, 2, 5, 13, 24, 36, 47]), min_size=1, max_size=5)
     check_random_scores(
         kernels,
@@ -80,6 +80,7 @@ def test_ragged_sets_of_any_width(kernels: AttentionKernels, data: st.DataObject
         data.draw(lengths),
         data.draw(st.sampled_from([5, 8, 16, 33, 40])),
         data.draw(st.sampled_from(["float32", "bf16", "fp16"])),
+        by_draws=True,
         normalization=data.draw(st.sampled_from(NORMALIZATIONS)),
         aggregation=data.draw(st.sampled_from(AGGREGATIONS)),
         temperature=data.draw(st.sampled_from([1.0, 4.0, 9.0, 20.0])),

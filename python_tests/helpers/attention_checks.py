@@ -14,7 +14,7 @@ from torch import Tensor
 
 from helpers.fragments import random_fragments
 from helpers.shim_attention import AttentionKernels
-from helpers.tolerance import assert_as_accurate
+from helpers.tolerance import assert_as_accurate, assert_close_to_exact
 from itm_fast import Fragments, reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,10 +36,15 @@ def scores_of(
 
 def check_scores(
     kernels: AttentionKernels, queries: Fragments, contexts: Fragments, kernel: str = "float32", *,
-    name: str = "scores", large: bool = False, shift: int = 0, wide_offsets: bool = True, seed: int = 0,
+    name: str = "scores", by_draws: bool = False, large: bool = False, shift: int = 0, wide_offsets: bool = True,
+    seed: int = 0,
     **options: Any,
 ) -> None:  # fmt: skip
-    """At most twice as far from float64 as draws of plain PyTorch's rounding in float32, all on the rounded inputs."""
+    """At most twice as far from float64 as plain PyTorch in float32, both on the rounded inputs.
+
+    `by_draws`: as the largest of many draws of its rounding. That is less sharp, and what random cases need, where one
+    draw may happen to be next to nothing.
+    """
     queries, contexts = (part.to(DTYPES.get(kernel, torch.float32)) for part in (queries, contexts))
     run = {"large": large, "shift": shift, "wide_offsets": wide_offsets, "seed": seed}
     actual = scores_of(kernels, queries, contexts, kernel, **run, **options)
@@ -50,7 +55,10 @@ def check_scores(
         parts = (part.with_values(moved(part.values)) for part in single)
         return [reference.cross_attention_scores(*parts, **options)]
 
-    assert_as_accurate([actual], [plain], [exact], names=[name])
+    if by_draws:
+        assert_as_accurate([actual], [plain], [exact], names=[name])
+    else:
+        assert_close_to_exact(actual, *plain(lambda values: values), exact, name=name)
 
 
 def check_random_scores(
