@@ -199,19 +199,25 @@ def test_a_module_that_draws_at_times_is_replayed_where_it_drew() -> None:
 class Counting(nn.Module):
     """Scores that depend on a buffer, which every call in training changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: str) -> None:
         super().__init__()
+        self.change = change
         self.weight = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
         self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
 
     def forward(self, images: Tensor, captions: Tensor) -> Tensor:
-        if self.training:
+        if self.training and self.change == "in place":
             self.seen += 1
+        elif self.training and self.change == "unseen":
+            self.seen.data.add_(1)
+        elif self.training:
+            self.seen = self.seen + 1
         return self.weight * self.seen * torch.outer(images, captions)
 
 
-def test_the_backward_starts_from_the_buffers_of_its_block() -> None:
-    module = Counting()
+@pytest.mark.parametrize("change", ["in place", "unseen", "by another"])
+def test_the_backward_starts_from_the_buffers_of_its_block(change: str) -> None:
+    module = Counting(change)
     images, captions = torch.arange(1.0, 4.0, dtype=torch.float64), torch.arange(1.0, 5.0, dtype=torch.float64)
     scores = F_itm.gradient_sparse_scores(module, images, captions, chunk_pairs=3)
     assert torch.equal(scores, 2 * torch.outer(images, captions * torch.arange(1.0, 5.0)))
@@ -331,6 +337,18 @@ def test_bad_arguments_are_named(module: Any, images: Any, options: dict, error:
     with pytest.raises(error) as caught:
         F_itm.gradient_sparse_scores(module, images, torch.zeros(2), **options)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("graph_steps", "message"),
+    [
+        (-1, "graph_steps: expected at least 0, got -1"),
+        (0, "graph_steps: expected at least 1 without filtration, got 0: nothing would score the pairs"),
+    ],
+)
+def test_reasoning_without_a_head_is_refused(graph_steps: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        SimilarityReasoning(DIM, 4, graph_steps=graph_steps)
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -238,13 +238,17 @@ def test_aggregation_of_several_pairs_equals_each_by_itself() -> None:
          "aggregation_steps: expected 3, one more than the steps of RCR, as the schedule is interleaved, got 2"),
         ({"factors": "words"}, "factors: expected one of 'fixed', 'learnable', 'query', 'alignment', got 'words'"),
         ({"dropout": 1.0}, "dropout: expected a probability below 1, got 1.0"),
+        ({"dropout": -0.5}, "dropout: expected a number of at least 0, got -0.5"),
+        ({"temperature": float("nan")}, "temperature: expected a finite number, got nan"),
+        ({"focal": "x"}, "focal: expected one of None, 'equal', 'prob', got 'x' (str)"),
+        ({"alignment_dim": 0}, "alignment_dim: expected a whole number of at least 1, got 0"),
         ({"schedule": "random"}, "schedule: expected one of 'interleaved', 'sequential', got 'random' (str)"),
         ({"normalize_mean": True}, "normalize_mean: expected it with a score and without aggregations alone"),
     ],
 )  # fmt: skip
 def test_bad_options_are_named(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        RegulatedSimilarity(6, 4, **options)
+        RegulatedSimilarity(6, **{"alignment_dim": 4, **options})
 
 
 def test_its_options_are_shown() -> None:

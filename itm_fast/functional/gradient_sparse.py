@@ -34,7 +34,8 @@ def gradient_sparse_scores(module: nn.Module, images: Sets, captions: Sets, *, c
 
     Random numbers of torch's generators (dropout) are the same in the backward: a block that drew any is computed again
     whole. Buffers (running statistics) change in the forward alone. Under torch.compile the call stands outside of the
-    graph.
+    graph. Gradients reach the module's parameters, `images` and `captions`, and no other tensors that it may hold; its
+    mode (train, eval) must be the same in the backward.
 
     Args:
         module: called as `module(images, captions)` with some of the sets of both; returns their scores
@@ -59,13 +60,14 @@ def gradient_sparse_scores(module: nn.Module, images: Sets, captions: Sets, *, c
     if chunk_pairs < 1:
         raise ValueError(f"chunk_pairs: expected at least 1, got {chunk_pairs}")
     parameters = dict(module.named_parameters())
-    kept: dict[str, tuple[int, Tensor]] = {}
+    kept: dict[str, Tensor] = {}
 
     def snapshot() -> dict[str, Tensor]:
+        # By value: a buffer may be replaced by another, or changed behind autograd's back.
         for name, buffer in module.named_buffers():
-            if name not in kept or kept[name][0] != buffer._version:
-                kept[name] = (buffer._version, buffer.clone())
-        return {name: copy for name, (_, copy) in kept.items()}
+            if name not in kept or not torch.equal(kept[name], buffer):
+                kept[name] = buffer.clone()
+        return dict(kept)
 
     def score(
         values: Sequence[Tensor], state: dict[str, Tensor] | None, rows: Sets, columns: Sets, _: Tensor, __: Tensor

@@ -177,6 +177,12 @@ class SimilarityReasoning(nn.Module):
         residual_correspondence: bool = True,
     ) -> None:
         super().__init__()
+        if graph_steps < 0:
+            raise ValueError(f"graph_steps: expected at least 0, got {graph_steps}")
+        if graph_steps == 0 and not filtration:
+            raise ValueError(
+                "graph_steps: expected at least 1 without filtration, got 0: nothing would score the pairs"
+            )
         self.global_alignment = linear_layer(embed_dim, alignment_dim)
         self.local_alignments = CrossAttentionAlignments(
             embed_dim,

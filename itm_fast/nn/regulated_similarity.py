@@ -15,6 +15,8 @@ from itm_fast.nn.regulators import (
     alignment_weights,
     check_steps,
 )
+from itm_fast.ops import validation
+from itm_fast.ops.cross_attention import FOCAL_MODES
 from itm_fast.regulator_parameters import FactorWeights, RegulatorParameters, ScoreWeights
 
 __all__ = ["RegulatedSimilarity"]
@@ -70,8 +72,14 @@ class RegulatedSimilarity(nn.Module):
         check_steps("aggregation_steps", aggregation_steps)
         if factors not in FACTORS:
             raise ValueError(f"factors: expected one of {', '.join(map(repr, FACTORS))}, got {factors!r}")
-        if not 0.0 <= dropout < 1.0:
+        check_steps("embed_dim", embed_dim, minimum=1)
+        check_steps("alignment_dim", alignment_dim, minimum=1)
+        dropout = validation.finite_number("dropout", dropout, minimum=0.0)
+        if dropout >= 1.0:
             raise ValueError(f"dropout: expected a probability below 1, got {dropout}")
+        temperature = validation.finite_number("temperature", temperature)
+        negative_slope = validation.finite_number("negative_slope", negative_slope)
+        validation.check_option("focal", focal, FOCAL_MODES)
         interleaved = schedule == "interleaved" and correspondence_steps and aggregation_steps
         if interleaved and aggregation_steps != correspondence_steps + 1:
             raise ValueError(

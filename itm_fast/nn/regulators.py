@@ -214,7 +214,7 @@ def alignment_weights(layers: nn.ModuleList) -> list[AlignmentWeights]:
 
 
 def check_steps(name: str, steps: object, minimum: int = 0) -> None:
-    """ValueError where `steps` is no number of steps of at least `minimum`."""
+    """ValueError where `steps`, a number of steps or a width, is no whole number of at least `minimum`."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < minimum:
         raise ValueError(f"{name}: expected a whole number of at least {minimum}, got {steps!r}")
 

@@ -241,8 +241,18 @@ def _numbers(numbers: range, device: torch.device) -> Tensor:
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, ...]:
-    states = (torch.get_rng_state(),)
-    return (*states, torch.cuda.get_rng_state(device)) if device.type == "cuda" else states
+    """Of torch's own generators: the CPU's and the device's."""
+    if device.type == "cpu":
+        return (torch.get_rng_state(),)
+    of_device = torch.get_device_module(device.type).get_rng_state
+    # There is one such device, which its functions do not name.
+    return torch.get_rng_state(), of_device() if device.type == "mps" else of_device(device)
+
+
+def _set_random_state(states: tuple[Tensor, ...], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device.type).set_rng_state(states[1], *(() if device.type == "mps" else (device,)))
 
 
 def _differ(first: Tensor, second: Tensor) -> bool:
@@ -252,11 +262,13 @@ def _differ(first: Tensor, second: Tensor) -> bool:
 @contextlib.contextmanager
 def _as_it_was(autocast: Any, random: tuple[Tensor, ...] | None, device: torch.device) -> Iterator[None]:
     """Autocast, and the generators where `random` holds their states, as they were in the forward."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(autocast())
-        if random is not None:
-            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-            torch.set_rng_state(random[0])
-            if device.type == "cuda":
-                torch.cuda.set_rng_state(random[1], device)
-        yield
+    with autocast():
+        if random is None:
+            yield
+            return
+        now = _random_state(device)
+        _set_random_state(random, device)
+        try:
+            yield
+        finally:
+            _set_random_state(now, device)
