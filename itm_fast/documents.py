@@ -17,6 +17,7 @@ from itm_fast.messages import shortened
 __all__ = ["MAX_SETTINGS_BYTES", "parse_yaml", "read_json", "read_text"]
 
 MAX_SETTINGS_BYTES = 2**18
+_BLOCK_BYTES = 2**20
 _MAX_DEPTH = 20
 
 
@@ -29,10 +30,15 @@ def read_text(path: str | os.PathLike[str], max_bytes: int, encoding: str = "utf
         OSError: the file cannot be read. ValueError: it is too large, or no text in UTF-8; the message names it.
     """
     size = Path(path).stat().st_size
-    content = b""
+    content = bytearray()
     if size <= max_bytes:
         with Path(path).open("rb") as file:
-            content = file.read(max_bytes + 1)
+            # Piece by piece: to read so many bytes takes memory for all of them, however small the file is.
+            while len(content) <= max_bytes:
+                block = file.read(min(_BLOCK_BYTES, max_bytes + 1 - len(content)))
+                if not block:
+                    break
+                content += block
     if max(size, len(content)) > max_bytes:
         found = f"the file has {size:,}" if size > max_bytes else "there are more"
         raise ValueError(f"{path}: expected at most {max_bytes:,} bytes, {found}")
