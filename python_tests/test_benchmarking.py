@@ -15,7 +15,7 @@ from itm_fast import reference
 from itm_fast.benchmarking import regulated, workloads
 from itm_fast.benchmarking.measure import Timing, interleave, peak_memory
 from itm_fast.benchmarking.run import PRESETS, run
-from itm_fast.benchmarking.table import BOUND, markdown
+from itm_fast.benchmarking.table import BOUND, markdown, time
 from itm_fast.benchmarking.workloads import Sizes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,6 +122,8 @@ def test_a_run_is_written_down_whole() -> None:
     assert "target" in text
     ratio = step["loop"]["median_s"] / step["native"]["median_s"]
     assert f"**{ratio:.1f}x**" in text
+    high = results["workloads"]["step"]["variants"]["native high"]
+    assert f'| float32, "high" | {time(high)} |' in text
     regulated_scores = results["workloads"]["regulated scores"]["variants"]
     error = regulated_scores["native"]["accuracy"]["max_score_error"]
     assert 0 < error < 1e-6

@@ -28,6 +28,7 @@ SCORES: dict[str, Score] = {
         words, regions, weights.to(torch.bfloat16)
     ),
     "native": F_itm.regulated_scores,
+    "native high": precision_of_products("high", F_itm.regulated_scores),
     "native medium": precision_of_products("medium", F_itm.regulated_scores),
     "native bf16": F_itm.regulated_scores,
 }
