@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -64,9 +67,9 @@ def test_an_experiment_from_nothing_to_its_table(
     experiment = write(tmp_path / "small.yaml", data)
     empty = the_table(tool, experiment)
     assert empty[2:5] == [
-        "| SCAN | not run | not run | not run | not run | not run |",
-        "| SCAN + RAR | not run | not run | not run | not run | not run |",
-        "| fixed | not run |  | not run | not run | not run |",
+        "| SCAN | not run | not run | not run | not run | not run | not run |",
+        "| SCAN + RAR | not run | not run | not run | not run | not run | not run |",
+        "| fixed | not run |  | not run | not run | not run | not run |",
     ]
     assert empty[6] == "Sum of the six recalls on all images of dev, of 600. No run is measured yet."
     assert empty[8] == "fixed equals SCAN + RAR, recall by recall: not run."
@@ -80,11 +83,18 @@ def test_an_experiment_from_nothing_to_its_table(
     assert (scan["steps"], scan["identity"]["train"]["lr"], scan["device"]) == (4, 0.002, "cpu")
     assert found["fixed-seed0"]["test"] == found["scan-rar-seed0"]["test"] != scan["test"]
     partial = the_table(tool, experiment)
-    rsum, seconds = scan["test"]["rsum"], scan["seconds"]
-    assert partial[2] == f"| SCAN | {rsum:.1f} | not run | not run | not run | {seconds:.0f} |"
+    rsum, times = scan["test"]["rsum"], f"{scan['seconds']:.0f} | {scan['cpu_seconds']:.0f}"
+    assert partial[2] == f"| SCAN | {rsum:.1f} | not run | not run | not run | {times} |"
     fixed = found["fixed-seed0"]
     same = f"{fixed['test']['rsum']:.1f}"
-    assert partial[4] == f"| fixed | {same} |  | {same} |  | {fixed['seconds']:.0f} |"
+    assert partial[4] == f"| fixed | {same} |  | {same} |  | {fixed['seconds']:.0f} | {fixed['cpu_seconds']:.0f} |"
+    longest = max(found.values(), key=lambda result: result["cpu_seconds"])
+    cpu, clock = f"{longest['cpu_seconds']:.0f} CPU seconds", f"{longest['seconds']:.0f} by the clock."
+    assert partial[6].endswith(f"{os.cpu_count()} cores, and the longest run took {cpu}, {clock}")
+    for result in found.values():
+        assert 0 < result["cpu_seconds"] < 1.5 * result["environment"]["threads"] * result["seconds"] + 5
+        assert min(result["load_average"].values()) >= 0
+        assert result["niceness"] == os.getpriority(os.PRIO_PROCESS, 0)
     assert partial[8] == "fixed equals SCAN + RAR, recall by recall: yes."
     assert partial[-3:] == ["```", f"python tools/experiments.py run {experiment}", "```"]
 
@@ -95,7 +105,9 @@ def test_an_experiment_from_nothing_to_its_table(
     assert measured(tmp_path)["scan-seed0"] == scan, "what was measured stays"
     mean = f"{statistics.mean([rsum, second['test']['rsum']]):.1f}"
     spread = f"{abs(rsum - second['test']['rsum']) / 2**0.5:.1f}"
-    assert the_table(tool, experiment)[2].split(" | ")[3:5] == [mean, spread]
+    line = the_table(tool, experiment)[2].strip(" |").split(" | ")
+    medians = [statistics.median([scan[name], second[name]]) for name in ("seconds", "cpu_seconds")]
+    assert line[3:] == [mean, spread, *(f"{median:.0f}" for median in medians)]
 
     changed = json.loads(json.dumps(fixed))
     changed["test"]["i2t_meanr"] += 0.01
@@ -132,7 +144,7 @@ def test_a_killed_run_goes_on_where_it_stood(tool: ModuleType, data: Path, tmp_p
     run = tmp_path / "killed" / "runs" / "one-seed3"
     assert (run / "last" / "checkpoint.pt").is_file()
     assert not (tmp_path / "killed" / "results").exists()
-    assert the_table(tool, killed)[2] == "| one | not run | not run | not run | not run |"
+    assert the_table(tool, killed)[2] == "| one | not run | not run | not run | not run | not run |"
 
     assert tool.main(commands(killed)) == 0
     assert tool.main(commands(tmp_path / "whole" / "e.yaml")) == 0
@@ -141,6 +153,8 @@ def test_a_killed_run_goes_on_where_it_stood(tool: ModuleType, data: Path, tmp_p
     assert (first["steps"], first["best_step"], first["validation"]) == (
         8, second["best_step"], second["validation"],
     )  # fmt: skip
+    assert first["cpu_seconds"] is None, "what the killed process took is not known"
+    assert the_table(tool, killed)[2].endswith(f"| {first['seconds']:.0f} | not known |")
     # The run is whole, but its result is lost: it is evaluated again, not trained.
     (tmp_path / "killed" / "results" / "one-seed3.json").unlink()
     before = (run / "model.safetensors").read_bytes()
@@ -182,6 +196,54 @@ def test_other_settings_are_refused(
     assert "was measured with images = None, not 3" in capsys.readouterr().err
 
 
+def test_other_data_are_refused(
+    tool: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was measured stands for the data that it was measured on alone."""
+    own = tmp_path / "data"
+    shutil.copytree(data, own)
+    experiment = write(tmp_path / "e.yaml", own, rows=[{"name": "one"}, {"name": "two"}], seeds=[0], equal=[])
+    table = ["table", str(experiment), "--results", str(tmp_path / "results")]
+    assert tool.main(commands(experiment)) == 0
+    result = tmp_path / "results" / "one-seed0.json"
+    content = result.read_bytes()
+    capsys.readouterr()
+    assert tool.main(table) == 0
+    text = capsys.readouterr().out
+    for name in ("train_caps.txt", "train_ims.npy", "dev_caps.txt", "dev_ims.npy"):
+        before = (own / name).read_bytes()
+        after = bytearray(before)
+        after[-2] ^= 1
+        (own / name).write_bytes(after)
+        for arguments in (commands(experiment), table):
+            assert tool.main(arguments) == 1
+            assert capsys.readouterr().err == (
+                f"experiments: error: {result}: was measured with other content of {name}; move it away to measure "
+                "anew, or undo the change\n"
+            )
+        (own / name).write_bytes(before)
+    assert result.read_bytes() == content
+    assert tool.main(commands(experiment)) == 0
+    # A result that does not say what its data held is of no data that are known.
+    silent = json.loads(content)
+    del silent["identity"]["fingerprints"]
+    result.write_text(json.dumps(silent))
+    assert tool.main(table) == 1
+    assert "one-seed0.json: expected a result of an experiment, with its settings and what its data held" in (
+        capsys.readouterr().err
+    )
+    # Without the data the results must agree at least about what they were evaluated on.
+    shutil.rmtree(own)
+    result.write_bytes(content)
+    assert tool.main(table) == 0
+    assert capsys.readouterr().out == text
+    other = json.loads(content)
+    other["identity"]["fingerprints"]["evaluation"]["dev_caps.txt"] = "0" * 64
+    result.write_text(json.dumps(other))
+    assert tool.main(table) == 1
+    assert "results: expected recalls on the same images and captions" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -221,6 +283,21 @@ def test_bundled_data_can_be_cut(tool: ModuleType, tmp_path: Path) -> None:
     assert PrecomputedDataset(folder, "dev", vocabulary).captions == emoji.captions("dev")
     with pytest.raises(ValueError, match=r"^train_images: expected a number from 1 to 2821, got 2822$"):
         tool.bundled_data(tmp_path, 2822)
+
+    # What the bundled data hold is known without writing them.
+    path = tmp_path / "e.yaml"
+    path.write_text("{title: t, data: emoji, train_images: 7, split: dev, rows: [{name: a}], train: {model: scan}}")
+    experiment = tool.read(path)
+    found = experiment.fingerprints(experiment.rows["a"][0])
+    for use, split in (("train", "train"), ("validation", "dev"), ("evaluation", "dev")):
+        texts = (folder / f"{split}_caps.txt").read_text().removesuffix("\n"), (folder / "vocab.json").read_text()
+        features = PrecomputedDataset(folder, split, vocabulary).features
+        expected = [hashlib.sha256(part.encode()).hexdigest() for part in texts]
+        assert found[use] == {
+            f"{split}_caps.txt": expected[0],
+            f"{split}_ims.npy": hashlib.sha256(features.tobytes()).hexdigest(),
+            "vocab.json": expected[1],
+        }
 
 
 @pytest.mark.parametrize("name", ["rcar", "rcar-full"])

@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from experiment_data import Fingerprints, bundled_fingerprints, folder_fingerprints
 
 from itm_fast import config as settings
 from itm_fast.documents import MAX_SETTINGS_BYTES, parse_yaml, read_json, read_text
 from itm_fast.messages import shown
 from itm_fast.training import TrainConfig, recipes
 
-__all__ = ["ROOT", "Experiment", "Run", "read", "result_of", "shown_path"]
+__all__ = ["BUNDLED", "ROOT", "Experiment", "Run", "read", "result_of", "shown_path"]
 
 ROOT = Path(__file__).resolve().parents[1]
+BUNDLED = "emoji"  # As `data`: those that come with the package.
 
 # Settings of a run that its result does not depend on, but for rounding; the places of data and RUN are added later.
 _FREE = ("data", "out", "workers", "save_every", "tensorboard", "device", "threads")
@@ -36,6 +38,7 @@ _KEYS = {
     "equal": list,
 }
 _ROW_KEYS = {"name": str, "train": dict, "seeds": list}
+_ADVICE = "move it away to measure anew, or undo the change"
 
 
 @attrs.frozen
@@ -67,9 +70,10 @@ class Experiment:
     train_images: int | None
     rows: Mapping[str, list[Run]]
     equal: list[tuple[str, str]]
+    _known: dict[Any, Fingerprints] = attrs.field(factory=dict, init=False, eq=False, repr=False)
 
     def identity(self, run: Run) -> dict[str, Any]:
-        """All that the result of a run depends on."""
+        """All that the result of a run depends on, beside what the data hold."""
         kept = _kept(run.config(self.data, Path(run.file_name)))
         return {
             "row": run.row,
@@ -79,6 +83,27 @@ class Experiment:
             "train_images": self.train_images,
             "train": kept,
         }
+
+    def fingerprints(self, run: Run) -> Fingerprints | None:
+        """What the data of a run hold, read once; None where their folder is not here.
+
+        Raises:
+            ValueError: the data are damaged, or lack what the run reads.
+        """
+        config = run.config(self.data, Path(run.file_name))
+        if self.data != BUNDLED and not Path(self.data).is_dir():
+            return None
+        key = (
+            config.vocab, config.min_count, config.text_augmentation > 0, config.validation_split,
+            config.validation_images,
+        )  # fmt: skip
+        if key not in self._known:
+            self._known[key] = (
+                bundled_fingerprints(self.train_images, config.validation_split, self.split)
+                if self.data == BUNDLED
+                else folder_fingerprints(config, self.split, self.images)
+            )
+        return self._known[key]
 
 
 def _kept(config: TrainConfig) -> dict[str, Any]:
@@ -104,7 +129,7 @@ def read(path: Path) -> Experiment:
             content.get("train_images"), rows,
             [_pair(pair, rows) for pair in content.get("equal", [])],
         )  # fmt: skip
-        if experiment.train_images is not None and experiment.data != "emoji":
+        if experiment.train_images is not None and experiment.data != BUNDLED:
             raise ValueError("train_images: only the bundled data, emoji, are cut")
         names = [run.file_name for runs in rows.values() for run in runs]
         if len(set(names)) != len(names):
@@ -141,22 +166,22 @@ def result_of(experiment: Experiment, run: Run, results: Path) -> dict[str, Any]
     """What a run came to; None where it has no result yet.
 
     Raises:
-        ValueError: the file is damaged, or of other settings; the first that differs is named.
+        ValueError: the file is damaged, of other settings, or of other data; the first that differs is named.
     """
     path = results / f"{run.file_name}.json"
     if not path.exists():
         return None
     result = read_json(path, MAX_SETTINGS_BYTES, "a result as JSON")
     before = result.get("identity") if isinstance(result, dict) else None
-    if not isinstance(before, dict) or not isinstance(before.get("train"), dict):
-        raise ValueError(f"{path}: expected a result of an experiment")
+    if not isinstance(before, dict) or not all(isinstance(before.get(n), dict) for n in ("train", "fingerprints")):
+        raise ValueError(f"{path}: expected a result of an experiment, with its settings and what its data held")
     # A setting that came later had its default then.
     before = {**before, "train": {**_kept(TrainConfig(data="", out="")), **before["train"]}}
+    held = before.pop("fingerprints")
     for name, old, new in _differences(before, json.loads(json.dumps(experiment.identity(run)))):
-        raise ValueError(
-            f"{path}: was measured with {name} = {shown(old)}, not {shown(new)}; move it away to measure anew, or undo "
-            "the change"
-        )
+        raise ValueError(f"{path}: was measured with {name} = {shown(old)}, not {shown(new)}; {_ADVICE}")
+    for name, _, _ in _differences(held, experiment.fingerprints(run) or held):
+        raise ValueError(f"{path}: was measured with other content of {name}; {_ADVICE}")
     return result
 
 

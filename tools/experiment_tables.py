@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,20 @@ _NOT_RUN = "not run"
 def table(experiment: Experiment, results: Path) -> str:
     """The results as Markdown: sums of recalls, mean and spread of each row, and whether equal rows are equal.
 
-    A row has a mean and a spread (the standard deviation of its seeds) once all of its runs are there.
+    A row has a mean and a spread (the standard deviation of its seeds) once all of its runs are there. Seconds are the
+    median of those that are there.
+
+    Raises:
+        ValueError: as `result_of`, or two results are recalls on different images or captions.
     """
     seeds = list(dict.fromkeys(run.seed for runs in experiment.rows.values() for run in runs))
-    heads = ["", *(f"seed {seed}" for seed in seeds), "mean", "spread", "seconds a run"]
+    heads = ["", *(f"seed {seed}" for seed in seeds), "mean", "spread", "seconds a run", "CPU seconds a run"]
     lines = [f"| {' | '.join(heads)} |", f"| --- {'| ---: ' * (len(heads) - 1)}|"]
     sums: dict[str, dict[int, dict[str, float] | None]] = {}
+    measured: list[dict[str, Any]] = []
     for row, runs in experiment.rows.items():
         found = {run.seed: result_of(experiment, run, results) for run in runs}
+        measured += [result for result in found.values() if result is not None]
         sums[row] = {seed: None if result is None else result["test"] for seed, result in found.items()}
         cells = ["" if seed not in found else _sum(found[seed]) for seed in seeds]
         done = [result for result in found.values() if result is not None]
@@ -36,10 +42,10 @@ def table(experiment: Experiment, results: Path) -> str:
         whole = len(done) == len(found)
         cells.append(f"{statistics.mean(values):.1f}" if whole else _NOT_RUN)
         cells.append(("" if len(found) < 2 else f"{statistics.stdev(values):.1f}") if whole else _NOT_RUN)
-        cells.append(f"{statistics.mean(result['seconds'] for result in done):.0f}" if done else _NOT_RUN)
+        cells += [_median([result[name] for result in done]) for name in ("seconds", "cpu_seconds")]
         lines.append(f"| {row} | {' | '.join(cells)} |")
     images = "all images" if experiment.images is None else f"the first {experiment.images} images"
-    lines += ["", f"Sum of the six recalls on {images} of {experiment.split}, of 600. {_where(experiment, results)}"]
+    lines += ["", f"Sum of the six recalls on {images} of {experiment.split}, of 600. {_where(measured)}"]
     for first, second in experiment.equal:
         lines += ["", f"{second} equals {first}, recall by recall: {_agreement(sums[first], sums[second])}."]
     command = f"python tools/experiments.py run {shown_path(experiment.path)}"
@@ -50,16 +56,35 @@ def _sum(result: Mapping[str, Any] | None) -> str:
     return _NOT_RUN if result is None else f"{result['test']['rsum']:.1f}"
 
 
-def _where(experiment: Experiment, results: Path) -> str:
-    """On what the runs that are there were measured."""
-    found = [result_of(experiment, run, results) for runs in experiment.rows.values() for run in runs]
+def _median(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.median(known):.0f}" if known else "not known" if values else _NOT_RUN
+
+
+def _where(results: Sequence[Mapping[str, Any]]) -> str:
+    """On what the runs that are there were measured, what else the machine did, and the longest of them."""
+    if not results:
+        return "No run is measured yet."
+    evaluated = [{**result["identity"]["fingerprints"]["evaluation"], "vocab.json": ""} for result in results]
+    if any(content != evaluated[0] for content in evaluated):
+        raise ValueError("results: expected recalls on the same images and captions, but their content differs")
     places = {
         f"{result['environment']['processor']}, {result['environment']['threads']} threads"
         + ("" if result["device"] == "cpu" else f", {result['device']}")
-        for result in found
-        if result is not None
+        for result in results
     }
-    return f"Measured on {'; '.join(sorted(places))}." if places else "No run is measured yet."
+    loads = [load for result in results for load in result["load_average"].values()]
+    cores = max(result["environment"]["cores"] for result in results)
+    text = (
+        f"Measured on {'; '.join(sorted(places))}. Seconds are medians; the machine's load average was "
+        f"{min(loads):.1f} to {max(loads):.1f} with {cores} cores"
+    )
+    timed = [result for result in results if result["cpu_seconds"] is not None]
+    if not timed:
+        return f"{text}."
+    longest = max(timed, key=lambda result: result["cpu_seconds"])
+    clock = f"{longest['seconds']:.0f} by the clock"
+    return f"{text}, and the longest run took {longest['cpu_seconds']:.0f} CPU seconds, {clock}."
 
 
 def _agreement(first: Mapping[int, Any], second: Mapping[int, Any]) -> str:

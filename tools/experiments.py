@@ -9,20 +9,23 @@ An experiment is a YAML file: `title`, `data` (a folder, or "emoji" for the bund
 own `seeds`), and `equal`: pairs of rows whose results must be the same to the last digit.
 
 Each run leaves one JSON file, written in one step. A run that has one is not repeated; one that was interrupted, or
-killed, goes on from its RUN folder. Where a file or a folder is of other settings the tool refuses and says which one
-differs: what was measured is never overwritten.
+killed, goes on from its RUN folder. Where a file or a folder is of other settings, or of data with other content, the
+tool refuses and says what differs: what was measured is never overwritten, and never stands for what was not.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from experiment_files import ROOT, Experiment, Run, read, result_of, shown_path
+from experiment_data import bundled_data
+from experiment_files import BUNDLED, ROOT, Experiment, Run, read, result_of, shown_path
 from experiment_tables import rendered, table
 
 from itm_fast import config as settings
@@ -40,26 +43,33 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
     from itm_fast.benchmarking.run import environment
     from itm_fast.data import PrecomputedDataset, Vocabulary
     from itm_fast.training import checkpoint, run_folder, train
-    from itm_fast.training.fingerprint import fingerprints
 
-    bundled = experiment.data == "emoji"
-    data = str(bundled_data(out, experiment.train_images)) if bundled else experiment.data
+    data = str(bundled_data(out, experiment.train_images)) if experiment.data == BUNDLED else experiment.data
     folder = out / run.file_name
     config = run.config(data, folder, **machine)
-    trained = train(config, resume=(folder / checkpoint.STATE_FILE).is_file())
+    identity = {**experiment.identity(run), "fingerprints": experiment.fingerprints(run)}
+    resume = (folder / checkpoint.STATE_FILE).is_file()
+    load, cpu_seconds = os.getloadavg()[0], _cpu_seconds()
+    trained = train(config, resume=resume)
     if not trained.finished:
         return False
+    started = time.monotonic()
     vocabulary = Vocabulary.from_file(folder / run_folder.VOCABULARY)
     dataset = PrecomputedDataset(data, experiment.split, vocabulary, max_images=experiment.images)
     model = models.load(folder, config.device)
     test = evaluation.evaluate(model, dataset, progress=True, description=experiment.split)
     command = f"python tools/experiments.py run {shlex.quote(shown_path(experiment.path))}"
     result = {
-        "identity": experiment.identity(run),
+        "identity": identity,
         "environment": {**environment(torch.get_num_threads(), itm_fast.build_info()), "command": command},
         "device": config.device,
-        "fingerprints": fingerprints(dataset),
-        "seconds": round(trained.seconds, 1),
+        # By the clock, and of all threads and processes: training and evaluation, reading of data included. What a run
+        # took before it was resumed is known by the clock alone.
+        "seconds": round(trained.seconds + time.monotonic() - started, 1),
+        "cpu_seconds": None if resume else round(_cpu_seconds() - cpu_seconds, 1),
+        # What else the machine did: its load averages over a minute, this run's own threads included.
+        "load_average": {"before": round(load, 2), "after": round(os.getloadavg()[0], 2)},
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
         "steps": trained.steps,
         "best_step": trained.best_step,
         "validation": trained.best,
@@ -69,30 +79,9 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
     return True
 
 
-def bundled_data(folder: Path, train_images: int | None) -> Path:
-    """The bundled data in the published layout, whole or with so many training pictures, evenly spread over all."""
-    import numpy as np
-
-    from itm_fast.data import emoji
-
-    if train_images is None:
-        return emoji.write_dataset(folder / "data")
-    total = len(emoji.names("train"))
-    if not 1 <= train_images <= total:
-        raise ValueError(f"train_images: expected a number from 1 to {total}, got {train_images}")
-    folder = folder / f"data-{train_images}"
-    texts = {"vocab.json": emoji.vocabulary().to_json()}
-    for split in emoji.SPLITS:
-        pictures, captions = emoji.pictures(split), emoji.captions(split)
-        count = train_images if split == "train" else len(pictures)
-        kept = np.arange(count) * len(pictures) // count
-        chosen = [captions[5 * image + number] for image in kept for number in range(5)]
-        texts[f"{split}_caps.txt"] = "".join(f"{caption}\n" for caption in chosen)
-        with files.atomic_path(folder / f"{split}_ims.npy") as temporary:
-            np.save(temporary, emoji.patches(pictures[kept]))
-    for name, text in texts.items():
-        files.write_text(folder / name, text)
-    return folder
+def _cpu_seconds() -> float:
+    """Time on processors so far, of all threads of this process and of the processes that it started and that ended."""
+    return sum(os.times()[:4])
 
 
 def _run(options: argparse.Namespace, experiment: Experiment, results: Path) -> int:
