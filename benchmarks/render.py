@@ -1,6 +1,6 @@
-"""Writes the tables of the README and of docs/performance.md, or checks that they are up to date.
+"""Writes the tables of the README and of two pages under docs/, or checks that they are up to date.
 
-    python benchmarks/render.py            # rewrites both
+    python benchmarks/render.py            # rewrites them
     python benchmarks/render.py --check    # exit status 1 where one differs from the results and the cost model
 
 A missing result file is an error: no figure stands there that was not measured. Results of GPUs, which
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from itm_fast.benchmarking.performance import tables
-from itm_fast.benchmarking.table import markdown
+from itm_fast.benchmarking.table import markdown, summary
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -58,7 +58,8 @@ def gpus() -> str:
 
 # Page to the sections between its markers.
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
-    ROOT / "README.md": {"cpu": measured("cpu", markdown), "demo": measured("demo", demo)},
+    ROOT / "README.md": {"cpu": measured("cpu", summary), "demo": measured("demo", demo)},
+    ROOT / "docs" / "benchmarks.md": {"cpu": measured("cpu", markdown)},
     ROOT / "docs" / "performance.md": {"cost model": gpus},
 }
 
@@ -77,7 +78,7 @@ def rendered(page: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Render the benchmark tables of the README and docs/performance.md.")
+    parser = argparse.ArgumentParser(description="Render the benchmark tables of the README and of docs/.")
     parser.add_argument("--check", action="store_true", help="change nothing; fail where a page is out of date")
     options = parser.parse_args()
     for page in PAGES:

@@ -15,7 +15,7 @@ from itm_fast import reference
 from itm_fast.benchmarking import regulated, workloads
 from itm_fast.benchmarking.measure import Timing, interleave, peak_memory
 from itm_fast.benchmarking.run import PRESETS, run
-from itm_fast.benchmarking.table import BOUND, markdown, time
+from itm_fast.benchmarking.table import BOUND, markdown, summary, time
 from itm_fast.benchmarking.workloads import Sizes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,6 +130,9 @@ def test_a_run_is_written_down_whole() -> None:
     assert f"| {error:.1e} |" in text.split("accuracy of RCAR scores")[1]
     ratio = regulated_scores["loop"]["median_s"] / regulated_scores["native"]["median_s"]
     assert f"**{ratio:.1f}x**" in text.split("RCAR t2i, 2 RAR and 1 RCR")[1]
+    assert f"| **{ratio:.1f}x** |" in summary(results).split("RCAR scores, 16 x 16")[1]
+    error = max(error, results["workloads"]["scores"]["variants"]["native"]["accuracy"]["max_score_error"])
+    assert f"The largest error of these scores is {error:.1e} against float64" in summary(results)
     boosting = results["workloads"]["boosting all 64"]["variants"]
     error = boosting["native"]["accuracy"]["relative_loss_error"]
     assert 0 <= error < 1e-6

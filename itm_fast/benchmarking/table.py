@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["markdown", "megabytes", "table", "time"]
+__all__ = ["markdown", "megabytes", "summary", "table", "time"]
 
 # Ratios that the project wants to reach at the full size, by workload and variant: time and peak memory against the
 # loop, and time against the best form of the same precision that a user could write in an hour.
@@ -69,6 +69,41 @@ def markdown(results: Mapping[str, Any]) -> str:
     if "regulated scores" in measured:
         parts[4:4] = [_regulated(measured, preset), _accuracy(measured["regulated scores"]["variants"], "RCAR scores")]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def summary(results: Mapping[str, Any]) -> str:
+    """The rows in float32 that matter most, with targets and accuracy, for the README."""
+    measured, preset = results["workloads"], results["preset"]
+    head = ["float32", "published loop", "best packed PyTorch", "itm_fast", "against the loop", "target"]
+    rows = [[*head, "peak memory", "of the loop's", "target"]]
+    size = f"{preset['batch']} x {preset['batch']}"
+    names = {key: name for key, name in _names(preset).items() if key != "step all"}
+    names["regulated scores"] = f"RCAR scores, {size}, no gradient"
+    names["regulated step"] = f"RCAR hardest-negative step, {size}"
+    for key, name in names.items():
+        variants = measured[key]["variants"]
+        loop, native = variants["loop"], variants["native"]
+        packed = [variants[form] for form in ("packed", "packed compiled", "packed bounded") if form in variants]
+        target, memory_target, _ = _targets(preset, key, "native")
+        ratio = loop["median_s"] / native["median_s"]
+        best = min(packed, key=lambda variant: float(variant["median_s"]))
+        row = [name, time(loop), time(best), time(native), f"**{ratio:.1f}x**", _target(ratio, target)]
+        if loop.get("peak_bytes") and native.get("peak_bytes"):
+            saved = loop["peak_bytes"] / native["peak_bytes"]
+            row += [megabytes(native), f"1/{saved:.0f}", _target(saved, memory_target, "1/")]
+        else:
+            row += ["not measured", "", ""]
+        rows.append(row)
+    accuracies = [measured[key]["variants"]["native"]["accuracy"] for key in ("scores", "regulated scores")]
+    error, changed = (
+        max(figures[name] for figures in accuracies) for name in ("max_score_error", "changed_hardest_negatives")
+    )
+    where = _where(results["environment"])
+    accuracy = (
+        f"The largest error of these scores is {error:.1e} against float64, and {100 * changed:.2f} % of the hardest "
+        "negatives change."
+    )
+    return f"{where}\n\n{table(rows)}\n\n{accuracy}\n"
 
 
 def _where(environment: Mapping[str, Any]) -> str:
