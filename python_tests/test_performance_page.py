@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from helpers.processes import ROOT
+from torch.utils.flop_counter import FlopCounterMode
 
+from itm_fast import Fragments, reference
 from itm_fast.benchmarking import costs
 from itm_fast.benchmarking.costs import DEVICES, Cost, Peaks
 from itm_fast.benchmarking.performance import NOT_RUN, tables
+from itm_fast.nn import RegulatedSimilarity
 
 PAGE = ROOT / "docs" / "performance.md"
 
@@ -34,6 +38,53 @@ def test_a_step_adds_loss_and_backward() -> None:
     assert step.launches == 2 + 2 + 3
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_products_of_rcar_are_those_that_pytorch_makes(steps: int) -> None:
+    """Counted by torch itself, in the published loop and in its backward."""
+    images, captions, dim, words, width = 2, 3, 10, 4, 6
+    module = RegulatedSimilarity(dim, width, correspondence_steps=steps - 1, aggregation_steps=steps, dropout=0.0)
+    torch.manual_seed(0)
+    queries = Fragments.from_padded(torch.randn(captions, words, dim, requires_grad=True))
+    contexts = Fragments.from_padded(torch.randn(images, costs.REGIONS, dim, requires_grad=True))
+    with FlopCounterMode(display=False) as forward:
+        scores = reference.regulated_scores(queries, contexts, module.regulator_parameters())
+    with FlopCounterMode(display=False) as backward:
+        scores.sum().backward()
+    pairs, rows = images * captions, images * captions * words
+    cost = costs.regulated_scores(images, captions, dim, words, alignment=width, steps=steps)
+    # Of single rows: the weight of each word and RCR's temperature, of every row, and the score of every pair.
+    single = 2 * rows * (steps * width + (steps - 1) * (width // 2)) + 2 * pairs * width
+    assert cost.tensor + single == forward.get_total_flops()
+    # Two for each one.
+    assert backward.get_total_flops() == 2 * forward.get_total_flops()
+    assert sum(tensor.numel() for tensor in module.parameters()) == costs._weights(dim, width, steps)
+
+
+def test_rcar_is_counted_as_by_hand() -> None:
+    """With the weights of one step of RCR and two of RAR; six pairs, 24 rows, 36 regions."""
+    cost = costs.regulated_scores(images=2, captions=3, dim=10, words=4, element=2, alignment=6, steps=2)
+    row = 2 * (8 * 36)  # two softmaxes over regions
+    row += 2 * (2 * 10 + 10 + 10 + 10)  # two attended vectors: norm, division, difference, square
+    row += 2 * (6 + 2 * 6 + 6)  # two alignments: bias, norm, division
+    row += 2 * 12 + 10 + 10 + 10 + 2 * 10 + 10  # channels: wide layer; bias, tanh, sum, clamp; times the query
+    row += 2 * 3 + 2 * 3 + 3  # temperature: narrow layer, its one output; bias, sum, clip
+    row += 6  # sum of the first guide
+    row += 2 * (2 * 6 + 6 + 2 * 6 + 6 + 2 * 6)  # two steps of RAR: hidden layer, times guide, logit, softmax, sum
+    pair = 6 + 2 * (2 * 6 + 3 * 6) + 2 * 6 + 2  # mean; two guides, two norms; score
+    assert cost.other == 24 * row + 6 * pair
+    weights = 2 * 66 + (84 + 130 + 21 + 4) + 2 * (2 * 42 + 7) + 7
+    assert cost.bytes == 2 * (72 + 12) * 10 + 4 * 6 + 4 * weights
+    assert cost.launches == 2
+
+    step, scores, loss = costs.regulated_step(4, 10, 5, 2, 6), costs.regulated_scores(4, 4, 10, 5, 2, 6), costs.loss(4)
+    assert step.tensor == scores.tensor
+    # Twelve pairs: those of three images and four captions. Once more forward, and back with twice as much.
+    again = costs.regulated_scores(3, 4, 10, 5, 2, 6).operations
+    assert step.other - scores.other - loss.other == pytest.approx(3 * again)
+    assert step.bytes - scores.bytes - loss.bytes == 2 * 2 * (4 * 41) * 10 + 4 * 16 + 8 * weights
+    assert step.launches == 2 + 2 + 3
+
+
 def test_ranks_evaluation_and_epoch() -> None:
     ranks = costs.ranks(10, 50)
     assert ranks.bytes == 4 * 500 + 8 * 110
@@ -52,7 +103,10 @@ def test_floors_and_predictions() -> None:
     assert costs.predicted(Cost(bytes=40.0), peaks) == pytest.approx(8.0 / 0.8)
     assert costs.predicted(Cost(other=40.0), peaks) == pytest.approx(4.0 / 0.4)
     for peaks in DEVICES.values():
-        for cost in (costs.scores(128, 128), costs.step(128), costs.loss(4096), costs.ranks(5000, 25000)):
+        for cost in (
+            costs.scores(128, 128), costs.step(128), costs.loss(4096), costs.ranks(5000, 25000),
+            costs.regulated_scores(128, 128), costs.regulated_step(128),
+        ):  # fmt: skip
             assert costs.predicted(cost, peaks) > max(costs.floors(cost, peaks))
 
 

@@ -24,11 +24,15 @@ __all__ = [
     "loss",
     "predicted",
     "ranks",
+    "regulated_scores",
+    "regulated_step",
     "scores",
     "step",
 ]
 
 WORDS, REGIONS, DIM, ELEMENT = 13.0, 36, 1024, 2
+# RCAR as published: two steps of RAR and one of RCR, alignments of so many components.
+ALIGNMENT, STEPS = 256, 2
 # COCO's training split and its five captions an image.
 EPOCH_IMAGES, EPOCH_CAPTIONS = 113_287, 5
 
@@ -96,6 +100,80 @@ def _backward(batch: int, dim: int, words: float, element: int) -> Cost:
 def step(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
     """Scores, the loss over hardest negatives, and the gradients of regions and words; the encoders not included."""
     return scores(batch, batch, dim, words, element) + loss(batch) + _backward(batch, dim, words, element)
+
+
+def regulated_scores(
+    images: int,
+    captions: int,
+    dim: int = DIM,
+    words: float = WORDS,
+    element: int = ELEMENT,
+    alignment: int = ALIGNMENT,
+    steps: int = STEPS,
+) -> Cost:
+    """Scores of all pairs by RCAR, text-to-image: `steps` of RAR, one less of RCR. Two launches: plan, pairs.
+
+    Rows are pairs of a word and an image. The squares in an alignment need the attended vector itself, so that the Gram
+    form saves nothing. Weights are float32, and read once.
+    """
+    pairs = images * captions
+    products, epilogue = _regulated(pairs, pairs * words, dim, alignment, steps)
+    moved = element * (images * REGIONS + captions * words) * dim + 4 * pairs + 4 * _weights(dim, alignment, steps)
+    return Cost(products, epilogue, moved, launches=2)
+
+
+def _regulated(pairs: float, rows: float, dim: int, alignment: int, steps: int) -> tuple[float, float]:
+    """Products of RCAR's forward, and its operations beside them.
+
+    A row takes, for each step, its scores with the regions and the attended vector, the alignment, and the hidden layer
+    of RAR; for each step but one, RCR's perceptrons, of hidden widths 2m and m / 2. A pair takes RAR's other hidden
+    layer at each step. Products with a single row or column (the last layers of temperature, weight and score) are not
+    for tensor cores. Tanh, exponential and division count as one operation, a clamp as two.
+    """
+    d, m, k = dim, alignment, REGIONS
+    of_row = steps * (4 * k * d + 2 * d * m + 2 * m * m) + (steps - 1) * (4 * m * m + 4 * m * d + m * m)
+    products = rows * of_row + pairs * steps * 2 * m * m
+    # Attention: its softmax. Alignment: the attended vector's norm (2d) and division, the difference and its square,
+    # then bias, norm (2m) and division.
+    attention = SOFTMAX_OPERATIONS * k + 5 * d + 4 * m
+    # RCR: bias and tanh of the wide layer, then bias, tanh, sum and clamp of every channel, which multiplies the query;
+    # bias and tanh of the narrow layer, its product with one row, and bias, sum and clip of the temperature.
+    correspondence = 2 * 2 * m + 6 * d + 2 * (m / 2) + 2 * (m / 2) + 3
+    # RAR: bias and tanh, product with the guide, with one row, softmax (6 with its bias), and the weighted sum.
+    aggregation = 2 * m + m + 2 * m + 6 + 2 * m
+    rest = rows * (steps * (attention + aggregation) + (steps - 1) * correspondence + m)
+    # The guide's bias and tanh, and the norm and division of what is gathered; the mean of the first, and the score.
+    rest += pairs * (steps * (2 * m + 3 * m) + m + 2 * m + 2)
+    return products, rest
+
+
+def _weights(dim: int, alignment: int, steps: int) -> int:
+    """How many weights RCAR has."""
+    m, narrow = alignment, alignment // 2
+    align = m * dim + m
+    correspondence = (2 * m * m + 2 * m) + (dim * 2 * m + dim) + (narrow * m + narrow) + (narrow + 1)
+    aggregation = 2 * (m * m + m) + m + 1
+    return steps * align + (steps - 1) * correspondence + steps * aggregation + m + 1
+
+
+def regulated_step(
+    batch: int,
+    dim: int = DIM,
+    words: float = WORDS,
+    element: int = ELEMENT,
+    alignment: int = ALIGNMENT,
+    steps: int = STEPS,
+) -> Cost:
+    """RCAR's scores, the loss over hardest negatives, and the gradients of regions, words and weights.
+
+    As in `step` at most three pairs an anchor are computed again, in float32 on the ordinary units: once forward, and
+    back with two products for each one forward. Three launches.
+    """
+    pairs = 3 * batch
+    forward = sum(_regulated(pairs, pairs * words, dim, alignment, steps))
+    moved = 2 * element * batch * (REGIONS + words) * dim + 4 * batch**2 + 2 * 4 * _weights(dim, alignment, steps)
+    backward = Cost(other=3 * forward, bytes=moved, launches=3)
+    return regulated_scores(batch, batch, dim, words, element, alignment, steps) + loss(batch) + backward
 
 
 def ranks(images: int, captions: int) -> Cost:

@@ -33,6 +33,9 @@ WORKLOADS = (
     Workload("scores, 128 x 128", costs.scores(128, 128), "scores 128"),
     Workload("scores, 1024 x 1024", costs.scores(1024, 1024), "scores 1024"),
     Workload("hardest-negative step, B = 128", costs.step(128), "step 128"),
+    Workload("RCAR scores, 128 x 128", costs.regulated_scores(128, 128), "regulated scores 128"),
+    Workload("RCAR scores, 1024 x 1024", costs.regulated_scores(1024, 1024), "regulated scores 1024"),
+    Workload("RCAR hardest-negative step, B = 128", costs.regulated_step(128), "regulated step 128"),
     *(
         Workload(f"triplet loss and gradient, B = {batch}", costs.loss(batch), f"loss hardest {batch}")
         for batch in (128, 4096, 8192)
@@ -146,7 +149,7 @@ def _reached(workload: Workload, measured: Mapping[str, Any] | None, floor: floa
     if workload.measured_as is None:
         return "not measured as a whole"
     found = measured["workloads"].get(workload.measured_as, {"variants": {}})["variants"]
-    of_vectors = workload.measured_as.startswith(("scores", "step", "evaluation"))
+    of_vectors = workload.measured_as.startswith(("scores", "step", "regulated", "evaluation"))
     natives = {
         name: figures["median_s"]
         for name, figures in found.items()
