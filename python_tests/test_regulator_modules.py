@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -249,6 +250,46 @@ def test_aggregation_of_several_pairs_equals_each_by_itself() -> None:
 def test_bad_options_are_named(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         RegulatedSimilarity(6, **{"alignment_dim": 4, **options})
+
+
+@pytest.mark.parametrize(
+    ("make_bad", "error", "message"),
+    [
+        (lambda: RecurrentCorrespondenceRegulator(6, 4, -1), ValueError,
+         "steps: expected a whole number of at least 0, got -1"),
+        (lambda: RecurrentCorrespondenceRegulator(0, 4), ValueError,
+         "embed_dim: expected a whole number of at least 1, got 0"),
+        (lambda: RecurrentCorrespondenceRegulator(6, 4, seen_dim=2.0), ValueError,
+         "seen_dim: expected a whole number of at least 1, got 2.0"),
+        (lambda: RecurrentCorrespondenceRegulator(6, 4, residual=1), TypeError,
+         "residual: expected True or False, got 1 (int)"),
+        (lambda: RecurrentAggregationRegulator(4, -2), ValueError,
+         "steps: expected a whole number of at least 0, got -2"),
+        (lambda: RecurrentAggregationRegulator(4, 1, dropout=1.0), ValueError,
+         "dropout: expected a probability below 1, got 1.0"),
+        (lambda: CrossAttentionAlignments(6, 4, steps=-1), ValueError,
+         "steps: expected a whole number of at least 0, got -1"),
+        (lambda: CrossAttentionAlignments(6, 4, temperature=float("inf")), ValueError,
+         "temperature: expected a finite number, got inf"),
+        (lambda: CrossAttentionAlignments(6, 4, focal="x"), ValueError,
+         "focal: expected one of None, 'equal', 'prob', got 'x' (str)"),
+        (lambda: RecurrentCorrespondenceRegulator(6, 4, 2)(2, torch.ones(3, 4), torch.ones(3, 6), torch.ones(3, 1)),
+         ValueError, "step: expected one of 2 steps, from 0, got 2"),
+        (lambda: RecurrentCorrespondenceRegulator(6, 4, 2)(0, torch.ones(3, 5), torch.ones(3, 6), torch.ones(3, 1)),
+         ValueError, "seen: expected rows of width 4, got a float32 tensor of shape (3, 5)"),
+        (lambda: RecurrentCorrespondenceRegulator(6, 4, 2)(0, torch.ones(3, 4), torch.ones(3, 4), torch.ones(3, 1)),
+         ValueError, "channels: expected rows of width 6, got a float32 tensor of shape (3, 4)"),
+        (lambda: RecurrentAggregationRegulator(4)(torch.ones(3, 4)), TypeError,
+         "alignments: expected Fragments, got a float32 tensor of shape (3, 4)"),
+        (lambda: RecurrentAggregationRegulator(4)(QUERIES), ValueError,
+         "alignments: expected rows of width 4, got a float32 tensor of shape (4, 6)"),
+    ],
+)  # fmt: skip
+def test_what_the_regulators_cannot_take_is_named(
+    make_bad: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        make_bad()
 
 
 def test_its_options_are_shown() -> None:

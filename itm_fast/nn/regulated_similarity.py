@@ -14,6 +14,7 @@ from itm_fast.nn.regulators import (
     RecurrentCorrespondenceRegulator,
     alignment_weights,
     check_steps,
+    checked_dropout,
 )
 from itm_fast.ops import validation
 from itm_fast.ops.cross_attention import FOCAL_MODES
@@ -74,9 +75,7 @@ class RegulatedSimilarity(nn.Module):
             raise ValueError(f"factors: expected one of {', '.join(map(repr, FACTORS))}, got {factors!r}")
         check_steps("embed_dim", embed_dim, minimum=1)
         check_steps("alignment_dim", alignment_dim, minimum=1)
-        dropout = validation.finite_number("dropout", dropout, minimum=0.0)
-        if dropout >= 1.0:
-            raise ValueError(f"dropout: expected a probability below 1, got {dropout}")
+        dropout = checked_dropout(dropout)
         temperature = validation.finite_number("temperature", temperature)
         negative_slope = validation.finite_number("negative_slope", negative_slope)
         validation.check_option("focal", focal, FOCAL_MODES)

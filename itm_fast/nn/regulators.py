@@ -16,6 +16,8 @@ import itm_fast.functional as F_itm
 from itm_fast import reference
 from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import linear_layer
+from itm_fast.ops import validation
+from itm_fast.ops.cross_attention import FOCAL_MODES
 from itm_fast.reference.regulators import aggregate, correspond
 from itm_fast.reference.regulators_packed import PackedRows
 from itm_fast.regulator_parameters import (
@@ -51,6 +53,10 @@ class RecurrentCorrespondenceRegulator(nn.Module):
         super().__init__()
         check_steps("steps", steps)
         seen_dim = alignment_dim if seen_dim is None else seen_dim
+        for name, width in (("embed_dim", embed_dim), ("alignment_dim", alignment_dim), ("seen_dim", seen_dim)):
+            check_steps(name, width, minimum=1)
+        validation.check_flag("residual", residual)
+        self.embed_dim, self.seen_dim = embed_dim, seen_dim
         self.residual = residual
         self.channels = nn.ModuleList(_perceptron(seen_dim, 2 * alignment_dim, embed_dim) for _ in range(steps))
         narrow = max(alignment_dim // 2, 1)
@@ -74,7 +80,15 @@ class RecurrentCorrespondenceRegulator(nn.Module):
 
         Returns:
             Channels (..., d) in [-1, 1], by which the queries are multiplied, and temperature (..., 1), not negative.
+
+        Raises:
+            ValueError: there is no such step, or what it sees or `channels` is of another width.
         """
+        count = len(self.channels)
+        if step not in range(count):
+            raise ValueError(f"step: expected one of {count} steps, from 0, got {step!r}")
+        for name, tensor, width in (("seen", seen, self.seen_dim), ("channels", channels, self.embed_dim)):
+            _check_width(name, tensor, width)
         return correspond(seen, channels, temperature, self.weights()[step], self.residual)
 
     def extra_repr(self) -> str:
@@ -96,8 +110,10 @@ class RecurrentAggregationRegulator(nn.Module):
     ) -> None:
         super().__init__()
         check_steps("steps", steps)
-        self.residual = residual
-        self.dropout = nn.Dropout(dropout)
+        check_steps("alignment_dim", alignment_dim, minimum=1)
+        validation.check_flag("residual", residual)
+        self.alignment_dim, self.residual = alignment_dim, residual
+        self.dropout = nn.Dropout(checked_dropout(dropout))
         self.guidance = nn.ModuleList(linear_layer(alignment_dim, alignment_dim) for _ in range(steps))
         self.local = nn.ModuleList(linear_layer(alignment_dim, alignment_dim) for _ in range(steps))
         self.weight = nn.ModuleList(linear_layer(alignment_dim, 1) for _ in range(steps))
@@ -111,7 +127,13 @@ class RecurrentAggregationRegulator(nn.Module):
         """Alignments (N, m), a set of them for each pair, to one vector for each pair, (pairs, m) (Eq 14 to 16).
 
         For hosts with alignments of their own. An empty set gives zeros.
+
+        Raises:
+            TypeError: alignments are no Fragments. ValueError: they are of another width.
         """
+        if not isinstance(alignments, Fragments):
+            raise TypeError(f"alignments: expected Fragments, got {validation.describe(alignments)}")
+        _check_width("alignments", alignments.values, self.alignment_dim)
         rows = _DroppedRows(alignments, self.dropout)
         aligned = alignments.values[None]
         guidance = rows.mean(aligned)
@@ -163,7 +185,10 @@ class CrossAttentionAlignments(nn.Module):
         residual_correspondence: bool = True,
     ) -> None:
         super().__init__()
-        self.temperature, self.negative_slope, self.focal = temperature, negative_slope, focal
+        self.temperature = validation.finite_number("temperature", temperature)
+        self.negative_slope = validation.finite_number("negative_slope", negative_slope)
+        validation.check_option("focal", focal, FOCAL_MODES)
+        self.focal = focal
         self.correspondence = RecurrentCorrespondenceRegulator(
             embed_dim, alignment_dim, steps, residual=residual_correspondence
         )
@@ -217,6 +242,19 @@ def check_steps(name: str, steps: object, minimum: int = 0) -> None:
     """ValueError where `steps`, a number of steps or a width, is no whole number of at least `minimum`."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < minimum:
         raise ValueError(f"{name}: expected a whole number of at least {minimum}, got {steps!r}")
+
+
+def checked_dropout(dropout: object) -> float:
+    """A probability of dropout as a float; ValueError where it is not within [0, 1)."""
+    probability = validation.finite_number("dropout", dropout, minimum=0.0)
+    if probability >= 1.0:
+        raise ValueError(f"dropout: expected a probability below 1, got {probability}")
+    return probability
+
+
+def _check_width(name: str, tensor: Tensor, width: int) -> None:
+    if tensor.dim() == 0 or tensor.shape[-1] != width:
+        raise ValueError(f"{name}: expected rows of width {width}, got {validation.describe(tensor)}")
 
 
 def _perceptron(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
