@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     import numpy as np
 
     from itm_fast.data import PrecomputedDataset
+    from itm_fast.evaluation import Explanation
     from itm_fast.models import MatchingModel
+
+# By the directions that a model has.
+_TITLES = {
+    ("t2i",): "Where the words look",
+    ("i2t",): "Where the regions look",
+    ("t2i", "i2t"): "Where words and regions look",
+}
 
 
 def explain(
@@ -25,14 +33,22 @@ def explain(
         typer.Option(metavar="I", help="Number of the image in the split; by default the caption's own."),
     ] = None,
     split: Annotated[str, typer.Option(help="Split of caption and image.")] = "test",
+    region: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="R",
+            help="Show the attention of this region over the words, from 1; may be given again. By default all.",
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="HTML page to write.")] = Path("explanation.html"),
     vocab: Annotated[Path | None, typer.Option(help="Vocabulary JSON; by default the one in RUN.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all weights as JSON.")] = None,
 ) -> None:
     """Shows what a model does with one image and one caption, as an HTML page.
 
-    Attention of each word over the regions at each step of the regulator, and the weights by which words are
-    aggregated. Drawn over the picture where the data hold it, as the bundled emoji do, else as tables.
+    Attention of each word over the regions, and of each region over the words, at each step of the regulator, and the
+    weights by which words and regions are aggregated: both directions where the model has both. Drawn over the picture
+    where the data hold it, as the bundled emoji do, else as tables.
     """
     import json
 
@@ -40,7 +56,7 @@ def explain(
 
     from itm_fast import files
     from itm_fast.evaluation import explain as explain_pair
-    from itm_fast.report import PairReport, write_pair
+    from itm_fast.report import PairDirection, PairReport, write_pair
 
     for target in (out, *([] if json_file is None else [json_file])):
         files.check_target(target)
@@ -52,25 +68,38 @@ def explain(
     number = own if image is None else image
     if not 0 <= number < dataset.n_images:
         raise ValueError(f"--image: expected a number from 0 to {dataset.n_images - 1} in {split}, got {number}")
+    n_regions = int(dataset.features.shape[1])
+    for chosen in region or ():
+        if not 1 <= chosen <= n_regions:
+            raise ValueError(f"--region: expected a number from 1 to {n_regions}, got {chosen}")
     try:
         explanation = explain_pair(model, dataset, caption, number)
     except ValueError as error:
         raise ValueError(f"{checkpoint}: {error}") from None
+    if region and "i2t" not in explanation.directions:
+        raise ValueError(f"--region: in {checkpoint} regions do not attend to words")
     picture, grid, credits = _picture(dataset, number)
     write_pair(
         out,
         PairReport(
-            title="Where the words look",
+            title=_TITLES[tuple(explanation.directions)],
             caption=dataset.captions[caption],
             lead=f"Caption {caption} of {split} beside image {number}, "
             + ("which it belongs to." if number == own else f"which is not its own; that is image {own}."),
             words=explanation.words,
-            attention=[weights.numpy() for weights in explanation.attention],
-            temperatures=[weights.numpy() for weights in explanation.temperatures],
-            aggregation={name: [step.numpy() for step in steps] for name, steps in explanation.aggregation.items()},
+            directions=[
+                PairDirection(
+                    direction,
+                    [weights.numpy() for weights in steps.attention],
+                    [temperatures.numpy() for temperatures in steps.temperatures],
+                    {name: [step.numpy() for step in weights] for name, weights in steps.aggregation.items()},
+                )
+                for direction, steps in explanation.directions.items()
+            ],
+            regions=range(n_regions) if not region else [number - 1 for number in dict.fromkeys(region)],
             picture=picture,
             grid=grid,
-            facts=_facts(model, checkpoint, dataset, number, explanation.score),
+            facts=_facts(model, checkpoint, dataset, number, explanation),
             credits=credits,
         ),
     )
@@ -78,9 +107,17 @@ def explain(
         content = {
             "checkpoint": str(checkpoint), "data": str(data), "split": split, "image": number, "caption": caption,
             "words": explanation.words,
-            "attention": [weights.tolist() for weights in explanation.attention],
-            "temperatures": [weights.tolist() for weights in explanation.temperatures],
-            "aggregation": {name: [step.tolist() for step in steps] for name, steps in explanation.aggregation.items()},
+            "directions": {
+                direction: {
+                    "attention": [weights.tolist() for weights in steps.attention],
+                    "temperatures": [temperatures.tolist() for temperatures in steps.temperatures],
+                    "aggregation": {
+                        name: [step.tolist() for step in weights] for name, weights in steps.aggregation.items()
+                    },
+                    "score": steps.score.item(),
+                }
+                for direction, steps in explanation.directions.items()
+            },
             "score": explanation.score,
         }  # fmt: skip
         files.write_text(json_file, json.dumps(content, indent=2) + "\n")
@@ -97,11 +134,12 @@ def _picture(dataset: PrecomputedDataset, image: int) -> tuple[np.ndarray | None
 
 
 def _facts(
-    model: MatchingModel, checkpoint: Path, dataset: PrecomputedDataset, image: int, score: float
+    model: MatchingModel, checkpoint: Path, dataset: PrecomputedDataset, image: int, explanation: Explanation
 ) -> list[tuple[str, str]]:
-    facts = [("Score of the pair", f"{score:.4f}")]
-    if getattr(model, "image_to_text", None) is not None:
-        facts.append(("Not drawn", "attention of the regions over the words, which the score counts, too"))
+    facts = [("Score of the pair", f"{explanation.score:.4f}")]
+    if len(explanation.directions) > 1:
+        names = {"t2i": "Score of the words", "i2t": "Score of the regions"}
+        facts += [(names[key], f"{steps.score.item():.4f}") for key, steps in explanation.directions.items()]
     regulator = getattr(model.config, "regulator", None)
     facts.append(("Model", f"{model.name}, {'no regulator' if regulator is None else f'regulator {regulator}'}"))
     facts.append(("Checkpoint", str(checkpoint)))

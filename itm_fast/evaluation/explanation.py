@@ -11,6 +11,7 @@ from torch import Tensor
 
 from itm_fast.data import CaptionDataset, tokenize
 from itm_fast.evaluation.scoring import Scorer, evaluation_mode
+from itm_fast.models.regulators import PairSteps
 
 __all__ = ["Explanation", "explain"]
 
@@ -20,17 +21,13 @@ class Explanation:
     """A pair from the inside.
 
     words: the caption's words, `<start>` and `<end>` among them; those that the vocabulary lacks end in " (unknown)".
-    attention: for each attention of the words over the regions (n_words, n_regions), rows sum to one; more than one
-    with a regulator of the correspondence. temperatures: for each attention the inverse temperature of each word
-    (n_words,). aggregation: the weights at each step by the name of what aggregates, RAR, SGR or SAF: (n_words,) or
-    (1 + n_words,) with the pair as a whole first; none where all words count the same. score: that of the pair.
-    Tensors are float32 on the CPU.
+    directions: what happens step by step where words attend to regions ("t2i"), and where regions attend to words
+    ("i2t"), for each of the two that the model has; the rows of attention, temperatures and weights of aggregation are
+    the words' or the regions'. score: that of the pair. Tensors are float32 on the CPU.
     """
 
     words: list[str]
-    attention: list[Tensor]
-    temperatures: list[Tensor]
-    aggregation: dict[str, list[Tensor]]
+    directions: dict[str, PairSteps]
     score: float
 
 
@@ -38,11 +35,11 @@ def explain(model: Scorer, dataset: CaptionDataset, caption: int, image: int) ->
     """What the model does with one caption and one image of a split, in evaluation mode, on the device of the model.
 
     Raises:
-        ValueError: an index is out of range, or the words of this model do not attend to regions.
+        ValueError: an index is out of range, or in this model neither words nor regions attend to the other.
     """
     steps_of = getattr(model, "pair_steps", None)
     if steps_of is None:
-        raise ValueError(f"model: the words of {type(model).__name__} do not attend to regions")
+        raise ValueError(f"model: in {type(model).__name__} neither words nor regions attend to the other")
     for name, index, size in (("caption", caption, len(dataset)), ("image", image, dataset.n_images)):
         if not 0 <= index < size:
             raise ValueError(f"{name}: expected a number from 0 to {size - 1}, got {index}")
@@ -56,12 +53,18 @@ def explain(model: Scorer, dataset: CaptionDataset, caption: int, image: int) ->
     inner = [w if w in dataset.vocabulary else f"{w} (unknown)" for w in tokenize(dataset.captions[caption])]
     return Explanation(
         words=["<start>", *inner, "<end>"],
-        attention=_on_cpu(steps.attention),
-        temperatures=_on_cpu(steps.temperatures),
-        aggregation={name: _on_cpu(weights) for name, weights in steps.aggregation.items()},
+        directions={direction: _on_cpu(part) for direction, part in steps.items()},
         score=score,
     )
 
 
-def _on_cpu(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.to("cpu", torch.float32) for tensor in tensors]
+def _on_cpu(steps: PairSteps) -> PairSteps:
+    def moved(tensors: list[Tensor]) -> list[Tensor]:
+        return [tensor.to("cpu", torch.float32) for tensor in tensors]
+
+    return PairSteps(
+        moved(steps.attention),
+        moved(steps.temperatures),
+        {name: moved(weights) for name, weights in steps.aggregation.items()},
+        steps.score.to("cpu", torch.float32),
+    )

@@ -84,6 +84,6 @@ class BFAN(MatchingModel):
         """
         return pairwise_weights(self.text_to_image, images, captions)
 
-    def pair_steps(self, images: Fragments, captions: Fragments) -> PairSteps:
-        """What happens inside the pair of one image and one caption, words to regions; ValueError for more of them."""
-        return pair_steps(self.text_to_image, images, captions)
+    def pair_steps(self, images: Fragments, captions: Fragments) -> dict[str, PairSteps]:
+        """What happens inside the pair of one image and one caption, in both directions; ValueError for more."""
+        return pair_steps(images, captions, self.text_to_image, self.image_to_text)

@@ -1,6 +1,7 @@
-"""The settings of the regulators, for models whose similarity is cross-attention.
+"""The settings of the regulators, for models whose similarity is cross-attention, and what happens inside one pair.
 
-Inside: `RegulatedConfig`, `steps_of`, `make_similarity`, `pairwise_weights`, `PairSteps`, `pair_steps`.
+Inside: `RegulatedConfig`, `steps_of`, `make_similarity`, `pairwise_weights`; `PairSteps`, `pair_steps`,
+`directed_steps`, `check_pair`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from itm_fast.nn import CrossAttentionAlignments, CrossAttentionScores, Regulate
 from itm_fast.nn.regulated_similarity import FACTORS
 from itm_fast.regulator_parameters import SCHEDULES
 
-__all__ = ["PairSteps", "RegulatedConfig", "make_similarity", "pair_steps", "pairwise_weights", "steps_of"]
+__all__ = [
+    "PairSteps",
+    "RegulatedConfig",
+    "check_pair",
+    "directed_steps",
+    "make_similarity",
+    "pair_steps",
+    "pairwise_weights",
+    "steps_of",
+]
 
 DEFAULT_STEPS = 2
 
@@ -104,26 +114,54 @@ def pairwise_weights(
 
 @attrs.frozen(eq=False)
 class PairSteps:
-    """What happens inside one pair of an image and a caption, step by step, without dropout.
+    """What happens inside one pair of an image and a caption in one direction, step by step, without dropout.
 
-    attention: (n_words, n_regions) for each attention, rows sum to one. temperatures: (n_words,) for each attention,
-    the inverse temperature of each word. aggregation: name of what aggregates to its weights at each step, each
-    (n_words,) or, where the pair as a whole is aggregated beside its words, (1 + n_words,) with the whole first; they
-    sum to one. All float32.
+    Queries attend to contexts: words to regions ("t2i"), or regions to words ("i2t"). attention: (n_queries,
+    n_contexts) for each attention, rows sum to one. temperatures: (n_queries,) for each attention, the inverse
+    temperature of each query. aggregation: name of what aggregates to its weights at each step, each (n_queries,) or,
+    where the pair as a whole is aggregated beside its words, (1 + n_words,) with the whole first; they sum to one.
+    score: that of the direction, a scalar. All float32.
     """
 
     attention: list[Tensor]
     temperatures: list[Tensor]
     aggregation: dict[str, list[Tensor]]
+    score: Tensor
 
 
 def pair_steps(
-    similarity: CrossAttentionScores | RegulatedSimilarity | CrossAttentionAlignments,
     images: Fragments,
     captions: Fragments,
+    text_to_image: CrossAttentionScores | RegulatedSimilarity | None,
+    image_to_text: CrossAttentionScores | RegulatedSimilarity | None,
+) -> dict[str, PairSteps]:
+    """The steps of one image and one caption for each similarity that there is, "t2i" and "i2t".
+
+    Raises:
+        ValueError: there is not one image and one caption.
+    """
+    check_pair(images, captions)
+    steps = {}
+    if text_to_image is not None:
+        steps["t2i"] = directed_steps(text_to_image, captions, images, text_to_image(captions, images))
+    if image_to_text is not None:
+        steps["i2t"] = directed_steps(image_to_text, images, captions, image_to_text(images, captions))
+    return steps
+
+
+def directed_steps(
+    similarity: CrossAttentionScores | RegulatedSimilarity | CrossAttentionAlignments,
+    queries: Fragments,
+    contexts: Fragments,
+    score: Tensor,
 ) -> PairSteps:
-    """The steps of one image and one caption; ValueError where there are more or fewer."""
+    """The steps of the first set of queries and the first of contexts, whose `score` (1, 1) is known."""
+    steps = similarity.steps(queries[0].float(), contexts[0].float())
+    aggregation = {"RAR": steps.aggregation} if steps.aggregation else {}
+    return PairSteps(steps.attention, steps.temperatures, aggregation, score[0, 0])
+
+
+def check_pair(images: Fragments, captions: Fragments) -> None:
+    """ValueError where there is not one image and one caption."""
     if (len(images), len(captions)) != (1, 1):
         raise ValueError(f"images: expected one, and one caption, got {len(images)} and {len(captions)}")
-    steps = similarity.steps(captions[0].float(), images[0].float())
-    return PairSteps(steps.attention, steps.temperatures, {"RAR": steps.aggregation} if steps.aggregation else {})

@@ -131,17 +131,14 @@ class SCAN(MatchingModel):
             ValueError: the model's words do not attend to regions (direction "i2t"), or there are not equally many
                 images and captions.
         """
-        return pairwise_weights(self._words_to_regions(), images, captions)
-
-    def pair_steps(self, images: Fragments, captions: Fragments) -> PairSteps:
-        """What happens inside the pair of one image and one caption, words to regions.
-
-        Raises:
-            ValueError: as `word_attention`, or there is not one of each.
-        """
-        return pair_steps(self._words_to_regions(), images, captions)
-
-    def _words_to_regions(self) -> CrossAttentionScores | RegulatedSimilarity:
         if self.text_to_image is None:
             raise ValueError("direction: in this model regions attend to words (i2t), not words to regions")
-        return self.text_to_image
+        return pairwise_weights(self.text_to_image, images, captions)
+
+    def pair_steps(self, images: Fragments, captions: Fragments) -> dict[str, PairSteps]:
+        """What happens inside the pair of one image and one caption, for each direction that the model has.
+
+        Raises:
+            ValueError: there is not one of each.
+        """
+        return pair_steps(images, captions, self.text_to_image, self.image_to_text)

@@ -10,7 +10,7 @@ from itm_fast.config import setting
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel, register
 from itm_fast.models.encoders import EncoderConfig, make_image_encoder, make_text_encoder
-from itm_fast.models.regulators import DEFAULT_STEPS, PairSteps, pair_steps, pairwise_weights
+from itm_fast.models.regulators import DEFAULT_STEPS, PairSteps, check_pair, directed_steps, pairwise_weights
 from itm_fast.nn.reasoning import RegionSelfAttention, SimilarityReasoning, WordSelfAttention
 
 __all__ = ["SGRAF", "SGRAFConfig"]
@@ -103,13 +103,14 @@ class SGRAF(MatchingModel):
         """
         return pairwise_weights(self.similarity.local_alignments, images, captions)
 
-    def pair_steps(self, images: Fragments, captions: Fragments) -> PairSteps:
-        """What happens inside the pair of one image and one caption; ValueError for more of them.
+    def pair_steps(self, images: Fragments, captions: Fragments) -> dict[str, PairSteps]:
+        """What happens inside the pair of one image and one caption, words to regions; ValueError for more of them.
 
         Aggregated are the pair as a whole and its words: by SAF's gates, and by the edges over which the whole, whose
         node tells the result of SGR, gathers messages in each round.
         """
-        steps = pair_steps(self.similarity.local_alignments, images, captions)
+        check_pair(images, captions)
+        steps = directed_steps(self.similarity.local_alignments, captions, images, self.score(images, captions))
         sides = (images, self.region_pool(images)), (captions, self.word_pool(captions))
         shares = self.similarity.shares(*sides)
-        return attrs.evolve(steps, aggregation={name.upper(): weights for name, weights in shares.items()})
+        return {"t2i": attrs.evolve(steps, aggregation={name.upper(): weights for name, weights in shares.items()})}

@@ -1,6 +1,6 @@
 """What a report shows, as plain data.
 
-Inside: `Report`, `TextQuery`, `ImageQuery`, `Hit`, `WordAttention`; `PairReport`.
+Inside: `Report`, `TextQuery`, `ImageQuery`, `Hit`, `WordAttention`; `PairReport`, `PairDirection`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-__all__ = ["Hit", "ImageQuery", "PairReport", "Report", "TextQuery", "WordAttention"]
+__all__ = ["Hit", "ImageQuery", "PairDirection", "PairReport", "Report", "TextQuery", "WordAttention"]
 
 
 @attrs.frozen
@@ -80,23 +80,36 @@ class Report:
 
 
 @attrs.frozen(eq=False)
+class PairDirection:
+    """What the page of a pair shows where words attend to regions ("t2i"), or regions to words ("i2t").
+
+    attention: at each step (n_queries, n_contexts), rows sum to one. temperatures: at each step the inverse temperature
+    of each query, (n_queries,). aggregation: the weights at each step by the name of what aggregates, (n_queries,) or
+    (1 + n_words,) with the pair as a whole first.
+    """
+
+    direction: str
+    attention: Sequence[np.ndarray]
+    temperatures: Sequence[np.ndarray]
+    aggregation: Mapping[str, Sequence[np.ndarray]]
+
+
+@attrs.frozen(eq=False)
 class PairReport:
     """Everything that the page of one pair of image and caption shows.
 
-    words: the caption's words. attention: at each step (n_words, n_regions), rows sum to one. temperatures: at each
-    step the inverse temperature of each word, (n_words,). aggregation: the weights at each step by the name of what
-    aggregates, (n_words,) or (1 + n_words,) with the pair as a whole first. picture: uint8 (height, width, 3), whose
-    regions are the squares of `grid`, its rows and columns; None where only the regions' features are known.
-    facts: label and value, in the order shown. credits: where pictures and texts come from, for the foot of the page.
+    words: the caption's words. directions: one or both. regions: numbers, from 0, of the regions whose attention over
+    the words is shown, in this order. picture: uint8 (height, width, 3), whose regions are the squares of `grid`, its
+    rows and columns; None where only the regions' features are known. facts: label and value, in the order shown.
+    credits: where pictures and texts come from, for the foot of the page.
     """
 
     title: str
     caption: str
     lead: str
     words: Sequence[str]
-    attention: Sequence[np.ndarray]
-    temperatures: Sequence[np.ndarray]
-    aggregation: Mapping[str, Sequence[np.ndarray]]
+    directions: Sequence[PairDirection]
+    regions: Sequence[int]
     picture: np.ndarray | None
     grid: tuple[int, int]
     facts: Sequence[tuple[str, str]]
