@@ -1,6 +1,18 @@
-"""Losses as modules, over `itm_fast.functional`."""
+"""Losses as modules: of scores alone, and of scores beside those of an anchor branch."""
 
 from itm_fast.losses.boosting_loss import BoostingLoss
+from itm_fast.losses.cmpm_loss import CMPMLoss
+from itm_fast.losses.distillation import DINOLoss, DMLLoss, RKDLoss, SoftRankLoss
+from itm_fast.losses.polynomial_loss import PolynomialLoss
 from itm_fast.losses.triplet_loss import TripletLoss
 
-__all__ = ["BoostingLoss", "TripletLoss"]
+__all__ = [
+    "BoostingLoss",
+    "CMPMLoss",
+    "DINOLoss",
+    "DMLLoss",
+    "PolynomialLoss",
+    "RKDLoss",
+    "SoftRankLoss",
+    "TripletLoss",
+]

@@ -12,7 +12,7 @@ from itm_fast.ops import validation
 from itm_fast.ops.autograd import first_order, refuse_transforms
 from itm_fast.ops.library import register_fake, use_native
 from itm_fast.ops.one_launch import in_one_launch, taken_gradients
-from itm_fast.ops.triplet_loss import DIRECTIONS, REDUCTIONS, check_scores, loss_shape, upcast
+from itm_fast.ops.triplet_loss import DIRECTIONS, REDUCTIONS, check_beside, check_scores, loss_shape, upcast
 
 STRATEGIES = ("relative", "absolute", "both")
 MINING = ("all", "hardest")
@@ -45,9 +45,7 @@ def boosting_loss(
 ) -> Tensor:
     margin, alpha = check_options(strategy, mining, margin, alpha, soft, directions, reduction)
     check_scores(scores, positives, square=True)
-    validation.check_tensor("anchor_scores", anchor_scores, ("n", "m"), (scores.dtype,))
-    validation.check_shape("anchor_scores", anchor_scores, scores.shape, "like scores")
-    validation.check_same_device("anchor_scores", anchor_scores, "scores", scores)
+    check_beside("anchor_scores", anchor_scores, scores)
     if not use_native("boosting_loss", scores):
         return reference.boosting_loss(
             scores,

@@ -98,6 +98,13 @@ def check_scores(scores: Tensor, positives: Tensor | None, square: bool) -> None
         validation.check_same_device("positives", positives, "scores", scores)
 
 
+def check_beside(name: str, other: Tensor, scores: Tensor) -> None:
+    """Refuses a second matrix of scores that does not lie beside `scores`."""
+    validation.check_tensor(name, other, ("n", "m"), (scores.dtype,))
+    validation.check_shape(name, other, scores.shape, "like scores")
+    validation.check_same_device(name, other, "scores", scores)
+
+
 def _check_positive_scores(scores: Tensor, positive_scores: Tensor, directions: str) -> None:
     if directions == "both":
         raise ValueError(
