@@ -269,7 +269,8 @@ def test_demo_trains_evaluates_and_reports(
     html = (out / "report.html").read_text(encoding="utf-8")
     assert f"<b>{test_line['rsum']:.1f}</b>" in html
     assert html.count('<article class="card pair">') == demo_command.QUERIES
-    assert html.count("<svg ") == 2
+    # The loss, the recalls, the gradient of the first image layer and the distance of the hardest negatives.
+    assert html.count("<svg ") == 4
 
     status, message = error(capsys, "demo", "--out", out, "--minutes", "0")
     assert (status, message) == (1, "minutes: expected a finite number above 0, got 0")

@@ -45,6 +45,8 @@ def test_curves_are_the_numbers_of_the_log(data: Path, tmp_path: Path) -> None:
     assert [step for step, _ in shown["train/loss"]] == [2, 4, 6, 8]
     assert [step for step, _ in shown["validation/rsum"]] == [4, 8]
     assert {"train/lr", "train/grad_norm", "validation/i2t_r1", "validation/t2i_r10"} < shown.keys()
+    diagnostics = ("i2t_hardest_share", "t2i_hardest_share", "hardest_gap", "image_grad_norm")
+    assert {f"train/{name}" for name in diagnostics} < shown.keys()
     run(config(data, tmp_path / "without"))
     assert not (tmp_path / "without" / "tensorboard").exists()
 

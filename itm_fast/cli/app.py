@@ -19,6 +19,7 @@ import typer
 from itm_fast.cli import data
 from itm_fast.cli.bench import bench
 from itm_fast.cli.convert import convert
+from itm_fast.cli.curves import curves
 from itm_fast.cli.demo import demo
 from itm_fast.cli.evaluate import evaluate
 from itm_fast.cli.explain import explain
@@ -44,7 +45,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, recipes, evaluate, explain, convert, bench):
+for command in (demo, train, recipes, evaluate, explain, curves, convert, bench):
     app.command(help=_help_text(command))(command)
 app.add_typer(data.app, name="data")
 

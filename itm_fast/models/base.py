@@ -53,6 +53,14 @@ class MatchingModel(nn.Module, abc.ABC):
     def score(self, images: Any, captions: Any) -> Tensor:
         """Embeddings of images and captions to scores (n_images, n_captions) float32."""
 
+    def first_image_weight(self) -> nn.Parameter:
+        """The weight of the layer that image features meet first, in whose gradient a vanishing one shows.
+
+        The first parameter of `image_encoder`, or of the model where it has none of that name.
+        """
+        encoder: nn.Module = getattr(self, "image_encoder", self)
+        return next(encoder.parameters())
+
     def forward(self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor) -> Tensor:
         """Scores (n_images, n_captions) of all images with all captions."""
         return self.score(self.encode_images(features), self.encode_captions(token_ids, lengths))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
 import matplotlib as mpl
 from markupsafe import escape
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -18,6 +19,11 @@ __all__ = ["curves_svg"]
 # Matplotlib wants concrete colours; each stands for a variable of the page, so that light and dark both fit.
 _INK, _LINE, _FAINT = "#010203", "#040506", "#070809"
 _VARIABLES = {_INK: "var(--soft)", _LINE: "var(--accent)", _FAINT: "var(--line)"}
+# Told apart by more than their colour, and both seen where one lies on the other.
+_LINES: Sequence[dict[str, Any]] = (
+    {"color": _LINE, "linewidth": 1.8},
+    {"color": _INK, "linewidth": 1.4, "linestyle": "--"},
+)
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "itm_fast",
@@ -36,45 +42,108 @@ _STYLE: dict[Any, Any] = {
 }
 
 
+# What the loss of a step is called, by the negatives that it took.
+_LOSSES = {
+    "all": "Loss with all negatives",
+    "hardest": "Loss with the hardest negatives",
+    "selective": "Loss with selectively hard negatives",
+    "semi_hard": "Loss with semi-hard negatives",
+    "contrastive": "Selectively contrastive loss",
+}
+# With the others every anchor takes its hardest negative, or none does.
+_SELECTING = ("selective", "semi_hard")
+
+Points = Sequence[tuple[float, float]]
+
+
+@attrs.frozen
+class _Curve:
+    """One diagram: lines by their names, where there are several, over steps or epochs."""
+
+    title: str
+    lines: Mapping[str, Points]
+    x_label: str
+    y_label: str
+    best: Callable[..., Any] | None = None
+    top: float | None = None
+
+
 def curves_svg(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Title and SVG text of each curve: the loss over the steps, and the validation's sum of recalls."""
+    """Title and SVG text of each curve, as far as the log has its numbers.
+
+    The loss, the validation's sum of recalls, and what SelHN and RVSE++ (Figures 3, 5 and 7) looks at: the gradient of
+    the first image layer, the distance of the hardest negatives from the positives, and where the mining chooses
+    between anchors, the share of anchors that took their hardest negative.
+    """
+    return [(curve.title, _plot(curve)) for curve in _curves(metrics)]
+
+
+def _curves(metrics: Sequence[dict[str, Any]]) -> Iterator[_Curve]:
     train = [line for line in metrics if line["kind"] == "train"]
     validation = [line for line in metrics if line["kind"] == "validation"]
-    curves = []
     if train:
-        # The two kinds of mining sum over different negatives, so that only one of them makes a curve.
+        # Losses of several kinds of mining sum over different negatives, so that only one of them makes a curve.
         mining = train[-1]["mining"]
-        points = [(line["step"], line["loss"]) for line in train if line["mining"] == mining]
+        points = _points([line for line in train if line["mining"] == mining], "loss")
         # The last line may hold the steps since the one before alone: too few, and of a batch that is not full.
         if len(points) > 2 and points[-1][0] - points[-2][0] < points[-2][0] - points[-3][0]:
             points.pop()
-        title = "Loss with all negatives" if mining == "all" else "Loss with the hardest negatives"
-        curves.append((title, _plot(points, title, "step", "loss", min)))
+        yield _Curve(_LOSSES.get(mining, "Loss"), {"": points}, "step", "loss", min)
     if validation:
         points = [(line["epoch"], line["rsum"]) for line in validation]
-        title = f"Sum of recalls on {validation[-1]['split']}"
-        curves.append((title, _plot(points, title, "epoch", "sum of recalls", max)))
-    return curves
+        yield _Curve(f"Sum of recalls on {validation[-1]['split']}", {"": points}, "epoch", "sum of recalls", max)
+    for name, title, label in (
+        ("image_grad_norm", "Gradient of the first image layer", "norm of the gradient"),
+        ("hardest_gap", "Hardest negatives to positives", "mean distance of the scores"),
+    ):
+        points = _points(train, name)
+        if points:
+            yield _Curve(title, {"": points}, "step", label)
+    selecting = [line for line in train if line["mining"] in _SELECTING]
+    shares = {
+        direction: [(step, 100 * share) for step, share in _points(selecting, name)]
+        for direction, name in (("image to text", "i2t_hardest_share"), ("text to image", "t2i_hardest_share"))
+    }
+    if all(shares.values()):
+        yield _Curve("Anchors that took their hardest negative", shares, "step", "share in percent", top=100)
 
 
-def _plot(points: list[tuple[int, float]], title: str, x_label: str, y_label: str, best: Callable[..., Any]) -> str:
+def _points(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    return [(line["step"], line[name]) for line in lines if name in line]
+
+
+def _plot(curve: _Curve) -> str:
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(5.0, 2.9), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
-        # Few points are shown as such: one alone would make no line at all.
-        axes.plot(*zip(*points, strict=True), color=_LINE, linewidth=1.8, marker="o" * (len(points) < 40), markersize=4)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label, labelpad=8)
+        for (name, points), style in zip(curve.lines.items(), _LINES, strict=False):
+            # Few points are shown as such: one alone would make no line at all.
+            marker = "o" * (len(points) < 40)
+            axes.plot(
+                *zip(*points, strict=True), label=name, marker=marker, markersize=4, clip_on=curve.top is None, **style
+            )
+        axes.set_xlabel(curve.x_label)
+        axes.set_ylabel(curve.y_label, labelpad=8)
         axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0, top=curve.top)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
         axes.tick_params(length=0)
+        if len(curve.lines) > 1:
+            axes.legend(frameon=False, labelcolor=_INK, loc="best")
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    values = {"first": points[0], "best": best(points, key=lambda point: point[1]), "last": points[-1]}
-    spoken = "; ".join(f"{which} {value:.4g} at {x_label} {x}" for which, (x, value) in values.items())
-    return _part_of_page(buffer.getvalue(), f"curve-{y_label.replace(' ', '-')}-", f"{title}: {spoken}")
+    spoken = "; ".join(_spoken(name, points, curve) for name, points in curve.lines.items())
+    return _part_of_page(buffer.getvalue(), f"curve-{curve.y_label.replace(' ', '-')}-", f"{curve.title}: {spoken}")
+
+
+def _spoken(name: str, points: Points, curve: _Curve) -> str:
+    """A line in words, for those who hear the page."""
+    values = {"first": points[0], "last": points[-1]}
+    if curve.best is not None:
+        values = {"first": points[0], "best": curve.best(points, key=lambda point: point[1]), "last": points[-1]}
+    words = "; ".join(f"{which} {value:.4g} at {curve.x_label} {x}" for which, (x, value) in values.items())
+    return f"{name}, {words}" if name else words
 
 
 def _part_of_page(svg: str, prefix: str, label: str) -> str:

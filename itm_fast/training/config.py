@@ -15,6 +15,7 @@ import yaml
 from itm_fast import config as settings
 from itm_fast.config import setting
 from itm_fast.documents import MAX_SETTINGS_BYTES, parse_yaml, read_text
+from itm_fast.training.objective import LOSSES, MINING, check_loss
 
 __all__ = ["TrainConfig", "read_yaml", "to_yaml"]
 
@@ -90,9 +91,40 @@ class TrainConfig:
     lr_floor: float = setting(0.0, group=OPTIMIZER, minimum=0, help="The decay ends at this learning rate.")
     lr_warmup_steps: int = setting(0, group=OPTIMIZER, minimum=0, help="Steps of a linear rise from 0.")
 
-    margin: float = setting(0.2, group=LOSS, minimum=0, help="Margin of the triplet loss.")
-    mining: str = setting("hardest", group=LOSS, help="Negatives of the loss.", choices=("hardest", "all"))
-    warmup_epochs: int = setting(0, group=LOSS, minimum=0, help="First epochs that use all negatives.")
+    loss: str = setting(
+        "triplet",
+        group=LOSS,
+        help="Loss of the scores: triplet, the self-similarity polynomial loss, or cross-modal projection matching.",
+        choices=LOSSES,
+    )
+    margin: float = setting(0.2, group=LOSS, minimum=0, help="Margin of the triplet and polynomial losses.")
+    mining: str = setting(
+        "hardest",
+        group=LOSS,
+        help="Negatives of the triplet loss; selective is SelHN, semi_hard SHN, contrastive SCT. The polynomial loss "
+        "takes hardest, cmpm takes all.",
+        choices=MINING,
+    )
+    epsilon: float = setting(
+        0.01,
+        group=LOSS,
+        minimum=0,
+        help="With mining selective an anchor takes its hardest negative where that scores further than this from the "
+        "positive, else all.",
+    )
+    selective_divisor: str = setting(
+        "batch",
+        group=LOSS,
+        help="What mining selective divides the sum over all negatives by: B (paper) or B - 1 (public code).",
+        choices=("batch", "negatives"),
+    )
+    halve_loss: bool = setting(
+        False, group=LOSS, help="The mean of both directions of the triplet loss, not their sum (SelHN's public code)."
+    )
+    softmax_scale: float = setting(1.0, group=LOSS, above=0, help="Factor of the scores before the softmax of cmpm.")
+    warmup_epochs: int = setting(
+        0, group=LOSS, minimum=0, help="First epochs that use the triplet loss of all negatives."
+    )
     exclude_same_image: bool = setting(
         True, group=LOSS, help="Captions of the same image are no negatives of each other."
     )
@@ -116,6 +148,9 @@ class TrainConfig:
         "float32", group=MACHINE, help="Precision of the forward pass.", choices=("float32", "bfloat16")
     )
     threads: int = setting(0, group=MACHINE, minimum=0, help="CPU threads; 0: torch's choice.", free_on_resume=True)
+
+    def __attrs_post_init__(self) -> None:
+        check_loss(self)
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:

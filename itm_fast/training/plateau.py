@@ -37,7 +37,8 @@ class PlateauMonitor:
             self.warned = True
             warnings.warn(
                 f"the loss has stayed at 2 * batch size * margin = {plateau:g} for {self.steps_on_plateau} steps: all "
-                "scores are equal and nothing is learned; start with --warmup-epochs 1 or lower --lr",
+                "scores are equal and nothing is learned; start with --warmup-epochs 1, take --mining selective, or "
+                "lower --lr",
                 PlateauWarning,
                 stacklevel=2,
             )

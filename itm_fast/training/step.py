@@ -14,9 +14,10 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from itm_fast.data import Batch, TextAugmentation, Vocabulary
-from itm_fast.losses import TripletLoss
 from itm_fast.models.base import MatchingModel
 from itm_fast.training.config import TrainConfig
+from itm_fast.training.diagnostics import image_gradient_norm, mining_diagnostics
+from itm_fast.training.objective import make_losses
 from itm_fast.training.plateau import PlateauMonitor
 from itm_fast.training.schedule import learning_rate
 from itm_fast.training.state_check import check_equal, check_like
@@ -31,7 +32,7 @@ class Stepper:
         self, config: TrainConfig, model: MatchingModel, vocabulary: Vocabulary, device: torch.device, per_epoch: int
     ) -> None:
         self.config, self.model, self.device = config, model, device
-        self.losses = {mining: TripletLoss(config.margin, mining=mining) for mining in ("all", "hardest")}
+        self.losses = make_losses(config)
         self.optimizer = _optimizer(config, model)
         self.scheduler = LambdaLR(self.optimizer, lambda step: learning_rate(config, step, per_epoch) / config.lr)
         self.plateau = PlateauMonitor(config.margin)
@@ -39,8 +40,10 @@ class Stepper:
             TextAugmentation(vocabulary, config.text_augmentation) if config.text_augmentation else None
         )
 
-    def __call__(self, batch: Batch, mining: str, number: int) -> dict[str, float]:
+    def __call__(self, batch: Batch, mining: str, number: int, *, diagnose: bool = False) -> dict[str, float]:
         """Loss with the negatives `mining`, norm of the gradient before clipping, and learning rate of step `number`.
+
+        With `diagnose`, `mining_diagnostics` of the scores and `image_gradient_norm` before clipping as well.
 
         Raises:
             ValueError: the loss or the norm is not finite; no weight is changed then.
@@ -59,15 +62,18 @@ class Stepper:
         loss = self.losses[mining](scores, positives=positives)
         value = _finite("loss", loss, number)
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        with image_gradient_norm(self.model, enabled=diagnose) as diagnostics:
+            loss.backward()
+        if diagnose:
+            diagnostics |= mining_diagnostics(scores.detach(), positives, mining, self.config.epsilon)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip or math.inf)
         grad_norm = _finite("norm of the gradient", norm, number)
         rate = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.scheduler.step()
-        if mining == "hardest":
-            self.plateau.update(value, len(batch))
-        return {"loss": value, "grad_norm": grad_norm, "lr": rate}
+        if mining == "hardest" and self.config.loss == "triplet":
+            self.plateau.update(value * (2 if self.config.halve_loss else 1), len(batch))
+        return {"loss": value, "lr": rate, "grad_norm": grad_norm, **diagnostics}
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The precision of the forward pass."""

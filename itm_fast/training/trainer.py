@@ -224,7 +224,8 @@ class Trainer:
             epoch, start = epoch + 1, 0
 
     def _step(self, batch: Batch, mining: str | None = None) -> dict[str, float]:
-        return self.stepper(batch, mining or self.mining, self.engine.state.iteration)
+        step = self.engine.state.iteration
+        return self.stepper(batch, mining or self.mining, step, diagnose=self._log_due(step))
 
     @property
     def mining(self) -> str:
@@ -235,7 +236,7 @@ class Trainer:
         step = engine.state.iteration
         output: dict[str, float] = engine.state.output  # type: ignore[assignment]
         self._window.append(output["loss"])
-        if step % self.config.log_every == 0 or step == self._total:
+        if self._log_due(step):
             self._log_window(output)
         self._bar.set_postfix(loss=f"{output['loss']:.2f}", rsum=f"{self.best.get('rsum', 0.0):.1f}", refresh=False)
         self._bar.update()
@@ -250,6 +251,9 @@ class Trainer:
         if save and self._stop_requested:
             engine.terminate()
 
+    def _log_due(self, step: int) -> bool:
+        return step > 0 and (step % self.config.log_every == 0 or step == self._total)
+
     def _validation_due(self, step: int) -> bool:
         """Whether a validation belongs after `step` and has not been done."""
         unit = self.steps_per_epoch if self.config.validate_unit == "epoch" else 1
@@ -262,9 +266,7 @@ class Trainer:
             step=self.engine.state.iteration,
             epoch=self.engine.state.epoch,
             mining=self.mining,
-            loss=sum(self._window) / len(self._window),
-            lr=output["lr"],
-            grad_norm=output["grad_norm"],
+            **{**output, "loss": sum(self._window) / len(self._window)},
             seconds=round(self.seconds, 3),
         )
         self._window.clear()

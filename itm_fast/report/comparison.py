@@ -1,0 +1,115 @@
+"""Several runs in one figure, as SelHN and RVSE++ compares losses (Figures 3, 5 and 7).
+
+Inside: `write_comparison`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from itm_fast import files
+
+__all__ = ["SUFFIXES", "write_comparison"]
+
+SUFFIXES = (".svg", ".png", ".pdf")
+
+Metrics = Sequence[Mapping[str, Any]]
+
+# More points than this are drawn as means of neighbouring ones: single batches scatter widely.
+_POINTS = 60
+# Okabe and Ito's colours, which the colour-blind tell apart too; the styles do so in print.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+_STYLES = ("-", "--", "-.", ":")
+_STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "itm_fast",
+    "font.size": 9.5,
+    "axes.titlesize": 10.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e3e1dc",
+    "axes.axisbelow": True,
+}
+_PANELS = (
+    ("Gradient of the first image layer", "norm", "train", ("image_grad_norm",)),
+    ("Hardest negatives to positives", "mean distance of the scores", "train", ("hardest_gap",)),
+    (
+        "Anchors that took their hardest negative",
+        "share in percent",
+        "train",
+        ("i2t_hardest_share", "t2i_hardest_share"),
+    ),
+    ("Validation", "sum of recalls", "validation", ("rsum",)),
+)
+
+
+def write_comparison(path: str | os.PathLike[str], runs: Mapping[str, Metrics]) -> None:
+    """Draws the logs of several runs over each other: gradients, distances, shares of mined anchors, recalls.
+
+    Args:
+        path: figure to write, atomically; its suffix, one of `SUFFIXES`, says in which format.
+        runs: lines of `metrics.jsonl` by the names that the legend shows. Shares are the mean of both directions.
+
+    Raises:
+        ValueError: the suffix is unknown, there is no run, or a run's log has none of the numbers.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ValueError(f"{path}: expected a name that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    if not runs:
+        raise ValueError("runs: expected at least one, got none")
+    for name, metrics in runs.items():
+        if not any(_points(metrics, kind, keys)[0] for _, _, kind, keys in _PANELS):
+            raise ValueError(f"{name}: the log has none of the numbers that the figure shows")
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(9.0, 5.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(2, 2).flat
+        for axes, panel in zip(panels, _PANELS, strict=True):
+            _draw(axes, *panel, runs)
+        handles = [mpl.lines.Line2D([], [], label=name, **_line(number)) for number, name in enumerate(runs)]
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(runs), 4), frameon=False)
+        metadata = {"Date": None, "Creator": None} if suffix == ".svg" else None
+        with files.atomic_path(path) as temporary:
+            figure.savefig(temporary, format=suffix[1:], dpi=150, metadata=metadata)
+
+
+def _draw(axes: Axes, title: str, label: str, kind: str, keys: Sequence[str], runs: Mapping[str, Metrics]) -> None:
+    factor = 100 if label.endswith("percent") else 1
+    for number, metrics in enumerate(runs.values()):
+        steps, values = _points(metrics, kind, keys)
+        if steps:
+            x, y = _means(steps), factor * _means(values)
+            axes.plot(x, y, marker="o" * (len(x) < 3), clip_on=factor == 1, **_line(number))
+    axes.set_title(title, loc="left")
+    axes.set_xlabel("step")
+    axes.set_ylabel(label)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0, top=100 if factor == 100 else None)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+    axes.tick_params(length=0)
+
+
+def _points(metrics: Metrics, kind: str, keys: Sequence[str]) -> tuple[list[float], list[float]]:
+    lines = [line for line in metrics if line["kind"] == kind and all(key in line for key in keys)]
+    return [line["step"] for line in lines], [sum(line[key] for key in keys) / len(keys) for line in lines]
+
+
+def _means(values: Sequence[float]) -> np.ndarray:
+    """Means of neighbours, as many as there are points to draw."""
+    return np.array([part.mean() for part in np.array_split(np.asarray(values, float), min(len(values), _POINTS))])
+
+
+def _line(number: int) -> dict[str, Any]:
+    style = _STYLES[number % len(_STYLES)]
+    return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": style, "linewidth": 1.7, "markersize": 5}
