@@ -261,7 +261,9 @@ def test_regions_are_drawn_on_the_picture(data: Path, tmp_path: Path) -> None:
     patches = [picture[12 * row : 12 * row + 12, 12 * column : 12 * column + 12] for row, column in np.ndindex(6, 6)]
     expected = [picture]
     expected += [
-        heat(picture, step[:, word].reshape(6, 6), largest=step.max()) for word in range(n_words) for step in attention
+        heat(picture, step[:, word].reshape(6, 6), largest=step.max(), power=1.0)
+        for word in range(n_words)
+        for step in attention
     ]
     expected += n_steps * patches
     first_map = len(expected)

@@ -118,8 +118,8 @@ def test_attention_is_drawn_as_light() -> None:
     assert 0.35 < brightness[0] / brightness[1] < 0.45
     assert peak(weights) == (2, 5, 0.4)
     assert np.array_equal(heat(picture, np.ones((3, 2))), picture)
-    beside = heat(picture, weights, largest=1.6)
-    assert np.array_equal(beside[bright], np.rint((picture[bright] + grey[bright]) / 2)), "beside a picture of 1.6"
+    for beside in (heat(picture, weights, largest=1.6), heat(picture, weights, largest=0.8, power=1.0)):
+        assert np.array_equal(beside[bright], np.rint((picture[bright] + grey[bright]) / 2)), "of another scale"
     with pytest.raises(
         ValueError, match=r"^picture: expected multiples of 5 x 5 pixels of 3 colours, got \(72, 72, 3\)$"
     ):

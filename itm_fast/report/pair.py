@@ -20,6 +20,9 @@ __all__ = ["render_pair", "write_pair"]
 
 WHOLE = "picture and caption as a whole"
 
+# Of a weight's share of the largest: how strongly it is drawn in each direction.
+_POWERS = {"t2i": 0.5, "i2t": 1.0}
+
 # What the weights of each kind of aggregation are; those of RAR are the queries'.
 _RAR = (
     "The similarities of the {queries} to what they attend to are gathered into one vector, which the score is read "
@@ -61,7 +64,7 @@ def _direction(report: PairReport, part: PairDirection) -> dict[str, Any]:
     queries = [{"name": word, "image": None} for word in report.words] if of_words else regions
     shown = range(len(queries)) if of_words else report.regions
     tables = [
-        _table(weights, temperatures, [(index, queries[index]) for index in shown])
+        _table(weights, temperatures, [(index, queries[index]) for index in shown], _POWERS[part.direction])
         for weights, temperatures in zip(part.attention, part.temperatures, strict=True)
     ]
     return {
@@ -88,15 +91,14 @@ def _region(report: PairReport, number: int) -> dict[str, Any]:
     return region
 
 
-def _over_picture(report: PairReport, weights: np.ndarray, what: str, largest: float | None = None) -> dict[str, Any]:
+def _over_picture(report: PairReport, weights: np.ndarray, what: str, **scale: float) -> dict[str, Any]:
     """The weights of the regions (n_regions,) as light on the picture, and where it is brightest."""
     assert report.picture is not None
     cells = weights.reshape(report.grid)
     row, column, weight = peak(cells)
     rows, columns = report.grid
     where = f"{what} in row {row}, column {column} of {rows} x {columns}"
-    lit = heat(report.picture, cells, largest=largest)
-    return {"image": png_uri(lit), "where": where, "share": _percent(weight)}
+    return {"image": png_uri(heat(report.picture, cells, **scale)), "where": where, "share": _percent(weight)}
 
 
 def _word_cards(report: PairReport, part: PairDirection) -> list[dict[str, Any]]:
@@ -118,7 +120,8 @@ def _word_cards(report: PairReport, part: PairDirection) -> list[dict[str, Any]]
 def _shares_of_words(report: PairReport, part: PairDirection) -> list[dict[str, Any]]:
     """For each word the share that it has of the attention of every region, over the picture where there is one.
 
-    The pictures of a step have one scale: what is brightest in them is the largest share that any word has.
+    The pictures of a step have one scale: what is brightest in them is the largest share that any word has. Words are
+    fewer than regions, and their shares less different.
     """
     if report.picture is None:
         return []
@@ -127,7 +130,13 @@ def _shares_of_words(report: PairReport, part: PairDirection) -> list[dict[str, 
             "word": word,
             "looks": [
                 {
-                    **_over_picture(report, weights[:, index], f"{word}: looked at most", float(weights.max())),
+                    **_over_picture(
+                        report,
+                        weights[:, index],
+                        f"{word}: looked at most",
+                        largest=float(weights.max()),
+                        power=_POWERS["i2t"],
+                    ),
                     "temperature": None,
                 }
                 for weights in part.attention
@@ -138,10 +147,10 @@ def _shares_of_words(report: PairReport, part: PairDirection) -> list[dict[str, 
 
 
 def _table(
-    weights: np.ndarray, temperatures: np.ndarray, queries: Sequence[tuple[int, dict[str, Any]]]
+    weights: np.ndarray, temperatures: np.ndarray, queries: Sequence[tuple[int, dict[str, Any]]], power: float
 ) -> list[dict[str, Any]]:
     """For each query that is shown the weights in percent and how strongly their cells are tinted, 0 to 50."""
-    tint = np.rint(50 * np.sqrt(weights / max(float(weights.max()), 1e-12))).astype(int)
+    tint = np.rint(50 * (weights / max(float(weights.max()), 1e-12)) ** power).astype(int)
     return [
         {
             "query": query,
