@@ -1,7 +1,8 @@
 """Typed settings: what a model's or a training run's configuration is made of.
 
-Inside: `setting` (a field with its help text and bounds), `build` (from names and values, unknown names refused),
-`to_dict`, `from_text` (one value from the command line), `fields_of`, `unknown_name`.
+Inside: `setting` (a field with its help text and bounds), `other_default` (a field of another class with a default of
+its own), `build` (from names and values, unknown names refused), `to_dict`, `from_text` (one value from the command
+line), `fields_of`, `unknown_name`.
 
 A configuration is a frozen attrs class whose fields are all made by `setting`. Values come as Python objects, from YAML
 or from the command line; nothing in a configuration is ever imported or evaluated.
@@ -22,7 +23,7 @@ import attrs
 from itm_fast.documents import parse_yaml
 from itm_fast.messages import shown
 
-__all__ = ["build", "fields_of", "from_text", "setting", "to_dict"]
+__all__ = ["build", "fields_of", "from_text", "other_default", "setting", "to_dict"]
 
 Config = TypeVar("Config")
 _BOUNDS = {"minimum": "at least", "above": "above", "maximum": "at most", "below": "below"}
@@ -62,6 +63,12 @@ def setting(
     if factory is not None:
         return attrs.field(factory=factory, validator=_validate, metadata=metadata)
     return attrs.field(default=default, validator=_validate, metadata=metadata)
+
+
+def other_default(cls: type, name: str, default: Any) -> Any:
+    """The field `name` of the configuration class `cls` with another default, for a class that derives from it."""
+    field = fields_of(cls)[name]
+    return attrs.field(default=default, validator=field.validator, metadata=field.metadata)
 
 
 def fields_of(cls: type) -> dict[str, attrs.Attribute[Any]]:

@@ -35,7 +35,16 @@ SGRAF = {
     **SIZES, "word_dropout": 0.4, "alignment_dim": 256, "graph_steps": 3, "attention_dropout": 0.4,
     "temperature": 9.0, "negative_slope": 0.1,
 }  # fmt: skip
-SOURCES = {"scan": "Lee et al.", "rcar": "Plug-and-Play", "bfan": "Liu et al.", "vsepp": "Faghri et al."}
+POOLED = {"embed_dim": 1024, "image_pooling": "gpo", "text_pooling": "gpo"}
+GRU, BERT = {"word_dim": 300, "num_layers": 1, "bidirectional": True}, {"text_encoder": "bert"}
+AUGMENTED = {**ADAMW, "region_augmentation": 0.2}
+INFTY = {**AUGMENTED, "epochs": 25, "weight_decay": 1e-4, "lr_decay_every": 15, "warmup_epochs": 1}
+SLOW_BERT = {"weight_decay": 1e-4, "bert_lr_factor": 0.1}
+SOURCES = {
+    "scan": "Lee et al.", "rcar": "Plug-and-Play", "bfan": "Liu et al.", "vsepp": "Faghri et al.",
+    "vse-infty": "Best Pooling Strategy",
+    "s": "Similarity Reasoning and Filtration",
+}  # fmt: skip
 PUBLISHED = {
     "scan-t2i-f30k": ("scan", FLICKR, {**SCAN, **T2I, **MEAN}),
     "scan-t2i-lse-f30k": ("scan", FLICKR, {**SCAN, **T2I, **LSE, "t2i_logsumexp_temperature": 6.0}),
@@ -73,6 +82,14 @@ PUBLISHED = {
     "saf-coco": ("sgraf", {"epochs": 20, "lr": 2e-4, "lr_decay_every": 10}, {**SGRAF, "module": "saf"}),
     "vsepp-f30k": ("vsepp", FLICKR, VSEPP),
     "vsepp-coco": ("vsepp", FLICKR, VSEPP),
+    **{
+        f"{name}-{data}": published
+        for data in ("f30k", "coco")
+        for name, published in {
+            "vse-infty": ("vse_infty", INFTY, {**POOLED, **GRU, "image_encoder": "residual"}),
+            "vse-infty-bert": ("vse_infty", {**INFTY, **SLOW_BERT}, {**POOLED, **BERT, "image_encoder": "residual"}),
+        }.items()
+    },
 }
 
 
@@ -110,7 +127,7 @@ def test_a_recipe_holds_the_published_numbers(name: str) -> None:
     assert rates == pytest.approx([numbers["lr"]] * before + [numbers["lr"] / 10] * (settings.epochs - before))
     built = models.create(model, vocab_size=5, **options).config
     assert {option: getattr(built, option) for option in options} == options
-    assert SOURCES.get(name.split("-")[0], "Similarity Reasoning and Filtration") in recipe.source
+    assert next(source for start, source in SOURCES.items() if name.startswith(start)) in recipe.source
     assert {"f30k": "Flickr30K", "coco": "MS-COCO"}[name.split("-")[-1]] in recipe.description
 
 

@@ -12,7 +12,8 @@ from itm_fast import models
 from itm_fast.fragments import Fragments
 from itm_fast.nn import ResidualImageEncoder
 
-KINDS = pytest.mark.parametrize("projected", [False, True])
+SETTINGS = {"residual": {}, "projected_residual": {"projected": True}, "mlp": {"projected": True, "residual": False}}
+KINDS = pytest.mark.parametrize("kind", SETTINGS)
 
 
 def moments(encoder: ResidualImageEncoder, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,14 +29,15 @@ def expected(encoder: ResidualImageEncoder, rows: Tensor, mean: Tensor, variance
     weights = {name: value.detach().double() for name, value in encoder.state_dict().items()}
     hidden = moments(encoder, rows)[0]
     normed = (hidden - mean) / (variance + 1e-5).sqrt() * weights["mlp.1.weight"] + weights["mlp.1.bias"]
-    residual = normed.clamp(min=0) @ weights["mlp.3.weight"].T + weights["mlp.3.bias"]
-    result = rows.double() @ weights["fc.weight"].T + weights["fc.bias"] + residual
+    result = normed.clamp(min=0) @ weights["mlp.3.weight"].T + weights["mlp.3.bias"]
+    if encoder.residual:
+        result = result + rows.double() @ weights["fc.weight"].T + weights["fc.bias"]
     return result / result.square().sum(1, keepdim=True).sqrt()
 
 
-def make(projected: bool) -> ResidualImageEncoder:
+def make(kind: str) -> ResidualImageEncoder:
     torch.manual_seed(0)
-    encoder = ResidualImageEncoder(10, 12, projected=projected)
+    encoder = ResidualImageEncoder(10, 12, **SETTINGS[kind])
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -43,9 +45,9 @@ def make(projected: bool) -> ResidualImageEncoder:
 
 
 @KINDS
-def test_values_in_training_and_evaluation(projected: bool) -> None:
-    encoder = make(projected)
-    assert encoder.mlp[0].weight.shape == (6, 12 if projected else 10)
+def test_values_in_training_and_evaluation(kind: str) -> None:
+    encoder = make(kind)
+    assert encoder.mlp[0].weight.shape == (6, 10 if kind == "residual" else 12)
     first, second = torch.randn(4, 5, 10), 3 + torch.randn(3, 5, 10)
     mean, variance = torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
     for features in (first, second):
@@ -65,7 +67,7 @@ def test_values_in_training_and_evaluation(projected: bool) -> None:
 
 
 @KINDS
-def test_normalisation_sees_no_padding(projected: bool) -> None:
+def test_normalisation_sees_no_padding(kind: str) -> None:
     """Whatever stands behind the regions, results, statistics and gradients are those of the regions alone."""
     lengths, ends = torch.tensor([3, 0, 5, 1]), [0, 3, 3, 8, 9]
     real = torch.randn(9, 10)
@@ -74,23 +76,23 @@ def test_normalisation_sees_no_padding(projected: bool) -> None:
         padded = torch.full((4, 5, 10), padding)
         for index, length in enumerate(lengths.tolist()):
             padded[index, :length] = real[ends[index] : ends[index + 1]]
-        encoder = make(projected)
+        encoder = make(kind)
         regions = encoder(Fragments.from_padded(padded, lengths))
         regions.values.square().sum(1).log().sum().backward()
         regions.values.detach_()
         results.append((regions.values, encoder.mlp[1].running_mean, encoder.mlp[0].weight.grad))
     for left, right in zip(*results, strict=True):
         assert torch.equal(left, right)
-    encoder = make(projected)
+    encoder = make(kind)
     _, mean, variance = moments(encoder, real)
     torch.testing.assert_close(results[0][0].double(), expected(encoder, real, mean, variance), rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(results[0][1].double(), 0.1 * mean, rtol=1e-5, atol=1e-6)
 
 
 @KINDS
-def test_start_of_the_weights(projected: bool) -> None:
+def test_start_of_the_weights(kind: str) -> None:
     torch.manual_seed(0)
-    encoder = ResidualImageEncoder(40, 60, projected=projected)
+    encoder = ResidualImageEncoder(40, 60, **SETTINGS[kind])
     bound = math.sqrt(6 / 100)
     assert float(encoder.fc.weight.detach().abs().max()) <= bound
     assert float(encoder.fc.weight.detach().std()) == pytest.approx(bound / math.sqrt(3), rel=0.05)
@@ -98,7 +100,7 @@ def test_start_of_the_weights(projected: bool) -> None:
 
 
 def test_one_region_in_training_takes_the_running_statistics() -> None:
-    encoder = make(False)
+    encoder = make("residual")
     encoder(torch.randn(4, 5, 10))
     before = encoder.mlp[1].running_mean.clone()
     single = torch.randn(1, 1, 10)
@@ -109,13 +111,19 @@ def test_one_region_in_training_takes_the_running_statistics() -> None:
     assert (empty.values.shape, empty.offsets.tolist()) == ((0, 12), [0, 0, 0, 0])
 
 
+def test_a_linear_layer_that_nobody_reads_is_refused() -> None:
+    with pytest.raises(ValueError, match="residual: expected True where the perceptron sees the features"):
+        ResidualImageEncoder(10, 12, residual=False)
+
+
 @pytest.mark.parametrize("name", ["scan", "vsepp"])
-@pytest.mark.parametrize(("kind", "projected"), [("residual", False), ("projected_residual", True)])
-def test_every_model_takes_it(name: str, kind: str, projected: bool) -> None:
+@KINDS
+def test_every_model_takes_it(name: str, kind: str) -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 9, "feature_dim": 10, "embed_dim": 12, "word_dim": 7}
     model = models.create(name, **sizes, image_encoder=kind).eval()
-    assert model.image_encoder.projected is projected
+    built = model.image_encoder
+    assert (built.projected, built.residual) == (kind != "residual", kind != "mlp")
     features = torch.randn(3, 5, 10)
     regions = model.image_encoder(features).values.reshape(3, 5, 12)
     encoded = model.encode_images(features)

@@ -137,8 +137,7 @@ def test_a_vocabulary_gets_a_mask_behind_its_words() -> None:
 def seen_by(settings: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[list[int]]]]:
     """The captions that the model encodes in training and in evaluation, batch by batch, in a whole run."""
     seen: dict[str, list[list[list[int]]]] = {"training": [], "evaluation": []}
-    kinds = {"bfan": models.BFAN, "scan": models.SCAN, "sgraf": models.SGRAF, "vsepp": models.VSEPP}
-    kind = kinds[settings.model]
+    kind = models.base._MODELS[settings.model]
     encode = kind.encode_captions
 
     def recording(self: models.MatchingModel, ids: torch.Tensor, lengths: torch.Tensor) -> object:

@@ -10,11 +10,18 @@ import sys
 from pathlib import Path
 
 from itm_fast.cli.options import markdown_table
-from itm_fast.models import BFANConfig, SCANConfig, SGRAFConfig, VSEPPConfig
+from itm_fast.models import BFANConfig, SCANConfig, SGRAFConfig, VSEInftyConfig, VSEPPConfig
 from itm_fast.training import TrainConfig, recipes
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "training.md"
-TABLES = {"train": TrainConfig, "scan": SCANConfig, "bfan": BFANConfig, "sgraf": SGRAFConfig, "vsepp": VSEPPConfig}
+TABLES = {
+    "train": TrainConfig,
+    "scan": SCANConfig,
+    "bfan": BFANConfig,
+    "sgraf": SGRAFConfig,
+    "vsepp": VSEPPConfig,
+    "vse_infty": VSEInftyConfig,
+}
 
 
 def rendered(text: str) -> str:

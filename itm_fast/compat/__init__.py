@@ -17,7 +17,7 @@ import attrs
 
 from itm_fast import config as settings
 from itm_fast import files
-from itm_fast.compat import rcar, scan, sgraf
+from itm_fast.compat import rcar, rvsepp, scan, sgraf, vse_infty
 from itm_fast.compat.checkpoint import OfficialCheckpoint, read_checkpoint
 from itm_fast.data import Vocabulary
 from itm_fast.models.base import MatchingModel
@@ -38,6 +38,8 @@ SOURCES: Mapping[str, Source] = {
     "scan": Source(scan.read),
     "sgraf": Source(sgraf.read),
     "rcar": Source(rcar.read, adds_mask=True),
+    "vse_infty": Source(vse_infty.read, adds_mask=True),
+    "rvsepp": Source(rvsepp.read, adds_mask=True),
 }
 
 
@@ -54,8 +56,8 @@ def convert(
     Args:
         source: the published code that wrote it, one of `SOURCES`.
         checkpoint: its file, such as `model_best.pth.tar`; nothing in it is executed.
-        vocabulary: the vocabulary JSON it was trained with; it is copied into `out`, with `<mask>` behind its words
-            where the published code put it there.
+        vocabulary: the vocabulary JSON it was trained with, or `vocab.txt` of BERT; `out` gets it as JSON, with
+            `<mask>` behind its words where the published code put it there.
         out: the folder to write; it must not hold another model. What a conversion of the same files that was killed
             left there is no hindrance.
         ignored_options: names of unknown options of the checkpoint that do not change its scores.
@@ -79,7 +81,8 @@ def convert(
     official = read_checkpoint(checkpoint, ignored_options=ignored_options)
     model = SOURCES[source].read(official, len(words))
     # The model's own files come last: until they are whole the folder is no saved model.
-    vocabulary_bytes = vocabulary.read_bytes() if words is known else words.to_json().encode()
+    as_it_is = words is known and vocabulary.suffix != ".txt"
+    vocabulary_bytes = vocabulary.read_bytes() if as_it_is else words.to_json().encode()
     contents = {VOCABULARY: vocabulary_bytes, **model.file_contents()}
     _check_contents(folder, contents)
     for name, content in contents.items():

@@ -1,12 +1,13 @@
 """Data: the published precomputed layout, vocabularies, batches, and the bundled emoji pictures.
 
 `dataset` gives batches of images and captions, `precomputed` the same from a split on disk, whose files `layout` reads;
-`vocabulary` and `tokenization` turn captions into token ids; `loading` says which captions form a batch;
-`augmentation` changes captions in training; `check` lists what is wrong with a folder; `emoji` is a real data set that
-comes with the package.
+`vocabulary` and `tokenization` turn captions into token ids, `bert_vocabulary` into those of BERT; `loading` says which
+captions form a batch; `augmentation` changes captions and images in training; `check` lists what is wrong with a
+folder; `emoji` is a real data set that comes with the package.
 """
 
-from .augmentation import TextAugmentation
+from .augmentation import BatchAugmentation, RegionAugmentation, TextAugmentation
+from .bert_vocabulary import BertVocabulary
 from .dataset import Batch, CaptionDataset
 from .loading import BatchLoader, EpochSampler
 from .precomputed import PrecomputedDataset
@@ -15,10 +16,13 @@ from .vocabulary import Vocabulary, find_vocabulary, load_vocabulary
 
 __all__ = [
     "Batch",
+    "BatchAugmentation",
     "BatchLoader",
+    "BertVocabulary",
     "CaptionDataset",
     "EpochSampler",
     "PrecomputedDataset",
+    "RegionAugmentation",
     "TextAugmentation",
     "Vocabulary",
     "find_vocabulary",

@@ -1,13 +1,16 @@
-"""Text size augmentation: captions that lose and change words in training.
+"""Size augmentation: captions that lose and change words, and images that lose regions, in training.
 
-Inside: `TextAugmentation`.
+Inside: `TextAugmentation`, `RegionAugmentation`, and `BatchAugmentation`, which is both.
 """
 
 from __future__ import annotations
 
+import attrs
 import torch
 from torch import Tensor
 
+from ..fragments import Fragments
+from .dataset import Batch
 from .vocabulary import Vocabulary
 
 # Of the words that change, the shares that become `<mask>` and that become another word; the rest are deleted.
@@ -18,7 +21,8 @@ class TextAugmentation:
     """Changes each word of a caption with a probability: half to `<mask>`, a tenth to a random word, the rest deleted.
 
     `<start>` and `<end>` stay. The random words are those of the vocabulary that have a meaning: not `<pad>`,
-    `<start>`, `<end>`, `<unk>` and `<mask>`. A caption that would lose all of its words stays as it was.
+    `<start>`, `<end>`, `<unk>` and `<mask>`. A caption that would lose all of its words stays as it was. Of a word that
+    is several pieces of a BERT vocabulary all change together, each of them to a random piece of its own.
     Source: Chen et al., "Learning the Best Pooling Strategy for Visual Semantic Embedding" (CVPR 2021), whose code has
     the probability 0.2.
 
@@ -41,6 +45,10 @@ class TextAugmentation:
             raise ValueError("vocabulary: text augmentation needs a word to draw, found none")
         self.probability = probability
         self._words, self._pad, self._mask = torch.tensor(words), vocabulary.pad, vocabulary.mask
+        self._continues: Tensor | None = None
+        if vocabulary.continuations:
+            self._continues = torch.zeros(len(vocabulary), dtype=torch.bool)
+            self._continues[torch.tensor(vocabulary.continuations)] = True
 
     def __call__(
         self, token_ids: Tensor, lengths: Tensor, generator: torch.Generator | None = None
@@ -57,6 +65,9 @@ class TextAugmentation:
         is_word = inside & (columns > 0) & (columns < lengths[:, None] - 1)
         # Uniform in [0, 1) among the words that change, at least 1 for those that stay.
         draw = torch.rand(token_ids.shape, generator=generator) / self.probability
+        if self._continues is not None and token_ids.numel():
+            # Pieces share the draw of the piece that their word starts with: the last before them that continues none.
+            draw = draw.gather(1, torch.where(self._continues[token_ids], 0, columns).cummax(1).values)
         random_words = self._words[torch.randint(len(self._words), token_ids.shape, generator=generator)]
         deleted = is_word & (draw >= _MASKED + _REPLACED) & (draw < 1)
         bare = deleted.sum(1) == is_word.sum(1)
@@ -68,3 +79,59 @@ class TextAugmentation:
         result = torch.full((len(lengths), width), self._pad, dtype=token_ids.dtype)
         result[torch.arange(width) < new_lengths[:, None]] = changed[kept]
         return result, new_lengths
+
+
+class RegionAugmentation:
+    """Drops each region of an image with a probability. An image that would lose all of its regions keeps them.
+
+    Source: as `TextAugmentation`, with the probability 0.2.
+
+    Args:
+        probability: of each region to be dropped, above 0 and below 1.
+
+    Raises:
+        ValueError: the probability is out of bounds.
+    """
+
+    def __init__(self, probability: float = 0.2) -> None:
+        if not 0 < probability < 1:
+            raise ValueError(f"probability: expected a number above 0 and below 1, got {probability}")
+        self.probability = probability
+
+    def __call__(self, features: Tensor, generator: torch.Generator | None = None) -> Fragments:
+        """The regions that are left of n images, in their order.
+
+        Args:
+            features: (n, k, f) on the CPU.
+            generator: draws the regions; None: torch's own generator, which a run's saved state holds.
+        """
+        kept = torch.rand(features.shape[:2], generator=generator) >= self.probability
+        kept |= ~kept.any(1, keepdim=True)
+        lengths = kept.sum(1)
+        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        longest = int(lengths.max()) if len(lengths) else 0
+        return Fragments(features[kept], offsets, check=False, max_length=longest)
+
+
+class BatchAugmentation:
+    """What training changes in a batch.
+
+    Args:
+        vocabulary: that of the captions.
+        words: the probability of `TextAugmentation`; 0: captions stay as they are.
+        regions: the probability of `RegionAugmentation`; 0: images stay as they are.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, words: float = 0.0, regions: float = 0.0) -> None:
+        self._words = TextAugmentation(vocabulary, words) if words else None
+        self._regions = RegionAugmentation(regions) if regions else None
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Another batch, on the CPU as the given one, drawn from torch's own generator."""
+        if self._words is not None:
+            token_ids, lengths = self._words(batch.token_ids, batch.lengths)
+            batch = attrs.evolve(batch, token_ids=token_ids, lengths=lengths)
+        if self._regions is not None and isinstance(batch.features, Tensor):
+            batch = attrs.evolve(batch, features=self._regions(batch.features))
+        return batch

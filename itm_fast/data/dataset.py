@@ -6,12 +6,14 @@ Inside: `Batch`, `CaptionDataset`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..fragments import Fragments
 from .vocabulary import Vocabulary
 
 Indices = Tensor | np.ndarray | Sequence[int]
@@ -21,11 +23,12 @@ Indices = Tensor | np.ndarray | Sequence[int]
 class Batch:
     """n captions, each with its image.
 
-    features (n, k, f) float32; token_ids (n, L) int64, padded with the vocabulary's `<pad>`; lengths (n,) int64,
-    `<start>` and `<end>` counted; image_index and caption_index (n,) int64: which image and caption of the split.
+    features (n, k, f) float32, or Fragments of rows (N, f) where images lost regions; token_ids (n, L) int64, padded
+    with the vocabulary's `<pad>`; lengths (n,) int64, `<start>` and `<end>` counted; image_index and caption_index (n,)
+    int64: which image and caption of the split.
     """
 
-    features: Tensor
+    features: Tensor | Fragments
     token_ids: Tensor
     lengths: Tensor
     image_index: Tensor
@@ -36,13 +39,13 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on `device`."""
-        return Batch(*(tensor.to(device, non_blocking=non_blocking) for tensor in self._tensors()))
+        return Batch(*(part.to(device, non_blocking=non_blocking) for part in self._parts()))
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory; `torch.utils.data.DataLoader(pin_memory=True)` calls this."""
-        return Batch(*(tensor.pin_memory() for tensor in self._tensors()))
+        return Batch(*(part.pin_memory() for part in self._parts()))
 
-    def _tensors(self) -> tuple[Tensor, ...]:
+    def _parts(self) -> tuple[Any, ...]:
         return self.features, self.token_ids, self.lengths, self.image_index, self.caption_index
 
 

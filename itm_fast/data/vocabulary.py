@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .. import documents, files
 from ..messages import shown
@@ -30,17 +30,21 @@ class Vocabulary:
     vocabulary has no `<mask>`, as those published with SCAN).
     """
 
+    special: ClassVar[tuple[str, ...]] = (PAD, START, END, UNK)
+    mask_word: ClassVar[str] = MASK
+    kinds: ClassVar[dict[str, type[Vocabulary]]] = {}  # Of other than the published JSON, by its `kind`.
+
     def __init__(self, words: Iterable[str]) -> None:
         self.words = list(words)
         self._ids = {word: index for index, word in enumerate(self.words)}
         if len(self._ids) != len(self.words):
             repeated = next(word for word, count in Counter(self.words).items() if count > 1)
             raise ValueError(f"vocabulary: the word {shown(repeated)} occurs more than once")
-        missing = [word for word in (PAD, START, END, UNK) if word not in self._ids]
+        missing = [word for word in self.special if word not in self._ids]
         if missing:
-            raise ValueError(f"vocabulary: expected the words <pad> <start> <end> <unk>, found no {' '.join(missing)}")
-        self.pad, self.start, self.end, self.unk = (self._ids[word] for word in (PAD, START, END, UNK))
-        self.mask: int | None = self._ids.get(MASK)
+            raise ValueError(f"vocabulary: expected the words {' '.join(self.special)}, found no {' '.join(missing)}")
+        self.pad, self.start, self.end, self.unk = (self._ids[word] for word in self.special)
+        self.mask: int | None = self._ids.get(self.mask_word)
 
     def __len__(self) -> int:
         return len(self.words)
@@ -49,12 +53,12 @@ class Vocabulary:
         return word in self._ids
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Vocabulary) and self.words == other.words
+        return isinstance(other, Vocabulary) and type(self) is type(other) and self.words == other.words
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"Vocabulary({len(self)} words)"
+        return f"{type(self).__name__}({len(self)} words)"
 
     @classmethod
     def build(cls, captions: Iterable[str], min_count: int = 4) -> Vocabulary:
@@ -73,18 +77,40 @@ class Vocabulary:
     def from_file(cls, path: str | os.PathLike[str]) -> Vocabulary:
         """Reads the published JSON: `word2idx`, and `idx2word` and `idx` where present.
 
+        A `.txt` file, or JSON of the kind "bert", gives a `BertVocabulary`.
+
         Raises ValueError naming the file where it is no such JSON, its ids are not 0 ... n - 1, its parts disagree, or
         one of `<pad> <start> <end> <unk>` is missing; FileNotFoundError where there is no such file.
         """
+        if Path(path).suffix == ".txt":
+            return cls.kinds["bert"].from_text(path)
         content = documents.read_json(path, MAX_BYTES, "a vocabulary as UTF-8 JSON")
         try:
-            return cls(_words_by_id(content))
+            words = _words_by_id(content)
+            kind = content.get("kind")
+            if kind is not None and (not isinstance(kind, str) or kind not in cls.kinds):
+                raise ValueError(f"vocabulary: expected the kind {' or '.join(cls.kinds)}, got {shown(kind)}")
+            return cls(words) if kind is None else cls.kinds[kind]._from_content(content, words)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
+    @classmethod
+    def from_text(cls, path: str | os.PathLike[str]) -> Vocabulary:
+        """Reads a list of words, which says what they are in a `BertVocabulary` alone; ValueError in others."""
+        raise ValueError(f"{path}: expected a vocabulary as UTF-8 JSON")
+
+    @classmethod
+    def _from_content(cls, _content: Any, words: list[str]) -> Vocabulary:
+        return cls(words)
+
+    @property
+    def continuations(self) -> list[int]:
+        """The ids of pieces that continue the word before them; here every id is a whole word."""
+        return []
+
     def with_mask(self) -> Vocabulary:
         """This vocabulary, or where it has no `<mask>` one with `<mask>` behind its words, whose ids stay."""
-        return self if self.mask is not None else Vocabulary([*self.words, MASK])
+        return self if self.mask is not None else Vocabulary([*self.words, self.mask_word])
 
     def to_json(self) -> str:
         """The published JSON."""

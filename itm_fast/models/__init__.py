@@ -4,17 +4,22 @@ from itm_fast.models.base import MatchingModel, config_class, create, load, name
 from itm_fast.models.bfan import BFAN, BFANConfig
 from itm_fast.models.scan import SCAN, SCANConfig
 from itm_fast.models.sgraf import SGRAF, SGRAFConfig
+from itm_fast.models.vse_infty import RVSEPP, RVSEPPConfig, VSEInfty, VSEInftyConfig
 from itm_fast.models.vsepp import VSEPP, VSEPPConfig
 
 __all__ = [
     "BFAN",
+    "RVSEPP",
     "SCAN",
     "SGRAF",
     "VSEPP",
     "BFANConfig",
     "MatchingModel",
+    "RVSEPPConfig",
     "SCANConfig",
     "SGRAFConfig",
+    "VSEInfty",
+    "VSEInftyConfig",
     "VSEPPConfig",
     "config_class",
     "create",

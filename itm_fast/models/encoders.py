@@ -1,6 +1,6 @@
 """The encoders that the models share, and their settings.
 
-Inside: `EncoderConfig`, `make_image_encoder`, `make_text_encoder`.
+Inside: `EncoderConfig`, `make_image_encoder`, `make_text_encoder`; `BertEncoderConfig`, `make_bert_encoder`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import attrs
 from torch import nn
 
 from itm_fast.config import setting
-from itm_fast.nn import ImageEncoder, PatchEncoder, ResidualImageEncoder, TextEncoder
+from itm_fast.nn import BertTextEncoder, ImageEncoder, PatchEncoder, ResidualImageEncoder, TextEncoder
 
-__all__ = ["EncoderConfig", "make_image_encoder", "make_text_encoder"]
+__all__ = ["BertEncoderConfig", "EncoderConfig", "make_bert_encoder", "make_image_encoder", "make_text_encoder"]
 
 _IMAGE_ENCODERS: dict[str, Callable[..., nn.Module]] = {
     "linear": ImageEncoder,
     "residual": ResidualImageEncoder,
     "projected_residual": partial(ResidualImageEncoder, projected=True),
+    "mlp": partial(ResidualImageEncoder, projected=True, residual=False),
     "patches": PatchEncoder,
 }
 
@@ -37,12 +38,27 @@ class EncoderConfig:
     image_encoder: str = setting(
         "linear",
         help="A linear layer over region features; beside it a perceptron with batch normalisation that sees the "
-        "features (residual) or what the linear layer makes of them (projected_residual); or a small convolutional "
-        "network over raw patches.",
+        "features (residual) or what the linear layer makes of them (projected_residual), or behind it (mlp); or a "
+        "small convolutional network over raw patches.",
         choices=tuple(_IMAGE_ENCODERS),
     )
     no_imgnorm: bool = setting(False, help="Do not l2-normalise the image embeddings.")
     no_txtnorm: bool = setting(False, help="Do not l2-normalise the text embeddings.")
+
+
+@attrs.frozen(kw_only=True)
+class BertEncoderConfig(EncoderConfig):
+    """Settings of models that read captions by a GRU or by BERT; `itm-fast train --bert DIR` sets those of BERT."""
+
+    text_encoder: str = setting(
+        "gru", help="Captions are read by a GRU over word vectors, or by BERT.", choices=("gru", "bert")
+    )
+    bert_dim: int = setting(768, help="Width of BERT's states.", minimum=1)
+    bert_layers: int = setting(12, help="Layers of BERT.", minimum=1, maximum=256)
+    bert_heads: int = setting(12, help="Attention heads of BERT.", minimum=1)
+    bert_hidden_dim: int = setting(3072, help="Width of BERT's perceptrons.", minimum=1)
+    bert_max_length: int = setting(512, help="Longest caption in tokens that BERT reads.", minimum=2)
+    bert_dropout: float = setting(0.1, help="Dropout within BERT in training.", minimum=0, below=1)
 
 
 def make_image_encoder(config: EncoderConfig, *, no_imgnorm: bool) -> nn.Module:
@@ -59,5 +75,20 @@ def make_text_encoder(config: EncoderConfig, *, bidirectional: bool = True, no_t
         num_layers=config.num_layers,
         word_dropout=config.word_dropout,
         bidirectional=bidirectional,
+        no_txtnorm=no_txtnorm,
+    )
+
+
+def make_bert_encoder(config: BertEncoderConfig, *, no_txtnorm: bool) -> BertTextEncoder:
+    """Token ids of a `BertVocabulary` to Fragments of embeddings of its pieces; BERT's weights are random."""
+    return BertTextEncoder(
+        config.vocab_size,
+        config.embed_dim,
+        bert_dim=config.bert_dim,
+        layers=config.bert_layers,
+        heads=config.bert_heads,
+        hidden_dim=config.bert_hidden_dim,
+        max_length=config.bert_max_length,
+        dropout=config.bert_dropout,
         no_txtnorm=no_txtnorm,
     )

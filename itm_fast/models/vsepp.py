@@ -8,25 +8,37 @@ from torch import Tensor
 from itm_fast.config import setting
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel, register
-from itm_fast.models.encoders import EncoderConfig, make_image_encoder, make_text_encoder
-from itm_fast.nn import ImageEncoder, final_states, inner_products, l2norm, mean_pool
+from itm_fast.models.encoders import BertEncoderConfig, make_bert_encoder, make_image_encoder, make_text_encoder
+from itm_fast.nn import (
+    BertTextEncoder,
+    GeneralizedPooling,
+    ImageEncoder,
+    TextEncoder,
+    final_states,
+    inner_products,
+    l2norm,
+    mean_pool,
+)
 from itm_fast.nn.image_encoder import as_regions
 
 __all__ = ["VSEPP", "VSEPPConfig"]
 
 
 @attrs.frozen(kw_only=True)
-class VSEPPConfig(EncoderConfig):
+class VSEPPConfig(BertEncoderConfig):
     """Settings of VSE++; the defaults are the published ones, with the mean of the regions as the image."""
 
     bidirectional: bool = setting(
         False, help="Read captions in both directions and take the mean of both; published: forwards."
     )
+    image_pooling: str = setting(
+        "mean", help="The image is the mean of its regions, or their generalized pooling.", choices=("mean", "gpo")
+    )
     text_pooling: str = setting(
         "last",
-        help="The caption is the GRU's last state (published; of both directions where it has two), or the mean of its "
-        "states.",
-        choices=("last", "mean"),
+        help="The caption is the GRU's last state (VSE++; of both directions where it has two), the mean of its "
+        "states, or their generalized pooling.",
+        choices=("last", "mean", "gpo"),
     )
 
 
@@ -41,11 +53,24 @@ class VSEPP(MatchingModel):
         super().__init__()
         self.config = config
         self.image_encoder = make_image_encoder(config, no_imgnorm=True)
-        self.text_encoder = make_text_encoder(config, bidirectional=config.bidirectional, no_txtnorm=True)
+        self.text_encoder: TextEncoder | BertTextEncoder
+        if config.text_encoder == "bert":
+            if config.text_pooling == "last":
+                raise ValueError("text_pooling: expected mean or gpo where BERT reads the captions, got last")
+            self.text_encoder = make_bert_encoder(config, no_txtnorm=True)
+        else:
+            self.text_encoder = make_text_encoder(config, bidirectional=config.bidirectional, no_txtnorm=True)
+        self.image_pool = GeneralizedPooling() if config.image_pooling == "gpo" else None
+        self.text_pool = GeneralizedPooling() if config.text_pooling == "gpo" else None
 
     def encode_images(self, features: Tensor | Fragments) -> Tensor:
-        """Region features (n, k, f), or Fragments of rows (N, f), to (n, d); an image without regions is zero."""
-        if isinstance(self.image_encoder, ImageEncoder):
+        """Region features (n, k, f), or Fragments of rows (N, f), to (n, d).
+
+        An image without regions is zero; generalized pooling refuses it as a ValueError.
+        """
+        if self.image_pool is not None:
+            images = self.image_pool(self.image_encoder(features))
+        elif isinstance(self.image_encoder, ImageEncoder):
             # The mean commutes with a linear layer, which then has one row per image to do.
             regions = as_regions(features, self.config.feature_dim)
             images = self.image_encoder.fc(mean_pool(regions)).masked_fill((regions.lengths == 0)[:, None], 0.0)
@@ -54,12 +79,16 @@ class VSEPP(MatchingModel):
         return images if self.config.no_imgnorm else l2norm(images)
 
     def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Tensor:
-        """Padded token ids (n, L) int64 and lengths (n,) to (n, d); a caption without words is zero."""
-        if self.config.text_pooling == "last":
+        """Padded token ids (n, L) int64 and lengths (n,) to (n, d).
+
+        A caption without words is zero; generalized pooling refuses it as a ValueError.
+        """
+        if isinstance(self.text_encoder, TextEncoder) and self.config.text_pooling == "last":
             states = self.text_encoder.states(token_ids, lengths)
             captions = final_states(states, bidirectional=self.config.bidirectional)
         else:
-            captions = mean_pool(self.text_encoder(token_ids, lengths))
+            pool = mean_pool if self.text_pool is None else self.text_pool
+            captions = pool(self.text_encoder(token_ids, lengths))
         return captions if self.config.no_txtnorm else l2norm(captions)
 
     def score(self, images: Tensor, captions: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """Building blocks as modules: encoders, normalisation, pooling, attention and its regulators."""
 
 from itm_fast.nn.attention import CrossAttentionScores
+from itm_fast.nn.bert_text_encoder import BertTextEncoder
+from itm_fast.nn.generalized_pooling import GeneralizedPooling
 from itm_fast.nn.gradient_sparse import GradientSparseScores
 from itm_fast.nn.image_encoder import ImageEncoder
 from itm_fast.nn.normalization import l2norm
@@ -17,8 +19,10 @@ from itm_fast.nn.similarity import inner_products
 from itm_fast.nn.text_encoder import TextEncoder
 
 __all__ = [
+    "BertTextEncoder",
     "CrossAttentionAlignments",
     "CrossAttentionScores",
+    "GeneralizedPooling",
     "GradientSparseScores",
     "ImageEncoder",
     "PatchEncoder",

@@ -17,19 +17,32 @@ class ResidualImageEncoder(nn.Module):
 
     The perceptron has a hidden layer of half the embedding's width with batch normalisation and ReLU. Sources: Chen et
     al., "Learning the Best Pooling Strategy for Visual Semantic Embedding" (CVPR 2021), and RCAR, where it sees the
-    features; RVSE++ has it on the projected features, `fc(x) + MLP(fc(x))`. The statistics of the batch
-    normalisation are those of regions alone: padding never enters them.
+    features; RVSE++ has it on the projected features, `fc(x) + MLP(fc(x))`, and VSE (MLP), which it is compared with,
+    in a row, `MLP(fc(x))` (Li et al., "Selectively Hard Negative Mining for Alleviating Gradient Vanishing in
+    Image-Text Matching", Figure 2). The statistics of the batch normalisation are those of regions alone: padding never
+    enters them.
 
     Args:
         feature_dim: width f of the region features.
         embed_dim: width d of the embeddings.
         projected: the perceptron sees `fc(x)` (RVSE++) in place of `x`.
+        residual: False leaves the sum out, so that the perceptron's output is the embedding (VSE (MLP)).
         no_imgnorm: leave the l2 normalisation out.
     """
 
-    def __init__(self, feature_dim: int, embed_dim: int, *, projected: bool = False, no_imgnorm: bool = False) -> None:
+    def __init__(
+        self,
+        feature_dim: int,
+        embed_dim: int,
+        *,
+        projected: bool = False,
+        residual: bool = True,
+        no_imgnorm: bool = False,
+    ) -> None:
         super().__init__()
-        self.projected, self.no_imgnorm = projected, no_imgnorm
+        if not (projected or residual):
+            raise ValueError("residual: expected True where the perceptron sees the features; fc(x) is lost otherwise")
+        self.projected, self.residual, self.no_imgnorm = projected, residual, no_imgnorm
         hidden = max(embed_dim // 2, 1)
         self.fc = linear_layer(feature_dim, embed_dim)
         self.mlp = nn.Sequential(
@@ -43,7 +56,8 @@ class ResidualImageEncoder(nn.Module):
         """`features` (n, k, f), or Fragments of rows (N, f), to Fragments of rows (n * k or N, d)."""
         regions = as_regions(features, self.fc.in_features)
         embedded = self.fc(regions.values)
-        embedded = embedded + self.mlp(embedded if self.projected else regions.values)
+        added = self.mlp(embedded if self.projected else regions.values)
+        embedded = embedded + added if self.residual else added
         return regions.with_values(embedded if self.no_imgnorm else l2norm(embedded))
 
 

@@ -61,7 +61,7 @@ class TextEncoder(nn.Module):
 
     def _packed_states(self, token_ids: Tensor, lengths: Tensor) -> tuple[Tensor, _Packing]:
         """No work is done on padding: the GRU runs on the packed words, longest captions first."""
-        self._check(token_ids, lengths)
+        check_captions(token_ids, lengths, self.embed.num_embeddings)
         packing = _Packing(lengths, token_ids.device)
         if packing.n_rows == 0:
             directions = 2 if self.rnn.bidirectional else 1
@@ -69,24 +69,26 @@ class TextEncoder(nn.Module):
         words = self.dropout(self.embed(token_ids.reshape(-1)[packing.padded_index(token_ids.shape[1])]))
         return self.rnn(PackedSequence(words, packing.batch_sizes))[0].data, packing
 
-    def _check(self, token_ids: Tensor, lengths: Tensor) -> None:
-        if token_ids.dim() != 2 or token_ids.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"token_ids: expected an integer tensor (n, L), got {token_ids.dtype} of shape {tuple(token_ids.shape)}"
-            )
-        if lengths.shape != token_ids.shape[:1] or lengths.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"lengths: expected an integer tensor of shape ({token_ids.shape[0]},), "
-                f"got {lengths.dtype} of shape {tuple(lengths.shape)}"
-            )
-        if token_ids.device.type != "cpu" or token_ids.numel() == 0:
-            return
-        low, high = int(token_ids.min()), int(token_ids.max())
-        if low < 0 or high >= self.embed.num_embeddings:
-            raise ValueError(f"token_ids: expected ids from 0 to {self.embed.num_embeddings - 1}, got {low} to {high}")
-        low, high = int(lengths.min()), int(lengths.max())
-        if low < 0 or high > token_ids.shape[1]:
-            raise ValueError(f"lengths: expected values from 0 to {token_ids.shape[1]}, got {low} to {high}")
+
+def check_captions(token_ids: Tensor, lengths: Tensor, vocab_size: int) -> None:
+    """ValueError where padded ids (n, L) and lengths (n,) do not fit; values are looked at on the CPU alone."""
+    if token_ids.dim() != 2 or token_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"token_ids: expected an integer tensor (n, L), got {token_ids.dtype} of shape {tuple(token_ids.shape)}"
+        )
+    if lengths.shape != token_ids.shape[:1] or lengths.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"lengths: expected an integer tensor of shape ({token_ids.shape[0]},), "
+            f"got {lengths.dtype} of shape {tuple(lengths.shape)}"
+        )
+    if token_ids.device.type != "cpu" or token_ids.numel() == 0:
+        return
+    low, high = int(token_ids.min()), int(token_ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"token_ids: expected ids from 0 to {vocab_size - 1}, got {low} to {high}")
+    low, high = int(lengths.min()), int(lengths.max())
+    if low < 0 or high > token_ids.shape[1]:
+        raise ValueError(f"lengths: expected values from 0 to {token_ids.shape[1]}, got {low} to {high}")
 
 
 class _Packing:

@@ -60,9 +60,22 @@ class TrainConfig:
         help="Probability of each word of a training caption to be masked (half), replaced by a random word (a tenth) "
         "or deleted (the rest); published: 0.2.",
     )
+    region_augmentation: float = setting(
+        0.0,
+        group=DATA,
+        minimum=0,
+        below=1,
+        help="Probability of each region of a training image to be dropped; published: 0.2.",
+    )
 
     model: str = setting("scan", group=MODEL, help="Name of the model.")
     model_options: Mapping[str, Any] = setting(factory=dict, group=MODEL, help="Settings of the model by name.")
+    bert: str | None = setting(
+        None,
+        group=MODEL,
+        help="Folder of a BERT model (config.json, vocab.txt, model.safetensors) that reads the captions.",
+        free_on_resume=True,
+    )
 
     epochs: int = setting(30, group=STEPS, minimum=1, help="Passes over the training captions.", free_on_resume=True)
     batch_size: int = setting(128, group=STEPS, minimum=1, help="Captions per step, each with its image.")
@@ -75,6 +88,9 @@ class TrainConfig:
     lr: float = setting(2e-4, group=OPTIMIZER, above=0, help="Learning rate.")
     beta1: float = setting(0.9, group=OPTIMIZER, minimum=0, below=1, help="Decay of Adam's first moment.")
     beta2: float = setting(0.999, group=OPTIMIZER, minimum=0, below=1, help="Decay of Adam's second moment.")
+    bert_lr_factor: float = setting(
+        0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of BERT's own weights."
+    )
     weight_decay: float = setting(0.0, group=OPTIMIZER, minimum=0, help="Weight decay; decoupled with adamw.")
     grad_clip: float = setting(2.0, group=OPTIMIZER, minimum=0, help="Largest norm of the gradient; 0: no clipping.")
     lr_schedule: str = setting(

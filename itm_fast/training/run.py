@@ -6,8 +6,9 @@ Inside: `train`, `load_data`, `vocabulary_path`, `create_model`, `device_of`, `w
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -15,6 +16,7 @@ from tqdm import tqdm
 from itm_fast import config as settings
 from itm_fast import models
 from itm_fast.data import PrecomputedDataset, Vocabulary, find_vocabulary, layout, load_vocabulary
+from itm_fast.models.bert_folder import bert_options, load_bert
 from itm_fast.training import run_folder
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
@@ -95,6 +97,10 @@ def vocabulary_path(config: TrainConfig, *, resume: bool = False) -> Path | None
     own = Path(config.out) / run_folder.VOCABULARY
     if resume and own.is_file():
         return own
+    if config.bert is not None:
+        if config.vocab is not None:
+            raise ValueError(f"vocab: the BERT model in {config.bert} has a vocabulary of its own; expected no other")
+        return Path(config.bert) / "vocab.txt"
     return find_vocabulary(config.data) if config.vocab is None else Path(config.vocab)
 
 
@@ -133,7 +139,27 @@ def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedD
         "n_regions": int(data.features.shape[1]),
     }
     sizes = {name: value for name, value in from_data.items() if name in known}
-    return models.create(config.model, **config.model_options, **sizes)
+    options = {**config.model_options, **_bert_options(config, vocabulary, known)}
+    model = models.create(config.model, **options, **sizes)
+    if config.bert is not None:
+        load_bert(model.get_submodule("text_encoder.bert"), config.bert)
+    return model
+
+
+def _bert_options(config: TrainConfig, vocabulary: Vocabulary, known: Collection[str]) -> dict[str, Any]:
+    """The settings of the model that follow from the folder of its BERT."""
+    if config.bert is None:
+        if config.model_options.get("text_encoder") == "bert":
+            raise ValueError("bert: text_encoder bert needs the folder of a BERT model: --bert DIR")
+        return {}
+    if "text_encoder" not in known:
+        raise ValueError(f"bert: the model {config.model} cannot read captions with BERT")
+    options = bert_options(config.bert, len(vocabulary))
+    for name, value in options.items():
+        given = config.model_options.get(name, value)
+        if given != value:
+            raise ValueError(f"model_options: {name}: expected {value} with the BERT in {config.bert}, got {given}")
+    return options
 
 
 def device_of(name: str) -> torch.device:

@@ -9,11 +9,10 @@ import contextlib
 import math
 from typing import Any
 
-import attrs
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from itm_fast.data import Batch, TextAugmentation, Vocabulary
+from itm_fast.data import Batch, BatchAugmentation, Vocabulary
 from itm_fast.models.base import MatchingModel
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.diagnostics import image_gradient_norm, mining_diagnostics
@@ -36,8 +35,8 @@ class Stepper:
         self.optimizer = _optimizer(config, model)
         self.scheduler = LambdaLR(self.optimizer, lambda step: learning_rate(config, step, per_epoch) / config.lr)
         self.plateau = PlateauMonitor(config.margin)
-        self.text_augmentation = (
-            TextAugmentation(vocabulary, config.text_augmentation) if config.text_augmentation else None
+        self.augmentation = BatchAugmentation(
+            vocabulary, words=config.text_augmentation, regions=config.region_augmentation
         )
 
     def __call__(self, batch: Batch, mining: str, number: int, *, diagnose: bool = False) -> dict[str, float]:
@@ -49,11 +48,8 @@ class Stepper:
             ValueError: the loss or the norm is not finite; no weight is changed then.
         """
         self.model.train()
-        if self.text_augmentation is not None:
-            # The changes come from torch's generator, whose state is saved: a resumed run draws the same ones.
-            token_ids, lengths = self.text_augmentation(batch.token_ids, batch.lengths)
-            batch = attrs.evolve(batch, token_ids=token_ids, lengths=lengths)
-        batch = batch.to(self.device, non_blocking=True)
+        # Its changes come from torch's generator, whose state is saved: a resumed run draws the same ones.
+        batch = self.augmentation(batch).to(self.device, non_blocking=True)
         with self.autocast():
             scores = self.model(batch.features, batch.token_ids, batch.lengths)
         positives = None
@@ -92,14 +88,16 @@ class Stepper:
         expected = self.state_dict()
         # Both kinds of Adam keep the same of each weight, from the first step on.
         moments = {"step": torch.zeros(())}
-        for index, parameter in enumerate(self.model.parameters() if steps else ()):
+        groups = self.optimizer.param_groups if steps else []
+        for index, parameter in enumerate(parameter for group in groups for parameter in group["params"]):
             expected["optimizer"]["state"][index] = {**moments, "exp_avg": parameter, "exp_avg_sq": parameter}
         for name, part in expected.items():
             check_like(state[name], part, name)
-        found, wanted = (states["optimizer"]["param_groups"][0] for states in (state, expected))
-        # The rate is where the schedule was; which kernels step is a matter of the device.
-        check_equal(found, wanted, "optimizer.param_groups.0", free=("lr", "fused", "foreach"))
-        check_equal(state["scheduler"], {"base_lrs": [self.config.lr], "last_epoch": steps}, "scheduler")
+        pairs = zip(state["optimizer"]["param_groups"], expected["optimizer"]["param_groups"], strict=True)
+        for index, (found, wanted) in enumerate(pairs):
+            # The rate is where the schedule was; which kernels step is a matter of the device.
+            check_equal(found, wanted, f"optimizer.param_groups.{index}", free=("lr", "fused", "foreach"))
+        check_equal(state["scheduler"], {"base_lrs": self.scheduler.base_lrs, "last_epoch": steps}, "scheduler")
         for index, kept in state["optimizer"]["state"].items():
             # float32 counts no further.
             if float(kept["step"]) != min(steps, 2**24):
@@ -117,8 +115,10 @@ def _finite(what: str, tensor: torch.Tensor, number: int) -> float:
 
 def _optimizer(config: TrainConfig, model: MatchingModel) -> torch.optim.Optimizer:
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
+    bert = [one for name, one in model.named_parameters() if name.startswith("text_encoder.bert.")]
+    others = [one for name, one in model.named_parameters() if not name.startswith("text_encoder.bert.")]
     return kind(
-        model.parameters(),
+        [{"params": others}, *([{"params": bert, "lr": config.lr * config.bert_lr_factor}] if bert else [])],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         weight_decay=config.weight_decay,

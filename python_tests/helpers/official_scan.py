@@ -176,19 +176,19 @@ def _words(
 ) -> np.ndarray:
     states = weights["embed.weight"][caption]
     for layer in range(opt.num_layers):
-        forward = _gru(weights, rnn, f"l{layer}", states)
+        forward = gru(weights, rnn, f"l{layer}", states)
         if not both:
             states = forward
             continue
         # The other direction starts at the caption's own last word, never at padding.
-        backward = _gru(weights, rnn, f"l{layer}_reverse", states[::-1])[::-1]
+        backward = gru(weights, rnn, f"l{layer}_reverse", states[::-1])[::-1]
         states = np.concatenate([forward, backward], axis=1)
     if both:
         states = (states[:, : opt.embed_size] + states[:, opt.embed_size :]) / 2
     return states if opt.no_txtnorm else l2norm(states)
 
 
-def _gru(weights: dict[str, np.ndarray], rnn: str, name: str, inputs: np.ndarray) -> np.ndarray:
+def gru(weights: dict[str, np.ndarray], rnn: str, name: str, inputs: np.ndarray) -> np.ndarray:
     """Cho et al. 2014, with cuDNN's order of the gates: reset, update, new."""
 
     def sigmoid(values: np.ndarray) -> np.ndarray:

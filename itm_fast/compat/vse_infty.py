@@ -1,0 +1,93 @@
+"""Checkpoints of VSE-infinity's official code (Chen et al., CVPR 2021): region features, captions by BiGRU or BERT.
+
+Inside: `read`; and `TRAINING`, `read_pooled`, which the code of RVSE++, built on it, shares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from itm_fast.compat.checkpoint import OfficialCheckpoint, StateDict
+from itm_fast.compat.encoders import encoder_config
+from itm_fast.compat.weights import Names, build_model
+from itm_fast.models import MatchingModel
+
+__all__ = ["TRAINING", "read", "read_pooled"]
+
+# Options of the official script that do not change the scores of a trained model.
+TRAINING = (
+    "data_path", "data_name", "vocab_path", "margin", "num_epochs", "batch_size", "grad_clip", "learning_rate",
+    "lr_update", "optim", "workers", "log_step", "val_step", "logger_name", "model_name", "resume", "max_violation",
+    "vse_mean_warmup_epochs", "reset_start_epoch", "drop", "backbone_path", "backbone_source",
+    "backbone_warmup_epochs", "embedding_warmup_epochs", "backbone_lr_factor", "input_scale_factor",
+)  # fmt: skip
+
+_IMAGE_NAMES: Names = {
+    "fc.": "image_encoder.fc.",
+    "mlp.layers.0.": "image_encoder.mlp.0.",
+    "mlp.bns.0.": "image_encoder.mlp.1.",
+    "mlp.layers.1.": "image_encoder.mlp.3.",
+    "mlp.bns.1.": None,  # Of the last layer, which is not normalised.
+    "gpool.": "image_pool.",
+}
+_GRU_NAMES: Names = {"embed.": "text_encoder.embed.", "rnn.": "text_encoder.rnn.", "gpool.": "text_pool."}
+_BERT_NAMES: Names = {
+    "bert.pooler.": None,
+    "bert.embeddings.position_ids": None,
+    "bert.": "text_encoder.bert.",
+    "linear.": "text_encoder.fc.",
+    "gpool.": "text_pool.",
+}
+_PIECES = "bert.embeddings.word_embeddings.weight"
+
+
+def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
+    """The model of an official checkpoint: state dicts of the image encoder and the text encoder.
+
+    Args:
+        checkpoint: the checkpoint.
+        vocab_size: number of words of the vocabulary that the model is to be used with, `<mask>` among them.
+
+    Raises:
+        ValueError: keys, shapes, values, options or the vocabulary do not fit; one line names the file and the key.
+    """
+    return read_pooled(checkpoint, vocab_size, "vse_infty", TRAINING)
+
+
+def read_pooled(checkpoint: OfficialCheckpoint, vocab_size: int, model: str, training: Iterable[str]) -> MatchingModel:
+    """As `read`, for our `model`; options in `training` do not change scores."""
+    image, text = checkpoint.modules("image encoder", "text encoder")
+    options = checkpoint.options
+    with_bert = _PIECES in text.weights
+    config = encoder_config(
+        checkpoint, text, _PIECES if with_bert else "embed.weight", vocab_size, masked=not with_bert
+    )
+    # With "backbone" the features are those of a convolutional network that was trained with the rest.
+    options.choice("precomp_enc_type", "basic", {"basic": "basic"})
+    options.check_known(training)
+    if with_bert:
+        config.update(_bert_sizes(text))
+    parts = [(image, _IMAGE_NAMES), (text, _BERT_NAMES if with_bert else _GRU_NAMES)]
+    return build_model(model, config, parts, checkpoint.path)
+
+
+def _bert_sizes(part: StateDict) -> dict[str, Any]:
+    """The settings of BERT by its weights; heads leave no trace in them and are those of the base model, as published.
+
+    A weight that is missing is named later, whatever its size is taken for.
+    """
+
+    def size(name: str, dim: int) -> int:
+        shape = part.weights[f"bert.{name}"].tensor.shape if f"bert.{name}" in part.weights else ()
+        return shape[dim] if len(shape) == 2 else 1
+
+    layers = [re.match(r"bert\.encoder\.layer\.(\d{1,3})\.", name) for name in part.weights]
+    return {
+        "text_encoder": "bert",
+        "bert_dim": size("embeddings.word_embeddings.weight", 1),
+        "bert_layers": max((int(match[1]) + 1 for match in layers if match), default=1),
+        "bert_hidden_dim": size("encoder.layer.0.intermediate.dense.weight", 0),
+        "bert_max_length": size("embeddings.position_embeddings.weight", 0),
+    }

@@ -1,0 +1,99 @@
+"""The WordPiece vocabulary of a BERT model, as a vocabulary of captions.
+
+Inside: `BertVocabulary`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .. import documents
+from .vocabulary import MAX_BYTES, Vocabulary
+
+_CONTINUATION = "##"
+
+
+class BertVocabulary(Vocabulary):
+    """Pieces of words and their ids; a piece that starts with `##` continues the word before it.
+
+    Captions become `[CLS]`, pieces, `[SEP]` (Devlin et al., "BERT", NAACL 2019); cutting them needs the package
+    tokenizers, which comes with transformers.
+
+    Args:
+        words: the pieces by id, among them `[PAD]`, `[CLS]`, `[SEP]`, `[UNK]` and `[MASK]`.
+        lowercase: whether captions are lower-cased and lose their accents first, as for BERT's uncased models.
+
+    Raises:
+        ValueError: a piece is missing or occurs twice.
+    """
+
+    kind = "bert"
+    special = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
+    mask_word = "[MASK]"
+
+    def __init__(self, words: Iterable[str], *, lowercase: bool = True) -> None:
+        super().__init__(words)
+        if self.mask is None:
+            raise ValueError("vocabulary: expected the piece [MASK], found none")
+        self.lowercase = lowercase
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and isinstance(other, BertVocabulary) and self.lowercase == other.lowercase
+
+    __hash__ = None
+
+    @classmethod
+    def from_text(cls, path: str | os.PathLike[str]) -> BertVocabulary:
+        """Reads a BERT model's `vocab.txt`, a piece a line, and `do_lower_case` from `tokenizer_config.json` beside it.
+
+        Raises ValueError naming the file that is no such vocabulary or damaged; FileNotFoundError where there is none.
+        """
+        beside = Path(path).with_name("tokenizer_config.json")
+        settings = documents.read_json(beside, MAX_BYTES) if beside.is_file() else {}
+        lowercase = settings.get("do_lower_case", True) if isinstance(settings, dict) else None
+        if not isinstance(lowercase, bool):
+            raise ValueError(f"{beside}: expected a JSON object whose do_lower_case is true or false")
+        lines = documents.read_text(path, MAX_BYTES).split("\n")
+        try:
+            return cls(lines[:-1] if lines[-1] == "" else lines, lowercase=lowercase)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def _from_content(cls, content: Any, words: list[str]) -> BertVocabulary:
+        lowercase = content.get("lowercase")
+        if not isinstance(lowercase, bool):
+            raise ValueError("vocabulary: expected lowercase to be true or false")
+        return cls(words, lowercase=lowercase)
+
+    @property
+    def continuations(self) -> list[int]:
+        """The ids of pieces that continue the word before them."""
+        return [index for index, word in enumerate(self.words) if word.startswith(_CONTINUATION)]
+
+    def to_json(self) -> str:
+        """The JSON that `Vocabulary.from_file` reads."""
+        content = {"kind": self.kind, "lowercase": self.lowercase, "word2idx": self._ids, "idx": len(self.words)}
+        return json.dumps(content, ensure_ascii=False, indent=0) + "\n"
+
+    def encode(self, caption: str) -> list[int]:
+        """The ids of `[CLS]`, the pieces of `caption` (of unknown words `[UNK]`), `[SEP]`."""
+        return list(self._tokenizer.encode(caption).ids)
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        try:
+            from tokenizers import BertWordPieceTokenizer
+        except ImportError:
+            raise ValueError(
+                "bert: the package transformers is not installed; install it with pip install 'itm_fast[bert]'"
+            ) from None
+        return BertWordPieceTokenizer(vocab=self._ids, lowercase=self.lowercase)
+
+
+Vocabulary.kinds[BertVocabulary.kind] = BertVocabulary

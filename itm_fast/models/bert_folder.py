@@ -1,0 +1,94 @@
+"""The local folder of a BERT model: `config.json`, the weights, and the vocabulary that `itm_fast.data` reads.
+
+Inside: `bert_options`, `load_bert`. Nothing is downloaded, and nothing in the folder is executed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from itm_fast.documents import MAX_SETTINGS_BYTES, read_json
+from itm_fast.messages import shown
+from itm_fast.models.base import check_shapes, load_weights, shapes_of
+from itm_fast.models.weights_file import read_shapes, read_weights
+
+__all__ = ["bert_options", "load_bert"]
+
+# Settings of a model by the names that `config.json` has for them.
+_SIZES = {
+    "hidden_size": "bert_dim",
+    "num_hidden_layers": "bert_layers",
+    "num_attention_heads": "bert_heads",
+    "intermediate_size": "bert_hidden_dim",
+    "max_position_embeddings": "bert_max_length",
+}
+# What is the same in every BERT model, and the value that an absent one has.
+_FIXED = {
+    "model_type": "bert",
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "type_vocab_size": 2,
+    "position_embedding_type": "absolute",
+}
+_WEIGHTS = "model.safetensors"
+
+
+def bert_options(folder: str | os.PathLike[str], vocab_size: int) -> dict[str, Any]:
+    """The settings of a model that reads captions with the BERT in `folder`.
+
+    Raises:
+        ValueError: `config.json` is missing or damaged, is not of a BERT model, or of one with another vocabulary; one
+            line names it.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        content = read_json(path, MAX_SETTINGS_BYTES)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; expected the folder of a BERT model") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {shown(content)}")
+    for name, value in _FIXED.items():
+        if content.get(name, value) != value:
+            raise ValueError(f"{path}: {name}: expected {value}, got {shown(content[name])}")
+    if content.get("vocab_size", vocab_size) != vocab_size:
+        raise ValueError(
+            f"{path}: vocab_size: expected {vocab_size} as in the vocabulary, got {shown(content['vocab_size'])}"
+        )
+    for name in _SIZES:
+        if name not in content:
+            raise ValueError(f"{path}: {name} is missing")
+    return {"text_encoder": "bert", **{own: content[name] for name, own in _SIZES.items()}}
+
+
+def load_bert(bert: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Copies the weights in `folder` (`model.safetensors`) into a BERT of the same sizes.
+
+    Those of other parts, such as the heads of the pretraining, are left out.
+
+    Raises:
+        ValueError: the file is missing or damaged, or its weights do not fit; one line names the file and the weight.
+    """
+    path = Path(folder) / _WEIGHTS
+    if not path.is_file():
+        raise ValueError(
+            f"{path}: no such file; expected the weights of a BERT model (save_pretrained of transformers writes them)"
+        )
+    shapes = read_shapes(path)
+    own = {name: _own_name(name) for name in shapes}
+    known = shapes_of(bert)
+    taken = {name: plain for name, plain in own.items() if plain in known}
+    if len(set(taken.values())) != len(taken):
+        raise ValueError(f"{path}: a weight of BERT stands there twice, with and without 'bert.'")
+    check_shapes(known, {plain: shapes[name] for name, plain in taken.items()}, str(path))
+    weights = read_weights(path)
+    load_weights(bert, {plain: weights[name] for name, plain in taken.items()}, str(path))
+
+
+def _own_name(name: str) -> str:
+    """The name of a weight in `BertModel`: models with heads hold it as their part `bert`, old files in other words."""
+    plain = name.removeprefix("bert.")
+    return plain.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

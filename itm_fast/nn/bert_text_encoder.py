@@ -1,0 +1,94 @@
+"""Token ids to word embeddings through BERT."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from itm_fast.fragments import Fragments
+from itm_fast.nn.image_encoder import linear_layer
+from itm_fast.nn.normalization import l2norm
+from itm_fast.nn.text_encoder import check_captions
+
+__all__ = ["BertTextEncoder"]
+
+
+class BertTextEncoder(nn.Module):
+    """BERT, a linear layer and l2 normalisation per token, as VSE-infinity and RVSE++.
+
+    BERT is the transformer encoder of Devlin et al. (NAACL 2019) as the package transformers has it; the defaults are
+    the sizes of its base model. It starts with random weights: `itm_fast.models.bert_folder` reads pretrained ones.
+
+    Args:
+        vocab_size: number of pieces in the vocabulary.
+        embed_dim: width d of the embeddings.
+        bert_dim: width of BERT's states. layers, heads: of its transformer. hidden_dim: width of its perceptrons.
+        max_length: the longest caption in tokens, `[CLS]` and `[SEP]` counted.
+        dropout: of BERT's states and attention weights in training.
+        no_txtnorm: leave the l2 normalisation out.
+
+    Raises:
+        ValueError: the package transformers, which is optional, is not installed, or `bert_dim` is no multiple of
+            `heads`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embed_dim: int,
+        *,
+        bert_dim: int = 768,
+        layers: int = 12,
+        heads: int = 12,
+        hidden_dim: int = 3072,
+        max_length: int = 512,
+        dropout: float = 0.1,
+        no_txtnorm: bool = False,
+    ) -> None:
+        super().__init__()
+        try:
+            from transformers import BertConfig, BertModel
+        except ImportError:
+            raise ValueError(
+                "bert: the package transformers is not installed; install it with pip install 'itm_fast[bert]'"
+            ) from None
+        if bert_dim % heads:
+            raise ValueError(f"bert_dim: expected a multiple of the {heads} heads, got {bert_dim}")
+        self.no_txtnorm = no_txtnorm
+        config = BertConfig(
+            vocab_size=vocab_size,
+            hidden_size=bert_dim,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=hidden_dim,
+            max_position_embeddings=max_length,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+        )
+        self.vocab_size, self.max_length = vocab_size, max_length
+        self.bert = BertModel(config, add_pooling_layer=False)
+        self.fc = linear_layer(bert_dim, embed_dim)
+
+    def forward(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
+        """`token_ids` (n, L) int64, padded anyhow, and `lengths` (n,) to Fragments of rows (sum of lengths, d).
+
+        Raises:
+            ValueError: a type, shape or value does not fit, or a caption is longer than BERT's `max_length`.
+        """
+        check_captions(token_ids, lengths, self.vocab_size)
+        lengths = lengths.to(token_ids.device)
+        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        longest = int(lengths.max()) if len(lengths) else 0
+        if longest > self.max_length:
+            raise ValueError(f"token_ids: expected at most {self.max_length} tokens in a caption, got {longest}")
+        if longest == 0:
+            return Fragments(self.fc.weight.new_zeros(0, self.fc.out_features), offsets, check=False, max_length=0)
+        inside = torch.arange(longest, device=lengths.device) < lengths[:, None]
+        # What stands behind a caption may be no id at all; a caption without words sees one token, whose state is left.
+        ids = token_ids[:, :longest].masked_fill(~inside, 0).to(torch.int64)
+        seen = inside | (torch.arange(longest, device=lengths.device) == 0)
+        states = self.bert(input_ids=ids, attention_mask=seen.to(torch.int64)).last_hidden_state
+        embedded = self.fc(states[inside])
+        embedded = embedded if self.no_txtnorm else l2norm(embedded)
+        return Fragments(embedded, offsets, check=False, max_length=longest)

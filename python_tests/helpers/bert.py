@@ -1,0 +1,99 @@
+"""A tiny BERT with random weights: its folder as transformers lays it out, and its states in float64 by the equations.
+
+Inside: `PIECES`, `SIZES`, `random_bert`, `write_bert`, `bert_states`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from helpers.concepts import WORDS
+
+# Most words of the data set are one piece; "boat" is two of them, "dog" three, and "fish" is unknown.
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "bo", "##at", ",", "d", "##o", "##g",
+          *(word for word in WORDS if word not in ("boat", "dog", "fish"))]  # fmt: skip
+SIZES = {
+    "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 12, "intermediate_size": 20,
+    "max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def random_bert(seed: int = 0, pieces: int = len(PIECES)) -> dict[str, torch.Tensor]:
+    """The weights of a `BertModel` of `SIZES` by their names, far from those that training starts with."""
+    random = torch.Generator().manual_seed(seed)
+    dim, hidden = SIZES["hidden_size"], SIZES["intermediate_size"]
+    weights: dict[str, torch.Tensor] = {}
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return 0.4 * torch.randn(*shape, generator=random)
+
+    def layer(name: str, inputs: int, outputs: int) -> None:
+        weights[f"{name}.weight"], weights[f"{name}.bias"] = tensor(outputs, inputs), tensor(outputs)
+
+    def norm(name: str) -> None:
+        weights[f"{name}.weight"], weights[f"{name}.bias"] = 1 + tensor(dim), tensor(dim)
+
+    rows = {"word": pieces, "position": SIZES["max_position_embeddings"], "token_type": 2}
+    for name, count in rows.items():
+        weights[f"embeddings.{name}_embeddings.weight"] = tensor(count, dim)
+    norm("embeddings.LayerNorm")
+    for index in range(SIZES["num_hidden_layers"]):
+        for name in ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"):
+            layer(f"encoder.layer.{index}.{name}", dim, dim)
+        norm(f"encoder.layer.{index}.attention.output.LayerNorm")
+        layer(f"encoder.layer.{index}.intermediate.dense", dim, hidden)
+        layer(f"encoder.layer.{index}.output.dense", hidden, dim)
+        norm(f"encoder.layer.{index}.output.LayerNorm")
+    return weights
+
+
+def write_bert(folder: Path, weights: Mapping[str, torch.Tensor] | None = None, **config: object) -> Path:
+    """The folder of such a model as it is published: with the heads of its pretraining, and old names of the norms."""
+    folder.mkdir(parents=True)
+    (folder / "vocab.txt").write_text("".join(f"{piece}\n" for piece in PIECES), encoding="utf-8")
+    content = {"model_type": "bert", "hidden_act": "gelu", "vocab_size": len(PIECES), **SIZES, **config}
+    (folder / "config.json").write_text(json.dumps(content))
+    named = {f"bert.{name}": value for name, value in (random_bert() if weights is None else weights).items()}
+    for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
+        named = {name.replace(new, old): value for name, value in named.items()}
+    heads = {"bert.pooler.dense.weight": torch.zeros(24, 24), "cls.predictions.bias": torch.zeros(len(PIECES))}
+    save_file({**named, **heads}, folder / "model.safetensors")
+    return folder
+
+
+def bert_states(weights: Mapping[str, torch.Tensor], ids: list[int]) -> np.ndarray:
+    """The last states (L, 24) of one sequence (Vaswani et al. 2017, section 3; Devlin et al. 2019), float64."""
+    w = {name: value.detach().double().numpy() for name, value in weights.items()}
+    heads = SIZES["num_attention_heads"]
+
+    def linear(name: str, x: np.ndarray) -> np.ndarray:
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def norm(name: str, x: np.ndarray) -> np.ndarray:
+        centred = x - x.mean(axis=-1, keepdims=True)
+        scaled = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-12)
+        return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def split(x: np.ndarray) -> np.ndarray:
+        return x.reshape(len(ids), heads, -1).transpose(1, 0, 2)
+
+    embedded = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.position_embeddings.weight"][: len(ids)]
+    x = norm("embeddings.LayerNorm", embedded + w["embeddings.token_type_embeddings.weight"][0])
+    for index in range(SIZES["num_hidden_layers"]):
+        name = f"encoder.layer.{index}"
+        query, key, value = (split(linear(f"{name}.attention.self.{one}", x)) for one in ("query", "key", "value"))
+        powers = np.exp(query @ key.transpose(0, 2, 1) / math.sqrt(query.shape[-1]))
+        context = powers / powers.sum(axis=-1, keepdims=True) @ value
+        attended = linear(f"{name}.attention.output.dense", context.transpose(1, 0, 2).reshape(len(ids), -1))
+        x = norm(f"{name}.attention.output.LayerNorm", x + attended)
+        hidden = linear(f"{name}.intermediate.dense", x)
+        hidden = hidden * (1 + np.vectorize(math.erf)(hidden / math.sqrt(2))) / 2
+        x = norm(f"{name}.output.LayerNorm", x + linear(f"{name}.output.dense", hidden))
+    return x

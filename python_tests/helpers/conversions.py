@@ -1,0 +1,54 @@
+"""Converting checkpoints in tests: what a converted model scores, and how one that does not fit is refused.
+
+Inside: `CAPTIONS`, `token_ids`, `converted`, `refused`, `changed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.official_scan import WORDS, write_checkpoint
+from itm_fast import compat, models
+from itm_fast.data import Vocabulary
+
+CAPTIONS = ["word3 word1 word11", "word2", "word5 word5 word7 unheard word0 word9", "word4 word8"]
+
+
+def token_ids(caption: str) -> list[int]:
+    known = [WORDS.index(word) if word in WORDS else WORDS.index("<unk>") for word in caption.split()]
+    return [WORDS.index("<start>"), *known, WORDS.index("<end>")]
+
+
+def converted(run: Path, features: np.ndarray, captions: list[str] = CAPTIONS) -> np.ndarray:
+    """Scores of the model in `run` for images and captions, whose order is not that of their lengths."""
+    encoded = [Vocabulary.from_file(run / "vocab.json").encode(caption) for caption in captions]
+    padded = torch.zeros(len(encoded), max(map(len, encoded)), dtype=torch.int64)
+    for row, ids in zip(padded, encoded, strict=True):
+        row[: len(ids)] = torch.tensor(ids)
+    with torch.no_grad():
+        lengths = torch.tensor([len(ids) for ids in encoded])
+        return models.load(run)(torch.from_numpy(features), padded, lengths).numpy()
+
+
+def refused(tmp_path: Path, source: str, model: object, opt: argparse.Namespace, vocab: Path) -> str:
+    """The one line of the refusal, without the file at its start; nothing was written."""
+    tmp_path.mkdir(exist_ok=True)
+    path = write_checkpoint(tmp_path / "c.pth", model, opt)
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
+        compat.convert(source, path, vocab, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    message = str(error.value)
+    assert message.startswith(f"{path}: ")
+    return message.removeprefix(f"{path}: ")
+
+
+def changed(part: dict, **changes: object) -> OrderedDict:
+    """A state dict with other weights; a name has `__` for a dot, and None removes it."""
+    named = {name.replace("__", "."): value for name, value in changes.items()}
+    return OrderedDict((key, value) for key, value in {**part, **named}.items() if value is not None)
