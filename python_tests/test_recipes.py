@@ -190,7 +190,7 @@ def test_the_list_shows_every_recipe(capsys: pytest.CaptureFixture[str]) -> None
     assert header.split() == ["recipe", "epochs", "batch", "lr"]
     assert [line.split()[0] for line in lines] == sorted(PUBLISHED)
     assert (
-        "scan-i2t-lse-coco      20    128  0.0005  SCAN, image-to-text attention, LogSumExp aggregation, MS-COCO"
+        "scan-i2t-lse-coco        20    128  0.0005  SCAN, image-to-text attention, LogSumExp aggregation, MS-COCO"
         in lines
     )
 

@@ -29,7 +29,7 @@ class VSEPPConfig(BertEncoderConfig):
     """Settings of VSE++; the defaults are the published ones, with the mean of the regions as the image."""
 
     bidirectional: bool = setting(
-        False, help="Read captions in both directions and take the mean of both; published: forwards."
+        False, help="Read captions in both directions and take the mean of both; VSE++: forwards."
     )
     image_pooling: str = setting(
         "mean", help="The image is the mean of its regions, or their generalized pooling.", choices=("mean", "gpo")
