@@ -39,10 +39,13 @@ POOLED = {"embed_dim": 1024, "image_pooling": "gpo", "text_pooling": "gpo"}
 GRU, BERT = {"word_dim": 300, "num_layers": 1, "bidirectional": True}, {"text_encoder": "bert"}
 AUGMENTED = {**ADAMW, "region_augmentation": 0.2}
 INFTY = {**AUGMENTED, "epochs": 25, "weight_decay": 1e-4, "lr_decay_every": 15, "warmup_epochs": 1}
+SELHN = {**AUGMENTED, "epochs": 30, "lr_decay_every": 15, "mining": "selective", "epsilon": 0.01}
+# The paper has no decay for its simpler models.
+CONSTANT = {"lr_schedule": "constant", "lr_decay_every": None, "lr_decay_unit": None, "lr_decay_factor": None}
 SLOW_BERT = {"weight_decay": 1e-4, "bert_lr_factor": 0.1}
 SOURCES = {
     "scan": "Lee et al.", "rcar": "Plug-and-Play", "bfan": "Liu et al.", "vsepp": "Faghri et al.",
-    "vse-infty": "Best Pooling Strategy",
+    "vse-infty": "Best Pooling Strategy", "vse-": "Selectively Hard Negative", "rvse": "Selectively Hard Negative",
     "s": "Similarity Reasoning and Filtration",
 }  # fmt: skip
 PUBLISHED = {
@@ -88,6 +91,16 @@ PUBLISHED = {
         for name, published in {
             "vse-infty": ("vse_infty", INFTY, {**POOLED, **GRU, "image_encoder": "residual"}),
             "vse-infty-bert": ("vse_infty", {**INFTY, **SLOW_BERT}, {**POOLED, **BERT, "image_encoder": "residual"}),
+            "rvsepp": ("rvsepp", SELHN, {**POOLED, **GRU, "image_encoder": "projected_residual"}),
+            "rvsepp-bert": (
+                "rvsepp",
+                {**SELHN, **SLOW_BERT},
+                {**POOLED, **BERT, "image_encoder": "projected_residual"},
+            ),
+            **{
+                kind: ("rvsepp", {**SELHN, **CONSTANT, "epochs": 20}, {**POOLED, **GRU, "image_encoder": encoder})
+                for kind, encoder in (("vse-fc", "linear"), ("vse-mlp", "mlp"), ("rvse-mlp", "projected_residual"))
+            },
         }.items()
     },
 }
@@ -120,10 +133,11 @@ def test_there_are_those_recipes() -> None:
 def test_a_recipe_holds_the_published_numbers(name: str) -> None:
     model, numbers, options = PUBLISHED[name]
     recipe = recipes.load(name)
-    assert recipe.settings == {"model": model, **EVERYWHERE, **numbers, "model_options": options}
+    expected = {"model": model, **EVERYWHERE, **numbers, "model_options": options}
+    assert recipe.settings == {setting: value for setting, value in expected.items() if value is not None}
     settings = config.build(TrainConfig, {"data": "d", "out": "o", **recipe.settings})
     rates = [learning_rate(settings, step, 1) for step in range(settings.epochs)]
-    before = numbers["lr_decay_every"]
+    before = numbers["lr_decay_every"] or settings.epochs
     assert rates == pytest.approx([numbers["lr"]] * before + [numbers["lr"] / 10] * (settings.epochs - before))
     built = models.create(model, vocab_size=5, **options).config
     assert {option: getattr(built, option) for option in options} == options
