@@ -59,6 +59,19 @@ def test_each_panel_has_a_line_of_each_run_that_has_its_numbers(tmp_path: Path, 
     assert panels["Validation"].lines[1].get_color() == panels["Gradient of the first image layer"].lines[1].get_color()
 
 
+@pytest.mark.parametrize(("norm", "scale"), [(0.5, "log"), (0.0, "linear")])
+def test_gradients_are_drawn_in_powers_of_ten_where_none_is_zero(
+    tmp_path: Path, drawn: list[Figure], norm: float, scale: str
+) -> None:
+    write_comparison(tmp_path / "figure.svg", {"a": log(10, 20, image_grad_norm=norm, hardest_gap=1.0)})
+    assert [axes.get_yscale() for axes in drawn[0].axes] == [scale, "linear", "linear", "linear"]
+
+
+def test_the_last_step_between_two_log_lines_is_left_out(tmp_path: Path, drawn: list[Figure]) -> None:
+    write_comparison(tmp_path / "figure.svg", {"a": log(10, 20, 30, 33, hardest_gap=1.0)})
+    assert drawn[0].axes[1].lines[0].get_xdata().tolist() == [10, 20, 30]
+
+
 def test_many_points_become_means_of_neighbours(tmp_path: Path, drawn: list[Figure]) -> None:
     write_comparison(tmp_path / "figure.svg", {"a": log(*range(1, 121), hardest_gap=1.0)})
     points = drawn[0].axes[1].lines[0].get_xydata().tolist()

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from itm_fast import files
+from itm_fast.report.curves import without_rest
 
 __all__ = ["SUFFIXES", "write_comparison"]
 
@@ -86,22 +87,29 @@ def write_comparison(path: str | os.PathLike[str], runs: Mapping[str, Metrics]) 
 
 def _draw(axes: Axes, title: str, label: str, kind: str, keys: Sequence[str], runs: Mapping[str, Metrics]) -> None:
     factor = 100 if label.endswith("percent") else 1
+    lowest: list[float] = []
     for number, metrics in enumerate(runs.values()):
         steps, values = _points(metrics, kind, keys)
         if steps:
             x, y = _means(steps), factor * _means(values)
+            lowest.append(float(y.min()))
             axes.plot(x, y, marker="o" * (len(x) < 3), clip_on=factor == 1, **_line(number))
+    # Losses sum over few negatives or many: their gradients, and how they vanish, are a matter of powers of ten.
+    logarithmic = label == "norm" and min(lowest, default=0.0) > 0
+    axes.set_yscale("log" if logarithmic else "linear")
     axes.set_title(title, loc="left")
     axes.set_xlabel("step")
     axes.set_ylabel(label)
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0, top=100 if factor == 100 else None)
+    if not logarithmic:
+        axes.set_ylim(bottom=0, top=100 if factor == 100 else None)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
     axes.tick_params(length=0)
 
 
 def _points(metrics: Metrics, kind: str, keys: Sequence[str]) -> tuple[list[float], list[float]]:
     lines = [line for line in metrics if line["kind"] == kind and all(key in line for key in keys)]
+    lines = list(without_rest(lines)) if kind == "train" else lines
     return [line["step"] for line in lines], [sum(line[key] for key in keys) / len(keys) for line in lines]
 
 

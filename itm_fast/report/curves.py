@@ -14,7 +14,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-__all__ = ["curves_svg"]
+__all__ = ["curves_svg", "without_rest"]
+
+Line = Mapping[str, Any]
 
 # Matplotlib wants concrete colours; each stands for a variable of the page, so that light and dark both fit.
 _INK, _LINE, _FAINT = "#010203", "#040506", "#070809"
@@ -68,7 +70,7 @@ class _Curve:
     top: float | None = None
 
 
-def curves_svg(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+def curves_svg(metrics: Sequence[Line]) -> list[tuple[str, str]]:
     """Title and SVG text of each curve, as far as the log has its numbers.
 
     The loss, the validation's sum of recalls, and what SelHN and RVSE++ (Figures 3, 5 and 7) looks at: the gradient of
@@ -78,16 +80,13 @@ def curves_svg(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(curve.title, _plot(curve)) for curve in _curves(metrics)]
 
 
-def _curves(metrics: Sequence[dict[str, Any]]) -> Iterator[_Curve]:
+def _curves(metrics: Sequence[Line]) -> Iterator[_Curve]:
     train = [line for line in metrics if line["kind"] == "train"]
     validation = [line for line in metrics if line["kind"] == "validation"]
     if train:
         # Losses of several kinds of mining sum over different negatives, so that only one of them makes a curve.
         mining = train[-1]["mining"]
         points = _points([line for line in train if line["mining"] == mining], "loss")
-        # The last line may hold the steps since the one before alone: too few, and of a batch that is not full.
-        if len(points) > 2 and points[-1][0] - points[-2][0] < points[-2][0] - points[-3][0]:
-            points.pop()
         yield _Curve(_LOSSES.get(mining, "Loss"), {"": points}, "step", "loss", min)
     if validation:
         points = [(line["epoch"], line["rsum"]) for line in validation]
@@ -108,8 +107,17 @@ def _curves(metrics: Sequence[dict[str, Any]]) -> Iterator[_Curve]:
         yield _Curve("Anchors that took their hardest negative", shares, "step", "share in percent", top=100)
 
 
-def _points(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
-    return [(line["step"], line[name]) for line in lines if name in line]
+def without_rest(lines: Sequence[Line]) -> Sequence[Line]:
+    """The lines of a log but for a last one that stands closer to the one before than the others do.
+
+    It is that of the run's last step: of the few steps since the line before, and of a batch that is not full.
+    """
+    steps = [line["step"] for line in lines[-3:]]
+    return lines[:-1] if len(steps) == 3 and steps[2] - steps[1] < steps[1] - steps[0] else lines
+
+
+def _points(lines: Sequence[Line], name: str) -> list[tuple[float, float]]:
+    return [(line["step"], line[name]) for line in without_rest(lines) if name in line]
 
 
 def _plot(curve: _Curve) -> str:
