@@ -110,10 +110,12 @@ SIZES = {"vocab_size": 12, "feature_dim": 12, "embed_dim": 8, "word_dim": 6}
         ("bfan", {}, "image_encoder.fc.weight"),
         ("sgraf", {"n_regions": 4}, "image_encoder.fc.weight"),
         ("vsepp", {"image_encoder": "projected_residual"}, "image_encoder.fc.weight"),
+        ("vse_infty", {}, "image_encoder.fc.weight"),
+        ("rvsepp", {}, "image_encoder.fc.weight"),
         ("scan", {"image_encoder": "patches", "embed_dim": 16}, "image_encoder.layers.1.weight"),
     ],
 )
-def test_the_first_image_layer_of_every_model(name: str, options: dict[str, Any], weight: str) -> None:
+def test_the_first_image_layer_of_a_model(name: str, options: dict[str, Any], weight: str) -> None:
     torch.manual_seed(0)
     model = models.create(name, **{**SIZES, **options})
     first = dict(model.named_parameters())[weight]
@@ -133,6 +135,19 @@ def test_the_first_image_layer_of_every_model(name: str, options: dict[str, Any]
         with image_gradient_norm(model, enabled=enabled) as measured:
             model.text_encoder.embed.weight.sum().backward()
         assert measured == {}
+    first.requires_grad_(False)
+    with image_gradient_norm(model) as measured:
+        model.text_encoder.embed.weight.sum().backward()
+    assert measured == {}
+
+
+def test_every_model_has_a_first_image_layer() -> None:
+    for name in models.names():
+        options = {**SIZES, "n_regions": 4} if name == "sgraf" else SIZES
+        model = models.create(name, **options)
+        first = model.first_image_weight()
+        assert first is model.image_encoder.fc.weight, name
+        assert first.shape == (8, 12), name
 
 
 @pytest.mark.parametrize("options", [{}, {"mining": "selective", "epsilon": 0.05}, {"exclude_same_image": False}])

@@ -66,12 +66,14 @@ def image_gradient_norm(model: MatchingModel, *, enabled: bool = True) -> Iterat
     """Fills the dictionary that it gives with `image_grad_norm` when the block ends, if that has a backward pass.
 
     It is the norm of the gradient of `model.first_image_weight()` as the backward pass leaves it, whatever clips it
-    then. It is missing where no gradient, or one that is not finite, came; and always where not `enabled`.
+    then. It is missing where no gradient came (the weight may be frozen), or one that is not finite; and always where
+    not `enabled`.
 
     Source: Figures 3b and 5b of SelHN and RVSE++ ("gradient of the FC layer").
     """
     found: dict[str, float] = {}
-    if not enabled:
+    first = model.first_image_weight()
+    if not (enabled and first.requires_grad):
         yield found
         return
     norms: list[Tensor] = []
@@ -81,7 +83,7 @@ def image_gradient_norm(model: MatchingModel, *, enabled: bool = True) -> Iterat
         if weight.grad is not None:
             norms.append(torch.linalg.vector_norm(weight.grad.float()))
 
-    handle = model.first_image_weight().register_post_accumulate_grad_hook(note)
+    handle = first.register_post_accumulate_grad_hook(note)
     try:
         yield found
     finally:
