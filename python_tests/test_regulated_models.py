@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.commands import SMALL, error
+from helpers.commands import SMALL, error, train_small
 from helpers.regulators import score_by_hand
 from helpers.runs import config, make_trainer, run
 from helpers.sgraf import sgraf_scores
@@ -280,6 +280,38 @@ def test_the_command_line_takes_regulators(data: Path, tmp_path: Path, capsys: p
         status, line = error(capsys, "train", "--data", data, "--out", tmp_path / "bad", *SMALL, *more)
         assert status == 1
         assert line.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "regulator", "steps", "more", "counts"),
+    [
+        ("scan", "rcr", 3, ["direction=mean"], {"text_to_image": (3, 3, 0), "image_to_text": (3, 3, 0)}),
+        ("scan", "rar", 1, ["direction=i2t", "residual_aggregation=true"], {"image_to_text": (1, 0, 1)}),
+        ("bfan", "rar", 3, ["focal=prob"], {"text_to_image": (1, 0, 3), "image_to_text": (1, 0, 3)}),
+        ("sgraf", "rcr", 2, ["module=mean", "residual_correspondence=false"], {"similarity": (3, 2, 0)}),
+    ],
+)
+def test_every_host_is_trained_with_its_regulators(
+    data: Path, tmp_path: Path, name: str, regulator: str, steps: int, more: list[str], counts: dict[str, tuple]
+) -> None:
+    """Numbers of attentions with an alignment, of steps of RCR and of RAR in each direction of the saved model."""
+    options = [part for option in ["alignment_dim=8", *more] for part in ("--model-option", option)]
+    arguments = ["--regulator", regulator, "--steps", str(steps), *options]
+    out = train_small(data, tmp_path / "run", "--model", name, *arguments)
+    model = models.load(out)
+    for part in ("text_to_image", "image_to_text", "similarity"):
+        similarity = getattr(model, part, None)
+        assert (similarity is not None) == (part in counts)
+        if similarity is None:
+            continue
+        regulated = similarity.local_alignments if name == "sgraf" else similarity
+        rar = getattr(regulated, "aggregation", None)
+        rcr = regulated.correspondence
+        assert counts[part] == (
+            len(regulated.alignments), len(rcr.weights()), 0 if rar is None else len(rar.weights()),
+        )  # fmt: skip
+        assert rcr.residual is (name != "sgraf")
+        assert rar is None or rar.residual is ("residual_aggregation=true" in more)
 
 
 def test_word_attention_of_a_trained_data_set(data: Path, tmp_path: Path) -> None:
