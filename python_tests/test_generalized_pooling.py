@@ -97,6 +97,15 @@ def test_the_order_of_the_members_does_not_matter(pool: GeneralizedPooling) -> N
     assert torch.equal(pool(full[:, torch.randperm(6)]), pool(full))
 
 
+def test_equal_members_share_their_weights(pool: GeneralizedPooling) -> None:
+    """Of equal values each place is one of theirs, so that together they get the weights of all of these places."""
+    full = torch.tensor([3.0, 1.0, 3.0, 1.0, 1.0])[None, :, None].requires_grad_()
+    (gradient,) = torch.autograd.grad(pool(full).sum(), full)
+    weights = pool.weights([5])[0].detach()
+    torch.testing.assert_close(gradient[0, [0, 2], 0].sort().values, weights[:2].sort().values)
+    torch.testing.assert_close(gradient[0, [1, 3, 4], 0].sort().values, weights[2:].sort().values)
+
+
 def test_gradients_equal_those_of_the_definition(pool: GeneralizedPooling) -> None:
     pool = pool.double()
     values, incoming = rows().requires_grad_(), torch.randn(len(LENGTHS), 5, dtype=torch.float64)

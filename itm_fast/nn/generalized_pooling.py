@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
@@ -67,15 +68,14 @@ class GeneralizedPooling(nn.Module):
             raise ValueError(f"features: expected at least one row in each set, set {int(counts.argmin())} has none")
         distinct, which = counts.unique(return_inverse=True)
         longest = int(distinct[-1])
-        if len(distinct) == 1:
-            ordered = values.view(len(counts), longest, -1).sort(dim=1, descending=True).values
-        else:
-            padded, _ = Fragments(values, sets.offsets, check=False, max_length=longest).to_padded(-math.inf)
-            behind = torch.arange(longest, device=values.device) >= sets.lengths[:, None]
-            ordered = padded.sort(dim=1, descending=True).values.masked_fill(behind[:, :, None], 0.0)
+        padded, _ = Fragments(values, sets.offsets, check=False, max_length=longest).to_padded(-math.inf)
+        ordered = _ascending(padded.transpose(1, 2).contiguous())
+        if len(distinct) > 1:
+            padding = torch.arange(longest, device=values.device) < longest - sets.lengths[:, None]
+            ordered = ordered.masked_fill(padding[:, None], 0.0)
         with torch.autocast(values.device.type, enabled=False):
             weights = self.weights(distinct.tolist())[which.to(values.device)].to(values.dtype)
-            return torch.einsum("nk,nkd->nd", weights, ordered)
+            return torch.einsum("nk,ndk->nd", weights.flip(1), ordered)
 
     def weights(self, lengths: Sequence[int]) -> Tensor:
         """The weights of sets of each of `lengths`, from 1: `(len(lengths), max(lengths))`, 0 behind a set's own."""
@@ -109,6 +109,17 @@ class GeneralizedPooling(nn.Module):
         scores = self.linear((forward + backward) / 2).squeeze(-1).t()
         behind = (torch.arange(longest) >= counts[:, None]).to(scores.device)
         return torch.softmax((scores / self.temperature).masked_fill(behind, -math.inf), dim=1)
+
+
+def _ascending(values: Tensor) -> Tensor:
+    """The values of each last dimension from the smallest to the largest, NaN behind them."""
+    if values.device.type != "cpu" or torch.compiler.is_compiling():
+        return values.sort(dim=-1).values
+    # NumPy sorts many short rows several times as fast as torch.
+    array = values.detach().numpy()
+    if torch.is_grad_enabled() and values.requires_grad:
+        return values.gather(-1, torch.from_numpy(np.argsort(array, axis=-1)))
+    return torch.from_numpy(np.sort(array, axis=-1))
 
 
 def _encodings(length: int, width: int) -> Tensor:
