@@ -66,6 +66,12 @@ def recalls(scores: np.ndarray) -> dict[str, float]:
     }
 
 
+def mean_distance(scores: np.ndarray) -> object:
+    """Of scores within [-1, 1], which the models compute in float32; five captions an image."""
+    own = np.arange(scores.shape[1]) // 5 == np.arange(len(scores))[:, None]
+    return pytest.approx(scores[own].mean() - scores[~own].mean(), rel=0, abs=1e-6)
+
+
 def result_of(tmp_path: Path, data: Path, checkpoints: list[Path], *more: str) -> dict:
     arguments = [text for checkpoint in checkpoints for text in ("--checkpoint", str(checkpoint))]
     file = tmp_path / "result.json"
@@ -81,10 +87,12 @@ def test_the_ensemble_ranks_by_the_mean_score(
     alone = [scores64(checkpoint, data) for checkpoint in runs]
     expected = recalls(np.mean(alone, axis=0))
     assert {key: result[key] for key in expected} == pytest.approx(expected)
+    assert result["mean_distance"] == mean_distance(np.mean(alone, axis=0))
     assert [member["checkpoint"] for member in result["members"]] == [str(checkpoint) for checkpoint in runs]
     for member, scores in zip(result["members"], alone, strict=True):
         of_member = recalls(scores)
         assert {key: member[key] for key in of_member} == pytest.approx(of_member)
+        assert member["mean_distance"] == mean_distance(scores)
         assert member["rsum"] != pytest.approx(expected["rsum"], abs=0.5), "or the ensemble could be any one of them"
     assert [Path(member["vocabulary"]).parent.name for member in result["members"]] == ["scan", "vsepp", "scan2"]
     assert "checkpoint" not in result
@@ -96,7 +104,7 @@ def test_the_ensemble_ranks_by_the_mean_score(
         (first, second, third, last), [*map(str, runs), "mean score of 3"], [*result["members"], result], strict=True
     ):
         assert line.startswith(f"{name} ")
-        assert line.endswith(f"{summary['rsum']:8.1f}")
+        assert line.endswith(f"{summary['rsum']:8.1f}{summary['mean_distance']:8.2f}")
     assert len({len(line) for line in (header, columns, first, last)}) == 1
 
 
@@ -193,9 +201,11 @@ def test_members_keep_their_own_scores(dtypes: tuple[str, str]) -> None:
     gallery = Numbers([3, 0, 0, 1, 2, 3], 4)
     alone, ensemble = evaluate_ensemble([(Table(table), gallery) for table in tables], tile_images=3, tile_captions=4)
     mean = (tables[0].double() + tables[1].double()) / 2
-    assert ensemble == evaluate_scores(mean, gallery.caption_image)
-    assert alone == [evaluate_scores(table, gallery.caption_image) for table in tables]
-    assert alone[0] == evaluate(Table(tables[0]), gallery)
+    # Sums in another order: the mean distance may differ in its last digits.
+    assert ensemble == pytest.approx(evaluate_scores(mean, gallery.caption_image), rel=1e-12)
+    for summary, table in zip(alone, tables, strict=True):
+        assert summary == pytest.approx(evaluate_scores(table, gallery.caption_image), rel=1e-12)
+    assert alone[0] == pytest.approx(evaluate(Table(tables[0]), gallery), rel=1e-12)
     assert all(torch.equal(table, kept) for table, kept in zip(tables, before, strict=True))
     only, same = evaluate_ensemble([(Table(tables[0]), gallery)])
     assert only == [same] == alone[:1]

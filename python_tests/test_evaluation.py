@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -14,7 +15,15 @@ from torch import Tensor, nn
 import itm_fast.functional as F_itm
 from itm_fast import Fragments, models
 from itm_fast.data import PrecomputedDataset, Vocabulary
-from itm_fast.evaluation import evaluate, evaluate_scores, recall_table, score_matrix, scoring
+from itm_fast.evaluation import (
+    evaluate,
+    evaluate_ensemble,
+    evaluate_scores,
+    protocols,
+    recall_table,
+    score_matrix,
+    scoring,
+)
 
 
 class Gallery:
@@ -62,6 +71,15 @@ class TableModel(nn.Module):
 
 def random_table(n_images: int, n_captions: int) -> Tensor:
     return torch.randn(n_images, n_captions, generator=torch.Generator().manual_seed(0))
+
+
+def expected_summary(table: Tensor, owner: Tensor) -> dict[str, object]:
+    """The recalls of the ranks, and the mean distance in Python's floats; an image may be without captions."""
+    pairs = [(owner[c] == i, score) for i, row in enumerate(table.tolist()) for c, score in enumerate(row)]
+    own, other = ([score for positive, score in pairs if bool(positive) is kind] for kind in (True, False))
+    distance = math.fsum(own) / len(own) - math.fsum(other) / len(other)
+    recalls = F_itm.recall_summary(*F_itm.retrieval_ranks(table, owner))
+    return {**recalls, "mean_distance": pytest.approx(distance, rel=1e-12, abs=1e-12)}
 
 
 def test_tiles_make_up_the_whole_matrix() -> None:
@@ -121,7 +139,7 @@ def test_progress_counts_every_tile_on_a_terminal(
 
 def test_one_fold_is_the_summary_of_the_ranks() -> None:
     table, owner = random_table(6, 20), [5, 0, 3, 3, 1] * 4
-    expected = F_itm.recall_summary(*F_itm.retrieval_ranks(table, torch.tensor(owner)))
+    expected = expected_summary(table, torch.tensor(owner))
     assert evaluate_scores(table, torch.tensor(owner)) == expected
     assert evaluate(TableModel(table), Gallery(owner, 6), tile_images=4, tile_captions=7) == expected
 
@@ -132,8 +150,8 @@ def test_folds_are_means_over_runs_of_images_with_their_own_captions(owner: list
     summaries = []
     for first in (0, 4, 8):
         inside = [c for c in range(60) if first <= owner[c] < first + 4]
-        ranks = F_itm.retrieval_ranks(table[first : first + 4][:, inside], owners[inside] - first)
-        summaries.append(F_itm.recall_summary(*ranks))
+        summaries.append(expected_summary(table[first : first + 4][:, inside], owners[inside] - first))
+        summaries[-1]["mean_distance"] = summaries[-1]["mean_distance"].expected
     expected = {key: pytest.approx(sum(s[key] for s in summaries) / 3) for key in summaries[0]}
     assert evaluate_scores(table, owners, folds=3) == expected
     model = TableModel(table)
@@ -194,8 +212,42 @@ def test_a_real_model_scores_the_same_in_tiles_and_at_once(tmp_path: Path) -> No
     with torch.no_grad():
         at_once = model(dataset.image_batch(range(10)), *dataset.caption_batch(range(50)))
     torch.testing.assert_close(tiled, at_once, rtol=1e-5, atol=1e-6)
-    expected = F_itm.recall_summary(*F_itm.retrieval_ranks(tiled, dataset.caption_image))
+    expected = expected_summary(tiled, dataset.caption_image)
     assert evaluate(model, dataset, tile_images=3, tile_captions=7) == expected
+
+
+@pytest.mark.parametrize("chosen", [{}, {"first_images": 5}, {"folds": 2}])
+def test_the_mean_distance_comes_with_the_scoring(chosen: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the tiles, and scored once; a finished matrix gives the same."""
+    owner = [(7 * i) % 8 for i in range(37)]
+    table = random_table(8, 37)
+    values = []
+    for tile_images, tile_captions in ((256, 512), (3, 5), (1, 1)):
+        model = TableModel(table)
+        options = {"tile_images": tile_images, "tile_captions": tile_captions, **chosen}
+        values.append(evaluate(model, Gallery(owner, 8), **options)["mean_distance"])
+        pairs = {"first_images": 5 * sum(o < 5 for o in owner), "folds": 4 * 37}
+        assert sum(rows * columns for rows, columns in model.tiles) == pairs.get(next(iter(chosen), ""), 8 * 37)
+    monkeypatch.setattr(protocols, "_ROWS", 3)
+    values.append(evaluate_scores(table, torch.tensor(owner), **chosen)["mean_distance"])
+    assert values == pytest.approx([values[0]] * 4, rel=1e-12)
+    if not chosen:
+        assert values[0] == expected_summary(table, torch.tensor(owner))["mean_distance"]
+
+
+def test_no_mean_distance_without_positives_negatives_or_numbers() -> None:
+    owners = torch.tensor([0, 0, 1])
+    assert evaluate_scores(torch.tensor([[1.0, 0.5, 0.0], [0.25, 0.0, 1.0]]), owners)["mean_distance"] == (
+        pytest.approx(2.5 / 3 - 0.25 / 3)
+    )
+    assert "mean_distance" not in evaluate_scores(torch.randn(1, 3), torch.zeros(3, dtype=torch.int64))
+    for wrong in (math.nan, math.inf):
+        table = torch.tensor([[1.0, wrong, 0.0], [0.0, 0.0, 1.0]])
+        assert "mean_distance" not in evaluate_scores(table, owners)
+        assert "mean_distance" not in evaluate(TableModel(table), Gallery([0, 0, 1], 2))
+        both = [(TableModel(one), Gallery([0, 0, 1], 2)) for one in (table, torch.ones(2, 3))]
+        alone, together = evaluate_ensemble(both)
+        assert ["mean_distance" in summary for summary in (*alone, together)] == [False, True, False]
 
 
 def test_the_table() -> None:
@@ -204,10 +256,16 @@ def test_the_table() -> None:
     lines = recall_table({"trained": best, "no": worst}).splitlines()
     assert [line.split() for line in lines] == [
         ["image", "to", "text", "text", "to", "image"],
-        [*["R@1", "R@5", "R@10", "Med", "r", "Mean", "r"] * 2, "rsum"],
-        ["trained", *["100.0", "100.0", "100.0", "1.0", "1.0"] * 2, "600.0"],
-        ["no", "0.0", "0.0", "0.0", "46.0", "46.0", "0.0", "0.0", "100.0", "10.0", "10.0", "100.0"],
+        [*["R@1", "R@5", "R@10", "Med", "r", "Mean", "r"] * 2, "rsum", "MD"],
+        ["trained", *["100.0", "100.0", "100.0", "1.0", "1.0"] * 2, "600.0", "1.00"],
+        ["no", "0.0", "0.0", "0.0", "46.0", "46.0", "0.0", "0.0", "100.0", "10.0", "10.0", "100.0", "-1.00"],
     ]
+    del best["mean_distance"]
+    partly = recall_table({"trained": best, "no": worst}).splitlines()
+    assert partly[2] == lines[2][:-4] + " " * 4
+    assert partly[3] == lines[3]
+    del worst["mean_distance"]
+    assert recall_table({"trained": best, "no": worst}).splitlines()[1] == lines[1][:-8]
     assert len({len(line) for line in lines}) == 1
     # Numbers end where the titles above them end.
     assert lines[1].index("R@1") + 3 == lines[2].index("100.0") + 5

@@ -4,6 +4,7 @@ Also where the words of a caption look, `word_attention`, and one pair from the 
 """
 
 from itm_fast.evaluation.attention import word_attention
+from itm_fast.evaluation.distance import MeanDistance
 from itm_fast.evaluation.explanation import Explanation, explain
 from itm_fast.evaluation.protocols import evaluate, evaluate_ensemble, evaluate_scores
 from itm_fast.evaluation.scoring import score_matrix
@@ -11,6 +12,7 @@ from itm_fast.evaluation.table import recall_table
 
 __all__ = [
     "Explanation",
+    "MeanDistance",
     "evaluate",
     "evaluate_ensemble",
     "evaluate_scores",

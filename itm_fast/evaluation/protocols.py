@@ -17,10 +17,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from itm_fast.evaluation.distance import MeanDistance
 from itm_fast.evaluation.scoring import Gallery, Scorer, score_matrix
 from itm_fast.functional import recall_summary, retrieval_ranks
 
 __all__ = ["evaluate", "evaluate_ensemble", "evaluate_scores"]
+
+_ROWS = 256  # Of a finished score matrix, whose mean distance is taken in parts of so many rows.
 
 
 def evaluate(
@@ -46,7 +49,9 @@ def evaluate(
         tile_images, tile_captions, progress, description: as in `score_matrix`.
 
     Returns:
-        The keys of `itm_fast.functional.recall_summary`, each the mean over the folds.
+        The keys of `itm_fast.functional.recall_summary`, and `mean_distance`: the mean score of the positives minus
+        that of the negatives, left out where there are none of either or a score is not finite. Each is the mean over
+        the folds.
 
     Raises:
         ValueError: `folds` does not divide the number of images, or a fold has no captions.
@@ -98,6 +103,7 @@ def evaluate_ensemble(
     together = []
     for fold, (images, captions) in enumerate(_folds(first.caption_image, first.n_images, folds, first_images)):
         total: Tensor | None = None
+        distances = [MeanDistance() for _ in members]
         for index, (model, dataset) in enumerate(members):
             parts = [description]
             parts += [f"model {index + 1}/{len(members)}"] if len(members) > 1 else []
@@ -111,12 +117,15 @@ def evaluate_ensemble(
                 tile_captions=tile_captions,
                 progress=progress,
                 description=", ".join(parts),
+                distance=distances[index],
             )
-            alone[index].append(_summary(scores, first.caption_image, images, captions, ties))
+            recalls = _recalls(scores, first.caption_image, images, captions, ties)
+            alone[index].append(_summary(recalls, distances[index].value))
             total = scores if total is None else _add(total, scores)
         if total is not None and len(members) > 1:
             # The sum ranks as the mean does, without the ties that a division may round into being.
-            together.append(_summary(total, first.caption_image, images, captions, ties))
+            recalls = _recalls(total, first.caption_image, images, captions, ties)
+            together.append(_summary(recalls, MeanDistance.of_mean(distances)))
     summaries = [_mean(summary) for summary in alone]
     return summaries, _mean(together) if len(members) > 1 else summaries[0]
 
@@ -149,7 +158,11 @@ def evaluate_scores(
             block = block[:, int(captions[0]) : int(captions[-1]) + 1]
         else:
             block = block[:, captions]
-        summaries.append(_summary(block, caption_image, images, captions, ties))
+        recalls = _recalls(block, caption_image, images, captions, ties)
+        distance, owners = MeanDistance(), caption_image[captions]
+        for rows, chosen in zip(block.split(_ROWS), images.to(owners.device).split(_ROWS), strict=True):
+            distance.add(rows, chosen[:, None] == owners)
+        summaries.append(_summary(recalls, distance.value))
     return _mean(summaries)
 
 
@@ -169,9 +182,15 @@ def _folds(caption_image: Tensor, n_images: int, folds: int, first_images: int |
     return chosen
 
 
-def _summary(block: Tensor, caption_image: Tensor, images: Tensor, captions: Tensor, ties: str) -> dict[str, float]:
+def _recalls(block: Tensor, caption_image: Tensor, images: Tensor, captions: Tensor, ties: str) -> dict[str, float]:
     return recall_summary(*retrieval_ranks(block, caption_image[captions] - int(images[0]), ties))
 
 
+def _summary(recalls: dict[str, float], distance: float | None) -> dict[str, float]:
+    return recalls if distance is None else {**recalls, "mean_distance": distance}
+
+
 def _mean(summaries: list[dict[str, float]]) -> dict[str, float]:
-    return {key: sum(summary[key] for summary in summaries) / len(summaries) for key in summaries[0]}
+    """The means of what all summaries have."""
+    common = [key for key in summaries[0] if all(key in summary for summary in summaries)]
+    return {key: sum(summary[key] for summary in summaries) / len(summaries) for key in common}

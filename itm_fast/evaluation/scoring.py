@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from itm_fast.evaluation.distance import MeanDistance
+
 __all__ = ["Gallery", "Scorer", "evaluation_mode", "score_matrix"]
 
 
@@ -47,6 +49,7 @@ def score_matrix(
     tile_captions: int = 512,
     progress: bool = False,
     description: str = "scores",
+    distance: MeanDistance | None = None,
 ) -> Tensor:
     """Scores of all images with all captions of a split, or of chosen ones.
 
@@ -62,6 +65,7 @@ def score_matrix(
         tile_captions: captions encoded together, and columns of a tile.
         progress: show a progress bar where there is a terminal; it vanishes at the end.
         description: stands before the bar.
+        distance: takes every tile as it is scored.
 
     Returns:
         `(n, m)` float32 (float64 from a model in float64) on the CPU.
@@ -94,7 +98,11 @@ def score_matrix(
                 tile = model.score(encoded_images, encoded)
                 if scores is None:
                     scores = torch.empty(len(images), len(captions), dtype=tile.dtype)
-                scores[row : row + tile.shape[0], column : column + tile.shape[1]] = tile
+                place = scores[row : row + tile.shape[0], column : column + tile.shape[1]]
+                place.copy_(tile)
+                if distance is not None:
+                    owners = dataset.caption_image[captions[column : column + tile.shape[1]]]
+                    distance.add(place, chosen[:, None] == owners)
                 column += tile.shape[1]
                 bar.update()
             row += len(chosen)

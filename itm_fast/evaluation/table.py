@@ -11,27 +11,32 @@ __all__ = ["recall_table"]
 
 _COLUMNS = (("r1", "R@1"), ("r5", "R@5"), ("r10", "R@10"), ("medr", "Med r"), ("meanr", "Mean r"))
 _DIRECTIONS = (("i2t", "image to text"), ("t2i", "text to image"))
+_DISTANCE = "mean_distance"
 _WIDTH = 8
 
 
 def recall_table(summaries: Mapping[str, Mapping[str, float]]) -> str:
     """One line per summary, as `itm_fast.functional.recall_summary` and `evaluate` return them, under two header lines.
 
+    Where one of them has a mean distance, it stands in a last column, MD, with two decimals.
+
     Args:
         summaries: the summaries by the name that stands before each line.
 
     Returns:
-        Lines of equal length joined by newlines, every number with one decimal.
+        Lines of equal length joined by newlines, every other number with one decimal.
     """
     first = max([len(name) for name in summaries] + [0])
     group = _WIDTH * len(_COLUMNS)
+    last = ["rsum", *["MD"] * any(_DISTANCE in summary for summary in summaries.values())]
+    titles = [*[title for _, title in _COLUMNS] * len(_DIRECTIONS), *last]
     lines = [
-        " " * first + "".join(f"  {title:^{group - 2}}" for _, title in _DIRECTIONS) + " " * _WIDTH,
-        " " * first
-        + "".join(f"{title:>{_WIDTH}}" for _ in _DIRECTIONS for _, title in _COLUMNS)
-        + f"{'rsum':>{_WIDTH}}",
+        " " * first + "".join(f"  {title:^{group - 2}}" for _, title in _DIRECTIONS) + " " * _WIDTH * len(last),
+        " " * first + "".join(f"{title:>{_WIDTH}}" for title in titles),
     ]
     for name, summary in summaries.items():
         keys = [f"{direction}_{key}" for direction, _ in _DIRECTIONS for key, _ in _COLUMNS]
-        lines.append(f"{name:<{first}}" + "".join(f"{summary[key]:>{_WIDTH}.1f}" for key in [*keys, "rsum"]))
+        cells = [f"{summary[key]:.1f}" for key in [*keys, "rsum"]]
+        cells += [f"{summary[_DISTANCE]:.2f}" if _DISTANCE in summary else ""] * (len(last) - 1)
+        lines.append(f"{name:<{first}}" + "".join(f"{cell:>{_WIDTH}}" for cell in cells))
     return "\n".join(lines)

@@ -1,0 +1,49 @@
+"""How far apart a model keeps positives and negatives.
+
+Inside: `MeanDistance`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from torch import Tensor
+
+__all__ = ["MeanDistance"]
+
+
+class MeanDistance:
+    """The mean score of the positives minus that of the negatives, summed up tile by tile in float64.
+
+    Unlike a recall it sees more than ranks: how well the scores are separated (MD in Diao et al., Deep Boosting
+    Learning, section IV-A).
+    """
+
+    def __init__(self) -> None:
+        self._positive = self._negative = 0.0
+        self._positives = self._negatives = 0
+
+    def add(self, tile: Tensor, positives: Tensor) -> None:
+        """Takes some scores, `(n, m)`, and which of them are of an image with its own caption, bool `(n, m)`."""
+        own = tile[positives].double()
+        positive, count = float(own.sum()), own.numel()
+        self._positive += positive
+        self._positives += count
+        self._negative += float(tile.double().sum()) - positive
+        self._negatives += tile.numel() - count
+
+    @property
+    def value(self) -> float | None:
+        """None where there is no positive or no negative pair, or a score is not finite."""
+        if not self._positives or not self._negatives:
+            return None
+        distance = self._positive / self._positives - self._negative / self._negatives
+        return distance if math.isfinite(distance) else None
+
+    @staticmethod
+    def of_mean(members: Iterable[MeanDistance]) -> float | None:
+        """The mean distance of the mean of several score matrices of the same pairs: the mean of theirs."""
+        values = [member.value for member in members]
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known and len(known) == len(values) else None
