@@ -6,13 +6,15 @@ RUN/train.yaml                           the settings of the run
 RUN/last/checkpoint.pt                   all that `--resume` needs, beside the log
 RUN/last/lock                            held by the process that trains
 RUN/metrics.jsonl                        one line per log step and per validation
+RUN/branches/1, 2, ...                   models beside the best one (scenarios oss and mss), each with its vocabulary
 RUN/tensorboard/                         the log's numbers for TensorBoard, where asked for
 """
 
 from __future__ import annotations
 
-__all__ = ["CONFIG", "METRICS", "TENSORBOARD", "VOCABULARY"]
+__all__ = ["BRANCHES", "CONFIG", "METRICS", "TENSORBOARD", "VOCABULARY"]
 
+BRANCHES = "branches"
 CONFIG = "train.yaml"
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"

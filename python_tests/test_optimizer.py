@@ -54,7 +54,7 @@ def test_two_steps_of_adam_by_its_equations(data: Path, tmp_path: Path, optimize
             second[index] = beta2 * second[index] + (1 - beta2) * gradient**2
             unbiased = first[index] / (1 - beta1**step), second[index] / (1 - beta2**step)
             expected[index] = expected[index] - rate * unbiased[0] / (unbiased[1].sqrt() + 1e-8)
-        trainer.stepper.optimizer.step()
+        trainer.stepper.scenario.target.optimizer.step()
     for parameter, values in zip(parameters, expected, strict=True):
         torch.testing.assert_close(parameter.detach().double(), values, rtol=1e-5, atol=1e-6)
 

@@ -27,7 +27,7 @@ STATE_FILE = Path("last") / "checkpoint.pt"
 _KINDS: Mapping[str, type] = {
     "position": int, "data": dict, "model": dict, "optimizer": dict, "scheduler": dict, "plateau": dict,
     "random": dict, "best": dict, "best_step": int, "validated_step": int, "window": list, "seconds": float,
-    "log_size": int,
+    "log_size": int, "scenario": dict,
 }  # fmt: skip
 
 

@@ -15,13 +15,13 @@ import yaml
 from itm_fast import config as settings
 from itm_fast.config import setting
 from itm_fast.documents import MAX_SETTINGS_BYTES, parse_yaml, read_text
-from itm_fast.training.objective import LOSSES, MINING, check_loss
+from itm_fast.training.objective import BOOSTING, LOSSES, MINING, check_loss
 
 __all__ = ["TrainConfig", "read_yaml", "to_yaml"]
 
 
 DATA, MODEL, STEPS, OPTIMIZER = "Data", "Model", "Steps", "Optimiser"
-LOSS, LOG, MACHINE = "Loss", "Validation and log", "Machine"
+LOSS, SCENARIO, LOG, MACHINE = "Loss", "Deep Boosting Learning", "Validation and log", "Machine"
 
 MAX_SEED = 2**64 - 1  # the largest that torch takes
 
@@ -143,6 +143,41 @@ class TrainConfig:
     )
     exclude_same_image: bool = setting(
         True, group=LOSS, help="Captions of the same image are no negatives of each other."
+    )
+
+    scenario: str = setting(
+        "single",
+        group=SCENARIO,
+        help="What trains together: the model alone; beside a frozen trained model (oas); several models, each beside "
+        "those before it (oss); or the model beside its moving average (mss).",
+        choices=("single", "oas", "oss", "mss"),
+    )
+    boosting: str | None = setting(
+        None,
+        group=SCENARIO,
+        help="Loss of a branch beside an anchor, added to its own: one of Deep Boosting Learning, by default absolute, "
+        "or one that it is compared with.",
+        choices=BOOSTING,
+    )
+    boosting_mining: str = setting(
+        "hardest", group=SCENARIO, help="Negatives of the boosting loss.", choices=("hardest", "all")
+    )
+    boosting_weight: float = setting(1.0, group=SCENARIO, minimum=0, help="Weight of the boosting loss.")
+    boosting_alpha: float = setting(
+        0.5, group=SCENARIO, minimum=0, maximum=1, help="The positives' share of the margin (absolute)."
+    )
+    soft: bool = setting(False, group=SCENARIO, help="Soft margins in the boosting loss.")
+    anchor: str | None = setting(None, group=SCENARIO, help="RUN folder of the frozen trained model (oas).")
+    anchor_start: bool = setting(
+        True, group=SCENARIO, help="The model starts with the weights of the anchor, not with fresh ones (oas)."
+    )
+    branches: int = setting(2, group=SCENARIO, minimum=2, maximum=64, help="Models that train together (oss).")
+    momentum: float = setting(
+        0.99995,
+        group=SCENARIO,
+        minimum=0,
+        maximum=1,
+        help="The share of itself that the moving average keeps at the first step; at the last it keeps all (mss).",
     )
 
     validate_every: int = setting(1, group=LOG, minimum=1, help="Time between two validations.")

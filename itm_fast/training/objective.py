@@ -1,12 +1,13 @@
-"""The loss of a run: what its settings may be, and the modules that they make.
+"""The losses of a run: what their settings may be, and the modules that they make.
 
-Inside: `LOSSES`, `MINING`, `check_loss`, `make_losses`. The modules are imported where they are made, so that listing
-the settings stays quick.
+Inside: `LOSSES`, `MINING`, `BOOSTING`, `check_loss`, `make_losses`, `make_boosting_loss`. The modules are imported where
+they are made, so that listing the settings stays quick.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from itm_fast import config as settings
@@ -17,21 +18,33 @@ if TYPE_CHECKING:
 
     from itm_fast.training.config import TrainConfig
 
-__all__ = ["LOSSES", "MINING", "check_loss", "make_losses"]
+__all__ = ["BOOSTING", "LOSSES", "MINING", "check_loss", "make_boosting_loss", "make_losses"]
 
 MINING = ("hardest", "all", "selective", "semi_hard", "contrastive")
 # The negatives that each loss takes.
 _MINING: Mapping[str, tuple[str, ...]] = {"triplet": MINING, "polynomial": ("hardest",), "cmpm": ("all",)}
 LOSSES = tuple(_MINING)
-# Settings that mean something with some values of another setting alone.
-_DEPENDENT: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "margin": ("loss", ("triplet", "polynomial")),
-    "warmup_epochs": ("loss", ("triplet", "polynomial")),
-    "halve_loss": ("loss", ("triplet",)),
-    "softmax_scale": ("loss", ("cmpm",)),
-    "epsilon": ("mining", ("selective",)),
-    "selective_divisor": ("mining", ("selective",)),
-}
+# Losses of a branch beside an anchor: those of Deep Boosting Learning, and those that it is compared with.
+_BOOSTED = ("absolute", "relative", "both")
+BOOSTING = (*_BOOSTED, "soft_rank", "rkd", "dml", "dino", "dino_inverse")
+_ANCHORED = ("oas", "oss", "mss")
+# Settings that mean something with some values of another setting alone; of a choice None stands for its default.
+_DEPENDENT: Sequence[tuple[str, str, tuple[str | None, ...]]] = (
+    ("margin", "loss", ("triplet", "polynomial")),
+    ("warmup_epochs", "loss", ("triplet", "polynomial")),
+    ("halve_loss", "loss", ("triplet",)),
+    ("softmax_scale", "loss", ("cmpm",)),
+    ("epsilon", "mining", ("selective",)),
+    ("selective_divisor", "mining", ("selective",)),
+    ("boosting", "scenario", _ANCHORED),
+    ("boosting_weight", "scenario", _ANCHORED),
+    *((name, "scenario", _ANCHORED) for name in ("boosting_mining", "boosting_alpha", "soft")),
+    *((name, "boosting", (None, *_BOOSTED)) for name in ("boosting_mining", "boosting_alpha", "soft")),
+    ("anchor", "scenario", ("oas",)),
+    ("anchor_start", "scenario", ("oas",)),
+    ("branches", "scenario", ("oss",)),
+    ("momentum", "scenario", ("mss",)),
+)
 
 
 def check_loss(config: TrainConfig) -> None:
@@ -40,10 +53,11 @@ def check_loss(config: TrainConfig) -> None:
     if config.mining not in taken:
         raise ValueError(f"mining: the loss {config.loss} takes {taken[0]}, got {config.mining!r}")
     fields = settings.fields_of(type(config))
-    for name, (other, values) in _DEPENDENT.items():
+    for name, other, values in _DEPENDENT:
         value, chosen = getattr(config, name), getattr(config, other)
         if chosen not in values and value != fields[name].default:
-            raise ValueError(f"{name}: {shown(value)} goes with the {other} {' or '.join(values)}, not {chosen}")
+            wanted = " or ".join(value for value in values if value is not None)
+            raise ValueError(f"{name}: {shown(value)} goes with the {other} {wanted}, not {chosen}")
 
 
 def make_losses(config: TrainConfig) -> dict[str, nn.Module]:
@@ -64,3 +78,25 @@ def make_losses(config: TrainConfig) -> dict[str, nn.Module]:
             halve=config.halve_loss,
         )
     return {"all": TripletLoss(config.margin, mining="all", halve=config.halve_loss), config.mining: main}
+
+
+def make_boosting_loss(config: TrainConfig) -> nn.Module:
+    """The loss of a branch's scores beside those of an anchor."""
+    from itm_fast import losses
+
+    compared: Mapping[str, Callable[[], nn.Module]] = {
+        "soft_rank": losses.SoftRankLoss,
+        "rkd": losses.RKDLoss,
+        "dml": losses.DMLLoss,
+        "dino": losses.DINOLoss,
+        "dino_inverse": partial(losses.DINOLoss, inverse=True),
+    }
+    if config.boosting in compared:
+        return compared[config.boosting]()
+    return losses.BoostingLoss(
+        config.margin,
+        strategy=config.boosting or "absolute",
+        mining=config.boosting_mining,
+        alpha=config.boosting_alpha,
+        soft=config.soft,
+    )

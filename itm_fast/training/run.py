@@ -20,6 +20,7 @@ from itm_fast.models.bert_folder import bert_options, load_bert
 from itm_fast.training import run_folder
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
+from itm_fast.training.scenarios import frozen_anchor
 from itm_fast.training.trainer import Trainer, TrainResult
 
 __all__ = ["create_model", "device_of", "load_data", "train", "vocabulary_path", "warn_of_unknown_words"]
@@ -48,7 +49,8 @@ def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -
     vocabulary, train_data, validation_data = load_data(config, resume=resume)
     torch.manual_seed(config.seed)
     model = create_model(config, vocabulary, train_data)
-    trainer = Trainer(config, model, train_data, validation_data, progress=progress)
+    anchor = frozen_anchor(config, model, vocabulary, resume=resume)
+    trainer = Trainer(config, model, train_data, validation_data, anchor=anchor, progress=progress)
     with lock(config.out):
         # Another training may have come and gone since the first look.
         run_folder.check(config, resume=resume)
@@ -115,6 +117,8 @@ def _opening(trainer: Trainer, vocabulary: Vocabulary, vocabulary_source: Path |
     yield f"vocabulary: {vocabulary_source}, {len(vocabulary):,} words"
     yield f"device: {trainer.device}, threads: {torch.get_num_threads()}, precision: {config.precision}"
     yield f"epochs: {config.epochs:,}, steps per epoch: {trainer.steps_per_epoch:,}"
+    if config.scenario != "single":
+        yield f"scenario: {config.scenario}, boosting: {config.boosting or 'absolute'} ({config.boosting_mining})"
 
 
 def warn_of_unknown_words(data: PrecomputedDataset) -> None:

@@ -1,21 +1,23 @@
 """The RUN folder, whose files `itm_fast.run_files` names: when a run may write into it.
 
-Inside: `check`, `prepare`, `saved_config`.
+Inside: `check`, `prepare`, `saved_config`, `save_models`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from itm_fast import config as settings
 from itm_fast import files
+from itm_fast.data import Vocabulary
 from itm_fast.messages import shown
-from itm_fast.models.base import CONFIG_FILE, WEIGHTS_FILE
-from itm_fast.run_files import CONFIG, METRICS, TENSORBOARD, VOCABULARY
+from itm_fast.models.base import CONFIG_FILE, WEIGHTS_FILE, MatchingModel
+from itm_fast.run_files import BRANCHES, CONFIG, METRICS, TENSORBOARD, VOCABULARY
 from itm_fast.training.checkpoint import STATE_FILE
 from itm_fast.training.config import TrainConfig, read_yaml, to_yaml
 
-__all__ = ["CONFIG", "METRICS", "TENSORBOARD", "VOCABULARY", "check", "prepare", "saved_config"]
+__all__ = ["CONFIG", "METRICS", "TENSORBOARD", "VOCABULARY", "check", "prepare", "save_models", "saved_config"]
 
 
 def saved_config(run: str | Path) -> TrainConfig:
@@ -57,7 +59,7 @@ def check(config: TrainConfig, *, resume: bool) -> None:
     if started and has_state:
         raise ValueError(f"{run}: holds a run already; continue it with --resume or choose another --out")
     # A run that ended before its first state left nothing worth keeping: its settings, vocabulary and log.
-    model = [WEIGHTS_FILE, CONFIG_FILE]
+    model = [WEIGHTS_FILE, CONFIG_FILE, *[BRANCHES] * (config.scenario in ("oss", "mss"))]
     kept = model if started else [*model, VOCABULARY, METRICS, str(STATE_FILE), *[TENSORBOARD] * config.tensorboard]
     for file in kept:
         if (run / file).exists():
@@ -72,10 +74,25 @@ def prepare(config: TrainConfig, *, resume: bool) -> Path:
     run = Path(config.out)
     for name in (CONFIG, VOCABULARY, WEIGHTS_FILE, CONFIG_FILE, STATE_FILE):
         files.remove_temporaries(run / name)
+    for branch in (run / BRANCHES).glob("*"):
+        for name in (VOCABULARY, WEIGHTS_FILE, CONFIG_FILE):
+            files.remove_temporaries(branch / name)
     if not resume:
         (run / METRICS).unlink(missing_ok=True)
     files.write_text(run / CONFIG, to_yaml(config))
     return run
+
+
+def save_models(run: str | Path, target: MatchingModel, others: Sequence[MatchingModel], words: Vocabulary) -> None:
+    """Writes the best model into a RUN folder, and `others` of the same moment into its `branches/1`, `branches/2`, ...
+
+    The model itself comes last: until its validation is in the log, a resumed run writes all of them again.
+    """
+    for number, model in enumerate(others, start=1):
+        folder = Path(run) / BRANCHES / str(number)
+        words.save(folder / VOCABULARY)
+        model.save(folder)
+    target.save(run)
 
 
 def _first_difference(before: TrainConfig, now: TrainConfig) -> tuple[str, object, object] | None:

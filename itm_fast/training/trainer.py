@@ -56,6 +56,8 @@ class TrainResult:
 class Trainer:
     """Trains `model` as `config` says and keeps the RUN folder `config.out`, which must exist when `run` is called.
 
+    `anchor` is the frozen model that the scenario oas trains beside.
+
     The order of the data depends on (seed, epoch) alone and the learning rate on the step alone, so that a run that is
     interrupted and resumed ends bit for bit where an uninterrupted one does.
     """
@@ -67,16 +69,18 @@ class Trainer:
         train_data: PrecomputedDataset,
         validation_data: PrecomputedDataset,
         *,
+        anchor: MatchingModel | None = None,
         progress: bool = True,
     ) -> None:
         self.config = config
         self.device = torch.device(config.device)
         self.model = model.to(self.device)
+        anchor = None if anchor is None else anchor.to(self.device)
         self.train_data, self.validation_data = train_data, validation_data
         self.steps_per_epoch = len(EpochSampler(len(train_data), config.batch_size, drop_last=config.drop_last))
         if self.steps_per_epoch == 0:
             raise ValueError(f"batch_size: {config.batch_size} is more than the {len(train_data)} training captions")
-        self.stepper = Stepper(config, self.model, train_data.vocabulary, self.device, self.steps_per_epoch)
+        self.stepper = Stepper(config, self.model, train_data.vocabulary, self.device, self.steps_per_epoch, anchor)
         self.log = MetricsLog(Path(config.out) / run_folder.METRICS)
         self.tensorboard = TensorBoardLog(Path(config.out) / run_folder.TENSORBOARD) if config.tensorboard else None
         self.best: dict[str, float] = {}
@@ -100,7 +104,9 @@ class Trainer:
             ValueError: the state is missing or damaged, or does not fit the model, the data or the epochs.
         """
         path = Path(self.config.out) / checkpoint.STATE_FILE
-        state = checkpoint.load_state(self.config.out, _STATE_KEYS)
+        # Ordinary training has no such entry, nor had any state before there were scenarios.
+        scenario = () if self.config.scenario == "single" else ("scenario",)
+        state = checkpoint.load_state(self.config.out, (*_STATE_KEYS, *scenario))
         check_fingerprints(state["data"], self._fingerprints, path)
         if state["position"] > self._total:
             raise ValueError(
@@ -279,7 +285,8 @@ class Trainer:
             )
         better = self._judge(summary, step)
         if better:
-            self.model.save(self.config.out)
+            others = self.stepper.scenario.companions()
+            run_folder.save_models(self.config.out, self.model, others, self.train_data.vocabulary)
         # Last, because a validation that the log has is not repeated on a resume: the state is large, and writing it a
         # second time for the validation's sake would double the cost of saving.
         position = {"split": self.validation_data.split, "step": step, "epoch": epoch}
@@ -287,7 +294,9 @@ class Trainer:
         if self._progress:
             self._bar.write(
                 f"epoch {epoch}, step {step}: {self.validation_data.split} rsum {summary['rsum']:.1f}, R@1 "
-                f"{summary['i2t_r1']:.1f} (image to text) {summary['t2i_r1']:.1f} (text to image)" + ", best" * better
+                f"{summary['i2t_r1']:.1f} (image to text) {summary['t2i_r1']:.1f} (text to image)"
+                + (f", MD {summary['mean_distance']:.2f}" if "mean_distance" in summary else "")
+                + ", best" * better
             )
 
     def _write(self, **line: Any) -> None:

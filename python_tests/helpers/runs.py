@@ -1,6 +1,6 @@
 """Short training runs on the data set of four concepts.
 
-Inside: `config`, `run`, `make_trainer`, `weights`, `same`.
+Inside: `config`, `run`, `make_trainer`, `weights`, `same`, `what_a_run_leaves`, `differences`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import torch
 
 from itm_fast.training import TrainConfig, Trainer, TrainResult, train
 from itm_fast.training.checkpoint import load_state
+from itm_fast.training.metrics_log import read_metrics
 from itm_fast.training.run import create_model, load_data
+from itm_fast.training.scenarios import frozen_anchor
 
 OPTIONS = {"embed_dim": 16, "word_dim": 12}
 
@@ -29,7 +31,9 @@ def run(settings: TrainConfig, *, resume: bool = False) -> TrainResult:
 def make_trainer(settings: TrainConfig) -> Trainer:
     vocabulary, train_data, dev_data = load_data(settings)
     torch.manual_seed(settings.seed)
-    return Trainer(settings, create_model(settings, vocabulary, train_data), train_data, dev_data, progress=False)
+    model = create_model(settings, vocabulary, train_data)
+    anchor = frozen_anchor(settings, model, vocabulary)
+    return Trainer(settings, model, train_data, dev_data, anchor=anchor, progress=False)
 
 
 def weights(run_folder: Path) -> dict[str, torch.Tensor]:
@@ -40,3 +44,40 @@ def weights(run_folder: Path) -> dict[str, torch.Tensor]:
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     """Whether two sets of weights are equal bit for bit."""
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def what_a_run_leaves(run: Path) -> dict[str, object]:
+    """Everything in a RUN folder that does not depend on the time of day or on where the folder lies."""
+    state = load_state(run)
+    assert state.pop("seconds") > 0
+    # Lines differ in length with the digits of their seconds.
+    assert 0 < state.pop("log_size") <= (run / "metrics.jsonl").stat().st_size
+    log = read_metrics(run / "metrics.jsonl")
+    for line in log:
+        assert line.pop("seconds") >= 0
+    settings = [line for line in (run / "train.yaml").read_text().splitlines() if not line.startswith("out:")]
+    return {
+        "state": state,
+        "log": log,
+        "settings": settings,
+        "files": sorted(str(path.relative_to(run)) for path in run.rglob("*")),
+        **{
+            str(path.relative_to(run)): path.read_bytes()
+            for path in run.rglob("*")
+            if path.suffix in (".safetensors", ".json")
+        },
+    }
+
+
+def differences(left: object, right: object, name: str = "run") -> list[str]:
+    """The names of all parts that are not equal bit for bit."""
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return [] if left.dtype == right.dtype and torch.equal(left, right) else [name]
+    if isinstance(left, dict) and isinstance(right, dict):
+        missing = [f"{name}.{key}" for key in left.keys() ^ right.keys()]
+        both = [key for key in left if key in right]
+        return missing + [part for key in both for part in differences(left[key], right[key], f"{name}.{key}")]
+    if isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+        pairs = enumerate(zip(left, right, strict=True))
+        return [part for index, pair in pairs for part in differences(*pair, f"{name}[{index}]")]
+    return [] if type(left) is type(right) and left == right else [name]

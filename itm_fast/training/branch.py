@@ -1,0 +1,111 @@
+"""One model that learns: its optimiser, its learning rate, and what they keep from step to step.
+
+Inside: `Branch`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from itm_fast.models.base import MatchingModel
+from itm_fast.training.config import TrainConfig
+from itm_fast.training.schedule import learning_rate
+from itm_fast.training.state_check import check_equal, check_like
+
+__all__ = ["Branch"]
+
+
+class Branch:
+    """Changes the weights of `model`, which lies on its device already, as `config` says."""
+
+    def __init__(self, config: TrainConfig, model: MatchingModel, per_epoch: int) -> None:
+        self.config, self.model = config, model
+        self.optimizer = _optimizer(config, model)
+        self.scheduler = LambdaLR(self.optimizer, lambda step: learning_rate(config, step, per_epoch) / config.lr)
+
+    @property
+    def steps(self) -> int:
+        """Steps that were done."""
+        return int(self.scheduler.last_epoch)
+
+    def backward(self, loss: Tensor, number: int) -> dict[str, float]:
+        """Clipped gradients of `loss`; its value and the norm before clipping as `loss` and `grad_norm`.
+
+        Raises:
+            ValueError: the loss or the norm of step `number` is not finite.
+        """
+        value = _finite("loss", loss, number)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip or math.inf)
+        return {"loss": value, "grad_norm": _finite("norm of the gradient", norm, number)}
+
+    def update(self) -> float:
+        """One step of the optimiser by the gradients that are there; the learning rate that it had."""
+        rate: float = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.scheduler.step()
+        return rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on beside the weights and the loss."""
+        return {"optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict()}
+
+    def expected_state(self, steps: int) -> dict[str, Any]:
+        """What `state_dict` gives after `steps` steps, with other values: for `check_like`, before the first step."""
+        expected = self.state_dict()
+        # Both kinds of Adam keep the same of each weight, from the first step on.
+        moments = {"step": torch.zeros(())}
+        groups = self.optimizer.param_groups if steps else []
+        for index, parameter in enumerate(parameter for group in groups for parameter in group["params"]):
+            expected["optimizer"]["state"][index] = {**moments, "exp_avg": parameter, "exp_avg_sq": parameter}
+        return expected
+
+    def load_state_dict(self, state: dict[str, Any], steps: int, place: str = "") -> None:
+        """Takes what `state_dict` gave after `steps` steps, among other things in `state`, before the first step here.
+
+        Raises:
+            ValueError: the state is not that of this configuration after as many steps; the entry is named, behind
+                `place`.
+        """
+        expected = self.expected_state(steps)
+        for name, part in expected.items():
+            check_like(state[name], part, place + name)
+        pairs = zip(state["optimizer"]["param_groups"], expected["optimizer"]["param_groups"], strict=True)
+        for index, (found, wanted) in enumerate(pairs):
+            # The rate is where the schedule was; which kernels step is a matter of the device.
+            check_equal(found, wanted, f"{place}optimizer.param_groups.{index}", free=("lr", "fused", "foreach"))
+        check_equal(
+            state["scheduler"], {"base_lrs": self.scheduler.base_lrs, "last_epoch": steps}, f"{place}scheduler"
+        )
+        for index, kept in state["optimizer"]["state"].items():
+            # float32 counts no further.
+            if float(kept["step"]) != min(steps, 2**24):
+                raise ValueError(f"{place}optimizer.state.{index}.step: expected {steps}, got {float(kept['step']):g}")
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+
+
+def _finite(what: str, tensor: Tensor, number: int) -> float:
+    value = float(tensor.detach())
+    if not math.isfinite(value):
+        raise ValueError(f"the {what} became {value} at step {number}; lower --lr, or look at the features")
+    return value
+
+
+def _optimizer(config: TrainConfig, model: MatchingModel) -> torch.optim.Optimizer:
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
+    bert = [one for name, one in model.named_parameters() if name.startswith("text_encoder.bert.")]
+    others = [one for name, one in model.named_parameters() if not name.startswith("text_encoder.bert.")]
+    return kind(
+        [{"params": others}, *([{"params": bert, "lr": config.lr * config.bert_lr_factor}] if bert else [])],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        weight_decay=config.weight_decay,
+        fused=config.device.split(":")[0] in ("cpu", "cuda"),
+    )

@@ -1,0 +1,58 @@
+"""The scenarios of Deep Boosting Learning: which branches train together, and which are anchors to which.
+
+| scenario | branches | anchor |
+| --- | --- | --- |
+| single | the target | none: ordinary training |
+| oas, offline asynchronous | the target | a trained model, frozen |
+| oss, online synchronous | several; the last is the target | the branches before each one |
+| mss, momentum synchronous | the target | its moving average |
+
+Inside: `make_scenario`, `frozen_anchor`, and the parts of `base.py` and `momentum.py`.
+
+Source: Diao et al., Deep Boosting Learning: A Brand-new Cooperative Approach for Image-Text Matching, section III-C.
+"""
+
+from __future__ import annotations
+
+from itm_fast.models.base import MatchingModel
+from itm_fast.training.branch import Branch
+from itm_fast.training.config import TrainConfig
+from itm_fast.training.scenarios.anchor import frozen_anchor
+from itm_fast.training.scenarios.base import BatchFunctions, Scenario, StepResult
+from itm_fast.training.scenarios.momentum import MomentumScenario, momentum_at
+
+__all__ = [
+    "BatchFunctions",
+    "MomentumScenario",
+    "Scenario",
+    "StepResult",
+    "frozen_anchor",
+    "make_scenario",
+    "momentum_at",
+]
+
+def make_scenario(
+    config: TrainConfig, model: MatchingModel, per_epoch: int, anchor: MatchingModel | None = None
+) -> Scenario:
+    """The scenario that `config` names, around the target `model`, which lies on its device already.
+
+    Args:
+        config: the settings of the run.
+        model: the target.
+        per_epoch: optimiser steps of an epoch.
+        anchor: the frozen model of the scenario oas.
+
+    Raises:
+        ValueError: the scenario oas has no anchor.
+    """
+    target = Branch(config, model, per_epoch)
+    if config.scenario == "oss":
+        device = next(model.parameters()).device
+        # Each branch has weights of its own, from torch's random state (section III-C: randomly initialised).
+        fresh = [type(model)(model.config).to(device) for _ in range(config.branches - 1)]
+        return Scenario([*(Branch(config, one, per_epoch) for one in fresh), target], config.boosting_weight)
+    if config.scenario == "mss":
+        return MomentumScenario(target, config.boosting_weight, config.momentum, config.epochs * per_epoch)
+    if config.scenario == "oas" and anchor is None:
+        raise ValueError("anchor: the scenario oas needs a trained model")
+    return Scenario([target], config.boosting_weight, anchor if config.scenario == "oas" else None)

@@ -1,0 +1,141 @@
+"""A step of branches that learn from the same batch, each beside those before it.
+
+Inside: `Scenario`, `BatchFunctions`, `StepResult`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from itm_fast.models.base import MatchingModel
+from itm_fast.training.branch import Branch
+from itm_fast.training.state_check import check_like
+
+__all__ = ["BatchFunctions", "Scenario", "StepResult"]
+
+
+@attrs.frozen
+class BatchFunctions:
+    """What a scenario does with the batch of a step.
+
+    Attributes:
+        scores: the scores (B, B) of the batch by a model.
+        loss: of a branch's scores alone.
+        boosting_loss: of a branch's scores beside the scores of an anchor, which receive no gradient.
+    """
+
+    scores: Callable[[MatchingModel], Tensor]
+    loss: Callable[[Tensor], Tensor]
+    boosting_loss: Callable[[Tensor, Tensor], Tensor]
+
+
+@attrs.frozen(eq=False)
+class StepResult:
+    """What a step came to for the target.
+
+    Attributes:
+        scores: its scores (B, B) before the step, without gradient.
+        own_loss: its loss alone, without that beside its anchors.
+        numbers: for the log: `loss`, all that was minimised; `grad_norm` before clipping; `lr`; and where it has
+            anchors `boosting_loss`, the mean over them.
+    """
+
+    scores: Tensor
+    own_loss: float
+    numbers: dict[str, float]
+
+
+class Scenario:
+    """Branches that learn together; without an anchor and with one branch alone, ordinary training.
+
+    In a step all forwards come before any change of a weight. Branch k minimises its own loss and, where it has
+    anchors, `boosting_weight` times the mean of the boosting losses beside each of them: the model that is an anchor
+    to all branches, where there is one, and the branches before it (Diao et al., Deep Boosting Learning, section
+    III-C). The last branch is the target: the model that is validated and kept.
+
+    Args:
+        branches: at least one.
+        boosting_weight: weight of the boosting losses.
+        anchor: a model that does not learn. It scores in evaluation mode, without gradients.
+    """
+
+    def __init__(self, branches: Sequence[Branch], boosting_weight: float, anchor: MatchingModel | None = None) -> None:
+        self.branches, self.boosting_weight = list(branches), boosting_weight
+        self.anchor = None if anchor is None else anchor.requires_grad_(False).eval()
+
+    @property
+    def target(self) -> Branch:
+        """The branch that is validated and kept."""
+        return self.branches[-1]
+
+    def companions(self) -> list[MatchingModel]:
+        """The models that are kept beside the target: the branches before it."""
+        return [branch.model for branch in self.branches[:-1]]
+
+    def step(self, batch: BatchFunctions, number: int) -> StepResult:
+        """One step of all branches; `number` is what messages call it.
+
+        Raises:
+            ValueError: a loss or the norm of a gradient is not finite; no weight is changed then.
+        """
+        fixed = self._anchor_scores(batch)
+        scores = [batch.scores(branch.model.train()) for branch in self.branches]
+        results = []
+        for index, branch in enumerate(self.branches):
+            own = batch.loss(scores[index])
+            anchors = [*fixed, *(earlier.detach() for earlier in scores[:index])]
+            if anchors:
+                boosting = torch.stack([batch.boosting_loss(scores[index], one) for one in anchors]).mean()
+                numbers = branch.backward(own + self.boosting_weight * boosting, number)
+                numbers["boosting_loss"] = float(boosting.detach())
+            else:
+                numbers = branch.backward(own, number)
+            results.append(StepResult(scores[index].detach(), float(own.detach()), numbers))
+        for branch, result in zip(self.branches, results, strict=True):
+            result.numbers["lr"] = branch.update()
+        return results[-1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on beside the weights of the target, by name.
+
+        The state of its optimiser and, as `scenario` where there are any, the other branches and the anchor.
+        """
+        others = [{"model": branch.model.state_dict(), **branch.state_dict()} for branch in self.branches[:-1]]
+        return {**self.target.state_dict(), **self._scenario_part(others)}
+
+    def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
+        """Takes what `state_dict` gave after `steps` steps, among other things in `state`, before the first step here.
+
+        Raises:
+            ValueError: the state is not that of this configuration after as many steps; the entry is named.
+        """
+        self.target.load_state_dict(state, steps)
+        others = [{"model": branch.model.state_dict(), **branch.expected_state(steps)} for branch in self.branches[:-1]]
+        expected = self._scenario_part(others)
+        if not expected:
+            return
+        check_like(state["scenario"], expected["scenario"], "scenario")
+        kept_branches = state["scenario"].get("branches", [])
+        for index, (branch, kept) in enumerate(zip(self.branches[:-1], kept_branches, strict=True)):
+            branch.load_state_dict(kept, steps, f"scenario.branches.{index}.")
+            branch.model.load_state_dict(kept["model"])
+        if self.anchor is not None:
+            self.anchor.load_state_dict(state["scenario"]["anchor"])
+
+    def _scenario_part(self, others: list[dict[str, Any]]) -> dict[str, Any]:
+        """The entry of a state that ordinary training does not have."""
+        parts: dict[str, Any] = {"branches": others} if others else {}
+        if self.anchor is not None:
+            parts["anchor"] = self.anchor.state_dict()
+        return {"scenario": parts} if parts else {}
+
+    def _anchor_scores(self, batch: BatchFunctions) -> list[Tensor]:
+        if self.anchor is None:
+            return []
+        with torch.no_grad():
+            return [batch.scores(self.anchor)]
