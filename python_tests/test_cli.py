@@ -177,7 +177,10 @@ def test_evaluate_prints_a_table_and_writes_json(
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.split()[:3] == ["test,", "10", "images"]
     order = [f"{side}_{key}" for side in ("i2t", "t2i") for key in ("r1", "r5", "r10", "medr", "meanr")] + ["rsum"]
-    assert line.split()[3:] == [f"{expected[key]:.1f}" for key in order]
+    own = torch.arange(50) // 5 == torch.arange(10)[:, None]
+    distance = float(scores[own].mean() - scores[~own].mean())
+    assert result["mean_distance"] == pytest.approx(distance, abs=1e-6)
+    assert line.split()[3:] == [*(f"{expected[key]:.1f}" for key in order), f"{distance:.2f}"]
 
 
 def test_evaluate_in_folds_gives_their_mean(data: Path, trained: Path, tmp_path: Path) -> None:
@@ -257,11 +260,12 @@ def test_demo_trains_evaluates_and_reports(
     lines = [line.split() for line in text.splitlines() if line.startswith(("trained", "untrained"))]
     assert len(lines) == 4
     assert lines[:2] == lines[2:], "the same seed gives the same numbers"
-    assert float(lines[0][-1]) > float(lines[1][-1]) + 20
+    assert float(lines[0][-2]) > float(lines[1][-2]) + 20
+    assert float(lines[0][-1]) > float(lines[1][-1]), "the mean distance"
     assert f"report: {out / 'report.html'}" in text
 
     test_line = read_metrics(out / "metrics.jsonl")[-1]
-    assert (test_line["kind"], f"{test_line['rsum']:.1f}") == ("test", lines[0][-1])
+    assert (test_line["kind"], f"{test_line['rsum']:.1f}") == ("test", lines[0][-2])
     result = json.loads((tmp_path / "demo.json").read_text())
     assert result["trained"]["rsum"] == test_line["rsum"]
     assert f"{result['untrained']['rsum']:.1f}" == lines[1][-1]

@@ -1,4 +1,4 @@
-"""Official checkpoints of SGRAF and RCAR give the official scores; what does not fit is refused in one line."""
+"""Official checkpoints of SGRAF, RCAR and DBL give the official scores; what does not fit is refused in one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from helpers import official_rcar, official_scan, official_sgraf
+from helpers import official_dbl, official_rcar, official_scan, official_sgraf
 from helpers.official_scan import WORDS, write_checkpoint, write_vocabulary
 
 from itm_fast import compat, models
@@ -35,7 +35,19 @@ RCAR: list[dict[str, object]] = [
     {"use_bi_gru": False, "t2i_smooth": 4, "no_imgnorm": True},
     {"attn_type": "i2t", "i2t_smooth": 7.0, "num_layers": 2, "no_txtnorm": True},
 ]  # fmt: skip
-CASES = [(official_sgraf, "sgraf", changes) for changes in SGRAF] + [(official_rcar, "rcar", one) for one in RCAR]
+DBL: list[dict[str, object]] = [
+    {},
+    {"scenario": "oas", "no_simnorm": True},
+    {"scenario": "oss", "bi_gru": False, "no_imgnorm": True},
+    {"num_layers": 2, "no_txtnorm": True},
+]
+CASES = [
+    (official, source, changes)
+    for official, source, cases in (
+        (official_sgraf, "sgraf", SGRAF), (official_rcar, "rcar", RCAR), (official_dbl, "dbl", DBL)
+    )
+    for changes in cases
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -87,6 +99,7 @@ def test_converted_models_give_the_official_scores(
 WITHOUT_EFFECT = {
     "sgraf": {"_global_w.embedding_common.0.bias", "graph_key_w.bias", "num_batches_tracked"},
     "rcar": {"rar_v_w.0.bias", ".mlp.bns.1.", "num_batches_tracked"},
+    "dbl": set(),
 }
 
 
@@ -97,8 +110,9 @@ WITHOUT_EFFECT = {
         (official_sgraf, "sgraf", {"module_name": "SAF"}),
         (official_rcar, "rcar", {}),
         (official_rcar, "rcar", {"self_regulator": "only_rcr", "rcr_step": 2, "attn_type": "i2t"}),
+        (official_dbl, "dbl", {}),
     ],
-    ids=["sgr", "saf", "rcar", "rcr"],
+    ids=["sgr", "saf", "rcar", "rcr", "dbl"],
 )
 def test_every_weight_counts(official: ModuleType, source: str, changes: dict[str, object]) -> None:
     """What the comparisons above could miss if a weight had no effect on the scores of the random model."""
@@ -188,8 +202,32 @@ def test_weights_of_rcar_that_do_not_fit(tmp_path: Path, vocab: Path, changes: d
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"module__sim_enc__sim_tran_w__bias": None}, "model['sim_enc.sim_tran_w.bias']: this weight is missing"),
+        ({"module__txt_enc__cap_rnn__weight_ih_l1": torch.zeros(24, 8)},
+         "model['module.txt_enc.cap_rnn.weight_ih_l1']: this weight is unknown to dbl"),
+        ({"module__sim_enc__sim_eval_w__weight": torch.zeros(1, 7)},
+         "model['module.sim_enc.sim_eval_w.weight']: expected shape (1, 6) by the options, got (1, 7)"),
+        ({"module__txt_enc__embed__weight": torch.zeros(17, 5)},
+         "model['module.txt_enc.embed.weight']: 17 words, but the vocabulary has 16; name the one that the model was "
+         "trained with"),
+    ],
+)  # fmt: skip
+def test_weights_of_dbl_that_do_not_fit(tmp_path: Path, vocab: Path, changes: dict[str, object], message: str) -> None:
+    opt = official_dbl.options()
+    model = changed(official_dbl.random_model(opt), **changes)
+    assert refused(tmp_path, "dbl", model, opt, vocab) == message
+
+
+@pytest.mark.parametrize(
     ("source", "changes", "message"),
     [
+        ("dbl", {"bi_gru": "yes"}, "opt.bi_gru: expected true or false, got 'yes'"),
+        ("dbl", {"module_name": "SGR"}, "opt.module_name: this option is unknown; is it the checkpoint of another "
+         "model? If it does not change scores: --ignore-option module_name"),
+        ("dbl", {"scenario": "oas"}, "model['module.txt_enc.embed.weight']: 16 words, but the vocabulary has 17 with "
+         "<mask>; name the one that the model was trained with"),
         ("sgraf", {"module_name": "AVE"}, "opt.module_name: expected one of SGR, SAF, got 'AVE'"),
         ("sgraf", {"module_name": "SAF"}, "model[2]['SGR_module.0.graph_query_w.weight']: this weight is unknown to "
          "sgraf"),
@@ -214,7 +252,7 @@ def test_weights_of_rcar_that_do_not_fit(tmp_path: Path, vocab: Path, changes: d
 def test_options_that_do_not_fit(
     tmp_path: Path, vocab: Path, source: str, changes: dict[str, object], message: str
 ) -> None:
-    official = {"sgraf": official_sgraf, "rcar": official_rcar}[source]
+    official = {"sgraf": official_sgraf, "rcar": official_rcar, "dbl": official_dbl}[source]
     model = official.random_model(official.options())
     assert refused(tmp_path, source, model, official.options(**changes), vocab) == message
 
@@ -228,6 +266,7 @@ def test_options_that_do_not_fit(
         ("sgraf", official_rcar, "expected 3 state dicts in 'model' (image encoder, text encoder, similarity), got 1"),
         ("rcar", official_scan, "expected 1 state dict in 'model' (the whole model), got 2"),
         ("rcar", official_sgraf, "expected 1 state dict in 'model' (the whole model), got 3"),
+        ("dbl", official_sgraf, "expected 1 state dict in 'model' (the whole model), got 3"),
     ],
 )
 def test_the_checkpoint_of_another_model(
@@ -239,19 +278,34 @@ def test_the_checkpoint_of_another_model(
 
 
 @pytest.mark.parametrize("has_mask", [False, True])
-def test_the_vocabulary_of_rcar_has_a_mask(tmp_path: Path, vocab: Path, has_mask: bool) -> None:
-    """The official script puts `<mask>` behind the words of a vocabulary file that lacks it."""
+@pytest.mark.parametrize(
+    ("official", "source", "changes"),
+    [(official_rcar, "rcar", {}), (official_dbl, "dbl", {"scenario": "oas"})],
+    ids=["rcar", "dbl"],
+)
+def test_the_vocabulary_has_a_mask(
+    tmp_path: Path, vocab: Path, official: ModuleType, source: str, changes: dict[str, object], has_mask: bool
+) -> None:
+    """The scripts of RCAR and of DBL's OAS put `<mask>` behind the words of a vocabulary file that lacks it."""
     if has_mask:
         write_vocabulary(vocab, [*WORDS, official_rcar.MASK])
-    opt = official_rcar.options()
-    model = official_rcar.random_model(opt)
-    compat.convert("rcar", write_checkpoint(tmp_path / "c.pth", model, opt), vocab, tmp_path / "run")
+    opt = official.options(**changes)
+    model = official.random_model(opt)
+    compat.convert(source, write_checkpoint(tmp_path / "c.pth", model, opt), vocab, tmp_path / "run")
     kept = tmp_path / "run" / "vocab.json"
     assert Vocabulary.from_file(kept).words == [*WORDS, official_rcar.MASK]
     assert (kept.read_bytes() == vocab.read_bytes()) == has_mask
     np.testing.assert_allclose(
-        converted_scores(tmp_path / "run"), official_scores(official_rcar, model, opt), rtol=0, atol=1e-5
+        converted_scores(tmp_path / "run"), official_scores(official, model, opt), rtol=0, atol=1e-5
     )
+
+
+def test_the_vocabulary_of_the_other_scenarios_stays(tmp_path: Path, vocab: Path) -> None:
+    for scenario in ("oss", "mss"):
+        opt = official_dbl.options(scenario)
+        path = write_checkpoint(tmp_path / "c.pth", official_dbl.random_model(opt), opt)
+        compat.convert("dbl", path, vocab, tmp_path / scenario)
+        assert (tmp_path / scenario / "vocab.json").read_bytes() == vocab.read_bytes()
 
 
 def test_published_defaults_stand_for_absent_options(tmp_path: Path, vocab: Path) -> None:
@@ -270,3 +324,10 @@ def test_published_defaults_stand_for_absent_options(tmp_path: Path, vocab: Path
     assert (config.module, config.graph_steps, config.n_regions, config.temperature) == ("sgr", 3, 36, 9.0)
     assert (config.feature_dim, config.embed_dim, config.word_dim, config.alignment_dim) == (2048, 1024, 300, 256)
     assert (config.bidirectional, config.word_dropout, config.attention_dropout) == (True, 0.4, 0.4)
+    model = official_dbl.random_model(official_dbl.options(**sizes))
+    compat.convert("dbl", write_checkpoint(tmp_path / "dbl.pth", model, argparse.Namespace()), vocab, tmp_path / "dbl")
+    config = models.load(tmp_path / "dbl").config
+    assert (config.feature_dim, config.embed_dim, config.word_dim, config.alignment_dim) == (2048, 1024, 300, 256)
+    assert (config.bidirectional, config.word_dropout, config.temperature, config.normalize_mean) == (
+        True, 0.4, 9.0, True,
+    )  # fmt: skip

@@ -44,10 +44,24 @@ SELHN = {**AUGMENTED, "epochs": 30, "lr_decay_every": 15, "mining": "selective",
 CONSTANT = {"lr_schedule": "constant", "lr_decay_every": None, "lr_decay_unit": None, "lr_decay_factor": None}
 SLOW_BERT = {"weight_decay": 1e-4, "bert_lr_factor": 0.1}
 SOURCES = {
+    "dbl": "Deep Boosting Learning",
     "scan": "Lee et al.", "rcar": "Plug-and-Play", "bfan": "Liu et al.", "vsepp": "Faghri et al.",
     "vse-infty": "Best Pooling Strategy", "vse-": "Selectively Hard Negative", "rvse": "Selectively Hard Negative",
     "s": "Similarity Reasoning and Filtration",
 }  # fmt: skip
+DBL = {
+    **SIZES, "word_dropout": 0.4, "alignment_dim": 256, "temperature": 9.0, "negative_slope": 0.1,
+    "normalize_mean": True,
+}  # fmt: skip
+BOOSTED = {
+    "boosting": "absolute", "boosting_mining": "hardest", "boosting_alpha": 0.5, "boosting_weight": 1.0, "soft": False,
+}  # fmt: skip
+SCENARIOS: dict[str, dict[str, object]] = {
+    "": {},
+    "mss-": {**BOOSTED, "scenario": "mss", "momentum": 0.99995},
+    "oss-": {**BOOSTED, "scenario": "oss", "branches": 2},
+    "oas-": {**BOOSTED, "scenario": "oas", "anchor_start": True},
+}
 PUBLISHED = {
     "scan-t2i-f30k": ("scan", FLICKR, {**SCAN, **T2I, **MEAN}),
     "scan-t2i-lse-f30k": ("scan", FLICKR, {**SCAN, **T2I, **LSE, "t2i_logsumexp_temperature": 6.0}),
@@ -83,6 +97,15 @@ PUBLISHED = {
     "saf-f30k": ("sgraf", {"epochs": 30, "lr": 2e-4, "lr_decay_every": 20}, {**SGRAF, "module": "saf"}),
     "sgr-coco": ("sgraf", {"epochs": 20, "lr": 2e-4, "lr_decay_every": 10}, {**SGRAF, "module": "sgr"}),
     "saf-coco": ("sgraf", {"epochs": 20, "lr": 2e-4, "lr_decay_every": 10}, {**SGRAF, "module": "saf"}),
+    **{
+        f"dbl-{scenario}{data}": ("dbl", {"lr": 2e-4, **numbers, **settings}, DBL)
+        for scenario, settings in SCENARIOS.items()
+        for data, numbers in (
+            # The script of the second stage on Flickr30K: no decay.
+            ("f30k", {"epochs": 30 if scenario == "oas-" else 40, "lr_decay_every": 30}),
+            ("coco", {"epochs": 20, "lr_decay_every": 10}),
+        )
+    },
     "vsepp-f30k": ("vsepp", FLICKR, VSEPP),
     "vsepp-coco": ("vsepp", FLICKR, VSEPP),
     **{

@@ -154,6 +154,18 @@ def test_sgraf_in_chunks_and_with_an_empty_caption(monkeypatch: pytest.MonkeyPat
         model(torch.randn(1, 4, 10), ids, lengths)
 
 
+@pytest.mark.parametrize("normalize_mean", [True, False])
+def test_dbl_by_hand(normalize_mean: bool) -> None:
+    """Eq 1 and 2 of Deep Boosting Learning, with the published code's slope and its norm of the mean, or without."""
+    model = make("dbl", normalize_mean=normalize_mean)
+    images, captions, regions, words = encoded(model)
+    parameters = model.similarity.regulator_parameters()
+    assert (parameters.activation, parameters.normalize_mean) == ("tanh", normalize_mean)
+    expected = one_direction(model.similarity, words, regions, 9.0, None).t()
+    torch.testing.assert_close(model.score(images, captions).double(), expected.double(), rtol=0, atol=3e-6)
+    assert (model.config.word_dropout, model.config.alignment_dim, model.config.negative_slope) == (0.4, 6, 0.1)
+
+
 MODELS = [
     ("scan", {"regulator": "rcr", "direction": "mean"}),
     ("scan", {"regulator": "rar"}),
@@ -162,6 +174,8 @@ MODELS = [
     ("bfan", {}),
     ("bfan", {"focal": "prob", "regulator": "rar"}),
     ("sgraf", {"module": "mean", "n_regions": 5, "regulator": "rcr"}),
+    ("dbl", {}),
+    ("dbl", {"normalize_mean": False, "image_encoder": "residual"}),
 ]
 
 
@@ -228,6 +242,7 @@ def test_bad_settings_are_named(name: str, options: dict, message: str) -> None:
         ("scan", {"regulator": "rcr", "alignment_dim": 16, "direction": "i2t"}),
         ("bfan", {"regulator": "rar", "alignment_dim": 16}),
         ("sgraf", {"module": "mean", "regulator": "rcr", "steps": 1, "alignment_dim": 16}),
+        ("dbl", {"alignment_dim": 16}),
     ],
 )
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

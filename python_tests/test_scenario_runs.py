@@ -169,16 +169,18 @@ def refused(capsys: pytest.CaptureFixture[str], data: Path, out: Path, *argument
     [
         ("--scenario oas", "anchor: the scenario oas needs the RUN folder of a trained model: --anchor RUN"),
         ("--scenario teacher", "scenario: expected one of single, oas, oss, mss, got 'teacher'"),
-        ("--boosting relative", "boosting: 'relative' is for --scenario oas or --scenario oss or --scenario mss; the "
-         "scenario is single"),
-        ("--scenario mss --branches 3", "branches: 3 is for --scenario oss; the scenario is mss"),
-        ("--scenario oss --momentum 0.9", "momentum: 0.9 is for --scenario mss; the scenario is oss"),
-        ("--scenario mss --anchor runs/a", "anchor: 'runs/a' is for --scenario oas; the scenario is mss"),
+        ("--boosting absolute", "boosting: 'absolute' goes with the scenario oas or oss or mss, not single"),
+        ("--scenario mss --branches 3", "branches: 3 goes with the scenario oss, not mss"),
+        ("--scenario oss --momentum 0.9", "momentum: 0.9 goes with the scenario mss, not oss"),
+        ("--scenario mss --anchor runs/a", "anchor: 'runs/a' goes with the scenario oas, not mss"),
+        ("--scenario mss --boosting rkd --soft", "soft: True goes with the boosting absolute or relative or both, not "
+         "rkd"),
         ("--scenario mss --momentum 1.01", "momentum: expected a number at least 0 and at most 1, got 1.01"),
         ("--scenario mss --momentum -0.1", "momentum: expected a number at least 0 and at most 1, got -0.1"),
         ("--scenario oss --branches 1", "branches: expected a number at least 2 and at most 64, got 1"),
         ("--scenario mss --boosting-alpha 2", "boosting_alpha: expected a number at least 0 and at most 1, got 2.0"),
-        ("--scenario mss --boosting am", "boosting: expected one of absolute, relative, both, got 'am'"),
+        ("--scenario mss --boosting am", "boosting: expected one of absolute, relative, both, soft_rank, rkd, dml, dino, "
+         "dino_inverse, got 'am'"),
         ("--scenario oas --anchor nowhere", f"{Path('nowhere') / 'config.json'}: no such file; nowhere is not a saved "
          "model"),
     ],

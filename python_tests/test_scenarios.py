@@ -13,6 +13,7 @@ from helpers.runs import OPTIONS, config, make_trainer, run, same
 from helpers.triplets import loop_losses
 from torch import Tensor, nn
 
+from itm_fast import losses
 from itm_fast.training import TrainConfig, Trainer
 from itm_fast.training.scenarios import momentum_at
 
@@ -93,6 +94,32 @@ def test_the_target_minimises_its_own_loss_and_the_boosting_loss(
     assert output["boosting_loss"] > 0.1
 
 
+@pytest.mark.parametrize(
+    ("boosting", "loss"),
+    [
+        ("soft_rank", losses.SoftRankLoss()),
+        ("rkd", losses.RKDLoss()),
+        ("dml", losses.DMLLoss()),
+        ("dino", losses.DINOLoss()),
+        ("dino_inverse", losses.DINOLoss(inverse=True)),
+    ],
+)
+def test_what_boosting_is_compared_with(
+    data: Path, tmp_path: Path, anchor: Path, boosting: str, loss: nn.Module
+) -> None:
+    """The losses that imitate an anchor stand in the place of the boosting loss, captions of one image left out."""
+    trainer = trainer_of(data, tmp_path, "oas", anchor, boosting=boosting, anchor_start=False)
+    batch = trainer.train_data.batch(CAPTIONS)
+    scores = scores_of(trainer, trainer.model, training=True)
+    anchor_scores = scores_of(trainer, trainer.stepper.scenario.anchor, training=False)
+    same_image = batch.image_index[:, None] == batch.image_index
+    output = trainer.stepper(batch, "hardest", 0)
+    assert output["boosting_loss"] == pytest.approx(float(loss(scores, anchor_scores, positives=same_image)), rel=1e-5)
+    assert output["loss"] == pytest.approx(
+        float(by_hand(trainer.config, batch.image_index, scores, [], "hardest")) + output["boosting_loss"], rel=1e-5
+    )
+
+
 def test_branches_minimise_their_loss_beside_each_branch_before_them(data: Path, tmp_path: Path) -> None:
     """All forwards come first; each branch then takes the step that it would take alone by the gradient of its loss."""
     trainer = trainer_of(data, tmp_path, "oss", branches=3, boosting="relative")
@@ -110,7 +137,7 @@ def test_branches_minimise_their_loss_beside_each_branch_before_them(data: Path,
     assert output["loss"] == pytest.approx(float(expected[2]), rel=1e-5)
     for k, (branch, alone) in enumerate(zip(branches, copies, strict=True)):
         own = alone(batch.features, batch.token_ids, batch.lengths)
-        step = trainer.stepper._functions(batch, "hardest")
+        step = trainer.stepper._functions(batch, "hardest", batch.image_index[:, None] == batch.image_index)
         loss = step.loss(own)
         if k:
             loss = loss + torch.stack([step.boosting_loss(own, one) for one in scores[:k]]).mean()

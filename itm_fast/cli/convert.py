@@ -12,7 +12,8 @@ import typer
 def convert(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint of published code (.pth.tar).")],
     source: Annotated[
-        str, typer.Option(metavar="NAME", help="Code that wrote the checkpoint: scan, sgraf, rcar, vse_infty, rvsepp.")
+        str,
+        typer.Option(metavar="NAME", help="Code that wrote the checkpoint: scan, sgraf, rcar, dbl, vse_infty, rvsepp."),
     ],
     vocab: Annotated[Path, typer.Option(metavar="FILE", help="Vocabulary JSON that it was trained with.")],
     out: Annotated[Path, typer.Option(metavar="RUN", help="Folder to write; it must not hold a model yet.")],

@@ -17,7 +17,7 @@ import attrs
 
 from itm_fast import config as settings
 from itm_fast import files
-from itm_fast.compat import rcar, rvsepp, scan, sgraf, vse_infty
+from itm_fast.compat import dbl, rcar, rvsepp, scan, sgraf, vse_infty
 from itm_fast.compat.checkpoint import OfficialCheckpoint, read_checkpoint
 from itm_fast.data import Vocabulary
 from itm_fast.models.base import MatchingModel
@@ -28,18 +28,19 @@ __all__ = ["SOURCES", "Source", "convert"]
 
 @attrs.frozen
 class Source:
-    """Published code: how its checkpoints are read, and whether it adds `<mask>` to the vocabulary that it is given."""
+    """Published code: how its checkpoints are read, and whether it had added `<mask>` to the vocabulary of one."""
 
     read: Callable[[OfficialCheckpoint, int], MatchingModel]
-    adds_mask: bool = False
+    has_mask: Callable[[OfficialCheckpoint], bool] = lambda _: False
 
 
 SOURCES: Mapping[str, Source] = {
     "scan": Source(scan.read),
     "sgraf": Source(sgraf.read),
-    "rcar": Source(rcar.read, adds_mask=True),
-    "vse_infty": Source(vse_infty.read, adds_mask=True),
-    "rvsepp": Source(rvsepp.read, adds_mask=True),
+    "rcar": Source(rcar.read, has_mask=lambda _: True),
+    "dbl": Source(dbl.read, has_mask=dbl.has_mask),
+    "vse_infty": Source(vse_infty.read, has_mask=lambda _: True),
+    "rvsepp": Source(rvsepp.read, has_mask=lambda _: True),
 }
 
 
@@ -77,8 +78,8 @@ def convert(
     if not vocabulary.is_file():
         raise ValueError(f"{vocabulary}: no such vocabulary file")
     known = Vocabulary.from_file(vocabulary)
-    words = known.with_mask() if SOURCES[source].adds_mask else known
     official = read_checkpoint(checkpoint, ignored_options=ignored_options)
+    words = known.with_mask() if SOURCES[source].has_mask(official) else known
     model = SOURCES[source].read(official, len(words))
     # The model's own files come last: until they are whole the folder is no saved model.
     as_it_is = words is known and vocabulary.suffix != ".txt"

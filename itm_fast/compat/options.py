@@ -48,6 +48,10 @@ class Options:
             raise self.error(name, f"expected {_KINDS[kind]}, got {shown(value)}")
         return value
 
+    def has(self, name: str) -> bool:
+        """Whether the script that wrote the checkpoint has this option."""
+        return name in self._values
+
     def choice(self, name: str, default: str, choices: Mapping[str, str]) -> str:
         """What `choices` gives for the value of an option; ValueError naming all for one that it lacks."""
         value = self.get(name, default)

@@ -37,6 +37,7 @@ def recall_table(summaries: Mapping[str, Mapping[str, float]]) -> str:
     for name, summary in summaries.items():
         keys = [f"{direction}_{key}" for direction, _ in _DIRECTIONS for key, _ in _COLUMNS]
         cells = [f"{summary[key]:.1f}" for key in [*keys, "rsum"]]
-        cells += [f"{summary[_DISTANCE]:.2f}" if _DISTANCE in summary else ""] * (len(last) - 1)
+        # Adding zero takes the sign from a zero.
+        cells += [f"{round(summary[_DISTANCE], 2) + 0.0:.2f}" if _DISTANCE in summary else ""] * (len(last) - 1)
         lines.append(f"{name:<{first}}" + "".join(f"{cell:>{_WIDTH}}" for cell in cells))
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from itm_fast.models.base import MatchingModel, config_class, create, load, names
 from itm_fast.models.bfan import BFAN, BFANConfig
+from itm_fast.models.dbl import DBL, DBLConfig
 from itm_fast.models.scan import SCAN, SCANConfig
 from itm_fast.models.sgraf import SGRAF, SGRAFConfig
 from itm_fast.models.vse_infty import RVSEPP, RVSEPPConfig, VSEInfty, VSEInftyConfig
@@ -9,11 +10,13 @@ from itm_fast.models.vsepp import VSEPP, VSEPPConfig
 
 __all__ = [
     "BFAN",
+    "DBL",
     "RVSEPP",
     "SCAN",
     "SGRAF",
     "VSEPP",
     "BFANConfig",
+    "DBLConfig",
     "MatchingModel",
     "RVSEPPConfig",
     "SCANConfig",

@@ -148,8 +148,7 @@ class TrainConfig:
     scenario: str = setting(
         "single",
         group=SCENARIO,
-        help="What trains together: the model alone; beside a frozen trained model (oas); several models, each beside "
-        "those before it (oss); or the model beside its moving average (mss).",
+        help="The model alone, beside a frozen one (oas), others (oss) or its moving average (mss).",
         choices=("single", "oas", "oss", "mss"),
     )
     boosting: str | None = setting(

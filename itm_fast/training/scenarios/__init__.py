@@ -31,6 +31,7 @@ __all__ = [
     "momentum_at",
 ]
 
+
 def make_scenario(
     config: TrainConfig, model: MatchingModel, per_epoch: int, anchor: MatchingModel | None = None
 ) -> Scenario:
