@@ -177,7 +177,7 @@ def test_evaluate_prints_a_table_and_writes_json(
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.split()[:3] == ["test,", "10", "images"]
     order = [f"{side}_{key}" for side in ("i2t", "t2i") for key in ("r1", "r5", "r10", "medr", "meanr")] + ["rsum"]
-    own = torch.arange(50) // 5 == torch.arange(10)[:, None]
+    own, scores = torch.arange(50) // 5 == torch.arange(10)[:, None], scores.detach()
     distance = float(scores[own].mean() - scores[~own].mean())
     assert result["mean_distance"] == pytest.approx(distance, abs=1e-6)
     assert line.split()[3:] == [*(f"{expected[key]:.1f}" for key in order), f"{distance:.2f}"]
@@ -268,7 +268,7 @@ def test_demo_trains_evaluates_and_reports(
     assert (test_line["kind"], f"{test_line['rsum']:.1f}") == ("test", lines[0][-2])
     result = json.loads((tmp_path / "demo.json").read_text())
     assert result["trained"]["rsum"] == test_line["rsum"]
-    assert f"{result['untrained']['rsum']:.1f}" == lines[1][-1]
+    assert f"{result['untrained']['rsum']:.1f}" == lines[1][-2]
     assert result["environment"]["threads"] == torch.get_num_threads()
     html = (out / "report.html").read_text(encoding="utf-8")
     assert f"<b>{test_line['rsum']:.1f}</b>" in html
