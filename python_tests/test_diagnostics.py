@@ -172,6 +172,7 @@ def test_the_log_has_them_at_its_steps(data: Path, tmp_path: Path, options: dict
 
     trainer.stepper = recording  # type: ignore[assignment]
     recording.autocast = original.autocast  # type: ignore[attr-defined]
+    recording.scenario = original.scenario  # type: ignore[attr-defined]
     recording.state_dict = original.state_dict  # type: ignore[attr-defined]
     trainer.run()
     assert [("hardest_gap" in output, "image_grad_norm" in output) for output in seen] == [

@@ -179,8 +179,8 @@ def refused(capsys: pytest.CaptureFixture[str], data: Path, out: Path, *argument
         ("--scenario mss --momentum -0.1", "momentum: expected a number at least 0 and at most 1, got -0.1"),
         ("--scenario oss --branches 1", "branches: expected a number at least 2 and at most 64, got 1"),
         ("--scenario mss --boosting-alpha 2", "boosting_alpha: expected a number at least 0 and at most 1, got 2.0"),
-        ("--scenario mss --boosting am", "boosting: expected one of absolute, relative, both, soft_rank, rkd, dml, dino, "
-         "dino_inverse, got 'am'"),
+        ("--scenario mss --boosting am", "boosting: expected one of absolute, relative, both, soft_rank, rkd, dml, "
+         "dino, dino_inverse, got 'am'"),
         ("--scenario oas --anchor nowhere", f"{Path('nowhere') / 'config.json'}: no such file; nowhere is not a saved "
          "model"),
     ],

@@ -154,8 +154,7 @@ class TrainConfig:
     boosting: str | None = setting(
         None,
         group=SCENARIO,
-        help="Loss of a branch beside an anchor, added to its own: one of Deep Boosting Learning, by default absolute, "
-        "or one that it is compared with.",
+        help="Loss beside an anchor, added to a branch's own; by default absolute.",
         choices=BOOSTING,
     )
     boosting_mining: str = setting(

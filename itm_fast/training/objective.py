@@ -1,7 +1,7 @@
 """The losses of a run: what their settings may be, and the modules that they make.
 
-Inside: `LOSSES`, `MINING`, `BOOSTING`, `check_loss`, `make_losses`, `make_boosting_loss`. The modules are imported where
-they are made, so that listing the settings stays quick.
+Inside: `LOSSES`, `MINING`, `BOOSTING`, `check_loss`, `make_losses`, `make_boosting_loss`. The modules are imported
+where they are made, so that listing the settings stays quick.
 """
 
 from __future__ import annotations
@@ -91,11 +91,12 @@ def make_boosting_loss(config: TrainConfig) -> nn.Module:
         "dino": losses.DINOLoss,
         "dino_inverse": partial(losses.DINOLoss, inverse=True),
     }
-    if config.boosting in compared:
-        return compared[config.boosting]()
+    boosting = config.boosting or "absolute"
+    if boosting in compared:
+        return compared[boosting]()
     return losses.BoostingLoss(
         config.margin,
-        strategy=config.boosting or "absolute",
+        strategy=boosting,
         mining=config.boosting_mining,
         alpha=config.boosting_alpha,
         soft=config.soft,
