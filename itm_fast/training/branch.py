@@ -80,9 +80,7 @@ class Branch:
         for index, (found, wanted) in enumerate(pairs):
             # The rate is where the schedule was; which kernels step is a matter of the device.
             check_equal(found, wanted, f"{place}optimizer.param_groups.{index}", free=("lr", "fused", "foreach"))
-        check_equal(
-            state["scheduler"], {"base_lrs": self.scheduler.base_lrs, "last_epoch": steps}, f"{place}scheduler"
-        )
+        check_equal(state["scheduler"], {"base_lrs": self.scheduler.base_lrs, "last_epoch": steps}, f"{place}scheduler")
         for index, kept in state["optimizer"]["state"].items():
             # float32 counts no further.
             if float(kept["step"]) != min(steps, 2**24):
