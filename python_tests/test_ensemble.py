@@ -104,7 +104,8 @@ def test_the_ensemble_ranks_by_the_mean_score(
         (first, second, third, last), [*map(str, runs), "mean score of 3"], [*result["members"], result], strict=True
     ):
         assert line.startswith(f"{name} ")
-        assert line.endswith(f"{summary['rsum']:8.1f}{summary['mean_distance']:8.2f}")
+        shown = f"{summary['mean_distance']:8.2f}".replace("-0.00", " 0.00")
+        assert line.endswith(f"{summary['rsum']:8.1f}{shown}")
     assert len({len(line) for line in (header, columns, first, last)}) == 1
 
 
