@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections import OrderedDict
 from pathlib import Path
 from types import ModuleType
 
@@ -11,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import official_dbl, official_rcar, official_scan, official_sgraf
+from helpers.conversions import CAPTIONS, changed, converted, refused, token_ids
 from helpers.official_scan import WORDS, write_checkpoint, write_vocabulary
 
 from itm_fast import compat, models
 from itm_fast.data import Vocabulary
 
-CAPTIONS = ["word3 word1 word11", "word2", "word5 word5 word7 unheard word0 word9", "word4 word8"]
 SGRAF: list[dict[str, object]] = [
     {},
     {"module_name": "SAF"},
@@ -59,21 +58,6 @@ def features(n: int = 3) -> np.ndarray:
     return np.random.default_rng(1).standard_normal((n, official_sgraf.REGIONS, 6)).astype(np.float32)
 
 
-def token_ids(caption: str) -> list[int]:
-    known = [WORDS.index(word) if word in WORDS else WORDS.index("<unk>") for word in caption.split()]
-    return [WORDS.index("<start>"), *known, WORDS.index("<end>")]
-
-
-def converted_scores(run: Path) -> np.ndarray:
-    encoded = [Vocabulary.from_file(run / "vocab.json").encode(caption) for caption in CAPTIONS]
-    padded = torch.zeros(len(encoded), max(map(len, encoded)), dtype=torch.int64)
-    for row, ids in zip(padded, encoded, strict=True):
-        row[: len(ids)] = torch.tensor(ids)
-    with torch.no_grad():
-        lengths = torch.tensor([len(ids) for ids in encoded])
-        return models.load(run)(torch.from_numpy(features()), padded, lengths).numpy()
-
-
 def official_scores(official: ModuleType, model: object, opt: argparse.Namespace) -> np.ndarray:
     return official.official_scores(model, opt, features(), [token_ids(caption) for caption in CAPTIONS])
 
@@ -92,7 +76,7 @@ def test_converted_models_give_the_official_scores(
     assert (result.epoch, result.best_rsum) == (11, 421.25)
     expected = official_scores(official, model, opt)
     assert expected.std() > 1e-3, "scores that tell pairs apart"
-    np.testing.assert_allclose(converted_scores(tmp_path / "run"), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(converted(tmp_path / "run", features()), expected, rtol=0, atol=1e-5)
 
 
 # What shifts all logits of a softmax, or what the official model holds but never uses.
@@ -129,22 +113,6 @@ def test_every_weight_counts(official: ModuleType, source: str, changes: dict[st
             moved = np.abs(official_scores(official, model, opt) - before).max()
             assert (moved < 1e-9) == any(name in key for name in silent), (key, moved)
             part[key] = weight
-
-
-def refused(tmp_path: Path, source: str, model: object, opt: argparse.Namespace, vocab: Path) -> str:
-    path = write_checkpoint(tmp_path / "c.pth", model, opt)
-    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
-        compat.convert(source, path, vocab, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    message = str(error.value)
-    assert message.startswith(f"{path}: ")
-    return message.removeprefix(f"{path}: ")
-
-
-def changed(part: dict, **changes: object) -> OrderedDict:
-    """A state dict with other weights; a name has `__` for a dot, and None removes it."""
-    named = {name.replace("__", "."): value for name, value in changes.items()}
-    return OrderedDict((key, value) for key, value in {**part, **named}.items() if value is not None)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +264,7 @@ def test_the_vocabulary_has_a_mask(
     assert Vocabulary.from_file(kept).words == [*WORDS, official_rcar.MASK]
     assert (kept.read_bytes() == vocab.read_bytes()) == has_mask
     np.testing.assert_allclose(
-        converted_scores(tmp_path / "run"), official_scores(official, model, opt), rtol=0, atol=1e-5
+        converted(tmp_path / "run", features()), official_scores(official, model, opt), rtol=0, atol=1e-5
     )
 
 
