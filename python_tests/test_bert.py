@@ -62,8 +62,14 @@ def test_case_is_kept_where_the_folder_says_so(folder: Path) -> None:
     assert vocabulary.encode("red RED") == [CLS, PIECES.index("red"), UNK, SEP]
     again = BertVocabulary(PIECES)
     assert (again == vocabulary, again == Vocabulary.from_file(folder / "vocab.txt")) == (False, False)
+    (folder / "tokenizer_config.json").write_text('{"do_lower_case": "no"}')
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: expected a JSON object whose do_lower_case is"):
+        Vocabulary.from_file(folder / "vocab.txt")
     (folder / "tokenizer_config.json").unlink()
     assert again == Vocabulary.from_file(folder / "vocab.txt")
+    text = (folder / "vocab.txt").read_bytes()
+    (folder / "vocab.txt").write_bytes(text.replace(b"\n", b"\r\n"))
+    assert again == Vocabulary.from_file(folder / "vocab.txt"), "as Windows ends lines"
 
 
 @pytest.mark.parametrize("lowercase", [True, False])

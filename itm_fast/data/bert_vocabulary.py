@@ -58,7 +58,7 @@ class BertVocabulary(Vocabulary):
         lowercase = settings.get("do_lower_case", True) if isinstance(settings, dict) else None
         if not isinstance(lowercase, bool):
             raise ValueError(f"{beside}: expected a JSON object whose do_lower_case is true or false")
-        lines = documents.read_text(path, MAX_BYTES).split("\n")
+        lines = documents.read_text(path, MAX_BYTES).replace("\r\n", "\n").split("\n")
         try:
             return cls(lines[:-1] if lines[-1] == "" else lines, lowercase=lowercase)
         except ValueError as error:
