@@ -20,6 +20,7 @@ from helpers.runs import config, make_trainer, run, same, weights
 
 from itm_fast import cli, compat, models
 from itm_fast.data import BertVocabulary, TextAugmentation, Vocabulary
+from itm_fast.training.branch import Branch
 from itm_fast.training.checkpoint import load_state
 
 PAD, UNK, CLS, SEP, MASK = range(5)
@@ -193,7 +194,7 @@ def test_a_training_with_bert(data: Path, folder: Path, tmp_path: Path, capsys: 
     start = trainer.model.state_dict()
     for name, weight in random_bert().items():
         assert torch.equal(start[f"text_encoder.bert.{name}"], weight), name
-    groups = trainer.stepper.optimizer.param_groups
+    groups = Branch(settings, trainer.model, 4).optimizer.param_groups
     assert [group["lr"] for group in groups] == [2e-3, 1e-3]
     bert = list(trainer.model.text_encoder.bert.parameters())
     assert {id(one) for one in groups[1]["params"]} == {id(one) for one in bert}
