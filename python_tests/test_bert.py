@@ -214,6 +214,16 @@ def test_a_training_with_bert(data: Path, folder: Path, tmp_path: Path, capsys: 
     capsys.readouterr()
 
 
+def test_branches_that_train_together_start_from_the_same_bert(data: Path, folder: Path, tmp_path: Path) -> None:
+    settings = config(data, tmp_path / "run", model="rvsepp", bert=str(folder), scenario="oss", branches=3, epochs=1)
+    branches = [branch.model for branch in make_trainer(settings).stepper.scenario.branches]
+    assert len(branches) == 3
+    for name, weight in random_bert().items():
+        assert all(torch.equal(one.text_encoder.bert.state_dict()[name], weight) for one in branches), name
+    assert not torch.equal(branches[0].text_encoder.fc.weight, branches[1].text_encoder.fc.weight)
+    assert run(settings).finished
+
+
 def test_bert_learns(data: Path, folder: Path, tmp_path: Path) -> None:
     settings = config(data, tmp_path / "run", model="vse_infty", bert=str(folder), epochs=10, lr=1e-2)
     assert run(settings).best["rsum"] > 250, "untrained it is near 160: 1, 5 and 10 of 10 pictures or 50 captions"

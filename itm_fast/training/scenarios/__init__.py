@@ -51,6 +51,11 @@ def make_scenario(
         device = next(model.parameters()).device
         # Each branch has weights of its own, from torch's random state (section III-C: randomly initialised).
         fresh = [type(model)(model.config).to(device) for _ in range(config.branches - 1)]
+        if config.bert is not None:
+            # What was pretrained is no fresh weight: every branch starts from the same BERT.
+            pretrained = model.get_submodule("text_encoder.bert").state_dict()
+            for one in fresh:
+                one.get_submodule("text_encoder.bert").load_state_dict(pretrained)
         return Scenario([*(Branch(config, one, per_epoch) for one in fresh), target], config.boosting_weight)
     if config.scenario == "mss":
         return MomentumScenario(target, config.boosting_weight, config.momentum, config.epochs * per_epoch)
