@@ -49,7 +49,7 @@ def test_each_panel_has_a_line_of_each_run_that_has_its_numbers(tmp_path: Path, 
     lines = {title: [line.get_xydata().tolist() for line in axes.lines] for title, axes in panels.items()}
     assert lines == {
         "Gradient of the first image layer": [[[s, 0.5 * s] for s in (10, 20, 30, 40, 50)], [[25, 6.25], [50, 12.5]]],
-        "Hardest negatives to positives": [[[s, pytest.approx(0.001 * s)] for s in (10, 20, 30, 40, 50)]],
+        "Hardest negatives from their positives": [[[s, pytest.approx(0.001 * s)] for s in (10, 20, 30, 40, 50)]],
         # The mean of both directions, in percent.
         "Anchors that took their hardest negative": [[[s, pytest.approx(1.5 * s)] for s in (10, 20, 30, 40, 50)]],
         "Validation": [[[50, 100]], [[50, 200]]],

@@ -211,7 +211,7 @@ def test_the_report_draws_what_the_log_has() -> None:
     assert list(curves) == [
         "Loss with selectively hard negatives",
         "Gradient of the first image layer",
-        "Hardest negatives to positives",
+        "Hardest negatives from their positives",
         "Anchors that took their hardest negative",
     ]
     shares = curves["Anchors that took their hardest negative"]
@@ -221,7 +221,7 @@ def test_the_report_draws_what_the_log_has() -> None:
     )
     assert "text to image, first 50 at step 30; last 50 at step 50" in shares
     assert ">image to text</text>" in shares
-    gap = curves["Hardest negatives to positives"]
+    gap = curves["Hardest negatives from their positives"]
     assert "first 0.125 at step 10; last 0.125 at step 50" in gap
     assert "first 3 at step 10; last 3 at step 50" in curves["Gradient of the first image layer"]
     # Where the mining chooses nothing, the share says nothing; a log of before has none of the numbers.

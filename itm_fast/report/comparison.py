@@ -43,7 +43,7 @@ _STYLE: dict[Any, Any] = {
 }
 _PANELS = (
     ("Gradient of the first image layer", "norm", "train", ("image_grad_norm",)),
-    ("Hardest negatives to positives", "mean distance of the scores", "train", ("hardest_gap",)),
+    ("Hardest negatives from their positives", "mean difference of the scores", "train", ("hardest_gap",)),
     (
         "Anchors that took their hardest negative",
         "share in percent",

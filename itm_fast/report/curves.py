@@ -93,7 +93,7 @@ def _curves(metrics: Sequence[Line]) -> Iterator[_Curve]:
         yield _Curve(f"Sum of recalls on {validation[-1]['split']}", {"": points}, "epoch", "sum of recalls", max)
     for name, title, label in (
         ("image_grad_norm", "Gradient of the first image layer", "norm of the gradient"),
-        ("hardest_gap", "Hardest negatives to positives", "mean distance of the scores"),
+        ("hardest_gap", "Hardest negatives from their positives", "mean difference of the scores"),
     ):
         points = _points(train, name)
         if points:
