@@ -1,0 +1,222 @@
+"""What the training scenarios of Deep Boosting Learning cost beside ordinary training, on the CPU.
+
+Whole optimiser steps at published sizes: encoders, scores, losses, backward, clipping, Adam, and what a scenario adds.
+Times are processor time, which other work on the machine lengthens less than it does a clock's.
+
+Inside: `Setup`, `make_step`, `make_forward`, `make_start`, `run`, `markdown`.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from itm_fast import models
+from itm_fast.benchmarking.measure import interleave, peak_memory
+from itm_fast.benchmarking.run import FORMAT_VERSION, environment
+from itm_fast.data import Batch, Vocabulary
+from itm_fast.ops.library import build_info
+from itm_fast.training import TrainConfig
+from itm_fast.training.step import Stepper
+
+__all__ = ["SCENARIOS", "Setup", "make_forward", "make_start", "make_step", "markdown", "run"]
+
+# The settings of each row of the table.
+SCENARIOS: Mapping[str, dict[str, Any]] = {
+    "single": {},
+    "oas": {"scenario": "oas", "anchor": "a trained model"},
+    "mss": {"scenario": "mss"},
+    "oss, 2 branches": {"scenario": "oss", "branches": 2},
+    "oss, 3 branches": {"scenario": "oss", "branches": 3},
+}
+# What the paper reports of its own code, which scores caption by caption and keeps everything: time and memory beyond
+# those of one branch, in percent (Table II).
+PUBLISHED = {"oas": (120, 12), "mss": (18, 11), "oss, 2 branches": (73, 100)}
+# What a scenario may add: forwards of the same model without gradient, or all of its branches' steps times this.
+FORWARDS, PER_BRANCH, ROOM_BYTES = 1.1, 1.05, 10e6
+_STEPS_PER_EPOCH, _REGIONS, _SPECIAL = 1000, 36, ("<pad>", "<start>", "<end>", "<unk>")
+
+
+@attrs.frozen
+class Setup:
+    """A model by name and the sizes of a step."""
+
+    model: str
+    batch: int = 128
+    dim: int = 1024
+    features: int = 2048
+    words: int = 10_000
+
+
+def _config(setup: Setup, scenario: str) -> TrainConfig:
+    return TrainConfig(data="", out="", model=setup.model, **SCENARIOS[scenario])
+
+
+def _model(setup: Setup) -> models.MatchingModel:
+    torch.manual_seed(0)
+    return models.create(setup.model, vocab_size=setup.words, feature_dim=setup.features, embed_dim=setup.dim)
+
+
+def _batch(setup: Setup) -> Batch:
+    """Captions of COCO's lengths: 8 to 24 words with start and end, 13 on average."""
+    random = torch.Generator().manual_seed(0)
+    # A gamma law of shape 5, as a sum of five exponential ones.
+    lengths = 8 - torch.rand(setup.batch, 5, generator=random).log().sum(1)
+    lengths = lengths.round().long().clamp(8, 24)
+    token_ids = torch.randint(len(_SPECIAL), setup.words, (setup.batch, int(lengths.max())), generator=random)
+    token_ids[torch.arange(token_ids.shape[1]) >= lengths[:, None]] = 0
+    features = torch.randn(setup.batch, _REGIONS, setup.features, generator=random)
+    return Batch(features, token_ids, lengths, torch.arange(setup.batch), torch.arange(setup.batch))
+
+
+def _stepper(setup: Setup, scenario: str) -> Stepper:
+    model = _model(setup)
+    vocabulary = Vocabulary([*_SPECIAL, *(f"w{index}" for index in range(setup.words - len(_SPECIAL)))])
+    anchor = copy.deepcopy(model) if scenario == "oas" else None
+    config = _config(setup, scenario)
+    return Stepper(config, model, vocabulary, torch.device("cpu"), _STEPS_PER_EPOCH, anchor)
+
+
+def _shrunk(setup: Setup, small: bool) -> Setup:
+    return attrs.evolve(setup, batch=2, dim=32, features=32, words=50) if small else setup
+
+
+def make_step(scenario: str, setup: Setup, small: bool = False) -> Callable[[], dict[str, float]]:
+    """One optimiser step of a scenario after another."""
+    setup = _shrunk(setup, small)
+    stepper, batch = _stepper(setup, scenario), _batch(setup)
+    return lambda: stepper(batch, "hardest", 0)
+
+
+def make_forward(setup: Setup, small: bool = False) -> Callable[[], torch.Tensor]:
+    """One forward of the model without gradient, in evaluation mode."""
+    setup = _shrunk(setup, small)
+    model, batch = _model(setup).eval(), _batch(setup)
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            scores: torch.Tensor = model(batch.features, batch.token_ids, batch.lengths)
+            return scores
+
+    return run
+
+
+def make_start(scenario: str, setup: Setup, small: bool = False) -> Callable[[], None]:
+    """Everything that a scenario keeps and needs: its models, optimisers and three steps."""
+    setup = _shrunk(setup, small)
+    batch = _batch(setup)
+
+    def run() -> None:
+        stepper = _stepper(setup, scenario)
+        for step in range(3):
+            stepper(batch, "hardest", step)
+
+    return run
+
+
+def processor_time(call: Callable[[], Any]) -> float:
+    """Seconds of one call on all threads together."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def run(
+    setups: list[Setup],
+    threads: int,
+    runs: int,
+    *,
+    memory: bool = True,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measures all scenarios of each setup, interleaved; what the JSON file holds."""
+    torch.set_num_threads(threads)
+    measured = {}
+    for setup in setups:
+        variants: dict[str, Callable[[], Any]] = {name: make_step(name, setup) for name in SCENARIOS}
+        variants["forward"] = make_forward(setup)
+        timings = interleave(variants, dict.fromkeys(variants, runs), processor_time, progress)
+        rows: dict[str, dict[str, Any]] = {name: timing.as_dict() for name, timing in timings.items()}
+        del variants
+        for name in SCENARIOS if memory else ():
+            progress(f"{name}, memory")
+            rows[name]["peak_bytes"] = peak_memory(make_start, name, setup, threads=threads)
+        model = _model(setup)
+        held = sum(value.numel() * value.element_size() for value in model.state_dict().values())
+        measured[setup.model] = {"setup": attrs.asdict(setup), "model_bytes": held, "rows": rows}
+    return {
+        "format_version": FORMAT_VERSION,
+        "environment": environment(threads, build_info()),
+        "published": {name: {"time": seconds, "memory": room} for name, (seconds, room) in PUBLISHED.items()},
+        "models": measured,
+    }
+
+
+def added_forwards(rows: Mapping[str, Mapping[str, Any]], scenario: str) -> float:
+    """What a scenario adds to a single step, in forwards without gradient: the median over the rounds of the runs."""
+    rounds = zip(*(rows[name]["runs_s"] for name in (scenario, "single", "forward")), strict=True)
+    return statistics.median((step - single) / forward for step, single, forward in rounds)
+
+
+def per_branch(rows: Mapping[str, Mapping[str, Any]], scenario: str) -> float:
+    """Time of a step of several branches over that of as many single ones: the median over the rounds of the runs."""
+    branches = SCENARIOS[scenario]["branches"]
+    rounds = zip(*(rows[name]["runs_s"] for name in (scenario, "single")), strict=True)
+    return statistics.median(step / (branches * single) for step, single in rounds)
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """The table of each model, with what the paper reports of the per-caption loop beside it."""
+    where = results["environment"]
+    lines = []
+    for name, measured in results["models"].items():
+        setup, rows = measured["setup"], measured["rows"]
+        single = rows["single"]
+        lines += [
+            f"{name}, batches of {setup['batch']}, width {setup['dim']}; one step of the model alone takes "
+            f"{single['median_s'] * 1e3:.0f} ms, a forward without gradient "
+            f"{rows['forward']['median_s'] * 1e3:.0f} ms.",
+            "",
+            "| scenario | time | the paper's loop: time | memory | the paper's loop: memory | what it adds | allowed |",
+            "| --- | ---: | ---: | ---: | ---: | --- | --- |",
+        ]
+        for scenario in SCENARIOS:
+            if scenario == "single":
+                continue
+            row = rows[scenario]
+            published = results["published"].get(scenario)
+            theirs = ("", "") if published is None else (f"+{published['time']} %", f"+{published['memory']} %")
+            room = _percent(row["peak_bytes"] / single["peak_bytes"]) if row.get("peak_bytes") else ""
+            cells = [scenario, _percent(row["median_s"] / single["median_s"]), theirs[0], room, theirs[1]]
+            lines.append(f"| {' | '.join([*cells, *_added(measured, scenario)])} |")
+        lines.append("")
+    lines.append(
+        f"Processor time, median of {len(single['runs_s'])} interleaved runs; memory is that of a fresh process with "
+        f"its models, optimisers and three steps. {where['processor']}, {where['threads']} thread(s), "
+        f"{where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}; made by `python benchmarks/scenarios.py`."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.0f} %"
+
+
+def _added(measured: Mapping[str, Any], scenario: str) -> tuple[str, str]:
+    """What a scenario adds in the units of what it may add, and that."""
+    rows, held = measured["rows"], measured["model_bytes"]
+    if "branches" in SCENARIOS[scenario]:
+        branches = SCENARIOS[scenario]["branches"]
+        return f"{per_branch(rows, scenario):.2f} x {branches} steps", f"{PER_BRANCH} x {branches} steps"
+    added, allowed = f"{added_forwards(rows, scenario):.2f} forwards", f"{FORWARDS} forwards"
+    peak, single = rows[scenario].get("peak_bytes"), rows["single"].get("peak_bytes")
+    if peak and single:
+        added += f", {(peak - single) / 1e6:.0f} MB"
+        allowed += f", {(held + ROOM_BYTES) / 1e6:.0f} MB"
+    return added, allowed
