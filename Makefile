@@ -22,7 +22,7 @@ NATIVE_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-cuda-load build lint format types dist check-dist check-cross cuda-resources bench clean
+.PHONY: help demo test test-oldest test-cuda-load build lint format types dist check-dist check-cross cuda-resources gpu-wheels bench clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -68,6 +68,9 @@ check-cross: $(STAMP) ## Compile the CPU code for Linux aarch64 and macOS arm64.
 
 cuda-resources: $(STAMP) ## Write docs/cuda_resources.md; with ARGS=--check fail where a CUDA kernel spills.
 	$(PYTHON) tools/cuda_resources.py $(ARGS)
+
+gpu-wheels: $(STAMP) ## Fetch wheels for benchmarks/gpu_check.sh, ARGS="--python 3.12 --machine x86_64 NAME ...".
+	$(PYTHON) tools/gpu_wheels.py $(ARGS)
 
 bench: build ## Measure against the per-caption loop and the packed form in plain PyTorch.
 	$(VENV)/bin/itm-fast bench $(ARGS)

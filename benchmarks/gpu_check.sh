@@ -6,8 +6,9 @@
 #   benchmarks/gpu_check.sh tests|sanitize|bench     # the whole of one stage
 #
 # Each call takes 9 minutes at most and leaves a JSON per stage, and logs, in build/gpu_check/results (--out DIR).
-# Python packages that the machine lacks are taken from wheels in benchmarks/wheels (--wheels DIR). --commit HASH says
-# which commit these sources are, where they come without their history. PYTHON3 names the interpreter with torch.
+# Python packages that the machine lacks are taken from wheels in benchmarks/wheels (--wheels DIR), which `make gpu-wheels`
+# fetches where there is a network. --commit HASH says which commit these sources are, where they come without their
+# history. PYTHON3 names the interpreter with torch.
 # ITM_FAST_GPU_CHECK_DEVICE=cpu tries the script without a GPU; what it leaves says so.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -107,7 +107,9 @@ LONG: list[Any] = [
     ([3, 0, 70], [4, 6], 9, {"normalization": "softmax", "aggregation": "logsumexp"}),
     ([3, 2], [4, 60], 150, {"focal": "prob", "aggregation": "max"}),  # more elements than threads
     ([2], [140, 5], 3, {"focal": "equal", "normalization": "no_norm"}),  # more contexts than threads
-    ([17], [129], 2, {"focal": "prob", "aggregation": "sum"}),
+    ([33], [129], 2, {"normalization": "softmax", "aggregation": "sum"}),  # rows' factors of three runs
+    ([17], [340], 2, {"focal": "prob", "aggregation": "sum"}),  # more contexts than a piece
+    ([2], [700], 3, {"normalization": "clipped_l1norm", "temperature": 20.0}),
 ]
 
 

@@ -231,21 +231,21 @@ def test_a_pair_that_no_room_holds_is_not_a_number(kernels: BackwardKernels) -> 
 
 
 def test_the_workspace_is_bounded(kernels: BackwardKernels) -> None:
-    """12 bytes a raw score and 16 a query row and context set, 12 a pair, and the vectors of the blocks."""
+    """12 bytes a raw score and 16 a query row and context set, 16 a pair, and the vectors of the blocks."""
 
     def rounded(size: int) -> int:
         return (size + 15) // 16 * 16
 
     sizes = {"query_sets": 128, "query_rows": 128 * 24, "context_sets": 128, "context_rows": 128 * 36, "dim": 1024}
     numbers = 3 * 4 * 3072 * 4608 + 4 * 4 * 3072 * 128
-    lists = 3 * 4 * 128 * 128 + 2 * rounded(4 * 128) + 4 * 8 * 128 + 3 * 16
+    lists = (4 + 8 + 4) * 128 * 128 + 2 * rounded(4 * 128) + 4 * 8 * 128 + 3 * 16
     assert kernels.workspace_bytes(**sizes) == numbers + lists + 512 * 8 * 1024 * 4
     assert kernels.workspace_bytes(**sizes) < 220e6
     # Eight times the batch: a gradient without zeros would need 10 GB; the sums of both sides are in float32.
     larger = {name: value if name == "dim" else 8 * value for name, value in sizes.items()}
     room = (3 + 4) * 4 * ROOM
     sums = 4 * 1024 * 8 * (3072 + 4608)
-    assert kernels.workspace_bytes(**larger) < room + sums + 12 * 1024 * 1024 + 17 * 2**20
+    assert kernels.workspace_bytes(**larger) < room + sums + 16 * 1024 * 1024 + 17 * 2**20
 
 
 def test_offsets_that_the_contract_forbids_lead_nowhere(kernels: BackwardKernels) -> None:
@@ -256,6 +256,17 @@ def test_offsets_that_the_contract_forbids_lead_nowhere(kernels: BackwardKernels
         found = run(kernels, bad, contexts, torch.ones(3, 3))
         assert np.isfinite(found.contexts).all()
         assert 0 <= found.pairs <= 9
+
+
+def test_offsets_that_make_more_rows_than_32_bits_count_lead_nowhere(kernels: BackwardKernels) -> None:
+    """Every second set is all of the rows. No pair has room, which only a number of its rows that is right tells."""
+    n_rows, n_sets = 1 << 23, 8224  # A warp's run of sets has 2^31 rows and more, and each set is past the room.
+    offsets = torch.arange(n_sets + 1) % 2 * n_rows
+    queries = Fragments(torch.ones(n_rows, 1), offsets, check=False, max_length=n_rows)
+    contexts = Fragments(torch.ones(1, 1), torch.tensor([0, 1]))
+    found = run(kernels, queries, contexts, torch.ones(n_sets, 1), room=170, for_queries=False)
+    assert (found.pairs, found.launches) == (n_sets // 2, 4)
+    assert np.isnan(found.contexts).all()
 
 
 # Faults

@@ -6,7 +6,7 @@ Numbers and gradients against float64, opcheck, autocast, equal bits, other stre
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +19,16 @@ from helpers.devices import (
     another_stream,
     captured,
     each_case,
+    each_device,
     inputs_of,
     kernel_names,
     no_synchronization,
+    past_the_room,
     run_case,
 )
-from helpers.fragments import native_calls
+from helpers.fragments import native_calls, random_fragments
 from helpers.processes import ROOT
-from helpers.tolerance import Form, assert_as_accurate, assert_close_to_exact
+from helpers.tolerance import Form, assert_as_accurate, assert_close_to_exact, max_error
 
 import itm_fast.functional as F_itm
 from itm_fast import reference
@@ -37,7 +39,9 @@ def exact(case: Case, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return run_case(reference, case, wide)
 
 
-PACKED = SimpleNamespace(cross_attention_scores=reference.cross_attention_scores_packed)
+PACKED = SimpleNamespace(
+    cross_attention_scores=reference.cross_attention_scores_packed, triplet_loss=reference.triplet_loss
+)
 
 
 def check_numbers(case: Case, seed: int, size: int, dtype: torch.dtype, device: str, found: list[torch.Tensor]) -> None:
@@ -78,6 +82,52 @@ def test_numbers_and_gradients_at_several_sizes(device: str, case: Case) -> None
         for seed, size in enumerate(case.sizes):
             inputs = inputs_of(case, seed, size, dtype, device)
             check_numbers(case, seed, size, dtype, device, run_case(F_itm, case, inputs))
+
+
+@each_device
+def test_a_gradient_of_more_raw_scores_than_the_backward_keeps(device: str) -> None:
+    """On CUDA 36 million, of which 2^25 are kept: pairs past them are computed for each of their sets."""
+    case, size = past_the_room(), {"cpu": 3, "cuda": 60}[device]
+    inputs = inputs_of(case, 0, size, torch.float32, device)
+    check_numbers(case, 0, size, torch.float32, device, run_case(F_itm, case, inputs))
+
+
+@pytest.fixture
+def set_precision() -> Iterator[Callable[[str], None]]:
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision("highest")
+
+
+# The precision that the operators are asked for, and the error of a cosine that it may make.
+@pytest.mark.parametrize(("setting", "precision", "allowed"), [("high", "bf16x3", 1e-6), ("medium", "bf16", 5e-3)])
+@each_device
+def test_the_settings_of_float32(
+    device: str, setting: str, precision: str, allowed: float, set_precision: Callable[[str], None]
+) -> None:
+    """Products of two parts of bfloat16 or of one, whose rows come in many slices; the gradients are as they were."""
+
+    def computed(functions: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [part.values.detach().to(dtype).requires_grad_() for part in sides]
+        scores = functions.cross_attention_scores(*(s.with_values(v) for s, v in zip(sides, leaves, strict=True)))
+        # A few pairs, whose gradient is computed in float32 in every precision.
+        weights = torch.eye(*scores.shape, device=scores.device, dtype=dtype)
+        return scores.detach(), *torch.autograd.grad(scores, leaves, weights)
+
+    lengths = torch.randint(1, 25, (2, 30), generator=torch.Generator().manual_seed(0)).tolist()
+    sides = [random_fragments(of, 520, torch.float32, seed=i).to(device) for i, of in enumerate(lengths)]
+    exact = computed(reference, torch.float64)
+    highest = computed(F_itm, torch.float32)
+    set_precision(setting)
+    with native_calls() as calls:
+        found = computed(F_itm, torch.float32)
+    arguments_of = {name: arguments for name, (arguments, _) in calls}
+    assert arguments_of["cross_attention_scores"][-1] == precision
+    assert arguments_of["cross_attention_scores_backward"][-3] == precision
+    assert max_error(found[0], exact[0]) < allowed
+    for actual, before, right in zip(found[1:], highest[1:], exact[1:], strict=True):
+        assert_close_to_exact(actual, before, right, name=f"gradient, {setting}")
+    if device == "cuda":
+        assert not torch.equal(found[0], highest[0])
 
 
 @each_case

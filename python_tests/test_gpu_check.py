@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import platform
 import shutil
 import sys
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,11 @@ import pytest
 import torch
 from helpers.devices import CASES
 from helpers.processes import ROOT, run
+from helpers.wheels import write_wheel
 from helpers.wrappers import DRIVERS
+from packaging.requirements import Requirement
 
+import itm_fast
 from itm_fast.benchmarking import costs
 from itm_fast.benchmarking.gpu_table import check_is_of_a_gpu
 
@@ -45,7 +48,11 @@ def test_without_a_gpu_the_script_says_so_in_one_line() -> None:
 
 
 def test_a_dry_run_leaves_results_that_say_so(tmp_path: Path) -> None:
-    result = script("sanitize", "bench", "--out", tmp_path, "--commit", "abc", device="cpu")
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    carried = write_wheel(wheels, "carried_along", "1.0").name
+    options = ("--out", tmp_path, "--commit", "abc", "--wheels", wheels)
+    result = script("sanitize", "bench", *options, device="cpu")
     assert result.returncode == 0, result.stderr
     names = {"gpu_check_sanitize_dry_run.json", "gpu_check_bench_dry_run.json"}
     assert {file.name for file in tmp_path.glob("*.json")} == names
@@ -59,6 +66,7 @@ def test_a_dry_run_leaves_results_that_say_so(tmp_path: Path) -> None:
         assert content["environment"]["torch"] == torch.__version__
         assert content["environment"]["command"].startswith("benchmarks/gpu_check.sh sanitize bench --out")
         assert content["seconds"] > 0
+        assert (content["wheels"], content["missing_packages"]) == ([carried], [])
         assert content["steps"][0]["detail"] in ("a dry run builds nothing", "as before")
     # Nothing found fault with anything, but nothing looked either.
     sanitize = json.loads((tmp_path / "gpu_check_sanitize_dry_run.json").read_text())
@@ -324,9 +332,9 @@ def test_missing_packages_are_named_with_those_they_need(tmp_path: Path, monkeyp
     assert found == ["gone-a", "gone-b", "old-one >=3 (found 2.5)", "wing"]
     line = gpu_check.missing_line(found, Path("wheels"))
     assert line == (
-        "missing Python packages: gone-a, gone-b, old-one >=3 (found 2.5), wing; put their wheels into wheels "
-        f"(pip download --no-deps --only-binary=:all: --python-version {platform.python_version()} -d wheels "
-        "gone-a gone-b old-one wing)"
+        "missing Python packages: gone-a, gone-b, old-one >=3 (found 2.5), wing; put wheels of them into wheels, where "
+        f"there is a network, by python tools/gpu_wheels.py --python {platform.python_version()} "
+        f"--machine {platform.machine()} --out wheels gone-a gone-b old-one wing"
     )
     assert gpu_environment.missing("not-installed") == ["not-installed"]
 
@@ -335,12 +343,7 @@ def test_the_environment_has_the_interpreters_packages_and_those_of_the_wheels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_environment, "ENVIRONMENT", tmp_path / "environment")
-    name = "carried_along-1.0"
-    with zipfile.ZipFile(tmp_path / f"{name}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("carried_along.py", "number = 42\n")
-        wheel.writestr(f"{name}.dist-info/METADATA", "Metadata-Version: 2.1\nName: carried-along\nVersion: 1.0\n")
-        wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{name}.dist-info/RECORD", "")
+    write_wheel(tmp_path, "carried_along", "1.0", code="number = 42\n")
     interpreter = gpu_environment.prepare(tmp_path)
     code = "import carried_along, numpy, sys; print(carried_along.number, numpy.__version__, sys.prefix)"
     import numpy
@@ -349,3 +352,30 @@ def test_the_environment_has_the_interpreters_packages_and_those_of_the_wheels(
     assert result.stdout.split() == ["42", numpy.__version__, str(tmp_path / "environment")], result.stderr
     with pytest.raises(ImportError):
         __import__("carried_along")
+
+
+def test_wheels_that_cannot_be_installed_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_environment, "ENVIRONMENT", tmp_path / "environment")
+    name = write_wheel(tmp_path, "of_another", "1.0", tag="cp27-cp27m-win32").name
+    with pytest.raises(SystemExit) as error:
+        gpu_environment.prepare(tmp_path)
+    assert str(error.value) == f"gpu_check: {tmp_path}: {name} is not a supported wheel on this platform."
+
+
+def test_before_it_is_installed_the_sources_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed, absent = importlib.metadata.distribution, {"itm_fast"}
+
+    def distribution(name: str) -> importlib.metadata.Distribution:
+        if name in absent:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    version, lines = gpu_environment.known("itm_fast")
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    before_version, before = gpu_environment.known("itm_fast")
+    assert version == before_version == itm_fast.__version__
+    assert {str(Requirement(line)) for line in before} == {str(Requirement(line)) for line in lines}
+    assert (gpu_environment.missing(), gpu_environment.missing(extra="")) == ([], [])
+    absent |= {"nltk", "hypothesis", "tensorboard"}
+    assert gpu_environment.missing() == ["hypothesis", "nltk", "tensorboard"]
+    assert gpu_environment.missing(extra="") == ["nltk"]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.boosting import random_pair
+from helpers.devices import ONE_LAUNCH_STEP, inputs_of, run_case
 from helpers.fragments import native_calls
 from helpers.processes import ROOT
 from helpers.triplet_cases import MINING, random_scores
@@ -116,6 +117,20 @@ def test_separate_positives_have_their_gradient_too() -> None:
         assert names_of(calls) == (["scale_gradient", "scale_gradient"] if one else ["triplet_loss_backward"])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_step_from_vectors_to_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA graphs are captured of on a GPU (test_devices.py): scores, loss with its gradient, sparse backward."""
+    results = []
+    for up_to in (8192, 0):
+        monkeypatch.setattr(one_launch, "UP_TO", up_to)
+        with native_calls() as calls:
+            results.append(run_case(F_itm, ONE_LAUNCH_STEP, inputs_of(ONE_LAUNCH_STEP, 0, 5, torch.float32, "cpu")))
+        if up_to > 0:
+            assert set(names_of(calls)) - {"triplet_loss_backward"} == set(ONE_LAUNCH_STEP.operators)
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two)
+        assert bool(one.any())
 
 
 def test_without_need_no_gradient_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

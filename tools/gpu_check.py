@@ -55,7 +55,7 @@ class Stage:
             "outcome": "incomplete",
             "dry_run": self.dry,
             "first_round": self.short,
-            **described(self.dry, self.options.commit),
+            **described(self.dry, self.options),
             "seconds": 0.0,
             "steps": [],
             "results": {},
@@ -157,8 +157,8 @@ def by_tests(status: int, output: str) -> tuple[str, str]:
     return ("passed" if passed else "failed"), summary
 
 
-def described(dry: bool, commit: str | None) -> dict[str, Any]:
-    """Device and environment, as the benchmark writes them."""
+def described(dry: bool, options: argparse.Namespace) -> dict[str, Any]:
+    """Device and environment, as the benchmark writes them, and the packages that are missing and that were carried."""
     import torch
 
     from itm_fast.benchmarking.gpu import described_device
@@ -167,11 +167,12 @@ def described(dry: bool, commit: str | None) -> dict[str, Any]:
 
     found = environment(torch.get_num_threads(), build_info())
     found["command"] = " ".join(["benchmarks/gpu_check.sh", *sys.argv[1:]])
-    if found["commit"] is None and commit is not None:
-        found["commit"] = commit
+    if found["commit"] is None and options.commit is not None:
+        found["commit"] = options.commit
         found["uncommitted_changes"] = None  # The sources came without their history.
     device = described_device("cpu" if dry else "cuda")
-    return {"device": device, "environment": found, "missing_packages": gpu_environment.missing()}
+    carried = [wheel.name for wheel in gpu_environment.wheels_in(options.wheels)]
+    return {"device": device, "environment": found, "missing_packages": gpu_environment.missing(), "wheels": carried}
 
 
 def pytest(*arguments: str) -> list[str]:
@@ -263,8 +264,8 @@ RUN = {"build+smoke": build_and_smoke, "tests": tests, "sanitize": sanitize, "be
 def missing_line(packages: list[str], wheels: Path) -> str:
     names, version = " ".join(package.split()[0] for package in packages), platform.python_version()
     return (
-        f"missing Python packages: {', '.join(packages)}; put their wheels into {wheels} "
-        f"(pip download --no-deps --only-binary=:all: --python-version {version} -d {wheels} {names})"
+        f"missing Python packages: {', '.join(packages)}; put wheels of them into {wheels}, where there is a network, "
+        f"by python tools/gpu_wheels.py --python {version} --machine {platform.machine()} --out {wheels} {names}"
     )
 
 

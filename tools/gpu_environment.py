@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -25,9 +26,15 @@ def parse(arguments: list[str], *, stages: tuple[str, ...] = ()) -> argparse.Nam
     """The command line of gpu_check.sh."""
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Check and measure itm_fast on a GPU.")
     parser.add_argument("stage", nargs="*", help=f"{', '.join(stages)}; none: all in short form")
-    parser.add_argument("--wheels", type=Path, default=WHEELS, metavar="DIR")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_check" / "results", metavar="DIR")
-    parser.add_argument("--commit", metavar="HASH")
+    parser.add_argument(
+        "--wheels", type=Path, default=WHEELS, metavar="DIR",
+        help="wheels of Python packages that the machine lacks; tools/gpu_wheels.py fetches them (benchmarks/wheels)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "gpu_check" / "results", metavar="DIR",
+        help="where JSON files and logs go (build/gpu_check/results)",
+    )  # fmt: skip
+    parser.add_argument("--commit", metavar="HASH", help="which commit these sources are, where their history is not")
     options = parser.parse_args(arguments)
     for stage in options.stage:
         if stages and stage not in stages:
@@ -35,16 +42,37 @@ def parse(arguments: list[str], *, stages: tuple[str, ...] = ()) -> argparse.Nam
     return options
 
 
+def known(package: str) -> tuple[str, list[str]] | None:
+    """Version and requirements of a package, of this one before it is installed as its sources say; None: not there."""
+    try:
+        distribution = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return _own() if package.lower().replace("-", "_") == "itm_fast" else None
+    return distribution.version, distribution.requires or []
+
+
+def _own() -> tuple[str, list[str]]:
+    """Of the sources that this file belongs to."""
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10; pip has the same reader.
+        from pip._vendor import tomli as tomllib
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"].items()
+    lines = [*project["dependencies"], *(f'{line}; extra == "{extra}"' for extra, of in optional for line in of)]
+    return runpy.run_path(str(ROOT / "itm_fast" / "version.py"))["__version__"], lines
+
+
 def missing(package: str = "itm_fast", extra: str = "test") -> list[str]:
-    """What an installed package and its extra need, directly or not, that is not installed or too old."""
+    """What a package and its extra need, directly or not, that is not installed or too old."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
         return ["packaging"]
-    try:
-        waiting = [(line, extra) for line in importlib.metadata.requires(package) or []]
-    except importlib.metadata.PackageNotFoundError:
+    root = known(package)
+    if root is None:
         return [package]
+    waiting = [(line, extra) for line in root[1]]
     problems: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
     while waiting:
@@ -53,18 +81,23 @@ def missing(package: str = "itm_fast", extra: str = "test") -> list[str]:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": for_extra}):
             continue
         name = requirement.name.lower().replace("_", "-")
-        try:
-            distribution = importlib.metadata.distribution(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
+        found = known(requirement.name)
+        if found is None:
             problems.setdefault(name, name)
             continue
-        if not requirement.specifier.contains(distribution.version, prereleases=True):
-            problems[name] = f"{name} {requirement.specifier} (found {distribution.version})"
+        version, lines = found
+        if not requirement.specifier.contains(version, prereleases=True):
+            problems[name] = f"{name} {requirement.specifier} (found {version})"
         for also in ("", *sorted(requirement.extras)):
             if (name, also) not in seen:
                 seen.add((name, also))
-                waiting += [(line, also) for line in distribution.requires or []]
+                waiting += [(line, also) for line in lines]
     return [problems[name] for name in sorted(problems)]
+
+
+def wheels_in(folder: Path) -> list[Path]:
+    """The wheels in a folder, which need not be there."""
+    return sorted(folder.glob("*.whl"))
 
 
 def prepare(wheels: Path) -> Path:
@@ -78,10 +111,13 @@ def prepare(wheels: Path) -> Path:
         site = subprocess.run(where, capture_output=True, text=True, check=True)
         # A virtual environment made from one sees the packages of neither; this file makes them visible.
         Path(site.stdout.strip(), "of_the_interpreter.pth").write_text("\n".join(own) + "\n")
-    files = sorted(wheels.glob("*.whl")) if wheels.is_dir() else []
+    files = wheels_in(wheels)
     if files:
         pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", "--no-deps"]
-        subprocess.run([*pip, "--no-warn-script-location", *files], check=True, stdout=sys.stderr)
+        result = subprocess.run([*pip, "--no-warn-script-location", *files], capture_output=True, text=True)
+        if result.returncode != 0:
+            said = [line for line in result.stderr.splitlines() if line.startswith("ERROR: ")] or ["pip failed"]
+            raise SystemExit(f"gpu_check: {wheels}: {said[0].removeprefix('ERROR: ')}")
     return python
 
 

@@ -9,6 +9,7 @@
 #include "cpu/triplet_gradient.h"
 #include "cpu/triplet_scan.h"
 #include "ops/boosting_loss.h"
+#include "ops/loss_results.h"
 
 namespace itm_fast {
 namespace {
@@ -22,13 +23,9 @@ std::tuple<Tensor, Tensor> forward(const Tensor& scores, const Tensor& anchor_sc
   const BoostingProblem<T> boosting(scores, anchor_scores, positives, options);
   const int64_t anchors = boosting.anchors;
   const bool keep_each = options.reduction == Reduction::none;
-  std::vector<int64_t> shape;
-  if (keep_each && options.n_directions() == 2) shape.push_back(2);
-  if (keep_each) shape.push_back(anchors);
-  Tensor loss = torch::stable::new_empty(scores, shape);
   const int64_t kept = options.mining == Mining::all ? 0 : anchors;
-  Tensor negatives =
-      torch::stable::new_empty(scores, {options.n_strategies(), options.n_directions(), kept}, ScalarType::Long);
+  Tensor loss = new_loss(options.reduction, options.directions, anchors, scores);
+  Tensor negatives = new_negatives(options.mining, options.directions, anchors, scores, {options.n_strategies()});
   T* loss_out = static_cast<T*>(loss.mutable_data_ptr());
   int64_t* negatives_out = static_cast<int64_t*>(negatives.mutable_data_ptr());
 

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "cpu/triplet_scan.h"
+#include "ops/loss_results.h"
 #include "ops/triplet_loss.h"
 
 namespace itm_fast {
@@ -17,15 +18,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor& scores, const std::optional<Ten
                                    const std::optional<Tensor>& positive_scores, const TripletOptions& options) {
   const Problem<T> problem(scores, positives, positive_scores);
   const ScanResult<T> found = scan_scores(problem, options);
-  const int64_t n_directions = options.directions == Directions::both ? 2 : 1;
   const int64_t anchors = options.rows() ? problem.rows : problem.columns;
   const bool keep_each = options.reduction == Reduction::none;
-  std::vector<int64_t> shape;
-  if (keep_each && n_directions == 2) shape.push_back(2);
-  if (keep_each) shape.push_back(anchors);
-  Tensor loss = torch::stable::new_empty(scores, shape);
-  const int64_t kept = options.mining == Mining::all ? 0 : anchors;
-  Tensor negatives = torch::stable::new_empty(scores, {n_directions, kept}, ScalarType::Long);
+  Tensor loss = new_loss(options.reduction, options.directions, anchors, scores);
+  Tensor negatives = new_negatives(options.mining, options.directions, anchors, scores);
   T* loss_out = static_cast<T*>(loss.mutable_data_ptr());
   int64_t* negatives_out = static_cast<int64_t*>(negatives.mutable_data_ptr());
 
@@ -37,7 +33,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& scores, const std::optional<Ten
     const Direction<T> direction{problem, is_rows};
     for (int64_t i = 0; i < anchors; ++i, ++out) {
       const AnchorLoss<T> anchor = loss_of(direction, is_rows ? found.rows : found.columns, i, options);
-      if (kept > 0) negatives_out[out] = anchor.negative;
+      if (options.mining != Mining::all) negatives_out[out] = anchor.negative;
       if (keep_each) loss_out[out] = scale * anchor.value;
       total += anchor.value;
     }

@@ -14,6 +14,7 @@
 #include "cpu/kernels/select.h"
 #include "cpu/kernels/triplet_loss.h"
 #include "itm_fast/triplet_loss.h"
+#include "ops/triplet_loss.h"
 
 namespace itm_fast {
 
@@ -27,10 +28,6 @@ inline constexpr T kInfinity = std::numeric_limits<T>::infinity();
 
 inline const TripletKernels<float>& triplet_kernels(float) { ITM_FAST_RETURN_SELECTED(kTripletFloat32) }
 inline const TripletKernels<double>& triplet_kernels(double) { ITM_FAST_RETURN_SELECTED(kTripletFloat64) }
-
-inline bool is_double(const torch::stable::Tensor& scores) {
-  return scores.scalar_type() == torch::headeronly::ScalarType::Double;
-}
 
 // A margin for the value r of the anchor branch.
 template <typename T>

@@ -11,7 +11,6 @@
 namespace itm_fast::cuda {
 namespace {
 
-using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 template <typename T>
@@ -19,10 +18,9 @@ std::tuple<Tensor, Tensor> forward(const BoostingInputs& inputs, const BoostingO
   TripletForward<BoostingProblem<T>> p{};
   p.problem = inputs.problem<T>(options);
   p.options = shared_options(options);
-  const int64_t anchors = p.problem.rows, kept = options.mining == Mining::all ? 0 : anchors;
-  Tensor loss = new_loss(p.options, anchors, inputs.scores);
+  Tensor loss = new_loss(options.reduction, options.directions, p.problem.rows, inputs.scores);
   Tensor negatives =
-      torch::stable::new_empty(inputs.scores, {options.n_strategies(), options.n_directions(), kept}, ScalarType::Long);
+      new_negatives(options.mining, options.directions, p.problem.rows, inputs.scores, {options.n_strategies()});
   run_forward(p, mutable_data_of<T>(loss), mutable_data_of<int64_t>(negatives), inputs.scores);
   return {loss, negatives};
 }
@@ -48,10 +46,10 @@ std::tuple<Tensor, Tensor, Tensor> with_gradient(const BoostingInputs& inputs, c
   TripletWithGradient<BoostingProblem<T>> p{};
   p.forward.problem = inputs.problem<T>(options);
   p.forward.options = shared_options(options);
-  const int64_t anchors = inputs.scores.size(0), kept = options.mining == Mining::all ? 0 : anchors;
-  Tensor loss = new_loss(p.forward.options, anchors, inputs.scores);
+  const int64_t anchors = inputs.scores.size(0);
+  Tensor loss = new_loss(options.reduction, options.directions, anchors, inputs.scores);
   Tensor negatives =
-      torch::stable::new_empty(inputs.scores, {options.n_strategies(), options.n_directions(), kept}, ScalarType::Long);
+      new_negatives(options.mining, options.directions, anchors, inputs.scores, {options.n_strategies()});
   Tensor grad_scores = torch::stable::new_empty(inputs.scores, {anchors, anchors});
   p.backward.grad_scores = mutable_data_of<T>(grad_scores);
   run_with_gradient(p, mutable_data_of<T>(loss), mutable_data_of<int64_t>(negatives), inputs.scores);

@@ -15,13 +15,15 @@
 #include <limits>
 #include <optional>
 
+#include "ops/devices.h"
+
 namespace itm_fast::cuda {
 
-// Makes the device of a tensor the current one for its lifetime, and holds that device's current stream. (The stable
-// interface names streams by itself from torch 2.13 on only.)
+// Makes the device of a CUDA tensor the current one for its lifetime, and holds that device's current stream. (The
+// stable interface names streams by itself from torch 2.13 on only.)
 class DeviceStream {
  public:
-  explicit DeviceStream(const torch::stable::Tensor& tensor) : guard_(tensor.get_device_index()) {
+  explicit DeviceStream(const torch::stable::Tensor& tensor) : guard_(device_index(tensor)) {
     void* stream = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
     stream_ = static_cast<cudaStream_t>(stream);
@@ -58,6 +60,11 @@ class DeviceStream {
   void set_zero(void* memory, int64_t bytes) const { check(cudaMemsetAsync(memory, 0, bytes, stream_)); }
 
  private:
+  static torch::stable::accelerator::DeviceIndex device_index(const torch::stable::Tensor& tensor) {
+    STD_TORCH_CHECK(tensor.is_cuda(), "itm_fast: expected CUDA tensors, got one on ", device_name(tensor));
+    return tensor.get_device_index();
+  }
+
   static void check(cudaError_t error) {
     STD_TORCH_CHECK(error == cudaSuccess, "itm_fast: CUDA error: ", cudaGetErrorString(error));
   }
@@ -68,10 +75,6 @@ class DeviceStream {
 
 inline torch::stable::Tensor scratch(const torch::stable::Tensor& like, int64_t bytes) {
   return torch::stable::new_empty(like, {bytes}, torch::headeronly::ScalarType::Byte);
-}
-
-inline bool is_double(const torch::stable::Tensor& scores) {
-  return scores.scalar_type() == torch::headeronly::ScalarType::Double;
 }
 
 // The elements of a dense tensor, or null.

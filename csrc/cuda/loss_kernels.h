@@ -1,10 +1,9 @@
 // The kernels that triplet_loss and boosting_loss share on CUDA, and how they are launched.
 #pragma once
 
-#include <vector>
-
 #include "cuda/launch.h"
 #include "itm_fast/cuda/triplet_launch.h"
+#include "ops/loss_results.h"
 
 namespace itm_fast::cuda {
 namespace {
@@ -85,15 +84,6 @@ void run_with_gradient(TripletWithGradient<Problem> p, T* loss, int64_t* negativ
     device.launch_together(triplet_with_gradient_kernel<Problem, Tile>, blocks_of<Tile>(rows, columns), Tile::kThreads,
                            p);
   });
-}
-
-// The first result of a loss with `anchors` anchors in each direction.
-inline torch::stable::Tensor new_loss(const TripletOptions& options, int64_t anchors,
-                                      const torch::stable::Tensor& scores) {
-  std::vector<int64_t> shape;
-  if (options.reduction == Reduction::none && options.directions == Directions::both) shape.push_back(2);
-  if (options.reduction == Reduction::none) shape.push_back(anchors);
-  return torch::stable::new_empty(scores, shape);
 }
 
 }  // namespace

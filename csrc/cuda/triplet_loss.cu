@@ -18,11 +18,9 @@ std::tuple<Tensor, Tensor> forward(const TripletInputs& inputs, const TripletOpt
   TripletForward<TripletProblem<T>> p{};
   p.problem = inputs.problem<T>();
   p.options = options;
-  const int64_t n_directions = options.directions == Directions::both ? 2 : 1;
   const int64_t anchors = options.rows() ? p.problem.rows : p.problem.columns;
-  Tensor loss = new_loss(options, anchors, inputs.scores);
-  const int64_t kept = options.mining == Mining::all ? 0 : anchors;
-  Tensor negatives = torch::stable::new_empty(inputs.scores, {n_directions, kept}, ScalarType::Long);
+  Tensor loss = new_loss(options.reduction, options.directions, anchors, inputs.scores);
+  Tensor negatives = new_negatives(options.mining, options.directions, anchors, inputs.scores);
   run_forward(p, mutable_data_of<T>(loss), mutable_data_of<int64_t>(negatives), inputs.scores);
   return {loss, negatives};
 }

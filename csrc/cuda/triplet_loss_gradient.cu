@@ -10,7 +10,6 @@
 namespace itm_fast::cuda {
 namespace {
 
-using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 template <typename T>
@@ -19,12 +18,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> with_gradient(const TripletInputs& in
   p.forward.problem = inputs.problem<T>();
   p.forward.options = options;
   const int64_t rows = inputs.scores.size(0), columns = inputs.scores.size(1);
-  const int64_t n_directions = options.directions == Directions::both ? 2 : 1;
   const int64_t anchors = options.rows() ? rows : columns;
-  const int64_t kept = options.mining == Mining::all ? 0 : anchors;
   const int64_t separate = inputs.positive_scores ? anchors : 0;
-  Tensor loss = new_loss(options, anchors, inputs.scores);
-  Tensor negatives = torch::stable::new_empty(inputs.scores, {n_directions, kept}, ScalarType::Long);
+  Tensor loss = new_loss(options.reduction, options.directions, anchors, inputs.scores);
+  Tensor negatives = new_negatives(options.mining, options.directions, anchors, inputs.scores);
   Tensor grad_scores = torch::stable::new_empty(inputs.scores, {rows, columns});
   Tensor grad_positive = torch::stable::new_empty(inputs.scores, {separate});
   p.backward.grad_scores = mutable_data_of<T>(grad_scores);

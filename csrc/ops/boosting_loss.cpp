@@ -4,6 +4,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include "ops/devices.h"
 #include "ops/options.h"
 #include "ops/triplet_loss.h"
 
@@ -32,6 +33,7 @@ void check_boosting_scores(const Tensor& scores, const Tensor& anchor_scores, co
   STD_TORCH_CHECK(anchor_scores.scalar_type() == scores.scalar_type() && anchor_scores.dim() == 2 &&
                       anchor_scores.size(0) == scores.size(0) && anchor_scores.size(1) == scores.size(1),
                   "anchor_scores: expected the shape and the dtype of scores");
+  check_same_device("anchor_scores", anchor_scores, "scores", scores);
 }
 
 void check_boosting_gradient(const Tensor& grad_loss, const Tensor& scores, const Tensor& negatives,
@@ -44,6 +46,8 @@ void check_boosting_gradient(const Tensor& grad_loss, const Tensor& scores, cons
                       negatives.size(0) == options.n_strategies() && negatives.size(1) == options.n_directions() &&
                       negatives.size(2) == (options.mining == Mining::all ? 0 : anchors),
                   "negatives: expected the second result of boosting_loss for the same scores and options");
+  check_same_device("grad_loss", grad_loss, "scores", scores);
+  check_same_device("negatives", negatives, "scores", scores);
 }
 
 }  // namespace itm_fast

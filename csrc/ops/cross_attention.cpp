@@ -7,6 +7,7 @@
 #include <array>
 #include <string_view>
 
+#include "ops/devices.h"
 #include "ops/options.h"
 
 namespace itm_fast {
@@ -55,6 +56,9 @@ void check_operands(const Tensor& queries, const Tensor& query_offsets, const Te
   STD_TORCH_CHECK(queries.size(1) == contexts.size(1), "contexts: expected width ", queries.size(1),
                   " like the queries, got ", contexts.size(1));
   STD_TORCH_CHECK(queries.scalar_type() == contexts.scalar_type(), "contexts: expected the dtype of the queries");
+  check_same_device("query_offsets", query_offsets, "queries", queries);
+  check_same_device("contexts", contexts, "queries", queries);
+  check_same_device("context_offsets", context_offsets, "queries", queries);
   parse_option<Precision>("precision", precision, std::array{"float64"sv, "float32"sv, "bf16x3"sv, "bf16"sv, "fp16"sv});
 }
 
@@ -62,6 +66,7 @@ void check_score_gradient(const Tensor& grad_scores, const Tensor& query_offsets
   STD_TORCH_CHECK(grad_scores.dim() == 2 && grad_scores.size(0) == query_offsets.size(0) - 1 &&
                       grad_scores.size(1) == context_offsets.size(0) - 1,
                   "grad_scores: expected shape (query sets, context sets)");
+  check_same_device("grad_scores", grad_scores, "query_offsets", query_offsets);
 }
 
 }  // namespace itm_fast

@@ -13,13 +13,13 @@ CrossAttentionOptions cross_attention_options(double temperature, const std::str
                                               double negative_slope, const std::string& focal,
                                               const std::string& aggregation, double logsumexp_temperature);
 
-// Refuses operands whose shapes or dtypes do not go together, and an unknown precision. Which of the precisions that
-// are asked for a backend has kernels of is its own business.
+// Refuses operands whose shapes, dtypes or devices do not go together, and an unknown precision. Which of the
+// precisions that are asked for a backend has kernels of is its own business.
 void check_operands(const torch::stable::Tensor& queries, const torch::stable::Tensor& query_offsets,
                     const torch::stable::Tensor& contexts, const torch::stable::Tensor& context_offsets,
                     const std::string& precision);
 
-// Refuses a gradient of the scores that has another shape than they have.
+// Refuses a gradient of the scores that has another shape or device than they have.
 void check_score_gradient(const torch::stable::Tensor& grad_scores, const torch::stable::Tensor& query_offsets,
                           const torch::stable::Tensor& context_offsets);
 

@@ -4,6 +4,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include "ops/devices.h"
+
 namespace itm_fast {
 
 using torch::headeronly::ScalarType;
@@ -17,6 +19,7 @@ void check_retrieval(const Tensor& scores, const Tensor& caption_image) {
   STD_TORCH_CHECK(caption_image.scalar_type() == ScalarType::Long && caption_image.dim() == 1 &&
                       caption_image.size(0) == scores.size(1),
                   "caption_image: expected int64 of shape (", scores.size(1), ",)");
+  check_same_device("caption_image", caption_image, "scores", scores);
 }
 
 }  // namespace itm_fast

@@ -4,6 +4,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include "ops/devices.h"
+#include "ops/loss_results.h"
 #include "ops/options.h"
 
 namespace itm_fast {
@@ -38,12 +40,14 @@ void check_triplet_scores(const Tensor& scores, const std::optional<Tensor>& pos
     STD_TORCH_CHECK(positives->scalar_type() == ScalarType::Bool && positives->dim() == 2 &&
                         positives->size(0) == rows && positives->size(1) == columns,
                     "positives: expected a bool tensor of the shape of scores");
+    check_same_device("positives", *positives, "scores", scores);
   }
   if (positive_scores) {
     const int64_t anchors = directions == Directions::rows ? rows : columns;
     STD_TORCH_CHECK(directions != Directions::both && positive_scores->scalar_type() == scores.scalar_type() &&
                         positive_scores->dim() == 1 && positive_scores->size(0) == anchors,
                     "positive_scores: expected one score per anchor of one direction, in the dtype of scores");
+    check_same_device("positive_scores", *positive_scores, "scores", scores);
   } else {
     STD_TORCH_CHECK(rows == columns, "scores: expected a square matrix, got (", rows, ", ", columns, ")");
   }
@@ -51,15 +55,16 @@ void check_triplet_scores(const Tensor& scores, const std::optional<Tensor>& pos
 
 void check_triplet_gradient(const Tensor& grad_loss, const Tensor& scores, const Tensor& negatives,
                             const TripletOptions& options) {
-  const int64_t n_directions = options.directions == Directions::both ? 2 : 1;
-  const int64_t anchors = scores.size(options.rows() ? 0 : 1);
-  const int64_t losses = options.reduction == Reduction::none ? n_directions * anchors : 1;
+  const int64_t directions = n_directions(options.directions), anchors = scores.size(options.rows() ? 0 : 1);
+  const int64_t losses = options.reduction == Reduction::none ? directions * anchors : 1;
   STD_TORCH_CHECK(grad_loss.scalar_type() == scores.scalar_type() && grad_loss.numel() == losses,
                   "grad_loss: expected the shape of the loss and the dtype of scores");
   STD_TORCH_CHECK(negatives.scalar_type() == ScalarType::Long && negatives.dim() == 2 &&
-                      negatives.size(0) == n_directions &&
+                      negatives.size(0) == directions &&
                       negatives.size(1) == (options.mining == Mining::all ? 0 : anchors),
                   "negatives: expected the second result of triplet_loss for the same scores and options");
+  check_same_device("grad_loss", grad_loss, "scores", scores);
+  check_same_device("negatives", negatives, "scores", scores);
 }
 
 void check_reduced(Reduction reduction) {
@@ -70,14 +75,15 @@ void check_gradient_scale(const Tensor& gradient, const Tensor& factor) {
   STD_TORCH_CHECK((gradient.scalar_type() == ScalarType::Float || gradient.scalar_type() == ScalarType::Double) &&
                       gradient.is_contiguous(),
                   "gradient: expected a dense float32 or float64 tensor");
-  STD_TORCH_CHECK(factor.scalar_type() == gradient.scalar_type() && factor.numel() == 1 &&
-                      factor.get_device_index() == gradient.get_device_index(),
-                  "factor: expected one element in the dtype and on the device of gradient");
+  STD_TORCH_CHECK(factor.scalar_type() == gradient.scalar_type() && factor.numel() == 1,
+                  "factor: expected one element in the dtype of gradient");
+  check_same_device("factor", factor, "gradient", gradient);
 }
 
 void check_anchor_values(const char* name, const Tensor& values, const Tensor& scores, ScalarType dtype) {
   STD_TORCH_CHECK(values.scalar_type() == dtype && values.dim() == 1 && values.size(0) == scores.size(0), name,
                   ": expected one value per anchor");
+  check_same_device(name, values, "scores", scores);
 }
 
 }  // namespace itm_fast

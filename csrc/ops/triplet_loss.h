@@ -15,6 +15,10 @@ TripletOptions triplet_options(double margin, const std::string& mining, double 
                                const std::string& selective_divisor, bool halve, const std::string& directions,
                                const std::string& reduction);
 
+inline bool is_double(const torch::stable::Tensor& scores) {
+  return scores.scalar_type() == torch::headeronly::ScalarType::Double;
+}
+
 // Scores must be float32 or float64; without positive scores they must be square.
 void check_triplet_scores(const torch::stable::Tensor& scores, const std::optional<torch::stable::Tensor>& positives,
                           const std::optional<torch::stable::Tensor>& positive_scores, Directions directions);

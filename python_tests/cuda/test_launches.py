@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from helpers.devices import Case, inputs_of, launched, on_devices, run_case
+from helpers.devices import Case, inputs_of, launched, on_devices, past_the_room, run_case
 from helpers.fragments import native_calls
 
 import itm_fast.functional as F_itm
@@ -37,3 +39,15 @@ def test_an_operator_launches_few_kernels(device: str, case: Case, record_proper
             ours = [kernel for kernel in names if "itm_fast::" in kernel]
             record_property(f"launches of {name} at {size}", len(ours))
             assert 1 <= len(ours) <= AT_MOST[name], names
+
+
+def test_pairs_past_the_room_take_a_fourth_launch() -> None:
+    case = past_the_room()
+    with native_calls() as calls:
+        run_case(F_itm, case, inputs_of(case, 0, 60, torch.float32, "cuda"))
+    name, (arguments, _) = calls[-1]
+    assert name == "cross_attention_scores_backward"
+    detached = [part.detach() if isinstance(part, torch.Tensor) else part for part in arguments]
+    names = launched(lambda: torch.ops.itm_fast.cross_attention_scores_backward(*detached))
+    ours = [re.search(r"(\w+)_kernel", kernel)[1] for kernel in names if "itm_fast::" in kernel]
+    assert ours == ["list_pairs", "differentiate_pairs", "accumulate_gradients", "finish_pairs"]

@@ -1,14 +1,15 @@
 """Operators on any device: what each is called on, and how a device is watched and driven while it runs.
 
-Inside: `DEVICES`, `CASES`, `each_case`, `inputs_of`, `run_case`; for a CUDA device, and doing nothing special on the
-CPU, `no_synchronization`, `another_stream`, `captured`; `launched` and `kernel_names`: what ran on a GPU.
+Inside: `DEVICES`, `CASES`, `each_case`, `each_device`, `inputs_of`, `run_case`; for a CUDA device, and doing nothing
+special on the CPU, `no_synchronization`, `another_stream`, `captured`; `launched` and `kernel_names`: what ran on a
+GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -77,6 +78,27 @@ def _scores_case(
     return Case(f"cross_attention_scores {name}", operators, make, call, 2, dtypes, sizes)
 
 
+def _step_case(name: str, reduction: str, loss: tuple[str, str]) -> Case:
+    """Scores and their loss over hardest negatives, differentiated to words and regions."""
+    of_scores = _scores_case(name, sizes=(5,))
+
+    def call(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        (scores,) = of_scores.call(functions, inputs)
+        return (functions.triplet_loss(scores.t(), mining="hardest", reduction=reduction),)
+
+    return replace(of_scores, name=name, operators=(*of_scores.operators, *loss), call=call)
+
+
+def past_the_room(rows: int = 100) -> Case:
+    """Sets of so many rows on both sides. Of 60, the pairs have more raw scores than the CUDA backward keeps, 2^25."""
+
+    def make(seed: int, size: int) -> Inputs:
+        sides = [random_fragments([rows] * size, 8, seed=seed + i) for i in range(2)]
+        return [*(side.values for side in sides), *(side.offsets for side in sides)]
+
+    return replace(_scores_case("past the room", longest=(rows, rows)), make=make)
+
+
 def _triplet_case(mining: str) -> Case:
     return Case(
         f"triplet_loss {mining}",
@@ -120,6 +142,10 @@ def _gallery(seed: int, size: int) -> Inputs:
     return [random_scores(n_images, size, seed=seed), torch.arange(size) % n_images]
 
 
+# On CUDA alone, as all cases in one launch: there the loss is scalar.
+ONE_LAUNCH_STEP = _step_case(
+    "step with one launch for the loss", "sum", ("triplet_loss_with_gradient", "scale_gradient")
+)
 CASES = (
     _scores_case("default"),
     _scores_case("softmax", normalization="softmax", temperature=4.0, aggregation="sum"),
@@ -129,6 +155,8 @@ CASES = (
     _scores_case("wide", dim=520, sizes=(5,)),
     _scores_case("odd width", dim=37, offsets=torch.int32, sizes=(5,)),
     _scores_case("long sets", longest=(150, 300), focal="prob", sizes=(3,)),
+    _step_case("step", "none", ("triplet_loss", "triplet_loss_backward")),
+    ONE_LAUNCH_STEP,
     *map(_triplet_case, MINING),
     *(_boosting_case(*options) for options in product(("absolute", "relative", "both"), ("hardest", "all"))),
     *(_one_launch_case("triplet_loss", mining) for mining in MINING),
@@ -150,11 +178,14 @@ def built(operators: Iterable[str], device: str) -> bool:
     return set(operators) <= operators_of(device)
 
 
+MARKS = {"cpu": (), "cuda": (pytest.mark.cuda,)}
+each_device = pytest.mark.parametrize("device", [pytest.param(device, marks=MARKS[device]) for device in DEVICES])
+
+
 def on_devices(*devices: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Runs a test on each of these devices with every case that has its kernels there."""
-    marks = {"cpu": (), "cuda": (pytest.mark.cuda,)}
     parameters = [
-        pytest.param(device, case, marks=marks[device], id=f"{device} {case.name}".replace(" ", "-"))
+        pytest.param(device, case, marks=MARKS[device], id=f"{device} {case.name}".replace(" ", "-"))
         for device in devices
         for case in CASES
         if built(case.operators, device)

@@ -115,18 +115,42 @@ def _settings(shape: Sequence[int], large: bool, seed: int, options: dict[str, A
 def _results(
     scores: np.ndarray, anchors: int, options: dict[str, Any], parts: tuple[int, ...] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Memory for the loss and for the index of each anchor's negative."""
     n = 2 if options.get("directions", "both") == "both" else 1
     shape = ((2, anchors) if n == 2 else (anchors,)) if options.get("reduction") == "none" else ()
     kept = 0 if options.get("mining") == "all" else anchors
     return np.full(shape, 777, scores.dtype), np.full((*parts, n, kept), 777, np.int64)
 
 
-class TripletKernels:
-    """The kernels of triplet_loss and hardest_negatives, with the arguments of the operators."""
+def _triplet_results(scores: np.ndarray, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Memory for the loss and for the index of each anchor's negative."""
+    return _results(scores, scores.shape[options.get("directions") == "columns"], options)
+
+
+def _boosting_results(scores: np.ndarray, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """The same, the indices for each strategy."""
+    return _results(scores, len(scores), options, (2 if options.get("strategy") == "both" else 1,))
+
+
+def _triplet_gradients(scores: np.ndarray, positive_scores: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Memory for the gradients of both."""
+    return np.full(scores.shape, 777, scores.dtype), None if positive_scores is None else np.full_like(
+        positive_scores, 777
+    )
+
+
+class _Driver:
+    """The library of a driver."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
+
+    def run(self, name: str, like: np.ndarray, settings: Any, *arguments: Any) -> None:
+        """Calls a function of the losses in the dtype of `like`."""
+        call(getattr(self.library, f"{name}_{like.dtype}"), ctypes.byref(settings), *arguments)
+
+
+class TripletKernels(_Driver):
+    """The kernels of triplet_loss and hardest_negatives, with the arguments of the operators."""
 
     def forward(
         self,
@@ -140,10 +164,9 @@ class TripletKernels:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The loss, and the index of each anchor's negative: (directions, anchors), or (directions, 0)."""
         settings = _settings(scores.shape, large, seed, options)
-        loss, negatives = _results(scores, scores.shape[options.get("directions") == "columns"], options)
-        function = getattr(self.library, f"triplet_forward_{scores.dtype}")
+        loss, negatives = _triplet_results(scores, options)
         arguments = (scores, positives, positive_scores, loss, loss.size, negatives, negatives.size)
-        call(function, ctypes.byref(settings), *arguments)
+        self.run("triplet_forward", scores, settings, *arguments)
         return loss, negatives
 
     def backward(
@@ -160,11 +183,9 @@ class TripletKernels:
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """The gradients of the scores and of `positive_scores`."""
         settings = _settings(scores.shape, large, seed, options)
-        grad_scores = np.full(scores.shape, 777, scores.dtype)
-        grad_positive = None if positive_scores is None else np.full_like(positive_scores, 777)
-        function = getattr(self.library, f"triplet_backward_{scores.dtype}")
+        grad_scores, grad_positive = _triplet_gradients(scores, positive_scores)
         arguments = (grad_loss, grad_loss.size, scores, positives, positive_scores, negatives, negatives.size)
-        call(function, ctypes.byref(settings), *arguments, grad_scores, grad_positive)
+        self.run("triplet_backward", scores, settings, *arguments, grad_scores, grad_positive)
         return grad_scores, grad_positive
 
     def hardest_negatives(
@@ -174,8 +195,7 @@ class TripletKernels:
         settings = _settings(scores.shape, large, seed, {})
         values = np.full((2, len(scores)), 777, scores.dtype)
         indices = np.full((2, len(scores)), 777, np.int64)
-        function = getattr(self.library, f"hardest_negatives_{scores.dtype}")
-        call(function, ctypes.byref(settings), scores, positives, values, indices)
+        self.run("hardest_negatives", scores, settings, scores, positives, values, indices)
         return values, indices
 
     def hardest_negatives_backward(
@@ -185,16 +205,12 @@ class TripletKernels:
         size = grad.shape[1]
         settings = _settings((size, size), large, seed, {})
         grad_scores = np.full((size, size), 777, grad.dtype)
-        function = getattr(self.library, f"hardest_negatives_backward_{grad.dtype}")
-        call(function, ctypes.byref(settings), grad[0], grad[1], indices[0], indices[1], grad_scores)
+        self.run("hardest_negatives_backward", grad, settings, grad[0], grad[1], indices[0], indices[1], grad_scores)
         return grad_scores
 
 
-class BoostingKernels:
+class BoostingKernels(_Driver):
     """The kernels of boosting_loss, with the arguments of the operators."""
-
-    def __init__(self, library: Path) -> None:
-        self.library = ctypes.CDLL(str(library))
 
     def forward(
         self,
@@ -208,10 +224,9 @@ class BoostingKernels:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The loss, and the index of each anchor's negative: (strategies, directions, anchors or 0)."""
         settings = _settings(scores.shape, large, seed, options)
-        loss, negatives = _results(scores, len(scores), options, (2 if options.get("strategy") == "both" else 1,))
-        function = getattr(self.library, f"boosting_forward_{scores.dtype}")
+        loss, negatives = _boosting_results(scores, options)
         arguments = (scores, anchor_scores, positives, loss, loss.size, negatives, negatives.size)
-        call(function, ctypes.byref(settings), *arguments)
+        self.run("boosting_forward", scores, settings, *arguments)
         return loss, negatives
 
     def backward(
@@ -229,17 +244,13 @@ class BoostingKernels:
         """The gradient of the scores."""
         settings = _settings(scores.shape, large, seed, options)
         grad_scores = np.full(scores.shape, 777, scores.dtype)
-        function = getattr(self.library, f"boosting_backward_{scores.dtype}")
         arguments = (grad_loss, grad_loss.size, scores, anchor_scores, positives, negatives, negatives.size)
-        call(function, ctypes.byref(settings), *arguments, grad_scores)
+        self.run("boosting_backward", scores, settings, *arguments, grad_scores)
         return grad_scores
 
 
-class OneLaunchKernels:
+class OneLaunchKernels(_Driver):
     """The kernels that give a loss and its gradient at once, in `blocks` blocks that are under way together."""
-
-    def __init__(self, library: Path) -> None:
-        self.library = ctypes.CDLL(str(library))
 
     def triplet(
         self,
@@ -253,12 +264,10 @@ class OneLaunchKernels:
     ) -> list[np.ndarray]:
         """Loss, negatives, gradient of the scores, and, where given, that of `positive_scores`."""
         settings = _settings(scores.shape, large, seed, options)
-        loss, negatives = _results(scores, scores.shape[options.get("directions") == "columns"], options)
-        grad_scores = np.full(scores.shape, 777, scores.dtype)
-        grad_positive = None if positive_scores is None else np.full_like(positive_scores, 777)
-        function = getattr(self.library, f"triplet_with_gradient_{scores.dtype}")
+        loss, negatives = _triplet_results(scores, options)
+        grad_scores, grad_positive = _triplet_gradients(scores, positive_scores)
         arguments = (scores, positives, positive_scores, loss, negatives, negatives.size, grad_scores, grad_positive)
-        call(function, ctypes.byref(settings), *arguments)
+        self.run("triplet_with_gradient", scores, settings, *arguments)
         return [part for part in (loss, negatives, grad_scores, grad_positive) if part is not None]
 
     def boosting(
@@ -273,27 +282,22 @@ class OneLaunchKernels:
     ) -> list[np.ndarray]:
         """Loss, negatives and gradient of the scores."""
         settings = _settings(scores.shape, large, seed, options)
-        loss, negatives = _results(scores, len(scores), options, (2 if options.get("strategy") == "both" else 1,))
+        loss, negatives = _boosting_results(scores, options)
         grad_scores = np.full(scores.shape, 777, scores.dtype)
-        function = getattr(self.library, f"boosting_with_gradient_{scores.dtype}")
         arguments = (scores, anchor_scores, positives, loss, negatives, negatives.size, grad_scores)
-        call(function, ctypes.byref(settings), *arguments)
+        self.run("boosting_with_gradient", scores, settings, *arguments)
         return [loss, negatives, grad_scores]
 
     def scale(self, gradient: np.ndarray, factor: float, *, seed: int = 0, blocks: int = 3) -> np.ndarray:
         """What is left of a gradient after `scale_gradient`."""
         scaled = gradient.copy()
         settings = _settings((gradient.size, 1), False, seed, {"blocks": blocks})
-        function = getattr(self.library, f"scale_gradient_{gradient.dtype}")
-        call(function, ctypes.byref(settings), scaled, np.array(factor, gradient.dtype))
+        self.run("scale_gradient", gradient, settings, scaled, np.array(factor, gradient.dtype))
         return scaled
 
 
-class RetrievalKernels:
+class RetrievalKernels(_Driver):
     """The kernels of retrieval_ranks."""
-
-    def __init__(self, library: Path) -> None:
-        self.library = ctypes.CDLL(str(library))
 
     def ranks(
         self, scores: np.ndarray, caption_image: np.ndarray, ties: str, *, large: bool = False, seed: int = 0
@@ -307,11 +311,8 @@ class RetrievalKernels:
         return image_ranks, caption_ranks
 
 
-class ProductKernels:
+class ProductKernels(_Driver):
     """The product of 16-bit matrices that uses every wrapper of the tensor cores and of asynchronous copies."""
-
-    def __init__(self, library: Path) -> None:
-        self.library = ctypes.CDLL(str(library))
 
     def product(
         self, left: np.ndarray, right: np.ndarray, *, transposed: bool = False, half: bool = False, seed: int = 0

@@ -49,7 +49,7 @@ int64_t place_backward(CrossAttentionBackward<S>& p, const BackwardSizes& sizes,
   lists.finished = workspace.take<int32_t>(1);
   const int64_t zeros = workspace.bytes();
   lists.context_lists = workspace.take<int32_t>(sizes.pairs());
-  lists.query_starts = workspace.take<int32_t>(sizes.pairs());
+  lists.query_starts = workspace.take<int64_t>(sizes.pairs());
   lists.context_counts = workspace.take<int32_t>(sizes.context_sets);
   lists.context_rows = workspace.take<int64_t>(sizes.context_sets);
   lists.first_pair = workspace.take<int64_t>(sizes.context_sets);

@@ -1,8 +1,9 @@
 // The score of a pair of sets of which one is longer than a tile: by one block, on the plain cores.
 //
-// kLongColumns queries at a time with a piece of the contexts, one for every thread. Where one piece holds all of them,
-// its raw scores are computed once per run of queries; else every step of the softmax and of the focal mode comes back
-// to every piece. The attended vectors are formed, a thread at an element of each.
+// kLongColumns queries at a time with a piece of the contexts, as many as there is room for. Where one piece holds all
+// of them, its raw scores are computed once per run of queries, and once more for the factors of the rows, which take
+// all runs; else every step of the softmax and of the focal mode comes back to every piece. The attended vectors are
+// formed, a thread at an element of each.
 #pragma once
 
 #include "itm_fast/cuda/attention_pair.h"
@@ -16,10 +17,9 @@ inline constexpr int kLongColumns = 16;
 // What a block keeps in shared memory.
 template <typename Tile>
 struct LongMemory {
-  static constexpr int kPiece = Tile::kThreads;  // contexts: one per thread
-  static_assert(kPiece * kLongColumns * 4 <= Tile::kProductBytes);
-  static constexpr int kFactors = kPiece * kLongColumns * 4;
-  static constexpr int kSums = kFactors + kPiece * 4;  // per warp and query: |c|^2 and <q, c>
+  static constexpr int kPiece = Tile::kProductBytes / (kLongColumns * 4);  // contexts
+  static constexpr int kFactors = kPiece * kLongColumns * 4, kPeaks = kFactors + kPiece * 4;
+  static constexpr int kSums = kPeaks + kPiece * 4;  // per warp and query: |c|^2 and <q, c>
   static constexpr int kCosines = kSums + Tile::kWarps * kLongColumns * 2 * 4;
   static constexpr int kBytes = kCosines + kLongColumns * 4;
 };
@@ -100,19 +100,22 @@ class LongPair {
   ITM_FAST_DEVICE void open(int piece, int run) {
     ITM_FAST_DYNAMIC_SHARED(float, long_scores, 0, Memory::kPiece* kLongColumns);
     ITM_FAST_DYNAMIC_SHARED(float, long_factors, Memory::kFactors, Memory::kPiece);
+    ITM_FAST_DYNAMIC_SHARED(float, long_peaks, Memory::kPeaks, Memory::kPiece);
     if (piece == open_piece_ && run == open_run_) return;
-    // The factors of the rows take all queries. The run that is asked for comes last, and stays.
+    // The factors of the rows take all queries; until they are known their totals stand there. The run that is asked
+    // for comes last, and stays.
     const bool needs_factors = piece != factors_of_;
-    const bool is_own = needs_factors && thread_index() < rows_of(piece);
-    RowStatistics statistics;
     for (int i = needs_factors ? 0 : runs_ - 1; i < runs_; ++i) {
       const int each = (run + 1 + i) % runs_;
       multiply(piece, each);
-      for (int j = 0; j < columns_of(each) && is_own; ++j) {
-        statistics.add(long_scores[thread_index() * kLongColumns + j], options_);
+      for (int k = thread_index(); k < rows_of(piece) && needs_factors; k += Tile::kThreads) {
+        RowStatistics statistics;
+        if (i > 0) statistics = {long_factors[k], long_peaks[k]};
+        for (int j = 0; j < columns_of(each); ++j) statistics.add(long_scores[k * kLongColumns + j], options_);
+        long_factors[k] = i + 1 < runs_ ? statistics.total : statistics.factor(options_);
+        long_peaks[k] = statistics.peak;
       }
     }
-    if (is_own) long_factors[thread_index()] = statistics.factor(options_);
     factors_of_ = piece;
     barrier();  // The factors have been written, and the statistics read.
     open_piece_ = piece;

@@ -18,7 +18,7 @@ struct PairLists {
   SetRows<S> queries, contexts;
   int32_t* context_lists;   // (context sets, query sets): the query sets of each context set
   int32_t* context_counts;  // pairs of each context set
-  int32_t* query_starts;  // (context sets, query sets), of listed pairs: query rows of the pairs before it in the list
+  int64_t* query_starts;  // (context sets, query sets), of listed pairs: query rows of the pairs before it in the list
   int64_t* context_rows;  // query rows of all pairs of each context set
   int32_t* query_lists;   // (query sets, context sets); null where no query set needs its list
   int32_t* query_counts;
@@ -66,13 +66,15 @@ ITM_FAST_DEVICE ListedPair numbered_pair(const PairLists<S>& p, int64_t number) 
   return listed_pair(p, query, context);
 }
 
-inline constexpr int kListWarps = 4, kListThreads = 32 * kListWarps, kListedContexts = 32;
+// Warps share the query sets among themselves: each looks at its own one after another. What they found is added up by
+// fewer threads, because each of these reads what all before it have.
+inline constexpr int kListWarps = 16, kListThreads = 32 * kListWarps, kListedContexts = 32, kAddingThreads = 128;
 
 // Lists the pairs of context sets [first, first + 32).
 template <typename S>
 ITM_FAST_DEVICE void list_contexts(const PairLists<S>& p, int64_t first) {
   ITM_FAST_SHARED(int32_t, counts_of_warps, kListThreads);
-  ITM_FAST_SHARED(int32_t, rows_of_warps, kListThreads);
+  ITM_FAST_SHARED(int64_t, rows_of_warps, kListThreads);
   const int64_t context = first + lane(), n_queries = p.queries.n_sets;
   const bool present = context < p.contexts.n_sets && p.contexts.length(context) > 0;
   const int64_t run = (n_queries + kListWarps - 1) / kListWarps;
@@ -87,7 +89,7 @@ ITM_FAST_DEVICE void list_contexts(const PairLists<S>& p, int64_t first) {
     if (length > longest) longest = length;
   }
   counts_of_warps[thread_index()] = count;
-  rows_of_warps[thread_index()] = static_cast<int32_t>(rows);
+  rows_of_warps[thread_index()] = rows;
   barrier();
   int32_t at = 0;
   rows = 0;
@@ -99,7 +101,7 @@ ITM_FAST_DEVICE void list_contexts(const PairLists<S>& p, int64_t first) {
     const int64_t length = p.queries.length(query);
     if (!present || length == 0 || !p.has_gradient(query, context)) continue;
     p.context_lists[context * n_queries + at] = static_cast<int32_t>(query);
-    p.query_starts[context * n_queries + query] = static_cast<int32_t>(rows);
+    p.query_starts[context * n_queries + query] = rows;
     ++at;
     rows += length;
   }
@@ -133,11 +135,12 @@ ITM_FAST_DEVICE void list_query(const PairLists<S>& p, int64_t query) {
 // Adds up the lists of the context sets: thread t those of a run of sets, then each run those before it.
 template <typename S>
 ITM_FAST_DEVICE void add_up_lists(const PairLists<S>& p) {
-  ITM_FAST_SHARED(int64_t, pairs_of_runs, kListThreads);
-  ITM_FAST_SHARED(int64_t, rows_of_runs, kListThreads);
-  ITM_FAST_SHARED(int64_t, scores_of_runs, kListThreads);
-  const int64_t n_sets = p.contexts.n_sets, run = (n_sets + kListThreads - 1) / kListThreads;
-  const int64_t begin = smaller(thread_index() * run, n_sets), end = smaller(begin + run, n_sets);
+  ITM_FAST_SHARED(int64_t, pairs_of_runs, kAddingThreads);
+  ITM_FAST_SHARED(int64_t, rows_of_runs, kAddingThreads);
+  ITM_FAST_SHARED(int64_t, scores_of_runs, kAddingThreads);
+  const bool adds = thread_index() < kAddingThreads;
+  const int64_t n_sets = p.contexts.n_sets, run = (n_sets + kAddingThreads - 1) / kAddingThreads;
+  const int64_t begin = adds ? smaller(thread_index() * run, n_sets) : n_sets, end = smaller(begin + run, n_sets);
   int64_t pairs = 0, rows = 0, scores = 0;
   for (int64_t context = begin; context < end; ++context) {
     const int64_t of_context = load_coherent(p.context_rows + context);
@@ -145,10 +148,13 @@ ITM_FAST_DEVICE void add_up_lists(const PairLists<S>& p) {
     rows += of_context;
     scores += of_context * p.contexts.length(context);
   }
-  pairs_of_runs[thread_index()] = pairs;
-  rows_of_runs[thread_index()] = rows;
-  scores_of_runs[thread_index()] = scores;
+  if (adds) {
+    pairs_of_runs[thread_index()] = pairs;
+    rows_of_runs[thread_index()] = rows;
+    scores_of_runs[thread_index()] = scores;
+  }
   barrier();
+  if (!adds) return;
   pairs = rows = scores = 0;
   for (int t = 0; t < thread_index(); ++t) {
     pairs += pairs_of_runs[t];
@@ -164,7 +170,7 @@ ITM_FAST_DEVICE void add_up_lists(const PairLists<S>& p) {
     rows += of_context;
     scores += of_context * p.contexts.length(context);
   }
-  if (thread_index() == kListThreads - 1) *p.total = pairs;
+  if (thread_index() == kAddingThreads - 1) *p.total = pairs;
 }
 
 constexpr int64_t list_blocks_of_contexts(int64_t n_contexts) { return tiles_of(n_contexts, kListedContexts); }

@@ -1,0 +1,101 @@
+"""Operators called on tensors of two devices, past the checks in Python: what the kernels say about it.
+
+Inside: `refusals`, `on_one_device`. The other device is the one of tensors without memory, "meta", so that no GPU is
+needed; the kernel of a device is called by its name in the dispatcher, which would choose one by the arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+SCORES, MASK = torch.eye(3), torch.eye(3) > 2
+VALUES, INDICES, NEGATIVES = torch.ones(3), torch.zeros(3, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
+ROWS, OFFSETS, ONE = torch.ones(4, 8), torch.tensor([0, 1, 4]), torch.tensor(1.0)
+TRIPLET = (0.2, "hardest", 0.0, "batch", False)
+BOTH, BY_ROWS = (*TRIPLET, "both", "sum"), (*TRIPLET, "rows", "sum")
+BOOSTING = ("absolute", "hardest", 0.2, 0.5, False, "both", "sum")
+ATTENTION = (9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0, "float32")
+OPERANDS = (ROWS, OFFSETS, ROWS, OFFSETS)
+# Operator, arguments, and of those that may be on another device the place, the name, and whom it goes with.
+CALLS: tuple[tuple[str, tuple[Any, ...], tuple[tuple[int, str, str], ...]], ...] = (
+    ("triplet_loss", (SCORES, MASK, None, *BOTH), ((1, "positives", "scores"),)),
+    ("triplet_loss", (SCORES, None, VALUES, *BY_ROWS), ((2, "positive_scores", "scores"),)),
+    ("triplet_loss_with_gradient", (SCORES, MASK, None, *BOTH), ((1, "positives", "scores"),)),
+    (
+        "triplet_loss_backward",
+        (ONE, SCORES, MASK, None, NEGATIVES, *BOTH),
+        ((0, "grad_loss", "scores"), (2, "positives", "scores"), (4, "negatives", "scores")),
+    ),
+    ("scale_gradient", (SCORES.clone(), ONE), ((1, "factor", "gradient"),)),
+    ("hardest_negatives", (SCORES, MASK), ((1, "positives", "scores"),)),
+    (
+        "hardest_negatives_backward",
+        (VALUES, VALUES, SCORES, INDICES, INDICES),
+        (
+            (0, "grad_rows", "scores"),
+            (1, "grad_columns", "scores"),
+            (3, "row_indices", "scores"),
+            (4, "column_indices", "scores"),
+        ),
+    ),
+    (
+        "boosting_loss",
+        (SCORES, SCORES, MASK, *BOOSTING),
+        ((1, "anchor_scores", "scores"), (2, "positives", "scores")),
+    ),
+    ("boosting_loss_with_gradient", (SCORES, SCORES, None, *BOOSTING), ((1, "anchor_scores", "scores"),)),
+    (
+        "boosting_loss_backward",
+        (ONE, SCORES, SCORES, None, NEGATIVES[None], *BOOSTING),
+        ((0, "grad_loss", "scores"), (2, "anchor_scores", "scores"), (4, "negatives", "scores")),
+    ),
+    ("retrieval_ranks", (SCORES, INDICES, True), ((1, "caption_image", "scores"),)),
+    (
+        "cross_attention_scores",
+        (*OPERANDS, *ATTENTION),
+        ((1, "query_offsets", "queries"), (2, "contexts", "queries"), (3, "context_offsets", "queries")),
+    ),
+    (
+        "cross_attention_scores_backward",
+        (torch.eye(2), *OPERANDS, *ATTENTION, True, True),
+        (
+            (0, "grad_scores", "query_offsets"),
+            (2, "query_offsets", "queries"),
+            (3, "contexts", "queries"),
+            (4, "context_offsets", "queries"),
+        ),
+    ),
+)
+
+
+def _said(key: str, operator: str, arguments: tuple[Any, ...]) -> str | None:
+    """The first line of what the kernel refuses the arguments with; None where it takes them."""
+    try:
+        getattr(torch.ops.itm_fast, operator).default._op_dk(getattr(torch._C.DispatchKey, key), *arguments)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _registered(key: str) -> list[tuple[str, tuple[Any, ...], tuple[tuple[int, str, str], ...]]]:
+    return [call for call in CALLS if torch._C._dispatch_has_kernel_for_dispatch_key(f"itm_fast::{call[0]}", key)]
+
+
+def refusals(key: str) -> tuple[set[str], list[str]]:
+    """The operators that have kernels there, and those calls on CPU tensors and one of another device that they do not
+    refuse as they should, with what they said."""
+    wrong = []
+    for operator, arguments, others in _registered(key):
+        for place, name, like in others:
+            mixed = [part.to("meta") if i == place else part for i, part in enumerate(arguments)]
+            said = _said(key, operator, tuple(mixed))
+            if said != f"{name}: expected it on cpu like {like}, got another device":
+                wrong.append(f"{operator}, {name}: {said}")
+    return {operator for operator, _, _ in _registered(key)}, wrong
+
+
+def on_one_device(key: str) -> dict[str, str | None]:
+    """What the operators say of CPU tensors alone."""
+    return {operator: _said(key, operator, arguments) for operator, arguments, _ in _registered(key)}

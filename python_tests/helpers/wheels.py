@@ -1,0 +1,24 @@
+"""Wheels that are made on the spot, for what installs or fetches them."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+
+def write_wheel(
+    folder: Path, name: str, version: str, *requires: str, tag: str = "py3-none-any", code: str = ""
+) -> Path:
+    """A wheel of one module, `name`, that holds `code`."""
+    wheel, described = folder / f"{name}-{version}-{tag}.whl", f"{name}-{version}.dist-info"
+    needs = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
+    pure = str(tag.endswith("-any")).lower()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"{name}.py", code)
+        archive.writestr(
+            f"{described}/METADATA",
+            f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n{needs}",
+        )
+        archive.writestr(f"{described}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: {pure}\nTag: {tag}\n")
+        archive.writestr(f"{described}/RECORD", "")
+    return wheel
