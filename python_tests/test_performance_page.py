@@ -83,7 +83,7 @@ def test_rcar_is_counted_as_by_hand() -> None:
     again = costs.regulated_scores(3, 4, 10, 5, 2, 6).operations
     assert step.other - scores.other - loss.other == pytest.approx(3 * again)
     assert step.bytes - scores.bytes - loss.bytes == 2 * 2 * (4 * 41) * 10 + 4 * 16 + 8 * weights
-    assert step.launches == 2 + 2 + 3
+    assert step.launches == 2 + 1 + 4
 
 
 def test_ranks_evaluation_and_epoch() -> None:

@@ -168,12 +168,12 @@ def regulated_step(
     """RCAR's scores, the loss over hardest negatives, and the gradients of regions, words and weights.
 
     As in `step` at most three pairs an anchor are computed again, in float32 on the ordinary units: once forward, and
-    back with two products for each one forward. Three launches.
+    back with two products for each one forward. Four launches, as those of SCAN's step.
     """
     pairs = 3 * batch
     forward = sum(_regulated(pairs, pairs * words, dim, alignment, steps))
     moved = 2 * element * batch * (REGIONS + words) * dim + 4 * batch**2 + 2 * 4 * _weights(dim, alignment, steps)
-    backward = Cost(other=3 * forward, bytes=moved, launches=3)
+    backward = Cost(other=3 * forward, bytes=moved, launches=4)
     return regulated_scores(batch, batch, dim, words, element, alignment, steps) + loss(batch) + backward
 
 
