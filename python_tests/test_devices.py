@@ -98,22 +98,23 @@ def set_precision() -> Iterator[Callable[[str], None]]:
     torch.set_float32_matmul_precision("highest")
 
 
-# The precision that the operators are asked for, and the error of a cosine that it may make.
-@pytest.mark.parametrize(("setting", "precision", "allowed"), [("high", "bf16x3", 1e-6), ("medium", "bf16", 5e-3)])
+@pytest.mark.parametrize(("setting", "precision"), [("high", "bf16x3"), ("medium", "bf16")])
 @each_device
 def test_the_settings_of_float32(
-    device: str, setting: str, precision: str, allowed: float, set_precision: Callable[[str], None]
+    device: str, setting: str, precision: str, set_precision: Callable[[str], None]
 ) -> None:
-    """Products of two parts of bfloat16 or of one, whose rows come in many slices; the gradients are as they were."""
+    """Products of two parts of bfloat16, or of one: then as good as rounded inputs. The gradients are as they were."""
 
-    def computed(functions: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        leaves = [part.values.detach().to(dtype).requires_grad_() for part in sides]
+    def computed(functions: Any, dtype: torch.dtype, rounded: bool = False) -> tuple[torch.Tensor, ...]:
+        given = [part.values.bfloat16() if rounded else part.values for part in sides]
+        leaves = [values.detach().to(dtype).requires_grad_() for values in given]
         scores = functions.cross_attention_scores(*(s.with_values(v) for s, v in zip(sides, leaves, strict=True)))
         # A few pairs, whose gradient is computed in float32 in every precision.
         weights = torch.eye(*scores.shape, device=scores.device, dtype=dtype)
         return scores.detach(), *torch.autograd.grad(scores, leaves, weights)
 
-    lengths = torch.randint(1, 25, (2, 30), generator=torch.Generator().manual_seed(0)).tolist()
+    # As many words as captions have: over one alone, rounding decides about the sign of a normalised score.
+    lengths = [torch.randint(8, 25, (30,), generator=torch.Generator().manual_seed(0)).tolist(), [36] * 30]
     sides = [random_fragments(of, 520, torch.float32, seed=i).to(device) for i, of in enumerate(lengths)]
     exact = computed(reference, torch.float64)
     highest = computed(F_itm, torch.float32)
@@ -123,7 +124,10 @@ def test_the_settings_of_float32(
     arguments_of = {name: arguments for name, (arguments, _) in calls}
     assert arguments_of["cross_attention_scores"][-1] == precision
     assert arguments_of["cross_attention_scores_backward"][-3] == precision
-    assert max_error(found[0], exact[0]) < allowed
+    allowed = (
+        1e-6 if setting == "high" else 2 * max_error(computed(reference, torch.float32, rounded=True)[0], exact[0])
+    )
+    assert max_error(found[0], exact[0]) < allowed < 2e-2
     for actual, before, right in zip(found[1:], highest[1:], exact[1:], strict=True):
         assert_close_to_exact(actual, before, right, name=f"gradient, {setting}")
     if device == "cuda":
