@@ -6,6 +6,7 @@ needed; the kernel of a device is called by its name in the dispatcher, which wo
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -71,11 +72,11 @@ CALLS: tuple[tuple[str, tuple[Any, ...], tuple[tuple[int, str, str], ...]], ...]
 
 
 def _said(key: str, operator: str, arguments: tuple[Any, ...]) -> str | None:
-    """The first line of what the kernel refuses the arguments with; None where it takes them."""
+    """In the first line, what the kernel refuses the arguments with; None where it takes them."""
     try:
         getattr(torch.ops.itm_fast, operator).default._op_dk(getattr(torch._C.DispatchKey, key), *arguments)
     except RuntimeError as error:
-        return str(error).splitlines()[0]
+        return re.sub(r"^\w+, \S+:\d+, ", "", str(error).splitlines()[0])  # Without the place in the sources.
     return None
 
 
