@@ -105,10 +105,14 @@ def fetch(names: list[str], python: str, machine: str, out: Path) -> list[Path]:
 def everything() -> list[str]:
     """What itm_fast and its tests need, without the package itself."""
     _, lines = gpu_environment.known("itm_fast")
-    found = {
-        f"{r.name}{r.specifier}": r.name for extra in ("", "test", "tensorboard") for r in needed(lines, {}, extra)
-    }
-    return [line for line, name in found.items() if canonicalize_name(name) != "itm-fast"]
+    extras, found = ["", "test"], []
+    for extra in extras:  # Which grow: an extra may ask for others.
+        for requirement in needed(lines, {}, extra):
+            if canonicalize_name(requirement.name) == "itm-fast":
+                extras += sorted(requirement.extras.difference(extras))
+            else:
+                found.append(f"{requirement.name}{requirement.specifier}")
+    return list(dict.fromkeys(found))
 
 
 def main() -> None:
