@@ -23,6 +23,7 @@ OPERATORS = (
     "boosting_loss",
     "boosting_loss_backward",
     "boosting_loss_with_gradient",
+    "cross_attention_alignments",
     "cross_attention_scores",
     "cross_attention_scores_backward",
     "triplet_loss",
@@ -31,6 +32,7 @@ OPERATORS = (
     "scale_gradient",
     "hardest_negatives",
     "hardest_negatives_backward",
+    "regulated_scores",
     "retrieval_ranks",
 )
 DEFAULT = "80-real;86-real;89-real;90-real;90-virtual"

@@ -100,7 +100,7 @@ def dry_run(**options: Any) -> dict[str, Any]:
 def test_a_run_holds_rates_of_the_cost_model() -> None:
     saved: list[int] = []
     results = dry_run(save=lambda results: saved.append(len(results["workloads"])))
-    assert saved == [1, 2, 3, 4, 5, 6, 6]
+    assert saved == [1, 2, 3, 4, 5, 6, 7, 8, 8]
     found = results["workloads"]["scores 4"]
     assert found["cost"] == attrs.asdict(costs.scores(4, 4, 16))
     native = found["variants"]["native"]
@@ -116,6 +116,10 @@ def test_a_run_holds_rates_of_the_cost_model() -> None:
     assert native["share_of_copy"] == pytest.approx(cost.bytes / native["median_s"] / copy["bytes_per_s"])
     assert "flop_per_s" not in found["variants"]["loop"]
     assert native["accuracy"]["max_score_error"] < 1e-6
+    of_rcar = results["workloads"]["regulated scores 4"]
+    assert of_rcar["cost"] == attrs.asdict(costs.regulated_scores(4, 4, 16))
+    assert of_rcar["variants"]["native"]["accuracy"]["max_score_error"] < 1e-5
+    assert results["workloads"]["regulated step 4"]["cost"] == attrs.asdict(costs.regulated_step(4, 16))
     text = markdown(results)
     assert "| scores 4 | itm_fast |" in text
     ratio = found["variants"]["loop"]["median_s"] / native["median_s"]
@@ -128,7 +132,9 @@ def test_kernels_that_are_not_registered_are_not_built(monkeypatch: pytest.Monke
     results = dry_run()
     scores = ["cross_attention_scores"]
     backward = ["cross_attention_scores_backward"]
-    assert results["not_built"] == {"scores 4": scores, "step 4": scores + backward, "evaluation 2 x 10": scores}
+    regulated = {f"regulated {name} 4": ["regulated_scores"] for name in ("scores", "step")}
+    of_scores = {"scores 4": scores, "step 4": scores + backward, "evaluation 2 x 10": scores}
+    assert results["not_built"] == of_scores | regulated
     assert list(results["workloads"]["step 4"]["variants"]) == ["loop", "packed", "packed bf16"]
     assert "native" in results["workloads"]["ranks 2 x 10"]["variants"]
     line = "scores 4: the native variants were not run, for lack of CUDA kernels of cross_attention_scores."
@@ -155,7 +161,8 @@ def test_a_variant_that_fails_is_written_down_and_the_others_are_measured(monkey
 def test_what_the_limit_leaves_out_is_listed() -> None:
     results = dry_run(limit_s=-1.0)
     assert results["workloads"] == {}
-    names = ["scores 4", "step 4", "loss hardest 8", "loss all 8", "ranks 2 x 10", "evaluation 2 x 10"]
+    names = ["scores 4", "step 4", "regulated scores 4", "regulated step 4", "loss hardest 8", "loss all 8"]
+    names += ["ranks 2 x 10", "evaluation 2 x 10"]
     assert results["not_run"] == names
     assert f"Not run, for lack of time: {', '.join(names)}." in markdown(results)
 

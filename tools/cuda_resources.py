@@ -28,10 +28,11 @@ ARCHITECTURES = (80, 86, 89, 90)
 # Kernels that may spill, by the beginning of their names, and why.
 MAY_SPILL: dict[str, str] = {}
 # Kernels whose machine code must hold tensor-core instructions, by the beginning of their names.
-MUST_USE_TENSOR_CORES = ("prepare_scores<", "score_tile<")
+MUST_USE_TENSOR_CORES = ("prepare_scores<", "regulate_tiles<", "score_tile<")
 # The dynamic shared memory that launches ask for, by the beginning of the kernels' names: headers and expressions.
 DYNAMIC = {
     "prepare_scores<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
+    "regulate_tiles<": ("regulation_launch.h", "kRegulationBytes<RegulationTile112>"),
     "score_tile<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
 }
 

@@ -120,8 +120,9 @@ Tensor regulated_scores(const Tensor& queries, const Tensor& query_offsets, cons
       regulator_options({alignments, correspondences, aggregations, scored, learned_factors, activation, normalize_mean,
                          schedule, residual_correspondence, residual_aggregation, correspondence_input},
                         cross_attention_options(temperature, "clipped_l2norm", negative_slope, focal, "mean", 1.0));
-  options.dropout = counter_dropout(dropout, seed);
-  const RegulatorWeights checked = regulator_weights(weights, options, queries.size(1));
+  options.dropout = counter_dropout(dropout, seed, queries);
+  if (dropout > 0.0) options.dropout.set_key(*static_cast<const int64_t*>(seed->const_data_ptr()));
+  const RegulatorWeights checked = regulator_weights(weights, options, queries);
   if (queries.scalar_type() == torch::headeronly::ScalarType::Double) {
     return scores_of<double>(queries, query_offsets, contexts, context_offsets, checked, options, precision);
   }
@@ -139,7 +140,7 @@ Tensor cross_attention_alignments(const Tensor& queries, const Tensor& query_off
                          residual_correspondence, false, "alignment"},
                         cross_attention_options(temperature, normalization, negative_slope, focal, "mean", 1.0));
   options.scored = false;
-  const RegulatorWeights checked = regulator_weights(weights, options, queries.size(1));
+  const RegulatorWeights checked = regulator_weights(weights, options, queries);
   if (queries.scalar_type() == torch::headeronly::ScalarType::Double) {
     return alignments_of<double>(queries, query_offsets, contexts, context_offsets, checked, options, precision);
   }

@@ -47,14 +47,19 @@ class DeviceStream {
   template <typename Parameters>
   void launch_together(void (*kernel)(Parameters), int64_t at_most, int threads, const Parameters& parameters) const {
     const void* function = reinterpret_cast<const void*>(kernel);
-    int device = 0, processors = 0, resident = 0;
-    check(cudaGetDevice(&device));
-    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, function, threads, 0));
-    const int64_t blocks = std::min(at_most, int64_t{processors} * resident);
+    const int64_t blocks = std::min(at_most, processors() * resident);
     void* arguments[] = {const_cast<Parameters*>(&parameters)};
     check(cudaLaunchCooperativeKernel(function, dim3(static_cast<unsigned>(blocks)), dim3(threads), arguments, 0,
                                       stream_));
+  }
+
+  int64_t processors() const {
+    int device = 0, count = 0;
+    check(cudaGetDevice(&device));
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
   }
 
   void set_zero(void* memory, int64_t bytes) const { check(cudaMemsetAsync(memory, 0, bytes, stream_)); }

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <string_view>
 
+#include "ops/devices.h"
 #include "ops/options.h"
 
 namespace itm_fast {
@@ -25,7 +26,7 @@ constexpr int64_t kUnknown = -1;  // a size that the first weight that has it de
 // Hands out the weights one after the other.
 class Reader {
  public:
-  explicit Reader(const std::vector<Tensor>& weights) : weights_(weights) {}
+  Reader(const std::vector<Tensor>& weights, const Tensor& queries) : weights_(weights), queries_(queries) {}
 
   // A weight of shape (outputs, inputs) and its bias (outputs,).
   LinearWeights linear(const char* name, int64_t& outputs, int64_t& inputs) {
@@ -55,6 +56,7 @@ class Reader {
     const ScalarType dtype = tensor.scalar_type();
     STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Double, name,
                     ": expected float32 or float64 weights");
+    check_same_device(name, tensor, "queries", queries_);
     STD_TORCH_CHECK(tensor.dim() == n_dimensions, name, ": expected ", n_dimensions, " dimensions, got ", tensor.dim());
     return tensor;
   }
@@ -65,6 +67,7 @@ class Reader {
   }
 
   const std::vector<Tensor>& weights_;
+  const Tensor& queries_;
   size_t place_ = 0;
 };
 
@@ -101,7 +104,7 @@ RegulatorOptions regulator_options(const RegulatorSetting& setting, const CrossA
   return options;
 }
 
-CounterDropout counter_dropout(double probability, const std::optional<Tensor>& seed) {
+CounterDropout counter_dropout(double probability, const std::optional<Tensor>& seed, const Tensor& queries) {
   STD_TORCH_CHECK(probability >= 0.0 && probability < 1.0, "dropout: expected a probability in [0, 1), got ",
                   probability);
   CounterDropout dropout{probability, static_cast<uint64_t>(std::floor(probability * 4294967296.0)), {0, 0}};
@@ -109,14 +112,14 @@ CounterDropout counter_dropout(double probability, const std::optional<Tensor>& 
   STD_TORCH_CHECK(seed.has_value(), "seed: expected one for the dropout of ", probability);
   STD_TORCH_CHECK(seed->numel() == 1 && seed->scalar_type() == ScalarType::Long,
                   "seed: expected an int64 tensor of one element");
-  const auto bits = static_cast<uint64_t>(*static_cast<const int64_t*>(seed->data_ptr()));
-  dropout.key[0] = static_cast<uint32_t>(bits);
-  dropout.key[1] = static_cast<uint32_t>(bits >> 32);
+  check_same_device("seed", *seed, "queries", queries);
   return dropout;
 }
 
-RegulatorWeights regulator_weights(const std::vector<Tensor>& weights, const RegulatorOptions& options, int64_t dim) {
-  Reader reader(weights);
+RegulatorWeights regulator_weights(const std::vector<Tensor>& weights, const RegulatorOptions& options,
+                                   const Tensor& queries) {
+  Reader reader(weights, queries);
+  int64_t dim = queries.size(1);
   RegulatorWeights result;
   int64_t width = kUnknown, one = 1;
   for (int64_t i = 0; i < options.n_alignments; ++i) {
@@ -148,6 +151,7 @@ RegulatorWeights regulator_weights(const std::vector<Tensor>& weights, const Reg
 
 }  // namespace itm_fast
 
+#ifndef ITM_FAST_WITHOUT_SCHEMAS  // Only one library may define them.
 // `weights` stand in the order of `RegulatorParameters.tensors()`, in float32, or float64 for float64 rows; `precision`
 // is what was asked for, as resolved in Python.
 STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
@@ -162,3 +166,4 @@ STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
       "Tensor[] weights, int correspondences, bool residual_correspondence, float temperature, str normalization, "
       "float negative_slope, str focal, str precision) -> Tensor");
 }
+#endif

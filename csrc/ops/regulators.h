@@ -25,8 +25,10 @@ struct RegulatorSetting {
 // Refuses unknown options and numbers of steps that do not fit each other.
 RegulatorOptions regulator_options(const RegulatorSetting& setting, const CrossAttentionOptions& attention);
 
-// Refuses a probability outside of [0, 1), and one without a seed. `seed` is on the CPU.
-CounterDropout counter_dropout(double probability, const std::optional<torch::stable::Tensor>& seed);
+// Refuses a probability outside of [0, 1), and one without a seed. The key is left to the backend: the seed lies on its
+// device.
+CounterDropout counter_dropout(double probability, const std::optional<torch::stable::Tensor>& seed,
+                               const torch::stable::Tensor& queries);
 
 struct LinearWeights {
   torch::stable::Tensor weight, bias;
@@ -49,8 +51,9 @@ struct RegulatorWeights {
   int64_t width = 0, hidden = 0;  // of the alignments, and of the widest hidden layer
 };
 
-// Takes the weights in the order of `RegulatorParameters.tensors()`, and refuses other numbers, shapes and dtypes.
+// Takes the weights in the order of `RegulatorParameters.tensors()`, and refuses other numbers, shapes, dtypes and
+// devices than fit each other and the queries.
 RegulatorWeights regulator_weights(const std::vector<torch::stable::Tensor>& weights, const RegulatorOptions& options,
-                                   int64_t dim);
+                                   const torch::stable::Tensor& queries);
 
 }  // namespace itm_fast

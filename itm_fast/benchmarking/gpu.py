@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from itm_fast.benchmarking import costs, workloads
+from itm_fast.benchmarking import costs, regulated, workloads
 from itm_fast.benchmarking.costs import Cost
 from itm_fast.benchmarking.measure import Meter
 from itm_fast.benchmarking.run import compiler_found, environment, measure_variants
@@ -33,9 +33,12 @@ GIB = 1 << 30
 # The kernels that a workload's native variants stand on. Where one is missing, they are "not built".
 SCORING = ("cross_attention_scores",)
 STEPPING = (*SCORING, "cross_attention_scores_backward", "triplet_loss", "triplet_loss_backward")
+REGULATING = ("regulated_scores",)
 NEEDED = {
     "make_scores": SCORING,
     "make_step": STEPPING,
+    "make_regulated_scores": REGULATING,
+    "make_regulated_step": (*REGULATING, "triplet_loss", "triplet_loss_backward"),
     "make_loss": ("triplet_loss", "triplet_loss_backward"),
     "make_ranks": ("retrieval_ranks",),
     "make_evaluation": (*SCORING, "retrieval_ranks"),
@@ -94,6 +97,7 @@ def _workloads(preset: GpuPreset, device: str) -> list[_Workload]:
     sizes = Sizes(preset.step_batch, preset.step_batch, preset.dim, device)
     cost = partial(costs.step, preset.step_batch, preset.dim)
     found.append(_Workload(f"step {preset.step_batch}", workloads.make_step, (sizes,), _of(cost), loop, natives))
+    found += _regulated_workloads(preset, device)
     plain, of_scores = {"plain": runs}, ("native", *graph[:1])
     for batch in preset.loss_batches:
         for mining in ("hardest", "all"):
@@ -110,6 +114,22 @@ def _workloads(preset: GpuPreset, device: str) -> list[_Workload]:
     cost = partial(costs.evaluation, images, captions, preset.dim)
     found.append(_Workload(f"evaluation {label}", workloads.make_evaluation, (sizes,), _of(cost), once, natives))
     return found
+
+
+def _regulated_workloads(preset: GpuPreset, device: str) -> list[_Workload]:
+    """Those of RCAR, without CUDA graphs: its backward looks for the pairs that have a gradient."""
+    baselines = {"loop": preset.loop_runs, "packed": preset.runs, "packed bf16": preset.runs}
+    natives = ("native", "native high", "native medium", "native bf16")
+    make, found = regulated.make_regulated_scores, []
+    for batch in preset.batches:
+        sizes, cost = Sizes(batch, batch, preset.dim, device), partial(costs.regulated_scores, batch, batch, preset.dim)
+        # Where the baselines take seconds, the packed form is run once.
+        beside = baselines if batch <= preset.step_batch else {"packed": 1}
+        found.append(_Workload(f"regulated scores {batch}", make, (sizes,), _of(cost), beside, natives))
+    batch = preset.step_batch
+    sizes, cost = Sizes(batch, batch, preset.dim, device), partial(costs.regulated_step, batch, preset.dim)
+    step = regulated.make_regulated_step
+    return [*found, _Workload(f"regulated step {batch}", step, (sizes,), _of(cost), baselines, natives)]
 
 
 def _of(cost: Callable[..., Cost]) -> Callable[[int], Cost]:
@@ -201,6 +221,8 @@ def _measured(
     for variant, figures in found["variants"].items():
         if variant in natives:
             figures |= rates(workload.cost(2 if "bf16" in variant else 4), figures["median_s"], reached)
+        if workload.make is regulated.make_regulated_scores and workload.arguments[0].captions <= 128:
+            figures["accuracy"] = regulated.accuracy(variant, workload.arguments[0])
         if workload.make is workloads.make_scores and not variant.endswith((" graph", " compiled")):
             sizes = workload.arguments[0]
             if sizes.captions <= 128:

@@ -33,7 +33,7 @@ OPERATORS = (
 )
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Tensor cores have no use for float64, which is there for comparisons.
-_WITHOUT_FLOAT64_ON_CUDA = frozenset({"cross_attention_scores"})
+_WITHOUT_FLOAT64_ON_CUDA = frozenset({"cross_attention_alignments", "cross_attention_scores", "regulated_scores"})
 
 Fake = TypeVar("Fake", bound=Callable[..., Any])
 
@@ -178,13 +178,14 @@ def _fallback_cause(operator: str, device: str, dtype: torch.dtype, gpu: int | N
     return None if gpu is None else _gpu_problem(gpu)
 
 
-def use_native(operator: str, tensor: torch.Tensor) -> bool:
+def use_native(operator: str, tensor: torch.Tensor, beyond: str | None = None) -> bool:
     """Whether a native kernel of `operator` serves the device and dtype of `tensor`.
 
-    Where none does, the caller takes the packed reference, and a `FallbackWarning` says why, once per cause.
+    Where none does, the caller takes the packed reference, and a `FallbackWarning` says why, once per cause. `beyond`
+    is why the kernels of that device do not take these operands, where the caller knows a reason.
     """
     gpu = tensor.device.index if tensor.device.type == "cuda" else None
-    cause = _fallback_cause(operator, tensor.device.type, tensor.dtype, gpu)
+    cause = _fallback_cause(operator, tensor.device.type, tensor.dtype, gpu) or beyond
     if cause is None:
         return True
     _warn_once(cause)

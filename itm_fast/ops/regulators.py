@@ -27,6 +27,8 @@ from itm_fast.reference.regulators_packed import BLOCK_ELEMENTS, Places, regulat
 from itm_fast.regulator_parameters import CorrespondenceWeights, RegulatorParameters
 
 _SEEDS = 2**63
+# What the CUDA kernels take: query sets and context sets of so many rows, and so many steps of each kind.
+CUDA_QUERY_ROWS, CUDA_CONTEXT_ROWS, CUDA_STEPS = 112, 128, 8
 
 
 def cross_attention_alignments(
@@ -51,7 +53,8 @@ def cross_attention_alignments(
     temperature, negative_slope = _check_attention(temperature, negative_slope, focal)
     check_parameters(parameters, queries)
     wide = torch.promote_types(queries.dtype, torch.float32)
-    native = use_native("cross_attention_alignments", queries.values)
+    beyond = beyond_kernels(queries.values.device.type, queries, contexts, parameters)
+    native = use_native("cross_attention_alignments", queries.values, beyond)
     if native and not is_differentiated(queries.values, contexts.values, *parameters.tensors()):
         return _native_alignments(
             queries.to(wide),
@@ -102,7 +105,8 @@ def regulated_scores(
     check_parameters(parameters, queries)
     seed = _seed(seed, dropout, queries.device)
     wide = torch.promote_types(queries.dtype, torch.float32)
-    native = use_native("regulated_scores", queries.values)
+    beyond = beyond_kernels(queries.values.device.type, queries, contexts, parameters)
+    native = use_native("regulated_scores", queries.values, beyond)
     precision = compute_precision(queries.values)
     queries, contexts, parameters = queries.to(wide), contexts.to(wide), parameters.to(wide)
     options: dict[str, Any] = {"temperature": temperature, "negative_slope": negative_slope, "focal": focal}
@@ -121,6 +125,20 @@ def regulated_scores(
     return _gradient_sparse(queries, contexts, parameters, mask, options, whole if native else None)
 
 
+def beyond_kernels(device: str, queries: Fragments, contexts: Fragments, parameters: RegulatorParameters) -> str | None:
+    """Why the kernels of a device type do not take these operands; None where they do, as the CPU's always."""
+    if device != "cuda":
+        return None
+    if queries.max_length > CUDA_QUERY_ROWS:
+        return f"the CUDA kernels of the regulators take query sets of at most {CUDA_QUERY_ROWS} rows"
+    if contexts.max_length > CUDA_CONTEXT_ROWS:
+        return f"the CUDA kernels of the regulators take context sets of at most {CUDA_CONTEXT_ROWS} rows"
+    steps = (parameters.alignments, parameters.correspondences, parameters.aggregations)
+    if max(map(len, steps)) > CUDA_STEPS:
+        return f"the CUDA kernels of the regulators take at most {CUDA_STEPS} steps"
+    return None
+
+
 def _native_scores(
     queries: Fragments,
     contexts: Fragments,
@@ -136,7 +154,7 @@ def _native_scores(
 ) -> Tensor:
     """Scores of all pairs by the native kernel: the setting of `parameters` with other weights."""
     if seed is not None and not isinstance(seed, Tensor):
-        seed = torch.tensor([seed], device=queries.device)
+        seed = torch.full((1,), seed, dtype=torch.int64, device=queries.device)  # Nothing to wait for.
     scores: Tensor = torch.ops.itm_fast.regulated_scores(
         queries.values,
         queries.offsets,

@@ -11,8 +11,9 @@ from helpers.fragments import native_calls
 
 import itm_fast.functional as F_itm
 
-# Scores: plan, Gram matrices, pairs. Ranks: the best own scores first.
+# Scores: plan, Gram matrices, pairs. Regulators: operands, pairs. Ranks: the best own scores first.
 AT_MOST = {
+    "cross_attention_alignments": 2,
     "cross_attention_scores": 3,
     "cross_attention_scores_backward": 6,
     "triplet_loss": 1,
@@ -24,6 +25,7 @@ AT_MOST = {
     "scale_gradient": 1,
     "hardest_negatives": 1,
     "hardest_negatives_backward": 1,
+    "regulated_scores": 2,
     "retrieval_ranks": 2,
 }
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from helpers.fragments import random_fragments
+from helpers.regulators import random_parameters
 from helpers.triplet_cases import MINING, random_scores
 from itm_fast import Fragments
 from itm_fast.ops.library import operators_of
@@ -44,7 +45,12 @@ class Case:
     @property
     def scores(self) -> bool:
         """Whether vectors are compared: then they may have 16 bits, and sums of many terms round."""
-        return self.operators[0] == "cross_attention_scores"
+        return self.operators[0] == "cross_attention_scores" or self.widened
+
+    @property
+    def widened(self) -> bool:
+        """Whether kernels get 16-bit vectors in float32, and beside them the precision."""
+        return self.operators[0] in ("regulated_scores", "cross_attention_alignments")
 
 
 def _sets(seed: int, size: int, dim: int, longest: tuple[int, int], offsets: torch.dtype) -> Inputs:
@@ -76,6 +82,31 @@ def _scores_case(
     make = partial(_sets, dim=dim, longest=longest, offsets=offsets)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     return Case(f"cross_attention_scores {name}", operators, make, call, 2, dtypes, sizes)
+
+
+def _regulated_case(name: str, setting: str, *, dim: int = 40, width: int = 16, **options: Any) -> Case:
+    """Without a gradient: the backward is that of the packed form, and waits for what it finds to be differentiated."""
+    alignments = options.pop("alignments", False)
+
+    def make(seed: int, size: int) -> Inputs:
+        weights = random_parameters(setting, dim, width, seed=seed).tensors()
+        # A generator's seed on the device: one from the host would be waited for.
+        return [*_sets(seed, size, dim, (17, 40), torch.int64), torch.tensor([seed + 2**40]), *weights]
+
+    def call(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        words, regions, word_offsets, region_offsets, seed, *weights = inputs
+        queries = Fragments(words, word_offsets, check=False, max_length=17)
+        contexts = Fragments(regions, region_offsets, check=False, max_length=40)
+        with torch.no_grad():
+            parameters = random_parameters(setting, dim, width).with_tensors(weights)
+            if not alignments:
+                return (functions.regulated_scores(queries, contexts, parameters, seed=seed, **options),)
+            groups = [list(group) for group in zip(*parameters.alignments, strict=True)]
+            rest = {"correspondences": parameters.correspondences, **options}
+            return (functions.cross_attention_alignments(queries, contexts, *groups, **rest),)
+
+    operator = "cross_attention_alignments" if alignments else "regulated_scores"
+    return Case(f"{operator} {name}", (operator,), make, call, 0, (torch.float32,), (6, 1, 9))
 
 
 def _step_case(name: str, reduction: str, loss: tuple[str, str]) -> Case:
@@ -155,6 +186,10 @@ CASES = (
     _scores_case("wide", dim=520, sizes=(5,)),
     _scores_case("odd width", dim=37, offsets=torch.int32, sizes=(5,)),
     _scores_case("long sets", longest=(150, 300), focal="prob", sizes=(3,)),
+    _regulated_case("of both regulators", "rcar2", dropout=0.4),
+    _regulated_case("of RCR alone", "rcr3", focal="prob"),
+    _regulated_case("of RAR alone, wide", "rar3", dim=600, width=150),
+    _regulated_case("after a step of RCR", "rcar2", normalization="softmax", alignments=True),
     _step_case("step", "none", ("triplet_loss", "triplet_loss_backward")),
     ONE_LAUNCH_STEP,
     *map(_triplet_case, MINING),

@@ -24,6 +24,7 @@ from helpers.shim import (
 from helpers.shim_attention import AGGREGATIONS, NORMALIZATIONS
 from helpers.shim_attention import outcomes as _cross_attention
 from helpers.shim_backward import ROOM, BackwardKernels
+from helpers.shim_regulators import outcomes as _regulators
 
 Outcomes = dict[str, np.ndarray]
 
@@ -144,5 +145,6 @@ def outcomes(libraries: dict[str, Path]) -> Outcomes:
         "product": _product,
         "cross_attention": _cross_attention,
         "cross_attention_backward": _cross_attention_backward,
+        "regulators": _regulators,
     }
     return {f"{driver} {name}": v for driver, path in libraries.items() for name, v in cases[driver](path).items()}

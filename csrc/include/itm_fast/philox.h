@@ -6,9 +6,10 @@
 namespace itm_fast {
 
 // Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). A word is an unsigned integer
-// of 64 bits that holds 32, or a vector of them; the words of the counter become the result.
+// of 64 bits that holds 32, or a vector of them; the words of the counter become the result. It is constexpr so that
+// kernels of a GPU may call it.
 template <typename Word>
-__attribute__((always_inline)) inline void philox4x32(Word (&words)[4], uint32_t key0, uint32_t key1) {
+__attribute__((always_inline)) constexpr void philox4x32(Word (&words)[4], uint32_t key0, uint32_t key1) {
   constexpr uint64_t kLowHalf = 0xffffffff;
   for (int round = 0; round < 10; ++round) {
     const Word first = words[0] * uint64_t{0xd2511f53}, second = words[2] * uint64_t{0xcd9e8d57};
@@ -27,6 +28,11 @@ struct CounterDropout {
   double probability;
   uint64_t threshold;  // floor(probability * 2^32)
   uint32_t key[2];     // the lower and the upper half of the seed
+
+  constexpr void set_key(int64_t seed) {
+    key[0] = static_cast<uint32_t>(static_cast<uint64_t>(seed));
+    key[1] = static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32);
+  }
 };
 
 }  // namespace itm_fast

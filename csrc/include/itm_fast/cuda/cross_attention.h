@@ -39,7 +39,7 @@ ITM_FAST_DEVICE void write_gram(const ScoreProblem<S>& p, int64_t set) {
   const int64_t length = p.contexts.length(set), row = p.contexts.offset(set);
   if (length == 0 || length > Tile::kRows) return;  // Nobody asks for a longer one.
   const int n = static_cast<int>(length), stride = gram_stride(n);
-  const RowRun<S> rows{p.contexts.values + row * p.dim, n};
+  const RowRun<S> rows{p.contexts.values + row * p.dim, n, p.dim};
   multiply_tile<kGramParts<S>, Tile, true>(rows, rows, p.dim, p.is_aligned);
   ITM_FAST_TILE_SCORES(Tile);
   float* gram = p.grams + row * Tile::kRows;
@@ -127,7 +127,8 @@ ITM_FAST_DEVICE void score_short_sets(const ScoreProblem<S>& p, const TileSets& 
   const S* rows = p.contexts.values + contexts.first_row * p.dim;
   const S* columns = p.queries.values + queries.first_row * p.dim;
   if (n_rows > 0 && n_columns > 0) {
-    multiply_tile<kParts, Tile>(RowRun<S>{rows, n_rows}, RowRun<S>{columns, n_columns}, p.dim, p.is_aligned);
+    multiply_tile<kParts, Tile>(RowRun<S>{rows, n_rows, p.dim}, RowRun<S>{columns, n_columns, p.dim}, p.dim,
+                                p.is_aligned);
   }
   ITM_FAST_TILE_SCORES(Tile);
 

@@ -46,6 +46,7 @@ template <typename S>
 struct RowRun {
   const S* first;
   int count;
+  int64_t stride;  // elements from one row to the next
 };
 
 // Where a 16-byte part of a row begins in its stage.
@@ -58,17 +59,21 @@ ITM_FAST_DEVICE int part_place(int row, int part) {
 template <typename Tile, typename S>
 ITM_FAST_DEVICE void copy_slice(SharedArray<uint16_t> stages, const RowRun<S>& rows, const RowRun<S>& columns,
                                 int64_t dim, bool is_aligned, int slice) {
-  const int64_t width = dim * static_cast<int64_t>(sizeof(S)) / 2;
+  constexpr int kHalves = sizeof(S) / 2;
+  const int64_t width = dim * kHalves;
   const int stage = slice % Tile::kStages * Tile::kStage;
   for (int i = thread_index(); i < (Tile::kRows + Tile::kColumns) * 4; i += Tile::kThreads) {
     const int row = i / 4, part = i % 4;
     const int at = stage + part_place<Tile>(row, part);
     const bool is_row = row < Tile::kRows;
-    const RowRun<S>& run = is_row ? rows : columns;
+    // Of its parts and not one of the two, whose address would keep both out of registers.
+    const RowRun<S> run{is_row ? rows.first : columns.first, is_row ? rows.count : columns.count,
+                        is_row ? rows.stride : columns.stride};
     const int of_run = is_row ? row : row - Tile::kRows;
     const int64_t half = int64_t{slice} * Tile::kSlice + part * 8, left = of_run < run.count ? width - half : 0;
     const int count = left >= 8 ? 8 : left > 0 ? static_cast<int>(left) : 0;
-    const uint16_t* source = reinterpret_cast<const uint16_t*>(run.first) + (count > 0 ? of_run * width + half : 0);
+    const uint16_t* source =
+        reinterpret_cast<const uint16_t*>(run.first) + (count > 0 ? of_run * run.stride * kHalves + half : 0);
     if (is_aligned) {
       copy_async(stages, at, source, count);
     } else {
@@ -187,9 +192,9 @@ ITM_FAST_DEVICE void multiply_pair(float (&first_sums)[4], float (&second_sums)[
 }
 
 // Leaves <row r, column c> in ITM_FAST_TILE_SCORES at r * kScoreStride + c, for all rows and columns of the tile that
-// the runs have, behind a barrier. `is_aligned`: rows begin on boundaries of 16 bytes. `kBySlice`: every slice's
-// products are added up by themselves, because tensor cores cut digits off from running sums: where all terms have one
-// sign, as on the diagonal of a Gram matrix, what is cut off adds up.
+// the runs have, behind a barrier, from `dim` elements of each. `is_aligned`: rows begin on boundaries of 16 bytes.
+// `kBySlice`: every slice's products are added up by themselves, because tensor cores cut digits off from running sums:
+// where all terms have one sign, as on the diagonal of a Gram matrix, what is cut off adds up.
 template <int kParts, typename Tile, bool kBySlice = kParts == 3, typename S>
 ITM_FAST_DEVICE void multiply_tile(const RowRun<S>& rows, const RowRun<S>& columns, int64_t dim, bool is_aligned) {
   constexpr bool kFloat = std::is_same_v<S, float>, kHalf = std::is_same_v<S, Half>;

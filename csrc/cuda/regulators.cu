@@ -1,0 +1,170 @@
+// regulated_scores and cross_attention_alignments on CUDA: a launch that prepares, and one for the whole chain.
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+#include <vector>
+
+#include "cuda/cross_attention_operands.h"
+#include "cuda/launch.h"
+#include "itm_fast/cuda/regulation_launch.h"
+#include "ops/cross_attention.h"
+#include "ops/regulators.h"
+
+namespace itm_fast::cuda {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// The grids and who writes what stand above prepare_regulation and regulate_tiles.
+template <typename S, typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads)
+    prepare_regulation_kernel(const __grid_constant__ RegulationProblem<S> parameters) {
+  prepare_regulation<Tile>(parameters);
+}
+
+// One block on a multiprocessor: two leave so few registers that steps would spill theirs around every product.
+template <typename S, int kParts, typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    regulate_tiles_kernel(const __grid_constant__ RegulationProblem<S> parameters) {
+  regulate_tiles<kParts, Tile>(parameters);
+}
+
+// Weights in float32, which live as long as this.
+class Weights {
+ public:
+  template <typename S>
+  void place(const RegulatorWeights& weights, RegulationProblem<S>& p) {
+    int64_t count = 0;
+    const auto add = [&](const LinearWeights& layer) {
+      p.layers[count++] = {values(layer.weight), values(layer.bias), nullptr,
+                           static_cast<int32_t>(layer.weight.size(0)), static_cast<int32_t>(layer.weight.size(1))};
+    };
+    for (const LinearWeights& step : weights.alignments) add(step);
+    for (size_t i = 0; i < weights.correspondences.size(); ++i) {
+      const CorrespondenceWeights& step = weights.correspondences[i];
+      for (const LinearWeights* layer : {&step.w1, &step.w2, &step.w3}) add(*layer);
+      p.shifts[i] = vector(step.w4);
+    }
+    for (size_t i = 0; i < weights.aggregations.size(); ++i) {
+      const AggregationWeights& step = weights.aggregations[i];
+      for (const LinearWeights* layer : {&step.a, &step.b}) add(*layer);
+      p.attentiveness[i] = vector(step.v);
+    }
+    if (p.options.scored) p.score = vector(weights.score);
+    if (p.options.learned_factors) {
+      p.channels = values(weights.factors.weight);
+      p.temperature = values(weights.factors.bias);
+    }
+  }
+
+ private:
+  const float* values(const Tensor& tensor) {
+    kept_.push_back(torch::stable::contiguous(torch::stable::to(tensor, ScalarType::Float)));
+    return data_of<float>(kept_.back());
+  }
+  VectorLayer vector(const LinearWeights& layer) { return {values(layer.weight), values(layer.bias)}; }
+
+  std::vector<Tensor> kept_;
+};
+
+// What both operators are given.
+struct Call {
+  const Tensor &queries, &query_offsets, &contexts, &context_offsets;
+  const RegulatorWeights& weights;
+  const RegulatorOptions& options;
+  const std::optional<Tensor>& seed;
+  const std::string& precision;
+};
+
+template <typename S, int kParts>
+void run(const Call& call, float* scores, float* alignments) {
+  using Tile = RegulationTile112;
+  const Operand<float> queries(torch::stable::to(call.queries, ScalarType::Float), call.query_offsets);
+  const Operand<float> contexts(torch::stable::to(call.contexts, ScalarType::Float), call.context_offsets);
+  RegulationProblem<S> p{};
+  p.queries = queries.rows();
+  p.contexts = contexts.rows();
+  p.dim = call.queries.size(1);
+  p.options = call.options;
+  p.attention = PairOptions(call.options.attention);
+  p.seed = call.options.dropout.probability > 0.0 ? data_of<int64_t>(call.seed) : nullptr;
+  Weights weights;
+  weights.place(call.weights, p);
+  p.scores = scores;
+  p.alignments = alignments;
+  if (p.queries.n_sets == 0 || p.contexts.n_sets == 0) return;
+  const DeviceStream device(call.queries);
+  const RegulationSizes sizes{call.weights.width, call.weights.hidden, regulating_blocks<Tile>(p, device.processors())};
+  Workspace measured;
+  place_regulation<Tile>(p, sizes, measured);
+  const Tensor memory = scratch(call.queries, measured.bytes());
+  Workspace workspace(memory.mutable_data_ptr());
+  place_regulation<Tile>(p, sizes, workspace);
+  device.launch(prepare_regulation_kernel<S, Tile>, preparing_blocks(p), Tile::kThreads, p);
+  device.launch(regulate_tiles_kernel<S, kParts, Tile>, sizes.blocks, Tile::kThreads, p, kRegulationBytes<Tile>);
+}
+
+void run(const Call& call, float* scores, float* alignments) {
+  const RegulatorOptions& options = call.options;
+  for (const int64_t steps : {options.n_alignments, options.n_correspondences, options.n_aggregations}) {
+    STD_TORCH_CHECK(steps <= kMostSteps, "steps: the CUDA kernels take at most ", kMostSteps, ", got ", steps);
+  }
+  STD_TORCH_CHECK(call.queries.scalar_type() != ScalarType::Double,
+                  "queries: no CUDA kernel computes the regulators in float64");
+  if (call.precision == "bf16") return run<BFloat16, 1>(call, scores, alignments);
+  // Two parts hold all digits of float16, too.
+  if (call.precision == "bf16x3" || call.precision == "fp16") return run<float, 2>(call, scores, alignments);
+  return run<float, 3>(call, scores, alignments);
+}
+
+Tensor regulated_scores(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
+                        const Tensor& context_offsets, std::vector<Tensor> weights, int64_t alignments,
+                        int64_t correspondences, int64_t aggregations, bool scored, bool learned_factors,
+                        const std::string& activation, bool normalize_mean, const std::string& schedule,
+                        bool residual_correspondence, bool residual_aggregation,
+                        const std::string& correspondence_input, double temperature, double negative_slope,
+                        const std::string& focal, double dropout, std::optional<Tensor> seed,
+                        const std::string& precision) {
+  check_operands(queries, query_offsets, contexts, context_offsets, precision);
+  RegulatorOptions options =
+      regulator_options({alignments, correspondences, aggregations, scored, learned_factors, activation, normalize_mean,
+                         schedule, residual_correspondence, residual_aggregation, correspondence_input},
+                        cross_attention_options(temperature, "clipped_l2norm", negative_slope, focal, "mean", 1.0));
+  options.dropout = counter_dropout(dropout, seed, queries);
+  const RegulatorWeights checked = regulator_weights(weights, options, queries);
+  Tensor scores =
+      torch::stable::new_empty(queries, {query_offsets.size(0) - 1, context_offsets.size(0) - 1}, ScalarType::Float);
+  run({queries, query_offsets, contexts, context_offsets, checked, options, seed, precision},
+      mutable_data_of<float>(scores), nullptr);
+  return scores;
+}
+
+Tensor cross_attention_alignments(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
+                                  const Tensor& context_offsets, std::vector<Tensor> weights, int64_t correspondences,
+                                  bool residual_correspondence, double temperature, const std::string& normalization,
+                                  double negative_slope, const std::string& focal, const std::string& precision) {
+  check_operands(queries, query_offsets, contexts, context_offsets, precision);
+  // A chain that ends in alignments is one whose score nobody asks for.
+  RegulatorOptions options =
+      regulator_options({correspondences + 1, correspondences, 0, true, false, "sigmoid", false, "interleaved",
+                         residual_correspondence, false, "alignment"},
+                        cross_attention_options(temperature, normalization, negative_slope, focal, "mean", 1.0));
+  options.scored = false;
+  const RegulatorWeights checked = regulator_weights(weights, options, queries);
+  // Offsets that do not end at the number of rows leave some without a set, which stay zero.
+  Tensor alignments = torch::stable::new_zeros(queries, {context_offsets.size(0) - 1, queries.size(0), checked.width},
+                                               ScalarType::Float);
+  const std::optional<Tensor> no_seed;
+  run({queries, query_offsets, contexts, context_offsets, checked, options, no_seed, precision}, nullptr,
+      mutable_data_of<float>(alignments));
+  return alignments;
+}
+
+}  // namespace
+}  // namespace itm_fast::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(itm_fast, CUDA, m) {
+  m.impl("regulated_scores", TORCH_BOX(&itm_fast::cuda::regulated_scores));
+  m.impl("cross_attention_alignments", TORCH_BOX(&itm_fast::cuda::cross_attention_alignments));
+}

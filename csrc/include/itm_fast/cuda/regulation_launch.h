@@ -1,0 +1,70 @@
+// How the kernels of regulated cross-attention are launched: grids, workspace and layers. Host code, shared by the
+// launcher and the tests.
+#pragma once
+
+#include "itm_fast/cuda/cross_attention_launch.h"
+#include "itm_fast/cuda/regulation.h"
+
+namespace itm_fast::cuda {
+
+// Query sets of at most 112 rows, three images of 36 regions or the words of about eight captions, with context sets of
+// at most 128 rows.
+struct RegulationTile112 : ScoreTile112 {
+  static constexpr int kChunk = 512;
+};
+
+template <typename Tile>
+constexpr int64_t kRegulationBytes = RegulationMemory<Tile>::kBytes;
+
+// What decides the room that a call needs beside its operands.
+struct RegulationSizes {
+  int64_t width, hidden;
+  int64_t blocks;  // of the second launch, each with a slab
+};
+
+// Lays out what p needs beside its inputs, options and results; the layers are there but for `packed`. Nothing of it
+// needs to be zero.
+template <typename Tile, typename S>
+void place_regulation(RegulationProblem<S>& p, const RegulationSizes& sizes, Workspace& workspace) {
+  const int64_t stride = operand_stride(p.dim), width = operand_stride(sizes.width);
+  place_plan(p.query_tiles, most_tiles(p.queries.n_sets, p.queries.n_rows, Tile::kRows), workspace);
+  p.query_operand = workspace.take<S>(p.queries.n_rows * stride);
+  p.context_operand = workspace.take<S>(p.contexts.n_rows * stride);
+  p.transposed = workspace.take<S>(p.transposed_columns() * p.dim);
+  for (int64_t i = 0; i < p.n_layers(); ++i) {
+    p.layers[i].packed = workspace.take<S>(p.layers[i].outputs * operand_stride(p.layers[i].inputs));
+  }
+  const int64_t before = workspace.bytes();
+  const bool reweights = p.options.n_correspondences > 0;
+  RegulationSlab<S>& slab = p.slab;
+  slab.attention = workspace.take<S>(Tile::kRows * Tile::kColumns);
+  slab.chunk = workspace.take<S>(Tile::kRows * Tile::kChunk);
+  slab.logits = workspace.take<float>(Tile::kRows * Tile::kColumns);
+  slab.channels = workspace.take<float>(reweights ? Tile::kRows * Tile::kColumns : 0);
+  slab.aligned = workspace.take<float>(Tile::kRows * width);
+  slab.aligned_operand = workspace.take<S>(Tile::kRows * width);
+  slab.hidden = workspace.take<S>(p.options.n_correspondences * Tile::kRows * operand_stride(sizes.hidden));
+  slab.guidance = workspace.take<float>(kTileSets * width);
+  slab.guidance_operand = workspace.take<S>(kTileSets * width);
+  slab.guide = workspace.take<float>(kTileSets * width);
+  slab.bytes = workspace.bytes() - before;
+  workspace.take<unsigned char>(slab.bytes * (sizes.blocks - 1));
+  p.width = sizes.width;
+  p.hidden = sizes.hidden;
+}
+
+template <typename S>
+int64_t preparing_blocks(const RegulationProblem<S>& p) {
+  int64_t rows = p.queries.n_rows + p.contexts.n_rows;
+  for (int64_t i = 0; i < p.n_layers(); ++i) rows += p.layers[i].outputs;
+  return 1 + p.contexts.n_sets + (rows + kPackedRows - 1) / kPackedRows;
+}
+
+// As many as there can be pairs of a tile and a context set, and no more than `at_most`.
+template <typename Tile, typename S>
+int64_t regulating_blocks(const RegulationProblem<S>& p, int64_t at_most) {
+  const int64_t tiles = most_tiles(p.queries.n_sets, p.queries.n_rows, Tile::kRows);
+  return tiles * p.contexts.n_sets < at_most ? tiles * p.contexts.n_sets : at_most;
+}
+
+}  // namespace itm_fast::cuda

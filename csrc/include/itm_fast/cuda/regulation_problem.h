@@ -1,0 +1,151 @@
+// Regulated cross-attention on a GPU: what the two launches share, and the first of them.
+//
+// prepare_regulation packs the query sets into tiles, and lays out everything that is an operand of a product: queries,
+// contexts, contexts transposed, and weights, in the type that is multiplied in and with rows on boundaries of 16
+// bytes. The second launch is in regulation.h.
+#pragma once
+
+#include "itm_fast/cuda/attention_pair.h"
+#include "itm_fast/cuda/elements.h"
+#include "itm_fast/cuda/set_tiles.h"
+#include "itm_fast/cuda/tile_product.h"
+#include "itm_fast/regulators.h"
+
+namespace itm_fast::cuda {
+
+// Alignments, correspondences and aggregations of a call, of each: they travel among a launch's parameters.
+inline constexpr int kMostSteps = 8;
+inline constexpr int kMostLayers = 6 * kMostSteps;
+
+// Elements from one row of an operand to the next: whole 16 bytes in every type.
+constexpr int64_t operand_stride(int64_t columns) { return (columns + 7) / 8 * 8; }
+
+// A linear layer. `packed` is its weight as an operand.
+template <typename S>
+struct LayerOperand {
+  const float *weight, *bias;  // (outputs, inputs) and (outputs,)
+  S* packed;
+  int32_t outputs, inputs;
+
+  ITM_FAST_DEVICE int64_t stride() const { return operand_stride(inputs); }
+};
+
+// A layer with one output.
+struct VectorLayer {
+  const float *weight, *bias;
+};
+
+// What a block of the second launch keeps beside its shared memory: of block 0; those of the others follow, `bytes`
+// apart. A row is one query row with one context set. Nothing here grows with the number of rows, sets or columns of
+// queries and contexts.
+template <typename S>
+struct RegulationSlab {
+  int64_t bytes;
+  S* attention;        // (rows, columns of a tile)
+  S* chunk;            // (rows, columns of a chunk): squared differences, or reweighted queries
+  float* logits;       // (rows, columns of a tile): raw scores of the chunks so far
+  float* channels;     // (rows, columns of a tile): e of the correspondences so far
+  float* aligned;      // (rows, width_stride)
+  S* aligned_operand;  // the same
+  S* hidden;           // (correspondences, rows, hidden_stride): tanh(W1 a + b1) of each
+  float* guidance;     // (sets, width_stride)
+  S* guidance_operand;
+  float* guide;  // (sets, width_stride): v * drop(tanh(A g + alpha))
+};
+
+template <typename S>
+struct RegulationProblem {
+  SetRows<float> queries, contexts;
+  int64_t dim, width, hidden;  // of rows, of alignments, of the widest W1
+  RegulatorOptions options;
+  PairOptions attention;
+  const int64_t* seed;  // of the dropout; null: none
+  LayerOperand<S> layers[kMostLayers];
+  VectorLayer shifts[kMostSteps];         // w4, b4
+  VectorLayer attentiveness[kMostSteps];  // v, c
+  VectorLayer score;                      // u, u0
+  const float *channels, *temperature;    // where factors are learned
+  // Written by the first launch:
+  TilePlan query_tiles;
+  S *query_operand, *context_operand;  // (rows, operand_stride(dim))
+  S* transposed;                       // of each context set: (dim, operand_stride(length)), see transposed_row
+  RegulationSlab<S> slab;
+  float* scores;      // (queries.n_sets, contexts.n_sets), or null and
+  float* alignments;  // (contexts.n_sets, queries.n_rows, width)
+
+  // The layers in their order: the alignments', then w1, w2 and w3 of each correspondence, then a and b of each
+  // aggregation.
+  ITM_FAST_DEVICE const LayerOperand<S>& alignment(int step) const { return layers[step]; }
+  ITM_FAST_DEVICE const LayerOperand<S>& correspondence(int step, int which) const {
+    return layers[options.n_alignments + 3 * step + which];
+  }
+  ITM_FAST_DEVICE const LayerOperand<S>& aggregation(int step, int which) const {
+    return layers[options.n_alignments + 3 * options.n_correspondences + 2 * step + which];
+  }
+  constexpr int64_t n_layers() const {
+    return options.n_alignments + 3 * options.n_correspondences + 2 * options.n_aggregations;
+  }
+
+  // Where the columns of a set's transposed rows begin, in a matrix that has room for `transposed_columns` of them:
+  // whole eights, which leave every set the room for its own.
+  constexpr int64_t transposed_columns() const { return operand_stride(contexts.n_rows + 7 * contexts.n_sets); }
+  ITM_FAST_DEVICE int64_t transposed_start(int64_t set) const { return (contexts.offset(set) + 7 * set) / 8 * 8; }
+};
+
+// Stores numbers as an operand, and zeros behind them.
+template <typename S>
+ITM_FAST_DEVICE void pack_row(const float* source, int64_t columns, S* target) {
+  for (int64_t c = lane(); c < operand_stride(columns); c += 32) narrow(c < columns ? source[c] : 0.0f, target[c]);
+}
+
+template <typename S>
+ITM_FAST_DEVICE void transpose_set(const RegulationProblem<S>& p, int64_t set, int max_contexts) {
+  const int64_t length = p.contexts.length(set);
+  if (length > max_contexts) return;  // Nobody asks for it.
+  const int64_t stride = operand_stride(length);
+  const float* rows = p.contexts.values + p.contexts.offset(set) * p.dim;
+  S* target = p.transposed + p.transposed_start(set) * p.dim;
+  for (int64_t i = thread_index(); i < stride * p.dim; i += block_threads()) {
+    const int64_t d = i % p.dim, k = i / p.dim;
+    narrow(k < length ? rows[k * p.dim + d] : 0.0f, target[d * stride + k]);
+  }
+}
+
+inline constexpr int64_t kPackedRows = 64;  // of a block
+
+// Grid: a block for the plan, one per context set, then one per kPackedRows rows of all other operands together.
+template <typename Tile, typename S>
+ITM_FAST_DEVICE void prepare_regulation(const RegulationProblem<S>& p) {
+  int64_t block = block_index();
+  if (block == 0) {
+    plan_tiles<Tile::kWindow>(p.queries, Tile::kRows, p.query_tiles);
+    return;
+  }
+  if (--block < p.contexts.n_sets) {
+    transpose_set(p, block, Tile::kColumns);
+    return;
+  }
+  const int64_t first = (block - p.contexts.n_sets) * kPackedRows;
+  const int64_t stride = operand_stride(p.dim);
+  for (int64_t i = first + warp(); i < first + kPackedRows; i += Tile::kWarps) {
+    int64_t row = i;
+    if (row < p.queries.n_rows) {
+      pack_row(p.queries.values + row * p.dim, p.dim, p.query_operand + row * stride);
+      continue;
+    }
+    row -= p.queries.n_rows;
+    if (row < p.contexts.n_rows) {
+      pack_row(p.contexts.values + row * p.dim, p.dim, p.context_operand + row * stride);
+      continue;
+    }
+    row -= p.contexts.n_rows;
+    int layer = 0;
+    const int n_layers = static_cast<int>(p.n_layers());
+    while (layer < n_layers && row >= p.layers[layer].outputs) row -= p.layers[layer++].outputs;
+    if (layer == n_layers) return;
+    const LayerOperand<S>& found = p.layers[layer];
+    pack_row(found.weight + row * found.inputs, found.inputs, found.packed + row * found.stride());
+  }
+}
+
+}  // namespace itm_fast::cuda

@@ -1,0 +1,150 @@
+// One tile of regulated cross-attention on a GPU: what its steps share.
+//
+// A tile is a run of whole query sets with one context set, a row for each query row. A row is a warp's, a lane takes
+// every 32nd column: sums over a row have one order. What a product leaves in shared memory goes to the block's slab.
+#pragma once
+
+#include "itm_fast/cuda/regulation_attention.h"
+#include "itm_fast/cuda/regulation_problem.h"
+
+namespace itm_fast::cuda {
+
+// The shared memory of a block: the products first, then what follows. A Tile is a ProductTile with kChunk, the columns
+// of a chunk: products that go on from chunk to chunk read and write their sums as often.
+template <typename Tile>
+struct RegulationMemory {
+  static constexpr int kStarts = Tile::kProductBytes, kStartCount = kTileSets + 4;
+  static constexpr int kRowSets = kStarts + kStartCount * 4;
+  static constexpr int kTemperatures = kRowSets + Tile::kRows * 4;
+  static constexpr int kSquares = kTemperatures + Tile::kRows * 4;
+  static constexpr int kDots = kSquares + Tile::kRows * 4;
+  static constexpr int kState = kDots + Tile::kRows * 4, kStateCount = 6;
+  static constexpr int kBytes = kState + kStateCount * 8;
+};
+
+// Rows times columns, which stay in ITM_FAST_TILE_SCORES. Apart from its callers, so that their registers are not its
+// own and there is one copy of it in a kernel.
+template <int kParts, typename Tile, typename S>
+ITM_FAST_DEVICE_APART void multiply_operands(const S* rows, int n_rows, int64_t row_stride, const S* columns,
+                                             int n_columns, int64_t column_stride, int depth) {
+  barrier();  // The operands have been written, and what lies in the products' shared memory has been read.
+  multiply_tile<kParts, Tile>(RowRun<S>{rows, n_rows, row_stride}, RowRun<S>{columns, n_columns, column_stride}, depth,
+                              true);
+}
+
+// Which sets a tile holds. It is kept in shared memory, where each step finds it.
+struct RegulationState {
+  int64_t first_set, first_row, context;
+  int n_sets, n_rows, n_contexts;
+};
+
+template <typename Tile>
+ITM_FAST_DEVICE RegulationState state_of_tile() {
+  ITM_FAST_DYNAMIC_SHARED(int64_t, state, RegulationMemory<Tile>::kState, RegulationMemory<Tile>::kStateCount);
+  return {
+      state[0], state[1], state[2], static_cast<int>(state[3]), static_cast<int>(state[4]), static_cast<int>(state[5])};
+}
+
+// A step of a tile. Steps stand apart from each other (ITM_FAST_DEVICE_APART): none has another's registers.
+template <int kParts, typename Tile, typename S>
+class RegulationStep {
+ protected:
+  using Memory = RegulationMemory<Tile>;
+  static constexpr int kColumns = Tile::kColumns, kChunk = Tile::kChunk, kStride = Tile::kScoreStride;
+  static_assert(Tile::kRows >= kTileSets);  // Guidance vectors are rows of products.
+
+ public:
+  // `corresponded`: correspondences that the tile has passed.
+  ITM_FAST_DEVICE RegulationStep(const RegulationProblem<S>& problem, int corresponded)
+      : p_(problem),
+        s_(state_of_tile<Tile>()),
+        corresponded_(corresponded),
+        dim_(static_cast<int>(problem.dim)),
+        width_(static_cast<int>(problem.width)),
+        dim_stride_(operand_stride(problem.dim)),
+        width_stride_(operand_stride(problem.width)),
+        slab_(block_index() * problem.slab.bytes) {}
+
+ protected:
+  template <typename T>
+  ITM_FAST_DEVICE T* of_block(T* first) const {
+    return reinterpret_cast<T*>(reinterpret_cast<unsigned char*>(first) + slab_);
+  }
+  ITM_FAST_DEVICE static int part(int first, int size, int most) { return size - first < most ? size - first : most; }
+  ITM_FAST_DEVICE const float* query(int row) const { return p_.queries.values + (s_.first_row + row) * p_.dim; }
+
+  // body(row) for the rows of each warp.
+  template <typename Body>
+  ITM_FAST_DEVICE static void for_each_row(int n_rows, const Body& body) {
+    for (int row = warp(); row < n_rows; row += Tile::kWarps) body(row);
+  }
+  // body(row, column of the tile, product) for what a product left, `count` columns of it.
+  template <typename Body>
+  ITM_FAST_DEVICE static void for_each_product(int n_rows, int count, const Body& body) {
+    ITM_FAST_TILE_SCORES(Tile);
+    for_each_row(n_rows, [&](int row) {
+      for (int c = lane(); c < count; c += 32) body(row, c, static_cast<float>(scores[row * kStride + c]));
+    });
+  }
+  // body(first output, number of outputs) for blocks of a layer's outputs, times whose weights the rows have been
+  // multiplied.
+  template <typename Body>
+  ITM_FAST_DEVICE static void for_each_output(const S* rows, int n_rows, int64_t stride, const LayerOperand<S>& layer,
+                                              const Body& body) {
+    for (int first = 0; first < layer.outputs; first += kColumns) {
+      const int count = part(first, layer.outputs, kColumns);
+      multiply_operands<kParts, Tile>(rows, n_rows, stride, layer.packed + first * layer.stride(), count,
+                                      layer.stride(), layer.inputs);
+      body(first, count);
+    }
+  }
+
+  // The temperature of the first attention.
+  ITM_FAST_DEVICE float first_temperature() const {
+    return p_.options.learned_factors ? *p_.temperature : p_.attention.temperature;
+  }
+  ITM_FAST_DEVICE S* hidden_of(int step) const {
+    return of_block(p_.slab.hidden) + int64_t{step} * Tile::kRows * operand_stride(p_.hidden);
+  }
+
+  // Divides a vector of alignments by its norm, for a warp; the operand gets the same.
+  ITM_FAST_DEVICE void make_unit(float* vector, S* operand) const {
+    float square = 0.0f;
+    for (int i = lane(); i < width_; i += 32) square += vector[i] * vector[i];
+    const float scale = 1.0f / (sqrtf(add_lanes(square)) + static_cast<float>(kNormEpsilon));
+    for (int i = lane(); i < width_; i += 32) {
+      vector[i] *= scale;
+      narrow(vector[i], operand[i]);
+    }
+  }
+
+  // score_of(set) for a thread per set of the tile; 0 where a side is empty.
+  template <typename ScoreOf>
+  ITM_FAST_DEVICE void write_scores(const ScoreOf& score_of) const {
+    ITM_FAST_DYNAMIC_SHARED(int32_t, starts, Memory::kStarts, Memory::kStartCount);
+    for (int set = thread_index(); set < s_.n_sets; set += Tile::kThreads) {
+      const bool is_empty = starts[set + 1] == starts[set];
+      p_.scores[(s_.first_set + set) * p_.contexts.n_sets + s_.context] = is_empty ? 0.0f : score_of(set);
+    }
+  }
+
+  const RegulationProblem<S>& p_;
+  const RegulationState s_;
+  const int corresponded_, dim_, width_;
+  const int64_t dim_stride_, width_stride_;
+  const int64_t slab_;  // bytes from the slab of block 0 to that of this one
+};
+
+// What a class template that is derived from RegulationStep uses of it.
+#define ITM_FAST_REGULATION_STEP                                                                          \
+  using Step = RegulationStep<kParts, Tile, S>;                                                           \
+  using typename Step::Memory;                                                                            \
+  using Step::kColumns, Step::kChunk, Step::kStride, Step::p_, Step::s_, Step::corresponded_, Step::dim_; \
+  using Step::width_, Step::dim_stride_, Step::width_stride_, Step::of_block, Step::part, Step::query;    \
+  using Step::for_each_row, Step::for_each_product, Step::for_each_output, Step::first_temperature;       \
+  using Step::hidden_of, Step::make_unit, Step::write_scores;                                             \
+                                                                                                          \
+ public:                                                                                                  \
+  using Step::Step
+
+}  // namespace itm_fast::cuda
