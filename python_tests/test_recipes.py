@@ -38,11 +38,11 @@ SGRAF = {
 POOLED = {"embed_dim": 1024, "image_pooling": "gpo", "text_pooling": "gpo"}
 GRU, BERT = {"word_dim": 300, "num_layers": 1, "bidirectional": True}, {"text_encoder": "bert"}
 AUGMENTED = {**ADAMW, "region_augmentation": 0.2}
-INFTY = {**AUGMENTED, "epochs": 25, "weight_decay": 1e-4, "lr_decay_every": 15, "warmup_epochs": 1}
+INFTY = {**AUGMENTED, "epochs": 25, "lr_decay_every": 15, "warmup_epochs": 1}
 # The loss of the paper's code is the mean over a batch of 128 and both directions, its gradient clipped at 2.
 SELHN = {
     **AUGMENTED, "epochs": 30, "lr_decay_every": 15, "mining": "selective", "epsilon": 0.01, "halve_loss": True,
-    "grad_clip": 2.0 * 128,
+    "selective_divisor": "negatives", "grad_clip": 2.0 * 128,
 }  # fmt: skip
 # The paper has no decay for its simpler models.
 CONSTANT = {"lr_schedule": "constant", "lr_decay_every": None, "lr_decay_unit": None, "lr_decay_factor": None}
@@ -121,7 +121,7 @@ PUBLISHED = {
             "rvsepp": ("rvsepp", SELHN, {**POOLED, **GRU, "image_encoder": "projected_residual"}),
             "rvsepp-bert": (
                 "rvsepp",
-                {**SELHN, **SLOW_BERT, "halve_loss": None},
+                {**SELHN, **SLOW_BERT, "halve_loss": None, "selective_divisor": None},
                 {**POOLED, **BERT, "image_encoder": "projected_residual"},
             ),
             **{
