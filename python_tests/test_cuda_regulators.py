@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from itm_fast import Fragments, reference
+from itm_fast.ops.library import FallbackWarning, use_native
 from itm_fast.ops.regulators import CUDA_CONTEXT_ROWS, CUDA_QUERY_ROWS, CUDA_STEPS, beyond_kernels
 
 drawn = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -232,3 +233,6 @@ def test_what_the_kernels_do_not_take_is_said() -> None:
     assert beyond_kernels("cuda", longer, contexts, parameters) == start + "query sets of at most 112 rows"
     assert beyond_kernels("cuda", queries, wider, parameters) == start + "context sets of at most 128 rows"
     assert beyond_kernels("cuda", queries, contexts, deep) == start + "at most 8 steps"
+    with pytest.warns(FallbackWarning, match=r"^itm_fast runs on the packed reference: a test says so$"):
+        assert not use_native("regulated_scores", queries.values, "a test says so")
+    assert use_native("regulated_scores", queries.values)

@@ -19,6 +19,10 @@ BOTH, BY_ROWS = (*TRIPLET, "both", "sum"), (*TRIPLET, "rows", "sum")
 BOOSTING = ("absolute", "hardest", 0.2, 0.5, False, "both", "sum")
 ATTENTION = (9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0, "float32")
 OPERANDS = (ROWS, OFFSETS, ROWS, OFFSETS)
+OF_OPERANDS = ((1, "query_offsets", "queries"), (2, "contexts", "queries"), (3, "context_offsets", "queries"))
+# One alignment of width 3, and its score.
+WEIGHTS = [torch.ones(3, 8), torch.zeros(3), torch.ones(1, 3), torch.zeros(1)]
+MEAN = (1, 0, 0, True, False, "tanh", False, "interleaved", True, False, "alignment", 9.0, 0.1, "none")
 # Operator, arguments, and of those that may be on another device the place, the name, and whom it goes with.
 CALLS: tuple[tuple[str, tuple[Any, ...], tuple[tuple[int, str, str], ...]], ...] = (
     ("triplet_loss", (SCORES, MASK, None, *BOTH), ((1, "positives", "scores"),)),
@@ -56,7 +60,17 @@ CALLS: tuple[tuple[str, tuple[Any, ...], tuple[tuple[int, str, str], ...]], ...]
     (
         "cross_attention_scores",
         (*OPERANDS, *ATTENTION),
-        ((1, "query_offsets", "queries"), (2, "contexts", "queries"), (3, "context_offsets", "queries")),
+        OF_OPERANDS,
+    ),
+    (
+        "cross_attention_alignments",
+        (*OPERANDS, WEIGHTS[:2], 0, True, *ATTENTION[:4], "float32"),
+        (*OF_OPERANDS, (4, "alignments", "queries")),
+    ),
+    (
+        "regulated_scores",
+        (*OPERANDS, WEIGHTS, *MEAN, 0.4, torch.tensor([5]), "float32"),
+        (*OF_OPERANDS, (4, "alignments", "queries"), (20, "seed", "queries")),
     ),
     (
         "cross_attention_scores_backward",
@@ -69,6 +83,10 @@ CALLS: tuple[tuple[str, tuple[Any, ...], tuple[tuple[int, str, str], ...]], ...]
         ),
     ),
 )
+
+
+def _elsewhere(part: Any) -> Any:
+    return [each.to("meta") for each in part] if isinstance(part, list) else part.to("meta")
 
 
 def _said(key: str, operator: str, arguments: tuple[Any, ...]) -> str | None:
@@ -90,7 +108,7 @@ def refusals(key: str) -> tuple[set[str], list[str]]:
     wrong = []
     for operator, arguments, others in _registered(key):
         for place, name, like in others:
-            mixed = [part.to("meta") if i == place else part for i, part in enumerate(arguments)]
+            mixed = [_elsewhere(part) if i == place else part for i, part in enumerate(arguments)]
             said = _said(key, operator, tuple(mixed))
             if said != f"{name}: expected it on cpu like {like}, got another device":
                 wrong.append(f"{operator}, {name}: {said}")
