@@ -41,6 +41,12 @@ def rcar(setting: str = "rcar2", dim: int = DIM, width: int = WIDTH) -> tuple[Fr
     return queries, contexts, random_parameters(setting, dim, width)
 
 
+def autocast_scores(*operands: Any) -> torch.Tensor:
+    """Plain PyTorch with its own products in bfloat16."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return reference.regulated_scores_packed(*operands).float()
+
+
 # Scores and alignments
 
 
@@ -92,7 +98,13 @@ def test_ragged_sets_of_any_width(kernels: RegulatorKernels, data: st.DataObject
 def test_the_tile_of_the_launchers(kernels: RegulatorKernels) -> None:
     """112 x 128, four stages and eight warps, and more chunks than one of 512 channels."""
     queries, contexts = random_fragments([13, 40], 530), random_fragments([9], 530, seed=1)
-    check_scores(kernels, queries, contexts, random_parameters("rcar2", 530, 20), run={"large": True})
+    parameters = random_parameters("rcar2", 530, 20)
+    check_scores(kernels, queries, contexts, parameters, run={"large": True})
+    operands = single(queries, contexts, parameters)
+    exact = reference.regulated_scores(*double(*operands))
+    medium = result_of(kernels, *operands, "bf16", large=True)
+    assert_close_to_exact(medium, autocast_scores(*operands), exact)
+    assert max_error(medium, exact) > 1e-5
 
 
 # Precision
@@ -107,9 +119,7 @@ def test_the_precisions(kernels: RegulatorKernels, setting: str) -> None:
     medium = result_of(kernels, queries, contexts, parameters, "bf16")
     highest = result_of(kernels, queries, contexts, parameters)
     assert max_error(highest, exact) < max_error(high, exact) < 1e-4
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded = reference.regulated_scores_packed(queries, contexts, parameters).float()
-    assert_close_to_exact(medium, rounded, exact)
+    assert_close_to_exact(medium, autocast_scores(queries, contexts, parameters), exact)
     assert 1e-5 < max_error(medium, exact) < 2e-2
 
 

@@ -167,7 +167,7 @@ using LargestTile = RegulationTile112;
 #endif
 ITM_FAST_REGULATED(float32, float, 3, LargestTile)
 #ifndef ITM_FAST_FLOAT32_ALONE
-ITM_FAST_REGULATED(bf16, BFloat16, 1, SmallRegulationTile)
+ITM_FAST_REGULATED(bf16, BFloat16, 1, LargestTile)
 ITM_FAST_REGULATED(bf16x3, float, 2, SmallRegulationTile)
 #endif
 
