@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections import Counter
@@ -17,9 +18,11 @@ from helpers.official_scan import write_checkpoint
 from helpers.official_vse_infty import official_scores, options, random_model, rvsepp_options
 from helpers.pooling import pooled
 from helpers.runs import config, make_trainer, run, same, weights
+from tokenizers import BertWordPieceTokenizer, Tokenizer
 
 from itm_fast import cli, compat, models
 from itm_fast.data import BertVocabulary, TextAugmentation, Vocabulary
+from itm_fast.models.bert_folder import bert_vocabulary_file
 from itm_fast.training.branch import Branch
 from itm_fast.training.checkpoint import load_state
 
@@ -71,6 +74,67 @@ def test_case_is_kept_where_the_folder_says_so(folder: Path) -> None:
     text = (folder / "vocab.txt").read_bytes()
     (folder / "vocab.txt").write_bytes(text.replace(b"\n", b"\r\n"))
     assert again == Vocabulary.from_file(folder / "vocab.txt"), "as Windows ends lines"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ('{"strip_accents": false}', "strip_accents: expected True, got False"),
+        ('{"do_lower_case": false, "strip_accents": true}', "strip_accents: expected False, got True"),
+        ('{"tokenize_chinese_chars": false}', "tokenize_chinese_chars: expected True, got False"),
+        ('{"do_lower_case": true, "strip_accents": null, "tokenize_chinese_chars": true}', None),
+    ],
+)
+def test_tokenizers_that_cut_otherwise_are_refused(folder: Path, settings: str, message: str | None) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(settings)
+    if message is None:
+        assert Vocabulary.from_file(folder / "vocab.txt") == BertVocabulary(PIECES)
+        return
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
+        Vocabulary.from_file(folder / "vocab.txt")
+    assert str(error.value) == f"{path}: {message}"
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_a_tokenizer_as_transformers_writes_it(tmp_path: Path, lowercase: bool) -> None:
+    """Version 5 of transformers leaves `tokenizer.json` alone: the ids are those that the package tokenizers gives."""
+    path = tmp_path / "tokenizer.json"
+    own = BertWordPieceTokenizer(vocab={piece: index for index, piece in enumerate(PIECES)}, lowercase=lowercase)
+    own.save(str(path))
+    assert bert_vocabulary_file(tmp_path) == path
+    vocabulary = Vocabulary.from_file(path)
+    assert vocabulary == BertVocabulary(PIECES, lowercase=lowercase)
+    for caption in ("red boat", "A Réd DOG,boat", "fish hats", ""):
+        assert vocabulary.encode(caption) == Tokenizer.from_file(str(path)).encode(caption).ids, caption
+    (tmp_path / "vocab.txt").touch()
+    assert bert_vocabulary_file(tmp_path) == tmp_path / "vocab.txt"
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ("model", {"type": "BPE"}, "tokenizer: model.type: expected 'WordPiece' as BERT has it, got 'BPE'"),
+        ("model", {"vocab": {"[PAD]": 1}}, "vocabulary: expected the ids 0 to 0, no word has id 0"),
+        ("model", {"vocab": 7}, "vocabulary: expected a JSON object with an object 'model.vocab'"),
+        ("normalizer", {"lowercase": 1}, "tokenizer: normalizer.lowercase: expected true or false, got 1"),
+        ("normalizer", {"strip_accents": False},
+         "tokenizer: normalizer.strip_accents: expected True as lowercase, got False"),
+        ("normalizer", None, "tokenizer: normalizer.type: expected 'BertNormalizer' as BERT has it, got None"),
+        ("added_tokens", [{"id": 99, "content": "<new>"}],
+         "tokenizer: added_tokens: expected pieces of model.vocab alone, got '<new>'"),
+        ("added_tokens", 5, "tokenizer: added_tokens: expected a list, got 5"),
+    ],
+)  # fmt: skip
+def test_tokenizers_that_do_not_fit(tmp_path: Path, part: str, changes: object, message: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    BertWordPieceTokenizer(vocab={piece: index for index, piece in enumerate(PIECES)}).save(str(path))
+    content = json.loads(path.read_text())
+    content[part] = {**content[part], **changes} if isinstance(changes, dict) else changes
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
+        Vocabulary.from_file(path)
+    assert str(error.value) == f"{path}: {message}"
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
@@ -327,6 +391,13 @@ def test_official_checkpoints_with_bert_give_the_official_scores(
     expected = official_scores([image, text], opt, features, states=states)
     assert expected.std() > 1e-2, "scores that tell pairs apart"
     np.testing.assert_allclose(converted(tmp_path / "run", features, captions), expected, rtol=0, atol=1e-5)
+    words = tmp_path / "words.json"
+    Vocabulary(["<pad>", "<start>", "<end>", "<unk>", "<mask>", *PIECES[5:]]).save(words)
+    path = write_checkpoint(tmp_path / "other.pth", [image, text], opt)
+    with pytest.raises(
+        ValueError, match=r"words\.json: expected vocab\.txt or tokenizer\.json of a BERT model, by which"
+    ):
+        compat.convert(source, path, words, tmp_path / "other")
     del text["bert.encoder.layer.1.output.dense.bias"]
     message = refused(tmp_path / "again", source, [image, text], opt, folder / "vocab.txt")
     assert message == "model[1]['bert.encoder.layer.1.output.dense.bias']: this weight is missing"

@@ -19,7 +19,7 @@ from itm_fast import config as settings
 from itm_fast import files
 from itm_fast.compat import dbl, rcar, rvsepp, scan, sgraf, vse_infty
 from itm_fast.compat.checkpoint import OfficialCheckpoint, read_checkpoint
-from itm_fast.data import Vocabulary
+from itm_fast.data import BertVocabulary, Vocabulary
 from itm_fast.models.base import MatchingModel
 from itm_fast.run_files import CONFIG, VOCABULARY
 
@@ -57,8 +57,8 @@ def convert(
     Args:
         source: the published code that wrote it, one of `SOURCES`.
         checkpoint: its file, such as `model_best.pth.tar`; nothing in it is executed.
-        vocabulary: the vocabulary JSON it was trained with, or `vocab.txt` of BERT; `out` gets it as JSON, with
-            `<mask>` behind its words where the published code put it there.
+        vocabulary: the vocabulary JSON it was trained with, or `vocab.txt` or `tokenizer.json` of BERT; `out` gets it
+            as JSON, with `<mask>` behind its words where the published code put it there.
         out: the folder to write; it must not hold another model. What a conversion of the same files that was killed
             left there is no hindrance.
         ignored_options: names of unknown options of the checkpoint that do not change its scores.
@@ -81,8 +81,12 @@ def convert(
     official = read_checkpoint(checkpoint, ignored_options=ignored_options)
     words = known.with_mask() if SOURCES[source].has_mask(official) else known
     model = SOURCES[source].read(official, len(words))
+    with_bert = getattr(model.config, "text_encoder", None) == "bert"
+    if with_bert != isinstance(words, BertVocabulary):
+        kind = "vocab.txt or tokenizer.json of a BERT model" if with_bert else "a vocabulary of words"
+        raise ValueError(f"{vocabulary}: expected {kind}, by which the checkpoint reads captions")
     # The model's own files come last: until they are whole the folder is no saved model.
-    as_it_is = words is known and vocabulary.suffix != ".txt"
+    as_it_is = words is known and not isinstance(words, BertVocabulary)
     vocabulary_bytes = vocabulary.read_bytes() if as_it_is else words.to_json().encode()
     contents = {VOCABULARY: vocabulary_bytes, **model.file_contents()}
     _check_contents(folder, contents)

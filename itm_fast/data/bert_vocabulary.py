@@ -13,9 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from .. import documents
-from .vocabulary import MAX_BYTES, Vocabulary
+from ..messages import shown
+from .vocabulary import MAX_BYTES, Vocabulary, words_by_id
 
 _CONTINUATION = "##"
+# What `tokenizer.json` says of every BERT model, and this package does.
+_FIXED = (
+    ("model", "type", "WordPiece"),
+    ("model", "unk_token", "[UNK]"),
+    ("model", "continuing_subword_prefix", _CONTINUATION),
+    ("model", "max_input_chars_per_word", 100),
+    ("normalizer", "type", "BertNormalizer"),
+    ("normalizer", "clean_text", True),
+    ("normalizer", "handle_chinese_chars", True),
+    ("pre_tokenizer", "type", "BertPreTokenizer"),
+)
 
 
 class BertVocabulary(Vocabulary):
@@ -58,6 +70,9 @@ class BertVocabulary(Vocabulary):
         lowercase = settings.get("do_lower_case", True) if isinstance(settings, dict) else None
         if not isinstance(lowercase, bool):
             raise ValueError(f"{beside}: expected a JSON object whose do_lower_case is true or false")
+        for name, known in (("strip_accents", (None, lowercase)), ("tokenize_chinese_chars", (None, True))):
+            if settings.get(name) not in known:
+                raise ValueError(f"{beside}: {name}: expected {shown(known[1])}, got {shown(settings[name])}")
         lines = documents.read_text(path, MAX_BYTES).replace("\r\n", "\n").split("\n")
         try:
             return cls(lines[:-1] if lines[-1] == "" else lines, lowercase=lowercase)
@@ -70,6 +85,31 @@ class BertVocabulary(Vocabulary):
         if not isinstance(lowercase, bool):
             raise ValueError("vocabulary: expected lowercase to be true or false")
         return cls(words, lowercase=lowercase)
+
+    @classmethod
+    def _from_tokenizer(cls, content: dict[str, Any]) -> BertVocabulary:
+        """From what `tokenizer.json` holds, which transformers writes in place of `vocab.txt` since its version 5."""
+        for part, name, expected in _FIXED:
+            section = content.get(part)
+            if not isinstance(section, dict) or section.get(name) != expected:
+                found = shown(section.get(name)) if isinstance(section, dict) else shown(section)
+                raise ValueError(f"tokenizer: {part}.{name}: expected {shown(expected)} as BERT has it, got {found}")
+        model, normalizer = content["model"], content["normalizer"]
+        lowercase = normalizer.get("lowercase")
+        if not isinstance(lowercase, bool):
+            raise ValueError(f"tokenizer: normalizer.lowercase: expected true or false, got {shown(lowercase)}")
+        if normalizer.get("strip_accents") not in (None, lowercase):
+            found = shown(normalizer["strip_accents"])
+            raise ValueError(f"tokenizer: normalizer.strip_accents: expected {lowercase} as lowercase, got {found}")
+        vocabulary = cls(words_by_id({"word2idx": model.get("vocab")}, "model.vocab"), lowercase=lowercase)
+        added = content.get("added_tokens", [])
+        if not isinstance(added, list):
+            raise ValueError(f"tokenizer: added_tokens: expected a list, got {shown(added)}")
+        for token in added:
+            piece = token.get("content") if isinstance(token, dict) else token
+            if not isinstance(piece, str) or piece not in vocabulary:
+                raise ValueError(f"tokenizer: added_tokens: expected pieces of model.vocab alone, got {shown(piece)}")
+        return vocabulary
 
     @property
     def continuations(self) -> list[int]:

@@ -77,7 +77,7 @@ class Vocabulary:
     def from_file(cls, path: str | os.PathLike[str]) -> Vocabulary:
         """Reads the published JSON: `word2idx`, and `idx2word` and `idx` where present.
 
-        A `.txt` file, or JSON of the kind "bert", gives a `BertVocabulary`.
+        A `.txt` file, `tokenizer.json` of a BERT model, or JSON of the kind "bert", gives a `BertVocabulary`.
 
         Raises ValueError naming the file where it is no such JSON, its ids are not 0 ... n - 1, its parts disagree, or
         one of `<pad> <start> <end> <unk>` is missing; FileNotFoundError where there is no such file.
@@ -86,7 +86,9 @@ class Vocabulary:
             return cls.kinds["bert"].from_text(path)
         content = documents.read_json(path, MAX_BYTES, "a vocabulary as UTF-8 JSON")
         try:
-            words = _words_by_id(content)
+            if isinstance(content, dict) and "word2idx" not in content and "model" in content:
+                return cls.kinds["bert"]._from_tokenizer(content)
+            words = words_by_id(content)
             kind = content.get("kind")
             if kind is not None and (not isinstance(kind, str) or kind not in cls.kinds):
                 raise ValueError(f"vocabulary: expected the kind {' or '.join(cls.kinds)}, got {shown(kind)}")
@@ -98,6 +100,11 @@ class Vocabulary:
     def from_text(cls, path: str | os.PathLike[str]) -> Vocabulary:
         """Reads a list of words, which says what they are in a `BertVocabulary` alone; ValueError in others."""
         raise ValueError(f"{path}: expected a vocabulary as UTF-8 JSON")
+
+    @classmethod
+    def _from_tokenizer(cls, content: dict[str, Any]) -> Vocabulary:
+        """The vocabulary of a tokenizer's own file; ValueError in others than a `BertVocabulary`."""
+        raise ValueError("vocabulary: expected a JSON object with an object 'word2idx'")
 
     @classmethod
     def _from_content(cls, _content: Any, words: list[str]) -> Vocabulary:
@@ -131,9 +138,13 @@ class Vocabulary:
         return [self.words[index] for index in map(int, token_ids) if index not in dropped]
 
 
-def _words_by_id(content: Any) -> list[str]:
+def words_by_id(content: Any, name: str = "word2idx") -> list[str]:
+    """The words of a vocabulary's JSON by their ids; messages call the object that holds the ids `name`.
+
+    Raises ValueError where the ids are not 0 ... n - 1, or the parts disagree.
+    """
     if not isinstance(content, dict) or not isinstance(content.get("word2idx"), dict):
-        raise ValueError("vocabulary: expected a JSON object with an object 'word2idx'")
+        raise ValueError(f"vocabulary: expected a JSON object with an object '{name}'")
     ids: dict[str, Any] = content["word2idx"]
     for word, index in ids.items():
         if type(index) is not int:

@@ -1,6 +1,7 @@
 """The local folder of a BERT model: `config.json`, the weights, and the vocabulary that `itm_fast.data` reads.
 
-Inside: `bert_options`, `load_bert`. Nothing is downloaded, and nothing in the folder is executed.
+Inside: `bert_options`, `bert_vocabulary_file`, `load_bert`. Nothing is downloaded, and nothing in the folder is
+executed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itm_fast.messages import shown
 from itm_fast.models.base import check_shapes, load_weights, shapes_of
 from itm_fast.models.weights_file import read_shapes, read_weights
 
-__all__ = ["bert_options", "load_bert"]
+__all__ = ["bert_options", "bert_vocabulary_file", "load_bert"]
 
 # Settings of a model by the names that `config.json` has for them.
 _SIZES = {
@@ -35,6 +36,12 @@ _FIXED = {
     "position_embedding_type": "absolute",
 }
 _WEIGHTS = "model.safetensors"
+
+
+def bert_vocabulary_file(folder: str | os.PathLike[str]) -> Path:
+    """The file in `folder` with BERT's pieces: `vocab.txt`, or `tokenizer.json` where that stands alone."""
+    text, tokenizer = Path(folder) / "vocab.txt", Path(folder) / "tokenizer.json"
+    return tokenizer if tokenizer.is_file() and not text.is_file() else text
 
 
 def bert_options(folder: str | os.PathLike[str], vocab_size: int) -> dict[str, Any]:

@@ -73,7 +73,8 @@ class TrainConfig:
     bert: str | None = setting(
         None,
         group=MODEL,
-        help="Folder of a BERT model (config.json, vocab.txt, model.safetensors) that reads the captions.",
+        help="Folder of a BERT model (config.json, model.safetensors, vocab.txt or tokenizer.json) that reads the "
+        "captions.",
         free_on_resume=True,
     )
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from itm_fast import config as settings
 from itm_fast import models
 from itm_fast.data import PrecomputedDataset, Vocabulary, find_vocabulary, layout, load_vocabulary
-from itm_fast.models.bert_folder import bert_options, load_bert
+from itm_fast.models.bert_folder import bert_options, bert_vocabulary_file, load_bert
 from itm_fast.training import run_folder
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
@@ -102,7 +102,7 @@ def vocabulary_path(config: TrainConfig, *, resume: bool = False) -> Path | None
     if config.bert is not None:
         if config.vocab is not None:
             raise ValueError(f"vocab: the BERT model in {config.bert} has a vocabulary of its own; expected no other")
-        return Path(config.bert) / "vocab.txt"
+        return bert_vocabulary_file(config.bert)
     return find_vocabulary(config.data) if config.vocab is None else Path(config.vocab)
 
 
