@@ -43,7 +43,13 @@ def test_what_a_scenario_adds_is_compared_round_by_round() -> None:
 
 
 def test_the_table() -> None:
-    environment = {"processor": "P", "threads": 1, "date": "2026-01-02T03:04", "commit": "0123456789abcdef"}
+    environment = {
+        "processor": "P",
+        "threads": 1,
+        "date": "2026-01-02T03:04",
+        "commit": "0123456789abcdef",
+        "command": "c",
+    }
     results = {
         "environment": environment,
         "published": {name: {"time": seconds, "memory": room} for name, (seconds, room) in scenarios.PUBLISHED.items()},
@@ -61,7 +67,7 @@ def test_the_table() -> None:
         "| oss, 3 branches | +200 % |  | +190 % |  | 1.00 x 3 steps | 1.05 x 3 steps |",
         "",
         "Processor time, median of 3 interleaved runs; memory is that of a fresh process with its models, optimisers "
-        "and three steps. P, 1 thread(s), 2026-01-02, commit 0123456789ab; made by `python benchmarks/scenarios.py`.",
+        "and three steps. P, 1 thread(s), 2026-01-02, commit 0123456789ab; made by `c`.",
     ]
     without = copy.deepcopy(results)
     for row in without["models"]["scan"]["rows"].values():
@@ -84,6 +90,7 @@ def test_all_of_it_in_one_run() -> None:
     names: list[str] = []
     results = run([TINY], 1, 2, memory=False, progress=names.append)
     assert names == [*SCENARIOS, "forward"] * 3, "the first round warms up"
+    assert results["environment"]["command"] == "python benchmarks/scenarios.py --runs 2 --threads 1"
     measured = results["models"]["scan"]
     assert set(measured["rows"]) == {*SCENARIOS, "forward"}
     assert all(len(row["runs_s"]) == 2 and min(row["runs_s"]) > 0 for row in measured["rows"].values())
