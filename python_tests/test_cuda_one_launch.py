@@ -116,6 +116,12 @@ def test_one_launch_gives_the_numbers_of_the_reference(kernels: Kernels, mining:
         check_one_launch(kernels[0], scores, anchor, mining=mining, margin=0.25, blocks=blocks, seed=size)
 
 
+def test_a_thousand_rows_in_large_tiles(kernels: Kernels) -> None:
+    """As matrices of more than 2^20 scores are cut: 17 x 9 tiles, partial at both ends, with ties across them all."""
+    scores, anchor = (choose(few_values, (1025, 1025), i, torch.float32) for i in range(2))
+    check_one_launch(kernels[0], scores, anchor, mining="hardest", margin=0.25, blocks=3, large=True)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_gradient_is_multiplied_by_the_incoming_one(kernels: Kernels, dtype: type) -> None:
     gradient = np.random.default_rng(0).choice([0.0, 0.0, -1.5, 2.0], 1000).astype(dtype)
