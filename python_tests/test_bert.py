@@ -278,6 +278,39 @@ def test_a_training_with_bert(data: Path, folder: Path, tmp_path: Path, capsys: 
     capsys.readouterr()
 
 
+def test_a_resumed_run_keeps_its_heads(data: Path, folder: Path, tmp_path: Path) -> None:
+    """Their number changes no shape of a weight, but the scores."""
+    settings = config(data, tmp_path / "run", model="vse_infty", bert=str(folder), epochs=1)
+    run(settings)
+    other = write_bert(tmp_path / "other", num_attention_heads=6)
+    with pytest.raises(ValueError, match=r"^config\.json of the BERT model: its content is not what the run to resume"):
+        run(attrs.evolve(settings, bert=str(other), epochs=2), resume=True)
+
+
+def test_captions_that_bert_cannot_read_are_found_at_the_start(
+    data: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """14 pieces, [CLS] and [SEP] fit, and no more."""
+    data = shutil.copytree(data, tmp_path / "data")
+    train = ["train", "--data", data, "--model", "vse_infty", "--bert", folder, "--epochs", "1", "--out"]
+    evaluate = ["evaluate", "--data", data, "--checkpoint", tmp_path / "run"]
+    files = {split: data / f"{split}_caps.txt" for split in ("train", "dev", "test")}
+    for path in files.values():
+        path.write_text("\n".join(["red " * 14, *path.read_text().splitlines()[1:]]) + "\n")
+    for command in ([*train, tmp_path / "run", "--model-option", "embed_dim=8"], evaluate):
+        assert cli.run([str(argument) for argument in command]) == 0
+    for split, path in files.items():
+        captions = path.read_text()
+        path.write_text("red " + captions)
+        command = evaluate if split == "test" else [*train, tmp_path / "refused"]
+        found = f"got 17: {('red ' * 15).strip()!r}"
+        assert error_of(capsys, *command) == (
+            f"{path}: expected at most 16 tokens in a caption, as many as the model reads, {found}"
+        )
+        path.write_text(captions)
+    assert not (tmp_path / "refused").exists()
+
+
 def test_branches_that_train_together_start_from_the_same_bert(data: Path, folder: Path, tmp_path: Path) -> None:
     settings = config(data, tmp_path / "run", model="rvsepp", bert=str(folder), scenario="oss", branches=3, epochs=1)
     branches = [branch.model for branch in make_trainer(settings).stepper.scenario.branches]

@@ -58,4 +58,5 @@ def dataset_of(
         raise ValueError(
             f"{dataset.features_path}: regions of {width} channels, but the model in {run} takes {expected}"
         )
+    dataset.check_caption_lengths(model.max_caption_length)
     return dataset

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..messages import shown
 from . import layout
 from .dataset import CaptionDataset
 from .vocabulary import Vocabulary
@@ -75,6 +76,16 @@ class PrecomputedDataset(CaptionDataset):
             return layout.read_caption_image(cap2im, len(rows), n_captions), 1
         stride = layout.match_counts(self.directory, self.split, rows, n_captions)
         return np.arange(n_captions, dtype=np.int64) // layout.CAPTIONS_PER_IMAGE, stride
+
+    def check_caption_lengths(self, longest: int | None) -> None:
+        """ValueError showing the longest caption where it has more than `longest` tokens; None allows any length."""
+        if longest is None or not len(self) or int(self.caption_lengths.max()) <= longest:
+            return
+        worst = int(self.caption_lengths.argmax())
+        raise ValueError(
+            f"{layout.split_path(self.directory, self.split, 'caps.txt')}: expected at most {longest} tokens in a "
+            f"caption, as many as the model reads, got {self.caption_lengths[worst]}: {shown(self.captions[worst])}"
+        )
 
     def _row(self, image: int) -> int:
         return image * self._stride

@@ -61,6 +61,11 @@ class MatchingModel(nn.Module, abc.ABC):
         encoder: nn.Module = getattr(self, "image_encoder", self)
         return next(encoder.parameters())
 
+    @property
+    def max_caption_length(self) -> int | None:
+        """Tokens in the longest caption that the model reads; None where any length will do."""
+        return None
+
     def forward(self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor) -> Tensor:
         """Scores (n_images, n_captions) of all images with all captions."""
         return self.score(self.encode_images(features), self.encode_captions(token_ids, lengths))

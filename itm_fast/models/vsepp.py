@@ -63,6 +63,11 @@ class VSEPP(MatchingModel):
         self.image_pool = GeneralizedPooling() if config.image_pooling == "gpo" else None
         self.text_pool = GeneralizedPooling() if config.text_pooling == "gpo" else None
 
+    @property
+    def max_caption_length(self) -> int | None:
+        """Tokens in the longest caption that BERT reads; None with a GRU, which reads any."""
+        return self.text_encoder.max_length if isinstance(self.text_encoder, BertTextEncoder) else None
+
     def encode_images(self, features: Tensor | Fragments) -> Tensor:
         """Region features (n, k, f), or Fragments of rows (N, f), to (n, d).
 

@@ -49,6 +49,8 @@ def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -
     vocabulary, train_data, validation_data = load_data(config, resume=resume)
     torch.manual_seed(config.seed)
     model = create_model(config, vocabulary, train_data)
+    for data in (train_data, validation_data):
+        data.check_caption_lengths(model.max_caption_length)
     anchor = frozen_anchor(config, model, vocabulary, resume=resume)
     trainer = Trainer(config, model, train_data, validation_data, anchor=anchor, progress=progress)
     with lock(config.out):

@@ -332,7 +332,11 @@ class Trainer:
 
     @functools.cached_property
     def _fingerprints(self) -> dict[str, str]:
-        return {**fingerprints(self.train_data), **fingerprints(self.validation_data)}
+        found = {**fingerprints(self.train_data), **fingerprints(self.validation_data)}
+        if self.config.bert is not None:
+            # The shapes of the weights say all of BERT's sizes but this one.
+            found["config.json of the BERT model"] = f"num_attention_heads {self.model.config.bert_heads}"
+        return found
 
     def _warn_without_negatives(self) -> None:
         one_image = self.config.exclude_same_image and len(self.train_data.caption_image.unique()) == 1
