@@ -361,6 +361,7 @@ def test_options_that_do_not_fit_bert(
     [
         ({"model_type": "roberta"}, "config.json: model_type: expected bert, got 'roberta'"),
         ({"hidden_act": "relu"}, "config.json: hidden_act: expected gelu, got 'relu'"),
+        ({"is_decoder": True}, "config.json: is_decoder: expected False, got True"),
         ({"vocab_size": 9}, f"config.json: vocab_size: expected {len(PIECES)} as in the vocabulary, got 9"),
         ({"hidden_size": 36}, "model.safetensors: embeddings.word_embeddings.weight: expected shape "
          f"({len(PIECES)}, 36), got ({len(PIECES)}, 24)"),

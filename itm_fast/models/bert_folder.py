@@ -34,6 +34,7 @@ _FIXED = {
     "layer_norm_eps": 1e-12,
     "type_vocab_size": 2,
     "position_embedding_type": "absolute",
+    "is_decoder": False,
 }
 _WEIGHTS = "model.safetensors"
 
