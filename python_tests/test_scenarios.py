@@ -216,6 +216,17 @@ def test_the_average_follows_its_schedule(data: Path, tmp_path: Path) -> None:
     assert [int(average.state_dict()[name]) for name in counts] == [8]
 
 
+def test_the_weights_of_the_average_lie_together(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For cuDNN, which gathers those of a GRU anew at every call otherwise."""
+    gathered = []
+    flatten = nn.GRU.flatten_parameters
+    monkeypatch.setattr(nn.GRU, "flatten_parameters", lambda gru: (gathered.append(id(gru)), flatten(gru))[1])
+    average = trainer_of(data, tmp_path, "mss").stepper.scenario.anchor
+    grus = [id(module) for module in average.modules() if isinstance(module, nn.GRU)]
+    assert len(grus) > 0
+    assert set(grus) <= set(gathered)
+
+
 def test_the_momentum_rises_along_a_cosine() -> None:
     values = [momentum_at(step, 100, 0.99995) for step in range(101)]
     assert (values[0], values[100]) == (0.99995, 1.0)

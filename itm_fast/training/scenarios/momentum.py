@@ -9,6 +9,7 @@ import copy
 import math
 
 import torch
+from torch import nn
 
 from itm_fast.models.base import MatchingModel
 from itm_fast.training.branch import Branch
@@ -40,6 +41,10 @@ class MomentumScenario(Scenario):
 
     def __init__(self, target: Branch, boosting_weight: float, momentum: float, steps: int) -> None:
         self.average = copy.deepcopy(target.model)
+        for module in self.average.modules():
+            if isinstance(module, nn.RNNBase):
+                # Copies of its weights lie apart in memory; cuDNN would gather them anew, and warn, at every call.
+                module.flatten_parameters()
         super().__init__([target], boosting_weight, self.average)
         self.momentum, self.steps = momentum, steps
 
