@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import check_cuda_library
 import torch
 from helpers.mixed_devices import CALLS, on_one_device, refusals
 from helpers.processes import ROOT, run_python
@@ -48,3 +49,7 @@ def test_cuda_kernels_refuse_tensors_of_another_device() -> None:
     assert wrong == []
     assert set(operators) == NAMES
     assert set(of_cpu.values()) == {"itm_fast: expected CUDA tensors, got one on cpu"}
+
+
+def test_every_cuda_kernel_is_called() -> None:
+    assert check_cuda_library.implemented(ROOT / "csrc" / "cuda") <= NAMES
