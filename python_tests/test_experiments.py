@@ -91,6 +91,8 @@ def test_an_experiment_from_nothing_to_its_table(
     longest = max(found.values(), key=lambda result: result["cpu_seconds"])
     cpu, clock = f"{longest['cpu_seconds']:.0f} CPU seconds", f"{longest['seconds']:.0f} by the clock."
     assert partial[6].endswith(f"{os.cpu_count()} cores, and the longest run took {cpu}, {clock}")
+    threads = scan["environment"]["threads"]
+    assert f", {threads} thread{'s' * (threads != 1)}. Seconds are medians; the machine's load" in partial[6]
     for result in found.values():
         assert 0 < result["cpu_seconds"] < 1.5 * result["environment"]["threads"] * result["seconds"] + 5
         assert min(result["load_average"].values()) >= 0

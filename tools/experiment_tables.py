@@ -69,7 +69,7 @@ def _where(results: Sequence[Mapping[str, Any]]) -> str:
     if any(content != evaluated[0] for content in evaluated):
         raise ValueError("results: expected recalls on the same images and captions, but their content differs")
     places = {
-        f"{result['environment']['processor']}, {result['environment']['threads']} threads"
+        f"{result['environment']['processor']}, {_threads(result['environment']['threads'])}"
         + ("" if result["device"] == "cpu" else f", {result['device']}")
         for result in results
     }
@@ -85,6 +85,10 @@ def _where(results: Sequence[Mapping[str, Any]]) -> str:
     longest = max(timed, key=lambda result: result["cpu_seconds"])
     clock = f"{longest['seconds']:.0f} by the clock"
     return f"{text}, and the longest run took {longest['cpu_seconds']:.0f} CPU seconds, {clock}."
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def _agreement(first: Mapping[int, Any], second: Mapping[int, Any]) -> str:
