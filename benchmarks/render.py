@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from itm_fast.benchmarking import scenarios
 from itm_fast.benchmarking.performance import tables
 from itm_fast.benchmarking.table import markdown, summary
 
@@ -34,15 +35,16 @@ def demo(result: dict[str, Any]) -> str:
     )
 
 
-def measured(name: str, section: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
-    """The section of the results in benchmarks/results/NAME.json."""
+def measured(
+    name: str, section: Callable[[dict[str, Any]], str], command: str = "make bench ARGS='--json {}'"
+) -> Callable[[], str]:
+    """The section of the results in benchmarks/results/NAME.json, which `command` leaves."""
 
     def render() -> str:
         path = RESULTS / f"{name}.json"
         if not path.exists():
-            raise SystemExit(
-                f"{path.relative_to(ROOT)} is missing: measure with 'make bench ARGS=\"--json {path.name}\"'"
-            )
+            file = path.relative_to(ROOT)
+            raise SystemExit(f"{file} is missing: measure with {command.format(file)}")
         return section(json.loads(path.read_text()))
 
     return render
@@ -59,7 +61,10 @@ def gpus() -> str:
 # Page to the sections between its markers.
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"cpu": measured("cpu", summary), "demo": measured("demo", demo)},
-    ROOT / "docs" / "benchmarks.md": {"cpu": measured("cpu", markdown)},
+    ROOT / "docs" / "benchmarks.md": {
+        "cpu": measured("cpu", markdown),
+        "scenarios": measured("scenarios", scenarios.markdown, "python benchmarks/scenarios.py --json {}"),
+    },
     ROOT / "docs" / "performance.md": {"cost model": gpus},
 }
 
