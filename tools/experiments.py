@@ -66,7 +66,7 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
         # By the clock, and of all threads and processes: training and evaluation, reading of data included. What a run
         # took before it was resumed is known by the clock alone.
         "seconds": round(trained.seconds + time.monotonic() - started, 1),
-        "cpu_seconds": None if resume else round(_cpu_seconds() - cpu_seconds, 1),
+        "cpu_seconds": None if resume else round(_cpu_seconds() - cpu_seconds, 2),
         # What else the machine did: its load averages over a minute, this run's own threads included.
         "load_average": {"before": round(load, 2), "after": round(os.getloadavg()[0], 2)},
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
