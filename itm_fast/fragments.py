@@ -140,6 +140,11 @@ class Fragments:
         return self.offsets[1:] - self.offsets[:-1]
 
     @property
+    def knows_max_length(self) -> bool:
+        """Whether `max_length` needs no look at the offsets, for which a GPU would be waited for."""
+        return self._max_length is not None
+
+    @property
     def max_length(self) -> int:
         """Rows of the longest set; the first use reads the offsets on the host."""
         if self._max_length is None:

@@ -231,7 +231,7 @@ def test_the_limits_are_those_of_the_kernels(kernels: RegulatorKernels) -> None:
     assert kernels.limits() == [CUDA_QUERY_ROWS, CUDA_CONTEXT_ROWS, CUDA_STEPS] == [112, 128, 8]
 
 
-def test_what_the_kernels_do_not_take_is_said() -> None:
+def test_what_the_kernels_do_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters, deep = (random_parameters(setting, 4, 6) for setting in ("rcar2", "rar1"))
     deep = deep.with_tensors(deep.tensors())
     deep.aggregations *= 9
@@ -243,6 +243,13 @@ def test_what_the_kernels_do_not_take_is_said() -> None:
     assert beyond_kernels("cuda", longer, contexts, parameters) == start + "query sets of at most 112 rows"
     assert beyond_kernels("cuda", queries, wider, parameters) == start + "context sets of at most 128 rows"
     assert beyond_kernels("cuda", queries, contexts, deep) == start + "at most 8 steps"
+    empty = Fragments(torch.zeros(112, 0), queries.offsets)
+    assert beyond_kernels("cuda", empty, contexts, parameters) == start + "rows of at least one component"
     with pytest.warns(FallbackWarning, match=r"^itm_fast runs on the packed reference: a test says so$"):
         assert not use_native("regulated_scores", queries.values, "a test says so")
     assert use_native("regulated_scores", queries.values)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    unknown = Fragments(contexts.values, contexts.offsets)
+    reason = "under torch.compile the CUDA kernels of the regulators take Fragments made with max_length"
+    assert beyond_kernels("cuda", queries, unknown, parameters) == reason
+    assert beyond_kernels("cuda", queries, contexts, parameters) is None

@@ -79,13 +79,17 @@ class _Side:
 
     def select(self, numbers: Tensor, values: Sequence[Tensor]) -> tuple[Sets, list[Tensor], list[Any]]:
         """The sets `numbers`, rising, their tensors cut off from any graph, and where the rows of these come from."""
-        leaves, chosen, places = [], [], []
+        leaves: list[Any] = []
+        chosen, places = [], []
         for part, value in zip(self.parts, values, strict=True):
-            place: Any = numbers if part is None else part.row_index(numbers)
-            if len(numbers) == self.count:
-                place = ...
+            # All sets are themselves: looking for their rows would wait for a GPU.
+            every = len(numbers) == self.count
+            place: Any = ... if every else numbers if part is None else part.row_index(numbers)
             value = value.detach()[place]
-            leaves.append(value if part is None else part.index_select(numbers).with_values(value))
+            if part is None:
+                leaves.append(value)
+            else:
+                leaves.append((part if every else part.index_select(numbers)).with_values(value))
             chosen.append(value)
             places.append(place)
         return _pytree.tree_unflatten(leaves, self.spec), chosen, places

@@ -48,12 +48,12 @@ def cross_attention_alignments(
     validation.check_option("normalization", normalization, NORMALIZATIONS)
     _check_weights(weight, bias, correspondences)
     parameters = alignment_parameters(weight, bias, correspondences, residual_correspondence)
+    beyond = beyond_kernels(queries.values.device.type, queries, contexts, parameters)
     queries, contexts = autocast(queries, contexts)
     check_same_space(queries, contexts)
     temperature, negative_slope = _check_attention(temperature, negative_slope, focal)
     check_parameters(parameters, queries)
     wide = torch.promote_types(queries.dtype, torch.float32)
-    beyond = beyond_kernels(queries.values.device.type, queries, contexts, parameters)
     native = use_native("cross_attention_alignments", queries.values, beyond)
     if native and not is_differentiated(queries.values, contexts.values, *parameters.tensors()):
         return _native_alignments(
@@ -96,6 +96,7 @@ def regulated_scores(
     check_fragments(queries, contexts)
     if not isinstance(parameters, RegulatorParameters):
         raise TypeError(f"parameters: expected RegulatorParameters, got {validation.describe(parameters)}")
+    beyond = beyond_kernels(queries.values.device.type, queries, contexts, parameters)
     queries, contexts = autocast(queries, contexts)
     check_same_space(queries, contexts)
     temperature, negative_slope = _check_attention(temperature, negative_slope, focal)
@@ -105,7 +106,6 @@ def regulated_scores(
     check_parameters(parameters, queries)
     seed = _seed(seed, dropout, queries.device)
     wide = torch.promote_types(queries.dtype, torch.float32)
-    beyond = beyond_kernels(queries.values.device.type, queries, contexts, parameters)
     native = use_native("regulated_scores", queries.values, beyond)
     precision = compute_precision(queries.values)
     queries, contexts, parameters = queries.to(wide), contexts.to(wide), parameters.to(wide)
@@ -114,9 +114,9 @@ def regulated_scores(
     def whole(weights: Sequence[Tensor], _: None, part: Fragments, others: Fragments, *__: Tensor) -> Tensor:
         return _native_scores(part, others, parameters, weights, dropout, seed, precision, **options)
 
+    if native and not is_differentiated(queries.values, contexts.values, *parameters.tensors()):
+        return whole(parameters.tensors(), None, queries, contexts)
     if torch.compiler.is_compiling():
-        if native and not is_differentiated(queries.values, contexts.values, *parameters.tensors()):
-            return whole(parameters.tensors(), None, queries, contexts)
         with without_autocast(queries.device.type):
             return reference.regulated_scores_packed(
                 queries, contexts, parameters, dropout=dropout, seed=seed, **options
@@ -126,9 +126,17 @@ def regulated_scores(
 
 
 def beyond_kernels(device: str, queries: Fragments, contexts: Fragments, parameters: RegulatorParameters) -> str | None:
-    """Why the kernels of a device type do not take these operands; None where they do, as the CPU's always."""
+    """Why the kernels of a device type do not take these operands; None where they do, as the CPU's always.
+
+    On a GPU this waits for lengths that nobody knows yet; it is asked before autocast, so that the caller's own
+    Fragments keep them.
+    """
     if device != "cuda":
         return None
+    if torch.compiler.is_compiling() and not (queries.knows_max_length and contexts.knows_max_length):
+        return "under torch.compile the CUDA kernels of the regulators take Fragments made with max_length"
+    if queries.values.shape[1] == 0:
+        return "the CUDA kernels of the regulators take rows of at least one component"
     if queries.max_length > CUDA_QUERY_ROWS:
         return f"the CUDA kernels of the regulators take query sets of at most {CUDA_QUERY_ROWS} rows"
     if contexts.max_length > CUDA_CONTEXT_ROWS:
@@ -200,14 +208,19 @@ def _native_alignments(
 
 @register_fake("regulated_scores")
 def _scores_fake(queries: Tensor, query_offsets: Tensor, contexts: Tensor, context_offsets: Tensor, *_: Any) -> Tensor:
-    return queries.new_empty(query_offsets.shape[0] - 1, context_offsets.shape[0] - 1)
+    return queries.new_empty(query_offsets.shape[0] - 1, context_offsets.shape[0] - 1, dtype=_wide(queries))
 
 
 @register_fake("cross_attention_alignments")
 def _alignments_fake(
     queries: Tensor, query_offsets: Tensor, contexts: Tensor, context_offsets: Tensor, weights: list[Tensor], *_: Any
 ) -> Tensor:
-    return queries.new_empty(context_offsets.shape[0] - 1, queries.shape[0], weights[0].shape[0])
+    shape = (context_offsets.shape[0] - 1, queries.shape[0], weights[0].shape[0])
+    return queries.new_empty(shape, dtype=_wide(queries))
+
+
+def _wide(queries: Tensor) -> torch.dtype:
+    return torch.promote_types(queries.dtype, torch.float32)
 
 
 def _gradient_sparse(

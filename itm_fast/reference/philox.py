@@ -62,7 +62,11 @@ class CounterDropout:
 
     def __init__(self, probability: float, seed: int | Tensor, device: torch.device) -> None:
         self.probability = probability
-        key = seed.to(device).reshape(()) if isinstance(seed, Tensor) else torch.tensor(seed, device=device)
+        if isinstance(seed, Tensor):
+            key = seed.to(device).reshape(())
+        else:
+            # Unlike torch.tensor, this does not wait for a GPU.
+            key = torch.full((), seed, dtype=torch.int64, device=device)
         self._key = (key & _WORD, (key >> 32) & _WORD)
 
     def factors(self, rows: Tensor, contexts: Tensor, stream: int, channels: int, dtype: torch.dtype) -> Tensor:
