@@ -64,7 +64,7 @@ SCENARIOS: dict[str, dict[str, object]] = {
     "": {},
     "mss-": {**BOOSTED, "scenario": "mss", "momentum": 0.99995},
     "oss-": {**BOOSTED, "scenario": "oss", "branches": 2},
-    "oas-": {**BOOSTED, "scenario": "oas", "anchor_start": True},
+    "oas-": {**BOOSTED, "scenario": "oas", "anchor_start": True, "text_augmentation": 0.2},
 }
 PUBLISHED = {
     "scan-t2i-f30k": ("scan", FLICKR, {**SCAN, **T2I, **MEAN}),

@@ -173,6 +173,10 @@ def refused(capsys: pytest.CaptureFixture[str], data: Path, out: Path, *argument
         ("--scenario mss --branches 3", "branches: 3 goes with the scenario oss, not mss"),
         ("--scenario oss --momentum 0.9", "momentum: 0.9 goes with the scenario mss, not oss"),
         ("--scenario mss --anchor runs/a", "anchor: 'runs/a' goes with the scenario oas, not mss"),
+        ("--scenario mss --boosting relative --boosting-alpha 0.3",
+         "boosting_alpha: 0.3 goes with the boosting absolute or both, not relative"),
+        ("--scenario mss --loss cmpm --mining all --boosting rkd --margin 0.3",
+         "margin: 0.3 goes with the loss triplet or polynomial, not cmpm"),
         ("--scenario mss --boosting rkd --soft", "soft: True goes with the boosting absolute or relative or both, not "
          "rkd"),
         ("--scenario mss --momentum 1.01", "momentum: expected a number at least 0 and at most 1, got 1.01"),
@@ -210,6 +214,11 @@ def test_an_anchor_of_another_model_or_vocabulary(
     file = other / "vocab.json"
     assert refused(capsys, data, out, *oas, other) == (
         f"anchor: {file} is another vocabulary than that of this run, for which --vocab {file} could stand"
+    )
+    Vocabulary([word for word in words if word != "<mask>"]).save(file)
+    assert refused(capsys, data, out, *oas, other, "--vocab", file, "--text-augmentation", 0.2) == (
+        f"anchor: {file} has no <mask>, which --text-augmentation needs: train without it, or beside an anchor that "
+        "was trained with it"
     )
     file.unlink()
     assert refused(capsys, data, out, *oas, other) == (

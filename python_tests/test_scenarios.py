@@ -62,6 +62,21 @@ def by_hand(settings: TrainConfig, images: Tensor, scores: Tensor, anchors: list
     return own + settings.boosting_weight * sum(boosting) / len(boosting)
 
 
+def gradient_norm(trainer: Trainer, anchor_scores: Tensor, mining: str) -> float:
+    """The norm of the gradient of both losses for the weights of a copy of the target."""
+    settings, batch = trainer.config, trainer.train_data.batch(CAPTIONS)
+    positives = batch.image_index[:, None] == batch.image_index if settings.exclude_same_image else None
+    model = copy.deepcopy(trainer.model).train()
+    scores = model(batch.features, batch.token_ids, batch.lengths)
+    boosting = losses.BoostingLoss(
+        settings.margin, strategy=settings.boosting or "absolute", mining=settings.boosting_mining,
+        alpha=settings.boosting_alpha, soft=settings.soft,
+    )  # fmt: skip
+    own = losses.TripletLoss(settings.margin, mining=mining)(scores, positives=positives)
+    (own + settings.boosting_weight * boosting(scores, anchor_scores, positives=positives)).backward()
+    return math.sqrt(sum(float(one.grad.square().sum()) for one in model.parameters() if one.grad is not None))
+
+
 @pytest.mark.parametrize("scenario", ["oas", "mss"])
 @pytest.mark.parametrize(
     ("changes", "mining"),
@@ -87,7 +102,9 @@ def test_the_target_minimises_its_own_loss_and_the_boosting_loss(
     assert not torch.allclose(anchor_scores, scores_of(trainer, scenario_of.anchor, training=True), atol=1e-3)
     expected = by_hand(trainer.config, batch.image_index, target_scores, [anchor_scores], mining)
     own = by_hand(trainer.config, batch.image_index, target_scores, [], mining)
+    norm = gradient_norm(trainer, anchor_scores, mining)
     output = trainer.stepper(batch, mining, 0)
+    assert output["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert output["loss"] == pytest.approx(float(expected), rel=1e-5)
     weight = trainer.config.boosting_weight
     assert output["boosting_loss"] == pytest.approx(float(expected - own) / weight, rel=1e-4)
@@ -97,11 +114,11 @@ def test_the_target_minimises_its_own_loss_and_the_boosting_loss(
 @pytest.mark.parametrize(
     ("boosting", "loss"),
     [
-        ("soft_rank", losses.SoftRankLoss()),
-        ("rkd", losses.RKDLoss()),
-        ("dml", losses.DMLLoss()),
-        ("dino", losses.DINOLoss()),
-        ("dino_inverse", losses.DINOLoss(inverse=True)),
+        ("soft_rank", losses.SoftRankLoss(reduction="mean")),
+        ("rkd", losses.RKDLoss(normalize=False, directions="rows", reduction="mean")),
+        ("dml", losses.DMLLoss(scale=10.0, reduction="mean")),
+        ("dino", losses.DINOLoss(scale=10.0, anchor_scale=10.0, reduction="mean")),
+        ("dino_inverse", losses.DINOLoss(scale=10.0, anchor_scale=10.0, inverse=True, reduction="mean")),
     ],
 )
 def test_what_boosting_is_compared_with(

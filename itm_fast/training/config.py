@@ -176,7 +176,7 @@ class TrainConfig:
         group=SCENARIO,
         minimum=0,
         maximum=1,
-        help="The share of itself that the moving average keeps at the first step; at the last it keeps all (mss).",
+        help="The share of itself that the moving average keeps at the first step, on its way to 1 (mss).",
     )
 
     validate_every: int = setting(1, group=LOG, minimum=1, help="Time between two validations.")

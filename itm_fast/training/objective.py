@@ -1,7 +1,7 @@
 """The losses of a run: what their settings may be, and the modules that they make.
 
-Inside: `LOSSES`, `MINING`, `BOOSTING`, `check_loss`, `make_losses`, `make_boosting_loss`. The modules are imported
-where they are made, so that listing the settings stays quick.
+Inside: `LOSSES`, `MINING`, `BOOSTING`, `check_loss`, `make_losses`, `make_boosting_loss`, `described_boosting`. The
+modules are imported where they are made, so that listing the settings stays quick.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from itm_fast.training.config import TrainConfig
 
-__all__ = ["BOOSTING", "LOSSES", "MINING", "check_loss", "make_boosting_loss", "make_losses"]
+__all__ = ["BOOSTING", "LOSSES", "MINING", "check_loss", "described_boosting", "make_boosting_loss", "make_losses"]
 
 MINING = ("hardest", "all", "selective", "semi_hard", "contrastive")
 # The negatives that each loss takes.
@@ -30,7 +30,6 @@ BOOSTING = (*_BOOSTED, "soft_rank", "rkd", "dml", "dino", "dino_inverse")
 _ANCHORED = ("oas", "oss", "mss")
 # Settings that mean something with some values of another setting alone; of a choice None stands for its default.
 _DEPENDENT: Sequence[tuple[str, str, tuple[str | None, ...]]] = (
-    ("margin", "loss", ("triplet", "polynomial")),
     ("warmup_epochs", "loss", ("triplet", "polynomial")),
     ("halve_loss", "loss", ("triplet",)),
     ("softmax_scale", "loss", ("cmpm",)),
@@ -39,7 +38,8 @@ _DEPENDENT: Sequence[tuple[str, str, tuple[str | None, ...]]] = (
     ("boosting", "scenario", _ANCHORED),
     ("boosting_weight", "scenario", _ANCHORED),
     *((name, "scenario", _ANCHORED) for name in ("boosting_mining", "boosting_alpha", "soft")),
-    *((name, "boosting", (None, *_BOOSTED)) for name in ("boosting_mining", "boosting_alpha", "soft")),
+    *((name, "boosting", (None, *_BOOSTED)) for name in ("boosting_mining", "soft")),
+    ("boosting_alpha", "boosting", (None, "absolute", "both")),
     ("anchor", "scenario", ("oas",)),
     ("anchor_start", "scenario", ("oas",)),
     ("branches", "scenario", ("oss",)),
@@ -53,7 +53,10 @@ def check_loss(config: TrainConfig) -> None:
     if config.mining not in taken:
         raise ValueError(f"mining: the loss {config.loss} takes {taken[0]}, got {config.mining!r}")
     fields = settings.fields_of(type(config))
-    for name, other, values in _DEPENDENT:
+    boosted = config.scenario in _ANCHORED and config.boosting in (None, *_BOOSTED)
+    # Boosting has the margin, too, whatever the branch's own loss.
+    margin = () if boosted else (("margin", "loss", ("triplet", "polynomial")),)
+    for name, other, values in (*margin, *_DEPENDENT):
         value, chosen = getattr(config, name), getattr(config, other)
         if chosen not in values and value != fields[name].default:
             wanted = " or ".join(value for value in values if value is not None)
@@ -81,17 +84,21 @@ def make_losses(config: TrainConfig) -> dict[str, nn.Module]:
 
 
 def make_boosting_loss(config: TrainConfig) -> nn.Module:
-    """The loss of a branch's scores beside those of an anchor."""
+    """The loss of a branch's scores beside those of an anchor.
+
+    What boosting is compared with has the scales and means over the batch of DBL's public code.
+    """
     from itm_fast import losses
 
+    dino = partial(losses.DINOLoss, scale=10.0, anchor_scale=10.0, reduction="mean")
     compared: Mapping[str, Callable[[], nn.Module]] = {
-        "soft_rank": losses.SoftRankLoss,
-        "rkd": losses.RKDLoss,
-        "dml": losses.DMLLoss,
-        "dino": losses.DINOLoss,
-        "dino_inverse": partial(losses.DINOLoss, inverse=True),
+        "soft_rank": partial(losses.SoftRankLoss, reduction="mean"),
+        "rkd": partial(losses.RKDLoss, normalize=False, directions="rows", reduction="mean"),
+        "dml": partial(losses.DMLLoss, scale=10.0, reduction="mean"),
+        "dino": dino,
+        "dino_inverse": partial(dino, inverse=True),
     }
-    boosting = config.boosting or "absolute"
+    boosting = config.boosting or _BOOSTED[0]
     if boosting in compared:
         return compared[boosting]()
     return losses.BoostingLoss(
@@ -101,3 +108,9 @@ def make_boosting_loss(config: TrainConfig) -> nn.Module:
         alpha=config.boosting_alpha,
         soft=config.soft,
     )
+
+
+def described_boosting(config: TrainConfig) -> str:
+    """The loss beside an anchor in words: its name, and its negatives where it chooses some."""
+    boosting = config.boosting or _BOOSTED[0]
+    return f"{boosting} ({config.boosting_mining})" if boosting in _BOOSTED else boosting

@@ -20,6 +20,7 @@ from itm_fast.models.bert_folder import bert_options, bert_vocabulary_file, load
 from itm_fast.training import run_folder
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
+from itm_fast.training.objective import described_boosting
 from itm_fast.training.scenarios import frozen_anchor
 from itm_fast.training.trainer import Trainer, TrainResult
 
@@ -120,7 +121,7 @@ def _opening(trainer: Trainer, vocabulary: Vocabulary, vocabulary_source: Path |
     yield f"device: {trainer.device}, threads: {torch.get_num_threads()}, precision: {config.precision}"
     yield f"epochs: {config.epochs:,}, steps per epoch: {trainer.steps_per_epoch:,}"
     if config.scenario != "single":
-        yield f"scenario: {config.scenario}, boosting: {config.boosting or 'absolute'} ({config.boosting_mining})"
+        yield f"scenario: {config.scenario}, boosting: {described_boosting(config)}"
 
 
 def warn_of_unknown_words(data: PrecomputedDataset) -> None:

@@ -37,22 +37,33 @@ def frozen_anchor(
     if resume:
         return copy.deepcopy(model)
     anchor = models.load(config.anchor)
-    _check_same_model(anchor, model, config.anchor)
-    path = Path(config.anchor) / VOCABULARY
-    if not path.is_file():
-        raise ValueError(f"anchor: {config.anchor} holds no {VOCABULARY}; name the RUN folder of its training")
-    if Vocabulary.from_file(path) != vocabulary:
-        raise ValueError(
-            f"anchor: {path} is another vocabulary than that of this run, for which --vocab {path} could stand"
-        )
+    if anchor.name != model.name:
+        raise ValueError(f"anchor: {config.anchor} holds the model {anchor.name}, but {model.name} is trained")
+    _check_same_vocabulary(Path(config.anchor) / VOCABULARY, vocabulary)
+    _check_same_settings(anchor, model, config.anchor)
     if config.anchor_start:
         model.load_state_dict(anchor.state_dict())
     return anchor
 
 
-def _check_same_model(anchor: MatchingModel, model: MatchingModel, folder: str) -> None:
-    if anchor.name != model.name:
-        raise ValueError(f"anchor: {folder} holds the model {anchor.name}, but {model.name} is trained")
+def _check_same_vocabulary(path: Path, vocabulary: Vocabulary) -> None:
+    # Before the settings, among which a vocabulary of another size would only be a number.
+    if not path.is_file():
+        raise ValueError(f"anchor: {path.parent} holds no {VOCABULARY}; name the RUN folder of its training")
+    kept = Vocabulary.from_file(path)
+    if kept == vocabulary:
+        return
+    if kept.with_mask() == vocabulary:
+        raise ValueError(
+            f"anchor: {path} has no {Vocabulary.mask_word}, which --text-augmentation needs: train without it, or "
+            "beside an anchor that was trained with it"
+        )
+    raise ValueError(
+        f"anchor: {path} is another vocabulary than that of this run, for which --vocab {path} could stand"
+    )
+
+
+def _check_same_settings(anchor: MatchingModel, model: MatchingModel, folder: str) -> None:
     kept, wanted = settings.to_dict(anchor.config), settings.to_dict(model.config)
     for name, value in wanted.items():
         if kept[name] != value:
