@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.fragments import native_calls, random_fragments
 from helpers.regulators import SETTINGS, random_parameters
-from helpers.tolerance import assert_as_accurate, max_error
+from helpers.tolerance import Form, assert_as_accurate, max_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -59,6 +59,17 @@ def rcar(dim: int = DIM, width: int = WIDTH, setting: str = "rcar2") -> tuple[Fr
     )
 
 
+def plain_scores(queries: Fragments, contexts: Fragments, parameters: RegulatorParameters, **options: Any) -> Form:
+    """The packed form in plain PyTorch, of operands that are moved."""
+
+    def plain(moved: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        sides = [part.with_values(moved(part.values)) for part in (queries, contexts)]
+        weights = parameters.with_tensors([moved(tensor) for tensor in parameters.tensors()])
+        return [reference.regulated_scores_packed(*sides, weights, **options)]
+
+    return plain
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_setting(setting: str) -> None:
     """In float64 the numbers of the reference, in float32 as good as plain PyTorch; dropout included."""
@@ -72,12 +83,7 @@ def test_every_setting(setting: str) -> None:
     assert [name for name, _ in calls] == ["regulated_scores"]
     torch.testing.assert_close(scores, exact, rtol=0, atol=1e-12)
     single = queries.to(torch.float32), contexts.to(torch.float32), parameters.to(torch.float32)
-
-    def plain(moved: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        sides = [part.with_values(moved(part.values)) for part in single[:2]]
-        weights = single[2].with_tensors([moved(tensor) for tensor in single[2].tensors()])
-        return [reference.regulated_scores_packed(*sides, weights, **options)]
-
+    plain = plain_scores(*single, **options)
     assert_as_accurate([F_itm.regulated_scores(*single, **options)], [plain], [exact], names=[setting])
 
 
@@ -123,7 +129,12 @@ def test_whatever_is_asked_for(data: st.DataObject) -> None:
     }
     exact = reference.regulated_scores(queries, contexts, parameters, **options)
     scores = F_itm.regulated_scores(queries, contexts, parameters, **options)
-    torch.testing.assert_close(scores, exact, rtol=0, atol=1e-10)
+    if width == 1:
+        # An alignment x / (|x| + 1e-8) is 1 or -1 up to its last digits, whatever moves x. Of two that cancel nothing
+        # else is left, and the norm of the guidance magnifies it up to 1e8 times.
+        torch.testing.assert_close(scores, exact, rtol=0, atol=4e8 * torch.finfo(torch.float64).eps)
+        return
+    assert_as_accurate([scores], [plain_scores(queries, contexts, parameters, **options)], [exact], names=["scores"])
 
 
 @pytest.mark.parametrize("setting", ["rar3", "rcar2", "sequential 2, 3"])
