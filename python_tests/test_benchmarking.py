@@ -15,7 +15,7 @@ from itm_fast import reference
 from itm_fast.benchmarking import regulated, workloads
 from itm_fast.benchmarking.measure import Timing, interleave, peak_memory
 from itm_fast.benchmarking.run import PRESETS, run
-from itm_fast.benchmarking.table import BOUND, markdown, summary, time
+from itm_fast.benchmarking.table import BOUND, MEMORY_BOUND, markdown, summary, time
 from itm_fast.benchmarking.workloads import Sizes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,6 +148,12 @@ def test_a_target_that_is_missed_is_said() -> None:
     assert BOUND in markdown(results)
     variants["native"]["median_s"] = variants["packed"]["median_s"]
     assert "2x, reached" in markdown(results)
+    step = results["workloads"]["step"]["variants"]
+    step["native"]["peak_bytes"] = step["loop"]["peak_bytes"] / 40
+    assert MEMORY_BOUND not in markdown(results)
+    step["native"]["peak_bytes"] = step["loop"]["peak_bytes"] / 19.5
+    assert "1/39, reached 50 % of it |" in markdown(results)
+    assert MEMORY_BOUND in markdown(results)
 
 
 def test_the_readme_shows_the_committed_results() -> None:
