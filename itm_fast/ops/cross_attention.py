@@ -123,14 +123,15 @@ class _CrossAttentionScores(torch.autograd.Function):
         return *gradients, *(None,) * len(ctx.options)
 
 
-def _score_dtype(queries: Tensor) -> torch.dtype:
+def score_dtype(queries: Tensor) -> torch.dtype:
+    """Scores are float32, or float64 for float64 queries."""
     return torch.float64 if queries.dtype == torch.float64 else torch.float32
 
 
 @register_fake("cross_attention_scores")
 def _scores_fake(queries: Tensor, query_offsets: Tensor, contexts: Tensor, context_offsets: Tensor, *_: Any) -> Tensor:
     shape = (query_offsets.shape[0] - 1, context_offsets.shape[0] - 1)
-    return queries.new_empty(shape, dtype=_score_dtype(queries))
+    return queries.new_empty(shape, dtype=score_dtype(queries))
 
 
 @register_fake("cross_attention_scores_backward")

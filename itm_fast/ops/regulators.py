@@ -17,7 +17,7 @@ from itm_fast import reference
 from itm_fast.fragments import Fragments
 from itm_fast.ops import validation
 from itm_fast.ops.autograd import is_differentiated
-from itm_fast.ops.cross_attention import FOCAL_MODES, NORMALIZATIONS, check_fragments, check_same_space
+from itm_fast.ops.cross_attention import FOCAL_MODES, NORMALIZATIONS, check_fragments, check_same_space, score_dtype
 from itm_fast.ops.gradient_sparse import Score, gradient_sparse_scores
 from itm_fast.ops.library import register_fake, use_native
 from itm_fast.ops.precision import autocast, compute_precision, without_autocast
@@ -53,7 +53,7 @@ def cross_attention_alignments(
     check_same_space(queries, contexts)
     temperature, negative_slope = _check_attention(temperature, negative_slope, focal)
     check_parameters(parameters, queries)
-    wide = torch.promote_types(queries.dtype, torch.float32)
+    wide = score_dtype(queries.values)
     native = use_native("cross_attention_alignments", queries.values, beyond)
     if native and not is_differentiated(queries.values, contexts.values, *parameters.tensors()):
         return _native_alignments(
@@ -105,7 +105,7 @@ def regulated_scores(
         raise ValueError(f"dropout: expected a probability below 1, got {dropout:g}")
     check_parameters(parameters, queries)
     seed = _seed(seed, dropout, queries.device)
-    wide = torch.promote_types(queries.dtype, torch.float32)
+    wide = score_dtype(queries.values)
     native = use_native("regulated_scores", queries.values, beyond)
     precision = compute_precision(queries.values)
     queries, contexts, parameters = queries.to(wide), contexts.to(wide), parameters.to(wide)
@@ -208,7 +208,7 @@ def _native_alignments(
 
 @register_fake("regulated_scores")
 def _scores_fake(queries: Tensor, query_offsets: Tensor, contexts: Tensor, context_offsets: Tensor, *_: Any) -> Tensor:
-    return queries.new_empty(query_offsets.shape[0] - 1, context_offsets.shape[0] - 1, dtype=_wide(queries))
+    return queries.new_empty(query_offsets.shape[0] - 1, context_offsets.shape[0] - 1, dtype=score_dtype(queries))
 
 
 @register_fake("cross_attention_alignments")
@@ -216,11 +216,7 @@ def _alignments_fake(
     queries: Tensor, query_offsets: Tensor, contexts: Tensor, context_offsets: Tensor, weights: list[Tensor], *_: Any
 ) -> Tensor:
     shape = (context_offsets.shape[0] - 1, queries.shape[0], weights[0].shape[0])
-    return queries.new_empty(shape, dtype=_wide(queries))
-
-
-def _wide(queries: Tensor) -> torch.dtype:
-    return torch.promote_types(queries.dtype, torch.float32)
+    return queries.new_empty(shape, dtype=score_dtype(queries))
 
 
 def _gradient_sparse(
@@ -254,7 +250,7 @@ def check_parameters(parameters: RegulatorParameters, queries: Fragments) -> Non
     width = queries.values.shape[1]
     if parameters.embed_dim not in (None, width):
         raise ValueError(f"parameters: expected weights for rows of width {width}, got {parameters.embed_dim}")
-    wide = torch.promote_types(queries.dtype, torch.float32)
+    wide = score_dtype(queries.values)
     for name, tensor in parameters.named_tensors():
         if tensor.dtype not in (queries.dtype, wide):
             expected = f"{queries.dtype}" if wide == queries.dtype else f"{queries.dtype} or {wide}"
