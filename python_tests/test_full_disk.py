@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
 import pytest
 from helpers.concepts import write_concepts
+from helpers.full_disk import no_file_above
 from helpers.runs import config, run, same, weights
 
 from itm_fast import cli, models
@@ -19,17 +17,6 @@ from itm_fast.training.checkpoint import load_state, save_state
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_concepts(tmp_path_factory.mktemp("concepts"))
-
-
-@contextlib.contextmanager
-def no_file_above(size: int) -> Iterator[None]:
-    """The system itself refuses to let any file of this process grow above `size` bytes, as a full disk would."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -47,7 +47,14 @@ SELHN = {
 # The paper has no decay for its simpler models.
 CONSTANT = {"lr_schedule": "constant", "lr_decay_every": None, "lr_decay_unit": None, "lr_decay_factor": None}
 SLOW_BERT = {"weight_decay": 1e-4, "bert_lr_factor": 0.1}
+VSRN = {
+    "f30k": {**SIZES, "embed_dim": 2048, "graph_layers": 4, "image_encoder": "linear", "normalize_regions": False,
+             "image_batch_norm": True},
+    "coco": {**SIZES, "embed_dim": 2048, "graph_layers": 4, "image_encoder": "linear", "normalize_regions": True,
+             "image_batch_norm": False},
+}  # fmt: skip
 SOURCES = {
+    "vsrn": "Visual Semantic Reasoning",
     "dbl": "Deep Boosting Learning",
     "scan": "Lee et al.", "rcar": "Plug-and-Play", "bfan": "Liu et al.", "vsepp": "Faghri et al.",
     "vse-infty": "Best Pooling Strategy", "vse-": "Selectively Hard Negative", "rvse": "Selectively Hard Negative",
@@ -110,6 +117,7 @@ PUBLISHED = {
             ("coco", {"epochs": 20, "lr_decay_every": 10}),
         )
     },
+    **{f"vsrn-{data}": ("vsrn", FLICKR, VSRN[data]) for data in ("f30k", "coco")},
     "vsepp-f30k": ("vsepp", FLICKR, VSEPP),
     "vsepp-coco": ("vsepp", FLICKR, VSEPP),
     **{

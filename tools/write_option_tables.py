@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from itm_fast.cli.options import markdown_table
-from itm_fast.models import BFANConfig, DBLConfig, SCANConfig, SGRAFConfig, VSEInftyConfig, VSEPPConfig
+from itm_fast.models import BFANConfig, DBLConfig, SCANConfig, SGRAFConfig, VSEInftyConfig, VSEPPConfig, VSRNConfig
 from itm_fast.training import TrainConfig, recipes
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "training.md"
@@ -22,6 +22,7 @@ TABLES = {
     "dbl": DBLConfig,
     "vsepp": VSEPPConfig,
     "vse_infty": VSEInftyConfig,
+    "vsrn": VSRNConfig,
 }
 
 

@@ -3,10 +3,12 @@
 from itm_fast.models.base import MatchingModel, config_class, create, load, names
 from itm_fast.models.bfan import BFAN, BFANConfig
 from itm_fast.models.dbl import DBL, DBLConfig
+from itm_fast.models.fragment_model import Encoded, FragmentModel
 from itm_fast.models.scan import SCAN, SCANConfig
 from itm_fast.models.sgraf import SGRAF, SGRAFConfig
 from itm_fast.models.vse_infty import RVSEPP, RVSEPPConfig, VSEInfty, VSEInftyConfig
 from itm_fast.models.vsepp import VSEPP, VSEPPConfig
+from itm_fast.models.vsrn import VSRN, VSRNConfig
 
 __all__ = [
     "BFAN",
@@ -15,8 +17,11 @@ __all__ = [
     "SCAN",
     "SGRAF",
     "VSEPP",
+    "VSRN",
     "BFANConfig",
     "DBLConfig",
+    "Encoded",
+    "FragmentModel",
     "MatchingModel",
     "RVSEPPConfig",
     "SCANConfig",
@@ -24,6 +29,7 @@ __all__ = [
     "VSEInfty",
     "VSEInftyConfig",
     "VSEPPConfig",
+    "VSRNConfig",
     "config_class",
     "create",
     "load",

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from itm_fast.config import setting
 from itm_fast.fragments import Fragments
-from itm_fast.models.base import MatchingModel, register
+from itm_fast.models.base import register
 from itm_fast.models.encoders import make_image_encoder, make_text_encoder
+from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.models.regulators import (
     PairSteps,
     RegulatedConfig,
@@ -37,7 +38,7 @@ class BFANConfig(RegulatedConfig):
 
 
 @register
-class BFAN(MatchingModel):
+class BFAN(FragmentModel):
     """Words attend to regions and regions to words, irrelevant fragments lose their attention; the scores add up."""
 
     name = "bfan"

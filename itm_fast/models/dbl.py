@@ -7,8 +7,9 @@ from torch import Tensor
 
 from itm_fast.config import setting
 from itm_fast.fragments import Fragments
-from itm_fast.models.base import MatchingModel, register
+from itm_fast.models.base import register
 from itm_fast.models.encoders import EncoderConfig, make_image_encoder, make_text_encoder
+from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.models.regulators import PairSteps, pair_steps, pairwise_weights
 from itm_fast.nn import RegulatedSimilarity
 
@@ -30,7 +31,7 @@ class DBLConfig(EncoderConfig):
 
 
 @register
-class DBL(MatchingModel):
+class DBL(FragmentModel):
     """Words attend to regions; what each differs in from what it attends to is averaged and scored by a layer.
 
     Eq 1 and 2: `tanh(u^T a + u0)` with the mean `a` of the words' alignments.

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from itm_fast.config import setting
 from itm_fast.fragments import Fragments
-from itm_fast.models.base import MatchingModel, register
+from itm_fast.models.base import register
 from itm_fast.models.encoders import make_image_encoder, make_text_encoder
+from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.models.regulators import (
     PairSteps,
     RegulatedConfig,
@@ -61,7 +62,7 @@ _TEMPERATURES = {"t2i": (9.0, 10.0), "i2t": (4.0, 3.0)}
 
 
 @register
-class SCAN(MatchingModel):
+class SCAN(FragmentModel):
     """Regions and words in one space, scored by attention of the one over the other."""
 
     name = "scan"

@@ -8,8 +8,9 @@ from torch import Tensor
 import itm_fast.functional as F_itm
 from itm_fast.config import setting
 from itm_fast.fragments import Fragments
-from itm_fast.models.base import MatchingModel, register
+from itm_fast.models.base import register
 from itm_fast.models.encoders import EncoderConfig, make_image_encoder, make_text_encoder
+from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.models.regulators import DEFAULT_STEPS, PairSteps, check_pair, directed_steps, pairwise_weights
 from itm_fast.nn.reasoning import RegionSelfAttention, SimilarityReasoning, WordSelfAttention
 
@@ -46,7 +47,7 @@ class SGRAFConfig(EncoderConfig):
 
 
 @register
-class SGRAF(MatchingModel):
+class SGRAF(FragmentModel):
     """Words attend to regions; the vectors of similarity, a global one and one per word, are reasoned about."""
 
     name = "sgraf"

@@ -8,6 +8,7 @@ from itm_fast.nn.image_encoder import ImageEncoder
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.patch_encoder import PatchEncoder
 from itm_fast.nn.pooling import final_states, mean_pool
+from itm_fast.nn.region_reasoning import RegionReader, RegionReasoning
 from itm_fast.nn.regulated_similarity import RegulatedSimilarity
 from itm_fast.nn.regulators import (
     CrossAttentionAlignments,
@@ -28,6 +29,8 @@ __all__ = [
     "PatchEncoder",
     "RecurrentAggregationRegulator",
     "RecurrentCorrespondenceRegulator",
+    "RegionReader",
+    "RegionReasoning",
     "RegulatedSimilarity",
     "ResidualImageEncoder",
     "TextEncoder",

@@ -8,6 +8,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from itm_fast.fragments import Fragments
 from itm_fast.nn.normalization import l2norm
+from itm_fast.nn.packing import Packing
 
 __all__ = ["TextEncoder"]
 
@@ -59,10 +60,10 @@ class TextEncoder(nn.Module):
         states, packing = self._packed_states(token_ids, lengths)
         return packing.unpack(states)
 
-    def _packed_states(self, token_ids: Tensor, lengths: Tensor) -> tuple[Tensor, _Packing]:
+    def _packed_states(self, token_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Packing]:
         """No work is done on padding: the GRU runs on the packed words, longest captions first."""
         check_captions(token_ids, lengths, self.embed.num_embeddings)
-        packing = _Packing(lengths, token_ids.device)
+        packing = Packing(lengths, token_ids.device)
         if packing.n_rows == 0:
             directions = 2 if self.rnn.bidirectional else 1
             return self.embed.weight.new_zeros(0, directions * self.embed_dim), packing
@@ -89,36 +90,3 @@ def check_captions(token_ids: Tensor, lengths: Tensor, vocab_size: int) -> None:
     low, high = int(lengths.min()), int(lengths.max())
     if low < 0 or high > token_ids.shape[1]:
         raise ValueError(f"lengths: expected values from 0 to {token_ids.shape[1]}, got {low} to {high}")
-
-
-class _Packing:
-    """Where each word of n captions lies: in the padded ids, in the GRU's time-major packing, and end to end.
-
-    Empty captions have no rows anywhere, which is why this is not `pack_padded_sequence`.
-    """
-
-    def __init__(self, lengths: Tensor, device: torch.device) -> None:
-        lengths = lengths.to("cpu", torch.int64)
-        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-        torch.cumsum(lengths, 0, out=offsets[1:])
-        self.n_rows = int(offsets[-1])
-        sorted_lengths, order = torch.sort(lengths, descending=True, stable=True)
-        steps = torch.arange(int(sorted_lengths[0]) if len(lengths) else 0)[:, None]
-        active = steps < sorted_lengths  # (max_length, n), time-major
-        self.batch_sizes = active.sum(dim=1)  # PackedSequence wants it on the CPU
-        captions = order.expand_as(active)[active]
-        self._step = steps.expand_as(active)[active].to(device)
-        self._caption = captions.to(device)
-        self.offsets = offsets.to(device)
-        # The packed row of each row end to end: the inverse of where each packed row goes.
-        packed_row = torch.empty(self.n_rows, dtype=torch.int64, device=device)
-        packed_row[self.offsets[self._caption] + self._step] = torch.arange(self.n_rows, device=device)
-        self.packed_row = packed_row
-
-    def unpack(self, packed: Tensor) -> Fragments:
-        """Packed rows as Fragments: end to end, in the order of the captions."""
-        return Fragments(packed[self.packed_row], self.offsets, check=False, max_length=len(self.batch_sizes))
-
-    def padded_index(self, width: int) -> Tensor:
-        """The position of each packed row in padded ids of `width` columns, read as one row."""
-        return self._caption * width + self._step

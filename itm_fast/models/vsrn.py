@@ -1,0 +1,84 @@
+"""VSRN: visual semantic reasoning (Li et al., ICCV 2019): regions reason about each other, then make one vector.
+
+Built are the two reasoning steps and the matching; the paper's second branch, which generates captions from the image
+and takes part in training alone, is left out. Regions are l2-normalised each for itself, as in the paper; the public
+code normalises each channel over the regions of an image.
+"""
+
+from __future__ import annotations
+
+import attrs
+from torch import Tensor, nn
+
+from itm_fast.config import other_default, setting
+from itm_fast.fragments import Fragments
+from itm_fast.models.base import register
+from itm_fast.models.encoders import EncoderConfig, make_image_encoder, make_text_encoder
+from itm_fast.models.fragment_model import Encoded, FragmentModel
+from itm_fast.nn import RegionReader, RegionReasoning, final_states, inner_products, l2norm
+from itm_fast.nn.residual_image_encoder import RowNorm
+
+__all__ = ["VSRN", "VSRNConfig"]
+
+
+@attrs.frozen(kw_only=True)
+class VSRNConfig(EncoderConfig):
+    """Settings of VSRN; the defaults are the published ones."""
+
+    embed_dim: int = other_default(EncoderConfig, "embed_dim", 2048)
+    graph_layers: int = setting(4, help="Layers of region relationship reasoning.", minimum=1, maximum=64)
+    normalize_regions: bool = setting(
+        True, help="l2-normalise the regions before they reason (the public code on MS-COCO, not on Flickr30K)."
+    )
+    image_batch_norm: bool = setting(
+        False, help="Batch normalisation of the image's vector (the public code on Flickr30K)."
+    )
+
+
+@register
+class VSRN(FragmentModel):
+    """Regions in a graph and a GRU over them make the image, the last state of a GRU the caption; scored by cosine."""
+
+    name = "vsrn"
+    Config = VSRNConfig
+
+    def __init__(self, config: VSRNConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.image_encoder = make_image_encoder(config, no_imgnorm=not config.normalize_regions)
+        self.graph = nn.Sequential(*(RegionReasoning(config.embed_dim) for _ in range(config.graph_layers)))
+        self.reader = RegionReader(config.embed_dim)
+        self.image_norm = RowNorm(config.embed_dim) if config.image_batch_norm else None
+        self.text_encoder = make_text_encoder(config, bidirectional=False, no_txtnorm=True)
+
+    def encode_images(self, features: Tensor | Fragments) -> Tensor:
+        """Region features (n, k, f), or Fragments of rows (N, f), to (n, d); an image without regions is zero."""
+        return self._image(self._regions(features))
+
+    def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Tensor:
+        """Padded token ids (n, L) int64 and lengths (n,) to (n, d); a caption without words is zero."""
+        return self._caption(self.text_encoder.states(token_ids, lengths))
+
+    def encode_fragments(self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor) -> Encoded:
+        """Both sides of a batch; fragments are the regions after they reasoned and all states of the captions' GRU."""
+        regions, states = self._regions(features), self.text_encoder.states(token_ids, lengths)
+        words = states.with_values(l2norm(states.values))
+        return Encoded(self._image(regions), self._caption(states), regions, words)
+
+    def score(self, images: Tensor, captions: Tensor) -> Tensor:
+        """Embeddings (n, d) and (m, d) to scores (n, m) float32."""
+        return inner_products(images, captions)
+
+    def _regions(self, features: Tensor | Fragments) -> Fragments:
+        reasoned: Fragments = self.graph(self.image_encoder(features))
+        return reasoned.with_values(l2norm(reasoned.values))
+
+    def _image(self, regions: Fragments) -> Tensor:
+        image: Tensor = self.reader(regions)
+        if self.image_norm is not None:
+            image = self.image_norm(image).masked_fill((regions.lengths == 0)[:, None], 0.0)
+        return image if self.config.no_imgnorm else l2norm(image)
+
+    def _caption(self, states: Fragments) -> Tensor:
+        caption = final_states(states)
+        return caption if self.config.no_txtnorm else l2norm(caption)

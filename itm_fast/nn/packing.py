@@ -1,0 +1,53 @@
+"""Sets of different lengths as torch's recurrent networks read them: no work is done on padding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from itm_fast.fragments import Fragments
+
+__all__ = ["Packing"]
+
+
+class Packing:
+    """Where each row of n sets lies: in a padded tensor, in a network's time-major packing, and end to end.
+
+    Empty sets have no rows anywhere, which is why this is not `pack_padded_sequence`.
+
+    Args:
+        lengths: (n,) integers, the rows of each set.
+        device: where the rows lie.
+    """
+
+    def __init__(self, lengths: Tensor, device: torch.device) -> None:
+        lengths = lengths.to("cpu", torch.int64)
+        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        self.n_rows = int(offsets[-1])
+        sorted_lengths, order = torch.sort(lengths, descending=True, stable=True)
+        steps = torch.arange(int(sorted_lengths[0]) if len(lengths) else 0)[:, None]
+        active = steps < sorted_lengths  # (max_length, n), time-major
+        self.batch_sizes = active.sum(dim=1)  # PackedSequence wants it on the CPU
+        sets = order.expand_as(active)[active]
+        self._step = steps.expand_as(active)[active].to(device)
+        self._set = sets.to(device)
+        self.offsets = offsets.to(device)
+        # Of each packed row its place end to end, and the other way round.
+        self._row = self.offsets[self._set] + self._step
+        packed_row = torch.empty(self.n_rows, dtype=torch.int64, device=device)
+        packed_row[self._row] = torch.arange(self.n_rows, device=device)
+        self.packed_row = packed_row
+
+    def pack(self, values: Tensor) -> PackedSequence:
+        """Rows (N, d) that lie end to end as the input of a recurrent network."""
+        return PackedSequence(values[self._row], self.batch_sizes)
+
+    def unpack(self, packed: Tensor) -> Fragments:
+        """Packed rows as Fragments: end to end, in the order of the sets."""
+        return Fragments(packed[self.packed_row], self.offsets, check=False, max_length=len(self.batch_sizes))
+
+    def padded_index(self, width: int) -> Tensor:
+        """The position of each packed row in a padded tensor of `width` columns, read as one row."""
+        return self._set * width + self._step
