@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.bert import PIECES, bert_states, random_bert, write_bert
 from helpers.conversions import converted, refused
-from helpers.official_scan import write_checkpoint
+from helpers.official_scan import write_checkpoint, write_vocabulary
 from helpers.official_vse_infty import official_scores, options, random_model, rvsepp_options
 from helpers.pooling import pooled
 from helpers.runs import config, make_trainer, run, same, weights
@@ -404,9 +404,12 @@ def test_without_transformers_one_line_says_what_to_install(
 # Official checkpoints
 
 
-@pytest.mark.parametrize(("source", "make"), [("vse_infty", options), ("rvsepp", rvsepp_options)])
+# The weights of 24 channels do not tell their heads: one for up to 64 channels, as published, unless it is said.
+@pytest.mark.parametrize(
+    ("source", "make", "given", "heads"), [("vse_infty", options, None, 1), ("rvsepp", rvsepp_options, 12, 12)]
+)
 def test_official_checkpoints_with_bert_give_the_official_scores(
-    folder: Path, tmp_path: Path, source: str, make: object
+    folder: Path, tmp_path: Path, source: str, make: object, given: int | None, heads: int
 ) -> None:
     opt = make(vocab_size=len(PIECES))
     image, text = random_model(opt)
@@ -417,11 +420,11 @@ def test_official_checkpoints_with_bert_give_the_official_scores(
     unused = {"bert.pooler.dense.weight": torch.ones(24, 24), "bert.embeddings.position_ids": torch.arange(16)[None]}
     text = {**{f"bert.{name}": weight for name, weight in own.items()}, **unused, **linear, **pool}
     path = write_checkpoint(tmp_path / "model_best.pth", [image, text], opt)
-    compat.convert(source, path, folder / "vocab.txt", tmp_path / "run")
+    compat.convert(source, path, folder / "vocab.txt", tmp_path / "run", bert_heads=given)
     captions = ["red boat", "dog", "sun , fish hat cup", "car"]
     features = np.random.default_rng(1).standard_normal((3, 11, 6)).astype(np.float32)
     vocabulary = Vocabulary.from_file(tmp_path / "run" / "vocab.json")
-    states = [bert_states(own, vocabulary.encode(caption)) for caption in captions]
+    states = [bert_states(own, vocabulary.encode(caption), heads) for caption in captions]
     expected = official_scores([image, text], opt, features, states=states)
     assert expected.std() > 1e-2, "scores that tell pairs apart"
     np.testing.assert_allclose(converted(tmp_path / "run", features, captions), expected, rtol=0, atol=1e-5)
@@ -435,3 +438,35 @@ def test_official_checkpoints_with_bert_give_the_official_scores(
     del text["bert.encoder.layer.1.output.dense.bias"]
     message = refused(tmp_path / "again", source, [image, text], opt, folder / "vocab.txt")
     assert message == "model[1]['bert.encoder.layer.1.output.dense.bias']: this weight is missing"
+
+
+def test_heads_of_a_checkpoint(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As published unless said otherwise, on the command line, too; refused where they do not fit."""
+    opt = options(vocab_size=len(PIECES))
+    image, text = random_model(opt)
+    pool = {name: weight for name, weight in text.items() if name.startswith("gpool.")}
+    bert = {f"bert.{name}": weight for name, weight in random_bert().items()}
+    linear = {"linear.weight": torch.ones(8, 24), "linear.bias": torch.zeros(8)}
+    path = write_checkpoint(tmp_path / "model_best.pth", [image, {**bert, **linear, **pool}], opt)
+    out = tmp_path / "run"
+    command = ["convert", path, "--source", "vse_infty", "--vocab", folder / "vocab.txt", "--out", out, "--bert-heads"]
+    assert cli.run([str(argument) for argument in [*command, 6]]) == 0
+    assert models.load(out).config.bert_heads == 6
+    out = tmp_path / "other"
+    assert error_of(capsys, *command[:-2], out, "--bert-heads", 5) == (
+        f"{path}: bert_dim: expected a multiple of the 5 heads, got 24"
+    )
+    assert error_of(capsys, *command[:-2], out, "--bert-heads", 0) == (
+        f"{path}: bert_heads: expected a number at least 1, got 0"
+    )
+    opt = options()
+    gru = write_checkpoint(tmp_path / "gru.pth", random_model(opt), opt)
+    words = write_vocabulary(tmp_path / "words.json")
+    assert (
+        error_of(capsys, "convert", gru, "--source", "vse_infty", "--vocab", words, "--out", out, "--bert-heads", 12)
+        == f"{gru}: bert_heads: 12, but it reads captions with a GRU"
+    )
+    assert error_of(capsys, "convert", gru, "--source", "scan", "--vocab", words, "--out", out, "--bert-heads", 12) == (
+        "bert_heads: 12 goes with the source vse_infty or rvsepp, not scan"
+    )
+    assert not out.exists()

@@ -21,15 +21,21 @@ FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("CMPMLoss", {"scale": 16.0}),
     ("PolynomialLoss", {}),
     ("PolynomialLoss", {"margin": 0.5, "positive": (0.4, -0.3), "negative": (0.1, 0.2, 0.3, 0.5)}),
+    ("PolynomialLoss", {"largest_positive": 0.3}),
     ("DMLLoss", {}),
     ("DMLLoss", {"scale": 8.0}),
     ("DINOLoss", {}),
     ("DINOLoss", {"inverse": True, "scale": 5.0, "anchor_scale": 12.0}),
+    ("DINOLoss", {"divergence": True, "scale": 5.0, "anchor_scale": 4.0}),
+    ("DINOLoss", {"inverse": True, "divergence": True, "scale": 10.0, "anchor_scale": 10.0}),
     ("RKDLoss", {}),
     ("RKDLoss", {"normalize": False}),
+    ("RKDLoss", {"normalize": False, "weight": 10.0}),
     ("SoftRankLoss", {}),
     ("SoftRankLoss", {"length": 4, "scale": 3.0}),
     ("SoftRankLoss", {"length": 1}),
+    ("SoftRankLoss", {"transfer": "hard"}),
+    ("SoftRankLoss", {"transfer": "dbl", "length": 4}),
 )
 DISTILLATION = ("DMLLoss", "DINOLoss", "RKDLoss", "SoftRankLoss")
 every_form = pytest.mark.parametrize(("name", "options"), FORMS)
@@ -296,6 +302,12 @@ def test_anchor_scores_that_do_not_fit_are_named(name: str) -> None:
         ("DINOLoss", {"anchor_scale": math.nan}, ValueError, "anchor_scale: expected a finite number, got nan"),
         ("DINOLoss", {"inverse": 1}, TypeError, "inverse: expected True or False, got 1 (int)"),
         ("RKDLoss", {"normalize": None}, TypeError, "normalize: expected True or False, got None (NoneType)"),
+        ("DINOLoss", {"divergence": "yes"}, TypeError, "divergence: expected True or False, got 'yes' (str)"),
+        ("RKDLoss", {"weight": -1}, ValueError, "weight: expected a number of at least 0, got -1.0"),
+        ("SoftRankLoss", {"transfer": "darkrank"}, ValueError,
+         "transfer: expected one of 'soft', 'hard', 'dbl', got 'darkrank' (str)"),
+        ("PolynomialLoss", {"largest_positive": math.nan}, ValueError,
+         "largest_positive: expected a finite number, got nan"),
         ("SoftRankLoss", {"length": 7}, ValueError, "length: expected a number from 1 to 6, got 7"),
         ("SoftRankLoss", {"length": 2.0}, TypeError, "length: expected a whole number, got 2.0 (float)"),
         ("PolynomialLoss", {"margin": math.inf}, ValueError, "margin: expected a finite number, got inf"),
@@ -313,11 +325,11 @@ def test_bad_settings_are_named(name: str, options: dict[str, Any], kind: type[E
 
 def test_modules_say_what_they_are() -> None:
     assert repr(losses.DINOLoss(inverse=True)) == (
-        "DINOLoss(scale=10.0, anchor_scale=25.0, inverse=True, directions='both', reduction='sum')"
+        "DINOLoss(scale=10.0, anchor_scale=25.0, inverse=True, divergence=False, directions='both', reduction='sum')"
     )
     assert repr(losses.PolynomialLoss(reduction="mean")) == (
-        "PolynomialLoss(margin=0.2, positive=(0.5, -0.7, 0.2), negative=(0.03, -0.4, 0.9), directions='both', "
-        "reduction='mean')"
+        "PolynomialLoss(margin=0.2, positive=(0.5, -0.7, 0.2), negative=(0.03, -0.4, 0.9), largest_positive=None, "
+        "directions='both', reduction='mean')"
     )
 
 

@@ -32,11 +32,17 @@ LOSSES: tuple[dict[str, Any], ...] = (
     {"mining": "all", "halve_loss": True},
     {"loss": "polynomial", "margin": 0.1},
     {"loss": "cmpm", "mining": "all", "softmax_scale": 8.0},
+    {"mining": "selective", "epsilon": 0.05, "selective_divisor": "negatives", "halve_loss": True, "mean_loss": True},
+    {"mining": "all", "mean_loss": True},
+    {"loss": "polynomial", "mean_loss": True},
+    {"loss": "cmpm", "mining": "all", "softmax_scale": 10.0, "mean_loss": True},
 )
 
 
 def by_loops(scores: torch.Tensor, positives: torch.Tensor, **options: Any) -> float:
     loss = options.pop("loss", "triplet")
+    if options.pop("mean_loss", False):
+        return by_loops(scores, positives, loss=loss, **options) / len(scores)
     if loss == "triplet":
         options["halve"] = options.pop("halve_loss", False)
         return float(loop_triplets(scores, positives=positives, **options)[0].sum())
@@ -145,9 +151,9 @@ def test_a_run_with_selhn_is_resumed_exactly(data: Path, tmp_path: Path, monkeyp
     assert sum("hardest_gap" in line for line in logs[0]) == 4
 
 
-@pytest.mark.parametrize("halve", [False, True])
-def test_the_plateau_is_known_in_halves_too(data: Path, tmp_path: Path, halve: bool) -> None:
-    trainer = make_trainer(config(data, tmp_path, halve_loss=halve))
+@pytest.mark.parametrize(("halve", "mean"), [(False, False), (True, False), (True, True)])
+def test_the_plateau_is_known_in_halves_and_means_too(data: Path, tmp_path: Path, halve: bool, mean: bool) -> None:
+    trainer = make_trainer(config(data, tmp_path, halve_loss=halve, mean_loss=mean))
     with torch.no_grad():
         trainer.model.text_encoder.embed.weight.zero_()
         trainer.model.image_encoder.fc.weight.zero_()
@@ -155,4 +161,4 @@ def test_the_plateau_is_known_in_halves_too(data: Path, tmp_path: Path, halve: b
     trainer.stepper.plateau.patience = 1
     with pytest.warns(PlateauWarning, match="take --mining selective, or lower --lr"):
         value = trainer._step(trainer.train_data.batch(torch.arange(0, 100, 5)))["loss"]
-    assert value == pytest.approx(20 * 0.2 * (1 if halve else 2), rel=1e-4)
+    assert value == pytest.approx((1 if mean else 20) * 0.2 * (1 if halve else 2), rel=1e-4)

@@ -42,7 +42,7 @@ INFTY = {**AUGMENTED, "epochs": 25, "lr_decay_every": 15, "warmup_epochs": 1}
 # The loss of the paper's code is the mean over a batch of 128 and both directions, its gradient clipped at 2.
 SELHN = {
     **AUGMENTED, "epochs": 30, "lr_decay_every": 15, "mining": "selective", "epsilon": 0.01, "halve_loss": True,
-    "selective_divisor": "negatives", "grad_clip": 2.0 * 128,
+    "selective_divisor": "negatives", "mean_loss": True,
 }  # fmt: skip
 # The paper has no decay for its simpler models.
 CONSTANT = {"lr_schedule": "constant", "lr_decay_every": None, "lr_decay_unit": None, "lr_decay_factor": None}

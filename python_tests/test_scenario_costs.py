@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 
+from itm_fast import models
 from itm_fast.benchmarking import scenarios
 from itm_fast.benchmarking.scenarios import (
     SCENARIOS,
@@ -19,6 +21,7 @@ from itm_fast.benchmarking.scenarios import (
     run,
 )
 
+FIGURES = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "scenarios.json"
 TINY = Setup("scan", batch=6, dim=8, features=10, words=30)
 
 
@@ -99,3 +102,19 @@ def test_all_of_it_in_one_run() -> None:
     assert measured["model_bytes"] == 4 * (image + words + gru)
     assert markdown(results).startswith("scan, batches of 6, width 8; one step of the model alone takes ")
     assert json.loads(json.dumps(results)) == results
+
+
+@pytest.mark.parametrize("model", ["dbl", "scan"])
+def test_the_committed_figures_keep_to_what_a_scenario_may_add(model: str) -> None:
+    """A tenth more than a forward without gradient, a copy of the model and 10 MB, 5 percent more than M branches."""
+    measured = json.loads(FIGURES.read_text())["models"][model]
+    assert measured["setup"] == {"model": model, "batch": 128, "dim": 1024, "features": 2048, "words": 10_000}
+    rows = measured["rows"]
+    copies = models.create(model, vocab_size=10_000).state_dict().values()
+    held = sum(value.numel() * value.element_size() for value in copies)
+    assert measured["model_bytes"] == held
+    for scenario in ("oas", "mss"):
+        assert 0.5 < added_forwards(rows, scenario) <= 1.1
+        assert held < rows[scenario]["peak_bytes"] - rows["single"]["peak_bytes"] <= held + 10e6
+    for branches in (2, 3):
+        assert 0.9 < per_branch(rows, f"oss, {branches} branches") <= 1.05

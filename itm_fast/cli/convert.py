@@ -21,6 +21,10 @@ def convert(
         list[str] | None,
         typer.Option(metavar="NAME", help="Unknown option of the checkpoint that changes no scores; repeatable."),
     ] = None,
+    bert_heads: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Attention heads of its BERT. (default: a head for 64 channels, as published)"),
+    ] = None,
 ) -> None:
     """Converts a checkpoint of published code into a RUN folder that evaluate takes.
 
@@ -29,7 +33,9 @@ def convert(
     """
     from itm_fast import compat
 
-    official = compat.convert(source, checkpoint, vocab, out, ignored_options=ignore_option or ())
+    official = compat.convert(
+        source, checkpoint, vocab, out, ignored_options=ignore_option or (), bert_heads=bert_heads
+    )
     facts = [str(checkpoint), f"source {source}"]
     facts += [f"epoch {official.epoch}"] if official.epoch is not None else []
     facts += [f"its own best sum of recalls {official.best_rsum:.1f}"] if official.best_rsum is not None else []

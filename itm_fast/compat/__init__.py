@@ -28,10 +28,14 @@ __all__ = ["SOURCES", "Source", "convert"]
 
 @attrs.frozen
 class Source:
-    """Published code: how its checkpoints are read, and whether it had added `<mask>` to the vocabulary of one."""
+    """Published code: how its checkpoints are read, and whether it had added `<mask>` to the vocabulary of one.
 
-    read: Callable[[OfficialCheckpoint, int], MatchingModel]
+    With `bert` the reader takes the setting `bert_heads`.
+    """
+
+    read: Callable[..., MatchingModel]
     has_mask: Callable[[OfficialCheckpoint], bool] = lambda _: False
+    bert: bool = False
 
 
 SOURCES: Mapping[str, Source] = {
@@ -39,8 +43,8 @@ SOURCES: Mapping[str, Source] = {
     "sgraf": Source(sgraf.read),
     "rcar": Source(rcar.read, has_mask=lambda _: True),
     "dbl": Source(dbl.read, has_mask=dbl.has_mask),
-    "vse_infty": Source(vse_infty.read, has_mask=lambda _: True),
-    "rvsepp": Source(rvsepp.read, has_mask=lambda _: True),
+    "vse_infty": Source(vse_infty.read, has_mask=lambda _: True, bert=True),
+    "rvsepp": Source(rvsepp.read, has_mask=lambda _: True, bert=True),
 }
 
 
@@ -51,6 +55,7 @@ def convert(
     out: str | os.PathLike[str],
     *,
     ignored_options: Iterable[str] = (),
+    bert_heads: int | None = None,
 ) -> OfficialCheckpoint:
     """Converts an official checkpoint into a RUN folder that `itm_fast.models.load` and `itm-fast evaluate` take.
 
@@ -62,6 +67,8 @@ def convert(
         out: the folder to write; it must not hold another model. What a conversion of the same files that was killed
             left there is no hindrance.
         ignored_options: names of unknown options of the checkpoint that do not change its scores.
+        bert_heads: attention heads of the checkpoint's BERT, at least 1, where they are not the published ones of its
+            width (64 channels a head): neither weights nor options tell them.
 
     Returns:
         What the checkpoint holds beside the weights: epoch, best sum of recalls, options.
@@ -72,6 +79,11 @@ def convert(
     """
     if source not in SOURCES:
         raise ValueError(settings.unknown_name("source", source, list(SOURCES)))
+    more = {}
+    if bert_heads is not None:
+        if not SOURCES[source].bert:
+            raise ValueError(f"bert_heads: {bert_heads} goes with the source vse_infty or rvsepp, not {source}")
+        more = {"bert_heads": bert_heads}
     folder, vocabulary = Path(out), Path(vocabulary)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder for the model, found a file")
@@ -80,7 +92,7 @@ def convert(
     known = Vocabulary.from_file(vocabulary)
     official = read_checkpoint(checkpoint, ignored_options=ignored_options)
     words = known.with_mask() if SOURCES[source].has_mask(official) else known
-    model = SOURCES[source].read(official, len(words))
+    model = SOURCES[source].read(official, len(words), **more)
     with_bert = getattr(model.config, "text_encoder", None) == "bert"
     if with_bert != isinstance(words, BertVocabulary):
         kind = "vocab.txt or tokenizer.json of a BERT model" if with_bert else "a vocabulary of words"

@@ -15,14 +15,15 @@ __all__ = ["read"]
 _TRAINING = (*TRAINING, "model", "img_encoder", "loss", "epsilon")
 
 
-def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
+def read(checkpoint: OfficialCheckpoint, vocab_size: int, bert_heads: int | None = None) -> MatchingModel:
     """The model of an official checkpoint: state dicts of the image encoder and the text encoder.
 
     Args:
         checkpoint: the checkpoint.
         vocab_size: number of words of the vocabulary that the model is to be used with, `<mask>` among them.
+        bert_heads: as `vse_infty.read`.
 
     Raises:
         ValueError: keys, shapes, values, options or the vocabulary do not fit; one line names the file and the key.
     """
-    return read_pooled(checkpoint, vocab_size, "rvsepp", _TRAINING)
+    return read_pooled(checkpoint, vocab_size, bert_heads, "rvsepp", _TRAINING)

@@ -43,20 +43,24 @@ _BERT_NAMES: Names = {
 _PIECES = "bert.embeddings.word_embeddings.weight"
 
 
-def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
+def read(checkpoint: OfficialCheckpoint, vocab_size: int, bert_heads: int | None = None) -> MatchingModel:
     """The model of an official checkpoint: state dicts of the image encoder and the text encoder.
 
     Args:
         checkpoint: the checkpoint.
         vocab_size: number of words of the vocabulary that the model is to be used with, `<mask>` among them.
+        bert_heads: attention heads of its BERT, of which weights and options say nothing. None: as many as the BERTs of
+            that width were published with, 64 channels each.
 
     Raises:
         ValueError: keys, shapes, values, options or the vocabulary do not fit; one line names the file and the key.
     """
-    return read_pooled(checkpoint, vocab_size, "vse_infty", TRAINING)
+    return read_pooled(checkpoint, vocab_size, bert_heads, "vse_infty", TRAINING)
 
 
-def read_pooled(checkpoint: OfficialCheckpoint, vocab_size: int, model: str, training: Iterable[str]) -> MatchingModel:
+def read_pooled(
+    checkpoint: OfficialCheckpoint, vocab_size: int, bert_heads: int | None, model: str, training: Iterable[str]
+) -> MatchingModel:
     """As `read`, for our `model`; options in `training` do not change scores."""
     image, text = checkpoint.modules("image encoder", "text encoder")
     options = checkpoint.options
@@ -68,13 +72,15 @@ def read_pooled(checkpoint: OfficialCheckpoint, vocab_size: int, model: str, tra
     options.choice("precomp_enc_type", "basic", {"basic": "basic"})
     options.check_known(training)
     if with_bert:
-        config.update(_bert_sizes(text))
+        config.update(_bert_sizes(text, bert_heads))
+    elif bert_heads is not None:
+        raise ValueError(f"{checkpoint.path}: bert_heads: {bert_heads}, but it reads captions with a GRU")
     parts = [(image, _IMAGE_NAMES), (text, _BERT_NAMES if with_bert else _GRU_NAMES)]
     return build_model(model, config, parts, checkpoint.path)
 
 
-def _bert_sizes(part: StateDict) -> dict[str, Any]:
-    """The settings of BERT by its weights; heads leave no trace in them and are those of the base model, as published.
+def _bert_sizes(part: StateDict, heads: int | None) -> dict[str, Any]:
+    """The settings of BERT by its weights, in which heads leave no trace.
 
     A weight that is missing is named later, whatever its size is taken for.
     """
@@ -84,9 +90,11 @@ def _bert_sizes(part: StateDict) -> dict[str, Any]:
         return shape[dim] if len(shape) == 2 else 1
 
     layers = [re.match(r"bert\.encoder\.layer\.(\d{1,3})\.", name) for name in part.weights]
+    dim = size("embeddings.word_embeddings.weight", 1)
     return {
         "text_encoder": "bert",
-        "bert_dim": size("embeddings.word_embeddings.weight", 1),
+        "bert_dim": dim,
+        "bert_heads": max(dim // 64, 1) if heads is None else heads,
         "bert_layers": max((int(match[1]) + 1 for match in layers if match), default=1),
         "bert_hidden_dim": size("encoder.layer.0.intermediate.dense.weight", 0),
         "bert_max_length": size("embeddings.position_embeddings.weight", 0),

@@ -9,7 +9,11 @@ from itm_fast.ops.boosting_loss import check_options
 
 
 class BoostingLoss(nn.Module):
-    """Boosting loss with fixed settings; see `itm_fast.functional.boosting_loss` for what they mean.
+    """Boosting loss with fixed settings; see `itm_fast.functional.boosting_loss` for all formulas.
+
+    With the scores s of the target and a of the anchor branch, of an anchor's hardest negative or of all of them:
+    "relative" is `[margin + (a_pos - a_neg) - (s_pos - s_neg)]_+`, "absolute"
+    `[alpha margin + a_pos - s_pos]_+ + [(1 - alpha) margin + s_neg - a_neg]_+`, "both" the mean of the two.
 
     Args:
         margin: finite and not negative.
@@ -18,10 +22,13 @@ class BoostingLoss(nn.Module):
         alpha: the positives' share of the margin of "absolute", within [0, 1].
         soft: soft margins instead of fixed ones.
         directions: "both", "rows" or "columns".
-        reduction: "sum", "mean" or "none".
+        reduction: "sum" (published), "mean" over B or "none".
 
     Raises:
         TypeError, ValueError: a setting is of the wrong kind or out of bounds.
+
+    Source: Diao et al., Deep Boosting Learning: A Brand-new Cooperative Approach for Image-Text Matching, IEEE TIP
+    2024, Eq 7 to 10, 14 to 20.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from itm_fast.ops import validation
 __all__ = ["DINOLoss", "DMLLoss", "RKDLoss", "SoftRankLoss"]
 
 MAX_LIST_LENGTH = 6
+TRANSFERS = ("soft", "hard", "dbl")
 # So far below every score that a place in a list which nothing fills comes last for certain.
 _BELOW = -1e4
 _LEAST_DISTANCE = 1e-8
@@ -56,12 +57,14 @@ class DINOLoss(DistillationLoss):
 
     With `p = softmax(anchor_scale a)` and `q = softmax(scale s)` over the candidates of an anchor, its loss is
     `H(p, q) = -sum_j p_j log q_j`; `inverse` has `H(q, p)` instead, DINO* of Deep Boosting Learning, so that the target
-    need not cover all modes of the anchor branch.
+    need not cover all modes of the anchor branch. With `divergence` they are `KL(p || q)` and `KL(q || p)`: the first
+    one has the gradient of the cross-entropy, the second one beside it keeps the target from ever sharper scores.
 
     Args:
         scale: factor of the target's scores before the softmax, positive: the inverse of DINO's temperature 0.1.
         anchor_scale: factor of the anchor branch's scores, positive: the inverse of DINO's temperature 0.04.
         inverse: DINO*.
+        divergence: the divergence in the place of the cross-entropy, as DBL's public code has DINO*.
         directions: "both", "rows" (image-to-text: an anchor per row) or "columns" (text-to-image).
         reduction: "sum"; "mean" divides the sum by B; "none" keeps the anchors apart.
 
@@ -79,6 +82,7 @@ class DINOLoss(DistillationLoss):
         scale: float = 10.0,
         anchor_scale: float = 25.0,
         inverse: bool = False,
+        divergence: bool = False,
         directions: str = "both",
         reduction: str = "sum",
     ) -> None:
@@ -86,12 +90,15 @@ class DINOLoss(DistillationLoss):
         self.scale = validation.finite_number("scale", scale, minimum=0.0, non_zero=True)
         self.anchor_scale = validation.finite_number("anchor_scale", anchor_scale, minimum=0.0, non_zero=True)
         validation.check_flag("inverse", inverse)
-        self.inverse = inverse
+        validation.check_flag("divergence", divergence)
+        self.inverse, self.divergence = inverse, divergence
 
     def _of_rows(self, target: Tensor, anchor: Tensor, candidates: Tensor) -> Tensor:
         p, q = log_softmax(self.anchor_scale * anchor, candidates), log_softmax(self.scale * target, candidates)
         if self.inverse:
             p, q = q, p
+        if self.divergence:
+            return divergence(p, q, candidates)
         return -(p.exp() * q).masked_fill(~candidates, 0.0).sum(dim=1)
 
 
@@ -99,11 +106,13 @@ class RKDLoss(DistillationLoss):
     """Relational knowledge distillation by distance (RKD-D): the target's distances approach the anchor branch's.
 
     The distance of a pair is `d = 1 - s`, divided by the mean of d over all pairs of its branch's matrix,
-    `psi = d / mean`; the loss of an anchor is the mean over its candidates of `huber(psi_target - psi_anchor)`, where
-    `huber(x)` is `x^2 / 2` up to `|x| = 1` and `|x| - 1/2` beyond.
+    `psi = d / mean`; the loss of an anchor is `weight` times the mean over its candidates of
+    `huber(psi_target - psi_anchor)`, where `huber(x)` is `x^2 / 2` up to `|x| = 1` and `|x| - 1/2` beyond.
 
     Args:
-        normalize: divide distances by their mean, so that only their proportions are handed on (published).
+        normalize: divide distances by their mean, so that only their proportions are handed on (published); DBL's
+            public code does not.
+        weight: factor of the loss, not negative. DBL's public code: 10.
         directions: "both", "rows" (image-to-text: an anchor per row) or "columns" (text-to-image).
         reduction: "sum"; "mean" divides the sum by B, which without masks is the mean over all pairs (published);
             "none" keeps the anchors apart.
@@ -116,10 +125,13 @@ class RKDLoss(DistillationLoss):
     taken to lie within [-1, 1].
     """
 
-    def __init__(self, *, normalize: bool = True, directions: str = "both", reduction: str = "sum") -> None:
+    def __init__(
+        self, *, normalize: bool = True, weight: float = 1.0, directions: str = "both", reduction: str = "sum"
+    ) -> None:
         super().__init__(directions, reduction)
         validation.check_flag("normalize", normalize)
         self.normalize = normalize
+        self.weight = validation.finite_number("weight", weight, minimum=0.0)
 
     def _distil(self, target: Tensor, anchor: Tensor, candidates: Tensor) -> Tensor:
         count = candidates.sum().clamp(min=1)
@@ -135,19 +147,24 @@ class RKDLoss(DistillationLoss):
 
     def _of_rows(self, target: Tensor, anchor: Tensor, candidates: Tensor) -> Tensor:
         losses = smooth_l1_loss(target, anchor, reduction="none").masked_fill(~candidates, 0.0)
-        return losses.sum(dim=1) / candidates.sum(dim=1)
+        return self.weight * losses.sum(dim=1) / candidates.sum(dim=1)
 
 
 class SoftRankLoss(DistillationLoss):
-    """DarkRank's soft transfer (DR): the target ranks the best candidates of the anchor branch as that one does.
+    """DarkRank (DR): the target ranks the best candidates of the anchor branch as that one does.
 
     Of an anchor, the `length` candidates that score highest in the anchor branch (of equal ones those with the lowest
     index; all, where there are fewer) make a list. A permutation pi of it has the probability
-    `P(pi | s) = prod_i exp(scale s_pi(i)) / sum_(k >= i) exp(scale s_pi(k))`, and the anchor's loss is the divergence
-    `KL(P(. | a) || P(. | s))` over all permutations.
+    `P(pi | s) = prod_i exp(scale s_pi(i)) / sum_(k >= i) exp(scale s_pi(k))`. The anchor's loss is, by `transfer`:
+
+    - "soft": the divergence `KL(P(. | a) || P(. | s))` over all permutations;
+    - "hard": `-log P(pi_a | s)` of the list's own order pi_a alone;
+    - "dbl": what DBL's public code has, "hard" with `-3 s^3` and `-3 a^3` in the place of the scores, and without the
+      first candidate of the order, so that lists begin at the second lowest score.
 
     Args:
-        length: of the list, 1 to 6: the loss sums over `length!` permutations. Public code: 3.
+        length: of the list, 1 to 6: "soft" sums over `length!` permutations. DarkRank's public code: 3; DBL's: 4.
+        transfer: "soft", "hard" or "dbl".
         scale: factor of the scores, positive.
         directions: "both", "rows" (image-to-text: an anchor per row) or "columns" (text-to-image).
         reduction: "sum"; "mean" divides the sum by B (published); "none" keeps the anchors apart.
@@ -161,30 +178,39 @@ class SoftRankLoss(DistillationLoss):
     """
 
     def __init__(
-        self, *, length: int = 3, scale: float = 1.0, directions: str = "both", reduction: str = "sum"
+        self,
+        *,
+        length: int = 3,
+        transfer: str = "soft",
+        scale: float = 1.0,
+        directions: str = "both",
+        reduction: str = "sum",
     ) -> None:
         super().__init__(directions, reduction)
+        validation.check_option("transfer", transfer, TRANSFERS)
         if isinstance(length, bool) or not isinstance(length, int):
             raise TypeError(f"length: expected a whole number, got {validation.describe(length)}")
         if not 1 <= length <= MAX_LIST_LENGTH:
             raise ValueError(f"length: expected a number from 1 to {MAX_LIST_LENGTH}, got {length}")
-        self.length = length
+        self.length, self.transfer = length, transfer
         self.scale = validation.finite_number("scale", scale, minimum=0.0, non_zero=True)
 
     def _of_rows(self, target: Tensor, anchor: Tensor, candidates: Tensor) -> Tensor:
-        length = min(self.length, target.shape[1])
-        if length == 0:
-            return target.sum(dim=1)
+        first = 0
+        if self.transfer == "dbl":
+            first, target, anchor = 1, -3 * target**3, -3 * anchor**3
         ranked = anchor.masked_fill(~candidates, -torch.inf).sort(dim=1, descending=True, stable=True).indices
-        chosen = ranked[:, :length]
-        orders = torch.tensor(
-            list(itertools.permutations(range(length))), dtype=torch.int64, device=target.device
-        )  # (length!, length)
+        chosen = ranked[:, first : first + self.length]
         empty = ~candidates.gather(1, chosen)
-        p, q = (
-            _log_probabilities((self.scale * scores).gather(1, chosen).masked_fill(empty, _BELOW), orders)
-            for scores in (anchor, target)
-        )
+        p, q = ((self.scale * scores).gather(1, chosen) for scores in (anchor, target))
+        if self.transfer != "soft":
+            return -_log_probability(q, empty)
+        if chosen.shape[1] == 0:
+            return q.sum(dim=1)
+        orders = torch.tensor(
+            list(itertools.permutations(range(chosen.shape[1]))), dtype=torch.int64, device=target.device
+        )  # (length!, length)
+        p, q = (_log_probabilities(scores.masked_fill(empty, _BELOW), orders) for scores in (p, q))
         return (p.exp() * (p - q)).sum(dim=1)
 
 
@@ -194,3 +220,11 @@ def _log_probabilities(scores: Tensor, orders: Tensor) -> Tensor:
     rest = [permuted[:, :, place:].logsumexp(dim=2) for place in range(orders.shape[1])]
     # Place by place, so that the empty ones at the end of a list cancel exactly.
     return (permuted - torch.stack(rest, dim=2)).sum(dim=2)
+
+
+def _log_probability(scores: Tensor, empty: Tensor) -> Tensor:
+    """Logarithms of the probabilities (B,) of the order that lists (B, length) stand in, whose last may be empty."""
+    # Finite, unlike -inf, so that the derivative where all that is left of a list is empty is a number, times 0.
+    scores = scores.masked_fill(empty, torch.finfo(scores.dtype).min / 2)
+    places = [scores[:, place] - scores[:, place:].logsumexp(dim=1) for place in range(scores.shape[1])]
+    return torch.stack(places, dim=1).masked_fill(empty, 0.0).sum(dim=1) if places else scores.sum(dim=1)

@@ -26,6 +26,8 @@ class PolynomialLoss(ScoreLoss):
         positive: coefficients a_0, a_1, … of the positive's polynomial. Published: (0.5, -0.7, 0.2), which falls to 0
             at a score of 1.
         negative: coefficients b_0, b_1, … of the negative's polynomial. Published: (0.03, -0.4, 0.9).
+        largest_positive: an anchor whose positive scores this much or more has no loss. Public code: 1 - 1e-5. None:
+            all have one, as the formula.
         directions: "both", "rows" (image-to-text: an anchor per row) or "columns" (text-to-image).
         reduction: "sum"; "mean" divides the sum by B (published); "none" keeps the anchors apart.
 
@@ -33,8 +35,8 @@ class PolynomialLoss(ScoreLoss):
         TypeError, ValueError: a setting is of the wrong kind or out of bounds.
 
     Source: Wei et al., Universal Weighting Metric Learning for Cross-Modal Matching, CVPR 2020, with the hardest
-    negative and the numbers of its public code, which beside that leaves out anchors whose positive scores above
-    1 - 1e-5. "SSP [36]" in SelHN and RVSE++ (Table 4), "MPL [18]" in Deep Boosting Learning (Table III).
+    negative and the numbers of its public code. "SSP [36]" in SelHN and RVSE++ (Table 4), "MPL [18]" in Deep Boosting
+    Learning (Table III).
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class PolynomialLoss(ScoreLoss):
         *,
         positive: Sequence[float] = (0.5, -0.7, 0.2),
         negative: Sequence[float] = (0.03, -0.4, 0.9),
+        largest_positive: float | None = None,
         directions: str = "both",
         reduction: str = "sum",
     ) -> None:
@@ -50,6 +53,9 @@ class PolynomialLoss(ScoreLoss):
         self.margin = validation.finite_number("margin", margin)
         self.positive = _coefficients("positive", positive)
         self.negative = _coefficients("negative", negative)
+        self.largest_positive = (
+            None if largest_positive is None else validation.finite_number("largest_positive", largest_positive)
+        )
 
     def forward(self, scores: Tensor, *, positives: Tensor | None = None) -> Tensor:
         """Loss of `scores` (B, B).
@@ -73,6 +79,8 @@ class PolynomialLoss(ScoreLoss):
     def _of_anchors(self, positive: Tensor, hardest: Tensor) -> Tensor:
         # Asked this way round, a NaN stays visible.
         idle = hardest + self.margin <= positive
+        if self.largest_positive is not None:
+            idle = idle | (positive >= self.largest_positive)
         # The polynomial of a negative that counts nothing must not be infinite: its derivative would become NaN.
         hardest = hardest.masked_fill(idle, 0.0)
         losses = torch.relu(_polynomial(self.positive, positive)) + torch.relu(_polynomial(self.negative, hardest))

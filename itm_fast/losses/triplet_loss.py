@@ -9,7 +9,10 @@ from itm_fast.ops.triplet_loss import check_options
 
 
 class TripletLoss(nn.Module):
-    """Triplet loss of a score matrix with fixed settings; see `itm_fast.functional.triplet_loss` for what they mean.
+    """Triplet loss of a score matrix with fixed settings; see `itm_fast.functional.triplet_loss` for all formulas.
+
+    With the hinges `[margin + s_neg - s_pos]_+` of an anchor's negatives: "all" adds them up, "hardest" takes the
+    largest, "selective" (SelHN) the largest where `|s_hardest - s_pos| > epsilon`, else their sum over B.
 
     Args:
         margin: finite.
@@ -18,10 +21,14 @@ class TripletLoss(nn.Module):
         selective_divisor: "batch" or "negatives".
         halve: the average of the two directions rather than their sum.
         directions: "both", "rows" or "columns".
-        reduction: "sum", "mean" or "none".
+        reduction: "sum" (published, but for SelHN's code, which takes the mean), "mean" over B or "none".
 
     Raises:
         TypeError, ValueError: a setting is of the wrong kind or out of bounds.
+
+    Source: Faghri et al., VSE++, BMVC 2018, Eq 5 and 6; Li et al., Selectively Hard Negative Mining, 2023, Eq 12;
+    Schroff et al., FaceNet, CVPR 2015 ("semi_hard"); Xuan et al., Hard Negative Examples are Hard, but Useful, ECCV
+    2020 ("contrastive").
     """
 
     def __init__(

@@ -15,7 +15,7 @@ import yaml
 from itm_fast import config as settings
 from itm_fast.config import setting
 from itm_fast.documents import MAX_SETTINGS_BYTES, parse_yaml, read_text
-from itm_fast.training.objective import BOOSTING, LOSSES, MINING, check_loss
+from itm_fast.training.objective import BOOSTING, BOOSTING_FORMS, LOSSES, MINING, check_loss
 
 __all__ = ["TrainConfig", "read_yaml", "to_yaml"]
 
@@ -138,7 +138,15 @@ class TrainConfig:
     halve_loss: bool = setting(
         False, group=LOSS, help="The mean of both directions of the triplet loss, not their sum (SelHN's public code)."
     )
-    softmax_scale: float = setting(1.0, group=LOSS, above=0, help="Factor of the scores before the softmax of cmpm.")
+    mean_loss: bool = setting(
+        False,
+        group=LOSS,
+        help="The mean of a branch's own loss over the batch, not its sum (public code of SelHN, polynomial loss and "
+        "cmpm).",
+    )
+    softmax_scale: float = setting(
+        1.0, group=LOSS, above=0, help="Factor of the scores before the softmax of cmpm (DBL's public code: 10)."
+    )
     warmup_epochs: int = setting(
         0, group=LOSS, minimum=0, help="First epochs that use the triplet loss of all negatives."
     )
@@ -161,7 +169,16 @@ class TrainConfig:
     boosting_mining: str = setting(
         "hardest", group=SCENARIO, help="Negatives of the boosting loss.", choices=("hardest", "all")
     )
+    boosting_form: str = setting(
+        "paper",
+        group=SCENARIO,
+        help="soft_rank, rkd, dml and dino_inverse as the papers have them, or as DBL's public code.",
+        choices=BOOSTING_FORMS,
+    )
     boosting_weight: float = setting(1.0, group=SCENARIO, minimum=0, help="Weight of the boosting loss.")
+    boosting_margin: float | None = setting(
+        None, group=SCENARIO, minimum=0, help="Margin of the boosting loss; by default that of a branch's own loss."
+    )
     boosting_alpha: float = setting(
         0.5, group=SCENARIO, minimum=0, maximum=1, help="The positives' share of the margin (absolute)."
     )

@@ -1,14 +1,15 @@
 """The losses of a run: what their settings may be, and the modules that they make.
 
-Inside: `LOSSES`, `MINING`, `BOOSTING`, `check_loss`, `make_losses`, `make_boosting_loss`, `described_boosting`. The
-modules are imported where they are made, so that listing the settings stays quick.
+Inside: `LOSSES`, `MINING`, `BOOSTING`, `BOOSTING_FORMS`, `check_loss`, `make_losses`, `make_boosting_loss`,
+`described_boosting`, `is_mutual`. The modules are imported where they are made, so that listing the settings stays
+quick.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from itm_fast import config as settings
 from itm_fast.messages import shown
@@ -18,7 +19,17 @@ if TYPE_CHECKING:
 
     from itm_fast.training.config import TrainConfig
 
-__all__ = ["BOOSTING", "LOSSES", "MINING", "check_loss", "described_boosting", "make_boosting_loss", "make_losses"]
+__all__ = [
+    "BOOSTING",
+    "BOOSTING_FORMS",
+    "LOSSES",
+    "MINING",
+    "check_loss",
+    "described_boosting",
+    "is_mutual",
+    "make_boosting_loss",
+    "make_losses",
+]
 
 MINING = ("hardest", "all", "selective", "semi_hard", "contrastive")
 # The negatives that each loss takes.
@@ -27,9 +38,10 @@ LOSSES = tuple(_MINING)
 # Losses of a branch beside an anchor: those of Deep Boosting Learning, and those that it is compared with.
 _BOOSTED = ("absolute", "relative", "both")
 BOOSTING = (*_BOOSTED, "soft_rank", "rkd", "dml", "dino", "dino_inverse")
+BOOSTING_FORMS = ("paper", "code")
 _ANCHORED = ("oas", "oss", "mss")
-# Settings that mean something with some values of another setting alone; of a choice None stands for its default.
-_DEPENDENT: Sequence[tuple[str, str, tuple[str | None, ...]]] = (
+# Settings that mean something with some values of another setting alone.
+_DEPENDENT: Sequence[tuple[str, str, tuple[str, ...]]] = (
     ("warmup_epochs", "loss", ("triplet", "polynomial")),
     ("halve_loss", "loss", ("triplet",)),
     ("softmax_scale", "loss", ("cmpm",)),
@@ -37,9 +49,11 @@ _DEPENDENT: Sequence[tuple[str, str, tuple[str | None, ...]]] = (
     ("selective_divisor", "mining", ("selective",)),
     ("boosting", "scenario", _ANCHORED),
     ("boosting_weight", "scenario", _ANCHORED),
-    *((name, "scenario", _ANCHORED) for name in ("boosting_mining", "boosting_alpha", "soft")),
-    *((name, "boosting", (None, *_BOOSTED)) for name in ("boosting_mining", "soft")),
-    ("boosting_alpha", "boosting", (None, "absolute", "both")),
+    *((name, "scenario", _ANCHORED) for name in ("boosting_margin", "boosting_mining", "boosting_alpha", "soft")),
+    *((name, "boosting", _BOOSTED) for name in ("boosting_margin", "boosting_mining", "soft")),
+    ("boosting_alpha", "boosting", ("absolute", "both")),
+    ("boosting_form", "scenario", _ANCHORED),
+    ("boosting_form", "boosting", ("soft_rank", "rkd", "dml", "dino_inverse")),
     ("anchor", "scenario", ("oas",)),
     ("anchor_start", "scenario", ("oas",)),
     ("branches", "scenario", ("oss",)),
@@ -53,56 +67,57 @@ def check_loss(config: TrainConfig) -> None:
     if config.mining not in taken:
         raise ValueError(f"mining: the loss {config.loss} takes {taken[0]}, got {config.mining!r}")
     fields = settings.fields_of(type(config))
-    boosted = config.scenario in _ANCHORED and config.boosting in (None, *_BOOSTED)
-    # Boosting has the margin, too, whatever the branch's own loss.
+    boosting = boosting_of(config)
+    # Boosting has the margin, too, whatever the branch's own loss, unless it has one of its own.
+    boosted = config.scenario in _ANCHORED and boosting in _BOOSTED and config.boosting_margin is None
     margin = () if boosted else (("margin", "loss", ("triplet", "polynomial")),)
     for name, other, values in (*margin, *_DEPENDENT):
-        value, chosen = getattr(config, name), getattr(config, other)
+        value, chosen = getattr(config, name), boosting if other == "boosting" else getattr(config, other)
         if chosen not in values and value != fields[name].default:
-            wanted = " or ".join(value for value in values if value is not None)
-            raise ValueError(f"{name}: {shown(value)} goes with the {other} {wanted}, not {chosen}")
+            raise ValueError(f"{name}: {shown(value)} goes with the {other} {' or '.join(values)}, not {chosen}")
 
 
 def make_losses(config: TrainConfig) -> dict[str, nn.Module]:
     """The losses by the negatives that a step asks for: those of `config.mining`, and "all" of the warm-up."""
     from itm_fast.losses import CMPMLoss, PolynomialLoss, TripletLoss
 
+    reduction = "mean" if config.mean_loss else "sum"
+    triplet = partial(TripletLoss, config.margin, halve=config.halve_loss, reduction=reduction)
     main: nn.Module
     if config.loss == "cmpm":
-        main = CMPMLoss(scale=config.softmax_scale)
+        main = CMPMLoss(scale=config.softmax_scale, reduction=reduction)
     elif config.loss == "polynomial":
-        main = PolynomialLoss(config.margin)
+        main = PolynomialLoss(config.margin, reduction=reduction)
     else:
-        main = TripletLoss(
-            config.margin,
-            mining=config.mining,
-            epsilon=config.epsilon,
-            selective_divisor=config.selective_divisor,
-            halve=config.halve_loss,
-        )
-    return {"all": TripletLoss(config.margin, mining="all", halve=config.halve_loss), config.mining: main}
+        main = triplet(mining=config.mining, epsilon=config.epsilon, selective_divisor=config.selective_divisor)
+    return {"all": triplet(mining="all"), config.mining: main}
 
 
 def make_boosting_loss(config: TrainConfig) -> nn.Module:
     """The loss of a branch's scores beside those of an anchor.
 
-    What boosting is compared with has the scales and means over the batch of DBL's public code.
+    What boosting is compared with has the scales and means over the batch of DBL's public code, of which the paper says
+    nothing; where that code parts from what the paper says, `config.boosting_form` chooses.
     """
     from itm_fast import losses
 
+    code = config.boosting_form == "code"
     dino = partial(losses.DINOLoss, scale=10.0, anchor_scale=10.0, reduction="mean")
+    rank: dict[str, Any] = {"transfer": "dbl", "length": 4} if code else {}
     compared: Mapping[str, Callable[[], nn.Module]] = {
-        "soft_rank": partial(losses.SoftRankLoss, reduction="mean"),
-        "rkd": partial(losses.RKDLoss, normalize=False, directions="rows", reduction="mean"),
+        "soft_rank": partial(losses.SoftRankLoss, reduction="mean", **rank),
+        "rkd": partial(
+            losses.RKDLoss, normalize=False, weight=10.0 if code else 1.0, directions="rows", reduction="mean"
+        ),
         "dml": partial(losses.DMLLoss, scale=10.0, reduction="mean"),
         "dino": dino,
-        "dino_inverse": partial(dino, inverse=True),
+        "dino_inverse": partial(dino, inverse=True, divergence=code),
     }
-    boosting = config.boosting or _BOOSTED[0]
+    boosting = boosting_of(config)
     if boosting in compared:
         return compared[boosting]()
     return losses.BoostingLoss(
-        config.margin,
+        config.margin if config.boosting_margin is None else config.boosting_margin,
         strategy=boosting,
         mining=config.boosting_mining,
         alpha=config.boosting_alpha,
@@ -111,6 +126,16 @@ def make_boosting_loss(config: TrainConfig) -> nn.Module:
 
 
 def described_boosting(config: TrainConfig) -> str:
-    """The loss beside an anchor in words: its name, and its negatives where it chooses some."""
-    boosting = config.boosting or _BOOSTED[0]
-    return f"{boosting} ({config.boosting_mining})" if boosting in _BOOSTED else boosting
+    """The loss beside an anchor in words: its name, and what chooses its form."""
+    boosting = boosting_of(config)
+    return f"{boosting} ({config.boosting_mining if boosting in _BOOSTED else config.boosting_form})"
+
+
+def boosting_of(config: TrainConfig) -> str:
+    """The name of the loss beside an anchor."""
+    return config.boosting or _BOOSTED[0]
+
+
+def is_mutual(config: TrainConfig) -> bool:
+    """Whether branches that train together learn each from all others: Deep Mutual Learning, as its paper has it."""
+    return boosting_of(config) == "dml" and config.boosting_form == "paper"

@@ -66,7 +66,8 @@ class Stepper:
         if diagnose:
             diagnostics |= mining_diagnostics(result.scores, positives, mining, self.config.epsilon)
         if mining == "hardest" and self.config.loss == "triplet":
-            self.plateau.update(result.own_loss * (2 if self.config.halve_loss else 1), len(batch))
+            factor = (2 if self.config.halve_loss else 1) * (len(batch) if self.config.mean_loss else 1)
+            self.plateau.update(factor * result.own_loss, len(batch))
         return {**result.numbers, **diagnostics}
 
     def _functions(self, batch: Batch, mining: str, positives: Tensor | None) -> BatchFunctions:

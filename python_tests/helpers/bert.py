@@ -68,10 +68,11 @@ def write_bert(folder: Path, weights: Mapping[str, torch.Tensor] | None = None, 
     return folder
 
 
-def bert_states(weights: Mapping[str, torch.Tensor], ids: list[int]) -> np.ndarray:
+def bert_states(
+    weights: Mapping[str, torch.Tensor], ids: list[int], heads: int = SIZES["num_attention_heads"]
+) -> np.ndarray:
     """The last states (L, 24) of one sequence (Vaswani et al. 2017, section 3; Devlin et al. 2019), float64."""
     w = {name: value.detach().double().numpy() for name, value in weights.items()}
-    heads = SIZES["num_attention_heads"]
 
     def linear(name: str, x: np.ndarray) -> np.ndarray:
         return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]

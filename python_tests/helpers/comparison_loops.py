@@ -46,12 +46,13 @@ def polynomial(
     margin: float = 0.2,
     positive: Sequence[float] = (0.5, -0.7, 0.2),
     negative: Sequence[float] = (0.03, -0.4, 0.9),
+    largest_positive: float | None = None,
 ) -> list[float]:
     losses = []
     for i, row in enumerate(scores):
         informative = [s for j, s in enumerate(row) if j != i and not mask[i][j] and s + margin > row[i]]
         losses.append(0.0)
-        if informative:
+        if informative and (largest_positive is None or row[i] < largest_positive):
             own = sum(a * row[i] ** p for p, a in enumerate(positive))
             other = sum(b * max(informative) ** q for q, b in enumerate(negative))
             losses[-1] = max(own, 0.0) + max(other, 0.0)
@@ -75,17 +76,22 @@ def dino(
     scale: float = 10.0,
     anchor_scale: float = 25.0,
     inverse: bool = False,
+    divergence: bool = False,
 ) -> list[float]:
     losses = []
     for i in range(len(scores)):
         p = _softmax(_candidates(anchor[i], i, mask[i]), anchor_scale)
         q = _softmax(_candidates(scores[i], i, mask[i]), scale)
         weights, logarithms = (q, p) if inverse else (p, q)
-        losses.append(-sum(weights[j] * math.log(logarithms[j]) for j in p))
+        crossed = -sum(weights[j] * math.log(logarithms[j]) for j in p)
+        entropy = -sum(weights[j] * math.log(weights[j]) for j in p)
+        losses.append(crossed - entropy if divergence else crossed)
     return losses
 
 
-def rkd(scores: Matrix, anchor: Matrix, mask: Sequence[Sequence[bool]], *, normalize: bool = True) -> list[float]:
+def rkd(
+    scores: Matrix, anchor: Matrix, mask: Sequence[Sequence[bool]], *, normalize: bool = True, weight: float = 1.0
+) -> list[float]:
     distances = []
     for matrix in (scores, anchor):
         rows = [{j: 1 - s for j, s in _candidates(row, i, mask[i]).items()} for i, row in enumerate(matrix)]
@@ -95,17 +101,29 @@ def rkd(scores: Matrix, anchor: Matrix, mask: Sequence[Sequence[bool]], *, norma
     losses = []
     for target, other in zip(*distances, strict=True):
         gaps = [abs(target[j] - other[j]) for j in target]
-        losses.append(sum(x * x / 2 if x < 1 else x - 0.5 for x in gaps) / len(gaps))
+        losses.append(weight * sum(x * x / 2 if x < 1 else x - 0.5 for x in gaps) / len(gaps))
     return losses
 
 
 def soft_rank(
-    scores: Matrix, anchor: Matrix, mask: Sequence[Sequence[bool]], *, length: int = 3, scale: float = 1.0
+    scores: Matrix,
+    anchor: Matrix,
+    mask: Sequence[Sequence[bool]],
+    *,
+    length: int = 3,
+    scale: float = 1.0,
+    transfer: str = "soft",
 ) -> list[float]:
     losses = []
     for i in range(len(scores)):
         own, target = _candidates(anchor[i], i, mask[i]), _candidates(scores[i], i, mask[i])
-        listed = sorted(own, key=lambda j, own=own: (-own[j], j))[:length]
+        if transfer == "dbl":
+            own, target = ({j: -3 * s * s * s for j, s in one.items()} for one in (own, target))
+        listed = sorted(own, key=lambda j, own=own: (-own[j], j))
+        listed = listed[1 : length + 1] if transfer == "dbl" else listed[:length]
+        if transfer != "soft":
+            losses.append(-math.log(_probability(target, listed, scale)))
+            continue
         loss = 0.0
         for order in itertools.permutations(listed):
             p, q = _probability(own, order, scale), _probability(target, order, scale)

@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | single | the target | none: ordinary training |
 | oas, offline asynchronous | the target | a trained model, frozen |
-| oss, online synchronous | several; the last is the target | the branches before each one |
+| oss, online synchronous | several; the last is the target | the branches before each one (dml: all others) |
 | mss, momentum synchronous | the target | its moving average |
 
 Inside: `make_scenario`, `frozen_anchor`, and the parts of `base.py` and `momentum.py`.
@@ -17,6 +17,7 @@ from __future__ import annotations
 from itm_fast.models.base import MatchingModel
 from itm_fast.training.branch import Branch
 from itm_fast.training.config import TrainConfig
+from itm_fast.training.objective import is_mutual
 from itm_fast.training.scenarios.anchor import frozen_anchor
 from itm_fast.training.scenarios.base import BatchFunctions, Scenario, StepResult
 from itm_fast.training.scenarios.momentum import MomentumScenario, momentum_at
@@ -56,7 +57,8 @@ def make_scenario(
             pretrained = model.get_submodule("text_encoder.bert").state_dict()
             for one in fresh:
                 one.get_submodule("text_encoder.bert").load_state_dict(pretrained)
-        return Scenario([*(Branch(config, one, per_epoch) for one in fresh), target], config.boosting_weight)
+        branches = [*(Branch(config, one, per_epoch) for one in fresh), target]
+        return Scenario(branches, config.boosting_weight, mutual=is_mutual(config))
     if config.scenario == "mss":
         return MomentumScenario(target, config.boosting_weight, config.momentum, config.epochs * per_epoch)
     if config.scenario == "oas" and anchor is None:

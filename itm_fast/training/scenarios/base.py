@@ -56,16 +56,25 @@ class Scenario:
     In a step all forwards come before any change of a weight. Branch k minimises its own loss and, where it has
     anchors, `boosting_weight` times the mean of the boosting losses beside each of them: the model that is an anchor
     to all branches, where there is one, and the branches before it (Diao et al., Deep Boosting Learning, section
-    III-C). The last branch is the target: the model that is validated and kept.
+    III-C), or all others (Zhang et al., Deep Mutual Learning, CVPR 2018). The last branch is the target: the model that
+    is validated and kept.
 
     Args:
         branches: at least one.
         boosting_weight: weight of the boosting losses.
         anchor: a model that does not learn. It scores in evaluation mode, without gradients.
+        mutual: the anchors of a branch are all other ones, those behind it, too.
     """
 
-    def __init__(self, branches: Sequence[Branch], boosting_weight: float, anchor: MatchingModel | None = None) -> None:
-        self.branches, self.boosting_weight = list(branches), boosting_weight
+    def __init__(
+        self,
+        branches: Sequence[Branch],
+        boosting_weight: float,
+        anchor: MatchingModel | None = None,
+        *,
+        mutual: bool = False,
+    ) -> None:
+        self.branches, self.boosting_weight, self.mutual = list(branches), boosting_weight, mutual
         self.anchor = None if anchor is None else anchor.requires_grad_(False).eval()
 
     @property
@@ -88,7 +97,8 @@ class Scenario:
         results = []
         for index, branch in enumerate(self.branches):
             own = batch.loss(scores[index])
-            anchors = [*fixed, *(earlier.detach() for earlier in scores[:index])]
+            others = [*scores[:index], *(scores[index + 1 :] if self.mutual else ())]
+            anchors = [*fixed, *(other.detach() for other in others)]
             if anchors:
                 boosting = torch.stack([batch.boosting_loss(scores[index], one) for one in anchors]).mean()
                 numbers = branch.backward(own + self.boosting_weight * boosting, number)

@@ -37,9 +37,14 @@ class MomentumScenario(Scenario):
         boosting_weight: as in `Scenario`.
         momentum: the share of itself that the average keeps at the first step, within [0, 1].
         steps: optimiser steps of the whole training.
+
+    Raises:
+        ValueError: the momentum is out of bounds.
     """
 
     def __init__(self, target: Branch, boosting_weight: float, momentum: float, steps: int) -> None:
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"momentum: expected a number within [0, 1], got {momentum}")
         self.average = copy.deepcopy(target.model)
         for module in self.average.modules():
             if isinstance(module, nn.RNNBase):
