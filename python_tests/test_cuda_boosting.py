@@ -17,6 +17,8 @@ from helpers.shim_checks import check_boosting, choose
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.shim
+
 sizes = st.sampled_from([1, 2, 3, 7, 15, 16, 17, 33, 64, 65, 70])
 seeds = st.integers(0, 2**31)
 few_values = [-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0]

@@ -19,6 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from itm_fast import Fragments, reference
+from itm_fast.benchmarking import costs
+
+pytestmark = pytest.mark.shim
 
 drawn = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 seeds = st.integers(0, 2**31)
@@ -48,6 +51,8 @@ def test_tiles_hold_as_many_sets_as_fit(kernels: AttentionKernels, lengths: list
         rows, sets = rows + length, sets + 1
     assert tiles == [*expected, len(lengths)]
     assert len(expected) <= most <= len(lengths)
+    # The cost model counts the same.
+    assert (costs.tiles(lengths, 48), costs.most_tiles(len(lengths), sum(lengths), 48)) == (len(expected), most)
 
 
 def test_no_more_blocks_than_twice_the_tiles_of_a_batch(kernels: AttentionKernels) -> None:

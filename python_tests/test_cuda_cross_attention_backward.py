@@ -33,6 +33,8 @@ from hypothesis import strategies as st
 
 from itm_fast import Fragments, reference
 
+pytestmark = pytest.mark.shim
+
 DRIVER = "cross_attention_backward"
 lengths = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 13])
 

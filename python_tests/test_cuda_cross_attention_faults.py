@@ -14,6 +14,8 @@ from helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
 from helpers.shim_attention import AttentionKernels
 from helpers.shim_cases import outcomes
 
+pytestmark = pytest.mark.shim
+
 KERNELS = "csrc/include/itm_fast/cuda/"
 PRODUCT, SCORES, PAIR, LONG, TILES = (
     KERNELS + name

@@ -35,6 +35,8 @@ from helpers.shim_checks import (
     check_triplet,
 )
 
+pytestmark = pytest.mark.shim
+
 KERNELS = "csrc/include/itm_fast/cuda/"
 TRIPLET, BACKWARD, TOGETHER, TILE, RANKS = (
     KERNELS + name

@@ -25,6 +25,8 @@ from helpers.shim_checks import check_hardest, check_ranks, check_triplet, choos
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.shim
+
 # Below, at and above whole tiles of 16 x 64, and several of them.
 sizes = st.sampled_from([1, 2, 3, 7, 15, 16, 17, 33, 63, 64, 65, 70, 130])
 seeds = st.integers(0, 2**31)

@@ -30,6 +30,8 @@ from helpers.shim_checks import array, check_one_launch, choose
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.shim
+
 sizes = st.sampled_from([1, 2, 7, 16, 17, 33, 65, 70])
 few_values = [-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0]
 drawn = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -25,6 +25,8 @@ from itm_fast import Fragments, reference
 from itm_fast.ops.library import FallbackWarning, use_native
 from itm_fast.ops.regulators import CUDA_CONTEXT_ROWS, CUDA_QUERY_ROWS, CUDA_STEPS, beyond_kernels
 
+pytestmark = pytest.mark.shim
+
 drawn = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # Two tiles of queries; set 2 of the queries and set 1 of the contexts are empty.
 QUERIES, CONTEXTS = [3, 1, 0, 12, 9, 9], [4, 0, 17, 1]

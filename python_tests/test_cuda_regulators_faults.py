@@ -15,6 +15,8 @@ from helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
 from helpers.shim_cases import outcomes
 from helpers.shim_regulators import RegulatorKernels
 
+pytestmark = pytest.mark.shim
+
 KERNELS = "csrc/include/itm_fast/cuda/"
 TILE, CHAIN, ALIGNMENT, STEPS, DROPOUT, PROBLEM = (
     f"{KERNELS}regulation{name}.h" for name in ("_tile", "", "_alignment", "_steps", "_dropout", "_problem")

@@ -13,6 +13,8 @@ from helpers.shim_checks import check_product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.shim
+
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> ProductKernels:

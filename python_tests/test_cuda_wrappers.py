@@ -37,6 +37,7 @@ def wrappers(tmp_path_factory: pytest.TempPathFactory) -> Wrappers:
     return Wrappers(compile_driver("wrappers", tmp_path_factory.mktemp("wrappers")))
 
 
+@pytest.mark.shim
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_the_body_on_the_cpu_gives_what_the_manual_says(wrappers: Wrappers, name: str) -> None:
     for seed in range(5):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 import sys
@@ -14,12 +15,10 @@ from typing import Any
 
 import gpu_check
 import gpu_environment
-import gpu_operators
 import gpu_sanitize
 import gpu_suite
 import pytest
 import torch
-from helpers.devices import CASES
 from helpers.processes import ROOT, run
 from helpers.wheels import write_wheel
 from helpers.wrappers import DRIVERS
@@ -175,6 +174,65 @@ def test_the_whole_suite_runs_in_parts(stage: gpu_check.Stage, monkeypatch: pyte
     assert all("not cuda" in command for command in ran)
 
 
+def commands_of(stage: gpu_check.Stage, monkeypatch: pytest.MonkeyPatch, *, short: bool) -> dict[str, list[str]]:
+    """What the steps of the first two stages would run, by name; each file that they name is there."""
+    ran: dict[str, list[str]] = {}
+    stage.content["missing_packages"], stage.short = [], short
+    monkeypatch.setattr(stage, "run", lambda name, command, *judged, **limits: ran.setdefault(name, command))
+    monkeypatch.setattr(stage, "run_together", lambda commands, judge: ran.update(commands))
+    gpu_check.build_and_smoke(stage)
+    gpu_check.tests(stage)
+    for command in ran.values():
+        files = [argument for argument in command if argument.startswith(("python_tests/", "tools/"))]
+        assert [file for file in files if not (ROOT / file).exists()] == []
+    return ran
+
+
+def test_a_first_round_runs_nothing_twice(stage: gpu_check.Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = commands_of(stage, monkeypatch, short=False)
+    names = ["operators", "wrappers", "numbers", "benchmark", "gpu alone", "cuda"]
+    assert list(whole)[:6] == names
+    assert whole["gpu alone"][-2] == "python_tests/cuda"
+    assert whole["cuda"][-3:] == ["-m", "cuda", "--ignore=python_tests/cuda"]
+    ran = commands_of(stage, monkeypatch, short=True)
+    assert list(ran) == [name for name in names if name != "benchmark"]
+    assert ran["wrappers"][-1] == "python_tests/cuda/test_wrappers.py"
+    assert ran["gpu alone"][-2] == "python_tests/cuda/test_launches.py"
+    assert (ran["numbers"][-4:], ran["cuda"][-2:]) == (["-m", "cuda", "-k", "numbers"], ["-k", "not numbers"])
+
+
+@pytest.mark.parametrize(
+    ("stages", "left"),
+    [
+        ((), [210, 330, 420, 510]),
+        (("sanitize", "bench"), [420, 510]),
+        (("tests",), [510]),
+        (("bench", "tests"), [390, 510]),
+    ],
+)
+def test_a_stage_leaves_time_to_those_after_it(
+    stages: tuple[str, ...], left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = {"type": "cuda", "name": "NVIDIA H200"}
+    found: dict[str, float] = {}
+
+    def run(stage: gpu_check.Stage) -> None:
+        found[stage.name] = stage.left()
+        stage.note("the only step", "passed", "")
+
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *stages, "--out", str(tmp_path)])
+    monkeypatch.setattr(gpu_check, "described", lambda dry, options: {"device": device, "environment": {}})
+    monkeypatch.setattr(gpu_check, "build", lambda options, dry, base: ("passed", "for 9.0+PTX", 1.0))
+    monkeypatch.setattr(gpu_check, "RUN", dict.fromkeys(gpu_check.STAGES, run))
+    with pytest.raises(SystemExit) as error:
+        gpu_check.main()
+    assert error.value.code == 0
+    assert list(found) == list(stages or gpu_check.STAGES)
+    assert list(found.values()) == pytest.approx(left, abs=5)
+    assert len(list(tmp_path.glob("*.json"))) == len(left)
+
+
 NOTING = """
 import pytest
 
@@ -301,12 +359,6 @@ def test_the_planted_faults_compile(tmp_path: Path) -> None:
         target = ["-std=c++17", "-arch=sm_90", "-Werror", "all-warnings", "-o", tmp_path / "planted"]
         result = run([nvcc, *target, DRIVERS / "planted.cu"], cwd=tmp_path)
         assert result.returncode == 0, result.stderr
-
-
-def test_every_operator_runs_under_the_sanitizer(capsys: pytest.CaptureFixture[str]) -> None:
-    gpu_operators.main("cpu")
-    built = [case.name for case in CASES if gpu_operators.built(case.operators, "cpu")]
-    assert capsys.readouterr().out.splitlines()[-1] == f"{len(built)} operators ran: {', '.join(built)}"
 
 
 def distribution(folder: Path, name: str, version: str, *requires: str) -> None:

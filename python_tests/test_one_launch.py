@@ -15,6 +15,7 @@ import torch
 from helpers.boosting import random_pair
 from helpers.devices import ONE_LAUNCH_STEP, inputs_of, run_case
 from helpers.fragments import native_calls
+from helpers.one_launch import OPERATORS, implemented_on_the_cpu
 from helpers.processes import ROOT
 from helpers.triplet_cases import MINING, random_scores
 from torch import Tensor
@@ -22,34 +23,12 @@ from torch import Tensor
 import itm_fast.functional as F_itm
 from itm_fast.ops import one_launch
 
-OPERATORS = torch.ops.itm_fast
-
-
-def _triplet(scores: Tensor, positives: Tensor | None, own: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
-    loss, negatives = OPERATORS.triplet_loss(scores, positives, own, *options)
-    arguments = (torch.ones_like(loss), scores, positives, own, negatives, *options)
-    return loss, negatives, *OPERATORS.triplet_loss_backward(*arguments)
-
-
-def _boosting(scores: Tensor, anchor_scores: Tensor, positives: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
-    loss, negatives = OPERATORS.boosting_loss(scores, anchor_scores, positives, *options)
-    arguments = (torch.ones_like(loss), scores, anchor_scores, positives, negatives, *options)
-    return loss, negatives, OPERATORS.boosting_loss_backward(*arguments)
-
-
-def _scale(gradient: Tensor, factor: Tensor) -> None:
-    gradient.copy_(torch.where(gradient == 0, gradient, gradient * factor))
-
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    library = torch.library.Library("itm_fast", "IMPL")
-    library.impl("triplet_loss_with_gradient", _triplet, "CPU")
-    library.impl("boosting_loss_with_gradient", _boosting, "CPU")
-    library.impl("scale_gradient", _scale, "CPU")
     monkeypatch.setattr(one_launch, "_DEVICES", ("cpu",))
-    yield
-    library._destroy()
+    with implemented_on_the_cpu():
+        yield
 
 
 def names_of(calls: list[Any]) -> list[str]:

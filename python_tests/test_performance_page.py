@@ -96,6 +96,22 @@ def test_ranks_evaluation_and_epoch() -> None:
     assert costs.encoders(128).tensor == encoders
 
 
+def test_blocks_are_counted_as_by_hand() -> None:
+    # Three images of 36 regions fill a tile of 112 rows; captions fill one of 128 words, or of 32 sets.
+    assert costs.tiles([36] * 7, 112) == 3
+    assert costs.tiles([100, 28, 1, 127, 1], 128) == 3
+    assert costs.tiles([1] * 65, 128) == 3
+    assert costs.tiles([5, 200, 0, 3], 128) == 3
+    assert costs.tiles([], 128) == 0
+    # Two neighbours have 113 rows at least: seven images of 36, three such pairs and one more tile.
+    assert costs.most_tiles(7, 252, 112) == 2 * 252 // 113 + 1 == 5
+    assert costs.pairs_of_tiles([36] * 7, [100, 28, 1, 127, 1]) == (9, 5 * (2 * 257 // 129 + 1))
+    kernels = ROOT / "csrc/include/itm_fast/cuda"
+    tile = f"using ScoreTile112 = ProductTile<{costs.TILE_REGIONS}, {costs.TILE_WORDS}, "
+    assert tile in (kernels / "cross_attention_launch.h").read_text()
+    assert f"kTileSets = {costs.TILE_SETS};" in (kernels / "set_tiles.h").read_text()
+
+
 def test_floors_and_predictions() -> None:
     peaks = Peaks(tensor=100.0, other=10.0, memory=5.0, tensor_share=0.5, source="a test")
     cost = Cost(tensor=200.0, other=1.0, bytes=5.0, launches=1000)

@@ -9,6 +9,8 @@ kernel does; captions have 13 words, images 36 regions, vectors 1024 components 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import attrs
 
 __all__ = [
@@ -22,12 +24,15 @@ __all__ = [
     "floors",
     "gemm",
     "loss",
+    "most_tiles",
+    "pairs_of_tiles",
     "predicted",
     "ranks",
     "regulated_scores",
     "regulated_step",
     "scores",
     "step",
+    "tiles",
 ]
 
 WORDS, REGIONS, DIM, ELEMENT = 13.0, 36, 1024, 2
@@ -35,6 +40,9 @@ WORDS, REGIONS, DIM, ELEMENT = 13.0, 36, 1024, 2
 ALIGNMENT, STEPS = 256, 2
 # COCO's training split and its five captions an image.
 EPOCH_IMAGES, EPOCH_CAPTIONS = 113_287, 5
+
+# Rows of a tile of regions and of one of words, and the most sets of one (ScoreTile112, kTileSets).
+TILE_REGIONS, TILE_WORDS, TILE_SETS = 112, 128, 32
 
 # Beside the quadratic form, per region and word: clip, square and add, divide, scale, exponential, two sums.
 SOFTMAX_OPERATIONS = 8
@@ -77,6 +85,29 @@ def scores(images: int, captions: int, dim: int = DIM, words: float = WORDS, ele
     epilogue = images * word_rows * (REGIONS * (REGIONS + 1) + SOFTMAX_OPERATIONS * REGIONS)
     moved = element * (region_rows + word_rows) * dim + 2 * 4 * images * REGIONS**2 + 4 * images * captions
     return Cost(products, epilogue, moved, launches=2)
+
+
+def tiles(lengths: Iterable[int], rows: int) -> int:
+    """How many tiles of `rows` rows whole sets of these lengths are packed into, one after another."""
+    count, sets, left = 0, 0, 0
+    for length in lengths:
+        if count == 0 or length > left or sets == TILE_SETS:
+            count, sets, left = count + 1, 0, rows
+        sets, left = sets + 1, left - length
+    return count
+
+
+def most_tiles(sets: int, total: int, rows: int) -> int:
+    """The tiles that there is room for where only the number of sets and of all their rows is known."""
+    return min(2 * total // (rows + 1) + sets // TILE_SETS + 1, sets)
+
+
+def pairs_of_tiles(region_counts: Sequence[int], word_counts: Sequence[int]) -> tuple[int, int]:
+    """Pairs of tiles of scores: those that there are, and those that there is room for. Each has a thread block."""
+    sides = ((region_counts, TILE_REGIONS), (word_counts, TILE_WORDS))
+    found = [tiles(lengths, rows) for lengths, rows in sides]
+    most = [most_tiles(len(lengths), sum(lengths), rows) for lengths, rows in sides]
+    return found[0] * found[1], most[0] * most[1]
 
 
 def loss(batch: int) -> Cost:

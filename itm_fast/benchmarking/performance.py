@@ -11,6 +11,7 @@ from itm_fast.benchmarking import costs
 from itm_fast.benchmarking.costs import DEVICES, Cost
 from itm_fast.benchmarking.gpu_table import check_is_of_a_gpu
 from itm_fast.benchmarking.table import table
+from itm_fast.benchmarking.workloads import caption_lengths
 
 __all__ = ["NOT_RUN", "WORKLOADS", "tables"]
 
@@ -138,7 +139,18 @@ def _consequences() -> str:
         f"- The steps of an epoch are predicted to take {', '.join(epochs)} beside their encoders. Those of SCAN "
         f"need {_amount(encoders.tensor, 'FLOP')} a step, {encoders.tensor / step.tensor:.0f} times as much as its "
         f"scores, loss and their gradients, and read {read} of features, {read_in_all} an epoch: reading and encoding, "
-        "not scoring, then decide how long an epoch takes."
+        "not scoring, then decide how long an epoch takes.\n"
+        f"- {_blocks('a COCO-5K evaluation', 5000, 25000)} {_blocks('a batch of 128', 128, 128)}"
+    )
+
+
+def _blocks(what: str, images: int, captions: int) -> str:
+    """The thread blocks of a workload's scores, with captions as long as the benchmark's."""
+    lengths = caption_lengths(captions).tolist()
+    working, room = costs.pairs_of_tiles([costs.REGIONS] * images, lengths)
+    return (
+        f"The sets of {what} are packed into {working:,} pairs of tiles, and {room:,} thread blocks are launched, the "
+        f"most that so many sets and rows could need: {room - working:,} leave at once."
     )
 
 

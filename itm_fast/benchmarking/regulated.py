@@ -36,7 +36,7 @@ SCORES: dict[str, Score] = {
 
 def parameters(sizes: Sizes) -> RegulatorParameters:
     """The weights, the same for the same width; they need a gradient."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = RegulatedSimilarity(sizes.dim, correspondence_steps=1, aggregation_steps=2)
     return module.to(sizes.device).regulator_parameters()

@@ -22,6 +22,7 @@ __all__ = [
     "accuracy",
     "accuracy_of",
     "boosting_accuracy",
+    "caption_lengths",
     "inputs",
     "make_boosting",
     "make_evaluation",
@@ -79,15 +80,20 @@ class Sizes:
     device: str = "cpu"
 
 
+def caption_lengths(captions: int) -> Tensor:
+    """Words of each caption, int64 on the CPU, the same for the same number of captions."""
+    # A gamma law, rounded and cut to 8 ... 24, has COCO's mean of 13 and its longer tail.
+    gamma = torch.distributions.Gamma(torch.tensor(5.0), torch.tensor(1.0))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return (8 + gamma.sample((captions,))).round().long().clamp(8, 24)
+
+
 def inputs(sizes: Sizes) -> tuple[Fragments, Fragments]:
     """Words of `sizes.captions` captions and regions of `sizes.images` images, float32, the same for the same sizes."""
     # Made where they are used: drawing the largest ones on the CPU takes longer than measuring them on a GPU.
     generator = torch.Generator(sizes.device).manual_seed(0)
-    # A gamma law, rounded and cut to 8 ... 24, has COCO's mean of 13 and its longer tail.
-    gamma = torch.distributions.Gamma(torch.tensor(5.0), torch.tensor(1.0))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        lengths = (8 + gamma.sample((sizes.captions,))).round().long().clamp(8, 24)
+    lengths = caption_lengths(sizes.captions)
     words = torch.randn(int(lengths.sum()), sizes.dim, generator=generator, device=sizes.device)
     regions = torch.randn(sizes.images * REGIONS, sizes.dim, generator=generator, device=sizes.device)
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(sizes.device)
