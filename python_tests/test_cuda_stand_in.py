@@ -238,8 +238,16 @@ def test_memory_is_asked_of_the_gpu(gpu: Gpu, tmp_path: Path, monkeypatch: pytes
             assert {figures["peak_bytes"] for figures in measured} <= {1 << 20}
 
 
-def test_what_the_sanitizer_watches_runs(gpu: Gpu, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_sanitizer_watches_runs(
+    gpu: Gpu, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[torch.dtype] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_operators, "run_case", lambda functions, case, inputs: ran.append(inputs[0].dtype))
+        gpu_operators.main("cuda", "first")
+    assert ran == [case.dtypes[0] for case in CASES]
+    capsys.readouterr()
     gpu_operators.main()
     assert capsys.readouterr().out == f"{len(CASES)} operators ran: {', '.join(case.name for case in CASES)}\n"
-    assert gpu.order == ["synchronize"]
+    assert gpu.order == ["synchronize", "synchronize"]
     assert devices.built(("triplet_loss_with_gradient",), "cuda")

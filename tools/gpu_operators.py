@@ -1,4 +1,7 @@
-"""Runs every operator that has CUDA kernels once, on small ragged inputs, for compute-sanitizer, and counts them."""
+"""Runs every operator that has CUDA kernels on small ragged inputs, for compute-sanitizer, and counts them.
+
+python tools/gpu_operators.py [DEVICE [first]]    # first: each of them in the first of its dtypes alone
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from helpers.devices import CASES, built, inputs_of, run_case
 import itm_fast.functional as F_itm
 
 
-def main(device: str = "cuda") -> None:
+def main(device: str = "cuda", dtypes: str = "all") -> None:
     ran = []
     for case in CASES:
         if built(case.operators, device):
-            for dtype in case.dtypes:
+            for dtype in case.dtypes[: 1 if dtypes == "first" else None]:
                 run_case(F_itm, case, inputs_of(case, 0, 9, dtype, device))
             ran.append(case.name)
     if device == "cuda":
