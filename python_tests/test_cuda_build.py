@@ -26,6 +26,8 @@ OPERATORS = (
     "cross_attention_alignments",
     "cross_attention_scores",
     "cross_attention_scores_backward",
+    "domain_regularization",
+    "domain_regularization_backward",
     "triplet_loss",
     "triplet_loss_backward",
     "triplet_loss_with_gradient",

@@ -100,6 +100,6 @@ def test_the_page_names_every_kernel_and_no_spill() -> None:
         cuda_resources.PAGE.read_text(),
         re.M,
     )
-    assert len(kernels) == 15
+    assert len(kernels) == 18
     assert {name for name, _, _ in rows} == kernels
     assert {(stack, spilled) for _, stack, spilled in rows} == {("0", "0")}

@@ -97,6 +97,7 @@ template <typename T>
 inline T exponential(T x) {
   return std::exp(x);
 }
+inline float logarithm_of_one_plus(float x) { return std::log1p(x); }
 
 template <typename T>
 inline T atomic_add(T* target, T value) {

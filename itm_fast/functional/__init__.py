@@ -2,6 +2,7 @@
 
 from itm_fast.functional.boosting_loss import boosting_loss
 from itm_fast.functional.cross_attention import cross_attention_scores
+from itm_fast.functional.domain_regularization import domain_regularization
 from itm_fast.functional.gradient_sparse import gradient_sparse_scores
 from itm_fast.functional.regulators import RegulatorParameters, cross_attention_alignments, regulated_scores
 from itm_fast.functional.retrieval import recall_summary, retrieval_ranks
@@ -12,6 +13,7 @@ __all__ = [
     "boosting_loss",
     "cross_attention_alignments",
     "cross_attention_scores",
+    "domain_regularization",
     "gradient_sparse_scores",
     "hardest_negatives",
     "recall_summary",

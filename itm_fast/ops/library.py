@@ -26,14 +26,17 @@ OPERATORS = (
     "boosting_loss",
     "cross_attention_alignments",
     "cross_attention_scores",
+    "domain_regularization",
     "hardest_negatives",
     "regulated_scores",
     "retrieval_ranks",
     "triplet_loss",
 )
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# Tensor cores have no use for float64, which is there for comparisons.
-_WITHOUT_FLOAT64_ON_CUDA = frozenset({"cross_attention_alignments", "cross_attention_scores", "regulated_scores"})
+# On a GPU float64 is there for comparisons alone: of scores, which tensor cores make, and of risks.
+_WITHOUT_FLOAT64_ON_CUDA = frozenset(
+    {"cross_attention_alignments", "cross_attention_scores", "domain_regularization", "regulated_scores"}
+)
 
 Fake = TypeVar("Fake", bound=Callable[..., Any])
 

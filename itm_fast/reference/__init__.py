@@ -9,6 +9,7 @@ from itm_fast.reference.cross_attention import (
     cross_attention_scores_packed,
     cross_attention_weights,
 )
+from itm_fast.reference.domain_regularization import domain_regularization, domain_regularization_packed
 from itm_fast.reference.regulators import (
     RegulationSteps,
     cross_attention_alignments,
@@ -27,6 +28,8 @@ __all__ = [
     "cross_attention_scores",
     "cross_attention_scores_packed",
     "cross_attention_weights",
+    "domain_regularization",
+    "domain_regularization_packed",
     "hardest_negatives",
     "recall_summary",
     "regulated_scores",

@@ -11,11 +11,14 @@ from helpers.fragments import native_calls
 
 import itm_fast.functional as F_itm
 
-# Scores: plan, Gram matrices, pairs. Regulators: operands, pairs. Ranks: the best own scores first.
+# Risks: their backward has a launch for discriminators, and one for features. Scores: plan, Gram matrices, pairs.
+# Regulators: operands, pairs. Ranks: the best own scores first.
 AT_MOST = {
     "cross_attention_alignments": 2,
     "cross_attention_scores": 3,
     "cross_attention_scores_backward": 6,
+    "domain_regularization": 1,
+    "domain_regularization_backward": 2,
     "triplet_loss": 1,
     "triplet_loss_backward": 1,
     "triplet_loss_with_gradient": 1,

@@ -45,7 +45,12 @@ class Case:
     @property
     def scores(self) -> bool:
         """Whether vectors are compared: then they may have 16 bits, and sums of many terms round."""
-        return self.operators[0] == "cross_attention_scores" or self.widened
+        return self.operators[0] == "cross_attention_scores" or self.widened or self.takes_any_dtype
+
+    @property
+    def takes_any_dtype(self) -> bool:
+        """Whether kernels read vectors as they come, under autocast too."""
+        return self.operators[0] == "domain_regularization"
 
     @property
     def widened(self) -> bool:
@@ -163,6 +168,29 @@ def _one_launch_case(name: str, mining: str) -> Case:
     return Case(f"{name} {mining} in one launch", (f"{name}_with_gradient", "scale_gradient"), make, call, 1)
 
 
+def _domain_case(name: str, with_negatives: bool, differentiable: int, **options: Any) -> Case:
+    """Risks of `size` pairs, one of long sets and one of none, with or without their negatives."""
+
+    def make(seed: int, size: int) -> Inputs:
+        words, regions, word_offsets, region_offsets = _sets(seed, size, 37, (70, 90), torch.int64)
+        generator = torch.Generator().manual_seed(seed)
+        weights = torch.randn(size + 2, 37, generator=generator, dtype=torch.float64)
+        biases = torch.randn(size + 2, generator=generator, dtype=torch.float64)
+        negatives = torch.randint(-1, size + 2, (2, size + 2), generator=generator)
+        return [weights, biases, regions, words, region_offsets, word_offsets, *negatives.unbind()]
+
+    def call(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        weights, biases, regions, words, region_offsets, word_offsets, *negatives = inputs
+        sides = [Fragments(regions, region_offsets, check=False), Fragments(words, word_offsets, check=False)]
+        given = negatives if with_negatives else ()
+        results: tuple[Tensor, ...] = functions.domain_regularization(*sides, weights, biases, *given, **options)
+        return results
+
+    operators = ("domain_regularization", "domain_regularization_backward")
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return Case(f"domain_regularization {name}", operators, make, call, differentiable, dtypes, (6, 1, 30))
+
+
 def _hardest(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     rows, columns = functions.hardest_negatives(inputs[0])
     return (*rows, *columns)
@@ -203,6 +231,9 @@ CASES = (
         _hardest,
         1,
     ),
+    _domain_case("of discriminators", with_negatives=True, differentiable=2, margin=0.5),
+    _domain_case("of both", with_negatives=True, differentiable=4, margin=3.0, aggregation="mean"),
+    _domain_case("without negatives", with_negatives=False, differentiable=4),
     Case("retrieval_ranks", ("retrieval_ranks",), _gallery, lambda functions, x: functions.retrieval_ranks(*x), 0),
 )
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)

@@ -23,6 +23,10 @@ OF_OPERANDS = ((1, "query_offsets", "queries"), (2, "contexts", "queries"), (3, 
 # One alignment of width 3, and its score.
 WEIGHTS = [torch.ones(3, 8), torch.zeros(3), torch.ones(1, 3), torch.zeros(1)]
 MEAN = (1, 0, 0, True, False, "tanh", False, "interleaved", True, False, "alignment", 9.0, 0.1, "none")
+# Two pairs: their rows, discriminators and negatives.
+PAIRS = (ROWS, OFFSETS, ROWS, OFFSETS, torch.ones(2, 8), torch.ones(2), *torch.tensor([[1, 0], [-1, 0]]).unbind())
+RISKS, SUMS = torch.ones(5, 2), torch.ones(5, 2, 9)
+OF_PAIRS = ("region_offsets", "words", "word_offsets", "weights", "biases", "negative_captions", "negative_images")
 # Operator, arguments, and of those that may be on another device the place, the name, and whom it goes with.
 CALLS: tuple[tuple[str, tuple[Any, ...], tuple[tuple[int, str, str], ...]], ...] = (
     ("triplet_loss", (SCORES, MASK, None, *BOTH), ((1, "positives", "scores"),)),
@@ -55,6 +59,22 @@ CALLS: tuple[tuple[str, tuple[Any, ...], tuple[tuple[int, str, str], ...]], ...]
         "boosting_loss_backward",
         (ONE, SCORES, SCORES, None, NEGATIVES[None], *BOOSTING),
         ((0, "grad_loss", "scores"), (2, "anchor_scores", "scores"), (4, "negatives", "scores")),
+    ),
+    (
+        "domain_regularization",
+        (*PAIRS, 0.05, "sum", True),
+        tuple((place, name, "regions") for place, name in enumerate(OF_PAIRS, start=1)),
+    ),
+    (
+        "domain_regularization_backward",
+        (torch.ones(2), torch.ones(2), *PAIRS, RISKS, SUMS, 0.05, "sum", True, True, True),
+        (
+            (0, "grad_adversarial", "regions"),
+            (1, "grad_regularization", "regions"),
+            *((place, name, "regions") for place, name in enumerate(OF_PAIRS, start=3)),
+            (10, "risks", "regions"),
+            (11, "sums", "regions"),
+        ),
     ),
     ("retrieval_ranks", (SCORES, INDICES, True), ((1, "caption_image", "scores"),)),
     (

@@ -24,6 +24,7 @@ from helpers.shim import (
 from helpers.shim_attention import AGGREGATIONS, NORMALIZATIONS
 from helpers.shim_attention import outcomes as _cross_attention
 from helpers.shim_backward import ROOM, BackwardKernels
+from helpers.shim_domain import outcomes as _domain_regularization
 from helpers.shim_regulators import outcomes as _regulators
 
 Outcomes = dict[str, np.ndarray]
@@ -145,6 +146,7 @@ def outcomes(libraries: dict[str, Path]) -> Outcomes:
         "product": _product,
         "cross_attention": _cross_attention,
         "cross_attention_backward": _cross_attention_backward,
+        "domain_regularization": _domain_regularization,
         "regulators": _regulators,
     }
     return {f"{driver} {name}": v for driver, path in libraries.items() for name, v in cases[driver](path).items()}

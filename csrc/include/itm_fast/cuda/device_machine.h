@@ -60,6 +60,7 @@ ITM_FAST_DEVICE uint32_t ballot(bool value) { return __ballot_sync(kWholeWarp, v
 ITM_FAST_DEVICE int count_bits(uint32_t bits) { return __popc(bits); }
 ITM_FAST_DEVICE float exponential(float x) { return expf(x); }
 ITM_FAST_DEVICE double exponential(double x) { return exp(x); }
+ITM_FAST_DEVICE float logarithm_of_one_plus(float x) { return log1pf(x); }
 
 // The value before.
 ITM_FAST_DEVICE int32_t atomic_add(int32_t* target, int32_t value) { return atomicAdd(target, value); }

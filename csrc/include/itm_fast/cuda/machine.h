@@ -14,7 +14,7 @@
 //   before the launch, and `round` counts the barriers from 1. It orders accesses to global memory, too.
 // - shuffle, shuffle_xor, vote_any, vote_all, ballot: of whole warps, and no order between accesses to memory.
 // - atomic_add, atomic_max: integers alone, for whose sums and maxima the order is of no consequence.
-// - exponential: of float and double, to the accuracy of the platform's library.
+// - exponential: of float and double, logarithm_of_one_plus: of float, to the accuracy of the platform's library.
 // - memory_fence, load_coherent: what other blocks of the same launch wrote.
 // - copy_async, commit_copies, wait_copies: 16 bytes from global to shared memory, see below.
 // - bf16_value, fp16_value, bf16_bits, fp16_bits: 16-bit numbers as float32 and back, to the nearest; bf16_pair: two.
