@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from itm_fast import reference
 
+pytestmark = pytest.mark.shim
 drawn = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
