@@ -46,7 +46,7 @@ def test_float32_inputs_follow_the_setting(setting: str, allowed: float) -> None
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize(("focal", "aggregation"), list(zip((*FOCAL_MODES, None), AGGREGATIONS, strict=True)))
+@pytest.mark.parametrize(("focal", "aggregation"), list(zip(FOCAL_MODES, AGGREGATIONS, strict=True)))
 def test_bfloat16_inputs_lose_nothing(normalization: str, focal: str | None, aggregation: str) -> None:
     """Products of bfloat16 numbers are exact in float32: scores are as good as those of widened inputs."""
     words, regions = captions_and_images(torch.bfloat16)

@@ -197,7 +197,7 @@ def test_what_is_not_differentiable_says_so() -> None:
             ValueError,
             "logsumexp_temperature: expected a number other than 0, got 0.0",
         ),
-        ({"focal": "all"}, ValueError, "focal: expected one of None, 'equal', 'prob', got 'all' (str)"),
+        ({"focal": "all"}, ValueError, "focal: expected one of None, 'equal', 'prob', 'hard', got 'all' (str)"),
         ({"aggregation": "median"}, ValueError, "aggregation: expected one of 'mean', 'sum', 'max', 'logsumexp'"),
         ({"normalization": "l3norm"}, ValueError, "normalization: expected one of 'clipped_l2norm', 'l2norm'"),
         (

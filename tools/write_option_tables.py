@@ -10,7 +10,16 @@ import sys
 from pathlib import Path
 
 from itm_fast.cli.options import markdown_table
-from itm_fast.models import BFANConfig, DBLConfig, SCANConfig, SGRAFConfig, VSEInftyConfig, VSEPPConfig, VSRNConfig
+from itm_fast.models import (
+    BFANConfig,
+    CHANConfig,
+    DBLConfig,
+    SCANConfig,
+    SGRAFConfig,
+    VSEInftyConfig,
+    VSEPPConfig,
+    VSRNConfig,
+)
 from itm_fast.training import TrainConfig, recipes
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "training.md"
@@ -19,6 +28,7 @@ TABLES = {
     "scan": SCANConfig,
     "bfan": BFANConfig,
     "sgraf": SGRAFConfig,
+    "chan": CHANConfig,
     "dbl": DBLConfig,
     "vsepp": VSEPPConfig,
     "vse_infty": VSEInftyConfig,

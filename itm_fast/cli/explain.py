@@ -140,7 +140,7 @@ def _facts(
     if len(explanation.directions) > 1:
         names = {"t2i": "Score of the words", "i2t": "Score of the regions"}
         facts += [(names[key], f"{steps.score.item():.4f}") for key, steps in explanation.directions.items()]
-    regulator = getattr(model.config, "regulator", None)
+    regulator = getattr(model.encoder_config, "regulator", None)
     facts.append(("Model", f"{model.name}, {'no regulator' if regulator is None else f'regulator {regulator}'}"))
     facts.append(("Checkpoint", str(checkpoint)))
     if dataset.image_ids is not None:

@@ -30,7 +30,7 @@ def load_run(run: Path, device: torch.device, vocab: Path | None) -> tuple[Match
     if not path.is_file():
         raise ValueError(f"{path}: no such vocabulary file; name the one of the training with --vocab FILE")
     vocabulary = Vocabulary.from_file(path)
-    expected = getattr(model.config, "vocab_size", len(vocabulary))
+    expected = getattr(model.encoder_config, "vocab_size", len(vocabulary))
     if len(vocabulary) != expected:
         raise ValueError(f"{path}: {len(vocabulary)} words, but the model in {run} knows {expected}")
     if own.is_file() and Vocabulary.from_file(own) != vocabulary:
@@ -53,7 +53,7 @@ def dataset_of(
     if dataset is None:
         dataset = PrecomputedDataset(data, split, vocabulary)
     width = int(dataset.features.shape[2])
-    expected = getattr(model.config, "feature_dim", width)
+    expected = getattr(model.encoder_config, "feature_dim", width)
     if width != expected:
         raise ValueError(
             f"{dataset.features_path}: regions of {width} channels, but the model in {run} takes {expected}"

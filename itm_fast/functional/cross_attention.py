@@ -44,7 +44,9 @@ def cross_attention_scores(
         temperature: inverse temperature of the softmax (the lambda of the papers), finite.
         normalization: "clipped_l2norm", "l2norm", "clipped_l1norm", "l1norm", "softmax", "clipped" or "no_norm".
         negative_slope: slope of the clip below zero: 0.1 as the official code, 0.0 as the papers' `[x]_+`.
-        focal: None, "equal" or "prob": BFAN's reassignment of attention.
+        focal: None; "equal" or "prob": BFAN's reassignment of attention; or "hard": all attention to the context with
+            the greatest `temperature * a_jk`, the first of equal ones, through which choice no gradient flows. With
+            "no_norm" and rows of length 1 a query's `r_j` then is its greatest inner product, the alignment of CHAN.
         aggregation: "mean", "sum", "max", or "logsumexp": `log(sum_j exp(t r_j)) / t`.
         logsumexp_temperature: the `t` of "logsumexp", finite and not zero.
 
@@ -55,7 +57,8 @@ def cross_attention_scores(
         TypeError: an argument is no `Fragments`, or the dtypes differ.
         ValueError: widths or devices differ, an option is unknown, or a number is not finite.
 
-    Source: SCAN (Lee et al., ECCV 2018), Eq 1 to 8; BFAN (Liu et al., ACM MM 2019), Eq 5 to 8.
+    Source: SCAN (Lee et al., ECCV 2018), Eq 1 to 8; BFAN (Liu et al., ACM MM 2019), Eq 5 to 8; CHAN (Pan et al., CVPR
+    2023), section 3.
     """
     return _ops.cross_attention_scores(
         queries,

@@ -1,10 +1,11 @@
-"""Losses as modules: of scores alone, of scores beside those of an anchor branch, and of features (ADDR)."""
+"""Losses as modules: of scores alone, with those of another batch or of an anchor branch, and of features (ADDR)."""
 
 from itm_fast.losses.boosting_loss import BoostingLoss
 from itm_fast.losses.cmpm_loss import CMPMLoss
 from itm_fast.losses.distillation import DINOLoss, DMLLoss, RKDLoss, SoftRankLoss
 from itm_fast.losses.domain_regularization import DomainRegularization
 from itm_fast.losses.polynomial_loss import PolynomialLoss
+from itm_fast.losses.realignment_loss import RealignmentLoss
 from itm_fast.losses.triplet_loss import TripletLoss
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "DomainRegularization",
     "PolynomialLoss",
     "RKDLoss",
+    "RealignmentLoss",
     "SoftRankLoss",
     "TripletLoss",
 ]

@@ -2,7 +2,9 @@
 
 from itm_fast.models.base import MatchingModel, config_class, create, load, names
 from itm_fast.models.bfan import BFAN, BFANConfig
+from itm_fast.models.chan import CHAN, CHANConfig
 from itm_fast.models.dbl import DBL, DBLConfig
+from itm_fast.models.fdf import FDF, FDF_HOSTS, FDFConfig
 from itm_fast.models.fragment_model import Encoded, FragmentModel
 from itm_fast.models.scan import SCAN, SCANConfig
 from itm_fast.models.sgraf import SGRAF, SGRAFConfig
@@ -12,15 +14,20 @@ from itm_fast.models.vsrn import VSRN, VSRNConfig
 
 __all__ = [
     "BFAN",
+    "CHAN",
     "DBL",
+    "FDF",
+    "FDF_HOSTS",
     "RVSEPP",
     "SCAN",
     "SGRAF",
     "VSEPP",
     "VSRN",
     "BFANConfig",
+    "CHANConfig",
     "DBLConfig",
     "Encoded",
+    "FDFConfig",
     "FragmentModel",
     "MatchingModel",
     "RVSEPPConfig",

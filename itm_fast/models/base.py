@@ -62,6 +62,11 @@ class MatchingModel(nn.Module, abc.ABC):
         return next(encoder.parameters())
 
     @property
+    def encoder_config(self) -> Any:
+        """The settings that have the encoders' sizes: those of the model, or of the one that it is built around."""
+        return self.config
+
+    @property
     def max_caption_length(self) -> int | None:
         """Tokens in the longest caption that the model reads; None where any length will do."""
         return None

@@ -2,6 +2,7 @@
 
 from itm_fast.nn.attention import CrossAttentionScores
 from itm_fast.nn.bert_text_encoder import BertTextEncoder
+from itm_fast.nn.feature_diversification import FeatureConversions, FeatureDiversification, FeatureReweighting
 from itm_fast.nn.generalized_pooling import GeneralizedPooling
 from itm_fast.nn.gradient_sparse import GradientSparseScores
 from itm_fast.nn.image_encoder import ImageEncoder
@@ -23,6 +24,9 @@ __all__ = [
     "BertTextEncoder",
     "CrossAttentionAlignments",
     "CrossAttentionScores",
+    "FeatureConversions",
+    "FeatureDiversification",
+    "FeatureReweighting",
     "GeneralizedPooling",
     "GradientSparseScores",
     "ImageEncoder",

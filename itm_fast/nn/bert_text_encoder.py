@@ -75,6 +75,12 @@ class BertTextEncoder(nn.Module):
         Raises:
             ValueError: a type, shape or value does not fit, or a caption is longer than BERT's `max_length`.
         """
+        states = self.states(token_ids, lengths)
+        embedded = self.fc(states.values)
+        return states.with_values(embedded if self.no_txtnorm else l2norm(embedded))
+
+    def states(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
+        """BERT's states: rows (sum of lengths, `bert_dim`). Arguments and errors as in `forward`."""
         check_captions(token_ids, lengths, self.vocab_size)
         lengths = lengths.to(token_ids.device)
         offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
@@ -83,12 +89,11 @@ class BertTextEncoder(nn.Module):
         if longest > self.max_length:
             raise ValueError(f"token_ids: expected at most {self.max_length} tokens in a caption, got {longest}")
         if longest == 0:
-            return Fragments(self.fc.weight.new_zeros(0, self.fc.out_features), offsets, check=False, max_length=0)
+            empty = next(self.bert.parameters()).new_zeros(0, self.bert.config.hidden_size)
+            return Fragments(empty, offsets, check=False, max_length=0)
         inside = torch.arange(longest, device=lengths.device) < lengths[:, None]
         # What stands behind a caption may be no id at all; a caption without words sees one token, whose state is left.
         ids = token_ids[:, :longest].masked_fill(~inside, 0).to(torch.int64)
         seen = inside | (torch.arange(longest, device=lengths.device) == 0)
         states = self.bert(input_ids=ids, attention_mask=seen.to(torch.int64)).last_hidden_state
-        embedded = self.fc(states[inside])
-        embedded = embedded if self.no_txtnorm else l2norm(embedded)
-        return Fragments(embedded, offsets, check=False, max_length=longest)
+        return Fragments(states[inside], offsets, check=False, max_length=longest)

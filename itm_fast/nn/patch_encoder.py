@@ -46,6 +46,8 @@ class PatchEncoder(nn.Module):
                 nn.ReLU(),
             ]
             width = wider
+        # Of a patch and its eight neighbours.
+        self.neighbourhood_dim = 9 * width
         layers.append(nn.Conv2d(width, embed_dim, 3, padding=1))
         self.layers = nn.Sequential(*layers)
 
@@ -54,6 +56,17 @@ class PatchEncoder(nn.Module):
 
         The k patches of a picture are a square grid, row by row.
         """
+        return self._encoded(features, self.layers, self.embed_dim, normalize=not self.no_imgnorm)
+
+    def neighbourhoods(self, features: Tensor | Fragments) -> Fragments:
+        """As `forward`, but what the last convolution sees of each patch: rows (n * k, `neighbourhood_dim`).
+
+        That convolution is a linear layer over them.
+        """
+        below = nn.Sequential(*list(self.layers)[:-1], nn.Unfold(3, padding=1))
+        return self._encoded(features, below, self.neighbourhood_dim, normalize=False)
+
+    def _encoded(self, features: Tensor | Fragments, layers: nn.Module, dim: int, *, normalize: bool) -> Fragments:
         patches = as_regions(features, self.side * self.side * CHANNELS)
         n_images, grid = len(patches), math.isqrt(patches.max_length)
         if grid * grid * n_images != patches.values.shape[0]:
@@ -62,11 +75,11 @@ class PatchEncoder(nn.Module):
                 f"got {patches.values.shape[0]} patches in {n_images} images, at most {patches.max_length} in one"
             )
         if n_images * grid == 0:
-            return patches.with_values(patches.values.new_zeros(0, self.embed_dim))
+            return patches.with_values(patches.values.new_zeros(0, dim))
         pictures = patches.values.reshape(n_images, grid, grid, self.side, self.side, CHANNELS)
         pictures = pictures.permute(0, 5, 1, 3, 2, 4).reshape(n_images, CHANNELS, grid * self.side, grid * self.side)
-        embedded = self.layers(pictures).flatten(2).transpose(1, 2).reshape(n_images * grid * grid, -1)
-        return patches.with_values(embedded if self.no_imgnorm else l2norm(embedded))
+        embedded = layers(pictures).flatten(2).transpose(1, 2).reshape(n_images * grid * grid, -1)
+        return patches.with_values(l2norm(embedded) if normalize else embedded)
 
 
 def _factors(number: int) -> list[int]:

@@ -15,7 +15,7 @@ from itm_fast.ops.library import register_fake, use_native
 from itm_fast.ops.precision import autocast, compute_precision, without_autocast
 
 NORMALIZATIONS = ("clipped_l2norm", "l2norm", "clipped_l1norm", "l1norm", "softmax", "clipped", "no_norm")
-FOCAL_MODES = (None, "equal", "prob")
+FOCAL_MODES = (None, "equal", "prob", "hard")
 AGGREGATIONS = ("mean", "sum", "max", "logsumexp")
 
 
@@ -63,7 +63,8 @@ def cross_attention_scores(
     logsumexp_temperature = validation.finite_number(
         "logsumexp_temperature", logsumexp_temperature, non_zero=aggregation == "logsumexp"
     )
-    if not use_native("cross_attention_scores", queries.values):
+    # Hard attention has no kernel.
+    if focal == "hard" or not use_native("cross_attention_scores", queries.values):
         with without_autocast(queries.device.type):
             wide = torch.promote_types(queries.dtype, torch.float32)
             return reference.cross_attention_scores_packed(

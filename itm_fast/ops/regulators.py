@@ -17,7 +17,7 @@ from itm_fast import reference
 from itm_fast.fragments import Fragments
 from itm_fast.ops import validation
 from itm_fast.ops.autograd import is_differentiated
-from itm_fast.ops.cross_attention import FOCAL_MODES, NORMALIZATIONS, check_fragments, check_same_space, score_dtype
+from itm_fast.ops.cross_attention import NORMALIZATIONS, check_fragments, check_same_space, score_dtype
 from itm_fast.ops.gradient_sparse import Score, gradient_sparse_scores
 from itm_fast.ops.library import register_fake, use_native
 from itm_fast.ops.precision import autocast, compute_precision, without_autocast
@@ -27,6 +27,8 @@ from itm_fast.reference.regulators_packed import BLOCK_ELEMENTS, Places, regulat
 from itm_fast.regulator_parameters import CorrespondenceWeights, RegulatorParameters
 
 _SEEDS = 2**63
+# Hard attention sees no difference that a regulator could learn from.
+FOCAL_MODES = (None, "equal", "prob")
 # What the CUDA kernels take: query sets and context sets of so many rows, and so many steps of each kind.
 CUDA_QUERY_ROWS, CUDA_CONTEXT_ROWS, CUDA_STEPS = 112, 128, 8
 

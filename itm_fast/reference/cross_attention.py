@@ -124,8 +124,21 @@ def cross_attention_weights(
         raw = raw / (raw.abs().sum(dim=2, keepdim=True) + EPSILON)
     elif normalization == "softmax":
         raw = torch.softmax(raw, dim=2)
-    attention = torch.softmax(temperature * raw.transpose(1, 2), dim=2)  # (B, n, k)
-    return attention if focal is None else reassign_attention(attention, focal, 2, context.shape[1])
+    logits = temperature * raw.transpose(1, 2)  # (B, n, k)
+    return hard_attention(logits) if focal == "hard" else _soft_attention(logits, focal, context.shape[1])
+
+
+def hard_attention(logits: Tensor) -> Tensor:
+    """All attention to the first of the greatest `logits` (..., k), without derivative (CHAN, Pan et al., 2023)."""
+    if logits.shape[-1] == 0:
+        return logits.detach()
+    return torch.zeros_like(logits).scatter_(-1, logits.detach().argmax(-1, keepdim=True), 1.0)
+
+
+def _soft_attention(logits: Tensor, focal: str | None, count: Tensor | int) -> Tensor:
+    """The softmax over the last dimension, of which `count` are contexts, and BFAN's reassignment."""
+    attention = torch.softmax(logits, dim=2)
+    return attention if focal is None else reassign_attention(attention, focal, 2, count)
 
 
 def reassign_attention(attention: Tensor, focal: str, dim: int, count: Tensor | int) -> Tensor:
@@ -226,9 +239,11 @@ def _packed_block(
     dots = torch.einsum("nd,ckd->nck", query, context)
     attention = torch.nn.functional.leaky_relu(dots, negative_slope) if normalization in CLIPPED else dots
     attention = normalize_over_queries(attention, normalization, set_index, len(sets))
-    attention = torch.softmax((temperature * attention).masked_fill(~present, -torch.inf), dim=2)
-    if focal is not None:
-        attention = reassign_attention(attention, focal, 2, context_lengths.clamp(min=1)[:, None])
+    logits = (temperature * attention).masked_fill(~present, -torch.inf)
+    if focal == "hard":
+        attention = hard_attention(logits)
+    else:
+        attention = _soft_attention(logits, focal, context_lengths.clamp(min=1)[:, None])
 
     # |sum_k p_k x_k|^2 = p G p with the Gram matrix G of the context set.
     gram = torch.bmm(context, context.transpose(1, 2))

@@ -22,6 +22,7 @@ __all__ = ["TrainConfig", "read_yaml", "to_yaml"]
 
 DATA, MODEL, STEPS, OPTIMIZER = "Data", "Model", "Steps", "Optimiser"
 LOSS, SCENARIO, LOG, MACHINE = "Loss", "Deep Boosting Learning", "Validation and log", "Machine"
+CONVERSIONS = "Feature diversification"
 
 MAX_SEED = 2**64 - 1  # the largest that torch takes
 
@@ -152,6 +153,36 @@ class TrainConfig:
     )
     exclude_same_image: bool = setting(
         True, group=LOSS, help="Captions of the same image are no negatives of each other."
+    )
+
+    conversions: int | None = setting(
+        None,
+        group=CONVERSIONS,
+        minimum=1,
+        maximum=64,
+        help="Number of feature conversions (published: 8) in the place of the model's encoder heads: chan, scan, "
+        "vse_infty.",
+    )
+    conversion: str = setting(
+        "ffn",
+        group=CONVERSIONS,
+        help="What a conversion has above the encoder head: a feed-forward network, an adapter, or none.",
+        choices=("ffn", "adapter", "none"),
+    )
+    conversion_residual: bool = setting(
+        False, group=CONVERSIONS, help="Add what the feed-forward network saw to its result."
+    )
+    reweighting: bool = setting(
+        True, group=CONVERSIONS, help="Learn weights of the conversions for each feature; else their mean."
+    )
+    normalize_fused: bool = setting(True, group=CONVERSIONS, help="l2-normalise the weighted sum of the conversions.")
+    realignment: bool = setting(
+        True,
+        group=CONVERSIONS,
+        help="Train each conversion with the negatives of another batch; else only the fused feature with its own.",
+    )
+    online_weight: float = setting(
+        0.5, group=CONVERSIONS, minimum=0, help="Weight of the fused feature's loss beside the realignment."
     )
 
     scenario: str = setting(

@@ -1,8 +1,8 @@
 """The losses of a run: what their settings may be, and the modules that they make.
 
-Inside: `LOSSES`, `MINING`, `BOOSTING`, `BOOSTING_FORMS`, `check_loss`, `make_losses`, `make_boosting_loss`,
-`described_boosting`, `is_mutual`. The modules are imported where they are made, so that listing the settings stays
-quick.
+Inside: `LOSSES`, `MINING`, `BOOSTING`, `BOOSTING_FORMS`, `check_loss`, `make_losses`, `make_realignment_losses`,
+`make_boosting_loss`, `described_boosting`, `is_mutual`. The modules are imported where they are made, so that listing
+the settings stays quick.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "is_mutual",
     "make_boosting_loss",
     "make_losses",
+    "make_realignment_losses",
 ]
 
 MINING = ("hardest", "all", "selective", "semi_hard", "contrastive")
@@ -59,6 +60,9 @@ _DEPENDENT: Sequence[tuple[str, str, tuple[str, ...]]] = (
     ("branches", "scenario", ("oss",)),
     ("momentum", "scenario", ("mss",)),
 )
+_OF_CONVERSIONS = (
+    "conversion", "conversion_residual", "reweighting", "normalize_fused", "realignment", "online_weight",
+)  # fmt: skip
 
 
 def check_loss(config: TrainConfig) -> None:
@@ -75,6 +79,27 @@ def check_loss(config: TrainConfig) -> None:
         value, chosen = getattr(config, name), boosting if other == "boosting" else getattr(config, other)
         if chosen not in values and value != fields[name].default:
             raise ValueError(f"{name}: {shown(value)} goes with the {other} {' or '.join(values)}, not {chosen}")
+    _check_conversions(config, fields)
+
+
+def _check_conversions(config: TrainConfig, fields: Mapping[str, Any]) -> None:
+    if config.conversions is None:
+        for name in _OF_CONVERSIONS:
+            if getattr(config, name) != fields[name].default:
+                raise ValueError(
+                    f"{name}: {shown(getattr(config, name))} goes with conversions, of which there are none"
+                )
+        return
+    if not config.realignment:
+        if config.online_weight != fields["online_weight"].default:
+            raise ValueError("online_weight: goes with realignment; without it the online loss stands alone")
+        return
+    for name, wanted in (("loss", "triplet"), ("scenario", "single")):
+        if getattr(config, name) != wanted:
+            raise ValueError(
+                f"{name}: the realignment of conversions takes {wanted}, got {getattr(config, name)!r}; "
+                "--no-realignment trains the fused feature alone"
+            )
 
 
 def make_losses(config: TrainConfig) -> dict[str, nn.Module]:
@@ -91,6 +116,17 @@ def make_losses(config: TrainConfig) -> dict[str, nn.Module]:
     else:
         main = triplet(mining=config.mining, epsilon=config.epsilon, selective_divisor=config.selective_divisor)
     return {"all": triplet(mining="all"), config.mining: main}
+
+
+def make_realignment_losses(config: TrainConfig) -> dict[str, nn.Module]:
+    """The losses with the negatives of another batch, by the negatives that a step asks for, as `make_losses`."""
+    from itm_fast.losses import RealignmentLoss
+
+    realignment = partial(
+        RealignmentLoss, config.margin, halve=config.halve_loss, reduction="mean" if config.mean_loss else "sum"
+    )
+    main = realignment(mining=config.mining, epsilon=config.epsilon, selective_divisor=config.selective_divisor)
+    return {"all": realignment(mining="all"), config.mining: main}
 
 
 def make_boosting_loss(config: TrainConfig) -> nn.Module:

@@ -139,6 +139,8 @@ def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedD
     for name in _FROM_DATA:
         if name in config.model_options:
             raise ValueError(f"model_options: {name} follows from the data and cannot be given")
+    if config.model == "fdf":
+        raise ValueError("model: fdf is what --conversions N makes of another model; name that one")
     known = settings.fields_of(models.config_class(config.model))
     from_data = {
         "vocab_size": len(vocabulary),
@@ -146,11 +148,29 @@ def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedD
         "n_regions": int(data.features.shape[1]),
     }
     sizes = {name: value for name, value in from_data.items() if name in known}
-    options = {**config.model_options, **_bert_options(config, vocabulary, known)}
-    model = models.create(config.model, **options, **sizes)
+    options = {**config.model_options, **_bert_options(config, vocabulary, known), **sizes}
+    model = _model(config, options)
     if config.bert is not None:
         load_bert(model.get_submodule("text_encoder.bert"), config.bert)
     return model
+
+
+def _model(config: TrainConfig, options: dict[str, Any]) -> models.MatchingModel:
+    """The model that `config` names, or FDF around it where there are to be conversions."""
+    if config.conversions is None:
+        return models.create(config.model, **options)
+    if config.model not in models.FDF_HOSTS:
+        raise ValueError(f"conversions: expected one of the models {', '.join(models.FDF_HOSTS)}, got {config.model}")
+    return models.create(
+        "fdf",
+        host=config.model,
+        host_options=options,
+        conversions=config.conversions,
+        conversion=config.conversion,
+        conversion_residual=config.conversion_residual,
+        reweighting=config.reweighting,
+        normalize_fused=config.normalize_fused,
+    )
 
 
 def _bert_options(config: TrainConfig, vocabulary: Vocabulary, known: Collection[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Inside: `Stepper`.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from itm_fast.data import Batch, BatchAugmentation, Vocabulary
 from itm_fast.models.base import MatchingModel
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.diagnostics import image_gradient_norm, mining_diagnostics
-from itm_fast.training.objective import make_boosting_loss, make_losses
+from itm_fast.training.objective import make_boosting_loss, make_losses, make_realignment_losses
 from itm_fast.training.plateau import PlateauMonitor
 from itm_fast.training.scenarios import BatchFunctions, make_scenario
 from itm_fast.training.state_check import check_like
@@ -26,7 +27,8 @@ __all__ = ["Stepper"]
 class Stepper:
     """Changes the weights of `model`, batch by batch, as `config` says; the model lies on its device already.
 
-    `anchor` is the frozen model of the scenario oas.
+    `anchor` is the frozen model of the scenario oas; `image_rows` gives the regions (n, k, f) of images by their rows
+    in the training data.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class Stepper:
         device: torch.device,
         per_epoch: int,
         anchor: MatchingModel | None = None,
+        image_rows: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.config, self.device = config, device
         self.losses = make_losses(config)
         self.boosting_loss = make_boosting_loss(config)
-        self.scenario = make_scenario(config, model, per_epoch, anchor)
+        self.realignment_losses = make_realignment_losses(config)
+        self.scenario = make_scenario(config, model, per_epoch, anchor, image_rows)
         self.plateau = PlateauMonitor(config.margin)
         self.augmentation = BatchAugmentation(
             vocabulary, words=config.text_augmentation, regions=config.region_augmentation
@@ -80,6 +84,9 @@ class Stepper:
             scores=scores,
             loss=lambda own: self.losses[mining](own, positives=positives),
             boosting_loss=lambda own, anchor: self.boosting_loss(own, anchor, positives=positives),
+            realignment_loss=self.realignment_losses[mining],
+            batch=batch,
+            autocast=self.autocast,
         )
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:

@@ -80,7 +80,15 @@ class Trainer:
         self.steps_per_epoch = len(EpochSampler(len(train_data), config.batch_size, drop_last=config.drop_last))
         if self.steps_per_epoch == 0:
             raise ValueError(f"batch_size: {config.batch_size} is more than the {len(train_data)} training captions")
-        self.stepper = Stepper(config, self.model, train_data.vocabulary, self.device, self.steps_per_epoch, anchor)
+        self.stepper = Stepper(
+            config,
+            self.model,
+            train_data.vocabulary,
+            self.device,
+            self.steps_per_epoch,
+            anchor,
+            image_rows=train_data.image_batch,
+        )
         self.log = MetricsLog(Path(config.out) / run_folder.METRICS)
         self.tensorboard = TensorBoardLog(Path(config.out) / run_folder.TENSORBOARD) if config.tensorboard else None
         self.best: dict[str, float] = {}
@@ -105,7 +113,7 @@ class Trainer:
         """
         path = Path(self.config.out) / checkpoint.STATE_FILE
         # Ordinary training has no such entry, nor had any state before there were scenarios.
-        scenario = () if self.config.scenario == "single" else ("scenario",)
+        scenario = ("scenario",) if self.stepper.scenario.has_state else ()
         state = checkpoint.load_state(self.config.out, (*_STATE_KEYS, *scenario))
         check_fingerprints(state["data"], self._fingerprints, path)
         if state["position"] > self._total:
@@ -335,7 +343,7 @@ class Trainer:
         found = {**fingerprints(self.train_data), **fingerprints(self.validation_data)}
         if self.config.bert is not None:
             # The shapes of the weights say all of BERT's sizes but this one.
-            found["config.json of the BERT model"] = f"num_attention_heads {self.model.config.bert_heads}"
+            found["config.json of the BERT model"] = f"num_attention_heads {self.model.encoder_config.bert_heads}"
         return found
 
     def _warn_without_negatives(self) -> None:

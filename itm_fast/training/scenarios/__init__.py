@@ -7,12 +7,18 @@
 | oss, online synchronous | several; the last is the target | the branches before each one (dml: all others) |
 | mss, momentum synchronous | the target | its moving average |
 
-Inside: `make_scenario`, `frozen_anchor`, and the parts of `base.py` and `momentum.py`.
+A model with feature conversions whose realignment is asked for has a scenario of its own, `realignment.py`.
+
+Inside: `make_scenario`, `frozen_anchor`, and the parts of `base.py`, `momentum.py` and `realignment.py`.
 
 Source: Diao et al., Deep Boosting Learning: A Brand-new Cooperative Approach for Image-Text Matching, section III-C.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
 
 from itm_fast.models.base import MatchingModel
 from itm_fast.training.branch import Branch
@@ -21,10 +27,12 @@ from itm_fast.training.objective import is_mutual
 from itm_fast.training.scenarios.anchor import frozen_anchor
 from itm_fast.training.scenarios.base import BatchFunctions, Scenario, StepResult
 from itm_fast.training.scenarios.momentum import MomentumScenario, momentum_at
+from itm_fast.training.scenarios.realignment import RealignmentScenario
 
 __all__ = [
     "BatchFunctions",
     "MomentumScenario",
+    "RealignmentScenario",
     "Scenario",
     "StepResult",
     "frozen_anchor",
@@ -34,7 +42,11 @@ __all__ = [
 
 
 def make_scenario(
-    config: TrainConfig, model: MatchingModel, per_epoch: int, anchor: MatchingModel | None = None
+    config: TrainConfig,
+    model: MatchingModel,
+    per_epoch: int,
+    anchor: MatchingModel | None = None,
+    image_rows: Callable[[Tensor], Tensor] | None = None,
 ) -> Scenario:
     """The scenario that `config` names, around the target `model`, which lies on its device already.
 
@@ -43,11 +55,19 @@ def make_scenario(
         model: the target.
         per_epoch: optimiser steps of an epoch.
         anchor: the frozen model of the scenario oas.
+        image_rows: regions (n, k, f) of images by their rows in the training data, for a realignment that is resumed.
 
     Raises:
-        ValueError: the scenario oas has no anchor.
+        ValueError: the scenario oas has no anchor, or conversions that are realigned outnumber the batches.
     """
     target = Branch(config, model, per_epoch)
+    if config.conversions is not None and config.realignment:
+        if config.conversions > per_epoch:
+            raise ValueError(
+                f"conversions: {config.conversions} conversions learn from as many batches, but an epoch has "
+                f"{per_epoch}; fewer conversions, or a smaller --batch-size, fit"
+            )
+        return RealignmentScenario(target, config.online_weight, config.batch_size, image_rows)
     if config.scenario == "oss":
         device = next(model.parameters()).device
         # Each branch has weights of its own, from torch's random state (section III-C: randomly initialised).

@@ -5,6 +5,7 @@ Inside: `Scenario`, `BatchFunctions`, `StepResult`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from itm_fast.data import Batch
 from itm_fast.models.base import MatchingModel
 from itm_fast.training.branch import Branch
 from itm_fast.training.state_check import check_like
@@ -27,11 +29,17 @@ class BatchFunctions:
         scores: the scores (B, B) of the batch by a model.
         loss: of a branch's scores alone.
         boosting_loss: of a branch's scores beside the scores of an anchor, which receive no gradient.
+        realignment_loss: of pairs with the negatives of another batch, as `itm_fast.losses.RealignmentLoss`.
+        batch: the batch itself.
+        autocast: the precision of a forward pass.
     """
 
     scores: Callable[[MatchingModel], Tensor]
     loss: Callable[[Tensor], Tensor]
     boosting_loss: Callable[[Tensor, Tensor], Tensor]
+    realignment_loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    batch: Batch
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @attrs.frozen(eq=False)
@@ -42,7 +50,8 @@ class StepResult:
         scores: its scores (B, B) before the step, without gradient.
         own_loss: its loss alone, without that beside its anchors.
         numbers: for the log: `loss`, all that was minimised; `grad_norm` before clipping; `lr`; and where it has
-            anchors `boosting_loss`, the mean over them.
+            anchors `boosting_loss`, the mean over them; where conversions are realigned `online_loss`, of the fused
+            feature, and `realignment_loss`.
     """
 
     scores: Tensor
@@ -85,6 +94,11 @@ class Scenario:
     def companions(self) -> list[MatchingModel]:
         """The models that are kept beside the target: the branches before it."""
         return [branch.model for branch in self.branches[:-1]]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a state has an entry `scenario`: that of ordinary training has none."""
+        return len(self.branches) > 1 or self.anchor is not None
 
     def step(self, batch: BatchFunctions, number: int) -> StepResult:
         """One step of all branches; `number` is what messages call it.

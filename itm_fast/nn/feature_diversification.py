@@ -1,0 +1,217 @@
+"""FDF's feature conversions, their reweighting and the fused feature, of one modality.
+
+Inside: `FeatureConversions`, `FeatureReweighting`, `FeatureDiversification`, and what they may be made of, `HEADS`,
+`CONVERSIONS`, `POOLINGS`.
+
+Source: Zhou et al., "Achieving Ensemble-Like Performance in a Single Model: A Feature Diversification Framework for
+Image-Text Matching" (AAAI 2025), Eq 4 and 5. Readings of what the paper leaves open: base features are what the shared
+extractor gives (regions as they come, states of a GRU or of BERT), and the encoder head is what the host has above,
+once for each conversion; `FFN = Linear(d, 2d), ReLU, Linear(2d, d)` without a residual, by which the parameters grow by
+the tenth that the paper names; sigma is l2norm, of each fragment for a local host, of the pooled vector for a global
+one; weights start at zero, that is with the mean; a global host weighs each item by the mean of its base features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from itm_fast.fragments import Fragments
+from itm_fast.nn.grouped import GroupedLinear, GroupedPooling, GroupedRowNorm
+from itm_fast.nn.normalization import l2norm
+from itm_fast.nn.pooling import mean_pool
+from itm_fast.ops.gradient_sparse_sets import gradient_sparse_sets
+
+__all__ = [
+    "CONVERSIONS",
+    "HEADS",
+    "POOLINGS",
+    "FeatureConversions",
+    "FeatureDiversification",
+    "FeatureReweighting",
+]
+
+HEADS = ("identity", "linear", "residual", "projected_residual", "mlp")
+CONVERSIONS = ("ffn", "adapter", "none")
+POOLINGS = (None, "mean", "gpo")
+
+
+class FeatureConversions(nn.Module):
+    """N conversions of a base feature: encoder head, feed-forward network, l2norm (Eq 4), computed together.
+
+    Args:
+        count: the number N of conversions.
+        feature_dim: width of the base features.
+        embed_dim: width d of what they are converted to.
+        head: the encoder of the host above the base features: "identity" (`feature_dim` is d then), "linear", or with a
+            perceptron as `ResidualImageEncoder`: "residual", "projected_residual", "mlp".
+        conversion: what follows the head: "ffn"; "adapter" (d to d / 4 to d with a residual); "none" (Table 4). A head
+            that is the identity has a linear layer with "none", for nothing would be left to learn.
+        residual: add what the network saw to the result of "ffn".
+        pooling: None for a local host, which keeps fragments; "mean" or "gpo" makes one vector of each set before the
+            network.
+
+    Raises:
+        ValueError: an option is unknown, or a width does not fit.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        feature_dim: int,
+        embed_dim: int,
+        *,
+        head: str = "linear",
+        conversion: str = "ffn",
+        residual: bool = False,
+        pooling: str | None = None,
+    ) -> None:
+        super().__init__()
+        if count < 1:
+            raise ValueError(f"count: expected at least 1 conversion, got {count}")
+        for name, value, known in (
+            ("head", head, HEADS),
+            ("conversion", conversion, CONVERSIONS),
+            ("pooling", pooling, POOLINGS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, got {value!r}")
+        if head == "identity" and feature_dim != embed_dim:
+            raise ValueError(f"feature_dim: expected embed_dim, {embed_dim}, below no head, got {feature_dim}")
+        if residual and conversion != "ffn":
+            raise ValueError(f"residual: goes with the conversion ffn, not {conversion}")
+        self.count, self.feature_dim, self.head = count, feature_dim, head
+        self.residual = residual or conversion == "adapter"
+        linear = head != "identity" or conversion == "none"
+        self.fc = GroupedLinear(count, feature_dim, embed_dim, xavier=True) if linear else None
+        self.mlp: nn.ModuleList | None = None
+        if head in ("residual", "projected_residual", "mlp"):
+            hidden = max(embed_dim // 2, 1)
+            seen = feature_dim if head == "residual" else embed_dim
+            self.mlp = nn.ModuleList(
+                [
+                    GroupedLinear(count, seen, hidden),
+                    GroupedRowNorm(count, hidden),
+                    GroupedLinear(count, hidden, embed_dim),
+                ]
+            )
+        self.pool = None if pooling is None else GroupedPooling(count, pooling)
+        self.network: nn.ModuleList | None = None
+        if conversion != "none":
+            width = 2 * embed_dim if conversion == "ffn" else max(embed_dim // 4, 1)
+            self.network = nn.ModuleList(
+                [GroupedLinear(count, embed_dim, width), GroupedLinear(count, width, embed_dim)]
+            )
+
+    def forward(self, base: Fragments, only: int | None = None) -> Tensor:
+        """The converted features of all sets.
+
+        Args:
+            base: rows (R, feature_dim).
+            only: the number, from 0, of the one conversion to compute; its batch normalisation takes the running
+                statistics, so that sets do not depend on each other. None: all.
+
+        Returns:
+            (N, R, d), or (N, n_sets, d) for a global host; 1 in the place of N with `only`.
+        """
+        if base.values.shape[1] != self.feature_dim:
+            raise ValueError(f"base: expected rows of width {self.feature_dim}, got {base.values.shape[1]}")
+        rows = base.values if self.fc is None else self.fc(base.values, only)
+        if self.mlp is not None:
+            inner, norm, outer = self.mlp
+            added = outer(torch.relu(norm(inner(base.values if self.head == "residual" else rows, only), only)), only)
+            rows = added if self.head == "mlp" else rows + added
+        if self.pool is not None:
+            if rows.dim() == 2:
+                rows = rows.expand(self.count if only is None else 1, *rows.shape)
+            rows = self.pool(base, rows, only)
+        if self.network is not None:
+            inner, outer = self.network
+            changed = outer(torch.relu(inner(rows, only)), only)
+            rows = rows + changed if self.residual else changed
+        return l2norm(rows)
+
+    def of_others(self, base: Fragments, number: int) -> Tensor:
+        """Conversion `number`, from 0, of base features that receive no gradient: (R, d), or (n_sets, d).
+
+        Nothing of the forward is kept but the result; the backward converts the sets again that a gradient reaches.
+        Batch normalisation takes the running statistics, which stay as they are.
+        """
+        parameters = dict(self.named_parameters())
+        buffers = {name: buffer.clone() for name, buffer in self.named_buffers()}
+
+        def convert(weights: Sequence[Tensor], sets: Fragments) -> Tensor:
+            named = dict(zip(parameters, weights, strict=True))
+            converted: Tensor = functional_call(self, {**named, **buffers}, (sets, number))
+            return converted[0]
+
+        return gradient_sparse_sets(convert, list(parameters.values()), base, of_sets=self.pool is not None)
+
+
+class FeatureReweighting(nn.Module):
+    """The weights of the conversions, `softmax_n(l2norm(f) E)` (Eq 5), of each fragment or of each item.
+
+    Args:
+        count: the number N of conversions.
+        feature_dim: width of the base features f.
+        pooled: one row of weights for each set, from the mean of its base features, and not for each fragment.
+    """
+
+    def __init__(self, count: int, feature_dim: int, *, pooled: bool = False) -> None:
+        super().__init__()
+        self.pooled = pooled
+        self.embedding = nn.Parameter(torch.zeros(feature_dim, count))
+
+    def forward(self, base: Fragments) -> Tensor:
+        """Rows (R, feature_dim) to weights (R, N), or (n_sets, N), that sum to one in each row."""
+        features = mean_pool(base) if self.pooled else base.values
+        return torch.softmax(l2norm(features) @ self.embedding, dim=1)
+
+
+class FeatureDiversification(nn.Module):
+    """Base features to the conversions, and to the fused feature `l2norm(sum_n gamma_n V_n)`, which scores.
+
+    Args:
+        count, feature_dim, embed_dim, head, conversion, residual, pooling: of `FeatureConversions`.
+        reweighting: weights of `FeatureReweighting`; False: the plain mean of the conversions (Table 3, "+ FC").
+        normalize_fused: the l2norm of the sum, which the paper does not print.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        feature_dim: int,
+        embed_dim: int,
+        *,
+        head: str = "linear",
+        conversion: str = "ffn",
+        residual: bool = False,
+        pooling: str | None = None,
+        reweighting: bool = True,
+        normalize_fused: bool = True,
+    ) -> None:
+        super().__init__()
+        self.count, self.normalize_fused, self.is_global = count, normalize_fused, pooling is not None
+        self.conversions = FeatureConversions(
+            count, feature_dim, embed_dim, head=head, conversion=conversion, residual=residual, pooling=pooling
+        )
+        self.reweighting = FeatureReweighting(count, feature_dim, pooled=self.is_global) if reweighting else None
+
+    def forward(self, base: Fragments) -> Fragments | Tensor:
+        """Base features (R, feature_dim) to fused embeddings: Fragments (R, d), or (n_sets, d) for a global host."""
+        return self.fuse(base, self.conversions(base))
+
+    def fuse(self, base: Fragments, converted: Tensor) -> Fragments | Tensor:
+        """As `forward`, from what the conversions gave for `base` already."""
+        if self.reweighting is None:
+            fused = converted.mean(0)
+        else:
+            fused = (converted * self.reweighting(base).t()[:, :, None].to(converted.dtype)).sum(0)
+        return self.embeddings(base, l2norm(fused) if self.normalize_fused else fused)
+
+    def embeddings(self, base: Fragments, rows: Tensor) -> Fragments | Tensor:
+        """The rows of one conversion as the embeddings that a host scores."""
+        return rows if self.is_global else base.with_values(rows)

@@ -1,0 +1,102 @@
+"""Layers of several groups at once, each with weights of its own: one product for all in place of one for each.
+
+Inside: `GroupedLinear`, `GroupedRowNorm`, `GroupedPooling`. Activations are `(groups, rows, width)`, so that those of
+one group lie together. `only`, where given, is the one group to compute, whose result is `(1, rows, width)`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from itm_fast.fragments import Fragments
+from itm_fast.nn.generalized_pooling import GeneralizedPooling
+from itm_fast.nn.pooling import mean_pool
+
+__all__ = ["GroupedLinear", "GroupedPooling", "GroupedRowNorm"]
+
+
+class GroupedLinear(nn.Module):
+    """`y_g = x_g W_g^T + b_g` for each group g.
+
+    Args:
+        groups: number of groups.
+        in_features, out_features: widths.
+        xavier: start Xavier-uniform with a bias of zeros, as the projections of the field; else as `nn.Linear`.
+    """
+
+    def __init__(self, groups: int, in_features: int, out_features: int, *, xavier: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(groups, out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(groups, out_features))
+        bound = 1 / math.sqrt(in_features)
+        if xavier:
+            bound = math.sqrt(6 / (in_features + out_features))
+        nn.init.uniform_(self.weight, -bound, bound)
+        if not xavier:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, rows: Tensor, only: int | None = None) -> Tensor:
+        """Rows (R, in), the same for all groups, or (groups, R, in), to (groups, R, out).
+
+        The same rows for all make one wide product, others one batched product.
+        """
+        weight, bias = of_group(self.weight, only), of_group(self.bias, only)
+        if rows.dim() == 2:
+            wide = F.linear(rows, weight.flatten(0, 1), bias.flatten())
+            return wide.view(len(rows), *bias.shape).transpose(0, 1)
+        return torch.baddbmm(bias[:, None], rows, weight.transpose(1, 2))
+
+
+class GroupedRowNorm(nn.Module):
+    """Batch normalisation of the rows of each group.
+
+    In training mode the statistics are those of the rows, and the running ones follow them by a tenth; one group alone,
+    and fewer than two rows, take the running ones and change nothing.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, groups: int, width: int, *, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.eps, self.momentum = eps, momentum
+        self.weight = nn.Parameter(torch.ones(groups, width))
+        self.bias = nn.Parameter(torch.zeros(groups, width))
+        self.register_buffer("running_mean", torch.zeros(groups, width))
+        self.register_buffer("running_var", torch.ones(groups, width))
+
+    def forward(self, rows: Tensor, only: int | None = None) -> Tensor:
+        """Rows (groups, R, width) to the same shape."""
+        groups, count, width = rows.shape
+        flat = rows.transpose(0, 1).reshape(count, groups * width)
+        tensors = (self.running_mean, self.running_var, self.weight, self.bias)
+        mean, variance, weight, bias = (of_group(tensor, only).flatten() for tensor in tensors)
+        training = self.training and only is None and count > 1
+        normed = F.batch_norm(flat, mean, variance, weight, bias, training, self.momentum, self.eps)
+        return normed.view(count, groups, width).transpose(0, 1)
+
+
+class GroupedPooling(nn.Module):
+    """From the rows of each set to one vector: their mean ("mean"), or by each group's generalized pooling ("gpo")."""
+
+    def __init__(self, groups: int, kind: str) -> None:
+        super().__init__()
+        self.pools = nn.ModuleList(GeneralizedPooling() for _ in range(groups)) if kind == "gpo" else None
+
+    def forward(self, sets: Fragments, rows: Tensor, only: int | None = None) -> Tensor:
+        """Rows (groups, R, d) of the R rows of `sets` to (groups, n_sets, d)."""
+        if self.pools is None:
+            groups, count, width = rows.shape
+            means = mean_pool(sets.with_values(rows.transpose(0, 1).reshape(count, groups * width)))
+            return means.view(len(sets), groups, width).transpose(0, 1)
+        pools = list(self.pools) if only is None else [self.pools[only]]
+        return torch.stack([pool(sets.with_values(own)) for pool, own in zip(pools, rows, strict=True)])
+
+
+def of_group(tensor: Tensor, only: int | None) -> Tensor:
+    """All groups of `tensor` (groups, ...), or one of them as (1, ...)."""
+    return tensor if only is None else tensor[only : only + 1]
