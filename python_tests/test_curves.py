@@ -76,6 +76,9 @@ def test_many_points_become_means_of_neighbours(tmp_path: Path, drawn: list[Figu
     write_comparison(tmp_path / "figure.svg", {"a": log(*range(1, 121), hardest_gap=1.0)})
     points = drawn[0].axes[1].lines[0].get_xydata().tolist()
     assert points == [[step + 0.5, step + 0.5] for step in range(1, 121, 2)]
+    # Equally many of them up to the end, where points of single batches would scatter more than the others.
+    write_comparison(tmp_path / "figure.svg", {"a": log(*range(1, 105), hardest_gap=1.0)})
+    assert drawn[1].axes[1].lines[0].get_xdata().tolist() == [step + 0.5 for step in range(1, 105, 2)]
 
 
 def test_a_figure_repeats_byte_for_byte_and_leaves_the_settings_alone(tmp_path: Path) -> None:

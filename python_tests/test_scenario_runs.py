@@ -56,13 +56,15 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
     monkeypatch.setattr(Trainer, "_step", stopping)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    ("scenario", "precision"), [*((name, "float32") for name in SCENARIOS), ("oas", "bfloat16"), ("mss", "bfloat16")]
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anchor: Path, scenario: str
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anchor: Path, scenario: str, precision: str
 ) -> None:
     """State, log and saved models, bit for bit; a frozen anchor is needed at the start alone."""
     own = shutil.copytree(anchor, tmp_path / "anchor")
-    settings = settings_of(data, tmp_path / "whole", scenario, own)
+    settings = settings_of(data, tmp_path / "whole", scenario, own, precision=precision)
     run(settings)
     parts = attrs.evolve(settings, out=str(tmp_path / "parts"))
     with monkeypatch.context() as patch:

@@ -5,6 +5,7 @@ Inside: `write_comparison`.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -114,8 +115,9 @@ def _points(metrics: Metrics, kind: str, keys: Sequence[str]) -> tuple[list[floa
 
 
 def _means(values: Sequence[float]) -> np.ndarray:
-    """Means of neighbours, as many as there are points to draw."""
-    return np.array([part.mean() for part in np.array_split(np.asarray(values, float), min(len(values), _POINTS))])
+    """Means of equally many neighbours, so few that there are not too many points to draw."""
+    parts = math.ceil(len(values) / math.ceil(len(values) / _POINTS))
+    return np.array([part.mean() for part in np.array_split(np.asarray(values, float), parts)])
 
 
 def _line(number: int) -> dict[str, Any]:
