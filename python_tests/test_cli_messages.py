@@ -24,14 +24,15 @@ def test_train_says_what_it_works_on(data: Path, tmp_path: Path, capsys: pytest.
     words = len(Vocabulary.from_file(out / "vocab.json"))
     opening = [
         f"data: {data}: train 24 images, 120 captions; dev 4 images, 20 captions",
+        "features: disk (0.00 GiB, which the system caches; training runs on the CPU)",
         f"vocabulary: built from the training captions, {words} words",
         f"device: cpu, threads: {torch.get_num_threads()}, precision: float32",
         "epochs: 1, steps per epoch: 4",
     ]
-    assert capsys.readouterr().out.splitlines()[:4] == opening
+    assert capsys.readouterr().out.splitlines()[:5] == opening
     assert cli.run(["train", "--out", str(out), "--resume", "--epochs", "2"]) == 0
-    assert capsys.readouterr().out.splitlines()[1:4] == [
-        f"vocabulary: {out / 'vocab.json'}, {words} words", opening[2], "epochs: 2, steps per epoch: 4",
+    assert capsys.readouterr().out.splitlines()[2:5] == [
+        f"vocabulary: {out / 'vocab.json'}, {words} words", opening[3], "epochs: 2, steps per epoch: 4",
     ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from itm_fast.training import fingerprint
+from itm_fast.data import digests
 
 
 def features(path: Path, rows: int) -> int:
@@ -28,51 +28,51 @@ def flip(path: Path, position: int) -> None:
 
 
 def test_every_byte_of_a_small_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "_BLOCK_BYTES", 1 << 10)
+    monkeypatch.setattr(digests, "_BLOCK_BYTES", 1 << 10)
     path = tmp_path / "f.npy"
     size = features(path, 50)
     assert size <= 256 * 1024
-    digest = fingerprint._sampled_sha256(path)
+    digest = digests.sampled_sha256(path)
     for position in [0, 1, size - 1, *np.random.default_rng(1).integers(0, size, 50).tolist()]:
         flip(path, position)
-        assert fingerprint._sampled_sha256(path) != digest, position
+        assert digests.sampled_sha256(path) != digest, position
         flip(path, position)
-    assert fingerprint._sampled_sha256(path) == digest
+    assert digests.sampled_sha256(path) == digest
 
 
 def test_of_a_large_file_blocks_from_its_first_to_its_last_byte_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint, "_BLOCK_BYTES", 64)
-    monkeypatch.setattr(fingerprint, "_BLOCKS", 32)
+    monkeypatch.setattr(digests, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(digests, "_BLOCKS", 32)
     path = tmp_path / "f.npy"
     size = features(path, 10)
-    digest = fingerprint._sampled_sha256(path)
+    digest = digests.sampled_sha256(path)
     noticed = []
     for position in range(0, size, 61):
         flip(path, position)
-        noticed.append(fingerprint._sampled_sha256(path) != digest)
+        noticed.append(digests.sampled_sha256(path) != digest)
         flip(path, position)
     assert sum(noticed) / len(noticed) == pytest.approx(32 * 64 / size, rel=0.1)
     gaps = np.diff(np.flatnonzero(noticed)) * 61
     assert size / 31 - 2 * 64 < gaps.max() < size / 31 + 2 * 64, "the blocks are spread over the file"
     for position in (0, 63, size - 1, size - 64):
         flip(path, position)
-        assert fingerprint._sampled_sha256(path) != digest
+        assert digests.sampled_sha256(path) != digest
         flip(path, position)
 
 
 def test_size_counts_and_times_and_names_do_not(tmp_path: Path) -> None:
     path = tmp_path / "f.npy"
     size = features(path, 20)
-    digest = fingerprint._sampled_sha256(path)
+    digest = digests.sampled_sha256(path)
     other = shutil.copy(path, tmp_path / "other.npy")
     os.utime(other, (1, 1))
-    assert fingerprint._sampled_sha256(other) == digest
+    assert digests.sampled_sha256(other) == digest
     os.truncate(other, size - 1)
-    assert fingerprint._sampled_sha256(other) != digest
+    assert digests.sampled_sha256(other) != digest
     (tmp_path / "empty").write_bytes(b"")
-    assert fingerprint._sampled_sha256(tmp_path / "empty") != digest
+    assert digests.sampled_sha256(tmp_path / "empty") != digest
 
 
 def test_little_of_a_file_of_33_gigabytes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +97,9 @@ def test_little_of_a_file_of_33_gigabytes_is_read(tmp_path: Path, monkeypatch: p
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", counting)
-        before = fingerprint._sampled_sha256(path)
+        before = digests.sampled_sha256(path)
     assert taken == 256 * 65536 == 16 * 2**20
     with path.open("rb+") as file:
         file.seek(33 * 10**9 - 5)
         file.write(b"x")
-    assert fingerprint._sampled_sha256(path) != before
+    assert digests.sampled_sha256(path) != before

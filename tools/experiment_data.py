@@ -81,11 +81,11 @@ def _bundled_split_fingerprints(split: str, train_images: int | None) -> dict[st
 
 def folder_fingerprints(config: TrainConfig, split: str, images: int | None) -> Fingerprints:
     """Of what a training reads from `config.data`, and of the images of `split` that it is evaluated on."""
-    from itm_fast.data import PrecomputedDataset
+    from itm_fast.data import open_split
     from itm_fast.training.fingerprint import fingerprints
     from itm_fast.training.run import load_data
 
     vocabulary, train_data, validation_data = load_data(config)
-    evaluated = PrecomputedDataset(config.data, split, vocabulary, max_images=images)
+    evaluated = open_split(config.data, split, vocabulary, max_images=images)
     used = {"train": train_data, "validation": validation_data, "evaluation": evaluated}
     return {use: fingerprints(data) for use, data in used.items()}

@@ -68,7 +68,7 @@ def explain(
     number = own if image is None else image
     if not 0 <= number < dataset.n_images:
         raise ValueError(f"--image: expected a number from 0 to {dataset.n_images - 1} in {split}, got {number}")
-    n_regions = int(dataset.features.shape[1])
+    n_regions = dataset.region_count(number)
     for chosen in region or ():
         if not 1 <= chosen <= n_regions:
             raise ValueError(f"--region: expected a number from 1 to {n_regions}, got {chosen}")
@@ -128,8 +128,8 @@ def _picture(dataset: PrecomputedDataset, image: int) -> tuple[np.ndarray | None
     """The picture, the rows and columns of its patches and its credits; None where the features are no pixels."""
     from itm_fast.data import emoji
 
-    features = dataset.image_batch([image]).numpy()
-    picture = emoji.picture_if_patches(features[0])
+    features = dataset.image_batch([image])
+    picture = emoji.picture_if_patches(features[0].numpy())
     return picture, (emoji.GRID, emoji.GRID), emoji.CREDITS if picture is not None else ""
 
 
@@ -145,5 +145,5 @@ def _facts(
     facts.append(("Checkpoint", str(checkpoint)))
     if dataset.image_ids is not None:
         facts.append(("Image", dataset.image_ids[image]))
-    facts.append(("Regions", str(dataset.features.shape[1])))
+    facts.append(("Regions", str(dataset.region_count(image))))
     return facts

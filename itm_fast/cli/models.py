@@ -47,11 +47,11 @@ def dataset_of(
     known: Sequence[PrecomputedDataset] = (),
 ) -> PrecomputedDataset:
     """The split as the model of `run` sees it; one of `known` with the same vocabulary serves, too."""
-    from itm_fast.data import PrecomputedDataset
+    from itm_fast.data import open_split
 
     dataset = next((other for other in known if other.vocabulary == vocabulary), None)
     if dataset is None:
-        dataset = PrecomputedDataset(data, split, vocabulary)
+        dataset = open_split(data, split, vocabulary)
     width = int(dataset.features.shape[2])
     expected = getattr(model.encoder_config, "feature_dim", width)
     if width != expected:

@@ -98,20 +98,27 @@ class RegionAugmentation:
             raise ValueError(f"probability: expected a number above 0 and below 1, got {probability}")
         self.probability = probability
 
-    def __call__(self, features: Tensor, generator: torch.Generator | None = None) -> Fragments:
+    def __call__(self, features: Tensor | Fragments, generator: torch.Generator | None = None) -> Fragments:
         """The regions that are left of n images, in their order.
 
         Args:
-            features: (n, k, f) on the CPU.
-            generator: draws the regions; None: torch's own generator, which a run's saved state holds.
+            features: (n, k, f), or Fragments of n images.
+            generator: draws the regions, on the CPU; None: torch's own generator, which a run's saved state holds.
         """
-        kept = torch.rand(features.shape[:2], generator=generator) >= self.probability
-        kept |= ~kept.any(1, keepdim=True)
+        if isinstance(features, Fragments):
+            shape, regions = (len(features), features.max_length), features.values
+            there = torch.arange(shape[1]) < features.lengths.cpu()[:, None]
+        else:
+            shape, regions = (features.shape[0], features.shape[1]), features.flatten(0, 1)
+            there = torch.ones(shape, dtype=torch.bool)
+        kept = there & (torch.rand(shape, generator=generator) >= self.probability)
+        kept |= there & ~kept.any(1, keepdim=True)
         lengths = kept.sum(1)
         offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
         torch.cumsum(lengths, 0, out=offsets[1:])
         longest = int(lengths.max()) if len(lengths) else 0
-        return Fragments(features[kept], offsets, check=False, max_length=longest)
+        where = regions.device
+        return Fragments(regions[kept[there].to(where)], offsets.to(where), check=False, max_length=longest)
 
 
 class BatchAugmentation:
@@ -128,10 +135,10 @@ class BatchAugmentation:
         self._regions = RegionAugmentation(regions) if regions else None
 
     def __call__(self, batch: Batch) -> Batch:
-        """Another batch, on the CPU as the given one, drawn from torch's own generator."""
+        """Another batch where the given one lies, drawn from torch's own generator of the CPU."""
         if self._words is not None:
             token_ids, lengths = self._words(batch.token_ids, batch.lengths)
             batch = attrs.evolve(batch, token_ids=token_ids, lengths=lengths)
-        if self._regions is not None and isinstance(batch.features, Tensor):
+        if self._regions is not None:
             batch = attrs.evolve(batch, features=self._regions(batch.features))
         return batch

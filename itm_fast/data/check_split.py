@@ -114,6 +114,7 @@ class SplitCheck:
             stride, caption_image = self._match(rows, len(captions))
         self.stride = stride
         if rows is not None:
+            self._check_region_counts(len(rows), rows.shape[1])
             self._scan(rows.shape, rows.itemsize, stride, advance)
         if rows is not None:
             n_images = len(rows) // stride
@@ -168,6 +169,12 @@ class SplitCheck:
             self._add(suffix, without_path(error, self._path(suffix)))
             return 1, None
         return stride, np.arange(n_captions) // layout.CAPTIONS_PER_IMAGE
+
+    def _check_region_counts(self, n_rows: int, most: int) -> None:
+        suffix = "regions.txt"
+        counts = self._lines(suffix, lambda line: layout.region_count_in(line, most))
+        if counts is not None and len(counts) != n_rows:
+            self._add(suffix, f"expected one line per row of the features ({n_rows}), got {len(counts)} lines")
 
     def _scan(self, shape: tuple[int, ...], itemsize: int, stride: int, advance: Callable[[int], object]) -> None:
         """Looks at every value, a block of rows at a time."""

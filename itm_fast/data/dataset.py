@@ -1,6 +1,6 @@
 """Images as region features and captions as token ids, batch by batch.
 
-Inside: `Batch`, `CaptionDataset`.
+Inside: `Batch`, `CaptionDataset`, `encode`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..fragments import Fragments
+from .features import ArrayFeatures, Features
 from .vocabulary import Vocabulary
 
 Indices = Tensor | np.ndarray | Sequence[int]
@@ -23,9 +24,9 @@ Indices = Tensor | np.ndarray | Sequence[int]
 class Batch:
     """n captions, each with its image.
 
-    features (n, k, f) float32, or Fragments of rows (N, f) where images lost regions; token_ids (n, L) int64, padded
-    with the vocabulary's `<pad>`; lengths (n,) int64, `<start>` and `<end>` counted; image_index and caption_index (n,)
-    int64: which image and caption of the split.
+    features (n, k, f) float32, or Fragments of rows (N, f) where images differ in regions; token_ids (n, L) int64,
+    padded with the vocabulary's `<pad>`; lengths (n,) int64, `<start>` and `<end>` counted; image_index and
+    caption_index (n,) int64: which image and caption of the split.
     """
 
     features: Tensor | Fragments
@@ -53,15 +54,19 @@ class CaptionDataset:
     """Images with any number of captions each, from arrays. An item is a caption.
 
     Args:
-        features: (n_images, k, f) array of floats; memory-mapped arrays stay on disk.
+        features: (n_images, k, f) array of floats, of which memory-mapped ones stay on disk, or `Features`.
         captions: n_captions texts, turned into token ids once, here.
         caption_image: (n_captions,) integers, the image of each caption.
         vocabulary: gives the token ids.
         image_ids: a name for each image, or None.
+        region_counts: (n_images,) int64, how many of the k regions each image has; None: all. Batches then hold
+            Fragments.
+        token_ids: the ids of all captions (int32, end to end) and the length of each (int64), where they are known.
         name: stands in messages before a row that is refused.
 
-    Attributes: the arguments (`caption_image` as an int64 tensor); `n_images`; `caption_lengths`, an int64 tensor;
-    `len()` is the number of captions.
+    Attributes: the arguments (`caption_image` as an int64 tensor); `token_ids`, int32, end to end; `caption_lengths`,
+    an int64 tensor; `n_images`; `source`, the `Features` that batches come from, which may be replaced by others of the
+    same numbers; `len()` is the number of captions.
 
     Raises:
         ValueError: the arguments do not fit each other.
@@ -69,15 +74,17 @@ class CaptionDataset:
 
     def __init__(
         self,
-        features: np.ndarray,
+        features: np.ndarray | Features,
         captions: Sequence[str],
         caption_image: Indices,
         vocabulary: Vocabulary,
         *,
         image_ids: Sequence[str] | None = None,
+        region_counts: np.ndarray | None = None,
+        token_ids: tuple[Tensor, Tensor] | None = None,
         name: str = "features",
     ) -> None:
-        if features.ndim != 3 or features.dtype.kind != "f":
+        if isinstance(features, np.ndarray) and (features.ndim != 3 or features.dtype.kind != "f"):
             raise ValueError(
                 f"{name}: expected floats of shape (images, regions, channels), got {features.dtype} {features.shape}"
             )
@@ -86,16 +93,20 @@ class CaptionDataset:
         self.features, self.captions, self.vocabulary, self.name = features, list(captions), vocabulary, name
         self.image_ids = None if image_ids is None else list(image_ids)
         self.n_images = len(features)
+        self.source = self._source(features, region_counts)
         self.caption_image = torch.from_numpy(_as_indices(caption_image, len(features), "caption_image"))
         if len(self.caption_image) != len(self.captions):
             raise ValueError(
                 f"caption_image: expected one image per caption ({len(self.captions)}), got {len(self.caption_image)}"
             )
-        encoded = [vocabulary.encode(caption) for caption in self.captions]
-        self.caption_lengths = torch.tensor([len(ids) for ids in encoded], dtype=torch.int64)
-        self._offsets = torch.zeros(len(encoded) + 1, dtype=torch.int64)
+        self.token_ids, self.caption_lengths = token_ids or encode(self.captions, vocabulary)
+        self._offsets = torch.zeros(len(self.captions) + 1, dtype=torch.int64)
         torch.cumsum(self.caption_lengths, 0, out=self._offsets[1:])
-        self._token_ids = torch.tensor([index for ids in encoded for index in ids], dtype=torch.int32)
+
+    def _source(self, features: np.ndarray | Features, region_counts: np.ndarray | None) -> Features:
+        if isinstance(features, Features):
+            return features
+        return ArrayFeatures(features, self.name, region_counts, self._row)
 
     def __len__(self) -> int:
         return len(self.captions)
@@ -103,27 +114,25 @@ class CaptionDataset:
     @property
     def unknown_share(self) -> float:
         """Share of the captions' words that the vocabulary lacks, from 0 to 1."""
-        words = len(self._token_ids) - 2 * len(self)
-        return int((self._token_ids == self.vocabulary.unk).sum()) / words if words else 0.0
+        words = len(self.token_ids) - 2 * len(self)
+        return int((self.token_ids == self.vocabulary.unk).sum()) / words if words else 0.0
+
+    def region_count(self, image: int) -> int:
+        """How many regions an image has."""
+        counts = self.source.counts
+        return self.source.shape[1] if counts is None else int(counts[image])
 
     def _row(self, image: int) -> int:
         """Where an image stands in the file that `name` names."""
         return image
 
-    def image_batch(self, image_indices: Indices) -> Tensor:
-        """Features (n, k, f) float32 of images; ValueError naming the row where one is not finite."""
-        wanted = _as_indices(image_indices, self.n_images, "image_indices")
-        gathered = np.empty((len(wanted), *self.features.shape[1:]), dtype=np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            # A file is read in its own order, whatever order is asked for.
-            for position in np.argsort(wanted, kind="stable"):
-                gathered[position] = self.features[wanted[position]]
-            # A quick sum shows whether all values are finite; where finite ones overflow it, an exact check decides.
-            suspicious = not np.isfinite(np.einsum("nkf->", gathered))
-        if suspicious and not (finite := np.isfinite(gathered).all(axis=(1, 2))).all():
-            bad = self._row(int(wanted[~finite].min()))
-            raise ValueError(f"{self.name}: row {bad} holds values that are not finite in float32")
-        return torch.from_numpy(gathered)
+    def image_batch(self, image_indices: Indices) -> Tensor | Fragments:
+        """Features of images, (n, k, f) float32 or Fragments where they differ in regions.
+
+        Raises:
+            ValueError: a value is not finite, or a file is not what it was; file and row are named.
+        """
+        return self.source.gather(_as_indices(image_indices, self.n_images, "image_indices"))
 
     def caption_batch(self, caption_indices: Indices) -> tuple[Tensor, Tensor]:
         """Token ids (n, L) int64, padded with the vocabulary's `<pad>` to the longest, and lengths (n,) int64."""
@@ -132,7 +141,7 @@ class CaptionDataset:
         columns = torch.arange(int(lengths.max()) if len(wanted) else 0)
         inside = columns < lengths[:, None]
         token_ids = torch.full(inside.shape, self.vocabulary.pad, dtype=torch.int64)
-        token_ids[inside] = self._token_ids[(self._offsets[wanted][:, None] + columns)[inside]].to(torch.int64)
+        token_ids[inside] = self.token_ids[(self._offsets[wanted][:, None] + columns)[inside]].to(torch.int64)
         return token_ids, lengths
 
     def batch(self, caption_indices: Indices) -> Batch:
@@ -141,6 +150,13 @@ class CaptionDataset:
         token_ids, lengths = self.caption_batch(captions)
         images = self.caption_image[captions]
         return Batch(self.image_batch(images), token_ids, lengths, images, captions)
+
+
+def encode(captions: Sequence[str], vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """Token ids of all captions, int32 end to end, and the length of each, int64."""
+    encoded = [vocabulary.encode(caption) for caption in captions]
+    lengths = torch.tensor([len(ids) for ids in encoded], dtype=torch.int64)
+    return torch.tensor([index for ids in encoded for index in ids], dtype=torch.int32), lengths
 
 
 def _as_indices(indices: Indices, size: int, name: str) -> np.ndarray:

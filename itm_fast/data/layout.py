@@ -1,7 +1,8 @@
 """The files of the published precomputed layout, read and checked one at a time.
 
 Inside: `split_path`, `available_splits`, `open_features`, `read_captions`, `read_caption_image`, `match_counts`,
-`read_ids`; and for one line of a file `text_in`, `caption_in`, `image_row_in`.
+`read_ids`, `read_region_counts`; and for one line of a file `text_in`, `caption_in`, `image_row_in`,
+`region_count_in`.
 
 Every problem is a ValueError of one line that names the file, and the line (from 1) or row (from 0) where there is one.
 """
@@ -149,6 +150,14 @@ def image_row_in(line: bytes, n_images: int) -> int:
     return int(text)
 
 
+def region_count_in(line: bytes, most: int) -> int:
+    """The number of regions of a line of `{split}_regions.txt`; ValueError where it is no number from 1 to `most`."""
+    text = text_in(line)
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
+        raise ValueError(f"expected a number of regions from 1 to {most}, got {text[:40]!r}")
+    return int(text)
+
+
 def _parsed(path: str | os.PathLike[str], lines: list[bytes], parse: Callable[[bytes], Parsed]) -> list[Parsed]:
     parsed = []
     for number, line in enumerate(lines, 1):
@@ -173,6 +182,14 @@ def read_caption_image(path: str | os.PathLike[str], n_images: int, n_captions: 
     if len(lines) != n_captions:
         raise ValueError(f"{path}: expected one line per caption ({n_captions}), got {len(lines)} lines")
     return np.array(_parsed(path, lines, lambda line: image_row_in(line, n_images)), dtype=np.int64)
+
+
+def read_region_counts(path: str | os.PathLike[str], n_rows: int, most: int) -> npt.NDArray[np.int64]:
+    """The regions of each stored row, `(n_rows,)`, from `{split}_regions.txt`: one number from 1 to `most` per line."""
+    lines = read_lines(path)
+    if len(lines) != n_rows:
+        raise ValueError(f"{path}: expected one line per row of the features ({n_rows}), got {len(lines)} lines")
+    return np.array(_parsed(path, lines, lambda line: region_count_in(line, most)), dtype=np.int64)
 
 
 def match_counts(directory: str | os.PathLike[str], split: str, rows: np.memmap, n_captions: int) -> int:

@@ -5,14 +5,19 @@ Inside: `EpochSampler`, `BatchLoader`.
 
 from __future__ import annotations
 
+import collections
 import signal
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from .dataset import Batch, CaptionDataset
+
+# Batches that are made while one is worked on.
+_AHEAD = 2
 
 
 class EpochSampler:
@@ -23,6 +28,10 @@ class EpochSampler:
         shuffle: False gives the items in order.
         drop_last: leaves a last batch of fewer items out.
         start_batch: leaves the first batches out; the others are those of the whole epoch.
+        lengths: (n,) the length of each item, with `bucket_batches`.
+        bucket_batches: items of like length share a batch: of the shuffled items so many batches at a time are sorted
+            by length and cut into batches, whose order is shuffled in turn. 0: none of it. A batch that is not full
+            stays the last.
     """
 
     def __init__(
@@ -35,14 +44,21 @@ class EpochSampler:
         shuffle: bool = True,
         drop_last: bool = False,
         start_batch: int = 0,
+        lengths: np.ndarray | None = None,
+        bucket_batches: int = 0,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
-        for name, value in (("n", n), ("seed", seed), ("epoch", epoch), ("start_batch", start_batch)):
+        numbers = {"n": n, "seed": seed, "epoch": epoch, "start_batch": start_batch, "bucket_batches": bucket_batches}
+        for name, value in numbers.items():
             if value < 0:
                 raise ValueError(f"{name}: expected at least 0, got {value}")
+        if bucket_batches and (lengths is None or lengths.shape != (n,)):
+            found = None if lengths is None else lengths.shape
+            raise ValueError(f"lengths: expected shape ({n},) with bucket_batches, got {found}")
         self.n, self.batch_size, self.seed, self.epoch = n, batch_size, seed, epoch
         self.shuffle, self.drop_last, self.start_batch = shuffle, drop_last, start_batch
+        self.lengths, self.bucket_batches = lengths, bucket_batches
 
     def _n_batches(self) -> int:
         return self.n // self.batch_size if self.drop_last else -(-self.n // self.batch_size)
@@ -54,8 +70,22 @@ class EpochSampler:
         # SeedSequence mixes the pair, so that (seed, epoch + 1) and (seed + 1, epoch) have nothing in common.
         random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, self.epoch])))
         order = random.permutation(self.n) if self.shuffle else np.arange(self.n)
+        if self.bucket_batches and self.lengths is not None:
+            order = self._bucketed(order, self.lengths, random)
         for batch in range(self.start_batch, self._n_batches()):
             yield order[batch * self.batch_size : (batch + 1) * self.batch_size]
+
+    def _bucketed(self, order: np.ndarray, lengths: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        full = self.n // self.batch_size * self.batch_size
+        size = self.bucket_batches * self.batch_size
+        # A stable sort keeps items of one length in their random order.
+        windows = [order[start : start + size] for start in range(0, full, size)]
+        windows[-1:] = [window[: full - size * (len(windows) - 1)] for window in windows[-1:]]
+        ordered = [window[np.argsort(lengths[window], kind="stable")] for window in windows]
+        batches = np.concatenate([*ordered, order[:0]]).reshape(-1, self.batch_size)
+        if self.shuffle:
+            batches = batches[random.permutation(len(batches))]
+        return np.concatenate([batches.reshape(-1), order[full:]])
 
 
 class _Batches(Dataset[Batch | ValueError]):
@@ -85,8 +115,9 @@ class BatchLoader:
     """Iterates over the batches of `dataset` that `index_batches` names, in that order.
 
     `workers=0` reads in this process; more read ahead in worker processes, which pays where batches come from a disk
-    and the training step runs on another device. `pin_memory=True` makes copies to a GPU asynchronous.
-    Raises what `CaptionDataset.batch` raises.
+    and the training step runs on another device. `pin_memory=True` makes copies to a GPU asynchronous. Features that
+    are read in this process by threads of their own, or lie in memory, are fetched ahead by one thread, whatever
+    `workers` says. Raises what `CaptionDataset.batch` raises.
     """
 
     def __init__(
@@ -97,7 +128,7 @@ class BatchLoader:
         workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        self._index_batches = index_batches
+        self._index_batches, self._dataset = index_batches, dataset
         self._loader: DataLoader[Batch | ValueError] = DataLoader(
             _Batches(dataset),
             sampler=index_batches,
@@ -112,7 +143,27 @@ class BatchLoader:
         return len(self._index_batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
+        if self._dataset.source.in_process:
+            yield from _fetched_ahead(self._dataset, self._index_batches)
+            return
         for item in self._loader:
             if isinstance(item, ValueError):
                 raise item
             yield item
+
+
+def _fetched_ahead(dataset: CaptionDataset, index_batches: Iterable[np.ndarray]) -> Iterator[Batch]:
+    """The batches in their order, made by one thread while the caller works on the ones before."""
+    waiting: collections.deque[Future[Batch]] = collections.deque()
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
+        try:
+            for indices in index_batches:
+                waiting.append(thread.submit(dataset.batch, indices))
+                if len(waiting) > _AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            # A caller that leaves early waits for one batch at most.
+            for future in waiting:
+                future.cancel()

@@ -14,6 +14,8 @@ import numpy as np
 from ..messages import shown
 from . import layout
 from .dataset import CaptionDataset
+from .digests import sampled_sha256, sha256_of_parts
+from .features import Features
 from .vocabulary import Vocabulary
 
 
@@ -25,7 +27,8 @@ class PrecomputedDataset(CaptionDataset):
     some published files do, five times in a row (sampled rows are compared, then every fifth row is used).
 
     Args:
-        directory: holds `{split}_ims.npy`, `{split}_caps.txt` and, optionally, `{split}_cap2im.txt`, `{split}_ids.txt`.
+        directory: holds `{split}_ims.npy`, `{split}_caps.txt` and, optionally, `{split}_cap2im.txt`, `{split}_ids.txt`,
+            `{split}_regions.txt`.
         split: "train", "dev", "test", "testall" or any other prefix of these files.
         vocabulary: turns the captions into token ids.
         max_images: use only the first images and their captions (published code validates on 1000 images of `dev`).
@@ -34,6 +37,7 @@ class PrecomputedDataset(CaptionDataset):
         features: np.memmap (n_images, k, f), float16, float32 or float64, never read whole.
         captions: list of str. caption_image: (n_captions,) int64 tensor. image_ids: list of str, or None.
         n_images: the number of images; `len()` is the number of captions.
+        repeated: how often each image stands in the file, one time or five.
 
     Raises:
         ValueError: the files are missing, damaged, or do not fit each other; the message names file and line or row.
@@ -54,19 +58,31 @@ class PrecomputedDataset(CaptionDataset):
         self.features_path = layout.split_path(directory, split, "ims.npy")
         captions = layout.read_captions(layout.split_path(directory, split, "caps.txt"))
         rows = layout.open_features(self.features_path)
-        caption_image, self._stride = self._match(rows, len(captions))
-        features = rows[:: self._stride]
+        caption_image, self.repeated = self._match(rows, len(captions))
+        features = rows[:: self.repeated]
+        counts_path = layout.split_path(directory, split, "regions.txt")
+        counts: np.ndarray | None = None
+        if counts_path.is_file():
+            counts = layout.read_region_counts(counts_path, len(rows), rows.shape[1])[:: self.repeated]
         ids_path = layout.split_path(directory, split, "ids.txt")
         image_ids: list[str] | None = None
         if ids_path.is_file():
-            image_ids = layout.read_ids(ids_path, len(features), self._stride, caption_image)
+            image_ids = layout.read_ids(ids_path, len(features), self.repeated, caption_image)
 
         if max_images is not None and max_images < len(features):
             kept = np.flatnonzero(caption_image < max_images)
             captions, caption_image = [captions[index] for index in kept], caption_image[kept]
             features, image_ids = features[:max_images], image_ids and image_ids[:max_images]
+            counts = None if counts is None else counts[:max_images]
+        self._counts = counts
         super().__init__(
-            features, captions, caption_image, vocabulary, image_ids=image_ids, name=str(self.features_path)
+            features,
+            captions,
+            caption_image,
+            vocabulary,
+            image_ids=image_ids,
+            region_counts=counts,
+            name=str(self.features_path),
         )
 
     def _match(self, rows: np.memmap, n_captions: int) -> tuple[np.ndarray, int]:
@@ -87,8 +103,19 @@ class PrecomputedDataset(CaptionDataset):
             f"caption, as many as the model reads, got {self.caption_lengths[worst]}: {shown(self.captions[worst])}"
         )
 
+    def features_digest(self) -> str:
+        """What tells these features from those of other data: SHA-256 of the size of the file and blocks of it."""
+        digest = sampled_sha256(self.features_path)
+        counts = layout.split_path(self.directory, self.split, "regions.txt")
+        return digest if self._counts is None else sha256_of_parts(digest.encode(), counts.read_bytes())
+
+    def reopened(self) -> Features:
+        """The features by a map of the file that is new."""
+        rows = layout.open_features(self.features_path)[:: self.repeated][: self.n_images]
+        return self._source(rows, self._counts)
+
     def _row(self, image: int) -> int:
-        return image * self._stride
+        return image * self.repeated
 
     def __repr__(self) -> str:
         size = f"{self.n_images} images, {len(self)} captions"
@@ -96,8 +123,9 @@ class PrecomputedDataset(CaptionDataset):
 
     def __getstate__(self) -> dict[str, Any]:
         # A pickled memory map would be a copy of the whole file; a worker process maps the file again instead.
-        return {name: value for name, value in self.__dict__.items() if name != "features"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("features", "source")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.features = layout.open_features(self.features_path)[:: self._stride][: self.n_images]
+        self.features = layout.open_features(self.features_path)[:: self.repeated][: self.n_images]
+        self.source = self._source(self.features, self._counts)

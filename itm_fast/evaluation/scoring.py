@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from itm_fast.evaluation.distance import MeanDistance
+from itm_fast.fragments import Fragments
 
-__all__ = ["Gallery", "Scorer", "evaluation_mode", "score_matrix"]
+__all__ = ["Gallery", "Scorer", "check_tiles", "evaluation_mode", "score_matrix"]
 
 
 class Gallery(Protocol):
@@ -25,7 +26,7 @@ class Gallery(Protocol):
     n_images: int
 
     def __len__(self) -> int: ...
-    def image_batch(self, image_indices: Tensor, /) -> Tensor: ...
+    def image_batch(self, image_indices: Tensor, /) -> Tensor | Fragments: ...
     def caption_batch(self, caption_indices: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
 
@@ -34,7 +35,7 @@ class Scorer(Protocol):
 
     def modules(self) -> Iterator[nn.Module]: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
-    def encode_images(self, features: Tensor, /) -> Any: ...
+    def encode_images(self, features: Any, /) -> Any: ...
     def encode_captions(self, token_ids: Tensor, lengths: Tensor, /) -> Any: ...
     def score(self, images: Any, captions: Any, /) -> Tensor: ...
 
@@ -73,9 +74,7 @@ def score_matrix(
     Raises:
         ValueError: a tile size is below 1, or what the data set raises for bad features.
     """
-    for name, size in (("tile_images", tile_images), ("tile_captions", tile_captions)):
-        if size < 1:
-            raise ValueError(f"{name}: expected at least 1, got {size}")
+    check_tiles(tile_images, tile_captions)
     images = torch.arange(dataset.n_images) if images is None else images
     captions = torch.arange(len(dataset)) if captions is None else captions
     image_tiles = _split(images, tile_images)
@@ -107,6 +106,13 @@ def score_matrix(
                 bar.update()
             row += len(chosen)
     return torch.empty(len(images), len(captions)) if scores is None else scores
+
+
+def check_tiles(tile_images: int, tile_captions: int) -> None:
+    """Raises ValueError where a tile has no images or no captions."""
+    for name, size in (("tile_images", tile_images), ("tile_captions", tile_captions)):
+        if size < 1:
+            raise ValueError(f"{name}: expected at least 1, got {size}")
 
 
 def _bar(steps: int, description: str, progress: bool) -> Any:

@@ -14,6 +14,7 @@ import yaml
 
 from itm_fast import config as settings
 from itm_fast.config import setting
+from itm_fast.data.placement import PLACEMENTS
 from itm_fast.documents import MAX_SETTINGS_BYTES, parse_yaml, read_text
 from itm_fast.training.objective import BOOSTING, BOOSTING_FORMS, LOSSES, MINING, check_loss
 
@@ -50,8 +51,23 @@ class TrainConfig:
         0,
         group=DATA,
         minimum=0,
-        help="Processes that read batches ahead; 0: the training process.",
+        help="Processes that read batches ahead; 0: the training process. A feature store has threads of its own.",
         free_on_resume=True,
+    )
+    features: str = setting(
+        "auto",
+        group=DATA,
+        help="Where the training features lie: on the disk, in memory of the host or of the device; auto: where they "
+        "fit, for a training on the CPU the disk.",
+        choices=PLACEMENTS,
+        free_on_resume=True,
+    )
+    bucket_batches: int = setting(
+        0,
+        group=DATA,
+        minimum=0,
+        help="Captions of like length share a batch: so many batches of random captions at a time are sorted by "
+        "length, and their order is random again; 0: batches are random captions.",
     )
     text_augmentation: float = setting(
         0.0,

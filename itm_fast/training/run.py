@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from itm_fast import config as settings
 from itm_fast import models
-from itm_fast.data import PrecomputedDataset, Vocabulary, find_vocabulary, layout, load_vocabulary
+from itm_fast.data import PrecomputedDataset, Vocabulary, check_data, find_vocabulary, load_vocabulary, open_split
 from itm_fast.models.bert_folder import bert_options, bert_vocabulary_file, load_bert
 from itm_fast.training import run_folder
 from itm_fast.training.config import TrainConfig
@@ -73,7 +73,7 @@ def load_data(
     config: TrainConfig, *, resume: bool = False
 ) -> tuple[Vocabulary, PrecomputedDataset, PrecomputedDataset]:
     """The vocabulary, the training split and the validation split; a resumed run keeps its own vocabulary."""
-    layout.check_split(config.data, "train")
+    check_data(config.data, "train")
     path = vocabulary_path(config, resume=resume)
     default = settings.fields_of(TrainConfig)["min_count"].default
     if path is not None and not resume and config.min_count != default:
@@ -85,10 +85,8 @@ def load_data(
     if config.text_augmentation:
         # The vocabularies published with SCAN have no <mask>; the run keeps the one that it trained with.
         vocabulary = vocabulary.with_mask()
-    train_data = PrecomputedDataset(config.data, "train", vocabulary)
-    validation_data = PrecomputedDataset(
-        config.data, config.validation_split, vocabulary, max_images=config.validation_images
-    )
+    train_data = open_split(config.data, "train", vocabulary)
+    validation_data = open_split(config.data, config.validation_split, vocabulary, max_images=config.validation_images)
     if train_data.features.shape[1:] != validation_data.features.shape[1:]:
         raise ValueError(
             f"{config.data}: images of {train_data.features.shape[1:]} values in train, "
@@ -117,6 +115,7 @@ def _opening(trainer: Trainer, vocabulary: Vocabulary, vocabulary_source: Path |
         for data in (trainer.train_data, trainer.validation_data)
     ]
     yield f"data: {config.data}: {'; '.join(sizes)}"
+    yield f"features: {trainer.placement}"
     yield f"vocabulary: {vocabulary_source}, {len(vocabulary):,} words"
     yield f"device: {trainer.device}, threads: {torch.get_num_threads()}, precision: {config.precision}"
     yield f"epochs: {config.epochs:,}, steps per epoch: {trainer.steps_per_epoch:,}"

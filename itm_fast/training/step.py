@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from itm_fast.data import Batch, BatchAugmentation, Vocabulary
+from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.diagnostics import image_gradient_norm, mining_diagnostics
@@ -39,7 +40,7 @@ class Stepper:
         device: torch.device,
         per_epoch: int,
         anchor: MatchingModel | None = None,
-        image_rows: Callable[[Tensor], Tensor] | None = None,
+        image_rows: Callable[[Tensor], Tensor | Fragments] | None = None,
     ) -> None:
         self.config, self.device = config, device
         self.losses = make_losses(config)

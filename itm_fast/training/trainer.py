@@ -21,6 +21,7 @@ from ignite.engine import Engine, Events
 from tqdm import tqdm
 
 from itm_fast.data import Batch, BatchLoader, EpochSampler, PrecomputedDataset
+from itm_fast.data.placement import place
 from itm_fast.evaluation import evaluate
 from itm_fast.models.base import MatchingModel, load_weights
 from itm_fast.training import checkpoint, run_folder
@@ -80,6 +81,7 @@ class Trainer:
         self.steps_per_epoch = len(EpochSampler(len(train_data), config.batch_size, drop_last=config.drop_last))
         if self.steps_per_epoch == 0:
             raise ValueError(f"batch_size: {config.batch_size} is more than the {len(train_data)} training captions")
+        train_data.source, self.placement = place(train_data.source, config.features, self.device)
         self.stepper = Stepper(
             config,
             self.model,
@@ -225,6 +227,8 @@ class Trainer:
                 epoch=epoch,
                 drop_last=config.drop_last,
                 start_batch=start,
+                lengths=self.train_data.caption_lengths.numpy(),
+                bucket_batches=config.bucket_batches,
             )
             loader = BatchLoader(
                 self.train_data, sampler, workers=config.workers, pin_memory=self.device.type == "cuda"

@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
 from itm_fast.training.branch import Branch
 from itm_fast.training.config import TrainConfig
@@ -46,7 +47,7 @@ def make_scenario(
     model: MatchingModel,
     per_epoch: int,
     anchor: MatchingModel | None = None,
-    image_rows: Callable[[Tensor], Tensor] | None = None,
+    image_rows: Callable[[Tensor], Tensor | Fragments] | None = None,
 ) -> Scenario:
     """The scenario that `config` names, around the target `model`, which lies on its device already.
 

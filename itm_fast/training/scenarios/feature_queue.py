@@ -63,7 +63,7 @@ def read_queue(
     expected: int,
     batch_size: int,
     widths: tuple[int, int],
-    image_rows: Callable[[Tensor], Tensor] | None,
+    image_rows: Callable[[Tensor], Tensor | Fragments] | None,
 ) -> list[QueuedBatch]:
     """The batches of a state's entry `scenario`, the latest first.
 
@@ -91,7 +91,7 @@ def _read(
     name: str,
     batch_size: int,
     widths: tuple[int, int],
-    image_rows: Callable[[Tensor], Tensor] | None,
+    image_rows: Callable[[Tensor], Tensor | Fragments] | None,
 ) -> QueuedBatch:
     required, of_images = {"image_index", "captions", "caption_offsets"}, {"images", "image_offsets"}
     if not isinstance(kept, dict) or set(kept) not in (required, required | of_images):
@@ -108,7 +108,8 @@ def _read(
     elif image_rows is None:
         raise ValueError(f"{name}.images: 'images' is missing, and there are no training data to read them from")
     else:
-        images = Fragments.from_padded(image_rows(index))
+        rows = image_rows(index)
+        images = rows if isinstance(rows, Fragments) else Fragments.from_padded(rows)
     return QueuedBatch(images, captions, index, from_data)
 
 

@@ -64,7 +64,11 @@ class RealignmentScenario(Scenario):
     """
 
     def __init__(
-        self, target: Branch, online_weight: float, batch_size: int, image_rows: Callable[[Tensor], Tensor] | None
+        self,
+        target: Branch,
+        online_weight: float,
+        batch_size: int,
+        image_rows: Callable[[Tensor], Tensor | Fragments] | None,
     ) -> None:
         super().__init__([target], 1.0)
         if not isinstance(target.model, FDF):

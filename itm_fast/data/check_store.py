@@ -1,0 +1,85 @@
+"""Everything that is wrong with a feature store, its files compared with their checksums.
+
+Inside: `check_store`, `StoreReport`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import attrs
+from tqdm import tqdm
+
+from . import store_format
+from .check_split import Problem, without_path
+from .digests import sha256_of_file
+from .store_format import SplitRecord
+from .vocabulary import Vocabulary
+
+__all__ = ["StoreReport", "check_store"]
+
+
+@attrs.frozen
+class StoreReport:
+    """The result of a check: what the manifest says of the splits, and what is wrong."""
+
+    folder: str
+    dtype: str
+    splits: list[SplitRecord]
+    problems: list[Problem]
+
+
+def check_store(
+    directory: str | os.PathLike[str], splits: Sequence[str] = (), *, progress: bool = False
+) -> StoreReport:
+    """Reads all files of a feature store and lists those that are not what `pack` wrote.
+
+    Args:
+        directory: the store.
+        splits: those to check; by default all.
+        progress: show a progress bar where there is a terminal.
+
+    Raises:
+        ValueError: the manifest cannot be read, or names no such split; all else is a problem of the report.
+    """
+    folder = Path(directory)
+    manifest = store_format.read_manifest(folder)
+    for name in splits:
+        if manifest.split(name) is None:
+            raise ValueError(f"{folder}: there is no split {name!r} in this feature store")
+    chosen = [split for split in manifest.splits if not splits or split.name in splits]
+    problems: list[Problem] = []
+    total = sum(shard.bytes for split in chosen for shard in split.shards)
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None if progress else True) as bar:
+        for split in chosen:
+            bar.set_description_str(split.name)
+            _check(folder / split.index, problems, functools.partial(store_format.read_index, split=split))
+            for shard in split.shards:
+                path = folder / shard.file
+
+                def compare(path: Path, split: SplitRecord = split, shard: store_format.ShardRecord = shard) -> None:
+                    store_format.check_shard(path, manifest.dtype, shard, split.width)
+                    if sha256_of_file(path, bar.update) != shard.sha256:
+                        raise ValueError(f"{path}: damaged: its checksum is not that of the store")
+
+                _check(path, problems, compare)
+    _check(folder / store_format.VOCABULARY, problems, lambda path: _check_vocabulary(path, manifest.vocabulary))
+    return StoreReport(str(folder), manifest.dtype, chosen, problems)
+
+
+def _check(path: Path, problems: list[Problem], look: Callable[[Path], object]) -> None:
+    try:
+        look(path)
+    except (ValueError, OSError) as error:
+        what = without_path(error, path) if isinstance(error, ValueError) else error.strerror or str(error)
+        problems.append(Problem(path.name, what))
+
+
+def _check_vocabulary(path: Path, digest: str) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    if store_format.vocabulary_digest(Vocabulary.from_file(path)) != digest:
+        raise ValueError(f"{path}: not the vocabulary that the captions were tokenised with")

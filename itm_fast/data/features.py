@@ -1,0 +1,175 @@
+"""Where the region features of images come from: an array, which may be a memory map, or memory of a device.
+
+Inside: `Features`, `ArrayFeatures`, `ResidentFeatures`, `as_regions`.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..fragments import Fragments
+
+# Rows are read into memory in blocks of about so many bytes.
+BLOCK_BYTES = 16 * 2**20
+
+
+class Features(abc.ABC):
+    """Region features of images, gathered as float32.
+
+    Attributes: `shape` (images, regions, channels), where `regions` is the most that an image has; `counts` (images,)
+    int64, the regions of each image, or None where all have as many; `dtype`, how a number is stored; `in_process`:
+    reading takes no worker process, since it runs beside Python or copies memory alone.
+    """
+
+    shape: tuple[int, int, int]
+    counts: np.ndarray | None
+    dtype: torch.dtype
+    in_process: bool
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all numbers as they are stored."""
+        regions = self.shape[0] * self.shape[1] if self.counts is None else int(self.counts.sum())
+        return regions * self.shape[2] * self.dtype.itemsize
+
+    @abc.abstractmethod
+    def gather(self, images: np.ndarray) -> Tensor | Fragments:
+        """Features of `images` (n,) int64 in that order: (n, k, f) float32, or Fragments where counts differ.
+
+        Raises:
+            ValueError: a value is not finite in float32, or a file is not what it was; file and row are named.
+        """
+
+    @abc.abstractmethod
+    def stored(self, first: int, last: int) -> Tensor:
+        """The regions (N, f) of the images from `first` up to `last`, as they are stored, all finite."""
+
+
+def as_regions(
+    rows: Tensor, counts: np.ndarray | None, shape: tuple[int, int, int], n_images: int
+) -> Tensor | Fragments:
+    """Regions (N, f) of `n_images` images as a batch has them; `counts` are those of these images."""
+    if counts is None:
+        return rows.view(n_images, *shape[1:])
+    offsets = torch.zeros(n_images + 1, dtype=torch.int64)
+    torch.cumsum(torch.from_numpy(counts), 0, out=offsets[1:])
+    return Fragments(rows, offsets.to(rows.device), check=False, max_length=int(counts.max()) if n_images else 0)
+
+
+class ArrayFeatures(Features):
+    """Features in an array (n_images, k, f) of floats; a memory map stays on disk.
+
+    `counts` are the regions of each image, the first of its k; None: all k. `row` says where an image stands in the
+    file that `name` names.
+    """
+
+    in_process = False
+
+    def __init__(
+        self, array: np.ndarray, name: str, counts: np.ndarray | None = None, row: Callable[[int], int] = int
+    ) -> None:
+        self.array, self.name, self.counts, self._row = array, name, counts, row
+        self.shape = (int(array.shape[0]), int(array.shape[1]), int(array.shape[2]))
+        self.dtype = {2: torch.float16, 4: torch.float32}.get(array.dtype.itemsize, torch.float64)
+
+    def gather(self, images: np.ndarray) -> Tensor | Fragments:
+        counts = None if self.counts is None else self.counts[images]
+        if counts is None:
+            gathered = np.empty((len(images), *self.shape[1:]), dtype=np.float32)
+        else:
+            ends = np.cumsum(counts)
+            gathered = np.empty((int(ends[-1]) if len(ends) else 0, self.shape[2]), dtype=np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            # A file is read in its own order, whatever order is asked for.
+            for position in np.argsort(images, kind="stable"):
+                if counts is None:
+                    gathered[position] = self.array[images[position]]
+                else:
+                    start = ends[position] - counts[position]
+                    gathered[start : ends[position]] = self.array[images[position], : counts[position]]
+            # A quick sum shows whether all values are finite; where finite ones overflow it, an exact check decides.
+            suspicious = not np.isfinite(np.einsum("i->", gathered.reshape(-1)))
+        if suspicious and not np.isfinite(gathered).all():
+            raise self._not_finite(images)
+        rows = torch.from_numpy(gathered)
+        return rows if counts is None else as_regions(rows, counts, self.shape, len(images))
+
+    def _not_finite(self, images: np.ndarray) -> ValueError:
+        """The error that names the first row with such a value among `images`, one of which has it."""
+        for image in np.unique(images):
+            regions = self.array[image] if self.counts is None else self.array[image, : self.counts[image]]
+            with np.errstate(over="ignore", invalid="ignore"):
+                if not np.isfinite(regions.astype(np.float32)).all():
+                    break
+        return ValueError(f"{self.name}: row {self._row(int(image))} holds values that are not finite in float32")
+
+    def stored(self, first: int, last: int) -> Tensor:
+        block = np.array(self.array[first:last])
+        with np.errstate(over="ignore", invalid="ignore"):
+            finite = np.isfinite(block.astype(np.float32, copy=False))
+        if self.counts is None:
+            rows, finite = block.reshape(-1, self.shape[2]), finite.reshape(-1, self.shape[2])
+        else:
+            kept = np.arange(self.shape[1]) < self.counts[first:last, None]
+            rows, finite = block[kept], finite[kept]
+        if not finite.all():
+            raise self._not_finite(np.arange(first, last))
+        return torch.from_numpy(rows)
+
+
+class ResidentFeatures(Features):
+    """Features in memory, as they are stored: `values` (N, f), the regions of all images end to end.
+
+    Batches are put together on `device`. With `by_image` each image is copied there by itself: from page-locked memory
+    of the host to a GPU that is no work of the processor.
+    """
+
+    in_process = True
+
+    def __init__(
+        self,
+        values: Tensor,
+        shape: tuple[int, int, int],
+        counts: np.ndarray | None,
+        device: torch.device,
+        *,
+        by_image: bool = False,
+    ) -> None:
+        self.values, self.shape, self.counts, self.device, self._by_image = values, shape, counts, device, by_image
+        self.dtype = values.dtype
+        lengths = np.full(shape[0], shape[1]) if counts is None else counts
+        self._ends = np.cumsum(lengths)
+
+    def gather(self, images: np.ndarray) -> Tensor | Fragments:
+        counts = None if self.counts is None else self.counts[images]
+        if not self._by_image:
+            rows = self.values.index_select(0, torch.from_numpy(self._rows(images)).to(self.device))
+        else:
+            lengths = np.full(len(images), self.shape[1]) if counts is None else counts
+            ends = np.cumsum(lengths)
+            total = int(ends[-1]) if len(ends) else 0
+            rows = torch.empty(total, self.shape[2], dtype=self.dtype, device=self.device)
+            for image, end, length in zip(images.tolist(), ends.tolist(), lengths.tolist(), strict=True):
+                last = int(self._ends[image])
+                rows[end - length : end].copy_(self.values[last - length : last], non_blocking=True)
+        return as_regions(rows.to(torch.float32), counts, self.shape, len(images))
+
+    def _rows(self, images: np.ndarray) -> np.ndarray:
+        """Which of `values` are the regions of `images`."""
+        if self.counts is None:
+            return (images[:, None] * self.shape[1] + np.arange(self.shape[1])).reshape(-1)
+        lengths = self.counts[images]
+        steps = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return np.repeat(self._ends[images] - lengths, lengths) + steps
+
+    def stored(self, first: int, last: int) -> Tensor:
+        start = 0 if first == 0 else int(self._ends[first - 1])
+        return self.values[start : int(self._ends[last - 1])]

@@ -1,0 +1,286 @@
+"""From a folder in the published layout to a feature store, in bounded memory, whenever it is interrupted.
+
+Inside: `pack`, `SHARD_BYTES`.
+
+Shards are written one after the other, each under a temporary name, flushed and renamed; `unfinished.json` then notes
+it. A later call with the same source and settings takes up what is noted. The manifest comes last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from safetensors.numpy import save as save_tensors
+from tqdm import tqdm
+
+from .. import documents, files
+from . import layout, store_format
+from .features import BLOCK_BYTES
+from .precomputed import PrecomputedDataset
+from .store_format import DTYPES, MANIFEST, UNFINISHED, Manifest, ShardRecord, SplitRecord, shard_header
+from .vocabulary import load_vocabulary
+
+__all__ = ["SHARD_BYTES", "pack"]
+
+SHARD_BYTES = 256 * 2**20
+_MAX_NOTES_BYTES = 16 * 2**20
+
+
+def pack(
+    directory: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: str = "bf16",
+    splits: Sequence[str] = (),
+    vocabulary_file: str | os.PathLike[str] | None = None,
+    min_count: int = 4,
+    shard_bytes: int = SHARD_BYTES,
+    progress: bool = False,
+) -> Manifest:
+    """Writes the feature store `out` of a folder in the published layout.
+
+    A store of the same source and settings that was left unfinished is continued, and a finished one stays as it is.
+
+    Args:
+        directory: the folder. out: the folder of the store.
+        dtype: how features are stored: "bf16", "fp16" or "fp32". Numbers are rounded to the nearest.
+        splits: those to pack; by default all of the folder.
+        vocabulary_file, min_count: the vocabulary of the token ids, as `load_vocabulary` takes them.
+        shard_bytes: about how large a shard becomes; at least one image is in each.
+        progress: show a progress bar where there is a terminal.
+
+    Raises:
+        ValueError: the folder cannot be read, a value is not finite in `dtype` (file and row are named), or `out` holds
+            something else.
+        OSError: the disk is full; what is written already is taken up by the next call.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
+    source, target = Path(directory), Path(out)
+    if not source.is_dir():
+        raise ValueError(f"{source}: no such data directory")
+    if store_format.is_store(source):
+        raise ValueError(f"{source}: is a feature store already; expected a folder in the published layout")
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target}: expected a folder for the store, found a file")
+    if target.resolve() == source.resolve():
+        raise ValueError(f"out: expected another folder than that of the data, got {target}")
+    names = list(dict.fromkeys(splits)) or layout.available_splits(source)
+    if not names:
+        raise ValueError(f"{source}: no split: expected files such as train_ims.npy and train_caps.txt")
+    vocabulary = load_vocabulary(source, vocabulary_file, min_count=min_count)
+    datasets = [PrecomputedDataset(source, name, vocabulary) for name in names]
+    _check_widths(datasets)
+    asked = {
+        "dtype": dtype,
+        "shard_bytes": shard_bytes,
+        "vocabulary": store_format.vocabulary_digest(vocabulary),
+        "splits": {data.split: _source_of(data) for data in datasets},
+    }
+    notes = _Notes(target, asked)
+    if notes.finished is not None:
+        return notes.finished
+    vocabulary.save(target / store_format.VOCABULARY)
+    total = sum(data.source.nbytes for data in datasets)
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None if progress else True) as bar:
+        records = tuple(_pack_split(data, target, dtype, shard_bytes, notes, bar) for data in datasets)
+    manifest = Manifest(dtype=dtype, vocabulary=str(asked["vocabulary"]), splits=records)
+    store_format.write_manifest(target, manifest)
+    notes.path.unlink(missing_ok=True)
+    return manifest
+
+
+def _check_widths(datasets: Sequence[PrecomputedDataset]) -> None:
+    first = datasets[0]
+    for data in datasets[1:]:
+        if data.source.shape[2] != first.source.shape[2]:
+            raise ValueError(
+                f"{data.features_path}: regions of {data.source.shape[2]} channels, but {first.split} has "
+                f"{first.source.shape[2]}"
+            )
+
+
+def _source_of(data: PrecomputedDataset) -> dict[str, Any]:
+    """What tells the source of a split from another: the digest of its features and of all that the index holds."""
+    index = hashlib.sha256(_index_of(data)).hexdigest()
+    return {"features": data.features_digest(), "index": index}
+
+
+class _Notes:
+    """What of an unfinished store is done: the records of its shards by file."""
+
+    def __init__(self, folder: Path, asked: dict[str, Any]) -> None:
+        self.path, self._asked = folder / UNFINISHED, asked
+        self.finished: Manifest | None = None
+        self.shards: dict[str, ShardRecord] = {}
+        if store_format.is_store(folder):
+            self.finished = store_format.read_manifest(folder)
+            if not _is_of(self.finished, asked):
+                raise ValueError(f"{folder}: holds a feature store of other data or settings; choose another --out")
+            self.path.unlink(missing_ok=True)
+            return
+        if self.path.is_file():
+            self._take_up(folder)
+        elif folder.is_dir() and any(folder.glob("*.safetensors")):
+            raise ValueError(
+                f"{folder}: holds safetensors files, which no unfinished packing left; choose another --out"
+            )
+        for name in (MANIFEST, UNFINISHED, store_format.VOCABULARY):
+            files.remove_temporaries(folder / name)
+        # Noted before the first shard is there, so that a folder with shards of an interrupted call is known as one.
+        self._write()
+
+    def _take_up(self, folder: Path) -> None:
+        try:
+            content = documents.read_json(self.path, _MAX_NOTES_BYTES)
+            same = content["asked"] == self._asked
+            self.shards = {shard["file"]: ShardRecord(**shard) for shard in content["shards"]}
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{self.path}: not readable; remove {folder} or choose another --out") from None
+        if not same:
+            raise ValueError(
+                f"{folder}: holds an unfinished store of other data or settings; remove it or choose another --out"
+            )
+
+    def add(self, shard: ShardRecord) -> None:
+        self.shards[shard.file] = shard
+        self._write()
+
+    def _write(self) -> None:
+        content = {"asked": self._asked, "shards": [attrs.asdict(one) for one in self.shards.values()]}
+        files.write_text(self.path, json.dumps(content) + "\n")
+
+
+def _is_of(manifest: Manifest, asked: dict[str, Any]) -> bool:
+    """Whether a finished store is the one that is asked for; shards may be of another size."""
+    held = {split.name: {"features": split.features, "index": split.index_sha256} for split in manifest.splits}
+    return (manifest.dtype, manifest.vocabulary, held) == (asked["dtype"], asked["vocabulary"], asked["splits"])
+
+
+def _index_of(data: PrecomputedDataset) -> bytes:
+    """The content of the index of a split."""
+    texts = [caption.encode() for caption in data.captions]
+    arrays = {
+        "token_ids": data.token_ids.numpy(),
+        "caption_lengths": data.caption_lengths.numpy(),
+        "caption_image": data.caption_image.numpy(),
+        "text": np.frombuffer(b"".join(texts), dtype=np.uint8),
+        "text_lengths": np.array([len(text) for text in texts], dtype=np.int64),
+    }
+    if data.image_ids is not None:
+        names = [name.encode() for name in data.image_ids]
+        arrays["ids"] = np.frombuffer(b"".join(names), dtype=np.uint8)
+        arrays["ids_lengths"] = np.array([len(name) for name in names], dtype=np.int64)
+    if data.source.counts is not None:
+        arrays["region_counts"] = data.source.counts
+    return bytes(save_tensors({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+
+
+def _pack_split(
+    data: PrecomputedDataset, folder: Path, dtype: str, shard_bytes: int, notes: _Notes, bar: Any
+) -> SplitRecord:
+    bar.set_description_str(data.split)
+    shape, counts = data.source.shape, data.source.counts
+    lengths = np.full(shape[0], shape[1]) if counts is None else counts
+    shards = []
+    for number, (first, last) in enumerate(_ranges(lengths * shape[2] * DTYPES[dtype].itemsize, shard_bytes)):
+        name = f"{data.split}-{number:05d}.safetensors"
+        regions = int(lengths[first:last].sum())
+        done = notes.shards.get(name)
+        if done is not None and _is_whole(folder / name, dtype, done, shape[2], last - first, regions):
+            bar.update(regions * shape[2] * data.source.dtype.itemsize)
+        else:
+            done = _write_shard(data, folder / name, dtype, first, last, regions, bar)
+            notes.add(done)
+        shards.append(done)
+    index = _index_of(data)
+    path = folder / f"{data.split}-index.safetensors"
+    files.remove_temporaries(path)
+    files.write_bytes(path, index)
+    return SplitRecord(
+        name=data.split,
+        images=shape[0],
+        captions=len(data),
+        regions=shape[1],
+        ragged=counts is not None,
+        width=shape[2],
+        index=path.name,
+        index_bytes=len(index),
+        index_sha256=hashlib.sha256(index).hexdigest(),
+        source_dtype=str(data.source.dtype).removeprefix("torch."),
+        features=data.features_digest(),
+        repeated=data.repeated,
+        shards=tuple(shards),
+    )
+
+
+def _ranges(sizes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
+    """Runs of images whose sizes sum up to `most` at most, or of one image that is larger."""
+    ends = np.cumsum(sizes)
+    first = 0
+    while first < len(sizes):
+        before = int(ends[first - 1]) if first else 0
+        last = max(int(np.searchsorted(ends, before + most, side="right")), first + 1)
+        yield first, last
+        first = last
+
+
+def _is_whole(path: Path, dtype: str, shard: ShardRecord, width: int, images: int, regions: int) -> bool:
+    if (shard.images, shard.regions) != (images, regions):
+        return False
+    with contextlib.suppress(ValueError):
+        store_format.check_shard(path, dtype, shard, width)
+        return True
+    return False
+
+
+def _write_shard(
+    data: PrecomputedDataset, path: Path, dtype: str, first: int, last: int, regions: int, bar: Any
+) -> ShardRecord:
+    shape = data.source.shape
+    step = max(BLOCK_BYTES // (shape[1] * shape[2] * data.source.dtype.itemsize), 1)
+    header = shard_header(dtype, regions, shape[2])
+    digest = hashlib.sha256(header)
+    size = len(header)
+    files.remove_temporaries(path)
+    with files.atomic_path(path) as temporary, temporary.open("wb") as file:
+        file.write(header)
+        for start in range(first, last, step):
+            end = min(start + step, last)
+            # A new map for each block: pages of one that stays would count as memory of this process.
+            rows = data.reopened().stored(start, end)
+            converted = rows.to(DTYPES[dtype])
+            _check_range(data, converted, dtype, start)
+            # numpy knows no bfloat16; as bytes all types are alike.
+            content = converted.contiguous().view(torch.uint8).numpy().data
+            digest.update(content)
+            file.write(content)
+            size += content.nbytes
+            bar.update(rows.numel() * rows.element_size())
+        file.flush()
+    return ShardRecord(file=path.name, images=last - first, regions=regions, bytes=size, sha256=digest.hexdigest())
+
+
+def _check_range(data: PrecomputedDataset, rows: torch.Tensor, dtype: str, first: int) -> None:
+    """ValueError naming the row where a finite number has become infinite."""
+    infinite = ~rows.isfinite().all(1)
+    if not bool(infinite.any()):
+        return
+    region = int(infinite.nonzero()[0, 0])
+    counts = data.source.counts
+    if counts is None:
+        image = first + region // data.source.shape[1]
+    else:
+        image = first + int(np.searchsorted(np.cumsum(counts[first:]), region, side="right"))
+    raise ValueError(f"{data.features_path}: row {image * data.repeated} holds values beyond the range of {dtype}")

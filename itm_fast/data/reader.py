@@ -1,0 +1,141 @@
+"""Rows of shards, many at a time: by the native reader, or by Python where that was not built.
+
+Inside: `ShardReader`, `BufferPool`.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+__all__ = ["BufferPool", "ShardReader", "default_threads"]
+
+_MOST_THREADS = 8
+# Buffers that wait for their next use: as many as batches are read ahead, and one.
+_KEPT_BUFFERS = 3
+
+
+class _Native(Protocol):
+    def gather(self, rows: np.ndarray, buffer: np.ndarray, wanted: str, threads: int) -> tuple[str, int, int]: ...
+
+
+def default_threads() -> int:
+    """As many threads as there are processors for this process, and at most eight."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(available, _MOST_THREADS)
+
+
+class ShardReader:
+    """Reads rows of numbers from files that must stay as they are.
+
+    Args:
+        paths: the files. states: what each is now: size, time of modification and inode are compared before each read.
+        dtype: what they hold: "bf16", "fp16" or "fp32".
+        threads: threads of a call.
+
+    Raises:
+        ValueError: a file cannot be opened.
+    """
+
+    def __init__(self, paths: Sequence[Path], states: Sequence[os.stat_result], dtype: str, threads: int) -> None:
+        files = [
+            (str(path), state.st_size, state.st_mtime_ns, state.st_ino)
+            for path, state in zip(paths, states, strict=True)
+        ]
+        host = _host()
+        self.threads, self.dtype = threads, dtype
+        self._reader: _Native = _PythonReader(files, dtype) if host is None else host.ShardReader(files, dtype)
+
+    def gather(self, rows: np.ndarray, buffer: np.ndarray, wanted: str = "fp32") -> tuple[str, int, int]:
+        """Fills `buffer` with numbers of the type `wanted`, fp32 or as stored, and checks that all are finite.
+
+        Args:
+            rows: (n, 4) int64; of each row its file, the byte where it starts, how many numbers it has, and which
+                number of the buffer is its first.
+            buffer: contiguous, of 2 or 4 bytes a number.
+
+        Returns:
+            The first problem in the order of `rows`: "changed", "short read", "not readable", "not finite" or ""; its
+            row; and the bytes that were there, or an errno.
+        """
+        return self._reader.gather(rows, buffer, wanted, self.threads)
+
+
+def _host() -> Any:
+    try:
+        return importlib.import_module("itm_fast._host")
+    except ImportError:
+        return None
+
+
+class _PythonReader:
+    """What the native reader does, in one thread."""
+
+    def __init__(self, files: Sequence[tuple[str, int, int, int]], dtype: str) -> None:
+        self._files, self._dtype = files, dtype
+
+    def gather(self, rows: np.ndarray, buffer: np.ndarray, wanted: str, _threads: int) -> tuple[str, int, int]:
+        stored = np.dtype(np.float32 if self._dtype == "fp32" else np.uint16)
+        for position, (file, offset, values, destination) in enumerate(rows.tolist()):
+            path, size, modified, inode = self._files[file]
+            try:
+                state = Path(path).stat()
+                if (state.st_size, state.st_mtime_ns, state.st_ino) != (size, modified, inode):
+                    return "changed", position, 0
+                with Path(path).open("rb") as opened:
+                    opened.seek(offset)
+                    content = opened.read(values * stored.itemsize)
+            except FileNotFoundError:
+                return "changed", position, 0
+            except OSError as error:
+                return "not readable", position, error.errno or 0
+            if len(content) < values * stored.itemsize:
+                return "short read", position, len(content)
+            numbers = np.frombuffer(content, dtype=stored)
+            widened = _widened(numbers, self._dtype)
+            if not np.isfinite(widened).all():
+                return "not finite", position, 0
+            buffer[destination : destination + values] = widened if wanted == "fp32" else numbers.view(buffer.dtype)
+        return "", -1, 0
+
+
+def _widened(numbers: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "bf16":
+        return (numbers.astype(np.uint32) << 16).view(np.float32)
+    return numbers.view(np.float16).astype(np.float32) if dtype == "fp16" else numbers
+
+
+class BufferPool:
+    """Memory for one batch after the other, used again once no tensor has it.
+
+    Fresh memory costs more than reading into it: the system clears every page of it first. With `pin` buffers are
+    page-locked ones of torch's own, which torch uses again once copies from them have ended.
+    """
+
+    def __init__(self, pin: bool = False) -> None:
+        self._pin = pin
+        # Its operations are atomic: one thread reads ahead while another gives back.
+        self._free: collections.deque[np.ndarray] = collections.deque(maxlen=_KEPT_BUFFERS)
+
+    def take(self, size: int) -> torch.Tensor:
+        """`size` float32 numbers of any value."""
+        if self._pin:
+            return torch.empty(size, dtype=torch.float32, pin_memory=True)
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = np.empty(size, dtype=np.float32)
+        if len(buffer) < size:
+            buffer = np.empty(size, dtype=np.float32)
+        # The storage of a tensor from numpy holds this very array, and views of the tensor hold the storage.
+        view = buffer[:size]
+        weakref.finalize(view, self._free.append, buffer).atexit = False
+        return torch.from_numpy(view)

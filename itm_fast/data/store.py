@@ -1,0 +1,231 @@
+"""Splits of a feature store, which give the same batches as the published layout that it was made from.
+
+Inside: `StoreDataset`, `StoreFeatures`, `open_split`, `check_data`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..fragments import Fragments
+from . import layout, store_format
+from .dataset import CaptionDataset
+from .digests import sha256_of_parts
+from .features import Features, as_regions
+from .precomputed import PrecomputedDataset
+from .reader import BufferPool, ShardReader, default_threads
+from .store_format import DTYPES, Manifest, SplitRecord
+from .vocabulary import Vocabulary
+
+__all__ = ["StoreDataset", "StoreFeatures", "check_data", "open_split"]
+
+# Types of features, and those that make the same batches, which are float32.
+_LOSSLESS = {"float16": ("fp16", "fp32"), "float32": ("fp32",), "float64": ("fp32",)}
+
+
+def check_data(directory: str | os.PathLike[str], split: str) -> None:
+    """Raises ValueError where a folder, in the published layout or a feature store, lacks a split."""
+    if not store_format.is_store(directory):
+        if (Path(directory) / store_format.UNFINISHED).is_file():
+            raise ValueError(f"{directory}: an unfinished feature store; finish it with itm-fast data pack")
+        layout.check_split(directory, split)
+        return
+    manifest = store_format.read_manifest(directory)
+    if manifest.split(split) is None:
+        found = ", ".join(one.name for one in manifest.splits)
+        raise ValueError(f"{directory}: there is no split {split!r} (splits in this feature store: {found})")
+
+
+def open_split(
+    directory: str | os.PathLike[str], split: str, vocabulary: Vocabulary, *, max_images: int | None = None
+) -> PrecomputedDataset:
+    """A split of a folder in the published layout, or of a feature store; see `PrecomputedDataset`."""
+    check_data(directory, split)
+    kind = StoreDataset if store_format.is_store(directory) else PrecomputedDataset
+    return kind(directory, split, vocabulary, max_images=max_images)
+
+
+class StoreFeatures(Features):
+    """Features in the shards of a split, read by several threads into memory that is used again.
+
+    Args:
+        directory: the store. dtype: how its features are stored. split: the split.
+        counts: (n_images,) int64 regions of each image, or None where all have as many.
+        threads: threads that read; 0: as many as there are processors, at most eight.
+        pin: read into page-locked memory, from which copies to a GPU run beside it.
+
+    Raises:
+        ValueError: a shard is missing, truncated, or not the one that the store wrote; its file is named.
+    """
+
+    in_process = True
+
+    def __init__(
+        self,
+        directory: Path,
+        dtype: str,
+        split: SplitRecord,
+        counts: np.ndarray | None,
+        *,
+        threads: int = 0,
+        pin: bool = False,
+    ) -> None:
+        self.shape, self.counts = (split.images, split.regions, split.width), counts
+        self.dtype, self._dtype = DTYPES[dtype], dtype
+        self._paths = [directory / shard.file for shard in split.shards]
+        states = [
+            store_format.check_shard(path, dtype, shard, split.width)
+            for path, shard in zip(self._paths, split.shards, strict=True)
+        ]
+        self._reader = ShardReader(self._paths, states, dtype, threads or default_threads())
+        self._buffers = BufferPool(pin)
+        lengths = np.full(split.images, split.regions) if counts is None else counts
+        images = np.array([shard.images for shard in split.shards])
+        self._firsts = np.cumsum(images) - images
+        self._file = np.repeat(np.arange(len(images)), images)
+        # Where each image starts in its shard: behind the header and the images before it there.
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        headers = [len(store_format.shard_header(dtype, shard.regions, split.width)) for shard in split.shards]
+        row_bytes = split.width * self.dtype.itemsize
+        self._offset = (starts - starts[self._firsts][self._file]) * row_bytes + np.array(headers)[self._file]
+
+    def keep(self, n_images: int) -> None:
+        """Leaves the first images alone."""
+        self.shape = (n_images, *self.shape[1:])
+        self.counts = None if self.counts is None else self.counts[:n_images]
+
+    def gather(self, images: np.ndarray) -> Tensor | Fragments:
+        counts = np.full(len(images), self.shape[1]) if self.counts is None else self.counts[images]
+        total = int(counts.sum())
+        rows = self._buffers.take(total * self.shape[2])
+        self._read(images, counts, rows.numpy(), "fp32")
+        chosen = None if self.counts is None else counts
+        return as_regions(rows.view(total, self.shape[2]), chosen, self.shape, len(images))
+
+    def stored(self, first: int, last: int) -> Tensor:
+        images = np.arange(first, last)
+        counts = np.full(len(images), self.shape[1]) if self.counts is None else self.counts[images]
+        rows = torch.empty(int(counts.sum()), self.shape[2], dtype=self.dtype)
+        self._read(images, counts, rows.view(torch.uint8).numpy().reshape(-1).view(_INTEGERS[self._dtype]), self._dtype)
+        return rows
+
+    def _read(self, images: np.ndarray, counts: np.ndarray, buffer: np.ndarray, wanted: str) -> None:
+        sizes = counts * self.shape[2]
+        # Files are read in their own order, whatever order is asked for.
+        order = np.argsort(images, kind="stable")
+        chosen = images[order]
+        places = (np.cumsum(sizes) - sizes)[order]
+        table = np.stack([self._file[chosen], self._offset[chosen], sizes[order], places], axis=1)
+        problem, position, detail = self._reader.gather(table, buffer, wanted)
+        if problem:
+            raise self._error(problem, int(chosen[position]), int(sizes[order][position]), detail)
+
+    def _error(self, problem: str, image: int, size: int, detail: int) -> ValueError:
+        shard = int(self._file[image])
+        where = f"{self._paths[shard]}: row {image - int(self._firsts[shard])} (image {image})"
+        what = {
+            "changed": "cannot be read: the shard was changed or replaced since it was opened",
+            "short read": f"truncated: expected {size * self.dtype.itemsize:,} bytes, found {detail:,}",
+            "not readable": f"cannot be read: {os.strerror(detail)}",
+            "not finite": "holds values that are not finite",
+        }[problem]
+        return ValueError(
+            f"{where} {what}" if problem in ("changed", "not readable", "not finite") else f"{where}: {what}"
+        )
+
+
+_INTEGERS = {"bf16": np.uint16, "fp16": np.uint16, "fp32": np.float32}
+
+
+class StoreDataset(PrecomputedDataset):
+    """One split of a feature store: what `PrecomputedDataset` is, but for where its features and captions come from.
+
+    Args:
+        directory: the store. split: the split.
+        vocabulary: turns captions into token ids; those of the store serve where it is the store's own.
+        max_images: use only the first images and their captions.
+
+    Raises:
+        ValueError: a file of the store is missing or damaged, or the split is.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        split: str,
+        vocabulary: Vocabulary,
+        *,
+        max_images: int | None = None,
+    ) -> None:
+        if max_images is not None and max_images < 1:
+            raise ValueError(f"max_images: expected at least 1, got {max_images}")
+        check_data(directory, split)
+        self.directory, self.split = Path(directory), split
+        manifest = store_format.read_manifest(directory)
+        record = next(one for one in manifest.splits if one.name == split)
+        self.features_path = self.directory / record.shards[0].file
+        self.repeated = record.repeated
+        self._max_images, self._record, self._dtype = max_images, record, manifest.dtype
+        index_path = self.directory / record.index
+        index = store_format.read_index(index_path, record)
+        try:
+            captions, caption_image = _texts(index, "text"), index["caption_image"]
+            image_ids = _texts(index, "ids") if "ids" in index else None
+            token_ids, lengths = index["token_ids"], index["caption_lengths"]
+            counts = index["region_counts"] if record.ragged else None
+            fits = (len(captions), len(caption_image), len(lengths)) == (record.captions,) * 3
+            regions = sum(shard.regions for shard in record.shards)
+            if counts is not None:
+                fits = fits and len(counts) == record.images and int(counts.min()) > 0 and int(counts.sum()) == regions
+            if not fits or int(lengths.sum()) != len(token_ids):
+                raise ValueError
+        except (KeyError, ValueError, UnicodeDecodeError):
+            raise ValueError(f"{index_path}: not the index of this split") from None
+        features = StoreFeatures(self.directory, manifest.dtype, record, counts)
+        if max_images is not None and max_images < record.images:
+            kept = caption_image < max_images
+            token_ids = token_ids[np.repeat(kept, lengths)]
+            captions = [captions[number] for number in np.flatnonzero(kept)]
+            lengths, caption_image, image_ids = lengths[kept], caption_image[kept], image_ids and image_ids[:max_images]
+            features.keep(max_images)
+        known = _is_of(manifest, self.directory, vocabulary)
+        encoded = (torch.from_numpy(token_ids.copy()), torch.from_numpy(lengths.copy())) if known else None
+        CaptionDataset.__init__(
+            self, features, captions, caption_image, vocabulary, image_ids=image_ids, token_ids=encoded,
+            name=str(self.features_path),
+        )  # fmt: skip
+
+    def features_digest(self) -> str:
+        """The digest of the file that the features came from, and where they were rounded of how."""
+        if self._dtype in _LOSSLESS.get(self._record.source_dtype, ()):
+            return self._record.features
+        return sha256_of_parts(self._record.features.encode(), self._dtype.encode())
+
+    def _row(self, image: int) -> int:
+        return image
+
+    def __reduce__(self) -> Any:
+        # Files and their threads stay behind: a worker process opens the store again.
+        opened = functools.partial(StoreDataset, max_images=self._max_images)
+        return opened, (self.directory, self.split, self.vocabulary)
+
+
+def _texts(index: dict[str, np.ndarray], name: str) -> list[str]:
+    content, ends = index[name].tobytes(), np.cumsum(index[f"{name}_lengths"]).tolist()
+    return [content[start:end].decode() for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _is_of(manifest: Manifest, directory: Path, vocabulary: Vocabulary) -> bool:
+    """Whether the token ids of a store are those of a vocabulary, or of one that `with_mask` makes of its own."""
+    if store_format.vocabulary_digest(vocabulary) == manifest.vocabulary:
+        return True
+    own = Vocabulary.from_file(directory / store_format.VOCABULARY)
+    return store_format.vocabulary_digest(own) == manifest.vocabulary and own.with_mask() == vocabulary

@@ -1,0 +1,193 @@
+"""What a feature store is on disk: its files, its manifest, and the checks of opening one.
+
+Inside: `Manifest`, `SplitRecord`, `ShardRecord`, `DTYPES`, `is_store`, `read_manifest`, `write_manifest`,
+`shard_header`, `check_shard`, `read_index`, `vocabulary_digest`.
+
+STORE/store.json                     the manifest, written last: a folder without it is no store
+STORE/vocab.json                     the vocabulary of the token ids
+STORE/{split}-index.safetensors      captions as text and token ids, their images, names and region counts of images
+STORE/{split}-00000.safetensors ...  "features", the regions (N, f) of some images, end to end
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+
+from .. import documents, files
+from ..formats import Format
+from ..messages import shown
+from .vocabulary import Vocabulary
+
+FORMAT = Format()
+MANIFEST = "store.json"
+UNFINISHED = "unfinished.json"
+VOCABULARY = "vocab.json"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_SAFETENSORS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+_MAX_MANIFEST_BYTES = 16 * 2**20
+_NAME = re.compile(r"[^/\\\0]{1,200}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@attrs.frozen
+class ShardRecord:
+    """A file of features: so many images of `regions` rows in all; `sha256` is that of the whole file."""
+
+    file: str
+    images: int
+    regions: int
+    bytes: int
+    sha256: str
+
+
+@attrs.frozen
+class SplitRecord:
+    """A split. `regions` is the most that an image has, and `ragged` whether others have fewer.
+
+    `features` is the digest of the file that the features came from, as runs note it, and `source_dtype` its type;
+    `repeated` is how often each image stood there.
+    """
+
+    name: str
+    images: int
+    captions: int
+    regions: int
+    ragged: bool
+    width: int
+    index: str
+    index_bytes: int
+    index_sha256: str
+    source_dtype: str
+    features: str
+    repeated: int
+    shards: tuple[ShardRecord, ...]
+
+
+@attrs.frozen
+class Manifest:
+    """What a store holds. `vocabulary` is the digest of its words."""
+
+    dtype: str
+    vocabulary: str
+    splits: tuple[SplitRecord, ...]
+
+    def split(self, name: str) -> SplitRecord | None:
+        return next((split for split in self.splits if split.name == name), None)
+
+
+def is_store(directory: str | os.PathLike[str]) -> bool:
+    """Whether a folder is a finished feature store."""
+    return (Path(directory) / MANIFEST).is_file()
+
+
+def vocabulary_digest(vocabulary: Vocabulary) -> str:
+    """SHA-256 of what turns captions into token ids: the kind of the vocabulary, its settings and its words."""
+    return hashlib.sha256(vocabulary.to_json().encode()).hexdigest()
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    content = {"format_version": FORMAT.newest, **attrs.asdict(manifest)}
+    files.write_text(directory / MANIFEST, json.dumps(content, indent=1) + "\n")
+
+
+def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a store; ValueError naming the file where it is missing, damaged or of a newer version."""
+    path = Path(directory) / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file, so {directory} is no finished feature store")
+    content = documents.read_json(path, _MAX_MANIFEST_BYTES, "the manifest of a feature store")
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected the manifest of a feature store, got {shown(content)}")
+    content = FORMAT.upgrade(content, path)
+    content.pop("format_version")
+    try:
+        splits = tuple(
+            SplitRecord(**{**split, "shards": tuple(ShardRecord(**shard) for shard in split["shards"])})
+            for split in content["splits"]
+        )
+        manifest = Manifest(**{**content, "splits": splits})
+        _check_manifest(manifest)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path}: not a readable manifest of a feature store ({error!r:.100})") from None
+    return manifest
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    """Types and sums of what a file says of itself, before anything is opened or counted by it."""
+    records: list[Any] = [manifest, *manifest.splits, *(shard for split in manifest.splits for shard in split.shards)]
+    kinds: dict[str, Any] = {"int": int, "str": str, "bool": bool}
+    for record in records:
+        for field in attrs.fields(type(record)):
+            value: Any = getattr(record, field.name)
+            kind = kinds.get(str(field.type), type(value))
+            if type(value) is not kind or (kind is int and not 0 <= value < 2**53):
+                raise ValueError(f"{field.name}: {shown(value)}")
+    if manifest.dtype not in DTYPES:
+        raise ValueError(f"dtype: {shown(manifest.dtype)}")
+    for split in manifest.splits:
+        names = [split.index, *(shard.file for shard in split.shards)]
+        if not all(_NAME.fullmatch(name) for name in names) or not _DIGEST.fullmatch(split.index_sha256):
+            raise ValueError(f"{split.name}: names of files or digests")
+        images = sum(shard.images for shard in split.shards)
+        regions, full = sum(shard.regions for shard in split.shards), split.images * split.regions
+        if not images or images != split.images or not (regions == full or (split.ragged and regions < full)):
+            raise ValueError(f"{split.name}: images of the shards")
+        for shard in split.shards:
+            size = len(shard_header(manifest.dtype, shard.regions, split.width))
+            size += shard.regions * split.width * DTYPES[manifest.dtype].itemsize
+            if shard.bytes != size or not 1 <= shard.images <= shard.regions:
+                raise ValueError(f"{shard.file}: its size")
+
+
+def shard_header(dtype: str, regions: int, width: int) -> bytes:
+    """The first bytes of a shard, which its size and type settle; the numbers follow at once."""
+    size = regions * width * DTYPES[dtype].itemsize
+    entry = {"dtype": _SAFETENSORS[dtype], "shape": [regions, width], "data_offsets": [0, size]}
+    text = json.dumps({"features": entry}, separators=(",", ":")).encode()
+    # Numbers start at a multiple of eight bytes, as safetensors writes them.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def check_shard(path: Path, dtype: str, shard: ShardRecord, width: int) -> os.stat_result:
+    """Size and header of a shard; ValueError naming it where it is missing, or not what the manifest says."""
+    header = shard_header(dtype, shard.regions, width)
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            found = file.read(len(header))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; the store needs it for {shard.images} images") from None
+    if status.st_size < shard.bytes:
+        raise ValueError(f"{path}: truncated: the store wrote {shard.bytes:,} bytes, the file has {status.st_size:,}")
+    if status.st_size != shard.bytes or found != header:
+        raise ValueError(f"{path}: not the shard that the store wrote: its size or its header differs")
+    return status
+
+
+def read_index(path: Path, split: SplitRecord) -> dict[str, np.ndarray]:
+    """The arrays of a split's index, its checksum compared; ValueError naming the file."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    size = path.stat().st_size
+    if size != split.index_bytes:
+        raise ValueError(f"{path}: the store wrote {split.index_bytes:,} bytes, the file has {size:,}")
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != split.index_sha256:
+        raise ValueError(f"{path}: damaged: its checksum is not that of the store")
+    try:
+        arrays: dict[str, np.ndarray] = load_tensors(content)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a readable safetensors file ({error})") from None
+    return arrays
