@@ -67,11 +67,14 @@ def test_an_experiment_from_nothing_to_its_table(
     experiment = write(tmp_path / "small.yaml", data)
     empty = the_table(tool, experiment)
     assert empty[2:5] == [
-        "| SCAN | not run | not run | not run | not run | not run | not run |",
-        "| SCAN + RAR | not run | not run | not run | not run | not run | not run |",
-        "| fixed | not run |  | not run | not run | not run | not run |",
+        "| SCAN | not run | not run | not run | not run | not run | not run | not run |",
+        "| SCAN + RAR | not run | not run | not run | not run | not run | not run | not run |",
+        "| fixed | not run |  | not run | not run | not run | not run | not run |",
     ]
-    assert empty[6] == "Sum of the six recalls on all images of dev, of 600. No run is measured yet."
+    assert empty[6] == (
+        "Sum of the six recalls on all images of dev, of 600; MD is the mean score of positives minus that of "
+        "negatives. No run is measured yet."
+    )
     assert empty[8] == "fixed equals SCAN + RAR, recall by recall: not run."
 
     assert tool.main(commands(experiment, "--seed", 0)) == 0
@@ -84,10 +87,11 @@ def test_an_experiment_from_nothing_to_its_table(
     assert found["fixed-seed0"]["test"] == found["scan-rar-seed0"]["test"] != scan["test"]
     partial = the_table(tool, experiment)
     rsum, times = scan["test"]["rsum"], f"{scan['seconds']:.0f} | {scan['cpu_seconds']:.0f}"
-    assert partial[2] == f"| SCAN | {rsum:.1f} | not run | not run | not run | {times} |"
+    assert partial[2] == f"| SCAN | {rsum:.1f} | not run | not run | not run | not run | {times} |"
     fixed = found["fixed-seed0"]
-    same = f"{fixed['test']['rsum']:.1f}"
-    assert partial[4] == f"| fixed | {same} |  | {same} |  | {fixed['seconds']:.0f} | {fixed['cpu_seconds']:.0f} |"
+    same, distance = f"{fixed['test']['rsum']:.1f}", f"{fixed['test']['mean_distance']:.2f}"
+    times = f"{fixed['seconds']:.0f} | {fixed['cpu_seconds']:.0f}"
+    assert partial[4] == f"| fixed | {same} |  | {same} | one seed | {distance} | {times} |"
     longest = max(found.values(), key=lambda result: result["cpu_seconds"])
     cpu, clock = f"{longest['cpu_seconds']:.0f} CPU seconds", f"{longest['seconds']:.0f} by the clock."
     assert partial[6].endswith(f"{os.cpu_count()} cores, and the longest run took {cpu}, {clock}")
@@ -109,7 +113,8 @@ def test_an_experiment_from_nothing_to_its_table(
     spread = f"{abs(rsum - second['test']['rsum']) / 2**0.5:.1f}"
     line = the_table(tool, experiment)[2].strip(" |").split(" | ")
     medians = [statistics.median([scan[name], second[name]]) for name in ("seconds", "cpu_seconds")]
-    assert line[3:] == [mean, spread, *(f"{median:.0f}" for median in medians)]
+    distance = f"{statistics.mean([scan['test']['mean_distance'], second['test']['mean_distance']]):.2f}"
+    assert line[3:] == [mean, spread, distance, *(f"{median:.0f}" for median in medians)]
 
     changed = json.loads(json.dumps(fixed))
     changed["test"]["i2t_meanr"] += 0.01
@@ -146,7 +151,7 @@ def test_a_killed_run_goes_on_where_it_stood(tool: ModuleType, data: Path, tmp_p
     run = tmp_path / "killed" / "runs" / "one-seed3"
     assert (run / "last" / "checkpoint.pt").is_file()
     assert not (tmp_path / "killed" / "results").exists()
-    assert the_table(tool, killed)[2] == "| one | not run | not run | not run | not run | not run |"
+    assert the_table(tool, killed)[2] == "| one | not run | not run | not run | not run | not run | not run |"
 
     assert tool.main(commands(killed)) == 0
     assert tool.main(commands(tmp_path / "whole" / "e.yaml")) == 0
@@ -258,6 +263,24 @@ def test_other_data_are_refused(
         ({"equal": [["SCAN", "none"]]}, "equal: expected two names of rows, got ['SCAN', 'none']"),
         ({"train": {"modle": "scan"}}, "unknown setting 'modle': did you mean 'model'?"),
         ({"train_images": 5}, "train_images: only the bundled data, emoji, are cut"),
+        ({"rows": [{"name": "a", "train": {"scenario": "oas"}}], "equal": []},
+         "anchor_row: the row 'a' with the scenario oas needs one"),
+        ({"rows": [{"name": "a", "train": {"scenario": "oas", "anchor": "runs/b"}}], "equal": []},
+         "anchor: expected anchor_row, the name of a row, as nobody knows what a folder will hold"),
+        ({"rows": [{"name": "a", "anchor_row": "b", "train": {"scenario": "oas"}}, {"name": "b"}], "equal": []},
+         "anchor_row: expected the name of a row above it, got 'b'"),
+        ({"rows": [{"name": "a", "seeds": [0]}, {"name": "b", "anchor_row": "a", "train": {"scenario": "oas"}}],
+          "equal": []}, "anchor_row: 'a' lacks a seed of 'b'"),
+        ({"rows": [{"name": "a"}, {"name": "b", "anchor_row": "a"}], "equal": []},
+         "anchor: 'a-seed0' goes with the scenario oas, not single"),
+        ({"figures": [{"file": "a.svg", "shows": "losses", "text": "a", "rows": ["SCAN"]}]},
+         "shows: expected training or scores, got 'losses'"),
+        ({"figures": [{"file": "../a.svg", "shows": "scores", "text": "a", "rows": ["SCAN"]}]},
+         "file: expected the name of an SVG file, got '../a.svg'"),
+        ({"figures": [{"file": "a.svg", "shows": "scores", "text": "a", "rows": ["fixed"], "seed": 1}]},
+         "rows of a.svg: expected rows with seed 1, got 'fixed'"),
+        ({"figures": [{"file": "a.svg", "shows": "scores", "rows": ["SCAN"]}]},
+         "text: this setting of a figure is required"),
         ({"seeds": [-1]}, "seed: expected a number at least 0 and at most 18446744073709551615, got -1"),
     ],
 )  # fmt: skip
@@ -300,22 +323,3 @@ def test_bundled_data_can_be_cut(tool: ModuleType, tmp_path: Path) -> None:
             f"{split}_ims.npy": hashlib.sha256(features.tobytes()).hexdigest(),
             "vocab.json": expected[1],
         }
-
-
-@pytest.mark.parametrize("name", ["rcar", "rcar-full"])
-def test_pages_hold_the_results_that_are_there(tool: ModuleType, tmp_path: Path, name: str) -> None:
-    """Also that the presets are well-formed, with equal budgets for all rows."""
-    page = ROOT / "docs" / "results" / "rcar.md"
-    path = ROOT / "benchmarks" / "experiments" / f"{name}.yaml"
-    assert tool.main(["table", str(path), "--page", str(page), "--check"]) == 0
-    experiment = tool.read(path)
-    trained = [experiment.identity(run)["train"] for runs in experiment.rows.values() for run in runs]
-    budgets = [{k: v for k, v in train.items() if k not in ("model_options", "seed")} for train in trained]
-    assert all(budget == budgets[0] for budget in budgets)
-    assert budgets[0]["batch_size"] == 128
-    stale = tmp_path / "page.md"
-    stale.write_text(page.read_text().replace("| SCAN + RAR |", "| SCAN + RAR | 1.0 |"))
-    assert tool.main(["table", str(path), "--page", str(stale), "--check"]) == 1
-    assert tool.main(["table", str(path), "--page", str(stale)]) == 0
-    marked = stale.read_text().partition(f"<!-- experiment {name} -->")[2].partition("<!-- end")[0]
-    assert marked == page.read_text().partition(f"<!-- experiment {name} -->")[2].partition("<!-- end")[0]

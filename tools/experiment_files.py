@@ -1,6 +1,6 @@
 """The experiments of tools/experiments.py: what a YAML file asks for, and the results that are there.
 
-Inside: `Run`, `Experiment`, `read`, `result_of`, `shown_path`.
+Inside: `Run`, `Figure`, `Experiment`, `read`, `result_of`, `weights_of`, `shown_path`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from itm_fast.documents import MAX_SETTINGS_BYTES, parse_yaml, read_json, read_t
 from itm_fast.messages import shown
 from itm_fast.training import TrainConfig, recipes
 
-__all__ = ["BUNDLED", "ROOT", "Experiment", "Run", "read", "result_of", "shown_path"]
+__all__ = [
+    "ANCHOR", "BUNDLED", "ROOT", "Experiment", "Figure", "Run", "read", "result_of", "shown_path", "weights_of",
+]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
 BUNDLED = "emoji"  # As `data`: those that come with the package.
 
 # Settings of a run that its result does not depend on, but for rounding; the places of data and RUN are added later.
@@ -36,26 +39,51 @@ _KEYS = {
     "train": dict,
     "rows": list,
     "equal": list,
+    "figures": list,
 }
-_ROW_KEYS = {"name": str, "train": dict, "seeds": list}
+_ROW_KEYS = {"name": str, "train": dict, "seeds": list, "anchor_row": str}
+_FIGURE_KEYS = {"file": str, "shows": str, "text": str, "rows": list, "seed": int}
+_SHOWN = ("training", "scores")  # What a figure can show of its rows.
+ANCHOR = "anchor"  # Among fingerprints, beside what data are used for.
 _ADVICE = "move it away to measure anew, or undo the change"
 
 
 @attrs.frozen
 class Run:
-    """One training: a row of the table with one seed."""
+    """One training: a row of the table with one seed, perhaps beside the model that another run left."""
 
     row: str
     seed: int
     train: Mapping[str, Any]
+    anchor: Run | None = None
 
     @property
     def file_name(self) -> str:
         return f"{re.sub(r'[^a-z0-9]+', '-', self.row.lower()).strip('-')}-seed{self.seed}"
 
     def config(self, data: str, out: Path, **machine: Any) -> TrainConfig:
-        """The settings of the training."""
-        return settings.build(TrainConfig, {**self.train, "data": data, "out": str(out), "seed": self.seed, **machine})
+        """The settings of the training into the folder `out`, beside which lies that of the anchor."""
+        anchor = {} if self.anchor is None else {"anchor": str(out.parent / self.anchor.file_name)}
+        places = {"data": data, "out": str(out), **anchor}
+        return settings.build(TrainConfig, {**self.train, **places, "seed": self.seed, **machine})
+
+    def in_order(self) -> list[Run]:
+        """This run behind the anchor that it is trained beside."""
+        return [*([] if self.anchor is None else self.anchor.in_order()), self]
+
+
+@attrs.frozen
+class Figure:
+    """A picture of the rows of an experiment with one seed, as SVG in the folder of the documentation's pictures."""
+
+    file: str
+    shows: str
+    text: str
+    runs: list[Run]
+
+    @property
+    def path(self) -> Path:
+        return IMAGES / self.file
 
 
 @attrs.frozen
@@ -70,12 +98,13 @@ class Experiment:
     train_images: int | None
     rows: Mapping[str, list[Run]]
     equal: list[tuple[str, str]]
+    figures: list[Figure]
     _known: dict[Any, Fingerprints] = attrs.field(factory=dict, init=False, eq=False, repr=False)
 
     def identity(self, run: Run) -> dict[str, Any]:
-        """All that the result of a run depends on, beside what the data hold."""
+        """All that the result of a run depends on, beside what the data hold and the weights of its anchor."""
         kept = _kept(run.config(self.data, Path(run.file_name)))
-        return {
+        found = {
             "row": run.row,
             "data": self.data,
             "split": self.split,
@@ -83,6 +112,7 @@ class Experiment:
             "train_images": self.train_images,
             "train": kept,
         }
+        return found if run.anchor is None else {**found, "anchor": self.identity(run.anchor)}
 
     def fingerprints(self, run: Run) -> Fingerprints | None:
         """What the data of a run hold, read once; None where their folder is not here.
@@ -123,11 +153,15 @@ def read(path: Path) -> Experiment:
             if row["name"] in rows:
                 raise ValueError(f"rows: {shown(row['name'])} stands there twice")
             train = recipes.merge(common, row.get("train", {}))
-            rows[row["name"]] = [Run(row["name"], seed, train) for seed in row.get("seeds", seeds)]
+            anchors = _anchors(row, train, rows)
+            rows[row["name"]] = [Run(row["name"], seed, train, anchors.get(seed)) for seed in row.get("seeds", seeds)]
+            if anchors and None in (run.anchor for run in rows[row["name"]]):
+                raise ValueError(f"anchor_row: {shown(row['anchor_row'])} lacks a seed of {shown(row['name'])}")
         experiment = Experiment(
             path, content["title"], content["data"], content.get("split", "test"), content.get("images"),
             content.get("train_images"), rows,
             [_pair(pair, rows) for pair in content.get("equal", [])],
+            [_figure(entry, rows) for entry in content.get("figures", [])],
         )  # fmt: skip
         if experiment.train_images is not None and experiment.data != BUNDLED:
             raise ValueError("train_images: only the bundled data, emoji, are cut")
@@ -162,11 +196,39 @@ def _pair(pair: Any, rows: Mapping[str, Any]) -> tuple[str, str]:
     return pair[0], pair[1]
 
 
+def _anchors(row: Mapping[str, Any], train: Mapping[str, Any], rows: Mapping[str, list[Run]]) -> dict[int, Run]:
+    """By seed, the runs whose models those of `row` are trained beside; `rows` are the ones above it."""
+    if "anchor" in train:
+        raise ValueError("anchor: expected anchor_row, the name of a row, as nobody knows what a folder will hold")
+    if "anchor_row" not in row:
+        if train.get("scenario") == "oas":
+            raise ValueError(f"anchor_row: the row {shown(row['name'])} with the scenario oas needs one")
+        return {}
+    if row["anchor_row"] not in rows:
+        raise ValueError(f"anchor_row: expected the name of a row above it, got {shown(row['anchor_row'])}")
+    return {run.seed: run for run in rows[row["anchor_row"]]}
+
+
+def _figure(entry: Any, rows: Mapping[str, list[Run]]) -> Figure:
+    content = _checked(entry, _FIGURE_KEYS, "setting of a figure", ("file", "shows", "text", "rows"))
+    if not re.fullmatch(r"[\w-]+\.svg", content["file"]):
+        raise ValueError(f"file: expected the name of an SVG file, got {shown(content['file'])}")
+    if content["shows"] not in _SHOWN:
+        raise ValueError(f"shows: expected {' or '.join(_SHOWN)}, got {shown(content['shows'])}")
+    seed = content.get("seed", 0)
+    known = {run.row: run for runs in rows.values() for run in runs if run.seed == seed}
+    for name in content["rows"]:
+        if name not in known:
+            raise ValueError(f"rows of {content['file']}: expected rows with seed {seed}, got {shown(name)}")
+    return Figure(content["file"], content["shows"], content["text"], [known[name] for name in content["rows"]])
+
+
 def result_of(experiment: Experiment, run: Run, results: Path) -> dict[str, Any] | None:
     """What a run came to; None where it has no result yet.
 
     Raises:
-        ValueError: the file is damaged, of other settings, or of other data; the first that differs is named.
+        ValueError: the file is damaged, of other settings, of other data, or beside an anchor of other weights; the
+            first that differs is named.
     """
     path = results / f"{run.file_name}.json"
     if not path.exists():
@@ -175,14 +237,29 @@ def result_of(experiment: Experiment, run: Run, results: Path) -> dict[str, Any]
     before = result.get("identity") if isinstance(result, dict) else None
     if not isinstance(before, dict) or not all(isinstance(before.get(n), dict) for n in ("train", "fingerprints")):
         raise ValueError(f"{path}: expected a result of an experiment, with its settings and what its data held")
-    # A setting that came later had its default then.
-    before = {**before, "train": {**_kept(TrainConfig(data="", out="")), **before["train"]}}
-    held = before.pop("fingerprints")
+    held = before["fingerprints"]
+    before = _with_defaults({name: value for name, value in before.items() if name != "fingerprints"})
     for name, old, new in _differences(before, json.loads(json.dumps(experiment.identity(run)))):
         raise ValueError(f"{path}: was measured with {name} = {shown(old)}, not {shown(new)}; {_ADVICE}")
-    for name, _, _ in _differences(held, experiment.fingerprints(run) or held):
+    now = experiment.fingerprints(run) or {use: content for use, content in held.items() if use != ANCHOR}
+    anchor = None if run.anchor is None else result_of(experiment, run.anchor, results)
+    # Where the anchor has no result any more, nobody knows its weights.
+    weights = held.get(ANCHOR) if anchor is None else weights_of(run, anchor)
+    for name, _, _ in _differences(held, now if run.anchor is None else {**now, ANCHOR: weights}):
         raise ValueError(f"{path}: was measured with other content of {name}; {_ADVICE}")
     return result
+
+
+def _with_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity with settings that came later, which had their defaults then; that of the anchor, too."""
+    found = {**identity, "train": {**_kept(TrainConfig(data="", out="")), **identity["train"]}}
+    anchor = identity.get("anchor")
+    return {**found, "anchor": _with_defaults(anchor)} if isinstance(anchor, dict) and "train" in anchor else found
+
+
+def weights_of(run: Run, anchor_result: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands among the fingerprints of a run for the anchor that has this result."""
+    return {f"the weights of {run.anchor.row}": anchor_result.get("weights")} if run.anchor else {}
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiment_figures import figures_there
 from experiment_files import Experiment, result_of, shown_path
 
 __all__ = ["rendered", "table"]
@@ -21,14 +22,15 @@ _NOT_RUN = "not run"
 def table(experiment: Experiment, results: Path) -> str:
     """The results as Markdown: sums of recalls, mean and spread of each row, and whether equal rows are equal.
 
-    A row has a mean and a spread (the standard deviation of its seeds) once all of its runs are there. Seconds are the
-    median of those that are there.
+    A row has a mean, a spread (the standard deviation of its seeds) and MD (the mean of its seeds' mean distances) once
+    all of its runs are there. Seconds are the median of those that are there. Figures follow.
 
     Raises:
-        ValueError: as `result_of`, or two results are recalls on different images or captions.
+        ValueError: as `result_of`, two results are recalls on different images or captions, or a figure is out of
+            date.
     """
     seeds = list(dict.fromkeys(run.seed for runs in experiment.rows.values() for run in runs))
-    heads = ["", *(f"seed {seed}" for seed in seeds), "mean", "spread", "seconds a run", "CPU seconds a run"]
+    heads = ["", *(f"seed {seed}" for seed in seeds), "mean", "spread", "MD", "seconds a run", "CPU seconds a run"]
     lines = [f"| {' | '.join(heads)} |", f"| --- {'| ---: ' * (len(heads) - 1)}|"]
     sums: dict[str, dict[int, dict[str, float] | None]] = {}
     measured: list[dict[str, Any]] = []
@@ -38,18 +40,26 @@ def table(experiment: Experiment, results: Path) -> str:
         sums[row] = {seed: None if result is None else result["test"] for seed, result in found.items()}
         cells = ["" if seed not in found else _sum(found[seed]) for seed in seeds]
         done = [result for result in found.values() if result is not None]
-        values = [result["test"]["rsum"] for result in done]
-        whole = len(done) == len(found)
-        cells.append(f"{statistics.mean(values):.1f}" if whole else _NOT_RUN)
-        cells.append(("" if len(found) < 2 else f"{statistics.stdev(values):.1f}") if whole else _NOT_RUN)
+        cells += _statistics([result["test"] for result in done]) if len(done) == len(found) else [_NOT_RUN] * 3
         cells += [_median([result[name] for result in done]) for name in ("seconds", "cpu_seconds")]
         lines.append(f"| {row} | {' | '.join(cells)} |")
     images = "all images" if experiment.images is None else f"the first {experiment.images} images"
-    lines += ["", f"Sum of the six recalls on {images} of {experiment.split}, of 600. {_where(measured)}"]
+    meaning = f"Sum of the six recalls on {images} of {experiment.split}, of 600"
+    lines += ["", f"{meaning}; MD is the mean score of positives minus that of negatives. {_where(measured)}"]
     for first, second in experiment.equal:
         lines += ["", f"{second} equals {first}, recall by recall: {_agreement(sums[first], sums[second])}."]
+    for figure in figures_there(experiment, results):
+        lines += ["", f"![{figure.text}](../images/{figure.file})"]
     command = f"python tools/experiments.py run {shown_path(experiment.path)}"
     return "\n".join([*lines, "", "Made by:", "", "```", command, "```", ""])
+
+
+def _statistics(summaries: Sequence[Mapping[str, float]]) -> list[str]:
+    """Mean and spread of the sums of recalls of a row, and its mean distance."""
+    sums = [summary["rsum"] for summary in summaries]
+    spread = f"{statistics.stdev(sums):.1f}" if len(sums) > 1 else "one seed"
+    distance = statistics.mean(summary["mean_distance"] for summary in summaries)
+    return [f"{statistics.mean(sums):.1f}", spread, f"{distance:.2f}"]
 
 
 def _sum(result: Mapping[str, Any] | None) -> str:

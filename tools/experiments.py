@@ -1,12 +1,16 @@
-"""Trains the runs of an experiment one after the other, and writes tables of what came of them.
+"""Trains the runs of an experiment one after the other, and writes tables and figures of what came of them.
 
-    python tools/experiments.py run   benchmarks/experiments/rcar.yaml
-    python tools/experiments.py table benchmarks/experiments/rcar.yaml --page docs/results/rcar.md [--check]
+    python tools/experiments.py run     benchmarks/experiments/rcar.yaml
+    python tools/experiments.py figures benchmarks/experiments/selhn.yaml
+    python tools/experiments.py table   benchmarks/experiments/rcar.yaml --page docs/results/rcar.md [--check]
 
 An experiment is a YAML file: `title`, `data` (a folder, or "emoji" for the bundled data), `split` to evaluate and
 `images` of it (the first so many; all where absent), `train_images` of the bundled data to train with, `seeds`, `train`
 (settings of itm-fast train for all runs), `rows` (each with a `name`, `train` with its own settings, and perhaps its
-own `seeds`), and `equal`: pairs of rows whose results must be the same to the last digit.
+own `seeds`), and `equal`: pairs of rows whose results must be the same to the last digit. A row with the scenario oas
+has an `anchor_row`, the name of one above it: its runs are trained beside the models of that row, seed by seed.
+`figures` each have a `file` (SVG, for docs/images), a `text` that says what is seen, `rows`, perhaps a `seed`, and what
+it `shows` of them: their "training", or the "scores" of positive and negative pairs.
 
 Each run leaves one JSON file, written in one step. A run that has one is not repeated; one that was interrupted, or
 killed, goes on from its RUN folder. Where a file or a folder is of other settings, or of data with other content, the
@@ -16,7 +20,7 @@ tool refuses and says what differs: what was measured is never overwritten, and 
 from __future__ import annotations
 
 import argparse
-import json
+import hashlib
 import os
 import shlex
 import sys
@@ -25,11 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from experiment_data import bundled_data
-from experiment_files import BUNDLED, ROOT, Experiment, Run, read, result_of, shown_path
+from experiment_figures import draw
+from experiment_files import ANCHOR, BUNDLED, ROOT, Experiment, Run, read, result_of, shown_path, weights_of
 from experiment_tables import rendered, table
+from experiment_traces import as_text, score_histogram, training_curves
 
 from itm_fast import config as settings
 from itm_fast import files
+from itm_fast.models.base import WEIGHTS_FILE
 
 RESULTS, RUNS = ROOT / "benchmarks" / "results" / "experiments", Path("runs/experiments")
 
@@ -43,12 +50,15 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
     from itm_fast.benchmarking.run import environment
     from itm_fast.data import PrecomputedDataset, Vocabulary
     from itm_fast.training import checkpoint, run_folder, train
+    from itm_fast.training.metrics_log import read_metrics
 
     data = str(bundled_data(out, experiment.train_images)) if experiment.data == BUNDLED else experiment.data
     folder = out / run.file_name
     config = run.config(data, folder, **machine)
-    identity = {**experiment.identity(run), "fingerprints": experiment.fingerprints(run)}
     resume = (folder / checkpoint.STATE_FILE).is_file()
+    anchor = _anchor_weights(experiment, run, out, results, resume)
+    fingerprints = {**(experiment.fingerprints(run) or {}), **anchor}
+    identity = {**experiment.identity(run), "fingerprints": fingerprints}
     load, cpu_seconds = os.getloadavg()[0], _cpu_seconds()
     trained = train(config, resume=resume)
     if not trained.finished:
@@ -57,7 +67,8 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
     vocabulary = Vocabulary.from_file(folder / run_folder.VOCABULARY)
     dataset = PrecomputedDataset(data, experiment.split, vocabulary, max_images=experiment.images)
     model = models.load(folder, config.device)
-    test = evaluation.evaluate(model, dataset, progress=True, description=experiment.split)
+    scores = evaluation.score_matrix(model, dataset, progress=True, description=experiment.split)
+    test = evaluation.evaluate_scores(scores, dataset.caption_image)
     command = f"python tools/experiments.py run {shlex.quote(shown_path(experiment.path))}"
     result = {
         "identity": identity,
@@ -74,9 +85,35 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
         "best_step": trained.best_step,
         "validation": trained.best,
         "test": test,
+        "weights": _sha256(folder / WEIGHTS_FILE),
+        "curves": training_curves(read_metrics(folder / run_folder.METRICS, ("kind", "step"))),
+        "scores": score_histogram(scores, dataset.caption_image),
     }
-    files.write_text(results / f"{run.file_name}.json", json.dumps(result, indent=2) + "\n")
+    files.write_text(results / f"{run.file_name}.json", as_text(result))
     return True
+
+
+def _anchor_weights(experiment: Experiment, run: Run, out: Path, results: Path, resume: bool) -> dict[str, Any]:
+    """The weights of the anchor among the fingerprints of a run; ValueError where its folder holds other ones.
+
+    The folder of the run says what they were, as a run that is resumed has the anchor that it started with.
+    """
+    if run.anchor is None:
+        return {}
+    result = results / f"{run.anchor.file_name}.json"
+    found = result_of(experiment, run.anchor, results) or {}
+    weights, path = found.get("weights"), out / run.anchor.file_name / WEIGHTS_FILE
+    kept = out / run.file_name / "anchor.txt"
+    if weights is None or not path.is_file() or _sha256(path) != weights:
+        raise ValueError(f"{path}: expected the weights that {result} was measured with; move that away to train anew")
+    if resume and kept.read_text(encoding="utf-8").strip() != weights:
+        raise ValueError(f"{kept.parent}: holds a run beside other weights of {run.anchor.row}; move it away")
+    files.write_text(kept, f"{weights}\n")
+    return {ANCHOR: weights_of(run, found)}
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _cpu_seconds() -> float:
@@ -93,6 +130,7 @@ def _run(options: argparse.Namespace, experiment: Experiment, results: Path) -> 
     chosen = [run for run in chosen if not options.row or run.row in options.row]
     # Seed by seed, so that rows can be compared early.
     chosen = sorted((run for run in chosen if options.seed in (None, run.seed)), key=lambda run: run.seed)
+    chosen = list({one.file_name: one for run in chosen for one in run.in_order()}.values())
     todo = [run for run in chosen if result_of(experiment, run, results) is None]
     print(f"{len(chosen)} runs, {len(chosen) - len(todo)} of them done before", flush=True)
     for run in todo:
@@ -100,6 +138,13 @@ def _run(options: argparse.Namespace, experiment: Experiment, results: Path) -> 
         if not execute(experiment, run, out, results, device=options.device, threads=options.threads):
             print("stopped; the same command goes on from here", file=sys.stderr)
             return 130
+    return 0
+
+
+def _figures(options: argparse.Namespace, experiment: Experiment, results: Path) -> int:
+    for figure in experiment.figures:
+        draw(experiment, figure, results)
+        print(shown_path(figure.path))
     return 0
 
 
@@ -118,8 +163,8 @@ def _table(options: argparse.Namespace, experiment: Experiment, results: Path) -
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Runs experiments and writes tables of their results.")
-    commands = parser.add_subparsers(required=True, metavar="run|table")
+    parser = argparse.ArgumentParser(description="Runs experiments, and writes tables and figures of their results.")
+    commands = parser.add_subparsers(required=True, metavar="run|figures|table")
     run = commands.add_parser("run", help="train and evaluate what has no result yet")
     run.add_argument("--out", type=Path, help=f"folder of the RUN folders (default: {RUNS}/NAME)")
     run.add_argument("--row", action="append", help="only this row; may be given again")
@@ -127,11 +172,13 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--device", default="cpu")
     run.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
     run.set_defaults(action=_run)
+    figures = commands.add_parser("figures", help="draw the figures")
+    figures.set_defaults(action=_figures)
     write = commands.add_parser("table", help="print the table, or write it into a page")
     write.add_argument("--page", type=Path, help="Markdown file with the markers of the experiment")
     write.add_argument("--check", action="store_true", help="change nothing; fail where the page is out of date")
     write.set_defaults(action=_table)
-    for command in (run, write):
+    for command in (run, figures, write):
         command.add_argument("experiment", type=Path, metavar="FILE", help="the experiment as YAML")
         command.add_argument(
             "--results", type=Path, help="folder of the JSON files (default: under benchmarks/results)"

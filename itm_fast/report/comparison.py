@@ -1,13 +1,14 @@
 """Several runs in one figure, as SelHN and RVSE++ compares losses (Figures 3, 5 and 7).
 
-Inside: `write_comparison`.
+Inside: `write_comparison`; `write_figure` and `line_style`, which other figures of several runs share.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from matplotlib.ticker import MaxNLocator
 from itm_fast import files
 from itm_fast.report.curves import without_rest
 
-__all__ = ["SUFFIXES", "write_comparison"]
+__all__ = ["SUFFIXES", "line_style", "write_comparison", "write_figure"]
 
 SUFFIXES = (".svg", ".png", ".pdf")
 
@@ -65,25 +66,46 @@ def write_comparison(path: str | os.PathLike[str], runs: Mapping[str, Metrics]) 
     Raises:
         ValueError: the suffix is unknown, there is no run, or a run's log has none of the numbers.
     """
-    suffix = Path(path).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise ValueError(f"{path}: expected a name that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    _check_suffix(path)
     if not runs:
         raise ValueError("runs: expected at least one, got none")
     for name, metrics in runs.items():
         if not any(_points(metrics, kind, keys)[0] for _, _, kind, keys in _PANELS):
             raise ValueError(f"{name}: the log has none of the numbers that the figure shows")
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(9.0, 5.6), layout="constrained")
-        FigureCanvasAgg(figure)
-        panels = figure.subplots(2, 2).flat
-        for axes, panel in zip(panels, _PANELS, strict=True):
+    with write_figure(path, list(runs), size=(9.0, 5.6)) as figure:
+        for axes, panel in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
             _draw(axes, *panel, runs)
-        handles = [mpl.lines.Line2D([], [], label=name, **_line(number)) for number, name in enumerate(runs)]
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(runs), 4), frameon=False)
+
+
+@contextlib.contextmanager
+def write_figure(path: str | os.PathLike[str], names: Sequence[str], *, size: tuple[float, float]) -> Iterator[Figure]:
+    """An empty figure, written atomically with a legend of `names` once it is drawn.
+
+    Args:
+        path: file to write; its suffix says in which format.
+        names: of the runs, in the order of `line_style`.
+        size: width and height in inches.
+
+    Raises:
+        ValueError: the suffix is none of `SUFFIXES`.
+    """
+    suffix = _check_suffix(path)
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+        handles = [mpl.lines.Line2D([], [], label=name, **line_style(number)) for number, name in enumerate(names)]
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(names), 4), frameon=False)
         metadata = {"Date": None, "Creator": None} if suffix == ".svg" else None
         with files.atomic_path(path) as temporary:
             figure.savefig(temporary, format=suffix[1:], dpi=150, metadata=metadata)
+
+
+def _check_suffix(path: str | os.PathLike[str]) -> str:
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ValueError(f"{path}: expected a name that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    return suffix
 
 
 def _draw(axes: Axes, title: str, label: str, kind: str, keys: Sequence[str], runs: Mapping[str, Metrics]) -> None:
@@ -94,7 +116,7 @@ def _draw(axes: Axes, title: str, label: str, kind: str, keys: Sequence[str], ru
         if steps:
             x, y = _means(steps), factor * _means(values)
             lowest.append(float(y.min()))
-            axes.plot(x, y, marker="o" * (len(x) < 3), clip_on=factor == 1, **_line(number))
+            axes.plot(x, y, marker="o" * (len(x) < 3), clip_on=factor == 1, **line_style(number))
     # Losses sum over few negatives or many: their gradients, and how they vanish, are a matter of powers of ten.
     logarithmic = label == "norm" and min(lowest, default=0.0) > 0
     axes.set_yscale("log" if logarithmic else "linear")
@@ -120,6 +142,7 @@ def _means(values: Sequence[float]) -> np.ndarray:
     return np.array([part.mean() for part in np.array_split(np.asarray(values, float), parts)])
 
 
-def _line(number: int) -> dict[str, Any]:
+def line_style(number: int) -> dict[str, Any]:
+    """Colour and style of the line of run `number` (from 0) in all figures."""
     style = _STYLES[number % len(_STYLES)]
     return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": style, "linewidth": 1.7, "markersize": 5}
