@@ -24,6 +24,7 @@ from itm_fast.cli.demo import demo
 from itm_fast.cli.evaluate import evaluate
 from itm_fast.cli.explain import explain
 from itm_fast.cli.printing import printable
+from itm_fast.cli.realign import realign
 from itm_fast.cli.recipes import recipes
 from itm_fast.cli.train import train
 from itm_fast.messages import shortened
@@ -45,7 +46,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, recipes, evaluate, explain, curves, convert, bench):
+for command in (demo, train, recipes, evaluate, explain, curves, realign, convert, bench):
     app.command(help=_help_text(command))(command)
 app.add_typer(data.app, name="data")
 

@@ -1,0 +1,110 @@
+"""FDF's cross-model realignment: what is frozen and trained, the table of all three models, the figure, bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.commands import error
+from helpers.runs import OPTIONS, config, run
+
+from itm_fast import cli, evaluation, models
+from itm_fast.data import PrecomputedDataset, Vocabulary
+from itm_fast.report.features import principal_components
+from itm_fast.training.config import read_yaml
+from itm_fast.training.cross_model import extractor_of, pooled_features
+
+
+@pytest.fixture(scope="module")
+def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two trainings of a global model that differ in their seeds."""
+    folder = tmp_path_factory.mktemp("runs")
+    options = {**OPTIONS, "text_pooling": "mean", "image_pooling": "mean", "word_dropout": 0.2}
+    for seed in (0, 1):
+        run(config(data, folder / str(seed), model="vse_infty", model_options=options, seed=seed))
+    return [folder / "0", folder / "1"]
+
+
+def arguments(data: Path, runs: list[Path], out: Path, *more: object) -> list[str]:
+    command = ["realign", "--extractor", runs[0], "--heads", runs[1], "--data", data, "--out", out, "--epochs", "1"]
+    return [str(part) for part in (*command, *more)]
+
+
+def test_heads_are_trained_above_the_other_extractor(
+    data: Path, runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The extractor is the first model's bit for bit; heads start from the second; every entry of the table."""
+    out, table, figure = tmp_path / "out", tmp_path / "table.json", tmp_path / "features.png"
+    assert cli.run(arguments(data, runs, out, "--json", table, "--figure", figure)) == 0
+    members = dict(zip(("model 1", "model 2", "realigned"), map(models.load, (*runs, out)), strict=True))
+    first, second, realigned = members.values()
+    frozen = list(extractor_of(realigned))
+    assert frozen == ["text_encoder.embed", "text_encoder.rnn"]
+    for name, value in realigned.state_dict().items():
+        if any(name.startswith(part) for part in frozen):
+            assert torch.equal(value, first.state_dict()[name]), name
+        elif name.endswith("weight"):
+            moved = float((value - second.state_dict()[name]).abs().mean())
+            # Four steps of Adam, each of at most about the rate.
+            assert 0 < moved < 4.1 * 2e-3, name
+    settings = read_yaml(out / "train.yaml")
+    assert (settings["seed"], settings["epochs"], settings["lr"]) == (1, 1, 2e-3)
+    assert not (out / "last" / "checkpoint.pt").exists()
+
+    found = json.loads(table.read_text())["rsum"]
+    test = PrecomputedDataset(data, "test", Vocabulary.from_file(out / "vocab.json"))
+    images = {name: model.encode_images(test.image_batch(torch.arange(10))) for name, model in members.items()}
+    captions = {name: model.encode_captions(*test.caption_batch(torch.arange(50))) for name, model in members.items()}
+    for of_images in members:
+        for of_captions in members:
+            scores = (images[of_images] @ captions[of_captions].t()).detach()
+            expected = evaluation.evaluate_scores(scores, test.caption_image)["rsum"]
+            assert found[of_images][of_captions] == pytest.approx(expected)
+        assert found[of_images][of_images] == evaluation.evaluate(members[of_images], test)["rsum"]
+    printed = capsys.readouterr().out
+    assert f"{found['model 1']['model 2']:.1f}" in printed
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    pooled = pooled_features(members, test, 4)["model 2"]
+    torch.testing.assert_close(pooled[0], images["model 2"][:4].detach())
+    torch.testing.assert_close(pooled[1], captions["model 2"][::5][:4].detach())
+
+
+def test_frozen_parts_stay_in_evaluation_mode(data: Path, runs: list[Path]) -> None:
+    from itm_fast.training.cross_model import freeze
+
+    model = models.load(runs[0])
+    for part in extractor_of(model).values():
+        freeze(part)
+    model.train()
+    assert [model.training, model.text_encoder.rnn.training, model.image_encoder.training] == [True, False, True]
+    learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert learning == {name for name, _ in model.named_parameters() if name.startswith("image_encoder.")}
+
+
+def test_components_are_those_of_the_covariance() -> None:
+    rows = torch.randn(30, 6, generator=torch.Generator().manual_seed(0)) * torch.tensor([5.0, 3.0, 1, 1, 1, 1])
+    found = principal_components(rows)
+    centred = rows.double().numpy() - rows.double().numpy().mean(0)
+    _, vectors = np.linalg.eigh(centred.T @ centred)
+    expected = centred @ vectors[:, [-1, -2]]
+    np.testing.assert_allclose(np.abs(found.numpy()), np.abs(expected), rtol=1e-9, atol=1e-9)
+    assert torch.equal(principal_components(rows.clone()), found)
+
+
+def test_bad_input_is_one_line_and_writes_nothing(
+    data: Path, runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    run(config(data, other, epochs=1, model_options=OPTIONS))
+    out = tmp_path / "out"
+    assert error(capsys, *arguments(data, [other, runs[1]], out)) == (
+        1, f"{other}: was trained with model = 'scan', {runs[1]} with vse_infty",
+    )  # fmt: skip
+    assert error(capsys, *arguments(data, [tmp_path / "none", runs[1]], out)) == (
+        1, f"{tmp_path / 'none'}: holds no train.yaml; there is no run to resume",
+    )  # fmt: skip
+    assert error(capsys, *arguments(data, runs, runs[0]))[1].startswith(f"{runs[0]}: holds a run")
+    assert not out.exists()
