@@ -47,7 +47,7 @@ def exact(batch: Batch, **options: Any) -> Loops:
     return loop_regularization(batch, incoming_of(batch), **options)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["loops", "packed", pytest.param("native", marks=pytest.mark.native)])
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize(("margin", "aggregation"), [(0.05, "sum"), (6.0, "sum"), (0.3, "mean")])
 def test_values_and_gradients_of_every_argument(form: str, name: str, margin: float, aggregation: str) -> None:
@@ -103,6 +103,7 @@ def test_gradients_are_computed_where_they_are_wanted() -> None:
         assert rows == [10 if "regions" in wanted else 0, 11 if "words" in wanted else 0]
 
 
+@pytest.mark.native
 @settings(drawn, max_examples=25)
 @given(st.data())
 def test_random_batches_in_every_dtype(data: st.DataObject) -> None:
@@ -121,6 +122,7 @@ def test_random_batches_in_every_dtype(data: st.DataObject) -> None:
     assert_as_accurate(found, [plain_form(batch, incoming, found, **options)], right, names=NAMES)
 
 
+@pytest.mark.native
 def test_a_nan_stays_visible_and_where_no_gradient_comes_nothing_is_added() -> None:
     batch = BATCHES["q is r"]
     values = batch.words.values.clone()
@@ -133,6 +135,7 @@ def test_a_nan_stays_visible_and_where_no_gradient_comes_nothing_is_added() -> N
     assert not any(part.any() for part in zero[2:])
 
 
+@pytest.mark.native
 def test_extreme_logits_overflow_nowhere() -> None:
     for dtype in (torch.float32, torch.float64):
         batch = random_batch([1, 1], [1, 1], 1, captions=[1, 0], images=[1, 0]).to(dtype)

@@ -168,7 +168,7 @@ def _one_launch_case(name: str, mining: str) -> Case:
     return Case(f"{name} {mining} in one launch", (f"{name}_with_gradient", "scale_gradient"), make, call, 1)
 
 
-def _domain_case(name: str, with_negatives: bool, differentiable: int, **options: Any) -> Case:
+def _domain_case(name: str, with_negatives: bool, **options: Any) -> Case:
     """Risks of `size` pairs, one of long sets and one of none, with or without their negatives."""
 
     def make(seed: int, size: int) -> Inputs:
@@ -188,7 +188,7 @@ def _domain_case(name: str, with_negatives: bool, differentiable: int, **options
 
     operators = ("domain_regularization", "domain_regularization_backward")
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    return Case(f"domain_regularization {name}", operators, make, call, differentiable, dtypes, (6, 1, 30))
+    return Case(f"domain_regularization {name}", operators, make, call, 4, dtypes, (6, 1, 30))
 
 
 def _hardest(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -232,9 +232,8 @@ CASES = (
         _hardest,
         1,
     ),
-    _domain_case("of discriminators", with_negatives=True, differentiable=2, margin=0.5),
-    _domain_case("of both", with_negatives=True, differentiable=4, margin=3.0, aggregation="mean"),
-    _domain_case("without negatives", with_negatives=False, differentiable=4),
+    _domain_case("with negatives", with_negatives=True, margin=3.0, aggregation="mean"),
+    _domain_case("without negatives", with_negatives=False),
     Case("retrieval_ranks", ("retrieval_ranks",), _gallery, lambda functions, x: functions.retrieval_ranks(*x), 0),
 )
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)

@@ -31,7 +31,7 @@ struct DomainBackward {
 };
 
 // Blocks of rows: so many for each pair, which take turns with its rows.
-inline constexpr int kDomainShares = 8;
+inline constexpr int kDomainShares = 4;
 
 // Pairs whose negatives a block looks at together: a thread looks at one of the two.
 inline constexpr int kDomainWindow = kDomainThreads / 2;
