@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.fragments import random_fragments
 from helpers.regulator_checks import check_alignments, check_scores, double, result_of, single
-from helpers.regulators import SETTINGS, random_parameters
+from helpers.regulators import SETTINGS, hidden_widths, random_parameters
 from helpers.shim import compile_driver
 from helpers.shim_attention import FOCAL_MODES, NORMALIZATIONS
 from helpers.shim_regulators import RegulatorKernels, random_weights
@@ -107,6 +107,22 @@ def test_the_tile_of_the_launchers(kernels: RegulatorKernels) -> None:
     medium = result_of(kernels, *operands, "bf16", large=True)
     assert_close_to_exact(medium, autocast_scores(*operands), exact)
     assert max_error(medium, exact) > 1e-5
+
+
+@pytest.mark.parametrize("focal", FOCAL_MODES)
+def test_sets_that_fill_the_tile_of_the_launchers(kernels: RegulatorKernels, focal: str | None) -> None:
+    """All 112 rows, by one set or by several; each lane takes up to four of as many as 128 contexts."""
+    queries, contexts = random_fragments([112, 50, 62], 12), random_fragments([128, 97, 33], 12, seed=1)
+    parameters = random_parameters("rcar2", 12, 10)
+    check_scores(kernels, queries, contexts, parameters, name=f"{focal}", focal=focal, run={"large": True})
+
+
+@pytest.mark.parametrize("setting", ["rcr1", "rcar2", "rcar2, residuals"])
+@pytest.mark.parametrize(("wide", "narrow"), [(0, 5), (5, 0), (0, 0), (45, 40)])
+def test_hidden_layers_of_any_width(kernels: RegulatorKernels, setting: str, wide: int, narrow: int) -> None:
+    """Without hidden units the biases alone make the factors."""
+    queries, contexts, parameters = rcar(setting, 20, 12)
+    check_scores(kernels, queries, contexts, hidden_widths(parameters, wide, narrow), name=setting)
 
 
 # Precision

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fragments import native_calls, random_fragments
+from helpers.fragments import random_fragments
 from helpers.regulators import random_parameters
 from torch import Tensor, nn
 
 import itm_fast.functional as F_itm
-from itm_fast import Fragments
+from itm_fast import Fragments, reference
 from itm_fast.nn import GradientSparseScores, mean_pool
 from itm_fast.nn.reasoning import SimilarityReasoning
-from itm_fast.ops import regulators
+from itm_fast.ops import gradient_sparse, regulators
 
 DIM = 6
 
@@ -380,32 +380,75 @@ def test_sgraf_is_the_dense_computation(steps: int, graph_steps: int, filtration
         torch.testing.assert_close(buffer, other, rtol=1e-10, atol=1e-12)
 
 
-def test_regulated_scores_compute_three_pairs_per_anchor_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward is one call of the native operator; the backward computes in blocks, and with the same masks."""
-    pairs: dict[bool, int] = {False: 0, True: 0}
-    block = regulators.regulated_scores_block
+@pytest.mark.parametrize(
+    ("setting", "focal"),
+    [
+        ("rcr2, no residual", "equal"), ("rcr1, learned", "prob"), ("rar3", None), ("rcar2", "prob"),
+        ("rcar2, residuals", None), ("sequential 2, 3", "equal"), ("mean", "prob"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("in_runs", [False, True])
+def test_pairs_of_any_sizes_are_computed_again(
+    monkeypatch: pytest.MonkeyPatch, setting: str, focal: str | None, in_runs: bool
+) -> None:
+    """As a list or column by column: empty sets, sets that stand in several pairs, pairs without a gradient."""
+    monkeypatch.setattr(regulators, "_LISTED_ELEMENTS", 7 * 5 * 12)
+    monkeypatch.setattr(gradient_sparse, "LIST_RUN", 0 if in_runs else 16)
+    parameters = random_parameters(setting, DIM, 4)
+    options = {"focal": focal, "dropout": 0.4 if parameters.aggregations else 0.0, "seed": 3, "temperature": 5.0}
+    queries, contexts = random_fragments([3, 0, 1, 5, 2], DIM), random_fragments([4, 1, 0, 7], DIM, seed=1)
+    incoming = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for share in (1.0, 0.4):
+        weights = incoming * (torch.rand(5, 4, generator=torch.Generator().manual_seed(1)) < share)
+        results = []
+        for function in (F_itm.regulated_scores, reference.regulated_scores):
+            leaves = [t.clone().requires_grad_() for t in (queries.values, contexts.values, *parameters.tensors())]
+            sides = queries.with_values(leaves[0]), contexts.with_values(leaves[1])
+            scores = function(*sides, parameters.with_tensors(leaves[2:]), **options)
+            results.append([scores, *torch.autograd.grad(scores, leaves, weights)])
+        for own, other in zip(*results, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
 
-    def counting(queries: Fragments, contexts: Fragments, *arguments: Any, **options: Any) -> Tensor:
-        pairs[torch.is_grad_enabled()] += len(queries) * len(contexts)
-        return block(queries, contexts, *arguments, **options)
 
-    monkeypatch.setattr(regulators, "regulated_scores_block", counting)
-    parameters = random_parameters("rcar2", DIM, 4)
+def test_lists_are_for_gradients_of_few_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20 x 20 pairs: those of hardest negatives come as a list, those of all negatives column by column."""
+    counts = {"regulated_scores_listed": 0, "regulated_scores_block": 0}
+
+    def counting(name: str) -> Any:
+        compute = getattr(regulators, name)
+
+        def call(queries: Fragments, contexts: Fragments, *arguments: Any, **options: Any) -> Tensor:
+            counts[name] += len(queries) * (1 if name == "regulated_scores_listed" else len(contexts))
+            return compute(queries, contexts, *arguments, **options)
+
+        return call
+
+    for name in counts:
+        monkeypatch.setattr(regulators, name, counting(name))
+    parameters = random_parameters("rar1", DIM, 4)
     weights = [tensor.requires_grad_() for tensor in parameters.tensors()]
-    images, captions = sets(n_images=16, n_captions=16)
-    with native_calls() as calls:
-        scores = F_itm.regulated_scores(captions[0], images["regions"], parameters, dropout=0.4, seed=3)
-    assert [name for name, _ in calls] == ["regulated_scores"]
-    loss = F_itm.triplet_loss(scores, margin=1.0, mining="hardest")
-    found = torch.autograd.grad(loss, weights)
-    assert pairs[False] == 0
-    assert 16 < pairs[True] <= 48
-    dense = regulators.reference.regulated_scores_packed(
-        captions[0], images["regions"], parameters, dropout=0.4, seed=3
-    )
-    expected = torch.autograd.grad(F_itm.triplet_loss(dense, margin=1.0, mining="hardest"), weights)
-    for own, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-11)
+    queries, contexts = random_fragments([2] * 20, DIM), random_fragments([3] * 20, DIM, seed=1)
+    for mining, expected in (("hardest", "regulated_scores_listed"), ("all", "regulated_scores_block")):
+        counts.update(dict.fromkeys(counts, 0))
+        scores = F_itm.regulated_scores(queries, contexts, parameters)
+        (needed,) = torch.autograd.grad(
+            F_itm.triplet_loss(scores, margin=2.0, mining=mining), scores, retain_graph=True
+        )
+        torch.autograd.grad(scores, weights, needed)
+        assert counts == {**dict.fromkeys(counts, 0), expected: int((needed != 0).sum())}
+
+
+def test_a_list_of_empty_pairs_alone() -> None:
+    parameters = random_parameters("rcar2", DIM, 4)
+    for lengths in (([0, 0], [0]), ([0, 0], [3]), ([2, 1], [0])):
+        queries, contexts = (random_fragments(of, DIM, seed=i) for i, of in enumerate(lengths))
+        leaves = [t.clone().requires_grad_() for t in (queries.values, contexts.values, *parameters.tensors())]
+        scores = F_itm.regulated_scores(
+            queries.with_values(leaves[0]), contexts.with_values(leaves[1]), parameters.with_tensors(leaves[2:])
+        )
+        assert scores.tolist() == [[0.0], [0.0]]
+        for grad in torch.autograd.grad(scores.sum(), leaves):
+            assert float(grad.abs().sum()) == 0.0
 
 
 def test_the_example_of_the_page_runs() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.fragments import native_calls, random_fragments
-from helpers.regulators import SETTINGS, random_parameters
+from helpers.regulators import SETTINGS, hidden_widths, random_parameters
 from helpers.tolerance import Form, assert_as_accurate, max_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,23 +32,6 @@ DIM, WIDTH = 141, 37
 def _matmul_precision() -> Iterator[None]:
     yield
     torch.set_float32_matmul_precision("highest")
-
-
-def hidden_widths(parameters: RegulatorParameters, wide: int, narrow: int) -> RegulatorParameters:
-    """Other hidden widths in RCR than 2m and m/2: rows and columns of its weights are left out, or repeated."""
-
-    def resized(tensor: Tensor, size: int, dim: int) -> Tensor:
-        return tensor.index_select(dim, torch.arange(size) % tensor.shape[dim])
-
-    tensors: list[Tensor] = []
-    for name, tensor in parameters.named_tensors():
-        field, size = name.rsplit(".", 1)[1], None
-        if name.startswith("correspondences") and field in ("w1", "b1", "w2"):
-            size = wide
-        elif name.startswith("correspondences") and field in ("w3", "b3", "w4"):
-            size = narrow
-        tensors.append(tensor if size is None else resized(tensor, size, 1 if field in ("w2", "w4") else 0))
-    return parameters.with_tensors(tensors)
 
 
 def rcar(dim: int = DIM, width: int = WIDTH, setting: str = "rcar2") -> tuple[Fragments, Fragments, Any]:
@@ -120,7 +103,7 @@ def test_whatever_is_asked_for(data: st.DataObject) -> None:
     contexts = random_fragments(data.draw(lengths), dim, seed=data.draw(st.integers(0, 9)))
     parameters = random_parameters(data.draw(st.sampled_from(list(SETTINGS))), dim, width)
     if parameters.correspondences:
-        parameters = hidden_widths(parameters, data.draw(st.integers(1, 70)), data.draw(st.integers(1, 40)))
+        parameters = hidden_widths(parameters, data.draw(st.integers(0, 70)), data.draw(st.integers(0, 40)))
     options = {
         "temperature": data.draw(st.floats(-20, 20)),
         "negative_slope": data.draw(st.sampled_from([0.0, 0.1, 1.0, -0.5])),

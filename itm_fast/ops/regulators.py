@@ -18,17 +18,21 @@ from itm_fast.fragments import Fragments
 from itm_fast.ops import validation
 from itm_fast.ops.autograd import is_differentiated
 from itm_fast.ops.cross_attention import NORMALIZATIONS, check_fragments, check_same_space, score_dtype
-from itm_fast.ops.gradient_sparse import Score, gradient_sparse_scores
+from itm_fast.ops.gradient_sparse import Listed, Score, gradient_sparse_scores
 from itm_fast.ops.library import register_fake, use_native
 from itm_fast.ops.precision import autocast, compute_precision, without_autocast
 from itm_fast.reference.philox import CounterDropout
 from itm_fast.reference.regulators import alignment_parameters, counter_dropout
+from itm_fast.reference.regulators_listed import regulated_scores_listed
 from itm_fast.reference.regulators_packed import BLOCK_ELEMENTS, Places, regulated_scores_block
 from itm_fast.regulator_parameters import CorrespondenceWeights, RegulatorParameters
 
 _SEEDS = 2**63
 # Hard attention sees no difference that a regulator could learn from.
 FOCAL_MODES = (None, "equal", "prob")
+# Elements of the widest tensor of a list of pairs in the backward, of which about fifteen are kept at a time: where a
+# CPU is fastest; elsewhere larger lists, as each takes several hundred launches.
+_LISTED_ELEMENTS, _LISTED_ON_DEVICES = 1 << 19, 4
 # What the CUDA kernels take: query sets and context sets of so many rows, and so many steps of each kind.
 CUDA_QUERY_ROWS, CUDA_CONTEXT_ROWS, CUDA_STEPS = 112, 128, 8
 
@@ -241,10 +245,33 @@ def _gradient_sparse(
                 part, others, parameters.with_tensors(weights), places, dropout=dropout, **options
             )
 
+    def of_list(
+        weights: Sequence[Tensor], _: None, part: Fragments, others: Fragments, numbers: Tensor, contexts: Tensor
+    ) -> Tensor:
+        with without_autocast(part.device.type):
+            return regulated_scores_listed(
+                part,
+                others,
+                parameters.with_tensors(weights),
+                sets.offsets[:-1][numbers],
+                contexts,
+                dropout=dropout,
+                **options,
+            )
+
     weights = parameters.tensors()
     width = max(queries.values.shape[1], contexts.max_length, *(max(tensor.shape) for tensor in weights), 1)
-    chunk_pairs = max(1, BLOCK_ELEMENTS // (width * max(queries.max_length, 1)))
-    return gradient_sparse_scores(score, weights, queries, contexts, chunk_pairs=chunk_pairs, whole=whole)
+    row_elements = width * max(queries.max_length, 1)
+    listed_elements = _LISTED_ELEMENTS * (1 if queries.device.type == "cpu" else _LISTED_ON_DEVICES)
+    return gradient_sparse_scores(
+        score,
+        weights,
+        queries,
+        contexts,
+        chunk_pairs=max(1, BLOCK_ELEMENTS // row_elements),
+        whole=whole,
+        listed=Listed(of_list, max(1, listed_elements // row_elements)),
+    )
 
 
 def check_parameters(parameters: RegulatorParameters, queries: Fragments) -> None:

@@ -157,7 +157,7 @@ def regulate(
     return activation(F.linear(guidance, parameters.score.u, parameters.score.u0)).squeeze(-1)
 
 
-class _Pairs:
+class PairRows:
     """`Layout` of B pairs of equal sizes: rows (B, n, ·), one set in each pair (B, 1, ·)."""
 
     def __init__(
@@ -226,7 +226,7 @@ def regulated_scores(
         if query.shape[1] == 0 or context.shape[1] == 0:
             continue
         rows = queries.offsets[i, None] + torch.arange(query.shape[1], device=queries.device)
-        layout = _Pairs(query, context, "clipped_l2norm", negative_slope, focal, mask, rows, j)
+        layout = PairRows(query, context, "clipped_l2norm", negative_slope, focal, mask, rows, j)
         scores = scores.index_put((i, j), regulate(layout, parameters, temperature).squeeze(1))
     return scores
 
@@ -249,7 +249,7 @@ def cross_attention_alignments(
     width = parameters.alignments[0].weight.shape[0]
     result = queries.values.new_zeros(len(contexts), queries.values.shape[0], width)
     for query, context, i, j in pair_batches(queries, contexts):
-        layout = _Pairs(query, context, normalization, negative_slope, focal)
+        layout = PairRows(query, context, normalization, negative_slope, focal)
         *_, (aligned, _) = alignment_steps(layout, parameters, temperature)
         rows = queries.offsets[i, None] + torch.arange(query.shape[1], device=queries.device)
         result = result.index_put((j[:, None].expand_as(rows), rows), aligned)
@@ -301,7 +301,7 @@ def regulation_steps(
     focal: str | None = None,
 ) -> RegulationSteps:
     """Attention, temperatures and aggregation weights of one pair, `query` (n, d) and `context` (k, d), no dropout."""
-    layout = _Pairs(query[None], context[None], "clipped_l2norm", negative_slope, focal)
+    layout = PairRows(query[None], context[None], "clipped_l2norm", negative_slope, focal)
     shares: list[Tensor] = []
     regulate(layout, parameters, temperature, shares)
     return RegulationSteps(

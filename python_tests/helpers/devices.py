@@ -111,7 +111,8 @@ def _regulated_case(name: str, setting: str, *, dim: int = 40, width: int = 16, 
             return (functions.cross_attention_alignments(queries, contexts, *groups, **rest),)
 
     operator = "cross_attention_alignments" if alignments else "regulated_scores"
-    return Case(f"{operator} {name}", (operator,), make, call, 0, (torch.float32,), (6, 1, 9))
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return Case(f"{operator} {name}", (operator,), make, call, 0, dtypes, (6, 1, 70, 9))
 
 
 def _step_case(name: str, reduction: str, loss: tuple[str, str]) -> Case:

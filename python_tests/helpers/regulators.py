@@ -1,6 +1,6 @@
 """The regulators of RCAR one number after the other, in plain Python floats: the truth for reference and kernels.
 
-Nothing of the package is used to compute. Inside: `SETTINGS`, `random_parameters`, `score_by_hand`,
+Nothing of the package is used to compute. Inside: `SETTINGS`, `random_parameters`, `hidden_widths`, `score_by_hand`,
 `alignments_by_hand`, `philox_by_hand`.
 """
 
@@ -78,6 +78,23 @@ def random_parameters(
         (tensor(1, width), tensor(1)) if scored else None,
         **options,
     )
+
+
+def hidden_widths(parameters: RegulatorParameters, wide: int, narrow: int) -> RegulatorParameters:
+    """Other hidden widths in RCR than 2m and m/2: rows and columns of its weights are left out, or repeated."""
+
+    def resized(tensor: Tensor, size: int, dim: int) -> Tensor:
+        return tensor.index_select(dim, torch.arange(size) % tensor.shape[dim])
+
+    tensors: list[Tensor] = []
+    for name, tensor in parameters.named_tensors():
+        field, size = name.rsplit(".", 1)[1], None
+        if name.startswith("correspondences") and field in ("w1", "b1", "w2"):
+            size = wide
+        elif name.startswith("correspondences") and field in ("w3", "b3", "w4"):
+            size = narrow
+        tensors.append(tensor if size is None else resized(tensor, size, 1 if field in ("w2", "w4") else 0))
+    return parameters.with_tensors(tensors)
 
 
 def _linear(weight: Tensor, bias: Tensor, x: Vector) -> Vector:

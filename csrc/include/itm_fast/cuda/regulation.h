@@ -98,13 +98,15 @@ class Regulation {
 template <typename S>
 ITM_FAST_DEVICE void refuse_sets(const RegulationProblem<S>& p, const TileSets& sets, int64_t context) {
   const float nan = HUGE_VALF - HUGE_VALF;
-  for (int set = thread_index(); p.scores != nullptr && set < sets.n_sets; set += block_threads()) {
-    p.scores[(sets.first_set + set) * p.contexts.n_sets + context] = nan;
+  if (p.scores != nullptr) {
+    for (int set = thread_index(); set < sets.n_sets; set += block_threads()) {
+      p.scores[(sets.first_set + set) * p.contexts.n_sets + context] = nan;
+    }
+    return;
   }
   const int64_t last_row = p.queries.offset(sets.first_set + sets.n_sets);
   float* aligned = p.alignments + context * p.queries.n_rows * p.width;
-  for (int64_t i = sets.first_row * p.width + thread_index(); p.scores == nullptr && i < last_row * p.width;
-       i += block_threads()) {
+  for (int64_t i = sets.first_row * p.width + thread_index(); i < last_row * p.width; i += block_threads()) {
     aligned[i] = nan;
   }
 }

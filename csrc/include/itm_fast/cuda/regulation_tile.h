@@ -87,16 +87,18 @@ class RegulationStep {
     });
   }
   // body(first output, number of outputs) for blocks of a layer's outputs, times whose weights the rows have been
-  // multiplied.
+  // multiplied. A layer without outputs is one block of none: what sums them up has a sum nevertheless.
   template <typename Body>
   ITM_FAST_DEVICE static void for_each_output(const S* rows, int n_rows, int64_t stride, const LayerOperand<S>& layer,
                                               const Body& body) {
-    for (int first = 0; first < layer.outputs; first += kColumns) {
+    int first = 0;
+    do {
       const int count = part(first, layer.outputs, kColumns);
       multiply_operands<kParts, Tile>(rows, n_rows, stride, layer.packed + first * layer.stride(), count,
                                       layer.stride(), layer.inputs);
       body(first, count);
-    }
+      first += kColumns;
+    } while (first < layer.outputs);
   }
 
   // The temperature of the first attention.
