@@ -9,6 +9,7 @@ kernel does; captions have 13 words, images 36 regions, vectors 1024 components 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import attrs
@@ -38,6 +39,9 @@ __all__ = [
 WORDS, REGIONS, DIM, ELEMENT = 13.0, 36, 1024, 2
 # RCAR as published: two steps of RAR and one of RCR, alignments of so many components.
 ALIGNMENT, STEPS = 256, 2
+# The backward of its step on a GPU: pairs of a list, of captions of up to 24 words at full width, and what PyTorch
+# launches for a list, there and back (operators that are no views, as its dispatcher counts them).
+LIST_PAIRS, LIST_LAUNCHES = 85, 460
 # COCO's training split and its five captions an image.
 EPOCH_IMAGES, EPOCH_CAPTIONS = 113_287, 5
 
@@ -199,12 +203,14 @@ def regulated_step(
     """RCAR's scores, the loss over hardest negatives, and the gradients of regions, words and weights.
 
     As in `step` at most three pairs an anchor are computed again, in float32 on the ordinary units: once forward, and
-    back with two products for each one forward. Four launches, as those of SCAN's step.
+    back with two products for each one forward. That is PyTorch, on lists of pairs; one launch more hands the gradient
+    out.
     """
     pairs = 3 * batch
     forward = sum(_regulated(pairs, pairs * words, dim, alignment, steps))
     moved = 2 * element * batch * (REGIONS + words) * dim + 4 * batch**2 + 2 * 4 * _weights(dim, alignment, steps)
-    backward = Cost(other=3 * forward, bytes=moved, launches=4)
+    launches = 1 + math.ceil(pairs / LIST_PAIRS) * LIST_LAUNCHES
+    backward = Cost(other=3 * forward, bytes=moved, launches=launches)
     return regulated_scores(batch, batch, dim, words, element, alignment, steps) + loss(batch) + backward
 
 

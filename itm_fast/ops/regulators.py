@@ -1,8 +1,8 @@
 """`cross_attention_alignments` and `regulated_scores`: argument checks, native forward, autograd and fallback.
 
-The native kernels compute without gradient. The derivative of scores is that of the packed form, computed again for the
-pairs that have a gradient. Alignments that need a derivative are those of the packed form, and so are scores that need
-one under `torch.compile`.
+The native kernels compute without gradient. The derivative of scores is that of the reference's formulas, computed
+again for the pairs that have a gradient. Alignments that need a derivative are those of the packed form, and so are
+scores that need one under `torch.compile`.
 """
 
 from __future__ import annotations

@@ -89,8 +89,16 @@ def _scores_case(
     return Case(f"cross_attention_scores {name}", operators, make, call, 2, dtypes, sizes)
 
 
-def _regulated_case(name: str, setting: str, *, dim: int = 40, width: int = 16, **options: Any) -> Case:
-    """Without a gradient: the backward is that of the packed form, and waits for what it finds to be differentiated."""
+def _regulated_case(
+    name: str,
+    setting: str,
+    *,
+    dim: int = 40,
+    width: int = 16,
+    sizes: tuple[int, ...] = (6, 1, 70, 9),
+    **options: Any,
+) -> Case:
+    """Without a gradient: the backward is in PyTorch, and waits for what it finds to be differentiated."""
     alignments = options.pop("alignments", False)
 
     def make(seed: int, size: int) -> Inputs:
@@ -112,7 +120,7 @@ def _regulated_case(name: str, setting: str, *, dim: int = 40, width: int = 16, 
 
     operator = "cross_attention_alignments" if alignments else "regulated_scores"
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    return Case(f"{operator} {name}", (operator,), make, call, 0, dtypes, (6, 1, 70, 9))
+    return Case(f"{operator} {name}", (operator,), make, call, 0, dtypes, sizes)
 
 
 def _step_case(name: str, reduction: str, loss: tuple[str, str]) -> Case:
@@ -218,7 +226,7 @@ CASES = (
     _scores_case("long sets", longest=(150, 300), focal="prob", sizes=(3,)),
     _regulated_case("of both regulators", "rcar2", dropout=0.4),
     _regulated_case("of RCR alone", "rcr3", focal="prob"),
-    _regulated_case("of RAR alone, wide", "rar3", dim=600, width=150),
+    _regulated_case("of RAR alone, wide", "rar3", dim=600, width=150, sizes=(6, 1)),
     _regulated_case("after a step of RCR", "rcar2", normalization="softmax", alignments=True),
     _step_case("step", "none", ("triplet_loss", "triplet_loss_backward")),
     ONE_LAUNCH_STEP,
