@@ -109,12 +109,12 @@ def test_the_tile_of_the_launchers(kernels: RegulatorKernels) -> None:
     assert max_error(medium, exact) > 1e-5
 
 
-@pytest.mark.parametrize("focal", FOCAL_MODES)
-def test_sets_that_fill_the_tile_of_the_launchers(kernels: RegulatorKernels, focal: str | None) -> None:
+@pytest.mark.parametrize("focal", ["equal", "prob"])
+def test_sets_that_fill_the_tile_of_the_launchers(kernels: RegulatorKernels, focal: str) -> None:
     """All 112 rows, by one set or by several; each lane takes up to four of as many as 128 contexts."""
-    queries, contexts = random_fragments([112, 50, 62], 12), random_fragments([128, 97, 33], 12, seed=1)
+    queries, contexts = random_fragments([112, 50, 62], 12), random_fragments([128, 97], 12, seed=1)
     parameters = random_parameters("rcar2", 12, 10)
-    check_scores(kernels, queries, contexts, parameters, name=f"{focal}", focal=focal, run={"large": True})
+    check_scores(kernels, queries, contexts, parameters, name=focal, focal=focal, run={"large": True})
 
 
 @pytest.mark.parametrize("setting", ["rcr1", "rcar2", "rcar2, residuals"])
