@@ -142,7 +142,12 @@ def test_the_first_image_layer_of_a_model(name: str, options: dict[str, Any], we
 
 
 def test_every_model_has_a_first_image_layer() -> None:
+    conversions = models.create("fdf", host="scan", host_options=SIZES, conversions=3)
+    assert conversions.first_image_weight() is conversions.images.conversions.fc.weight
+    assert conversions.first_image_weight().shape == (3, 8, 12)
     for name in models.names():
+        if name == "fdf":
+            continue
         options = {**SIZES, "n_regions": 4} if name == "sgraf" else SIZES
         model = models.create(name, **options)
         first = model.first_image_weight()

@@ -137,8 +137,10 @@ def test_a_vocabulary_gets_a_mask_behind_its_words() -> None:
 def seen_by(settings: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[list[int]]]]:
     """The captions that the model encodes in training and in evaluation, batch by batch, in a whole run."""
     seen: dict[str, list[list[list[int]]]] = {"training": [], "evaluation": []}
-    kind = models.base._MODELS[settings.model]
-    encode = kind.encode_captions
+    # Conversions encode what one extractor makes of the captions.
+    name, method = ("fdf", "base_captions") if settings.conversions else (settings.model, "encode_captions")
+    kind = models.base._MODELS[name]
+    encode = getattr(kind, method)
 
     def recording(self: models.MatchingModel, ids: torch.Tensor, lengths: torch.Tensor) -> object:
         rows = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
@@ -146,7 +148,7 @@ def seen_by(settings: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str,
         return encode(self, ids, lengths)
 
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "encode_captions", recording)
+        patch.setattr(kind, method, recording)
         run(settings)
     return seen
 
@@ -156,9 +158,10 @@ def test_every_model_trains_on_changed_captions_and_is_evaluated_on_whole_ones(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     options = {**OPTIONS, "alignment_dim": 8} if model == "sgraf" else OPTIONS
-    settings = config(data, tmp_path / "run", model=model, model_options=options, text_augmentation=0.2)
+    named = {"model": "scan", "conversions": 2} if model == "fdf" else {"model": model}
+    settings = config(data, tmp_path / "run", **named, model_options=options, text_augmentation=0.2)
     changed = seen_by(settings, monkeypatch)
-    whole = seen_by(config(data, tmp_path / "whole", model=model, model_options=options), monkeypatch)
+    whole = seen_by(config(data, tmp_path / "whole", **named, model_options=options), monkeypatch)
     assert changed["evaluation"] == whole["evaluation"]
     before = [row for batch in whole["training"] for row in batch]
     after = [row for batch in changed["training"] for row in batch]
