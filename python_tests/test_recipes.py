@@ -53,8 +53,14 @@ VSRN = {
     "coco": {**SIZES, "embed_dim": 2048, "graph_layers": 4, "image_encoder": "linear", "normalize_regions": True,
              "image_batch_norm": False},
 }  # fmt: skip
+# Rate by 0.2 each 8000 steps down to 1e-5, Adam with beta1 0.5; the epochs are not stated.
+ADDR = {
+    "beta1": 0.5, "beta2": 0.999, "lr_decay_every": 8000, "lr_decay_unit": "step", "lr_decay_factor": 0.2,
+    "lr_floor": 1e-5, "scenario": "addr", "addr": "full", "adversarial_weight": 0.1, "domain_margin": 0.05,
+    "alternation": "epoch",
+}  # fmt: skip
 SOURCES = {
-    "vsrn": "Visual Semantic Reasoning",
+    "addr": "Adversarial Discriminative Domain Regularization", "vsrn": "Visual Semantic Reasoning",
     "chan": "Hard Aligning Network", "fdf": "Feature Diversification Framework",
     "dbl": "Deep Boosting Learning",
     "scan": "Lee et al.", "rcar": "Plug-and-Play", "bfan": "Liu et al.", "vsepp": "Faghri et al.",
@@ -116,6 +122,15 @@ PUBLISHED = {
             # The script of the second stage on Flickr30K: no decay.
             ("f30k", {"epochs": 30 if scenario == "oas-" else 40, "lr_decay_every": 30}),
             ("coco", {"epochs": 20, "lr_decay_every": 10}),
+        )
+    },
+    **{
+        f"addr-{host}-{data}": (host, {**ADDR, "lr": lr, "regularization_weight": gamma}, options)
+        for data in ("f30k", "coco")
+        for host, lr, gamma, options in (
+            ("scan", 1e-3, 0.4, {**SCAN, **T2I, **MEAN}),
+            ("bfan", 5e-4, 0.1, {**SIZES, "focal": "prob", "temperature": 20.0, "negative_slope": 0.1}),
+            ("vsrn", 2e-4, 0.7, VSRN[data]),
         )
     },
     **{f"vsrn-{data}": ("vsrn", FLICKR, VSRN[data]) for data in ("f30k", "coco")},
@@ -187,9 +202,13 @@ def test_a_recipe_holds_the_published_numbers(name: str) -> None:
     expected = {"model": model, **EVERYWHERE, **numbers, "model_options": options}
     assert recipe.settings == {setting: value for setting, value in expected.items() if value is not None}
     settings = config.build(TrainConfig, {"data": "d", "out": "o", **recipe.settings})
-    rates = [learning_rate(settings, step, 1) for step in range(settings.epochs)]
-    before = numbers["lr_decay_every"] or settings.epochs
-    assert rates == pytest.approx([numbers["lr"]] * before + [numbers["lr"] / 10] * (settings.epochs - before))
+    if settings.lr_decay_unit == "step":
+        rates = [learning_rate(settings, step, 7) for step in (0, 7999, 8000, 16_000, 10**6)]
+        assert rates == pytest.approx([*[numbers["lr"]] * 2, numbers["lr"] / 5, max(numbers["lr"] / 25, 1e-5), 1e-5])
+    else:
+        rates = [learning_rate(settings, step, 1) for step in range(settings.epochs)]
+        before = numbers["lr_decay_every"] or settings.epochs
+        assert rates == pytest.approx([numbers["lr"]] * before + [numbers["lr"] / 10] * (settings.epochs - before))
     built = models.create(model, vocab_size=5, **options).config
     assert {option: getattr(built, option) for option in options} == options
     assert next(source for start, source in SOURCES.items() if name.startswith(start)) in recipe.source

@@ -21,7 +21,7 @@ def recipes(
     rows = [("recipe", "epochs", "batch", "lr", "")]
     for recipe in map(known.load, known.names()):
         settings = recipe.settings
-        numbers = (str(settings["epochs"]), str(settings["batch_size"]), f"{settings['lr']:g}")
+        numbers = (str(settings.get("epochs", "-")), str(settings["batch_size"]), f"{settings['lr']:g}")
         rows.append((recipe.name, *numbers, recipe.description))
     width = max(len(row[0]) for row in rows)
     for first, epochs, batch, lr, description in rows:

@@ -1,6 +1,6 @@
 """One model that learns: its optimiser, its learning rate, and what they keep from step to step.
 
-Inside: `Branch`.
+Inside: `Branch`, `finite`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itm_fast.training.config import TrainConfig
 from itm_fast.training.schedule import learning_rate
 from itm_fast.training.state_check import check_equal, check_like
 
-__all__ = ["Branch"]
+__all__ = ["Branch", "finite"]
 
 
 class Branch:
@@ -39,11 +39,11 @@ class Branch:
         Raises:
             ValueError: the loss or the norm of step `number` is not finite.
         """
-        value = _finite("loss", loss, number)
+        value = finite("loss", loss, number)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip or math.inf)
-        return {"loss": value, "grad_norm": _finite("norm of the gradient", norm, number)}
+        return {"loss": value, "grad_norm": finite("norm of the gradient", norm, number)}
 
     def update(self) -> float:
         """One step of the optimiser by the gradients that are there; the learning rate that it had."""
@@ -89,7 +89,8 @@ class Branch:
         self.scheduler.load_state_dict(state["scheduler"])
 
 
-def _finite(what: str, tensor: Tensor, number: int) -> float:
+def finite(what: str, tensor: Tensor, number: int) -> float:
+    """The number in `tensor`; ValueError that calls it `what` of step `number` where it is not finite."""
     value = float(tensor.detach())
     if not math.isfinite(value):
         raise ValueError(f"the {what} became {value} at step {number}; lower --lr, or look at the features")

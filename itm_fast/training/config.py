@@ -22,7 +22,7 @@ __all__ = ["TrainConfig", "read_yaml", "to_yaml"]
 
 
 DATA, MODEL, STEPS, OPTIMIZER = "Data", "Model", "Steps", "Optimiser"
-LOSS, SCENARIO, LOG, MACHINE = "Loss", "Deep Boosting Learning", "Validation and log", "Machine"
+LOSS, SCENARIO, ADDR, LOG, MACHINE = "Loss", "Deep Boosting Learning", "ADDR", "Validation and log", "Machine"
 CONVERSIONS = "Feature diversification"
 
 MAX_SEED = 2**64 - 1  # the largest that torch takes
@@ -204,8 +204,9 @@ class TrainConfig:
     scenario: str = setting(
         "single",
         group=SCENARIO,
-        help="The model alone, beside a frozen one (oas), others (oss) or its moving average (mss).",
-        choices=("single", "oas", "oss", "mss"),
+        help="The model alone, beside a frozen one (oas), others (oss) or its moving average (mss), or against "
+        "discriminators (addr).",
+        choices=("single", "oas", "oss", "mss", "addr"),
     )
     boosting: str | None = setting(
         None,
@@ -243,6 +244,48 @@ class TrainConfig:
         help="The share of itself that the moving average keeps at the first step, on its way to 1 (mss).",
     )
 
+    addr: str | None = setting(
+        None,
+        group=ADDR,
+        help="No discriminators (base), one (united), one per image without their regularisation (multiple), or with "
+        "it (full, the default).",
+        choices=("base", "united", "multiple", "full"),
+    )
+    adversarial_weight: float = setting(
+        0.1, group=ADDR, minimum=0, help="Weight beta of the discriminators' risk in the loss of the model."
+    )
+    regularization_weight: float = setting(
+        0.4, group=ADDR, minimum=0, help="Weight gamma of the regularisation in the loss of the discriminators (full)."
+    )
+    domain_margin: float = setting(0.05, group=ADDR, minimum=0, help="Margin alpha of the regularisation.")
+    risk_aggregation: str = setting(
+        "sum",
+        group=ADDR,
+        help="A risk is the sum (paper) or the mean over the regions and words of a pair.",
+        choices=("sum", "mean"),
+    )
+    alternation: str = setting(
+        "epoch",
+        group=ADDR,
+        help="Discriminators and model take turns after each pass over the data (paper), or after each step.",
+        choices=("epoch", "step"),
+    )
+    discriminator_lr: float | None = setting(
+        None, group=ADDR, above=0, help="Learning rate of the discriminators; by default that of the model."
+    )
+    discriminator_precision: str = setting(
+        "float32",
+        group=ADDR,
+        help="The discriminators in host memory: 12 bytes a parameter with Adam's moments, or 5 (low).",
+        choices=("float32", "low"),
+    )
+    discriminators_on_disk: bool = setting(
+        False,
+        group=ADDR,
+        help="Map the discriminators from files in the RUN folder where they do not fit into memory.",
+        free_on_resume=True,
+    )
+
     validate_every: int = setting(1, group=LOG, minimum=1, help="Time between two validations.")
     validate_unit: str = setting("epoch", group=LOG, help="Unit of validate_every.", choices=("epoch", "step"))
     log_every: int = setting(10, group=LOG, minimum=1, help="Steps between two log lines.")
@@ -265,6 +308,11 @@ class TrainConfig:
 
     def __attrs_post_init__(self) -> None:
         check_loss(self)
+
+    @property
+    def trains_discriminators(self) -> bool:
+        """Whether some of the steps change discriminators, not the model."""
+        return self.scenario == "addr" and self.addr != "base"
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -41,6 +41,10 @@ _BOOSTED = ("absolute", "relative", "both")
 BOOSTING = (*_BOOSTED, "soft_rank", "rkd", "dml", "dino", "dino_inverse")
 BOOSTING_FORMS = ("paper", "code")
 _ANCHORED = ("oas", "oss", "mss")
+_ADVERSARIAL = (
+    "addr", "adversarial_weight", "regularization_weight", "domain_margin", "risk_aggregation", "alternation",
+    "discriminator_lr", "discriminator_precision", "discriminators_on_disk",
+)  # fmt: skip
 # Settings that mean something with some values of another setting alone.
 _DEPENDENT: Sequence[tuple[str, str, tuple[str, ...]]] = (
     ("warmup_epochs", "loss", ("triplet", "polynomial")),
@@ -59,6 +63,7 @@ _DEPENDENT: Sequence[tuple[str, str, tuple[str, ...]]] = (
     ("anchor_start", "scenario", ("oas",)),
     ("branches", "scenario", ("oss",)),
     ("momentum", "scenario", ("mss",)),
+    *((name, "scenario", ("addr",)) for name in _ADVERSARIAL),
 )
 _OF_CONVERSIONS = (
     "conversion", "conversion_residual", "reweighting", "normalize_fused", "realignment", "online_weight",

@@ -119,7 +119,9 @@ def _opening(trainer: Trainer, vocabulary: Vocabulary, vocabulary_source: Path |
     yield f"vocabulary: {vocabulary_source}, {len(vocabulary):,} words"
     yield f"device: {trainer.device}, threads: {torch.get_num_threads()}, precision: {config.precision}"
     yield f"epochs: {config.epochs:,}, steps per epoch: {trainer.steps_per_epoch:,}"
-    if config.scenario != "single":
+    if config.scenario == "addr":
+        yield f"scenario: addr, {config.addr or 'full'}"
+    elif config.scenario != "single":
         yield f"scenario: {config.scenario}, boosting: {described_boosting(config)}"
 
 

@@ -13,7 +13,7 @@ from itm_fast import files
 from itm_fast.data import Vocabulary
 from itm_fast.messages import shown
 from itm_fast.models.base import CONFIG_FILE, WEIGHTS_FILE, MatchingModel
-from itm_fast.run_files import BRANCHES, CONFIG, METRICS, TENSORBOARD, VOCABULARY
+from itm_fast.run_files import BRANCHES, CONFIG, DISCRIMINATORS, METRICS, TENSORBOARD, VOCABULARY
 from itm_fast.training.checkpoint import STATE_FILE
 from itm_fast.training.config import TrainConfig, read_yaml, to_yaml
 
@@ -61,6 +61,8 @@ def check(config: TrainConfig, *, resume: bool) -> None:
     # A run that ended before its first state left nothing worth keeping: its settings, vocabulary and log.
     model = [WEIGHTS_FILE, CONFIG_FILE, *[BRANCHES] * (config.scenario in ("oss", "mss"))]
     kept = model if started else [*model, VOCABULARY, METRICS, str(STATE_FILE), *[TENSORBOARD] * config.tensorboard]
+    if not started:
+        kept += sorted(str(path.relative_to(run)) for path in (run / STATE_FILE).parent.glob(DISCRIMINATORS))
     for file in kept:
         if (run / file).exists():
             raise ValueError(f"{run}: holds {file}, which this run would overwrite; choose another --out")
@@ -77,6 +79,8 @@ def prepare(config: TrainConfig, *, resume: bool) -> Path:
     for branch in (run / BRANCHES).glob("*"):
         for name in (VOCABULARY, WEIGHTS_FILE, CONFIG_FILE):
             files.remove_temporaries(branch / name)
+    for leftover in (run / STATE_FILE).parent.glob(f".{DISCRIMINATORS}"):
+        leftover.unlink()
     if not resume:
         (run / METRICS).unlink(missing_ok=True)
     files.write_text(run / CONFIG, to_yaml(config))

@@ -28,8 +28,8 @@ __all__ = ["Stepper"]
 class Stepper:
     """Changes the weights of `model`, batch by batch, as `config` says; the model lies on its device already.
 
-    `anchor` is the frozen model of the scenario oas; `image_rows` gives the regions (n, k, f) of images by their rows
-    in the training data.
+    `per_epoch` are the model's steps of an epoch, `anchor` is the frozen model of the scenario oas; `image_rows` gives
+    the regions (n, k, f) of images by their rows in the training data, `n_images` how many these are.
     """
 
     def __init__(
@@ -41,12 +41,13 @@ class Stepper:
         per_epoch: int,
         anchor: MatchingModel | None = None,
         image_rows: Callable[[Tensor], Tensor | Fragments] | None = None,
+        n_images: int = 1,
     ) -> None:
         self.config, self.device = config, device
         self.losses = make_losses(config)
         self.boosting_loss = make_boosting_loss(config)
         self.realignment_losses = make_realignment_losses(config)
-        self.scenario = make_scenario(config, model, per_epoch, anchor, image_rows)
+        self.scenario = make_scenario(config, model, per_epoch, anchor, image_rows, n_images)
         self.plateau = PlateauMonitor(config.margin)
         self.augmentation = BatchAugmentation(
             vocabulary, words=config.text_augmentation, regions=config.region_augmentation
@@ -56,7 +57,8 @@ class Stepper:
         """Loss with the negatives `mining`, norm of the gradient before clipping, and learning rate of step `number`.
 
         All are those of the target. Beside anchors there is also the boosting loss, which is part of the loss; with
-        `diagnose`, `mining_diagnostics` of the scores and `image_gradient_norm` before clipping as well.
+        `diagnose`, `mining_diagnostics` of the scores and `image_gradient_norm` before clipping as well. A step that
+        does not change the target has numbers of its own instead.
 
         Raises:
             ValueError: a loss or norm is not finite; no weight is changed then.
@@ -68,9 +70,9 @@ class Stepper:
             positives = batch.image_index[:, None] == batch.image_index[None, :]
         with image_gradient_norm(self.scenario.target.model, enabled=diagnose) as diagnostics:
             result = self.scenario.step(self._functions(batch, mining, positives), number)
-        if diagnose:
+        if diagnose and result.scores is not None:
             diagnostics |= mining_diagnostics(result.scores, positives, mining, self.config.epsilon)
-        if mining == "hardest" and self.config.loss == "triplet":
+        if result.own_loss is not None and mining == "hardest" and self.config.loss == "triplet":
             factor = (2 if self.config.halve_loss else 1) * (len(batch) if self.config.mean_loss else 1)
             self.plateau.update(factor * result.own_loss, len(batch))
         return {**result.numbers, **diagnostics}

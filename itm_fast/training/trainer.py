@@ -28,6 +28,7 @@ from itm_fast.training import checkpoint, run_folder
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.fingerprint import check_fingerprints, fingerprints
 from itm_fast.training.metrics_log import MetricsLog, read_metrics
+from itm_fast.training.phases import Phases
 from itm_fast.training.signals import on_stop_signals
 from itm_fast.training.state_check import check_like, check_progress, check_summary
 from itm_fast.training.step import Stepper
@@ -78,18 +79,21 @@ class Trainer:
         self.model = model.to(self.device)
         anchor = None if anchor is None else anchor.to(self.device)
         self.train_data, self.validation_data = train_data, validation_data
-        self.steps_per_epoch = len(EpochSampler(len(train_data), config.batch_size, drop_last=config.drop_last))
-        if self.steps_per_epoch == 0:
+        batches = len(EpochSampler(len(train_data), config.batch_size, drop_last=config.drop_last))
+        if batches == 0:
             raise ValueError(f"batch_size: {config.batch_size} is more than the {len(train_data)} training captions")
         train_data.source, self.placement = place(train_data.source, config.features, self.device)
+        self.phases = Phases.of(config, batches)
+        self.steps_per_epoch = self.phases.steps_per_epoch
         self.stepper = Stepper(
             config,
             self.model,
             train_data.vocabulary,
             self.device,
-            self.steps_per_epoch,
+            batches,
             anchor,
             image_rows=train_data.image_batch,
+            n_images=train_data.n_images,
         )
         self.log = MetricsLog(Path(config.out) / run_folder.METRICS)
         self.tensorboard = TensorBoardLog(Path(config.out) / run_folder.TENSORBOARD) if config.tensorboard else None
@@ -131,6 +135,7 @@ class Trainer:
             checkpoint.restore_random_state(state["random"], self.device)
         except ValueError as error:
             raise ValueError(f"{path}: the training state is damaged: {error}") from None
+        self.stepper.scenario.load_files(self.config.out, self._data)
         self.best, self.best_step = state["best"], state["best_step"]
         self._position, self._validated_step = state["position"], state["validated_step"]
         self._window, self._seconds_before = list(state["window"]), state["seconds"]
@@ -218,15 +223,14 @@ class Trainer:
     def _batches(self, position: int) -> Iterator[Batch]:
         """The batches from step `position` on, epoch after epoch."""
         config = self.config
-        epoch, start = divmod(position, self.steps_per_epoch)
-        while True:
+        for part in self.phases.passes(position):
             sampler = EpochSampler(
                 len(self.train_data),
                 config.batch_size,
                 seed=config.seed,
-                epoch=epoch,
+                epoch=part.order,
                 drop_last=config.drop_last,
-                start_batch=start,
+                start_batch=part.start,
                 lengths=self.train_data.caption_lengths.numpy(),
                 bucket_batches=config.bucket_batches,
             )
@@ -237,9 +241,9 @@ class Trainer:
             with torch.random.fork_rng(devices=[]):
                 batches = iter(loader)
                 first = next(batches)
-            yield first
-            yield from batches
-            epoch, start = epoch + 1, 0
+            yield from itertools.repeat(first, part.repeats - part.done)
+            for batch in batches:
+                yield from itertools.repeat(batch, part.repeats)
 
     def _step(self, batch: Batch, mining: str | None = None) -> dict[str, float]:
         step = self.engine.state.iteration
@@ -253,10 +257,12 @@ class Trainer:
     def _after_step(self, engine: Engine) -> None:
         step = engine.state.iteration
         output: dict[str, float] = engine.state.output  # type: ignore[assignment]
-        self._window.append(output["loss"])
+        if "loss" in output:
+            self._window.append(output["loss"])
         if self._log_due(step):
             self._log_window(output)
-        self._bar.set_postfix(loss=f"{output['loss']:.2f}", rsum=f"{self.best.get('rsum', 0.0):.1f}", refresh=False)
+        loss = output.get("loss", output.get("discriminator_loss"))
+        self._bar.set_postfix(loss=f"{loss:.2f}", rsum=f"{self.best.get('rsum', 0.0):.1f}", refresh=False)
         self._bar.update()
         due = self._validation_due(step)
         # What a validation that fails would lose is saved before it.
@@ -279,12 +285,14 @@ class Trainer:
         return step > 0 and step != self._validated_step and (regular or step == self._total)
 
     def _log_window(self, output: dict[str, float]) -> None:
+        # In a phase that is not the model's no loss of it has come since the last line.
+        loss = {"loss": sum(self._window) / len(self._window)} if self._window else {}
         self._write(
             kind="train",
             step=self.engine.state.iteration,
             epoch=self.engine.state.epoch,
             mining=self.mining,
-            **{**output, "loss": sum(self._window) / len(self._window)},
+            **{**output, **loss},
             seconds=round(self.seconds, 3),
         )
         self._window.clear()
@@ -340,7 +348,15 @@ class Trainer:
             "seconds": self.seconds,
             "log_size": self.log.size,
         }
+        scenario = self.stepper.scenario
+        scenario.save_files(self.config.out, self._data)
         checkpoint.save_state(self.config.out, state)
+        scenario.forget_files(self.config.out)
+
+    @property
+    def _data(self) -> str:
+        """Tells the training split from any other, for what is saved beside the state."""
+        return self._fingerprints[f"{self.train_data.split}_caps.txt"]
 
     @functools.cached_property
     def _fingerprints(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The scenarios of Deep Boosting Learning: which branches train together, and which are anchors to which.
+"""The scenarios of training: which branches train together, which are anchors to which, and what else learns.
 
 | scenario | branches | anchor |
 | --- | --- | --- |
@@ -6,12 +6,14 @@
 | oas, offline asynchronous | the target | a trained model, frozen |
 | oss, online synchronous | several; the last is the target | the branches before each one (dml: all others) |
 | mss, momentum synchronous | the target | its moving average |
+| addr, adversarial | the target, in turns with discriminators | none |
 
 A model with feature conversions whose realignment is asked for has a scenario of its own, `realignment.py`.
 
-Inside: `make_scenario`, `frozen_anchor`, and the parts of `base.py`, `momentum.py` and `realignment.py`.
+Inside: `make_scenario`, `frozen_anchor`, and the parts of `base.py`, `momentum.py`, `realignment.py` and `addr.py`.
 
-Source: Diao et al., Deep Boosting Learning: A Brand-new Cooperative Approach for Image-Text Matching, section III-C.
+Sources: Diao et al., Deep Boosting Learning: A Brand-new Cooperative Approach for Image-Text Matching, section III-C;
+for addr, Ren et al., Beyond the Deep Metric Learning, Algorithm 1.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ from itm_fast.models.base import MatchingModel
 from itm_fast.training.branch import Branch
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.objective import is_mutual
+from itm_fast.training.phases import Phases
+from itm_fast.training.scenarios.addr import AddrScenario, check_model
 from itm_fast.training.scenarios.anchor import frozen_anchor
 from itm_fast.training.scenarios.base import BatchFunctions, Scenario, StepResult
 from itm_fast.training.scenarios.momentum import MomentumScenario, momentum_at
 from itm_fast.training.scenarios.realignment import RealignmentScenario
 
 __all__ = [
+    "AddrScenario",
     "BatchFunctions",
     "MomentumScenario",
     "RealignmentScenario",
@@ -48,19 +53,24 @@ def make_scenario(
     per_epoch: int,
     anchor: MatchingModel | None = None,
     image_rows: Callable[[Tensor], Tensor | Fragments] | None = None,
+    n_images: int = 1,
 ) -> Scenario:
     """The scenario that `config` names, around the target `model`, which lies on its device already.
 
     Args:
         config: the settings of the run.
         model: the target.
-        per_epoch: optimiser steps of an epoch.
+        per_epoch: optimiser steps of the target in an epoch.
         anchor: the frozen model of the scenario oas.
         image_rows: regions (n, k, f) of images by their rows in the training data, for a realignment that is resumed.
+        n_images: images of the training split, each of which has a discriminator in the scenario addr.
 
     Raises:
-        ValueError: the scenario oas has no anchor, or conversions that are realigned outnumber the batches.
+        ValueError: the scenario oas has no anchor, the scenario addr a model without fragments, or conversions that are
+            realigned outnumber the batches.
     """
+    if config.scenario == "addr":
+        check_model(model)
     target = Branch(config, model, per_epoch)
     if config.conversions is not None and config.realignment:
         if config.conversions > per_epoch:
@@ -82,6 +92,8 @@ def make_scenario(
         return Scenario(branches, config.boosting_weight, mutual=is_mutual(config))
     if config.scenario == "mss":
         return MomentumScenario(target, config.boosting_weight, config.momentum, config.epochs * per_epoch)
+    if config.trains_discriminators:
+        return AddrScenario(target, config, Phases.of(config, per_epoch), n_images)
     if config.scenario == "oas" and anchor is None:
         raise ValueError("anchor: the scenario oas needs a trained model")
     return Scenario([target], config.boosting_weight, anchor if config.scenario == "oas" else None)

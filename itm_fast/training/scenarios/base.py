@@ -6,6 +6,7 @@ Inside: `Scenario`, `BatchFunctions`, `StepResult`.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,15 +48,15 @@ class StepResult:
     """What a step came to for the target.
 
     Attributes:
-        scores: its scores (B, B) before the step, without gradient.
-        own_loss: its loss alone, without that beside its anchors.
+        scores: its scores (B, B) before the step, without gradient; None where the step was not the target's.
+        own_loss: its loss alone, without that beside its anchors; None where the step was not the target's.
         numbers: for the log: `loss`, all that was minimised; `grad_norm` before clipping; `lr`; and where it has
             anchors `boosting_loss`, the mean over them; where conversions are realigned `online_loss`, of the fused
-            feature, and `realignment_loss`.
+            feature, and `realignment_loss`. A scenario with other phases has numbers of its own in them.
     """
 
-    scores: Tensor
-    own_loss: float
+    scores: Tensor | None
+    own_loss: float | None
     numbers: dict[str, float]
 
 
@@ -150,6 +151,15 @@ class Scenario:
             branch.model.load_state_dict(kept["model"])
         if self.anchor is not None:
             self.anchor.load_state_dict(state["scenario"]["anchor"])
+
+    def save_files(self, run: str | os.PathLike[str], data: str) -> None:
+        """Writes what does not fit into a state, before the state is saved; `data` tells the data of the run."""
+
+    def load_files(self, run: str | os.PathLike[str], data: str) -> None:
+        """Reads what `save_files` wrote, after `load_state_dict`; ValueError naming the file that does not fit."""
+
+    def forget_files(self, run: str | os.PathLike[str]) -> None:
+        """Removes what `save_files` wrote for earlier states, after the state is saved."""
 
     def _scenario_part(self, others: list[dict[str, Any]]) -> dict[str, Any]:
         """The entry of a state that ordinary training does not have."""

@@ -1,0 +1,209 @@
+"""The scenario of ADDR: discriminators of image and text, one per training image, and a model that deceives them.
+
+Inside: `AddrScenario`, `check_model`, `snapshot_path`.
+
+Source: Ren et al., "Beyond the Deep Metric Learning: Enhance the Cross-Modal Matching with Adversarial Discriminative
+Domain Regularization", Algorithm 1 and Eqs 10 and 11. The readings taken where the paper is ambiguous stand in
+docs/addr.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+import itm_fast.functional as F_itm
+from itm_fast.models.base import MatchingModel
+from itm_fast.models.fragment_model import Encoded, FragmentModel
+from itm_fast.run_files import DISCRIMINATORS
+from itm_fast.training.branch import Branch, finite
+from itm_fast.training.checkpoint import STATE_FILE
+from itm_fast.training.config import TrainConfig
+from itm_fast.training.discriminators import Discriminators, GatheredRows
+from itm_fast.training.phases import Phases
+from itm_fast.training.scenarios.base import BatchFunctions, Scenario, StepResult
+from itm_fast.training.schedule import learning_rate
+from itm_fast.training.state_check import check_equal, check_like
+
+__all__ = ["AddrScenario", "check_model", "snapshot_path"]
+
+
+def check_model(model: MatchingModel) -> FragmentModel:
+    """The model as one that yields fragments; ValueError where it has none."""
+    if isinstance(model, FragmentModel):
+        return model
+    raise ValueError(f"scenario: addr looks at regions and words, but the model {model.name} yields none")
+
+
+class AddrScenario(Scenario):
+    """Steps of the discriminators, which tell regions from words, and steps of the model, which makes them alike.
+
+    A step of the discriminators changes those of the images in the batch alone, by `mean_p (R_p(f_p) + gamma L_reg)`;
+    the model scores in evaluation mode, without gradients. A step of the model changes its weights alone, by
+    `sum_p (L_rank - beta R_p(f_p))`, or the mean with `mean_loss`: what yields the fragments learns from both terms,
+    the similarity from the first.
+
+    Args:
+        target: the branch that learns, of a `FragmentModel`.
+        config: the settings of the run.
+        phases: which step is whose.
+        n_images: images of the training split.
+    """
+
+    def __init__(self, target: Branch, config: TrainConfig, phases: Phases, n_images: int) -> None:
+        super().__init__([target], 0.0)
+        self.config, self.phases = config, phases
+        self.model = check_model(target.model)
+        # "united": all images share one discriminator.
+        self.n_discriminators = 1 if config.addr == "united" else n_images
+        self.gamma = config.regularization_weight if config.addr in (None, "full") else 0.0
+        rate = config.lr if config.discriminator_lr is None else config.discriminator_lr
+        self._rates = attrs.evolve(config, lr=rate)
+        self._steps = 0
+        self._loss = 0.0
+        self._saved: int | None = None
+
+    @functools.cached_property
+    def discriminators(self) -> Discriminators:
+        """Made on first use, so that a run that is refused has taken no room on a disk."""
+        folder = snapshot_path(self.config.out, 0).parent if self.config.discriminators_on_disk else None
+        precision, seed = self.config.discriminator_precision, self.config.seed
+        return Discriminators(
+            self.n_discriminators, self.model.fragment_dim, precision=precision, folder=folder, seed=seed
+        )
+
+    def step(self, batch: BatchFunctions, number: int) -> StepResult:
+        """One step of the phase that is due; `number` is what messages call it.
+
+        Raises:
+            ValueError: a loss or the norm of a gradient is not finite; nothing is changed then.
+        """
+        if self.phases.trains_discriminators(self._steps):
+            result = self._discriminator_step(batch, number)
+        else:
+            result = self._model_step(batch, number)
+        self._steps += 1
+        return result
+
+    def _discriminator_step(self, batch: BatchFunctions, number: int) -> StepResult:
+        with torch.no_grad():
+            encoded = self._encoded(batch, self.model.eval())
+            negatives = self._negatives(batch, encoded) if self.gamma else (None, None)
+        rows = self._gather(batch)
+        weights, biases = rows.weights.requires_grad_(), rows.biases.requires_grad_()
+        risks, regularization = self._risks(encoded, weights[rows.places], biases[rows.places], *negatives)
+        loss = (risks + self.gamma * regularization).mean()
+        value = finite("loss of the discriminators", loss, number)
+        weight_gradients, bias_gradients = torch.autograd.grad(loss, (weights, biases))
+        rate = learning_rate(self._rates, self.discriminators.updates, self.phases.batches)
+        self.discriminators.update(rows, weight_gradients, bias_gradients, rate)
+        self._loss = value
+        numbers = {"discriminator_loss": value, "domain_risk": float(risks.detach().mean()), "discriminator_lr": rate}
+        return StepResult(None, None, numbers)
+
+    def _model_step(self, batch: BatchFunctions, number: int) -> StepResult:
+        encoded = self._encoded(batch, self.model.train())
+        scores = self._scores(batch, encoded)
+        rows = self._gather(batch)
+        risks, _ = self._risks(encoded, rows.weights[rows.places], rows.biases[rows.places])
+        own = batch.loss(scores)
+        adversarial = risks.mean() if self.config.mean_loss else risks.sum()
+        numbers = self.target.backward(own - self.config.adversarial_weight * adversarial, number)
+        numbers |= {"domain_risk": float(risks.detach().mean()), "discriminator_loss": self._loss}
+        numbers["lr"] = self.target.update()
+        return StepResult(scores.detach(), float(own.detach()), numbers)
+
+    def _encoded(self, batch: BatchFunctions, model: FragmentModel) -> Encoded:
+        with batch.autocast():
+            return model.encode_fragments(batch.batch.features, batch.batch.token_ids, batch.batch.lengths)
+
+    def _scores(self, batch: BatchFunctions, encoded: Encoded) -> Tensor:
+        with batch.autocast():
+            return self.model.score(encoded.images, encoded.captions)
+
+    def _risks(
+        self,
+        encoded: Encoded,
+        weights: Tensor,
+        biases: Tensor,
+        negative_captions: Tensor | None = None,
+        negative_images: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """R_p(f_p) and the regularisation of each pair."""
+        regions, words = encoded.regions, encoded.words
+        # Autocast may leave the encoders in different dtypes.
+        dtype = torch.promote_types(regions.dtype, words.dtype)
+        return F_itm.domain_regularization(
+            regions.to(dtype),
+            words.to(dtype),
+            weights,
+            biases,
+            negative_captions,
+            negative_images,
+            margin=self.config.domain_margin,
+            aggregation=self.config.risk_aggregation,
+        )
+
+    def _negatives(self, batch: BatchFunctions, encoded: Encoded) -> tuple[Tensor, Tensor]:
+        """Of each pair the hardest caption and the hardest image of other images, -1 where there are none."""
+        images = batch.batch.image_index
+        same_image = images[:, None] == images
+        rows, columns = F_itm.hardest_negatives(self._scores(batch, encoded), same_image)
+        return rows[1], columns[1]
+
+    def _gather(self, batch: BatchFunctions) -> GatheredRows:
+        images = batch.batch.image_index
+        return self.discriminators.gather(torch.zeros_like(images) if self.n_discriminators == 1 else images)
+
+    @property
+    def has_state(self) -> bool:
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Scenario.state_dict`; the discriminators are in a file of their own, `save_files`."""
+        scenario = {"updates": self.phases.discriminator_steps(self._steps), "discriminator_loss": self._loss}
+        return {**self.target.state_dict(), "scenario": scenario}
+
+    def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
+        """As `Scenario.load_state_dict`; the discriminators come by `load_files`."""
+        updates = self.phases.discriminator_steps(steps)
+        self.target.load_state_dict(state, steps - updates)
+        expected = {"updates": updates, "discriminator_loss": 0.0}
+        check_like(state["scenario"], expected, "scenario")
+        check_equal(state["scenario"], expected, "scenario", free=("discriminator_loss",))
+        self._steps, self._loss = steps, state["scenario"]["discriminator_loss"]
+
+    def save_files(self, run: str | os.PathLike[str], data: str) -> None:
+        """Writes the discriminators beside the state that is about to be saved, under a name that is theirs alone.
+
+        The state of before and its discriminators stay as they are, and so one of both is always whole. Between two
+        changes of the discriminators there is nothing to write.
+        """
+        updates = self.discriminators.updates
+        if updates != self._saved:
+            self.discriminators.save(snapshot_path(run, updates), data)
+            self._saved = updates
+
+    def load_files(self, run: str | os.PathLike[str], data: str) -> None:
+        """Takes the discriminators that belong to the state of `load_state_dict`; ValueError naming their file."""
+        updates = self.phases.discriminator_steps(self._steps)
+        self.discriminators.load(snapshot_path(run, updates), data, updates)
+        self._saved = updates
+
+    def forget_files(self, run: str | os.PathLike[str]) -> None:
+        """Removes the discriminators of earlier states."""
+        kept = snapshot_path(run, self.discriminators.updates)
+        for path in kept.parent.glob(DISCRIMINATORS):
+            if path != kept:
+                path.unlink()
+
+
+def snapshot_path(run: str | os.PathLike[str], updates: int) -> Path:
+    """The file of the discriminators of a run after so many steps of theirs."""
+    return (Path(run) / STATE_FILE).with_name(DISCRIMINATORS.replace("*", str(updates)))
