@@ -30,6 +30,9 @@ def evaluate(
     split: Annotated[str, typer.Option(help="Split to retrieve from.")] = "test",
     folds: Annotated[int, typer.Option(help="Report the mean over so many equal runs of images (COCO 1K: 5).")] = 1,
     first_images: Annotated[int | None, typer.Option(help="Use only the first images and their captions.")] = None,
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="Count ranks tile by tile; the score matrix is never held whole.")
+    ] = False,
     vocab: Annotated[Path | None, typer.Option(help="Vocabulary JSON; by default the one in RUN.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
     device: Annotated[str, typer.Option(help="Device, for example cpu or cuda.")] = "cpu",
@@ -66,7 +69,7 @@ def evaluate(
     start = time.perf_counter()
     with torch.autocast(where.type, torch.bfloat16, enabled=precision is _Precision.bfloat16):
         alone, ensemble = evaluation.evaluate_ensemble(
-            members, folds=folds, first_images=first_images, progress=True, description=split
+            members, folds=folds, first_images=first_images, streaming=streaming, progress=True, description=split
         )
     seconds = time.perf_counter() - start
 

@@ -8,6 +8,7 @@ from itm_fast.evaluation.distance import MeanDistance
 from itm_fast.evaluation.explanation import Explanation, explain
 from itm_fast.evaluation.protocols import evaluate, evaluate_ensemble, evaluate_scores
 from itm_fast.evaluation.scoring import score_matrix
+from itm_fast.evaluation.streaming import stream_ranks, top_k
 from itm_fast.evaluation.table import recall_table
 
 __all__ = [
@@ -19,5 +20,7 @@ __all__ = [
     "explain",
     "recall_table",
     "score_matrix",
+    "stream_ranks",
+    "top_k",
     "word_attention",
 ]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from itm_fast.evaluation.distance import MeanDistance
 from itm_fast.evaluation.scoring import Gallery, Scorer, score_matrix
+from itm_fast.evaluation.streaming import Ranks, stream_ranks
 from itm_fast.functional import recall_summary, retrieval_ranks
 
 __all__ = ["evaluate", "evaluate_ensemble", "evaluate_scores"]
@@ -35,6 +36,7 @@ def evaluate(
     ties: str = "pessimistic",
     tile_images: int = 256,
     tile_captions: int = 512,
+    streaming: bool = False,
     progress: bool = False,
     description: str = "scores",
 ) -> dict[str, float]:
@@ -47,6 +49,7 @@ def evaluate(
         first_images: use only that many images and their captions.
         ties: "pessimistic" or "optimistic", as in `retrieval_ranks`.
         tile_images, tile_captions, progress, description: as in `score_matrix`.
+        streaming: count ranks tile by tile, as `stream_ranks` does, and never hold the score matrix.
 
     Returns:
         The keys of `itm_fast.functional.recall_summary`, and `mean_distance`: the mean score of the positives minus
@@ -63,6 +66,7 @@ def evaluate(
         ties=ties,
         tile_images=tile_images,
         tile_captions=tile_captions,
+        streaming=streaming,
         progress=progress,
         description=description,
     )
@@ -77,6 +81,7 @@ def evaluate_ensemble(
     ties: str = "pessimistic",
     tile_images: int = 256,
     tile_captions: int = 512,
+    streaming: bool = False,
     progress: bool = False,
     description: str = "scores",
 ) -> tuple[list[dict[str, float]], dict[str, float]]:
@@ -85,7 +90,7 @@ def evaluate_ensemble(
     Args:
         members: each model with the data set as it sees it: the same images and captions, which the vocabulary of a
             model turns into its own token ids.
-        folds, first_images, ties, tile_images, tile_captions, progress, description: as in `evaluate`.
+        folds, first_images, ties, tile_images, tile_captions, streaming, progress, description: as in `evaluate`.
 
     Returns:
         One summary per member, in their order, and that of the ensemble.
@@ -102,6 +107,22 @@ def evaluate_ensemble(
     alone: list[list[dict[str, float]]] = [[] for _ in members]
     together = []
     for fold, (images, captions) in enumerate(_folds(first.caption_image, first.n_images, folds, first_images)):
+        if streaming:
+            part = f", fold {fold + 1}/{folds}" if folds > 1 else ""
+            ranks, of_mean = stream_ranks(
+                members,
+                images,
+                captions,
+                ties=ties,
+                tile_images=tile_images,
+                tile_captions=tile_captions,
+                progress=progress,
+                description=description + part,
+            )
+            for own, member in zip(ranks, alone, strict=True):
+                member.append(_streamed(own, own.distance.value))
+            together.append(_streamed(of_mean, MeanDistance.of_mean(own.distance for own in ranks)))
+            continue
         total: Tensor | None = None
         distances = [MeanDistance() for _ in members]
         for index, (model, dataset) in enumerate(members):
@@ -184,6 +205,10 @@ def _folds(caption_image: Tensor, n_images: int, folds: int, first_images: int |
 
 def _recalls(block: Tensor, caption_image: Tensor, images: Tensor, captions: Tensor, ties: str) -> dict[str, float]:
     return recall_summary(*retrieval_ranks(block, caption_image[captions] - int(images[0]), ties))
+
+
+def _streamed(ranks: Ranks, distance: float | None) -> dict[str, float]:
+    return _summary(recall_summary(ranks.image_to_text, ranks.text_to_image), distance)
 
 
 def _summary(recalls: dict[str, float], distance: float | None) -> dict[str, float]:

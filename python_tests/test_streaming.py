@@ -1,0 +1,147 @@
+"""Ranks and best matches by tiles are those of the whole score matrix."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.commands import train_small
+from helpers.concepts import write_concepts
+from helpers.processes import ROOT
+from helpers.processes import run as run_process
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_evaluation import Gallery, TableModel, random_table
+from torch import Tensor
+
+from itm_fast import cli
+from itm_fast.evaluation import evaluate, evaluate_ensemble, stream_ranks, top_k
+from itm_fast.functional import retrieval_ranks
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_ranks_are_those_of_the_whole_matrix(data: st.DataObject) -> None:
+    """Few different scores, NaN and infinity among them; captions of any image in any order; tiles of any size."""
+    n_images = data.draw(st.integers(1, 7))
+    owners = data.draw(st.lists(st.integers(0, n_images - 1), min_size=1, max_size=15))
+    values = st.sampled_from([0.0, 1.0, 2.0, float("nan"), float("inf"), -float("inf")])
+    size = n_images * len(owners)
+    table = torch.tensor(data.draw(st.lists(values, min_size=size, max_size=size))).view(n_images, len(owners))
+    ties = data.draw(st.sampled_from(["pessimistic", "optimistic"]))
+    sizes = {name: data.draw(st.integers(1, 8)) for name in ("tile_images", "tile_captions", "chunk_captions")}
+    model, gallery = TableModel(table), Gallery(owners, n_images)
+    _, ranks = stream_ranks([(model, gallery)], torch.arange(n_images), torch.arange(len(owners)), ties=ties, **sizes)
+    expected = retrieval_ranks(table, torch.tensor(owners), ties)
+    assert torch.equal(ranks.image_to_text, expected[0])
+    assert torch.equal(ranks.text_to_image, expected[1])
+    assert sum(rows * columns for rows, columns in model.tiles) == size, "every pair is scored once"
+
+
+@pytest.mark.parametrize("options", [{}, {"folds": 3}, {"first_images": 7}, {"ties": "optimistic"}])
+def test_summaries_are_the_same(options: dict[str, object]) -> None:
+    owner = torch.randint(0, 12, (50,), generator=torch.Generator().manual_seed(2)).tolist()
+    table = random_table(12, 50)
+    table[:, ::3] = table[:, ::3].round()
+    sizes = {"tile_images": 5, "tile_captions": 7}
+    whole, tiled = (
+        evaluate(TableModel(table), Gallery(owner, 12), streaming=streaming, **sizes, **options)
+        for streaming in (False, True)
+    )
+    distances = whole.pop("mean_distance"), tiled.pop("mean_distance")
+    assert tiled == whole
+    assert distances[0] == pytest.approx(distances[1], rel=1e-12)
+
+
+def test_an_ensemble_is_the_same() -> None:
+    owner = [number // 5 for number in range(40)]
+    tables = random_table(8, 40), random_table(8, 40).flip(0).double()
+    members = [(TableModel(table), Gallery(owner, 8)) for table in tables]
+    sizes = {"tile_images": 3, "tile_captions": 11}
+    whole, tiled = (evaluate_ensemble(members, streaming=streaming, **sizes) for streaming in (False, True))
+    for one, other in zip([*whole[0], whole[1]], [*tiled[0], tiled[1]], strict=True):
+        assert other == pytest.approx(one, rel=1e-12)
+    assert whole[1]["rsum"] not in [summary["rsum"] for summary in whole[0]]
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_the_best_of_each_are_those_of_a_sort(data: st.DataObject) -> None:
+    n_images, n_captions = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 9))
+    values = st.sampled_from([0.0, 1.0, 2.0, float("nan"), -3.0])
+    size = n_images * n_captions
+    table = torch.tensor(data.draw(st.lists(values, min_size=size, max_size=size))).view(n_images, n_captions)
+    k = data.draw(st.integers(1, 10))
+    sizes = {name: data.draw(st.integers(1, 8)) for name in ("tile_images", "tile_captions")}
+    found = top_k(TableModel(table), Gallery([0] * n_captions, n_images), k, **sizes)
+
+    def expected(rows: Tensor) -> list[list[int]]:
+        # NaN last, then the score, then the index.
+        keys = [[(bool(score.isnan()), -float(score), index) for index, score in enumerate(row)] for row in rows]
+        keys = [[(lost, 0.0 if lost else score, index) for lost, score, index in row] for row in keys]
+        return [[index for _, _, index in sorted(row)][:k] for row in keys]
+
+    for (scores, indices), rows in zip(found, (table, table.t()), strict=True):
+        assert indices.tolist() == expected(rows)
+        assert torch.equal(scores.nan_to_num(nan=-9.0), rows.gather(1, indices).nan_to_num(nan=-9.0))
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="k: expected at least 1, got 0"):
+        top_k(TableModel(random_table(2, 2)), Gallery([0, 1], 2), 0)
+    with pytest.raises(ValueError, match="tile_images: expected at least 1, got 0"):
+        evaluate(TableModel(random_table(2, 2)), Gallery([0, 1], 2), streaming=True, tile_images=0)
+
+
+def test_the_command_gives_the_same_recalls(tmp_path: Path) -> None:
+    data = write_concepts(tmp_path / "data")
+    run = train_small(data, tmp_path / "run")
+    results = []
+    for flags in ([], ["--streaming"]):
+        file = tmp_path / "result.json"
+        arguments = ["evaluate", "--checkpoint", str(run), "--data", str(data), "--json", str(file), *flags]
+        assert cli.run(arguments) == 0
+        results.append(json.loads(file.read_text()))
+    for result in results:
+        assert result.pop("seconds") >= 0
+    assert results[0].pop("mean_distance") == pytest.approx(results[1].pop("mean_distance"), rel=1e-9)
+    assert results[0] == results[1]
+
+
+MEMORY = """
+import resource, torch
+from torch import nn
+from itm_fast.evaluation import evaluate
+
+class Gallery:
+    caption_image = torch.arange(25000) // 5
+    n_images = 5000
+    def __len__(self): return 25000
+    def image_batch(self, indices): return indices
+    def caption_batch(self, indices): return indices, torch.ones(len(indices), dtype=torch.int64)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.images, self.captions = nn.Parameter(torch.randn(5000, 4)), nn.Parameter(torch.randn(25000, 4))
+    def encode_images(self, indices): return self.images[indices]
+    def encode_captions(self, indices, lengths): return self.captions[indices]
+    def score(self, images, captions): return images @ captions.t()
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+summary = evaluate(Model(), Gallery(), streaming=True)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, summary["t2i_meanr"])
+"""
+
+
+def test_5000_by_25000_in_a_fifth_of_the_memory_of_its_matrix() -> None:
+    done = run_process([sys.executable, "-c", MEMORY], cwd=ROOT, OMP_NUM_THREADS=1)
+    assert done.returncode == 0, done.stderr
+    kilobytes, rank = done.stdout.split()
+    assert int(kilobytes) < 100_000, "of 500 MB of float32 scores"
+    # Scores at random: the mean rank is that of the middle. Its standard error is 5000 / sqrt(12 * 25000) = 9.
+    assert abs(float(rank) - 2500) < 5 * 9
