@@ -114,8 +114,6 @@ LONG: list[Any] = [
     ([2], [140, 5], 3, {"focal": "equal", "normalization": "no_norm"}),  # more contexts than threads
     ([33], [129], 2, {"normalization": "softmax", "aggregation": "sum"}),  # rows' factors of three runs
     ([17], [340], 2, {"focal": "prob", "aggregation": "sum"}),  # more contexts than a piece
-    ([2], [140, 5], 3, {"focal": "hard", "normalization": "no_norm"}),
-    ([17], [340], 2, {"focal": "hard", "aggregation": "sum", "temperature": 1.0}),
     ([2], [700], 3, {"normalization": "clipped_l1norm", "temperature": 20.0}),
 ]
 

@@ -18,7 +18,8 @@ import itm_fast
 import itm_fast.functional as F_itm
 from itm_fast import Fragments, reference
 from itm_fast.functional import RegulatorParameters
-from itm_fast.ops.cross_attention import FOCAL_MODES, NORMALIZATIONS
+from itm_fast.ops.cross_attention import NORMALIZATIONS
+from itm_fast.ops.regulators import FOCAL_MODES
 
 pytestmark = pytest.mark.native
 

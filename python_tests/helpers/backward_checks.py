@@ -91,10 +91,6 @@ def clear_of_thresholds(queries: Fragments, contexts: Fragments, focal: str | No
             if not len(query) or not len(context):
                 continue
             p = reference.cross_attention.cross_attention_weights(query[None], context[None], **kept)[0]
-            if focal == "hard":
-                top = torch.cat([p, torch.zeros(len(p), 1)], dim=1).topk(2, dim=1).values
-                clear[i, j] = bool((top[:, 0] - top[:, 1] > CLEAR * top[:, 0]).all())
-                continue
             root = torch.ones_like(p) if focal == "equal" else p.sqrt()
             left, right = p * root.sum(1, keepdim=True), (p * root).sum(1, keepdim=True)
             clear[i, j] = bool(((left - right).abs() > CLEAR * right).all())

@@ -222,7 +222,6 @@ CASES = (
     # Kernels that copy in stages go around their ring, and rows begin anywhere.
     _scores_case("wide", dim=520, sizes=(5,)),
     _scores_case("odd width", dim=37, offsets=torch.int32, sizes=(5,)),
-    _scores_case("hard attention", normalization="no_norm", focal="hard", aggregation="logsumexp"),
     _scores_case("long sets", longest=(150, 300), focal="prob", sizes=(3,)),
     _regulated_case("of both regulators", "rcar2", dropout=0.4),
     _regulated_case("of RCR alone", "rcr3", focal="prob"),

@@ -14,7 +14,7 @@ import numpy as np
 from helpers.shim import call
 
 NORMALIZATIONS = ("clipped_l2norm", "l2norm", "clipped_l1norm", "l1norm", "softmax", "clipped", "no_norm")
-FOCAL_MODES = (None, "equal", "prob", "hard")
+FOCAL_MODES = (None, "equal", "prob")
 AGGREGATIONS = ("mean", "sum", "max", "logsumexp")
 
 
