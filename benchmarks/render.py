@@ -1,4 +1,4 @@
-"""Writes the tables of the README and of two pages under docs/, or checks that they are up to date.
+"""Writes the tables of the README and of three pages under docs/, or checks that they are up to date.
 
     python benchmarks/render.py            # rewrites them
     python benchmarks/render.py --check    # exit status 1 where one differs from the results and the cost model
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from itm_fast.benchmarking import scenarios
+from itm_fast.benchmarking import reader, scenarios
 from itm_fast.benchmarking.performance import tables
 from itm_fast.benchmarking.table import markdown, summary
 
@@ -64,6 +64,10 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "docs" / "benchmarks.md": {
         "cpu": measured("cpu", markdown),
         "scenarios": measured("scenarios", scenarios.markdown, "python benchmarks/scenarios.py --json {}"),
+    },
+    ROOT / "docs" / "data.md": {
+        "reader": measured("reader", reader.markdown, "python benchmarks/reader.py --json {}"),
+        "buckets": measured("reader", reader.buckets_markdown, "python benchmarks/reader.py --json {}"),
     },
     ROOT / "docs" / "performance.md": {"cost model": gpus},
 }
