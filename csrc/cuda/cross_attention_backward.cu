@@ -49,13 +49,14 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Ope
   p.lists.gradients = data_of<float>(gradients);
   p.options = PairOptions(options);
   p.dim = queries.values.size(1);
+  // Without rows there is no gradient to write, and no address of one, by which the kernels know who asks.
   const BackwardSizes sizes{p.lists.queries.n_sets,
                             p.lists.queries.n_rows,
                             p.lists.contexts.n_sets,
                             p.lists.contexts.n_rows,
                             p.dim,
-                            for_queries,
-                            for_contexts};
+                            for_queries && queries.values.size(0) > 0,
+                            for_contexts && contexts.values.size(0) > 0};
   Tensor of_queries = torch::stable::new_empty(queries.values, {for_queries ? sizes.query_rows : 0, p.dim});
   Tensor of_contexts = torch::stable::new_empty(contexts.values, {for_contexts ? sizes.context_rows : 0, p.dim});
   Tensor count = torch::stable::new_empty(queries.offsets, {1}, ScalarType::Long);
