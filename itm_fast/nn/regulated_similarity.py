@@ -17,7 +17,7 @@ from itm_fast.nn.regulators import (
     checked_dropout,
 )
 from itm_fast.ops import validation
-from itm_fast.ops.cross_attention import FOCAL_MODES
+from itm_fast.ops.regulators import FOCAL_MODES
 from itm_fast.regulator_parameters import FactorWeights, RegulatorParameters, ScoreWeights
 
 __all__ = ["RegulatedSimilarity"]
