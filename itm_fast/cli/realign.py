@@ -33,7 +33,7 @@ def realign(
     the images of each model with the captions of each, the figure the first principal components of both.
     """
     from itm_fast import files, models
-    from itm_fast.data import PrecomputedDataset, Vocabulary
+    from itm_fast.data import Vocabulary, open_split
     from itm_fast.report.features import write_features
     from itm_fast.run_files import VOCABULARY
     from itm_fast.training.cross_model import cross_table, pooled_features
@@ -44,7 +44,7 @@ def realign(
         if file is not None:
             files.check_target(file)
     where = device_of(device)
-    dataset = PrecomputedDataset(data, split, Vocabulary.from_file(heads / VOCABULARY))
+    dataset = open_split(data, split, Vocabulary.from_file(heads / VOCABULARY))
     result = train_heads(
         str(extractor), str(heads), str(out), data=str(data), epochs=epochs, device=device, threads=threads
     )
