@@ -1,8 +1,9 @@
 """A GPU that is not there: what runs on CUDA runs on the CPU, so that code for GPUs is run before it meets one.
 
-Inside: `Gpu`, `stand_in`, `WaitedError`. Python sees tensors on CUDA; kernels are the CPU's. Waiting
-for the device and reading its numbers on the host is an error where torch was told so, and while a graph is captured. A
-graph is replayed operator by operator on the tensors of its capture: a number that Python kept stays an old one.
+Inside: `Gpu`, `stand_in`, `WaitedError`. Python sees tensors on CUDA; kernels are the CPU's. The
+operators in `WAITING` are errors where torch was told so, and while a graph is captured; copies to the host and indices
+by masks, which wait too, pass unseen. A graph is replayed operator by operator on the tensors of its capture: a number
+that Python kept stays an old one.
 """
 
 from __future__ import annotations
