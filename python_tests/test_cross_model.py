@@ -42,7 +42,7 @@ def test_heads_are_trained_above_the_other_extractor(
     members = dict(zip(("model 1", "model 2", "realigned"), map(models.load, (*runs, out)), strict=True))
     first, second, realigned = members.values()
     frozen = list(extractor_of(realigned))
-    assert frozen == ["text_encoder.embed", "text_encoder.rnn"]
+    assert frozen == ["text_encoder.embed", "text_encoder.dropout", "text_encoder.rnn"]
     for name, value in realigned.state_dict().items():
         if any(name.startswith(part) for part in frozen):
             assert torch.equal(value, first.state_dict()[name]), name
@@ -79,7 +79,9 @@ def test_frozen_parts_stay_in_evaluation_mode(data: Path, runs: list[Path]) -> N
     for part in extractor_of(model).values():
         freeze(part)
     model.train()
-    assert [model.training, model.text_encoder.rnn.training, model.image_encoder.training] == [True, False, True]
+    assert [model.training, model.image_encoder.training] == [True, True]
+    words = model.text_encoder
+    assert [words.dropout.p, words.dropout.training, words.rnn.training] == [0.2, False, False]
     learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert learning == {name for name, _ in model.named_parameters() if name.startswith("image_encoder.")}
 

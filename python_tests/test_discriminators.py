@@ -135,14 +135,36 @@ def test_low_precision_moves_like_float32() -> None:
     assert torch.equal(found.biases, wanted.biases), "biases are in float32"
 
 
+@pytest.mark.parametrize("scale", [1e-2, 1e-6])
+def test_low_precision_takes_no_longer_steps_where_gradients_are_small(scale: float) -> None:
+    """Every other column's gradients are `scale` of the others': Adam's steps do not depend on it, nor do theirs."""
+    exact, low = Discriminators(2, 64), Discriminators(2, 64, precision="low", seed=3)
+    random = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([1.0, scale]).repeat(32)
+    longest = {id(exact): 0.0, id(low): 0.0}
+    for _ in range(100):
+        changed = torch.randn(2, 64, generator=random) * sizes
+        for store in (exact, low):
+            before = store.gather(torch.arange(2))
+            store.update(before, changed, changed[:, 0], 1e-3)
+            step = store.gather(torch.arange(2)).weights - before.weights
+            longest[id(store)] = max(longest[id(store)], float(step[:, 1::2].abs().max()))
+    # A float32 step, and what rounding to a neighbour in bfloat16 adds to a weight below 1/4.
+    assert longest[id(low)] < 1.3 * longest[id(exact)] + 2.0**-10
+
+
 def test_low_precision_rounds_to_a_neighbour_and_keeps_the_mean() -> None:
     rows = LowPrecisionRows(1, 64, lambda shape, dtype: torch.zeros(shape, dtype=dtype))
     random = torch.Generator().manual_seed(1)
-    weights, exp_avg = torch.randn(1, 64, generator=random), torch.randn(1, 64, generator=random)
+    weights, ratios = torch.randn(1, 64, generator=random), torch.randn(1, 64, generator=random)
     exp_avg_sq = torch.rand(1, 64, generator=random) * torch.logspace(-12, 0, 64)
+    # As Adam makes them: with its betas a first moment is at most 18.3 times the root of the second.
+    exp_avg = ratios * exp_avg_sq.sqrt()
     index = torch.tensor([0])
     totals, draws = [torch.zeros(1, 64, dtype=torch.float64) for _ in range(3)], 2000
-    quantum = exp_avg.abs().max() / 127
+    # A level of the ratio to the root of the second moment, which is rounded by less than 1 / 128 itself: the root of
+    # one entry by half of that, and that of the row's largest ratio too.
+    quantum = ratios.abs().max() / 127 * exp_avg_sq.sqrt() * (1 + 1 / 128)
     for draw in range(draws):
         rows.write(index, weights, exp_avg, exp_avg_sq, (7, draw))
         kept = (rows.weights(index), *rows.moments(index))

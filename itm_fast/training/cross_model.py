@@ -42,8 +42,8 @@ __all__ = ["cross_table", "extractor_of", "pooled_features", "realign"]
 def extractor_of(model: MatchingModel) -> dict[str, nn.Module]:
     """The parts of a model that are its feature extractor, by name; all others are encoder heads.
 
-    Word vectors and the GRU, or BERT; of the encoder of patches all but the last convolution. Regions come from the
-    data otherwise, and have none.
+    Word vectors, their dropout and the GRU, or BERT; of the encoder of patches all but the last convolution. Regions come
+    from the data otherwise, and have none.
 
     Raises:
         ValueError: the model reads captions by something else.
@@ -53,7 +53,7 @@ def extractor_of(model: MatchingModel) -> dict[str, nn.Module]:
     if isinstance(words, BertTextEncoder):
         parts["text_encoder.bert"] = words.bert
     elif isinstance(words, TextEncoder):
-        parts |= {"text_encoder.embed": words.embed, "text_encoder.rnn": words.rnn}
+        parts |= {f"text_encoder.{name}": getattr(words, name) for name in ("embed", "dropout", "rnn")}
     else:
         raise ValueError(f"model: {model.name} has no extractor of captions that could be shared")
     if isinstance(images, PatchEncoder):
@@ -127,6 +127,8 @@ def _config(
     defaults = {"min_count": settings.fields_of(TrainConfig)["min_count"].default}
     return attrs.evolve(
         config, data=data, out=out, vocab=vocab, epochs=epochs or config.epochs, tensorboard=False,
+        # Heads that were trained before need none.
+        warmup_epochs=0, lr_warmup_steps=0,
         **{**defaults, **machine},
     )  # fmt: skip
 

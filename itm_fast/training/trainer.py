@@ -285,8 +285,11 @@ class Trainer:
         return step > 0 and step != self._validated_step and (regular or step == self._total)
 
     def _log_window(self, output: dict[str, float]) -> None:
-        # In a phase that is not the model's no loss of it has come since the last line.
-        loss = {"loss": sum(self._window) / len(self._window)} if self._window else {}
+        loss = {}
+        # A step of a phase that is not the model's has none: what came before it waits for the model's next line.
+        if "loss" in output:
+            loss["loss"] = sum(self._window) / len(self._window)
+            self._window.clear()
         self._write(
             kind="train",
             step=self.engine.state.iteration,
@@ -295,7 +298,6 @@ class Trainer:
             **{**output, **loss},
             seconds=round(self.seconds, 3),
         )
-        self._window.clear()
 
     def _validate(self, step: int) -> None:
         epoch = -(-step // self.steps_per_epoch)

@@ -62,8 +62,9 @@ class LowPrecisionRows(Rows):
 
     A step changes a parameter, and a second moment, by less than the distance of two neighbours in bfloat16, and
     rounding to the nearest would lose it. All three are therefore rounded at random, up or down by how near each
-    neighbour is, so that the mean is exact. A first moment keeps half of itself at a step (beta1 0.5), and 127 levels
-    up to the largest of its row do: what rounding adds to it is gone after a few steps.
+    neighbour is, so that the mean is exact. Of a first moment its ratio to the root of the second is kept, which is what
+    a step goes by: it is of one size whatever that of the gradient, and 127 levels up to the largest of its row do. A
+    first moment keeps half of itself at a step (beta1 0.5), so that what rounding adds to it is gone after a few.
     """
 
     def __init__(self, n_rows: int, dim: int, allocate: Allocate) -> None:
@@ -78,20 +79,24 @@ class LowPrecisionRows(Rows):
         return self.tensors["weight"][index].float()
 
     def moments(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        exp_avg = self.tensors["exp_avg"][index] * self.tensors["exp_avg_scale"][index][:, None]
-        return exp_avg, self.tensors["exp_avg_sq"][index].float()
+        exp_avg_sq = self.tensors["exp_avg_sq"][index].float()
+        ratios = self.tensors["exp_avg"][index] * self.tensors["exp_avg_scale"][index][:, None]
+        return ratios * exp_avg_sq.sqrt(), exp_avg_sq
 
     def write(self, index: Tensor, weights: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, draw: tuple[int, int]) -> None:
         random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(draw)))
         noise = torch.from_numpy(random.integers(0, 1 << 16, (3, *weights.shape), dtype=np.uint16).astype(np.int32))
-        scale = exp_avg.abs().amax(dim=1) / 127
-        levels = exp_avg / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+        kept_sq = _rounded_to_bfloat16(exp_avg_sq, noise[2])
+        root = kept_sq.float().sqrt()
+        ratios = torch.where(root > 0, exp_avg / root, 0.0)
+        scale = ratios.abs().amax(dim=1) / 127
+        levels = ratios / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         rounded = (levels + noise[1] / (1 << 16)).floor_().clamp_(-127, 127)
         for name, values in (
             ("weight", _rounded_to_bfloat16(weights, noise[0])),
             ("exp_avg", rounded.to(torch.int8)),
             ("exp_avg_scale", scale),
-            ("exp_avg_sq", _rounded_to_bfloat16(exp_avg_sq, noise[2])),
+            ("exp_avg_sq", kept_sq),
         ):
             self.tensors[name].index_copy_(0, index, values)
 
