@@ -42,8 +42,8 @@ __all__ = ["cross_table", "extractor_of", "pooled_features", "realign"]
 def extractor_of(model: MatchingModel) -> dict[str, nn.Module]:
     """The parts of a model that are its feature extractor, by name; all others are encoder heads.
 
-    Word vectors, their dropout and the GRU, or BERT; of the encoder of patches all but the last convolution. Regions come
-    from the data otherwise, and have none.
+    Word vectors, their dropout and the GRU, or BERT; of the encoder of patches all but the last convolution. Regions
+    come from the data otherwise, and have none.
 
     Raises:
         ValueError: the model reads captions by something else.

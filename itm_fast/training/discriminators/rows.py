@@ -62,9 +62,9 @@ class LowPrecisionRows(Rows):
 
     A step changes a parameter, and a second moment, by less than the distance of two neighbours in bfloat16, and
     rounding to the nearest would lose it. All three are therefore rounded at random, up or down by how near each
-    neighbour is, so that the mean is exact. Of a first moment its ratio to the root of the second is kept, which is what
-    a step goes by: it is of one size whatever that of the gradient, and 127 levels up to the largest of its row do. A
-    first moment keeps half of itself at a step (beta1 0.5), so that what rounding adds to it is gone after a few.
+    neighbour is, so that the mean is exact. Of a first moment its ratio to the root of the second is kept, which is
+    what a step goes by: it is of one size whatever that of the gradient, and 127 levels up to the largest of its row
+    do. A first moment keeps half of itself at a step (beta1 0.5), so that what rounding adds to it is gone after a few.
     """
 
     def __init__(self, n_rows: int, dim: int, allocate: Allocate) -> None:
