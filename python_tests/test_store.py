@@ -294,7 +294,10 @@ def test_a_manifest_that_is_no_such_file(data: Path, tmp_path: Path) -> None:
     for changed in (
         [], {**content, "dtype": "int8"}, {**content, "splits": None}, {**content, "vocabulary": 3},
         {**content, "splits": [{**content["splits"][0], "index": "../x"}]},
+        {**content, "splits": [{**content["splits"][0], "index": ".."}]},
         {**content, "splits": [{**content["splits"][0], "images": 10**12}]},
+        {**content, "splits": [{**content["splits"][0], "width": 0}]},
+        {**content, "splits": [content["splits"][0], content["splits"][0]]},
     ):  # fmt: skip
         (store / "store.json").write_text(json.dumps(changed))
         with pytest.raises(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
+import re
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +22,11 @@ from test_full_disk import contents
 from test_store import write_data
 
 from itm_fast import files
-from itm_fast.data import pack
+from itm_fast.data import PrecomputedDataset, pack, store_format
+from itm_fast.data.store_format import ShardRecord
+
+# The package has a function of this name.
+pack_module = importlib.import_module("itm_fast.data.pack")
 
 
 @pytest.fixture
@@ -116,6 +124,109 @@ def test_an_unfinished_store_of_other_data_or_settings_is_refused(data: Path, tm
     assert contents(store) == before
     with pytest.raises(ValueError, match="holds a feature store of other data or settings; choose another --out"):
         pack(data, store, dtype="bf16")
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(data: Path, tmp_path: Path) -> None:
+    published = write_data(tmp_path / "published", n_images=3)
+    before = contents(published)
+    message = f"{published}: expected an empty folder or a feature store, found 'dev_caps.txt'; choose another --out"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        pack(data, published)
+    assert contents(published) == before
+    # What a call leaves that was killed before it had noted anything.
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    (killed / ".unfinished.abcd1234.tmp.json").write_text("{")
+    pack(data, killed)
+    pack(data, tmp_path / "whole")
+    assert contents(killed) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("train-00001.safetensors", None, "no such file; the store needs it for 8 images"),
+        ("train-00001.safetensors", b"x" * 463, "truncated: the store wrote 464 bytes, the file has 463"),
+        ("dev-index.safetensors", None, "no such file"),
+        ("vocab.json", None, "no such file"),
+    ],
+)
+def test_a_finished_store_that_lacks_a_file_is_not_taken_for_whole(
+    data: Path, tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
+    store = tmp_path / "store"
+    pack(data, store, dtype="fp32", shard_bytes=400)
+    (store / name).unlink()
+    if content is not None:
+        (store / name).write_bytes(content)
+    expected = f"{store / name}: {message}; remove {store}, and pack again"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        pack(data, store, dtype="fp32", shard_bytes=400)
+
+
+def interrupted(data: Path, store: Path) -> None:
+    """Leaves a store of which all shards are noted and no manifest is written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_format, "write_manifest", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(OSError, match="No space left"):
+            pack(data, store, dtype="fp32", shard_bytes=400)
+
+
+def test_a_damaged_shard_of_an_unfinished_store_is_written_again(data: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    interrupted(data, store)
+    shards = sorted(store.glob("*-0*.safetensors"))
+    before = {path: path.stat().st_mtime_ns for path in shards}
+    content = bytearray(shards[1].read_bytes())
+    content[-1] ^= 1
+    shards[1].write_bytes(content)
+    os.utime(shards[1], ns=(1, 1))
+    pack(data, store, dtype="fp32", shard_bytes=400)
+    assert [path for path in shards if path.stat().st_mtime_ns == before[path]] == [shards[0], *shards[2:]]
+    pack(data, tmp_path / "whole", dtype="fp32", shard_bytes=400)
+    assert contents(store) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("field", ["images", "bytes", "sha256"])
+def test_notes_of_another_type_are_refused(data: Path, tmp_path: Path, field: str) -> None:
+    store = tmp_path / "store"
+    interrupted(data, store)
+    notes = json.loads((store / "unfinished.json").read_text())
+    notes["shards"][0][field] = [notes["shards"][0][field]]
+    (store / "unfinished.json").write_text(json.dumps(notes))
+    message = f"{store / 'unfinished.json'}: not readable; remove {store} or choose another --out"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        pack(data, store, dtype="fp32", shard_bytes=400)
+
+
+@pytest.mark.parametrize("keep_time", [False, True])
+def test_a_source_that_changes_while_it_is_packed_is_refused(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_time: bool
+) -> None:
+    """By its times, or by its digest where they are set back."""
+    store, path = tmp_path / "store", data / "train_ims.npy"
+    features, state = np.load(path), path.stat()
+    write_shard = pack_module._write_shard
+
+    def changing(source: PrecomputedDataset, shard: Path, *arguments: Any) -> ShardRecord:
+        record = write_shard(source, shard, *arguments)
+        if shard.name == "train-00001.safetensors":
+            with path.open("rb+") as file:
+                file.seek(-4, os.SEEK_END)
+                file.write((features[-1, -1, -1] + 1).tobytes())
+            if keep_time:
+                os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+            else:
+                np.save(path, features)
+        return record
+
+    monkeypatch.setattr(pack_module, "_write_shard", changing)
+    message = f"{path}: changed while it was packed; remove {store}, and pack again"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        pack(data, store, dtype="fp32", shard_bytes=400)
+    noted = json.loads((store / "unfinished.json").read_text())["shards"]
+    assert {shard["file"].split("-")[0] for shard in noted} == {"dev"}
+    assert not (store / "store.json").exists()
 
 
 MEMORY = """

@@ -1,6 +1,6 @@
 """Everything that is wrong with a feature store, its files compared with their checksums.
 
-Inside: `check_store`, `StoreReport`.
+Inside: `check_store`, `check_vocabulary`, `StoreReport`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .digests import sha256_of_file
 from .store_format import SplitRecord
 from .vocabulary import Vocabulary
 
-__all__ = ["StoreReport", "check_store"]
+__all__ = ["StoreReport", "check_store", "check_vocabulary"]
 
 
 @attrs.frozen
@@ -66,7 +66,7 @@ def check_store(
                         raise ValueError(f"{path}: damaged: its checksum is not that of the store")
 
                 _check(path, problems, compare)
-    _check(folder / store_format.VOCABULARY, problems, lambda path: _check_vocabulary(path, manifest.vocabulary))
+    _check(folder / store_format.VOCABULARY, problems, lambda path: check_vocabulary(path, manifest.vocabulary))
     return StoreReport(str(folder), manifest.dtype, chosen, problems)
 
 
@@ -78,7 +78,8 @@ def _check(path: Path, problems: list[Problem], look: Callable[[Path], object]) 
         problems.append(Problem(path.name, what))
 
 
-def _check_vocabulary(path: Path, digest: str) -> None:
+def check_vocabulary(path: Path, digest: str) -> None:
+    """ValueError naming the vocabulary of a store where it is missing, damaged or another than that of the digest."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     if store_format.vocabulary_digest(Vocabulary.from_file(path)) != digest:

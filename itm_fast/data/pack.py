@@ -3,36 +3,35 @@
 Inside: `pack`, `SHARD_BYTES`.
 
 Shards are written one after the other, each under a temporary name, flushed and renamed; `unfinished.json` then notes
-it. A later call with the same source and settings takes up what is noted. The manifest comes last.
+it (`pack_notes`). A later call with the same source and settings takes up what is noted. The manifest comes last.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
 import torch
 from safetensors.numpy import save as save_tensors
 from tqdm import tqdm
 
-from .. import documents, files
+from .. import files
 from . import layout, store_format
+from .digests import sha256_of_file
 from .features import BLOCK_BYTES
+from .pack_notes import Notes
 from .precomputed import PrecomputedDataset
-from .store_format import DTYPES, MANIFEST, UNFINISHED, Manifest, ShardRecord, SplitRecord, shard_header
+from .store_format import DTYPES, Manifest, ShardRecord, SplitRecord, shard_header
 from .vocabulary import load_vocabulary
 
 __all__ = ["SHARD_BYTES", "pack"]
 
 SHARD_BYTES = 256 * 2**20
-_MAX_NOTES_BYTES = 16 * 2**20
 
 
 def pack(
@@ -48,19 +47,21 @@ def pack(
 ) -> Manifest:
     """Writes the feature store `out` of a folder in the published layout.
 
-    A store of the same source and settings that was left unfinished is continued, and a finished one stays as it is.
+    A store of the same source and settings that was left unfinished is continued, its shards compared with their
+    checksums, and a finished one stays as it is.
 
     Args:
         directory: the folder. out: the folder of the store.
-        dtype: how features are stored: "bf16", "fp16" or "fp32". Numbers are rounded to the nearest.
+        dtype: how features are stored: "bf16", "fp16" or "fp32". Numbers are rounded to the nearest, those of
+            float64 to float32 first.
         splits: those to pack; by default all of the folder.
         vocabulary_file, min_count: the vocabulary of the token ids, as `load_vocabulary` takes them.
         shard_bytes: about how large a shard becomes; at least one image is in each.
         progress: show a progress bar where there is a terminal.
 
     Raises:
-        ValueError: the folder cannot be read, a value is not finite in `dtype` (file and row are named), or `out` holds
-            something else.
+        ValueError: the folder cannot be read, a value is not finite in `dtype` (file and row are named), `out` holds
+            something else or a finished store of which a file is damaged, or the source changed meanwhile.
         OSError: the disk is full; what is written already is taken up by the next call.
     """
     if dtype not in DTYPES:
@@ -82,20 +83,23 @@ def pack(
     vocabulary = load_vocabulary(source, vocabulary_file, min_count=min_count)
     datasets = [PrecomputedDataset(source, name, vocabulary) for name in names]
     _check_widths(datasets)
-    asked = {
-        "dtype": dtype,
-        "shard_bytes": shard_bytes,
-        "vocabulary": store_format.vocabulary_digest(vocabulary),
-        "splits": {data.split: _source_of(data) for data in datasets},
-    }
-    notes = _Notes(target, asked)
+    states = {data.split: _state_of(data) for data in datasets}
+    sources = {data.split: _source_of(data) for data in datasets}
+    words = store_format.vocabulary_digest(vocabulary)
+    asked = {"dtype": dtype, "shard_bytes": shard_bytes, "vocabulary": words, "splits": sources}
+    notes = Notes(target, asked)
     if notes.finished is not None:
         return notes.finished
     vocabulary.save(target / store_format.VOCABULARY)
     total = sum(data.source.nbytes for data in datasets)
     with tqdm(total=total, unit="B", unit_scale=True, disable=None if progress else True) as bar:
-        records = tuple(_pack_split(data, target, dtype, shard_bytes, notes, bar) for data in datasets)
-    manifest = Manifest(dtype=dtype, vocabulary=str(asked["vocabulary"]), splits=records)
+        records = []
+        for data in datasets:
+            records.append(_pack_split(data, target, dtype, shard_bytes, notes, bar))
+            if _state_of(data) != states[data.split] or records[-1].features != sources[data.split]["features"]:
+                notes.discard(shard.file for shard in records[-1].shards)
+                raise ValueError(f"{data.features_path}: changed while it was packed; remove {target}, and pack again")
+    manifest = Manifest(dtype=dtype, vocabulary=words, splits=tuple(records))
     store_format.write_manifest(target, manifest)
     notes.path.unlink(missing_ok=True)
     return manifest
@@ -111,61 +115,16 @@ def _check_widths(datasets: Sequence[PrecomputedDataset]) -> None:
             )
 
 
-def _source_of(data: PrecomputedDataset) -> dict[str, Any]:
+def _state_of(data: PrecomputedDataset) -> tuple[int, int, int]:
+    """What a write to the file of the features changes, wherever in the file it is."""
+    state = data.features_path.stat()
+    return state.st_size, state.st_mtime_ns, state.st_ino
+
+
+def _source_of(data: PrecomputedDataset) -> dict[str, str]:
     """What tells the source of a split from another: the digest of its features and of all that the index holds."""
     index = hashlib.sha256(_index_of(data)).hexdigest()
     return {"features": data.features_digest(), "index": index}
-
-
-class _Notes:
-    """What of an unfinished store is done: the records of its shards by file."""
-
-    def __init__(self, folder: Path, asked: dict[str, Any]) -> None:
-        self.path, self._asked = folder / UNFINISHED, asked
-        self.finished: Manifest | None = None
-        self.shards: dict[str, ShardRecord] = {}
-        if store_format.is_store(folder):
-            self.finished = store_format.read_manifest(folder)
-            if not _is_of(self.finished, asked):
-                raise ValueError(f"{folder}: holds a feature store of other data or settings; choose another --out")
-            self.path.unlink(missing_ok=True)
-            return
-        if self.path.is_file():
-            self._take_up(folder)
-        elif folder.is_dir() and any(folder.glob("*.safetensors")):
-            raise ValueError(
-                f"{folder}: holds safetensors files, which no unfinished packing left; choose another --out"
-            )
-        for name in (MANIFEST, UNFINISHED, store_format.VOCABULARY):
-            files.remove_temporaries(folder / name)
-        # Noted before the first shard is there, so that a folder with shards of an interrupted call is known as one.
-        self._write()
-
-    def _take_up(self, folder: Path) -> None:
-        try:
-            content = documents.read_json(self.path, _MAX_NOTES_BYTES)
-            same = content["asked"] == self._asked
-            self.shards = {shard["file"]: ShardRecord(**shard) for shard in content["shards"]}
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(f"{self.path}: not readable; remove {folder} or choose another --out") from None
-        if not same:
-            raise ValueError(
-                f"{folder}: holds an unfinished store of other data or settings; remove it or choose another --out"
-            )
-
-    def add(self, shard: ShardRecord) -> None:
-        self.shards[shard.file] = shard
-        self._write()
-
-    def _write(self) -> None:
-        content = {"asked": self._asked, "shards": [attrs.asdict(one) for one in self.shards.values()]}
-        files.write_text(self.path, json.dumps(content) + "\n")
-
-
-def _is_of(manifest: Manifest, asked: dict[str, Any]) -> bool:
-    """Whether a finished store is the one that is asked for; shards may be of another size."""
-    held = {split.name: {"features": split.features, "index": split.index_sha256} for split in manifest.splits}
-    return (manifest.dtype, manifest.vocabulary, held) == (asked["dtype"], asked["vocabulary"], asked["splits"])
 
 
 def _index_of(data: PrecomputedDataset) -> bytes:
@@ -188,7 +147,7 @@ def _index_of(data: PrecomputedDataset) -> bytes:
 
 
 def _pack_split(
-    data: PrecomputedDataset, folder: Path, dtype: str, shard_bytes: int, notes: _Notes, bar: Any
+    data: PrecomputedDataset, folder: Path, dtype: str, shard_bytes: int, notes: Notes, bar: Any
 ) -> SplitRecord:
     bar.set_description_str(data.split)
     shape, counts = data.source.shape, data.source.counts
@@ -241,7 +200,7 @@ def _is_whole(path: Path, dtype: str, shard: ShardRecord, width: int, images: in
         return False
     with contextlib.suppress(ValueError):
         store_format.check_shard(path, dtype, shard, width)
-        return True
+        return sha256_of_file(path, lambda _count: None) == shard.sha256
     return False
 
 

@@ -1,7 +1,7 @@
 """What a feature store is on disk: its files, its manifest, and the checks of opening one.
 
 Inside: `Manifest`, `SplitRecord`, `ShardRecord`, `DTYPES`, `is_store`, `read_manifest`, `write_manifest`,
-`shard_header`, `check_shard`, `read_index`, `vocabulary_digest`.
+`check_types`, `shard_header`, `check_shard`, `read_index`, `vocabulary_digest`.
 
 STORE/store.json                     the manifest, written last: a folder without it is no store
 STORE/vocab.json                     the vocabulary of the token ids
@@ -36,7 +36,7 @@ VOCABULARY = "vocab.json"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SAFETENSORS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _MAX_MANIFEST_BYTES = 16 * 2**20
-_NAME = re.compile(r"[^/\\\0]{1,200}")
+_NAME = re.compile(r"(?!\.{1,2}$)[^/\\\0]{1,200}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -123,18 +123,26 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
+def check_types(record: Manifest | SplitRecord | ShardRecord) -> None:
+    """ValueError naming the field of a record from a file that is of another type, or no size that a file may have."""
+    kinds: dict[str, Any] = {"int": int, "str": str, "bool": bool}
+    for field in attrs.fields(type(record)):
+        value: Any = getattr(record, field.name)
+        kind = kinds.get(str(field.type), type(value))
+        if type(value) is not kind or (kind is int and not 0 <= value < 2**53):
+            raise ValueError(f"{field.name}: {shown(value)}")
+
+
 def _check_manifest(manifest: Manifest) -> None:
     """Types and sums of what a file says of itself, before anything is opened or counted by it."""
-    records: list[Any] = [manifest, *manifest.splits, *(shard for split in manifest.splits for shard in split.shards)]
-    kinds: dict[str, Any] = {"int": int, "str": str, "bool": bool}
+    shards = [shard for split in manifest.splits for shard in split.shards]
+    records: list[Manifest | SplitRecord | ShardRecord] = [manifest, *manifest.splits, *shards]
     for record in records:
-        for field in attrs.fields(type(record)):
-            value: Any = getattr(record, field.name)
-            kind = kinds.get(str(field.type), type(value))
-            if type(value) is not kind or (kind is int and not 0 <= value < 2**53):
-                raise ValueError(f"{field.name}: {shown(value)}")
+        check_types(record)
     if manifest.dtype not in DTYPES:
         raise ValueError(f"dtype: {shown(manifest.dtype)}")
+    if len({split.name for split in manifest.splits}) < len(manifest.splits):
+        raise ValueError("splits: a name stands there twice")
     for split in manifest.splits:
         names = [split.index, *(shard.file for shard in split.shards)]
         if not all(_NAME.fullmatch(name) for name in names) or not _DIGEST.fullmatch(split.index_sha256):
@@ -143,6 +151,8 @@ def _check_manifest(manifest: Manifest) -> None:
         regions, full = sum(shard.regions for shard in split.shards), split.images * split.regions
         if not images or images != split.images or not (regions == full or (split.ragged and regions < full)):
             raise ValueError(f"{split.name}: images of the shards")
+        if not split.width:
+            raise ValueError(f"{split.name}: its width")
         for shard in split.shards:
             size = len(shard_header(manifest.dtype, shard.regions, split.width))
             size += shard.regions * split.width * DTYPES[manifest.dtype].itemsize

@@ -1,0 +1,98 @@
+"""What of a feature store is written already, and whether a folder may become one.
+
+Inside: `Notes`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from .. import documents, files
+from ..messages import shown
+from . import store_format
+from .check_store import check_vocabulary
+from .store_format import MANIFEST, UNFINISHED, Manifest, ShardRecord
+
+_MAX_NOTES_BYTES = 16 * 2**20
+
+
+class Notes:
+    """What of an unfinished store is done: the records of its shards by file."""
+
+    def __init__(self, folder: Path, asked: dict[str, Any]) -> None:
+        self.path, self._asked = folder / UNFINISHED, asked
+        self.finished: Manifest | None = None
+        self.shards: dict[str, ShardRecord] = {}
+        if store_format.is_store(folder):
+            self.finished = store_format.read_manifest(folder)
+            if not _is_of(self.finished, asked):
+                raise ValueError(f"{folder}: holds a feature store of other data or settings; choose another --out")
+            _check_files(folder, self.finished)
+            self.path.unlink(missing_ok=True)
+            return
+        if self.path.is_file():
+            self._take_up(folder)
+        elif folder.is_dir():
+            # A call that was killed before it had noted anything leaves a temporary file of its notes at most.
+            files.remove_temporaries(self.path)
+            found = min((path.name for path in folder.iterdir()), default=None)
+            if found is not None:
+                raise ValueError(
+                    f"{folder}: expected an empty folder or a feature store, found {shown(found)}; choose another --out"
+                )
+        for name in (MANIFEST, UNFINISHED, store_format.VOCABULARY):
+            files.remove_temporaries(folder / name)
+        # Noted before the first shard is there, so that a folder with shards of an interrupted call is known as one.
+        self._write()
+
+    def _take_up(self, folder: Path) -> None:
+        try:
+            content = documents.read_json(self.path, _MAX_NOTES_BYTES)
+            same = content["asked"] == self._asked
+            records = [ShardRecord(**shard) for shard in content["shards"]]
+            for record in records:
+                store_format.check_types(record)
+            self.shards = {record.file: record for record in records}
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{self.path}: not readable; remove {folder} or choose another --out") from None
+        if not same:
+            raise ValueError(
+                f"{folder}: holds an unfinished store of other data or settings; remove it or choose another --out"
+            )
+
+    def add(self, shard: ShardRecord) -> None:
+        self.shards[shard.file] = shard
+        self._write()
+
+    def discard(self, names: Iterable[str]) -> None:
+        """Forgets shards, which the next call then writes anew."""
+        for name in names:
+            self.shards.pop(name, None)
+        self._write()
+
+    def _write(self) -> None:
+        content = {"asked": self._asked, "shards": [attrs.asdict(one) for one in self.shards.values()]}
+        files.write_text(self.path, json.dumps(content) + "\n")
+
+
+def _is_of(manifest: Manifest, asked: dict[str, Any]) -> bool:
+    """Whether a finished store is the one that is asked for; shards may be of another size."""
+    held = {split.name: {"features": split.features, "index": split.index_sha256} for split in manifest.splits}
+    return (manifest.dtype, manifest.vocabulary, held) == (asked["dtype"], asked["vocabulary"], asked["splits"])
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    """ValueError naming the first file of a finished store that is missing, truncated, or an index that is damaged."""
+    try:
+        check_vocabulary(folder / store_format.VOCABULARY, manifest.vocabulary)
+        for split in manifest.splits:
+            store_format.read_index(folder / split.index, split)
+            for shard in split.shards:
+                store_format.check_shard(folder / shard.file, manifest.dtype, shard, split.width)
+    except ValueError as error:
+        raise ValueError(f"{error}; remove {folder}, and pack again") from None
