@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 from test_store import assert_same_batches, write_data
 
 from itm_fast.data import EpochSampler, PrecomputedDataset, open_split, pack, placement
-from itm_fast.data.features import ResidentFeatures
+from itm_fast.data.features import ArrayFeatures, ResidentFeatures
+from itm_fast.data.host_memory import host_memory
 from itm_fast.data.placement import place
 
 GIB = 2**30
@@ -76,6 +78,11 @@ def test_images_are_copied_one_by_one_from_the_host_to_a_gpu() -> None:
         ("auto", "cuda", {"cuda": (15, 16), "cpu": (12, 32)},
          ("disk", "16.00 GiB of features, 11.00 GiB to spare in the memory of the device; "
                   "16.00 GiB of features, 4.00 GiB to spare in the memory of the host")),
+        ("auto", "cuda", {"cuda": (15, 16)},
+         ("disk", "16.00 GiB of features, 11.00 GiB to spare in the memory of the device; "
+                  "16.00 GiB of features, how much memory of the host (cpu) is free is not known")),
+        ("auto", "mps", {"cpu": (100, 128)},
+         ("disk", "16.00 GiB of features, how much memory of the device (mps) is free is not known")),
         ("auto", "cpu", {}, ("disk", "16.00 GiB, which the system caches; training runs on the CPU")),
         ("disk", "cuda", {}, ("disk", "as asked for")),
         ("host", "cpu", {"cpu": (25, 32)},
@@ -89,9 +96,122 @@ def test_the_choice_and_its_reason(
     free: dict[str, tuple[int, int]],
     expected: tuple[str, str],
 ) -> None:
-    monkeypatch.setattr(placement, "_memory", lambda where: tuple(GIB * size for size in free[where.type]))
-    choice = placement._choice(16 * GIB, asked, torch.device(device))
+    known = {name: (GIB * size[0], GIB * size[1]) for name, size in free.items()}
+    monkeypatch.setattr(placement, "_memory", lambda where: known.get(where.type))
+    choice = placement._choice(16 * GIB, asked, torch.device(device), {})
     assert (choice.where, choice.reason) == expected
+
+
+def test_memory_that_is_not_known_is_refused_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert placement._memory(torch.device("mps")) is None
+    monkeypatch.setattr(placement, "host_memory", lambda: None)
+    for asked, name in (("device", "device (mps)"), ("host", "host (cpu)")):
+        message = f"features: how much memory of the {name} is free is not known; expected auto or disk"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            placement._choice(1, asked, torch.device("mps"), {})
+
+
+class Runtime:
+    """CUDA's calls that lock pages: those of memory that are locked now; `status` is what locking answers."""
+
+    def __init__(self, status: int) -> None:
+        self.status, self.locked = status, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, size: int, _flags: int) -> int:  # noqa: N802
+        if self.status == 0:
+            self.locked[address] = size
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        del self.locked[address]
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, status: int) -> tuple[Runtime, list[object]]:
+    """A GPU that has room and yet none, and a host that locks pages or does not; with the kernels that are started."""
+    runtime, kernels = Runtime(status), []
+
+    def refuse(*_sizes: int, **_options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16 GiB")
+
+    def report(_size: int, device: torch.device) -> torch.Tensor:
+        kernels.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(placement, "_memory", lambda _where: (100 * GIB, 128 * GIB))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "empty", refuse)
+    monkeypatch.setattr(torch, "zeros", report)
+    return runtime, kernels
+
+
+def test_auto_goes_on_where_a_place_does_not_take_the_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = ArrayFeatures(np.arange(24, dtype=np.float32).reshape(4, 3, 2), "features")
+    _, kernels = on_a_gpu(monkeypatch, status=2)
+    device = torch.device("cuda")
+    found, choice = place(source, "auto", device)
+    assert found is source
+    what = "0.00 GiB of features, 68.00 GiB to spare in the memory of the"
+    on_device = f"{what} device, but it is out of memory"
+    on_host = f"{what} host, but it could not be page-locked (CUDA error 2)"
+    assert (choice.where, choice.reason) == ("disk", f"{on_device}; {on_host}")
+    assert kernels == [device], "the error that CUDA keeps is taken from it"
+    for asked, reason in (("device", on_device), ("host", on_host)):
+        message = f"features: they cannot be placed: {reason}"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            place(source, asked, device)
+
+
+def test_pages_are_locked_for_as_long_as_their_memory_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.arange(24, dtype=np.float32).reshape(4, 3, 2)
+    runtime, kernels = on_a_gpu(monkeypatch, status=0)
+    features, choice = place(ArrayFeatures(values, "features"), "auto", torch.device("cuda"))
+    assert choice.where == "host"
+    assert runtime.locked == {features.values.data_ptr(): 96}
+    rows = features.stored(1, 3)
+    assert torch.equal(rows, torch.from_numpy(values[1:3]).view(6, 2))
+    del features
+    assert len(runtime.locked) == 1, "rows are left"
+    del rows
+    assert (runtime.locked, kernels) == ({}, [])
+
+
+def written(root: Path, **contents: object) -> None:
+    for name, content in contents.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+
+
+def test_the_memory_of_a_container_is_that_of_its_control_group(tmp_path: Path) -> None:
+    assert host_memory(tmp_path) is None
+    written(tmp_path, **{"proc/meminfo": "MemTotal: 4000 kB\nMemFree: 1 kB\nMemAvailable:    3000 kB"})
+    assert host_memory(tmp_path) == (3000 * 1024, 4000 * 1024)
+    new, old = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+    # Version 2: the group above has a limit, the own one none; 300,000 of what is taken are cached files.
+    written(
+        tmp_path,
+        **{
+            "proc/self/cgroup": "0::/above/own",
+            f"{new}/above/memory.max": 2_000_000,
+            f"{new}/above/memory.current": 1_500_000,
+            f"{new}/above/memory.stat": "anon 1200000\ninactive_file 300000",
+            f"{new}/above/own/memory.max": "max",
+            f"{new}/above/own/memory.current": 5,
+            f"{new}/above/own/memory.stat": "inactive_file 0",
+        },
+    )
+    assert host_memory(tmp_path) == (800_000, 2_000_000)
+    # Version 1, seen from within a container: the path is one of the host, the limit lies at the top.
+    written(
+        tmp_path,
+        **{
+            "proc/self/cgroup": "4:cpu,memory:/docker/12ab\n0::/",
+            f"{old}/memory.limit_in_bytes": 700_000,
+            f"{old}/memory.usage_in_bytes": 650_000,
+            f"{old}/memory.stat": "total_inactive_file 50000",
+        },
+    )
+    assert host_memory(tmp_path) == (100_000, 700_000)
 
 
 def test_what_does_not_fit_where_it_was_asked_for_is_refused(

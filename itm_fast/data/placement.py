@@ -5,13 +5,18 @@ Inside: `place`, `Placement`, `PLACEMENTS`.
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Any
 
 import attrs
+import numpy as np
 import torch
-from torch import Tensor
 
 from .features import BLOCK_BYTES, Features, ResidentFeatures
+from .host_memory import host_memory
 
 __all__ = ["PLACEMENTS", "Placement", "place"]
 
@@ -36,7 +41,7 @@ def place(source: Features, asked: str, device: torch.device) -> tuple[Features,
 
     `auto` takes the memory of a GPU where the features fit beside a training, else page-locked memory of the host where
     they fit there, else the disk. A training on the CPU leaves them on the disk, whose pages the system keeps in memory
-    by itself while there is room.
+    by itself while there is room. Where a place turns out not to take them, `auto` goes on to the next one.
 
     Args:
         source: features on the disk.
@@ -44,17 +49,27 @@ def place(source: Features, asked: str, device: torch.device) -> tuple[Features,
         device: where batches are needed.
 
     Raises:
-        ValueError: `host` or `device` was asked for, and they do not fit; or a row is refused while they are read.
+        ValueError: `host` or `device` was asked for, and they do not fit, or how much memory is free there is
+            not known; or a row is refused while they are read.
     """
     if asked not in PLACEMENTS:
         raise ValueError(f"features: expected one of {', '.join(PLACEMENTS)}, got {asked!r}")
-    choice = _choice(source.nbytes, asked, device)
-    if choice.where == "disk":
-        return source, choice
-    return _resident(source, device, on_device=choice.where == "device"), choice
+    failed: dict[str, str] = {}
+    while True:
+        choice = _choice(source.nbytes, asked, device, failed)
+        if choice.where == "disk":
+            return source, choice
+        try:
+            return _resident(source, device, on_device=choice.where == "device"), choice
+        except (torch.OutOfMemoryError, MemoryError, _NotLockedError) as error:
+            reason = str(error) if isinstance(error, _NotLockedError) else "it is out of memory"
+            failed[choice.where] = f"{choice.reason}, but {reason}"
+            if asked != "auto":
+                raise ValueError(f"features: they cannot be placed: {failed[choice.where]}") from None
 
 
-def _choice(needed: int, asked: str, device: torch.device) -> Placement:
+def _choice(needed: int, asked: str, device: torch.device, failed: Mapping[str, str]) -> Placement:
+    """Where features of `needed` bytes go; `failed` are the places that were tried, and what became of it."""
     size = f"{needed / 2**30:.2f} GiB"
     if asked == "disk":
         return Placement("disk", "as asked for")
@@ -62,7 +77,18 @@ def _choice(needed: int, asked: str, device: torch.device) -> Placement:
         return Placement("disk", f"{size}, which the system caches; training runs on the CPU")
     tried = []
     for where in ("device", "host") if asked == "auto" else (asked,):
-        free, total = _memory(device if where == "device" else torch.device("cpu"))
+        if where in failed:
+            tried.append(failed[where])
+            continue
+        memory = _memory(device if where == "device" else torch.device("cpu"))
+        if memory is None:
+            unknown = f"how much memory of the {where} ({device if where == 'device' else 'cpu'}) is free is not known"
+            if asked != "auto":
+                raise ValueError(f"features: {unknown}; expected auto or disk")
+            tried.append(f"{size} of features, {unknown}")
+            # Memory of the host is for copies that run beside a GPU: of other devices nothing is known of them.
+            break
+        free, total = memory
         room = free - max(int(_KEPT_SHARE * total), _KEPT_BYTES if asked == "auto" else 0)
         what = f"{size} of features, {max(room, 0) / 2**30:.2f} GiB to spare in the memory of the {where}"
         if needed <= room:
@@ -73,40 +99,51 @@ def _choice(needed: int, asked: str, device: torch.device) -> Placement:
     return Placement("disk", "; ".join(tried))
 
 
-def _memory(device: torch.device) -> tuple[int, int]:
-    """Free bytes and all bytes of a device's memory."""
+def _memory(device: torch.device) -> tuple[int, int] | None:
+    """Free bytes and all bytes of a device's memory; None where it does not say."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
-    if device.type != "cpu":
-        raise ValueError(f"features: how much memory {device} has is not known; expected auto on cpu or cuda, or disk")
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        kilobytes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-        return 1024 * kilobytes["MemAvailable"], 1024 * kilobytes["MemTotal"]
-    except (OSError, KeyError, ValueError, IndexError):
-        raise ValueError("features: this system does not say how much memory is free; expected disk") from None
+    return host_memory() if device.type == "cpu" else None
 
 
 def _resident(source: Features, device: torch.device, *, on_device: bool) -> ResidentFeatures:
     """All features in memory, read in blocks."""
     regions = source.shape[0] * source.shape[1] if source.counts is None else int(source.counts.sum())
-    where = device if on_device else torch.device("cpu")
-    values = torch.empty(regions, source.shape[2], dtype=source.dtype, device=where)
+    if on_device and device.type != "cpu":
+        values = torch.empty(regions, source.shape[2], dtype=source.dtype, device=device)
+    else:
+        memory = np.empty(regions * source.shape[2] * source.dtype.itemsize, dtype=np.uint8)
+        if device.type == "cuda":
+            _lock_pages(memory, device)
+        values = torch.from_numpy(memory).view(source.dtype).view(regions, source.shape[2])
     step = max(BLOCK_BYTES // (source.shape[1] * source.shape[2] * source.dtype.itemsize), 1)
     filled = 0
     for first in range(0, source.shape[0], step):
         rows = source.stored(first, min(first + step, source.shape[0]))
         values[filled : filled + len(rows)].copy_(rows)
         filled += len(rows)
-    by_image = where.type == "cpu" and device.type == "cuda"
-    if by_image:
-        _lock_pages(values)
-    return ResidentFeatures(values, source.shape, source.counts, device, by_image=by_image)
+    return ResidentFeatures(values, source.shape, source.counts, device, by_image=values.device.type != device.type)
 
 
-def _lock_pages(values: Tensor) -> None:
+class _NotLockedError(Exception):
+    """The system does not keep the memory in place."""
+
+
+def _lock_pages(memory: np.ndarray, device: torch.device) -> None:
     """Makes copies to a GPU asynchronous; page-locked memory of torch's own comes in powers of two alone."""
-    status = torch.cuda.cudart().cudaHostRegister(values.data_ptr(), values.numel() * values.element_size(), 0)
-    if int(status) != 0:
-        raise ValueError(f"features: the memory of the host could not be page-locked (CUDA error {int(status)})")
+    runtime = torch.cuda.cudart()
+    status = int(runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
+    if status != 0:
+        # The runtime keeps the error, and the next kernel of torch would report and clear it: this one does.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device)
+        raise _NotLockedError(f"it could not be page-locked (CUDA error {status})")
+    # Tensors of this memory hold the array, and its finalizer runs before its memory is given back.
+    weakref.finalize(memory, _unlock_pages, runtime, memory.ctypes.data, os.getpid())
+
+
+def _unlock_pages(runtime: Any, address: int, process: int) -> None:
+    # A child process that was forked has no CUDA, and nothing locked.
+    if os.getpid() == process:
+        runtime.cudaHostUnregister(address)
