@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -15,7 +16,7 @@ from helpers.commands import error
 from helpers.concepts import write_concepts
 from helpers.precomputed import VOCABULARY, features_of, write_split
 from helpers.runs import config, differences, run, same, weights, what_a_run_leaves
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from itm_fast import cli
 from itm_fast.data import BatchLoader, EpochSampler, PrecomputedDataset, StoreDataset, open_split, pack, reader
@@ -116,6 +117,32 @@ def test_images_of_fewer_regions(tmp_path: Path, either_reader: str) -> None:
     (data / "train_regions.txt").write_text("3\n" * 6 + "4\n")
     with pytest.raises(ValueError, match=r"regions\.txt: line 7: expected a number of regions from 1 to 3, got '4'"):
         PrecomputedDataset(data, "train", VOCABULARY)
+
+
+@pytest.mark.parametrize("kind", [">f2", ">f4", ">f8"])
+def test_features_in_the_other_byte_order(data: Path, tmp_path: Path, kind: str) -> None:
+    values = features_of(7)
+    np.save(data / "train_ims.npy", values.astype(kind))
+    pack(data, tmp_path / "store", dtype="fp32", splits=["train"])
+    assert torch.equal(
+        load_file(tmp_path / "store" / "train-00000.safetensors")["features"], torch.from_numpy(values).flatten(0, 1)
+    )
+
+
+@pytest.mark.parametrize("counts", [[2, 3, 3, 3, 3, 1, 2], [3, 1, 2, 3, 3, 1, 4]])
+def test_region_counts_that_are_not_those_of_the_shards(data: Path, tmp_path: Path, counts: list[int]) -> None:
+    """Of as many regions in all, but not in each shard; and more than an image may have."""
+    store = tmp_path / "store"
+    (data / "train_regions.txt").write_text("3\n1\n3\n3\n3\n1\n3\n")
+    pack(data, store, dtype="fp32", splits=["train"], shard_bytes=100)
+    index = store / "train-index.safetensors"
+    save_file({**load_file(index), "region_counts": torch.tensor(counts)}, index)
+    manifest = json.loads((store / "store.json").read_text())
+    content = index.read_bytes()
+    manifest["splits"][0].update(index_bytes=len(content), index_sha256=hashlib.sha256(content).hexdigest())
+    (store / "store.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=f"^{re.escape(str(index))}: not the index of this split$"):
+        open_split(store, "train", VOCABULARY)
 
 
 def test_captions_of_another_vocabulary_are_tokenised_anew(data: Path, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_an_ensemble_is_the_same() -> None:
 @given(data=st.data())
 def test_the_best_of_each_are_those_of_a_sort(data: st.DataObject) -> None:
     n_images, n_captions = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 9))
-    values = st.sampled_from([0.0, 1.0, 2.0, float("nan"), -3.0])
+    values = st.sampled_from([0.0, 1.0, 2.0, float("nan"), -3.0, float("inf"), -float("inf")])
     size = n_images * n_captions
     table = torch.tensor(data.draw(st.lists(values, min_size=size, max_size=size))).view(n_images, n_captions)
     k = data.draw(st.integers(1, 10))
@@ -86,7 +86,19 @@ def test_the_best_of_each_are_those_of_a_sort(data: st.DataObject) -> None:
 
     for (scores, indices), rows in zip(found, (table, table.t()), strict=True):
         assert indices.tolist() == expected(rows)
-        assert torch.equal(scores.nan_to_num(nan=-9.0), rows.gather(1, indices).nan_to_num(nan=-9.0))
+        assert torch.equal(
+            *(found.nan_to_num(-9.0, torch.inf, -torch.inf) for found in (scores, rows.gather(1, indices)))
+        )
+
+
+def test_no_captions_or_no_images() -> None:
+    model, gallery = TableModel(random_table(3, 2)), Gallery([0, 1], 3)
+    nothing = torch.arange(0)
+    _, ranks = stream_ranks([(model, gallery)], torch.arange(3), nothing)
+    assert ranks.image_to_text.tolist() == [-1, -1, -1]
+    assert ranks.text_to_image.tolist() == []
+    (of_images, _), (of_captions, places) = top_k(model, gallery, 2, captions=nothing)
+    assert (of_images.shape, of_captions.shape, places.shape) == ((3, 0), (0, 0), (0, 0))
 
 
 def test_what_is_refused() -> None:

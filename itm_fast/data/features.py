@@ -112,7 +112,8 @@ class ArrayFeatures(Features):
         return ValueError(f"{self.name}: row {self._row(int(image))} holds values that are not finite in float32")
 
     def stored(self, first: int, last: int) -> Tensor:
-        block = np.array(self.array[first:last])
+        # torch knows numbers in the byte order of the machine alone.
+        block = np.array(self.array[first:last], dtype=self.array.dtype.newbyteorder("="))
         with np.errstate(over="ignore", invalid="ignore"):
             finite = np.isfinite(block.astype(np.float32, copy=False))
         if self.counts is None:

@@ -182,9 +182,9 @@ class StoreDataset(PrecomputedDataset):
             token_ids, lengths = index["token_ids"], index["caption_lengths"]
             counts = index["region_counts"] if record.ragged else None
             fits = (len(captions), len(caption_image), len(lengths)) == (record.captions,) * 3
-            regions = sum(shard.regions for shard in record.shards)
             if counts is not None:
-                fits = fits and len(counts) == record.images and int(counts.min()) > 0 and int(counts.sum()) == regions
+                fits = fits and len(counts) == record.images and int(counts.min()) > 0
+                fits = fits and int(counts.max()) <= record.regions and _are_of_shards(counts, record)
             if not fits or int(lengths.sum()) != len(token_ids):
                 raise ValueError
         except (KeyError, ValueError, UnicodeDecodeError):
@@ -216,6 +216,13 @@ class StoreDataset(PrecomputedDataset):
         # Files and their threads stay behind: a worker process opens the store again.
         opened = functools.partial(StoreDataset, max_images=self._max_images)
         return opened, (self.directory, self.split, self.vocabulary)
+
+
+def _are_of_shards(counts: np.ndarray, record: SplitRecord) -> bool:
+    """Whether the regions of images add up to those of each shard."""
+    ends = np.cumsum([0, *(shard.images for shard in record.shards)])
+    sums = np.add.reduceat(counts, ends[:-1]).tolist()
+    return bool(sums == [shard.regions for shard in record.shards])
 
 
 def _texts(index: dict[str, np.ndarray], name: str) -> list[str]:

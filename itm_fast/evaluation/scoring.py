@@ -77,8 +77,8 @@ def score_matrix(
     check_tiles(tile_images, tile_captions)
     images = torch.arange(dataset.n_images) if images is None else images
     captions = torch.arange(len(dataset)) if captions is None else captions
-    image_tiles = _split(images, tile_images)
-    caption_tiles = _split(captions, tile_captions)
+    image_tiles = split_tiles(images, tile_images)
+    caption_tiles = split_tiles(captions, tile_captions)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     steps = len(image_tiles) + len(caption_tiles) + len(image_tiles) * len(caption_tiles)
     scores: Tensor | None = None
@@ -119,7 +119,8 @@ def _bar(steps: int, description: str, progress: bool) -> Any:
     return tqdm(total=steps, desc=description, unit="tile", leave=False, disable=None if progress else True)
 
 
-def _split(indices: Tensor, size: int) -> list[Tensor]:
+def split_tiles(indices: Tensor, size: int) -> list[Tensor]:
+    """Tiles of `size` indices; no indices make no tile."""
     return list(indices.split(size)) if len(indices) else []
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from itm_fast.evaluation.distance import MeanDistance
-from itm_fast.evaluation.scoring import Gallery, Scorer, check_tiles, evaluation_mode
+from itm_fast.evaluation.scoring import Gallery, Scorer, check_tiles, evaluation_mode, split_tiles
 
 __all__ = ["Ranks", "stream_ranks", "top_k"]
 
@@ -130,8 +130,8 @@ def stream_ranks(
     parts = [_Member(*member) for member in members]
     ranks = [Ranks(owners, len(images), ties) for _ in parts]
     together = Ranks(owners, len(images), ties) if len(parts) > 1 else ranks[0]
-    image_tiles = list(zip(range(0, len(images), tile_images), images.split(tile_images), strict=True))
-    caption_tiles = list(zip(range(0, len(chosen), tile_captions), chosen.split(tile_captions), strict=True))
+    image_tiles = list(zip(range(0, len(images), tile_images), split_tiles(images, tile_images), strict=True))
+    caption_tiles = list(zip(range(0, len(chosen), tile_captions), split_tiles(chosen, tile_captions), strict=True))
     with _evaluation_modes(parts), tqdm(
         total=len(image_tiles) * len(caption_tiles), desc=description, unit="tile", leave=False,
         disable=None if progress else True,
@@ -238,7 +238,7 @@ def top_k(
     part = _Member(model, dataset)
     images = torch.arange(dataset.n_images) if images is None else images
     captions = torch.arange(len(dataset)) if captions is None else captions
-    image_tiles, caption_tiles = images.split(tile_images), captions.split(tile_captions)
+    image_tiles, caption_tiles = split_tiles(images, tile_images), split_tiles(captions, tile_captions)
     of_captions: list[tuple[Tensor, Tensor] | None] = [None] * len(caption_tiles)
     of_images = []
     with evaluation_mode(model), tqdm(
@@ -263,9 +263,11 @@ def _merged(best: tuple[Tensor, Tensor] | None, scores: Tensor, indices: Tensor,
     places = indices.expand(scores.shape)
     if best is not None:
         scores, places = torch.cat([best[0], scores], 1), torch.cat([best[1], places], 1)
-    # Stable, so that of equal ones those that came first stay first.
+    # Stable, so that of equal ones those that came first stay first; NaN is put behind infinity, too.
     order = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    chosen = order.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    chosen = order.sort(dim=1, descending=True, stable=True).indices
+    lost = scores.gather(1, chosen).isnan().to(torch.uint8)
+    chosen = chosen.gather(1, lost.sort(dim=1, stable=True).indices)[:, :k]
     return scores.gather(1, chosen), places.gather(1, chosen)
 
 
