@@ -39,7 +39,7 @@ def compile_shim(folder: Path, *flags: str) -> list[Path]:
     objects = []
     for source in SHIM:
         objects.append(folder / f"{source.stem}.o")
-        _compile("-c", *flags, "-o", objects[-1], f"-I{ROOT / 'csrc'}", source)
+        run_compiler("-c", *flags, "-o", objects[-1], f"-I{ROOT / 'csrc'}", source)
     return objects
 
 
@@ -47,11 +47,12 @@ def compile_driver(name: str, folder: Path, *flags: str, root: Path = ROOT, shim
     """Compiles the driver `name` with the kernels under `root` and links the shim; returns the library."""
     library, drivers = folder / f"{name}.so", root / "python_tests/native/shim"
     includes = (f"-I{root / 'csrc'}", f"-I{root / 'csrc/include'}")
-    _compile("-shared", *flags, "-o", library, *includes, drivers / f"{name}.cpp", *shim)
+    run_compiler("-shared", *flags, "-o", library, *includes, drivers / f"{name}.cpp", *shim)
     return library
 
 
-def _compile(*arguments: str | Path) -> None:
+def run_compiler(*arguments: str | Path) -> None:
+    """Runs it as all of these tests do, and takes no warning."""
     command = [compiler(), "-std=c++20", "-O1", "-Wall", "-Wextra", "-fPIC", *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
