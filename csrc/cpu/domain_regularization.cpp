@@ -111,7 +111,9 @@ std::vector<T> risk_gradients(const DomainProblem<S, T>& problem, const T* risks
   std::copy_n(grad_adversarial, pairs, found.begin());
   for (int64_t p = 0; p < pairs; ++p) {
     for (int64_t kind = kByCaption; kind < problem.kinds; ++kind) {
-      if (problem.other(kind, p) < 0) continue;
+      const int64_t other = problem.other(kind, p);
+      // Where a pair is its own negative both risks of the hinge are one, and would cancel but for rounding.
+      if (other < 0 || other == p) continue;
       const int64_t features = problem.features(kind, p);
       if (hinge(problem.margin, risks[features], risks[kind * pairs + p]) == T(0)) continue;
       found[features] += grad_regularization[p];

@@ -20,10 +20,11 @@ struct DomainBackward {
   float* grad_weights;  // (pairs, dim)
   float* grad_biases;   // (pairs,)
 
-  // The gradient by the own risk in the hinge that a kind of risk stands in; that risk has the negative of it.
+  // The gradient by the own risk in the hinge that a kind of risk stands in; that risk has the negative of it. Where a
+  // pair is its own negative both are one, and would cancel but for rounding.
   ITM_FAST_DEVICE float through_hinge(int kind, int64_t pair) const {
     const int64_t other = problem.other(kind, pair);
-    if (other < 0) return 0.0f;
+    if (other < 0 || other == pair) return 0.0f;
     const float of_features = risks[has_foreign_features(kind) ? other : pair];
     const bool active = hinge(problem.margin, of_features, risks[kind * problem.pairs + pair]) != 0.0f;
     return active ? grad_regularization[pair] : 0.0f;
