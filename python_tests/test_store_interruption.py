@@ -238,7 +238,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_the_memory_of_packing_does_not_grow_with_the_data(tmp_path: Path) -> None:
-    """Files of 300 and 600 MB that take no room on the disk: the peak grows by less than a third of what the data do."""
+    """Files of 300 and 600 MB that take no room on the disk: the peak grows by a third of that at most."""
     peaks = []
     for images in (1024, 2048):
         data, shape = write_data(tmp_path / f"data{images}"), (images, 36, 2048)

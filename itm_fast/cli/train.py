@@ -55,9 +55,10 @@ def train(
     """Trains a model on precomputed region features and leaves the best one in --out.
 
     With --resume the settings are those of the run, and what is given beside must agree with them. What may change:
-    --data and --bert where the same lie in another folder; --workers, --features, --discriminators-on-disk, --save-every
-    and --tensorboard, which the result does not depend on; --device and --threads, which change its rounding; --epochs, but to no fewer than were done, and
-    with the cosine schedule the learning rate then is that of the new length from here on.
+    --data and --bert where the same lie in another folder; --workers, --features, --discriminators-on-disk,
+    --save-every and --tensorboard, which the result does not depend on; --device and --threads, which change its
+    rounding; --epochs, but to no fewer than were done, and with the cosine schedule the learning rate then is that of
+    the new length from here on.
     """
     from itm_fast.training import recipes, run_folder
     from itm_fast.training.run import train as run_training
