@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import attrs
@@ -16,11 +15,11 @@ from helpers.commands import SMALL, error
 from helpers.concepts import write_concepts
 from helpers.full_disk import no_file_above
 from helpers.kills import Calls, start, was_killed
-from helpers.runs import OPTIONS, config, differences, run, same, weights, what_a_run_leaves
+from helpers.runs import OPTIONS, config, differences, run, same, stop_at, weights, what_a_run_leaves
 from safetensors.torch import load_file
 
 from itm_fast import cli, models
-from itm_fast.training import TrainConfig, Trainer
+from itm_fast.training import TrainConfig
 from itm_fast.training.checkpoint import load_state, save_state
 from itm_fast.training.metrics_log import read_metrics
 
@@ -32,17 +31,6 @@ SNAPSHOT = "last/discriminators-8.safetensors"
 def settings_of(data: Path, out: Path, **changes: object) -> TrainConfig:
     """Two epochs of four steps for the discriminators and four for the model."""
     return config(data, out, **{"scenario": "addr", "beta1": 0.5, **DRAWING, **changes})
-
-
-def stop_at(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
-    step = Trainer._step
-
-    def stopping(self: Trainer, batch: object) -> dict[str, float]:
-        if self.engine.state.iteration == wanted:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, batch)
-
-    monkeypatch.setattr(Trainer, "_step", stopping)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 from helpers import fdf
 from helpers.commands import SMALL, error
-from helpers.runs import OPTIONS, config, differences, make_trainer, run, what_a_run_leaves
+from helpers.runs import OPTIONS, config, differences, make_trainer, run, stop_at, what_a_run_leaves
 from torch import Tensor
 
 from itm_fast import cli, evaluation, models
@@ -148,17 +146,6 @@ def test_pair_scores_are_the_diagonal(data: Path, tmp_path: Path) -> None:
 def settings_of(data: Path, out: Path, **changes: object):
     options = {**OPTIONS, "word_dropout": 0.3}
     return config(data, out, **{"conversions": 3, "model_options": options, "exclude_same_image": False, **changes})
-
-
-def stop_at(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
-    step = Trainer._step
-
-    def stopping(self: Trainer, batch: object) -> dict[str, float]:
-        if self.engine.state.iteration == wanted:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, batch)
-
-    monkeypatch.setattr(Trainer, "_step", stopping)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import attrs
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.concepts import write_concepts
-from helpers.runs import config, run, same, weights
+from helpers.runs import config, run, same, stop_at, weights
 
 from itm_fast.data import Vocabulary
 from itm_fast.training import Trainer
@@ -28,18 +26,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def steps(out: Path, kind: str) -> list[int]:
     return [line["step"] for line in read_metrics(out / "metrics.jsonl") if line["kind"] == kind]
-
-
-def stop_at(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
-    """Asks for a stop while step `wanted` is done."""
-    step = Trainer._step
-
-    def stopping(self: Trainer, batch: object) -> dict[str, float]:
-        if self.engine.state.iteration == wanted:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, batch)
-
-    monkeypatch.setattr(Trainer, "_step", stopping)
 
 
 def change_caption(folder: Path) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import attrs
@@ -14,12 +12,12 @@ import pytest
 import torch
 from helpers.commands import SMALL, error
 from helpers.kills import Calls, start, was_killed
-from helpers.runs import OPTIONS, config, differences, run, same, what_a_run_leaves
+from helpers.runs import OPTIONS, config, differences, run, same, stop_at, what_a_run_leaves
 
 from itm_fast import cli, models
 from itm_fast.data import PrecomputedDataset, Vocabulary
 from itm_fast.evaluation import evaluate, evaluate_ensemble
-from itm_fast.training import TrainConfig, Trainer
+from itm_fast.training import TrainConfig
 from itm_fast.training.checkpoint import load_state, save_state
 from itm_fast.training.metrics_log import read_metrics
 
@@ -43,17 +41,6 @@ def anchor(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings_of(data: Path, out: Path, scenario: str, anchor: Path, **changes: object) -> TrainConfig:
     options = {"anchor": str(anchor)} if scenario == "oas" else {}
     return config(data, out, scenario=scenario, **{**DRAWING, **SCENARIOS[scenario], **options, **changes})
-
-
-def stop_at(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
-    step = Trainer._step
-
-    def stopping(self: Trainer, batch: object) -> dict[str, float]:
-        if self.engine.state.iteration == wanted:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, batch)
-
-    monkeypatch.setattr(Trainer, "_step", stopping)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 """Short training runs on the data set of four concepts.
 
-Inside: `config`, `run`, `make_trainer`, `weights`, `same`, `what_a_run_leaves`, `differences`.
+Inside: `config`, `run`, `make_trainer`, `weights`, `same`, `what_a_run_leaves`, `differences`, `stop_at`.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
+import pytest
 import torch
 
 from itm_fast.training import TrainConfig, Trainer, TrainResult, train
@@ -81,3 +84,15 @@ def differences(left: object, right: object, name: str = "run") -> list[str]:
         pairs = enumerate(zip(left, right, strict=True))
         return [part for index, pair in pairs for part in differences(*pair, f"{name}[{index}]")]
     return [] if type(left) is type(right) and left == right else [name]
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
+    """Asks for a stop while step `wanted` is done."""
+    step = Trainer._step
+
+    def stopping(self: Trainer, batch: object) -> dict[str, float]:
+        if self.engine.state.iteration == wanted:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch)
+
+    monkeypatch.setattr(Trainer, "_step", stopping)
