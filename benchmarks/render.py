@@ -1,4 +1,4 @@
-"""Writes the tables of the README and of three pages under docs/, or checks that they are up to date.
+"""Writes the tables of the README and of pages under docs/, or checks that they are up to date.
 
     python benchmarks/render.py            # rewrites them
     python benchmarks/render.py --check    # exit status 1 where one differs from the results and the cost model
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from itm_fast.benchmarking import reader, scenarios
+from itm_fast.benchmarking import reader, realignment, scenarios
 from itm_fast.benchmarking.performance import tables
 from itm_fast.benchmarking.table import markdown, summary
 
@@ -70,6 +70,9 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "buckets": measured("reader", reader.buckets_markdown, "python benchmarks/reader.py --json {}"),
     },
     ROOT / "docs" / "performance.md": {"cost model": gpus},
+    ROOT / "docs" / "results" / "fdf.md": {
+        "realignment": measured("realignment", realignment.markdown, "python benchmarks/realignment.py --json {}")
+    },
 }
 
 

@@ -12,7 +12,8 @@ from helpers.commands import error
 from helpers.runs import OPTIONS, config, run
 
 from itm_fast import cli, evaluation, models
-from itm_fast.data import PrecomputedDataset, Vocabulary
+from itm_fast.benchmarking import realignment
+from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
 from itm_fast.report.features import principal_components
 from itm_fast.training.config import read_yaml
 from itm_fast.training.cross_model import extractor_of, pooled_features
@@ -94,6 +95,26 @@ def test_components_are_those_of_the_covariance() -> None:
     expected = centred @ vectors[:, [-1, -2]]
     np.testing.assert_allclose(np.abs(found.numpy()), np.abs(expected), rtol=1e-9, atol=1e-9)
     assert torch.equal(principal_components(rows.clone()), found)
+
+
+def test_the_committed_comparison_is_one_of_such_runs(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the page of FDF's results shows: two seeds of one model, the realigned one, and every pair of them."""
+    monkeypatch.setattr(emoji, "write_dataset", lambda _folder: data)
+    settings = {"model": "vse_infty", "model_options": OPTIONS, "epochs": 1, "batch_size": 32}
+    results = realignment.run(tmp_path, figure=tmp_path / "features.svg", settings=settings)
+    test = PrecomputedDataset(data, "test", Vocabulary.from_file(tmp_path / "seed0" / "vocab.json"))
+    names = {"model 1": "seed0", "model 2": "seed1", "realigned": "realigned"}
+    assert {name: row[name] for name, row in results["rsum"].items()} == {
+        name: evaluation.evaluate(models.load(tmp_path / folder), test)["rsum"] for name, folder in names.items()
+    }
+    assert [read_yaml(tmp_path / folder / "train.yaml")["seed"] for folder in names.values()] == [0, 1, 1]
+    assert results["images"] == 10
+    assert (tmp_path / "features.svg").read_text().startswith("<?xml")
+    rows = realignment.markdown(results).splitlines()
+    crossed = results["rsum"]["model 1"]
+    assert rows[2] == f"| images of model 1 | {' | '.join(f'{crossed[name]:.1f}' for name in names)} |"
 
 
 def test_bad_input_is_one_line_and_writes_nothing(
