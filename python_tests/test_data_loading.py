@@ -9,7 +9,8 @@ from helpers.precomputed import VOCABULARY, features_of, write_split
 from hypothesis import given
 from hypothesis import strategies as st
 
-from itm_fast.data import BatchLoader, EpochSampler, PrecomputedDataset
+from itm_fast.data import BatchLoader, EpochSampler, PrecomputedDataset, open_split, pack
+from itm_fast.data.placement import place
 
 
 @given(n=st.integers(0, 60), batch_size=st.integers(1, 20), seed=st.integers(0, 5), epoch=st.integers(0, 5))
@@ -108,3 +109,50 @@ def test_a_batch_moves_as_a_whole(dataset):
     for name in ("features", "token_ids", "lengths", "image_index", "caption_index"):
         assert getattr(moved, name).device.type == "meta"
         assert getattr(moved, name).shape == getattr(batch, name).shape
+
+
+@pytest.mark.parametrize("kind", ["store", "resident", "ragged"])
+def test_batches_for_a_gpu_are_page_locked_where_they_are_made(tmp_path, monkeypatch, kind):
+    """Features are read into page-locked memory at once; what is small is copied there."""
+    write_split(tmp_path, "train", features_of(6), 30)
+    if kind == "ragged":
+        (tmp_path / "train_regions.txt").write_text("1\n2\n1\n2\n2\n1\n")
+    VOCABULARY.save(tmp_path / "vocab.json")
+    pack(tmp_path, tmp_path / "store", dtype="fp32")
+    dataset = open_split(tmp_path / "store", "train", VOCABULARY)
+    if kind == "resident":
+        dataset.source, _ = place(dataset.source, "host", torch.device("cpu"))
+    expected = dataset.batch(np.arange(8))
+    locked, copied, empty = set(), [], torch.empty
+
+    def locking(*size, pin_memory=False, **options):
+        made = empty(*size, **options)
+        if pin_memory:
+            locked.add(made.untyped_storage().data_ptr())
+        return made
+
+    def pin(tensor):
+        if tensor.untyped_storage().data_ptr() not in locked:
+            copied.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", locking)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    (plain,) = BatchLoader(dataset, [np.arange(8)], pin_memory=True)
+    assert not locked
+    assert not copied, "there is no GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (batch,) = BatchLoader(dataset, [np.arange(8)], pin_memory=True)
+    for found in (plain, batch):
+        assert torch.equal(found.token_ids, expected.token_ids)
+        if kind == "ragged":
+            assert torch.equal(found.features.values, expected.features.values)
+        else:
+            assert torch.equal(found.features, expected.features)
+    features = batch.features.values if kind == "ragged" else batch.features
+    small = [batch.token_ids, batch.lengths, batch.image_index, batch.caption_index]
+    small += [batch.features.offsets] if kind == "ragged" else []
+    assert (features.untyped_storage().data_ptr() in locked) == (kind != "resident")
+    assert {id(tensor) for tensor in copied} == {id(tensor) for tensor in small} | (
+        {id(features)} if kind == "resident" else set()
+    )

@@ -13,11 +13,12 @@ import pytest
 import torch
 from helpers.commands import error
 from helpers.pages import Page
+from helpers.precomputed import VOCABULARY, write_split
 from PIL import Image
 
 import itm_fast.functional as F_itm
 from itm_fast import cli, evaluation, models, reference
-from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
+from itm_fast.data import PrecomputedDataset, Vocabulary, emoji, open_split, pack
 from itm_fast.nn import RegulatedSimilarity
 from itm_fast.report.heat import heat
 from itm_fast.report.pair import WHOLE
@@ -362,3 +363,23 @@ def test_pictures_of_half_precision_are_recognised() -> None:
     assert np.array_equal(emoji.picture_if_patches(patches.astype(np.float16).astype(np.float32)), picture)
     assert emoji.picture_if_patches(patches + 0.01) is None
     assert emoji.picture_if_patches(patches[:, :-1]) is None
+
+
+def test_pictures_in_a_store_of_bfloat16_are_recognised(tmp_path: Path) -> None:
+    """Every picture exactly; dark pixels are rounded by up to 0.6 of 255."""
+    for split in emoji.SPLITS:
+        pictures = emoji.pictures(split)[::7]
+        rounded = torch.from_numpy(emoji.patches(pictures)).to(torch.bfloat16).to(torch.float32).numpy()
+        assert np.abs(emoji.pictures_of(rounded).astype(int) - pictures).max() == 1
+        for picture, regions in zip(pictures, rounded, strict=True):
+            assert np.array_equal(emoji.picture_if_patches(regions), picture)
+    changed = rounded[0].copy()
+    changed[3, 5] = np.nextafter(changed[3, 5], 9, dtype=np.float32)
+    assert emoji.picture_if_patches(changed) is None
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_split(folder, "test", emoji.patches(emoji.pictures("test")[:3]), 15)
+    VOCABULARY.save(folder / "vocab.json")
+    pack(folder, tmp_path / "store", dtype="bf16")
+    stored = open_split(tmp_path / "store", "test", VOCABULARY).image_batch([2])[0]
+    assert np.array_equal(emoji.picture_if_patches(stored.numpy()), emoji.pictures("test")[2])

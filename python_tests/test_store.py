@@ -179,14 +179,11 @@ def test_a_store_of_other_data_is_refused(tmp_path: Path) -> None:
     pack(write_concepts(tmp_path / "others", seed=1), tmp_path / "store", dtype="fp32")
     pack(data, tmp_path / "rounded", dtype="bf16")
     run(config(data, tmp_path / "run", epochs=1))
-    with pytest.raises(
-        ValueError, match=r"^train_caps\.txt: its content is not what the run to resume was started with"
-    ):
-        run(config(tmp_path / "store", tmp_path / "run"), resume=True)
-    with pytest.raises(
-        ValueError, match=r"^train_ims\.npy: its content is not what the run to resume was started with"
-    ):
-        run(config(tmp_path / "rounded", tmp_path / "run"), resume=True)
+    for store, name in (("store", "train_caps.txt"), ("rounded", "train_ims.npy")):
+        with pytest.raises(ValueError, match="to resume") as caught:
+            run(config(tmp_path / store, tmp_path / "run"), resume=True)
+        state = tmp_path / "run" / "last" / "checkpoint.pt"
+        assert str(caught.value) == f"{name}: its content is not what the run to resume was started with ({state})"
 
 
 def damaged(store: Path, name: str, damage: str) -> None:
@@ -280,6 +277,21 @@ def test_a_shard_that_ends_early_and_one_that_holds_no_number(data: Path, tmp_pa
         file.write(np.array([np.nan], dtype=np.float32).tobytes())
     with pytest.raises(ValueError, match=r"row 6 \(image 6\) holds values that are not finite$"):
         open_split(store, "train", VOCABULARY).image_batch([0, 6])
+
+
+def test_a_buffer_whose_numbers_do_not_lie_end_to_end_is_refused(data: Path, tmp_path: Path) -> None:
+    pack(data, tmp_path / "store", dtype="fp32")
+    native = open_split(tmp_path / "store", "train", VOCABULARY).source._reader._reader
+    header = (tmp_path / "store" / "train-00000.safetensors").stat().st_size - 7 * 3 * 4 * 4
+    table = np.array([[0, header, 12, 0]])
+    numbers = np.load(data / "train_ims.npy")[0].reshape(-1)
+    for buffer in (np.zeros(24, np.float32)[::2], np.zeros((4, 3), np.float32).T, np.zeros(12, np.float32)[::-1]):
+        with pytest.raises(ValueError, match=r"^buffer: expected contiguous memory$"):
+            native.gather(table, buffer, "fp32", 2)
+        assert not buffer.any()
+    for buffer in (np.zeros((3, 4), np.float32), np.zeros((3, 1, 4), np.float32), np.zeros(12, np.float32)):
+        assert native.gather(table, buffer, "fp32", 2) == ("", -1, 0)
+        np.testing.assert_array_equal(buffer.reshape(-1), numbers)
 
 
 def test_a_batch_that_is_kept_is_not_written_over(data: Path, tmp_path: Path) -> None:

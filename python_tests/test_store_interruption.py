@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from helpers.processes import run as run_process
 from test_full_disk import contents
 from test_store import write_data
 
-from itm_fast import files
+from itm_fast import files, folder_lock
 from itm_fast.data import PrecomputedDataset, pack, store_format
 from itm_fast.data.store_format import ShardRecord
 
@@ -226,6 +227,85 @@ def test_a_source_that_changes_while_it_is_packed_is_refused(
     noted = json.loads((store / "unfinished.json").read_text())["shards"]
     assert {shard["file"].split("-")[0] for shard in noted} == {"dev"}
     assert not (store / "store.json").exists()
+
+
+@pytest.mark.parametrize("name", ["train_caps.txt", "train_ids.txt"])
+@pytest.mark.parametrize("how", ["written", "removed"])
+def test_captions_that_change_while_they_are_packed_are_refused(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, how: str
+) -> None:
+    """Though the store would hold what was read at first, nobody could tell that from its source."""
+    store, path = tmp_path / "store", data / name
+    (data / "train_ids.txt").write_text("".join(f"image {number}\n" for number in range(40)))
+    write_shard = pack_module._write_shard
+
+    def changing(source: PrecomputedDataset, shard: Path, *arguments: Any) -> ShardRecord:
+        if shard.name == "train-00001.safetensors":
+            if how == "written":
+                path.write_text(path.read_text().replace("0", "9", 1))
+            else:
+                path.unlink()
+        return write_shard(source, shard, *arguments)
+
+    monkeypatch.setattr(pack_module, "_write_shard", changing)
+    message = f"{path}: changed while it was packed; remove {store}, and pack again"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        pack(data, store, dtype="fp32", shard_bytes=400)
+    assert not (store / "store.json").exists()
+
+
+PACKING_SLOWLY = """
+import importlib, sys, time
+pack = importlib.import_module("itm_fast.data.pack")
+write_shard = pack._write_shard
+def slowly(*arguments):
+    print(flush=True)
+    time.sleep(60)
+    return write_shard(*arguments)
+pack._write_shard = slowly
+pack.pack(sys.argv[1], sys.argv[2])
+"""
+
+
+def test_two_packings_into_one_folder(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second is refused with the process of the first; once that is killed, it goes on."""
+    store = tmp_path / "store"
+    command = [sys.executable, "-c", PACKING_SLOWLY, data, store]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"\n"
+        before = contents(store)
+        holder = f"process {first.pid} on {socket.gethostname()}"
+        expected = f"{store}: {holder} is packing there; wait for its end, or choose another --out"
+        assert error(capsys, "data", "pack", "--data", data, "--out", store) == (1, expected)
+        assert contents(store) == before
+        first.kill()
+    assert (store / "packing.lock").exists()
+    pack(data, store)
+    pack(data, tmp_path / "whole")
+    assert contents(store) == contents(tmp_path / "whole")
+    assert not (store / "packing.lock").exists()
+
+
+def test_a_lock_that_was_removed_while_it_was_waited_for_is_none(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A holder that ends removes its file between another one's opening and locking it: that one looks again."""
+    path, acquire, opened = tmp_path / "lock", folder_lock._acquire, list[int]()
+
+    def late(handle: int, *messages: Any) -> None:
+        opened.append(os.fstat(handle).st_ino)
+        if len(opened) == 1:
+            path.unlink()
+            path.with_suffix(".new").write_text("")
+            path.with_suffix(".new").rename(path)
+        acquire(handle, *messages)
+
+    monkeypatch.setattr(folder_lock, "_acquire", late)
+    with folder_lock.hold(path, refusal=str, warning=str, temporary=True):
+        assert opened[0] != opened[1] == path.stat().st_ino
+        assert path.read_text().split() == [str(os.getpid()), "on", socket.gethostname()]
+    assert not path.exists()
 
 
 MEMORY = """

@@ -86,6 +86,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"{out}: images: train 113, dev 5, testall 5, test 1; five captions each" in capsys.readouterr().out
     assert isinstance(load_vocabulary(out), Vocabulary)
     assert error(capsys, *arguments) == (1, f"{out}: expected a new or empty folder; --overwrite replaces its files")
+    # What says more of the data that are written over goes with them; other splits stay.
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    for name in ("train_cap2im.txt", "test_ids.txt", "dev_regions.txt", "val_ids.txt"):
+        (out / name).write_text("of other data\n")
     assert cli.run([*arguments, "--overwrite"]) == 0
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {**before, "val_ids.txt": b"of other data\n"}
     expected = "scale: expected a number above 0 and at most 100, got 0.0"
     assert error(capsys, *arguments[:4], "--scale", "0", "--overwrite") == (1, expected)

@@ -86,6 +86,18 @@ std::unique_ptr<ShardReader> make_reader(
   }
 }
 
+// Whether the numbers of a buffer lie end to end, row by row.
+bool is_contiguous(const py::buffer_info& buffer) {
+  py::ssize_t expected = buffer.itemsize;
+  for (py::ssize_t d = buffer.ndim - 1; d >= 0; --d) {
+    if (buffer.shape[d] != 1 && buffer.strides[d] != expected) {
+      return buffer.size == 0;
+    }
+    expected *= buffer.shape[d];
+  }
+  return true;
+}
+
 py::tuple gather(const ShardReader& reader, const Numbers& rows, const py::buffer& buffer, const std::string& wanted,
                  int threads) {
   const Type type = type_of(wanted);
@@ -96,6 +108,9 @@ py::tuple gather(const ShardReader& reader, const Numbers& rows, const py::buffe
     throw py::value_error("rows: expected shape (n, 4)");
   }
   const py::buffer_info place = buffer.request(true);
+  if (!is_contiguous(place)) {
+    throw py::value_error("buffer: expected contiguous memory");
+  }
   const auto size = static_cast<std::int64_t>(itm_fast::host::size_of(type));
   const std::int64_t capacity = static_cast<std::int64_t>(place.size) * place.itemsize / size;
   std::vector<Row> described;

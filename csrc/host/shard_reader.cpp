@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <mutex>
 #include <new>
 #include <stdexcept>
@@ -182,11 +183,13 @@ Outcome ShardReader::gather(const std::vector<Row>& rows, void* buffer, Type wan
   };
   std::vector<std::thread> others;
   const std::size_t wanted_threads = std::min<std::size_t>(std::max(threads, 1), rows.size());
+  // Room for all of them before the first one runs: a vector that cannot grow would end the process with its threads.
+  others.reserve(wanted_threads);
   for (std::size_t i = 1; i < wanted_threads; ++i) {
     try {
       others.emplace_back(work);
-    } catch (const std::system_error&) {
-      break;  // The system has no thread left: those that run do the work.
+    } catch (const std::exception&) {
+      break;  // The system has no thread, or no memory for one: those that run do the work.
     }
   }
   work();

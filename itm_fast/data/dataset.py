@@ -43,8 +43,11 @@ class Batch:
         return Batch(*(part.to(device, non_blocking=non_blocking) for part in self._parts()))
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory; `torch.utils.data.DataLoader(pin_memory=True)` calls this."""
-        return Batch(*(part.pin_memory() for part in self._parts()))
+        """The same batch in page-locked memory; `torch.utils.data.DataLoader(pin_memory=True)` calls this.
+
+        What lies on another device than the CPU stays there, and what is page-locked already is not copied.
+        """
+        return Batch(*(part.pin_memory() if part.device.type == "cpu" else part for part in self._parts()))
 
     def _parts(self) -> tuple[Any, ...]:
         return self.features, self.token_ids, self.lengths, self.image_index, self.caption_index

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from PIL import Image
 
 from .. import files
@@ -34,6 +35,8 @@ PATCH = SIZE // GRID  # pixels of a patch's side
 
 # Mean and standard deviation of all values of the training pictures, from 0 to 255.
 MEAN, STD = 199.8, 78.5
+# Between two of the 64 levels that a colour of a pixel has.
+_STEP = 255 / 63
 
 CREDITS = "Pictures: Noto Color Emoji, SIL Open Font License 1.1. Names and keywords: Unicode CLDR, Unicode License v3."
 
@@ -120,12 +123,20 @@ def pictures_of(features: npt.ArrayLike) -> npt.NDArray[np.uint8]:
 
 
 def picture_if_patches(features: npt.NDArray[np.floating]) -> npt.NDArray[np.uint8] | None:
-    """The picture (72, 72, 3) that the regions (k, f) of an image are the `patches` of; None where they are others."""
+    """The picture (72, 72, 3) that the regions (k, f) of an image are the `patches` of; None where they are others.
+
+    Patches that were rounded to half precision or bfloat16, as feature stores have them, are recognised, too.
+    """
     if features.shape != (GRID * GRID, PATCH * PATCH * 3):
         return None
     picture = pictures_of(features[None])
     # Float16 keeps a value of a pixel to a thousandth of its range; features of a detector are nowhere near a grid.
-    return picture[0] if np.allclose(patches(picture)[0], features, atol=2e-3) else None
+    if np.allclose(patches(picture)[0], features, atol=2e-3):
+        return picture[0]
+    # Bfloat16 keeps dark pixels to the next one, which is still nearest to the level that they had.
+    picture = np.rint(np.rint(picture / _STEP) * _STEP).astype(np.uint8)
+    rounded = torch.from_numpy(patches(picture)[0]).to(torch.bfloat16).to(torch.float32)
+    return picture[0] if np.array_equal(rounded.numpy(), features) else None
 
 
 def picture_png(split: str, index: int) -> bytes:

@@ -48,6 +48,9 @@ class Features(abc.ABC):
             ValueError: a value is not finite in float32, or a file is not what it was; file and row are named.
         """
 
+    def pin_batches(self) -> None:  # noqa: B027
+        """Page-locks what `gather` returns from now on, where it then needs no copy to be; does nothing elsewhere."""
+
     @abc.abstractmethod
     def stored(self, first: int, last: int) -> Tensor:
         """The regions (N, f) of the images from `first` up to `last`, as they are stored, all finite."""

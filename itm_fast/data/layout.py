@@ -1,7 +1,7 @@
 """The files of the published precomputed layout, read and checked one at a time.
 
-Inside: `split_path`, `available_splits`, `open_features`, `read_captions`, `read_caption_image`, `match_counts`,
-`read_ids`, `read_region_counts`; and for one line of a file `text_in`, `caption_in`, `image_row_in`,
+Inside: `SUFFIXES`, `split_path`, `available_splits`, `open_features`, `read_captions`, `read_caption_image`,
+`match_counts`, `read_ids`, `read_region_counts`; and for one line of a file `text_in`, `caption_in`, `image_row_in`,
 `region_count_in`.
 
 Every problem is a ValueError of one line that names the file, and the line (from 1) or row (from 0) where there is one.
@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 CAPTIONS_PER_IMAGE = 5
+# The files of a split; those behind the first two are optional.
+SUFFIXES = ("ims.npy", "caps.txt", "cap2im.txt", "ids.txt", "regions.txt")
 
 Parsed = TypeVar("Parsed")
 
@@ -52,7 +54,7 @@ def check_split(directory: str | os.PathLike[str], split: str) -> None:
     check_split_name(split)
     if not Path(directory).is_dir():
         raise ValueError(f"{directory}: no such data directory")
-    for suffix in ("ims.npy", "caps.txt"):
+    for suffix in SUFFIXES[:2]:
         path = split_path(directory, split, suffix)
         if not path.is_file():
             found = ", ".join(available_splits(directory)) or "none"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -115,9 +115,9 @@ class BatchLoader:
     """Iterates over the batches of `dataset` that `index_batches` names, in that order.
 
     `workers=0` reads in this process; more read ahead in worker processes, which pays where batches come from a disk
-    and the training step runs on another device. `pin_memory=True` makes copies to a GPU asynchronous. Features that
-    are read in this process by threads of their own, or lie in memory, are fetched ahead by one thread, whatever
-    `workers` says. Raises what `CaptionDataset.batch` raises.
+    and the training step runs on another device. `pin_memory=True` makes copies to a GPU asynchronous; where there is
+    none it does nothing. Features that are read in this process by threads of their own, or lie in memory, are fetched
+    ahead by one thread, whatever `workers` says. Raises what `CaptionDataset.batch` raises.
     """
 
     def __init__(
@@ -129,6 +129,7 @@ class BatchLoader:
         pin_memory: bool = False,
     ) -> None:
         self._index_batches, self._dataset = index_batches, dataset
+        self._pin = pin_memory and torch.cuda.is_available()
         self._loader: DataLoader[Batch | ValueError] = DataLoader(
             _Batches(dataset),
             sampler=index_batches,
@@ -136,7 +137,7 @@ class BatchLoader:
             collate_fn=_as_it_is,  # type: ignore[arg-type]
             num_workers=workers,
             worker_init_fn=_leave_interrupts_to_the_main_process,
-            pin_memory=pin_memory and torch.cuda.is_available(),
+            pin_memory=self._pin,
         )
 
     def __len__(self) -> int:
@@ -144,21 +145,27 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         if self._dataset.source.in_process:
-            yield from _fetched_ahead(self._dataset, self._index_batches)
+            if self._pin:
+                self._dataset.source.pin_batches()
+            yield from _fetched_ahead(self._batch, self._index_batches)
             return
         for item in self._loader:
             if isinstance(item, ValueError):
                 raise item
             yield item
 
+    def _batch(self, indices: np.ndarray) -> Batch:
+        batch = self._dataset.batch(indices)
+        return batch.pin_memory() if self._pin else batch
 
-def _fetched_ahead(dataset: CaptionDataset, index_batches: Iterable[np.ndarray]) -> Iterator[Batch]:
+
+def _fetched_ahead(make: Callable[[np.ndarray], Batch], index_batches: Iterable[np.ndarray]) -> Iterator[Batch]:
     """The batches in their order, made by one thread while the caller works on the ones before."""
     waiting: collections.deque[Future[Batch]] = collections.deque()
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
         try:
             for indices in index_batches:
-                waiting.append(thread.submit(dataset.batch, indices))
+                waiting.append(thread.submit(make, indices))
                 if len(waiting) > _AHEAD:
                     yield waiting.popleft().result()
             while waiting:

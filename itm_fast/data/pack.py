@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,21 @@ import torch
 from safetensors.numpy import save as save_tensors
 from tqdm import tqdm
 
-from .. import files
+from .. import files, folder_lock
 from . import layout, store_format
 from .digests import sha256_of_file
 from .features import BLOCK_BYTES
 from .pack_notes import Notes
 from .precomputed import PrecomputedDataset
 from .store_format import DTYPES, Manifest, ShardRecord, SplitRecord, shard_header
-from .vocabulary import load_vocabulary
+from .vocabulary import Vocabulary, load_vocabulary
 
 __all__ = ["SHARD_BYTES", "pack"]
 
 SHARD_BYTES = 256 * 2**20
+
+# Files of a split, with what tells whether one was written to.
+States = dict[Path, tuple[int, int, int] | None]
 
 
 def pack(
@@ -61,7 +64,8 @@ def pack(
 
     Raises:
         ValueError: the folder cannot be read, a value is not finite in `dtype` (file and row are named), `out` holds
-            something else or a finished store of which a file is damaged, or the source changed meanwhile.
+            something else or a finished store of which a file is damaged, the source changed meanwhile, or another
+            process packs into `out`.
         OSError: the disk is full; what is written already is taken up by the next call.
     """
     if dtype not in DTYPES:
@@ -80,10 +84,30 @@ def pack(
     names = list(dict.fromkeys(splits)) or layout.available_splits(source)
     if not names:
         raise ValueError(f"{source}: no split: expected files such as train_ims.npy and train_caps.txt")
+    # Before anything is read, so that no change goes unnoticed.
+    states = {name: _states_of(source, name) for name in names}
     vocabulary = load_vocabulary(source, vocabulary_file, min_count=min_count)
     datasets = [PrecomputedDataset(source, name, vocabulary) for name in names]
     _check_widths(datasets)
-    states = {data.split: _state_of(data) for data in datasets}
+    with folder_lock.hold(
+        target / store_format.LOCK,
+        refusal=lambda holder: f"{target}: {holder} is packing there; wait for its end, or choose another --out",
+        warning=lambda said: f"{target}: its file system knows no locks ({said}); start no second packing there",
+        temporary=True,
+    ):
+        return _pack(datasets, states, target, dtype, vocabulary, shard_bytes, progress)
+
+
+def _pack(
+    datasets: Sequence[PrecomputedDataset],
+    states: Mapping[str, States],
+    target: Path,
+    dtype: str,
+    vocabulary: Vocabulary,
+    shard_bytes: int,
+    progress: bool,
+) -> Manifest:
+    """Packs splits whose files were as `states` say before they were opened; the folder's lock is held."""
     sources = {data.split: _source_of(data) for data in datasets}
     words = store_format.vocabulary_digest(vocabulary)
     asked = {"dtype": dtype, "shard_bytes": shard_bytes, "vocabulary": words, "splits": sources}
@@ -96,9 +120,13 @@ def pack(
         records = []
         for data in datasets:
             records.append(_pack_split(data, target, dtype, shard_bytes, notes, bar))
-            if _state_of(data) != states[data.split] or records[-1].features != sources[data.split]["features"]:
+            now = _states_of(data.directory, data.split)
+            changed = next((path for path, state in states[data.split].items() if now[path] != state), None)
+            if changed is None and records[-1].features != sources[data.split]["features"]:
+                changed = data.features_path
+            if changed is not None:
                 notes.discard(shard.file for shard in records[-1].shards)
-                raise ValueError(f"{data.features_path}: changed while it was packed; remove {target}, and pack again")
+                raise ValueError(f"{changed}: changed while it was packed; remove {target}, and pack again")
     manifest = Manifest(dtype=dtype, vocabulary=words, splits=tuple(records))
     store_format.write_manifest(target, manifest)
     notes.path.unlink(missing_ok=True)
@@ -115,9 +143,16 @@ def _check_widths(datasets: Sequence[PrecomputedDataset]) -> None:
             )
 
 
-def _state_of(data: PrecomputedDataset) -> tuple[int, int, int]:
-    """What a write to the file of the features changes, wherever in the file it is."""
-    state = data.features_path.stat()
+def _states_of(directory: Path, split: str) -> States:
+    """For each file of a split what a write to it changes, wherever in the file it is; None where it is not there."""
+    return {path: _state_of(path) for path in (layout.split_path(directory, split, name) for name in layout.SUFFIXES)}
+
+
+def _state_of(path: Path) -> tuple[int, int, int] | None:
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        return None
     return state.st_size, state.st_mtime_ns, state.st_ino
 
 

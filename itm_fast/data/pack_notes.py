@@ -40,7 +40,7 @@ class Notes:
         elif folder.is_dir():
             # A call that was killed before it had noted anything leaves a temporary file of its notes at most.
             files.remove_temporaries(self.path)
-            found = min((path.name for path in folder.iterdir()), default=None)
+            found = min((path.name for path in folder.iterdir() if path.name != store_format.LOCK), default=None)
             if found is not None:
                 raise ValueError(
                     f"{folder}: expected an empty folder or a feature store, found {shown(found)}; choose another --out"

@@ -59,7 +59,6 @@ class StoreFeatures(Features):
         directory: the store. dtype: how its features are stored. split: the split.
         counts: (n_images,) int64 regions of each image, or None where all have as many.
         threads: threads that read; 0: as many as there are processors, at most eight.
-        pin: read into page-locked memory, from which copies to a GPU run beside it.
 
     Raises:
         ValueError: a shard is missing, truncated, or not the one that the store wrote; its file is named.
@@ -75,7 +74,6 @@ class StoreFeatures(Features):
         counts: np.ndarray | None,
         *,
         threads: int = 0,
-        pin: bool = False,
     ) -> None:
         self.shape, self.counts = (split.images, split.regions, split.width), counts
         self.dtype, self._dtype = DTYPES[dtype], dtype
@@ -85,7 +83,7 @@ class StoreFeatures(Features):
             for path, shard in zip(self._paths, split.shards, strict=True)
         ]
         self._reader = ShardReader(self._paths, states, dtype, threads or default_threads())
-        self._buffers = BufferPool(pin)
+        self._buffers = BufferPool()
         lengths = np.full(split.images, split.regions) if counts is None else counts
         images = np.array([shard.images for shard in split.shards])
         self._firsts = np.cumsum(images) - images
@@ -96,6 +94,9 @@ class StoreFeatures(Features):
         headers = [len(store_format.shard_header(dtype, shard.regions, split.width)) for shard in split.shards]
         row_bytes = split.width * self.dtype.itemsize
         self._offset = (starts - starts[self._firsts][self._file]) * row_bytes + np.array(headers)[self._file]
+
+    def pin_batches(self) -> None:
+        self._buffers = BufferPool(pin=True)
 
     def keep(self, n_images: int) -> None:
         """Leaves the first images alone."""

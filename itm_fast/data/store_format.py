@@ -32,6 +32,7 @@ from .vocabulary import Vocabulary
 FORMAT = Format()
 MANIFEST = "store.json"
 UNFINISHED = "unfinished.json"
+LOCK = "packing.lock"
 VOCABULARY = "vocab.json"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SAFETENSORS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}

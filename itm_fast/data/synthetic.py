@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from .. import files
-from .layout import CAPTIONS_PER_IMAGE, split_path
+from .layout import CAPTIONS_PER_IMAGE, SUFFIXES, split_path
 from .vocabulary import END, MASK, PAD, START, UNK, Vocabulary
 
 __all__ = ["COCO_IMAGES", "write_synthetic"]
@@ -75,6 +75,9 @@ def write_synthetic(
             bar.set_description_str(split)
             # The images of test are the first of testall, as in COCO.
             source = "testall" if split == "test" else split
+            # Optional files of other data, written over here, would speak of images that are gone.
+            for suffix in SUFFIXES[2:]:
+                split_path(folder, split, suffix).unlink(missing_ok=True)
             stream = [seed, *source.encode()]
             blocks = (_captions(stream, first, words - 5) for first in range(0, images, _BLOCK_IMAGES))
             captions = [caption for block in blocks for caption in block][: images * CAPTIONS_PER_IMAGE]
