@@ -29,8 +29,16 @@ from itm_fast.training.run import device_of, warn_of_unknown_words
         (["--device", "cuda:99"], 1, "device: 'cuda:99' was asked for, but torch cannot use such a device here"),
         (["--model-option", "name=foo"], 1, "unknown scan setting 'name': known are vocab_size, feature_dim"),
         (["--model-option", "cls=foo"], 1, "unknown scan setting 'cls': known are"),
-        (["--model-option", f"embed_dim={10**15}"], 1, "not enough memory; a smaller model or --batch-size needs less"),
-        (["--model-option", f"embed_dim={10**18}"], 1, "not enough memory; a smaller model or --batch-size needs less"),
+        (
+            ["--model-option", f"embed_dim={10**15}"],
+            1,
+            "not enough memory; a smaller model, --batch-size or --micro-batch needs less",
+        ),
+        (
+            ["--model-option", f"embed_dim={10**18}"],
+            1,
+            "not enough memory; a smaller model, --batch-size or --micro-batch needs less",
+        ),
         (["--validation-split", "../ok/dev"], 1, "split: expected a name such as test, without folders, got"),
     ],
 )

@@ -3,7 +3,8 @@
 Whole optimiser steps at published sizes: encoders, scores, losses, backward, clipping, Adam, and what a scenario adds.
 Times are processor time, which other work on the machine lengthens less than it does a clock's.
 
-Inside: `Setup`, `make_step`, `make_forward`, `make_start`, `run`, `markdown`.
+Inside: `Setup`, `make_batch`, `make_step`, `make_forward`, `make_start`, `run`, `markdown`; `processor_time` and
+`memory_given_back`, which measure.
 """
 
 from __future__ import annotations
@@ -29,7 +30,18 @@ from itm_fast.training import TrainConfig
 from itm_fast.training.scenarios import BatchFunctions
 from itm_fast.training.step import Stepper
 
-__all__ = ["SCENARIOS", "Setup", "make_forward", "make_start", "make_step", "markdown", "run"]
+__all__ = [
+    "SCENARIOS",
+    "Setup",
+    "make_batch",
+    "make_forward",
+    "make_start",
+    "make_step",
+    "markdown",
+    "memory_given_back",
+    "processor_time",
+    "run",
+]
 
 # The settings of each row of the table.
 SCENARIOS: Mapping[str, dict[str, Any]] = {
@@ -58,10 +70,15 @@ class Setup:
     dim: int = 1024
     features: int = 2048
     words: int = 10_000
+    micro_batch: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Names and values, of what is set."""
+        return attrs.asdict(self, filter=lambda _, value: value is not None)
 
 
 def _config(setup: Setup, scenario: str) -> TrainConfig:
-    return TrainConfig(data="", out="", model=setup.model, **SCENARIOS[scenario])
+    return TrainConfig(data="", out="", model=setup.model, micro_batch=setup.micro_batch, **SCENARIOS[scenario])
 
 
 def _model(setup: Setup) -> models.MatchingModel:
@@ -69,7 +86,7 @@ def _model(setup: Setup) -> models.MatchingModel:
     return models.create(setup.model, vocab_size=setup.words, feature_dim=setup.features, embed_dim=setup.dim)
 
 
-def _batch(setup: Setup) -> Batch:
+def make_batch(setup: Setup) -> Batch:
     """Captions of COCO's lengths: 8 to 24 words with start and end, 13 on average."""
     random = torch.Generator().manual_seed(0)
     # A gamma law of shape 5, as a sum of five exponential ones.
@@ -90,14 +107,18 @@ def _stepper(setup: Setup, scenario: str, kind: Callable[..., Stepper] = Stepper
 
 
 def _shrunk(setup: Setup, small: bool) -> Setup:
-    return attrs.evolve(setup, batch=2, dim=32, features=32, words=50) if small else setup
+    if not small:
+        return setup
+    return attrs.evolve(setup, batch=2, dim=32, features=32, words=50, micro_batch=setup.micro_batch and 1)
 
 
-def make_step(scenario: str, setup: Setup, small: bool = False) -> Callable[[], dict[str, float]]:
-    """One optimiser step of a scenario after another."""
+def make_step(
+    scenario: str, setup: Setup, small: bool = False, batch: Batch | None = None
+) -> Callable[[], dict[str, float]]:
+    """One optimiser step of a scenario after another, on `batch`, by default one of the setup's own."""
     setup = _shrunk(setup, small)
-    stepper, batch = _stepper(setup, scenario), _batch(setup)
-    return lambda: stepper(batch, "hardest", 0)
+    stepper, given = _stepper(setup, scenario), make_batch(setup) if batch is None else batch
+    return lambda: stepper(given, "hardest", 0)
 
 
 class _Counting(Stepper):
@@ -122,14 +143,14 @@ class _Counting(Stepper):
 def pairs_of_a_step(scenario: str, setup: Setup) -> int:
     """Pairs whose scores have a gradient in a first step, of all branches together."""
     pairs: list[int] = []
-    _stepper(setup, scenario, functools.partial(_Counting, pairs))(_batch(setup), "hardest", 0)
+    _stepper(setup, scenario, functools.partial(_Counting, pairs))(make_batch(setup), "hardest", 0)
     return sum(pairs)
 
 
 def make_forward(setup: Setup, small: bool = False) -> Callable[[], torch.Tensor]:
     """One forward of the model without gradient, in evaluation mode."""
     setup = _shrunk(setup, small)
-    model, batch = _model(setup).eval(), _batch(setup)
+    model, batch = _model(setup).eval(), make_batch(setup)
 
     def run() -> torch.Tensor:
         with torch.no_grad():
@@ -142,7 +163,7 @@ def make_forward(setup: Setup, small: bool = False) -> Callable[[], torch.Tensor
 def make_start(scenario: str, setup: Setup, small: bool = False) -> Callable[[], None]:
     """Everything that a scenario keeps and needs: its models, optimisers and three steps."""
     setup = _shrunk(setup, small)
-    batch = _batch(setup)
+    batch = make_batch(setup)
 
     def run() -> None:
         stepper = _stepper(setup, scenario)
@@ -153,7 +174,7 @@ def make_start(scenario: str, setup: Setup, small: bool = False) -> Callable[[],
 
 
 @contextlib.contextmanager
-def _memory_given_back() -> Iterator[None]:
+def memory_given_back() -> Iterator[None]:
     """Processes that start here give freed blocks of a megabyte and more back at once (glibc).
 
     What a process keeps for later use would count as memory in use, and more or less of it from run to run.
@@ -200,7 +221,7 @@ def run(
         for _ in range(MEMORY_RUNS if memory else 0):
             for name in SCENARIOS:
                 progress(f"{name}, memory")
-                with _memory_given_back():
+                with memory_given_back():
                     peak = peak_memory(make_start, name, setup, threads=threads)
                 if peak is not None:
                     rows[name].setdefault("peak_runs_bytes", []).append(peak)
@@ -209,7 +230,7 @@ def run(
             rows[name]["peak_bytes"] = None if peaks is None else statistics.median(peaks)
         model = _model(setup)
         held = sum(value.numel() * value.element_size() for value in model.state_dict().values())
-        measured[setup.model] = {"setup": attrs.asdict(setup), "model_bytes": held, "rows": rows}
+        measured[setup.model] = {"setup": setup.as_dict(), "model_bytes": held, "rows": rows}
     return {
         "format_version": FORMAT_VERSION,
         "environment": where,

@@ -96,7 +96,7 @@ def run(arguments: list[str] | None = None) -> int:
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
-        _print_error("not enough memory; a smaller model or --batch-size needs less")
+        _print_error("not enough memory; a smaller model, --batch-size or --micro-batch needs less")
         return 1
     except (KeyboardInterrupt, typer.Abort):
         _print_error("interrupted")

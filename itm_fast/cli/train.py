@@ -57,8 +57,8 @@ def train(
     With --resume the settings are those of the run, and what is given beside must agree with them. What may change:
     --data and --bert where the same lie in another folder; --workers, --features, --discriminators-on-disk,
     --save-every and --tensorboard, which the result does not depend on; --device and --threads, which change its
-    rounding; --epochs, but to no fewer than were done, and with the cosine schedule the learning rate then is that of
-    the new length from here on.
+    rounding, and --micro-batch, which changes what dropout draws and batch normalisation sees, too; --epochs, but to
+    no fewer than were done, and with the cosine schedule the learning rate then is that of the new length from here on.
     """
     from itm_fast.training import recipes, run_folder
     from itm_fast.training.run import train as run_training

@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from itm_fast.ops import gradient_sparse, validation
 from itm_fast.ops.gradient_sparse import COUPLINGS, Sets
+from itm_fast.ops.replay import Buffers
 
 __all__ = ["gradient_sparse_scores"]
 
@@ -60,14 +61,6 @@ def gradient_sparse_scores(module: nn.Module, images: Sets, captions: Sets, *, c
     if chunk_pairs < 1:
         raise ValueError(f"chunk_pairs: expected at least 1, got {chunk_pairs}")
     parameters = dict(module.named_parameters())
-    kept: dict[str, Tensor] = {}
-
-    def snapshot() -> dict[str, Tensor]:
-        # By value: a buffer may be replaced by another, or changed behind autograd's back.
-        for name, buffer in module.named_buffers():
-            if name not in kept or not torch.equal(kept[name], buffer):
-                kept[name] = buffer.clone()
-        return dict(kept)
 
     def score(
         values: Sequence[Tensor], state: dict[str, Tensor] | None, rows: Sets, columns: Sets, _: Tensor, __: Tensor
@@ -82,7 +75,7 @@ def gradient_sparse_scores(module: nn.Module, images: Sets, captions: Sets, *, c
         captions,
         coupling=_coupling(module),
         chunk_pairs=chunk_pairs,
-        snapshot=snapshot,
+        snapshot=Buffers(module),
     )
 
 

@@ -23,6 +23,7 @@ from itm_fast.formats import Format
 from itm_fast.fragments import Fragments
 from itm_fast.messages import shortened, shown
 from itm_fast.models.weights_file import check_finite, read_shapes, read_weights
+from itm_fast.nn import micro_batches
 
 FORMAT = Format()
 CONFIG_FILE = "config.json"
@@ -53,6 +54,18 @@ class MatchingModel(nn.Module, abc.ABC):
     def score(self, images: Any, captions: Any) -> Tensor:
         """Embeddings of images and captions to scores (n_images, n_captions) float32."""
 
+    def encode(
+        self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor, micro_batch: int | None = None
+    ) -> tuple[Any, Any]:
+        """The embeddings of images and of captions.
+
+        With `micro_batch` so many images, and so many captions, are encoded at a time, and nothing of it is kept but
+        the embeddings: `itm_fast.nn.micro_batches.encode`.
+        """
+        sides = {"encode_images": (features,), "encode_captions": (token_ids, lengths)}
+        images, captions = micro_batches.encode(self, sides, micro_batch)
+        return images, captions
+
     def first_image_weight(self) -> nn.Parameter:
         """The weight of the layer that image features meet first, in whose gradient a vanishing one shows.
 
@@ -71,9 +84,11 @@ class MatchingModel(nn.Module, abc.ABC):
         """Tokens in the longest caption that the model reads; None where any length will do."""
         return None
 
-    def forward(self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor) -> Tensor:
-        """Scores (n_images, n_captions) of all images with all captions."""
-        return self.score(self.encode_images(features), self.encode_captions(token_ids, lengths))
+    def forward(
+        self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor, micro_batch: int | None = None
+    ) -> Tensor:
+        """Scores (n_images, n_captions) of all images with all captions; `micro_batch` as in `encode`."""
+        return self.score(*self.encode(features, token_ids, lengths, micro_batch))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes `config.json` and `model.safetensors`, each atomically; the folder is created where missing."""

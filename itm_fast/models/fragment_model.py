@@ -5,7 +5,7 @@ Inside: `Encoded`, `FragmentModel`.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import attrs
 from torch import Tensor
@@ -44,10 +44,11 @@ class FragmentModel(MatchingModel):
         """Width d of the regions and words."""
         return int(self.config.embed_dim)
 
-    def encode_fragments(self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor) -> Encoded:
+    def encode_fragments(
+        self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor, micro_batch: int | None = None
+    ) -> Encoded:
         """Both sides of a batch, with what enters the similarity; the arguments are those of `forward`."""
-        images = cast(Fragments, self.encode_images(features))
-        captions = cast(Fragments, self.encode_captions(token_ids, lengths))
+        images, captions = self.encode(features, token_ids, lengths, micro_batch)
         # Normalised twice would be the same but for rounding.
         regions = _normalized(images) if self.config.no_imgnorm else images
         words = _normalized(captions) if self.config.no_txtnorm else captions

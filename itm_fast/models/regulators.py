@@ -7,6 +7,7 @@ Inside: `RegulatedConfig`, `steps_of`, `make_similarity`, `pairwise_weights`; `P
 from __future__ import annotations
 
 import attrs
+import torch
 from torch import Tensor
 
 from itm_fast.config import setting
@@ -109,7 +110,8 @@ def pairwise_weights(
     if len(images) != len(captions):
         raise ValueError(f"captions: expected one for each of {len(images)} images, got {len(captions)}")
     pairs = ((captions[index].float(), images[index].float()) for index in range(len(images)))
-    return [similarity.weights(words, regions) for words, regions in pairs]
+    with torch.autocast(images.device.type, enabled=False):
+        return [similarity.weights(words, regions) for words, regions in pairs]
 
 
 @attrs.frozen(eq=False)
@@ -156,7 +158,8 @@ def directed_steps(
     score: Tensor,
 ) -> PairSteps:
     """The steps of the first set of queries and the first of contexts, whose `score` (1, 1) is known."""
-    steps = similarity.steps(queries[0].float(), contexts[0].float())
+    with torch.autocast(queries.device.type, enabled=False):
+        steps = similarity.steps(queries[0].float(), contexts[0].float())
     aggregation = {"RAR": steps.aggregation} if steps.aggregation else {}
     return PairSteps(steps.attention, steps.temperatures, aggregation, score[0, 0])
 

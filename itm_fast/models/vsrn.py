@@ -15,7 +15,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.models.base import register
 from itm_fast.models.encoders import EncoderConfig, make_image_encoder, make_text_encoder
 from itm_fast.models.fragment_model import Encoded, FragmentModel
-from itm_fast.nn import RegionReader, RegionReasoning, final_states, inner_products, l2norm
+from itm_fast.nn import RegionReader, RegionReasoning, final_states, inner_products, l2norm, micro_batches
 from itm_fast.nn.residual_image_encoder import RowNorm
 
 __all__ = ["VSRN", "VSRNConfig"]
@@ -53,25 +53,34 @@ class VSRN(FragmentModel):
 
     def encode_images(self, features: Tensor | Fragments) -> Tensor:
         """Region features (n, k, f), or Fragments of rows (N, f), to (n, d); an image without regions is zero."""
-        return self._image(self._regions(features))
+        return self.image_fragments(features)[0]
 
     def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Tensor:
         """Padded token ids (n, L) int64 and lengths (n,) to (n, d); a caption without words is zero."""
         return self._caption(self.text_encoder.states(token_ids, lengths))
 
-    def encode_fragments(self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor) -> Encoded:
+    def encode_fragments(
+        self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor, micro_batch: int | None = None
+    ) -> Encoded:
         """Both sides of a batch; fragments are the regions after they reasoned and all states of the captions' GRU."""
-        regions, states = self._regions(features), self.text_encoder.states(token_ids, lengths)
-        words = states.with_values(l2norm(states.values))
-        return Encoded(self._image(regions), self._caption(states), regions, words)
+        sides = {"image_fragments": (features,), "caption_fragments": (token_ids, lengths)}
+        (images, regions), (captions, words) = micro_batches.encode(self, sides, micro_batch)
+        return Encoded(images, captions, regions, words)
+
+    def image_fragments(self, features: Tensor | Fragments) -> tuple[Tensor, Fragments]:
+        """Images (n, d) and their regions after they reasoned."""
+        reasoned: Fragments = self.graph(self.image_encoder(features))
+        regions = reasoned.with_values(l2norm(reasoned.values))
+        return self._image(regions), regions
+
+    def caption_fragments(self, token_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Fragments]:
+        """Captions (n, d) and all states of their GRU."""
+        states = self.text_encoder.states(token_ids, lengths)
+        return self._caption(states), states.with_values(l2norm(states.values))
 
     def score(self, images: Tensor, captions: Tensor) -> Tensor:
         """Embeddings (n, d) and (m, d) to scores (n, m) float32."""
         return inner_products(images, captions)
-
-    def _regions(self, features: Tensor | Fragments) -> Fragments:
-        reasoned: Fragments = self.graph(self.image_encoder(features))
-        return reasoned.with_values(l2norm(reasoned.values))
 
     def _image(self, regions: Fragments) -> Tensor:
         image: Tensor = self.reader(regions)

@@ -14,6 +14,7 @@ one; weights start at zero, that is with the mean; a global host weighs each ite
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from itm_fast.nn.grouped import GroupedLinear, GroupedPooling, GroupedRowNorm
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.pooling import mean_pool
 from itm_fast.ops.gradient_sparse_sets import gradient_sparse_sets
+from itm_fast.ops.sets import values_of
 
 __all__ = [
     "CONVERSIONS",
@@ -132,7 +134,8 @@ class FeatureConversions(nn.Module):
             inner, outer = self.network
             changed = outer(torch.relu(inner(rows, only)), only)
             rows = rows + changed if self.residual else changed
-        return l2norm(rows)
+        # One vector of an item is worth float32, which its pooling had; fragments keep their type.
+        return l2norm(rows if self.pool is None else rows.to(torch.promote_types(rows.dtype, torch.float32)))
 
     def of_others(self, base: Fragments, number: int) -> Tensor:
         """Conversion `number`, from 0, of base features that receive no gradient: (R, d), or (n_sets, d).
@@ -143,12 +146,13 @@ class FeatureConversions(nn.Module):
         parameters = dict(self.named_parameters())
         buffers = {name: buffer.clone() for name, buffer in self.named_buffers()}
 
-        def convert(weights: Sequence[Tensor], sets: Fragments) -> Tensor:
+        def convert(weights: Sequence[Tensor], _: Any, sets: Fragments) -> Fragments | Tensor:
             named = dict(zip(parameters, weights, strict=True))
             converted: Tensor = functional_call(self, {**named, **buffers}, (sets, number))
-            return converted[0]
+            return sets.with_values(converted[0]) if self.pool is None else converted[0]
 
-        return gradient_sparse_sets(convert, list(parameters.values()), base, of_sets=self.pool is not None)
+        (rows,) = gradient_sparse_sets([(convert, base.detach())], list(parameters.values()))
+        return values_of(rows)
 
 
 class FeatureReweighting(nn.Module):
@@ -168,7 +172,8 @@ class FeatureReweighting(nn.Module):
     def forward(self, base: Fragments) -> Tensor:
         """Rows (R, feature_dim) to weights (R, N), or (n_sets, N), that sum to one in each row."""
         features = mean_pool(base) if self.pooled else base.values
-        return torch.softmax(l2norm(features) @ self.embedding, dim=1)
+        logits = l2norm(features) @ self.embedding
+        return torch.softmax(logits, dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 class FeatureDiversification(nn.Module):

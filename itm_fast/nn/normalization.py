@@ -9,9 +9,11 @@ __all__ = ["l2norm"]
 
 
 def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-8) -> Tensor:
-    """`x / (|x| + eps)` along `dim`, for `x` of any shape and floating dtype.
+    """`x / (|x| + eps)` along `dim`, for `x` of any shape and floating dtype, which is that of the result.
 
-    The derivative of the norm at an exactly zero vector is taken as zero, so that a blank region or an untrained bias
-    of zeros never makes a NaN.
+    Norm and quotient of 16-bit numbers are computed in float32, under autocast on any device, and rounded once. The
+    derivative of the norm at an exactly zero vector is taken as zero, so that a blank region or an untrained bias of
+    zeros never makes a NaN.
     """
-    return x / (torch.linalg.vector_norm(x, dim=dim, keepdim=True) + eps)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x / (torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=wide) + eps)).to(x.dtype)

@@ -21,19 +21,20 @@ def mean_pool(fragments: Fragments) -> Tensor:
 
 
 def final_states(states: Fragments, *, bidirectional: bool = False) -> Tensor:
-    """The states in which a recurrent network ends, `(n_sets, d)`; zero for an empty set.
+    """The states in which a recurrent network ends, `(n_sets, d)` float32 (float64 for float64); zero for an empty set.
 
     Args:
         states: rows `(N, d)` in the order of the words; `(N, 2 d)` where `bidirectional`, forward before backward.
         bidirectional: take the mean of the forward state after the last word and the backward state after the first.
     """
     rows, dim = states.values.shape
+    wide = torch.promote_types(states.dtype, torch.float32)
     if rows == 0:
-        return states.values.new_zeros(len(states), dim // 2 if bidirectional else dim)
+        return states.values.new_zeros(len(states), dim // 2 if bidirectional else dim, dtype=wide)
     empty = (states.lengths == 0)[:, None]
     # Indices of empty sets may lie outside; what they select is replaced.
-    last = states.values[(states.offsets[1:] - 1).clamp(min=0)]
+    last = states.values[(states.offsets[1:] - 1).clamp(min=0)].to(wide)
     if bidirectional:
-        first = states.values[states.offsets[:-1].clamp(max=rows - 1)]
+        first = states.values[states.offsets[:-1].clamp(max=rows - 1)].to(wide)
         last = (last[:, : dim // 2] + first[:, dim // 2 :]) / 2
     return last.masked_fill(empty, 0.0)

@@ -51,7 +51,7 @@ class RegionSelfAttention(nn.Module):
         self.common = linear_layer(embed_dim, 1)
 
     def forward(self, regions: Fragments) -> Tensor:
-        """Regions (N, d) of n images to (n, d), l2-normalised."""
+        """Regions (N, d) of n images to (n, d), l2-normalised, float32 (float64 for float64)."""
         rows, dim = regions.values.shape
         if rows != len(regions) * self.n_regions or regions.max_length > self.n_regions:
             raise ValueError(
@@ -60,10 +60,10 @@ class RegionSelfAttention(nn.Module):
             )
         padded = regions.values.reshape(len(regions), self.n_regions, dim)
         if len(regions) == 0:
-            return padded.sum(dim=1)
+            return padded.sum(dim=1, dtype=_wide(padded))
         common = self.local(padded) * self.mean(padded.mean(dim=1))[:, None]
-        weights = torch.softmax(self.common(common).squeeze(2), dim=1)
-        return l2norm((weights[:, :, None] * padded).sum(dim=1))
+        weights = torch.softmax(self.common(common).squeeze(2), dim=1, dtype=_wide(padded))
+        return _weighted_sum(weights, padded)
 
 
 class WordSelfAttention(nn.Module):
@@ -81,14 +81,14 @@ class WordSelfAttention(nn.Module):
         self.common = linear_layer(embed_dim, 1)
 
     def forward(self, words: Fragments) -> Tensor:
-        """Words (N, d) of n captions to (n, d), l2-normalised; zero for an empty caption."""
+        """Words (N, d) of n captions to (n, d), l2-normalised, float32 (float64 for float64); zero for an empty one."""
         sets = words.set_index()
         means = self.mean(mean_pool(words).to(words.dtype))
         logits = self.common(self.local(words.values) * means[sets]).squeeze(1)
         padded, _ = words.with_values(logits[:, None]).to_padded(-torch.inf)
         padded = padded.masked_fill((words.lengths == 0)[:, None, None], 0.0).squeeze(2)
         vectors, _ = words.to_padded()
-        return l2norm((torch.softmax(padded, dim=1)[:, :, None] * vectors).sum(dim=1))
+        return _weighted_sum(torch.softmax(padded, dim=1, dtype=_wide(vectors)), vectors)
 
 
 class SimilarityGraphReasoning(nn.Module):
@@ -122,8 +122,9 @@ class SimilarityGraphReasoning(nn.Module):
     def _round(self, step: int, alignments: Tensor) -> tuple[Tensor, Tensor]:
         """The edges (B, nodes, nodes) of a round, and the alignments after it."""
         query, key, graph = self.query[step], self.key[step], self.graph[step]
-        edges = torch.softmax(torch.bmm(query(alignments), key(alignments).transpose(1, 2)), dim=2)
-        return edges, torch.relu(graph(torch.bmm(edges, alignments)))
+        logits = torch.bmm(query(alignments), key(alignments).transpose(1, 2))
+        edges = torch.softmax(logits, dim=2, dtype=_wide(logits))
+        return edges, torch.relu(graph(torch.bmm(edges.to(alignments.dtype), alignments)))
 
 
 class SimilarityAttentionFiltration(nn.Module):
@@ -139,18 +140,29 @@ class SimilarityAttentionFiltration(nn.Module):
 
     def forward(self, alignments: Tensor) -> Tensor:
         """Alignments (B, nodes, m) to (B, m), l2-normalised."""
-        return l2norm(torch.bmm(self._gates(alignments), alignments).squeeze(1))
+        return l2norm(torch.bmm(self._gates(alignments).to(alignments.dtype), alignments).squeeze(1))
 
     def shares(self, alignments: Tensor) -> list[Tensor]:
         """The share of each alignment in the sum, (B, nodes); they sum to one."""
         return [self._gates(alignments).squeeze(1)]
 
     def _gates(self, alignments: Tensor) -> Tensor:
-        gates = torch.sigmoid(self.norm(self.gate(alignments).transpose(1, 2)))  # (B, 1, nodes)
+        logits = self.norm(self.gate(alignments).transpose(1, 2))
+        gates = torch.sigmoid(logits.to(_wide(logits)))  # (B, 1, nodes)
         return gates / (gates.sum(dim=2, keepdim=True) + 1e-8)
 
 
 _Head = SimilarityGraphReasoning | SimilarityAttentionFiltration
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """What sums and denominators of 16-bit numbers are computed in."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _weighted_sum(weights: Tensor, vectors: Tensor) -> Tensor:
+    """Vectors (n, k, d) by weights (n, k), added up in float32 at least and l2-normalised: (n, d)."""
+    return l2norm((weights[:, :, None].to(vectors.dtype) * vectors).sum(dim=1, dtype=_wide(vectors)))
 
 
 class SimilarityReasoning(nn.Module):
@@ -225,8 +237,9 @@ class SimilarityReasoning(nn.Module):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """For each caption the global alignments (n_images, m) and those of its words (n_images, n_words, m)."""
         (regions, image_vectors), (words, caption_vectors) = images, captions
+        # Vectors that are nearly parallel leave small differences: they are taken before anything is rounded.
         differences = (image_vectors[:, None] - caption_vectors[None]).square()
-        whole = l2norm(self.global_alignment(differences))
+        whole = l2norm(self.global_alignment(differences.to(words.dtype)))
         parts = self.local_alignments(words, regions).to(whole.dtype).split(words.lengths.tolist(), dim=1)
         return zip(whole.unbind(1), parts, strict=True)
 

@@ -15,23 +15,20 @@ Inside: `gradient_sparse_scores`, `Listed`, `Sets`, `COUPLINGS`.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
-from itm_fast.fragments import Fragments
 from itm_fast.ops.autograd import first_order, refuse_transforms
 from itm_fast.ops.precision import autocast_state
+from itm_fast.ops.replay import as_it_was, drew, random_state
+from itm_fast.ops.sets import Sets, Side, side_of
 
 __all__ = ["COUPLINGS", "Listed", "Score", "Sets", "gradient_sparse_scores"]
 
-# Fragments, tensors whose first dimension counts the sets, and tuples, lists and dicts of them.
-Sets = Any
 # Which scores depend on each other: none, those of one column, all.
 COUPLINGS = ("pair", "caption", "batch")
 # Pairs of a row or column, on average, from which on the CPU takes these together: measured with RCAR at full width.
@@ -79,60 +76,12 @@ def gradient_sparse_scores(
             score that draws no random numbers and changes nothing beside its result.
         listed: takes the place of `score` in the backward, for such a score whose pairs do not depend on each other.
     """
-    row_side, row_tensors = _side("images", rows)
-    column_side, column_tensors = _side("captions", columns)
+    row_side, row_tensors = side_of("images", rows)
+    column_side, column_tensors = side_of("captions", columns)
     tensors = (*row_tensors, *column_tensors, *weights)
     refuse_transforms("gradient_sparse_scores", *tensors)
     plan = _Plan(score, row_side, column_side, coupling, chunk_pairs, snapshot, whole, listed)
     return _GradientSparse.apply(plan, *tensors)
-
-
-@attrs.frozen
-class _Side:
-    """The form of one kind of sets; their values travel beside it, for autograd to see."""
-
-    count: int
-    parts: list[Fragments | None]  # of each tensor: which rows make a set, in Fragments without channels; None: one
-    spec: Any
-
-    def select(self, numbers: Tensor, values: Sequence[Tensor], rising: bool) -> tuple[Sets, list[Tensor], list[Any]]:
-        """The sets `numbers`, their tensors cut off from any graph, and where the rows of these come from."""
-        leaves: list[Any] = []
-        chosen, places = [], []
-        for part, value in zip(self.parts, values, strict=True):
-            # All sets are themselves: looking for their rows would wait for a GPU.
-            every = rising and len(numbers) == self.count
-            place: Any = ... if every else numbers if part is None else part.row_index(numbers)
-            value = value.detach()[place]
-            if part is None:
-                leaves.append(value)
-            else:
-                leaves.append((part if every else part.index_select(numbers)).with_values(value))
-            chosen.append(value)
-            places.append(place)
-        return _pytree.tree_unflatten(leaves, self.spec), chosen, places
-
-    def lengths(self) -> Tensor | None:
-        """Rows of each set in the first tensor that has several for each."""
-        return next((part.lengths for part in self.parts if part is not None), None)
-
-
-def _side(name: str, sets: Sets) -> tuple[_Side, list[Tensor]]:
-    leaves, spec = _pytree.tree_flatten(sets, is_leaf=lambda leaf: isinstance(leaf, Fragments))
-    parts: list[Fragments | None] = []
-    tensors, counts = [], []
-    for leaf in leaves:
-        if not isinstance(leaf, Fragments | Tensor) or (isinstance(leaf, Tensor) and leaf.dim() == 0):
-            raise TypeError(f"{name}: expected Fragments or tensors of one row per set, got {type(leaf).__name__}")
-        counts.append(len(leaf))
-        values = leaf.values if isinstance(leaf, Fragments) else leaf
-        parts.append(leaf.with_values(values.detach()[:, :0]) if isinstance(leaf, Fragments) else None)
-        tensors.append(values)
-    if not counts:
-        raise TypeError(f"{name}: expected Fragments or tensors of one row per set, got none")
-    if len(set(counts)) != 1:
-        raise ValueError(f"{name}: expected the same number of sets in each part, got {counts}")
-    return _Side(counts[0], parts, spec), tensors
 
 
 @attrs.frozen
@@ -170,8 +119,8 @@ class _Part:
 @attrs.frozen
 class _Plan:
     score: Score
-    rows: _Side
-    columns: _Side
+    rows: Side
+    columns: Side
     coupling: str
     chunk_pairs: int
     snapshot: Callable[[], Any]
@@ -265,15 +214,15 @@ class _GradientSparse(torch.autograd.Function):
             return plan.call(plan.whole, tensors, nothing, None, all_rows, all_columns)[0]
         for rows, columns in plan.blocks():
             state = plan.snapshot() if differentiated else None
-            before = _random_state(device) if differentiated else ()
+            before = random_state(device) if differentiated else ()
             part, _, _ = plan.call(
                 plan.score, tensors, nothing, None, _numbers(rows, device), _numbers(columns, device)
             )
             if scores is None:
                 scores = part.new_empty(plan.rows.count, plan.columns.count)
             scores[rows.start : rows.stop, columns.start : columns.stop] = part
-            drew = differentiated and any(map(_differ, before, _random_state(device)))
-            ctx.blocks.append(_Block(rows, columns, state, before if drew else None))
+            replayed = differentiated and drew(before, device)
+            ctx.blocks.append(_Block(rows, columns, state, before if replayed else None))
         if scores is not None:
             return scores
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
@@ -291,7 +240,7 @@ class _GradientSparse(torch.autograd.Function):
         plan = ctx.plan
         for part in plan.again(ctx.blocks, grad):
             score = plan.listed.score if part.listed else plan.score
-            with torch.enable_grad(), _as_it_was(ctx.autocast, part.random, grad.device):
+            with torch.enable_grad(), as_it_was(ctx.autocast, part.random, grad.device):
                 scores, leaves, places = plan.call(
                     score, tensors, needed, part.state, part.rows, part.columns, part.listed
                 )
@@ -316,37 +265,3 @@ def _is_sparse(pairs: Tensor) -> bool:
 
 def _numbers(numbers: range, device: torch.device) -> Tensor:
     return torch.arange(numbers.start, numbers.stop, device=device)
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, ...]:
-    """Of torch's own generators: the CPU's and the device's."""
-    if device.type == "cpu":
-        return (torch.get_rng_state(),)
-    of_device = torch.get_device_module(device.type).get_rng_state
-    # There is one such device, which its functions do not name.
-    return torch.get_rng_state(), of_device() if device.type == "mps" else of_device(device)
-
-
-def _set_random_state(states: tuple[Tensor, ...], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device.type).set_rng_state(states[1], *(() if device.type == "mps" else (device,)))
-
-
-def _differ(first: Tensor, second: Tensor) -> bool:
-    return not torch.equal(first, second)
-
-
-@contextlib.contextmanager
-def _as_it_was(autocast: Any, random: tuple[Tensor, ...] | None, device: torch.device) -> Iterator[None]:
-    """Autocast, and the generators where `random` holds their states, as they were in the forward."""
-    with autocast():
-        if random is None:
-            yield
-            return
-        now = _random_state(device)
-        _set_random_state(random, device)
-        try:
-            yield
-        finally:
-            _set_random_state(now, device)

@@ -1,76 +1,264 @@
 """Gradient sparsity of encoders: encode sets without a graph, and differentiate only those that the loss needs.
 
-A loss over hard negatives sends a gradient to few of the sets that it looked at. So the forward encodes all of them and
-keeps nothing but the result, and the backward encodes again, with gradient, the sets whose gradient is not zero. The
-others would have contributed exactly 0. It is the counterpart of `ops.gradient_sparse`, which does so for pairs.
+A loss over hard negatives sends a gradient to few of the sets that it looked at. So the forward encodes all of them,
+some at a time, and keeps nothing but the result, and the backward encodes again, with gradient, some at a time, the
+sets whose gradient is not zero. The others would have contributed exactly 0. It is the counterpart of
+`ops.gradient_sparse`, which does so for pairs; a batch of any size then takes the memory of its embeddings, and of the
+graph of one chunk.
+
+A chunk that drew random numbers, or changed a buffer (running statistics), is encoded again whole, from the random
+state and the buffers that it found: batch normalisation sees a chunk. What a call changes beside its result changes in
+the forward alone.
 
 Inside: `gradient_sparse_sets`, `Encode`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
 from itm_fast.fragments import Fragments
 from itm_fast.ops.autograd import first_order, refuse_transforms
 from itm_fast.ops.precision import autocast_state
+from itm_fast.ops.replay import as_it_was, drew, random_state
+from itm_fast.ops.sets import Sets, Side, form_of, leaves_of, rows_of, side_of, values_of
 
 __all__ = ["Encode", "gradient_sparse_sets"]
 
-# (weights, sets) -> one row for each row of the sets, or one for each set.
-Encode = Callable[[Sequence[Tensor], Fragments], Tensor]
+# (weights, buffers, sets) -> as many sets of other rows: Fragments, tensors of one row per set, tuples, lists and dicts
+# of these. The buffers are None in the forward, which may change those of a module; the backward must leave them alone
+# and start from the ones that it gets.
+Encode = Callable[[Sequence[Tensor], Mapping[str, Tensor] | None, Sets], Sets]
 
 
-def gradient_sparse_sets(encode: Encode, weights: Sequence[Tensor], sets: Fragments, *, of_sets: bool) -> Tensor:
-    """What `encode` makes of `sets`, with gradients for `weights` alone.
+def gradient_sparse_sets(
+    sides: Sequence[tuple[Encode, Sets]],
+    weights: Sequence[Tensor],
+    *,
+    chunk_sets: int | None = None,
+    buffers: Callable[[], Mapping[str, Tensor]] = dict,
+) -> list[Sets]:
+    """What each encoder makes of its sets, with gradients for `weights` alone, zeros where a weight took no part.
 
     Args:
-        encode: draws no random numbers, changes nothing beside its result, and treats each set by itself.
-        weights: what it depends on beside the sets.
-        sets: rows (R, f), which receive no gradient.
-        of_sets: the result has one row for each set, not for each row of the sets.
+        sides: encoders, and the sets of each, which receive no gradient.
+        weights: what the encoders depend on beside the sets.
+        chunk_sets: sets that are encoded at a time; None: all.
+        buffers: what the encoders may change, by name; of buffers that did not change the same tensors again.
 
     Returns:
-        (n_sets, d) or (R, d) in the dtype that `encode` gives.
+        Of each side what its encoder gives, in the dtypes that it gives.
     """
-    refuse_transforms("gradient_sparse_sets", sets.values, *weights)
-    result: Tensor = _GradientSparseSets.apply(encode, sets, of_sets, sets.values.detach(), *weights)
-    return result
+    forms = [side_of("sets", sets) for _, sets in sides]
+    inputs = [tensor for _, tensors in forms for tensor in tensors]
+    refuse_transforms("gradient_sparse_sets", *weights, *inputs)
+    differentiated = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    pairs = zip(sides, forms, strict=True)
+    plan = _Plan(
+        [_Encoder(encode, form, len(tensors)) for (encode, _), (form, tensors) in pairs],
+        len(weights),
+        chunk_sets,
+        buffers,
+        differentiated,
+    )
+    values = iter(_GradientSparseSets.apply(plan, *weights, *inputs))
+    return [encoder.results().joined([next(values) for _ in encoder.results().parts]) for encoder in plan.encoders]
+
+
+@attrs.frozen
+class _Chunk:
+    numbers: range
+    buffers: Mapping[str, Tensor]  # before it was encoded
+    random: tuple[Tensor, ...] | None  # the states of the generators before it, where it drew from them
+    whole: bool  # its sets depend on each other, or on the random numbers of the others
+
+
+@attrs.frozen
+class _Part:
+    """What is encoded again at once."""
+
+    numbers: Tensor
+    buffers: Mapping[str, Tensor]
+    random: tuple[Tensor, ...] | None
+
+
+@attrs.define
+class _Encoder:
+    """One side: what encodes it, the form of its sets and, once they were encoded, its chunks and the result's."""
+
+    encode: Encode
+    sets: Side
+    n_tensors: int
+    chunks: list[_Chunk] = attrs.Factory(list)
+    result: Side | None = None
+
+    def results(self) -> Side:
+        assert self.result is not None
+        return self.result
+
+    def again(self, hit: Tensor, chunk_sets: int) -> Iterator[_Part]:
+        """What must be encoded again where a gradient reaches the sets that `hit` (n_sets,) bool says."""
+        # Sets that stand alone make full chunks of their own, as long as they saw the same buffers.
+        alone: list[tuple[Mapping[str, Tensor], list[Tensor]]] = []
+        for chunk in self.chunks:
+            found = hit[chunk.numbers.start : chunk.numbers.stop].nonzero()[:, 0] + chunk.numbers.start
+            if len(found) == 0:
+                continue
+            if chunk.whole:
+                yield _Part(_numbers(chunk.numbers, hit.device), chunk.buffers, chunk.random)
+            elif alone and not _differ(alone[-1][0], chunk.buffers):
+                alone[-1][1].append(found)
+            else:
+                alone.append((chunk.buffers, [found]))
+        for buffers, numbers in alone:
+            for part in torch.cat(numbers).split(chunk_sets):
+                yield _Part(part, buffers, None)
+
+    def hit(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """Which sets (n_sets,) have a gradient in one of the results; None: no result has any."""
+        found: Tensor | None = None
+        for form, grad in zip(self.results().parts, grads, strict=True):
+            if grad is None:
+                continue
+            # A NaN is not equal to 0, either: it counts as a gradient.
+            rows = grad != 0
+            rows = rows.flatten(1).any(dim=1) if rows.dim() > 1 else rows
+            if form is not None:
+                every = torch.zeros(self.sets.count, dtype=torch.bool, device=rows.device)
+                rows = every.index_fill(0, form.set_index()[rows], True)
+            found = rows if found is None else found | rows
+        return found
+
+
+@attrs.frozen
+class _Plan:
+    encoders: list[_Encoder]
+    n_weights: int
+    chunk_sets: int | None
+    buffers: Callable[[], Mapping[str, Tensor]]
+    differentiated: bool
+
+    def split(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Sequence[Tensor]]]:
+        """Weights, and the tensors of each side."""
+        sides, start = [], self.n_weights
+        for encoder in self.encoders:
+            sides.append(tensors[start : start + encoder.n_tensors])
+            start += encoder.n_tensors
+        return tensors[: self.n_weights], sides
 
 
 class _GradientSparseSets(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, encode: Encode, sets: Fragments, of_sets: bool, values: Tensor, *weights: Tensor) -> Tensor:
-        ctx.encode, ctx.sets, ctx.of_sets = encode, sets.with_values(values[:, :0]), of_sets
-        ctx.autocast = autocast_state(values.device.type)
-        ctx.save_for_backward(values, *weights)
-        return encode(weights, sets.with_values(values))
+    def forward(ctx: Any, plan: _Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.autocast = plan, autocast_state(tensors[0].device.type)
+        ctx.save_for_backward(*tensors)
+        weights, sides = plan.split(tensors)
+        # Autocast would keep the casts of weights that may have a gradient, made without one, for the rest of the step.
+        weights = [weight.detach() for weight in weights]
+        return tuple(
+            value
+            for encoder, inputs in zip(plan.encoders, sides, strict=True)
+            for value in _encoded(plan, encoder, weights, inputs)
+        )
 
     @staticmethod
     @first_order("gradient_sparse_sets")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        values, *weights = ctx.saved_tensors
-        needed = ctx.needs_input_grad[4:]
-        # A NaN is not equal to 0, either: it counts as a gradient.
-        hit = (grad != 0).any(dim=1)
-        if not ctx.of_sets:
-            index = ctx.sets.set_index()
-            hit = torch.zeros(len(ctx.sets), dtype=torch.bool, device=hit.device).index_fill(0, index[hit], True)
-        chosen = hit.nonzero()[:, 0]
-        nothing = (None,) * (4 + len(weights))
-        if len(chosen) == 0 or not any(needed):
-            return nothing
-        rows = ctx.sets.row_index(chosen)
-        leaves = [weight.detach().requires_grad_(wanted) for weight, wanted in zip(weights, needed, strict=True)]
-        with torch.enable_grad(), ctx.autocast():
-            part = ctx.encode(leaves, ctx.sets.index_select(chosen).with_values(values[rows]))
-        if not part.requires_grad:
-            return nothing
-        learning = [leaf for leaf in leaves if leaf.requires_grad]
-        outer = grad[chosen if ctx.of_sets else rows].to(part.dtype)
-        found = iter(torch.autograd.grad(part, learning, outer, allow_unused=True))
-        return (*nothing[:4], *(next(found) if leaf.requires_grad else None for leaf in leaves))
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        plan, (weights, sides), remaining = ctx.plan, ctx.plan.split(ctx.saved_tensors), iter(grads)
+        needed = ctx.needs_input_grad[1 : 1 + len(weights)]
+        sums: list[Tensor | None] = [None] * len(weights)
+        for encoder, inputs in zip(plan.encoders, sides, strict=True):
+            own = [next(remaining) for _ in encoder.results().parts]
+            hit = encoder.hit(own)
+            if hit is None:
+                continue
+            for part in encoder.again(hit, plan.chunk_sets or encoder.sets.count):
+                leaves = [
+                    weight.detach().requires_grad_(wanted) for weight, wanted in zip(weights, needed, strict=True)
+                ]
+                with torch.enable_grad(), as_it_was(ctx.autocast, part.random, hit.device):
+                    found = encoder.encode(leaves, part.buffers, encoder.sets.select(part.numbers, inputs, True)[0])
+                _add(sums, leaves, found, own, encoder.results(), part.numbers)
+        totals = [
+            None if not wanted else torch.zeros_like(weight) if total is None else total.to(weight.dtype)
+            for weight, total, wanted in zip(weights, sums, needed, strict=True)
+        ]
+        return (None, *totals, *[None] * sum(map(len, sides)))
+
+
+def _encoded(plan: _Plan, encoder: _Encoder, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The values of all sets of a side; its chunks and the form of the result are noted."""
+    count, device = encoder.sets.count, inputs[0].device
+    step = max(plan.chunk_sets or count, 1)
+    chunks, spec = [], None
+    before = plan.buffers() if plan.differentiated else {}
+    for start in range(0, max(count, 1), step):
+        numbers = range(start, min(start + step, count))
+        random = random_state(device) if plan.differentiated else ()
+        found = encoder.encode(weights, None, encoder.sets.select(_numbers(numbers, device), inputs, True)[0])
+        leaves, spec = leaves_of(found)
+        chunks.append(leaves)
+        if plan.differentiated:
+            after = plan.buffers()
+            replayed, changed = drew(random, device), _differ(before, after)
+            encoder.chunks.append(_Chunk(numbers, before, random if replayed else None, replayed or changed))
+            before = after
+    joined = [_joined(parts) for parts in zip(*chunks, strict=True)]
+    encoder.result = Side(count, [form_of(leaf) for leaf in joined], spec)
+    return [values_of(leaf) for leaf in joined]
+
+
+def _joined(parts: Sequence[Fragments | Tensor]) -> Fragments | Tensor:
+    """The sets of all chunks, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], Tensor):
+        return torch.cat([values_of(part) for part in parts])
+    sets = [part for part in parts if isinstance(part, Fragments)]
+    whole = Fragments.cat(sets)
+    if not all(part.knows_max_length for part in sets):
+        return whole
+    longest = max(part.max_length for part in sets)
+    return Fragments(whole.values, whole.offsets, check=False, max_length=longest)
+
+
+def _add(
+    sums: list[Tensor | None],
+    leaves: Sequence[Tensor],
+    found: Sets,
+    grads: Sequence[Tensor | None],
+    form: Side,
+    numbers: Tensor,
+) -> None:
+    """Adds what the sets `numbers`, encoded again as `found`, contribute to the gradients of the weights."""
+    outputs, outer = [], []
+    for leaf, grad, part in zip(leaves_of(found)[0], grads, form.parts, strict=True):
+        values = values_of(leaf)
+        if grad is not None and values.requires_grad:
+            outputs.append(values)
+            own = grad if len(numbers) == form.count else grad[rows_of(part, numbers)]
+            outer.append(own.to(values.dtype))
+    if not outputs:
+        return
+    learning = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
+    gradients = torch.autograd.grad(outputs, [leaves[place] for place in learning], outer, allow_unused=True)
+    for place, gradient in zip(learning, gradients, strict=True):
+        if gradient is not None:
+            # Sums of many parts are taken in float32 at least; a gradient may be that of another weight as well.
+            wide, total = gradient.to(torch.promote_types(gradient.dtype, torch.float32)), sums[place]
+            sums[place] = wide if total is None else total + wide
+
+
+def _differ(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
+    """Whether a buffer changed between two looks at them."""
+    return any(before.get(name) is not buffer for name, buffer in after.items())
+
+
+def _numbers(numbers: range, device: torch.device) -> Tensor:
+    return torch.arange(numbers.start, numbers.stop, device=device)

@@ -97,6 +97,13 @@ class TrainConfig:
 
     epochs: int = setting(30, group=STEPS, minimum=1, help="Passes over the training captions.", free_on_resume=True)
     batch_size: int = setting(128, group=STEPS, minimum=1, help="Captions per step, each with its image.")
+    micro_batch: int | None = setting(
+        None,
+        group=STEPS,
+        minimum=1,
+        help="Captions that are encoded at a time, each with its image; the negatives are those of the whole batch.",
+        free_on_resume=True,
+    )
     drop_last: bool = setting(False, group=STEPS, help="Leave out a last batch that is not full.")
     seed: int = setting(
         0, group=STEPS, minimum=0, maximum=MAX_SEED, help="Seed of the weights, the order of the data and dropout."

@@ -99,10 +99,10 @@ def _check_conversions(config: TrainConfig, fields: Mapping[str, Any]) -> None:
         if config.online_weight != fields["online_weight"].default:
             raise ValueError("online_weight: goes with realignment; without it the online loss stands alone")
         return
-    for name, wanted in (("loss", "triplet"), ("scenario", "single")):
+    for name, wanted in (("loss", "triplet"), ("scenario", "single"), ("micro_batch", None)):
         if getattr(config, name) != wanted:
             raise ValueError(
-                f"{name}: the realignment of conversions takes {wanted}, got {getattr(config, name)!r}; "
+                f"{name}: the realignment of conversions takes {wanted or 'none'}, got {getattr(config, name)!r}; "
                 "--no-realignment trains the fused feature alone"
             )
 

@@ -80,7 +80,7 @@ class Stepper:
     def _functions(self, batch: Batch, mining: str, positives: Tensor | None) -> BatchFunctions:
         def scores(model: MatchingModel) -> Tensor:
             with self.autocast():
-                found: Tensor = model(batch.features, batch.token_ids, batch.lengths)
+                found: Tensor = model(batch.features, batch.token_ids, batch.lengths, self.config.micro_batch)
                 return found
 
         return BatchFunctions(

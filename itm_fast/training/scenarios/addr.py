@@ -121,7 +121,8 @@ class AddrScenario(Scenario):
 
     def _encoded(self, batch: BatchFunctions, model: FragmentModel) -> Encoded:
         with batch.autocast():
-            return model.encode_fragments(batch.batch.features, batch.batch.token_ids, batch.batch.lengths)
+            given = batch.batch
+            return model.encode_fragments(given.features, given.token_ids, given.lengths, self.config.micro_batch)
 
     def _scores(self, batch: BatchFunctions, encoded: Encoded) -> Tensor:
         with batch.autocast():

@@ -1,0 +1,66 @@
+"""What a computation that is done again must see as it was: random numbers, autocast, and the buffers of a module.
+
+Inside: `Buffers`, `random_state`, `drew`, `as_it_was`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Buffers", "as_it_was", "drew", "random_state"]
+
+
+class Buffers:
+    """Copies of a module's buffers, such as running statistics, each made when its values have changed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._kept: dict[str, Tensor] = {}
+
+    def __call__(self) -> dict[str, Tensor]:
+        """What they are now, by name; a buffer that is as it was at the call before is the same tensor."""
+        # By value: a buffer may be replaced by another, or changed behind autograd's back.
+        for name, buffer in self._module.named_buffers():
+            if name not in self._kept or not torch.equal(self._kept[name], buffer):
+                self._kept[name] = buffer.clone()
+        return dict(self._kept)
+
+
+def random_state(device: torch.device) -> tuple[Tensor, ...]:
+    """The states of torch's own generators: the CPU's and the device's."""
+    if device.type == "cpu":
+        return (torch.get_rng_state(),)
+    of_device = torch.get_device_module(device.type).get_rng_state
+    # There is one such device, which its functions do not name.
+    return torch.get_rng_state(), of_device() if device.type == "mps" else of_device(device)
+
+
+def drew(before: tuple[Tensor, ...], device: torch.device) -> bool:
+    """Whether a random number was drawn since `random_state` gave `before`."""
+    return any(not torch.equal(*states) for states in zip(before, random_state(device), strict=True))
+
+
+@contextlib.contextmanager
+def as_it_was(autocast: Any, random: tuple[Tensor, ...] | None, device: torch.device) -> Iterator[None]:
+    """Autocast, and the generators where `random` holds their states, as they were in the forward."""
+    with autocast():
+        if random is None:
+            yield
+            return
+        now = random_state(device)
+        _set_random_state(random, device)
+        try:
+            yield
+        finally:
+            _set_random_state(now, device)
+
+
+def _set_random_state(states: tuple[Tensor, ...], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device.type).set_rng_state(states[1], *(() if device.type == "mps" else (device,)))
