@@ -196,6 +196,8 @@ def test_the_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
          "--no-realignment trains the fused feature alone"),
         ("--addr full", "addr: 'full' goes with the scenario addr, not single"),
         ("--scenario mss --adversarial-weight 0.2", "adversarial_weight: 0.2 goes with the scenario addr, not mss"),
+        ("--model-regularization-weight 0.1",
+         "model_regularization_weight: 0.1 goes with the scenario addr, not single"),
         ("--discriminators-on-disk", "discriminators_on_disk: True goes with the scenario addr, not single"),
         ("--scenario addr --addr half", "addr: expected one of base, united, multiple, full, got 'half'"),
         ("--scenario addr --regularization-weight -1",

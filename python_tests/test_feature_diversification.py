@@ -132,7 +132,7 @@ def test_conversions_of_another_batch_are_differentiated_where_the_loss_looks(po
     lengths = [2, 4, 1, 3, 2]
     sets = base(5, lengths)
     statistics = copy.deepcopy(dict(conversions.named_buffers()))
-    rows = conversions.of_others(sets, 1)
+    (rows,) = conversions.of_others([sets])
     exact = fdf.converted(conversions, sets.values.split(lengths), 1, running=True)
     exact_rows = torch.stack(exact) if pooling else torch.cat(exact)
     torch.testing.assert_close(rows, exact_rows, rtol=1e-10, atol=1e-12)
@@ -155,9 +155,39 @@ def test_conversions_of_another_batch_are_differentiated_where_the_loss_looks(po
         assert torch.equal(buffer, statistics[name])
 
 
+@pytest.mark.parametrize("pooling", [None, "gpo"])
+def test_each_of_several_batches_has_a_conversion_of_its_own(pooling: str | None) -> None:
+    """Values and gradients are those of the conversions by themselves, added up where they share no weight."""
+    torch.manual_seed(0)
+    conversions = shaken(FeatureConversions(4, 5, 6, head="residual", pooling=pooling)).eval()
+    others = [base(5, [2, 3], seed=7), base(5, [1, 4, 2], seed=8)]
+    expected = [conversions(sets)[number] for number, sets in enumerate(others, start=2)]
+    found = conversions.of_others(others, 2)
+    weights = [torch.randn(rows.shape, dtype=rows.dtype) for rows in expected]
+    losses = [
+        sum((rows * weight).sum() for rows, weight in zip(side, weights, strict=True)) for side in (found, expected)
+    ]
+    for rows, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(rows, wanted, rtol=1e-12, atol=1e-14)
+    parameters = list(conversions.parameters())
+    for actual, wanted in zip(gradients(losses[0], *parameters), gradients(losses[1], *parameters), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-12)
+    assert conversions.of_others([]) == []
+
+
+@pytest.mark.parametrize(("first", "most"), [(1, 2), (2, 1)])
+def test_more_batches_than_conversions_are_named(first: int, most: int) -> None:
+    sets = base(5).to(torch.float32)
+    with pytest.raises(
+        ValueError,
+        match=f"^others: expected at most {most} of them for the conversions from {first} on, got 3$",
+    ):
+        FeatureConversions(3, 5, 6).of_others([sets] * 3, first)
+
+
 def test_no_gradient_converts_nothing_again() -> None:
     conversions = FeatureConversions(2, 5, 6)
-    rows = conversions.of_others(base(5).to(torch.float32), 0)
+    (rows,) = conversions.of_others([base(5).to(torch.float32)], 0)
     calls = []
     conversions.register_forward_pre_hook(lambda *_: calls.append(1))
     (rows * 0).sum().backward()
@@ -167,7 +197,7 @@ def test_no_gradient_converts_nothing_again() -> None:
 
 def test_a_second_derivative_is_refused() -> None:
     conversions = FeatureConversions(2, 5, 6)
-    rows = conversions.of_others(base(5).to(torch.float32), 0)
+    (rows,) = conversions.of_others([base(5).to(torch.float32)], 0)
     (gradient,) = torch.autograd.grad(rows.square().sum(), [conversions.fc.weight], create_graph=True)
     with pytest.raises(RuntimeError, match="gradient_sparse_sets does not support second derivatives"):
         gradient.sum().backward()

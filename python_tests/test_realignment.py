@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import fdf
 from helpers.commands import SMALL, error
+from helpers.concepts import write_concepts
 from helpers.runs import OPTIONS, config, differences, make_trainer, run, stop_at, what_a_run_leaves
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from itm_fast.data import PrecomputedDataset, Vocabulary
 from itm_fast.fragments import Fragments
 from itm_fast.losses import RealignmentLoss
 from itm_fast.models import FDF
-from itm_fast.training import Trainer
+from itm_fast.training import TrainConfig, Trainer
 from itm_fast.training.checkpoint import load_state, save_state
 from itm_fast.training.metrics_log import read_metrics
 from itm_fast.training.scenarios.feature_queue import QueuedBatch
@@ -30,6 +31,8 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "chan": fdf.chan_pair,
     "vse_infty": fdf.vse_pair,
 }
+# Entries of a queued batch in a state, and those of regions that the data do not have.
+OF_A_BATCH, OF_IMAGES = {"image_index", "captions", "caption_offsets"}, {"images", "image_offsets"}
 # Captions of some images stand in several batches, and the last batch is smaller.
 BATCHES = [[0, 7, 20, 31], [3, 40, 57, 90], [1, 21, 60, 75], [2, 44, 100]]
 
@@ -76,27 +79,33 @@ def by_hand(
 def test_a_step_minimises_the_loss_of_the_paper(
     data: Path, tmp_path: Path, host: str, options: dict, mining: str
 ) -> None:
-    """Values, and the gradient of each weight, while the queue fills and when it is full."""
+    """Values, and the gradient of each weight, while the queue fills and when it is full; the step, too, in float64.
+
+    In float32 the norms over words in SCAN's attention magnify a rounding so much that some gradients differ visibly.
+    The pairs of the helper leave out CHAN's division by norms, which are one but for 1e-8.
+    """
     trainer = make_trainer(
         config(data, tmp_path, model=host, model_options={**OPTIONS, **options}, conversions=3, online_weight=0.7,
                grad_clip=0.0, lr=0.02)
     )  # fmt: skip
+    trainer.model.double()
     for step, captions in enumerate(BATCHES):
-        exact, queue = copy.deepcopy(trainer.model).double(), list(trainer.stepper.scenario.queue)
+        exact, queue = copy.deepcopy(trainer.model), list(trainer.stepper.scenario.queue)
         assert len(queue) == min(step, 2)
-        output = trainer.stepper(trainer.train_data.batch(captions), mining, step)
+        batch = trainer.train_data.batch(captions)
+        output = trainer.stepper(attrs.evolve(batch, features=batch.features.double()), mining, step)
         # Other batches meet the running statistics after those of the step's own.
         exact.load_state_dict({**exact.state_dict(), **dict(trainer.model.named_buffers())})
         total, online, expected = by_hand(exact, trainer, captions, queue, every=mining == "all")
-        assert output["loss"] == pytest.approx(total.item(), rel=1e-5)
-        assert output["online_loss"] == pytest.approx(online.item(), rel=1e-5)
-        assert output["realignment_loss"] == pytest.approx((total - 0.7 * online).item(), rel=1e-5)
+        assert output["loss"] == pytest.approx(total.item(), rel=1e-7)
+        assert output["online_loss"] == pytest.approx(online.item(), rel=1e-7)
+        assert output["realignment_loss"] == pytest.approx((total - 0.7 * online).item(), rel=1e-7)
         largest = max(float(one.abs().max()) for one in expected if one is not None)
         for (name, parameter), wanted in zip(trainer.model.named_parameters(), expected, strict=True):
             found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            wanted = torch.zeros_like(found, dtype=torch.float64) if wanted is None else wanted
+            wanted = torch.zeros_like(found) if wanted is None else wanted
             torch.testing.assert_close(
-                found.double(), wanted, rtol=1e-3, atol=2e-5 * largest, msg=lambda text, name=name: f"{name}: {text}"
+                found, wanted, rtol=1e-5, atol=1e-7 * largest, msg=lambda text, name=name: f"{name}: {text}"
             )
 
 
@@ -149,7 +158,12 @@ def settings_of(data: Path, out: Path, **changes: object):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"region_augmentation": 0.3, "model_options": {**OPTIONS, "image_encoder": "residual"}}]
+    "changes",
+    [
+        {},
+        {"region_augmentation": 0.3, "model_options": {**OPTIONS, "image_encoder": "residual"}},
+        {"precision": "bfloat16"},
+    ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict
@@ -165,10 +179,28 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert run(parts, resume=True).finished
     assert differences(what_a_run_leaves(tmp_path / "whole"), what_a_run_leaves(tmp_path / "parts")) == []
     queue = load_state(tmp_path / "whole")["scenario"]["queue"]
-    names = {"image_index", "captions", "caption_offsets"} | ({"images", "image_offsets"} if changes else set())
-    assert [set(batch) for batch in queue] == [names, names]
+    augmented = "region_augmentation" in changes
+    assert [set(batch) for batch in queue] == [OF_A_BATCH | OF_IMAGES if augmented else OF_A_BATCH] * 2
     lines = [line for line in read_metrics(tmp_path / "whole" / "metrics.jsonl") if line["kind"] == "train"]
     assert all(0 < line["online_loss"] < line["realignment_loss"] for line in lines)
+
+
+def test_images_of_fewer_regions_are_read_again_from_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their regions are no part of a state, and a resumed run equals an uninterrupted one."""
+    data = write_concepts(tmp_path / "data")
+    (data / "train_regions.txt").write_text("".join(f"{1 + image % 4}\n" for image in range(24)))
+    run(settings_of(data, tmp_path / "whole"))
+    parts = settings_of(data, tmp_path / "parts")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 5)
+        assert run(parts).steps == 5
+    trainer = make_trainer(parts)
+    trainer.restore()
+    for queued in trainer.stepper.scenario.queue:
+        assert queued.images.lengths.tolist() == (1 + queued.image_index % 4).tolist()
+    assert [set(batch) for batch in load_state(tmp_path / "parts")["scenario"]["queue"]] == [OF_A_BATCH] * 2
+    assert run(parts, resume=True).finished
+    assert differences(what_a_run_leaves(tmp_path / "whole"), what_a_run_leaves(tmp_path / "parts")) == []
 
 
 @pytest.fixture(scope="module")
@@ -264,12 +296,12 @@ def test_a_damaged_queue_is_named(data: Path, tmp_path: Path) -> None:
     state = load_state(tmp_path / "run")
     state.pop("format_version", None)
 
-    def refused(change: Callable[[dict], object]) -> str:
+    def refused(change: Callable[[dict], object], resumed: TrainConfig = settings) -> str:
         damaged = copy.deepcopy(state)
         change(damaged["scenario"])
         save_state(tmp_path / "run", damaged)
         with pytest.raises(ValueError, match=r"checkpoint\.pt: the training state is damaged: ") as caught:
-            make_trainer(attrs.evolve(settings, epochs=2)).restore()
+            make_trainer(attrs.evolve(resumed, epochs=2)).restore()
         return str(caught.value).partition("damaged: ")[2]
 
     first = "scenario.queue.0"
@@ -277,6 +309,10 @@ def test_a_damaged_queue_is_named(data: Path, tmp_path: Path) -> None:
     assert refused(lambda part: part.pop("queue")) == "scenario.queue: expected a list of batches, got None"
     assert refused(lambda part: part["queue"][0].pop("captions")).startswith(
         f"{first}: expected image_index, captions and images, got "
+    )
+    augmented = attrs.evolve(settings, region_augmentation=0.3)
+    assert refused(lambda part: None, augmented) == (
+        f"{first}.images: missing; they are not those of the data, which could be read again"
     )
     assert refused(lambda part: part["queue"][0].update(image_index=torch.arange(33))) == (
         f"{first}.image_index: expected 1 to 32 images, got 33"

@@ -162,13 +162,17 @@ PUBLISHED["chan-bert-coco"] = (
     {**INFTY, **SLOW_BERT, "margin": 0.05 / 10, "grad_clip": 2.0 / 10},
     {"embed_dim": 1024, **BERT, "image_encoder": "linear", **LSE, "logsumexp_temperature": 1 / 0.1},
 )
-# The paper keeps the settings of its hosts.
+# The paper keeps the settings of its hosts; CHAN's code has BERT on MS-COCO alone.
 FDF = {"conversions": 8, "conversion": "ffn", "online_weight": 0.5}
 PUBLISHED |= {
     f"fdf-{name}-{data}": (model, {**numbers, **FDF}, options)
     for data in ("f30k", "coco")
-    for name, host in (("scan", "scan-t2i"), ("vse-bert", "vse-infty-bert"))
-    for model, numbers, options in [PUBLISHED[f"{host}-{data}"]]
+    for name, host in (
+        ("scan", f"scan-t2i-{data}"),
+        ("vse-bert", f"vse-infty-bert-{data}"),
+        ("chan-bert", "chan-bert-coco"),
+    )
+    for model, numbers, options in [PUBLISHED[host]]
 }
 
 

@@ -3,8 +3,8 @@
 Whole optimiser steps at published sizes: encoders, scores, losses, backward, clipping, Adam, and what a scenario adds.
 Times are processor time, which other work on the machine lengthens less than it does a clock's.
 
-Inside: `Setup`, `make_batch`, `make_step`, `make_forward`, `make_start`, `run`, `markdown`; `processor_time` and
-`memory_given_back`, which measure.
+Inside: `Setup`, `make_batch`, `make_vocabulary`, `make_step`, `make_forward`, `make_start`, `run`, `markdown`, `percent`;
+`processor_time` and `memory_given_back`, which measure.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ __all__ = [
     "make_forward",
     "make_start",
     "make_step",
+    "make_vocabulary",
     "markdown",
     "memory_given_back",
+    "percent",
     "processor_time",
     "run",
 ]
@@ -58,7 +60,7 @@ PUBLISHED = {"oas": (120, 12), "mss": (18, 11), "oss, 2 branches": (73, 100)}
 FORWARDS, PER_BRANCH, ROOM_BYTES = 1.1, 1.05, 10e6
 # The peak of a process differs by some megabytes from that of another one with the same work.
 MEMORY_RUNS = 3
-_STEPS_PER_EPOCH, _REGIONS, _SPECIAL = 1000, 36, ("<pad>", "<start>", "<end>", "<unk>")
+_STEPS_PER_EPOCH, _REGIONS, _SPECIAL = 1000, 36, ("<pad>", "<start>", "<end>", "<unk>", "<mask>")
 
 
 @attrs.frozen
@@ -86,24 +88,29 @@ def _model(setup: Setup) -> models.MatchingModel:
     return models.create(setup.model, vocab_size=setup.words, feature_dim=setup.features, embed_dim=setup.dim)
 
 
-def make_batch(setup: Setup) -> Batch:
-    """Captions of COCO's lengths: 8 to 24 words with start and end, 13 on average."""
-    random = torch.Generator().manual_seed(0)
+def make_batch(setup: Setup, number: int = 0) -> Batch:
+    """Captions of COCO's lengths, 8 to 24 words with start and end, 13 on average; other images for each `number`."""
+    random = torch.Generator().manual_seed(number)
     # A gamma law of shape 5, as a sum of five exponential ones.
     lengths = 8 - torch.rand(setup.batch, 5, generator=random).log().sum(1)
     lengths = lengths.round().long().clamp(8, 24)
     token_ids = torch.randint(len(_SPECIAL), setup.words, (setup.batch, int(lengths.max())), generator=random)
     token_ids[torch.arange(token_ids.shape[1]) >= lengths[:, None]] = 0
     features = torch.randn(setup.batch, _REGIONS, setup.features, generator=random)
-    return Batch(features, token_ids, lengths, torch.arange(setup.batch), torch.arange(setup.batch))
+    images = torch.arange(setup.batch) + number * setup.batch
+    return Batch(features, token_ids, lengths, images, images)
+
+
+def make_vocabulary(setup: Setup) -> Vocabulary:
+    """As many words as the model reads."""
+    return Vocabulary([*_SPECIAL, *(f"w{index}" for index in range(setup.words - len(_SPECIAL)))])
 
 
 def _stepper(setup: Setup, scenario: str, kind: Callable[..., Stepper] = Stepper) -> Stepper:
     model = _model(setup)
-    vocabulary = Vocabulary([*_SPECIAL, *(f"w{index}" for index in range(setup.words - len(_SPECIAL)))])
     anchor = copy.deepcopy(model) if scenario == "oas" else None
     config = _config(setup, scenario)
-    return kind(config, model, vocabulary, torch.device("cpu"), _STEPS_PER_EPOCH, anchor)
+    return kind(config, model, make_vocabulary(setup), torch.device("cpu"), _STEPS_PER_EPOCH, anchor)
 
 
 def _shrunk(setup: Setup, small: bool) -> Setup:
@@ -274,10 +281,10 @@ def markdown(results: Mapping[str, Any]) -> str:
             row = rows[scenario]
             published = results["published"].get(scenario)
             theirs = ("", "") if published is None else (f"+{published['time']} %", f"+{published['memory']} %")
-            room = _percent(row["peak_bytes"] / single["peak_bytes"]) if row.get("peak_bytes") else ""
+            room = percent(row["peak_bytes"] / single["peak_bytes"]) if row.get("peak_bytes") else ""
             cells = [
                 scenario,
-                _percent(row["median_s"] / single["median_s"]),
+                percent(row["median_s"] / single["median_s"]),
                 theirs[0],
                 room,
                 theirs[1],
@@ -295,7 +302,8 @@ def markdown(results: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _percent(ratio: float) -> str:
+def percent(ratio: float) -> str:
+    """How much more a ratio is than one."""
     return f"{100 * (ratio - 1):+.0f} %"
 
 

@@ -11,7 +11,7 @@ scores fused features, which alone are used outside of training.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -153,12 +153,8 @@ class FDF(MatchingModel):
         Pairs are scored `block` at a time, all images of a block with all its captions: the similarity of a host is an
         operator over all pairs.
         """
-        return torch.cat(
-            [
-                self.score(_part(images, own), _part(captions, own)).diagonal()
-                for own in torch.arange(len(images), device=images.device).split(block)
-            ]
-        )
+        blocks = zip(_blocks(images, block), _blocks(captions, block), strict=True)
+        return torch.cat([self.score(*of_both).diagonal() for of_both in blocks])
 
     @property
     def word_attention(self) -> Any:
@@ -171,5 +167,14 @@ class FDF(MatchingModel):
         return self.host.pair_steps
 
 
-def _part(embeddings: Fragments | Tensor, numbers: Tensor) -> Fragments | Tensor:
-    return embeddings.index_select(numbers) if isinstance(embeddings, Fragments) else embeddings[numbers]
+def _blocks(embeddings: Fragments | Tensor, size: int) -> Sequence[Fragments | Tensor]:
+    """Embeddings of one set after the other, `size` sets at a time: views, whose gradients are put together once."""
+    if not isinstance(embeddings, Fragments):
+        return embeddings.split(size)
+    starts, offsets = range(0, max(len(embeddings), 1), size), embeddings.offsets
+    bounds = offsets[[*starts, len(embeddings)]]
+    rows = embeddings.values.split(bounds.diff().tolist())
+    return [
+        Fragments(own, offsets[start : start + size + 1] - bound, check=False)
+        for own, start, bound in zip(rows, starts, bounds[:-1], strict=True)
+    ]

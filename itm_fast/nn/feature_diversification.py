@@ -13,7 +13,7 @@ one; weights start at zero, that is with the mean; a global host weighs each ite
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from itm_fast.fragments import Fragments
-from itm_fast.nn.grouped import GroupedLinear, GroupedPooling, GroupedRowNorm
+from itm_fast.nn.grouped import GroupedLinear, GroupedPooling, GroupedRowNorm, of_group
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.pooling import mean_pool
 from itm_fast.ops.gradient_sparse_sets import gradient_sparse_sets
@@ -39,6 +39,8 @@ __all__ = [
 HEADS = ("identity", "linear", "residual", "projected_residual", "mlp")
 CONVERSIONS = ("ffn", "adapter", "none")
 POOLINGS = (None, "mean", "gpo")
+# Generalized pooling has a module of its own for each conversion; all other weights have the conversion in front.
+_POOLS = "pool.pools."
 
 
 class FeatureConversions(nn.Module):
@@ -137,21 +139,49 @@ class FeatureConversions(nn.Module):
         # One vector of an item is worth float32, which its pooling had; fragments keep their type.
         return l2norm(rows if self.pool is None else rows.to(torch.promote_types(rows.dtype, torch.float32)))
 
-    def of_others(self, base: Fragments, number: int) -> Tensor:
-        """Conversion `number`, from 0, of base features that receive no gradient: (R, d), or (n_sets, d).
+    def of_others(self, others: Sequence[Fragments], first: int = 1) -> list[Tensor]:
+        """Conversion `first + i`, from 0, of `others[i]`, whose base features receive no gradient.
 
-        Nothing of the forward is kept but the result; the backward converts the sets again that a gradient reaches.
+        Nothing of the forward is kept but the results; the backward converts the sets again that a gradient reaches.
         Batch normalisation takes the running statistics, which stay as they are.
+
+        Args:
+            others: of each the rows (R, feature_dim), as many as there are conversions from `first` on, or fewer.
+            first: the conversion of the first of them.
+
+        Returns:
+            Of each (R, d), or (n_sets, d) for a global host.
+
+        Raises:
+            ValueError: there are not so many conversions.
         """
-        parameters = dict(self.named_parameters())
-        buffers = {name: buffer.clone() for name, buffer in self.named_buffers()}
+        if not 0 <= first <= self.count - len(others):
+            raise ValueError(
+                f"others: expected at most {self.count - first} of them for the conversions from {first} on, "
+                f"got {len(others)}"
+            )
+        # All groups are parted at once, so that the backward puts their gradients together once, and each conversion
+        # sees, and has a gradient for, its own weights alone.
+        grouped = {name: tensor.split(1) for name, tensor in self.named_parameters() if not name.startswith(_POOLS)}
+        pools = {name: tensor for name, tensor in self.named_parameters() if name.startswith(_POOLS)}
+        converted = []
+        for number, base in enumerate(others, start=first):
+            weights = {name: parts[number] for name, parts in grouped.items()}
+            own = f"{_POOLS}{number}."
+            weights |= {name: tensor for name, tensor in pools.items() if name.startswith(own)}
+            converted.append(self._of_other(base, number, weights))
+        return converted
+
+    def _of_other(self, base: Fragments, number: int, own: Mapping[str, Tensor]) -> Tensor:
+        """Conversion `number` by its own weights, those of groups as (1, ...)."""
+        buffers = {name: of_group(buffer, number).clone() for name, buffer in self.named_buffers()}
 
         def convert(weights: Sequence[Tensor], _: Any, sets: Fragments) -> Fragments | Tensor:
-            named = dict(zip(parameters, weights, strict=True))
+            named = dict(zip(own, weights, strict=True))
             converted: Tensor = functional_call(self, {**named, **buffers}, (sets, number))
             return sets.with_values(converted[0]) if self.pool is None else converted[0]
 
-        (rows,) = gradient_sparse_sets([(convert, base.detach())], list(parameters.values()))
+        (rows,) = gradient_sparse_sets([(convert, base.detach())], list(own.values()))
         return values_of(rows)
 
 
@@ -209,12 +239,16 @@ class FeatureDiversification(nn.Module):
         """Base features (R, feature_dim) to fused embeddings: Fragments (R, d), or (n_sets, d) for a global host."""
         return self.fuse(base, self.conversions(base))
 
-    def fuse(self, base: Fragments, converted: Tensor) -> Fragments | Tensor:
-        """As `forward`, from what the conversions gave for `base` already."""
+    def fuse(self, base: Fragments, converted: Sequence[Tensor] | Tensor) -> Fragments | Tensor:
+        """As `forward`, from what the conversions gave for `base` already: (N, R, d), (N, n_sets, d), or its parts."""
+        first, *others = converted
         if self.reweighting is None:
-            fused = converted.mean(0)
+            fused = sum(others, first) / self.count
         else:
-            fused = (converted * self.reweighting(base).t()[:, :, None].to(converted.dtype)).sum(0)
+            weight, *weights = self.reweighting(base).to(first.dtype).t()[:, :, None]
+            fused = first * weight
+            for own, part in zip(weights, others, strict=True):
+                fused = torch.addcmul(fused, part, own)
         return self.embeddings(base, l2norm(fused) if self.normalize_fused else fused)
 
     def embeddings(self, base: Fragments, rows: Tensor) -> Fragments | Tensor:

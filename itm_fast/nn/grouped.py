@@ -1,7 +1,8 @@
 """Layers of several groups at once, each with weights of its own: one product for all in place of one for each.
 
-Inside: `GroupedLinear`, `GroupedRowNorm`, `GroupedPooling`. Activations are `(groups, rows, width)`, so that those of
-one group lie together. `only`, where given, is the one group to compute, whose result is `(1, rows, width)`.
+Inside: `GroupedLinear`, `GroupedRowNorm`, `GroupedPooling`, `of_group`. Activations are `(groups, rows, width)`, so
+that those of one group lie together. `only`, where given, is the one group to compute, whose result is
+`(1, rows, width)`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.nn.generalized_pooling import GeneralizedPooling
 from itm_fast.nn.pooling import mean_pool
 
-__all__ = ["GroupedLinear", "GroupedPooling", "GroupedRowNorm"]
+__all__ = ["GroupedLinear", "GroupedPooling", "GroupedRowNorm", "of_group"]
 
 
 class GroupedLinear(nn.Module):
@@ -98,5 +99,5 @@ class GroupedPooling(nn.Module):
 
 
 def of_group(tensor: Tensor, only: int | None) -> Tensor:
-    """All groups of `tensor` (groups, ...), or one of them as (1, ...)."""
-    return tensor if only is None else tensor[only : only + 1]
+    """All groups of `tensor` (groups, ...), or one of them as (1, ...), which a tensor of one group is already."""
+    return tensor if only is None or len(tensor) == 1 else tensor[only : only + 1]

@@ -264,6 +264,12 @@ class TrainConfig:
     regularization_weight: float = setting(
         0.4, group=ADDR, minimum=0, help="Weight gamma of the regularisation in the loss of the discriminators (full)."
     )
+    model_regularization_weight: float = setting(
+        0.0,
+        group=ADDR,
+        minimum=0,
+        help="Weight of the regularisation in the loss of the model (full); Eq 11 has none, the text speaks of it.",
+    )
     domain_margin: float = setting(0.05, group=ADDR, minimum=0, help="Margin alpha of the regularisation.")
     risk_aggregation: str = setting(
         "sum",

@@ -42,8 +42,8 @@ BOOSTING = (*_BOOSTED, "soft_rank", "rkd", "dml", "dino", "dino_inverse")
 BOOSTING_FORMS = ("paper", "code")
 _ANCHORED = ("oas", "oss", "mss")
 _ADVERSARIAL = (
-    "addr", "adversarial_weight", "regularization_weight", "domain_margin", "risk_aggregation", "alternation",
-    "discriminator_lr", "discriminator_precision", "discriminators_on_disk",
+    "addr", "adversarial_weight", "regularization_weight", "model_regularization_weight", "domain_margin",
+    "risk_aggregation", "alternation", "discriminator_lr", "discriminator_precision", "discriminators_on_disk",
 )  # fmt: skip
 # Settings that mean something with some values of another setting alone.
 _DEPENDENT: Sequence[tuple[str, str, tuple[str, ...]]] = (

@@ -78,7 +78,9 @@ def make_scenario(
                 f"conversions: {config.conversions} conversions learn from as many batches, but an epoch has "
                 f"{per_epoch}; fewer conversions, or a smaller --batch-size, fit"
             )
-        return RealignmentScenario(target, config.online_weight, config.batch_size, image_rows)
+        # Regions that augmentation left cannot be read again.
+        stored = None if config.region_augmentation else image_rows
+        return RealignmentScenario(target, config.online_weight, config.batch_size, stored)
     if config.scenario == "oss":
         device = next(model.parameters()).device
         # Each branch has weights of its own, from torch's random state (section III-C: randomly initialised).

@@ -1,10 +1,24 @@
 """The scenario of ADDR: discriminators of image and text, one per training image, and a model that deceives them.
 
-Inside: `AddrScenario`, `check_model`, `snapshot_path`.
-
 Source: Ren et al., "Beyond the Deep Metric Learning: Enhance the Cross-Modal Matching with Adversarial Discriminative
-Domain Regularization", Algorithm 1 and Eqs 10 and 11. The readings taken where the paper is ambiguous stand in
-docs/addr.md.
+Domain Regularization", Algorithm 1 and Eqs 10 and 11. Readings of what the paper leaves open, beside those of Eq 2 to 9
+in `itm_fast.functional.domain_regularization`; docs/addr.md has all of them:
+
+- Fragments are the vectors that enter the similarity, l2-normalised; of VSRN the regions before its GRU, and the states
+  of the captions' GRU.
+- A discriminator belongs to an image, starts at zero and serves all captions of it; what several pairs of a batch
+  contribute to it is one update of a lazy Adam, which counts steps for every row. Batches stay random pairs.
+- q and r are the hardest negatives of the batch, by scores without gradient; pairs of the same image are none. A pair
+  without one has no regularisation.
+- Eq 10 is a mean over the pairs, on features without gradient of a model in evaluation mode, whose batch normalisation
+  so stays as it is.
+- Eq 11 holds W and b fixed: encoders learn from both terms, the similarity from the ranking loss alone. Both terms are
+  sums over the batch, or means. The regularisation, of which the last sentence of section IV-B speaks in this phase, is
+  left out as in Eq 11 unless `model_regularization_weight` is given.
+- Algorithm 1: one pass over the data for the discriminators and one for the model are an epoch; the rate of each
+  follows the schedule by its own steps.
+
+Inside: `AddrScenario`, `check_model`, `snapshot_path`.
 """
 
 from __future__ import annotations
@@ -46,8 +60,8 @@ class AddrScenario(Scenario):
 
     A step of the discriminators changes those of the images in the batch alone, by `mean_p (R_p(f_p) + gamma L_reg)`;
     the model scores in evaluation mode, without gradients. A step of the model changes its weights alone, by
-    `sum_p (L_rank - beta R_p(f_p))`, or the mean with `mean_loss`: what yields the fragments learns from both terms,
-    the similarity from the first.
+    `sum_p (L_rank - beta R_p(f_p) + delta L_reg)`, or the mean with `mean_loss`: what yields the fragments learns from
+    all terms, the similarity from the first. delta is 0 unless asked for.
 
     Args:
         target: the branch that learns, of a `FragmentModel`.
@@ -62,7 +76,9 @@ class AddrScenario(Scenario):
         self.model = check_model(target.model)
         # "united": all images share one discriminator.
         self.n_discriminators = 1 if config.addr == "united" else n_images
-        self.gamma = config.regularization_weight if config.addr in (None, "full") else 0.0
+        regularized = config.addr in (None, "full")
+        self.gamma = config.regularization_weight if regularized else 0.0
+        self.delta = config.model_regularization_weight if regularized else 0.0
         rate = config.lr if config.discriminator_lr is None else config.discriminator_lr
         self._rates = attrs.evolve(config, lr=rate)
         self._steps = 0
@@ -94,7 +110,7 @@ class AddrScenario(Scenario):
     def _discriminator_step(self, batch: BatchFunctions, number: int) -> StepResult:
         with torch.no_grad():
             encoded = self._encoded(batch, self.model.eval())
-            negatives = self._negatives(batch, encoded) if self.gamma else (None, None)
+            negatives = self._negatives(batch, self._scores(batch, encoded)) if self.gamma else (None, None)
         rows = self._gather(batch)
         weights, biases = rows.weights.requires_grad_(), rows.biases.requires_grad_()
         risks, regularization = self._risks(encoded, weights[rows.places], biases[rows.places], *negatives)
@@ -111,10 +127,11 @@ class AddrScenario(Scenario):
         encoded = self._encoded(batch, self.model.train())
         scores = self._scores(batch, encoded)
         rows = self._gather(batch)
-        risks, _ = self._risks(encoded, rows.weights[rows.places], rows.biases[rows.places])
+        negatives = self._negatives(batch, scores.detach()) if self.delta else (None, None)
+        risks, regularization = self._risks(encoded, rows.weights[rows.places], rows.biases[rows.places], *negatives)
         own = batch.loss(scores)
-        adversarial = risks.mean() if self.config.mean_loss else risks.sum()
-        numbers = self.target.backward(own - self.config.adversarial_weight * adversarial, number)
+        domain = self.delta * regularization - self.config.adversarial_weight * risks
+        numbers = self.target.backward(own + (domain.mean() if self.config.mean_loss else domain.sum()), number)
         numbers |= {"domain_risk": float(risks.detach().mean()), "discriminator_loss": self._loss}
         numbers["lr"] = self.target.update()
         return StepResult(scores.detach(), float(own.detach()), numbers)
@@ -151,11 +168,11 @@ class AddrScenario(Scenario):
             aggregation=self.config.risk_aggregation,
         )
 
-    def _negatives(self, batch: BatchFunctions, encoded: Encoded) -> tuple[Tensor, Tensor]:
+    def _negatives(self, batch: BatchFunctions, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Of each pair the hardest caption and the hardest image of other images, -1 where there are none."""
         images = batch.batch.image_index
         same_image = images[:, None] == images
-        rows, columns = F_itm.hardest_negatives(self._scores(batch, encoded), same_image)
+        rows, columns = F_itm.hardest_negatives(scores, same_image)
         return rows[1], columns[1]
 
     def _gather(self, batch: BatchFunctions) -> GatheredRows:

@@ -34,11 +34,12 @@ class QueuedBatch:
     from_data: bool
 
     @classmethod
-    def of(cls, batch: Batch, images: Fragments, captions: Fragments) -> QueuedBatch:
-        """The batch of a step with its base features."""
-        # Regions that come from no network are a view of the batch's own.
-        from_data = isinstance(batch.features, Tensor) and images.values.data_ptr() == batch.features.data_ptr()
-        return cls(images.detach(), captions.detach(), batch.image_index, from_data)
+    def of(cls, batch: Batch, images: Fragments, captions: Fragments, *, from_data: bool) -> QueuedBatch:
+        """The batch of a step with its base features; `from_data`: its regions are those of the data, unchanged."""
+        # Base features that come from no network are a view of the batch's own regions.
+        regions = batch.features.values if isinstance(batch.features, Fragments) else batch.features
+        unchanged = from_data and images.values.data_ptr() == regions.data_ptr()
+        return cls(images.detach(), captions.detach(), batch.image_index, unchanged)
 
     def to(self, device: torch.device) -> QueuedBatch:
         """The same on `device`."""
@@ -72,7 +73,7 @@ def read_queue(
         expected: their number.
         batch_size: the most pairs of one.
         widths: of the base features of images and of captions.
-        image_rows: regions (n, k, f) of images by their rows in the training data.
+        image_rows: the regions of images by their rows in the training data; None where a state holds them.
 
     Raises:
         ValueError: the entry that is missing, damaged or does not fit is named.
@@ -106,7 +107,7 @@ def _read(
     if not from_data:
         images = _sets(kept["images"], kept["image_offsets"], len(index), widths[0], f"{name}.images")
     elif image_rows is None:
-        raise ValueError(f"{name}.images: 'images' is missing, and there are no training data to read them from")
+        raise ValueError(f"{name}.images: missing; they are not those of the data, which could be read again")
     else:
         rows = image_rows(index)
         images = rows if isinstance(rows, Fragments) else Fragments.from_padded(rows)

@@ -16,16 +16,16 @@ Inside: `RealignmentScenario`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from itm_fast.data import Batch
 from itm_fast.fragments import Fragments
 from itm_fast.models import FDF
+from itm_fast.nn import FeatureDiversification
 from itm_fast.training.branch import Branch
 from itm_fast.training.scenarios.base import BatchFunctions, Scenario, StepResult
 from itm_fast.training.scenarios.feature_queue import QueuedBatch, read_queue
@@ -34,23 +34,28 @@ __all__ = ["RealignmentScenario"]
 
 
 @attrs.frozen(eq=False)
-class _Batch:
-    """Base features of the batch of a step, and what all conversions make of them."""
+class _Side:
+    """The images or the captions of a step, as embeddings that the host scores.
 
-    images: Fragments
-    captions: Fragments
-    converted_images: Tensor
-    converted_captions: Tensor
+    fused: of the batch. own: of the batch under each conversion, from 0. others: of each queued batch under its own
+    conversion, from 1.
+    """
 
+    fused: Fragments | Tensor
+    own: list[Fragments | Tensor]
+    others: list[Fragments | Tensor]
 
-@attrs.frozen(eq=False)
-class _Scores:
-    """Of the batch's pairs, of its images with another batch's captions, and of that one's images with its captions."""
-
-    pairs: Tensor
-    captions: Tensor
-    images: Tensor
-    same_image: Tensor
+    @classmethod
+    def of(cls, side: FeatureDiversification, base: Fragments, queued: Sequence[Fragments]) -> _Side:
+        """All that a step needs of the base features of its batch and of those before."""
+        # Parted once: the backward of each part by itself would make a gradient of the whole.
+        converted = side.conversions(base).unbind()
+        others = side.conversions.of_others(queued)
+        return cls(
+            side.fuse(base, converted),
+            [side.embeddings(base, rows) for rows in converted],
+            [side.embeddings(other, rows) for other, rows in zip(queued, others, strict=True)],
+        )
 
 
 class RealignmentScenario(Scenario):
@@ -60,7 +65,8 @@ class RealignmentScenario(Scenario):
         target: the branch that learns; its model is an `FDF`.
         online_weight: the paper's lambda_1.
         batch_size: the most pairs of a batch.
-        image_rows: regions (n, k, f) of images by their rows in the training data, for a queue that is restored.
+        image_rows: the regions of images by their rows in the training data, as a batch has them, for a queue that is
+            restored; None where batches have others, so that a state holds them.
     """
 
     def __init__(
@@ -93,42 +99,34 @@ class RealignmentScenario(Scenario):
         with batch.autocast():
             images = model.base_images(given.features)
             captions = model.base_captions(given.token_ids, given.lengths)
-            present = _Batch(images, captions, model.images.conversions(images), model.captions.conversions(captions))
-            fused = model.score(
-                model.images.fuse(images, present.converted_images),
-                model.captions.fuse(captions, present.converted_captions),
+            sides = (
+                _Side.of(model.images, images, [queued.images for queued in self.queue]),
+                _Side.of(model.captions, captions, [queued.captions for queued in self.queue]),
             )
-            own = model.score(*self._embeddings(present, 0))
-            others = [self._scores(present, given, queued, n) for n, queued in enumerate(self.queue, start=1)]
+            fused = model.score(*(side.fused for side in sides))
+            own = model.score(*(side.own[0] for side in sides))
+            others = [self._scores(*sides, n) for n in range(1, len(self.queue) + 1)]
         online = batch.loss(fused)
         terms = [batch.loss(own)]
-        terms += [batch.realignment_loss(one.pairs, one.captions, one.images, one.same_image) for one in others]
+        terms += [
+            batch.realignment_loss(*scores, given.image_index[:, None] == queued.image_index[None, :])
+            for scores, queued in zip(others, self.queue, strict=True)
+        ]
         realignment = torch.stack(terms).sum()
         numbers = self.target.backward(realignment + self.online_weight * online, number)
         numbers |= {"online_loss": float(online.detach()), "realignment_loss": float(realignment.detach())}
         numbers["lr"] = self.target.update()
-        self.queue.appendleft(QueuedBatch.of(given, images, captions))
+        self.queue.appendleft(QueuedBatch.of(given, images, captions, from_data=self.image_rows is not None))
         return StepResult(fused.detach(), numbers["online_loss"], numbers)
 
-    def _embeddings(self, present: _Batch, n: int) -> tuple[Fragments | Tensor, Fragments | Tensor]:
-        """Images and captions of the batch under conversion n, from 0."""
+    def _scores(self, images: _Side, captions: _Side, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """All under conversion n, from 0: of the batch's pairs, of its images with the captions of another batch, and
+        of that one's images with its captions."""
+        own_images, own_captions = images.own[n], captions.own[n]
         return (
-            self.model.images.embeddings(present.images, present.converted_images[n]),
-            self.model.captions.embeddings(present.captions, present.converted_captions[n]),
-        )
-
-    def _scores(self, present: _Batch, given: Batch, queued: QueuedBatch, n: int) -> _Scores:
-        """All under conversion n, from 0."""
-        images, captions = self._embeddings(present, n)
-        sides = ((self.model.images, queued.images), (self.model.captions, queued.captions))
-        other_images, other_captions = (
-            side.embeddings(base, side.conversions.of_others(base, n)) for side, base in sides
-        )
-        return _Scores(
-            self.model.pair_scores(images, captions),
-            self.model.score(images, other_captions),
-            self.model.score(other_images, captions),
-            given.image_index[:, None] == queued.image_index[None, :],
+            self.model.pair_scores(own_images, own_captions),
+            self.model.score(own_images, captions.others[n - 1]),
+            self.model.score(images.others[n - 1], own_captions),
         )
 
     def _scenario_part(self, others: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,32 @@
+"""Measures what FDF and ADDR cost beside the training of their hosts, and prints the tables.
+
+python benchmarks/methods.py --json benchmarks/results/methods.json   # about ten minutes, 16 GB of memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from itm_fast.benchmarking.methods import ADDR_HOSTS, FDF_HOSTS, quick, run
+from itm_fast.benchmarking.methods_table import markdown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What FDF and ADDR cost beside ordinary training.")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--quick", action="store_true", help="small sizes: seconds, to see that it works")
+    options = parser.parse_args()
+    fdf, addr = FDF_HOSTS, ADDR_HOSTS
+    if options.quick:
+        fdf, addr = ({name: quick(host) for name, host in hosts.items()} for hosts in (fdf, addr))
+    command = f"python benchmarks/methods.py{' --quick' if options.quick else ''}"
+    results = run(fdf, addr, command, progress=lambda what: print(what, flush=True))
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    print(markdown(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Tables of what FDF and ADDR cost, in Markdown, from the JSON alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from itm_fast.benchmarking.scenarios import percent
+from itm_fast.benchmarking.table import table
+
+__all__ = ["markdown"]
+
+# Captions of an image, in the test sets of the field.
+_CAPTIONS = 5
+# Why a bar that is missed is, said below the table.
+BOUND = (
+    "The paper's percentages are of the time that its own code takes, of which the products of matrices are a part. "
+    "Here they are nearly all of it, and a conversion multiplies every region by {per_conversion:.1f} million weights: "
+    "the features of pairs take {more} of the host's multiply-adds more, however they are computed, and a step "
+    "takes them about three times for its own batch and once or more for the one before. The paper encodes an image "
+    "anew for each of its captions; evaluation here does so once, the column of a split."
+)
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """A table for each host of FDF, one for those of ADDR, and where it was measured."""
+    parts = [_fdf(name, host, results["published"]) for name, host in results["fdf"].items()]
+    return "\n\n".join([*parts, _addr(results["addr"]), _where(results)]) + "\n"
+
+
+def _fdf(name: str, host: Mapping[str, Any], published: Mapping[str, Any]) -> str:
+    rows, bars = host["rows"], name == published["host"]
+    alone, setup = rows["0"], host["setup"]
+    header = ["N", "a step", "features of pairs", "their multiply-adds", "features of a split"]
+    lines = [[*header, "error of a step's loss", "of its gradient"]]
+    if bars:
+        lines[0][2:2], lines[0][4:4] = ["the paper"], ["the paper"]
+    missed = False
+    for count in sorted(rows, key=int):
+        row = rows[count]
+        times = _times(row)
+        if count == "0":
+            cells = [_seconds(times["step"]), _seconds(times["pairs"]), f"{_products(row) / 1e9:.2f} G a pair", ""]
+        else:
+            ratios = {what: seconds / _times(alone)[what] for what, seconds in times.items()}
+            cells = [percent(ratios["step"]), percent(ratios["pairs"])]
+            cells += [percent(_products(row) / _products(alone)), percent(ratios["split"])]
+        if bars:
+            theirs = ["", ""]
+            if count == str(published["conversions"]):
+                theirs = [_bar(ratios["step"], published["step"]), _bar(ratios["pairs"], published["features"])]
+                missed = any("missed" in bar for bar in theirs)
+            cells[1:1], cells[3:3] = [theirs[0]], [theirs[1]]
+        accuracy = row["accuracy"]
+        errors = [f"{accuracy['loss_error']:.1e}", f"{accuracy['gradient_error']:.1e}"]
+        lines.append(["host alone" if count == "0" else count, *cells, *errors])
+    text = f"FDF on {name}, batches of {setup['batch']}, width {setup['dim']}, recipe `{host['recipe']}`:\n\n"
+    return text + table(lines) + (f"\n\n{_bound(rows, published)}" if missed else "")
+
+
+def _times(row: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of a step, of the features of a batch of pairs, and of as many captions with a fifth of the images."""
+    images, captions = row["images"]["median_s"], row["captions"]["median_s"]
+    return {"step": row["step"]["median_s"], "pairs": images + captions, "split": images / _CAPTIONS + captions}
+
+
+def _products(row: Mapping[str, Any]) -> int:
+    return int(sum(row["multiply_adds"].values()))
+
+
+def _bar(ratio: float, bar: float) -> str:
+    found = 100 * (ratio - 1)
+    return f"+{bar:g} %, met" if found <= bar else f"+{bar:g} %, missed by {found - bar:.0f} points"
+
+
+def _bound(rows: Mapping[str, Any], published: Mapping[str, Any]) -> str:
+    row = rows[str(published["conversions"])]
+    return BOUND.format(per_conversion=row["weights"] / 1e6, more=percent(_products(row) / _products(rows["0"])))
+
+
+def _addr(hosts: Mapping[str, Any]) -> str:
+    lines = [
+        [
+            "ADDR on", "a step of the host", "base", "a step of the model", "one of the discriminators",
+            "a step of both", "error of the risks", "of their gradient",
+        ]
+    ]  # fmt: skip
+    for name, host in hosts.items():
+        seconds = {what: timing["median_s"] for what, timing in host["rows"].items()}
+        plain, accuracy, setup = seconds["plain"], host["accuracy"], host["setup"]
+        lines.append(
+            [
+                f"{name}, batches of {setup['batch']}, width {setup['dim']}",
+                _seconds(plain),
+                percent(seconds["base"] / plain),
+                percent(seconds["model"] / plain),
+                f"{seconds['discriminators'] / plain:.2f} of the host's",
+                percent((seconds["model"] + seconds["discriminators"]) / plain),
+                f"{accuracy['loss_error']:.1e}",
+                f"{accuracy['gradient_error']:.1e}",
+            ]
+        )
+    return table(lines)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def _where(results: Mapping[str, Any]) -> str:
+    where = results["environment"]
+    before, after = where["load"]
+    return (
+        f"Processor time, medians of interleaved runs, one thread; the machine's load was {before:.1f} at the start "
+        f"and {after:.1f} at the end. Errors are relative, of float32 against float64. {where['processor']}, "
+        f"{where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}; made by `{where['command']}`."
+    )
