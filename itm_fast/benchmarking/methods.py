@@ -270,9 +270,10 @@ def domain_accuracy(host: Host) -> dict[str, float]:
     Against `itm_fast.reference` in float64, for discriminators as after some training.
     """
     config = _config(host)
-    model, batch = _model(config, host.setup).eval(), make_batch(host.setup)
+    model: Any = _model(config, host.setup).eval()
+    batch = make_batch(host.setup)
     with torch.no_grad():
-        encoded: Any = model.encode_fragments(batch.features, batch.token_ids, batch.lengths)
+        encoded = model.encode_fragments(batch.features, batch.token_ids, batch.lengths)
         rows, columns = F_itm.hardest_negatives(model.score(encoded.images, encoded.captions))
     weights = torch.randn(host.setup.batch, encoded.regions.values.shape[1])
     tensors = (encoded.regions.values, encoded.words.values, weights, torch.randn(host.setup.batch))
@@ -280,17 +281,21 @@ def domain_accuracy(host: Host) -> dict[str, float]:
     for function, dtype in (
         (F_itm.domain_regularization, torch.float32), (reference.domain_regularization, torch.float64),
     ):  # fmt: skip
-        regions, words, *discriminators = (one.detach().to(dtype).requires_grad_() for one in tensors)
-        sides = encoded.regions.with_values(regions), encoded.words.with_values(words)
-        values = function(*sides, *discriminators, rows[1], columns[1], margin=config.domain_margin)
+        leaves = [one.detach().to(dtype).requires_grad_() for one in tensors]
+        sides = encoded.regions.with_values(leaves[0]), encoded.words.with_values(leaves[1])
+        values = function(sides[0], sides[1], leaves[2], leaves[3], rows[1], columns[1], margin=config.domain_margin)
         total = values[0].sum() + config.regularization_weight * values[1].sum()
-        gradients = torch.autograd.grad(total, (regions, words, *discriminators))
+        gradients = torch.autograd.grad(total, leaves)
         results.append((values, gradients))
     (values, gradients), (exact, exact_gradients) = results
     return {
         "loss_error": _relative_error(values, exact),
         "gradient_error": _relative_error(gradients, exact_gradients),
     }
+
+
+def _named(progress: Callable[[str], None], row: str, what: str) -> None:
+    progress(f"{row}: {what}")
 
 
 def run(
@@ -305,6 +310,6 @@ def run(
     measured: dict[str, dict[str, Any]] = {"fdf": {}, "addr": {}}
     for method, hosts, measure in (("fdf", fdf, measure_fdf), ("addr", addr, measure_addr)):
         for name, host in hosts.items():
-            measured[method][name] = measure(host, lambda what, row=f"{method}, {name}": progress(f"{row}: {what}"))
+            measured[method][name] = measure(host, partial(_named, progress, f"{method}, {name}"))
     where = {**environment(1, build_info()), "command": command, "load": [before, os.getloadavg()[0]]}
     return {"format_version": FORMAT_VERSION, "environment": where, "published": PUBLISHED, **measured}

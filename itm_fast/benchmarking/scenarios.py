@@ -3,8 +3,8 @@
 Whole optimiser steps at published sizes: encoders, scores, losses, backward, clipping, Adam, and what a scenario adds.
 Times are processor time, which other work on the machine lengthens less than it does a clock's.
 
-Inside: `Setup`, `make_batch`, `make_vocabulary`, `make_step`, `make_forward`, `make_start`, `run`, `markdown`, `percent`;
-`processor_time` and `memory_given_back`, which measure.
+Inside: `Setup`, `make_batch`, `make_vocabulary`, `make_step`, `make_forward`, `make_start`, `run`, `markdown`;
+`percent`, `processor_time` and `memory_given_back`, which measure.
 """
 
 from __future__ import annotations
