@@ -24,7 +24,10 @@ BOUND = (
 
 def markdown(results: Mapping[str, Any]) -> str:
     """A table for each host of FDF, one for those of ADDR, and where it was measured."""
-    parts = [_fdf(name, host, results["published"]) for name, host in results["fdf"].items()]
+    published = results["published"]
+    # The host of the bar stands first.
+    names = sorted(results["fdf"], key=lambda name: name != published["host"])
+    parts = [_fdf(name, results["fdf"][name], published) for name in names]
     return "\n\n".join([*parts, _addr(results["addr"]), _where(results)]) + "\n"
 
 
