@@ -82,7 +82,7 @@ def test_an_anchor_is_trained_first_and_is_part_of_what_was_measured(
     assert boosted["identity"]["fingerprints"] == {
         **base["identity"]["fingerprints"], "anchor": {"the weights of base": weights},
     }  # fmt: skip
-    # It did start from that model: its first loss is that of one that has learned.
+    # It was trained beside that very model.
     assert boosted["curves"]["train"]["step"] == [2, 4, 6, 8]
     before = torch.load(tmp_path / "runs/boosted-seed0/last/checkpoint.pt", weights_only=True)["scenario"]["anchor"]
     kept = models.load(tmp_path / "runs/base-seed0").state_dict()
