@@ -102,19 +102,30 @@ def test_the_committed_comparison_is_one_of_such_runs(
 ) -> None:
     """What the page of FDF's results shows: two seeds of one model, the realigned one, and every pair of them."""
     monkeypatch.setattr(emoji, "write_dataset", lambda _folder: data)
-    settings = {"model": "vse_infty", "model_options": OPTIONS, "epochs": 1, "batch_size": 32}
-    results = realignment.run(tmp_path, figure=tmp_path / "features.svg", settings=settings)
-    test = PrecomputedDataset(data, "test", Vocabulary.from_file(tmp_path / "seed0" / "vocab.json"))
-    names = {"model 1": "seed0", "model 2": "seed1", "realigned": "realigned"}
-    assert {name: row[name] for name, row in results["rsum"].items()} == {
-        name: evaluation.evaluate(models.load(tmp_path / folder), test)["rsum"] for name, folder in names.items()
+    shared = {"model": "vse_infty", "epochs": 1, "batch_size": 32}
+    hosts = {
+        "GRU": {**shared, "model_options": OPTIONS},
+        "BERT": {**shared, "model_options": {"embed_dim": 16}, "bert": "a small one"},
     }
-    assert [read_yaml(tmp_path / folder / "train.yaml")["seed"] for folder in names.values()] == [0, 1, 1]
-    assert results["images"] == 10
+    results = realignment.run(tmp_path, figure=tmp_path / "features.svg", hosts=hosts)
+    names = ("model 1", "model 2", "realigned")
+    for host, table in results["rsum"].items():
+        folders = {name: tmp_path / f"{host}-{name.replace(' ', '-')}" for name in names}
+        test = PrecomputedDataset(data, "test", Vocabulary.from_file(folders["realigned"] / "vocab.json"))
+        assert {name: row[name] for name, row in table.items()} == {
+            name: evaluation.evaluate(models.load(folder), test)["rsum"] for name, folder in folders.items()
+        }
+        assert [read_yaml(folder / "train.yaml")["seed"] for folder in folders.values()] == [0, 1, 1]
+    # Both trainings start from one BERT, as they do from one that is published.
+    assert read_yaml(tmp_path / "BERT-model-1" / "train.yaml")["bert"] == str(tmp_path / "bert")
+    assert (results["images"], list(results["rsum"])) == (10, ["GRU", "BERT"])
     assert (tmp_path / "features.svg").read_text().startswith("<?xml")
     rows = realignment.markdown(results).splitlines()
-    crossed = results["rsum"]["model 1"]
+    crossed = results["rsum"]["GRU"]["model 1"]
     assert rows[2] == f"| images of model 1 | {' | '.join(f'{crossed[name]:.1f}' for name in names)} |"
+    assert [row for row in rows if row.startswith("| BERT")] == [
+        f"| BERT | {' | '.join(f'captions of {name}' for name in names)} |"
+    ]
 
 
 def test_bad_input_is_one_line_and_writes_nothing(
