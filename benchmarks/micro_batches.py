@@ -1,6 +1,6 @@
 """Measures large batches that are encoded a micro-batch at a time, and prints the table.
 
-python benchmarks/micro_batches.py --json benchmarks/results/micro_batches.json   # an hour
+python benchmarks/micro_batches.py --json benchmarks/results/micro_batches.json   # half an hour
 """
 
 from __future__ import annotations

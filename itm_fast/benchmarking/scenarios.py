@@ -167,14 +167,14 @@ def make_forward(setup: Setup, small: bool = False) -> Callable[[], torch.Tensor
     return run
 
 
-def make_start(scenario: str, setup: Setup, small: bool = False) -> Callable[[], None]:
-    """Everything that a scenario keeps and needs: its models, optimisers and three steps."""
+def make_start(scenario: str, setup: Setup, small: bool = False, steps: int = 3) -> Callable[[], None]:
+    """Everything that a scenario keeps and needs: its models, optimisers and some steps, of which the second has all."""
     setup = _shrunk(setup, small)
     batch = make_batch(setup)
 
     def run() -> None:
         stepper = _stepper(setup, scenario)
-        for step in range(3):
+        for step in range(steps):
             stepper(batch, "hardest", step)
 
     return run
