@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 from helpers.fragments import random_fragments
-from helpers.runs import config, make_trainer
+from helpers.runs import config, make_trainer, same
 from torch import Tensor, nn
 
 import itm_fast.functional as F_itm
 from itm_fast import evaluation, models
+from itm_fast.data import pack, placement, reader
 from itm_fast.evaluation import word_attention
 from itm_fast.models import MatchingModel
-from itm_fast.nn import final_states, l2norm
+from itm_fast.nn import PatchEncoder, final_states, l2norm
 from itm_fast.nn.reasoning import RegionSelfAttention, SimilarityAttentionFiltration, WordSelfAttention
 
 BERT = {
@@ -206,3 +207,44 @@ def test_attention_to_look_at_is_float32(data: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(weights, wanted, rtol=0, atol=2**-8 * 9)
     assert torch.equal(low.directions["t2i"].attention[0], found[0])
     assert low.score == pytest.approx(explained.score, abs=2**-7)
+
+
+@pytest.mark.parametrize(
+    ("model", "features", "native"), [("scan", "disk", True), ("vse_infty", "disk", False), ("scan", "host", True)]
+)
+def test_features_of_a_bfloat16_store_stay_as_they_are(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, features: str, native: bool
+) -> None:
+    """A run on them ends bit for bit where one on their float32 copies does, by two bytes a number."""
+    pack(data, tmp_path / "store", dtype="bf16", shard_bytes=200)
+    if not native:
+        monkeypatch.setattr(reader, "_host", lambda: None)
+    monkeypatch.setattr(placement, "host_memory", lambda: (1 << 30, 1 << 30))
+    ends, dtypes = [], []
+    for keep in (True, False):
+        changes = {"model": model, "precision": "bfloat16", "features": features, "region_augmentation": 0.2}
+        trainer = make_trainer(config(tmp_path / "store", tmp_path / "run", **changes))
+        assert trainer.train_data.source.keep_bfloat16
+        trainer.train_data.source.keep_bfloat16 = keep
+        torch.manual_seed(4)
+        batches = trainer._batches(0)
+        for _ in range(3):
+            batch = next(batches)
+            trainer._step(batch)
+        dtypes.append(batch.features.dtype)
+        ends.append(trainer.model.state_dict())
+    assert dtypes == [torch.bfloat16, torch.float32]
+    assert same(*ends)
+    # Validation, and training in float32, see float32.
+    assert trainer.validation_data.image_batch([0]).dtype == torch.float32
+    single = make_trainer(config(tmp_path / "store", tmp_path / "run", features=features))
+    assert single.train_data.batch([0]).features.dtype == torch.float32
+
+
+def test_patches_in_bfloat16_are_normalised_in_float32() -> None:
+    torch.manual_seed(0)
+    encoder = PatchEncoder(48, 8)
+    patches = torch.randn(4, 9, 48).to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        kept, widened = (copy.deepcopy(encoder)(features).values for features in (patches, patches.float()))
+    assert torch.equal(kept, widened)

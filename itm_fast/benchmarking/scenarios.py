@@ -168,7 +168,7 @@ def make_forward(setup: Setup, small: bool = False) -> Callable[[], torch.Tensor
 
 
 def make_start(scenario: str, setup: Setup, small: bool = False, steps: int = 3) -> Callable[[], None]:
-    """Everything that a scenario keeps and needs: its models, optimisers and some steps, of which the second has all."""
+    """Everything that a scenario keeps and needs: models, optimisers and some steps, of which the second has all."""
     setup = _shrunk(setup, small)
     batch = make_batch(setup)
 

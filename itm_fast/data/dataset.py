@@ -24,9 +24,9 @@ Indices = Tensor | np.ndarray | Sequence[int]
 class Batch:
     """n captions, each with its image.
 
-    features (n, k, f) float32, or Fragments of rows (N, f) where images differ in regions; token_ids (n, L) int64,
-    padded with the vocabulary's `<pad>`; lengths (n,) int64, `<start>` and `<end>` counted; image_index and
-    caption_index (n,) int64: which image and caption of the split.
+    features (n, k, f) of the source's `batch_dtype`, or Fragments of rows (N, f) where images differ in regions;
+    token_ids (n, L) int64, padded with the vocabulary's `<pad>`; lengths (n,) int64, `<start>` and `<end>` counted;
+    image_index and caption_index (n,) int64: which image and caption of the split.
     """
 
     features: Tensor | Fragments
@@ -130,7 +130,7 @@ class CaptionDataset:
         return image
 
     def image_batch(self, image_indices: Indices) -> Tensor | Fragments:
-        """Features of images, (n, k, f) float32 or Fragments where they differ in regions.
+        """Features of images, (n, k, f) of the source's `batch_dtype`, or Fragments where they differ in regions.
 
         Raises:
             ValueError: a value is not finite, or a file is not what it was; file and row are named.

@@ -19,7 +19,7 @@ BLOCK_BYTES = 16 * 2**20
 
 
 class Features(abc.ABC):
-    """Region features of images, gathered as float32.
+    """Region features of images, gathered as float32, or where `keep_bfloat16` is set and they are, as bfloat16.
 
     Attributes: `shape` (images, regions, channels), where `regions` is the most that an image has; `counts` (images,)
     int64, the regions of each image, or None where all have as many; `dtype`, how a number is stored; `in_process`:
@@ -30,6 +30,12 @@ class Features(abc.ABC):
     counts: np.ndarray | None
     dtype: torch.dtype
     in_process: bool
+    keep_bfloat16 = False
+
+    @property
+    def batch_dtype(self) -> torch.dtype:
+        """The type of what `gather` returns."""
+        return self.dtype if self.keep_bfloat16 and self.dtype == torch.bfloat16 else torch.float32
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -42,7 +48,7 @@ class Features(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, images: np.ndarray) -> Tensor | Fragments:
-        """Features of `images` (n,) int64 in that order: (n, k, f) float32, or Fragments where counts differ.
+        """Features of `images` (n,) int64 in that order: (n, k, f) of `batch_dtype`, or Fragments where counts differ.
 
         Raises:
             ValueError: a value is not finite in float32, or a file is not what it was; file and row are named.
@@ -164,7 +170,7 @@ class ResidentFeatures(Features):
             for image, end, length in zip(images.tolist(), ends.tolist(), lengths.tolist(), strict=True):
                 last = int(self._ends[image])
                 rows[end - length : end].copy_(self.values[last - length : last], non_blocking=True)
-        return as_regions(rows.to(torch.float32), counts, self.shape, len(images))
+        return as_regions(rows.to(self.batch_dtype), counts, self.shape, len(images))
 
     def _rows(self, images: np.ndarray) -> np.ndarray:
         """Which of `values` are the regions of `images`."""

@@ -106,8 +106,11 @@ class StoreFeatures(Features):
     def gather(self, images: np.ndarray) -> Tensor | Fragments:
         counts = np.full(len(images), self.shape[1]) if self.counts is None else self.counts[images]
         total = int(counts.sum())
-        rows = self._buffers.take(total * self.shape[2])
-        self._read(images, counts, rows.numpy(), "fp32")
+        size, dtype = total * self.shape[2], self.batch_dtype
+        # Memory is that of float32 numbers, whatever they are used for.
+        rows = self._buffers.take(-(-size * dtype.itemsize // 4)).view(dtype)[:size]
+        wanted = "fp32" if dtype == torch.float32 else self._dtype
+        self._read(images, counts, _as_numbers(rows, wanted), wanted)
         chosen = None if self.counts is None else counts
         return as_regions(rows.view(total, self.shape[2]), chosen, self.shape, len(images))
 
@@ -115,7 +118,7 @@ class StoreFeatures(Features):
         images = np.arange(first, last)
         counts = np.full(len(images), self.shape[1]) if self.counts is None else self.counts[images]
         rows = torch.empty(int(counts.sum()), self.shape[2], dtype=self.dtype)
-        self._read(images, counts, rows.view(torch.uint8).numpy().reshape(-1).view(_INTEGERS[self._dtype]), self._dtype)
+        self._read(images, counts, _as_numbers(rows, self._dtype), self._dtype)
         return rows
 
     def _read(self, images: np.ndarray, counts: np.ndarray, buffer: np.ndarray, wanted: str) -> None:
@@ -144,6 +147,11 @@ class StoreFeatures(Features):
 
 
 _INTEGERS = {"bf16": np.uint16, "fp16": np.uint16, "fp32": np.float32}
+
+
+def _as_numbers(rows: Tensor, dtype: str) -> np.ndarray:
+    """The memory of a tensor as the reader fills it, one number after the other."""
+    return rows.view(torch.uint8).numpy().reshape(-1).view(_INTEGERS[dtype])
 
 
 class StoreDataset(PrecomputedDataset):

@@ -83,6 +83,8 @@ class Trainer:
         if batches == 0:
             raise ValueError(f"batch_size: {config.batch_size} is more than the {len(train_data)} training captions")
         train_data.source, self.placement = place(train_data.source, config.features, self.device)
+        # A product in bfloat16 takes them as they are.
+        train_data.source.keep_bfloat16 = config.precision == "bfloat16"
         self.phases = Phases.of(config, batches)
         self.steps_per_epoch = self.phases.steps_per_epoch
         self.stepper = Stepper(
