@@ -4,7 +4,7 @@ Whole optimiser steps of the published settings, the recipes of the hosts: augme
 backward, clipping, Adam, and all that a method adds. Times are processor time. The accuracy is that of the same step in
 float64, for FDF of fewer pairs, and for ADDR that of `itm_fast.reference`.
 
-Inside: `Host`, `FDF_HOSTS`, `ADDR_HOSTS`, `quick`, `run`, and what they are made of.
+Inside: `Host`, `FDF_HOSTS`, `ADDR_HOSTS`, `of_batch`, `quick`, `run`, and what they are made of.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from itm_fast.training import TrainConfig, recipes
 from itm_fast.training.scenarios.feature_queue import QueuedBatch
 from itm_fast.training.step import Stepper
 
-__all__ = ["ADDR_HOSTS", "FDF_HOSTS", "PUBLISHED", "Host", "measure_addr", "measure_fdf", "quick", "run"]
+__all__ = ["ADDR_HOSTS", "FDF_HOSTS", "PUBLISHED", "Host", "measure_addr", "measure_fdf", "of_batch", "quick", "run"]
 
 # What FDF's paper reports of two conversions on CHAN with BERT, in percent: a training step, and the features of pairs.
 PUBLISHED = {"host": "CHAN with BERT", "conversions": 2, "step": 14.0, "features": 4.9}
@@ -62,13 +62,18 @@ class Host:
 FDF_HOSTS: Mapping[str, Host] = {
     "SCAN": Host("scan-t2i-f30k", Setup("scan"), {0: 2, 1: 2, 2: 2, 4: 1, 8: 1}),
     "VSE-infinity": Host("vse-infty-f30k", Setup("vse_infty"), {0: 2, 1: 2, 2: 2, 4: 2, 8: 2}),
-    "CHAN with BERT": Host("chan-bert-coco", Setup("chan", batch=64, words=30_522), {0: 2, 2: 2, 1: 1, 4: 1, 8: 1}),
+    "CHAN with BERT": Host("chan-bert-coco", Setup("chan", words=30_522), {0: 2, 2: 2, 1: 1, 4: 1, 8: 1}),
 }
 ADDR_HOSTS: Mapping[str, Host] = {
     "SCAN": Host("addr-scan-f30k", Setup("scan"), {0: 2}),
     "BFAN": Host("addr-bfan-f30k", Setup("bfan"), {0: 2}),
-    "VSRN": Host("addr-vsrn-f30k", Setup("vsrn", batch=32, dim=2048), {0: 2}),
+    "VSRN": Host("addr-vsrn-f30k", Setup("vsrn", dim=2048), {0: 2}),
 }
+
+
+def of_batch(host: Host, batch: int) -> Host:
+    """The same with so many pairs in a batch."""
+    return attrs.evolve(host, setup=attrs.evolve(host.setup, batch=batch))
 
 
 def quick(host: Host) -> Host:
