@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.attention_checks import array, cancelling_contexts, check_random_scores, check_scores, scores_of
-from helpers.fragments import random_fragments
+from helpers.attention_checks import DTYPES, array, cancelling_contexts, check_random_scores, check_scores, scores_of
+from helpers.fragments import random_fragments, tied_fragments
 from helpers.shim import compile_driver
 from helpers.shim_attention import AGGREGATIONS, FOCAL_MODES, NORMALIZATIONS, AttentionKernels
 from helpers.tolerance import assert_close_to_exact, max_error
@@ -115,6 +115,7 @@ LONG: list[Any] = [
     ([33], [129], 2, {"normalization": "softmax", "aggregation": "sum"}),  # rows' factors of three runs
     ([17], [340], 2, {"focal": "prob", "aggregation": "sum"}),  # more contexts than a piece
     ([2], [700], 3, {"normalization": "clipped_l1norm", "temperature": 20.0}),
+    ([33], [340], 3, {"focal": "hard", "normalization": "no_norm", "aggregation": "logsumexp"}),
 ]
 
 
@@ -129,6 +130,18 @@ def test_sets_longer_than_a_tile(
 def test_the_tile_of_the_launchers(kernels: AttentionKernels, kernel: str) -> None:
     """112 x 128, four stages and eight warps; two tiles on either side."""
     check_random_scores(kernels, [13] * 10, [36] * 4, 72, kernel, large=True)
+
+
+@pytest.mark.parametrize("kernel", ["float32", "bf16"])
+def test_equal_logits_go_to_the_first_context(kernels: AttentionKernels, kernel: str) -> None:
+    """Of contexts that differ, in short sets, in long ones, and in pieces of those."""
+    queries = tied_fragments([3, 70, 1], 6, seed=1)
+    contexts = tied_fragments([40, 1, 0, 7, 60, 340], 6, seed=2)
+    for normalization in ("no_norm", "clipped"):
+        options = {"focal": "hard", "normalization": normalization, "negative_slope": 0.5, "temperature": 2.0}
+        single = [part.to(DTYPES.get(kernel, torch.float32)) for part in (queries, contexts)]
+        actual = scores_of(kernels, *single, kernel, **options)
+        assert max_error(actual, reference.cross_attention_scores(queries, contexts, **options)) < 1e-6
 
 
 # Precision
@@ -190,20 +203,23 @@ def test_zero_rows_score_zero(kernels: AttentionKernels) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("kernel", ["float32", "bf16"])
-def test_what_is_not_finite_stays_with_its_sets(kernels: AttentionKernels, kernel: str, value: float) -> None:
+@pytest.mark.parametrize("focal", [None, "hard"])
+def test_what_is_not_finite_stays_with_its_sets(
+    kernels: AttentionKernels, kernel: str, value: float, focal: str | None
+) -> None:
     dtype = torch.bfloat16 if kernel == "bf16" else torch.float32
     queries, contexts = (random_fragments([3, 2, 4], 8, dtype, seed=seed) for seed in (1, 2))
-    right = scores_of(kernels, queries, contexts, kernel)
+    right = scores_of(kernels, queries, contexts, kernel, focal=focal)
     contexts.values[4, 5] = value
     for aggregation in AGGREGATIONS:
-        scores = scores_of(kernels, queries, contexts, kernel, aggregation=aggregation)
+        scores = scores_of(kernels, queries, contexts, kernel, focal=focal, aggregation=aggregation)
         assert bool(scores[:, 1].isnan().all())
         assert bool(scores[:, [0, 2]].isfinite().all())
         plain = reference.cross_attention_scores(
-            queries.to(torch.float32), contexts.to(torch.float32), aggregation=aggregation
+            queries.to(torch.float32), contexts.to(torch.float32), focal=focal, aggregation=aggregation
         )
         assert torch.equal(plain.isnan(), scores.isnan())
-    assert torch.equal(scores_of(kernels, queries, contexts, kernel)[:, [0, 2]], right[:, [0, 2]])
+    assert torch.equal(scores_of(kernels, queries, contexts, kernel, focal=focal)[:, [0, 2]], right[:, [0, 2]])
 
 
 # Order and offsets

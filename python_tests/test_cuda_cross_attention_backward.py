@@ -19,11 +19,12 @@ from helpers.backward_checks import (
     check_all_gradients,
     check_gradients,
     clear_of_thresholds,
+    reference_gradients,
     run,
     sparse_gradients,
 )
 from helpers.faults import planted, run_sanitized
-from helpers.fragments import random_fragments
+from helpers.fragments import random_fragments, tied_fragments
 from helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
 from helpers.shim_attention import AGGREGATIONS, FOCAL_MODES, NORMALIZATIONS
 from helpers.shim_backward import ROOM, BackwardKernels
@@ -181,6 +182,30 @@ def test_equal_cosines_send_the_gradient_of_the_maximum_to_the_first(kernels: Ba
     found = run(kernels, queries, contexts, torch.ones(1, 1), aggregation="max", normalization="no_norm")
     assert np.abs(found.queries[0]).max() > 0.01
     assert not found.queries[1:].any()
+
+
+@pytest.mark.parametrize("room", [ROOM, 80])
+def test_hard_attention_gives_the_gradient_to_the_first_of_equal_contexts(kernels: BackwardKernels, room: int) -> None:
+    queries, contexts = tied_fragments([3, 0, 9, 1], 6, torch.float32), tied_fragments([8, 1, 5], 6, torch.float32, 1)
+    gradients = sparse_gradients(4, 3, 0.8, 0)
+    for normalization, aggregation in (("no_norm", "logsumexp"), ("clipped", "mean")):
+        options = {"focal": "hard", "normalization": normalization, "aggregation": aggregation}
+        options |= {"temperature": 2.0, "negative_slope": 0.5}
+        found = run(kernels, queries, contexts, gradients, room=room, **options)
+        exact = reference_gradients(queries, contexts, gradients, torch.float64, **options)
+        for actual, expected in zip((found.queries, found.contexts), exact, strict=True):
+            np.testing.assert_allclose(actual, expected.numpy(), rtol=0, atol=1e-5)
+
+
+def test_hard_attention_keeps_what_is_no_number_as_plain_pytorch_does(kernels: BackwardKernels) -> None:
+    """No gradient flows through the choice: one of another word stays a number where its context's product is none."""
+    for place in ("word", "region"):
+        queries, contexts = sets([3, 1, 2], [4, 2, 3])
+        (queries if place == "word" else contexts).values[1, 2] = math.nan
+        found = run(kernels, queries, contexts, torch.ones(3, 3), focal="hard")
+        exact = reference_gradients(queries, contexts, torch.ones(3, 3), torch.float64, focal="hard")
+        for actual, expected in zip((found.queries, found.contexts), exact, strict=True):
+            np.testing.assert_allclose(actual, expected.numpy(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -327,6 +327,7 @@ def test_opcheck() -> None:
         (12, "", "schedule: unknown option ''"),
         (15, "words", "correspondence_input: unknown option 'words'"),
         (18, "all", "focal: unknown option 'all'"),
+        (18, "hard", "focal: unknown option 'hard'"),
         (19, 1.0, "dropout: expected a probability in [0, 1), got 1"),
         (20, None, "seed: expected one for the dropout of 0.4"),
         (20, torch.tensor([1, 2]), "seed: expected an int64 tensor of one element"),

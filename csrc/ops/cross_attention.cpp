@@ -22,7 +22,7 @@ CrossAttentionOptions cross_attention_options(double temperature, const std::str
   options.normalization = parse_option<Normalization>("normalization", normalization,
                                                       std::array{"clipped_l2norm"sv, "l2norm"sv, "clipped_l1norm"sv,
                                                                  "l1norm"sv, "softmax"sv, "clipped"sv, "no_norm"sv});
-  options.focal = parse_option<Focal>("focal", focal, std::array{"none"sv, "equal"sv, "prob"sv});
+  options.focal = parse_option<Focal>("focal", focal, std::array{"none"sv, "equal"sv, "prob"sv, "hard"sv});
   options.aggregation =
       parse_option<Aggregation>("aggregation", aggregation, std::array{"mean"sv, "sum"sv, "max"sv, "logsumexp"sv});
   return options;

@@ -75,6 +75,7 @@ class Reader {
 
 RegulatorOptions regulator_options(const RegulatorSetting& setting, const CrossAttentionOptions& attention) {
   using namespace std::string_view_literals;
+  STD_TORCH_CHECK(attention.focal != Focal::hard, "focal: unknown option 'hard'");
   RegulatorOptions options{};
   options.attention = attention;
   options.n_alignments = setting.alignments;

@@ -63,8 +63,7 @@ def cross_attention_scores(
     logsumexp_temperature = validation.finite_number(
         "logsumexp_temperature", logsumexp_temperature, non_zero=aggregation == "logsumexp"
     )
-    # Hard attention has no kernel.
-    if focal == "hard" or not use_native("cross_attention_scores", queries.values):
+    if not use_native("cross_attention_scores", queries.values):
         with without_autocast(queries.device.type):
             wide = torch.promote_types(queries.dtype, torch.float32)
             return reference.cross_attention_scores_packed(

@@ -80,7 +80,10 @@ def _reversed_sets(fragments: Fragments) -> Tensor:
 
 
 def clear_of_thresholds(queries: Fragments, contexts: Fragments, focal: str | None, **options: Any) -> Tensor:
-    """Which pairs (bool) rounding decides nothing about: no attention stands on the threshold of the focal mode."""
+    """Which pairs (bool) rounding decides nothing about: no attention stands on the threshold of the focal mode.
+
+    For "hard": no context but one has nearly the greatest attention.
+    """
     clear = torch.ones(len(queries), len(contexts), dtype=torch.bool)
     if focal is None:
         return clear
@@ -92,6 +95,10 @@ def clear_of_thresholds(queries: Fragments, contexts: Fragments, focal: str | No
             if not len(query) or not len(context):
                 continue
             p = reference.cross_attention.cross_attention_weights(query[None], context[None], **kept)[0]
+            if focal == "hard":
+                first, second = torch.cat([p, torch.zeros_like(p[:, :1])], dim=1).topk(2, dim=1).values.unbind(1)
+                clear[i, j] = bool((first - second > CLEAR * first).all())
+                continue
             root = torch.ones_like(p) if focal == "equal" else p.sqrt()
             left, right = p * root.sum(1, keepdim=True), (p * root).sum(1, keepdim=True)
             clear[i, j] = bool(((left - right).abs() > CLEAR * right).all())

@@ -219,6 +219,7 @@ CASES = (
     _scores_case("softmax", normalization="softmax", temperature=4.0, aggregation="sum"),
     _scores_case("l1norm focal", normalization="l1norm", focal="equal", aggregation="max"),
     _scores_case("logsumexp focal", normalization="clipped", focal="prob", aggregation="logsumexp"),
+    _scores_case("hard", normalization="no_norm", temperature=1.0, focal="hard", aggregation="logsumexp"),
     # Kernels that copy in stages go around their ring, and rows begin anywhere.
     _scores_case("wide", dim=520, sizes=(5,)),
     _scores_case("odd width", dim=37, offsets=torch.int32, sizes=(5,)),

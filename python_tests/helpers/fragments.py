@@ -24,6 +24,14 @@ def random_fragments(
     return Fragments(values.to(dtype), offsets)
 
 
+def tied_fragments(lengths: Sequence[int], dim: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Fragments:
+    """Rows of -1, 0 and 1, none of them zero: few inner products, which any type and order of additions has exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-1, 2, (sum(lengths), dim), generator=generator)
+    values[:, 0] = 1
+    return Fragments(values.to(dtype), torch.tensor([0, *lengths]).cumsum(0))
+
+
 class _Recorder(TorchDispatchMode):
     def __init__(self, calls: list[tuple[str, Any]]) -> None:
         super().__init__()

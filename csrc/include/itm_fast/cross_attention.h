@@ -6,7 +6,7 @@
 namespace itm_fast {
 
 enum class Normalization : int32_t { clipped_l2norm, l2norm, clipped_l1norm, l1norm, softmax, clipped, no_norm };
-enum class Focal : int32_t { none, equal, prob };
+enum class Focal : int32_t { none, equal, prob, hard };
 enum class Aggregation : int32_t { mean, sum, max, logsumexp };
 
 struct CrossAttentionOptions {

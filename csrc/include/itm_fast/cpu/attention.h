@@ -175,11 +175,31 @@ ITM_FAST_INLINE bool has_small_logits(const CrossAttentionOptions& options) {
          options.temperature <= 10.0 && options.temperature >= -10.0;
 }
 
+// Turns one vector of columns of logits into hard attention in place: 1 for the first of the greatest, 0 elsewhere. As
+// for argmax a NaN is the greatest. Returns the sum, 1.
+template <typename T>
+ITM_FAST_INLINE Vector<T> attend_hard(T* columns, int64_t stride, int64_t n_contexts) {
+  Vector<T> best = load(columns);
+  for (int64_t k = 1; k < n_contexts; ++k) {
+    const Vector<T> x = load(columns + k * stride);
+    best = select<T>(~(x <= best) & (best == best), x, best);
+  }
+  Mask<T> found{};
+  for (int64_t k = 0; k < n_contexts; ++k) {
+    const Vector<T> x = load(columns + k * stride);
+    const Mask<T> is_best = ((x == best) | (x != x)) & ~found;
+    store<T>(columns + k * stride, select<T>(is_best, splat(T(1)), Vector<T>{}));
+    found |= is_best;
+  }
+  return splat(T(1));
+}
+
 // Turns one vector of columns of logits into unnormalised attention in place: exp, softmax numerators over the
 // contexts, zero where the focal mode drops a context. Returns the sum of what is kept.
 template <typename T>
 ITM_FAST_INLINE Vector<T> attend_columns(T* columns, int64_t stride, int64_t n_contexts, bool small_logits,
                                          Focal focal) {
+  if (focal == Focal::hard) return attend_hard(columns, stride, n_contexts);
   Vector<T> peak{};
   if (!small_logits) {
     peak = load(columns);

@@ -158,8 +158,9 @@ inline void differentiate_block(const QueryBlock<T, S>& block, T* raw, int64_t r
     }
   }
 
-  // Through the softmax over the contexts; `mixed` becomes the gradient of the logits.
-  for (int64_t k = 0; k < n_contexts; ++k) {
+  // Through the softmax over the contexts; `mixed` becomes the gradient of the logits. Hard attention has none.
+  const bool is_soft = options.focal != Focal::hard;
+  for (int64_t k = 0; is_soft && k < n_contexts; ++k) {
     const T* __restrict p = attention + k * stride;
     const T* __restrict s = raw + k * raw_stride;
     T* __restrict y = mixed + k * stride;
@@ -171,7 +172,7 @@ inline void differentiate_block(const QueryBlock<T, S>& block, T* raw, int64_t r
   for (int64_t k = 0; k < n_contexts; ++k) {
     const T* __restrict p = attention + k * stride;
     T* __restrict y = mixed + k * stride;
-    for (int64_t j = 0; j < columns; ++j) y[j] = p[j] * (y[j] - along[j]);
+    for (int64_t j = 0; is_soft && j < columns; ++j) y[j] = p[j] * (y[j] - along[j]);
     for (int64_t j = 0; j < n_columns; ++j) {
       row_gradient[j] = dot[j] * p[j];
       transposed[j * layout.gram_stride + k] = context_factor[j] * p[j];
@@ -180,7 +181,7 @@ inline void differentiate_block(const QueryBlock<T, S>& block, T* raw, int64_t r
       const int64_t first = block.first(set), length = block.length(set);
       if (block.gradient(set) == T(0)) {
         for (int64_t j = first; j < first + length; ++j) row_gradient[j] = T(0);
-      } else {
+      } else if (is_soft) {
         normalize_row_backward(raw + k * raw_stride + first, logits + k * stride + first, y + first,
                                row_gradient + first, length, options);
       }

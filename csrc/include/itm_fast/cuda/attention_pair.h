@@ -53,6 +53,7 @@ struct PairOptions {
     return normalization == Normalization::l1norm || normalization == Normalization::clipped_l1norm;
   }
   ITM_FAST_DEVICE bool is_softmax() const { return normalization == Normalization::softmax; }
+  ITM_FAST_DEVICE bool is_hard() const { return focal == Focal::hard; }
 };
 
 // What the normalisation over the queries needs of one context's row of raw scores, which may come in parts.
@@ -118,17 +119,46 @@ struct FocalRule {
   ITM_FAST_DEVICE bool keeps(float numerator) const { return !drops || (numerator / total) * weight > bound; }
 };
 
+// The first of the greatest of logits that come one after another. As for argmax a NaN is the greatest.
+struct GreatestLogit {
+  float value = 0.0f;
+  int place = -1;
+
+  ITM_FAST_DEVICE void add(float logit, int at) {
+    if (place >= 0 && (value != value || logit <= value)) return;
+    value = logit;
+    place = at;
+  }
+};
+
 // Sums over the contexts of one query, of the unnormalised attention e: what is dropped is 0.
 struct ColumnAttention {
   float total = 0.0f;  // sum_k e_k: e / total is the attention
   float dot = 0.0f;    // sum_k e_k s_k = <q, sum_k e_k x_k>
 };
 
+// attend_column for hard attention: all of it to the context with the greatest logit.
+template <typename Raw, typename Factor, typename Store>
+ITM_FAST_DEVICE ColumnAttention attend_hard(const Raw& raw, const Factor& factor, const Store& store, int n,
+                                            const PairOptions& options) {
+  GreatestLogit greatest;
+  for (int k = 0; k < n; ++k) greatest.add(logit(raw(k), factor(k), options), k);
+  ColumnAttention sums;
+  sums.total = 1.0f;
+  for (int k = 0; k < n; ++k) {
+    const float s = raw(k), e = k == greatest.place ? 1.0f : 0.0f;
+    sums.dot += e * s;  // NaN where a score is not finite, of whichever context.
+    store(k, e);
+  }
+  return sums;
+}
+
 // The attention of one query over n contexts, raw(k) being its raw scores and factor(k) their rows' factors: calls
 // store(k, e_k) for every context, after the last use of raw(k).
 template <typename Raw, typename Factor, typename Store>
 ITM_FAST_DEVICE ColumnAttention attend_column(const Raw& raw, const Factor& factor, const Store& store, int n,
                                               const PairOptions& options) {
+  if (options.is_hard()) return attend_hard(raw, factor, store, n, options);
   float peak = 0.0f;
   if (!options.small_logits) {
     peak = logit(raw(0), factor(0), options);

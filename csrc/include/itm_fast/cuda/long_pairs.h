@@ -126,13 +126,15 @@ class LongPair {
   enum Step { kPeak, kTotal, kRule, kAny, kAttend };
 
   ITM_FAST_DEVICE bool is_needed(int step) const {
-    return step >= kAttend || (step == kPeak ? !options_.small_logits : options_.focal != Focal::none);
+    if (step == kPeak) return !options_.small_logits || options_.is_hard();
+    return step >= kAttend || (options_.focal != Focal::none && !options_.is_hard());
   }
 
   ITM_FAST_DEVICE void write_cosines(int run) {
     ITM_FAST_DYNAMIC_SHARED(float, long_scores, 0, Memory::kPiece* kLongColumns);
     ITM_FAST_DYNAMIC_SHARED(float, long_factors, Memory::kFactors, Memory::kPiece);
-    float peak = options_.small_logits ? 0.0f : -HUGE_VALF, focal_total = 0.0f, total = 0.0f;
+    GreatestLogit peak;
+    float focal_total = 0.0f, total = 0.0f;
     FocalRule rule;
     bool any = false;
     const int dim_steps = (dim_ + Tile::kThreads - 1) / Tile::kThreads;
@@ -149,11 +151,12 @@ class LongPair {
           for (int k = 0; k < rows_of(piece) && thread_index() < columns_of(run); ++k) {
             const int at = k * kLongColumns + thread_index();
             const float x = logit(long_scores[at], long_factors[k], options_);
+            const int place = piece * Memory::kPiece + k;
             if (step == kPeak) {
-              peak = later_peak(peak, x);
+              peak.add(x, place);
               continue;
             }
-            float e = expf(x - peak);
+            float e = options_.is_hard() ? (place == peak.place ? 1.0f : 0.0f) : expf(x - peak.value);
             if (step == kTotal) focal_total += e;
             if (step == kRule) rule.add(e, options_.focal);
             if (step == kAny) any = any || rule.keeps(e);

@@ -273,6 +273,12 @@ ITM_FAST_DEVICE void differentiate_rows(const PairNumbers& numbers, int n_querie
   });
 }
 
+// Hard attention is a constant: no gradient comes to the raw scores through it.
+ITM_FAST_DEVICE void clear_scores(const PairNumbers& numbers, int n_queries, int n_contexts) {
+  const int64_t count = static_cast<int64_t>(n_queries) * n_contexts;
+  for (int64_t i = thread_index(); i < count; i += kGradientThreads) numbers.scores[i] = 0.0f;
+}
+
 // Leaves in `numbers` what the sides of the pair need, c_j = sum_k p_jk x_k being the attended vectors:
 // dX_k = sum_j (scores_jk q_j + p_jk (dot_j q_j + square_j c_j)) and dQ_j = sum_k scores_jk x_k + dot_j c_j + norm_j
 // q_j. What goes through the attention and what does not stay apart, since where the contexts cancel dot_j c_j is a
@@ -284,9 +290,13 @@ ITM_FAST_DEVICE void differentiate_pair(const PairRows<S>& rows, float gradient,
   compare_with_attended(rows, attended, numbers);
   differentiate_cosines(numbers, rows.n_queries, gradient, options);
   barrier();
-  differentiate_attention(numbers, rows.n_queries, rows.n_contexts);
-  barrier();
-  differentiate_rows(numbers, rows.n_queries, rows.n_contexts, options);
+  if (options.is_hard()) {
+    clear_scores(numbers, rows.n_queries, rows.n_contexts);
+  } else {
+    differentiate_attention(numbers, rows.n_queries, rows.n_contexts);
+    barrier();
+    differentiate_rows(numbers, rows.n_queries, rows.n_contexts, options);
+  }
   barrier();
 }
 
