@@ -9,10 +9,10 @@ import argparse
 import json
 from pathlib import Path
 
-from itm_fast.benchmarking.micro_batches import SETUPS, SIZES, markdown, run
+from itm_fast.benchmarking.micro_batches import SETUPS, markdown, run
 from itm_fast.benchmarking.scenarios import Setup
 
-QUICK = ((Setup("scan", batch=32, dim=64, features=64, words=500), 2),)
+QUICK = ((Setup("scan", batch=32, dim=64, features=64, words=500), (8,), 2),)
 
 
 def main() -> None:
@@ -24,7 +24,6 @@ def main() -> None:
     results = run(
         QUICK if options.quick else SETUPS,
         options.threads,
-        sizes=(None, 8) if options.quick else SIZES,
         progress=lambda what: print(what, flush=True),
     )
     if options.json is not None:

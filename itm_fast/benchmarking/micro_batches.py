@@ -2,7 +2,7 @@
 
 Whole optimiser steps as in `itm_fast.benchmarking.scenarios`, whose processes and clocks measure here, too.
 
-Inside: `SETUPS`, `SIZES`, `run`, `markdown`.
+Inside: `SETUPS`, `run`, `markdown`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ from itm_fast.benchmarking.scenarios import (
 )
 from itm_fast.ops.library import build_info
 
-__all__ = ["SETUPS", "SIZES", "markdown", "run"]
+__all__ = ["SETUPS", "markdown", "run"]
 
-# Each with the number of measured runs.
-SETUPS: Sequence[tuple[Setup, int]] = (
-    (Setup("scan", batch=1024, dim=256), 3),
-    (Setup("scan", batch=1024), 1),
-    (Setup("vse_infty", batch=4096, dim=256), 1),
+# Each with the micro-batches beside the plain batch, and the number of measured runs.
+SETUPS: Sequence[tuple[Setup, tuple[int, ...], int]] = (
+    (Setup("scan", batch=1024, dim=256), (128, 64), 1),
+    (Setup("vse_infty", batch=4096, dim=256), (128,), 1),
 )
-SIZES = (None, 128, 64)
 
 
 def _label(size: int | None) -> str:
@@ -42,25 +40,25 @@ def _label(size: int | None) -> str:
 
 
 def run(
-    setups: Sequence[tuple[Setup, int]] = SETUPS,
+    setups: Sequence[tuple[Setup, tuple[int, ...], int]] = SETUPS,
     threads: int = 1,
     *,
-    sizes: Sequence[int | None] = SIZES,
+    memory: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measures a step of each setup with micro-batches of `sizes`, interleaved; what the JSON file holds."""
+    """Measures a step of each setup, plain and with its micro-batches, interleaved; what the JSON file holds."""
     torch.set_num_threads(threads)
     start, measured = partial(make_start, steps=2), []
-    for setup, runs in setups:
+    for setup, sizes, runs in setups:
         batch = make_batch(setup)
-        sized = {_label(size): attrs.evolve(setup, micro_batch=size) for size in sizes}
+        sized = {_label(size): attrs.evolve(setup, micro_batch=size) for size in (None, *sizes)}
         variants: dict[str, Callable[[], Any]] = {
             name: make_step("single", one, batch=batch) for name, one in sized.items()
         }
         timings = interleave(variants, dict.fromkeys(variants, runs), processor_time, progress)
         rows = {name: timing.as_dict() for name, timing in timings.items()}
         del variants, batch
-        for name, one in sized.items():
+        for name, one in sized.items() if memory else ():
             progress(f"{name}, memory")
             with memory_given_back():
                 rows[name]["peak_bytes"] = peak_memory(start, "single", one, threads=threads)
