@@ -120,6 +120,15 @@ def test_a_step_is_as_near_to_float32_as_rounding_lets_it(name: str) -> None:
     assert float((found[1] - exact[1]).abs()) <= float(slopes.norm() * (found[0] - exact[0]).norm()) + rounding
 
 
+@pytest.mark.parametrize("name", ["vsepp", "vse_infty", "rvsepp", "vsrn", "fdf vse_infty"])
+def test_one_vector_an_item_is_float32(name: str) -> None:
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        images, captions = make(name).encode(*batch())
+    for vectors in (images, captions):
+        assert vectors.dtype == torch.float32
+        torch.testing.assert_close(vectors.norm(dim=1), torch.ones(COUNT), rtol=1e-6, atol=1e-6)
+
+
 def test_norms_are_computed_in_float32_and_rounded_once() -> None:
     """Whatever autocast does on a device; a row of bfloat16 stays one."""
     x = torch.randn(40, 1000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)

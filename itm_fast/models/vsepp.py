@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import attrs
+import torch
 from torch import Tensor
 
 from itm_fast.config import setting
@@ -79,6 +80,8 @@ class VSEPP(MatchingModel):
             # The mean commutes with a linear layer, which then has one row per image to do.
             regions = as_regions(features, self.config.feature_dim)
             images = self.image_encoder.fc(mean_pool(regions)).masked_fill((regions.lengths == 0)[:, None], 0.0)
+            # Autocast has rounded it; what normalises and scores one vector an item is float32.
+            images = images.to(torch.promote_types(images.dtype, torch.float32))
         else:
             images = mean_pool(self.image_encoder(features))
         return images if self.config.no_imgnorm else l2norm(images)
