@@ -33,7 +33,7 @@ HOSTS: Mapping[str, dict[str, Any]] = {
     "GRU": {**_SHARED, "lr": 1e-3, "model_options": {"image_encoder": "patches", "embed_dim": 128, "word_dim": 64}},
     "BERT": {**_SHARED, "lr": 5e-4, "model_options": {"embed_dim": 128}, "bert": "a small one"},
 }
-_BERT = {
+_BERT: dict[str, Any] = {
     "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256,
     "max_position_embeddings": 64,
 }  # fmt: skip
