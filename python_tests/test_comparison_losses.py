@@ -247,6 +247,15 @@ def test_a_score_that_is_not_a_number_shows(name: str) -> None:
     assert bool(each[1, 2].isnan())
 
 
+@pytest.mark.parametrize("transfer", ["soft", "hard", "dbl"])
+def test_an_anchor_score_that_is_not_a_number_shows_in_every_form(transfer: str) -> None:
+    """Also where the anchor gives no more than an order; in both directions, and in no other row."""
+    target, anchor = tensors(random_matrices("SoftRankLoss", 5))
+    anchor[1, 2] = math.nan
+    each = make("SoftRankLoss", reduction="none", transfer=transfer)(target, anchor)
+    assert torch.equal(each.isnan().nonzero(), torch.tensor([[0, 1], [1, 2]]))
+
+
 def test_large_scores_stay_finite() -> None:
     """Softmax of scores that a float32 exponential cannot hold."""
     target = (1e3 * torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0))).requires_grad_()

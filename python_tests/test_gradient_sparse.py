@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import itm_fast.functional as F_itm
 from itm_fast import Fragments, reference
-from itm_fast.nn import GradientSparseScores, mean_pool
+from itm_fast.nn import FeatureConversions, GradientSparseScores, mean_pool
 from itm_fast.nn.reasoning import SimilarityReasoning
 from itm_fast.ops import gradient_sparse, regulators
 
@@ -314,6 +314,9 @@ class Misshapen(nn.Module):
     [
         (Host(norm=True), None, {}, ValueError,
          "module: its part 'norm' is a batch normalisation, by which pairs depend on each other; declare an attribute "
+         "coupling, 'caption' or 'batch', or 'pair' where its statistics are fixed"),
+        (FeatureConversions(2, 4, 4, head="residual"), None, {}, ValueError,
+         "module: its part 'mlp.1' is a batch normalisation, by which pairs depend on each other; declare an attribute "
          "coupling, 'caption' or 'batch', or 'pair' where its statistics are fixed"),
         (Host("captions"), None, {}, ValueError,
          "module.coupling: expected one of 'pair', 'caption', 'batch', got 'captions' (str)"),

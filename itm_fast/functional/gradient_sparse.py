@@ -85,10 +85,20 @@ def _coupling(module: nn.Module) -> str:
         validation.check_option("module.coupling", declared, COUPLINGS)
         return declared
     for name, part in module.named_modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+        if _couples(part):
             where = f"its part {name!r} is" if name else "it is"
             raise ValueError(
                 f"module: {where} a batch normalisation, by which pairs depend on each other; declare an attribute "
                 f"coupling, 'caption' or 'batch', or 'pair' where its statistics are fixed"
             )
     return "pair"
+
+
+def _couples(part: nn.Module) -> bool:
+    """Whether it is a batch normalisation: torch's, or one of another class with its running statistics."""
+    if isinstance(part, nn.modules.batchnorm._BatchNorm):
+        return True
+    if isinstance(part, nn.modules.instancenorm._InstanceNorm):
+        return False
+    names = {name for name, _ in part.named_buffers(recurse=False)}
+    return {"running_mean", "running_var"} <= names

@@ -44,6 +44,8 @@ def cross_attention_alignments(
 
     Returns:
         `(len(contexts), N, m)` float32 (float64 for float64 inputs). The attended vector of an empty set is zero.
+        Native without gradient; with it packed PyTorch, which keeps what autograd needs of all pairs: a module that
+        trains on alignments goes into `gradient_sparse_scores`.
 
     Raises:
         TypeError: an argument is of the wrong kind, or the dtypes differ.

@@ -204,7 +204,9 @@ class SoftRankLoss(DistillationLoss):
         empty = ~candidates.gather(1, chosen)
         p, q = ((self.scale * scores).gather(1, chosen) for scores in (anchor, target))
         if self.transfer != "soft":
-            return -_log_probability(q, empty)
+            # The anchor's scores give the order alone, in which one that is not a number must not go unseen.
+            unknown = (anchor.isnan() & candidates).any(dim=1)
+            return (-_log_probability(q, empty)).masked_fill(unknown, torch.nan)
         if chosen.shape[1] == 0:
             return q.sum(dim=1)
         orders = torch.tensor(

@@ -10,8 +10,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from itm_fast.config import setting
+from itm_fast.config import fields_of, setting
 from itm_fast.fragments import Fragments
+from itm_fast.messages import shown
 from itm_fast.models.encoders import EncoderConfig
 from itm_fast.nn import CrossAttentionAlignments, CrossAttentionScores, RegulatedSimilarity
 from itm_fast.nn.regulated_similarity import FACTORS
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 DEFAULT_STEPS = 2
+# Settings that say how a regulator works, and nothing where there is none.
+_OF_REGULATORS = ("schedule", "factors", "residual_correspondence", "residual_aggregation")
 
 
 @attrs.frozen(kw_only=True)
@@ -66,11 +69,16 @@ def steps_of(config: RegulatedConfig) -> tuple[int, int]:
     """Steps of RCR and of RAR.
 
     Raises:
-        ValueError: steps are given without a regulator.
+        ValueError: steps, or a setting of how they go, are given without a regulator.
     """
     if config.regulator is None:
         if config.steps is not None:
             raise ValueError(f"steps: {config.steps} steps of which regulator? Set regulator to rcr, rar or rcar")
+        fields = fields_of(type(config))
+        for name in _OF_REGULATORS:
+            value = getattr(config, name)
+            if value != fields[name].default:
+                raise ValueError(f"{name}: {shown(value)} goes with a regulator; set regulator to rcr, rar or rcar")
         return 0, 0
     steps = DEFAULT_STEPS if config.steps is None else config.steps
     return {"rcr": (steps, 0), "rar": (0, steps), "rcar": (steps - 1, steps)}[config.regulator]
