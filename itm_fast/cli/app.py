@@ -27,6 +27,8 @@ from itm_fast.cli.printing import printable
 from itm_fast.cli.realign import realign
 from itm_fast.cli.recipes import recipes
 from itm_fast.cli.train import train
+from itm_fast.distributed.launch import launched
+from itm_fast.distributed.world import joined_before
 from itm_fast.messages import shortened
 from itm_fast.version import __version__
 
@@ -60,13 +62,21 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+# The commands whose work several processes share; of the others each process would do all of it.
+_SHARED = ("train", "evaluate")
+
+
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Image-text matching: train, evaluate, benchmark."""
+    size, command = launched().size, context.invoked_subcommand
+    if size > 1 and command is not None and command not in _SHARED:
+        raise ValueError(f"{command}: runs in one process, got {size}; several can {' or '.join(_SHARED)}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -110,6 +120,9 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _print_error(message: str) -> None:
+    # Before processes have met, all on a machine make the same mistake, and the first tells of it.
+    if os.environ.get("LOCAL_RANK", "0") != "0" and not joined_before():
+        return
     typer.echo(f"itm-fast: error: {_one_line(message)}", err=True)
 
 

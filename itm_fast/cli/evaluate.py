@@ -43,6 +43,8 @@ def evaluate(
 
     An image's rank is the best over its captions. Equal scores count against the query. Several models are evaluated
     each alone and as an ensemble, by the mean of their scores.
+
+    torchrun --nproc-per-node N -m itm_fast evaluate ... shares the work among N processes.
     """
     import time
 
@@ -50,6 +52,7 @@ def evaluate(
 
     import itm_fast
     from itm_fast import evaluation, files
+    from itm_fast.distributed import joined
     from itm_fast.training.run import device_of, warn_of_unknown_words
 
     if json_file is not None:
@@ -57,21 +60,32 @@ def evaluate(
     _check_distinct(checkpoint)
     if threads:
         torch.set_num_threads(threads)
-    where = device_of(device)
     members: list[tuple[MatchingModel, PrecomputedDataset]] = []
     sources = []
-    for run in checkpoint:
-        model, vocabulary, path = load_run(run, where, vocab)
-        members.append((model, dataset_of(data, split, vocabulary, model, run, [known for _, known in members])))
-        sources.append({"checkpoint": str(run), "vocabulary": str(path)})
-    for dataset in dict.fromkeys(dataset for _, dataset in members):
-        warn_of_unknown_words(dataset)
-    start = time.perf_counter()
-    with torch.autocast(where.type, torch.bfloat16, enabled=precision is _Precision.bfloat16):
-        alone, ensemble = evaluation.evaluate_ensemble(
-            members, folds=folds, first_images=first_images, streaming=streaming, progress=True, description=split
-        )
-    seconds = time.perf_counter() - start
+    with joined(device) as world:
+        with world.together():
+            where = device_of(world.device(device))
+            for run in checkpoint:
+                model, vocabulary, path = load_run(run, where, vocab)
+                known = [dataset for _, dataset in members]
+                members.append((model, dataset_of(data, split, vocabulary, model, run, known)))
+                sources.append({"checkpoint": str(run), "vocabulary": str(path)})
+            for dataset in dict.fromkeys(dataset for _, dataset in members):
+                warn_of_unknown_words(dataset)
+        start = time.perf_counter()
+        with torch.autocast(where.type, torch.bfloat16, enabled=precision is _Precision.bfloat16):
+            alone, ensemble = evaluation.evaluate_ensemble(
+                members,
+                folds=folds,
+                first_images=first_images,
+                streaming=streaming,
+                progress=world.first,
+                description=split,
+                world=world,
+            )
+        seconds = time.perf_counter() - start
+    if not world.first:
+        return
 
     n_images = first_images or members[0][1].n_images
     protocol = f"{split}, {n_images} images" + (f" in {folds} folds" if folds > 1 else "")

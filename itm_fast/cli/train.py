@@ -54,12 +54,15 @@ def train(
 ) -> None:
     """Trains a model on precomputed region features and leaves the best one in --out.
 
+    torchrun --nproc-per-node N -m itm_fast train ... trains in N processes, which share each batch of --batch-size.
+
     With --resume the settings are those of the run, and what is given beside must agree with them. What may change:
     --data and --bert where the same lie in another folder; --workers, --features, --discriminators-on-disk,
     --save-every and --tensorboard, which the result does not depend on; --device and --threads, which change its
     rounding, and --micro-batch, which changes what dropout draws and batch normalisation sees, too; --epochs, but to
     no fewer than were done, and with the cosine schedule the learning rate then is that of the new length from here on.
     """
+    from itm_fast.distributed import launched
     from itm_fast.training import recipes, run_folder
     from itm_fast.training.run import train as run_training
 
@@ -76,11 +79,15 @@ def train(
     chosen = settings.build(TrainConfig, merged)
     result = run_training(chosen, resume=resume)
 
-    out = chosen.out
+    out, launch = chosen.out, launched()
     if not result.finished:
-        again = f"itm-fast train --out {shlex.quote(out)} --resume"
-        typer.echo(f"stopped after step {result.steps}; continue with: {again}", err=True)
+        if launch.rank == 0:
+            command = "itm-fast" if launch.size == 1 else f"torchrun --nproc-per-node {launch.local_size} -m itm_fast"
+            again = f"{command} train --out {shlex.quote(out)} --resume"
+            typer.echo(f"stopped after step {result.steps}; continue with: {again}", err=True)
         raise typer.Exit(130)
+    if launch.rank > 0:
+        return
     typer.echo(
         f"best model: {out} (step {result.best_step}, rsum {result.best['rsum']:.1f} on the validation split); "
         f"{result.steps} steps in {result.seconds:.0f} s"

@@ -36,7 +36,7 @@ class Placement:
         return f"{self.where} ({self.reason})"
 
 
-def place(source: Features, asked: str, device: torch.device) -> tuple[Features, Placement]:
+def place(source: Features, asked: str, device: torch.device, processes: int = 1) -> tuple[Features, Placement]:
     """The features where they were asked for, and where that is.
 
     `auto` takes the memory of a GPU where the features fit beside a training, else page-locked memory of the host where
@@ -47,6 +47,7 @@ def place(source: Features, asked: str, device: torch.device) -> tuple[Features,
         source: features on the disk.
         asked: one of `PLACEMENTS`.
         device: where batches are needed.
+        processes: how many of this machine place the same features, each in memory of its own and on its own device.
 
     Raises:
         ValueError: `host` or `device` was asked for, and they do not fit, or how much memory is free there is
@@ -56,7 +57,7 @@ def place(source: Features, asked: str, device: torch.device) -> tuple[Features,
         raise ValueError(f"features: expected one of {', '.join(PLACEMENTS)}, got {asked!r}")
     failed: dict[str, str] = {}
     while True:
-        choice = _choice(source.nbytes, asked, device, failed)
+        choice = _choice(source.nbytes, asked, device, failed, processes)
         if choice.where == "disk":
             return source, choice
         try:
@@ -68,7 +69,7 @@ def place(source: Features, asked: str, device: torch.device) -> tuple[Features,
                 raise ValueError(f"features: they cannot be placed: {failed[choice.where]}") from None
 
 
-def _choice(needed: int, asked: str, device: torch.device, failed: Mapping[str, str]) -> Placement:
+def _choice(needed: int, asked: str, device: torch.device, failed: Mapping[str, str], processes: int) -> Placement:
     """Where features of `needed` bytes go; `failed` are the places that were tried, and what became of it."""
     size = f"{needed / 2**30:.2f} GiB"
     if asked == "disk":
@@ -90,6 +91,8 @@ def _choice(needed: int, asked: str, device: torch.device, failed: Mapping[str, 
             break
         free, total = memory
         room = free - max(int(_KEPT_SHARE * total), _KEPT_BYTES if asked == "auto" else 0)
+        if where == "host":
+            room //= processes
         what = f"{size} of features, {max(room, 0) / 2**30:.2f} GiB to spare in the memory of the {where}"
         if needed <= room:
             return Placement(where, what)

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from itm_fast.distributed import World
+
 __all__ = ["MeanDistance"]
 
 
@@ -32,6 +34,14 @@ class MeanDistance:
         self._positives += count
         self._negative += float(tile.double().sum()) - positive
         self._negatives += tile.numel() - count
+
+    def add_others(self, world: World) -> None:
+        """Takes what all processes were given, each of them other scores."""
+        if world.size > 1:
+            sums = world.objects((self._positive, self._negative))
+            counts = world.objects((self._positives, self._negatives))
+            self._positive, self._negative = (math.fsum(part) for part in zip(*sums, strict=True))
+            self._positives, self._negatives = (sum(part) for part in zip(*counts, strict=True))
 
     @property
     def value(self) -> float | None:

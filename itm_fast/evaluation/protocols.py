@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from itm_fast.distributed import World
 from itm_fast.evaluation.distance import MeanDistance
 from itm_fast.evaluation.scoring import Gallery, Scorer, score_matrix
 from itm_fast.evaluation.streaming import Ranks, stream_ranks
@@ -39,6 +40,7 @@ def evaluate(
     streaming: bool = False,
     progress: bool = False,
     description: str = "scores",
+    world: World | None = None,
 ) -> dict[str, float]:
     """Recalls of a model on a data set; only pairs within a fold are scored.
 
@@ -48,7 +50,7 @@ def evaluate(
         folds: number of equal runs of consecutive images, each retrieved from alone; the result is their mean.
         first_images: use only that many images and their captions.
         ties: "pessimistic" or "optimistic", as in `retrieval_ranks`.
-        tile_images, tile_captions, progress, description: as in `score_matrix`.
+        tile_images, tile_captions, progress, description, world: as in `score_matrix`.
         streaming: count ranks tile by tile, as `stream_ranks` does, and never hold the score matrix.
 
     Returns:
@@ -69,6 +71,7 @@ def evaluate(
         streaming=streaming,
         progress=progress,
         description=description,
+        world=world,
     )
     return members[0]
 
@@ -84,13 +87,15 @@ def evaluate_ensemble(
     streaming: bool = False,
     progress: bool = False,
     description: str = "scores",
+    world: World | None = None,
 ) -> tuple[list[dict[str, float]], dict[str, float]]:
     """Recalls of several models, each alone, and of the mean of their scores.
 
     Args:
         members: each model with the data set as it sees it: the same images and captions, which the vocabulary of a
             model turns into its own token ids.
-        folds, first_images, ties, tile_images, tile_captions, streaming, progress, description: as in `evaluate`.
+        folds, first_images, ties, tile_images, tile_captions, streaming, progress, description, world: as in
+            `evaluate`.
 
     Returns:
         One summary per member, in their order, and that of the ensemble.
@@ -118,6 +123,7 @@ def evaluate_ensemble(
                 tile_captions=tile_captions,
                 progress=progress,
                 description=description + part,
+                world=world,
             )
             for own, member in zip(ranks, alone, strict=True):
                 member.append(_streamed(own, own.distance.value))
@@ -139,6 +145,7 @@ def evaluate_ensemble(
                 progress=progress,
                 description=", ".join(parts),
                 distance=distances[index],
+                world=world,
             )
             recalls = _recalls(scores, first.caption_image, images, captions, ties)
             alone[index].append(_summary(recalls, distances[index].value))

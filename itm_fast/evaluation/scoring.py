@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from itm_fast.distributed import World
 from itm_fast.evaluation.distance import MeanDistance
+from itm_fast.evaluation.shares import encoded_tiles, gathered_scores, split_tiles
 from itm_fast.fragments import Fragments
 
 __all__ = ["Gallery", "Scorer", "check_tiles", "evaluation_mode", "score_matrix"]
@@ -51,6 +53,7 @@ def score_matrix(
     progress: bool = False,
     description: str = "scores",
     distance: MeanDistance | None = None,
+    world: World | None = None,
 ) -> Tensor:
     """Scores of all images with all captions of a split, or of chosen ones.
 
@@ -67,6 +70,8 @@ def score_matrix(
         progress: show a progress bar where there is a terminal; it vanishes at the end.
         description: stands before the bar.
         distance: takes every tile as it is scored.
+        world: the processes that share the work, each the encoding of some captions and the scores of some images; all
+            have the result, which is that of one process but for the rounding of other tiles. None: this one alone.
 
     Returns:
         `(n, m)` float32 (float64 from a model in float64) on the CPU.
@@ -75,37 +80,46 @@ def score_matrix(
         ValueError: a tile size is below 1, or what the data set raises for bad features.
     """
     check_tiles(tile_images, tile_captions)
+    world = world or World()
     images = torch.arange(dataset.n_images) if images is None else images
     captions = torch.arange(len(dataset)) if captions is None else captions
-    image_tiles = split_tiles(images, tile_images)
-    caption_tiles = split_tiles(captions, tile_captions)
+    own_images = images[world.share(len(images))]
+    image_tiles = split_tiles(own_images, tile_images)
+    n_columns = len(split_tiles(captions, tile_captions))
+    n_encoded = len(split_tiles(captions[world.share(len(captions))], tile_captions))
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    steps = len(image_tiles) + len(caption_tiles) + len(image_tiles) * len(caption_tiles)
+    steps = len(image_tiles) + n_encoded + len(image_tiles) * n_columns
     scores: Tensor | None = None
     with evaluation_mode(model), _bar(steps, description, progress) as bar:
-        encoded_captions = []
-        for chosen in caption_tiles:
+
+        def encode(chosen: Tensor) -> Any:
             token_ids, lengths = dataset.caption_batch(chosen)
-            encoded_captions.append(model.encode_captions(token_ids.to(device), lengths.to(device)))
+            encoded = model.encode_captions(token_ids.to(device), lengths.to(device))
             bar.update()
+            return encoded
+
+        encoded_captions = encoded_tiles(encode, captions, tile_captions, world)
         row = 0
-        for chosen in image_tiles:
-            encoded_images = model.encode_images(dataset.image_batch(chosen).to(device))
-            bar.update()
-            column = 0
-            for encoded in encoded_captions:
-                tile = model.score(encoded_images, encoded)
-                if scores is None:
-                    scores = torch.empty(len(images), len(captions), dtype=tile.dtype)
-                place = scores[row : row + tile.shape[0], column : column + tile.shape[1]]
-                place.copy_(tile)
-                if distance is not None:
-                    owners = dataset.caption_image[captions[column : column + tile.shape[1]]]
-                    distance.add(place, chosen[:, None] == owners)
-                column += tile.shape[1]
+        with world.together():
+            for chosen in image_tiles:
+                encoded_images = model.encode_images(dataset.image_batch(chosen).to(device))
                 bar.update()
-            row += len(chosen)
-    return torch.empty(len(images), len(captions)) if scores is None else scores
+                column = 0
+                for encoded in encoded_captions:
+                    tile = model.score(encoded_images, encoded)
+                    if scores is None:
+                        scores = torch.empty(len(own_images), len(captions), dtype=tile.dtype)
+                    place = scores[row : row + tile.shape[0], column : column + tile.shape[1]]
+                    place.copy_(tile)
+                    if distance is not None:
+                        owners = dataset.caption_image[captions[column : column + tile.shape[1]]]
+                        distance.add(place, chosen[:, None] == owners)
+                    column += tile.shape[1]
+                    bar.update()
+                row += len(chosen)
+    if distance is not None:
+        distance.add_others(world)
+    return gathered_scores(scores, len(images), len(captions), world)
 
 
 def check_tiles(tile_images: int, tile_captions: int) -> None:
@@ -117,11 +131,6 @@ def check_tiles(tile_images: int, tile_captions: int) -> None:
 
 def _bar(steps: int, description: str, progress: bool) -> Any:
     return tqdm(total=steps, desc=description, unit="tile", leave=False, disable=None if progress else True)
-
-
-def split_tiles(indices: Tensor, size: int) -> list[Tensor]:
-    """Tiles of `size` indices; no indices make no tile."""
-    return list(indices.split(size)) if len(indices) else []
 
 
 @contextlib.contextmanager

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from itm_fast.distributed import World, gather_rows, sum_of_all
 from itm_fast.evaluation.distance import MeanDistance
-from itm_fast.evaluation.scoring import Gallery, Scorer, check_tiles, evaluation_mode, split_tiles
+from itm_fast.evaluation.scoring import Gallery, Scorer, check_tiles, evaluation_mode
+from itm_fast.evaluation.shares import encoded_tiles, split_tiles
 
 __all__ = ["Ranks", "stream_ranks", "top_k"]
 
@@ -45,7 +48,7 @@ class Ranks:
     """Ranks of images and captions, and the mean distance, from tiles of scores in any order.
 
     Args:
-        owners: (n_captions,) int64, the place of each caption's image among the images.
+        owners: (n_captions,) int64, the place of each caption's image among the images; for several processes rising.
         n_images: how many images there are.
         ties: "pessimistic" or "optimistic", as in `itm_fast.functional.retrieval_ranks`.
     """
@@ -75,6 +78,25 @@ class Ranks:
         known = ~self._best.isnan()
         known[owners[columns][comparable]] = True
         self._best = torch.where(known, lowest, torch.nan)
+
+    def note_others(self, world: World) -> None:
+        """Takes the own scores that other processes noted, each those of its share of the images."""
+        if world.size == 1:
+            return
+        own = torch.full((len(self._owners),), torch.nan, dtype=torch.float64) if self._own is None else self._own
+        ends = [0, *accumulate(world.counts(len(self._best)))]
+        places = torch.searchsorted(self._owners, torch.tensor(ends)).tolist()
+        counts = [last - first for first, last in pairwise(places)]
+        self._own = gather_rows(own[places[world.rank] : places[world.rank + 1]], counts, world)
+
+    def add_others(self, world: World) -> None:
+        """Takes what other processes counted."""
+        if world.size == 1:
+            return
+        self.text_to_image = sum_of_all(self.text_to_image, world)
+        counts = world.counts(len(self._best))
+        self.image_to_text = gather_rows(self.image_to_text[world.share(len(self._best))], counts, world)
+        self.distance.add_others(world)
 
     def add(self, tile: Tensor, row: int, column: int) -> None:
         """Counts the scores of a tile."""
@@ -107,6 +129,7 @@ def stream_ranks(
     chunk_captions: int = CHUNK_CAPTIONS,
     progress: bool = False,
     description: str = "scores",
+    world: World | None = None,
 ) -> tuple[list[Ranks], Ranks]:
     """Ranks of each model, and of the mean of their scores, without a score matrix.
 
@@ -117,52 +140,62 @@ def stream_ranks(
     Args:
         members: each model with the data set as it sees it.
         images: indices of the images, int64 (n,), consecutive. captions: those of their captions, int64 (m,).
-        ties, tile_images, tile_captions, progress, description: as in `evaluate`.
+        ties, tile_images, tile_captions, progress, description, world: as in `evaluate`.
         chunk_captions: captions that are encoded at a time, at least one tile.
 
     Returns:
         The ranks of each member and of the ensemble; those of captions are in the order of `captions`.
     """
     check_tiles(tile_images, tile_captions)
+    world = world or World()
     owners = members[0][1].caption_image[captions] - int(images[0])
     order = torch.argsort(owners, stable=True)
     chosen, owners = captions[order], owners[order]
     parts = [_Member(*member) for member in members]
     ranks = [Ranks(owners, len(images), ties) for _ in parts]
     together = Ranks(owners, len(images), ties) if len(parts) > 1 else ranks[0]
-    image_tiles = list(zip(range(0, len(images), tile_images), split_tiles(images, tile_images), strict=True))
+    share = world.share(len(images))
+    own_tiles = split_tiles(images[share], tile_images)
+    image_tiles = list(zip(range(share.start, share.stop, tile_images), own_tiles, strict=True))
     caption_tiles = list(zip(range(0, len(chosen), tile_captions), split_tiles(chosen, tile_captions), strict=True))
     with _evaluation_modes(parts), tqdm(
         total=len(image_tiles) * len(caption_tiles), desc=description, unit="tile", leave=False,
         disable=None if progress else True,
     ) as bar:  # fmt: skip
-        kept = _own_tiles(parts, image_tiles, caption_tiles, owners)
+        with world.together():
+            kept = _own_tiles(parts, image_tiles, caption_tiles, owners)
         for (row, column), own in kept.items():
             for rank, scores in zip(ranks, own, strict=True):
                 rank.note_own(scores, row, column)
             if together is not ranks[0]:
                 together.note_own(_sum(own), row, column)
+        everyone = list(dict.fromkeys([*ranks, together]))
+        for rank in everyone:
+            rank.note_others(world)
         per_chunk = max(chunk_captions // tile_captions, 1)
         for start in range(0, len(caption_tiles), per_chunk):
             chunk = caption_tiles[start : start + per_chunk]
-            encoded = [[part.encode_captions(tile) for _, tile in chunk] for part in parts]
-            for row, tile in image_tiles:
-                queries: list[Any] | None = None
-                for number, (column, _) in enumerate(chunk):
-                    tiles = kept.pop((row, column), [])
-                    if not tiles:
-                        queries = queries or [part.encode_images(tile) for part in parts]
-                        tiles = [
-                            part.model.score(query, known[number]).cpu()
-                            for part, query, known in zip(parts, queries, encoded, strict=True)
-                        ]
-                    for rank, scores in zip(ranks, tiles, strict=True):
-                        rank.add(scores, row, column)
-                    if together is not ranks[0]:
-                        together.add(_sum(tiles), row, column)
-                    bar.update()
+            captions_of_chunk = torch.cat([tile for _, tile in chunk])
+            encoded = [encoded_tiles(part.encode_captions, captions_of_chunk, tile_captions, world) for part in parts]
+            with world.together():
+                for row, tile in image_tiles:
+                    queries: list[Any] | None = None
+                    for number, (column, _) in enumerate(chunk):
+                        tiles = kept.pop((row, column), [])
+                        if not tiles:
+                            queries = queries or [part.encode_images(tile) for part in parts]
+                            tiles = [
+                                part.model.score(query, known[number]).cpu()
+                                for part, query, known in zip(parts, queries, encoded, strict=True)
+                            ]
+                        for rank, scores in zip(ranks, tiles, strict=True):
+                            rank.add(scores, row, column)
+                        if together is not ranks[0]:
+                            together.add(_sum(tiles), row, column)
+                        bar.update()
     back = torch.argsort(order)
-    for rank in dict.fromkeys([*ranks, together]):
+    for rank in everyone:
+        rank.add_others(world)
         rank.text_to_image = rank.text_to_image[back]
     return ranks, together
 

@@ -40,6 +40,8 @@ class MatchingModel(nn.Module, abc.ABC):
 
     name: ClassVar[str]
     Config: ClassVar[type]
+    # The parts that `score` runs, whose batch statistics, if any, are those of all images beside one caption.
+    scoring_parts: ClassVar[tuple[str, ...]] = ()
     config: Any
 
     @abc.abstractmethod

@@ -52,6 +52,7 @@ class SGRAF(FragmentModel):
 
     name = "sgraf"
     Config = SGRAFConfig
+    scoring_parts = ("region_pool", "word_pool", "similarity")
 
     def __init__(self, config: SGRAFConfig) -> None:
         super().__init__()

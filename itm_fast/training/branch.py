@@ -6,6 +6,7 @@ Inside: `Branch`, `finite`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ class Branch:
         self.config, self.model = config, model
         self.optimizer = _optimizer(config, model)
         self.scheduler = LambdaLR(self.optimizer, lambda step: learning_rate(config, step, per_epoch) / config.lr)
+        # What is to be done once the gradients are whole, before they are clipped.
+        self.after_backward: list[Callable[[], None]] = []
 
     @property
     def steps(self) -> int:
@@ -42,6 +45,8 @@ class Branch:
         value = finite("loss", loss, number)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        for action in self.after_backward:
+            action()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip or math.inf)
         return {"loss": value, "grad_norm": finite("norm of the gradient", norm, number)}
 

@@ -1,6 +1,6 @@
 """The last state of a run: all that `--resume` needs, in one file that is replaced in one step.
 
-Inside: `save_state`, `load_state`, `random_state`, `restore_random_state`.
+Inside: `save_state`, `load_state`, `random_states`, `restore_random_states`, `restore_random_state`, `seed_process`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,26 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from itm_fast import files
+from itm_fast.distributed import World
 from itm_fast.formats import Format
 from itm_fast.messages import shown
 from itm_fast.torch_files import load_plain
 from itm_fast.training.state_check import check_like
 
-__all__ = ["STATE_FILE", "load_state", "random_state", "restore_random_state", "save_state"]
+__all__ = [
+    "STATE_FILE",
+    "load_state",
+    "random_state",
+    "random_states",
+    "restore_random_state",
+    "restore_random_states",
+    "save_state",
+    "seed_process",
+]
 
 FORMAT = Format()
 STATE_FILE = Path("last") / "checkpoint.pt"
@@ -76,6 +87,39 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
+
+
+def random_states(world: World, device: torch.device) -> dict[str, Any]:
+    """The entries of a state that hold the random numbers of all processes; of one alone there are no others."""
+    first, *others = world.objects(random_state(device))
+    return {"random": first, **({"other_random": others} if others else {})}
+
+
+def restore_random_states(state: Mapping[str, Any], world: World, seed: int, device: torch.device) -> str:
+    """Takes up the random numbers of this process, or begins new ones where there were more or fewer processes.
+
+    Returns:
+        What the user should know of it; nothing where all goes on as it was.
+
+    Raises:
+        ValueError: an entry is no state of torch's generators.
+    """
+    others = state.get("other_random", [])
+    if not isinstance(others, list) or not all(isinstance(one, dict) for one in others):
+        raise ValueError(f"other_random: expected states of random numbers, got {shown(others)}")
+    states, step = [state["random"], *others], state["position"]
+    if len(states) == world.size:
+        restore_random_state(states[world.rank], device)
+        return ""
+    seed_process(seed, step, world.rank)
+    return (
+        f"random numbers: those of {world.size} begin anew from the seed and step {step}, the state is of {len(states)}"
+    )
+
+
+def seed_process(seed: int, step: int, rank: int) -> None:
+    """Random numbers of one of several processes, a function of the seed of the run, the step and the rank."""
+    torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0]))
 
 
 def restore_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:

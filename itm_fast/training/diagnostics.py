@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,12 +63,15 @@ def mining_diagnostics(scores: Tensor, positives: Tensor | None, mining: str, ep
 
 
 @contextlib.contextmanager
-def image_gradient_norm(model: MatchingModel, *, enabled: bool = True) -> Iterator[dict[str, float]]:
+def image_gradient_norm(
+    model: MatchingModel, *, enabled: bool = True, after_backward: list[Callable[[], None]] | None = None
+) -> Iterator[dict[str, float]]:
     """Fills the dictionary that it gives with `image_grad_norm` when the block ends, if that has a backward pass.
 
     It is the norm of the gradient of `model.first_image_weight()` as the backward pass leaves it, whatever clips it
     then. It is missing where no gradient came (the weight may be frozen), or one that is not finite; and always where
-    not `enabled`.
+    not `enabled`. `after_backward` are calls that the caller makes after a backward pass, where the gradient is whole
+    then alone: several processes add it up.
 
     Source: Figures 3b and 5b of SelHN and RVSE++ ("gradient of the FC layer").
     """
@@ -83,10 +87,12 @@ def image_gradient_norm(model: MatchingModel, *, enabled: bool = True) -> Iterat
         if weight.grad is not None:
             norms.append(torch.linalg.vector_norm(weight.grad.float()))
 
-    handle = first.register_post_accumulate_grad_hook(note)
-    try:
+    with contextlib.ExitStack() as stack:
+        if after_backward is None:
+            stack.callback(first.register_post_accumulate_grad_hook(note).remove)
+        else:
+            after_backward.append(partial(note, first))
+            stack.callback(after_backward.pop)
         yield found
-    finally:
-        handle.remove()
     if norms and math.isfinite(norm := float(norms[-1])):
         found["image_grad_norm"] = norm

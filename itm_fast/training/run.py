@@ -5,6 +5,7 @@ Inside: `train`, `load_data`, `vocabulary_path`, `create_model`, `device_of`, `w
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from tqdm import tqdm
 from itm_fast import config as settings
 from itm_fast import models
 from itm_fast.data import PrecomputedDataset, Vocabulary, check_data, find_vocabulary, load_vocabulary, open_split
+from itm_fast.distributed import World, joined
 from itm_fast.models.bert_folder import bert_options, bert_vocabulary_file, load_bert
 from itm_fast.training import run_folder
 from itm_fast.training.config import TrainConfig
@@ -31,7 +33,7 @@ _FROM_DATA = ("vocab_size", "feature_dim", "n_regions")
 
 
 def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -> TrainResult:
-    """Trains a model and leaves it in the folder `config.out`.
+    """Trains a model and leaves it in the folder `config.out`, in all processes that a launcher started.
 
     Args:
         config: the settings of the run.
@@ -45,28 +47,49 @@ def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    device_of(config.device)
-    run_folder.check(config, resume=resume)
+    with joined(config.device) as world, contextlib.ExitStack() as kept:
+        with world.together():
+            device_of(world.device(config.device))
+            if world.first:
+                run_folder.check(config, resume=resume)
+        with world.together():
+            vocabulary, trainer = _trainer(config, world, resume=resume, progress=progress)
+        with world.together():
+            if world.first:
+                kept.enter_context(lock(config.out))
+                # Another training may have come and gone since the first look.
+                run_folder.check(config, resume=resume)
+        with world.together():
+            if resume:
+                trainer.restore()
+        with world.together():
+            if world.first:
+                _open(trainer, vocabulary, resume=resume, progress=progress)
+        return trainer.run()
+
+
+def _trainer(config: TrainConfig, world: World, *, resume: bool, progress: bool) -> tuple[Vocabulary, Trainer]:
+    """The trainer of a run, on its data, and the vocabulary."""
     vocabulary, train_data, validation_data = load_data(config, resume=resume)
     torch.manual_seed(config.seed)
     model = create_model(config, vocabulary, train_data)
     for data in (train_data, validation_data):
         data.check_caption_lengths(model.max_caption_length)
     anchor = frozen_anchor(config, model, vocabulary, resume=resume)
-    trainer = Trainer(config, model, train_data, validation_data, anchor=anchor, progress=progress)
-    with lock(config.out):
-        # Another training may have come and gone since the first look.
-        run_folder.check(config, resume=resume)
-        if resume:
-            trainer.restore()
-        run = run_folder.prepare(config, resume=resume)
-        for data in (train_data, validation_data):
-            warn_of_unknown_words(data)
-        if progress:
-            path = vocabulary_path(config, resume=resume) or "built from the training captions"
-            tqdm.write("\n".join(_opening(trainer, vocabulary, path)))
-        vocabulary.save(run / run_folder.VOCABULARY)
-        return trainer.run()
+    trainer = Trainer(config, model, train_data, validation_data, anchor=anchor, progress=progress, world=world)
+    return vocabulary, trainer
+
+
+def _open(trainer: Trainer, vocabulary: Vocabulary, *, resume: bool, progress: bool) -> None:
+    """Makes the folder of a run ready and says what it works on."""
+    config = trainer.config
+    run = run_folder.prepare(config, resume=resume)
+    for data in (trainer.train_data, trainer.validation_data):
+        warn_of_unknown_words(data)
+    if progress:
+        path = vocabulary_path(config, resume=resume) or "built from the training captions"
+        tqdm.write("\n".join(_opening(trainer, vocabulary, path)))
+    vocabulary.save(run / run_folder.VOCABULARY)
 
 
 def load_data(
@@ -118,6 +141,10 @@ def _opening(trainer: Trainer, vocabulary: Vocabulary, vocabulary_source: Path |
     yield f"features: {trainer.placement}"
     yield f"vocabulary: {vocabulary_source}, {len(vocabulary):,} words"
     yield f"device: {trainer.device}, threads: {torch.get_num_threads()}, precision: {config.precision}"
+    if trainer.world.size > 1:
+        yield f"processes: {trainer.world.size}, which share each batch of {config.batch_size:,}"
+    if trainer.random_note:
+        yield trainer.random_note
     yield f"epochs: {config.epochs:,}, steps per epoch: {trainer.steps_per_epoch:,}"
     if config.scenario == "addr":
         yield f"scenario: addr, {config.addr or 'full'}"

@@ -12,15 +12,19 @@ __all__ = ["on_stop_signals"]
 
 
 @contextlib.contextmanager
-def on_stop_signals(action: Callable[[], None]) -> Iterator[None]:
-    """Calls `action` on the first SIGINT or SIGTERM; a second one acts as usual. Only a main thread can do this."""
+def on_stop_signals(action: Callable[[], None], *, repeated: bool = False) -> Iterator[None]:
+    """Calls `action` on the first SIGINT or SIGTERM; a second one acts as usual. Only a main thread can do this.
+
+    With `repeated` it is called on each: a launcher hands on to its processes what some of them had already.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def handle(_number: int, _frame: FrameType | None) -> None:
-        restore()
+        if not repeated:
+            restore()
         action()
 
     def restore() -> None:

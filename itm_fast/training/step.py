@@ -13,13 +13,17 @@ import torch
 from torch import Tensor
 
 from itm_fast.data import Batch, BatchAugmentation, Vocabulary
+from itm_fast.distributed import World
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
+from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.diagnostics import image_gradient_norm, mining_diagnostics
 from itm_fast.training.objective import make_boosting_loss, make_losses, make_realignment_losses
 from itm_fast.training.plateau import PlateauMonitor
+from itm_fast.training.replicas import Replicas, check_shared
 from itm_fast.training.scenarios import BatchFunctions, make_scenario
+from itm_fast.training.shares import images_of
 from itm_fast.training.state_check import check_like
 
 __all__ = ["Stepper"]
@@ -29,7 +33,8 @@ class Stepper:
     """Changes the weights of `model`, batch by batch, as `config` says; the model lies on its device already.
 
     `per_epoch` are the model's steps of an epoch, `anchor` is the frozen model of the scenario oas; `image_rows` gives
-    the regions (n, k, f) of images by their rows in the training data, `n_images` how many these are.
+    the regions (n, k, f) of images by their rows in the training data, `n_images` how many these are; `world` are the
+    processes that share each batch.
     """
 
     def __init__(
@@ -42,12 +47,16 @@ class Stepper:
         anchor: MatchingModel | None = None,
         image_rows: Callable[[Tensor], Tensor | Fragments] | None = None,
         n_images: int = 1,
+        world: World | None = None,
     ) -> None:
-        self.config, self.device = config, device
+        self.config, self.device, self.world = config, device, world or World()
         self.losses = make_losses(config)
         self.boosting_loss = make_boosting_loss(config)
         self.realignment_losses = make_realignment_losses(config)
         self.scenario = make_scenario(config, model, per_epoch, anchor, image_rows, n_images)
+        check_shared(config, self.world)
+        learning = [branch.model for branch in self.scenario.branches]
+        self.replicas = Replicas(self.world, learning, config.micro_batch)
         self.plateau = PlateauMonitor(config.margin)
         self.augmentation = BatchAugmentation(
             vocabulary, words=config.text_augmentation, regions=config.region_augmentation
@@ -65,29 +74,37 @@ class Stepper:
         """
         # Its changes come from torch's generator, whose state is saved: a resumed run draws the same ones.
         batch = self.augmentation(batch).to(self.device, non_blocking=True)
-        positives = None
+        images, positives = images_of(batch), None
         if self.config.exclude_same_image:
-            positives = batch.image_index[:, None] == batch.image_index[None, :]
-        with image_gradient_norm(self.scenario.target.model, enabled=diagnose) as diagnostics:
+            positives = images[:, None] == images[None, :]
+        target = self.scenario.target
+        after = target.after_backward if self.world.size > 1 else None
+        with image_gradient_norm(target.model, enabled=diagnose, after_backward=after) as diagnostics:
             result = self.scenario.step(self._functions(batch, mining, positives), number)
         if diagnose and result.scores is not None:
             diagnostics |= mining_diagnostics(result.scores, positives, mining, self.config.epsilon)
         if result.own_loss is not None and mining == "hardest" and self.config.loss == "triplet":
-            factor = (2 if self.config.halve_loss else 1) * (len(batch) if self.config.mean_loss else 1)
-            self.plateau.update(factor * result.own_loss, len(batch))
+            factor = (2 if self.config.halve_loss else 1) * (len(images) if self.config.mean_loss else 1)
+            self.plateau.update(factor * result.own_loss, len(images))
         return {**result.numbers, **diagnostics}
 
     def _functions(self, batch: Batch, mining: str, positives: Tensor | None) -> BatchFunctions:
         def scores(model: MatchingModel) -> Tensor:
             with self.autocast():
-                found: Tensor = model(batch.features, batch.token_ids, batch.lengths, self.config.micro_batch)
-                return found
+                return self.replicas.scores(model, batch)
+
+        def fragments(model: FragmentModel, *, scored: bool) -> tuple[Tensor | None, Fragments, Fragments]:
+            with self.autocast():
+                return self.replicas.fragments(model, batch, scored=scored)
 
         return BatchFunctions(
             scores=scores,
             loss=lambda own: self.losses[mining](own, positives=positives),
             boosting_loss=lambda own, anchor: self.boosting_loss(own, anchor, positives=positives),
             realignment_loss=self.realignment_losses[mining],
+            fragments=fragments,
+            total=lambda values: self.replicas.sum(values, batch),
+            images=images_of(batch),
             batch=batch,
             autocast=self.autocast,
         )

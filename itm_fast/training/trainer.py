@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from itm_fast.data import Batch, BatchLoader, EpochSampler, PrecomputedDataset
 from itm_fast.data.placement import place
+from itm_fast.distributed import World
 from itm_fast.evaluation import evaluate
 from itm_fast.models.base import MatchingModel, load_weights
 from itm_fast.training import checkpoint, run_folder
@@ -29,6 +30,7 @@ from itm_fast.training.config import TrainConfig
 from itm_fast.training.fingerprint import check_fingerprints, fingerprints
 from itm_fast.training.metrics_log import MetricsLog, read_metrics
 from itm_fast.training.phases import Phases
+from itm_fast.training.shares import Shares, shared
 from itm_fast.training.signals import on_stop_signals
 from itm_fast.training.state_check import check_like, check_progress, check_summary
 from itm_fast.training.step import Stepper
@@ -58,7 +60,8 @@ class TrainResult:
 class Trainer:
     """Trains `model` as `config` says and keeps the RUN folder `config.out`, which must exist when `run` is called.
 
-    `anchor` is the frozen model that the scenario oas trains beside.
+    `anchor` is the frozen model that the scenario oas trains beside. Where several processes train together, `world`,
+    each has a trainer of the same arguments, and the first alone writes.
 
     The order of the data depends on (seed, epoch) alone and the learning rate on the step alone, so that a run that is
     interrupted and resumed ends bit for bit where an uninterrupted one does.
@@ -73,16 +76,18 @@ class Trainer:
         *,
         anchor: MatchingModel | None = None,
         progress: bool = True,
+        world: World | None = None,
     ) -> None:
-        self.config = config
-        self.device = torch.device(config.device)
+        self.config, self.world = config, world or World()
+        self.device = torch.device(self.world.device(config.device))
         self.model = model.to(self.device)
         anchor = None if anchor is None else anchor.to(self.device)
         self.train_data, self.validation_data = train_data, validation_data
         batches = len(EpochSampler(len(train_data), config.batch_size, drop_last=config.drop_last))
         if batches == 0:
             raise ValueError(f"batch_size: {config.batch_size} is more than the {len(train_data)} training captions")
-        train_data.source, self.placement = place(train_data.source, config.features, self.device)
+        processes = self.world.launch.local_size
+        train_data.source, self.placement = place(train_data.source, config.features, self.device, processes)
         # A product in bfloat16 takes them as they are.
         train_data.source.keep_bfloat16 = config.precision == "bfloat16"
         self.phases = Phases.of(config, batches)
@@ -96,9 +101,17 @@ class Trainer:
             anchor,
             image_rows=train_data.image_batch,
             n_images=train_data.n_images,
+            world=self.world,
         )
+        # Models start the same everywhere, and what is drawn from here on differs.
+        if self.world.rank > 0:
+            checkpoint.seed_process(config.seed, 0, self.world.rank)
         self.log = MetricsLog(Path(config.out) / run_folder.METRICS)
-        self.tensorboard = TensorBoardLog(Path(config.out) / run_folder.TENSORBOARD) if config.tensorboard else None
+        self.tensorboard: TensorBoardLog | None = None
+        if config.tensorboard and self.world.first:
+            self.tensorboard = TensorBoardLog(Path(config.out) / run_folder.TENSORBOARD)
+        # What a resumed run says of its random numbers.
+        self.random_note = ""
         self.best: dict[str, float] = {}
         self.best_step = 0
         self._total = config.epochs * self.steps_per_epoch
@@ -108,9 +121,9 @@ class Trainer:
         self._window: list[float] = []
         self._seconds_before = 0.0
         self._started = time.monotonic()
-        self._stop_requested = False
+        self._stop_requested = self._stop_agreed = False
         self._bar = tqdm(disable=True)
-        self._progress = progress
+        self._progress = progress and self.world.first
         self.engine = self._make_engine()
 
     def restore(self) -> None:
@@ -134,7 +147,7 @@ class Trainer:
             check_like(state["model"], self.model.state_dict(), "model")
             check_progress(state)
             self.stepper.load_state_dict(state, state["position"])
-            checkpoint.restore_random_state(state["random"], self.device)
+            self.random_note = checkpoint.restore_random_states(state, self.world, self.config.seed, self.device)
         except ValueError as error:
             raise ValueError(f"{path}: the training state is damaged: {error}") from None
         self.stepper.scenario.load_files(self.config.out, self._data)
@@ -164,7 +177,8 @@ class Trainer:
         """
         self._warn_without_negatives()
         self._started = time.monotonic()
-        self.log.truncate(self._log_size)
+        if self.world.first:
+            self.log.truncate(self._log_size)
         if self.tensorboard is None:
             return self._run()
         lines = read_metrics(self.log.path, ("kind", "step", "seconds")) if self.log.size else []
@@ -184,7 +198,7 @@ class Trainer:
             )
             # Where no terminal shows a bar there is none, but the lines of the validations stay.
             with (
-                on_stop_signals(self._request_stop),
+                on_stop_signals(self._request_stop, repeated=self.world.size > 1),
                 tqdm(
                     total=self._total,
                     initial=self._position,
@@ -223,7 +237,21 @@ class Trainer:
         return engine
 
     def _batches(self, position: int) -> Iterator[Batch]:
-        """The batches from step `position` on, epoch after epoch."""
+        """The batches from step `position` on; where one process cannot read its part, or shall stop, all know."""
+        batches = self._read_batches(position)
+        while True:
+            batch: Batch | None = None
+            error: Exception | None = None
+            try:
+                batch = next(batches)
+            except (ValueError, OSError) as raised:
+                error = raised
+            self._stop_agreed = self.world.agree(error, stop=self._stop_requested)
+            if batch is not None:
+                yield batch
+
+    def _read_batches(self, position: int) -> Iterator[Batch]:
+        """The own part of the batches from step `position` on, epoch after epoch."""
         config = self.config
         for part in self.phases.passes(position):
             sampler = EpochSampler(
@@ -236,12 +264,11 @@ class Trainer:
                 lengths=self.train_data.caption_lengths.numpy(),
                 bucket_batches=config.bucket_batches,
             )
-            loader = BatchLoader(
-                self.train_data, sampler, workers=config.workers, pin_memory=self.device.type == "cuda"
-            )
+            own = sampler if self.world.size == 1 else Shares(sampler, self.world)
+            loader = BatchLoader(self.train_data, own, workers=config.workers, pin_memory=self.device.type == "cuda")
             # A loader draws a seed for its workers from torch's generator, which dropout draws from, too.
             with torch.random.fork_rng(devices=[]):
-                batches = iter(loader)
+                batches = shared(loader, sampler, self.train_data.caption_image, self.world)
                 first = next(batches)
             yield from itertools.repeat(first, part.repeats - part.done)
             for batch in batches:
@@ -268,14 +295,19 @@ class Trainer:
         self._bar.update()
         due = self._validation_due(step)
         # What a validation that fails would lose is saved before it.
-        save = due or self._stop_requested or step % self.steps_per_epoch == 0 or step % self.config.save_every == 0
+        save = due or self._stopping or step % self.steps_per_epoch == 0 or step % self.config.save_every == 0
         if save:
             self._save(step)
         if due:
             self._validate(step)
         # A stop that was asked for after the choice to save waits for the next step.
-        if save and self._stop_requested:
+        if save and self._stopping:
             engine.terminate()
+
+    @property
+    def _stopping(self) -> bool:
+        """Whether this step is the last: of several processes all must know it before the step."""
+        return self._stop_agreed or (self.world.size == 1 and self._stop_requested)
 
     def _log_due(self, step: int) -> bool:
         return step > 0 and (step % self.config.log_every == 0 or step == self._total)
@@ -305,12 +337,17 @@ class Trainer:
         epoch = -(-step // self.steps_per_epoch)
         with self.stepper.autocast():
             summary = evaluate(
-                self.model, self.validation_data, progress=self._progress, description=self.validation_data.split
+                self.model,
+                self.validation_data,
+                progress=self._progress,
+                description=self.validation_data.split,
+                world=self.world,
             )
         better = self._judge(summary, step)
-        if better:
-            others = self.stepper.scenario.companions()
-            run_folder.save_models(self.config.out, self.model, others, self.train_data.vocabulary)
+        with self.world.together():
+            if better and self.world.first:
+                others = self.stepper.scenario.companions()
+                run_folder.save_models(self.config.out, self.model, others, self.train_data.vocabulary)
         # Last, because a validation that the log has is not repeated on a resume: the state is large, and writing it a
         # second time for the validation's sake would double the cost of saving.
         position = {"split": self.validation_data.split, "step": step, "epoch": epoch}
@@ -324,6 +361,8 @@ class Trainer:
             )
 
     def _write(self, **line: Any) -> None:
+        if not self.world.first:
+            return
         self.log.write(**line)
         if self.tensorboard is not None:
             self.tensorboard.write(line)
@@ -337,6 +376,12 @@ class Trainer:
         return better
 
     def _save(self, step: int) -> None:
+        random = checkpoint.random_states(self.world, self.device)
+        with self.world.together():
+            if self.world.first:
+                self._write_state(step, random)
+
+    def _write_state(self, step: int, random: dict[str, Any]) -> None:
         # The state says how long the log is, and must not be on disk before it.
         self.log.flush_to_disk()
         state = {
@@ -344,7 +389,7 @@ class Trainer:
             "data": self._fingerprints,
             "model": self.model.state_dict(),
             **self.stepper.state_dict(),
-            "random": checkpoint.random_state(self.device),
+            **random,
             "best": self.best,
             "best_step": self.best_step,
             "validated_step": self._validated_step,

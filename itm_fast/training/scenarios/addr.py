@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 import itm_fast.functional as F_itm
+from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
-from itm_fast.models.fragment_model import Encoded, FragmentModel
+from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.run_files import DISCRIMINATORS
 from itm_fast.training.branch import Branch, finite
 from itm_fast.training.checkpoint import STATE_FILE
@@ -109,11 +110,11 @@ class AddrScenario(Scenario):
 
     def _discriminator_step(self, batch: BatchFunctions, number: int) -> StepResult:
         with torch.no_grad():
-            encoded = self._encoded(batch, self.model.eval())
-            negatives = self._negatives(batch, self._scores(batch, encoded)) if self.gamma else (None, None)
+            scores, *fragments = batch.fragments(self.model.eval(), scored=bool(self.gamma))
+            negatives = (None, None) if scores is None or not self.gamma else self._negatives(batch, scores)
         rows = self._gather(batch)
         weights, biases = rows.weights.requires_grad_(), rows.biases.requires_grad_()
-        risks, regularization = self._risks(encoded, weights[rows.places], biases[rows.places], *negatives)
+        risks, regularization = self._risks(*fragments, weights[rows.places], biases[rows.places], *negatives)
         loss = (risks + self.gamma * regularization).mean()
         value = finite("loss of the discriminators", loss, number)
         weight_gradients, bias_gradients = torch.autograd.grad(loss, (weights, biases))
@@ -124,37 +125,29 @@ class AddrScenario(Scenario):
         return StepResult(None, None, numbers)
 
     def _model_step(self, batch: BatchFunctions, number: int) -> StepResult:
-        encoded = self._encoded(batch, self.model.train())
-        scores = self._scores(batch, encoded)
+        scores, *fragments = batch.fragments(self.model.train(), scored=True)
+        assert scores is not None
         rows = self._gather(batch)
         negatives = self._negatives(batch, scores.detach()) if self.delta else (None, None)
-        risks, regularization = self._risks(encoded, rows.weights[rows.places], rows.biases[rows.places], *negatives)
+        risks, regularization = self._risks(*fragments, rows.weights[rows.places], rows.biases[rows.places], *negatives)
         own = batch.loss(scores)
         domain = self.delta * regularization - self.config.adversarial_weight * risks
-        numbers = self.target.backward(own + (domain.mean() if self.config.mean_loss else domain.sum()), number)
+        total = batch.total(domain) / (len(batch.images) if self.config.mean_loss else 1)
+        numbers = self.target.backward(own + total, number)
         numbers |= {"domain_risk": float(risks.detach().mean()), "discriminator_loss": self._loss}
         numbers["lr"] = self.target.update()
         return StepResult(scores.detach(), float(own.detach()), numbers)
 
-    def _encoded(self, batch: BatchFunctions, model: FragmentModel) -> Encoded:
-        with batch.autocast():
-            given = batch.batch
-            return model.encode_fragments(given.features, given.token_ids, given.lengths, self.config.micro_batch)
-
-    def _scores(self, batch: BatchFunctions, encoded: Encoded) -> Tensor:
-        with batch.autocast():
-            return self.model.score(encoded.images, encoded.captions)
-
     def _risks(
         self,
-        encoded: Encoded,
+        regions: Fragments,
+        words: Fragments,
         weights: Tensor,
         biases: Tensor,
         negative_captions: Tensor | None = None,
         negative_images: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """R_p(f_p) and the regularisation of each pair."""
-        regions, words = encoded.regions, encoded.words
         # Autocast may leave the encoders in different dtypes.
         dtype = torch.promote_types(regions.dtype, words.dtype)
         return F_itm.domain_regularization(
@@ -170,13 +163,12 @@ class AddrScenario(Scenario):
 
     def _negatives(self, batch: BatchFunctions, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Of each pair the hardest caption and the hardest image of other images, -1 where there are none."""
-        images = batch.batch.image_index
-        same_image = images[:, None] == images
+        same_image = batch.images[:, None] == batch.images
         rows, columns = F_itm.hardest_negatives(scores, same_image)
         return rows[1], columns[1]
 
     def _gather(self, batch: BatchFunctions) -> GatheredRows:
-        images = batch.batch.image_index
+        images = batch.images
         return self.discriminators.gather(torch.zeros_like(images) if self.n_discriminators == 1 else images)
 
     @property

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from itm_fast.data import Batch
+from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
 from itm_fast.training.branch import Branch
 from itm_fast.training.state_check import check_like
@@ -31,7 +32,12 @@ class BatchFunctions:
         loss: of a branch's scores alone.
         boosting_loss: of a branch's scores beside the scores of an anchor, which receive no gradient.
         realignment_loss: of pairs with the negatives of another batch, as `itm_fast.losses.RealignmentLoss`.
-        batch: the batch itself.
+        fragments: by a model of regions and words, the scores and the regions and words of B sets each; scores that are
+            not asked for (`scored=False`) may be None.
+        total: the sum of a number of each pair, (B,). Each of several processes has all of them and differentiates its
+            own pairs.
+        images: (B,) int64, the image of each pair.
+        batch: what this process has of the batch: all of it where it is alone.
         autocast: the precision of a forward pass.
     """
 
@@ -39,6 +45,9 @@ class BatchFunctions:
     loss: Callable[[Tensor], Tensor]
     boosting_loss: Callable[[Tensor, Tensor], Tensor]
     realignment_loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    fragments: Callable[..., tuple[Tensor | None, Fragments, Fragments]]
+    total: Callable[[Tensor], Tensor]
+    images: Tensor
     batch: Batch
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
 

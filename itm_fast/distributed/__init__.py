@@ -1,0 +1,17 @@
+"""One run in several processes: who they are, and what they gather from each other."""
+
+from itm_fast.distributed.gathering import gather_columns, gather_rows, gather_sets, none_of, sum_of_all
+from itm_fast.distributed.launch import Launch, launched
+from itm_fast.distributed.world import World, joined
+
+__all__ = [
+    "Launch",
+    "World",
+    "gather_columns",
+    "gather_rows",
+    "gather_sets",
+    "joined",
+    "launched",
+    "none_of",
+    "sum_of_all",
+]

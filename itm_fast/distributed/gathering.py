@@ -1,0 +1,134 @@
+"""Sets and scores of all processes, differentiable, with exact gradients.
+
+Each process holds some of the items of a batch, as many as `World.counts` says or any other number, none included. All
+must call these functions in the same order. Rows travel as bytes, so that any dtype does.
+
+Inside: `gather_sets`, `gather_columns`, `gather_rows`, `sum_of_all`, `none_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from itm_fast.distributed.world import World
+from itm_fast.fragments import Fragments
+
+__all__ = ["gather_columns", "gather_rows", "gather_sets", "none_of", "sum_of_all"]
+
+Sets = TypeVar("Sets", Fragments, Tensor)
+
+
+def gather_sets(sets: Sets, counts: Sequence[int], world: World) -> Sets:
+    """The sets of all processes, by rank.
+
+    In the backward each process sends the gradients of the others' sets to their owners, once, and adds up what it gets
+    for its own, in float32 and in the order of the ranks.
+
+    Args:
+        sets: Fragments of `counts[rank]` sets, or a tensor of as many rows.
+        counts: how many each process has.
+        world: the processes.
+    """
+    if world.size == 1:
+        return sets
+    if isinstance(sets, Tensor):
+        return _GatherRows.apply(sets, tuple(counts), world)
+    lengths = gather_rows(sets.lengths.to(torch.int64), counts, world)
+    offsets = lengths.new_zeros(len(lengths) + 1)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    numbers = lengths.tolist()
+    ends = [0, *accumulate(counts)]
+    rows = tuple(sum(numbers[first:last]) for first, last in pairwise(ends))
+    values = _GatherRows.apply(sets.values, rows, world)
+    return Fragments(values, offsets, check=False, max_length=max(numbers, default=0))
+
+
+def gather_columns(own: Tensor, counts: Sequence[int], world: World) -> Tensor:
+    """The columns of all processes side by side: (n, counts[rank]) to (n, sum of counts).
+
+    All processes then compute the same of them; in the backward each takes the gradient of its own columns alone.
+    """
+    return own if world.size == 1 else _GatherColumns.apply(own, tuple(counts), world)
+
+
+def gather_rows(own: Tensor, counts: Sequence[int], world: World) -> Tensor:
+    """The rows of all processes, (counts[rank], ...) to (sum of counts, ...), without derivative."""
+    own = own.detach()
+    if world.size == 1:
+        return own
+    most = max(counts)
+    if most == 0 or 0 in own.shape[1:]:
+        return own.new_empty(sum(counts), *own.shape[1:])
+    padded = own.new_zeros(most, *own.shape[1:])
+    padded[: len(own)] = own
+    found = own.new_empty(world.size * most, *own.shape[1:])
+    dist.all_gather(list(_bytes(found).split(most)), _bytes(padded), group=world.group)
+    if min(counts) == most:
+        return found
+    return torch.cat([part[:count] for part, count in zip(found.split(most), counts, strict=True)])
+
+
+def sum_of_all(own: Tensor, world: World) -> Tensor:
+    """The sum of a number of each process, the same in all; in the backward each takes the gradient for its own."""
+    return own if world.size == 1 else _Sum.apply(own, world)
+
+
+def none_of(sets: Sets) -> Sets:
+    """No set of the same kind, with the same graph."""
+    if isinstance(sets, Tensor):
+        return sets[:0]
+    return Fragments(sets.values[:0], sets.offsets[:1], check=False, max_length=0)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, counts: tuple[int, ...], world: World) -> Tensor:
+        ctx.counts, ctx.world = counts, world
+        return gather_rows(own, counts, world)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        counts, world = ctx.counts, ctx.world
+        own, width = counts[world.rank], grad.shape[1:]
+        received = grad.new_empty(world.size * own, *width)
+        if grad.numel():
+            dist.all_to_all_single(
+                _bytes(received), _bytes(grad.contiguous()), [own] * world.size, list(counts), group=world.group
+            )
+        wider = torch.promote_types(grad.dtype, torch.float32)
+        return received.view(world.size, own, *width).sum(0, dtype=wider).to(grad.dtype), None, None
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, counts: tuple[int, ...], world: World) -> Tensor:
+        first = sum(counts[: world.rank])
+        ctx.columns = slice(first, first + counts[world.rank])
+        return gather_rows(own.t().contiguous(), counts, world).t().contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad[:, ctx.columns], None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, world: World) -> Tensor:
+        total = own.detach().clone()
+        dist.all_reduce(total, group=world.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory, (n, bytes of a row)."""
+    return tensor.view(len(tensor), -1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)

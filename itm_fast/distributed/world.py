@@ -1,0 +1,231 @@
+"""The processes of one run: how they meet, share out their work, and end together.
+
+Inside: `World`, `joined`, `joined_before`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import time
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from itm_fast.distributed.launch import Launch, launched
+
+__all__ = ["World", "joined", "joined_before"]
+
+TIMEOUT = "ITM_FAST_TIMEOUT"
+_SECONDS = 1800
+# What gloo says where a process that it waits for has gone, or says nothing.
+_LOST = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timeout")
+_REPORTED = "itm_fast/reported"
+# Seconds that the first process stays for the others to see who reported, and that a process may take to end.
+_LOOKING, _ENDING = 3.0, 0.5
+_joined = False
+
+
+@attrs.frozen(eq=False)
+class World:
+    """The processes that work on one run; one alone by default, whose methods then have nothing to do.
+
+    Every process calls the same methods in the same order.
+
+    Attributes:
+        launch: which of them this one is.
+        group: the process group; None: torch's default one.
+    """
+
+    launch: Launch = attrs.field(factory=Launch)
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def size(self) -> int:
+        return self.launch.size
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes files and talks to the user."""
+        return self.rank == 0
+
+    def device(self, name: str) -> str:
+        """The device of this process where `name` was asked for: of several processes each takes a GPU of its own.
+
+        Raises:
+            ValueError: `name` is one certain GPU, or there are fewer GPUs than processes on this machine.
+        """
+        if self.size == 1 or not name.startswith("cuda"):
+            return name
+        if name != "cuda":
+            raise ValueError(f"device: each process takes a GPU of its own; expected cuda without a number, got {name}")
+        count = torch.cuda.device_count()
+        if count < self.launch.local_size:
+            raise ValueError(f"device: {self.launch.local_size} processes need as many GPUs, and torch sees {count}")
+        return f"cuda:{self.launch.local_rank}"
+
+    def counts(self, n: int) -> list[int]:
+        """How many of `n` items each process takes: they differ by one at most, and none is first to have nothing."""
+        return [n // self.size + (rank < n % self.size) for rank in range(self.size)]
+
+    def share(self, n: int) -> slice:
+        """Which of `n` items in a row this process takes."""
+        ends = [0, *itertools.accumulate(self.counts(n))]
+        return slice(ends[self.rank], ends[self.rank + 1])
+
+    def objects(self, value: Any) -> list[Any]:
+        """What each process gave, by rank; small things, which are pickled."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def agree(self, error: Exception | None = None, *, stop: bool = False) -> bool:
+        """Whether any process gave `stop`; where one gave an error all raise.
+
+        Raises:
+            Exception: `error`, or in a process that has none a ValueError with the message of the first that has one.
+        """
+        if self.size > 1:
+            flags = torch.tensor([error is not None, stop], dtype=torch.int32)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+            failed, stop = (bool(flag) for flag in flags.tolist())
+            if failed:
+                messages = self.objects(None if error is None else str(error))
+                if error is None:
+                    raise ValueError(next(message for message in messages if message is not None))
+        if error is not None:
+            raise error
+        return stop
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """No process leaves the block before all have done it; an error (ValueError, OSError) of one is one of all."""
+        error: Exception | None = None
+        try:
+            yield
+        except (ValueError, OSError) as raised:
+            error = raised
+        self.agree(error)
+
+
+@contextlib.contextmanager
+def joined(device: str) -> Iterator[World]:
+    """The processes that a launcher started, with its environment, for the time of the block.
+
+    Where there is one process alone, nothing happens; where a process group is there already, it is taken. Otherwise
+    the processes meet: on GPUs they exchange tensors by NCCL, on CPUs, and all that is no tensor, by gloo. Of the
+    processes that leave the block with an error the first raises it, and the others end with status 1 without a word,
+    so that the user reads one message; warnings come from the first process alone.
+
+    Args:
+        device: the kind of device that tensors are on, such as "cpu" or "cuda".
+
+    Raises:
+        ValueError: the environment is not as a launcher makes it, the processes do not meet, or one of them ended or
+            did not answer within the seconds of ITM_FAST_TIMEOUT (1800).
+    """
+    global _joined
+    if dist.is_available() and dist.is_initialized():
+        yield World(Launch(dist.get_rank(), dist.get_world_size(), *_local()))
+        return
+    launch = launched()
+    if launch.size == 1:
+        yield World()
+        return
+    world, seconds = World(launch), _timeout()
+    own_device = world.device(device)
+    if own_device.startswith("cuda"):
+        torch.cuda.set_device(own_device)
+    backend = "cpu:gloo,cuda:nccl" if own_device.startswith("cuda") else "gloo"
+    timeout = timedelta(seconds=seconds)
+    try:
+        store, rank, size = next(rendezvous("env://", launch.rank, launch.size, timeout=timeout))
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{size_of(launch)} do not meet at {launch.address}: {str(error).splitlines()[0]}") from None
+    _joined = True
+    try:
+        with warnings.catch_warnings():
+            if not world.first:
+                warnings.simplefilter("ignore")
+            yield world
+        world.agree()
+        dist.destroy_process_group()
+    except Exception as error:
+        lost = _is_lost(error)
+        if lost:
+            # Who ended may be about to say why, or its sockets about to close.
+            time.sleep(_ENDING)
+        if not _reports(store, launch):
+            raise SystemExit(1) from None
+        if not lost:
+            raise
+        raise ValueError(
+            f"another of {size_of(launch)} has ended, or did not answer within {seconds:g} s; what was saved last is "
+            "whole, and a training goes on from there with --resume"
+        ) from None
+
+
+def joined_before() -> bool:
+    """Whether this process met others: an error that reaches the user is then the one that all of them have."""
+    return _joined
+
+
+def size_of(launch: Launch) -> str:
+    return f"the {launch.size} processes of this run"
+
+
+def _local() -> tuple[int, int]:
+    launch = launched()
+    return launch.local_rank, launch.local_size
+
+
+def _timeout() -> float:
+    text = os.environ.get(TIMEOUT, str(_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 10**9:
+        raise ValueError(f"{TIMEOUT}: expected seconds above 0, got {text!r}")
+    return seconds
+
+
+def _is_lost(error: Exception) -> bool:
+    own = isinstance(error, dist.DistError)
+    return own or (isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST))
+
+
+def _reports(store: Any, launch: Launch) -> bool:
+    """Whether this process is the first that an error ends; also where nobody can tell any more.
+
+    The store that tells may be the first process's own: it stays until the others have looked, or for some seconds.
+    """
+    try:
+        # torch would print where it fails if the store had gone.
+        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), _LOOKING).close()
+        found = store.add(_REPORTED, 1) == 1
+        if dist.get_backend() == "gloo":
+            # Who waits for this process learns at once that it ends.
+            dist.destroy_process_group()
+        end = time.monotonic() + _LOOKING
+        while launch.rank == 0 and store.add(_REPORTED, 0) < launch.size and time.monotonic() < end:
+            time.sleep(0.05)
+    except (OSError, RuntimeError):
+        return True
+    return found

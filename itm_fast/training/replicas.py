@@ -1,0 +1,181 @@
+"""One model in several processes: each encodes its part of a batch, and all have the scores of the whole.
+
+A process scores all images beside its own captions: whole columns, so that a score that sees one caption with all
+images at a time, as SAF's in training, is that of one process. The loss of the gathered scores is the same everywhere;
+each process differentiates its own columns, and the sum of the gradients over all is that of the whole batch.
+
+Inside: `Replicas`, `GatheredScores`, `check_shared`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from itm_fast.data import Batch
+from itm_fast.distributed import World, gather_columns, gather_sets, none_of, sum_of_all
+from itm_fast.fragments import Fragments
+from itm_fast.models.base import MatchingModel
+from itm_fast.models.fragment_model import FragmentModel
+from itm_fast.training.config import TrainConfig
+from itm_fast.training.shares import SharedBatch
+
+__all__ = ["GatheredScores", "Replicas", "check_shared"]
+
+_STATISTICS = ("running_mean", "running_var")
+# Its name in torch 2.13 and newer, which warn of the other one.
+_NEW = "forward_sync_buffers"
+_NO_BUFFERS: dict[str, Any] = {
+    _NEW if _NEW in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers": False
+}
+
+
+def check_shared(config: TrainConfig, world: World) -> None:
+    """ValueError where several processes cannot train together what `config` says."""
+    if world.size == 1:
+        return
+    if config.conversions is not None and config.realignment:
+        raise ValueError(
+            f"realignment: conversions are realigned by one process, got {world.size}; --no-realignment trains them in "
+            "several"
+        )
+
+
+class GatheredScores(nn.Module):
+    """The scores (B, B) of a whole batch, of which each process encodes and scores its part.
+
+    Running statistics, which each process takes from its own part, become their mean over all items.
+
+    Args:
+        model: encodes and scores; a column of its scores may depend on all images, but on no other caption.
+        world: the processes.
+        micro_batch: what is encoded at a time of a process's part, as in `MatchingModel.encode`.
+
+    Raises:
+        ValueError: the model scores captions together.
+    """
+
+    def __init__(self, model: MatchingModel, world: World, micro_batch: int | None = None) -> None:
+        super().__init__()
+        if any(getattr(part, "coupling", None) == "batch" for part in model.modules()):
+            raise ValueError(
+                f"model: {model.name} scores the captions of a batch together, which {world.size} processes share"
+            )
+        self.model, self.world, self.micro_batch = model, world, micro_batch
+
+    def forward(self, batch: SharedBatch, fragments: bool = False) -> Any:
+        """The scores; with `fragments` also regions and words of the whole batch, through which gradients go."""
+        own = batch.features, batch.token_ids, batch.lengths, self.micro_batch
+        if not fragments:
+            return self.scores(*self.model.encode(*own), batch.counts)[0]
+        encoded = cast(FragmentModel, self.model).encode_fragments(*own)
+        scores, images = self.scores(encoded.images, encoded.captions, batch.counts)
+        regions = images if encoded.regions is encoded.images else self._gathered(encoded.regions, batch.counts)
+        return scores, regions, self._gathered(encoded.words, batch.counts)
+
+    def scores(self, images: Any, captions: Any, counts: Sequence[int]) -> tuple[Tensor, Any]:
+        """Scores (B, B) of all embeddings, of which the arguments are the own ones, or a stand-in; and all images."""
+        # After both encoders, so that in the backward the gradients of images travel before any weight's.
+        everything = self._gathered(images, counts)
+        own = self.model.score(everything, captions)
+        scores = gather_columns(own[:, : counts[self.world.rank]], counts, self.world)
+        if self.model.training:
+            self._mean_statistics(counts)
+        return scores, everything
+
+    def _gathered(self, sets: Any, counts: Sequence[int]) -> Any:
+        return gather_sets(sets if counts[self.world.rank] else none_of(sets), counts, self.world)
+
+    @torch.no_grad()
+    def _mean_statistics(self, counts: Sequence[int]) -> None:
+        places = [(part, name) for part in self.model.modules() for name in _STATISTICS if name in part._buffers]
+        found = [getattr(part, name) for part, name in places]
+        if not found:
+            return
+        share = counts[self.world.rank] / sum(counts)
+        together = torch.cat([share * one.flatten() for one in found])
+        dist.all_reduce(together, group=self.world.group)
+        means = together.split([one.numel() for one in found])
+        for (part, name), one, mean in zip(places, found, means, strict=True):
+            # Not in place: the graph of the forward holds the one before.
+            setattr(part, name, mean.view_as(one).to(one.dtype, copy=True))
+
+
+class Replicas:
+    """The scores of a batch by any model of a run, whose weights are the same in all processes.
+
+    Args:
+        world: the processes.
+        learning: the models that learn. Each gets a wrapper of its own that sums its gradients over the processes; all
+            its parameters take part in every step, so that nothing searches for others.
+        micro_batch: what a process encodes at a time of its part, as in `MatchingModel.encode`.
+    """
+
+    def __init__(self, world: World, learning: Sequence[MatchingModel], micro_batch: int | None = None) -> None:
+        self.world, self._learning, self.micro_batch = world, list(learning), micro_batch
+        self._plain: dict[MatchingModel, GatheredScores] = {}
+        self._reduced: dict[MatchingModel, DistributedDataParallel] = {}
+
+    def scores(self, model: MatchingModel, batch: Batch) -> Tensor:
+        """Scores (B, B) of the whole batch."""
+        if not isinstance(batch, SharedBatch):
+            return model(batch.features, batch.token_ids, batch.lengths, self.micro_batch)
+        return self.wrapped(model)(batch)
+
+    def fragments(
+        self, model: FragmentModel, batch: Batch, *, scored: bool = True
+    ) -> tuple[Tensor | None, Fragments, Fragments]:
+        """Scores (B, B), and l2-normalised regions and words of B sets each, of the whole batch.
+
+        One process leaves the scores out where they are not to be `scored`.
+        """
+        if isinstance(batch, SharedBatch):
+            found: tuple[Tensor, Fragments, Fragments] = self.wrapped(model)(batch, fragments=True)
+            return found
+        encoded = model.encode_fragments(batch.features, batch.token_ids, batch.lengths, self.micro_batch)
+        scores = model.score(encoded.images, encoded.captions) if scored else None
+        return scores, encoded.regions, encoded.words
+
+    def sum(self, values: Tensor, batch: Batch) -> Tensor:
+        """The sum of a number (B,) of each pair of the whole batch; each process differentiates its own pairs."""
+        if not isinstance(batch, SharedBatch):
+            return values.sum()
+        first = sum(batch.counts[: self.world.rank])
+        return sum_of_all(values[first : first + batch.counts[self.world.rank]].sum(), self.world)
+
+    def wrapped(self, model: MatchingModel) -> nn.Module:
+        """The module that scores a `SharedBatch`, made on first use, when all processes are at the same place."""
+        if model not in self._plain:
+            if self.world.size > 1 and next(model.parameters()).device.type == "cuda":
+                _share_statistics(model)
+            self._plain[model] = GatheredScores(model, self.world, self.micro_batch)
+        if not torch.is_grad_enabled() or not any(model is one for one in self._learning):
+            return self._plain[model]
+        if model not in self._reduced:
+            # Running statistics are no business of the wrapper's: `GatheredScores` has their mean.
+            self._reduced[model] = DistributedDataParallel(
+                self._plain[model], process_group=self.world.group, **_NO_BUFFERS
+            )
+            # The wrapper looks at annotations, and takes none that are text.
+            self._reduced[model].register_comm_hook(self.world.group, lambda group, bucket: _sum(group, bucket))
+        return self._reduced[model]
+
+
+def _share_statistics(model: MatchingModel) -> None:
+    """Batch normalisation of the encoders takes the statistics of all processes; torch has this on GPUs alone."""
+    for name, part in list(model.named_children()):
+        # What scores has all images in every process already.
+        if name not in model.scoring_parts:
+            setattr(model, name, nn.SyncBatchNorm.convert_sync_batchnorm(part))
+
+
+def _sum(group: dist.ProcessGroup | None, bucket: Any) -> Any:
+    """The loss is one of the whole batch: gradients are added up, not averaged."""
+    work: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])

@@ -1,0 +1,139 @@
+"""Runs that several processes share, each process a fork of one that has loaded torch: `python -m helpers.worlds`.
+
+The driver reads jobs as JSON from its standard input and writes what became of each to its standard output. A job is a
+dictionary:
+
+- `size`: how many processes it has, each with the environment that torchrun would give it;
+- `arguments`: of the command line; or `function`: "module:name", called with the number of the process and `value`;
+- `environment`: more variables;
+- `signals`: [rank, step, name of a signal] each, sent by the process to itself while it does this step of a training;
+- `fail_at`: [rank, step] whose loss becomes NaN. `continue_after`: seconds after which stopped processes go on.
+
+The result is [exit status, standard output, standard error] of each process by its rank; a signal is a negative status.
+
+Inside: `run_jobs`, `train_job`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from helpers.processes import ROOT
+
+Outcome = tuple[int, str, str]
+
+
+def run_jobs(jobs: Sequence[dict[str, Any]]) -> list[list[Outcome]]:
+    """Runs the jobs one after the other; their outcomes."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(
+        [sys.executable, "-m", "helpers.worlds"],
+        input=json.dumps(list(jobs)), capture_output=True, text=True, env=environment, timeout=1800,
+        cwd=ROOT / "python_tests",
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    return [[(status, out, err) for status, out, err in job] for job in json.loads(found.stdout)]
+
+
+def train_job(size: int, data: Path, out: Path, *options: object, **more: Any) -> dict[str, Any]:
+    """Trains SCAN with softmax attention, which magnifies no rounding, on the data set of concepts."""
+    small = ["embed_dim=16", "word_dim=12", "normalization=softmax"]
+    arguments = ["train", "--data", data, "--out", out, "--lr", "0.002", "--log-every", "1"]
+    for option in small:
+        arguments += ["--model-option", option]
+    return {"size": size, "arguments": [str(part) for part in (*arguments, *options)], **more}
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+def _run(job: dict[str, Any]) -> list[Outcome]:
+    size, port = job["size"], _free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(size):
+            child = os.fork()
+            if child == 0:
+                _child(job, rank, port, Path(folder))
+            children.append(child)
+        if "continue_after" in job:
+            time.sleep(job["continue_after"])
+            for child in children:
+                os.kill(child, signal.SIGCONT)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        texts = [[(Path(folder) / f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(size)]
+    return [(code, out, err) for code, (out, err) in zip(codes, texts, strict=True)]
+
+
+def _child(job: dict[str, Any], rank: int, port: int, folder: Path) -> None:
+    status = 1
+    try:
+        for name, descriptor in (("out", 1), ("err", 2)):
+            os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
+        size = job["size"]
+        if size > 1:
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+                MASTER_ADDR="localhost", MASTER_PORT=str(port),
+            )  # fmt: skip
+        os.environ.update(job.get("environment", {}))
+        status = _work(job, rank)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _work(job: dict[str, Any], rank: int) -> int:
+    if "function" in job:
+        module, _, name = job["function"].partition(":")
+        getattr(importlib.import_module(module), name)(rank, job["value"])
+        return 0
+    from itm_fast import cli
+    from itm_fast.training import Trainer
+
+    step = Trainer._step
+
+    def disturbed(self: Any, batch: Any, mining: str | None = None) -> Any:
+        number = self.engine.state.iteration
+        for of, at, name in job.get("signals", []):
+            if (of, at) == (rank, number):
+                os.kill(os.getpid(), getattr(signal, name))
+        if job.get("fail_at") == [rank, number]:
+            self.model.first_image_weight().data.fill_(float("nan"))
+        return step(self, batch, mining)
+
+    Trainer._step = disturbed  # type: ignore[method-assign]
+    try:
+        cli.main(job["arguments"])
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+if __name__ == "__main__":
+    import torch
+
+    # What every process would load for itself otherwise.
+    for module in ("itm_fast.cli", "itm_fast.models", "itm_fast.training.run", "torch.nn.parallel.distributed"):
+        importlib.import_module(module)
+    torch.set_num_threads(1)
+    print(json.dumps([_run(job) for job in json.load(sys.stdin)]))

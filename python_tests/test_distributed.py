@@ -1,0 +1,213 @@
+"""Several processes compute what one does: scores, losses, gradients, weights after some steps, and evaluations."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.world_cases import (
+    NORMALIZED,
+    SCENARIOS,
+    STEPS,
+    evaluation_case,
+    few_steps,
+    made_batch,
+    one_step,
+    part_of,
+)  # fmt: skip
+from helpers.worlds import run_jobs
+
+from itm_fast import models
+from itm_fast.distributed import Launch, World, launched
+from itm_fast.training.replicas import Replicas
+
+SIZES = (2, 4)
+# All is in float64: what is left are other orders of addition.
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+@pytest.fixture(scope="module")
+def found(data: Path, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """What each process of a world found, by the size of the world."""
+    out = tmp_path_factory.mktemp("worlds")
+    value = {"data": str(data), "run": str(trained), "out": str(out)}
+    (outcomes,) = run_jobs([{"size": 4, "function": "helpers.world_cases:check_worlds", "value": value}])
+    assert outcomes == [(0, "", "")] * 4, "\n".join(error for _, _, error in outcomes)
+    ranks = [torch.load(out / f"{rank}.pt") for rank in range(4)]
+    return {size: [ranks[rank][size] for rank in range(size)] for size in SIZES}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_that_of_one_process(found: dict[int, list[dict[str, Any]]], name: str) -> None:
+    alone = one_step(name, World())
+    assert float(alone["loss"]) > 0 or STEPS[name][2] == 1
+    for size in SIZES:
+        for rank in range(size):
+            step = found[size][rank][name]
+            torch.testing.assert_close(step["scores"], alone["scores"], **CLOSE)
+            torch.testing.assert_close(step["loss"], alone["loss"], **CLOSE)
+            assert step["gradients"].keys() == alone["gradients"].keys()
+            for weight, gradient in alone["gradients"].items():
+                torch.testing.assert_close(step["gradients"][weight], gradient, **CLOSE, msg=f"{weight}, {size}")
+
+
+def test_images_travel_once_and_their_gradients_once(found: dict[int, list[dict[str, Any]]]) -> None:
+    """Beside them go lengths of sets, scores, gradients in one bucket, and running statistics where there are any."""
+    ragged = {"all_gather": 3, "all_to_all_single": 1, "all_reduce": 1}
+    for size in SIZES:
+        for rank in range(size):
+            calls = {name: found[size][rank][name]["calls"] for name in STEPS}
+            assert calls["scan"] == calls["rcar"] == calls["sgr"] | {"all_reduce": 1} == ragged
+            assert calls["vsepp"] == {"all_gather": 2, "all_to_all_single": 1, "all_reduce": 1}
+            assert calls["saf"] == {**ragged, "all_reduce": 2}
+
+
+def test_statistics_over_all_images_are_exact_and_the_others_agree(found: dict[int, list[dict[str, Any]]]) -> None:
+    alone = one_step("saf", World())["statistics"]
+    for size in SIZES:
+        statistics = [found[size][rank]["saf"]["statistics"] for rank in range(size)]
+        for name, value in alone.items():
+            assert all(torch.equal(one[name], statistics[0][name]) for one in statistics)
+            if name.startswith("region_pool"):
+                torch.testing.assert_close(statistics[0][name], value, **CLOSE)
+
+
+def test_running_statistics_of_encoders_are_the_mean_over_the_items_of_all(
+    found: dict[int, list[dict[str, Any]]],
+) -> None:
+    name, options, n_captions = NORMALIZED
+    for size in SIZES:
+        expected: dict[str, torch.Tensor] = {}
+        for rank in range(size):
+            own = torch.arange(n_captions)[World(Launch(rank, size)).share(n_captions)]
+            torch.manual_seed(0)
+            model = models.create(name, **options).double().train()
+            batch = made_batch(n_captions, False)
+            with torch.no_grad():
+                model(batch.features[own], batch.token_ids[own], batch.lengths[own])
+            for key, one in model.named_buffers():
+                if "running" in key:
+                    expected[key] = expected.get(key, 0) + one * len(own) / n_captions
+        assert len(expected) == 2
+        for rank in range(size):
+            for key, value in expected.items():
+                torch.testing.assert_close(found[size][rank]["statistics"][key], value, **CLOSE)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_weights_after_some_steps_are_those_of_one_process(
+    found: dict[int, list[dict[str, Any]]], scenario: str
+) -> None:
+    alone = few_steps(scenario, World())
+    for size in SIZES:
+        for rank in range(size):
+            steps = found[size][rank][scenario]
+            for numbers, expected in zip(steps["numbers"], alone["numbers"], strict=True):
+                assert numbers == pytest.approx(expected, rel=1e-4 if scenario == "addr" else 1e-6, abs=1e-9)
+                assert ("image_grad_norm" in numbers) == ("loss" in numbers)
+            assert len(steps["weights"]) == len(alone["weights"]) == (2 if scenario in ("oss", "mss") else 1)
+            if scenario == "addr":
+                # In float32 a first step of Adam, lr times the sign of a gradient, may turn where that is near zero.
+                continue
+            for weights, expected in zip(steps["weights"], alone["weights"], strict=True):
+                for name, value in expected.items():
+                    torch.testing.assert_close(weights[name], value, rtol=1e-6, atol=1e-8, msg=f"{name}, {size}")
+
+
+def test_an_evaluation_is_that_of_one_process(
+    found: dict[int, list[dict[str, Any]]], data: Path, trained: Path
+) -> None:
+    alone = evaluation_case(World(), data, trained)
+    for size in SIZES:
+        for rank in range(size):
+            shared = found[size][rank]["evaluation"]
+            for name in ("scores", "few"):
+                torch.testing.assert_close(shared[name], alone[name], rtol=1e-5, atol=1e-6)
+            for streaming in (False, True):
+                name = f"recalls, streaming {streaming}"
+                for recalls, expected in zip(shared[name], alone[name], strict=True):
+                    assert recalls == pytest.approx(expected, rel=1e-5)
+
+
+def test_shares_cover_everything_in_order() -> None:
+    for size in (1, 2, 3, 4):
+        for n in (0, 1, 2, 3, 7, 8):
+            shares = [World(Launch(rank, size)).share(n) for rank in range(size)]
+            assert [index for share in shares for index in range(n)[share]] == list(range(n))
+            lengths = [len(range(n)[share]) for share in shares]
+            assert lengths == World(Launch(0, size)).counts(n) == sorted(lengths, reverse=True)
+            assert max(lengths) - min(lengths) <= 1
+
+
+def test_what_scores_captions_together_is_refused() -> None:
+    torch.manual_seed(0)
+    model = models.create("scan", vocab_size=20, feature_dim=10, embed_dim=8, word_dim=6)
+    model.image_encoder.coupling = "batch"
+    world = World(Launch(0, 2))
+    message = "model: scan scores the captions of a batch together, which 2 processes share"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Replicas(world, [model]).scores(model, part_of(made_batch(4, False), world))
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"WORLD_SIZE": "0", "RANK": "0"},
+            "WORLD_SIZE: expected at least 1 in the environment, as torchrun sets it, got '0'",
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "2"},
+            "RANK: expected a number from 0 to 1 in the environment, as torchrun sets it, got '2'",
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "1"},
+            "MASTER_ADDR: expected in the environment beside WORLD_SIZE, as torchrun sets it",
+        ),
+    ],
+)
+def test_an_environment_that_no_launcher_makes(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert launched() == Launch()
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        launched()
+
+
+def test_each_process_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [World(Launch(rank, 2, rank, 2)).device("cuda") for rank in range(2)] == ["cuda:0", "cuda:1"]
+    assert World().device("cuda:1") == "cuda:1"
+    assert World(Launch(1, 4)).device("cpu") == "cpu"
+    messages = {
+        "cuda:1": "device: each process takes a GPU of its own; expected cuda without a number, got cuda:1",
+        "cuda": "device: 4 processes need as many GPUs, and torch sees 2",
+    }
+    for name, message in messages.items():
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            World(Launch(1, 4, 1, 4)).device(name)
+
+
+def test_encoders_of_a_gpu_take_the_statistics_of_all_processes() -> None:
+    """What scores sees all images in every process, one caption at a time, and stays as it is."""
+    from itm_fast.training.replicas import _share_statistics
+
+    torch.manual_seed(0)
+    options = {"vocab_size": 20, "feature_dim": 10, "embed_dim": 8, "word_dim": 6}
+    model = models.create("sgraf", **options, n_regions=4, module="saf", image_encoder="residual")
+    before = {name: (type(part), id(part)) for name, part in model.named_modules()}
+    weights, names = [id(one) for one in model.parameters()], list(model.state_dict())
+    _share_statistics(model)
+    changed = [name for name, part in model.named_modules() if id(part) != before[name][1]]
+    assert changed == ["image_encoder.mlp.1"]
+    assert type(model.get_submodule(changed[0])) is torch.nn.SyncBatchNorm
+    assert [id(one) for one in model.parameters()] == weights
+    assert list(model.state_dict()) == names
