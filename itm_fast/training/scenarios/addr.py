@@ -110,11 +110,11 @@ class AddrScenario(Scenario):
 
     def _discriminator_step(self, batch: BatchFunctions, number: int) -> StepResult:
         with torch.no_grad():
-            scores, *fragments = batch.fragments(self.model.eval(), scored=bool(self.gamma))
+            scores, regions, words = batch.fragments(self.model.eval(), scored=bool(self.gamma))
             negatives = (None, None) if scores is None or not self.gamma else self._negatives(batch, scores)
         rows = self._gather(batch)
         weights, biases = rows.weights.requires_grad_(), rows.biases.requires_grad_()
-        risks, regularization = self._risks(*fragments, weights[rows.places], biases[rows.places], *negatives)
+        risks, regularization = self._risks(regions, words, weights[rows.places], biases[rows.places], *negatives)
         loss = (risks + self.gamma * regularization).mean()
         value = finite("loss of the discriminators", loss, number)
         weight_gradients, bias_gradients = torch.autograd.grad(loss, (weights, biases))
@@ -125,11 +125,13 @@ class AddrScenario(Scenario):
         return StepResult(None, None, numbers)
 
     def _model_step(self, batch: BatchFunctions, number: int) -> StepResult:
-        scores, *fragments = batch.fragments(self.model.train(), scored=True)
+        scores, regions, words = batch.fragments(self.model.train(), scored=True)
         assert scores is not None
         rows = self._gather(batch)
         negatives = self._negatives(batch, scores.detach()) if self.delta else (None, None)
-        risks, regularization = self._risks(*fragments, rows.weights[rows.places], rows.biases[rows.places], *negatives)
+        risks, regularization = self._risks(
+            regions, words, rows.weights[rows.places], rows.biases[rows.places], *negatives
+        )
         own = batch.loss(scores)
         domain = self.delta * regularization - self.config.adversarial_weight * risks
         total = batch.total(domain) / (len(batch.images) if self.config.mean_loss else 1)
