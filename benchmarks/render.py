@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from itm_fast.benchmarking import reader, realignment, scenarios
+from itm_fast.benchmarking import discriminators, methods_table, reader, realignment, scenarios
 from itm_fast.benchmarking.performance import tables
 from itm_fast.benchmarking.table import markdown, summary
 
@@ -64,6 +64,12 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "docs" / "benchmarks.md": {
         "cpu": measured("cpu", markdown),
         "scenarios": measured("scenarios", scenarios.markdown, "python benchmarks/scenarios.py --json {}"),
+        "methods": measured("methods", methods_table.markdown, "python benchmarks/methods.py --json {}"),
+    },
+    ROOT / "docs" / "addr.md": {
+        "discriminators": measured(
+            "discriminators", discriminators.markdown, "python benchmarks/discriminators.py --json {}"
+        ),
     },
     ROOT / "docs" / "data.md": {
         "reader": measured("reader", reader.markdown, "python benchmarks/reader.py --json {}"),

@@ -16,7 +16,7 @@ _CAPTIONS = 5
 BOUND = (
     "The paper's percentages are of the time that its own code takes, of which the products of matrices are a part. "
     "Here they are nearly all of it, and a conversion multiplies every region by {per_conversion:.1f} million weights: "
-    "the features of pairs take {more} of the host's multiply-adds more, however they are computed, and a step "
+    "the features of pairs take {more} multiply-adds, however they are computed, and a step "
     "takes them about three times for its own batch and once or more for the one before. The paper encodes an image "
     "anew for each of its captions; evaluation here does so once, the column of a split."
 )
