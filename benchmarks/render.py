@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from itm_fast.benchmarking import discriminators, methods_table, reader, realignment, scenarios
+from itm_fast.benchmarking import coco_table, discriminators, methods_table, reader, realignment, scaling, scenarios
 from itm_fast.benchmarking.performance import tables
 from itm_fast.benchmarking.table import markdown, summary
 
@@ -40,14 +40,17 @@ def measured(
 ) -> Callable[[], str]:
     """The section of the results in benchmarks/results/NAME.json, which `command` leaves."""
 
-    def render() -> str:
-        path = RESULTS / f"{name}.json"
-        if not path.exists():
-            file = path.relative_to(ROOT)
-            raise SystemExit(f"{file} is missing: measure with {command.format(file)}")
-        return section(json.loads(path.read_text()))
+    return lambda: section(result(name, command))
 
-    return render
+
+def result(name: str, command: str) -> dict[str, Any]:
+    """The results in benchmarks/results/NAME.json."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        file = path.relative_to(ROOT)
+        raise SystemExit(f"{file} is missing: measure with {command.format(file)}")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
 
 
 def gpus() -> str:
@@ -58,6 +61,23 @@ def gpus() -> str:
         raise SystemExit(f"benchmarks/results: {error}") from error
 
 
+def coco() -> str:
+    """The rehearsal on the CPU, and below it those on GPUs."""
+    parts = [measured("coco_epoch", coco_table.markdown, "python benchmarks/coco_epoch.py --json {}")()]
+    try:
+        for path in sorted(RESULTS.glob("gpu_check_coco_*.json")):
+            parts.append(coco_table.gpu_markdown(json.loads(path.read_text())["results"]))
+    except ValueError as error:
+        raise SystemExit(f"benchmarks/results: {error}") from error
+    return "\n".join(parts)
+
+
+def scaled() -> str:
+    """What the rehearsal and the reader come to on more GPUs and larger data."""
+    commands = {name: f"python benchmarks/{name}.py --json {{}}" for name in ("coco_epoch", "reader")}
+    return scaling.markdown(*(result(name, command) for name, command in commands.items()))
+
+
 # Page to the sections between its markers.
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"cpu": measured("cpu", summary), "demo": measured("demo", demo)},
@@ -65,6 +85,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "cpu": measured("cpu", markdown),
         "scenarios": measured("scenarios", scenarios.markdown, "python benchmarks/scenarios.py --json {}"),
         "methods": measured("methods", methods_table.markdown, "python benchmarks/methods.py --json {}"),
+        "coco": coco,
     },
     ROOT / "docs" / "addr.md": {
         "discriminators": measured(
@@ -79,6 +100,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "docs" / "results" / "fdf.md": {
         "realignment": measured("realignment", realignment.markdown, "python benchmarks/realignment.py --json {}")
     },
+    ROOT / "docs" / "scaling.md": {"scaling": scaled},
 }
 
 

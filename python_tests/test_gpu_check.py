@@ -26,6 +26,8 @@ from packaging.requirements import Requirement
 
 import itm_fast
 from itm_fast.benchmarking import costs
+from itm_fast.benchmarking.coco_epoch import growth
+from itm_fast.benchmarking.coco_table import markdown, shares
 from itm_fast.benchmarking.gpu_table import check_is_of_a_gpu
 
 SCRIPT = ROOT / "benchmarks" / "gpu_check.sh"
@@ -51,9 +53,9 @@ def test_a_dry_run_leaves_results_that_say_so(tmp_path: Path) -> None:
     wheels.mkdir()
     carried = write_wheel(wheels, "carried_along", "1.0").name
     options = ("--out", tmp_path, "--commit", "abc", "--wheels", wheels)
-    result = script("sanitize", "bench", *options, device="cpu")
+    result = script("sanitize", "bench", "coco", *options, device="cpu")
     assert result.returncode == 0, result.stderr
-    names = {"gpu_check_sanitize_dry_run.json", "gpu_check_bench_dry_run.json"}
+    names = {"gpu_check_sanitize_dry_run.json", "gpu_check_bench_dry_run.json", "gpu_check_coco_dry_run.json"}
     assert {file.name for file in tmp_path.glob("*.json")} == names
     for name in names:
         content = json.loads((tmp_path / name).read_text())
@@ -63,7 +65,7 @@ def test_a_dry_run_leaves_results_that_say_so(tmp_path: Path) -> None:
         assert content["device"]["name"].startswith("dry run on ")
         assert costs.device_of(content["device"]["name"]) is None
         assert content["environment"]["torch"] == torch.__version__
-        assert content["environment"]["command"].startswith("benchmarks/gpu_check.sh sanitize bench --out")
+        assert content["environment"]["command"].startswith("benchmarks/gpu_check.sh sanitize bench coco --out")
         assert content["seconds"] > 0
         assert (content["wheels"], content["missing_packages"]) == ([carried], [])
         assert content["steps"][0]["detail"] in ("a dry run builds nothing", "as before")
@@ -77,6 +79,69 @@ def test_a_dry_run_leaves_results_that_say_so(tmp_path: Path) -> None:
     for results in (bench, bench["results"]):
         with pytest.raises(ValueError, match=r"expected kind 'itm_fast GPU benchmark'|measured on no GPU"):
             check_is_of_a_gpu(results, "bench.json")
+    coco = json.loads((tmp_path / "gpu_check_coco_dry_run.json").read_text())
+    assert coco["outcome"] == "dry run, passed"
+    check_rehearsal(coco["results"])
+
+
+def check_rehearsal(results: dict[str, Any]) -> None:
+    """All of a dry rehearsal: two models and an epoch, whose figures are those of real steps."""
+    assert (results["dry_run"], results["not_run"]) == (True, [])
+    # 0.0005 of COCO's 113,287 images, with five captions of four regions of eight numbers in bf16, and a header.
+    assert (results["images"], results["captions"]) == (57, 285)
+    assert 0 < results["store_bytes"] - 57 * 4 * 8 * 2 < 200
+    assert results["packing"]["source_bytes"] == (57 + 2) * 4 * 8 * 4 + 2 * 128
+    assert list(results["models"]) == ["SCAN t2i", "VSE-infinity"]
+    for measured in results["models"].values():
+        native = measured["native"]
+        assert len(native["seconds"]) == len(native["waiting"]) == 2
+        assert min(native["phases"].values()) > 0
+        assert all(0 < share < 1 for share in native["waiting"])
+        # On the CPU the phases are those of the very steps that were timed, two in each of two rounds.
+        assert sum(native["phases"].values()) == pytest.approx(2 * sum(native["seconds"]), rel=0.02)
+        assert sum(shares(native).values()) == pytest.approx(1)
+        assert 1e8 < native["peak_host_bytes"] < 4e9
+    scan, vse = results["models"].values()
+    assert len(scan["loop"]["seconds"]) == 2
+    assert (scan["warm_up"], vse["loop"]) == (None, None)
+    assert len(vse["warm_up"]["seconds"]) == 1
+    # The last batch of 285 captions is not full, and left out.
+    epoch = results["epoch"]
+    assert (epoch["model"], epoch["steps"], len(epoch["memory_bytes"])) == ("VSE-infinity", 17, 17)
+    assert growth(epoch["memory_bytes"]) == epoch["growth"]
+    # 13 tokens of four bytes and four numbers of eight; a text of 49 bytes and about seven a word; its address.
+    assert 150 < epoch["caption_bytes"] < 250
+    with pytest.raises(ValueError, match=r"and no dry run$"):
+        markdown(results)
+
+
+def test_the_rehearsal_is_of_coco_s_size_where_there_is_a_gpu(
+    stage: gpu_check.Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that the next call finds; what there was no time for is not run, and the stage has failed."""
+    left_out = {"results": 1, "environment": {}, "not_run": ["SGR", "a whole epoch"]}
+    ran: list[list[str]] = []
+
+    def run(name: str, command: list[str]) -> bool:
+        ran.append(command)
+        Path(command[3]).write_text(json.dumps(left_out))
+        stage.note(name, "passed", "")
+        return True
+
+    monkeypatch.setattr(stage, "run", run)
+    gpu_check.coco(stage)
+    measured = stage.options.out / f"{stage.file.stem}_measured.json"
+    folder = ROOT / "build" / "gpu_check" / "coco"
+    expected = [sys.executable, "benchmarks/coco_epoch.py", "--json", str(measured), "--limit-s", "8", "--plan", "full"]
+    assert ran == [[*expected, "--device", "cuda", "--folder", str(folder)]]
+    assert not measured.exists()
+    assert not stage.finish()
+    content = written(stage)
+    assert content["results"] == {**left_out, "environment": content["environment"]}
+    step = content["steps"][-1]
+    assert (step["outcome"], step["detail"]) == ("not run", "no time was left for SGR, a whole epoch")
+    assert gpu_check.RUN["coco"] is gpu_check.coco
+    assert set(gpu_check.RUN) == {*gpu_check.STAGES, *gpu_check.ALONE}
 
 
 def test_a_stage_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ from gpu_environment import ROOT
 
 KIND, FORMAT_VERSION = "itm_fast GPU check", 1
 STAGES = ("build+smoke", "tests", "sanitize", "bench")
+ALONE = ("coco",)  # Only where it is named: it fills 20 GB of the disk.
 LIMIT_S = 510.0  # Of a call; half a minute is left for making the environment.
 # Seconds that a call keeps for each of these stages: the ones before must not take them.
 KEPT_S = {"tests": 100.0, "sanitize": 120.0, "bench": 80.0}
@@ -264,7 +265,24 @@ def benchmark(stage: Stage, preset: str, limit: float) -> None:
             stage.note("benchmark, the rest", "not run", f"no time was left for {', '.join(left_out)}")
 
 
-RUN = {"build+smoke": build_and_smoke, "tests": tests, "sanitize": sanitize, "bench": bench}
+def coco(stage: Stage) -> None:
+    """The rehearsal at COCO's size; a further call takes the data that one before it wrote."""
+    results = stage.options.out / f"{stage.file.stem}_measured.json"
+    results.unlink(missing_ok=True)
+    command = [sys.executable, "benchmarks/coco_epoch.py", "--json", str(results)]
+    command += ["--limit-s", f"{max(0.0, 0.8 * stage.left()):.0f}"]
+    where = ["--plan", "full", "--device", "cuda", "--folder", str(gpu_environment.ENVIRONMENT.parent / "coco")]
+    stage.run("rehearsal", command + (["--plan", "dry"] if stage.dry else where))
+    if results.exists():
+        stage.content["results"] = json.loads(results.read_text())
+        results.unlink()
+        stage.content["results"]["environment"] = stage.content["environment"]
+        left_out = stage.content["results"]["not_run"]
+        if left_out:
+            stage.note("rehearsal, the rest", "not run", f"no time was left for {', '.join(left_out)}")
+
+
+RUN = {"build+smoke": build_and_smoke, "tests": tests, "sanitize": sanitize, "bench": bench, "coco": coco}
 
 
 def missing_line(packages: list[str], wheels: Path) -> str:
@@ -276,7 +294,7 @@ def missing_line(packages: list[str], wheels: Path) -> str:
 
 
 def main() -> None:
-    options = gpu_environment.parse(sys.argv[1:], stages=STAGES)
+    options = gpu_environment.parse(sys.argv[1:], stages=(*STAGES, *ALONE))
     dry, short = gpu_environment.is_dry(), not options.stage
     base = os.environ.get("PYTHON3", "python3")
     # Tools of the interpreter's own environment, cmake and ninja among them, come along.

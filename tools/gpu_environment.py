@@ -25,7 +25,7 @@ DEVICE_VARIABLE = "ITM_FAST_GPU_CHECK_DEVICE"
 def parse(arguments: list[str], *, stages: tuple[str, ...] = ()) -> argparse.Namespace:
     """The command line of gpu_check.sh."""
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Check and measure itm_fast on a GPU.")
-    parser.add_argument("stage", nargs="*", help=f"{', '.join(stages)}; none: all in short form")
+    parser.add_argument("stage", nargs="*", help=f"{', '.join(stages)}; none: a first round")
     parser.add_argument(
         "--wheels", type=Path, default=WHEELS, metavar="DIR",
         help="wheels of Python packages that the machine lacks; tools/gpu_wheels.py fetches them (benchmarks/wheels)",

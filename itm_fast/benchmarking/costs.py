@@ -18,6 +18,7 @@ __all__ = [
     "DEVICES",
     "Cost",
     "Peaks",
+    "backward",
     "device_of",
     "encoders",
     "epoch",
@@ -119,7 +120,7 @@ def loss(batch: int) -> Cost:
     return Cost(other=4.0 * batch**2, bytes=8.0 * batch**2, launches=1)
 
 
-def _backward(batch: int, dim: int, words: float, element: int) -> Cost:
+def backward(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
     """Of a loss over hardest negatives: at most three pairs an anchor have a gradient, and are computed again.
 
     A pair costs eight products of its size, all on the ordinary units: its scores, the attended vectors (formed again
@@ -135,7 +136,7 @@ def _backward(batch: int, dim: int, words: float, element: int) -> Cost:
 
 def step(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
     """Scores, the loss over hardest negatives, and the gradients of regions and words; the encoders not included."""
-    return scores(batch, batch, dim, words, element) + loss(batch) + _backward(batch, dim, words, element)
+    return scores(batch, batch, dim, words, element) + loss(batch) + backward(batch, dim, words, element)
 
 
 def regulated_scores(

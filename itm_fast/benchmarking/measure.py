@@ -1,7 +1,7 @@
 """Times and peak memory of several ways to compute the same thing.
 
-Inside: `interleave` for times, `peak_memory` for memory in a fresh process, `Timing`, and what a device needs of both:
-`CpuMeter` and `CudaMeter`.
+Inside: `interleave` for times, `peak_memory` for memory in a fresh process, `reset_peak` and `status_bytes` for that of
+this one, `Timing`, and what a device needs of both: `CpuMeter` and `CudaMeter`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ from typing import Any, Protocol
 import attrs
 import torch
 
-__all__ = ["CpuMeter", "CudaMeter", "Meter", "Timing", "interleave", "peak_memory"]
+__all__ = [
+    "CpuMeter",
+    "CudaMeter",
+    "Meter",
+    "Timing",
+    "interleave",
+    "peak_memory",
+    "reset_peak",
+    "status_bytes",
+]
 
 _STATUS = Path("/proc/self/status")
 
@@ -102,12 +111,16 @@ def _measure_peak(
     torch.set_num_threads(threads)
     make(*arguments, small=True)()
     call = make(*arguments)
-    # Writing 5 resets the high-water mark of the resident memory to its present size.
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status_bytes("VmRSS")
+    reset_peak()
+    before = status_bytes("VmRSS")
     call()
-    sender.send(max(0, _status_bytes("VmHWM") - before))
+    sender.send(max(0, status_bytes("VmHWM") - before))
     sender.close()
+
+
+def reset_peak() -> None:
+    """Sets the high-water mark of this process's memory, `VmHWM`, to its present size (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 class Meter(Protocol):
@@ -176,7 +189,8 @@ class CudaMeter:
         return max(0, torch.cuda.max_memory_allocated() - before)
 
 
-def _status_bytes(key: str) -> int:
+def status_bytes(key: str) -> int:
+    """What the system says of this process's memory under `key`, such as `VmRSS` (Linux)."""
     for line in _STATUS.read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024

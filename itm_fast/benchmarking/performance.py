@@ -11,6 +11,7 @@ from itm_fast.benchmarking import costs
 from itm_fast.benchmarking.costs import DEVICES, Cost
 from itm_fast.benchmarking.gpu_table import check_is_of_a_gpu
 from itm_fast.benchmarking.table import table
+from itm_fast.benchmarking.units import amount, seconds
 from itm_fast.benchmarking.workloads import caption_lengths
 
 __all__ = ["NOT_RUN", "WORKLOADS", "tables"]
@@ -92,9 +93,9 @@ def _workloads() -> str:
         rows.append(
             [
                 workload.title,
-                _amount(cost.tensor, "FLOP") if cost.tensor else "none",
-                _amount(cost.other, "FLOP"),
-                _amount(cost.bytes, "B"),
+                amount(cost.tensor, "FLOP") if cost.tensor else "none",
+                amount(cost.other, "FLOP"),
+                amount(cost.bytes, "B"),
                 f"{cost.tensor / cost.bytes:.0f}",
                 f"{cost.launches:,}",
             ]
@@ -111,11 +112,11 @@ def _floors(name: str, measured: Mapping[str, Any] | None) -> str:
         rows.append(
             [
                 workload.title,
-                _seconds(tensor) if tensor else "none",
-                _seconds(memory),
-                _seconds(workload.cost.other / peaks.other),
-                f"{_seconds(max(tensor, memory))} ({bound})",
-                _seconds(costs.predicted(workload.cost, peaks)),
+                seconds(tensor) if tensor else "none",
+                seconds(memory),
+                seconds(workload.cost.other / peaks.other),
+                f"{seconds(max(tensor, memory))} ({bound})",
+                seconds(costs.predicted(workload.cost, peaks)),
                 _reached(workload, measured, max(tensor, memory)),
             ]
         )
@@ -125,19 +126,19 @@ def _floors(name: str, measured: Mapping[str, Any] | None) -> str:
 def _consequences() -> str:
     """What the predictions come to for a user, in words."""
     evaluation, epoch, step = costs.evaluation(5000, 25000), costs.epoch(), costs.step(128)
-    seconds = {name: (costs.predicted(evaluation, p), costs.predicted(epoch, p)) for name, p in DEVICES.items()}
-    times = [f"{_seconds(first)} on {name}" for name, (first, _) in seconds.items()]
-    epochs = [f"{_seconds(second)} on {name}" for name, (_, second) in seconds.items()]
+    predicted = {name: (costs.predicted(evaluation, p), costs.predicted(epoch, p)) for name, p in DEVICES.items()}
+    times = [f"{seconds(first)} on {name}" for name, (first, _) in predicted.items()]
+    epochs = [f"{seconds(second)} on {name}" for name, (_, second) in predicted.items()]
     pairs = 5000 * 25000
     low, high = (pairs * per_pair for per_pair in PUBLISHED_PER_PAIR)
     encoders, steps = costs.encoders(128), costs.EPOCH_IMAGES * costs.EPOCH_CAPTIONS / 128
-    read, read_in_all = _amount(encoders.bytes, "B"), _amount(encoders.bytes * steps, "B")
+    read, read_in_all = amount(encoders.bytes, "B"), amount(encoders.bytes * steps, "B")
     return (
         f"- A COCO-5K evaluation scores {pairs / 1e6:.0f} million pairs. At the 3 to 55 µs a pair of published code "
-        f"that takes {_seconds(low)} to {_seconds(high)}; predicted here: {', '.join(times)}, once all images and "
+        f"that takes {seconds(low)} to {seconds(high)}; predicted here: {', '.join(times)}, once all images and "
         "captions are encoded. Nothing but the scores, 500 MB, needs to be kept.\n"
         f"- The steps of an epoch are predicted to take {', '.join(epochs)} beside their encoders. Those of SCAN "
-        f"need {_amount(encoders.tensor, 'FLOP')} a step, {encoders.tensor / step.tensor:.0f} times as much as its "
+        f"need {amount(encoders.tensor, 'FLOP')} a step, {encoders.tensor / step.tensor:.0f} times as much as its "
         f"scores, loss and their gradients, and read {read} of features, {read_in_all} an epoch: reading and encoding, "
         "not scoring, then decide how long an epoch takes.\n"
         f"- {_blocks('a COCO-5K evaluation', 5000, 25000)} {_blocks('a batch of 128', 128, 128)}"
@@ -172,19 +173,4 @@ def _reached(workload: Workload, measured: Mapping[str, Any] | None, floor: floa
         return f"not built: {', '.join(missing)}" if missing else "not run"
     name = min(natives, key=lambda key: natives[key])
     graph = " as a CUDA graph" if name.endswith("graph") else ""
-    return f"**{_seconds(natives[name])}**{graph}, floor / time {100 * floor / natives[name]:.0f} %"
-
-
-def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
-    scale, unit = next((pair for pair in units if value >= pair[0]), units[-1])
-    return f"{value / scale:.3g} {unit}"
-
-
-def _amount(value: float, unit: str) -> str:
-    return _scaled(
-        value, [(scale, prefix + unit) for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))]
-    )
-
-
-def _seconds(value: float) -> str:
-    return _scaled(value, [(3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")])
+    return f"**{seconds(natives[name])}**{graph}, floor / time {100 * floor / natives[name]:.0f} %"

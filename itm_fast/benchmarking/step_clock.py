@@ -1,0 +1,108 @@
+"""Where the time of a training step goes: waiting for data, encoders, scoring, loss, optimiser.
+
+Inside: `PHASES`, `StepClock`, `watch`.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from itm_fast.fragments import Fragments
+from itm_fast.models.base import MatchingModel
+from itm_fast.training.step import Stepper
+
+__all__ = ["PHASES", "StepClock", "watch"]
+
+# In the order of a step. Encoders, scoring and loss are there and back; the batch is augmented and copied to the
+# device; the optimiser clips gradients, too.
+PHASES = ("waiting", "batch", "encoder", "scoring", "loss", "optimizer")
+
+
+class StepClock:
+    """Adds up the seconds of each phase.
+
+    Attributes:
+        seconds: by phase, since the last `reset`.
+        synchronize: called before the time is read. Where a device works by itself a phase ends only when the device
+            has done its work.
+    """
+
+    def __init__(self) -> None:
+        self.synchronize: Callable[[], object] = lambda: None
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts anew, in no phase."""
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._phase: str | None = None
+        self._since = 0.0
+
+    def switch(self, phase: str | None) -> None:
+        """Ends the present phase and begins another one; None: none."""
+        self.synchronize()
+        now = time.perf_counter()
+        if self._phase is not None:
+            self.seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+
+def watch(model: MatchingModel, stepper: Stepper, clock: StepClock) -> None:
+    """Makes the steps of `stepper` on `model` switch the clock; who fetches batches switches to "waiting", "batch".
+
+    The gradient of an embedding, or of the scores, begins the backward of what made it. Scenarios of one branch alone,
+    whose model scores as `MatchingModel.forward` does.
+    """
+    encode_images, encode_captions, score = model.encode_images, model.encode_captions, model.score
+
+    def encoded(encode: Callable[..., Any], *arguments: Any) -> Any:
+        clock.switch("encoder")
+        return _marked(encode(*arguments), clock, "encoder")
+
+    def scored(*arguments: Any) -> Tensor:
+        clock.switch("scoring")
+        scores = _marked(score(*arguments), clock, "scoring")
+        clock.switch("loss")
+        return scores
+
+    own: dict[str, Any] = {
+        "encode_images": lambda *arguments: encoded(encode_images, *arguments),
+        "encode_captions": lambda *arguments: encoded(encode_captions, *arguments),
+        "score": scored,
+    }
+    for name, function in own.items():
+        setattr(model, name, function)
+    for mining, loss in stepper.losses.items():
+        stepper.losses[mining] = _Timed(loss, clock)
+
+
+def _marked(result: Any, clock: StepClock, phase: str) -> Any:
+    values = result.values if isinstance(result, Fragments) else result
+    if values.requires_grad:
+        values.register_hook(lambda _: clock.switch(phase))
+    return result
+
+
+class _Timed(nn.Module):
+    """The loss whose `backward` is known to begin and to end."""
+
+    def __init__(self, loss: nn.Module, clock: StepClock) -> None:
+        super().__init__()
+        self.loss, self._clock = loss, clock
+
+    def forward(self, *arguments: Any, **options: Any) -> Tensor:
+        value: Tensor = self.loss(*arguments, **options)
+        # A strong reference of a tensor to itself would keep the graph of each step.
+        itself, clock = weakref.ref(value), self._clock
+
+        def backward() -> None:
+            clock.switch("loss")
+            Tensor.backward(itself())  # type: ignore[arg-type]
+            clock.switch("optimizer")
+
+        value.backward = backward  # type: ignore[method-assign, assignment]
+        return value
