@@ -71,7 +71,7 @@ PLANS = {
     "full": Plan(tuple(RECIPES)),
     "cpu": Plan(
         ("SCAN t2i", "RCAR t2i", "SGR", "DBL", "VSE-infinity"),
-        scale=0.01, steps=2, loop_steps=1, lead_in=1, sparse=False,
+        scale=0.01, steps=1, loop_steps=1, lead_in=0, sparse=False,
     ),
     "dry": Plan(
         ("SCAN t2i", "VSE-infinity"),
