@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 import torch
 
 from itm_fast.benchmarking.gpu import described_device
@@ -164,13 +164,14 @@ def measure_epoch(label: str, plan: Plan, store: Path, device: str, threads: int
 
 
 def growth(memory: list[int]) -> float:
-    """By how much of its mean memory grows over an epoch: the slope of a line through its second half.
+    """By how much of its mean memory grows over an epoch, by the least of it in the last two quarters.
 
-    In the first one the memory of each thread grows to what the longest captions take, in steps that do not come back.
+    In the first half the memory of each thread grows to what the longest captions take, in steps that do not come back.
+    Later a step has more or less of it as its captions are long or short; what stays behind raises the least.
     """
-    kept = np.array(memory[len(memory) // 2 :], dtype=np.float64)
-    slope = np.polyfit(np.arange(len(kept)), kept, 1)[0]
-    return float(slope * len(memory) / kept.mean())
+    quarter = len(memory) // 4
+    before, last = memory[-2 * quarter : -quarter], memory[-quarter:]
+    return (min(last) - min(before)) / quarter * len(memory) / statistics.fmean([*before, *last])
 
 
 def run(

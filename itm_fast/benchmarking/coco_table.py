@@ -137,7 +137,7 @@ def _epoch(results: Mapping[str, Any]) -> str:
     grown = f"memory of the process grew by {100 * epoch['growth']:+.2f} % (goal: {found[1]})"
     return (
         f"{epoch['model']}, which waits the most as its steps are the quickest, trained for a whole epoch of these "
-        f"data, {epoch['steps']:,} steps in {seconds(epoch['seconds'])}: {waited}, and {grown}, by a line through its "
-        f"size after each step of the second half. Without steps a batch of {batch} is read in "
+        f"data, {epoch['steps']:,} steps in {seconds(epoch['seconds'])}: {waited}, and {grown}, by the least that it "
+        f"was after a step of the third and of the last quarter. Without steps a batch of {batch} is read in "
         f"{seconds(epoch['reading_seconds'])}. Captions take {epoch['caption_bytes']:.0f} bytes each in memory."
     )

@@ -183,7 +183,7 @@ def _measured(rehearsal: Mapping[str, Any], reader: Mapping[str, Any], per_core:
         )
     cold = next(row for row in reader["cold"] if row["way"] == "bf16")
     return (
-        f"Measured, on {where['processor']} with {where['threads']} threads: a step of the rehearsal against the "
+        f"Measured, on {where['processor']} with {where['threads']} thread(s): a step of the rehearsal against the "
         f"operations that the model counts, encoders included ({'; '.join(found)}); the reader, {per_core:,.0f} images "
         f"per second of processor time from a warm cache ({amount(per_core * FEATURE_BYTES, 'B/s')} in bf16), and "
         f"{amount(cold['bytes_per_second'], 'B/s')} from its disk, at random; "
@@ -242,19 +242,21 @@ def _first(parameters: int, caption_bytes: float, per_core: float) -> str:
             f"1. *One GPU: reading.* {one.rate:,.0f} captions per second are {amount(alone.reading, 'B/s')} of "
             f"features and {alone.cores:.0f} cores of the reader; a drive reads {amount(DRIVE, 'B/s')}. COCO's "
             f"{amount(alone.features, 'B')} lie on the GPU itself (`--features device`), and nothing is read at all.",
-            f"2. *Eight GPUs: hardly anything.* Exchanges take {seconds(eight.exchanging)} of a step of "
-            f"{seconds(eight.seconds)} where images are gathered: NVLink has room.",
+            "2. *Eight GPUs: exchanges.* Where images are gathered they take "
+            f"{100 * eight.exchanging / eight.seconds:.0f} % of a step of {seconds(eight.seconds)}, "
+            "in which each caption meets eight times as many negatives; a third of that are the parameters' gradients, "
+            "which could travel during the encoders' backward.",
             f"3. *Sixty-four GPUs: the network.* With images gathered, exchanges are "
             f"{100 * images.exchanging / images.seconds:.0f} % of a step of {seconds(images.seconds)}. Captions have "
             f"{costs.WORDS:.0f} vectors where images have {costs.REGIONS}: {seconds(captions.seconds)}. Of the "
             f"gradients at most three pairs for each of a rank's own are not zero: {seconds(sparse.seconds)} where "
-            f"nothing else goes back. More captions a GPU help, too: products grow with their square, bytes do not.",
+            f"nothing else goes back. Either way they see hardly more captions per second than one GPU does: 128 captions a "
+            "GPU are too few for as many negatives. With more of them products grow with their square, bytes do not.",
             f"4. *Ten million pairs: reading again.* {amount(million.features, 'B')} of features fit no GPU, but "
-            f"{place(DATA['10 million pairs'], 64)}, from where each machine reads "
-            f"{amount(NODE * million.reading, 'B/s')} with {NODE * million.cores:.0f} cores; {NODE} GPUs on "
-            f"{NODE * million.reading / DRIVE:.0f} drives is what streaming would take. Were each rank to draw from a "
-            f"slice of its own, {amount(million.features / 64, 'B')} would lie on each GPU and nothing would be read: "
-            "that sampler is not built.",
+            f"{place(DATA['10 million pairs'], 64)}. From there a single GPU reads "
+            f"{amount(alone.reading, 'B/s')}, of 64 with captions gathered {amount(million.reading, 'B/s')}. Were each "
+            f"rank to draw from a slice of its own, {amount(million.features / 64, 'B')} would lie on each GPU and "
+            "nothing would be read: that sampler is not built.",
             f"5. *A billion pairs: the index.* Each process holds captions, token ids and the order of an epoch in "
             f"memory: {amount(billion.index, 'B')}, eight times in a machine. The order would have to be drawn shard "
             "by shard, and captions be read from the store as features are: neither is built. Features take "
