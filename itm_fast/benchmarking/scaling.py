@@ -251,8 +251,8 @@ def _first(parameters: int, caption_bytes: float, per_core: float) -> str:
             f"{costs.WORDS:.0f} vectors where images have {costs.REGIONS}: {seconds(captions.seconds)}. Of the "
             f"gradients at most three pairs for each of a rank's own are not zero: {seconds(sparse.seconds)} where "
             "nothing else goes back. Either way they see hardly more captions per second than one GPU does: 128 "
-            "captions a GPU are too few for as many negatives. With more of them products grow with their square, bytes "
-            "do not.",
+            "captions a GPU are too few for as many negatives. With more of them products grow with their square, "
+            "bytes do not.",
             f"4. *Ten million pairs: reading again.* {amount(million.features, 'B')} of features fit no GPU, but "
             f"{place(DATA['10 million pairs'], 64)}. From there a single GPU reads "
             f"{amount(alone.reading, 'B/s')}, of 64 with captions gathered {amount(million.reading, 'B/s')}. Were each "
