@@ -287,7 +287,8 @@ def test_memory_of_the_host_is_flat_over_an_epoch(tmp_path: Path) -> None:
     assert (epoch["steps"], epoch["captions"]) == (31, 1000)
     assert 0 <= epoch["waiting_share"] < 1
     assert 0 < epoch["reading_seconds"] < 1
-    assert abs(epoch["growth"]) < MOST_GROWTH, epoch["memory_bytes"]
+    # Memory that the allocator gave back meanwhile is no leak.
+    assert epoch["growth"] < MOST_GROWTH, epoch["memory_bytes"]
 
 
 def test_the_committed_figures() -> None:

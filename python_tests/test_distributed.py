@@ -22,11 +22,32 @@ from helpers.worlds import run_jobs
 
 from itm_fast import models
 from itm_fast.distributed import Launch, World, launched
-from itm_fast.training.replicas import Replicas
+from itm_fast.training.replicas import GatheredScores, Replicas
 
 SIZES = (2, 4)
 # All is in float64: what is left are other orders of addition.
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "counts", "expected"),
+    [
+        (None, (3, 2), None),
+        (3, (3, 3), 3),
+        (2, (3, 2), 1),
+        (1, (2, 1), None),
+        (3, (3, 2), 3),
+        (1, (1, 0), 1),
+        (2, (4, 3), 2),
+    ],
+)
+def test_processes_encode_all_at_once_or_all_in_parts(
+    micro_batch: int | None, counts: tuple[int, ...], expected: int | None
+) -> None:
+    """Gradients of weights come in one order in the backward of all."""
+    chosen = GatheredScores(torch.nn.Identity(), World(), micro_batch).encoded_at_a_time(counts)
+    assert chosen == expected
+    assert len({chosen is not None and count > chosen for count in counts}) == 1
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from itm_fast.distributed.launch import Launch, launched
 
@@ -153,6 +152,9 @@ def joined(device: str) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if own_device.startswith("cuda") else "gloo"
     timeout = timedelta(seconds=seconds)
     try:
+        # Not at import: it is missing where torch was built without torch.distributed, which one process does not need.
+        from torch.distributed.rendezvous import rendezvous
+
         store, rank, size = next(rendezvous("env://", launch.rank, launch.size, timeout=timeout))
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

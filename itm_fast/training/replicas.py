@@ -71,13 +71,23 @@ class GatheredScores(nn.Module):
 
     def forward(self, batch: SharedBatch, fragments: bool = False) -> Any:
         """The scores; with `fragments` also regions and words of the whole batch, through which gradients go."""
-        own = batch.features, batch.token_ids, batch.lengths, self.micro_batch
+        own = batch.features, batch.token_ids, batch.lengths, self.encoded_at_a_time(batch.counts)
         if not fragments:
             return self.scores(*self.model.encode(*own), batch.counts)[0]
         encoded = cast(FragmentModel, self.model).encode_fragments(*own)
         scores, images = self.scores(encoded.images, encoded.captions, batch.counts)
         regions = images if encoded.regions is encoded.images else self._gathered(encoded.regions, batch.counts)
         return scores, regions, self._gathered(encoded.words, batch.counts)
+
+    def encoded_at_a_time(self, counts: Sequence[int]) -> int | None:
+        """`micro_batch`, or one less where some processes would encode their items at once and others in parts.
+
+        Gradients of weights come at other times in the backward of the one and of the other, and processes must send
+        theirs in one order. The counts differ by one at most.
+        """
+        if self.micro_batch is None or not min(counts) <= self.micro_batch < max(counts):
+            return self.micro_batch
+        return self.micro_batch - 1 or None
 
     def scores(self, images: Any, captions: Any, counts: Sequence[int]) -> tuple[Tensor, Any]:
         """Scores (B, B) of all embeddings, of which the arguments are the own ones, or a stand-in; and all images."""
@@ -152,7 +162,9 @@ class Replicas:
     def wrapped(self, model: MatchingModel) -> nn.Module:
         """The module that scores a `SharedBatch`, made on first use, when all processes are at the same place."""
         if model not in self._plain:
-            if self.world.size > 1 and next(model.parameters()).device.type == "cuda":
+            # Processes encode different numbers of micro-batches, and would wait for each other's statistics.
+            shared = self.world.size > 1 and self.micro_batch is None
+            if shared and next(model.parameters()).device.type == "cuda":
                 _share_statistics(model)
             self._plain[model] = GatheredScores(model, self.world, self.micro_batch)
         if not torch.is_grad_enabled() or not any(model is one for one in self._learning):

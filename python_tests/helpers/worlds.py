@@ -7,7 +7,7 @@ dictionary:
 - `arguments`: of the command line; or `function`: "module:name", called with the number of the process and `value`;
 - `environment`: more variables;
 - `signals`: [rank, step, name of a signal] each, sent by the process to itself while it does this step of a training;
-- `fail_at`: [rank, step] whose loss becomes NaN. `continue_after`: seconds after which stopped processes go on.
+- `fail_at`: [rank, step] whose loss becomes NaN. `continue_after`: [rank, stopped]: it goes on when rank ended.
 
 The result is [exit status, standard output, standard error] of each process by its rank; a signal is a negative status.
 
@@ -24,7 +24,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,11 +70,16 @@ def _run(job: dict[str, Any]) -> list[Outcome]:
             if child == 0:
                 _child(job, rank, port, Path(folder))
             children.append(child)
+        ended = {}
         if "continue_after" in job:
-            time.sleep(job["continue_after"])
-            for child in children:
-                os.kill(child, signal.SIGCONT)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+            # The one that was stopped goes on when the other has given up on it, however long that took.
+            other, stopped = (children[rank] for rank in job["continue_after"])
+            ended[other] = os.waitpid(other, 0)[1]
+            os.kill(stopped, signal.SIGCONT)
+        for child in children:
+            if child not in ended:
+                ended[child] = os.waitpid(child, 0)[1]
+        codes = [os.waitstatus_to_exitcode(ended[child]) for child in children]
         texts = [[(Path(folder) / f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(size)]
     return [(code, out, err) for code, (out, err) in zip(codes, texts, strict=True)]
 
