@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -34,6 +35,21 @@ def shaken(module: nn.Module, seed: int = 1) -> nn.Module:
 def gradients(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
     found = torch.autograd.grad(loss, tensors, allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
+
+
+@pytest.mark.parametrize("conversion", ["ffn", "adapter"])
+def test_conversions_tell_small_features_apart_from_the_start(conversion: str) -> None:
+    """As the states of a GRU are: with random biases, all that differs would vanish beside what all have in common.
+
+    Rows that are orthogonal before a ReLU have a cosine of 1 / pi behind it.
+    """
+    torch.manual_seed(0)
+    conversions = FeatureConversions(2, 64, 64, head="identity", conversion=conversion)
+    rows = 0.05 * torch.randn(200, 64)
+    cosines = torch.nn.functional.normalize(conversions(Fragments.from_padded(rows[:, None])), dim=2)
+    alike = cosines @ cosines.transpose(1, 2)
+    assert float(alike.detach().abs().mean()) < 1 / math.pi + 0.1
+    assert not any(bool(layer.bias.detach().any()) for layer in conversions.network)
 
 
 @pytest.mark.parametrize("pooling", [None, "mean", "gpo"])

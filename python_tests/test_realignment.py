@@ -317,6 +317,12 @@ def test_a_damaged_queue_is_named(data: Path, tmp_path: Path) -> None:
     assert refused(lambda part: part["queue"][0].update(image_index=torch.arange(33))) == (
         f"{first}.image_index: expected 1 to 32 images, got 33"
     )
+    assert refused(lambda part: part["queue"][0].update(image_index=torch.full((24,), -7))) == (
+        f"{first}.image_index: expected numbers of images, got -7"
+    )
+    assert refused(lambda part: part["queue"][0].update(captions=part["queue"][0]["captions"].double())) == (
+        f"{first}.captions: expected torch.float32 or torch.bfloat16 or torch.float16, got torch.float64"
+    )
     assert refused(lambda part: part["queue"][0].update(image_index=torch.full((24,), 99))).endswith(
         "expected values from 0 to 23, got 99 to 99"
     )

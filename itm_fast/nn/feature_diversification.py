@@ -106,9 +106,9 @@ class FeatureConversions(nn.Module):
         self.network: nn.ModuleList | None = None
         if conversion != "none":
             width = 2 * embed_dim if conversion == "ffn" else max(embed_dim // 4, 1)
-            self.network = nn.ModuleList(
-                [GroupedLinear(count, embed_dim, width), GroupedLinear(count, width, embed_dim)]
-            )
+            # Without biases at the start: features are small, and random biases would make all of them nearly equal.
+            widths = ((embed_dim, width), (width, embed_dim))
+            self.network = nn.ModuleList(GroupedLinear(count, *pair, xavier=True) for pair in widths)
 
     def forward(self, base: Fragments, only: int | None = None) -> Tensor:
         """The converted features of all sets.

@@ -68,7 +68,7 @@ def realign(
 
     Args:
         first, second: RUN folders of trainings that differ in their seeds alone.
-        out: a RUN folder to write; what was interrupted there starts anew.
+        out: a RUN folder to write, in which no run has left a model; one that was interrupted before that starts anew.
         data: the folder of their data.
         epochs: passes over the training captions; None: as many as the second run had.
         progress: as in `itm_fast.training.train`.

@@ -19,6 +19,9 @@ from itm_fast.models.weights_file import check_finite
 
 __all__ = ["QueuedBatch", "read_queue"]
 
+# Of features in training, with autocast and without.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 @attrs.frozen(eq=False)
 class QueuedBatch:
@@ -100,6 +103,8 @@ def _read(
     index = kept["image_index"]
     if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.dim() != 1:
         raise ValueError(f"{name}.image_index: expected an int64 tensor of one dimension, got {shown(index)}")
+    if len(index) and int(index.min()) < 0:
+        raise ValueError(f"{name}.image_index: expected numbers of images, got {int(index.min())}")
     if not 1 <= len(index) <= batch_size:
         raise ValueError(f"{name}.image_index: expected 1 to {batch_size} images, got {len(index)}")
     captions = _sets(kept["captions"], kept["caption_offsets"], len(index), widths[1], f"{name}.captions")
@@ -119,6 +124,8 @@ def _sets(values: Any, offsets: Any, count: int, width: int, name: str) -> Fragm
         sets = Fragments(values, offsets)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from None
+    if values.dtype not in _DTYPES:
+        raise ValueError(f"{name}: expected {' or '.join(map(str, _DTYPES))}, got {values.dtype}")
     if len(sets) != count or values.shape[1] != width:
         raise ValueError(f"{name}: expected {count} sets of width {width}, got {len(sets)} of width {values.shape[1]}")
     check_finite(values, name)
