@@ -98,8 +98,21 @@ def test_the_choice_and_its_reason(
 ) -> None:
     known = {name: (GIB * size[0], GIB * size[1]) for name, size in free.items()}
     monkeypatch.setattr(placement, "_memory", lambda where: known.get(where.type))
-    choice = placement._choice(16 * GIB, asked, torch.device(device), {})
+    choice = placement._choice(16 * GIB, asked, torch.device(device), {}, 1)
     assert (choice.where, choice.reason) == expected
+
+
+def test_each_process_of_a_machine_has_its_share_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But a device of its own."""
+    sizes = {"cuda": (15 * GIB, 16 * GIB), "cpu": (100 * GIB, 128 * GIB)}
+    monkeypatch.setattr(placement, "_memory", lambda where: sizes[where.type])
+    found = [placement._choice(16 * GIB, "auto", torch.device("cuda"), {}, processes) for processes in (4, 5)]
+    assert [choice.where for choice in found] == ["host", "disk"]
+    assert found[0].reason == "16.00 GiB of features, 17.00 GiB to spare in the memory of the host"
+    small = placement._choice(10 * GIB, "auto", torch.device("cuda"), {}, 8)
+    assert (small.where, small.reason) == (
+        "device", "10.00 GiB of features, 11.00 GiB to spare in the memory of the device",
+    )  # fmt: skip
 
 
 def test_memory_that_is_not_known_is_refused_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +121,7 @@ def test_memory_that_is_not_known_is_refused_where_it_was_asked_for(monkeypatch:
     for asked, name in (("device", "device (mps)"), ("host", "host (cpu)")):
         message = f"features: how much memory of the {name} is free is not known; expected auto or disk"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            placement._choice(1, asked, torch.device("mps"), {})
+            placement._choice(1, asked, torch.device("mps"), {}, 1)
 
 
 class Runtime:
