@@ -136,8 +136,7 @@ def _epoch(results: Mapping[str, Any]) -> str:
     waited = f"{100 * epoch['waiting_share']:.2f} % of the time was spent waiting for data (goal: {found[0]})"
     grown = f"memory of the process grew by {100 * epoch['growth']:+.2f} % (goal: {found[1]})"
     return (
-        f"{epoch['model']}, which waits the most as its steps are the quickest, trained for a whole epoch of these "
-        f"data, {epoch['steps']:,} steps in {seconds(epoch['seconds'])}: {waited}, and {grown}, by the least that it "
-        f"was after a step of the third and of the last quarter. Without steps a batch of {batch} is read in "
+        f"{epoch['model']} was trained for a whole epoch of these data, {epoch['steps']:,} steps in "
+        f"{seconds(epoch['seconds'])}: {waited}, and {grown}, by the least that it was after a step of the third and of the last quarter. Without steps a batch of {batch} is read in "
         f"{seconds(epoch['reading_seconds'])}. Captions take {epoch['caption_bytes']:.0f} bytes each in memory."
     )
