@@ -137,6 +137,7 @@ def _epoch(results: Mapping[str, Any]) -> str:
     grown = f"memory of the process grew by {100 * epoch['growth']:+.2f} % (goal: {found[1]})"
     return (
         f"{epoch['model']} was trained for a whole epoch of these data, {epoch['steps']:,} steps in "
-        f"{seconds(epoch['seconds'])}: {waited}, and {grown}, by the least that it was after a step of the third and of the last quarter. Without steps a batch of {batch} is read in "
+        f"{seconds(epoch['seconds'])}: {waited}, and {grown}, by the least that it was after a "
+        f"step of the third and of the last quarter. Without steps a batch of {batch} is read in "
         f"{seconds(epoch['reading_seconds'])}. Captions take {epoch['caption_bytes']:.0f} bytes each in memory."
     )
