@@ -134,7 +134,7 @@ def test_all_of_it_in_one_run() -> None:
 def test_the_committed_figures_stay_near_what_a_scenario_may_add(model: str) -> None:
     """A tenth more than a forward without gradient, a copy of the model and 10 MB, 5 percent more than M branches.
 
-    The table says where one of these is missed; by more than a twentieth, something is wrong.
+    Branches that train together miss theirs, as the table says; by more than a twentieth, something is wrong.
     """
     measured = json.loads(FIGURES.read_text())["models"][model]
     assert measured["setup"] == {"model": model, "batch": 128, "dim": 1024, "features": 2048, "words": 10_000}
@@ -143,8 +143,8 @@ def test_the_committed_figures_stay_near_what_a_scenario_may_add(model: str) -> 
     held = sum(value.numel() * value.element_size() for value in copies)
     assert measured["model_bytes"] == held
     for scenario in ("oas", "mss"):
-        assert 0.5 < added_forwards(rows, scenario) <= 1.1 * 1.05
-        assert 0.5 * held < rows[scenario]["peak_bytes"] - rows["single"]["peak_bytes"] <= (held + 10e6) * 1.05
+        assert 0.5 < added_forwards(rows, scenario) <= 1.1
+        assert 0.5 * held < rows[scenario]["peak_bytes"] - rows["single"]["peak_bytes"] <= held + 10e6
         assert len(rows[scenario]["peak_runs_bytes"]) == 3
     for branches in (2, 3):
         assert 0.9 < per_branch(rows, f"oss, {branches} branches") <= 1.05 * 1.05
