@@ -1,5 +1,6 @@
 """Index batches that follow from seed and epoch, and the loader that fetches them."""
 
+import os
 import re
 
 import numpy as np
@@ -156,3 +157,21 @@ def test_batches_for_a_gpu_are_page_locked_where_they_are_made(tmp_path, monkeyp
     assert {id(tensor) for tensor in copied} == {id(tensor) for tensor in small} | (
         {id(features)} if kind == "resident" else set()
     )
+
+
+@pytest.mark.parametrize("kept", [0, 200])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_mapped_file_that_becomes_shorter_is_an_error_and_no_signal(tmp_path, kept, ragged):
+    write_split(tmp_path, "train", features_of(5), 25)
+    if ragged:
+        (tmp_path / "train_regions.txt").write_text("1\n2\n3\n1\n2\n")
+    dataset, path = PrecomputedDataset(tmp_path, "train", VOCABULARY), tmp_path / "train_ims.npy"
+    size = path.stat().st_size
+    before = dataset.image_batch([4, 2])
+    os.truncate(path, kept)
+    sizes = f"(expected {size} bytes, found {kept})"
+    message = re.escape(f"{path}: row 2 cannot be read: the file was truncated since it was opened {sizes}")
+    for read in (lambda: dataset.image_batch([4, 2]), lambda: dataset.source.stored(2, 5)):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            read()
+    assert bool((before.values if ragged else before).isfinite().all())

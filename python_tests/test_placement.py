@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,14 +14,17 @@ from helpers.commands import error
 from helpers.concepts import write_concepts
 from helpers.precomputed import VOCABULARY
 from helpers.runs import config, make_trainer, run, same, weights
+from helpers.worlds import run_jobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_store import assert_same_batches, write_data
+from torch.overrides import TorchFunctionMode
 
 from itm_fast.data import EpochSampler, PrecomputedDataset, open_split, pack, placement
 from itm_fast.data.features import ArrayFeatures, ResidentFeatures
 from itm_fast.data.host_memory import host_memory
 from itm_fast.data.placement import place
+from itm_fast.distributed import Launch, World
 
 GIB = 2**30
 
@@ -64,6 +68,33 @@ def test_images_are_copied_one_by_one_from_the_host_to_a_gpu() -> None:
             for found in (copied, selected):
                 assert found.lengths.tolist() == [3, 2, 3]
                 assert torch.equal(found.values, expected)
+        for source in sources:
+            none = source.gather(images[:0])
+            assert (none.shape if counts is None else none.values.shape) == ((0, 3, 2) if counts is None else (0, 2))
+
+
+@pytest.mark.parametrize("counts", [None, np.full(50, 3)])
+def test_copies_of_all_images_of_a_batch_are_one_call(counts: np.ndarray | None) -> None:
+    """A call for each would take Python's lock from the step so often."""
+
+    class Calls(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_function__(self, function, _types, args=(), kwargs=None):
+            self.names.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    values = torch.arange(300.0).view(150, 2)
+    source = ResidentFeatures(values, (50, 3, 2), counts, torch.device("cpu"), by_image=True)
+    found = []
+    for n in (1, 40):
+        with Calls() as calls:
+            source.gather(np.arange(n))
+        found.append(calls.names)
+    assert found[0] == found[1]
+    assert found[0].count("_foreach_copy_") == 1
 
 
 @pytest.mark.parametrize(
@@ -98,7 +129,7 @@ def test_the_choice_and_its_reason(
 ) -> None:
     known = {name: (GIB * size[0], GIB * size[1]) for name, size in free.items()}
     monkeypatch.setattr(placement, "_memory", lambda where: known.get(where.type))
-    choice = placement._choice(16 * GIB, asked, torch.device(device), {}, 1)
+    choice = placement._choice(16 * GIB, asked, torch.device(device), {}, World())
     assert (choice.where, choice.reason) == expected
 
 
@@ -106,13 +137,46 @@ def test_each_process_of_a_machine_has_its_share_of_the_host(monkeypatch: pytest
     """But a device of its own."""
     sizes = {"cuda": (15 * GIB, 16 * GIB), "cpu": (100 * GIB, 128 * GIB)}
     monkeypatch.setattr(placement, "_memory", lambda where: sizes[where.type])
-    found = [placement._choice(16 * GIB, "auto", torch.device("cuda"), {}, processes) for processes in (4, 5)]
+
+    def chosen(needed: int, processes: int) -> placement.Placement:
+        # What one process says of itself stands for all.
+        world = SimpleNamespace(launch=Launch(local_size=processes), objects=lambda value: [value] * processes)
+        return placement._choice(needed, "auto", torch.device("cuda"), {}, world)
+
+    found = [chosen(16 * GIB, processes) for processes in (4, 5)]
     assert [choice.where for choice in found] == ["host", "disk"]
     assert found[0].reason == "16.00 GiB of features, 17.00 GiB to spare in the memory of the host"
-    small = placement._choice(10 * GIB, "auto", torch.device("cuda"), {}, 8)
+    small = chosen(10 * GIB, 8)
     assert (small.where, small.reason) == (
         "device", "10.00 GiB of features, 11.00 GiB to spare in the memory of the device",
     )  # fmt: skip
+    # Without GPUs the device is the machine itself.
+    for processes, places in ((1, True), (4, False)):
+        world = SimpleNamespace(launch=Launch(local_size=processes), objects=lambda value: [value])
+        if places:
+            assert placement._choice(40 * GIB, "device", torch.device("cpu"), {}, world).where == "device"
+        else:
+            with pytest.raises(ValueError, match=r"^features: they do not fit into the memory of the device"):
+                placement._choice(40 * GIB, "device", torch.device("cpu"), {}, world)
+
+
+def test_processes_take_one_place_however_late_they_come(tmp_path: Path) -> None:
+    """Of 60 GiB for two processes that need 20 each: the second finds 40 where it looks only when the first has its."""
+    names = ("room", "less for one", "not locked by one", "refused by one")
+    cases = [
+        {"size": 2, "function": "helpers.placing:place_late", "value": {"out": str(tmp_path), "case": name}}
+        for name in names
+    ]
+    for outcomes in run_jobs(cases):
+        assert outcomes == [(0, "", "")] * 2, "\n".join(error for _, _, error in outcomes)
+    found = {name: [(tmp_path / f"{name}{rank}").read_text() for rank in range(2)] for name in names}
+    host = "20.00 GiB of features, 30.00 GiB to spare in the memory of the host"
+    assert found == {
+        "room": [f"host ({host})"] * 2,
+        "less for one": ["disk (20.00 GiB of features, 10.00 GiB to spare in the memory of the host)"] * 2,
+        "not locked by one": [f"disk ({host}, but it could not be page-locked (CUDA error 2))"] * 2,
+        "refused by one": ["train_ims.npy: row 7 holds values that are not finite in float32"] * 2,
+    }
 
 
 def test_memory_that_is_not_known_is_refused_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +185,7 @@ def test_memory_that_is_not_known_is_refused_where_it_was_asked_for(monkeypatch:
     for asked, name in (("device", "device (mps)"), ("host", "host (cpu)")):
         message = f"features: how much memory of the {name} is free is not known; expected auto or disk"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            placement._choice(1, asked, torch.device("mps"), {}, 1)
+            placement._choice(1, asked, torch.device("mps"), {}, World())
 
 
 class Runtime:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
 import pickle
 import re
+import resource
+import threading
+import time
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -19,7 +24,19 @@ from helpers.runs import config, differences, run, same, weights, what_a_run_lea
 from safetensors.torch import load_file, save_file
 
 from itm_fast import cli
-from itm_fast.data import BatchLoader, EpochSampler, PrecomputedDataset, StoreDataset, open_split, pack, reader
+from itm_fast.data import (
+    BatchLoader,
+    EpochSampler,
+    PrecomputedDataset,
+    StoreDataset,
+    open_split,
+    pack,
+    pack_notes,
+    reader,
+    store_format,
+)
+from itm_fast.data.features import ArrayFeatures
+from itm_fast.data.layout import available_splits
 from itm_fast.fragments import Fragments
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -261,6 +278,137 @@ def test_a_shard_that_changes_while_it_is_used(data: Path, tmp_path: Path, how: 
         dataset.image_batch([6, 0, 5])
 
 
+def numbered_files(folder: Path, n: int) -> tuple[list[Path], np.ndarray, np.ndarray]:
+    """Files of twelve numbers, what they hold, and the rows of a reader for four numbers at a time, not in order."""
+    values = np.random.default_rng(n).standard_normal((3 * n, 4)).astype(np.float32)
+    paths = [folder / str(number) for number in range(n)]
+    for number, path in enumerate(paths):
+        path.write_bytes(values[3 * number : 3 * number + 3].tobytes())
+    order = np.random.default_rng(0).permutation(3 * n)
+    sizes = np.full(3 * n, 4)
+    return paths, values[order].reshape(-1), np.stack([order // 3, order % 3 * 16, sizes, np.arange(3 * n) * 4], axis=1)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_more_shards_than_may_be_open(tmp_path: Path, threads: int, either_reader: str) -> None:
+    paths, values, rows = numbered_files(tmp_path, 400)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = reader.ShardReader(paths, [path.stat() for path in paths], "fp32", threads)
+    most = len(list(Path("/proc/self/fd").iterdir())) + 300
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        for part in (rows, rows[::-1]):
+            buffer = np.zeros_like(values)
+            assert opened.gather(part, buffer) == ("", -1, 0)
+            np.testing.assert_array_equal(buffer, values)
+        assert len(list(Path("/proc/self/fd").iterdir())) < most - 40
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_handles_are_closed_and_changes_of_files_that_were_closed_seen(tmp_path: Path) -> None:
+    paths, values, rows = numbered_files(tmp_path, 20)
+    host = reader._host()
+    states = [path.stat() for path in paths]
+    files = [(str(path), one.st_size, one.st_mtime_ns, one.st_ino) for path, one in zip(paths, states, strict=True)]
+    opened = host.ShardReader(files, "fp32", 3)
+
+    def handles() -> int:
+        # Of the folder itself, which is open while it is listed, nothing is left to resolve.
+        return sum(tmp_path in one.resolve().parents for one in Path("/proc/self/fd").iterdir())
+
+    buffer = np.zeros_like(values)
+    assert opened.gather(rows, buffer, "fp32", 4) == ("", -1, 0)
+    np.testing.assert_array_equal(buffer, values)
+    assert handles() == 3
+    ordered = rows[np.argsort(rows[:, 0], kind="stable")]
+    assert opened.gather(ordered, buffer, "fp32", 1) == ("", -1, 0)
+    assert handles() == 3
+    replaced(paths[1])
+    assert opened.gather(ordered, buffer, "fp32", 2) == ("changed", 3, 0)
+    paths[0].unlink()
+    assert opened.gather(ordered[6:], buffer, "fp32", 2) == ("", -1, 0)
+    assert opened.gather(ordered[::-1], buffer, "fp32", 2) == ("changed", 54, 0)
+    del opened
+    assert handles() == 0
+
+
+def test_a_process_that_forks_has_open_files_and_a_lock_of_its_own(tmp_path: Path) -> None:
+    """The lock of its parent may be held, at that moment, by a thread that the child does not have."""
+    paths, values, rows = numbered_files(tmp_path, 3)
+    states = [path.stat() for path in paths]
+    files = [(str(path), one.st_size, one.st_mtime_ns, one.st_ino) for path, one in zip(paths, states, strict=True)]
+    opened = reader._host().ShardReader(files, "fp32", 3)
+
+    def handles() -> int:
+        return sum(tmp_path in one.resolve().parents for one in Path("/proc/self/fd").iterdir())
+
+    buffer = np.zeros_like(values)
+    assert opened.gather(rows, buffer, "fp32", 1) == ("", -1, 0)
+    assert handles() == 3
+    child = os.fork()
+    if child == 0:
+        own = np.zeros_like(values)
+        found = [opened.gather(rows, own, "fp32", 1), opened.gather(rows, own, "fp32", 2)]
+        # Those of the parent, and its own.
+        os._exit(0 if found == [("", -1, 0)] * 2 and np.array_equal(own, values) and handles() == 6 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert handles() == 3
+
+
+def test_a_mapped_array_is_copied_and_sent_to_other_processes(tmp_path: Path) -> None:
+    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    np.save(tmp_path / "a.npy", array)
+    mapped = ArrayFeatures(np.load(tmp_path / "a.npy", mmap_mode="r"), "a.npy")
+    for features in (pickle.loads(pickle.dumps(mapped)), copy.deepcopy(mapped), mapped):
+        np.testing.assert_array_equal(features.gather(np.array([1, 0])), array[::-1])
+        np.testing.assert_array_equal(features.stored(0, 2), array.reshape(6, 4))
+
+
+def test_a_shard_that_changes_while_a_batch_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, either_reader: str
+) -> None:
+    """A long read, of one row again and again; after a twentieth of a second the file is another."""
+    path = tmp_path / "shard"
+    with path.open("wb") as file:
+        file.truncate(8 * 2**20)
+    opened = reader.ShardReader([path], [path.stat()], "fp32", 2)
+    rows, buffer = np.tile([0, 0, 2 * 2**20, 0], (250, 1)), np.empty(2 * 2**20, dtype=np.float32)
+    started = threading.Event()
+
+    def write() -> None:
+        started.wait()
+        time.sleep(0.05)
+        os.utime(path, ns=(1, 1))
+
+    if either_reader == "python":
+        widened = reader._widened
+        monkeypatch.setattr(reader, "_widened", lambda *given: (started.set(), time.sleep(0.1), widened(*given))[-1])
+        rows = rows[:1]
+    else:
+        started.set()
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert opened.gather(rows, buffer) == ("changed", 0, 0)
+    writer.join()
+
+
+@pytest.mark.parametrize(("processes", "machine", "bound", "expected"), [
+    (1, 64, 64, 8), (1, 2, 2, 2), (8, 32, 32, 4), (8, 4, 4, 1), (8, 64, 5, 5), (2, 16, 16, 8),
+])  # fmt: skip
+def test_processes_of_a_machine_share_its_processors(
+    monkeypatch: pytest.MonkeyPatch, processes: int, machine: int, bound: int, expected: int
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(bound)))
+    if processes > 1:
+        size = str(processes)
+        launcher = {"RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+        for name, value in launcher.items():
+            monkeypatch.setenv(name, value)
+    assert reader.default_threads() == expected
+
+
 def test_a_shard_that_ends_early_and_one_that_holds_no_number(data: Path, tmp_path: Path, either_reader: str) -> None:
     store = tmp_path / "store"
     pack(data, store, dtype="fp32")
@@ -324,6 +472,29 @@ def test_what_cannot_be_packed(data: Path, tmp_path: Path, capsys: pytest.Captur
     np.save(data / "train_ims.npy", large)
     with pytest.raises(ValueError, match=r"train_ims\.npy: row 3 holds values that are not finite in float32$"):
         pack(data, tmp_path / "other", dtype="fp32")
+
+
+def test_as_many_shards_as_the_manifest_has_room_for(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = store_format.ShardRecord("validation-65535.safetensors", 10**6, 10**8, 10**12, "a" * 64)
+    one = json.dumps({"splits": [{"shards": [attrs.asdict(shard)]}]}, indent=1)
+    two = json.dumps({"splits": [{"shards": [attrs.asdict(shard)] * 2}]}, indent=1)
+    room = store_format._MAX_MANIFEST_BYTES
+    assert 0.8 * room < (len(two) - len(one)) * store_format.MOST_SHARDS < 0.95 * room
+    assert room == pack_notes._MAX_NOTES_BYTES
+    images = sum(open_split(data, name, VOCABULARY).n_images for name in available_splits(data))
+    monkeypatch.setattr(store_format, "MOST_SHARDS", images - 1)
+    message = (
+        f"shard_bytes: {images} shards of 1 bytes are more than the {images - 1} that a store lists; expected larger "
+        "shards, or a store for each part of the data"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        pack(data, tmp_path / "store", shard_bytes=1)
+    assert not (tmp_path / "store").exists()
+    monkeypatch.setattr(store_format, "MOST_SHARDS", images)
+    manifest = pack(data, tmp_path / "store", shard_bytes=1)
+    assert sum(len(split.shards) for split in manifest.splits) == images
 
 
 def test_a_manifest_that_is_no_such_file(data: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from test_full_disk import contents
 from test_store import write_data
 
 from itm_fast import files, folder_lock
-from itm_fast.data import PrecomputedDataset, pack, store_format
+from itm_fast.data import PrecomputedDataset, digests, pack, store_format
 from itm_fast.data.store_format import ShardRecord
 
 # The package has a function of this name.
@@ -183,6 +183,26 @@ def test_a_damaged_shard_of_an_unfinished_store_is_written_again(data: Path, tmp
     os.utime(shards[1], ns=(1, 1))
     pack(data, store, dtype="fp32", shard_bytes=400)
     assert [path for path in shards if path.stat().st_mtime_ns == before[path]] == [shards[0], *shards[2:]]
+    pack(data, tmp_path / "whole", dtype="fp32", shard_bytes=400)
+    assert contents(store) == contents(tmp_path / "whole")
+
+
+def test_features_that_were_written_to_since_an_interruption_are_packed_anew(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the digest, of samples of a large file, cannot tell."""
+    monkeypatch.setattr(digests, "_BLOCKS", 1)
+    monkeypatch.setattr(digests, "_BLOCK_BYTES", 128)
+    store, path = tmp_path / "store", data / "train_ims.npy"
+    interrupted(data, store)
+    before = {path.name: path.stat().st_mtime_ns for path in store.glob("*-0*.safetensors")}
+    with path.open("rb+") as file:
+        file.seek(200)
+        file.write(np.float32(1000).tobytes())
+    with pytest.warns(UserWarning, match=f"^{re.escape(str(path))}: changed since packing was interrupted; its shards"):
+        pack(data, store, dtype="fp32", shard_bytes=400)
+    kept = {name.split("-")[0] for name, time in before.items() if (store / name).stat().st_mtime_ns == time}
+    assert kept == {"dev"}
     pack(data, tmp_path / "whole", dtype="fp32", shard_bytes=400)
     assert contents(store) == contents(tmp_path / "whole")
 

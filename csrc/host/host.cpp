@@ -74,16 +74,12 @@ using Numbers = py::array_t<std::int64_t, py::array::c_style | py::array::forcec
 
 std::unique_ptr<ShardReader> make_reader(
     const std::vector<std::tuple<std::string, std::int64_t, std::int64_t, std::uint64_t>>& files,
-    const std::string& stored) {
+    const std::string& stored, std::size_t most_open) {
   std::vector<File> described;
   for (const auto& [path, bytes, modified, inode] : files) {
     described.push_back({path, bytes, modified, inode});
   }
-  try {
-    return std::make_unique<ShardReader>(std::move(described), type_of(stored));
-  } catch (const std::runtime_error& error) {
-    throw py::value_error(error.what());
-  }
+  return std::make_unique<ShardReader>(std::move(described), type_of(stored), most_open);
 }
 
 // Whether the numbers of a buffer lie end to end, row by row.
@@ -141,8 +137,8 @@ PYBIND11_MODULE(_host, m) {
   py::class_<ShardReader>(
       m, "ShardReader",
       "Reads rows of numbers from files. Arguments: a list of (path, bytes, time of modification in "
-      "nanoseconds, inode), and what the files hold: bf16, fp16 or fp32.")
-      .def(py::init(&make_reader), py::arg("files"), py::arg("stored"))
+      "nanoseconds, inode), what the files hold (bf16, fp16 or fp32), and how many of them stay open at most.")
+      .def(py::init(&make_reader), py::arg("files"), py::arg("stored"), py::arg("most_open") = 256)
       .def("gather", &gather, py::arg("rows"), py::arg("buffer"), py::arg("wanted"), py::arg("threads"),
            "Fills a buffer of numbers of the type `wanted`, fp32 or as stored, without the GIL. `rows`: (n, 4) int64; "
            "of each row its file, the byte where it starts, how many numbers it has and which one of the buffer is its "

@@ -11,8 +11,6 @@
 #include <exception>
 #include <mutex>
 #include <new>
-#include <stdexcept>
-#include <system_error>
 #include <thread>
 
 namespace itm_fast::host {
@@ -82,30 +80,79 @@ bool all_finite(const void* values, std::int64_t count, Type type) {
 
 }  // namespace
 
-ShardReader::ShardReader(std::vector<File> files, Type stored) : files_(std::move(files)), stored_(stored) {
-  for (const File& file : files_) {
-    const int handle = ::open(file.path.c_str(), O_RDONLY | O_CLOEXEC);
-    if (handle < 0) {
-      const int error = errno;
-      for (const int opened : handles_) {
-        ::close(opened);
-      }
-      throw std::runtime_error(file.path + ": cannot be opened: " + std::generic_category().message(error));
-    }
-    handles_.push_back(handle);
-  }
-}
+OpenFile::~OpenFile() { ::close(descriptor_); }
 
-ShardReader::~ShardReader() {
-  for (const int handle : handles_) {
-    ::close(handle);
+ShardReader::ShardReader(std::vector<File> files, Type stored, std::size_t most_open)
+    : files_(std::move(files)),
+      stored_(stored),
+      most_open_(std::max<std::size_t>(most_open, 1)),
+      cache_(new Cache(files_.size())) {}
+
+ShardReader::~ShardReader() { delete cache_.load(); }
+
+ShardReader::Cache::Cache(std::size_t files) : process(::getpid()), place(files, recent.end()) {}
+
+// The cache of this process. That of a parent is left as it is: its lock may be held by a thread that is not here.
+ShardReader::Cache& ShardReader::cache() const {
+  Cache* found = cache_.load();
+  if (found->process == ::getpid()) {
+    return *found;
   }
+  auto own = std::make_unique<Cache>(files_.size());
+  // Where another thread was first, `found` is its cache now.
+  return cache_.compare_exchange_strong(found, own.get()) ? *own.release() : *found;
 }
 
 bool ShardReader::is_as_before(std::size_t file) const {
-  struct stat opened, named;
-  return ::fstat(handles_[file], &opened) == 0 && ::stat(files_[file].path.c_str(), &named) == 0 &&
-         matches(files_[file], opened) && matches(files_[file], named);
+  struct stat named;
+  return ::stat(files_[file].path.c_str(), &named) == 0 && matches(files_[file], named);
+}
+
+// The open file; nothing, and why in `outcome`, where it is not what it was or cannot be opened.
+ShardReader::Handle ShardReader::handle(std::size_t file, Outcome& outcome) const {
+  Cache& open = cache();
+  {
+    const std::lock_guard<std::mutex> guard(open.mutex);
+    if (open.place[file] != open.recent.end()) {
+      open.recent.splice(open.recent.begin(), open.recent, open.place[file]);
+      return open.recent.front().second;
+    }
+  }
+  // Not under the lock: other threads go on with files that are open while a slow disk looks for this one.
+  const int descriptor = ::open(files_[file].path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (descriptor < 0) {
+    outcome = {errno == ENOENT ? Problem::changed : Problem::not_readable, -1, errno};
+    return nullptr;
+  }
+  Handle opened;
+  try {
+    opened = std::make_shared<const OpenFile>(descriptor);
+  } catch (const std::bad_alloc&) {
+    ::close(descriptor);
+    outcome = {Problem::not_readable, -1, ENOMEM};
+    return nullptr;
+  }
+  struct stat status;
+  if (::fstat(descriptor, &status) != 0 || !matches(files_[file], status)) {
+    outcome = {Problem::changed, -1, 0};
+    return nullptr;
+  }
+  const std::lock_guard<std::mutex> guard(open.mutex);
+  if (open.place[file] != open.recent.end()) {
+    return open.place[file]->second;
+  }
+  try {
+    open.recent.emplace_front(file, opened);
+  } catch (const std::bad_alloc&) {
+    return opened;
+  }
+  open.place[file] = open.recent.begin();
+  if (open.recent.size() > most_open_) {
+    // Closed once no thread reads from it.
+    open.place[open.recent.back().first] = open.recent.end();
+    open.recent.pop_back();
+  }
+  return opened;
 }
 
 Outcome ShardReader::read(const Row& row, void* buffer, Type wanted, std::vector<unsigned char>& scratch) const {
@@ -120,9 +167,14 @@ Outcome ShardReader::read(const Row& row, void* buffer, Type wanted, std::vector
     }
     into = scratch.data();
   }
+  Outcome refused;
+  const Handle opened = handle(static_cast<std::size_t>(row.file), refused);
+  if (opened == nullptr) {
+    return refused;
+  }
   std::size_t done = 0;
   while (done < bytes) {
-    const ssize_t count = ::pread(handles_[row.file], into + done, bytes - done, row.offset + done);
+    const ssize_t count = ::pread(opened->descriptor(), into + done, bytes - done, row.offset + done);
     if (count < 0 && errno == EINTR) {
       continue;
     }
@@ -150,18 +202,32 @@ Outcome ShardReader::read(const Row& row, void* buffer, Type wanted, std::vector
 }
 
 Outcome ShardReader::gather(const std::vector<Row>& rows, void* buffer, Type wanted, int threads) const {
-  std::vector<char> looked_at(files_.size());
+  cache();  // Its memory is taken here, where want of it can be told.
+  // The first row of each file, in the order of the rows.
+  std::vector<std::size_t> firsts;
+  std::vector<char> seen(files_.size());
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const auto file = static_cast<std::size_t>(rows[i].file);
-    if (!looked_at[file] && !is_as_before(file)) {
-      return {Problem::changed, static_cast<std::int64_t>(i), 0};
+    if (!seen[file]) {
+      firsts.push_back(i);
     }
-    looked_at[file] = 1;
+    seen[file] = 1;
+  }
+  const auto changed = [&] {
+    for (const std::size_t i : firsts) {
+      if (!is_as_before(static_cast<std::size_t>(rows[i].file))) {
+        return Outcome{Problem::changed, static_cast<std::int64_t>(i), 0};
+      }
+    }
+    return Outcome{};
+  };
+  Outcome first = changed();
+  if (first.problem != Problem::none) {
+    return first;
   }
   std::atomic<std::size_t> next{0};
   std::atomic<bool> failed{false};
   std::mutex mutex;
-  Outcome first;
   const auto work = [&] {
     std::vector<unsigned char> scratch;
     // Rows are taken in order and finished once taken, so the first problem is the same however threads take turns.
@@ -196,7 +262,9 @@ Outcome ShardReader::gather(const std::vector<Row>& rows, void* buffer, Type wan
   for (std::thread& other : others) {
     other.join();
   }
-  return first;
+  // Of a file that was written to meanwhile any of the rows may be half of the one and half of the other.
+  const Outcome afterwards = changed();
+  return afterwards.problem == Problem::none ? first : afterwards;
 }
 
 }  // namespace itm_fast::host

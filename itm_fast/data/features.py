@@ -6,7 +6,9 @@ Inside: `Features`, `ArrayFeatures`, `ResidentFeatures`, `as_regions`.
 from __future__ import annotations
 
 import abc
+import mmap
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,8 +88,14 @@ class ArrayFeatures(Features):
         self, array: np.ndarray, name: str, counts: np.ndarray | None = None, row: Callable[[int], int] = int
     ) -> None:
         self.array, self.name, self.counts, self._row = array, name, counts, row
+        self._map: mmap.mmap | None = getattr(array, "_mmap", None)
+        self._bytes = 0 if self._map is None else self._map.size()
         self.shape = (int(array.shape[0]), int(array.shape[1]), int(array.shape[2]))
         self.dtype = {2: torch.float16, 4: torch.float32}.get(array.dtype.itemsize, torch.float64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of a memory map is an array of its own.
+        return {**self.__dict__, "_map": None, "_bytes": 0}
 
     def gather(self, images: np.ndarray) -> Tensor | Fragments:
         counts = None if self.counts is None else self.counts[images]
@@ -99,6 +107,7 @@ class ArrayFeatures(Features):
         with np.errstate(over="ignore", invalid="ignore"):
             # A file is read in its own order, whatever order is asked for.
             for position in np.argsort(images, kind="stable"):
+                self._check_size(int(images[position]))
                 if counts is None:
                     gathered[position] = self.array[images[position]]
                 else:
@@ -111,6 +120,14 @@ class ArrayFeatures(Features):
         rows = torch.from_numpy(gathered)
         return rows if counts is None else as_regions(rows, counts, self.shape, len(images))
 
+    def _check_size(self, image: int) -> None:
+        """ValueError where the mapped file has become shorter: a look at what it lacks would end the process."""
+        if self._map is not None and (size := self._map.size()) < self._bytes:
+            raise ValueError(
+                f"{self.name}: row {self._row(image)} cannot be read: the file was truncated since it was opened "
+                f"(expected {self._bytes:,} bytes, found {size:,})"
+            )
+
     def _not_finite(self, images: np.ndarray) -> ValueError:
         """The error that names the first row with such a value among `images`, one of which has it."""
         for image in np.unique(images):
@@ -121,6 +138,7 @@ class ArrayFeatures(Features):
         return ValueError(f"{self.name}: row {self._row(int(image))} holds values that are not finite in float32")
 
     def stored(self, first: int, last: int) -> Tensor:
+        self._check_size(first)
         # torch knows numbers in the byte order of the machine alone.
         block = np.array(self.array[first:last], dtype=self.array.dtype.newbyteorder("="))
         with np.errstate(over="ignore", invalid="ignore"):
@@ -139,7 +157,7 @@ class ResidentFeatures(Features):
     """Features in memory, as they are stored: `values` (N, f), the regions of all images end to end.
 
     Batches are put together on `device`. With `by_image` each image is copied there by itself: from page-locked memory
-    of the host to a GPU that is no work of the processor.
+    of the host to a GPU the processor starts the copies, and moves none of the bytes.
     """
 
     in_process = True
@@ -153,23 +171,24 @@ class ResidentFeatures(Features):
         *,
         by_image: bool = False,
     ) -> None:
-        self.values, self.shape, self.counts, self.device, self._by_image = values, shape, counts, device, by_image
+        self.values, self.shape, self.counts, self.device = values, shape, counts, device
         self.dtype = values.dtype
         lengths = np.full(shape[0], shape[1]) if counts is None else counts
         self._ends = np.cumsum(lengths)
+        # Cut here once: to do so for each batch would take as long as to start its copies.
+        self._images = values.split(lengths.tolist()) if by_image else None
 
     def gather(self, images: np.ndarray) -> Tensor | Fragments:
         counts = None if self.counts is None else self.counts[images]
-        if not self._by_image:
+        if self._images is None:
             rows = self.values.index_select(0, torch.from_numpy(self._rows(images)).to(self.device))
         else:
             lengths = np.full(len(images), self.shape[1]) if counts is None else counts
-            ends = np.cumsum(lengths)
-            total = int(ends[-1]) if len(ends) else 0
-            rows = torch.empty(total, self.shape[2], dtype=self.dtype, device=self.device)
-            for image, end, length in zip(images.tolist(), ends.tolist(), lengths.tolist(), strict=True):
-                last = int(self._ends[image])
-                rows[end - length : end].copy_(self.values[last - length : last], non_blocking=True)
+            rows = torch.empty(int(lengths.sum()), self.shape[2], dtype=self.dtype, device=self.device)
+            if len(images):
+                # All copies in one call: Python's lock, which the step needs, is then given back once.
+                parts = [self._images[image] for image in images.tolist()]
+                torch._foreach_copy_(rows.split(lengths.tolist()), parts, non_blocking=True)
         return as_regions(rows.to(self.batch_dtype), counts, self.shape, len(images))
 
     def _rows(self, images: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from .. import files, folder_lock
 from . import layout, store_format
 from .digests import sha256_of_file
-from .features import BLOCK_BYTES
+from .features import BLOCK_BYTES, Features
 from .pack_notes import Notes
 from .precomputed import PrecomputedDataset
 from .store_format import DTYPES, Manifest, ShardRecord, SplitRecord, shard_header
@@ -89,6 +89,7 @@ def pack(
     vocabulary = load_vocabulary(source, vocabulary_file, min_count=min_count)
     datasets = [PrecomputedDataset(source, name, vocabulary) for name in names]
     _check_widths(datasets)
+    _check_shards(datasets, dtype, shard_bytes)
     with folder_lock.hold(
         target / store_format.LOCK,
         refusal=lambda holder: f"{target}: {holder} is packing there; wait for its end, or choose another --out",
@@ -111,7 +112,8 @@ def _pack(
     sources = {data.split: _source_of(data) for data in datasets}
     words = store_format.vocabulary_digest(vocabulary)
     asked = {"dtype": dtype, "shard_bytes": shard_bytes, "vocabulary": words, "splits": sources}
-    notes = Notes(target, asked)
+    features = {data.split: (data.features_path, states[data.split][data.features_path]) for data in datasets}
+    notes = Notes(target, asked, features)
     if notes.finished is not None:
         return notes.finished
     vocabulary.save(target / store_format.VOCABULARY)
@@ -141,6 +143,21 @@ def _check_widths(datasets: Sequence[PrecomputedDataset]) -> None:
                 f"{data.features_path}: regions of {data.source.shape[2]} channels, but {first.split} has "
                 f"{first.source.shape[2]}"
             )
+
+
+def _check_shards(datasets: Sequence[PrecomputedDataset], dtype: str, shard_bytes: int) -> None:
+    shards = sum(sum(1 for _ in _ranges(_sizes(data.source, dtype), shard_bytes)) for data in datasets)
+    if shards > store_format.MOST_SHARDS:
+        raise ValueError(
+            f"shard_bytes: {shards:,} shards of {shard_bytes:,} bytes are more than the {store_format.MOST_SHARDS:,} "
+            "that a store lists; expected larger shards, or a store for each part of the data"
+        )
+
+
+def _sizes(source: Features, dtype: str) -> np.ndarray:
+    """The bytes of each image (n_images,) in a store."""
+    regions = np.full(source.shape[0], source.shape[1]) if source.counts is None else source.counts
+    return regions * source.shape[2] * DTYPES[dtype].itemsize
 
 
 def _states_of(directory: Path, split: str) -> States:
@@ -188,7 +205,7 @@ def _pack_split(
     shape, counts = data.source.shape, data.source.counts
     lengths = np.full(shape[0], shape[1]) if counts is None else counts
     shards = []
-    for number, (first, last) in enumerate(_ranges(lengths * shape[2] * DTYPES[dtype].itemsize, shard_bytes)):
+    for number, (first, last) in enumerate(_ranges(_sizes(data.source, dtype), shard_bytes)):
         name = f"{data.split}-{number:05d}.safetensors"
         regions = int(lengths[first:last].sum())
         done = notes.shards.get(name)

@@ -6,7 +6,8 @@ Inside: `Notes`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,19 @@ from .store_format import MANIFEST, UNFINISHED, Manifest, ShardRecord
 
 _MAX_NOTES_BYTES = 16 * 2**20
 
+# The path of a file, and its size, time of modification and inode; None where it was not there.
+Source = tuple[Path, tuple[int, int, int] | None]
+
 
 class Notes:
-    """What of an unfinished store is done: the records of its shards by file."""
+    """What of an unfinished store is done: the records of its shards by file.
 
-    def __init__(self, folder: Path, asked: dict[str, Any]) -> None:
-        self.path, self._asked = folder / UNFINISHED, asked
+    `sources` are the features of each split: path, and what any write to the file changes. Digests of large files are
+    those of samples, and so shards of a file that was written to since are not taken up.
+    """
+
+    def __init__(self, folder: Path, asked: dict[str, Any], sources: Mapping[str, Source]) -> None:
+        self.path, self._asked, self._sources = folder / UNFINISHED, asked, sources
         self.finished: Manifest | None = None
         self.shards: dict[str, ShardRecord] = {}
         if store_format.is_store(folder):
@@ -57,13 +65,21 @@ class Notes:
             records = [ShardRecord(**shard) for shard in content["shards"]]
             for record in records:
                 store_format.check_types(record)
-            self.shards = {record.file: record for record in records}
-        except (KeyError, TypeError, ValueError):
+            before = {str(split): tuple(state) for split, state in content.get("sources", {}).items()}
+        except (AttributeError, KeyError, TypeError, ValueError):
             raise ValueError(f"{self.path}: not readable; remove {folder} or choose another --out") from None
         if not same:
             raise ValueError(
                 f"{folder}: holds an unfinished store of other data or settings; remove it or choose another --out"
             )
+        for split, (path, state) in self._sources.items():
+            own = {record.file: record for record in records if record.file.rpartition("-")[0] == split}
+            if before.get(split) == state:
+                self.shards |= own
+            elif own:
+                warnings.warn(
+                    f"{path}: changed since packing was interrupted; its shards are written again", stacklevel=2
+                )
 
     def add(self, shard: ShardRecord) -> None:
         self.shards[shard.file] = shard
@@ -76,7 +92,11 @@ class Notes:
         self._write()
 
     def _write(self) -> None:
-        content = {"asked": self._asked, "shards": [attrs.asdict(one) for one in self.shards.values()]}
+        content = {
+            "asked": self._asked,
+            "sources": {split: state for split, (_, state) in self._sources.items()},
+            "shards": [attrs.asdict(one) for one in self.shards.values()],
+        }
         files.write_text(self.path, json.dumps(content) + "\n")
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
+from tqdm import tqdm
 
+from ..distributed import World
 from .features import BLOCK_BYTES, Features, ResidentFeatures
 from .host_memory import host_memory
 
@@ -36,40 +38,64 @@ class Placement:
         return f"{self.where} ({self.reason})"
 
 
-def place(source: Features, asked: str, device: torch.device, processes: int = 1) -> tuple[Features, Placement]:
+def place(
+    source: Features, asked: str, device: torch.device, world: World | None = None, *, progress: bool = False
+) -> tuple[Features, Placement]:
     """The features where they were asked for, and where that is.
 
     `auto` takes the memory of a GPU where the features fit beside a training, else page-locked memory of the host where
     they fit there, else the disk. A training on the CPU leaves them on the disk, whose pages the system keeps in memory
     by itself while there is room. Where a place turns out not to take them, `auto` goes on to the next one.
 
+    Of several processes each has a copy, those of a machine in shares of its memory, and all take the same place: each
+    says how much room it has before any of them takes some, and the smallest room counts.
+
     Args:
         source: features on the disk.
         asked: one of `PLACEMENTS`.
-        device: where batches are needed.
-        processes: how many of this machine place the same features, each in memory of its own and on its own device.
+        device: where batches are needed, of the same kind in all processes.
+        world: the processes that place the same features, all of which call this; one alone by default.
+        progress: show a progress bar, where there is a terminal, while features are read.
 
     Raises:
         ValueError: `host` or `device` was asked for, and they do not fit, or how much memory is free there is
-            not known; or a row is refused while they are read.
+            not known; or a row is refused while they are read. Where one process raises all do.
     """
     if asked not in PLACEMENTS:
         raise ValueError(f"features: expected one of {', '.join(PLACEMENTS)}, got {asked!r}")
+    world = world or World()
     failed: dict[str, str] = {}
     while True:
-        choice = _choice(source.nbytes, asked, device, failed, processes)
+        choice = _choice(source.nbytes, asked, device, failed, world)
         if choice.where == "disk":
             return source, choice
-        try:
-            return _resident(source, device, on_device=choice.where == "device"), choice
-        except (torch.OutOfMemoryError, MemoryError, _NotLockedError) as error:
-            reason = str(error) if isinstance(error, _NotLockedError) else "it is out of memory"
-            failed[choice.where] = f"{choice.reason}, but {reason}"
-            if asked != "auto":
-                raise ValueError(f"features: they cannot be placed: {failed[choice.where]}") from None
+        placed, problem = _tried(source, device, world, on_device=choice.where == "device", progress=progress)
+        if placed is not None:
+            return placed, choice
+        failed[choice.where] = f"{choice.reason}, but {problem}"
+        if asked != "auto":
+            raise ValueError(f"features: they cannot be placed: {failed[choice.where]}")
 
 
-def _choice(needed: int, asked: str, device: torch.device, failed: Mapping[str, str], processes: int) -> Placement:
+def _tried(
+    source: Features, device: torch.device, world: World, *, on_device: bool, progress: bool
+) -> tuple[ResidentFeatures | None, str]:
+    """All features in memory, or None and why a process has no memory for them."""
+    placed, problem, refused = None, "", None
+    try:
+        placed = _resident(source, device, on_device=on_device, progress=progress)
+    except _NotLockedError as error:
+        problem = str(error)
+    except (torch.OutOfMemoryError, MemoryError):
+        problem = "it is out of memory"
+    except (ValueError, OSError) as error:
+        refused = error
+    world.agree(refused)
+    problem = next(filter(None, world.objects(problem)), "")
+    return (None if problem else placed), problem
+
+
+def _choice(needed: int, asked: str, device: torch.device, failed: Mapping[str, str], world: World) -> Placement:
     """Where features of `needed` bytes go; `failed` are the places that were tried, and what became of it."""
     size = f"{needed / 2**30:.2f} GiB"
     if asked == "disk":
@@ -81,18 +107,14 @@ def _choice(needed: int, asked: str, device: torch.device, failed: Mapping[str, 
         if where in failed:
             tried.append(failed[where])
             continue
-        memory = _memory(device if where == "device" else torch.device("cpu"))
-        if memory is None:
+        room = _room(where, asked, device, world)
+        if room is None:
             unknown = f"how much memory of the {where} ({device if where == 'device' else 'cpu'}) is free is not known"
             if asked != "auto":
                 raise ValueError(f"features: {unknown}; expected auto or disk")
             tried.append(f"{size} of features, {unknown}")
             # Memory of the host is for copies that run beside a GPU: of other devices nothing is known of them.
             break
-        free, total = memory
-        room = free - max(int(_KEPT_SHARE * total), _KEPT_BYTES if asked == "auto" else 0)
-        if where == "host":
-            room //= processes
         what = f"{size} of features, {max(room, 0) / 2**30:.2f} GiB to spare in the memory of the {where}"
         if needed <= room:
             return Placement(where, what)
@@ -100,6 +122,19 @@ def _choice(needed: int, asked: str, device: torch.device, failed: Mapping[str, 
             raise ValueError(f"features: they do not fit into the memory of the {where}: {what}")
         tried.append(what)
     return Placement("disk", "; ".join(tried))
+
+
+def _room(where: str, asked: str, device: torch.device, world: World) -> int | None:
+    """The bytes that each process can spare in the memory of the device or the host; None where one does not know."""
+    memory, room = _memory(device if where == "device" else torch.device("cpu")), None
+    if memory is not None:
+        free, total = memory
+        room = free - max(int(_KEPT_SHARE * total), _KEPT_BYTES if asked == "auto" else 0)
+        # Processes have a GPU each, and the memory of the machine together.
+        if where == "host" or device.type == "cpu":
+            room //= world.launch.local_size
+    rooms = world.objects(room)
+    return None if None in rooms else min(rooms)
 
 
 def _memory(device: torch.device) -> tuple[int, int] | None:
@@ -110,7 +145,7 @@ def _memory(device: torch.device) -> tuple[int, int] | None:
     return host_memory() if device.type == "cpu" else None
 
 
-def _resident(source: Features, device: torch.device, *, on_device: bool) -> ResidentFeatures:
+def _resident(source: Features, device: torch.device, *, on_device: bool, progress: bool) -> ResidentFeatures:
     """All features in memory, read in blocks."""
     regions = source.shape[0] * source.shape[1] if source.counts is None else int(source.counts.sum())
     if on_device and device.type != "cpu":
@@ -122,10 +157,13 @@ def _resident(source: Features, device: torch.device, *, on_device: bool) -> Res
         values = torch.from_numpy(memory).view(source.dtype).view(regions, source.shape[2])
     step = max(BLOCK_BYTES // (source.shape[1] * source.shape[2] * source.dtype.itemsize), 1)
     filled = 0
-    for first in range(0, source.shape[0], step):
-        rows = source.stored(first, min(first + step, source.shape[0]))
-        values[filled : filled + len(rows)].copy_(rows)
-        filled += len(rows)
+    silent = None if progress else True
+    with tqdm(total=source.nbytes, desc="features", unit="B", unit_scale=True, leave=False, disable=silent) as bar:
+        for first in range(0, source.shape[0], step):
+            rows = source.stored(first, min(first + step, source.shape[0]))
+            values[filled : filled + len(rows)].copy_(rows)
+            filled += len(rows)
+            bar.update(rows.nbytes)
     return ResidentFeatures(values, source.shape, source.counts, device, by_image=values.device.type != device.type)
 
 

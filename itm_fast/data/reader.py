@@ -6,6 +6,7 @@ Inside: `ShardReader`, `BufferPool`.
 from __future__ import annotations
 
 import collections
+import contextlib
 import importlib
 import os
 import weakref
@@ -15,6 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+
+from ..distributed import launched
 
 __all__ = ["BufferPool", "ShardReader", "default_threads"]
 
@@ -28,21 +31,26 @@ class _Native(Protocol):
 
 
 def default_threads() -> int:
-    """As many threads as there are processors for this process, and at most eight."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(available, _MOST_THREADS)
+    """As many threads as there are processors for this process, and at most eight.
+
+    Processes of a launcher share the processors of their machine, where they are not bound to some of them already.
+    """
+    machine = os.cpu_count() or 1
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+    processes = 1
+    with contextlib.suppress(ValueError):
+        processes = launched().local_size
+    return max(min(available, machine // processes, _MOST_THREADS), 1)
 
 
 class ShardReader:
-    """Reads rows of numbers from files that must stay as they are.
+    """Reads rows of numbers from files that must stay as they are; of any number of them 256 at most stay open.
 
     Args:
-        paths: the files. states: what each is now: size, time of modification and inode are compared before each read.
+        paths: the files. states: what each is now: size, time of modification and inode are compared before rows of it
+            are read, and again afterwards.
         dtype: what they hold: "bf16", "fp16" or "fp32".
         threads: threads of a call.
-
-    Raises:
-        ValueError: a file cannot be opened.
     """
 
     def __init__(self, paths: Sequence[Path], states: Sequence[os.stat_result], dtype: str, threads: int) -> None:
@@ -84,27 +92,44 @@ class _PythonReader:
 
     def gather(self, rows: np.ndarray, buffer: np.ndarray, wanted: str, _threads: int) -> tuple[str, int, int]:
         stored = np.dtype(np.float32 if self._dtype == "fp32" else np.uint16)
+        found = "", -1, 0
+        firsts: dict[int, int] = {}
         for position, (file, offset, values, destination) in enumerate(rows.tolist()):
-            path, size, modified, inode = self._files[file]
+            firsts.setdefault(file, position)
             try:
-                state = Path(path).stat()
-                if (state.st_size, state.st_mtime_ns, state.st_ino) != (size, modified, inode):
+                if not self._is_as_before(file):
                     return "changed", position, 0
-                with Path(path).open("rb") as opened:
+                with Path(self._files[file][0]).open("rb") as opened:
                     opened.seek(offset)
                     content = opened.read(values * stored.itemsize)
-            except FileNotFoundError:
-                return "changed", position, 0
             except OSError as error:
                 return "not readable", position, error.errno or 0
             if len(content) < values * stored.itemsize:
-                return "short read", position, len(content)
+                found = "short read", position, len(content)
+                break
             numbers = np.frombuffer(content, dtype=stored)
             widened = _widened(numbers, self._dtype)
             if not np.isfinite(widened).all():
-                return "not finite", position, 0
+                found = "not finite", position, 0
+                break
             buffer[destination : destination + values] = widened if wanted == "fp32" else numbers.view(buffer.dtype)
-        return "", -1, 0
+        # Of a file that was written to meanwhile any of the rows may be half of the one and half of the other.
+        changed = next((position for file, position in firsts.items() if not self._is_there_as_before(file)), None)
+        return found if changed is None else ("changed", changed, 0)
+
+    def _is_there_as_before(self, file: int) -> bool:
+        try:
+            return self._is_as_before(file)
+        except OSError:
+            return False
+
+    def _is_as_before(self, file: int) -> bool:
+        path, *before = self._files[file]
+        try:
+            state = Path(path).stat()
+        except FileNotFoundError:
+            return False
+        return [state.st_size, state.st_mtime_ns, state.st_ino] == before
 
 
 def _widened(numbers: np.ndarray, dtype: str) -> np.ndarray:

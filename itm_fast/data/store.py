@@ -58,7 +58,7 @@ class StoreFeatures(Features):
     Args:
         directory: the store. dtype: how its features are stored. split: the split.
         counts: (n_images,) int64 regions of each image, or None where all have as many.
-        threads: threads that read; 0: as many as there are processors, at most eight.
+        threads: threads that read; 0: as many as there are processors for this process, at most eight.
 
     Raises:
         ValueError: a shard is missing, truncated, or not the one that the store wrote; its file is named.

@@ -37,6 +37,8 @@ VOCABULARY = "vocab.json"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SAFETENSORS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _MAX_MANIFEST_BYTES = 16 * 2**20
+# As many as the manifest, and the notes of an unfinished store, have room for.
+MOST_SHARDS = 2**16
 _NAME = re.compile(r"(?!\.{1,2}$)[^/\\\0]{1,200}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
