@@ -24,6 +24,8 @@ from itm_fast.training.phases import Pass, Phases
 # Captions 0 to 4 are of image 0, and so on: two pairs of image 0, and three more images.
 CAPTIONS = [0, 1, 7, 20, 31]
 RESIDUAL = {**OPTIONS, "image_encoder": "residual", "word_dropout": 0.3}
+# The fused features of FDF are regions and words, too; beta1 is the model's alone.
+FUSED = {"model": "scan", "conversions": 2, "realignment": False, "beta1": 0.8}
 GAMMA, ALPHA, BETA = 0.6, 0.1, 0.3
 
 
@@ -100,10 +102,13 @@ def discriminator_loss(
     return (risks + gamma * regularization_of(encoded, scores, images, weights, biases)) / len(images)
 
 
-@pytest.mark.parametrize(("addr", "gamma"), [("full", GAMMA), ("multiple", 0.0), ("united", 0.0)])
-def test_a_step_of_the_discriminators(data: Path, tmp_path: Path, addr: str, gamma: float) -> None:
+@pytest.mark.parametrize(
+    ("addr", "gamma", "host"), [("full", GAMMA, {}), ("multiple", 0.0, {}), ("united", 0.0, {}), ("full", GAMMA, FUSED)]
+)
+def test_a_step_of_the_discriminators(data: Path, tmp_path: Path, addr: str, gamma: float, host: dict) -> None:
     """The rows of the batch's images take the step of Adam by the gradient of Eq 10; nothing else moves."""
-    trainer = trainer_of(data, tmp_path, addr=addr)
+    trainer = trainer_of(data, tmp_path, addr=addr, **host)
+    assert trainer.stepper.scenario.target.optimizer.param_groups[0]["betas"] == (host.get("beta1", 0.5), 0.999)
     stir(trainer)
     encoded, scores = encoded_by(trainer, training=False)
     images = trainer.train_data.batch(CAPTIONS).image_index.tolist()
@@ -297,15 +302,18 @@ def test_batches_from_any_step_are_those_of_the_whole(data: Path, tmp_path: Path
 
 FRAGMENTS: dict[str, dict[str, object]] = {
     "scan": {}, "scan mean": {"direction": "mean"}, "chan": {}, "bfan": {}, "sgraf": {}, "dbl": {}, "vsrn": {},
-    "scan raw": {"no_imgnorm": True, "no_txtnorm": True},
+    "scan raw": {"no_imgnorm": True, "no_txtnorm": True}, "fdf scan": {}, "fdf chan raw": {"normalize_fused": False},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FRAGMENTS)
 def test_models_yield_what_enters_their_similarity(name: str) -> None:
     torch.manual_seed(0)
-    options = {"vocab_size": 23, "feature_dim": 10, "embed_dim": 12, "word_dim": 7, **FRAGMENTS[name]}
-    model = models.create(name.split()[0], **options, **({"n_regions": 5} if name == "sgraf" else {})).eval()
+    options = {"vocab_size": 23, "feature_dim": 10, "embed_dim": 12, "word_dim": 7}
+    kind, *rest = name.split()
+    if kind == "fdf":
+        options = {"host": rest[0], "host_options": options, "conversions": 2}
+    model = models.create(kind, **options, **FRAGMENTS[name], **({"n_regions": 5} if name == "sgraf" else {})).eval()
     assert isinstance(model, FragmentModel)
     assert model.fragment_dim == 12
     features, ids, lengths = torch.randn(3, 5, 10), torch.randint(0, 23, (3, 6)), torch.tensor([6, 2, 4])

@@ -169,10 +169,11 @@ def test_bfloat16(data: Path, tmp_path: Path, model: str) -> None:
     assert all(bool(tensor.isfinite().all()) for tensor in weights(tmp_path / "run").values())
 
 
-@pytest.mark.parametrize("model", ["bfan", "sgraf", "vsrn"])
+@pytest.mark.parametrize("model", ["bfan", "sgraf", "vsrn", "fdf"])
 def test_other_hosts(data: Path, tmp_path: Path, model: str) -> None:
     """A run of both phases; what it leaves is an ordinary model."""
-    run(settings_of(data, tmp_path / "run", model=model, model_options=OPTIONS, epochs=1))
+    host = {"model": "chan", "conversions": 2, "realignment": False} if model == "fdf" else {"model": model}
+    run(settings_of(data, tmp_path / "run", model_options=OPTIONS, epochs=1, **host))
     assert models.load(tmp_path / "run").name == model
     assert load_file(tmp_path / "run" / "last" / "discriminators-4.safetensors")["weight"].shape == (24, 16)
 
@@ -192,6 +193,8 @@ def test_the_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         ("--scenario addr --model vsepp", "scenario: addr looks at regions and words, but the model vsepp yields none"),
         ("--scenario addr --addr base --model rvsepp", "scenario: addr looks at regions and words, but the model "
          "rvsepp yields none"),
+        ("--scenario addr --conversions 2 --no-realignment --model vse_infty --model-option text_pooling=mean",
+         "scenario: addr looks at regions and words, but the model vse_infty yields none"),
         ("--scenario addr --conversions 2", "scenario: the realignment of conversions takes single, got 'addr'; "
          "--no-realignment trains the fused feature alone"),
         ("--addr full", "addr: 'full' goes with the scenario addr, not single"),

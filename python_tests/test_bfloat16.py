@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from helpers.fragments import random_fragments
@@ -20,7 +21,8 @@ from itm_fast.evaluation import word_attention
 from itm_fast.models import MatchingModel
 from itm_fast.nn import PatchEncoder, final_states, l2norm
 from itm_fast.nn.reasoning import RegionSelfAttention, SimilarityAttentionFiltration, WordSelfAttention
-from itm_fast.training import TrainConfig
+from itm_fast.training import TrainConfig, Trainer
+from itm_fast.training.run import create_model, load_data
 from itm_fast.training.step import Stepper
 
 BERT = {
@@ -250,6 +252,41 @@ def test_features_of_a_bfloat16_store_stay_as_they_are(
     assert trainer.validation_data.image_batch([0]).dtype == torch.float32
     single = make_trainer(config(tmp_path / "store", tmp_path / "run", features=features))
     assert single.train_data.batch([0]).features.dtype == torch.float32
+
+
+def test_the_data_of_the_caller_give_float32_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a run, after one that failed, and where there was nothing to run or to resume."""
+    pack(data, tmp_path / "store", dtype="bf16")
+    settings = config(tmp_path / "store", tmp_path / "run", precision="bfloat16", epochs=1)
+    vocabulary, train_data, dev_data = load_data(settings)
+
+    def trainer_of(**changes: object) -> Trainer:
+        torch.manual_seed(0)
+        changed = attrs.evolve(settings, **changes)
+        model = create_model(changed, vocabulary, train_data)
+        return Trainer(changed, model, train_data, dev_data, progress=False)
+
+    def dtype() -> torch.dtype:
+        return train_data.batch([0]).features.dtype
+
+    (tmp_path / "run").mkdir()
+    trainer = trainer_of()
+    assert dtype() == torch.bfloat16
+    assert trainer.run().finished
+    assert dtype() == torch.float32
+    trainer = trainer_of(out=str(tmp_path))
+    with pytest.raises(ValueError, match="no such file; there is no run to resume"):
+        trainer.restore()
+    assert dtype() == torch.float32
+    trainer = trainer_of()
+    assert dtype() == torch.bfloat16
+    monkeypatch.setattr(trainer.stepper, "augmentation", None)
+    with pytest.raises(TypeError, match="not callable"):
+        trainer.run()
+    assert dtype() == torch.float32
+    with pytest.raises(ValueError, match="5 conversions learn from as many batches, but an epoch has 4"):
+        trainer_of(conversions=5)
+    assert dtype() == torch.float32
 
 
 def test_patches_in_bfloat16_are_normalised_in_float32() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,18 @@ import pytest
 import torch
 from helpers.commands import error
 from helpers.runs import OPTIONS, config, run
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from itm_fast import cli, evaluation, models
 from itm_fast.benchmarking import realignment
 from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
-from itm_fast.report.features import principal_components
+from itm_fast.report.features import principal_components, write_features
 from itm_fast.training.config import read_yaml
 from itm_fast.training.cross_model import extractor_of, pooled_features
+from itm_fast.training.metrics_log import read_metrics
+
+WARM_UP = {"warmup_epochs": 1, "lr_warmup_steps": 4}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +31,7 @@ def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("runs")
     options = {**OPTIONS, "text_pooling": "mean", "image_pooling": "mean", "word_dropout": 0.2}
     for seed in (0, 1):
-        run(config(data, folder / str(seed), model="vse_infty", model_options=options, seed=seed))
+        run(config(data, folder / str(seed), model="vse_infty", model_options=options, seed=seed, **WARM_UP))
     return [folder / "0", folder / "1"]
 
 
@@ -53,6 +59,9 @@ def test_heads_are_trained_above_the_other_extractor(
             assert 0 < moved < 4.1 * 2e-3, name
     settings = read_yaml(out / "train.yaml")
     assert (settings["seed"], settings["epochs"], settings["lr"]) == (1, 1, 2e-3)
+    assert {name: settings[name] for name in WARM_UP} == WARM_UP
+    rates = [line["lr"] for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "train"]
+    assert rates == pytest.approx([2e-3 * step / 4 for step in (2, 4)])
     assert not (out / "last" / "checkpoint.pt").exists()
 
     found = json.loads(table.read_text())["rsum"]
@@ -95,6 +104,35 @@ def test_components_are_those_of_the_covariance() -> None:
     expected = centred @ vectors[:, [-1, -2]]
     np.testing.assert_allclose(np.abs(found.numpy()), np.abs(expected), rtol=1e-9, atol=1e-9)
     assert torch.equal(principal_components(rows.clone()), found)
+
+
+def test_the_legend_of_features_shows_points_as_they_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each model by one colour and one shape in both panels and the legend, and no line anywhere."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **more: (figures.append(self), save(self, *args, **more))
+    )
+    generator = torch.Generator().manual_seed(0)
+    features = {
+        name: (torch.randn(7, 5, generator=generator), torch.randn(4, 5, generator=generator)) for name in "abc"
+    }
+    write_features(tmp_path / "features.png", features)
+    (figure,) = figures
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list("abc")
+
+    def looks(lines: Iterable[Line2D]) -> list[tuple]:
+        assert {line.get_linestyle() for line in lines} == {"None"}
+        return [(line.get_color(), line.get_marker()) for line in lines]
+
+    shown = looks(legend.legend_handles)
+    assert len(set(shown)) == len({marker for _, marker in shown}) == 3
+    for side, axes in enumerate(figure.axes):
+        assert looks(axes.lines) == shown
+        together = principal_components(torch.cat([both[side] for both in features.values()]))
+        drawn = np.concatenate([line.get_xydata() for line in axes.lines])
+        np.testing.assert_allclose(drawn, together.numpy(), rtol=1e-12)
 
 
 def test_the_committed_comparison_is_one_of_such_runs(

@@ -81,6 +81,17 @@ def test_many_points_become_means_of_neighbours(tmp_path: Path, drawn: list[Figu
     assert drawn[1].axes[1].lines[0].get_xdata().tolist() == [step + 0.5 for step in range(1, 105, 2)]
 
 
+@pytest.mark.parametrize(("length", "columns"), [(5, 4), (28, 3), (100, 1)])
+def test_the_legend_has_as_many_columns_as_fit(tmp_path: Path, drawn: list[Figure], length: int, columns: int) -> None:
+    runs = {letter * length: log(10, 20, hardest_gap=1.0) for letter in "abcde"}
+    write_comparison(tmp_path / "figure.svg", runs)
+    (legend,) = drawn[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == list(runs)
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 <= box.x1 <= drawn[0].bbox.width
+    assert len({round(text.get_window_extent().x0) for text in legend.get_texts()}) == columns
+
+
 def test_a_figure_repeats_byte_for_byte_and_leaves_the_settings_alone(tmp_path: Path) -> None:
     before = dict(mpl.rcParams)
     for name in ("a.svg", "b.svg"):

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers.concepts import write_concepts
-from helpers.processes import run as run_command
 from helpers.runs import differences, what_a_run_leaves
 from helpers.worlds import Outcome, run_jobs, train_job
 
+from itm_fast import cli
+from itm_fast.distributed import joined
+from itm_fast.models import SCAN
 from itm_fast.training.checkpoint import load_state
 from itm_fast.training.metrics_log import read_metrics
 
 # 120 captions: three steps an epoch, the last on two captions, fewer than four processes.
 STEPS = ("--batch-size", "59", "--epochs", "2", "--save-every", "2")
 DRAWN = (*STEPS, "--model-option", "word_dropout=0.3", "--text-augmentation", "0.2")
-LOST = (
-    "itm-fast: error: another of the 2 processes of this run has ended, or did not answer within {} s; what was saved "
-    "last is whole, and a training goes on from there with --resume\n"
+ANOTHER = (
+    "another of the 2 processes of this run has ended{}; what was saved last is whole, and a training goes on from "
+    "there with --resume\n"
 )
+LOST = "itm-fast: error: " + ANOTHER.format(", or did not answer within {} s")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,6 @@ def outcomes(data: Path, folder: Path) -> dict[str, list[Outcome]]:
         value = [str(folder / source), str(folder / target)]
         return {"size": 1, "function": "test_distributed_runs:copy", "value": value}
 
-    refused = {"realigned": ("--conversions", "2")}
     jobs = {
         "alone": train("alone", 1, *STEPS),
         "two": train("two", 2, *STEPS),
@@ -77,11 +79,23 @@ def outcomes(data: Path, folder: Path) -> dict[str, list[Outcome]]:
         "killed, resumed": resumed("killed", 2),
         "first killed": train("first killed", 2, *STEPS, signals=[[0, 4, "SIGKILL"]]),
         "silent": train("silent", 2, *STEPS, signals=[[1, 4, "SIGSTOP"]], environment=short, continue_after=[0, 1]),
+        "interrupted": {"size": 2, "function": "test_distributed_runs:end", "value": ["KeyboardInterrupt", 0]},
+        "late": {"size": 2, "function": "test_distributed_runs:end", "value": ["OSError", 7],
+                 "environment": {"ITM_FAST_TIMEOUT": "5"}},
         "broken": train("broken run", 2, "--batch-size", "32", source=broken),
         "nan": train("nan", 2, *STEPS, fail_at=[1, 2]),
         "again": train("two", 2, *STEPS),
         "demo": {"size": 2, "arguments": ["demo", "--out", str(folder / "demo")]},
-        **{name: train(name, 2, *STEPS, *options) for name, options in refused.items()},
+        "realigned alone": train("realigned alone", 1, *STEPS, "--conversions", "2"),
+        "realigned": train("realigned", 2, *STEPS, "--conversions", "2"),
+        "realigned, stopped": train(
+            "realigned, stopped", 2, *STEPS, "--conversions", "2", signals=[[1, 4, "SIGTERM"]]
+        ),
+        "realigned, resumed": resumed("realigned, stopped", 2),
+        "coupled": {
+            "size": 2, "function": "test_distributed_runs:train_coupled",
+            "value": train_job(2, data, folder / "coupled", *STEPS)["arguments"],
+        },
         "store": {
             "size": 1, "arguments": ["data", "pack", "--data", str(data), "--out", str(folder / "store")],
         },
@@ -93,6 +107,21 @@ def outcomes(data: Path, folder: Path) -> dict[str, list[Outcome]]:
 
 def copy(_rank: int, value: list[str]) -> None:
     shutil.copytree(*value)
+
+
+def end(rank: int, value: list[Any]) -> None:
+    """The second process ends by an error after some seconds, while the first one waits for it."""
+    with joined("cpu") as world:
+        if rank == 1:
+            time.sleep(value[1])
+            raise KeyboardInterrupt if value[0] == "KeyboardInterrupt" else OSError("the drive has gone\nfor good")
+        world.agree()
+
+
+def train_coupled(_rank: int, arguments: list[str]) -> None:
+    """Trains a model whose captions are scored together."""
+    SCAN.coupling = "batch"  # type: ignore[attr-defined]
+    cli.main(arguments)
 
 
 def losses(run: Path) -> list[float]:
@@ -110,7 +139,8 @@ def numbers(values: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("alone", "shared"), [("alone", "two"), ("alone", "four"), ("of the store", "two of the store")]
+    ("alone", "shared"),
+    [("alone", "two"), ("alone", "four"), ("of the store", "two of the store"), ("realigned alone", "realigned")],
 )
 def test_a_training_is_that_of_one_process(
     outcomes: dict[str, list[Outcome]], folder: Path, alone: str, shared: str
@@ -156,6 +186,18 @@ def test_a_stop_asked_of_one_process_stops_all_and_the_same_ones_go_on_exactly(
     assert differences(what_a_run_leaves(folder / "whole"), what_a_run_leaves(folder / "stopped")) == []
 
 
+def test_realigned_conversions_go_on_exactly(outcomes: dict[str, list[Outcome]], folder: Path) -> None:
+    """The queue of earlier batches is whole in the state, as one process has it."""
+    assert [status for status, _, _ in outcomes["realigned, stopped"]] == [130, 130]
+    assert [(status, error) for status, _, error in outcomes["realigned, resumed"]] == [(0, "")] * 2
+    assert differences(what_a_run_leaves(folder / "realigned"), what_a_run_leaves(folder / "realigned, stopped")) == []
+    alone, shared = (load_state(folder / name)["scenario"]["queue"] for name in ("realigned alone", "realigned"))
+    assert [batch.keys() for batch in alone] == [batch.keys() for batch in shared]
+    assert all(
+        torch.equal(left["image_index"], right["image_index"]) for left, right in zip(alone, shared, strict=True)
+    )
+
+
 @pytest.mark.parametrize(("name", "size"), [("resumed by four", 4), ("resumed by one", 1)])
 def test_another_number_of_processes_goes_on(
     outcomes: dict[str, list[Outcome]], folder: Path, name: str, size: int
@@ -192,6 +234,18 @@ def test_a_process_that_does_not_answer_ends_the_run(outcomes: dict[str, list[Ou
     assert load_state(folder / "silent")["position"] == 3
 
 
+def test_why_another_process_ended_is_said(outcomes: dict[str, list[Outcome]]) -> None:
+    """By the process that waited for it, or by itself where that one has given up before."""
+    ends = [[error.splitlines()[-1] for _, _, error in outcomes[name]] for name in ("interrupted", "late")]
+    assert [[status for status, _, _ in outcomes[name]] for name in ("interrupted", "late")] == [[1, 1], [1, 1]]
+    (interrupted, own), (late, cause) = ends
+    assert interrupted == f"ValueError: {ANOTHER.format(' (process 1: KeyboardInterrupt)')}".rstrip()
+    assert own == "KeyboardInterrupt"
+    assert late == f"ValueError: {ANOTHER.format(', or did not answer within 5 s')}".rstrip()
+    assert outcomes["late"][1][2].endswith("OSError: the drive has gone\nfor good\n")
+    assert cause == "for good"
+
+
 def test_what_one_process_cannot_read_ends_all_with_one_line(outcomes: dict[str, list[Outcome]], folder: Path) -> None:
     assert [status for status, _, _ in outcomes["broken"]] == [1, 1]
     message = f"{folder / 'broken' / 'train_ims.npy'}: row 7 holds values that are not finite in float32"
@@ -205,11 +259,8 @@ def test_what_one_process_cannot_read_ends_all_with_one_line(outcomes: dict[str,
     ("name", "message"),
     [
         ("again", "{}/two: holds a run already; continue it with --resume or choose another --out"),
+        ("coupled", "model: scan scores the captions of a batch together, which 2 processes share"),
         ("demo", "demo: runs in one process, got 2; several can train or evaluate"),
-        (
-            "realigned",
-            "realignment: conversions are realigned by one process, got 2; --no-realignment trains them in several",
-        ),
     ],
 )
 def test_what_several_processes_cannot_do_is_one_line(
@@ -219,18 +270,3 @@ def test_what_several_processes_cannot_do_is_one_line(
     assert sorted(error for _, _, error in outcomes[name]) == ["", f"itm-fast: error: {message.format(folder)}\n"]
     if name != "again":
         assert not (folder / name).exists()
-
-
-def test_torchrun_trains(data: Path, outcomes: dict[str, list[Outcome]], folder: Path) -> None:
-    out = folder / "torchrun"
-    arguments = train_job(2, data, out, *STEPS)["arguments"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = run_command(
-        [*launcher, "-m", "itm_fast", *arguments],
-        cwd=folder, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path),
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("best model: ") == 1
-    assert losses(out) == losses(folder / "two")
-    found, expected = (what_a_run_leaves(folder / name) for name in ("torchrun", "two"))
-    assert differences(found, expected) == []

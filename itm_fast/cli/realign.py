@@ -29,8 +29,9 @@ def realign(
 ) -> None:
     """Trains one model's encoder heads above another's feature extractor, and compares all three models.
 
-    The cross-model realignment of FDF: two trainings that differ in the seed alone. The table has the sum of recalls of
-    the images of each model with the captions of each, the figure the first principal components of both.
+    The cross-model realignment of FDF: two trainings that differ in the seed alone. The heads are trained on with the
+    settings of their own training, warm-up included. The table has the sum of recalls of the images of each model with
+    the captions of each, the figure the first principal components of both.
     """
     from itm_fast import files, models
     from itm_fast.data import Vocabulary, open_split

@@ -27,6 +27,11 @@ class Launch:
     local_size: int = 1
 
     @property
+    def everyone(self) -> str:
+        """All of them, in messages."""
+        return f"the {self.size} processes of this run"
+
+    @property
     def address(self) -> str:
         """Where the processes meet."""
         return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import socket
-import time
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,17 +17,13 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from itm_fast.distributed.ending import ended
 from itm_fast.distributed.launch import Launch, launched
 
 __all__ = ["World", "joined", "joined_before"]
 
 TIMEOUT = "ITM_FAST_TIMEOUT"
 _SECONDS = 1800
-# What gloo says where a process that it waits for has gone, or says nothing.
-_LOST = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timeout")
-_REPORTED = "itm_fast/reported"
-# Seconds that the first process stays for the others to see who reported, and that a process may take to end.
-_LOOKING, _ENDING = 3.0, 0.5
 _joined = False
 
 
@@ -135,7 +129,7 @@ def joined(device: str) -> Iterator[World]:
 
     Raises:
         ValueError: the environment is not as a launcher makes it, the processes do not meet, or one of them ended or
-            did not answer within the seconds of ITM_FAST_TIMEOUT (1800).
+            did not answer within the seconds of ITM_FAST_TIMEOUT (1800); why it ended is said where it is known.
     """
     global _joined
     if dist.is_available() and dist.is_initialized():
@@ -159,7 +153,7 @@ def joined(device: str) -> Iterator[World]:
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{size_of(launch)} do not meet at {launch.address}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{launch.everyone} do not meet at {launch.address}: {str(error).splitlines()[0]}") from None
     _joined = True
     try:
         with warnings.catch_warnings():
@@ -168,28 +162,16 @@ def joined(device: str) -> Iterator[World]:
             yield world
         world.agree()
         dist.destroy_process_group()
-    except Exception as error:
-        lost = _is_lost(error)
-        if lost:
-            # Who ended may be about to say why, or its sockets about to close.
-            time.sleep(_ENDING)
-        if not _reports(store, launch):
-            raise SystemExit(1) from None
-        if not lost:
+    except BaseException as error:
+        raised = ended(error, store, launch, seconds)
+        if raised is error:
             raise
-        raise ValueError(
-            f"another of {size_of(launch)} has ended, or did not answer within {seconds:g} s; what was saved last is "
-            "whole, and a training goes on from there with --resume"
-        ) from None
+        raise raised from None
 
 
 def joined_before() -> bool:
     """Whether this process met others: an error that reaches the user is then the one that all of them have."""
     return _joined
-
-
-def size_of(launch: Launch) -> str:
-    return f"the {launch.size} processes of this run"
 
 
 def _local() -> tuple[int, int]:
@@ -206,28 +188,3 @@ def _timeout() -> float:
     if not 0 < seconds < 10**9:
         raise ValueError(f"{TIMEOUT}: expected seconds above 0, got {text!r}")
     return seconds
-
-
-def _is_lost(error: Exception) -> bool:
-    own = isinstance(error, dist.DistError)
-    return own or (isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST))
-
-
-def _reports(store: Any, launch: Launch) -> bool:
-    """Whether this process is the first that an error ends; also where nobody can tell any more.
-
-    The store that tells may be the first process's own: it stays until the others have looked, or for some seconds.
-    """
-    try:
-        # torch would print where it fails if the store had gone.
-        socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), _LOOKING).close()
-        found = store.add(_REPORTED, 1) == 1
-        if dist.get_backend() == "gloo":
-            # Who waits for this process learns at once that it ends.
-            dist.destroy_process_group()
-        end = time.monotonic() + _LOOKING
-        while launch.rank == 0 and store.add(_REPORTED, 0) < launch.size and time.monotonic() < end:
-            time.sleep(0.05)
-    except (OSError, RuntimeError):
-        return True
-    return found

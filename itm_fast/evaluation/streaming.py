@@ -10,7 +10,7 @@ until their turn, so that no pair is scored twice.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -134,8 +134,8 @@ def stream_ranks(
     """Ranks of each model, and of the mean of their scores, without a score matrix.
 
     What lives at a time is a chunk of encoded captions, a tile of encoded images, the tiles with own scores, which grow
-    with the number of captions alone, and one tile of scores. Images are encoded once more for each chunk, and once for
-    the own scores.
+    with the number of captions alone, and one tile of scores; the chunk is gone before the next one is encoded. Images
+    are encoded once more for each chunk, and once for the own scores.
 
     Args:
         members: each model with the data set as it sees it.
@@ -172,27 +172,18 @@ def stream_ranks(
         everyone = list(dict.fromkeys([*ranks, together]))
         for rank in everyone:
             rank.note_others(world)
+
+        def add(row: int, column: int, tiles: list[Tensor]) -> None:
+            for rank, scores in zip(ranks, tiles, strict=True):
+                rank.add(scores, row, column)
+            if together is not ranks[0]:
+                together.add(_sum(tiles), row, column)
+            bar.update()
+
         per_chunk = max(chunk_captions // tile_captions, 1)
         for start in range(0, len(caption_tiles), per_chunk):
             chunk = caption_tiles[start : start + per_chunk]
-            captions_of_chunk = torch.cat([tile for _, tile in chunk])
-            encoded = [encoded_tiles(part.encode_captions, captions_of_chunk, tile_captions, world) for part in parts]
-            with world.together():
-                for row, tile in image_tiles:
-                    queries: list[Any] | None = None
-                    for number, (column, _) in enumerate(chunk):
-                        tiles = kept.pop((row, column), [])
-                        if not tiles:
-                            queries = queries or [part.encode_images(tile) for part in parts]
-                            tiles = [
-                                part.model.score(query, known[number]).cpu()
-                                for part, query, known in zip(parts, queries, encoded, strict=True)
-                            ]
-                        for rank, scores in zip(ranks, tiles, strict=True):
-                            rank.add(scores, row, column)
-                        if together is not ranks[0]:
-                            together.add(_sum(tiles), row, column)
-                        bar.update()
+            _score_chunk(parts, image_tiles, chunk, tile_captions, kept, world, add)
     back = torch.argsort(order)
     for rank in everyone:
         rank.add_others(world)
@@ -216,12 +207,43 @@ def _own_tiles(
         for column, tile in inside:
             # The last tile of captions is the first of the next images, too.
             if known[0] != column:
+                known[1].clear()
                 known = (column, [part.encode_captions(tile) for part in parts])
             kept[row, column] = [
                 part.model.score(query, encoded).cpu()
                 for part, query, encoded in zip(parts, queries, known[1], strict=True)
             ]
+        queries.clear()
     return kept
+
+
+def _score_chunk(
+    parts: Sequence[_Member],
+    image_tiles: Tiles,
+    chunk: Tiles,
+    tile_captions: int,
+    kept: dict[tuple[int, int], list[Tensor]],
+    world: World,
+    add: Callable[[int, int, list[Tensor]], None],
+) -> None:
+    """Hands `add` the first image, the first caption and the scores of each tile of a chunk, `kept` ones taken from it.
+
+    Encodings are names of this function alone, so that they are gone before the next chunk is encoded.
+    """
+    captions = torch.cat([tile for _, tile in chunk])
+    encoded = [encoded_tiles(part.encode_captions, captions, tile_captions, world) for part in parts]
+    with world.together():
+        for row, images in image_tiles:
+            queries: list[Any] = []
+            for number, (column, _) in enumerate(chunk):
+                tiles = kept.pop((row, column), [])
+                if not tiles:
+                    queries = queries or [part.encode_images(images) for part in parts]
+                    tiles = [
+                        part.model.score(query, known[number]).cpu()
+                        for part, query, known in zip(parts, queries, encoded, strict=True)
+                    ]
+                add(row, column, tiles)
 
 
 def _sum(tiles: Sequence[Tensor]) -> Tensor:
@@ -249,14 +271,19 @@ def top_k(
     captions: Tensor | None = None,
     tile_images: int = 256,
     tile_captions: int = 512,
+    chunk_captions: int = CHUNK_CAPTIONS,
     progress: bool = False,
     description: str = "scores",
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The best captions of each image and the best images of each caption, without a score matrix.
 
+    What lives at a time is a chunk of encoded captions, a tile of encoded images, one tile of scores, and the best of
+    each so far. Images are encoded anew for each chunk.
+
     Args:
         model, dataset, images, captions, tile_images, tile_captions, progress, description: as in `score_matrix`.
         k: how many; all there are where they are fewer.
+        chunk_captions: captions that are encoded at a time, at least one tile.
 
     Returns:
         For images, then for captions: scores `(n, k)`, falling, and int64 indices `(n, k)` into the data set, on the
@@ -271,23 +298,24 @@ def top_k(
     part = _Member(model, dataset)
     images = torch.arange(dataset.n_images) if images is None else images
     captions = torch.arange(len(dataset)) if captions is None else captions
-    image_tiles, caption_tiles = split_tiles(images, tile_images), split_tiles(captions, tile_captions)
-    of_captions: list[tuple[Tensor, Tensor] | None] = [None] * len(caption_tiles)
-    of_images = []
+    image_tiles = list(enumerate(split_tiles(images, tile_images)))
+    caption_tiles = list(enumerate(split_tiles(captions, tile_captions)))
+    of_images: list[tuple[Tensor, Tensor] | None] = [None] * (len(image_tiles) if caption_tiles else 0)
+    of_captions: list[tuple[Tensor, Tensor] | None] = [None] * (len(caption_tiles) if image_tiles else 0)
+    per_chunk = max(chunk_captions // tile_captions, 1)
     with evaluation_mode(model), tqdm(
         total=len(image_tiles) * len(caption_tiles), desc=description, unit="tile", leave=False,
         disable=None if progress else True,
     ) as bar:  # fmt: skip
-        encoded = [part.encode_captions(tile) for tile in caption_tiles]
-        for rows in image_tiles:
-            queries = part.encode_images(rows)
-            best: tuple[Tensor, Tensor] | None = None
-            for number, columns in enumerate(caption_tiles):
-                tile = part.model.score(queries, encoded[number]).cpu()
-                best = _merged(best, tile, columns, k)
-                of_captions[number] = _merged(of_captions[number], tile.t(), rows, k)
-                bar.update()
-            of_images.append(best)
+
+        def merge(row: int, column: int, tiles: list[Tensor]) -> None:
+            of_images[row] = _merged(of_images[row], tiles[0], caption_tiles[column][1], k)
+            of_captions[column] = _merged(of_captions[column], tiles[0].t(), image_tiles[row][1], k)
+            bar.update()
+
+        for start in range(0, len(caption_tiles), per_chunk):
+            chunk = caption_tiles[start : start + per_chunk]
+            _score_chunk([part], image_tiles, chunk, tile_captions, {}, World(), merge)
     return _joined(of_images, len(images)), _joined(of_captions, len(captions))
 
 

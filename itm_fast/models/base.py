@@ -82,6 +82,11 @@ class MatchingModel(nn.Module, abc.ABC):
         return self.config
 
     @property
+    def scores_within_one(self) -> bool:
+        """Whether scores lie within [-1, 1] whatever the weights, as those of cosines and their means do."""
+        return True
+
+    @property
     def max_caption_length(self) -> int | None:
         """Tokens in the longest caption that the model reads; None where any length will do."""
         return None

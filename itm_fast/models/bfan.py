@@ -73,6 +73,11 @@ class BFAN(FragmentModel):
         """Padded token ids (n, L) int64 and lengths (n,) to Fragments of rows (sum of lengths, d)."""
         return self.text_encoder(token_ids, lengths)
 
+    @property
+    def scores_within_one(self) -> bool:
+        """No: a score is the sum of two."""
+        return False
+
     def score(self, images: Fragments, captions: Fragments) -> Tensor:
         """Regions and words to scores (n_images, n_captions) float32: the sum of both directions."""
         return self.text_to_image(captions, images).t() + self.image_to_text(images, captions)

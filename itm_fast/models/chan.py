@@ -75,6 +75,11 @@ class CHAN(FragmentModel):
         """Padded token ids (n, L) int64 and lengths (n,) to Fragments of rows (sum of lengths, d)."""
         return self.text_encoder(token_ids, lengths)
 
+    @property
+    def scores_within_one(self) -> bool:
+        """Of means and greatest cosines."""
+        return self.config.aggregation in ("mean", "max")
+
     def score(self, images: Fragments, captions: Fragments) -> Tensor:
         """Regions and words to scores (n_images, n_captions) float32."""
         return self.text_to_image(captions, images).t()

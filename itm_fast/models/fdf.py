@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from itm_fast.config import setting
 from itm_fast.fragments import Fragments
-from itm_fast.models.base import MatchingModel, create, register
+from itm_fast.models.base import create, register
+from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.nn import BertTextEncoder, FeatureDiversification, PatchEncoder, TextEncoder
 from itm_fast.nn.feature_diversification import CONVERSIONS
 from itm_fast.nn.image_encoder import as_regions
@@ -48,7 +49,7 @@ class FDFConfig:
 
 
 @register
-class FDF(MatchingModel):
+class FDF(FragmentModel):
     """A host whose embeddings are the fused feature of N conversions.
 
     Attributes: `image_encoder` (None where regions come from the data) and `text_encoder`, the extractors; `images` and
@@ -110,6 +111,15 @@ class FDF(MatchingModel):
     def encoder_config(self) -> Any:
         return self.host.config
 
+    @property
+    def yields_fragments(self) -> bool:
+        """Those of a host that compares fragments, fused."""
+        return isinstance(self.host, FragmentModel)
+
+    @property
+    def normalized_embeddings(self) -> tuple[bool, bool]:
+        return self.config.normalize_fused, self.config.normalize_fused
+
     def first_image_weight(self) -> nn.Parameter:
         parameters = itertools.chain(
             () if self.image_encoder is None else self.image_encoder.parameters(), self.images.parameters()
@@ -142,6 +152,11 @@ class FDF(MatchingModel):
         """Padded token ids (n, L) int64 and lengths (n,) to the host's embeddings of n captions, fused."""
         fused: Fragments | Tensor = self.captions(self.base_captions(token_ids, lengths))
         return fused
+
+    @property
+    def scores_within_one(self) -> bool:
+        """As those of the host."""
+        return self.host.scores_within_one
 
     def score(self, images: Any, captions: Any) -> Tensor:
         """The host's scores (n_images, n_captions) of embeddings."""

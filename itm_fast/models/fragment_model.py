@@ -36,13 +36,23 @@ class FragmentModel(MatchingModel):
     """A model whose embeddings are the fragments that it compares: both encoders give `Fragments` of one width.
 
     A model of one vector per item that has fragments on the way to it overrides `encode_fragments`, as VSRN does, and
-    `fragment_dim` where their width is not `config.embed_dim`.
+    `fragment_dim` where their width is not `config.embed_dim`; one whose settings decide overrides `yields_fragments`.
     """
+
+    @property
+    def yields_fragments(self) -> bool:
+        """Whether there are fragments with the settings of this model."""
+        return True
 
     @property
     def fragment_dim(self) -> int:
         """Width d of the regions and words."""
-        return int(self.config.embed_dim)
+        return int(self.encoder_config.embed_dim)
+
+    @property
+    def normalized_embeddings(self) -> tuple[bool, bool]:
+        """Whether the embeddings of images and those of captions are l2-normalised."""
+        return not self.config.no_imgnorm, not self.config.no_txtnorm
 
     def encode_fragments(
         self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor, micro_batch: int | None = None
@@ -50,8 +60,9 @@ class FragmentModel(MatchingModel):
         """Both sides of a batch, with what enters the similarity; the arguments are those of `forward`."""
         images, captions = self.encode(features, token_ids, lengths, micro_batch)
         # Normalised twice would be the same but for rounding.
-        regions = _normalized(images) if self.config.no_imgnorm else images
-        words = _normalized(captions) if self.config.no_txtnorm else captions
+        of_images, of_captions = self.normalized_embeddings
+        regions = images if of_images else _normalized(images)
+        words = captions if of_captions else _normalized(captions)
         return Encoded(images, captions, regions, words)
 
 

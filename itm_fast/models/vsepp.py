@@ -99,6 +99,11 @@ class VSEPP(MatchingModel):
             captions = pool(self.text_encoder(token_ids, lengths))
         return captions if self.config.no_txtnorm else l2norm(captions)
 
+    @property
+    def scores_within_one(self) -> bool:
+        """Of normalised embeddings."""
+        return not (self.config.no_imgnorm or self.config.no_txtnorm)
+
     def score(self, images: Tensor, captions: Tensor) -> Tensor:
         """Embeddings (n, d) and (m, d) to scores (n, m) float32."""
         return inner_products(images, captions)

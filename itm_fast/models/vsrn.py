@@ -78,6 +78,11 @@ class VSRN(FragmentModel):
         states = self.text_encoder.states(token_ids, lengths)
         return self._caption(states), states.with_values(l2norm(states.values))
 
+    @property
+    def scores_within_one(self) -> bool:
+        """Of normalised embeddings."""
+        return not (self.config.no_imgnorm or self.config.no_txtnorm)
+
     def score(self, images: Tensor, captions: Tensor) -> Tensor:
         """Embeddings (n, d) and (m, d) to scores (n, m) float32."""
         return inner_products(images, captions)

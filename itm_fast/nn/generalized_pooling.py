@@ -23,8 +23,8 @@ class GeneralizedPooling(nn.Module):
     (1, 0, ...) are the maximum, equal ones the mean. Source: Chen et al., "Learning the Best Pooling Strategy for
     Visual Semantic Embedding" (CVPR 2021), section 3, and its code, from which the temperature is.
 
-    The weights depend on L alone. Where no gradient is wanted they are computed once for each L and kept until a
-    parameter changes.
+    The weights depend on L alone. In evaluation mode, where no gradient is wanted, they are computed once for each L
+    and kept until a parameter changes.
 
     Args:
         position_dim: width of the encodings of the places, even.
@@ -79,15 +79,17 @@ class GeneralizedPooling(nn.Module):
 
     def weights(self, lengths: Sequence[int]) -> Tensor:
         """The weights of sets of each of `lengths`, from 1: `(len(lengths), max(lengths))`, 0 behind a set's own."""
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
+        # Training keeps nothing, so that a run goes the same way whatever was evaluated between its steps.
+        wanted = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+        if self.training or wanted:
             return self._computed(lengths)
         # What is kept may be wanted later where autograd is on, which takes no tensors of inference_mode.
         with torch.inference_mode(False), torch.no_grad():
             self._drop_what_is_old()
-            missing = [length for length in dict.fromkeys(lengths) if length not in self._kept]
-            if missing:
-                for length, row in zip(missing, self._computed(missing), strict=True):
-                    self._kept[length] = row[:length].clone()
+            for length in dict.fromkeys(lengths):
+                # Alone: beside others a length rounds otherwise, and what is kept would depend on who asked first.
+                if length not in self._kept:
+                    self._kept[length] = self._computed([length])[0]
             return pad_sequence([self._kept[length] for length in lengths], batch_first=True)
 
     def _drop_what_is_old(self) -> None:

@@ -19,8 +19,9 @@ class ResidualImageEncoder(nn.Module):
     al., "Learning the Best Pooling Strategy for Visual Semantic Embedding" (CVPR 2021), and RCAR, where it sees the
     features; RVSE++ has it on the projected features, `fc(x) + MLP(fc(x))`, and VSE (MLP), which it is compared with,
     in a row, `MLP(fc(x))` (Li et al., "Selectively Hard Negative Mining for Alleviating Gradient Vanishing in
-    Image-Text Matching", Figure 2). The statistics of the batch normalisation are those of regions alone: padding never
-    enters them.
+    Image-Text Matching", Figure 2). Its appendix A counts two batch normalisations; its public code makes the second,
+    behind the last layer, and never calls it: there is none here. The statistics of the batch normalisation are those
+    of regions alone: padding never enters them.
 
     Args:
         feature_dim: width f of the region features.

@@ -1,6 +1,6 @@
 """Several runs in one figure, as SelHN and RVSE++ compares losses (Figures 3, 5 and 7).
 
-Inside: `write_comparison`; `write_figure` and `line_style`, which other figures of several runs share.
+Inside: `write_comparison`; `write_figure`, `line_style` and `point_style`, which other figures of several runs share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from matplotlib.ticker import MaxNLocator
 from itm_fast import files
 from itm_fast.report.curves import without_rest
 
-__all__ = ["SUFFIXES", "line_style", "write_comparison", "write_figure"]
+__all__ = ["SUFFIXES", "line_style", "point_style", "write_comparison", "write_figure"]
 
 SUFFIXES = (".svg", ".png", ".pdf")
 
@@ -33,6 +33,7 @@ _POINTS = 60
 # Okabe and Ito's colours, which the colour-blind tell apart too; the styles do so in print.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 _STYLES = ("-", "--", "-.", ":")
+_MARKERS = ("o", "^", "s", "D")
 _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "itm_fast",
     "font.size": 9.5,
@@ -78,13 +79,16 @@ def write_comparison(path: str | os.PathLike[str], runs: Mapping[str, Metrics]) 
 
 
 @contextlib.contextmanager
-def write_figure(path: str | os.PathLike[str], names: Sequence[str], *, size: tuple[float, float]) -> Iterator[Figure]:
+def write_figure(
+    path: str | os.PathLike[str], names: Sequence[str], *, size: tuple[float, float], points: bool = False
+) -> Iterator[Figure]:
     """An empty figure, written atomically with a legend of `names` once it is drawn.
 
     Args:
         path: file to write; its suffix says in which format.
         names: of the runs, in the order of `line_style`.
         size: width and height in inches.
+        points: runs are clouds of points, in `point_style`.
 
     Raises:
         ValueError: the suffix is none of `SUFFIXES`.
@@ -94,11 +98,21 @@ def write_figure(path: str | os.PathLike[str], names: Sequence[str], *, size: tu
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
-        handles = [mpl.lines.Line2D([], [], label=name, **line_style(number)) for number, name in enumerate(names)]
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(names), 4), frameon=False)
+        style = point_style if points else line_style
+        handles = [mpl.lines.Line2D([], [], label=name, **style(number)) for number, name in enumerate(names)]
+        _add_legend(figure, handles)
         metadata = {"Date": None, "Creator": None} if suffix == ".svg" else None
         with files.atomic_path(path) as temporary:
             figure.savefig(temporary, format=suffix[1:], dpi=150, metadata=metadata)
+
+
+def _add_legend(figure: Figure, handles: Sequence[mpl.lines.Line2D]) -> None:
+    """A legend below, in as many columns as the width of the figure has room for, at most four."""
+    for columns in range(min(len(handles), 4), 0, -1):
+        legend = figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def _check_suffix(path: str | os.PathLike[str]) -> str:
@@ -146,3 +160,10 @@ def line_style(number: int) -> dict[str, Any]:
     """Colour and style of the line of run `number` (from 0) in all figures."""
     style = _STYLES[number % len(_STYLES)]
     return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": style, "linewidth": 1.7, "markersize": 5}
+
+
+def point_style(number: int) -> dict[str, Any]:
+    """Colour and shape of the points of run `number` (from 0), as of a line that is not drawn."""
+    marker = _MARKERS[number % len(_MARKERS)]
+    style: dict[str, Any] = {"marker": marker, "markersize": 3, "markeredgewidth": 0, "alpha": 0.6}
+    return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": "none", **style}

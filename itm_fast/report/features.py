@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from itm_fast.report.comparison import line_style, write_figure
+from itm_fast.report.comparison import point_style, write_figure
 
 __all__ = ["principal_components", "write_features"]
 
@@ -37,13 +37,12 @@ def write_features(path: str | os.PathLike[str], features: Mapping[str, tuple[Te
     Raises:
         ValueError: the suffix is unknown.
     """
-    with write_figure(path, list(features), size=(9.0, 4.4)) as figure:
+    with write_figure(path, list(features), size=(9.0, 4.4), points=True) as figure:
         for side, (axes, title) in enumerate(zip(figure.subplots(1, 2), ("Images", "Captions"), strict=True)):
             parts = [both[side] for both in features.values()]
             plane = principal_components(torch.cat(parts)).split([len(part) for part in parts])
             for number, points in enumerate(plane):
-                colour = line_style(number)["color"]
-                axes.scatter(points[:, 0], points[:, 1], s=9, alpha=0.6, linewidths=0, color=colour)
+                axes.plot(points[:, 0], points[:, 1], **point_style(number))
             axes.set_title(title, loc="left")
             axes.set_xlabel("first component")
             axes.set_ylabel("second component")

@@ -10,17 +10,22 @@ from typing import TYPE_CHECKING, Any
 from itm_fast.training.config import TrainConfig
 
 if TYPE_CHECKING:
+    from itm_fast.training.progress import TrainResult
     from itm_fast.training.run import train
-    from itm_fast.training.trainer import Trainer, TrainResult
+    from itm_fast.training.trainer import Trainer
 
 __all__ = ["TrainConfig", "TrainResult", "Trainer", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("TrainResult", "Trainer"):
-        from itm_fast.training import trainer
+    if name == "TrainResult":
+        from itm_fast.training.progress import TrainResult
 
-        return getattr(trainer, name)
+        return TrainResult
+    if name == "Trainer":
+        from itm_fast.training.trainer import Trainer
+
+        return Trainer
     if name == "train":
         from itm_fast.training.run import train
 

@@ -204,6 +204,12 @@ class TrainConfig:
         group=CONVERSIONS,
         help="Train each conversion with the negatives of another batch; else only the fused feature with its own.",
     )
+    other_batches: str = setting(
+        "kept",
+        group=CONVERSIONS,
+        choices=("kept", "fresh"),
+        help="Base features of other batches in the realignment: as they were, or encoded anew (for quick extractors).",
+    )
     online_weight: float = setting(
         0.5, group=CONVERSIONS, minimum=0, help="Weight of the fused feature's loss beside the realignment."
     )

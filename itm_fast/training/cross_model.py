@@ -2,8 +2,8 @@
 
 Two models of the same settings and other seeds learn features that have little to do with each other. The experiment
 asks where they part: the extractor of the first is copied and frozen, in evaluation mode, the heads start from the
-second and are trained on, with the second's settings, its seed and so the order of its data. Then images of each model
-are compared with the texts of each.
+second and are trained on, with the second's settings, its seed and so the order of its data. Epochs and steps of
+warm-up come again: what the heads see is new to them. Then images of each model are compared with the texts of each.
 
 Source: Zhou et al., "Achieving Ensemble-Like Performance in a Single Model: A Feature Diversification Framework for
 Image-Text Matching" (AAAI 2025), Eq 3 and Figure 2.
@@ -33,8 +33,9 @@ from itm_fast.training import run_folder
 from itm_fast.training.checkpoint import STATE_FILE
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
+from itm_fast.training.progress import TrainResult
 from itm_fast.training.run import load_data
-from itm_fast.training.trainer import Trainer, TrainResult
+from itm_fast.training.trainer import Trainer
 
 __all__ = ["cross_table", "extractor_of", "pooled_features", "realign"]
 
@@ -125,12 +126,8 @@ def _config(
         raise ValueError(f"{words[1]}: is another vocabulary than {words[0]}")
     vocab = str(words[1]) if config.bert is None else None
     defaults = {"min_count": settings.fields_of(TrainConfig)["min_count"].default}
-    return attrs.evolve(
-        config, data=data, out=out, vocab=vocab, epochs=epochs or config.epochs, tensorboard=False,
-        # Heads that were trained before need none.
-        warmup_epochs=0, lr_warmup_steps=0,
-        **{**defaults, **machine},
-    )  # fmt: skip
+    changes = {"data": data, "out": out, "vocab": vocab, "epochs": epochs or config.epochs, "tensorboard": False}
+    return attrs.evolve(config, **{**changes, **defaults, **machine})
 
 
 class _Crossed:

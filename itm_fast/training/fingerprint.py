@@ -1,6 +1,6 @@
 """Noticing that the data of a resumed run are not those it was started with.
 
-Inside: `fingerprints`, `check_fingerprints`.
+Inside: `fingerprints`, `model_fingerprint`, `check_fingerprints`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from pathlib import Path
 
 from itm_fast.data import PrecomputedDataset
 from itm_fast.data.digests import sha256_of_parts
+from itm_fast.models.base import MatchingModel
+from itm_fast.training.config import TrainConfig
 
-__all__ = ["check_fingerprints", "fingerprints"]
+__all__ = ["check_fingerprints", "fingerprints", "model_fingerprint"]
 
 
 def fingerprints(data: PrecomputedDataset) -> dict[str, str]:
@@ -25,6 +27,13 @@ def fingerprints(data: PrecomputedDataset) -> dict[str, str]:
         f"{data.split}_ims.npy": data.features_digest(),
         "vocab.json": sha256_of_parts("\n".join(data.vocabulary.words).encode()),
     }
+
+
+def model_fingerprint(config: TrainConfig, model: MatchingModel) -> dict[str, str]:
+    """What the shapes of the weights do not say of the sizes of a BERT that was read from a folder."""
+    if config.bert is None:
+        return {}
+    return {"config.json of the BERT model": f"num_attention_heads {model.encoder_config.bert_heads}"}
 
 
 def check_fingerprints(before: dict[str, str], now: dict[str, str], source: Path) -> None:

@@ -1,8 +1,8 @@
 """The losses of a run: what their settings may be, and the modules that they make.
 
-Inside: `LOSSES`, `MINING`, `BOOSTING`, `BOOSTING_FORMS`, `check_loss`, `make_losses`, `make_realignment_losses`,
-`make_boosting_loss`, `described_boosting`, `is_mutual`. The modules are imported where they are made, so that listing
-the settings stays quick.
+Inside: `LOSSES`, `MINING`, `BOOSTING`, `BOOSTING_FORMS`, `ANCHORED`, `ADVERSARIAL`, `check_loss`, `make_losses`,
+`make_realignment_losses`, `make_boosting_loss`, `described_boosting`, `is_mutual`. The modules are imported where they
+are made, so that listing the settings stays quick.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from itm_fast.training.config import TrainConfig
 
 __all__ = [
+    "ADVERSARIAL",
+    "ANCHORED",
     "BOOSTING",
     "BOOSTING_FORMS",
     "LOSSES",
@@ -40,8 +42,9 @@ LOSSES = tuple(_MINING)
 _BOOSTED = ("absolute", "relative", "both")
 BOOSTING = (*_BOOSTED, "soft_rank", "rkd", "dml", "dino", "dino_inverse")
 BOOSTING_FORMS = ("paper", "code")
-_ANCHORED = ("oas", "oss", "mss")
-_ADVERSARIAL = (
+# The scenarios with an anchor, and the settings of the scenario addr.
+ANCHORED = ("oas", "oss", "mss")
+ADVERSARIAL = (
     "addr", "adversarial_weight", "regularization_weight", "model_regularization_weight", "domain_margin",
     "risk_aggregation", "alternation", "discriminator_lr", "discriminator_precision", "discriminators_on_disk",
 )  # fmt: skip
@@ -52,21 +55,22 @@ _DEPENDENT: Sequence[tuple[str, str, tuple[str, ...]]] = (
     ("softmax_scale", "loss", ("cmpm",)),
     ("epsilon", "mining", ("selective",)),
     ("selective_divisor", "mining", ("selective",)),
-    ("boosting", "scenario", _ANCHORED),
-    ("boosting_weight", "scenario", _ANCHORED),
-    *((name, "scenario", _ANCHORED) for name in ("boosting_margin", "boosting_mining", "boosting_alpha", "soft")),
+    ("boosting", "scenario", ANCHORED),
+    ("boosting_weight", "scenario", ANCHORED),
+    *((name, "scenario", ANCHORED) for name in ("boosting_margin", "boosting_mining", "boosting_alpha", "soft")),
     *((name, "boosting", _BOOSTED) for name in ("boosting_margin", "boosting_mining", "soft")),
     ("boosting_alpha", "boosting", ("absolute", "both")),
-    ("boosting_form", "scenario", _ANCHORED),
+    ("boosting_form", "scenario", ANCHORED),
     ("boosting_form", "boosting", ("soft_rank", "rkd", "dml", "dino_inverse")),
     ("anchor", "scenario", ("oas",)),
     ("anchor_start", "scenario", ("oas",)),
     ("branches", "scenario", ("oss",)),
     ("momentum", "scenario", ("mss",)),
-    *((name, "scenario", ("addr",)) for name in _ADVERSARIAL),
+    *((name, "scenario", ("addr",)) for name in ADVERSARIAL),
 )
 _OF_CONVERSIONS = (
-    "conversion", "conversion_residual", "reweighting", "normalize_fused", "realignment", "online_weight",
+    "conversion", "conversion_residual", "reweighting", "normalize_fused", "realignment", "other_batches",
+    "online_weight",
 )  # fmt: skip
 
 
@@ -78,7 +82,7 @@ def check_loss(config: TrainConfig) -> None:
     fields = settings.fields_of(type(config))
     boosting = boosting_of(config)
     # Boosting has the margin, too, whatever the branch's own loss, unless it has one of its own.
-    boosted = config.scenario in _ANCHORED and boosting in _BOOSTED and config.boosting_margin is None
+    boosted = config.scenario in ANCHORED and boosting in _BOOSTED and config.boosting_margin is None
     margin = () if boosted else (("margin", "loss", ("triplet", "polynomial")),)
     for name, other, values in (*margin, *_DEPENDENT):
         value, chosen = getattr(config, name), boosting if other == "boosting" else getattr(config, other)
@@ -96,9 +100,12 @@ def _check_conversions(config: TrainConfig, fields: Mapping[str, Any]) -> None:
                 )
         return
     if not config.realignment:
-        if config.online_weight != fields["online_weight"].default:
-            raise ValueError("online_weight: goes with realignment; without it the online loss stands alone")
+        for name in ("other_batches", "online_weight"):
+            if getattr(config, name) != fields[name].default:
+                raise ValueError(f"{name}: goes with realignment; without it the online loss stands alone")
         return
+    if config.conversions == 1 and config.other_batches != fields["other_batches"].default:
+        raise ValueError("other_batches: goes with several conversions; one meets no other batch")
     for name, wanted in (("loss", "triplet"), ("scenario", "single"), ("micro_batch", None)):
         if getattr(config, name) != wanted:
             raise ValueError(

@@ -10,7 +10,7 @@ Inside: `Replicas`, `GatheredScores`, `check_shared`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,7 @@ from itm_fast.distributed import World, gather_columns, gather_sets, none_of, su
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
 from itm_fast.models.fragment_model import FragmentModel
-from itm_fast.training.config import TrainConfig
+from itm_fast.training.shared_norms import share_norms, shared_norms
 from itm_fast.training.shares import SharedBatch
 
 __all__ = ["GatheredScores", "Replicas", "check_shared"]
@@ -36,48 +36,55 @@ _NO_BUFFERS: dict[str, Any] = {
 }
 
 
-def check_shared(config: TrainConfig, world: World) -> None:
-    """ValueError where several processes cannot train together what `config` says."""
+def check_shared(models: Iterable[MatchingModel], world: World) -> None:
+    """ValueError where several processes cannot score a batch together by one of `models`."""
     if world.size == 1:
         return
-    if config.conversions is not None and config.realignment:
-        raise ValueError(
-            f"realignment: conversions are realigned by one process, got {world.size}; --no-realignment trains them in "
-            "several"
-        )
+    for model in models:
+        if any(getattr(part, "coupling", None) == "batch" for part in model.modules()):
+            raise ValueError(
+                f"model: {model.name} scores the captions of a batch together, which {world.size} processes share"
+            )
 
 
 class GatheredScores(nn.Module):
     """The scores (B, B) of a whole batch, of which each process encodes and scores its part.
 
-    Running statistics, which each process takes from its own part, become their mean over all items.
+    Running statistics that a process takes from its own part become their mean over all items.
 
     Args:
-        model: encodes and scores; a column of its scores may depend on all images, but on no other caption.
+        model: encodes and scores; a column of its scores may depend on all images, but on no other caption
+            (`check_shared`).
         world: the processes.
         micro_batch: what is encoded at a time of a process's part, as in `MatchingModel.encode`.
-
-    Raises:
-        ValueError: the model scores captions together.
     """
 
     def __init__(self, model: MatchingModel, world: World, micro_batch: int | None = None) -> None:
         super().__init__()
-        if any(getattr(part, "coupling", None) == "batch" for part in model.modules()):
-            raise ValueError(
-                f"model: {model.name} scores the captions of a batch together, which {world.size} processes share"
-            )
         self.model, self.world, self.micro_batch = model, world, micro_batch
+        self._norms = shared_norms(model)
+        # Those that each process has by itself.
+        self._apart = [part for part in model.modules() if not any(part is one for one in self._norms)]
 
-    def forward(self, batch: SharedBatch, fragments: bool = False) -> Any:
-        """The scores; with `fragments` also regions and words of the whole batch, through which gradients go."""
-        own = batch.features, batch.token_ids, batch.lengths, self.encoded_at_a_time(batch.counts)
-        if not fragments:
-            return self.scores(*self.model.encode(*own), batch.counts)[0]
-        encoded = cast(FragmentModel, self.model).encode_fragments(*own)
+    def forward(self, batch: SharedBatch, work: Callable[[], Any]) -> Any:
+        """What `work` gives, in which the model works on the own part of `batch`."""
+        for norm in self._norms:
+            norm.counted = batch.counts[self.world.rank] > 0
+        return work()
+
+    def scores_of(self, batch: SharedBatch) -> Tensor:
+        """The scores of the whole batch."""
+        return self.scores(*self.model.encode(*self._own(batch)), batch.counts)[0]
+
+    def fragments_of(self, batch: SharedBatch) -> tuple[Tensor, Fragments, Fragments]:
+        """The scores, regions and words of the whole batch, through which gradients go."""
+        encoded = cast(FragmentModel, self.model).encode_fragments(*self._own(batch))
         scores, images = self.scores(encoded.images, encoded.captions, batch.counts)
-        regions = images if encoded.regions is encoded.images else self._gathered(encoded.regions, batch.counts)
-        return scores, regions, self._gathered(encoded.words, batch.counts)
+        regions = images if encoded.regions is encoded.images else self.gathered(encoded.regions, batch.counts)
+        return scores, regions, self.gathered(encoded.words, batch.counts)
+
+    def _own(self, batch: SharedBatch) -> tuple[Any, ...]:
+        return batch.features, batch.token_ids, batch.lengths, self.encoded_at_a_time(batch.counts)
 
     def encoded_at_a_time(self, counts: Sequence[int]) -> int | None:
         """`micro_batch`, or one less where some processes would encode their items at once and others in parts.
@@ -92,19 +99,20 @@ class GatheredScores(nn.Module):
     def scores(self, images: Any, captions: Any, counts: Sequence[int]) -> tuple[Tensor, Any]:
         """Scores (B, B) of all embeddings, of which the arguments are the own ones, or a stand-in; and all images."""
         # After both encoders, so that in the backward the gradients of images travel before any weight's.
-        everything = self._gathered(images, counts)
+        everything = self.gathered(images, counts)
         own = self.model.score(everything, captions)
         scores = gather_columns(own[:, : counts[self.world.rank]], counts, self.world)
         if self.model.training:
             self._mean_statistics(counts)
         return scores, everything
 
-    def _gathered(self, sets: Any, counts: Sequence[int]) -> Any:
+    def gathered(self, sets: Any, counts: Sequence[int]) -> Any:
+        """The sets of the whole batch, of which `sets` are the own ones, or a stand-in."""
         return gather_sets(sets if counts[self.world.rank] else none_of(sets), counts, self.world)
 
     @torch.no_grad()
     def _mean_statistics(self, counts: Sequence[int]) -> None:
-        places = [(part, name) for part in self.model.modules() for name in _STATISTICS if name in part._buffers]
+        places = [(part, name) for part in self._apart for name in _STATISTICS if name in part._buffers]
         found = [getattr(part, name) for part, name in places]
         if not found:
             return
@@ -136,7 +144,8 @@ class Replicas:
         """Scores (B, B) of the whole batch."""
         if not isinstance(batch, SharedBatch):
             return model(batch.features, batch.token_ids, batch.lengths, self.micro_batch)
-        return self.wrapped(model)(batch)
+        found: Tensor = self.run(model, batch, lambda: self._gathered(model).scores_of(batch))
+        return found
 
     def fragments(
         self, model: FragmentModel, batch: Batch, *, scored: bool = True
@@ -146,7 +155,8 @@ class Replicas:
         One process leaves the scores out where they are not to be `scored`.
         """
         if isinstance(batch, SharedBatch):
-            found: tuple[Tensor, Fragments, Fragments] = self.wrapped(model)(batch, fragments=True)
+            found: tuple[Tensor, Fragments, Fragments]
+            found = self.run(model, batch, lambda: self._gathered(model).fragments_of(batch))
             return found
         encoded = model.encode_fragments(batch.features, batch.token_ids, batch.lengths, self.micro_batch)
         scores = model.score(encoded.images, encoded.captions) if scored else None
@@ -159,32 +169,53 @@ class Replicas:
         first = sum(batch.counts[: self.world.rank])
         return sum_of_all(values[first : first + batch.counts[self.world.rank]].sum(), self.world)
 
-    def wrapped(self, model: MatchingModel) -> nn.Module:
-        """The module that scores a `SharedBatch`, made on first use, when all processes are at the same place."""
+    def run(self, model: MatchingModel, batch: Batch, work: Callable[[], Any]) -> Any:
+        """What `work` gives, in which `model` works on the own part of a batch.
+
+        Gradients of its weights are added up over the processes.
+        """
+        return self._wrapped(model)(batch, work) if isinstance(batch, SharedBatch) else work()
+
+    def whole_scores(self, model: MatchingModel, images: Any, captions: Any, batch: Batch) -> Tensor:
+        """Scores (B, B) of the whole batch by embeddings of its own part, or of a stand-in; within `run`."""
+        if not isinstance(batch, SharedBatch):
+            return model.score(images, captions)
+        return self._gathered(model).scores(images, captions, batch.counts)[0]
+
+    def whole(self, model: MatchingModel, sets: Any, batch: Batch) -> Any:
+        """The sets of the whole batch, without derivative; `sets` are those of its own part, or of a stand-in."""
+        if not isinstance(batch, SharedBatch):
+            return sets.detach()
+        return self._gathered(model).gathered(sets.detach(), batch.counts)
+
+    def whole_loss(self, loss: Tensor, batch: Batch, *, mean: bool) -> Tensor:
+        """The sum or the `mean` over the pairs of the whole batch; `loss` is that of its own part, or of a stand-in."""
+        if not isinstance(batch, SharedBatch):
+            return loss
+        own, everyone = batch.counts[self.world.rank], sum(batch.counts)
+        return sum_of_all(loss * (own / everyone if mean else float(own > 0)), self.world)
+
+    def _gathered(self, model: MatchingModel) -> GatheredScores:
+        """What gathers for `model`, made on first use, when all processes are at the same place."""
         if model not in self._plain:
-            # Processes encode different numbers of micro-batches, and would wait for each other's statistics.
-            shared = self.world.size > 1 and self.micro_batch is None
-            if shared and next(model.parameters()).device.type == "cuda":
-                _share_statistics(model)
+            # Processes encode different numbers of micro-batches, and would wait for each other's statistics. What
+            # scores has all images in every process already.
+            if self.micro_batch is None:
+                share_norms(model, self.world, model.scoring_parts)
             self._plain[model] = GatheredScores(model, self.world, self.micro_batch)
+        return self._plain[model]
+
+    def _wrapped(self, model: MatchingModel) -> nn.Module:
+        """The same, within what adds up the gradients where the model learns."""
+        gathered = self._gathered(model)
         if not torch.is_grad_enabled() or not any(model is one for one in self._learning):
-            return self._plain[model]
+            return gathered
         if model not in self._reduced:
             # Running statistics are no business of the wrapper's: `GatheredScores` has their mean.
-            self._reduced[model] = DistributedDataParallel(
-                self._plain[model], process_group=self.world.group, **_NO_BUFFERS
-            )
+            self._reduced[model] = DistributedDataParallel(gathered, process_group=self.world.group, **_NO_BUFFERS)
             # The wrapper looks at annotations, and takes none that are text.
             self._reduced[model].register_comm_hook(self.world.group, lambda group, bucket: _sum(group, bucket))
         return self._reduced[model]
-
-
-def _share_statistics(model: MatchingModel) -> None:
-    """Batch normalisation of the encoders takes the statistics of all processes; torch has this on GPUs alone."""
-    for name, part in list(model.named_children()):
-        # What scores has all images in every process already.
-        if name not in model.scoring_parts:
-            setattr(model, name, nn.SyncBatchNorm.convert_sync_batchnorm(part))
 
 
 def _sum(group: dist.ProcessGroup | None, bucket: Any) -> Any:

@@ -20,11 +20,13 @@ from itm_fast.data import PrecomputedDataset, Vocabulary, check_data, find_vocab
 from itm_fast.distributed import World, joined
 from itm_fast.models.bert_folder import bert_options, bert_vocabulary_file, load_bert
 from itm_fast.training import run_folder
+from itm_fast.training.cautions import cautions
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
 from itm_fast.training.objective import described_boosting
+from itm_fast.training.progress import TrainResult
 from itm_fast.training.scenarios import frozen_anchor
-from itm_fast.training.trainer import Trainer, TrainResult
+from itm_fast.training.trainer import Trainer
 
 __all__ = ["create_model", "device_of", "load_data", "train", "vocabulary_path", "warn_of_unknown_words"]
 
@@ -70,12 +72,14 @@ def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -
 
 def _trainer(config: TrainConfig, world: World, *, resume: bool, progress: bool) -> tuple[Vocabulary, Trainer]:
     """The trainer of a run, on its data, and the vocabulary."""
-    vocabulary, train_data, validation_data = load_data(config, resume=resume)
-    torch.manual_seed(config.seed)
-    model = create_model(config, vocabulary, train_data)
-    for data in (train_data, validation_data):
-        data.check_caption_lengths(model.max_caption_length)
-    anchor = frozen_anchor(config, model, vocabulary, resume=resume)
+    # Trainers agree on where features lie: all processes make one, or none does.
+    with world.together():
+        vocabulary, train_data, validation_data = load_data(config, resume=resume)
+        torch.manual_seed(config.seed)
+        model = create_model(config, vocabulary, train_data)
+        for data in (train_data, validation_data):
+            data.check_caption_lengths(model.max_caption_length)
+        anchor = frozen_anchor(config, model, vocabulary, resume=resume)
     trainer = Trainer(config, model, train_data, validation_data, anchor=anchor, progress=progress, world=world)
     return vocabulary, trainer
 
@@ -86,6 +90,8 @@ def _open(trainer: Trainer, vocabulary: Vocabulary, *, resume: bool, progress: b
     run = run_folder.prepare(config, resume=resume)
     for data in (trainer.train_data, trainer.validation_data):
         warn_of_unknown_words(data)
+    for caution in cautions(config, trainer.model):
+        warnings.warn(caution, stacklevel=2)
     if progress:
         path = vocabulary_path(config, resume=resume) or "built from the training captions"
         tqdm.write("\n".join(_opening(trainer, vocabulary, path)))

@@ -35,6 +35,9 @@ class Stepper:
     `per_epoch` are the model's steps of an epoch, `anchor` is the frozen model of the scenario oas; `image_rows` gives
     the regions (n, k, f) of images by their rows in the training data, `n_images` how many these are; `world` are the
     processes that share each batch.
+
+    Raises:
+        ValueError: the settings, the model and the number of processes do not go together.
     """
 
     def __init__(
@@ -54,8 +57,8 @@ class Stepper:
         self.boosting_loss = make_boosting_loss(config)
         self.realignment_losses = make_realignment_losses(config)
         self.scenario = make_scenario(config, model, per_epoch, anchor, image_rows, n_images)
-        check_shared(config, self.world)
         learning = [branch.model for branch in self.scenario.branches]
+        check_shared(self.scenario.models, self.world)
         self.replicas = Replicas(self.world, learning, config.micro_batch)
         self.plateau = PlateauMonitor(config.margin)
         self.augmentation = BatchAugmentation(
@@ -101,8 +104,13 @@ class Stepper:
             scores=scores,
             loss=lambda own: self.losses[mining](own, positives=positives),
             boosting_loss=lambda own, anchor: self.boosting_loss(own, anchor, positives=positives),
-            realignment_loss=self.realignment_losses[mining],
+            realignment_loss=lambda *scores: self.replicas.whole_loss(
+                self.realignment_losses[mining](*scores), batch, mean=self.config.mean_loss
+            ),
             fragments=fragments,
+            run=lambda model, work: self.replicas.run(model, batch, work),
+            whole_scores=lambda model, images, captions: self.replicas.whole_scores(model, images, captions, batch),
+            whole=lambda model, sets: self.replicas.whole(model, sets, batch),
             total=lambda values: self.replicas.sum(values, batch),
             images=images_of(batch),
             batch=batch,

@@ -1,6 +1,7 @@
 """Steps and evaluations that several processes do together, and one alone: run by `helpers.worlds`.
 
-Inside: `STEPS`, `SCENARIOS`, `one_step`, `few_steps`, `mean_statistics`, `evaluation_case`, `check_worlds`.
+Inside: `STEPS`, `TRAVELS`, `SCENARIOS`, `SINGLE_PRECISION`, `one_step`, `few_steps`, `bytes_of_a_step`,
+`mean_statistics`, `evaluation_case`, `check_worlds`.
 """
 
 from __future__ import annotations
@@ -14,19 +15,28 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import itm_fast.functional as F_itm
 from itm_fast import Fragments, models
 from itm_fast.data import Batch, PrecomputedDataset, Vocabulary
 from itm_fast.distributed import Launch, World, joined
 from itm_fast.evaluation import evaluate_ensemble, score_matrix
+from itm_fast.models import MatchingModel
+from itm_fast.nn.grouped import GroupedRowNorm
 from itm_fast.training import TrainConfig
 from itm_fast.training.replicas import Replicas
+from itm_fast.training.shared_norms import shared_norms
 from itm_fast.training.shares import SharedBatch
 from itm_fast.training.step import Stepper
 
 SIZES = {"vocab_size": 20, "feature_dim": 10, "embed_dim": 12, "word_dim": 6}
 ALIGNED = {**SIZES, "alignment_dim": 8}
+BERT = {
+    "vocab_size": 20, "feature_dim": 10, "embed_dim": 12, "text_encoder": "bert", "bert_dim": 8, "bert_layers": 2,
+    "bert_heads": 2, "bert_hidden_dim": 12, "bert_max_length": 8, "bert_dropout": 0.0,
+}  # fmt: skip
+REASONING = {**SIZES, "graph_layers": 2, "image_batch_norm": True}
 GLOBAL = {**ALIGNED, "word_dropout": 0.0, "attention_dropout": 0.0, "n_regions": 4}
 # Name, model, settings, captions of a batch, whether images differ in regions.
 STEPS: dict[str, tuple[str, dict[str, Any], int, bool]] = {
@@ -43,18 +53,64 @@ STEPS: dict[str, tuple[str, dict[str, Any], int, bool]] = {
     "scan in micro-batches": ("scan", SIZES, 7, True),
     "saf in micro-batches": ("sgraf", {**GLOBAL, "module": "saf"}, 3, False),
     "bfan": ("bfan", SIZES, 5, True),
+    "bert": ("chan", BERT, 5, False),
+    "bert, fewer captions than processes": ("chan", BERT, 3, False),
+    "fused conversions": ("fdf", {"host": "scan", "host_options": SIZES, "conversions": 3}, 5, True),
+    "normalised": ("vse_infty", {**SIZES, "image_encoder": "residual"}, 7, True),
+    "normalised, fewer captions than processes": ("vse_infty", {**SIZES, "image_encoder": "residual"}, 3, False),
+    "normalised regions that reason": ("vsrn", REASONING, 7, True),
+    "normalised regions that reason, fewer than processes": ("vsrn", REASONING, 3, False),
+    "normalised patches": ("vsepp", {**SIZES, "feature_dim": 12, "image_encoder": "patches"}, 3, False),
+    "normalised conversions": (
+        "fdf",
+        {"host": "vse_infty", "host_options": {**SIZES, "image_encoder": "residual"}, "conversions": 3}, 3, False,
+    ),
 }  # fmt: skip
 
+# Those whose bytes are counted; with a batch that two and four processes share evenly.
+TRAVELS = ("scan", "vsepp", "saf", "normalised", "scan in micro-batches", "normalised in micro-batches")
+EVEN = 8
 
-# With batch normalisation in the encoders, whose statistics each process takes for itself.
+# With batch normalisation in the encoders, whose statistics each process takes for itself in micro-batches.
 NORMALIZED: tuple[str, dict[str, Any], int] = ("vse_infty", {**SIZES, "image_encoder": "residual"}, 7)
-SCENARIOS = ("single", "oas", "oss", "mss", "addr")
+SELECTIVE = {"mining": "selective", "epsilon": 0.3, "selective_divisor": "negatives", "mean_loss": True}
+# Model, its settings, those of the training.
+SCENARIOS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "single": ("scan", SIZES, {}),
+    "oas": ("scan", SIZES, {"scenario": "oas"}),
+    "oss": ("scan", SIZES, {"scenario": "oss"}),
+    "mss": ("scan", SIZES, {"scenario": "mss"}),
+    # Discriminators and model take turns.
+    "addr": (
+        "scan", SIZES, {"scenario": "addr", "alternation": "step", "model_regularization_weight": 0.3},
+    ),
+    "rvsepp, selective": ("rvsepp", SIZES, {**SELECTIVE, "halve_loss": True}),
+    "dbl, mss, relative": (
+        "dbl", {**ALIGNED, "word_dropout": 0.0}, {"scenario": "mss", "boosting": "relative", "momentum": 0.9},
+    ),
+    "mss, both, soft": ("scan", SIZES, {"scenario": "mss", "boosting": "both", "soft": True, "momentum": 0.9}),
+    "mss, soft_rank": ("scan", SIZES, {"scenario": "mss", "boosting": "soft_rank"}),
+    "oss, dml": ("scan", SIZES, {"scenario": "oss", "boosting": "dml", "branches": 3}),
+    "conversions": ("scan", SIZES, {"conversions": 3, "realignment": False}),
+    "realigned": ("scan", SIZES, {"conversions": 3}),
+    "realigned, anew": ("scan", SIZES, {"conversions": 3, "other_batches": "fresh"}),
+    "realigned patches, anew": (
+        "scan", {**SIZES, "feature_dim": 12, "image_encoder": "patches"},
+        {"conversions": 3, "other_batches": "fresh"},
+    ),
+    "realigned, selective": (
+        "vse_infty", {**SIZES, "image_encoder": "residual"}, {"conversions": 3, **SELECTIVE},
+    ),
+    "bfloat16": ("scan", SIZES, {"precision": "bfloat16", "mining": "all"}),
+}  # fmt: skip
+# Discriminators are float32; in float64 autocast casts nothing.
+SINGLE_PRECISION = ("addr", "bfloat16")
 
 
-def made_batch(size: int, ragged: bool) -> Batch:
+def made_batch(size: int, ragged: bool, feature_dim: int = SIZES["feature_dim"]) -> Batch:
     """Captions and images of random numbers, two captions of one image among them."""
     draw = torch.Generator().manual_seed(size)
-    features = torch.randn(size, 4, SIZES["feature_dim"], generator=draw, dtype=torch.float64)
+    features = torch.randn(size, 4, feature_dim, generator=draw, dtype=torch.float64)
     lengths = torch.randint(3, 7, (size,), generator=draw)
     token_ids = torch.randint(4, SIZES["vocab_size"], (size, 6), generator=draw)
     images = torch.arange(size) // 2
@@ -80,8 +136,12 @@ def one_step(name: str, world: World) -> dict[str, Any]:
     micro_batch = 2 if "micro" in name else None
     torch.manual_seed(0)
     model = models.create(model_name, **options).double().train()
+    for part in model.modules():
+        if isinstance(part, _BatchNorm | GroupedRowNorm) and part.weight is not None:
+            # VSRN's start at zero, and would hide what they normalise.
+            torch.nn.init.uniform_(part.weight, 0.5, 1.5)
     replicas = Replicas(world, [model], micro_batch)
-    batch = part_of(made_batch(size, ragged), world)
+    batch = part_of(made_batch(size, ragged, options.get("feature_dim", SIZES["feature_dim"])), world)
     images = batch.all_images if isinstance(batch, SharedBatch) else batch.image_index
     result: dict[str, Any] = {}
     for number in range(2):
@@ -91,48 +151,99 @@ def one_step(name: str, world: World) -> dict[str, Any]:
         loss = F_itm.triplet_loss(scores, margin=0.4, positives=images[:, None] == images)
         loss.backward()
         if number == 0:
-            statistics = {key: one.clone() for key, one in model.named_buffers() if "running" in key}
+            kept = ("running", "image_encoder")
+            statistics = {key: one.clone() for key, one in model.named_buffers() if any(part in key for part in kept)}
             result |= {"scores": scores.detach(), "loss": loss.detach(), "statistics": statistics}
             result["gradients"] = {key: one.grad.clone() for key, one in model.named_parameters()}
     result["calls"] = dict(_COUNTED)
     return result
 
 
-def few_steps(scenario: str, world: World) -> dict[str, Any]:
-    """Some steps of Adam in float64, the third on fewer captions than four processes: numbers, and all weights.
+def bytes_of_a_step(name: str, world: World) -> dict[str, Any]:
+    """What the second step of a model in float32 receives, (collective, bytes) each in their order, and of how many.
 
-    In the scenario addr discriminators and model take turns, in float32.
+    Before it stands the word on errors and stops. Numbers are those of docs/distributed.md: `B` captions, `n` of the
+    embeddings of all images, `P` weights, `c` columns of batch normalisation, `r` running statistics that each process
+    has apart, `s` bytes a number.
+    """
+    model_name, options, _, _ = STEPS[name.removesuffix(" in micro-batches")]
+    torch.manual_seed(0)
+    model = models.create(model_name, **options).train()
+    replicas = Replicas(world, [model], 2 if "micro" in name else None)
+    whole = made_batch(EVEN, False, options["feature_dim"])
+    whole = attrs.evolve(whole, features=whole.features.float())
+    batch = part_of(whole, world)
+    for _ in range(2):
+        _BYTES.clear()
+        world.agree()
+        replicas.scores(model, batch).sum().backward()
+    columns = sum(norm.num_features for norm in shared_norms(model))
+    apart = [key for key, one in model.named_buffers() if "running" in key and not _is_shared(model, key)]
+    received = list(_BYTES)
+    with torch.no_grad():
+        images = model.eval().encode(whole.features, whole.token_ids, whole.lengths, None)[0]
+    return {
+        "received": received,
+        "B": EVEN,
+        "n": (images.values if isinstance(images, Fragments) else images).numel(),
+        "P": sum(one.numel() for one in model.parameters()),
+        "c": columns,
+        "s": 4,
+        "r": sum(model.get_buffer(key).numel() for key in apart),
+    }
+
+
+def _is_shared(model: MatchingModel, buffer: str) -> bool:
+    return any(model.get_submodule(buffer.rpartition(".")[0]) is norm for norm in shared_norms(model))
+
+
+def few_steps(scenario: str, world: World) -> dict[str, Any]:
+    """Some steps of Adam in float64, the third on fewer captions than four processes.
+
+    Numbers of each step, gradients of the first one, and all weights after the last.
     """
     torch.manual_seed(0)
-    # Discriminators are float32.
-    dtype = torch.float32 if scenario == "addr" else torch.float64
-    model = models.create("scan", **SIZES).to(dtype)
+    dtype = torch.float32 if scenario in SINGLE_PRECISION else torch.float64
+    name, options, changes = SCENARIOS[scenario]
+    settings = TrainConfig(data="", out="", model=name, lr=1e-2, grad_clip=0.5, **changes)
+    model = create_model(settings, options).to(dtype)
     anchor = copy.deepcopy(model)
     with torch.no_grad():
         for weight in anchor.parameters():
             weight.mul_(1.1)
-    turns = {"alternation": "step", "model_regularization_weight": 0.3} if scenario == "addr" else {}
-    settings = TrainConfig(data="", out="", model="scan", scenario=scenario, lr=1e-2, grad_clip=0.5, **turns)
     words = Vocabulary(["<pad>", "<start>", "<end>", "<unk>", *(f"w{number}" for number in range(16))])
     stepper = Stepper(
-        settings, model, words, torch.device("cpu"), 4, anchor if scenario == "oas" else None, n_images=4, world=world
-    )
+        settings, model, words, torch.device("cpu"), 4, anchor if settings.scenario == "oas" else None, n_images=4,
+        world=world,
+    )  # fmt: skip
     for branch in stepper.scenario.branches:
         branch.model.to(dtype)
-    batches = [part_of(made_batch(size, True), world) for size in (7, 5, 2, 6)]
+    patches = options.get("image_encoder") == "patches"
+    batches = [part_of(made_batch(size, not patches, options["feature_dim"]), world) for size in (7, 5, 2, 6)]
     batches = [attrs.evolve(batch, features=batch.features.to(dtype)) for batch in batches]
-    numbers = [stepper(batch, "hardest", step, diagnose=True) for step, batch in enumerate(batches)]
+    numbers, gradients = [], {}
+    for step, batch in enumerate(batches):
+        numbers.append(stepper(batch, settings.mining, step, diagnose=True))
+        if step == 0:
+            gradients = {key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None}
     kept = [stepper.scenario.target.model, *stepper.scenario.companions()]
-    return {"numbers": numbers, "weights": [one.state_dict() for one in kept]}
+    return {"numbers": numbers, "gradients": gradients, "weights": [one.state_dict() for one in kept]}
+
+
+def create_model(settings: TrainConfig, options: dict[str, Any]) -> MatchingModel:
+    """The model of `settings`, with conversions around it where there are any."""
+    if settings.conversions is None:
+        return models.create(settings.model, **options)
+    return models.create("fdf", host=settings.model, host_options=options, conversions=settings.conversions)
 
 
 def mean_statistics(world: World) -> dict[str, Tensor]:
-    """The running statistics that a step leaves where encoders normalise batches."""
+    """The running statistics that a step leaves where encoders normalise what a process encodes at a time."""
     name, options, size = NORMALIZED
     torch.manual_seed(0)
     model = models.create(name, **options).double().train()
     with torch.no_grad():
-        Replicas(world, [model]).scores(model, part_of(made_batch(size, False), world))
+        Replicas(world, [model], size).scores(model, part_of(made_batch(size, False), world))
     return {key: one.clone() for key, one in model.named_buffers() if "running" in key}
 
 
@@ -154,6 +265,7 @@ def evaluation_case(world: World, data: Path, run: Path) -> dict[str, Any]:
 
 
 _COUNTED: Counter[str] = Counter()
+_BYTES: list[tuple[str, float]] = []
 
 
 def check_worlds(rank: int, value: dict[str, str]) -> None:
@@ -167,6 +279,7 @@ def check_worlds(rank: int, value: dict[str, str]) -> None:
             if rank < world.size:
                 found[world.size] = {name: one_step(name, world) for name in STEPS}
                 found[world.size] |= {name: few_steps(name, world) for name in SCENARIOS}
+                found[world.size]["bytes"] = {name: bytes_of_a_step(name, world) for name in TRAVELS}
                 found[world.size]["statistics"] = mean_statistics(world)
                 found[world.size]["evaluation"] = evaluation_case(world, Path(value["data"]), Path(value["run"]))
         torch.save(found, Path(value["out"]) / f"{rank}.pt")
@@ -177,6 +290,13 @@ def _counting(name: str, function: Any) -> Any:
         # What processes agree on is no tensor of theirs.
         if not (isinstance(arguments[0], Tensor) and arguments[0].dtype == torch.int32):
             _COUNTED[name] += 1
+        _BYTES.append((name, _received(name, arguments[0], dist.get_world_size(options.get("group")))))
         return function(*arguments, **options)
 
     return counting
+
+
+def _received(name: str, into: Any, size: int) -> float:
+    """The bytes that a process receives from the others; of a sum those that go around a ring of them."""
+    total = sum(part.nbytes for part in into) if isinstance(into, list) else into.nbytes
+    return total * (size - 1) / size * (2 if name == "all_reduce" else 1)

@@ -5,17 +5,20 @@ dictionary:
 
 - `size`: how many processes it has, each with the environment that torchrun would give it;
 - `arguments`: of the command line; or `function`: "module:name", called with the number of the process and `value`;
-- `environment`: more variables;
+- `environment`: more variables; `imports`: modules that all of its processes need, loaded once;
 - `signals`: [rank, step, name of a signal] each, sent by the process to itself while it does this step of a training;
+- `change`: [rank, step, file]: the process turns a bit of a file round before this step (`turn_a_bit`);
+- `full`: [rank, step, file, share]: from this step on no file of the process grows above so much of the size of `file`;
 - `fail_at`: [rank, step] whose loss becomes NaN. `continue_after`: [rank, stopped]: it goes on when rank ended.
 
 The result is [exit status, standard output, standard error] of each process by its rank; a signal is a negative status.
 
-Inside: `run_jobs`, `train_job`.
+Inside: `run_jobs`, `train_job`, `turn_a_bit`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -29,6 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from helpers.full_disk import no_file_above
 from helpers.processes import ROOT
 
 Outcome = tuple[int, str, str]
@@ -62,6 +66,8 @@ def _free_port() -> int:
 
 
 def _run(job: dict[str, Any]) -> list[Outcome]:
+    for module in job.get("imports", []):
+        importlib.import_module(module)
     size, port = job["size"], _free_port()
     with tempfile.TemporaryDirectory() as folder:
         children = []
@@ -114,23 +120,38 @@ def _work(job: dict[str, Any], rank: int) -> int:
     from itm_fast import cli
     from itm_fast.training import Trainer
 
-    step = Trainer._step
+    step, disk = Trainer._step, contextlib.ExitStack()
 
     def disturbed(self: Any, batch: Any, mining: str | None = None) -> Any:
         number = self.engine.state.iteration
         for of, at, name in job.get("signals", []):
             if (of, at) == (rank, number):
                 os.kill(os.getpid(), getattr(signal, name))
+        if job.get("change", [])[:2] == [rank, number]:
+            turn_a_bit(Path(job["change"][2]))
+        if job.get("full", [])[:2] == [rank, number]:
+            _, _, file, share = job["full"]
+            disk.enter_context(no_file_above(int(share * Path(file).stat().st_size)))
         if job.get("fail_at") == [rank, number]:
             self.model.first_image_weight().data.fill_(float("nan"))
         return step(self, batch, mining)
 
     Trainer._step = disturbed  # type: ignore[method-assign]
     try:
-        cli.main(job["arguments"])
+        with disk:
+            cli.main(job["arguments"])
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
+
+
+def turn_a_bit(file: Path) -> None:
+    """Turns the lowest bit of the last byte but one of `file` round, in place."""
+    with file.open("r+b") as opened:
+        opened.seek(-2, os.SEEK_END)
+        (byte,) = opened.read(1)
+        opened.seek(-2, os.SEEK_END)
+        opened.write(bytes([byte ^ 1]))
 
 
 if __name__ == "__main__":

@@ -80,7 +80,9 @@ def make_scenario(
             )
         # Regions that augmentation left cannot be read again.
         stored = None if config.region_augmentation else image_rows
-        return RealignmentScenario(target, config.online_weight, config.batch_size, stored)
+        return RealignmentScenario(
+            target, config.online_weight, config.batch_size, stored, fresh=config.other_batches == "fresh"
+        )
     if config.scenario == "oss":
         device = next(model.parameters()).device
         # Each branch has weights of its own, from torch's random state (section III-C: randomly initialised).

@@ -34,8 +34,7 @@ from torch import Tensor
 
 import itm_fast.functional as F_itm
 from itm_fast.fragments import Fragments
-from itm_fast.models.base import MatchingModel
-from itm_fast.models.fragment_model import FragmentModel
+from itm_fast.models import FDF, FragmentModel, MatchingModel
 from itm_fast.run_files import DISCRIMINATORS
 from itm_fast.training.branch import Branch, finite
 from itm_fast.training.checkpoint import STATE_FILE
@@ -51,9 +50,10 @@ __all__ = ["AddrScenario", "check_model", "snapshot_path"]
 
 def check_model(model: MatchingModel) -> FragmentModel:
     """The model as one that yields fragments; ValueError where it has none."""
-    if isinstance(model, FragmentModel):
+    if isinstance(model, FragmentModel) and model.yields_fragments:
         return model
-    raise ValueError(f"scenario: addr looks at regions and words, but the model {model.name} yields none")
+    name = model.config.host if isinstance(model, FDF) else model.name
+    raise ValueError(f"scenario: addr looks at regions and words, but the model {name} yields none")
 
 
 class AddrScenario(Scenario):

@@ -1,6 +1,6 @@
 """A step of branches that learn from the same batch, each beside those before it.
 
-Inside: `Scenario`, `BatchFunctions`, `StepResult`.
+Inside: `Scenario`, `BatchFunctions`, `StepResult`, `Sets`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from itm_fast.models.base import MatchingModel
 from itm_fast.training.branch import Branch
 from itm_fast.training.state_check import check_like
 
-__all__ = ["BatchFunctions", "Scenario", "StepResult"]
+__all__ = ["BatchFunctions", "Scenario", "Sets", "StepResult"]
+
+# Fragments, or a tensor of one row for each set.
+Sets = Any
 
 
 @attrs.frozen
@@ -31,9 +34,13 @@ class BatchFunctions:
         scores: the scores (B, B) of the batch by a model.
         loss: of a branch's scores alone.
         boosting_loss: of a branch's scores beside the scores of an anchor, which receive no gradient.
-        realignment_loss: of pairs with the negatives of another batch, as `itm_fast.losses.RealignmentLoss`.
+        realignment_loss: of pairs with the negatives of another batch, as `itm_fast.losses.RealignmentLoss`; each of
+            several processes gives its own pairs, and gets the loss of all.
         fragments: by a model of regions and words, the scores and the regions and words of B sets each; scores that are
             not asked for (`scored=False`) may be None.
+        run: by a model, what a function gives that works on this process's part of the batch.
+        whole_scores: within it the scores (B, B) of the batch, from the embeddings of that part.
+        whole: within it the sets of the batch, from those of that part, without derivative.
         total: the sum of a number of each pair, (B,). Each of several processes has all of them and differentiates its
             own pairs.
         images: (B,) int64, the image of each pair.
@@ -46,6 +53,9 @@ class BatchFunctions:
     boosting_loss: Callable[[Tensor, Tensor], Tensor]
     realignment_loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     fragments: Callable[..., tuple[Tensor | None, Fragments, Fragments]]
+    run: Callable[[MatchingModel, Callable[[], Any]], Any]
+    whole_scores: Callable[[MatchingModel, Any, Any], Tensor]
+    whole: Callable[[MatchingModel, Sets], Sets]
     total: Callable[[Tensor], Tensor]
     images: Tensor
     batch: Batch
@@ -100,6 +110,11 @@ class Scenario:
     def target(self) -> Branch:
         """The branch that is validated and kept."""
         return self.branches[-1]
+
+    @property
+    def models(self) -> list[MatchingModel]:
+        """All that score a batch: those that learn, and the anchor."""
+        return [*(branch.model for branch in self.branches), *([] if self.anchor is None else [self.anchor])]
 
     def companions(self) -> list[MatchingModel]:
         """The models that are kept beside the target: the branches before it."""

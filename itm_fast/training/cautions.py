@@ -1,0 +1,42 @@
+"""Settings that a run takes although they do not do there what they are for.
+
+They are warned of and not refused: the ablations of a method share a recipe or a list of settings with it, and some
+outcome is defined for each.
+
+Inside: `cautions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from itm_fast import config as settings
+from itm_fast.messages import shown
+from itm_fast.models import MatchingModel
+from itm_fast.training.config import TrainConfig
+from itm_fast.training.objective import ADVERSARIAL, ANCHORED
+
+__all__ = ["cautions"]
+
+_OF_REGULARIZATION = ("regularization_weight", "model_regularization_weight", "domain_margin")
+# What has no effect in each ablation of ADDR.
+_IDLE = {
+    "base": tuple(name for name in ADVERSARIAL if name != "addr"),
+    "united": _OF_REGULARIZATION,
+    "multiple": _OF_REGULARIZATION,
+}
+
+
+def cautions(config: TrainConfig, model: MatchingModel) -> Iterator[str]:
+    """One line for each such setting of a run that trains `model`."""
+    if config.scenario == "addr":
+        fields = settings.fields_of(TrainConfig)
+        for name in _IDLE.get(config.addr or "full", ()):
+            value = getattr(config, name)
+            if value != fields[name].default:
+                yield f"{name}: {shown(value)} has no effect with addr {config.addr}"
+    if config.soft and config.scenario in ANCHORED and not model.scores_within_one:
+        yield (
+            f"soft: soft margins take scores to lie within [-1, 1], but those of this {model.name} may lie outside, "
+            "where the margins turn negative"
+        )

@@ -1,0 +1,63 @@
+"""The batches of a run in their order, from any step on.
+
+Inside: `read_batches`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from itm_fast.data import Batch, BatchLoader, EpochSampler, PrecomputedDataset
+from itm_fast.distributed import World
+from itm_fast.training.config import TrainConfig
+from itm_fast.training.phases import Phases
+from itm_fast.training.shares import Shares, shared
+
+__all__ = ["read_batches"]
+
+
+def read_batches(
+    config: TrainConfig,
+    data: PrecomputedDataset,
+    phases: Phases,
+    position: int,
+    *,
+    world: World,
+    pin_memory: bool = False,
+) -> Iterator[Batch]:
+    """The own part of the batches from step `position` on, epoch after epoch, without end.
+
+    Args:
+        config: the settings of the run.
+        data: the training split.
+        phases: which batch a step takes.
+        position: the first step, from 0.
+        world: the processes that share each batch.
+        pin_memory: read into page-locked memory.
+
+    Raises:
+        ValueError: a row cannot be read, or holds what is refused.
+    """
+    for part in phases.passes(position):
+        sampler = EpochSampler(
+            len(data),
+            config.batch_size,
+            seed=config.seed,
+            epoch=part.order,
+            drop_last=config.drop_last,
+            start_batch=part.start,
+            lengths=data.caption_lengths.numpy(),
+            bucket_batches=config.bucket_batches,
+        )
+        own = sampler if world.size == 1 else Shares(sampler, world)
+        loader = BatchLoader(data, own, workers=config.workers, pin_memory=pin_memory)
+        # A loader draws a seed for its workers from torch's generator, which dropout draws from, too.
+        with torch.random.fork_rng(devices=[]):
+            batches = shared(loader, sampler, data.caption_image, world)
+            first = next(batches)
+        yield from itertools.repeat(first, part.repeats - part.done)
+        for batch in batches:
+            yield from itertools.repeat(batch, part.repeats)
