@@ -1,4 +1,4 @@
-"""Measures the reader of feature stores and batches of like length on synthetic data, and prints the tables.
+"""Measures the reader of feature stores on synthetic data, and prints the tables.
 
 python benchmarks/reader.py --json benchmarks/results/reader.json   # some minutes, 1 GB of disk
 """
@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from itm_fast.benchmarking.reader import buckets_markdown, markdown, run
+from itm_fast.benchmarking.reader import markdown, run
 
 
 def main() -> None:
@@ -34,7 +34,6 @@ def main() -> None:
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
     print(markdown(results))
-    print(buckets_markdown(results))
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def dry_run(**options: Any) -> dict[str, Any]:
 def test_a_run_holds_rates_of_the_cost_model() -> None:
     saved: list[int] = []
     results = dry_run(save=lambda results: saved.append(len(results["workloads"])))
-    assert saved == [1, 2, 3, 4, 5, 6, 7, 8, 8]
+    assert saved == [*range(1, 12), 11]
     found = results["workloads"]["scores 4"]
     assert found["cost"] == attrs.asdict(costs.scores(4, 4, 16))
     native = found["variants"]["native"]
@@ -120,8 +120,16 @@ def test_a_run_holds_rates_of_the_cost_model() -> None:
     assert of_rcar["cost"] == attrs.asdict(costs.regulated_scores(4, 4, 16))
     assert of_rcar["variants"]["native"]["accuracy"]["max_score_error"] < 1e-5
     assert results["workloads"]["regulated step 4"]["cost"] == attrs.asdict(costs.regulated_step(4, 16))
+    selective, boosting = (results["workloads"][f"{name} 8"] for name in ("loss selective", "boosting all"))
+    assert (selective["cost"], boosting["cost"]) == (attrs.asdict(costs.loss(8)), attrs.asdict(costs.boosting_loss(8)))
+    for loss in (selective, boosting):
+        assert list(loss["variants"]) == ["plain", "native"]
+        assert all(figures["accuracy"]["relative_loss_error"] < 1e-6 for figures in loss["variants"].values())
+    rate = boosting["variants"]["native"]["bytes_per_s"]
+    assert rate == pytest.approx(3 * 4 * 8**2 / boosting["variants"]["native"]["median_s"])
     text = markdown(results)
     assert "| scores 4 | itm_fast |" in text
+    assert "| boosting hardest 8 | itm_fast |" in text
     ratio = found["variants"]["loop"]["median_s"] / native["median_s"]
     assert f"| {ratio:.1f}x |" in text
 
@@ -134,7 +142,8 @@ def test_kernels_that_are_not_registered_are_not_built(monkeypatch: pytest.Monke
     backward = ["cross_attention_scores_backward"]
     regulated = {f"regulated {name} 4": ["regulated_scores"] for name in ("scores", "step")}
     of_scores = {"scores 4": scores, "step 4": scores + backward, "evaluation 2 x 10": scores}
-    assert results["not_built"] == of_scores | regulated
+    boosting = {f"boosting {mining} 8": ["boosting_loss", "boosting_loss_backward"] for mining in ("hardest", "all")}
+    assert results["not_built"] == of_scores | regulated | boosting
     assert list(results["workloads"]["step 4"]["variants"]) == ["loop", "packed", "packed bf16"]
     assert "native" in results["workloads"]["ranks 2 x 10"]["variants"]
     line = "scores 4: the native variants were not run, for lack of CUDA kernels of cross_attention_scores."
@@ -162,7 +171,7 @@ def test_what_the_limit_leaves_out_is_listed() -> None:
     results = dry_run(limit_s=-1.0)
     assert results["workloads"] == {}
     names = ["scores 4", "step 4", "regulated scores 4", "regulated step 4", "loss hardest 8", "loss all 8"]
-    names += ["ranks 2 x 10", "evaluation 2 x 10"]
+    names += ["loss selective 8", "boosting hardest 8", "boosting all 8", "ranks 2 x 10", "evaluation 2 x 10"]
     assert results["not_run"] == names
     assert f"Not run, for lack of time: {', '.join(names)}." in markdown(results)
 

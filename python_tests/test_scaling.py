@@ -18,7 +18,7 @@ def test_one_gpu_exchanges_nothing() -> None:
     found = step(1, PARAMETERS)
     assert (found.gathered, found.matrix, found.scattered, found.reduced, found.exchanging) == (0, 0, 0, 0, 0)
     peaks = DEVICES["H200"]
-    gradients = costs.backward(128) + Cost(bytes=8 * 128 * 36 * 1024)
+    gradients = costs.backward(128) + Cost(bytes=4 * 128 * 36 * 1024)
     parts = (costs.encoders(128), costs.scores(128, 128), costs.loss(128), gradients)
     assert found.seconds == pytest.approx(sum(costs.predicted(part, peaks) for part in parts))
     assert found.rate == pytest.approx(128 / found.seconds)
@@ -29,9 +29,9 @@ def test_one_gpu_exchanges_nothing() -> None:
 def test_bytes_that_a_rank_receives(gathered: str, rows: int, gpus: int) -> None:
     found = step(gpus, PARAMETERS, gathered=gathered)
     others = gpus - 1
-    # Vectors of 1024 numbers of two bytes of all others, whose gradients have four; other columns of the scores.
+    # Vectors of 1024 numbers of two bytes of all others, whose gradients have as many; other columns of the scores.
     assert found.gathered == others * 128 * rows * 1024 * 2
-    assert found.scattered == others * 128 * rows * 1024 * 4
+    assert found.scattered == found.gathered
     assert found.matrix == (128 * gpus) * (128 * others) * 4
     # A ring passes everything but its own part twice: sums, then what they came to.
     assert found.reduced == pytest.approx(2 * PARAMETERS * 4 * others / gpus)
@@ -41,7 +41,7 @@ def test_bytes_that_a_rank_receives(gathered: str, rows: int, gpus: int) -> None
     assert found.batch == 128 * gpus
     # Of the gradients of at most three pairs for each of 128, as many for each owner.
     few = step(gpus, PARAMETERS, gathered=gathered, sparse=True)
-    assert few.scattered == pytest.approx(3 * 128 * rows * 1024 * 4 * others / gpus)
+    assert few.scattered == pytest.approx(3 * 128 * rows * 1024 * 2 * others / gpus)
     assert (few.gathered, few.scoring) == (found.gathered, found.scoring)
 
 
@@ -72,7 +72,7 @@ def test_what_data_need() -> None:
     ("images", "gpus", "where"),
     [
         (113_287, 1, "each GPU"),
-        (1e6, 8, "each machine's memory"),
+        (1e6, 8, "each machine's page cache"),
         (1.1e7, 64, "the GPUs together, a slice each"),
         (5e7, 64, "the machines together, a slice each"),
         (1e9, 64, "drives"),
@@ -80,6 +80,17 @@ def test_what_data_need() -> None:
 )
 def test_where_features_lie(images: float, gpus: int, where: str) -> None:
     assert place(Data(images, images), gpus) == where
+
+
+def test_where_the_reader_was_cold() -> None:
+    """Of figures that read images again, and of those that read each once."""
+    results = ROOT / "benchmarks" / "results"
+    rehearsal, reader = (json.loads((results / f"{name}.json").read_text()) for name in ("coco_epoch", "reader"))
+    once, again = ({key: value for key, value in row.items() if key != "images"} for row in [reader["cold"][1]] * 2)
+    once["images"] = 1133
+    rate = f"{once['bytes_per_second'] / 1e9:.2f} GB/s at random from a cache that was cold "
+    for row, words in ((once, "throughout; "), (again, "at first (many images were read twice or more); ")):
+        assert f"{rate}{words}" in markdown(rehearsal, {**reader, "cold": [row]})
 
 
 def test_the_page_says_what_was_measured_and_computes_the_rest() -> None:

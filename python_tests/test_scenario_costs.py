@@ -132,10 +132,7 @@ def test_all_of_it_in_one_run() -> None:
 
 @pytest.mark.parametrize("model", ["dbl", "scan"])
 def test_the_committed_figures_stay_near_what_a_scenario_may_add(model: str) -> None:
-    """A tenth more than a forward without gradient, a copy of the model and 10 MB, 5 percent more than M branches.
-
-    Branches that train together miss theirs, as the table says; by more than a twentieth, something is wrong.
-    """
+    """A tenth more than a forward without gradient, a copy of the model and 10 MB, 5 percent more than M branches."""
     measured = json.loads(FIGURES.read_text())["models"][model]
     assert measured["setup"] == {"model": model, "batch": 128, "dim": 1024, "features": 2048, "words": 10_000}
     rows = measured["rows"]
@@ -147,4 +144,4 @@ def test_the_committed_figures_stay_near_what_a_scenario_may_add(model: str) -> 
         assert 0.5 * held < rows[scenario]["peak_bytes"] - rows["single"]["peak_bytes"] <= held + 10e6
         assert len(rows[scenario]["peak_runs_bytes"]) == 3
     for branches in (2, 3):
-        assert 0.9 < per_branch(rows, f"oss, {branches} branches") <= 1.05 * 1.05
+        assert 0.9 < per_branch(rows, f"oss, {branches} branches") <= 1.05

@@ -6,7 +6,7 @@ Inside: `markdown`, `gpu_markdown`, `coco_steps`, `shares`, `projected`.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from itm_fast.benchmarking.coco_epoch import FORMAT_VERSION, KIND
@@ -127,6 +127,18 @@ def _projections(models: Mapping[str, Any]) -> str:
     return table(rows)
 
 
+def _memory(memory: Sequence[int]) -> str:
+    """The range and the mean of the quarters that `growth` compares."""
+    quarter = len(memory) // 4
+    third, last = memory[-2 * quarter : -quarter], memory[-quarter:]
+    ranges = [f"{amount(min(part), 'B')} to {amount(max(part), 'B')}" for part in (third, last)]
+    means = [statistics.fmean(part) for part in (third, last)]
+    return (
+        f"It was {ranges[0]} in the third and {ranges[1]} in the last, "
+        f"{amount(means[0], 'B')} and {amount(means[1], 'B')} on average ({100 * (means[1] / means[0] - 1):+.1f} %)."
+    )
+
+
 def _epoch(results: Mapping[str, Any]) -> str:
     epoch = results["epoch"]
     batch = results["models"][epoch["model"]]["batch"]
@@ -138,6 +150,7 @@ def _epoch(results: Mapping[str, Any]) -> str:
     return (
         f"{epoch['model']} was trained for a whole epoch of these data, {epoch['steps']:,} steps in "
         f"{seconds(epoch['seconds'])}: {waited}, and {grown}, by the least that it was after a "
-        f"step of the third and of the last quarter. Without steps a batch of {batch} is read in "
-        f"{seconds(epoch['reading_seconds'])}. Captions take {epoch['caption_bytes']:.0f} bytes each in memory."
+        f"step of the third and of the last quarter. {_memory(epoch['memory_bytes'])} Without "
+        f"steps a batch of {batch} is read in {seconds(epoch['reading_seconds'])}. Captions "
+        f"take {epoch['caption_bytes']:.0f} bytes each in memory."
     )

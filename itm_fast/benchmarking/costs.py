@@ -19,6 +19,7 @@ __all__ = [
     "Cost",
     "Peaks",
     "backward",
+    "boosting_loss",
     "device_of",
     "encoders",
     "epoch",
@@ -118,6 +119,11 @@ def pairs_of_tiles(region_counts: Sequence[int], word_counts: Sequence[int]) -> 
 def loss(batch: int) -> Cost:
     """Value and dense gradient of a triplet loss, in one launch: scores are read once, as many gradients written."""
     return Cost(other=4.0 * batch**2, bytes=8.0 * batch**2, launches=1)
+
+
+def boosting_loss(batch: int) -> Cost:
+    """As `loss`, of the differences to the scores of an anchor branch, which are read, too."""
+    return Cost(other=5.0 * batch**2, bytes=12.0 * batch**2, launches=1)
 
 
 def backward(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:

@@ -40,8 +40,23 @@ NEEDED = {
     "make_regulated_scores": REGULATING,
     "make_regulated_step": (*REGULATING, "triplet_loss", "triplet_loss_backward"),
     "make_loss": ("triplet_loss", "triplet_loss_backward"),
+    "make_boosting": ("boosting_loss", "boosting_loss_backward"),
     "make_ranks": ("retrieval_ranks",),
     "make_evaluation": (*SCORING, "retrieval_ranks"),
+}
+
+# Kinds of losses, with the negatives that each is measured with.
+LOSSES = (
+    ("loss", workloads.make_loss, costs.loss, ("hardest", "all", "selective")),
+    ("boosting", workloads.make_boosting, costs.boosting_loss, ("hardest", "all")),
+)
+
+# What is compared with float64, and up to which batch.
+ACCURACIES: dict[str, tuple[Callable[..., dict[str, float]], int]] = {
+    "make_scores": (workloads.accuracy, 128),
+    "make_regulated_scores": (regulated.accuracy, 128),
+    "make_loss": (workloads.loss_accuracy, 4096),
+    "make_boosting": (workloads.boosting_accuracy, 4096),
 }
 
 
@@ -100,10 +115,10 @@ def _workloads(preset: GpuPreset, device: str) -> list[_Workload]:
     found += _regulated_workloads(preset, device)
     plain, of_scores = {"plain": runs}, ("native", *graph[:1])
     for batch in preset.loss_batches:
-        for mining in ("hardest", "all"):
-            name, arguments = f"loss {mining} {batch}", (batch, mining, device)
-            fixed = _fixed(costs.loss(batch))
-            found.append(_Workload(name, workloads.make_loss, arguments, fixed, plain, of_scores))
+        for kind, make, cost_of, minings in LOSSES:
+            for mining in minings:
+                name, arguments = f"{kind} {mining} {batch}", (batch, mining, device)
+                found.append(_Workload(name, make, arguments, _fixed(cost_of(batch)), plain, of_scores))
     images, captions = preset.gallery
     sizes, label = Sizes(images, captions, preset.dim, device), f"{images} x {captions}"
     fixed = _fixed(costs.ranks(images, captions))
@@ -221,13 +236,17 @@ def _measured(
     for variant, figures in found["variants"].items():
         if variant in natives:
             figures |= rates(workload.cost(2 if "bf16" in variant else 4), figures["median_s"], reached)
-        if workload.make is regulated.make_regulated_scores and workload.arguments[0].captions <= 128:
-            figures["accuracy"] = regulated.accuracy(variant, workload.arguments[0])
-        if workload.make is workloads.make_scores and not variant.endswith((" graph", " compiled")):
-            sizes = workload.arguments[0]
-            if sizes.captions <= 128:
-                figures["accuracy"] = workloads.accuracy(variant, sizes)
+        if not variant.endswith((" graph", " compiled")):
+            figures |= _accuracy(workload, variant)
     return found, failed
+
+
+def _accuracy(workload: _Workload, variant: str) -> dict[str, Any]:
+    """The variant beside float64, where that is small enough."""
+    accuracy, most = ACCURACIES.get(workload.make.__name__, (None, 0))
+    size, *_ = workload.arguments
+    count = size.captions if isinstance(size, Sizes) else size
+    return {"accuracy": accuracy(variant, *workload.arguments)} if accuracy is not None and count <= most else {}
 
 
 def rates(cost: Cost, seconds: float, reached: dict[str, dict[str, float]]) -> dict[str, float]:

@@ -42,6 +42,8 @@ WORKLOADS = (
         Workload(f"triplet loss and gradient, B = {batch}", costs.loss(batch), f"loss hardest {batch}")
         for batch in (128, 4096, 8192)
     ),
+    Workload("triplet loss of SelHN and gradient, B = 4096", costs.loss(4096), "loss selective 4096"),
+    Workload("boosting loss and gradient, B = 4096", costs.boosting_loss(4096), "boosting hardest 4096"),
     Workload("ranks, 5000 x 25000", costs.ranks(5000, 25000), "ranks 5000 x 25000"),
     Workload("COCO-5K evaluation, 5000 x 25000", costs.evaluation(5000, 25000), "evaluation 5000 x 25000"),
     Workload("one COCO epoch, 4,425 steps of B = 128", costs.epoch(128)),

@@ -1,4 +1,4 @@
-"""What reading batches of features costs: the native reader beside a memory-mapped gather, and buckets of captions.
+"""What reading batches of features costs: the native reader beside a memory-mapped gather.
 
 Inside: `run`, `markdown`, `buckets_markdown`.
 """
@@ -12,6 +12,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,16 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from itm_fast import models
 from itm_fast.benchmarking.run import environment
-from itm_fast.data import BatchLoader, CaptionDataset, EpochSampler, layout, load_vocabulary, open_split, pack
+from itm_fast.data import BatchLoader, CaptionDataset, layout, load_vocabulary, open_split, pack
+from itm_fast.data.reader import default_threads
 from itm_fast.data.synthetic import write_synthetic
 from itm_fast.ops.library import build_info
 
 __all__ = ["FORMAT_VERSION", "buckets_markdown", "markdown", "run"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _BATCH = 128
-_BUCKETS = (0, 10, 50)
-_ENCODER_BATCHES, _ENCODER_ROUNDS = 4, 3
 
 # What is compared, as the table has it.
 LABELS = {
@@ -57,6 +56,11 @@ class _Gather(Dataset[torch.Tensor]):
 def _batches(images: int, n: int, seed: int) -> list[np.ndarray]:
     random = np.random.default_rng(seed)
     return [random.integers(0, images, _BATCH) for _ in range(n)]
+
+
+def each_once(images: int, seed: int) -> list[np.ndarray]:
+    """Batches of all images in a random order; the last one may be smaller."""
+    return np.split(np.random.default_rng(seed).permutation(images), range(_BATCH, images, _BATCH))
 
 
 class _Images(CaptionDataset):
@@ -128,28 +132,35 @@ def _cached_share(path: Path) -> float:
         return float(np.mean(pages & 1))
 
 
-def _direct_rate(paths: list[Path], block: int, offsets: list[tuple[int, int]]) -> float | None:
-    """Bytes per second of reads past the system's cache (O_DIRECT), one after the other; None where that is refused."""
-    buffer = mmap.mmap(-1, block)
+def _direct_rate(paths: list[Path], block: int, offsets: list[tuple[int, int]], threads: int) -> float | None:
+    """Bytes per second of reads past the system's cache (O_DIRECT), `threads` at a time; None where that is refused."""
     try:
         handles = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths]
     except OSError:
         return None
+
+    def read(places: list[tuple[int, int]]) -> int:
+        with mmap.mmap(-1, block) as buffer:
+            return sum(os.preadv(handles[file], [buffer], offset) for file, offset in places)
+
     start = time.perf_counter()
-    done = sum(os.preadv(handles[file], [buffer], offset) for file, offset in offsets)
+    with ThreadPoolExecutor(threads) as pool:
+        done = sum(pool.map(read, [offsets[first::threads] for first in range(threads)]))
     seconds = time.perf_counter() - start
     for handle in handles:
         os.close(handle)
     return done / seconds
 
 
-def _cold(name: str, files: list[Path], way: _Way, row_bytes: int) -> dict[str, Any]:
-    """One pass over rows that the system's cache does not hold, and the same number of bytes past it."""
+def _cold(name: str, files: list[Path], way: _Way, images: int, row_bytes: int) -> dict[str, Any]:
+    """One pass over all images, each once, none of them in the system's cache; and the disk's own rates past it."""
     _drop_from_cache(files)
     share = statistics.fmean(_cached_share(path) for path in files)
     start = time.perf_counter()
     rows = sum(len(batch) for batch in way())
     seconds = time.perf_counter() - start
+    if rows != images:
+        raise ValueError(f"{name}: expected each of {images} images once, got {rows} rows")
     random = np.random.default_rng(1)
     block = -(-row_bytes // 4096) * 4096
     places = []
@@ -160,40 +171,18 @@ def _cold(name: str, files: list[Path], way: _Way, row_bytes: int) -> dict[str, 
     return {
         "way": name,
         "cached_share_before": share,
+        "images": rows,
         "rows_per_second": rows / seconds,
         "bytes_per_second": rows * row_bytes / seconds,
-        "disk_random_bytes_per_second": _direct_rate(files, block, places),
-        "disk_sequential_bytes_per_second": _direct_rate(files[:1], 2**22, in_turn),
+        "disk_threads": default_threads(),
+        "disk_random_bytes_per_second": _direct_rate(files, block, places, default_threads()),
+        "disk_sequential_bytes_per_second": _direct_rate(files[:1], 2**22, in_turn, 1),
     }
-
-
-def _buckets(folder: Path) -> list[dict[str, Any]]:
-    """What padding there is by the size of the window, and processor time of SCAN's text encoder there and back."""
-    train = open_split(folder, "train", load_vocabulary(folder))
-    lengths = train.caption_lengths.numpy()
-    torch.manual_seed(0)
-    model = models.create("scan", vocab_size=len(train.vocabulary), feature_dim=8, embed_dim=256)
-    rows: list[dict[str, Any]] = []
-    for window in _BUCKETS:
-        batches = list(EpochSampler(len(train), _BATCH, lengths=lengths, bucket_batches=window))
-        slots = sum(len(batch) * int(lengths[batch].max()) for batch in batches)
-        shares = {"bucket_batches": window, "padding_share": 1 - int(lengths.sum()) / slots, "encoder_seconds": []}
-        # Evenly spread over all lengths: what a step costs on average.
-        batches.sort(key=lambda batch: int(lengths[batch].sum()))
-        spread = (np.arange(_ENCODER_BATCHES) + 0.5) / _ENCODER_BATCHES * len(batches)
-        rows.append({**shares, "chosen": [batches[int(place)] for place in spread]})
-    for _ in range(_ENCODER_ROUNDS):
-        for row in rows:
-            start = time.process_time()
-            for batch in row["chosen"]:
-                words: Any = model.encode_captions(*train.caption_batch(batch))
-                words.values.sum().backward()
-            row["encoder_seconds"].append((time.process_time() - start) / _ENCODER_BATCHES)
-    return [{name: value for name, value in row.items() if name != "chosen"} for row in rows]
 
 
 def run(folder: Path, *, scale: float, batches: int, rounds: int, progress: Callable[[str], None]) -> dict[str, Any]:
     """Writes synthetic data and stores under `folder`, measures, and returns what the JSON file holds."""
+    load_before = os.getloadavg()[0]
     progress("data")
     data = write_synthetic(folder / "data", scale=scale)
     stores = {dtype: folder / dtype for dtype in ("fp32", "bf16")}
@@ -214,12 +203,12 @@ def run(folder: Path, *, scale: float, batches: int, rounds: int, progress: Call
         for name, way in ways.items():
             warm[name].append(_rate(way))
     row_bytes = 4 * int(shape[1]) * int(shape[2])
-    cold = []
+    cold, once = [], _ways(data, stores, each_once(int(shape[0]), 2))
     # Stores alone: pages of a file that is mapped cannot be dropped from the cache.
     for name, path in stores.items():
         progress(f"cold, {name}")
         files = sorted(path.glob("train-0*.safetensors"))
-        cold.append(_cold(name, files, ways[name], row_bytes // (2 if name == "bf16" else 1)))
+        cold.append(_cold(name, files, once[name], int(shape[0]), row_bytes // (2 if name == "bf16" else 1)))
     return {
         "format_version": FORMAT_VERSION,
         "environment": environment(torch.get_num_threads(), build_info()),
@@ -229,9 +218,9 @@ def run(folder: Path, *, scale: float, batches: int, rounds: int, progress: Call
         "batches": batches,
         "warm_rows_per_second": {name: [wall for wall, _ in rates] for name, rates in warm.items()},
         "warm_rows_per_processor_second": {name: [own for _, own in rates] for name, rates in warm.items()},
-        "load_average": os.getloadavg()[0],
+        "load_before": load_before,
+        "load_after": os.getloadavg()[0],
         "cold": cold,
-        "buckets": _buckets(data),
     }
 
 
@@ -243,8 +232,8 @@ def markdown(results: Mapping[str, Any]) -> str:
         f"Measured on {where['date'][:10]} with `{where['command']}` on {where['processor']}, {where['cores']} cores, "
         f"torch {where['torch']}: batches of {results['batch']} random images of {row_bytes / 1024:,.0f} KB (float32) "
         f"out of {results['images']:,}, all in the system's cache. Medians of {len(base)} interleaved rounds, smallest "
-        f"and largest in brackets; ratios are medians over the rounds. Other work was on the machine (load "
-        f"{results['load_average']:.0f}), so that processor time, of worker processes too, says more than the clock.",
+        f"and largest in brackets; ratios are medians over the rounds. Load of the machine: {_load(results)}. "
+        "Processor time is that of worker processes, too.",
         "",
         "| warm cache | images per second | against NumPy | images per second of processor time | against NumPy |",
         "| --- | ---: | ---: | ---: | ---: |",
@@ -267,13 +256,26 @@ def markdown(results: Mapping[str, Any]) -> str:
         cells += ["refused" if rate is None else f"{rate / 1e6:,.0f}" for rate in disk]
         lines.append(f"| {' | '.join(cells)} |")
     share = max(row["cached_share_before"] for row in results["cold"])
+    first = results["cold"][0]
+    if "images" in first:
+        drawn = f"{first['images']:,} images, each read once in random order"
+        rates = f"images {first['disk_threads']} at a time, as the reader's threads, and in order one at a time"
+    else:
+        drawn = "images drawn anew for each place of a batch, so that many were read again from the cache"
+        rates = "one at a time"
     lines += [
         "",
-        f"Cold: files were dropped from the system's cache by `posix_fadvise` ({share:.0%} of their pages were left). "
-        "The disk's own rate is that of reads past the cache (`O_DIRECT`), one at a time. What the host of a virtual "
-        "machine caches cannot be dropped from within.",
+        f"Cold: files were dropped from the system's cache by `posix_fadvise` ({share:.0%} of their pages were left); "
+        f"{drawn}. The disk's own rate is that of reads past the cache (`O_DIRECT`), {rates}. What the host of a "
+        "virtual machine caches cannot be dropped from within.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _load(results: Mapping[str, Any]) -> str:
+    if "load_before" in results:
+        return f"{results['load_before']:.1f} before, {results['load_after']:.1f} after"
+    return f"{results['load_average']:.1f} at the end"
 
 
 def buckets_markdown(results: Mapping[str, Any]) -> str:
@@ -291,6 +293,6 @@ def buckets_markdown(results: Mapping[str, Any]) -> str:
     lines += [
         "",
         f"Synthetic captions of COCO's lengths, batches of {results['batch']}, processor time of SCAN's bidirectional "
-        "GRU of 256 units a direction. Attention runs on packed words and gains nothing.",
+        "GRU of 256 units a direction.",
     ]
     return "\n".join(lines) + "\n"

@@ -28,6 +28,10 @@ RECIPES = {
     "SAF": "saf-coco",
     "DBL": "dbl-coco",
     "VSE-infinity": "vse-infty-coco",
+    "BFAN": "bfan-equal-coco",
+    "VSE++": "vsepp-coco",
+    "VSRN": "vsrn-coco",
+    "RVSE++": "rvsepp-coco",
 }
 
 

@@ -91,7 +91,7 @@ def step(gpus: int, parameters: int, *, gathered: str = "images", sparse: bool =
 
     Each rank encodes its slice; the fragments of all `gathered`, images or captions, go to all; each rank scores them
     with its slice of the others, 16-bit vectors; the scores go to all, which compute the same loss; gradients of
-    fragments go back in float32 and are added up, then those of the parameters.
+    fragments, which have the type of these, go back and are added up, then those of the parameters.
 
     Args:
         sparse: only fragments of pairs with a gradient go back, at most three pairs for each of the rank's own; the
@@ -100,11 +100,11 @@ def step(gpus: int, parameters: int, *, gathered: str = "images", sparse: bool =
     batch, others = gpus * BATCH, gpus - 1
     rows = costs.REGIONS if gathered == "images" else costs.WORDS
     sets = (batch, BATCH) if gathered == "images" else (BATCH, batch)
-    back = costs.backward(BATCH) + Cost(bytes=2 * 4 * batch * rows * costs.DIM)
+    back = costs.backward(BATCH) + Cost(bytes=2 * costs.ELEMENT * batch * rows * costs.DIM)
     parts = (costs.scores(*sets), costs.loss(batch), back)
     peaks = costs.DEVICES[GPU]
-    dense = 4.0 * others * BATCH * rows * costs.DIM
-    few = 4.0 * 3 * BATCH * rows * costs.DIM * others / gpus
+    dense = float(costs.ELEMENT * others * BATCH * rows * costs.DIM)
+    few = costs.ELEMENT * 3 * BATCH * rows * costs.DIM * others / gpus
     return Step(
         gpus=gpus,
         encoding=costs.predicted(costs.encoders(BATCH), peaks),
@@ -150,7 +150,7 @@ def place(data: Data, gpus: int) -> str:
     if size <= FEATURE_SHARE * GPU_BYTES:
         return "each GPU"
     if size <= FEATURE_SHARE * HOST_BYTES:
-        return "each machine's memory"
+        return "each machine's page cache"
     # A slice of the rows for each: only where ranks draw from slices of their own.
     for where, room in (("GPUs", gpus * GPU_BYTES), ("machines", machines * HOST_BYTES)):
         if size <= FEATURE_SHARE * room:
@@ -186,7 +186,8 @@ def _measured(rehearsal: Mapping[str, Any], reader: Mapping[str, Any], per_core:
         f"Measured, on {where['processor']} with {where['threads']} thread(s): a step of the rehearsal against the "
         f"operations that the model counts, encoders included ({'; '.join(found)}); the reader, {per_core:,.0f} images "
         f"per second of processor time from a warm cache ({amount(per_core * FEATURE_BYTES, 'B/s')} in bf16), and "
-        f"{amount(cold['bytes_per_second'], 'B/s')} from its disk, at random; "
+        f"{amount(cold['bytes_per_second'], 'B/s')} at random from a cache that was cold "
+        f"{'throughout' if 'images' in cold else 'at first (many images were read twice or more)'}; "
         f"{rehearsal['epoch']['caption_bytes']:.0f} bytes of memory a caption. All that follows is computed."
     )
 
@@ -244,8 +245,9 @@ def _first(parameters: int, caption_bytes: float, per_core: float) -> str:
             f"{amount(alone.features, 'B')} lie on the GPU itself (`--features device`), and nothing is read at all.",
             "2. *Eight GPUs: exchanges.* Where images are gathered they take "
             f"{100 * eight.exchanging / eight.seconds:.0f} % of a step of {seconds(eight.seconds)}, "
-            "in which each caption meets eight times as many negatives; a third of that are the parameters' gradients, "
-            "which could travel during the encoders' backward.",
+            "in which each caption meets eight times as many negatives; "
+            f"{100 * eight.link(eight.reduced) / eight.exchanging:.0f} % of that are the parameters' gradients, which "
+            "could travel during the encoders' backward.",
             f"3. *Sixty-four GPUs: the network.* With images gathered, exchanges are "
             f"{100 * images.exchanging / images.seconds:.0f} % of a step of {seconds(images.seconds)}. Captions have "
             f"{costs.WORDS:.0f} vectors where images have {costs.REGIONS}: {seconds(captions.seconds)}. Of the "
@@ -254,7 +256,8 @@ def _first(parameters: int, caption_bytes: float, per_core: float) -> str:
             "captions a GPU are too few for as many negatives. With more of them products grow with their square, "
             "bytes do not.",
             f"4. *Ten million pairs: reading again.* {amount(million.features, 'B')} of features fit no GPU, but "
-            f"{place(DATA['10 million pairs'], 64)}. From there a single GPU reads "
+            f"{place(DATA['10 million pairs'], 64)}, which its processes share (`--features disk`; `--features host` "
+            "keeps a copy for each of them, and eight do not fit). From there a single GPU reads "
             f"{amount(alone.reading, 'B/s')}, of 64 with captions gathered {amount(million.reading, 'B/s')}. Were each "
             f"rank to draw from a slice of its own, {amount(million.features / 64, 'B')} would lie on each GPU and "
             "nothing would be read: that sampler is not built.",

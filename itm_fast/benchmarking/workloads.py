@@ -24,6 +24,7 @@ __all__ = [
     "boosting_accuracy",
     "caption_lengths",
     "inputs",
+    "loss_accuracy",
     "make_boosting",
     "make_evaluation",
     "make_loss",
@@ -181,11 +182,14 @@ def make_ranks(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], 
     return run
 
 
+def _target(batch: int, device: str) -> Tensor:
+    """Scores of a batch, (batch, batch) within [0, 1]."""
+    return torch.rand(batch, batch, generator=torch.Generator(device).manual_seed(0), device=device)
+
+
 def make_loss(variant: str, batch: int, mining: str, device: str = "cpu", small: bool = False) -> Callable[[], Tensor]:
     """Value and dense gradient of the triplet loss over a score matrix, through autograd."""
-    generator = torch.Generator(device).manual_seed(0)
-    batch = 8 if small else batch
-    scores = torch.rand(batch, batch, generator=generator, device=device).requires_grad_()
+    scores = _target(8 if small else batch, device).requires_grad_()
     loss = F_itm.triplet_loss if variant == "native" else reference.triplet_loss
 
     def run() -> Tensor:
@@ -195,16 +199,26 @@ def make_loss(variant: str, batch: int, mining: str, device: str = "cpu", small:
     return run
 
 
-def _branches(batch: int) -> tuple[Tensor, Tensor]:
+def loss_accuracy(variant: str, batch: int, mining: str, device: str = "cpu") -> dict[str, float]:
+    """Error of the loss against float64, as a share of the loss."""
+    scores = _target(batch, device)
+    loss = F_itm.triplet_loss if variant == "native" else reference.triplet_loss
+    exact = reference.triplet_loss(scores.double(), margin=0.2, mining=mining)
+    return _relative(loss(scores, margin=0.2, mining=mining), exact)
+
+
+def _branches(batch: int, device: str) -> tuple[Tensor, Tensor]:
     """Scores of a target and of an anchor branch, (batch, batch) within [0, 1]."""
-    generator = torch.Generator().manual_seed(0)
-    target, anchor = torch.rand(2, batch, batch, generator=generator)
+    generator = torch.Generator(device).manual_seed(0)
+    target, anchor = torch.rand(2, batch, batch, generator=generator, device=device)
     return target, anchor
 
 
-def make_boosting(variant: str, batch: int, mining: str, small: bool = False) -> Callable[[], Tensor]:
+def make_boosting(
+    variant: str, batch: int, mining: str, device: str = "cpu", small: bool = False
+) -> Callable[[], Tensor]:
     """Value and dense gradient of the absolute boosting loss beside an anchor branch, through autograd."""
-    scores, anchor = _branches(8 if small else batch)
+    scores, anchor = _branches(8 if small else batch, device)
     scores.requires_grad_()
     loss = F_itm.boosting_loss if variant == "native" else reference.boosting_loss
 
@@ -215,12 +229,16 @@ def make_boosting(variant: str, batch: int, mining: str, small: bool = False) ->
     return run
 
 
-def boosting_accuracy(variant: str, batch: int, mining: str) -> dict[str, float]:
+def boosting_accuracy(variant: str, batch: int, mining: str, device: str = "cpu") -> dict[str, float]:
     """Error of the loss against float64, as a share of the loss."""
-    scores, anchor = _branches(batch)
+    scores, anchor = _branches(batch, device)
     loss = F_itm.boosting_loss if variant == "native" else reference.boosting_loss
     exact = reference.boosting_loss(scores.double(), anchor.double(), mining=mining)
-    return {"relative_loss_error": float((loss(scores, anchor, mining=mining) - exact).abs() / exact)}
+    return _relative(loss(scores, anchor, mining=mining), exact)
+
+
+def _relative(loss: Tensor, exact: Tensor) -> dict[str, float]:
+    return {"relative_loss_error": float((loss - exact).abs() / exact)}
 
 
 def accuracy(variant: str, sizes: Sizes) -> dict[str, float]:
