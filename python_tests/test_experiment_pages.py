@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PRESETS = sorted(path.stem for path in (ROOT / "benchmarks" / "experiments").glob("*.yaml"))
 PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
 # Experiments whose every run has a result; those of the others, one for a GPU, say of a cell that it was not run.
-COMPLETE = ["addr", "dbl", "rcar", "selhn", "selhn-models"]
+COMPLETE = ["addr", "dbl", "fdf", "rcar", "selhn", "selhn-models"]
 # Figures of the pages that other commands draw.
 OTHER_FIGURES = {"fdf-realignment.svg"}
 # Rows that say that their budget is another one.
@@ -60,6 +60,7 @@ def test_pages_hold_the_results_that_are_there(tool: ModuleType, tmp_path: Path,
 def test_each_run_of_a_complete_experiment_has_a_result(tool: ModuleType, name: str) -> None:
     experiment = tool.read(preset(name))
     wanted = {run.file_name for runs in experiment.rows.values() for run in runs}
+    wanted |= {ensemble.file_name for ensemble in experiment.ensembles}
     folder = ROOT / "benchmarks" / "results" / "experiments" / name
     assert {path.stem for path in folder.glob("*.json")} == wanted
     (page,) = (page for page in PAGES if f"<!-- experiment {name} -->" in page.read_text())
@@ -102,7 +103,8 @@ def test_the_rows_are_those_of_the_papers_tables(tool: ModuleType) -> None:
     }
     several = {"Baseline": [0, 1, 2], "AM (MSS)": [0, 1, 2]}
     single = ("Baseline, twice the epochs", "RS (OSS)", "AS (OSS)", "RM, soft (OSS)", "AM, soft (OSS)", "RM (OSS)",
-              "AM (OSS)", "RS and AS (OSS)", "RM and AM (OSS)", "RM (OAS)", "AM (OAS)", "RM (MSS)")  # fmt: skip
+              "AM (OSS)", "RS and AS (OSS)", "RM and AM (OSS)", "RM (OAS)", "AM (OAS)", "no boosting (OAS)",
+              "RM (MSS)")  # fmt: skip
     assert rows_of(tool, "dbl") == {**several, **{row: [0] for row in single}}
     experiment = tool.read(preset("dbl"))
     for row, runs in experiment.rows.items():
@@ -123,8 +125,9 @@ def test_pictures_of_results_are_those_of_experiments(tool: ModuleType) -> None:
 def test_the_results_are_small_and_say_what_they_are(tool: ModuleType) -> None:
     for name in PRESETS:
         experiment = tool.read(preset(name))
-        runs = {run.file_name: run for runs in experiment.rows.values() for run in runs}
+        names = {run.file_name: run.row for runs in experiment.rows.values() for run in runs}
+        names |= {ensemble.file_name: ensemble.name for ensemble in experiment.ensembles}
         for path in (ROOT / "benchmarks" / "results" / "experiments" / name).glob("*"):
             assert path.suffix == ".json"
             assert path.stat().st_size < 40_000
-            assert json.loads(path.read_text())["identity"]["row"] == runs[path.stem].row
+            assert json.loads(path.read_text())["identity"]["row"] == names[path.stem]

@@ -72,8 +72,8 @@ def test_an_experiment_from_nothing_to_its_table(
         "| fixed | not run |  | not run | not run | not run | not run | not run |",
     ]
     assert empty[6] == (
-        "Sum of the six recalls on all images of dev, of 600; MD is the mean score of positives minus that of "
-        "negatives. No run is measured yet."
+        "Sum of the six recalls on all images of dev, of 600; spread is the standard deviation of the seeds, MD the "
+        "mean score of positives minus that of negatives. No run is measured yet."
     )
     assert empty[8] == "fixed equals SCAN + RAR, recall by recall: not run."
 
@@ -120,6 +120,47 @@ def test_an_experiment_from_nothing_to_its_table(
     changed["test"]["i2t_meanr"] += 0.01
     (tmp_path / "results" / "fixed-seed0.json").write_text(json.dumps(changed))
     assert the_table(tool, experiment)[8] == "fixed equals SCAN + RAR, recall by recall: NO."
+
+
+def test_ensembles_are_evaluated_once_their_runs_are_there(
+    tool: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = [{"name": "SCAN, two models", "row": "SCAN", "seeds": [0, 1]}]
+    experiment = write(tmp_path / "e.yaml", data, rows=[{"name": "SCAN"}], equal=[], ensembles=pair)
+    assert tool.main(commands(experiment, "--seed", 0)) == 0
+    assert sorted(measured(tmp_path)) == ["scan-seed0"]
+    assert the_table(tool, experiment)[3] == "| SCAN, two models |  |  | not run | seeds 0, 1 | not run |  |  |"
+    assert tool.main(commands(experiment, "--threads", 1)) == 0
+    folders = [tmp_path / "runs" / f"scan-seed{seed}" for seed in (0, 1)]
+    dataset = PrecomputedDataset(data, "dev", Vocabulary.from_file(folders[0] / "vocab.json"))
+    scores = [evaluation.score_matrix(models.load(folder), dataset) for folder in folders]
+    expected = evaluation.evaluate_scores(sum(scores) / 2, dataset.caption_image)
+    found = measured(tmp_path)["scan-two-models"]
+    assert found["test"] == pytest.approx(expected, rel=1e-6)
+    mean, distance = f"{found['test']['rsum']:.1f}", f"{found['test']['mean_distance']:.2f}"
+    line = f"| SCAN, two models |  |  | {mean} | seeds 0, 1 | {distance} |  |  |"
+    assert the_table(tool, experiment)[3] == line
+
+    # What was evaluated stays, and stands for the runs that it was made of alone.
+    result = tmp_path / "results" / "scan-two-models.json"
+    content = result.read_bytes()
+    assert tool.main(commands(experiment)) == 0
+    assert result.read_bytes() == content
+    member = tmp_path / "results" / "scan-seed1.json"
+    text = member.read_text()
+    weights = json.loads(text)["weights"]
+    member.write_text(text.replace(weights, "0" * 64))
+    capsys.readouterr()
+    assert tool.main(commands(experiment)) == 1
+    assert capsys.readouterr().err == (
+        f"experiments: error: {result}: is of other runs than those that are there; move it away to evaluate anew\n"
+    )
+    result.unlink()
+    assert tool.main(commands(experiment)) == 1
+    assert capsys.readouterr().err == (
+        f"experiments: error: {folders[1]}: expected the weights that {member} was measured with\n"
+    )
+    assert not result.exists()
 
 
 KILLED = """
@@ -273,6 +314,15 @@ def test_other_data_are_refused(
           "equal": []}, "anchor_row: 'a' lacks a seed of 'b'"),
         ({"rows": [{"name": "a"}, {"name": "b", "anchor_row": "a"}], "equal": []},
          "anchor: 'a-seed0' goes with the scenario oas, not single"),
+        ({"ensembles": [{"name": "a", "row": "SCAN", "seeds": [0, 2]}]},
+         "seeds of 'a': expected several seeds of the row 'SCAN', got [0, 2]"),
+        ({"ensembles": [{"name": "a", "row": "SCAM", "seeds": [0, 1]}]},
+         "seeds of 'a': expected several seeds of the row 'SCAM', got [0, 1]"),
+        ({"ensembles": [{"name": "a", "row": "fixed", "seeds": [0]}]},
+         "seeds of 'a': expected several seeds of the row 'fixed', got [0]"),
+        ({"ensembles": [{"name": "a", "seeds": [0, 1]}]}, "row: this setting of an ensemble is required"),
+        ({"ensembles": [{"name": "scan seed0", "row": "SCAN", "seeds": [0, 1]}]},
+         "rows: two runs have the same name or seed, but for case and signs"),
         ({"figures": [{"file": "a.svg", "shows": "losses", "text": "a", "rows": ["SCAN"]}]},
          "shows: expected training or scores, got 'losses'"),
         ({"figures": [{"file": "../a.svg", "shows": "scores", "text": "a", "rows": ["SCAN"]}]},

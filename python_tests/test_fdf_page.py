@@ -10,7 +10,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 # What the rows of the experiment differ in.
-METHOD = ("conversions", "conversion", "reweighting", "realignment", "seed")
+METHOD = ("conversions", "conversion", "reweighting", "realignment", "other_batches", "seed")
 
 
 def test_the_example_runs() -> None:
@@ -30,7 +30,7 @@ def test_the_page_of_results_is_up_to_date_and_budgets_are_equal() -> None:
     assert experiments.main(["table", str(path), "--page", str(page), "--check"]) == 0
     experiment = experiments.read(path)
     trained = [experiment.identity(run)["train"] for runs in experiment.rows.values() for run in runs]
-    assert len(trained) == 14
+    assert len(trained) == 15
     budgets = [{name: value for name, value in train.items() if name not in METHOD} for train in trained]
     assert all(budget == budgets[0] for budget in budgets)
     assert sorted({train["conversions"] or 0 for train in trained}) == [0, 1, 2, 4, 8]

@@ -1,6 +1,6 @@
 """The data of the experiments of tools/experiments.py: the bundled data, cut where asked for, and what data hold.
 
-Inside: `bundled_data`, `bundled_fingerprints`, `folder_fingerprints`.
+Inside: `bundled_data`, `bundled_split`, `bundled_fingerprints`, `folder_fingerprints`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from itm_fast.training import TrainConfig
 
-__all__ = ["Fingerprints", "bundled_data", "bundled_fingerprints", "folder_fingerprints"]
+__all__ = ["Fingerprints", "bundled_data", "bundled_fingerprints", "bundled_split", "folder_fingerprints"]
 
 # What data are used for, "train", "validation" or "evaluation", to SHA-256 by file name.
 Fingerprints = dict[str, dict[str, str]]
@@ -34,7 +34,7 @@ def bundled_data(folder: Path, train_images: int | None) -> Path:
     folder = folder / f"data-{train_images}"
     texts = {"vocab.json": emoji.vocabulary().to_json()}
     for split in emoji.SPLITS:
-        pictures, captions = _bundled_split(split, train_images)
+        pictures, captions = bundled_split(split, train_images)
         texts[f"{split}_caps.txt"] = "".join(f"{caption}\n" for caption in captions)
         with files.atomic_path(folder / f"{split}_ims.npy") as temporary:
             np.save(temporary, emoji.patches(pictures))
@@ -43,8 +43,8 @@ def bundled_data(folder: Path, train_images: int | None) -> Path:
     return folder
 
 
-def _bundled_split(split: str, train_images: int | None) -> tuple[np.ndarray, list[str]]:
-    """Pictures and captions of a split, of "train" so many."""
+def bundled_split(split: str, train_images: int | None, *, rest: bool = False) -> tuple[np.ndarray, list[str]]:
+    """Pictures and captions of a split, of "train" so many, evenly spread over all; with `rest` those left out."""
     import numpy as np
 
     from itm_fast.data import emoji
@@ -55,6 +55,8 @@ def _bundled_split(split: str, train_images: int | None) -> tuple[np.ndarray, li
     if not 1 <= train_images <= len(pictures):
         raise ValueError(f"train_images: expected a number from 1 to {len(pictures)}, got {train_images}")
     kept = np.arange(train_images) * len(pictures) // train_images
+    if rest:
+        kept = np.setdiff1d(np.arange(len(pictures)), kept)
     return pictures[kept], [captions[5 * image + number] for image in kept for number in range(5)]
 
 
@@ -68,7 +70,7 @@ def bundled_fingerprints(train_images: int | None, validation_split: str, split:
 def _bundled_split_fingerprints(split: str, train_images: int | None) -> dict[str, str]:
     from itm_fast.data import emoji
 
-    pictures, captions = _bundled_split(split, train_images)
+    pictures, captions = bundled_split(split, train_images)
     features = hashlib.sha256()
     for start in range(0, len(pictures), 256):
         features.update(emoji.patches(pictures[start : start + 256]))

@@ -1,10 +1,12 @@
 """The experiments of tools/experiments.py: what a YAML file asks for, and the results that are there.
 
-Inside: `Run`, `Figure`, `Experiment`, `read`, `result_of`, `weights_of`, `shown_path`.
+Inside: `Run`, `Ensemble`, `Figure`, `Experiment`, `read`, `result_of`, `weights_of`, `sha256`,
+`shown_path`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -20,7 +22,8 @@ from itm_fast.messages import shown
 from itm_fast.training import TrainConfig, recipes
 
 __all__ = [
-    "ANCHOR", "BUNDLED", "ROOT", "Experiment", "Figure", "Run", "read", "result_of", "shown_path", "weights_of",
+    "ANCHOR", "BUNDLED", "ROOT", "Ensemble", "Experiment", "Figure", "Run", "read", "result_of", "sha256",
+    "shown_path", "weights_of",
 ]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,9 +42,11 @@ _KEYS = {
     "train": dict,
     "rows": list,
     "equal": list,
+    "ensembles": list,
     "figures": list,
 }
 _ROW_KEYS = {"name": str, "train": dict, "seeds": list, "anchor_row": str}
+_ENSEMBLE_KEYS = {"name": str, "row": str, "seeds": list}
 _FIGURE_KEYS = {"file": str, "shows": str, "text": str, "rows": list, "seed": int}
 _SHOWN = ("training", "scores")  # What a figure can show of its rows.
 ANCHOR = "anchor"  # Among fingerprints, beside what data are used for.
@@ -59,7 +64,7 @@ class Run:
 
     @property
     def file_name(self) -> str:
-        return f"{re.sub(r'[^a-z0-9]+', '-', self.row.lower()).strip('-')}-seed{self.seed}"
+        return f"{_file_name(self.row)}-seed{self.seed}"
 
     def config(self, data: str, out: Path, **machine: Any) -> TrainConfig:
         """The settings of the training into the folder `out`, beside which lies that of the anchor."""
@@ -70,6 +75,22 @@ class Run:
     def in_order(self) -> list[Run]:
         """This run behind the anchor that it is trained beside."""
         return [*([] if self.anchor is None else self.anchor.in_order()), self]
+
+
+@attrs.frozen
+class Ensemble:
+    """The mean scores of several runs of one row, as a row of the table."""
+
+    name: str
+    members: list[Run]
+
+    @property
+    def file_name(self) -> str:
+        return _file_name(self.name)
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 @attrs.frozen
@@ -98,6 +119,7 @@ class Experiment:
     train_images: int | None
     rows: Mapping[str, list[Run]]
     equal: list[tuple[str, str]]
+    ensembles: list[Ensemble]
     figures: list[Figure]
     _known: dict[Any, Fingerprints] = attrs.field(factory=dict, init=False, eq=False, repr=False)
 
@@ -161,11 +183,13 @@ def read(path: Path) -> Experiment:
             path, content["title"], content["data"], content.get("split", "test"), content.get("images"),
             content.get("train_images"), rows,
             [_pair(pair, rows) for pair in content.get("equal", [])],
+            [_ensemble(entry, rows) for entry in content.get("ensembles", [])],
             [_figure(entry, rows) for entry in content.get("figures", [])],
         )  # fmt: skip
         if experiment.train_images is not None and experiment.data != BUNDLED:
             raise ValueError("train_images: only the bundled data, emoji, are cut")
         names = [run.file_name for runs in rows.values() for run in runs]
+        names += [ensemble.file_name for ensemble in experiment.ensembles]
         if len(set(names)) != len(names):
             raise ValueError("rows: two runs have the same name or seed, but for case and signs")
         for runs in rows.values():
@@ -194,6 +218,18 @@ def _pair(pair: Any, rows: Mapping[str, Any]) -> tuple[str, str]:
     if not isinstance(pair, list) or len(pair) != 2 or not set(map(str, pair)) <= set(rows):
         raise ValueError(f"equal: expected two names of rows, got {shown(pair)}")
     return pair[0], pair[1]
+
+
+def _ensemble(entry: Any, rows: Mapping[str, list[Run]]) -> Ensemble:
+    content = _checked(entry, _ENSEMBLE_KEYS, "setting of an ensemble", tuple(_ENSEMBLE_KEYS))
+    known = {run.seed: run for run in rows.get(content["row"], [])}
+    seeds = content["seeds"]
+    if len(seeds) < 2 or len(set(map(str, seeds))) != len(seeds) or not all(seed in known for seed in seeds):
+        raise ValueError(
+            f"seeds of {shown(content['name'])}: expected several seeds of the row {shown(content['row'])}, "
+            f"got {shown(seeds)}"
+        )
+    return Ensemble(content["name"], [known[seed] for seed in seeds])
 
 
 def _anchors(row: Mapping[str, Any], train: Mapping[str, Any], rows: Mapping[str, list[Run]]) -> dict[int, Run]:
@@ -269,6 +305,11 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
             yield from _differences(old, new)
         elif old != new:
             yield name, old, new
+
+
+def sha256(path: Path) -> str:
+    """Of a file's content, in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def shown_path(path: Path) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiment_ensembles import ensemble_result
 from experiment_figures import figures_there
 from experiment_files import Experiment, result_of, shown_path
 
@@ -23,7 +24,8 @@ def table(experiment: Experiment, results: Path) -> str:
     """The results as Markdown: sums of recalls, mean and spread of each row, and whether equal rows are equal.
 
     A row has a mean, a spread (the standard deviation of its seeds) and MD (the mean of its seeds' mean distances) once
-    all of its runs are there. Seconds are the median of those that are there. Figures follow.
+    all of its runs are there. Seconds are the median of those that are there. Ensembles stand below, with their seeds
+    in the place of the spread. Figures follow.
 
     Raises:
         ValueError: as `result_of`, two results are recalls on different images or captions, or a figure is out of
@@ -43,9 +45,15 @@ def table(experiment: Experiment, results: Path) -> str:
         cells += _statistics([result["test"] for result in done]) if len(done) == len(found) else [_NOT_RUN] * 3
         cells += [_median([result[name] for result in done]) for name in ("seconds", "cpu_seconds")]
         lines.append(f"| {row} | {' | '.join(cells)} |")
+    for ensemble in experiment.ensembles:
+        result = ensemble_result(experiment, ensemble, results)
+        cells = [_NOT_RUN] * 3 if result is None else _statistics([result["test"]])
+        cells[1] = f"seeds {', '.join(str(run.seed) for run in ensemble.members)}"
+        lines.append(f"| {ensemble.name} | {' | '.join([*([''] * len(seeds)), *cells, '', ''])} |")
     images = "all images" if experiment.images is None else f"the first {experiment.images} images"
     meaning = f"Sum of the six recalls on {images} of {experiment.split}, of 600"
-    lines += ["", f"{meaning}; MD is the mean score of positives minus that of negatives. {_where(measured)}"]
+    meaning += "; spread is the standard deviation of the seeds, MD the mean score of positives minus that of negatives"
+    lines += ["", f"{meaning}. {_where(measured)}"]
     for first, second in experiment.equal:
         lines += ["", f"{second} equals {first}, recall by recall: {_agreement(sums[first], sums[second])}."]
     for figure in figures_there(experiment, results):

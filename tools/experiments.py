@@ -9,8 +9,9 @@ An experiment is a YAML file: `title`, `data` (a folder, or "emoji" for the bund
 (settings of itm-fast train for all runs), `rows` (each with a `name`, `train` with its own settings, and perhaps its
 own `seeds`), and `equal`: pairs of rows whose results must be the same to the last digit. A row with the scenario oas
 has an `anchor_row`, the name of one above it: its runs are trained beside the models of that row, seed by seed.
-`figures` each have a `file` (SVG, for docs/images), a `text` that says what is seen, `rows`, perhaps a `seed`, and what
-it `shows` of them: their "training", or the "scores" of positive and negative pairs.
+`ensembles` each have a `name`, a `row` and `seeds` of it: the mean scores of these runs are evaluated as a row of their
+own, once all of them are there. `figures` each have a `file` (SVG, for docs/images), a `text` that says what is seen,
+`rows`, perhaps a `seed`, and what it `shows` of them: their "training", or the "scores" of positive and negative pairs.
 
 Each run leaves one JSON file, written in one step. A run that has one is not repeated; one that was interrupted, or
 killed, goes on from its RUN folder. Where a file or a folder is of other settings, or of data with other content, the
@@ -20,7 +21,6 @@ tool refuses and says what differs: what was measured is never overwritten, and 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import shlex
 import sys
@@ -29,8 +29,20 @@ from pathlib import Path
 from typing import Any
 
 from experiment_data import bundled_data
+from experiment_ensembles import ensemble_result, evaluate_ensemble
 from experiment_figures import draw
-from experiment_files import ANCHOR, BUNDLED, ROOT, Experiment, Run, read, result_of, shown_path, weights_of
+from experiment_files import (
+    ANCHOR,
+    BUNDLED,
+    ROOT,
+    Experiment,
+    Run,
+    read,
+    result_of,
+    sha256,
+    shown_path,
+    weights_of,
+)
 from experiment_tables import rendered, table
 from experiment_traces import as_text, score_histogram, training_curves
 
@@ -85,7 +97,7 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
         "best_step": trained.best_step,
         "validation": trained.best,
         "test": test,
-        "weights": _sha256(folder / WEIGHTS_FILE),
+        "weights": sha256(folder / WEIGHTS_FILE),
         "curves": training_curves(read_metrics(folder / run_folder.METRICS, ("kind", "step"))),
         "scores": score_histogram(scores, dataset.caption_image),
     }
@@ -104,16 +116,12 @@ def _anchor_weights(experiment: Experiment, run: Run, out: Path, results: Path, 
     found = result_of(experiment, run.anchor, results) or {}
     weights, path = found.get("weights"), out / run.anchor.file_name / WEIGHTS_FILE
     kept = out / run.file_name / "anchor.txt"
-    if weights is None or not path.is_file() or _sha256(path) != weights:
+    if weights is None or not path.is_file() or sha256(path) != weights:
         raise ValueError(f"{path}: expected the weights that {result} was measured with; move that away to train anew")
     if resume and kept.read_text(encoding="utf-8").strip() != weights:
         raise ValueError(f"{kept.parent}: holds a run beside other weights of {run.anchor.row}; move it away")
     files.write_text(kept, f"{weights}\n")
     return {ANCHOR: weights_of(run, found)}
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _cpu_seconds() -> float:
@@ -138,6 +146,12 @@ def _run(options: argparse.Namespace, experiment: Experiment, results: Path) -> 
         if not execute(experiment, run, out, results, device=options.device, threads=options.threads):
             print("stopped; the same command goes on from here", file=sys.stderr)
             return 130
+    names = {run.file_name for run in chosen}
+    for ensemble in experiment.ensembles:
+        mine = all(run.file_name in names for run in ensemble.members)
+        if mine and ensemble_result(experiment, ensemble, results) is None:
+            print(f"{ensemble.name}: mean scores of {len(ensemble.members)} runs", flush=True)
+            evaluate_ensemble(experiment, ensemble, out, results, device=options.device, threads=options.threads)
     return 0
 
 

@@ -1,0 +1,195 @@
+"""What the pages of the experiments of SelHN, DBL and FDF say beside their tables is what their results hold."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "experiments"
+MODELS = {"VSE (FC)": "vse-fc", "VSE (MLP)": "vse-mlp", "RVSE (MLP)": "rvse-mlp"}
+LOSSES = {"HN": "hardest-hn", "SelHN": "selhn"}
+SEEDS = (0, 1, 2)
+
+
+def result(experiment: str, row: str, seed: int = 0) -> dict[str, Any]:
+    return json.loads((RESULTS / experiment / f"{row}-seed{seed}.json").read_text())
+
+
+def rsum(experiment: str, row: str, seed: int = 0) -> float:
+    return result(experiment, row, seed)["test"]["rsum"]
+
+
+def median(experiment: str, row: str, seed: int, name: str, first: int, last: int) -> float:
+    curves = result(experiment, row, seed)["curves"]["train"]
+    return statistics.median(
+        value for value, step in zip(curves[name], curves["step"], strict=True) if first <= step <= last
+    )
+
+
+def medians(model: str, loss: str, name: str, first: int, last: int) -> list[float]:
+    return [median("selhn", f"{MODELS[model]}-{LOSSES[loss]}", seed, name, first, last) for seed in SEEDS]
+
+
+def text_of(name: str) -> str:
+    """The page without its experiments' own parts, in one line."""
+    page = (ROOT / "docs" / name).read_text()
+    return " ".join(re.sub("<!-- experiment .*?<!-- end of", "", page, flags=re.DOTALL).split())
+
+
+def test_selhn_says_how_gradients_run() -> None:
+    page = (ROOT / "docs" / "results" / "selhn.md").read_text()
+    head = re.search(r"\| steps \| (.*) \|\n", page)
+    assert head is not None
+    bands = [tuple(map(int, band.split(" to "))) for band in head[1].split(" | ")]
+    found = {}
+    for model in MODELS:
+        for loss in LOSSES:
+            found[model, loss] = [medians(model, loss, "image_grad_norm", *band) for band in bands]
+            cells = [f"{min(values):.1f} to {max(values):.1f}" for values in found[model, loss]]
+            assert f"| {model}: {loss} | {' | '.join(cells)} |\n" in page
+        # From step 60 on HN's fall; SelHN's are the smaller ones up to step 100 and the larger ones after 300.
+        hardest, selective = found[model, "HN"], found[model, "SelHN"]
+        ratios = [[a / b for a, b in zip(*both, strict=True)] for both in zip(hardest, selective, strict=True)]
+        assert all(a > b > c for a, b, c in zip(*hardest[1:], strict=True))
+        assert min(ratios[0] + ratios[1]) > 1 > max(ratios[3])
+        low, high = (1 / 10, 1 / 5.5) if model == "VSE (MLP)" else (1.9, 3)
+        assert low < min(ratios[2]) <= max(ratios[2]) < high
+
+
+def test_selhn_says_what_scores_and_recalls_do() -> None:
+    gaps = {loss: [gap for model in MODELS for gap in medians(model, loss, "hardest_gap", 310, 440)] for loss in LOSSES}
+    assert [f"{f(gaps['HN']):.3f}" for f in (min, max)] == ["0.001", "0.002"]
+    assert [f"{f(gaps['SelHN']):.2f}" for f in (min, max)] == ["0.04", "0.07"]
+    sums = {(m, x): [rsum("selhn", f"{MODELS[m]}-{LOSSES[x]}", seed) for seed in SEEDS] for m in MODELS for x in LOSSES}
+    assert all(min(sums[model, "SelHN"]) - max(sums[model, "HN"]) > 180 for model in MODELS)
+    said = text_of("results/selhn.md")
+    for model in MODELS:
+        means = [f"{statistics.mean(sums[model, loss]):.0f}" for loss in ("SelHN", "HN")]
+        assert re.search(f"{means[0]} against {means[1]} for {re.escape(model)}", said), model
+    assert all(a > b for a, b in zip(sums["VSE (MLP)", "HN"], sums["VSE (FC)", "HN"], strict=True))
+    assert all(a > b for a, b in zip(sums["VSE (MLP)", "SelHN"], sums["RVSE (MLP)", "SelHN"], strict=True))
+    for row in MODELS.values():
+        scores = result("selhn", f"{row}-contrastive-sct")["scores"]
+        assert scores["width"] * (scores["first"] + len(scores["negative"]) - 1) == pytest.approx(-1, abs=0.021)
+
+
+def shares(row: str, seed: int) -> list[float]:
+    curves = result("selhn", row, seed)["curves"]["train"]
+    return [50 * sum(pair) for pair in zip(curves["i2t_hardest_share"], curves["t2i_hardest_share"], strict=True)]
+
+
+def test_selhn_says_which_negatives_are_taken() -> None:
+    found = [shares(f"{row}-selhn", seed) for row in MODELS.values() for seed in SEEDS]
+    ends = [statistics.mean(one[-5:]) for one in found]
+    lowest = [10 * (one.index(min(one)) + 1) for one in found]
+    assert [f"{f(min(one) for one in found):.0f}" for f in (min, max)] == ["23", "38"]
+    assert (min(lowest), max(lowest)) == (50, 130)
+    assert [f"{f(ends):.0f}" for f in (min, max)] == ["84", "91"]
+    said = text_of("results/selhn.md")
+    assert "23 to 38 percent where they are fewest (step 50 to 130), and 84 to 91 percent" in said
+
+
+def test_the_page_of_losses_says_what_its_figure_shows() -> None:
+    one = shares("rvse-mlp-selhn", 0)
+    rows = (*LOSSES.values(), "all-negatives")
+    hardest, selective, every = (result("selhn", f"rvse-mlp-{row}")["validation"]["rsum"] for row in rows)
+    said = text_of("losses.md")
+    assert f"{min(one):.0f} percent of the anchors around step {10 * (one.index(min(one)) + 1)}, and of" in said
+    assert f"of {statistics.mean(one[-5:]):.0f} percent at the end" in said
+    assert f"a sum of {hardest:.0f} on dev" in said
+    assert f"{selective:.0f} on dev, and {every:.0f} with all negatives" in said
+
+
+def test_selhn_says_where_gradients_vanish() -> None:
+    texts = []
+    for loss in LOSSES.values():
+        scan, bfan, sgraf = (
+            [median("selhn-models", f"{row}-{loss}", seed, "image_grad_norm", 151, 195) for seed in seeds]
+            for row, seeds in (("scan", SEEDS), ("bfan", (0,)), ("sgraf", (0,)))
+        )
+        texts.append((min(scan), max(scan), *bfan, *sgraf))
+    hardest, selective = texts
+    said = text_of("results/selhn.md")
+    assert "{:.2f} to {:.2f} in SCAN, {:.2f} in BFAN and {:.3f} in SGRAF".format(*hardest) in said
+    assert "with SelHN {:.1f} to {:.1f}, {:.1f} and {:.1f}.".format(*selective) in said
+
+
+def test_dbl_says_what_boosting_brings() -> None:
+    said = text_of("results/dbl.md")
+    base = [rsum("dbl", "baseline", seed) for seed in SEEDS]
+    lost = [f"{one - rsum('dbl', 'am-mss', seed):.1f}" for seed, one in enumerate(base)]
+    assert "AM loses {}, {} and {} to the baseline".format(*lost) in said
+    distances = [
+        [result("dbl", row, seed)["test"]["mean_distance"] for row in ("baseline", "am-mss")] for seed in SEEDS
+    ]
+    assert "(by {:.2f}, {:.2f} and {:.2f})".format(*(one - other for one, other in distances)) in said
+    online = [base[0] - rsum("dbl", f"{row}-oss") for row in ("rm", "am", "rs", "as", "rs-and-as")]
+    assert "RM {:.1f}, AM {:.1f}, RS {:.1f}, AS {:.1f}, the mean of RS and AS {:.1f}.".format(*online) in said
+    assert f"The mean of RM and AM gains {rsum('dbl', 'rm-and-am-oss') - base[0]:.1f}," in said
+    assert f"RM loses {base[0] - rsum('dbl', 'rm-mss'):.1f}." in said
+    assert f"the baseline's seed 0 is {base[2] - base[0]:.0f} to {base[1] - base[0]:.0f} below" in said
+    alone, control, rm, am, longer = (
+        rsum("dbl", row) for row in ("baseline", "no-boosting-oas", "rm-oas", "am-oas", "baseline-twice-the-epochs")
+    )
+    assert f"the baseline comes from {alone:.1f} to {control:.1f}; beside it" in said
+    assert f"RM comes to {rm:.1f} ({rm - control:+.1f}) and AM to {am:.1f} ({am - control:+.1f})" in said
+    assert f"Twice the epochs in one course come to {longer:.1f}:" in said
+
+
+def test_dbl_says_what_soft_margins_do() -> None:
+    fixed, soft = (result("dbl", row) for row in ("rm-oss", "rm-soft-oss"))
+    assert (fixed["weights"], fixed["test"]) == (soft["weights"], soft["test"])
+    scores = fixed["scores"]
+    highest = max(place for place, count in enumerate(scores["positive"]) if count)
+    lowest = min(place for place, count in enumerate(scores["negative"]) if count)
+    # Scores lie within half a bin of its middle.
+    furthest = scores["width"] * (highest - lowest + 1)
+    assert f"no positive of RM scores more than {furthest:.2f} above a negative" in text_of("results/dbl.md")
+    other = rsum("dbl", "am-soft-oss") - rsum("dbl", "am-oss")
+    assert f"that moves the sum by {abs(other):.1f}" in text_of("results/dbl.md")
+
+
+def test_fdf_says_what_conversions_bring() -> None:
+    said = text_of("results/fdf.md")
+    host = [rsum("fdf", "chan", seed) for seed in range(4)]
+    full = [rsum("fdf", "n-2-fc-rts-rw-fdf", seed) for seed in SEEDS]
+    means = f"{statistics.mean(full):.1f} in the mean of three seeds, and CHAN {statistics.mean(host):.1f}"
+    assert f"{means} in the mean of four" in said
+    parts = [rsum("fdf", row) for row in ("n-2-fc", "n-2-fc-rts")]
+    table = (
+        "(FC) come to {:.1f}, with realignment (RTS) to {:.1f}, with weights (RW) to {:.1f}; CHAN to {:.1f}, its lowest"
+    )
+    assert table.format(*parts, full[0], host[0]) in said
+    assert host[0] == min(host)
+    counts = [rsum("fdf", "fdf-n-1"), full[0], rsum("fdf", "fdf-n-4"), rsum("fdf", "fdf-n-8")]
+    assert "{:.1f}, {:.1f}, {:.1f} and {:.1f} with one, two, four and eight".format(*counts) in said
+    together = [
+        json.loads((RESULTS / "fdf" / f"chan-mean-scores-of-{name}.json").read_text())["test"]["rsum"]
+        for name in ("two", "four")
+    ]
+    assert "{:.1f} with the mean scores of two models of CHAN and {:.1f} with four".format(*together) in said
+    forms = [rsum("fdf", f"n-2-{name}-in-place-of-ffn") for name in ("adapter", "none")]
+    above = "adapter comes to {:.1f}, none to {:.1f}, the paper's feed-forward network to {:.1f}"
+    assert above.format(*forms, full[0]) in said
+    kept = rsum("fdf", "fdf-other-batches-kept")
+    assert f"come to {kept:.1f}, {full[0] - kept:.1f} below those encoded anew" in said
+    spreads = f"spread by {statistics.stdev(host):.1f} and {statistics.stdev(full):.1f}"
+    assert spreads in said
+    hosts, twos, (eight,), (one,) = (
+        [statistics.mean(result("fdf", row, seed)["curves"]["train"]["loss"][-10:]) / terms for seed in range(seeds)]
+        for row, terms, seeds in (
+            ("chan", 1, 4),
+            ("n-2-fc-rts-rw-fdf", 2.5, 3),
+            ("fdf-n-8", 8.5, 1),
+            ("fdf-n-1", 1.5, 1),
+        )
+    )
+    assert f"is {min(hosts):.1f} to {max(hosts):.1f} in the four runs of CHAN" in said
+    assert f"{min(twos):.1f} to {max(twos):.1f} in the three of FDF, and {eight:.1f} with eight" in said
+    assert f"with one it is {one:.1f}." in said
