@@ -37,6 +37,7 @@ from itm_fast.data import (
 )
 from itm_fast.data.features import ArrayFeatures
 from itm_fast.data.layout import available_splits
+from itm_fast.data.reader import BufferPool
 from itm_fast.fragments import Fragments
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -425,6 +426,20 @@ def test_a_shard_that_ends_early_and_one_that_holds_no_number(data: Path, tmp_pa
         file.write(np.array([np.nan], dtype=np.float32).tobytes())
     with pytest.raises(ValueError, match=r"row 6 \(image 6\) holds values that are not finite$"):
         open_split(store, "train", VOCABULARY).image_batch([0, 6])
+
+
+def test_buffers_take_turns() -> None:
+    """All come to be with the first batches; then memory stands still, whatever a reader ahead holds of them."""
+    pool = BufferPool()
+    places = [pool.take(10).data_ptr() for _ in range(12)]
+    assert len(set(places)) == 4
+    assert places == 3 * places[:4]
+    held = [pool.take(10) for _ in range(3)]
+    assert {pool.take(10).data_ptr() for _ in range(5)} | {one.data_ptr() for one in held} == set(places)
+    larger = pool.take(20)
+    assert larger.data_ptr() not in places
+    del held, larger
+    assert len({pool.take(10).data_ptr() for _ in range(12)}) == 4
 
 
 def test_a_buffer_whose_numbers_do_not_lie_end_to_end_is_refused(data: Path, tmp_path: Path) -> None:

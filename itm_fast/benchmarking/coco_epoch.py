@@ -9,6 +9,7 @@ the batches that follow.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import statistics
@@ -23,7 +24,7 @@ import attrs
 import torch
 
 from itm_fast.benchmarking.gpu import described_device
-from itm_fast.benchmarking.measure import status_bytes
+from itm_fast.benchmarking.measure import kept_bytes
 from itm_fast.benchmarking.published_loop import HAS_LOOP, published_loop
 from itm_fast.benchmarking.rehearsal import RECIPES, Training
 from itm_fast.benchmarking.run import environment
@@ -33,8 +34,10 @@ from itm_fast.ops.library import build_info
 
 __all__ = ["FORMAT_VERSION", "KIND", "PLANS", "Plan", "growth", "measure", "measure_epoch", "run"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 KIND = "itm_fast COCO rehearsal"
+# Of an epoch; giving free memory back takes time that quick steps would show.
+_MOST_READINGS = 64
 
 
 @attrs.frozen
@@ -129,13 +132,19 @@ def measure(label: str, plan: Plan, store: Path, device: str, threads: int) -> d
 
 
 def measure_epoch(label: str, plan: Plan, store: Path, device: str, threads: int) -> dict[str, Any]:
-    """A whole epoch of a model: memory after each step, time spent waiting; then batches without steps."""
+    """A whole epoch of a model: memory after every so many steps, time spent waiting; then batches without steps."""
     torch.set_num_threads(threads)
     training = Training(label, store, device, plan.batch, plan.sizes)
     steps, mining = training.trainer.steps_per_epoch, training.config.mining
     memory: list[int] = []
+    every, taken = -(-steps // _MOST_READINGS), itertools.count(1)
+
+    def read() -> None:
+        if next(taken) % every == 0:
+            memory.append(kept_bytes())
+
     start = time.perf_counter()
-    training.advance(steps, mining, after=lambda: memory.append(status_bytes("RssAnon")))
+    training.advance(steps, mining, after=read)
     training.synchronize()
     seconds = time.perf_counter() - start
     waiting = training.clock.seconds["waiting"]
@@ -167,7 +176,10 @@ def growth(memory: list[int]) -> float:
     """By how much of its mean memory grows over an epoch, by the least of it in the last two quarters.
 
     In the first half the memory of each thread grows to what the longest captions take, in steps that do not come back.
-    Later a step has more or less of it as its captions are long or short; what stays behind raises the least.
+    Later a reading has more or less of it as captions were long or short; what stays behind raises the least.
+
+    Args:
+        memory: readings in bytes, the same number of steps apart, all over an epoch.
     """
     quarter = len(memory) // 4
     before, last = memory[-2 * quarter : -quarter], memory[-quarter:]

@@ -149,8 +149,8 @@ def _epoch(results: Mapping[str, Any]) -> str:
     grown = f"memory of the process grew by {100 * epoch['growth']:+.2f} % (goal: {found[1]})"
     return (
         f"{epoch['model']} was trained for a whole epoch of these data, {epoch['steps']:,} steps in "
-        f"{seconds(epoch['seconds'])}: {waited}, and {grown}, by the least that it was after a "
-        f"step of the third and of the last quarter. {_memory(epoch['memory_bytes'])} Without "
-        f"steps a batch of {batch} is read in {seconds(epoch['reading_seconds'])}. Captions "
+        f"{seconds(epoch['seconds'])}: {waited}, and {grown}, by the least of the third and of the last "
+        f"quarter's readings after a step, without what the allocator had free. {_memory(epoch['memory_bytes'])} "
+        f"Without steps a batch of {batch} is read in {seconds(epoch['reading_seconds'])}. Captions "
         f"take {epoch['caption_bytes']:.0f} bytes each in memory."
     )

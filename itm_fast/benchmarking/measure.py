@@ -1,11 +1,12 @@
 """Times and peak memory of several ways to compute the same thing.
 
-Inside: `interleave` for times, `peak_memory` for memory in a fresh process, `reset_peak` and `status_bytes` for that of
-this one, `Timing`, and what a device needs of both: `CpuMeter` and `CudaMeter`.
+Inside: `interleave` for times, `peak_memory` for memory in a fresh process, `reset_peak`, `kept_bytes` and
+`status_bytes` for that of this one, `Timing`, and what a device needs of both: `CpuMeter` and `CudaMeter`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import statistics
 import time
@@ -22,6 +23,7 @@ __all__ = [
     "Meter",
     "Timing",
     "interleave",
+    "kept_bytes",
     "peak_memory",
     "reset_peak",
     "status_bytes",
@@ -187,6 +189,14 @@ class CudaMeter:
         call()
         torch.cuda.synchronize()
         return max(0, torch.cuda.max_memory_allocated() - before)
+
+
+def kept_bytes() -> int:
+    """This process's own memory without what the allocator of the C library has free (that of glibc alone says)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    return status_bytes("RssAnon")
 
 
 def status_bytes(key: str) -> int:

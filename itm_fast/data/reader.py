@@ -22,8 +22,9 @@ from ..distributed import launched
 __all__ = ["BufferPool", "ShardReader", "default_threads"]
 
 _MOST_THREADS = 8
-# Buffers that wait for their next use: as many as batches are read ahead, and one.
-_KEPT_BUFFERS = 3
+# Buffers that take turns: two of batches read ahead, one of the batch in work, and one that is read into before that
+# batch has gone.
+_BUFFERS = 4
 
 
 class _Native(Protocol):
@@ -141,25 +142,28 @@ def _widened(numbers: np.ndarray, dtype: str) -> np.ndarray:
 class BufferPool:
     """Memory for one batch after the other, used again once no tensor has it.
 
-    Fresh memory costs more than reading into it: the system clears every page of it first. With `pin` buffers are
+    Fresh memory costs more than reading into it: the system clears every page of it first. All buffers come to be with
+    the first batches and take turns from then on, so that memory stands still from there. With `pin` buffers are
     page-locked ones of torch's own, which torch uses again once copies from them have ended.
     """
 
     def __init__(self, pin: bool = False) -> None:
         self._pin = pin
+        self._made = 0
         # Its operations are atomic: one thread reads ahead while another gives back.
-        self._free: collections.deque[np.ndarray] = collections.deque(maxlen=_KEPT_BUFFERS)
+        self._free: collections.deque[np.ndarray] = collections.deque(maxlen=_BUFFERS)
 
     def take(self, size: int) -> torch.Tensor:
         """`size` float32 numbers of any value."""
         if self._pin:
             return torch.empty(size, dtype=torch.float32, pin_memory=True)
-        try:
-            buffer = self._free.pop()
-        except IndexError:
+        buffer = None
+        if self._made >= _BUFFERS:
+            with contextlib.suppress(IndexError):
+                buffer = self._free.popleft()
+        if buffer is None or len(buffer) < size:
             buffer = np.empty(size, dtype=np.float32)
-        if len(buffer) < size:
-            buffer = np.empty(size, dtype=np.float32)
+            self._made += 1
         # The storage of a tensor from numpy holds this very array, and views of the tensor hold the storage.
         view = buffer[:size]
         weakref.finalize(view, self._free.append, buffer).atexit = False
