@@ -270,7 +270,7 @@ def test_the_tables() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dry_run": True}, "expected results of the kind 'itm_fast COCO rehearsal' in format 1, and no dry run"),
+        ({"dry_run": True}, "expected results of the kind 'itm_fast COCO rehearsal' in format 2, and no dry run"),
         ({"kind": "other"}, "expected results of the kind"),
         ({}, "measured on no GPU, but on 'dry run on P'"),
     ],

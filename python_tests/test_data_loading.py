@@ -1,12 +1,17 @@
 """Index batches that follow from seed and epoch, and the loader that fetches them."""
 
+import gc
 import os
 import re
+import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.concepts import write_concepts
 from helpers.precomputed import VOCABULARY, features_of, write_split
+from helpers.runs import config, make_trainer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -175,3 +180,19 @@ def test_a_mapped_file_that_becomes_shorter_is_an_error_and_no_signal(tmp_path, 
         with pytest.raises(ValueError, match=f"^{message}$"):
             read()
     assert bool((before.values if ragged else before).isfinite().all())
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_batch_goes_when_the_next_one_comes(tmp_path: Path, repeats: int) -> None:
+    """Kept through an epoch, the first one would be a batch more in memory."""
+    options = {"scenario": "addr", "alternation": "step"} if repeats == 2 else {}
+    trainer = make_trainer(config(write_concepts(tmp_path / "data"), tmp_path / "run", **options))
+    batches = trainer._batches(0)
+    before = None
+    for _ in range(2 * repeats):
+        batch = next(batches)
+        if before is not None and before() is not batch:
+            gc.collect()
+            assert before() is None
+        before = weakref.ref(batch)
+        del batch

@@ -59,5 +59,6 @@ def read_batches(
             batches = shared(loader, sampler, data.caption_image, world)
             first = next(batches)
         yield from itertools.repeat(first, part.repeats - part.done)
+        del first  # Its memory is that of another batch.
         for batch in batches:
             yield from itertools.repeat(batch, part.repeats)
