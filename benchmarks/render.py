@@ -88,14 +88,6 @@ def scaled() -> str:
     return scaling.markdown(*(result(name, command) for name, command in commands.items()))
 
 
-def like_length() -> str:
-    """Whole steps where they were measured, else the text encoder alone, which benchmark results of format 1 have."""
-    encoder = result("reader", "python benchmarks/reader.py --json {}")
-    if "buckets" in encoder and not (RESULTS / "buckets.json").exists():
-        return reader.buckets_markdown(encoder)
-    return measured("buckets", buckets.markdown, "python benchmarks/buckets.py --json {}")()
-
-
 # Page to the sections between its markers.
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"cpu": measured("cpu", summary), "demo": measured("demo", demo)},
@@ -115,7 +107,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     },
     ROOT / "docs" / "data.md": {
         "reader": measured("reader", reader.markdown, "python benchmarks/reader.py --json {}"),
-        "buckets": like_length,
+        "buckets": measured("buckets", buckets.markdown, "python benchmarks/buckets.py --json {}"),
     },
     ROOT / "docs" / "performance.md": {"cost model": gpus},
     ROOT / "docs" / "results" / "fdf.md": {

@@ -1,6 +1,6 @@
 """What reading batches of features costs: the native reader beside a memory-mapped gather.
 
-Inside: `run`, `markdown`, `buckets_markdown`.
+Inside: `run`, `markdown`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from itm_fast.data.reader import default_threads
 from itm_fast.data.synthetic import write_synthetic
 from itm_fast.ops.library import build_info
 
-__all__ = ["FORMAT_VERSION", "buckets_markdown", "markdown", "run"]
+__all__ = ["FORMAT_VERSION", "markdown", "run"]
 
 FORMAT_VERSION = 2
 _BATCH = 128
@@ -232,8 +232,9 @@ def markdown(results: Mapping[str, Any]) -> str:
         f"Measured on {where['date'][:10]} with `{where['command']}` on {where['processor']}, {where['cores']} cores, "
         f"torch {where['torch']}: batches of {results['batch']} random images of {row_bytes / 1024:,.0f} KB (float32) "
         f"out of {results['images']:,}, all in the system's cache. Medians of {len(base)} interleaved rounds, smallest "
-        f"and largest in brackets; ratios are medians over the rounds. Load of the machine: {_load(results)}. "
-        "Processor time is that of worker processes, too.",
+        "and largest in brackets; ratios are medians over the rounds. Load of the machine: "
+        f"{results['load_before']:.1f} before, {results['load_after']:.1f} after. Processor time is that of worker "
+        "processes, too.",
         "",
         "| warm cache | images per second | against NumPy | images per second of processor time | against NumPy |",
         "| --- | ---: | ---: | ---: | ---: |",
@@ -257,42 +258,11 @@ def markdown(results: Mapping[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     share = max(row["cached_share_before"] for row in results["cold"])
     first = results["cold"][0]
-    if "images" in first:
-        drawn = f"{first['images']:,} images, each read once in random order"
-        rates = f"images {first['disk_threads']} at a time, as the reader's threads, and in order one at a time"
-    else:
-        drawn = "images drawn anew for each place of a batch, so that many were read again from the cache"
-        rates = "one at a time"
     lines += [
         "",
         f"Cold: files were dropped from the system's cache by `posix_fadvise` ({share:.0%} of their pages were left); "
-        f"{drawn}. The disk's own rate is that of reads past the cache (`O_DIRECT`), {rates}. What the host of a "
-        "virtual machine caches cannot be dropped from within.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _load(results: Mapping[str, Any]) -> str:
-    if "load_before" in results:
-        return f"{results['load_before']:.1f} before, {results['load_after']:.1f} after"
-    return f"{results['load_average']:.1f} at the end"
-
-
-def buckets_markdown(results: Mapping[str, Any]) -> str:
-    """What was measured of batches of like length."""
-    rows = results["buckets"]
-    lines = [
-        "| `--bucket-batches` | padding among the token ids | text encoder, forward and backward |",
-        "| ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        times = row["encoder_seconds"]
-        ratio = statistics.median(plain / own for plain, own in zip(rows[0]["encoder_seconds"], times, strict=True))
-        gain = f"{1000 * statistics.median(times):,.0f} ms, {ratio:.2f}x as fast"
-        lines.append(f"| {row['bucket_batches']} | {row['padding_share']:.1%} | {gain} |")
-    lines += [
-        "",
-        f"Synthetic captions of COCO's lengths, batches of {results['batch']}, processor time of SCAN's bidirectional "
-        "GRU of 256 units a direction.",
+        f"{first['images']:,} images, each read once in random order. The disk's own rate is that of reads past the "
+        f"cache (`O_DIRECT`), images {first['disk_threads']} at a time, as the reader's threads, and in order one at a "
+        "time. What the host of a virtual machine caches cannot be dropped from within.",
     ]
     return "\n".join(lines) + "\n"
