@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="folder of a disk to measure on (default: that of temporary files)")
     parser.add_argument("--scale", type=float, default=0.01, help="share of COCO's images (default 0.01: 0.4 GB)")
     parser.add_argument("--batches", type=int, default=24, help="batches of a pass (default 24)")
-    parser.add_argument("--rounds", type=int, default=5, help="passes of each kind (default 5)")
+    parser.add_argument("--rounds", type=int, default=15, help="passes of each kind (default 15)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         results = run(

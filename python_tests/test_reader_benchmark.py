@@ -64,9 +64,11 @@ def test_a_small_run(tmp_path: Path) -> None:
 
 
 def test_the_store_reads_three_times_as_fast_as_numpy() -> None:
+    """By the clock as a median, which another process may disturb; by processor time in every round."""
     for name in ("fp32", "bf16"):
         for kind in ("warm_rows_per_second", "warm_rows_per_processor_second"):
             rates: dict[str, Any] = FIGURES[kind]
             ratios = [own / plain for own, plain in zip(rates[name], rates["numpy"], strict=True)]
+            assert len(ratios) >= 15
             assert statistics.median(ratios) >= 3
-            assert min(ratios) >= 3
+            assert kind == "warm_rows_per_second" or min(ratios) >= 3
