@@ -1,8 +1,11 @@
 """Index batches that follow from seed and epoch, and the loader that fetches them."""
 
 import gc
+import multiprocessing
 import os
 import re
+import subprocess
+import time
 import weakref
 from pathlib import Path
 
@@ -196,3 +199,25 @@ def test_a_batch_goes_when_the_next_one_comes(tmp_path: Path, repeats: int) -> N
             assert before() is None
         before = weakref.ref(batch)
         del batch
+
+
+def test_a_worker_process_is_ended_by_the_training_process_alone(dataset):
+    """A launcher, or a batch system, sends its SIGTERM to all processes of a job: the training may be in a step."""
+    loader = BatchLoader(dataset, EpochSampler(30, 2), workers=2)
+    batches = iter(loader)
+    found = [next(batches).caption_index]
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    for name in ("TERM", "INT", "TERM"):
+        subprocess.run(["kill", f"-{name}", *(str(worker.pid) for worker in workers)], check=True)
+        time.sleep(0.1)
+        assert all(worker.is_alive() for worker in workers)
+        found.append(next(batches).caption_index)
+    found += [batch.caption_index for batch in batches]
+    assert sorted(torch.cat(found).tolist()) == list(range(30))
+    batches = iter(loader)
+    next(batches)
+    for worker in multiprocessing.active_children():
+        worker.terminate()
+        worker.join(10)
+        assert worker.exitcode == 0

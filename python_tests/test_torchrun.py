@@ -16,8 +16,9 @@ from helpers.worlds import run_jobs, train_job
 
 from itm_fast.training.checkpoint import load_state
 
-# Three steps a pass, and passes for the discriminators and for the model in turns.
-OPTIONS = ("--scenario", "addr", "--batch-size", "59", "--model-option", "word_dropout=0.3")
+# Three steps a pass, and passes for the discriminators and for the model in turns. The launcher's signal reaches worker
+# processes, too.
+OPTIONS = ("--scenario", "addr", "--batch-size", "59", "--model-option", "word_dropout=0.3", "--workers", "1")
 STEPS_PER_EPOCH = 6
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "itm_fast"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -6,7 +6,9 @@ Inside: `EpochSampler`, `BatchLoader`.
 from __future__ import annotations
 
 import collections
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -105,10 +107,21 @@ def _as_it_is(item: Batch | ValueError) -> Batch | ValueError:
     return item
 
 
-def _leave_interrupts_to_the_main_process(_worker: int) -> None:
-    # Ctrl-C reaches every process of a terminal. The training process may want to finish its step first, and ends its
-    # workers itself.
+def _leave_signals_to_the_main_process(_worker: int) -> None:
+    # Ctrl-C reaches every process of a terminal, and a SIGTERM of torchrun, timeout or a batch system all processes of
+    # a job. The training process may want to finish its step first, and ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # macOS does not say who sent a signal.
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_by, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_by(process: int) -> None:
+    """Ends this process once a SIGTERM comes from `process`, and lets those of others pass."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != process:
+        pass
+    os._exit(0)
 
 
 class BatchLoader:
@@ -136,7 +149,7 @@ class BatchLoader:
             batch_size=None,
             collate_fn=_as_it_is,  # type: ignore[arg-type]
             num_workers=workers,
-            worker_init_fn=_leave_interrupts_to_the_main_process,
+            worker_init_fn=_leave_signals_to_the_main_process,
             pin_memory=self._pin,
         )
 
