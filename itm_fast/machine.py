@@ -18,6 +18,13 @@ def processor_name() -> str:
     return next(named, platform.processor() or platform.machine())
 
 
+def described_device(device: str) -> dict[str, Any]:
+    """The GPU; of a dry run the processor, with a name that no GPU has."""
+    if device == "cuda":
+        return gpu_description()
+    return {"type": device, "name": f"dry run on {processor_name()}"}
+
+
 def gpu_description() -> dict[str, Any]:
     """The current CUDA device: name, compute capability, multiprocessors, bytes of memory, driver, CUDA of torch."""
     import torch

@@ -164,8 +164,8 @@ def described(dry: bool, options: argparse.Namespace) -> dict[str, Any]:
     """Device and environment, as the benchmark writes them, and the packages that are missing and that were carried."""
     import torch
 
-    from itm_fast.benchmarking.gpu import described_device
     from itm_fast.benchmarking.run import environment
+    from itm_fast.machine import described_device
     from itm_fast.ops.library import build_info
 
     found = environment(torch.get_num_threads(), build_info())

@@ -23,13 +23,13 @@ from typing import Any
 import attrs
 import torch
 
-from itm_fast.benchmarking.gpu import described_device
 from itm_fast.benchmarking.measure import kept_bytes
 from itm_fast.benchmarking.published_loop import HAS_LOOP, published_loop
 from itm_fast.benchmarking.rehearsal import RECIPES, Training
 from itm_fast.benchmarking.run import environment
 from itm_fast.data import pack, store_format
 from itm_fast.data.synthetic import COCO_IMAGES, write_synthetic
+from itm_fast.machine import described_device
 from itm_fast.ops.library import build_info
 
 __all__ = ["FORMAT_VERSION", "KIND", "PLANS", "Plan", "growth", "measure", "measure_epoch", "run"]

@@ -21,10 +21,10 @@ from itm_fast.benchmarking.costs import Cost
 from itm_fast.benchmarking.measure import Meter
 from itm_fast.benchmarking.run import compiler_found, environment, measure_variants
 from itm_fast.benchmarking.workloads import Sizes
-from itm_fast.machine import gpu_description, processor_name
+from itm_fast.machine import described_device
 from itm_fast.ops.library import build_info, operators_of
 
-__all__ = ["FORMAT_VERSION", "KIND", "PRESETS", "GpuPreset", "ceilings", "described_device", "run"]
+__all__ = ["FORMAT_VERSION", "KIND", "PRESETS", "GpuPreset", "ceilings", "run"]
 
 FORMAT_VERSION = 1
 KIND = "itm_fast GPU benchmark"
@@ -295,10 +295,3 @@ def ceilings(preset: GpuPreset, meter: Meter) -> dict[str, dict[str, float]]:
         median = statistics.median(times)
         found[name] = {"median_s": median, "min_s": min(times), "max_s": max(times), rate: amount / median}
     return found
-
-
-def described_device(device: str) -> dict[str, Any]:
-    """The GPU; of a dry run the processor, with a name that no GPU has."""
-    if device == "cuda":
-        return gpu_description()
-    return {"type": device, "name": f"dry run on {processor_name()}"}
