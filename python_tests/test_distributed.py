@@ -14,12 +14,12 @@ from helpers.world_cases import (
     SCENARIOS,
     SINGLE_PRECISION,
     STEPS,
-    TRAVELS,
     evaluation_case,
     few_steps,
     made_batch,
     one_step,
 )  # fmt: skip
+from helpers.world_checks import TRAVELS
 from helpers.worlds import run_jobs
 
 from itm_fast import models
@@ -34,7 +34,7 @@ SIZES = (2, 4)
 # All is in float64: what is left are other orders of addition.
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 # Of float32, and of products whose results, and the gradients of each process's part, are rounded to eight bits.
-PRECISION = {"addr": 1e-4, "bfloat16": 2**-6}
+PRECISION = {**dict.fromkeys(SINGLE_PRECISION, 1e-4), "bfloat16": 2**-6}
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def found(data: Path, trained: Path, tmp_path_factory: pytest.TempPathFactory) -
     """What each process of a world found, by the size of the world."""
     out = tmp_path_factory.mktemp("worlds")
     value = {"data": str(data), "run": str(trained), "out": str(out)}
-    job = {"size": 4, "function": "helpers.world_cases:check_worlds", "value": value, "imports": ["transformers"]}
+    job = {"size": 4, "function": "helpers.world_checks:check_worlds", "value": value, "imports": ["transformers"]}
     (outcomes,) = run_jobs([job])
     assert outcomes == [(0, "", "")] * 4, "\n".join(error for _, _, error in outcomes)
     ranks = [torch.load(out / f"{rank}.pt") for rank in range(4)]
@@ -99,9 +99,13 @@ def test_images_travel_once_and_their_gradients_once(found: dict[int, list[dict[
 
 # The rows of the page that each collective of a step is one of, in the order of the step.
 WORD, WEIGHTS = "a word on errors and stops", "gradients of the weights"
-DENSE = ["embeddings of images", "scores"]
-RAGGED = ["sizes of the sets of images", *DENSE]
-AFTER = ["gradients of the embeddings", WEIGHTS]
+OF_SETS, OF_IMAGES, OF_EMBEDDINGS = "sizes of sets of fragments", "embeddings of images", "gradients of the embeddings"
+DENSE = [OF_IMAGES, "scores"]
+RAGGED = [OF_SETS, *DENSE]
+AFTER = [OF_EMBEDDINGS, WEIGHTS]
+OF_PAIRS, BASE = "losses of the own pairs, added up", "base features of {}, `{}` numbers"
+# By the fused feature and by the first conversion, and of the pairs with one batch of before.
+REALIGNED = [WORD, *RAGGED, *RAGGED, OF_PAIRS, OF_EMBEDDINGS, *AFTER]
 RUNNING = "running statistics, `r` numbers"
 ROWS = {
     "scan": [WORD, *RAGGED, *AFTER],
@@ -113,6 +117,9 @@ ROWS = {
         "their derivatives", WEIGHTS,
     ],
     "normalised in micro-batches": [WORD, *DENSE, RUNNING, *AFTER],
+    "addr": [WORD, *RAGGED, OF_SETS, "words, `m` numbers", OF_PAIRS, "gradients of the words", *AFTER],
+    "realigned": [*REALIGNED, OF_SETS, BASE.format("images", "b"), OF_SETS, BASE.format("captions", "t")],
+    "realigned, anew": [*REALIGNED, OF_SETS, BASE.format("images", "b"), "in their place `l` token ids"],
 }  # fmt: skip
 
 

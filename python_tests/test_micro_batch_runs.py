@@ -70,11 +70,18 @@ def test_a_scenario_trains_as_with_the_plain_batch(data: Path, tmp_path: Path, a
         torch.testing.assert_close(results[1][1][name], value, rtol=1e-7, atol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize("model", ["scan", "vsrn"])
-def test_both_phases_of_addr(data: Path, tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"model": "vsrn", "model_options": {**OPTIONS, "graph_layers": 1}},
+        {"conversions": 2, "realignment": False},
+    ],
+    ids=["scan", "vsrn", "fdf"],
+)
+def test_both_phases_of_addr(data: Path, tmp_path: Path, more: dict[str, object]) -> None:
     """Discriminators and model by turns. In float32, sums over the rows of a batch in another order."""
-    options = OPTIONS if model == "scan" else {**OPTIONS, "graph_layers": 1}
-    changes = {"scenario": "addr", "alternation": "step", "model": model, "model_options": options, "grad_clip": 0.0}
+    changes = {"scenario": "addr", "alternation": "step", "grad_clip": 0.0, **more}
     trainers = [trainer_of(data, tmp_path, torch.float32, micro_batch=size, **changes) for size in (None, 7)]
     for one in trainers:
         # Batch normalisation of VSRN would see a micro-batch.

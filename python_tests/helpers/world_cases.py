@@ -1,32 +1,30 @@
 """Steps and evaluations that several processes do together, and one alone: run by `helpers.worlds`.
 
-Inside: `STEPS`, `TRAVELS`, `SCENARIOS`, `SINGLE_PRECISION`, `one_step`, `few_steps`, `bytes_of_a_step`,
-`mean_statistics`, `evaluation_case`, `check_worlds`.
+Inside: `STEPS`, `SCENARIOS`, `SINGLE_PRECISION`, `one_step`, `made_stepper`, `few_steps`, `mean_statistics`,
+`evaluation_case`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import itm_fast.functional as F_itm
+from helpers.collectives import COUNTED
 from itm_fast import Fragments, models
 from itm_fast.data import Batch, PrecomputedDataset, Vocabulary
-from itm_fast.distributed import Launch, World, joined
+from itm_fast.distributed import World
 from itm_fast.evaluation import evaluate_ensemble, score_matrix
 from itm_fast.models import MatchingModel
 from itm_fast.nn.grouped import GroupedRowNorm
 from itm_fast.training import TrainConfig
 from itm_fast.training.replicas import Replicas
-from itm_fast.training.shared_norms import shared_norms
 from itm_fast.training.shares import SharedBatch
 from itm_fast.training.step import Stepper
 
@@ -67,23 +65,20 @@ STEPS: dict[str, tuple[str, dict[str, Any], int, bool]] = {
     ),
 }  # fmt: skip
 
-# Those whose bytes are counted; with a batch that two and four processes share evenly.
-TRAVELS = ("scan", "vsepp", "saf", "normalised", "scan in micro-batches", "normalised in micro-batches")
-EVEN = 8
-
 # With batch normalisation in the encoders, whose statistics each process takes for itself in micro-batches.
 NORMALIZED: tuple[str, dict[str, Any], int] = ("vse_infty", {**SIZES, "image_encoder": "residual"}, 7)
 SELECTIVE = {"mining": "selective", "epsilon": 0.3, "selective_divisor": "negatives", "mean_loss": True}
+# Discriminators and model take turns.
+ADVERSARIAL = {"scenario": "addr", "alternation": "step", "model_regularization_weight": 0.3}
 # Model, its settings, those of the training.
 SCENARIOS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "single": ("scan", SIZES, {}),
     "oas": ("scan", SIZES, {"scenario": "oas"}),
     "oss": ("scan", SIZES, {"scenario": "oss"}),
     "mss": ("scan", SIZES, {"scenario": "mss"}),
-    # Discriminators and model take turns.
-    "addr": (
-        "scan", SIZES, {"scenario": "addr", "alternation": "step", "model_regularization_weight": 0.3},
-    ),
+    "addr": ("scan", SIZES, ADVERSARIAL),
+    "addr, regions that reason": ("vsrn", {**SIZES, "graph_layers": 2}, ADVERSARIAL),
+    "addr, conversions": ("scan", SIZES, {**ADVERSARIAL, "conversions": 3, "realignment": False}),
     "rvsepp, selective": ("rvsepp", SIZES, {**SELECTIVE, "halve_loss": True}),
     "dbl, mss, relative": (
         "dbl", {**ALIGNED, "word_dropout": 0.0}, {"scenario": "mss", "boosting": "relative", "momentum": 0.9},
@@ -101,10 +96,12 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "realigned, selective": (
         "vse_infty", {**SIZES, "image_encoder": "residual"}, {"conversions": 3, **SELECTIVE},
     ),
-    "bfloat16": ("scan", SIZES, {"precision": "bfloat16", "mining": "all"}),
+    # Adam's first steps take the sign of a gradient, which rounding turns where that is near zero: small ones, by which
+    # the losses of the steps behind them hardly change.
+    "bfloat16": ("scan", SIZES, {"precision": "bfloat16", "mining": "all", "lr": 1e-4}),
 }  # fmt: skip
 # Discriminators are float32; in float64 autocast casts nothing.
-SINGLE_PRECISION = ("addr", "bfloat16")
+SINGLE_PRECISION = ("addr", "addr, regions that reason", "addr, conversions", "bfloat16")
 
 
 def made_batch(size: int, ragged: bool, feature_dim: int = SIZES["feature_dim"]) -> Batch:
@@ -146,7 +143,7 @@ def one_step(name: str, world: World) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for number in range(2):
         model.zero_grad()
-        _COUNTED.clear()
+        COUNTED.clear()
         scores = replicas.scores(model, batch)
         loss = F_itm.triplet_loss(scores, margin=0.4, positives=images[:, None] == images)
         loss.backward()
@@ -155,57 +152,15 @@ def one_step(name: str, world: World) -> dict[str, Any]:
             statistics = {key: one.clone() for key, one in model.named_buffers() if any(part in key for part in kept)}
             result |= {"scores": scores.detach(), "loss": loss.detach(), "statistics": statistics}
             result["gradients"] = {key: one.grad.clone() for key, one in model.named_parameters()}
-    result["calls"] = dict(_COUNTED)
+    result["calls"] = dict(COUNTED)
     return result
 
 
-def bytes_of_a_step(name: str, world: World) -> dict[str, Any]:
-    """What the second step of a model in float32 receives, (collective, bytes) each in their order, and of how many.
-
-    Before it stands the word on errors and stops. Numbers are those of docs/distributed.md: `B` captions, `n` of the
-    embeddings of all images, `P` weights, `c` columns of batch normalisation, `r` running statistics that each process
-    has apart, `s` bytes a number.
-    """
-    model_name, options, _, _ = STEPS[name.removesuffix(" in micro-batches")]
+def made_stepper(scenario: str, world: World, dtype: torch.dtype) -> tuple[Stepper, MatchingModel]:
+    """The steps of a scenario, all of whose models are `dtype`, and the model that they change."""
     torch.manual_seed(0)
-    model = models.create(model_name, **options).train()
-    replicas = Replicas(world, [model], 2 if "micro" in name else None)
-    whole = made_batch(EVEN, False, options["feature_dim"])
-    whole = attrs.evolve(whole, features=whole.features.float())
-    batch = part_of(whole, world)
-    for _ in range(2):
-        _BYTES.clear()
-        world.agree()
-        replicas.scores(model, batch).sum().backward()
-    columns = sum(norm.num_features for norm in shared_norms(model))
-    apart = [key for key, one in model.named_buffers() if "running" in key and not _is_shared(model, key)]
-    received = list(_BYTES)
-    with torch.no_grad():
-        images = model.eval().encode(whole.features, whole.token_ids, whole.lengths, None)[0]
-    return {
-        "received": received,
-        "B": EVEN,
-        "n": (images.values if isinstance(images, Fragments) else images).numel(),
-        "P": sum(one.numel() for one in model.parameters()),
-        "c": columns,
-        "s": 4,
-        "r": sum(model.get_buffer(key).numel() for key in apart),
-    }
-
-
-def _is_shared(model: MatchingModel, buffer: str) -> bool:
-    return any(model.get_submodule(buffer.rpartition(".")[0]) is norm for norm in shared_norms(model))
-
-
-def few_steps(scenario: str, world: World) -> dict[str, Any]:
-    """Some steps of Adam in float64, the third on fewer captions than four processes.
-
-    Numbers of each step, gradients of the first one, and all weights after the last.
-    """
-    torch.manual_seed(0)
-    dtype = torch.float32 if scenario in SINGLE_PRECISION else torch.float64
     name, options, changes = SCENARIOS[scenario]
-    settings = TrainConfig(data="", out="", model=name, lr=1e-2, grad_clip=0.5, **changes)
+    settings = TrainConfig(**{"data": "", "out": "", "model": name, "lr": 1e-2, "grad_clip": 0.5, **changes})
     model = create_model(settings, options).to(dtype)
     anchor = copy.deepcopy(model)
     with torch.no_grad():
@@ -218,13 +173,24 @@ def few_steps(scenario: str, world: World) -> dict[str, Any]:
     )  # fmt: skip
     for branch in stepper.scenario.branches:
         branch.model.to(dtype)
+    return stepper, model
+
+
+def few_steps(scenario: str, world: World) -> dict[str, Any]:
+    """Some steps of Adam in float64, the third on fewer captions than four processes.
+
+    Numbers of each step, gradients of the first one that changes the model, and all weights after the last.
+    """
+    dtype = torch.float32 if scenario in SINGLE_PRECISION else torch.float64
+    stepper, model = made_stepper(scenario, world, dtype)
+    _, options, _ = SCENARIOS[scenario]
     patches = options.get("image_encoder") == "patches"
     batches = [part_of(made_batch(size, not patches, options["feature_dim"]), world) for size in (7, 5, 2, 6)]
     batches = [attrs.evolve(batch, features=batch.features.to(dtype)) for batch in batches]
     numbers, gradients = [], {}
     for step, batch in enumerate(batches):
-        numbers.append(stepper(batch, settings.mining, step, diagnose=True))
-        if step == 0:
+        numbers.append(stepper(batch, stepper.config.mining, step, diagnose=True))
+        if not gradients:
             gradients = {key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None}
     kept = [stepper.scenario.target.model, *stepper.scenario.companions()]
     return {"numbers": numbers, "gradients": gradients, "weights": [one.state_dict() for one in kept]}
@@ -262,41 +228,3 @@ def evaluation_case(world: World, data: Path, run: Path) -> dict[str, Any]:
         alone, together = evaluate_ensemble(members, folds=2, streaming=streaming, **tiles)
         result[f"recalls, streaming {streaming}"] = [*alone, together]
     return result
-
-
-_COUNTED: Counter[str] = Counter()
-_BYTES: list[tuple[str, float]] = []
-
-
-def check_worlds(rank: int, value: dict[str, str]) -> None:
-    """All cases in the worlds of four processes and of the first two; every process writes what it found."""
-    for name in ("all_gather", "all_to_all_single", "all_reduce"):
-        setattr(dist, name, _counting(name, getattr(dist, name)))
-    with joined("cpu") as four:
-        pair = World(Launch(rank, 2, rank, 2), dist.new_group([0, 1]))
-        found = {}
-        for world in (four, pair):
-            if rank < world.size:
-                found[world.size] = {name: one_step(name, world) for name in STEPS}
-                found[world.size] |= {name: few_steps(name, world) for name in SCENARIOS}
-                found[world.size]["bytes"] = {name: bytes_of_a_step(name, world) for name in TRAVELS}
-                found[world.size]["statistics"] = mean_statistics(world)
-                found[world.size]["evaluation"] = evaluation_case(world, Path(value["data"]), Path(value["run"]))
-        torch.save(found, Path(value["out"]) / f"{rank}.pt")
-
-
-def _counting(name: str, function: Any) -> Any:
-    def counting(*arguments: Any, **options: Any) -> Any:
-        # What processes agree on is no tensor of theirs.
-        if not (isinstance(arguments[0], Tensor) and arguments[0].dtype == torch.int32):
-            _COUNTED[name] += 1
-        _BYTES.append((name, _received(name, arguments[0], dist.get_world_size(options.get("group")))))
-        return function(*arguments, **options)
-
-    return counting
-
-
-def _received(name: str, into: Any, size: int) -> float:
-    """The bytes that a process receives from the others; of a sum those that go around a ring of them."""
-    total = sum(part.nbytes for part in into) if isinstance(into, list) else into.nbytes
-    return total * (size - 1) / size * (2 if name == "all_reduce" else 1)
