@@ -1,4 +1,4 @@
-"""ADDR under torchrun itself, which is told to end in the middle of it: all is saved, and the run goes on exactly."""
+"""Under torchrun itself: ADDR, told to end in the middle of it, saves all and goes on exactly; a process is killed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from helpers.processes import run as run_command
 from helpers.runs import differences, what_a_run_leaves
 from helpers.worlds import run_jobs, train_job
+from test_distributed_runs import LOST
 
 from itm_fast.training.checkpoint import load_state
 
@@ -55,3 +56,26 @@ def test_a_signal_to_torchrun_saves_and_ends_all(data: Path, tmp_path: Path) -> 
     assert [(status, error) for status, _, error in outcomes] == [(0, "")] * 2
     assert differences(what_a_run_leaves(tmp_path / "whole"), what_a_run_leaves(out)) == []
     assert load_state(out)["position"] == int(epochs) * STEPS_PER_EPOCH
+
+
+def test_why_a_run_ends_whose_process_was_killed_is_said(data: Path, tmp_path: Path) -> None:
+    """Though torchrun sends SIGTERM to the others at once."""
+    out = tmp_path / "run"
+    arguments = train_job(2, data, out, "--batch-size", "59", "--epochs", "1000")["arguments"]
+    launcher = subprocess.Popen(
+        [*TORCHRUN, *arguments],
+        cwd=tmp_path, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    state, end = out / "last" / "checkpoint.pt", time.monotonic() + 300
+    while not state.exists() and launcher.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    # The first of them has the lock.
+    first = int((out / "last" / "lock").read_text().split()[0])
+    children = [int(one) for one in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+    (other,) = {child for child in children if b"itm_fast" in Path(f"/proc/{child}/cmdline").read_bytes()} - {first}
+    os.kill(other, signal.SIGKILL)
+    _, error = launcher.communicate(timeout=300)
+    assert launcher.returncode == 1
+    said = [line for line in error.splitlines() if line.startswith("itm-fast: ")]
+    assert said == [LOST.format(1800).rstrip()], error
+    assert load_state(out)["position"] > 0

@@ -5,9 +5,13 @@ Inside: `ended`.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +35,8 @@ def ended(error: BaseException, store: Any, launch: Launch, seconds: float) -> B
 
     Of the processes that end by an error of their own, the first raises it, and leaves a word of it for the others.
     One whose error is that another does not answer tells that, with the word where there is one; but only where no
-    other process has told anything before. All others end with status 1, silently.
+    other process has told anything before. All others end with status 1, silently. A launcher that has seen one of them
+    end sends SIGTERM to the others: meanwhile it waits.
 
     Args:
         error: what was raised.
@@ -39,6 +44,25 @@ def ended(error: BaseException, store: Any, launch: Launch, seconds: float) -> B
         launch: which of them this one is.
         seconds: how long they wait for an answer.
     """
+    with _not_terminated():
+        return _ended(error, store, launch, seconds)
+
+
+@contextlib.contextmanager
+def _not_terminated() -> Iterator[None]:
+    """SIGTERM does nothing; only a main thread can do this."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        # None: it was not set by Python.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def _ended(error: BaseException, store: Any, launch: Launch, seconds: float) -> BaseException:
     lost = isinstance(error, Exception) and _is_lost(error)
     if lost:
         # Who ended may be about to say why, or its sockets about to close.
