@@ -179,7 +179,9 @@ def made_stepper(scenario: str, world: World, dtype: torch.dtype) -> tuple[Stepp
 def few_steps(scenario: str, world: World) -> dict[str, Any]:
     """Some steps of Adam in float64, the third on fewer captions than four processes.
 
-    Numbers of each step, gradients of the first one that changes the model, and all weights after the last.
+    Numbers of each step, gradients of the first one that changes the model, and all weights after the last. In bfloat16
+    every step starts from the same weights: a first step of Adam, lr times the sign of a gradient, turns where rounding
+    turns that sign.
     """
     dtype = torch.float32 if scenario in SINGLE_PRECISION else torch.float64
     stepper, model = made_stepper(scenario, world, dtype)
@@ -188,7 +190,10 @@ def few_steps(scenario: str, world: World) -> dict[str, Any]:
     batches = [part_of(made_batch(size, not patches, options["feature_dim"]), world) for size in (7, 5, 2, 6)]
     batches = [attrs.evolve(batch, features=batch.features.to(dtype)) for batch in batches]
     numbers, gradients = [], {}
+    start = copy.deepcopy(model.state_dict())
     for step, batch in enumerate(batches):
+        if stepper.config.precision == "bfloat16":
+            model.load_state_dict(start)
         numbers.append(stepper(batch, stepper.config.mining, step, diagnose=True))
         if not gradients:
             gradients = {key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None}
