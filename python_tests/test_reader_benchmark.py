@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,15 +29,20 @@ def test_a_cold_pass_has_each_image_once(images: int, sizes: list[int]) -> None:
     assert images == 5 or joined != sorted(joined)
 
 
-def test_the_rate_leaves_the_first_batches_out() -> None:
+def test_the_rate_leaves_the_first_batches_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on with the batches alone; that of the processor is read around the whole pass."""
+    now = 3.0
+
     def slow_at_first() -> Iterator[list[int]]:
+        nonlocal now
         for number in range(12):
-            time.sleep(0.05 if number < 8 else 0.01)
+            now += 0.05 if number < 8 else 0.01
             yield [0] * 10
 
-    rate, _ = reader._rate(slow_at_first)
-    # Four batches of ten rows, 10 ms each; with the first eight it would be 273 a second at most.
-    assert 300 < rate <= 1000
+    monkeypatch.setattr(reader, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(reader, "_processor_seconds", lambda: now / 2)
+    # Four batches of ten rows, 10 ms each; all twelve take 440 ms, half of which is the processor's.
+    assert reader._rate(slow_at_first) == pytest.approx((1000, 120 / 0.22))
 
 
 def test_rows_read_twice_are_no_cold_pass(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,7 @@ class Training:
     def timed(self, steps: int, mining: str, lead_in: int, *, exact: bool) -> tuple[float, dict[str, float]]:
         """Seconds of steps behind those of `lead_in`, and of each phase, which are true where they are `exact`.
 
-        The time that passes until a batch is there is true in either case.
+        The time that passes until a batch is there is true in either case, and so is the sum of all phases.
         """
         self.clock.synchronize = lambda: None
         self.advance(lead_in, mining)
@@ -93,12 +92,12 @@ class Training:
         self.clock.reset()
         if exact:
             self.clock.synchronize = self.synchronize
-        start = time.perf_counter()
+        self.clock.switch("waiting")
+        start = self.clock.since
         self.advance(steps, mining)
         self.synchronize()
-        seconds = time.perf_counter() - start
         self.clock.switch(None)
-        return seconds, self.clock.seconds
+        return self.clock.since - start, self.clock.seconds
 
     def reset_peaks(self) -> None:
         reset_peak()

@@ -30,6 +30,7 @@ class StepClock:
         seconds: by phase, since the last `reset`.
         synchronize: called before the time is read. Where a device works by itself a phase ends only when the device
             has done its work.
+        since: when the present phase began, or the last one ended, by `time.perf_counter`.
     """
 
     def __init__(self) -> None:
@@ -40,15 +41,15 @@ class StepClock:
         """Starts anew, in no phase."""
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._phase: str | None = None
-        self._since = 0.0
+        self.since = 0.0
 
     def switch(self, phase: str | None) -> None:
         """Ends the present phase and begins another one; None: none."""
         self.synchronize()
         now = time.perf_counter()
         if self._phase is not None:
-            self.seconds[self._phase] += now - self._since
-        self._phase, self._since = phase, now
+            self.seconds[self._phase] += now - self.since
+        self._phase, self.since = phase, now
 
 
 def watch(model: MatchingModel, stepper: Stepper, clock: StepClock) -> None:
