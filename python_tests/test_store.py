@@ -10,7 +10,6 @@ import pickle
 import re
 import resource
 import threading
-import time
 from pathlib import Path
 
 import attrs
@@ -369,29 +368,36 @@ def test_a_mapped_array_is_copied_and_sent_to_other_processes(tmp_path: Path) ->
 def test_a_shard_that_changes_while_a_batch_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, either_reader: str
 ) -> None:
-    """A long read, of one row again and again; after a twentieth of a second the file is another."""
-    path = tmp_path / "shard"
-    with path.open("wb") as file:
-        file.truncate(8 * 2**20)
-    opened = reader.ShardReader([path], [path.stat()], "fp32", 2)
-    rows, buffer = np.tile([0, 0, 2 * 2**20, 0], (250, 1)), np.empty(2 * 2**20, dtype=np.float32)
-    started = threading.Event()
-
-    def write() -> None:
-        started.wait()
-        time.sleep(0.05)
-        os.utime(path, ns=(1, 1))
-
+    """When it has been looked at and opened, and before the last row is read, it becomes another."""
+    path, pipe = tmp_path.resolve() / "shard", tmp_path / "pipe"
+    path.write_bytes(bytes(64))
+    os.mkfifo(pipe)
+    opened = reader.ShardReader([path, pipe], [path.stat(), pipe.stat()], "fp32", 1)
+    rows, buffer = np.array([[0, 0, 16, 0], [1, 0, 0, 0]]), np.empty(16, dtype=np.float32)
     if either_reader == "python":
         widened = reader._widened
-        monkeypatch.setattr(reader, "_widened", lambda *given: (started.set(), time.sleep(0.1), widened(*given))[-1])
-        rows = rows[:1]
-    else:
-        started.set()
-    writer = threading.Thread(target=write)
+        monkeypatch.setattr(reader, "_widened", lambda *given: (os.utime(path, ns=(1, 1)), widened(*given))[-1])
+        assert opened.gather(rows[:1], buffer) == ("changed", 0, 0)
+        return
+    over = threading.Event()
+
+    def change() -> None:
+        try:
+            while path not in [one.resolve() for one in Path("/proc/self/fd").iterdir()] and not over.wait(0.001):
+                pass
+            os.utime(path, ns=(1, 1))
+        finally:
+            # The second row has no numbers, but who opens a pipe waits until another one has opened it for writing.
+            handle = os.open(pipe, os.O_RDWR)
+            over.wait()
+            os.close(handle)
+
+    writer = threading.Thread(target=change)
     writer.start()
-    assert opened.gather(rows, buffer) == ("changed", 0, 0)
+    found = opened.gather(rows, buffer)
+    over.set()
     writer.join()
+    assert found == ("changed", 0, 0)
 
 
 @pytest.mark.parametrize(("processes", "machine", "bound", "expected"), [

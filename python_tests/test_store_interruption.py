@@ -86,22 +86,41 @@ def test_a_full_disk_says_so_in_one_line(data: Path, tmp_path: Path, capsys: pyt
     assert contents(store) == contents(tmp_path / "whole")
 
 
-PACKING = "import sys; from itm_fast.data import pack; pack(sys.argv[1], sys.argv[2], shard_bytes=1)"
+# Says a line before each shard, and goes on when it is answered by one.
+PACKING = """
+import importlib, sys
+pack = importlib.import_module("itm_fast.data.pack")
+write_shard = pack._write_shard
+def when_told(*arguments):
+    print(flush=True)
+    sys.stdin.readline()
+    return write_shard(*arguments)
+pack._write_shard = when_told
+pack.pack(sys.argv[1], sys.argv[2], shard_bytes=1)
+"""
+
+
+def packing(data: Path, store: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", PACKING, data, store]
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def test_killed_while_packing(data: Path, tmp_path: Path) -> None:
-    """SIGKILL at some moment after three of 44 shards leaves what a further call finishes."""
+    """SIGKILL at some moment between the third and the thirteenth of 44 shards leaves what a further call finishes."""
     pack(data, tmp_path / "whole", shard_bytes=1)
     expected = contents(tmp_path / "whole")
     assert len([name for name in expected if "-0" in name]) == 44
     store = tmp_path / "store"
-    child = subprocess.Popen([sys.executable, "-c", PACKING, data, store], cwd=ROOT)
-    while child.poll() is None and len(list(store.glob("*-0*.safetensors"))) < 3:
-        time.sleep(0.001)
-    child.kill()
-    assert child.wait() == -signal.SIGKILL
+    with packing(data, store) as child:
+        assert child.stdin is not None
+        child.stdin.write(b"\n" * 12)
+        child.stdin.flush()
+        while child.poll() is None and len(list(store.glob("*-0*.safetensors"))) < 3:
+            time.sleep(0.001)
+        child.kill()
+    assert child.returncode == -signal.SIGKILL
     noted = json.loads((store / "unfinished.json").read_text())["shards"]
-    assert 2 <= len(noted) < 44, "the third may not be noted yet"
+    assert 2 <= len(noted) <= 12, "the third may not be noted yet"
     assert not (store / "store.json").exists()
     pack(data, store, shard_bytes=1)
     assert contents(store) == expected
@@ -274,24 +293,10 @@ def test_captions_that_change_while_they_are_packed_are_refused(
     assert not (store / "store.json").exists()
 
 
-PACKING_SLOWLY = """
-import importlib, sys, time
-pack = importlib.import_module("itm_fast.data.pack")
-write_shard = pack._write_shard
-def slowly(*arguments):
-    print(flush=True)
-    time.sleep(60)
-    return write_shard(*arguments)
-pack._write_shard = slowly
-pack.pack(sys.argv[1], sys.argv[2])
-"""
-
-
 def test_two_packings_into_one_folder(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The second is refused with the process of the first; once that is killed, it goes on."""
     store = tmp_path / "store"
-    command = [sys.executable, "-c", PACKING_SLOWLY, data, store]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as first:
+    with packing(data, store) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == b"\n"
         before = contents(store)
@@ -301,8 +306,8 @@ def test_two_packings_into_one_folder(data: Path, tmp_path: Path, capsys: pytest
         assert contents(store) == before
         first.kill()
     assert (store / "packing.lock").exists()
-    pack(data, store)
-    pack(data, tmp_path / "whole")
+    pack(data, store, shard_bytes=1)
+    pack(data, tmp_path / "whole", shard_bytes=1)
     assert contents(store) == contents(tmp_path / "whole")
     assert not (store / "packing.lock").exists()
 
@@ -328,12 +333,14 @@ def test_a_lock_that_was_removed_while_it_was_waited_for_is_none(
     assert not path.exists()
 
 
+# Not ru_maxrss, which a process takes over from the one that started it.
 MEMORY = """
-import resource, sys
+import sys
+from itm_fast.benchmarking.measure import status_bytes
 from itm_fast.data import pack
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = status_bytes("VmHWM")
 pack(sys.argv[1], sys.argv[2], dtype="bf16", splits=["train"], shard_bytes=2**25)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print((status_bytes("VmHWM") - before) // 1024)
 """
 
 
