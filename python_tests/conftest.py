@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.commands import train_small
 from helpers.concepts import write_concepts
+from helpers.host import host_memory
+from hypothesis import HealthCheck, settings
+
+from itm_fast.data import placement
 
 # The tests' tensors are small: a second thread would cost more than it gives, and many times more on a busy machine.
 # What depends on threads sets their number itself.
 torch.set_num_threads(1)
+
+# How long an example takes, or is looked for, says something of the machine alone.
+settings.register_profile("itm_fast", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("itm_fast")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def memory_to_spare() -> Iterator[None]:
+    """Features fit where a test asks for them; how much is free is what some tests set, and none finds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "host_memory", host_memory)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import itm_fast.functional as F_itm
 from itm_fast import evaluation, models
-from itm_fast.data import EpochSampler, emoji, pack, placement, reader
+from itm_fast.data import EpochSampler, emoji, pack, reader
 from itm_fast.evaluation import word_attention
 from itm_fast.models import MatchingModel
 from itm_fast.nn import PatchEncoder, final_states, l2norm
@@ -232,7 +232,6 @@ def test_features_of_a_bfloat16_store_stay_as_they_are(
     pack(data, tmp_path / "store", dtype="bf16", shard_bytes=200)
     if not native:
         monkeypatch.setattr(reader, "_host", lambda: None)
-    monkeypatch.setattr(placement, "host_memory", lambda: (1 << 30, 1 << 30))
     ends, dtypes = [], []
     for keep in (True, False):
         changes = {"model": model, "precision": "bfloat16", "features": features, "region_augmentation": 0.2}

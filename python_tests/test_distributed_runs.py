@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import time
@@ -15,9 +16,10 @@ import torch
 from helpers.concepts import write_concepts
 from helpers.runs import differences, what_a_run_leaves
 from helpers.worlds import Outcome, run_jobs, train_job
+from torch.distributed import TCPStore
 
 from itm_fast import cli
-from itm_fast.distributed import joined
+from itm_fast.distributed import ending, joined
 from itm_fast.models import SCAN
 from itm_fast.training.checkpoint import load_state
 from itm_fast.training.metrics_log import read_metrics
@@ -44,7 +46,7 @@ def outcomes(data: Path, folder: Path) -> dict[str, list[Outcome]]:
     features = np.load(broken / "train_ims.npy")
     features[7, 2, 3] = np.nan
     np.save(broken / "train_ims.npy", features)
-    short = {"ITM_FAST_TIMEOUT": "6"}
+    long = {"ITM_FAST_TIMEOUT": "900"}
 
     def train(name: str, size: int, *options: object, source: Path = data, **more: Any) -> dict[str, Any]:
         return train_job(size, source, folder / name, *options, **more)
@@ -75,13 +77,16 @@ def outcomes(data: Path, folder: Path) -> dict[str, list[Outcome]]:
         "resumed": resumed("stopped", 2),
         "resumed by four": resumed("resumed by four", 4),
         "resumed by one": resumed("resumed by one", 1),
-        "killed": train("killed", 2, *DRAWN, signals=[[1, 4, "SIGKILL"]]),
+        "killed": train("killed", 2, *DRAWN, signals=[[1, 4, "SIGKILL"]], gone=True),
         "killed, resumed": resumed("killed", 2),
-        "first killed": train("first killed", 2, *STEPS, signals=[[0, 4, "SIGKILL"]]),
-        "silent": train("silent", 2, *STEPS, signals=[[1, 4, "SIGSTOP"]], environment=short, continue_after=[0, 1]),
-        "interrupted": {"size": 2, "function": "test_distributed_runs:end", "value": ["KeyboardInterrupt", 0]},
-        "late": {"size": 2, "function": "test_distributed_runs:end", "value": ["OSError", 7],
-                 "environment": {"ITM_FAST_TIMEOUT": "5"}},
+        "first killed": train("first killed", 2, *STEPS, signals=[[0, 4, "SIGKILL"]], gone=True),
+        "silent": train(
+            "silent", 2, *STEPS, signals=[[1, 4, "SIGSTOP"]], answer_within=[0, 4, 2], environment=long, gone=True,
+            continue_after=[0, 1],
+        ),
+        "interrupted": {"size": 2, "function": "test_distributed_runs:interrupt", "value": None, "gone": True},
+        "late": {"size": 2, "function": "test_distributed_runs:end_late", "value": None,
+                 "environment": {"ITM_FAST_TIMEOUT": "10"}},
         "broken": train("broken run", 2, "--batch-size", "32", source=broken),
         "nan": train("nan", 2, *STEPS, fail_at=[1, 2]),
         "again": train("two", 2, *STEPS),
@@ -109,12 +114,22 @@ def copy(_rank: int, value: list[str]) -> None:
     shutil.copytree(*value)
 
 
-def end(rank: int, value: list[Any]) -> None:
-    """The second process ends by an error after some seconds, while the first one waits for it."""
+def interrupt(rank: int, _value: None) -> None:
+    """The second process is interrupted while the first one waits for it."""
     with joined("cpu") as world:
         if rank == 1:
-            time.sleep(value[1])
-            raise KeyboardInterrupt if value[0] == "KeyboardInterrupt" else OSError("the drive has gone\nfor good")
+            raise KeyboardInterrupt
+        world.agree()
+
+
+def end_late(rank: int, _value: None) -> None:
+    """The second process ends by an error once the first one, which waits for it, has given up."""
+    with joined("cpu") as world:
+        if rank == 1:
+            store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            while store.add(ending._ENDED, 0) == 0:
+                time.sleep(0.05)
+            raise OSError("the drive has gone\nfor good")
         world.agree()
 
 
@@ -229,7 +244,7 @@ def test_a_killed_process_ends_the_run_with_one_line_and_the_last_state_is_whole
 
 def test_a_process_that_does_not_answer_ends_the_run(outcomes: dict[str, list[Outcome]], folder: Path) -> None:
     (status, _, error), (other, _, _) = outcomes["silent"]
-    assert (status, error) == (1, LOST.format(6))
+    assert (status, error) == (1, LOST.format(900))
     assert other == 1
     assert load_state(folder / "silent")["position"] == 3
 
@@ -241,7 +256,7 @@ def test_why_another_process_ended_is_said(outcomes: dict[str, list[Outcome]]) -
     (interrupted, own), (late, cause) = ends
     assert interrupted == f"ValueError: {ANOTHER.format(' (process 1: KeyboardInterrupt)')}".rstrip()
     assert own == "KeyboardInterrupt"
-    assert late == f"ValueError: {ANOTHER.format(', or did not answer within 5 s')}".rstrip()
+    assert late == f"ValueError: {ANOTHER.format(', or did not answer within 10 s')}".rstrip()
     assert outcomes["late"][1][2].endswith("OSError: the drive has gone\nfor good\n")
     assert cause == "for good"
 

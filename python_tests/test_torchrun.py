@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from helpers.processes import HANGS
 from helpers.processes import run as run_command
 from helpers.runs import differences, what_a_run_leaves
 from helpers.worlds import run_jobs, train_job
@@ -32,11 +33,11 @@ def test_a_signal_to_torchrun_saves_and_ends_all(data: Path, tmp_path: Path) -> 
         [*TORCHRUN, *arguments],
         cwd=tmp_path, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    log, end = out / "metrics.jsonl", time.monotonic() + 300
+    log, end = out / "metrics.jsonl", time.monotonic() + HANGS
     while not (log.exists() and log.stat().st_size) and launcher.poll() is None and time.monotonic() < end:
         time.sleep(0.02)
     launcher.send_signal(signal.SIGTERM)
-    text, error = launcher.communicate(timeout=300)
+    text, error = launcher.communicate(timeout=HANGS)
     assert launcher.returncode == 1, error
     assert "processes: 2, which share each batch of 59\n" in text
     again = f"torchrun --nproc-per-node 2 -m itm_fast train --out {out} --resume"

@@ -7,6 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# After so many seconds a process hangs, on a machine that does other things, too.
+HANGS = 3600
+
 
 def run(command, *, cwd, **environment):
     """Runs `command` in the folder `cwd`, with changes to the environment (None removes a variable)."""
@@ -17,7 +20,7 @@ def run(command, *, cwd, **environment):
         env={name: str(value) for name, value in changed.items() if value is not None},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANGS,
     )
 
 

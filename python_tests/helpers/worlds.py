@@ -9,7 +9,9 @@ dictionary:
 - `signals`: [rank, step, name of a signal] each, sent by the process to itself while it does this step of a training;
 - `change`: [rank, step, file]: the process turns a bit of a file round before this step (`turn_a_bit`);
 - `full`: [rank, step, file, share]: from this step on no file of the process grows above so much of the size of `file`;
-- `fail_at`: [rank, step] whose loss becomes NaN. `continue_after`: [rank, stopped]: it goes on when rank ended.
+- `fail_at`: [rank, step] whose loss becomes NaN. `continue_after`: [rank, stopped]: it goes on when rank ended;
+- `answer_within`: [rank, step, seconds]: from this step on the process waits so long for the others, and no longer;
+- `gone`: a process ends without a look at what others say of the end: the first one is not to wait for that for long.
 
 The result is [exit status, standard output, standard error] of each process by its rank; a signal is a negative status.
 
@@ -22,6 +24,7 @@ import contextlib
 import importlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -29,11 +32,17 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import distributed_c10d
+
 from helpers.full_disk import no_file_above
-from helpers.processes import ROOT
+from helpers.host import host_memory
+from helpers.processes import HANGS, ROOT
+from itm_fast.data import placement
+from itm_fast.distributed import ending
 
 Outcome = tuple[int, str, str]
 
@@ -43,7 +52,7 @@ def run_jobs(jobs: Sequence[dict[str, Any]]) -> list[list[Outcome]]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     found = subprocess.run(
         [sys.executable, "-m", "helpers.worlds"],
-        input=json.dumps(list(jobs)), capture_output=True, text=True, env=environment, timeout=1800,
+        input=json.dumps(list(jobs)), capture_output=True, text=True, env=environment, timeout=HANGS,
         cwd=ROOT / "python_tests",
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
@@ -60,9 +69,12 @@ def train_job(size: int, data: Path, out: Path, *options: object, **more: Any) -
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
+    """A port that nobody takes before the first process does: below those that systems give to who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("localhost", port))
+            return port
 
 
 def _run(job: dict[str, Any]) -> list[Outcome]:
@@ -102,6 +114,9 @@ def _child(job: dict[str, Any], rank: int, port: int, folder: Path) -> None:
                 MASTER_ADDR="localhost", MASTER_PORT=str(port),
             )  # fmt: skip
         os.environ.update(job.get("environment", {}))
+        if not job.get("gone"):
+            # However late the others come, on a machine that does other things, too.
+            ending._LOOKING = 300.0
         status = _work(job, rank)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
@@ -127,6 +142,8 @@ def _work(job: dict[str, Any], rank: int) -> int:
         for of, at, name in job.get("signals", []):
             if (of, at) == (rank, number):
                 os.kill(os.getpid(), getattr(signal, name))
+        if job.get("answer_within", [])[:2] == [rank, number]:
+            distributed_c10d._set_pg_timeout(timedelta(seconds=job["answer_within"][2]))
         if job.get("change", [])[:2] == [rank, number]:
             turn_a_bit(Path(job["change"][2]))
         if job.get("full", [])[:2] == [rank, number]:
@@ -161,4 +178,5 @@ if __name__ == "__main__":
     for module in ("itm_fast.cli", "itm_fast.models", "itm_fast.training.run", "torch.nn.parallel.distributed"):
         importlib.import_module(module)
     torch.set_num_threads(1)
+    placement.host_memory = host_memory
     print(json.dumps([_run(job) for job in json.load(sys.stdin)]))
