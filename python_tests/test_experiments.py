@@ -92,7 +92,9 @@ def test_an_experiment_from_nothing_to_its_table(
     same, distance = f"{fixed['test']['rsum']:.1f}", f"{fixed['test']['mean_distance']:.2f}"
     times = f"{fixed['seconds']:.0f} | {fixed['cpu_seconds']:.0f}"
     assert partial[4] == f"| fixed | {same} |  | {same} | one seed | {distance} | {times} |"
-    longest = max(found.values(), key=lambda result: result["cpu_seconds"])
+    # The first of several in the order of the rows.
+    in_order = [found[f"{name}-seed0"] for name in ("scan", "scan-rar", "fixed")]
+    longest = max(in_order, key=lambda result: result["cpu_seconds"])
     cpu, clock = f"{longest['cpu_seconds']:.0f} CPU seconds", f"{longest['seconds']:.0f} by the clock."
     assert partial[6].endswith(f"{os.cpu_count()} cores, and the longest run took {cpu}, {clock}")
     threads = scan["environment"]["threads"]

@@ -1,5 +1,6 @@
 """The tests of the native kernels pass with every instruction set that this processor has."""
 
+import os
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +16,11 @@ def run_native_tests(instruction_set):
 
 
 def test_native_kernels_with_every_other_instruction_set():
-    # This process runs the same tests with the selected set; the others need a process of their own, side by side.
+    # This process runs the same tests with the selected set; the others need a process of their own, of which as many
+    # run side by side as there are processors for them, and memory.
     sets = itm_fast.build_info()["instruction_sets"]
     others = [name for name in sets["available"] if name != sets["selected"]]
-    with ThreadPoolExecutor() as threads:
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
         for name, result in zip(others, threads.map(run_native_tests, others), strict=True):
             assert result.returncode == 0, f"{name}:\n{result.stdout[-5000:]}"
             assert re.search(r"^\d+ passed", result.stdout, re.MULTILINE), result.stdout

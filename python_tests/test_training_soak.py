@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -13,15 +12,18 @@ import torch
 from helpers.runs import config, run, weights
 from ignite.engine import Engine
 
+from itm_fast.benchmarking.measure import status_bytes
 from itm_fast.training import Trainer, checkpoint
 from itm_fast.training.metrics_log import read_metrics
 
 
 def resident_memory() -> int:
-    """The memory that this process holds now, in bytes; the most it ever held where the system does not tell."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """The memory that this process holds now, in bytes; the most it ever held where the system does not tell.
+
+    Without pages of files, such as libraries, which the system takes and gives back as memory is short or not.
+    """
+    if Path("/proc/self/status").exists():
+        return status_bytes("RssAnon")
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -49,9 +51,9 @@ def test_a_run_of_two_hundred_steps_stays_finite_in_flat_memory(
 
     def measured(self: Trainer, engine: Engine) -> None:
         after_step(self, engine)
+        memory.append(resident_memory())
         if engine.state.iteration in (100, 200):
             tensors.append(living_tensors())
-            memory.append(resident_memory())
 
     monkeypatch.setattr(Trainer, "_after_step", measured)
     monkeypatch.setattr(
@@ -66,5 +68,6 @@ def test_a_run_of_two_hundred_steps_stays_finite_in_flat_memory(
     assert all(math.isfinite(value) for line in log for value in line.values() if isinstance(value, float))
     assert sum(losses[-4:]) < 0.75 * sum(losses[:4])
     assert all(bool(values.isfinite().all()) for values in weights(tmp_path / "run").values())
-    assert memory[1] - memory[0] < 4 * 2**20
+    # What stays behind raises the least of it; a step has more for a while.
+    assert min(memory[180:]) - min(memory[80:100]) < 4 * 2**20
     assert tensors[1] - tensors[0] < 20
