@@ -120,7 +120,7 @@ def test_every_form_equals_the_loops(implementation: str, strategy: str, mining:
 
 
 @pytest.mark.native
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_ties_masks_and_special_values(data: st.DataObject) -> None:
     """Small matrices of few values: native, reference and loops agree on everything that is not NaN."""
@@ -154,7 +154,7 @@ def test_ties_masks_and_special_values(data: st.DataObject) -> None:
 
 
 @pytest.mark.native
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 300), st.sampled_from(STRATEGIES), st.sampled_from(MINING), st.booleans(), st.integers(0, 2**31))
 def test_float32_is_as_accurate_as_plain_pytorch(size: int, strategy: str, mining: str, soft: bool, seed: int) -> None:
     scores, anchor = random_pair(size, torch.float32, seed)

@@ -180,7 +180,7 @@ def test_equal_scores_are_ranked_by_their_index() -> None:
 
 
 @every_form
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_ties_and_masks(name: str, options: dict[str, Any], data: st.DataObject) -> None:
     """Few values, so that many are equal; the mask may lack its diagonal, cover rows and be anything."""

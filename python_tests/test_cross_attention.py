@@ -144,7 +144,7 @@ def test_gradients(normalization: str, focal: str | None, aggregation: str) -> N
 
 
 @pytest.mark.native
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_native_is_as_accurate_as_plain_pytorch(data: st.DataObject) -> None:
     """float32 on ragged sets of any size against float64, with plain PyTorch's own error as the measure."""

@@ -14,7 +14,7 @@ import torch
 from helpers.boosting import MINING, loop_boosting, random_pair
 from helpers.shim import DIRECTIONS, REDUCTIONS, STRATEGIES, BoostingKernels, compile_driver
 from helpers.shim_checks import check_boosting, choose
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.shim
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.shim
 sizes = st.sampled_from([1, 2, 3, 7, 15, 16, 17, 33, 64, 65, 70])
 seeds = st.integers(0, 2**31)
 few_values = [-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0]
-drawn = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> BoostingKernels:
     return BoostingKernels(compile_driver("boosting", tmp_path_factory.mktemp("boosting")))
 
 
-@settings(drawn, max_examples=80)
+@settings(max_examples=80)
 @given(st.data())
 def test_fixed_margins_with_ties_masks_and_special_values(kernels: BoostingKernels, data: st.DataObject) -> None:
     """Numbers of few digits make sums exact, so the results are equal."""
@@ -53,7 +52,7 @@ def test_fixed_margins_with_ties_masks_and_special_values(kernels: BoostingKerne
     check_boosting(kernels, scores, anchor, seed=seed, large=data.draw(st.booleans()), exact=exact, **options)
 
 
-@settings(drawn, max_examples=50)
+@settings(max_examples=50)
 @given(sizes, st.sampled_from(STRATEGIES), st.sampled_from(MINING), st.sampled_from(DIRECTIONS), st.booleans(), seeds)
 def test_soft_margins_of_any_numbers(
     kernels: BoostingKernels, size: int, strategy: str, mining: str, directions: str, double: bool, seed: int

@@ -15,7 +15,7 @@ from helpers.fragments import random_fragments, tied_fragments
 from helpers.shim import compile_driver
 from helpers.shim_attention import AGGREGATIONS, FOCAL_MODES, NORMALIZATIONS, AttentionKernels
 from helpers.tolerance import assert_close_to_exact, max_error
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from itm_fast import Fragments, reference
@@ -23,7 +23,6 @@ from itm_fast.benchmarking import costs
 
 pytestmark = pytest.mark.shim
 
-drawn = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 seeds = st.integers(0, 2**31)
 # Several tiles on both sides; set 2 of the queries and set 1 of the contexts are empty.
 QUERY_LENGTHS, CONTEXT_LENGTHS = [3, 5, 0, 30, 29, 2], [4, 0, 6, 17, 20, 33]
@@ -37,7 +36,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> AttentionKernels:
 # The plan
 
 
-@settings(drawn, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from([0, 1, 2, 7, 20, 48, 49, 300]), max_size=150), st.integers(0, 9), seeds)
 def test_tiles_hold_as_many_sets_as_fit(kernels: AttentionKernels, lengths: list[int], short: int, seed: int) -> None:
     lengths = [1] * 33 * (short == 0) + lengths + [0] * 70 * (short == 1)
@@ -74,7 +73,7 @@ def test_every_option(kernels: AttentionKernels, normalization: str, focal: str 
     check_random_scores(kernels, [3, 5, 0, 30], [4, 0, 6, 17, 20], 24, kernel, seed=number, **options)
 
 
-@settings(drawn, max_examples=40)
+@settings(max_examples=40)
 @given(st.data())
 def test_ragged_sets_of_any_width(kernels: AttentionKernels, data: st.DataObject) -> None:
     """Rows that begin anywhere, empty sets, single rows; draws of plain PyTorch's rounding are the measure."""

@@ -29,7 +29,7 @@ from helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
 from helpers.shim_attention import AGGREGATIONS, FOCAL_MODES, NORMALIZATIONS
 from helpers.shim_backward import ROOM, BackwardKernels
 from helpers.shim_cases import outcomes
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from itm_fast import Fragments, reference
@@ -54,7 +54,7 @@ def sets(query_lengths: list[int], context_lengths: list[int], dim: int = 12, se
     )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_gradients_of_ragged_sets(kernels: BackwardKernels, data: st.DataObject) -> None:
     """Every option, type of rows, share of pairs with a gradient; with room for all pairs, and for few."""

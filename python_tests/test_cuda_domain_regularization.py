@@ -19,13 +19,12 @@ from helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
 from helpers.shim_cases import outcomes
 from helpers.shim_domain import DomainKernels
 from helpers.tolerance import assert_as_accurate
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from itm_fast import reference
 
 pytestmark = pytest.mark.shim
-drawn = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def operands_of(batch: Batch) -> tuple[np.ndarray | None, ...]:
@@ -66,7 +65,7 @@ def kernels(shim: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Domai
     return DomainKernels(compile_driver("domain_regularization", tmp_path_factory.mktemp("domain"), shim=shim))
 
 
-@settings(drawn, max_examples=15)
+@settings(max_examples=15)
 @given(st.data())
 def test_random_batches_in_every_dtype(kernels: DomainKernels, data: st.DataObject) -> None:
     pairs = data.draw(st.integers(1, 6))

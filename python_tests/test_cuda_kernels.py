@@ -22,7 +22,7 @@ from helpers.shim import (
     compile_driver,
 )
 from helpers.shim_checks import check_hardest, check_ranks, check_triplet, choose
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.shim
@@ -31,7 +31,6 @@ pytestmark = pytest.mark.shim
 sizes = st.sampled_from([1, 2, 3, 7, 15, 16, 17, 33, 63, 64, 65, 70, 130])
 seeds = st.integers(0, 2**31)
 few_values = [-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0]
-drawn = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def retrieval(tmp_path_factory: pytest.TempPathFactory) -> RetrievalKernels:
     return RetrievalKernels(compile_driver("retrieval", tmp_path_factory.mktemp("retrieval")))
 
 
-@settings(drawn, max_examples=120)
+@settings(max_examples=120)
 @given(st.data())
 def test_triplet_loss_with_ties_masks_and_special_values(triplet: TripletKernels, data: st.DataObject) -> None:
     """Every option; numbers of few digits make sums exact, so the results are equal."""
@@ -85,7 +84,7 @@ def is_power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-@settings(drawn, max_examples=40)
+@settings(max_examples=40)
 @given(sizes, st.sampled_from(MINING), seeds, st.sampled_from([torch.float32, torch.float64]))
 def test_triplet_loss_of_any_numbers(
     triplet: TripletKernels, size: int, mining: str, seed: int, dtype: torch.dtype
@@ -117,7 +116,7 @@ def test_large_tiles_give_the_same(triplet: TripletKernels, mining: str) -> None
         check_triplet(triplet, scores, large=True, exact=mining != "selective", positives=mask, **options)
 
 
-@settings(drawn, max_examples=40)
+@settings(max_examples=40)
 @given(sizes, seeds, st.sampled_from([0.0, 0.05, 0.5]), st.sampled_from([None, 0.2, 1.0]), st.booleans())
 def test_hardest_negatives(
     triplet: TripletKernels, size: int, seed: int, rare: float, masked: float | None, large: bool
@@ -169,7 +168,7 @@ def test_an_incoming_gradient_that_is_not_finite_stays_with_its_anchor(
     assert not np.isfinite(gradient[3]).all()
 
 
-@settings(drawn, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_retrieval_ranks(retrieval: RetrievalKernels, data: st.DataObject) -> None:
     """Ties, NaN, infinities, images without captions, any order of captions."""

@@ -27,14 +27,13 @@ from helpers.shim import (
     compile_shim,
 )
 from helpers.shim_checks import array, check_one_launch, choose
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.shim
 
 sizes = st.sampled_from([1, 2, 7, 16, 17, 33, 65, 70])
 few_values = [-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0]
-drawn = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 Kernels = tuple[OneLaunchKernels, TripletKernels, BoostingKernels, ProductKernels]
 
 
@@ -56,7 +55,7 @@ def assert_same(actual: list[np.ndarray], right: list[np.ndarray | None]) -> Non
     assert [part.tobytes() for part in actual] == [part.tobytes() for part in expected]
 
 
-@settings(drawn, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_triplet_loss_is_that_of_two_launches(kernels: Kernels, data: st.DataObject) -> None:
     size, seed = data.draw(sizes), data.draw(st.integers(0, 2**31))
@@ -89,7 +88,7 @@ def test_triplet_loss_is_that_of_two_launches(kernels: Kernels, data: st.DataObj
     assert_same(actual[:count], [loss, negatives, *gradients][:count])
 
 
-@settings(drawn, max_examples=40)
+@settings(max_examples=40)
 @given(st.data())
 def test_boosting_loss_is_that_of_two_launches(kernels: Kernels, data: st.DataObject) -> None:
     size, seed = data.draw(sizes), data.draw(st.integers(0, 2**31))

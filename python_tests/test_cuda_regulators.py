@@ -18,7 +18,7 @@ from helpers.shim import compile_driver
 from helpers.shim_attention import FOCAL_MODES, NORMALIZATIONS
 from helpers.shim_regulators import RegulatorKernels, random_weights
 from helpers.tolerance import assert_close_to_exact, max_error
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from itm_fast import Fragments, reference
@@ -27,7 +27,6 @@ from itm_fast.ops.regulators import CUDA_CONTEXT_ROWS, CUDA_QUERY_ROWS, CUDA_STE
 
 pytestmark = pytest.mark.shim
 
-drawn = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # Two tiles of queries; set 2 of the queries and set 1 of the contexts are empty.
 QUERIES, CONTEXTS = [3, 1, 0, 12, 9, 9], [4, 0, 17, 1]
 DIM, WIDTH = 70, 35  # two chunks, and two blocks of outputs
@@ -72,7 +71,7 @@ def test_alignments(kernels: RegulatorKernels, normalization: str) -> None:
     check_alignments(kernels, *rcar(setting), name=f"{normalization} {setting}", **options)
 
 
-@settings(drawn, max_examples=15)
+@settings(max_examples=15)
 @given(st.data())
 def test_ragged_sets_of_any_width(kernels: RegulatorKernels, data: st.DataObject) -> None:
     lengths = st.lists(st.sampled_from([0, 1, 2, 5, 13, 32]), min_size=1, max_size=4)

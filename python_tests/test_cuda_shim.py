@@ -76,7 +76,7 @@ def test_the_table_of_matrix_loads_is_that_of_the_manual(kernels: ProductKernels
     assert lanes == list(range(32))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 70), st.integers(1, 5), st.integers(1, 14), st.booleans(), st.booleans(), st.integers(0, 2**31))
 def test_products_through_copies_fragments_and_tensor_cores(
     kernels: ProductKernels, rows: int, columns: int, depth: int, transposed: bool, half: bool, seed: int

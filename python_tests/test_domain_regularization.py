@@ -12,7 +12,7 @@ import torch
 from helpers.domain import NAMES, Batch, Loops, loop_regularization, nearest_edge, plain_form, random_batch, run
 from helpers.fragments import native_calls
 from helpers.tolerance import assert_as_accurate
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import itm_fast.functional as F_itm
@@ -36,7 +36,6 @@ BATCHES = {
     "wide": random_batch([3, 7], [9, 2], 150, captions=[1, 0], images=[-1, 0], seed=21),
 }
 INCOMING = torch.tensor([[0.7, -1.3, 0.4, 1.1], [1.2, 0.5, -0.8, 0.3]], dtype=torch.float64)
-drawn = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def incoming_of(batch: Batch) -> torch.Tensor:
@@ -104,7 +103,7 @@ def test_gradients_are_computed_where_they_are_wanted() -> None:
 
 
 @pytest.mark.native
-@settings(drawn, max_examples=25)
+@settings(max_examples=25)
 @given(st.data())
 def test_random_batches_in_every_dtype(data: st.DataObject) -> None:
     """At most twice as wrong as plain PyTorch in float32, where no rounding decides about a hinge."""

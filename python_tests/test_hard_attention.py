@@ -108,7 +108,7 @@ def test_what_is_no_number_stays_where_plain_pytorch_has_it(place: str, value: f
             torch.testing.assert_close(actual, right, rtol=0, atol=1e-12, equal_nan=True, msg=f"{options}: {name}")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_native_is_as_accurate_as_plain_pytorch(data: st.DataObject) -> None:
     """float32 on ragged sets against float64, but for pairs in which rounding decides about a context."""

@@ -23,7 +23,7 @@ HARDEST = [pytest.param(F_itm.hardest_negatives, marks=pytest.mark.native), refe
 
 
 @pytest.mark.parametrize("function", HARDEST)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_hardest_negatives_equal_the_loops(function: Any, data: st.DataObject) -> None:
     n = data.draw(st.integers(0, 7))

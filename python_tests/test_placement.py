@@ -15,7 +15,7 @@ from helpers.concepts import write_concepts
 from helpers.precomputed import VOCABULARY
 from helpers.runs import config, make_trainer, run, same, weights
 from helpers.worlds import run_jobs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_store import assert_same_batches, write_data
 from torch.overrides import TorchFunctionMode
@@ -310,7 +310,6 @@ def test_training_does_not_depend_on_the_placement(tmp_path: Path) -> None:
         assert same(weights(tmp_path / where), weights(tmp_path / "disk"))
 
 
-@settings(deadline=None)
 @given(
     n=st.integers(1, 90), size=st.integers(1, 9), window=st.integers(1, 5), seed=st.integers(0, 3), drop=st.booleans()
 )

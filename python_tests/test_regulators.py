@@ -264,7 +264,7 @@ def test_blocks_change_nothing_but_rounding(block_elements: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_packed_is_the_loop_on_sets_of_any_size(data: st.DataObject) -> None:
     """float64 to rounding, dropout masks included, and float32 as far as that carries."""

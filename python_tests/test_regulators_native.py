@@ -95,7 +95,7 @@ def test_alignments(normalization: str, setting: str, focal: str | None) -> None
     torch.testing.assert_close(alignments, exact, rtol=0, atol=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_whatever_is_asked_for(data: st.DataObject) -> None:
     lengths = st.lists(st.integers(0, 9), min_size=0, max_size=5)

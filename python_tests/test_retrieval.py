@@ -68,7 +68,7 @@ def lists(ranks: tuple[Tensor, Tensor]) -> tuple[list[int], list[int]]:
 
 
 @both_implementations
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(st.data())
 def test_ranks_equal_the_loops(implementation: str, data: st.DataObject) -> None:
     """Ties, NaN, infinities, images without captions, any order of captions."""
@@ -230,7 +230,7 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], messag
 # Recalls
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(-1, 30), min_size=1), st.lists(st.integers(0, 30), min_size=1))
 def test_recalls_medians_and_means(image_ranks: list[int], caption_ranks: list[int]) -> None:
     image_ranks = [*image_ranks, 3]

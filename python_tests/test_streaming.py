@@ -14,7 +14,7 @@ from helpers.commands import train_small
 from helpers.concepts import write_concepts
 from helpers.processes import ROOT
 from helpers.processes import run as run_process
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_evaluation import Gallery, TableModel, random_table
 from torch import Tensor
@@ -24,7 +24,6 @@ from itm_fast.evaluation import evaluate, evaluate_ensemble, stream_ranks, top_k
 from itm_fast.functional import retrieval_ranks
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_ranks_are_those_of_the_whole_matrix(data: st.DataObject) -> None:
     """Few different scores, NaN and infinity among them; captions of any image in any order; tiles of any size."""
@@ -69,7 +68,6 @@ def test_an_ensemble_is_the_same() -> None:
     assert whole[1]["rsum"] not in [summary["rsum"] for summary in whole[0]]
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_the_best_of_each_are_those_of_a_sort(data: st.DataObject) -> None:
     n_images, n_captions = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 9))

@@ -156,7 +156,7 @@ def test_a_nan_reaches_the_loss_of_its_anchors_and_of_no_others(implementation: 
 
 
 @pytest.mark.native
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_ties_masks_and_special_values(data: st.DataObject) -> None:
     """Small matrices of few values: native, reference and loops agree on everything that is not NaN."""

@@ -24,7 +24,7 @@ from itm_fast import reference
 
 
 @pytest.mark.native
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 300), st.sampled_from(MINING), st.integers(0, 2**31), st.booleans())
 def test_float32_is_as_accurate_as_plain_pytorch(size: int, mining: str, seed: int, with_mask: bool) -> None:
     scores = random_scores(size, dtype=torch.float32, seed=seed)
