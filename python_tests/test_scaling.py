@@ -62,7 +62,10 @@ def test_what_data_need() -> None:
     found = need(Data(pairs=1e6, images=2e5), of, 200.0, 20_000.0)
     assert FEATURE_BYTES == 36 * 2048 * 2
     assert found.features == 2e5 * 147_456
-    assert found.index == 1e6 * 208
+    # Two orders of the captions, and where each image lies; one process alone has one.
+    assert found.index == 1e6 * 216 + 2e5 * 16
+    alone = need(Data(pairs=1e6, images=2e5), step(1, PARAMETERS), 200.0, 20_000.0)
+    assert alone.index == 1e6 * 208 + 2e5 * 16
     assert found.epoch == pytest.approx(1e6 / of.rate)
     assert found.reading == pytest.approx(of.rate / 8 * 147_456)
     assert found.cores == pytest.approx(of.rate / 8 / 20_000)

@@ -30,8 +30,9 @@ NVLINK, NETWORK, LINK_SHARE, LATENCY = 450e9, 50e9, 0.7, 20e-6
 # Memory of a GPU and of a machine (DGX H200), of which features may take this share; a drive (PCIe 4) in order.
 GPU_BYTES, HOST_BYTES, FEATURE_SHARE, DRIVE = 141e9, 2e12, 0.75, 7e9
 FEATURE_BYTES = 2 * costs.REGIONS * 2048
-# What the order of an epoch takes a caption: a permutation of int64.
-ORDER_BYTES = 8
+# What the order of an epoch takes a caption: a permutation of int64, in several processes one for the batches and one
+# for the own parts. What a store takes an image: the number of its shard and its place there, int64.
+ORDER_BYTES, PLACE_BYTES = 8, 16
 
 
 @attrs.frozen
@@ -121,7 +122,8 @@ class Need:
     """What data ask of a training.
 
     Attributes:
-        features: bytes of all features in bf16. index: bytes of captions, token ids and order in each process.
+        features: bytes of all features in bf16. index: bytes of captions, token ids, order and places of images in each
+            process.
         epoch: seconds. reading: bytes of features per second and GPU. cores: that reading keeps busy for a GPU.
     """
 
@@ -134,10 +136,10 @@ class Need:
 
 def need(data: Data, of: Step, caption_bytes: float, images_per_core: float) -> Need:
     """The needs of `data` in steps like `of`."""
-    each = of.rate / of.gpus
+    each, orders = of.rate / of.gpus, 1 if of.gpus == 1 else 2
     return Need(
         features=data.images * FEATURE_BYTES,
-        index=data.pairs * (caption_bytes + ORDER_BYTES),
+        index=data.pairs * (caption_bytes + orders * ORDER_BYTES) + data.images * PLACE_BYTES,
         epoch=data.pairs / of.rate,
         reading=each * FEATURE_BYTES,
         cores=each / images_per_core,
@@ -218,7 +220,14 @@ def _steps(parameters: int) -> str:
 
 
 def _needs(parameters: int, caption_bytes: float, per_core: float) -> str:
-    head = ["data", "GPUs", "features in bf16", "where they fit", "captions and order, each process", "an epoch"]
+    head = [
+        "data",
+        "GPUs",
+        "features in bf16",
+        "where they fit",
+        "captions, order and places, each process",
+        "an epoch",
+    ]
     rows = [[*head, "read by each GPU", "cores that reading keeps busy, each GPU"]]
     for name, data in DATA.items():
         for gpus in (1, 8, 64):
@@ -260,10 +269,10 @@ def _first(parameters: int, caption_bytes: float, per_core: float) -> str:
             f"{amount(alone.reading, 'B/s')}, of 64 with captions gathered {amount(million.reading, 'B/s')}. Were each "
             f"rank to draw from a slice of its own, {amount(million.features / 64, 'B')} would lie on each GPU and "
             "nothing would be read: that sampler is not built.",
-            f"5. *A billion pairs: the index.* Each process holds captions, token ids and the order of an epoch in "
-            f"memory: {amount(billion.index, 'B')}, eight times in a machine. The order would have to be drawn shard "
-            "by shard, and captions be read from the store as features are: neither is built. Features take "
-            f"{amount(billion.features, 'B')}, the memory of {billion.features / HOST_BYTES:.0f} machines; an epoch of "
-            f"64 GPUs takes {seconds(billion.epoch)}.",
+            f"5. *A billion pairs: the index.* Each process holds captions, token ids, the order of an epoch and the "
+            f"place of each image in memory: {amount(billion.index, 'B')}, eight times in a machine. The order would "
+            "have to be drawn shard by shard, and captions be read from the store as features are: neither is built. "
+            f"Features take {amount(billion.features, 'B')}, the memory of {billion.features / HOST_BYTES:.0f} "
+            f"machines; an epoch of 64 GPUs takes {seconds(billion.epoch)}.",
         )
     )
