@@ -53,6 +53,7 @@ class BoostingProblem {
       key.column_own = own_.data();
       if (triplet.columns()) add(Directions::columns);
     }
+    count_positive_terms();
   }
 
   BoostingProblem(const BoostingProblem&) = delete;
@@ -67,25 +68,30 @@ class BoostingProblem {
   }
 
   // How often each anchor's positive term counts.
-  std::vector<int64_t> positive_counts(const View& view, bool is_rows) const {
-    const Problem<T>& problem = view.problem;
-    std::vector<int64_t> counts(anchors, options.mining == Mining::hardest ? 1 : anchors - 1);
-    if (options.mining == Mining::hardest || problem.positives == nullptr) return counts;
-    for (int64_t row = 0; row < anchors; ++row) {
-      for (int64_t column = 0; column < anchors; ++column) {
-        if (row != column && problem.positives[row * anchors + column] != 0) --counts[is_rows ? row : column];
-      }
-    }
-    return counts;
-  }
+  const std::vector<int64_t>& positive_counts(bool is_rows) const { return counts_[is_rows ? 0 : 1]; }
 
   const BoostingOptions options;
   const int64_t anchors;
   std::vector<View> views;
 
  private:
+  void count_positive_terms() {
+    const bool once = options.mining == Mining::hardest;
+    for (auto& counts : counts_) counts.assign(anchors, once ? 1 : anchors - 1);
+    const uint8_t* positives = views.front().problem.positives;
+    if (once || positives == nullptr || options.strategy == Strategy::relative) return;
+    for (int64_t row = 0; row < anchors; ++row) {
+      for (int64_t column = 0; column < anchors; ++column) {
+        if (row == column || positives[row * anchors + column] == 0) continue;
+        --counts_[0][row];
+        --counts_[1][column];
+      }
+    }
+  }
+
   const torch::stable::Tensor scores_, anchor_scores_;
   std::vector<T> own_, gap_;
+  std::vector<int64_t> counts_[2];  // of rows, of columns
 };
 
 }  // namespace itm_fast

@@ -1,8 +1,12 @@
 // The dense gradient of losses over a score matrix on the CPU.
 #pragma once
 
-#include "cpu/memory.h"
-#include "cpu/triplet_problem.h"
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "cpu/huge_pages.h"
+#include "cpu/triplet_scan.h"
 
 namespace itm_fast {
 
@@ -31,13 +35,16 @@ class Gradient {
     if (options.columns()) add_side(columns_, false, options.rows() ? 1 : 0);
   }
 
-  // Fills the gradient of the scores; returns that of the positives, one per anchor.
-  std::vector<T> compute() {
+  // Fills the gradient of the scores; returns that of the positives, one per anchor. Where all negatives take part, the
+  // pass also finds the sums of their hinges for the one who asks.
+  std::vector<T> compute(ScanResult<T>* sums = nullptr) {
     std::vector<T> positive(options_.rows() ? problem_.rows : problem_.columns, T(0));
     const bool spreads = (rows_ && rows_->weights.spreads) || (columns_ && columns_->weights.spreads);
     std::vector<int64_t> row_count(spreads && rows_ ? problem_.rows : 0);
     const int64_t in_blocks = spreads && columns_ ? problem_.n_blocks * problem_.padded_columns : 0;
     Buffer<LaneInteger<T>> column_count(in_blocks);
+    Buffer<T> column_sum(sums != nullptr ? in_blocks : 0);
+    if (sums != nullptr && rows_) sums->rows.sum.resize(problem_.rows);
     const auto& table = triplet_kernels(T());
     // Every thread writes its own rows first, and each column's single negative after all rows are written.
     problem_.for_blocks([&](int64_t index) {
@@ -47,10 +54,12 @@ class Gradient {
         if (rows_) {
           spread.row_weight = rows_->weights.spread.data();
           spread.row_count = row_count.data();
+          if (sums != nullptr) spread.row_sum = sums->rows.sum.data();
         }
         if (columns_) {
           spread.column_weight = columns_->weights.spread.data();
           spread.column_count = column_count.data() + index * problem_.padded_columns;
+          if (sums != nullptr) spread.column_sum = column_sum.data() + index * problem_.padded_columns;
         }
         spread.gradient = out_;
         spread.accumulates = accumulates_;
@@ -63,12 +72,8 @@ class Gradient {
     if (columns_) add_single(*columns_, 0, problem_.columns, positive);
     if (spreads && rows_) add_counted(*rows_, row_count, positive);
     if (spreads && columns_) {
-      std::vector<int64_t> count(problem_.columns, 0);
-      for (int64_t index = 0; index < problem_.n_blocks; ++index) {
-        const LaneInteger<T>* in_block = column_count.data() + index * problem_.padded_columns;
-        for (int64_t j = 0; j < problem_.columns; ++j) count[j] += in_block[j];
-      }
-      add_counted(*columns_, count, positive);
+      add_counted(*columns_, sum_of_blocks<T, LaneInteger<T>, int64_t>(problem_, column_count.data()), positive);
+      if (sums != nullptr) sums->columns.sum = sum_of_blocks<T, T, double>(problem_, column_sum.data());
     }
     return positive;
   }
@@ -136,5 +141,34 @@ class Gradient {
   bool accumulates_;
   std::optional<Side> rows_, columns_;
 };
+
+// A matrix of the size of the scores for their gradient, not yet written.
+template <typename T>
+torch::stable::Tensor new_gradient(const torch::stable::Tensor& scores) {
+  torch::stable::Tensor gradient = torch::stable::new_empty(scores, {scores.size(0), scores.size(1)});
+  prefer_huge_pages(gradient.mutable_data_ptr(), gradient.numel() * static_cast<int64_t>(sizeof(T)));
+  return gradient;
+}
+
+// The gradients of the scores and of separate positives, which is empty where positives are on the diagonal; the rest
+// as in `Gradient`.
+template <typename T>
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> gradients_of(const Problem<T>& problem, const T* grad_loss,
+                                                                      const int64_t* negatives,
+                                                                      const TripletOptions& options,
+                                                                      const torch::stable::Tensor& scores,
+                                                                      ScanResult<T>* sums = nullptr) {
+  torch::stable::Tensor grad_scores = new_gradient<T>(scores);
+  T* out = static_cast<T*>(grad_scores.mutable_data_ptr());
+  const std::vector<T> positive = Gradient<T>(problem, grad_loss, negatives, options, out).compute(sums);
+  const int64_t separate = problem.has_diagonal ? 0 : static_cast<int64_t>(positive.size());
+  torch::stable::Tensor grad_positive = torch::stable::new_empty(scores, {separate});
+  if (problem.has_diagonal) {
+    for (int64_t i = 0; i < problem.rows; ++i) out[i * problem.columns + i] = positive[i];
+  } else {
+    std::copy(positive.begin(), positive.end(), static_cast<T*>(grad_positive.mutable_data_ptr()));
+  }
+  return {grad_scores, grad_positive};
+}
 
 }  // namespace itm_fast

@@ -4,7 +4,6 @@
 #include <tuple>
 
 #include "cpu/triplet_scan.h"
-#include "ops/loss_results.h"
 #include "ops/triplet_loss.h"
 
 namespace itm_fast {
@@ -17,30 +16,7 @@ template <typename T>
 std::tuple<Tensor, Tensor> forward(const Tensor& scores, const std::optional<Tensor>& positives,
                                    const std::optional<Tensor>& positive_scores, const TripletOptions& options) {
   const Problem<T> problem(scores, positives, positive_scores);
-  const ScanResult<T> found = scan_scores(problem, options);
-  const int64_t anchors = options.rows() ? problem.rows : problem.columns;
-  const bool keep_each = options.reduction == Reduction::none;
-  Tensor loss = new_loss(options.reduction, options.directions, anchors, scores);
-  Tensor negatives = new_negatives(options.mining, options.directions, anchors, scores);
-  T* loss_out = static_cast<T*>(loss.mutable_data_ptr());
-  int64_t* negatives_out = static_cast<int64_t*>(negatives.mutable_data_ptr());
-
-  const T scale = options.halve ? T(0.5) : T(1);
-  double total = 0.0;
-  int64_t out = 0;
-  for (const bool is_rows : {true, false}) {
-    if (!(is_rows ? options.rows() : options.columns())) continue;
-    const Direction<T> direction{problem, is_rows};
-    for (int64_t i = 0; i < anchors; ++i, ++out) {
-      const AnchorLoss<T> anchor = loss_of(direction, is_rows ? found.rows : found.columns, i, options);
-      if (options.mining != Mining::all) negatives_out[out] = anchor.negative;
-      if (keep_each) loss_out[out] = scale * anchor.value;
-      total += anchor.value;
-    }
-  }
-  if (options.reduction == Reduction::mean) total /= static_cast<double>(std::max<int64_t>(anchors, 1));
-  if (!keep_each) *loss_out = static_cast<T>(total * scale);
-  return {loss, negatives};
+  return losses_of(problem, scan_scores(problem, options), options, scores);
 }
 
 template <typename T>

@@ -4,7 +4,6 @@
 
 #include <tuple>
 
-#include "cpu/huge_pages.h"
 #include "cpu/triplet_gradient.h"
 #include "ops/triplet_loss.h"
 
@@ -20,21 +19,9 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_loss, const Tensor& score
                                     const std::optional<Tensor>& positive_scores, const Tensor& negatives,
                                     const TripletOptions& options) {
   const Problem<T> problem(scores, positives, positive_scores);
-  Tensor grad_scores = torch::stable::new_empty(scores, {problem.rows, problem.columns});
-  T* out = static_cast<T*>(grad_scores.mutable_data_ptr());
-  prefer_huge_pages(out, problem.rows * problem.columns * static_cast<int64_t>(sizeof(T)));
   const Tensor incoming = torch::stable::contiguous(grad_loss), chosen = torch::stable::contiguous(negatives);
-  const std::vector<T> positive = Gradient<T>(problem, static_cast<const T*>(incoming.const_data_ptr()),
-                                              static_cast<const int64_t*>(chosen.const_data_ptr()), options, out)
-                                      .compute();
-  const int64_t separate = problem.has_diagonal ? 0 : static_cast<int64_t>(positive.size());
-  Tensor grad_positive = torch::stable::new_empty(scores, {separate});
-  if (problem.has_diagonal) {
-    for (int64_t i = 0; i < problem.rows; ++i) out[i * problem.columns + i] = positive[i];
-  } else {
-    std::copy(positive.begin(), positive.end(), static_cast<T*>(grad_positive.mutable_data_ptr()));
-  }
-  return {grad_scores, grad_positive};
+  return gradients_of(problem, static_cast<const T*>(incoming.const_data_ptr()),
+                      static_cast<const int64_t*>(chosen.const_data_ptr()), options, scores);
 }
 
 template <typename T>

@@ -2,8 +2,11 @@
 // the losses of anchors.
 #pragma once
 
+#include <tuple>
+
 #include "cpu/memory.h"
 #include "cpu/triplet_problem.h"
+#include "ops/loss_results.h"
 
 namespace itm_fast {
 
@@ -19,6 +22,17 @@ template <typename T>
 struct ScanResult {
   Found<T> rows, columns;
 };
+
+// What the blocks' sums of columns, padded columns a block, come to.
+template <typename T, typename In, typename Out>
+std::vector<Out> sum_of_blocks(const Problem<T>& problem, const In* in_blocks) {
+  std::vector<Out> sums(problem.columns, Out(0));
+  for (int64_t index = 0; index < problem.n_blocks; ++index) {
+    const In* in_block = in_blocks + index * problem.padded_columns;
+    for (int64_t j = 0; j < problem.columns; ++j) sums[j] += in_block[j];
+  }
+  return sums;
+}
 
 template <typename T>
 ScanResult<T> scan_scores(const Problem<T>& problem, const TripletOptions& options) {
@@ -65,13 +79,7 @@ ScanResult<T> scan_scores(const Problem<T>& problem, const TripletOptions& optio
       }
     }
   }
-  if (options.columns() && sum) {
-    result.columns.sum.assign(problem.columns, 0.0);
-    for (int64_t index = 0; index < problem.n_blocks; ++index) {
-      const T* values = block_sum.data() + index * problem.padded_columns;
-      for (int64_t j = 0; j < problem.columns; ++j) result.columns.sum[j] += values[j];
-    }
-  }
+  if (options.columns() && sum) result.columns.sum = sum_of_blocks<T, T, double>(problem, block_sum.data());
   return result;
 }
 
@@ -94,6 +102,37 @@ AnchorLoss<T> loss_of(const Direction<T>& direction, const Found<T>& found, int6
     if (index < 0) return {positive == positive ? T(0) : positive, kNoGradient};
   }
   return mined_loss(options, positive, best, index, static_cast<T>(sum / direction.divisor(options)));
+}
+
+// The results of triplet_loss, of the kind of `scores`.
+template <typename T>
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> losses_of(const Problem<T>& problem,
+                                                                   const ScanResult<T>& found,
+                                                                   const TripletOptions& options,
+                                                                   const torch::stable::Tensor& scores) {
+  const int64_t anchors = options.rows() ? problem.rows : problem.columns;
+  const bool keep_each = options.reduction == Reduction::none;
+  torch::stable::Tensor loss = new_loss(options.reduction, options.directions, anchors, scores);
+  torch::stable::Tensor negatives = new_negatives(options.mining, options.directions, anchors, scores);
+  T* loss_out = static_cast<T*>(loss.mutable_data_ptr());
+  int64_t* negatives_out = static_cast<int64_t*>(negatives.mutable_data_ptr());
+
+  const T scale = options.halve ? T(0.5) : T(1);
+  double total = 0.0;
+  int64_t out = 0;
+  for (const bool is_rows : {true, false}) {
+    if (!(is_rows ? options.rows() : options.columns())) continue;
+    const Direction<T> direction{problem, is_rows};
+    for (int64_t i = 0; i < anchors; ++i, ++out) {
+      const AnchorLoss<T> anchor = loss_of(direction, is_rows ? found.rows : found.columns, i, options);
+      if (options.mining != Mining::all) negatives_out[out] = anchor.negative;
+      if (keep_each) loss_out[out] = scale * anchor.value;
+      total += anchor.value;
+    }
+  }
+  if (options.reduction == Reduction::mean) total /= static_cast<double>(std::max<int64_t>(anchors, 1));
+  if (!keep_each) *loss_out = static_cast<T>(total * scale);
+  return {loss, negatives};
 }
 
 }  // namespace itm_fast

@@ -11,7 +11,7 @@ from itm_fast import reference
 from itm_fast.ops import validation
 from itm_fast.ops.autograd import first_order, refuse_transforms
 from itm_fast.ops.library import register_fake, use_native
-from itm_fast.ops.one_launch import in_one_launch, taken_gradients
+from itm_fast.ops.one_pass import in_one_pass, taken_gradients
 from itm_fast.ops.triplet_loss import DIRECTIONS, REDUCTIONS, check_beside, check_scores, loss_shape, upcast
 
 STRATEGIES = ("relative", "absolute", "both")
@@ -62,8 +62,8 @@ def boosting_loss(
     refuse_transforms("boosting_loss", scores)
     options = (strategy, mining, margin, alpha, soft, directions, reduction)
     scores = upcast(scores)
-    one_launch = in_one_launch(reduction, scores)
-    loss: Tensor = _BoostingLoss.apply(scores, upcast(anchor_scores.detach()), positives, options, one_launch)
+    one_pass = in_one_pass(reduction, scores)
+    loss: Tensor = _BoostingLoss.apply(scores, upcast(anchor_scores.detach()), positives, options, one_pass)
     return loss
 
 
@@ -75,12 +75,12 @@ class _BoostingLoss(torch.autograd.Function):
         anchor_scores: Tensor,
         positives: Tensor | None,
         options: tuple[Any, ...],
-        one_launch: bool,
+        one_pass: bool,
     ) -> Tensor:
         operators = torch.ops.itm_fast
-        function = operators.boosting_loss_with_gradient if one_launch else operators.boosting_loss
+        function = operators.boosting_loss_with_gradient if one_pass else operators.boosting_loss
         loss, negatives, *gradients = function(scores, anchor_scores, positives, *options)
-        ctx.gradients = gradients if one_launch else None
+        ctx.gradients = gradients if one_pass else None
         ctx.save_for_backward(scores, anchor_scores, positives, negatives)
         ctx.options = options
         return loss

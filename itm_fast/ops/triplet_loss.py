@@ -11,7 +11,7 @@ from itm_fast import reference
 from itm_fast.ops import validation
 from itm_fast.ops.autograd import first_order, refuse_transforms
 from itm_fast.ops.library import register_fake, use_native
-from itm_fast.ops.one_launch import in_one_launch, taken_gradients
+from itm_fast.ops.one_pass import in_one_pass, taken_gradients
 
 MINING = ("all", "hardest", "selective", "semi_hard", "contrastive")
 SELECTIVE_DIVISORS = ("batch", "negatives")
@@ -71,8 +71,8 @@ def triplet_loss(
     if positive_scores is not None:
         positive_scores = upcast(positive_scores)
     options = (margin, mining, epsilon, selective_divisor, halve, directions, reduction)
-    one_launch = in_one_launch(reduction, scores, positive_scores)
-    loss: Tensor = _TripletLoss.apply(scores, positives, positive_scores, options, one_launch)
+    one_pass = in_one_pass(reduction, scores, positive_scores)
+    loss: Tensor = _TripletLoss.apply(scores, positives, positive_scores, options, one_pass)
     return loss
 
 
@@ -138,12 +138,12 @@ class _TripletLoss(torch.autograd.Function):
         positives: Tensor | None,
         positive_scores: Tensor | None,
         options: tuple[Any, ...],
-        one_launch: bool,
+        one_pass: bool,
     ) -> Tensor:
         operators = torch.ops.itm_fast
-        function = operators.triplet_loss_with_gradient if one_launch else operators.triplet_loss
+        function = operators.triplet_loss_with_gradient if one_pass else operators.triplet_loss
         loss, negatives, *gradients = function(scores, positives, positive_scores, *options)
-        ctx.gradients = gradients if one_launch else None
+        ctx.gradients = gradients if one_pass else None
         ctx.save_for_backward(scores, positives, positive_scores, negatives)
         ctx.options = options
         return loss

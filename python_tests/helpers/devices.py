@@ -165,7 +165,7 @@ def _boosting_case(strategy: str, mining: str) -> Case:
 
 
 def _one_launch_case(name: str, mining: str) -> Case:
-    """One loss alone: on CUDA it comes with its gradient, and only there the operators exist."""
+    """One loss alone, which comes with its gradient."""
 
     def call(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         options = {"epsilon": 0.3} if name == "triplet_loss" else {"strategy": "both", "soft": True}
@@ -210,7 +210,7 @@ def _gallery(seed: int, size: int) -> Inputs:
     return [random_scores(n_images, size, seed=seed), torch.arange(size) % n_images]
 
 
-# On CUDA alone, as all cases in one launch: there the loss is scalar.
+# The loss is a number, and comes with its gradient.
 ONE_LAUNCH_STEP = _step_case(
     "step with one launch for the loss", "sum", ("triplet_loss_with_gradient", "scale_gradient")
 )

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from helpers.one_launch import implemented_on_the_cpu
 from itm_fast.ops import library
 
 DEVICE = torch.device("cuda", 0)
@@ -163,11 +162,11 @@ def stand_in() -> Iterator[Gpu]:
     gpu = Gpu()
     generator = torch.Generator
     native = {name: devices | {"cuda"} if "cpu" in devices else devices for name, devices in library._native.items()}
-    with pytest.MonkeyPatch.context() as patch, implemented_on_the_cpu() as operators:
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in gpu.replaced().items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch, "Generator", lambda device="cpu": generator(_moved(device)))
-        patch.setattr(library, "_native", native | dict.fromkeys(operators, frozenset({"cuda"})))
+        patch.setattr(library, "_native", native)
         patch.setattr(library, "_cuda_problem", None)
         library._gpu_problem.cache_clear()
         with _LooksLikeCuda(), _DebugMode(gpu):

@@ -45,13 +45,16 @@ struct TripletScan {
   bool semi_hard;  // only negatives below the positive are candidates of the best
 };
 
-// The gradient of sums of hinges: what each active hinge of an anchor adds at its negative, and how many are active.
+// The gradient of sums of hinges: what each active hinge of an anchor adds at its negative, and how many are active; the
+// sums themselves where asked for, as a scan finds them.
 template <typename T>
 struct TripletSpread {
   const T* row_weight;           // (rows,)
   const T* column_weight;        // (padded columns,)
   int64_t* row_count;            // (rows,)
   LaneInteger<T>* column_count;  // (padded columns,), of this block's rows alone
+  double* row_sum;               // (rows,) or null
+  T* column_sum;                 // (padded columns,), of this block's rows alone, or null
   T* gradient;                   // (rows, columns), written
   bool accumulates;              // added to what stands there
 };
@@ -60,6 +63,7 @@ template <typename T>
 struct TripletKernels {
   void (*scan)(const TripletBlock<T>& block, const TripletScan<T>& scan);
   void (*spread)(const TripletBlock<T>& block, const TripletSpread<T>& spread);
+  void (*scale)(T* values, int64_t count, T factor);
 };
 
 #define ITM_FAST_DECLARE(isa)                          \

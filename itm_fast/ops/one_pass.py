@@ -1,6 +1,6 @@
-"""Losses whose forward writes their gradient too, in one launch, for an incoming gradient of 1.
+"""Losses whose forward writes their gradient too, for an incoming gradient of 1: one call, and on CUDA one launch.
 
-Inside: `in_one_launch`, `taken_gradients`.
+Inside: `in_one_pass`, `taken_gradients`.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["in_one_launch", "taken_gradients"]
+__all__ = ["in_one_pass", "taken_gradients"]
 
-# Rows and columns that the kernels take; for larger matrices the backward writes the gradient.
-UP_TO = 8192
-_DEVICES = ("cuda",)
+# Rows and columns that the kernels of CUDA take; for larger matrices the backward writes the gradient.
+UP_TO_ON_CUDA = 8192
+_DEVICES = ("cpu", "cuda")
 
 
-def in_one_launch(reduction: str, scores: Tensor, *others: Tensor | None) -> bool:
-    """Whether the loss of `scores` and its gradient come from one launch: where it is one number to be differentiated.
+def in_one_pass(reduction: str, scores: Tensor, *others: Tensor | None) -> bool:
+    """Whether the loss of `scores` and its gradient come from one call: where it is one number to be differentiated.
 
     Not under `torch.compile`, whose graphs may run a backward as often as they like: the gradient is there once.
     """
     if torch.compiler.is_compiling() or scores.device.type not in _DEVICES or reduction == "none":
         return False
-    if max(scores.shape) > UP_TO or not torch.is_grad_enabled():
+    if (scores.device.type == "cuda" and max(scores.shape) > UP_TO_ON_CUDA) or not torch.is_grad_enabled():
         return False
     return any(part is not None and part.requires_grad for part in (scores, *others))
 
@@ -38,5 +38,6 @@ def taken_gradients(ctx: Any, grad_loss: Tensor) -> list[Tensor] | None:
     if gradients is not None:
         ctx.gradients = None
         for gradient in gradients:
-            torch.ops.itm_fast.scale_gradient(gradient, grad_loss)
+            if gradient.numel() > 0:
+                torch.ops.itm_fast.scale_gradient(gradient, grad_loss)
     return gradients
