@@ -347,7 +347,7 @@ def test_the_native_kernels_run() -> None:
     scores, anchor = random_pair(4, torch.float32)
     with native_calls() as calls:
         F_itm.boosting_loss(scores.requires_grad_(), anchor).backward()
-    assert [name for name, _ in calls] == ["boosting_loss", "boosting_loss_backward"]
+    assert [name for name, _ in calls] == ["boosting_loss_with_gradient", "scale_gradient"]
 
 
 def test_the_module_computes_the_function() -> None:

@@ -164,7 +164,7 @@ def test_the_fallback_gives_the_same_numbers(strategy: str, mining: str, monkeyp
 
     with native_calls() as calls:
         native = numbers()
-    assert [name for name, _ in calls][:2] == ["boosting_loss", "boosting_loss"]
+    assert [name for name, _ in calls][:2] == ["boosting_loss_with_gradient"] * 2
     monkeypatch.setattr(ops, "use_native", lambda operator, tensor: False)
     with native_calls() as calls:
         fallback = numbers()

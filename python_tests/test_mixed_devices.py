@@ -33,8 +33,7 @@ print(json.dumps([sorted(operators), wrong, on_one_device("CUDA")]))
 def test_cpu_kernels_refuse_tensors_of_another_device() -> None:
     operators, wrong = refusals("CPU")
     assert wrong == []
-    only_cuda = {"triplet_loss_with_gradient", "boosting_loss_with_gradient", "scale_gradient"}
-    assert operators == NAMES - only_cuda
+    assert operators == NAMES
     assert set(on_one_device("CPU").values()) == {None}
 
 

@@ -142,9 +142,7 @@ def test_one_pass_finds_what_a_scan_and_a_gradient_find(mining: str, masked: boo
         options = (0.2, mining, 0.2, "batch", False, directions, "mean")
         found = OPERATORS.triplet_loss_with_gradient(scores, positives, None, *options)
         loss, negatives = OPERATORS.triplet_loss(scores, positives, None, *options)
-        gradients = OPERATORS.triplet_loss_backward(
-            torch.ones_like(loss), scores, positives, None, negatives, *options
-        )
+        gradients = OPERATORS.triplet_loss_backward(torch.ones_like(loss), scores, positives, None, negatives, *options)
         assert all(map(torch.equal, found, (loss, negatives, *gradients)))
         for strategy, soft in product(STRATEGIES, (False, True)):
             if mining not in BOOSTING_MINING:

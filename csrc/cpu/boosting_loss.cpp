@@ -86,7 +86,10 @@ class BoostingGradient {
  public:
   // `incoming` is one value, or one per direction and anchor for Reduction::none.
   BoostingGradient(const BoostingProblem<T>& boosting, const Tensor& scores, const T* incoming)
-      : boosting_(boosting), incoming_(incoming), gradient_(new_gradient<T>(scores)), diagonal_(boosting.anchors, T(0)) {}
+      : boosting_(boosting),
+        incoming_(incoming),
+        gradient_(new_gradient<T>(scores)),
+        diagonal_(boosting.anchors, T(0)) {}
 
   // `negatives` are those of all views; `sums` as in `Gradient`.
   void add(const typename BoostingProblem<T>::View& view, const int64_t* negatives, ScanResult<T>* sums = nullptr) {

@@ -1,5 +1,5 @@
-// triplet_loss with its gradient on the CPU, in one pass over the scores wherever the loss allows it, and what multiplies
-// that gradient by the one that came.
+// triplet_loss with its gradient on the CPU, in one pass over the scores wherever the loss allows it, and what
+// multiplies that gradient by the one that came.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -52,9 +52,8 @@ void scale(Tensor& gradient, const Tensor& factor) {
   if (by == T(1)) return;
   T* values = static_cast<T*>(gradient.mutable_data_ptr());
   const auto& table = triplet_kernels(T());
-  torch::stable::parallel_for(0, gradient.numel(), kElementsPerThread, [&](int64_t first, int64_t last) {
-    table.scale(values + first, last - first, by);
-  });
+  torch::stable::parallel_for(0, gradient.numel(), kElementsPerThread,
+                              [&](int64_t first, int64_t last) { table.scale(values + first, last - first, by); });
 }
 
 void scale_gradient(Tensor gradient, const Tensor& factor) {

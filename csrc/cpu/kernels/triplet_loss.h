@@ -45,8 +45,8 @@ struct TripletScan {
   bool semi_hard;  // only negatives below the positive are candidates of the best
 };
 
-// The gradient of sums of hinges: what each active hinge of an anchor adds at its negative, and how many are active; the
-// sums themselves where asked for, as a scan finds them.
+// The gradient of sums of hinges: what each active hinge of an anchor adds at its negative, and how many are active;
+// the sums themselves where asked for, as a scan finds them.
 template <typename T>
 struct TripletSpread {
   const T* row_weight;           // (rows,)

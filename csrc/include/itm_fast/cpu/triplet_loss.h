@@ -386,17 +386,27 @@ inline void spread_block(const TripletBlock<T>& block, const TripletSpread<T>& s
   }
 }
 
-// Elements of 0 stay, whatever the factor; where there are no others nothing is written.
+// Elements of 0 stay, whatever the factor; where a group of vectors has no others nothing is written.
 template <typename T>
 inline void scale_elements(T* values, int64_t count, T factor) {
-  for (int64_t i = 0; i < count; i += kLanes<T>) {
-    const int64_t bytes = (count - i < kLanes<T> ? count - i : kLanes<T>)*static_cast<int64_t>(sizeof(T));
-    Vector<T> value{};
-    __builtin_memcpy(&value, values + i, bytes);
-    const Mask<T> other = value != Vector<T>{};
+  constexpr int kVectors = 8;
+  constexpr int64_t kGroup = kVectors * kLanes<T>;
+  const Vector<T> zero{}, by = splat(factor);
+  alignas(64) T last[kGroup];
+  for (int64_t i = 0; i < count; i += kGroup) {
+    const bool whole = i + kGroup <= count;
+    T* const group = whole ? values + i : last;
+    if (!whole) {
+      for (int64_t j = 0; j < kGroup; ++j) last[j] = i + j < count ? values[i + j] : T(0);
+    }
+    Mask<T> other{};
+    for (int v = 0; v < kVectors; ++v) other |= load(group + v * kLanes<T>) != zero;
     if (!any_lane<T>(other)) continue;
-    value = other ? value * splat(factor) : value;
-    __builtin_memcpy(values + i, &value, bytes);
+    for (int v = 0; v < kVectors; ++v) {
+      const Vector<T> value = load(group + v * kLanes<T>);
+      store(group + v * kLanes<T>, value != zero ? value * by : value);
+    }
+    for (int64_t j = 0; !whole && i + j < count; ++j) values[i + j] = last[j];
   }
 }
 
