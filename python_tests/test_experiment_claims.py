@@ -1,4 +1,4 @@
-"""What the pages of the experiments of SelHN, DBL and FDF say beside their tables is what their results hold."""
+"""What the pages of the experiments of SelHN, DBL, ADDR and FDF say beside their tables is what their results hold."""
 
 from __future__ import annotations
 
@@ -153,6 +153,22 @@ def test_dbl_says_what_soft_margins_do() -> None:
     assert f"no positive of RM scores more than {furthest:.2f} above a negative" in text_of("results/dbl.md")
     other = rsum("dbl", "am-soft-oss") - rsum("dbl", "am-oss")
     assert f"that moves the sum by {abs(other):.1f}" in text_of("results/dbl.md")
+
+
+def test_addr_says_what_its_regularisation_brings() -> None:
+    sums = {
+        (host, addr): [rsum("addr", f"{host}-{addr}", seed) for seed in SEEDS]
+        for host in ("scan", "bfan", "vsrn")
+        for addr in ("base", "full")
+    }
+    mean = {key: statistics.mean(values) for key, values in sums.items()}
+    gains = {host: mean[host, "full"] - mean[host, "base"] for host in ("scan", "bfan", "vsrn")}
+    scan, bfan, vsrn = gains.values()
+    said = text_of("results/addr.md")
+    assert f"Full gains {scan:.0f} on SCAN and {bfan:.0f} on BFAN and loses {-vsrn:.0f} on VSRN," in said
+    spreads = {key: statistics.stdev(values) for key, values in sums.items()}
+    assert f"of one row spread by {min(spreads.values()):.0f} to {max(spreads.values()):.0f};" in said
+    assert all(abs(gain) < spreads[host, "base"] for host, gain in gains.items())
 
 
 def test_fdf_says_what_conversions_bring() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from itm_fast.benchmarking.scenarios import percent
-from itm_fast.benchmarking.table import table
+from itm_fast.benchmarking.table import megabytes, table
 
 __all__ = ["markdown"]
 
@@ -54,22 +54,40 @@ def _fdf(name: str, host: Mapping[str, Any], published: Mapping[str, Any]) -> st
                 theirs = [_bar(ratios["step"], published["step"]), _bar(ratios["pairs"], published["features"])]
                 missed = any("missed" in bar for bar in theirs)
             cells[1:1], cells[3:3] = [theirs[0]], [theirs[1]]
-        accuracy = row["accuracy"]
-        errors = [f"{accuracy['loss_error']:.1e}", f"{accuracy['gradient_error']:.1e}"]
-        lines.append(["host alone" if count == "0" else count, *cells, *errors])
+        lines.append(["host alone" if count == "0" else count, *cells, *_errors(row)])
     text = f"FDF on {name}, batches of {setup['batch']}, width {setup['dim']}, recipe `{host['recipe']}`:\n\n"
-    text += f"{table(lines)}\n\n{_fresh(rows)}"
-    return text + (f"\n\n{_bound(rows, published)}" if missed else "")
+    below = [_bound(rows, published)] if missed else []
+    return "\n\n".join([text + table(lines), *below, _fresh(host)])
 
 
-def _fresh(rows: Mapping[str, Any]) -> str:
-    """What batches that are encoded anew would add, by what captions take the host; regions stand in the data."""
-    captions, alone = rows["0"]["captions"]["median_s"], rows["0"]["step"]["median_s"]
-    shares = [f"{percent((int(n) - 1) * captions / alone + 1)} with {n}" for n in sorted(rows, key=int) if int(n) > 1]
+def _fresh(host: Mapping[str, Any]) -> str:
+    """What encoding the other batches anew takes: time and memory of a step, where they were measured."""
+    alone, kept = host["rows"]["0"], "Steps in the table above are those with `--other-batches kept`."
+    if not host["fresh"]:
+        return kept
+    ((count, fresh),) = host["fresh"].items()
+    rows = {"host alone": alone, "`kept`": host["rows"][count], "`fresh`": fresh}
+    seconds = {name: row["step"]["median_s"] for name, row in rows.items()}
+    lines = [[f"N = {count}", "a step", "beside the host alone", "peak memory", "beside the host alone"]]
+    for name, row in rows.items():
+        beside = ["", ""]
+        if row is not alone:
+            beside = [percent(seconds[name] / alone["step"]["median_s"]), _room(row, alone)]
+        lines.append([name, _seconds(seconds[name]), beside[0], megabytes(row), beside[1]])
     return (
-        "Steps are those with `--other-batches kept`. `fresh` encodes N - 1 batches of captions more without gradient, "
-        f"{_seconds(captions)} each for the host: of its step {', '.join(shares)} conversions, computed, not measured."
+        f"{kept} `fresh` encodes N - 1 batches of captions more, without gradient:\n\n{table(lines)}\n\n"
+        f"`fresh` adds {_seconds(seconds['`fresh`'] - seconds['`kept`'])} here; the host alone encodes a batch of "
+        f"captions without gradient in {_seconds(alone['captions']['median_s'])}. Memory is that of a process with the "
+        "model, its optimiser, its queue and three batches, in one run."
     )
+
+
+def _room(row: Mapping[str, Any], alone: Mapping[str, Any]) -> str:
+    return percent(row["peak_bytes"] / alone["peak_bytes"]) if row["peak_bytes"] and alone["peak_bytes"] else ""
+
+
+def _errors(row: Mapping[str, Any]) -> list[str]:
+    return [f"{row['accuracy'][name]:.1e}" for name in ("loss_error", "gradient_error")]
 
 
 def _times(row: Mapping[str, Any]) -> dict[str, float]:
@@ -101,7 +119,7 @@ def _addr(hosts: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     for name, host in hosts.items():
         seconds = {what: timing["median_s"] for what, timing in host["rows"].items()}
-        plain, accuracy, setup = seconds["plain"], host["accuracy"], host["setup"]
+        plain, setup = seconds["plain"], host["setup"]
         lines.append(
             [
                 f"{name}, batches of {setup['batch']}, width {setup['dim']}",
@@ -110,8 +128,7 @@ def _addr(hosts: Mapping[str, Any]) -> str:
                 percent(seconds["model"] / plain),
                 f"{seconds['discriminators'] / plain:.2f} of the host's",
                 percent((seconds["model"] + seconds["discriminators"]) / plain),
-                f"{accuracy['loss_error']:.1e}",
-                f"{accuracy['gradient_error']:.1e}",
+                *_errors(host),
             ]
         )
     return table(lines)
