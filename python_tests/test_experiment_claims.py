@@ -209,3 +209,15 @@ def test_fdf_says_what_conversions_bring() -> None:
     assert f"is {min(hosts):.1f} to {max(hosts):.1f} in the four runs of CHAN" in said
     assert f"{min(twos):.1f} to {max(twos):.1f} in the three of FDF, and {eight:.1f} with eight" in said
     assert f"with one it is {one:.1f}." in said
+
+
+def test_fdf_says_what_its_realignment_experiment_shows() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "realignment.json").read_text())["rsum"]
+    said = text_of("results/fdf.md")
+    first, second, realigned = (found["BERT"][name] for name in ("model 1", "model 2", "realigned"))
+    crossed = sorted([first["model 2"], second["model 1"]])
+    assert "do not know each other (sums of {:.0f} to {:.0f}, which is chance)".format(*crossed) in said
+    assert f'its own sum of {realigned["realigned"]:.1f} beside the {second["model 2"]:.1f} of "model 2"' in said
+    assert min(second["realigned"], realigned["model 2"]) > 20 * crossed[1]
+    gru = found["GRU"]
+    assert max(gru["realigned"]["model 2"], gru["model 2"]["realigned"]) < 5 < 480 < gru["realigned"]["model 1"]
