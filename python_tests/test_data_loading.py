@@ -4,7 +4,9 @@ import gc
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -18,7 +20,7 @@ from helpers.runs import config, make_trainer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from itm_fast.data import BatchLoader, EpochSampler, PrecomputedDataset, open_split, pack
+from itm_fast.data import BatchLoader, EpochSampler, PrecomputedDataset, loading, open_split, pack
 from itm_fast.data.placement import place
 
 
@@ -224,3 +226,25 @@ def test_a_worker_process_is_ended_by_the_training_process_alone(dataset):
         worker.terminate()
         worker.join(300)
         assert worker.exitcode == 0
+
+
+def test_a_signal_before_a_worker_process_is_ready_ends_nothing(dataset, monkeypatch):
+    """They come to be anew in each epoch of a training."""
+    ready = loading._leave_signals_to_the_main_process
+    monkeypatch.setattr(loading, "_leave_signals_to_the_main_process", lambda number: (time.sleep(2), ready(number)))
+    others, sent = set(multiprocessing.active_children()), []
+
+    def send() -> None:
+        while len(workers := set(multiprocessing.active_children()) - others) < 2:
+            time.sleep(0.01)
+        for name in ("TERM", "INT"):
+            done = subprocess.run(["kill", f"-{name}", *(str(worker.pid) for worker in workers)])
+            sent.append(done.returncode)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    found = [batch.caption_index for batch in BatchLoader(dataset, EpochSampler(30, 2), workers=2)]
+    sender.join()
+    assert sent == [0, 0]
+    assert sorted(torch.cat(found).tolist()) == list(range(30))
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGINT, signal.SIGTERM}

@@ -6,6 +6,7 @@ Inside: `EpochSampler`, `BatchLoader`.
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import signal
 import threading
@@ -20,6 +21,8 @@ from .dataset import Batch, CaptionDataset
 
 # Batches that are made while one is worked on.
 _AHEAD = 2
+# macOS does not say who sent a signal.
+_SAYS_WHO = hasattr(signal, "sigwaitinfo")
 
 
 class EpochSampler:
@@ -111,8 +114,7 @@ def _leave_signals_to_the_main_process(_worker: int) -> None:
     # Ctrl-C reaches every process of a terminal, and a SIGTERM of torchrun, timeout or a batch system all processes of
     # a job. The training process may want to finish its step first, and ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # macOS does not say who sent a signal.
-    if hasattr(signal, "sigwaitinfo"):
+    if _SAYS_WHO:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_by, args=(os.getppid(),), daemon=True).start()
 
@@ -122,6 +124,19 @@ def _end_by(process: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != process:
         pass
     os._exit(0)
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Signals that come meanwhile are had afterwards; what is forked meanwhile has none before it asks for them."""
+    if not _SAYS_WHO:
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class BatchLoader:
@@ -162,7 +177,10 @@ class BatchLoader:
                 self._dataset.source.pin_batches()
             yield from _fetched_ahead(self._batch, self._index_batches)
             return
-        for item in self._loader:
+        with _signals_blocked():
+            # Worker processes come to be.
+            items = iter(self._loader)
+        for item in items:
             if isinstance(item, ValueError):
                 raise item
             yield item
