@@ -230,8 +230,8 @@ def test_a_worker_process_is_ended_by_the_training_process_alone(dataset):
 
 def test_a_signal_before_a_worker_process_is_ready_ends_nothing(dataset, monkeypatch):
     """They come to be anew in each epoch of a training."""
-    ready = loading._leave_signals_to_the_main_process
-    monkeypatch.setattr(loading, "_leave_signals_to_the_main_process", lambda number: (time.sleep(2), ready(number)))
+    ready, over = loading._leave_signals_to_the_main_process, multiprocessing.Event()
+    monkeypatch.setattr(loading, "_leave_signals_to_the_main_process", lambda number: (over.wait(300), ready(number)))
     others, sent = set(multiprocessing.active_children()), []
 
     def send() -> None:
@@ -240,6 +240,7 @@ def test_a_signal_before_a_worker_process_is_ready_ends_nothing(dataset, monkeyp
         for name in ("TERM", "INT"):
             done = subprocess.run(["kill", f"-{name}", *(str(worker.pid) for worker in workers)])
             sent.append(done.returncode)
+        over.set()
 
     sender = threading.Thread(target=send)
     sender.start()

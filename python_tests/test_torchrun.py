@@ -67,7 +67,7 @@ def test_why_a_run_ends_whose_process_was_killed_is_said(data: Path, tmp_path: P
         [*TORCHRUN, *arguments],
         cwd=tmp_path, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    state, end = out / "last" / "checkpoint.pt", time.monotonic() + 300
+    state, end = out / "last" / "checkpoint.pt", time.monotonic() + HANGS
     while not state.exists() and launcher.poll() is None and time.monotonic() < end:
         time.sleep(0.02)
     # The first of them has the lock.
@@ -75,7 +75,7 @@ def test_why_a_run_ends_whose_process_was_killed_is_said(data: Path, tmp_path: P
     children = [int(one) for one in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
     (other,) = {child for child in children if b"itm_fast" in Path(f"/proc/{child}/cmdline").read_bytes()} - {first}
     os.kill(other, signal.SIGKILL)
-    _, error = launcher.communicate(timeout=300)
+    _, error = launcher.communicate(timeout=HANGS)
     assert launcher.returncode == 1
     said = [line for line in error.splitlines() if line.startswith("itm-fast: ")]
     assert said == [LOST.format(1800).rstrip()], error
