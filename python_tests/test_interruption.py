@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
+import time
 from pathlib import Path
 
 import attrs
 import pytest
 import torch
+from helpers.commands import SMALL, error
 from helpers.runs import OPTIONS, config, run, same, weights
 
+from itm_fast import cli
 from itm_fast.training import Trainer
 from itm_fast.training import trainer as trainer_module
 from itm_fast.training.checkpoint import load_state
@@ -112,3 +116,30 @@ def test_ctrl_c_with_workers_finishes_the_step(data: Path, tmp_path: Path, monke
     run(settings, resume=True)
     run(attrs.evolve(settings, out=str(tmp_path / "whole"), workers=0))
     assert same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+def test_a_worker_process_that_is_killed_ends_the_run_with_one_line(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As by the kernel, where memory is short; the state of the first epoch is whole."""
+    out, after_step = tmp_path / "run", trainer_module.Trainer._after_step
+
+    def kill(self: Trainer, engine: object) -> None:
+        if self.engine.state.iteration == 6:
+            for child in multiprocessing.active_children():
+                os.kill(child.pid, signal.SIGKILL)
+            time.sleep(10)
+        after_step(self, engine)
+
+    command = ["train", "--data", data, "--out", out, *SMALL[:-2], "--epochs", "2", "--workers", "1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module.Trainer, "_after_step", kill)
+        status, message = error(capsys, *command, lines=6)
+    killed = r"DataLoader worker \(pid \d+\) is killed by signal: Killed"
+    kept = "what was saved last is whole, and a training goes on from there with --resume"
+    assert status == 1
+    assert re.fullmatch(rf"a process of --workers has ended \({killed}\); {kept}", message)
+    assert load_state(out)["position"] == 4
+    assert cli.run(["train", "--out", str(out), "--resume"]) == 0
+    assert cli.run([str(part) for part in (*command[:4], tmp_path / "whole", *command[5:])]) == 0
+    assert same(weights(out), weights(tmp_path / "whole"))

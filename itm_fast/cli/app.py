@@ -104,6 +104,12 @@ def run(arguments: list[str] | None = None) -> int:
         _print_error(str(error))
         return 1
     except (RuntimeError, MemoryError) as error:
+        if str(error).startswith("DataLoader worker"):
+            # torch raises it anywhere in the training process, which other errors of reading reach as they are.
+            said = next(iter(str(error).splitlines())).strip(" .")
+            kept = "what was saved last is whole, and a training goes on from there with --resume"
+            _print_error(f"a process of --workers has ended ({said}); {kept}")
+            return 1
         if not _is_out_of_memory(error):
             raise
         _print_error("not enough memory; a smaller model, --batch-size or --micro-batch needs less")
