@@ -135,7 +135,7 @@ def test_without_need_no_gradient_is_written(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("mining", MINING)
 def test_one_pass_finds_what_a_scan_and_a_gradient_find(mining: str, masked: bool, size: int) -> None:
-    """To the last bit, at sizes of several blocks, threads and vectors that are not full."""
+    """To the last bit, at sizes of several blocks and vectors that are not full."""
     scores, anchor = random_pair(size, torch.float32, seed=size)
     positives = random_scores(size, dtype=torch.float32, seed=3) > 0.6 if masked else None
     for directions in ("both", "rows", "columns"):

@@ -32,12 +32,20 @@ def in_one_pass(reduction: str, scores: Tensor, *others: Tensor | None) -> bool:
 def taken_gradients(ctx: Any, grad_loss: Tensor) -> list[Tensor] | None:
     """The gradients that the forward left in `ctx.gradients`, multiplied in place by the incoming gradient.
 
-    They can be taken once, for they are handed out as they are. None where there are none, or no longer.
+    They can be taken once, for they are handed out as they are. None where there are none, or no longer, and where
+    several incoming gradients come at once (`torch.autograd.grad(..., is_grads_batched=True)`), which have no place in
+    one gradient.
     """
     gradients: list[Tensor] | None = ctx.gradients
-    if gradients is not None:
-        ctx.gradients = None
-        for gradient in gradients:
-            if gradient.numel() > 0:
-                torch.ops.itm_fast.scale_gradient(gradient, grad_loss)
+    if gradients is None or _is_batched(grad_loss):
+        return None
+    ctx.gradients = None
+    for gradient in gradients:
+        if gradient.numel() > 0:
+            torch.ops.itm_fast.scale_gradient(gradient, grad_loss)
     return gradients
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    functorch = torch._C._functorch
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
