@@ -1,5 +1,4 @@
-// The gradients of triplet_loss and hardest_negatives on the CPU. Only here does a dense matrix come to be, written
-// once.
+// The gradients of triplet_loss and hardest_negatives on the CPU, for any gradient that comes in.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>

@@ -1,4 +1,5 @@
 #include "itm_fast/cpu/triplet_loss.h"
+#include "itm_fast/cpu/triplet_gradient.h"
 
 namespace itm_fast::ITM_FAST_ISA {
 
