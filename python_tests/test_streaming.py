@@ -91,6 +91,36 @@ def test_the_best_of_each_are_those_of_a_sort(data: st.DataObject) -> None:
         )
 
 
+class _OnDevice(Tensor):
+    """Scores that lie elsewhere: all that can be done with them is to bring them here."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is Tensor.cpu, f"{func} beside a tensor of the host"
+        with torch._C.DisableTorchFunctionSubclass():
+            return args[0].as_subclass(Tensor)
+
+
+class _DeviceModel(TableModel):
+    def score(self, images: Fragments, captions: Tensor) -> Tensor:
+        return super().score(images, captions).as_subclass(_OnDevice)
+
+
+def test_scores_of_a_device_are_brought_to_the_host_first() -> None:
+    table, gallery = random_table(7, 20), Gallery([number // 3 for number in range(20)], 7)
+    sizes = {"tile_images": 2, "tile_captions": 5, "chunk_captions": 10}
+    ranks, best = [], []
+    for model in (TableModel(table), _DeviceModel(table)):
+        ranks.append(stream_ranks([(model, gallery)] * 2, torch.arange(7), torch.arange(20), **sizes)[1])
+        best.append(top_k(model, gallery, 3, **sizes))
+    assert torch.equal(ranks[0].image_to_text, ranks[1].image_to_text)
+    assert torch.equal(ranks[0].text_to_image, ranks[1].text_to_image)
+    for one, other in zip(*best, strict=True):
+        assert all(map(torch.equal, one, other))
+    with pytest.raises(AssertionError, match="beside a tensor of the host"):
+        _ = table.as_subclass(_OnDevice) + 1
+
+
 def test_no_captions_or_no_images() -> None:
     model, gallery = TableModel(random_table(3, 2)), Gallery([0, 1], 3)
     nothing = torch.arange(0)
