@@ -1,5 +1,6 @@
 """Index batches that follow from seed and epoch, and the loader that fetches them."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -105,12 +106,15 @@ def test_an_error_reaches_the_training_process_as_one_line(tmp_path, workers):
     loader = BatchLoader(
         PrecomputedDataset(tmp_path, "train", VOCABULARY), EpochSampler(30, 5, shuffle=False), workers=workers
     )
-    received = []
+    received, others = [], set(multiprocessing.active_children())
     message = f"^{re.escape(str(tmp_path / 'train_ims.npy'))}: row 5 holds values that are not finite in float32$"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as kept:
         received.extend(loader)
-    batches = iter(loader)
-    assert [next(batches).image_index[0].item() for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert set(multiprocessing.active_children()) == others
+    del kept
+    with contextlib.closing(iter(loader)) as batches:
+        assert [next(batches).image_index[0].item() for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert set(multiprocessing.active_children()) == others
 
 
 def test_a_batch_moves_as_a_whole(dataset):

@@ -13,6 +13,7 @@ import attrs
 import pytest
 import torch
 from helpers.commands import SMALL, error
+from helpers.processes import HANGS
 from helpers.runs import OPTIONS, config, run, same, weights
 
 from itm_fast import cli
@@ -100,12 +101,12 @@ def test_a_finished_run_can_go_on_for_more_epochs(data: Path, tmp_path: Path) ->
 def test_ctrl_c_with_workers_finishes_the_step(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal interrupts the worker processes, too; they leave it to the training process."""
     settings = config(data, tmp_path / "run", epochs=2, workers=1)
-    after_step = trainer_module.Trainer._after_step
+    after_step, others = trainer_module.Trainer._after_step, set(multiprocessing.active_children())
 
     def interrupt(self: Trainer, engine: object) -> None:
         if self.engine.state.iteration == 2:
-            for child in multiprocessing.active_children():
-                os.kill(child.pid, signal.SIGINT)
+            (worker,) = set(multiprocessing.active_children()) - others
+            os.kill(worker.pid, signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
         after_step(self, engine)
 
@@ -118,17 +119,35 @@ def test_ctrl_c_with_workers_finishes_the_step(data: Path, tmp_path: Path, monke
     assert same(weights(tmp_path / "run"), weights(tmp_path / "whole"))
 
 
+def test_worker_processes_end_with_a_run_that_fails(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while somebody keeps the error, as a notebook does."""
+    others = set(multiprocessing.active_children())
+
+    def failing(*_: object) -> None:
+        assert len(set(multiprocessing.active_children()) - others) == 1
+        raise RuntimeError("power cut")
+
+    monkeypatch.setattr(trainer_module.Trainer, "_step", failing)
+    with pytest.raises(RuntimeError, match="power cut") as kept:
+        run(config(data, tmp_path / "run", epochs=1, workers=1))
+    assert set(multiprocessing.active_children()) == others
+    del kept
+
+
 def test_a_worker_process_that_is_killed_ends_the_run_with_one_line(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As by the kernel, where memory is short; the state of the first epoch is whole."""
     out, after_step = tmp_path / "run", trainer_module.Trainer._after_step
+    others = set(multiprocessing.active_children())
 
     def kill(self: Trainer, engine: object) -> None:
         if self.engine.state.iteration == 6:
-            for child in multiprocessing.active_children():
-                os.kill(child.pid, signal.SIGKILL)
-            time.sleep(10)
+            (worker,) = set(multiprocessing.active_children()) - others
+            os.kill(worker.pid, signal.SIGKILL)
+            time.sleep(HANGS)
         after_step(self, engine)
 
     command = ["train", "--data", data, "--out", out, *SMALL[:-2], "--epochs", "2", "--workers", "1"]

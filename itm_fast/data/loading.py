@@ -180,10 +180,14 @@ class BatchLoader:
         with _signals_blocked():
             # Worker processes come to be.
             items = iter(self._loader)
-        for item in items:
-            if isinstance(item, ValueError):
-                raise item
-            yield item
+        try:
+            for item in items:
+                if isinstance(item, ValueError):
+                    raise item
+                yield item
+        finally:
+            # Worker processes end with it, whoever keeps an error.
+            del items
 
     def _batch(self, indices: np.ndarray) -> Batch:
         batch = self._dataset.batch(indices)

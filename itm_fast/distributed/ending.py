@@ -120,9 +120,10 @@ def _tells(store: Any, launch: Launch, *, own: bool) -> bool:
 
     The store that knows may be the first process's own: it stays until the others have looked, or for some seconds.
     """
-    first = store.add(_ENDED, 1) == 1
-    if own:
-        first = store.add(_OWN, 1) == 1
+    # That this process has ended comes last: from then on the store may be gone.
+    first = store.add(_OWN, int(own)) == int(own)
+    if store.add(_ENDED, 1) > 1 and not own:
+        first = False
     if dist.get_backend() == "gloo":
         # Who waits for this process learns at once that it ends.
         dist.destroy_process_group()

@@ -6,7 +6,7 @@ Inside: `read_batches`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch
 
@@ -27,7 +27,7 @@ def read_batches(
     *,
     world: World,
     pin_memory: bool = False,
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """The own part of the batches from step `position` on, epoch after epoch, without end.
 
     Args:

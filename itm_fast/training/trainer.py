@@ -12,7 +12,7 @@ import logging
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +175,9 @@ class Trainer:
             with (
                 on_stop_signals(self._request_stop, repeated=self.world.size > 1),
                 tqdm(total=self._total, initial=progress.position, unit="step", disable=hidden) as self._bar,
+                contextlib.closing(self._batches(progress.position)) as batches,
             ):
-                self.engine.run(self._batches(progress.position))
+                self.engine.run(batches)
             progress.position = self.engine.state.iteration
         return progress.result(self._total)
 
@@ -185,12 +186,12 @@ class Trainer:
 
         The steps change the weights: only for a trainer that will not train.
         """
-        batches = self._batches(0)
         times = []
-        for batch in itertools.islice(batches, steps + 2):
-            start = time.perf_counter()
-            self._step(batch, mining)
-            times.append(time.perf_counter() - start)
+        with contextlib.closing(self._batches(0)) as batches:
+            for batch in itertools.islice(batches, steps + 2):
+                start = time.perf_counter()
+                self._step(batch, mining)
+                times.append(time.perf_counter() - start)
         # The first two steps warm up memory and threads.
         return statistics.median(times[2:] or times)
 
@@ -201,21 +202,25 @@ class Trainer:
         engine.add_event_handler(Events.ITERATION_COMPLETED, self._after_step)
         return engine
 
-    def _batches(self, position: int) -> Iterator[Batch]:
-        """The batches from step `position` on; where one process cannot read its part, or shall stop, all know."""
+    def _batches(self, position: int) -> Generator[Batch, None, None]:
+        """The batches from step `position` on; where one process cannot read its part, or shall stop, all know.
+
+        Nothing reads on once it is closed, whatever keeps it.
+        """
         batches = read_batches(
             self.config, self.train_data, self.phases, position, world=self.world, pin_memory=self.device.type == "cuda"
         )
-        while True:
-            batch: Batch | None = None
-            error: Exception | None = None
-            try:
-                batch = next(batches)
-            except (ValueError, OSError) as raised:
-                error = raised
-            self._stop_agreed = self.world.agree(error, stop=self._stop_requested)
-            if batch is not None:
-                yield batch
+        with contextlib.closing(batches):
+            while True:
+                batch: Batch | None = None
+                error: Exception | None = None
+                try:
+                    batch = next(batches)
+                except (ValueError, OSError) as raised:
+                    error = raised
+                self._stop_agreed = self.world.agree(error, stop=self._stop_requested)
+                if batch is not None:
+                    yield batch
 
     def _step(self, batch: Batch, mining: str | None = None) -> dict[str, float]:
         step = self.engine.state.iteration
