@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.commands import error
-from helpers.runs import OPTIONS, config, run
+from helpers.runs import OPTIONS, config, run, same, weights
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -18,6 +20,8 @@ from itm_fast import cli, evaluation, models
 from itm_fast.benchmarking import realignment
 from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
 from itm_fast.report.features import principal_components, write_features
+from itm_fast.training import Trainer
+from itm_fast.training.checkpoint import load_state
 from itm_fast.training.config import read_yaml
 from itm_fast.training.cross_model import extractor_of, pooled_features
 from itm_fast.training.metrics_log import read_metrics
@@ -62,8 +66,6 @@ def test_heads_are_trained_above_the_other_extractor(
     assert {name: settings[name] for name in WARM_UP} == WARM_UP
     rates = [line["lr"] for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "train"]
     assert rates == pytest.approx([2e-3 * step / 4 for step in (2, 4)])
-    assert not (out / "last" / "checkpoint.pt").exists()
-
     found = json.loads(table.read_text())["rsum"]
     test = PrecomputedDataset(data, "test", Vocabulary.from_file(out / "vocab.json"))
     images = {name: model.encode_images(test.image_batch(torch.arange(10))) for name, model in members.items()}
@@ -80,6 +82,60 @@ def test_heads_are_trained_above_the_other_extractor(
     pooled = pooled_features(members, test, 4)["model 2"]
     torch.testing.assert_close(pooled[0], images["model 2"][:4].detach())
     torch.testing.assert_close(pooled[1], captions["model 2"][::5][:4].detach())
+
+
+@pytest.mark.parametrize("by", ["SIGTERM", "error"])
+def test_an_interrupted_realignment_goes_on_exactly(
+    data: Path, runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    by: str,
+) -> None:  # fmt: skip
+    """In its second epoch, after a validation; the model of before is replaced by the better one."""
+    whole, parts, epochs = tmp_path / "whole", tmp_path / "parts", ("--epochs", "3")
+    assert cli.run(arguments(data, runs, whole, *epochs)) == 0
+    step = Trainer._step
+
+    def disturbed(self: Trainer, batch: object, mining: str | None = None) -> dict[str, float]:
+        if self.engine.state.iteration == 6:
+            if by == "error":
+                raise ValueError("power cut")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch, mining)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", disturbed)
+        capsys.readouterr()
+        assert cli.run(arguments(data, runs, parts, *epochs)) == (130 if by == "SIGTERM" else 1)
+    said = "stopped; the same command with --resume goes on from there\n"
+    assert capsys.readouterr().err == (said if by == "SIGTERM" else "itm-fast: error: power cut\n")
+    state = load_state(parts)
+    assert state["position"] == (6 if by == "SIGTERM" else 4)
+
+    checkpoint = parts / "last" / "checkpoint.pt"
+    other = (
+        f"frozen weights (itm-fast realign): its content is not what the run to resume was started with ({checkpoint})"
+    )
+    again = f"{parts}: holds a run already; continue it with --resume or choose another --out"
+    assert error(capsys, *arguments(data, runs, parts, *epochs)) == (1, again)
+    # Training would change all weights; heads of the first model's own training would go elsewhere.
+    assert error(capsys, "train", "--out", parts, "--resume") == (1, other)
+    assert error(capsys, *arguments(data, [runs[1], runs[1]], parts, *epochs, "--resume")) == (1, other)
+    nothing = tmp_path / "nothing"
+    assert error(capsys, *arguments(data, runs, nothing, "--resume")) == (
+        1, f"{nothing}: holds no train.yaml; there is no run to resume",
+    )  # fmt: skip
+    assert not nothing.exists()
+
+    assert cli.run(arguments(data, runs, parts, *epochs, "--resume")) == 0
+    left, right = (load_state(folder) for folder in (whole, parts))
+    assert same(left["model"], right["model"])
+    assert same(weights(whole), weights(parts))
+    moments = [one["optimizer"]["state"] for one in (left, right)]
+    assert moments[0].keys() == moments[1].keys()
+    assert all(same(moments[0][index], moments[1][index]) for index in moments[0])
+    logs = [read_metrics(folder / "metrics.jsonl") for folder in (whole, parts)]
+    for line in [*logs[0], *logs[1]]:
+        assert line.pop("seconds") >= 0
+    assert logs[0] == logs[1]
 
 
 def test_frozen_parts_stay_in_evaluation_mode(data: Path, runs: list[Path]) -> None:

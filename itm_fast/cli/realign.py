@@ -24,6 +24,7 @@ def realign(
         Path | None, typer.Option(metavar="FILE", help="Figure of all features to write: .svg, .png or .pdf.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out from its last state.")] = False,
     device: Annotated[str, typer.Option(help="Device, for example cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: torch's choice.")] = 0,
 ) -> None:
@@ -47,10 +48,17 @@ def realign(
     where = device_of(device)
     dataset = open_split(data, split, Vocabulary.from_file(heads / VOCABULARY))
     result = train_heads(
-        str(extractor), str(heads), str(out), data=str(data), epochs=epochs, device=device, threads=threads
+        str(extractor),
+        str(heads),
+        str(out),
+        data=str(data),
+        epochs=epochs,
+        resume=resume,
+        device=device,
+        threads=threads,
     )
     if not result.finished:
-        typer.echo("stopped; the heads are not trained", err=True)
+        typer.echo("stopped; the same command with --resume goes on from there", err=True)
         raise typer.Exit(130)
     members = {
         name: models.load(run, where) for name, run in (("model 1", extractor), ("model 2", heads), ("realigned", out))

@@ -68,7 +68,8 @@ class Branch:
         moments = {"step": torch.zeros(())}
         groups = self.optimizer.param_groups if steps else []
         for index, parameter in enumerate(parameter for group in groups for parameter in group["params"]):
-            expected["optimizer"]["state"][index] = {**moments, "exp_avg": parameter, "exp_avg_sq": parameter}
+            if parameter.requires_grad:
+                expected["optimizer"]["state"][index] = {**moments, "exp_avg": parameter, "exp_avg_sq": parameter}
         return expected
 
     def load_state_dict(self, state: dict[str, Any], steps: int, place: str = "") -> None:

@@ -30,7 +30,6 @@ from itm_fast.messages import shown
 from itm_fast.models.base import MatchingModel
 from itm_fast.nn import BertTextEncoder, PatchEncoder, TextEncoder, mean_pool
 from itm_fast.training import run_folder
-from itm_fast.training.checkpoint import STATE_FILE
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
 from itm_fast.training.progress import TrainResult
@@ -63,43 +62,50 @@ def extractor_of(model: MatchingModel) -> dict[str, nn.Module]:
 
 
 def realign(
-    first: str, second: str, out: str, *, data: str, epochs: int | None = None, progress: bool = True, **machine: Any
+    first: str,
+    second: str,
+    out: str,
+    *,
+    data: str,
+    epochs: int | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    **machine: Any,
 ) -> TrainResult:
     """Trains the heads of the run `second` above the extractor of the run `first`, and leaves the model in `out`.
 
     Args:
         first, second: RUN folders of trainings that differ in their seeds alone.
-        out: a RUN folder to write, in which no run has left a model; one that was interrupted before that starts anew.
+        out: the RUN folder to write.
         data: the folder of their data.
         epochs: passes over the training captions; None: as many as the second run had.
+        resume: continue in `out` from the last state there; it ends bit for bit where an uninterrupted one does.
         progress: as in `itm_fast.training.train`.
         machine: other settings that a result does not depend on but for rounding, such as `device` and `threads`.
 
     Raises:
-        ValueError: a folder holds no run, the runs differ in more than the seed, or `out` holds something already;
-            nothing is written then.
+        ValueError: a folder holds no run, the runs differ in more than the seed, or `out` holds something already, or
+            with `resume` no state of this realignment; nothing is written then.
     """
     config = _config(first, second, out, data, epochs, machine)
     if config.threads:
         torch.set_num_threads(config.threads)
-    run_folder.check(config, resume=False)
+    run_folder.check(config, resume=resume)
     model = models.load(second)
     frozen = extractor_of(model)
     copied = extractor_of(models.load(first))
-    vocabulary, train_data, validation_data = load_data(config)
+    vocabulary, train_data, validation_data = load_data(config, resume=resume)
     torch.manual_seed(config.seed)
     for name, part in frozen.items():
         part.load_state_dict(copied[name].state_dict())
         freeze(part)
     trainer = Trainer(config, model, train_data, validation_data, progress=progress)
     with lock(out):
-        run_folder.check(config, resume=False)
-        vocabulary.save(run_folder.prepare(config, resume=False) / run_folder.VOCABULARY)
-        try:
-            return trainer.run()
-        finally:
-            # Training goes on from a state with all weights alone: what is here is no run to resume.
-            (Path(out) / STATE_FILE).unlink(missing_ok=True)
+        run_folder.check(config, resume=resume)
+        if resume:
+            trainer.restore()
+        vocabulary.save(run_folder.prepare(config, resume=resume) / run_folder.VOCABULARY)
+        return trainer.run()
 
 
 def freeze(part: nn.Module) -> None:

@@ -30,14 +30,19 @@ def fingerprints(data: PrecomputedDataset) -> dict[str, str]:
 
 
 def model_fingerprint(config: TrainConfig, model: MatchingModel) -> dict[str, str]:
-    """What the shapes of the weights do not say of the sizes of a BERT that was read from a folder."""
-    if config.bert is None:
-        return {}
-    return {"config.json of the BERT model": f"num_attention_heads {model.encoder_config.bert_heads}"}
+    """What the shapes of the weights do not say: the heads of a BERT from a folder, and the weights that are frozen."""
+    found = {}
+    if config.bert is not None:
+        found["config.json of the BERT model"] = f"num_attention_heads {model.encoder_config.bert_heads}"
+    frozen = [(name, weight) for name, weight in model.named_parameters() if not weight.requires_grad]
+    if frozen:
+        parts = (part for name, weight in frozen for part in (name.encode(), weight.detach().cpu().numpy().tobytes()))
+        found["frozen weights (itm-fast realign)"] = sha256_of_parts(*parts)
+    return found
 
 
 def check_fingerprints(before: dict[str, str], now: dict[str, str], source: Path) -> None:
     """ValueError naming the first file whose content is not the one that the state `source` was made with."""
-    for name, digest in now.items():
-        if before.get(name) != digest:
+    for name in {**now, **before}:
+        if before.get(name) != now.get(name):
             raise ValueError(f"{name}: its content is not what the run to resume was started with ({source})")
