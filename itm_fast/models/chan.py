@@ -1,8 +1,9 @@
 """CHAN: each word aligned with the one region that fits it best (Pan et al., CVPR 2023).
 
 "Fine-grained Image-text Matching by Cross-modal Hard Aligning Network", whose published models score words against
-regions: the greatest cosine over the regions for each word, and log-sum-exp over the words. The self-attention over
-regions that its public code has beside a GRU is left out; with BERT it has none.
+regions: the greatest cosine over the regions for each word, and over the words log-sum-exp where a GRU reads captions, the
+mean where BERT does. The self-attention over regions that its public code has beside a GRU is left out; with BERT it has
+none.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["CHAN", "CHANConfig"]
 
 @attrs.frozen(kw_only=True)
 class CHANConfig(BertEncoderConfig):
-    """Settings of CHAN; the defaults are the published ones."""
+    """Settings of CHAN; the defaults are those published with a GRU."""
 
     bidirectional: bool = setting(True, help="Read captions in both directions and take the mean of both (published).")
     aggregation: str = setting(
