@@ -19,8 +19,10 @@ from helpers.runs import OPTIONS, config, differences, run, same, stop_at, weigh
 from safetensors.torch import load_file
 
 from itm_fast import cli, models
-from itm_fast.training import TrainConfig
+from itm_fast.data import placement
+from itm_fast.training import TrainConfig, train
 from itm_fast.training.checkpoint import load_state, save_state
+from itm_fast.training.discriminators import store
 from itm_fast.training.metrics_log import read_metrics
 
 # Batch normalisation, dropout and changed captions: buffers and random states.
@@ -281,6 +283,30 @@ def test_discriminators_of_others_are_not_overwritten(data: Path, tmp_path: Path
     ):
         run(settings_of(data, tmp_path / "run"))
     assert path.read_bytes() == b"theirs"
+
+
+@pytest.mark.parametrize("room", [64, None, "enough"])
+def test_discriminators_that_memory_has_no_room_for_lie_on_the_disk(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], room: object
+) -> None:
+    """The run says where and why, and ends bit for bit where one in memory does; room is what a training leaves."""
+    total, made, mapped = 64 * 2**30, [], store.mapped
+    if room != "enough":
+        free = None if room is None else (16 * 2**30 + room, total)
+        monkeypatch.setattr(placement, "host_memory", lambda: free)
+    monkeypatch.setattr(store, "mapped", lambda folder: (made.append(folder), mapped(folder))[1])
+    settings = settings_of(data, tmp_path / "run", epochs=1)
+    assert train(settings).steps == 8
+    said = capsys.readouterr().out
+    size = {64: "0.00", "enough": "32.00"}.get(room)
+    spare = f", {size} GiB to spare in the memory of the host" if size else ""
+    where = "disk" if room == 64 else "host"
+    assert f"\ndiscriminators: {where} (0.00 GiB of discriminators{spare})\n" in said
+    assert made == ([tmp_path / "run" / "last"] if room == 64 else [])
+    plain = attrs.evolve(settings, out=str(tmp_path / "plain"))
+    monkeypatch.undo()
+    run(plain)
+    assert differences(what_a_run_leaves(tmp_path / "plain"), what_a_run_leaves(tmp_path / "run")) == []
 
 
 def test_the_store_may_move_to_disk_and_the_rest_may_not(data: Path, tmp_path: Path) -> None:

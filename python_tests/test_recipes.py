@@ -57,7 +57,7 @@ VSRN = {
 ADDR = {
     "beta1": 0.5, "beta2": 0.999, "lr_decay_every": 8000, "lr_decay_unit": "step", "lr_decay_factor": 0.2,
     "lr_floor": 1e-5, "scenario": "addr", "addr": "full", "adversarial_weight": 0.1, "domain_margin": 0.05,
-    "alternation": "epoch",
+    "alternation": "epoch", "mean_loss": True,
 }  # fmt: skip
 SOURCES = {
     "addr": "Adversarial Discriminative Domain Regularization", "vsrn": "Visual Semantic Reasoning",

@@ -20,7 +20,7 @@ from ..distributed import World
 from .features import BLOCK_BYTES, Features, ResidentFeatures
 from .host_memory import host_memory
 
-__all__ = ["PLACEMENTS", "Placement", "place"]
+__all__ = ["PLACEMENTS", "Placement", "host_room", "place"]
 
 PLACEMENTS = ("auto", "disk", "host", "device")
 # Of the memory that is free, what a training needs beside its features: this share of all, and at least so much.
@@ -75,6 +75,14 @@ def place(
         failed[choice.where] = f"{choice.reason}, but {problem}"
         if asked != "auto":
             raise ValueError(f"features: they cannot be placed: {failed[choice.where]}")
+
+
+def host_room(world: World | None = None) -> int | None:
+    """The bytes that each process may take of the host's memory beside a training; None: how much is free is not known.
+
+    All processes of `world` must call this.
+    """
+    return _room("host", "auto", torch.device("cpu"), world or World())
 
 
 def _tried(

@@ -1,9 +1,9 @@
 """CHAN: each word aligned with the one region that fits it best (Pan et al., CVPR 2023).
 
 "Fine-grained Image-text Matching by Cross-modal Hard Aligning Network", whose published models score words against
-regions: the greatest cosine over the regions for each word, and over the words log-sum-exp where a GRU reads captions, the
-mean where BERT does. The self-attention over regions that its public code has beside a GRU is left out; with BERT it has
-none.
+regions: the greatest cosine over the regions for each word, and over the words log-sum-exp where a GRU reads captions,
+the mean where BERT does. The self-attention over regions that its public code has beside a GRU is left out; with BERT
+it has none.
 """
 
 from __future__ import annotations

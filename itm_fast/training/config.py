@@ -301,7 +301,7 @@ class TrainConfig:
     discriminators_on_disk: bool = setting(
         False,
         group=ADDR,
-        help="Map the discriminators from files in the RUN folder where they do not fit into memory.",
+        help="Map the discriminators from files in the RUN folder, also where memory has room for them.",
         free_on_resume=True,
     )
 

@@ -25,7 +25,7 @@ from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
 from itm_fast.training.objective import described_boosting
 from itm_fast.training.progress import TrainResult
-from itm_fast.training.scenarios import frozen_anchor
+from itm_fast.training.scenarios import AddrScenario, frozen_anchor
 from itm_fast.training.trainer import Trainer
 
 __all__ = ["create_model", "device_of", "load_data", "train", "vocabulary_path", "warn_of_unknown_words"]
@@ -154,6 +154,8 @@ def _opening(trainer: Trainer, vocabulary: Vocabulary, vocabulary_source: Path |
     yield f"epochs: {config.epochs:,}, steps per epoch: {trainer.steps_per_epoch:,}"
     if config.scenario == "addr":
         yield f"scenario: addr, {config.addr or 'full'}"
+        if isinstance(trainer.stepper.scenario, AddrScenario):
+            yield f"discriminators: {trainer.stepper.scenario.placement}"
     elif config.scenario != "single":
         yield f"scenario: {config.scenario}, boosting: {described_boosting(config)}"
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from itm_fast.data import Batch, BatchAugmentation, Vocabulary
+from itm_fast.data.placement import host_room
 from itm_fast.distributed import World
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
@@ -56,7 +57,8 @@ class Stepper:
         self.losses = make_losses(config)
         self.boosting_loss = make_boosting_loss(config)
         self.realignment_losses = make_realignment_losses(config)
-        self.scenario = make_scenario(config, model, per_epoch, anchor, image_rows, n_images)
+        room = host_room(self.world) if config.trains_discriminators else None
+        self.scenario = make_scenario(config, model, per_epoch, anchor, image_rows, n_images, room)
         learning = [branch.model for branch in self.scenario.branches]
         check_shared(self.scenario.models, self.world)
         self.replicas = Replicas(self.world, learning, config.micro_batch)

@@ -54,6 +54,7 @@ def make_scenario(
     anchor: MatchingModel | None = None,
     image_rows: Callable[[Tensor], Tensor | Fragments] | None = None,
     n_images: int = 1,
+    room: int | None = None,
 ) -> Scenario:
     """The scenario that `config` names, around the target `model`, which lies on its device already.
 
@@ -64,6 +65,7 @@ def make_scenario(
         anchor: the frozen model of the scenario oas.
         image_rows: regions (n, k, f) of images by their rows in the training data, for a realignment that is resumed.
         n_images: images of the training split, each of which has a discriminator in the scenario addr.
+        room: bytes of memory that the discriminators may take; None: any number.
 
     Raises:
         ValueError: the scenario oas has no anchor, the scenario addr a model without fragments, or conversions that are
@@ -97,7 +99,7 @@ def make_scenario(
     if config.scenario == "mss":
         return MomentumScenario(target, config.boosting_weight, config.momentum, config.epochs * per_epoch)
     if config.trains_discriminators:
-        return AddrScenario(target, config, Phases.of(config, per_epoch), n_images)
+        return AddrScenario(target, config, Phases.of(config, per_epoch), n_images, room)
     if config.scenario == "oas" and anchor is None:
         raise ValueError("anchor: the scenario oas needs a trained model")
     return Scenario([target], config.boosting_weight, anchor if config.scenario == "oas" else None)

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 import itm_fast.functional as F_itm
+from itm_fast.data.placement import Placement
 from itm_fast.fragments import Fragments
 from itm_fast.models import FDF, FragmentModel, MatchingModel
 from itm_fast.run_files import DISCRIMINATORS
@@ -69,14 +70,18 @@ class AddrScenario(Scenario):
         config: the settings of the run.
         phases: which step is whose.
         n_images: images of the training split.
+        room: bytes of memory that the discriminators may take; None: any number. Those that need more lie on the disk.
     """
 
-    def __init__(self, target: Branch, config: TrainConfig, phases: Phases, n_images: int) -> None:
+    def __init__(
+        self, target: Branch, config: TrainConfig, phases: Phases, n_images: int, room: int | None = None
+    ) -> None:
         super().__init__([target], 0.0)
         self.config, self.phases = config, phases
         self.model = check_model(target.model)
         # "united": all images share one discriminator.
         self.n_discriminators = 1 if config.addr == "united" else n_images
+        self.placement = self._placement(room)
         regularized = config.addr in (None, "full")
         self.gamma = config.regularization_weight if regularized else 0.0
         self.delta = config.model_regularization_weight if regularized else 0.0
@@ -86,10 +91,24 @@ class AddrScenario(Scenario):
         self._loss = 0.0
         self._saved: int | None = None
 
+    def _placement(self, room: int | None) -> Placement:
+        """Where the discriminators lie, and why."""
+        if self.config.discriminators_on_disk:
+            return Placement("disk", "as asked for")
+        with torch.device("meta"):
+            needed = Discriminators(
+                self.n_discriminators, self.model.fragment_dim, precision=self.config.discriminator_precision
+            ).nbytes
+        what = f"{needed / 2**30:.2f} GiB of discriminators"
+        if room is None:
+            return Placement("host", what)
+        what += f", {max(room, 0) / 2**30:.2f} GiB to spare in the memory of the host"
+        return Placement("host" if needed <= room else "disk", what)
+
     @functools.cached_property
     def discriminators(self) -> Discriminators:
         """Made on first use, so that a run that is refused has taken no room on a disk."""
-        folder = snapshot_path(self.config.out, 0).parent if self.config.discriminators_on_disk else None
+        folder = snapshot_path(self.config.out, 0).parent if self.placement.where == "disk" else None
         precision, seed = self.config.discriminator_precision, self.config.seed
         return Discriminators(
             self.n_discriminators, self.model.fragment_dim, precision=precision, folder=folder, seed=seed
