@@ -1,6 +1,6 @@
 """Measures what FDF and ADDR cost beside the training of their hosts, and prints the tables.
 
-python benchmarks/methods.py --json benchmarks/results/methods.json   # 25 minutes, 10 GB of memory
+python benchmarks/methods.py --json benchmarks/results/methods.json   # 35 minutes, 10 GB of memory
 """
 
 from __future__ import annotations

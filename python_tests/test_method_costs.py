@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import statistics
 from pathlib import Path
 
 import attrs
@@ -46,13 +47,13 @@ def jump_of_the_gradient(name: str, conversions: int) -> float:
     return max(methods._relative_error(moved, gradients) for _, moved in found)
 
 
-def timing(seconds: float) -> dict[str, object]:
-    return {"median_s": seconds, "min_s": seconds, "max_s": seconds, "runs_s": [seconds]}
+def timing(*runs: float) -> dict[str, object]:
+    return {"median_s": statistics.median(runs), "min_s": min(runs), "max_s": max(runs), "runs_s": list(runs)}
 
 
-def fdf_row(step: float, images: float, captions: float, products: int) -> dict[str, object]:
+def fdf_row(step: float | list[float], images: float, captions: float, products: int) -> dict[str, object]:
     return {
-        "step": timing(step),
+        "step": timing(*step) if isinstance(step, list) else timing(step),
         "images": timing(images),
         "captions": timing(captions),
         "multiply_adds": {"images": products, "captions": 2 * products},
@@ -71,8 +72,8 @@ def results() -> dict[str, object]:
                 "recipe": "r",
                 "setup": setup,
                 "rows": {
-                    "0": {**fdf_row(20.0, 1.0, 4.0, 10**9), "peak_bytes": 3_000_000_000},
-                    "2": {**fdf_row(26.0, 2.0, 4.5, 2 * 10**9), "peak_bytes": 3_300_000_000},
+                    "0": {**fdf_row([20.0, 19.5, 21.0], 1.0, 4.0, 10**9), "peak_bytes": 3_000_000_000},
+                    "2": {**fdf_row([26.0, 26.5, 25.0], 2.0, 4.5, 2 * 10**9), "peak_bytes": 3_300_000_000},
                 },
                 "fresh": {"2": {"step": timing(30.5), "peak_bytes": 3_600_000_000}},
             },
@@ -101,11 +102,11 @@ def test_the_tables() -> None:
     assert lines[0] == "FDF on CHAN with BERT, batches of 128, width 1024, recipe `r`:"
     assert lines[2:6] == [
         "| N | a step | the paper | features of pairs | the paper | their multiply-adds | features of a split | error "
-        "of a step's loss | of its gradient |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        "| host alone | 20.0 s |  | 5.00 s |  | 3.00 G a pair |  | 1.0e-07 | 2.5e-06 |",
-        "| 2 | +30 % | +14 %, missed by 16 points | +30 % | +4.9 %, missed by 25 points | +100 % | +17 % | 1.0e-07 | "
-        "2.5e-06 |",
+        "of a step's loss | of its gradient | runs |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| host alone | 20.0 s (19.5 to 21) |  | 5.00 s |  | 3.00 G a pair |  | 1.0e-07 | 2.5e-06 | 3 |",
+        "| 2 | +30 % (+19 % to +36 %) | +14 %, missed by 16 points | +30 % | +4.9 %, missed by 25 points | +100 % | "
+        "+17 % | 1.0e-07 | 2.5e-06 | 3 |",
     ]
     assert "multiplies every region by 6.3 million weights: the features of pairs take +100 % multiply-adds" in lines[7]
     assert lines[9:18] == [
@@ -114,15 +115,15 @@ def test_the_tables() -> None:
         "",
         "| N = 2 | a step | beside the host alone | peak memory | beside the host alone |",
         "| --- | ---: | ---: | ---: | ---: |",
-        "| host alone | 20.0 s |  | 3,000 MB |  |",
-        "| `kept` | 26.0 s | +30 % | 3,300 MB | +10 % |",
+        "| host alone | 20.0 s (19.5 to 21) |  | 3,000 MB |  |",
+        "| `kept` | 26.0 s (25 to 26.5) | +30 % (+19 % to +36 %) | 3,300 MB | +10 % |",
         "| `fresh` | 30.5 s | +52 % | 3,600 MB | +20 % |",
         "",
         "`fresh` adds 4.50 s here; the host alone encodes a batch of captions without gradient in 4.00 s. Memory is "
         "that of a process with the model, its optimiser, its queue and three batches, in one run.",
     ]
     assert lines[24:27] == [
-        "| 4 | +350 % | +30 % | +0 % | +17 % | 1.0e-07 | 2.5e-06 |",
+        "| 4 | +350 % | +30 % | +0 % | +17 % | 1.0e-07 | 2.5e-06 | 1 |",
         "",
         "Steps in the table above are those with `--other-batches kept`.",
     ]
@@ -133,8 +134,10 @@ def test_the_tables() -> None:
         "| VSRN, batches of 128, width 1024 | 10.0 s | +1 % | +10 % | 0.40 of the host's | +50 % | 3.0e-08 | 4.0e-07 |",
     ]
     assert lines[-1] == (
-        "Processor time, medians of interleaved runs, one thread; the machine's load was 1.0 at the start and 2.2 at "
-        "the end. Errors are relative, of float32 against float64. P, 2026-01-02, commit 0123456789ab; made by `c`."
+        "Processor time, one thread; medians of interleaved runs, in brackets the least and the most, of percentages "
+        "those of single rounds; rows of one run come after the others of their host, and ADDR's runs are 1. The "
+        "machine's load was 1.0 at the start and 2.2 at the end. Errors are relative, of float32 against float64. P, "
+        "2026-01-02, commit 0123456789ab; made by `c`."
     )
     met = copy.deepcopy(results())
     met["fdf"]["CHAN with BERT"]["rows"]["2"] = fdf_row(22.0, 1.04, 4.0, 10**9)

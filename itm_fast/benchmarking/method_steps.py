@@ -65,9 +65,9 @@ class Host:
 
 
 FDF_HOSTS: Mapping[str, Host] = {
-    "SCAN": Host("scan-t2i-f30k", Setup("scan"), {0: 2, 1: 2, 2: 2, 4: 1, 8: 1}, fresh=2),
-    "VSE-infinity": Host("vse-infty-f30k", Setup("vse_infty"), {0: 2, 1: 2, 2: 2, 4: 2, 8: 2}),
-    "CHAN with BERT": Host("chan-bert-coco", Setup("chan", words=30_522), {0: 2, 2: 2, 1: 1, 4: 1, 8: 1}, fresh=2),
+    "SCAN": Host("scan-t2i-f30k", Setup("scan"), {0: 3, 1: 3, 2: 3, 4: 1, 8: 1}, fresh=2),
+    "VSE-infinity": Host("vse-infty-f30k", Setup("vse_infty"), {0: 3, 1: 3, 2: 3, 4: 3, 8: 3}),
+    "CHAN with BERT": Host("chan-bert-coco", Setup("chan", words=30_522), {0: 5, 2: 5, 1: 1, 4: 1, 8: 1}, fresh=2),
 }
 ADDR_HOSTS: Mapping[str, Host] = {
     "SCAN": Host("addr-scan-f30k", Setup("scan"), {0: 2}),

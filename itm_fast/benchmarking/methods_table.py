@@ -35,7 +35,7 @@ def _fdf(name: str, host: Mapping[str, Any], published: Mapping[str, Any]) -> st
     rows, bars = host["rows"], name == published["host"]
     alone, setup = rows["0"], host["setup"]
     header = ["N", "a step", "features of pairs", "their multiply-adds", "features of a split"]
-    lines = [[*header, "error of a step's loss", "of its gradient"]]
+    lines = [[*header, "error of a step's loss", "of its gradient", "runs"]]
     if bars:
         lines[0][2:2], lines[0][4:4] = ["the paper"], ["the paper"]
     missed = False
@@ -43,10 +43,10 @@ def _fdf(name: str, host: Mapping[str, Any], published: Mapping[str, Any]) -> st
         row = rows[count]
         times = _times(row)
         if count == "0":
-            cells = [_seconds(times["step"]), _seconds(times["pairs"]), f"{_products(row) / 1e9:.2f} G a pair", ""]
+            cells = [_spread_seconds(row["step"]), _seconds(times["pairs"]), f"{_products(row) / 1e9:.2f} G a pair", ""]
         else:
             ratios = {what: seconds / _times(alone)[what] for what, seconds in times.items()}
-            cells = [percent(ratios["step"]), percent(ratios["pairs"])]
+            cells = [_spread_percent(row["step"], alone["step"]), percent(ratios["pairs"])]
             cells += [percent(_products(row) / _products(alone)), percent(ratios["split"])]
         if bars:
             theirs = ["", ""]
@@ -54,7 +54,7 @@ def _fdf(name: str, host: Mapping[str, Any], published: Mapping[str, Any]) -> st
                 theirs = [_bar(ratios["step"], published["step"]), _bar(ratios["pairs"], published["features"])]
                 missed = any("missed" in bar for bar in theirs)
             cells[1:1], cells[3:3] = [theirs[0]], [theirs[1]]
-        lines.append(["host alone" if count == "0" else count, *cells, *_errors(row)])
+        lines.append(["host alone" if count == "0" else count, *cells, *_errors(row), str(len(row["step"]["runs_s"]))])
     text = f"FDF on {name}, batches of {setup['batch']}, width {setup['dim']}, recipe `{host['recipe']}`:\n\n"
     below = [_bound(rows, published)] if missed else []
     return "\n\n".join([text + table(lines), *below, _fresh(host)])
@@ -72,14 +72,30 @@ def _fresh(host: Mapping[str, Any]) -> str:
     for name, row in rows.items():
         beside = ["", ""]
         if row is not alone:
-            beside = [percent(seconds[name] / alone["step"]["median_s"]), _room(row, alone)]
-        lines.append([name, _seconds(seconds[name]), beside[0], megabytes(row), beside[1]])
+            beside = [_spread_percent(row["step"], alone["step"]), _room(row, alone)]
+        lines.append([name, _spread_seconds(row["step"]), beside[0], megabytes(row), beside[1]])
     return (
         f"{kept} `fresh` encodes N - 1 batches of captions more, without gradient:\n\n{table(lines)}\n\n"
         f"`fresh` adds {_seconds(seconds['`fresh`'] - seconds['`kept`'])} here; the host alone encodes a batch of "
         f"captions without gradient in {_seconds(alone['captions']['median_s'])}. Memory is that of a process with the "
         "model, its optimiser, its queue and three batches, in one run."
     )
+
+
+def _spread_seconds(timing: Mapping[str, Any]) -> str:
+    """The median, and of several runs the least and the most."""
+    runs = timing["runs_s"]
+    median = _seconds(timing["median_s"])
+    return f"{median} ({min(runs):.3g} to {max(runs):.3g})" if len(runs) > 1 else median
+
+
+def _spread_percent(timing: Mapping[str, Any], alone: Mapping[str, Any]) -> str:
+    """What is added to the median; of as many runs as those of the host, the least and most of the pairs of a round."""
+    text = percent(timing["median_s"] / alone["median_s"])
+    ratios = [mine / host for mine, host in zip(timing["runs_s"], alone["runs_s"], strict=False)]
+    if len(timing["runs_s"]) != len(alone["runs_s"]) or len(ratios) == 1:
+        return text
+    return f"{text} ({percent(min(ratios))} to {percent(max(ratios))})"
 
 
 def _room(row: Mapping[str, Any], alone: Mapping[str, Any]) -> str:
@@ -141,8 +157,11 @@ def _seconds(seconds: float) -> str:
 def _where(results: Mapping[str, Any]) -> str:
     where = results["environment"]
     before, after = where["load"]
+    turns = min(len(timing["runs_s"]) for host in results["addr"].values() for timing in host["rows"].values())
     return (
-        f"Processor time, medians of interleaved runs, one thread; the machine's load was {before:.1f} at the start "
-        f"and {after:.1f} at the end. Errors are relative, of float32 against float64. {where['processor']}, "
-        f"{where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}; made by `{where['command']}`."
+        "Processor time, one thread; medians of interleaved runs, in brackets the least and the most, of percentages "
+        f"those of single rounds; rows of one run come after the others of their host, and ADDR's runs are {turns}. "
+        f"The machine's load was {before:.1f} at the start and {after:.1f} at the end. Errors are relative, of float32 "
+        f"against float64. {where['processor']}, {where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}; "
+        f"made by `{where['command']}`."
     )
