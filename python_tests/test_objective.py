@@ -151,6 +151,25 @@ def test_a_run_with_selhn_is_resumed_exactly(data: Path, tmp_path: Path, monkeyp
     assert sum("hardest_gap" in line for line in logs[0]) == 4
 
 
+@pytest.mark.parametrize("scenario", ["oss", "mss"])
+@pytest.mark.parametrize(("halve", "mean"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_boosting_loss_weighs_as_much_as_the_branch_s_own(
+    data: Path, tmp_path: Path, scenario: str, halve: bool, mean: bool
+) -> None:
+    """Halved or a mean where that is: with equal scores of both branches each is the margin, for both directions."""
+    changes = {"boosting": "relative", "margin": 0.3}
+    trainer = make_trainer(config(data, tmp_path, scenario=scenario, halve_loss=halve, mean_loss=mean, **changes))
+    for branch in trainer.stepper.scenario.models:
+        with torch.no_grad():
+            branch.text_encoder.embed.weight.zero_()
+            branch.image_encoder.fc.weight.zero_()
+            branch.image_encoder.fc.bias.fill_(1.0)
+    numbers = trainer._step(trainer.train_data.batch(torch.arange(0, 100, 5)))
+    own = (1 if mean else 20) * 0.3 * (1 if halve else 2)
+    assert numbers["loss"] == pytest.approx(2 * own, rel=1e-4)
+    assert numbers["boosting_loss"] == pytest.approx(own * (2 if halve else 1), rel=1e-4)
+
+
 @pytest.mark.parametrize(("halve", "mean"), [(False, False), (True, False), (True, True)])
 def test_the_plateau_is_known_in_halves_and_means_too(data: Path, tmp_path: Path, halve: bool, mean: bool) -> None:
     trainer = make_trainer(config(data, tmp_path, halve_loss=halve, mean_loss=mean))

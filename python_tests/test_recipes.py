@@ -236,6 +236,42 @@ def test_later_settings_win_and_model_options_are_merged() -> None:
     assert recipes.merge() == {}
 
 
+@pytest.mark.parametrize(
+    ("recipe", "given", "wanted"),
+    [
+        *(
+            (
+                f"{name}-{data}",
+                f"--mining {mining}",
+                {"mining": mining, "selective_divisor": "batch", "mean_loss": True},
+            )
+            for name in ("vse-fc", "vse-mlp", "rvse-mlp", "rvsepp")
+            for data in ("f30k", "coco")
+            for mining in ("hardest", "all", "semi_hard")
+        ),
+        ("vse-fc-f30k", "--mining selective", {"selective_divisor": "negatives"}),
+        ("dbl-mss-f30k", "--scenario single", {"boosting": None, "scenario": "single"}),
+        ("dbl-mss-f30k", "--boosting dml", {"boosting": "dml", "boosting_mining": "hardest", "boosting_alpha": 0.5}),
+        ("addr-scan-f30k", "--scenario single", {"addr": None, "domain_margin": 0.05, "beta1": 0.5}),
+        ("fdf-scan-f30k", "--no-realignment", {"other_batches": "kept", "conversions": 8}),
+    ],
+)
+def test_what_a_recipe_says_gives_way_with_what_it_is_for(
+    data: Path, tmp_path: Path, recipe: str, given: str, wanted: dict[str, object]
+) -> None:
+    small = ("--epochs", "1", "--batch-size", "50", "--model-option", "embed_dim=8", "--model-option", "word_dim=6")
+    got = trained_with(data, tmp_path / "run", "--recipe", recipe, *given.split(), *small)
+    assert {name: got[name] for name in wanted} == wanted
+
+
+def test_what_is_given_beside_a_recipe_is_not_given_in_vain(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "--recipe", "vse-fc-f30k", "--mining", "all", "--selective-divisor", "negatives"]
+    said = error(capsys, *command, "--data", data, "--out", tmp_path / "run")
+    assert said == "selective_divisor: 'negatives' goes with the mining selective, not all"
+
+
 def test_options_override_the_file_and_the_file_the_recipe(data: Path, tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(

@@ -64,12 +64,14 @@ def train(
     """
     from itm_fast.distributed import launched
     from itm_fast.training import recipes, run_folder
+    from itm_fast.training.objective import without_idle
     from itm_fast.training.run import train as run_training
 
     published = recipes.load(recipe).settings if recipe is not None else {}
     model_options = _model_options(model_option or []) | given_options({"regulator": regulator, "steps": steps})
     options = {"model_options": model_options} if model_options else {}
-    merged = recipes.merge(published, read_yaml(config) if config is not None else {}, given_options(values), options)
+    given = recipes.merge(read_yaml(config) if config is not None else {}, given_options(values), options)
+    merged = recipes.merge(without_idle(published, given), given)
     if published and merged["model"] != published["model"]:
         raise ValueError(f"--recipe {recipe} is of the model {published['model']}, but {merged['model']} was asked for")
     if resume:

@@ -114,8 +114,8 @@ class RKDLoss(DistillationLoss):
             public code does not.
         weight: factor of the loss, not negative. DBL's public code: 10.
         directions: "both", "rows" (image-to-text: an anchor per row) or "columns" (text-to-image).
-        reduction: "sum"; "mean" divides the sum by B, which without masks is the mean over all pairs (published);
-            "none" keeps the anchors apart.
+        reduction: "sum"; "mean" divides the sum by B, which without masks is the mean over all pairs (published) in one
+            direction, and twice that in both; "none" keeps the anchors apart.
 
     Raises:
         TypeError, ValueError: a setting is of the wrong kind.

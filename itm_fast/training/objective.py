@@ -26,12 +26,14 @@ __all__ = [
     "BOOSTING_FORMS",
     "LOSSES",
     "MINING",
+    "boosting_weight",
     "check_loss",
     "described_boosting",
     "is_mutual",
     "make_boosting_loss",
     "make_losses",
     "make_realignment_losses",
+    "without_idle",
 ]
 
 MINING = ("hardest", "all", "selective", "semi_hard", "contrastive")
@@ -68,6 +70,8 @@ _DEPENDENT: Sequence[tuple[str, str, tuple[str, ...]]] = (
     ("momentum", "scenario", ("mss",)),
     *((name, "scenario", ("addr",)) for name in ADVERSARIAL),
 )
+# As these, but only where a setting of a recipe gives way: a run is refused otherwise.
+_OF_REALIGNMENT = tuple((name, "realignment", (True,)) for name in ("other_batches", "online_weight"))
 _OF_CONVERSIONS = (
     "conversion", "conversion_residual", "reweighting", "normalize_fused", "realignment", "other_batches",
     "online_weight",
@@ -89,6 +93,17 @@ def check_loss(config: TrainConfig) -> None:
         if chosen not in values and value != fields[name].default:
             raise ValueError(f"{name}: {shown(value)} goes with the {other} {' or '.join(values)}, not {chosen}")
     _check_conversions(config, fields)
+
+
+def without_idle(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a recipe but for those that mean nothing with what was `given` beside it.
+
+    `--mining hardest` leaves out what a recipe says of selectively hard negatives, unless that is given, too.
+    """
+    idle = {
+        name for name, other, values in (*_DEPENDENT, *_OF_REALIGNMENT) if other in given and given[other] not in values
+    }
+    return {name: value for name, value in recipe.items() if name not in idle - given.keys()}
 
 
 def _check_conversions(config: TrainConfig, fields: Mapping[str, Any]) -> None:
@@ -170,7 +185,18 @@ def make_boosting_loss(config: TrainConfig) -> nn.Module:
         mining=config.boosting_mining,
         alpha=config.boosting_alpha,
         soft=config.soft,
+        reduction="mean" if config.mean_loss else "sum",
     )
+
+
+def boosting_weight(config: TrainConfig) -> float:
+    """What a boosting loss is multiplied with, beside a branch's own loss that is halved or not.
+
+    Section III-C of the paper adds both as they are: both sum over both directions. The losses that boosting is
+    compared with have scales of their own.
+    """
+    halved = config.halve_loss and boosting_of(config) in _BOOSTED
+    return config.boosting_weight * (0.5 if halved else 1.0)
 
 
 def described_boosting(config: TrainConfig) -> str:

@@ -25,7 +25,7 @@ from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
 from itm_fast.training.objective import described_boosting
 from itm_fast.training.progress import TrainResult
-from itm_fast.training.scenarios import AddrScenario, frozen_anchor
+from itm_fast.training.scenarios import AddrScenario, frozen_anchor, kept_share
 from itm_fast.training.trainer import Trainer
 
 __all__ = ["create_model", "device_of", "load_data", "train", "vocabulary_path", "warn_of_unknown_words"]
@@ -158,6 +158,9 @@ def _opening(trainer: Trainer, vocabulary: Vocabulary, vocabulary_source: Path |
             yield f"discriminators: {trainer.stepper.scenario.placement}"
     elif config.scenario != "single":
         yield f"scenario: {config.scenario}, boosting: {described_boosting(config)}"
+    if config.scenario == "mss":
+        share = kept_share(config.epochs * trainer.steps_per_epoch, config.momentum)
+        yield f"moving average: keeps {share:.3g} of its first weights to the end"
 
 
 def warn_of_unknown_words(data: PrecomputedDataset) -> None:

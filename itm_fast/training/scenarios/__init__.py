@@ -26,12 +26,12 @@ from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
 from itm_fast.training.branch import Branch
 from itm_fast.training.config import TrainConfig
-from itm_fast.training.objective import is_mutual
+from itm_fast.training.objective import boosting_weight, is_mutual
 from itm_fast.training.phases import Phases
 from itm_fast.training.scenarios.addr import AddrScenario, check_model
 from itm_fast.training.scenarios.anchor import frozen_anchor
 from itm_fast.training.scenarios.base import BatchFunctions, Scenario, StepResult
-from itm_fast.training.scenarios.momentum import MomentumScenario, momentum_at
+from itm_fast.training.scenarios.momentum import MomentumScenario, kept_share, momentum_at
 from itm_fast.training.scenarios.realignment import RealignmentScenario
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "Scenario",
     "StepResult",
     "frozen_anchor",
+    "kept_share",
     "make_scenario",
     "momentum_at",
 ]
@@ -73,7 +74,7 @@ def make_scenario(
     """
     if config.scenario == "addr":
         check_model(model)
-    target = Branch(config, model, per_epoch)
+    target, weight = Branch(config, model, per_epoch), boosting_weight(config)
     if config.conversions is not None and config.realignment:
         if config.conversions > per_epoch:
             raise ValueError(
@@ -95,11 +96,11 @@ def make_scenario(
             for one in fresh:
                 one.get_submodule("text_encoder.bert").load_state_dict(pretrained)
         branches = [*(Branch(config, one, per_epoch) for one in fresh), target]
-        return Scenario(branches, config.boosting_weight, mutual=is_mutual(config))
+        return Scenario(branches, weight, mutual=is_mutual(config))
     if config.scenario == "mss":
-        return MomentumScenario(target, config.boosting_weight, config.momentum, config.epochs * per_epoch)
+        return MomentumScenario(target, weight, config.momentum, config.epochs * per_epoch)
     if config.trains_discriminators:
         return AddrScenario(target, config, Phases.of(config, per_epoch), n_images, room)
     if config.scenario == "oas" and anchor is None:
         raise ValueError("anchor: the scenario oas needs a trained model")
-    return Scenario([target], config.boosting_weight, anchor if config.scenario == "oas" else None)
+    return Scenario([target], weight, anchor if config.scenario == "oas" else None)

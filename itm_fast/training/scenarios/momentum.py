@@ -1,6 +1,6 @@
 """The momentum synchronous scenario of Deep Boosting Learning: the anchor is the moving average of the target.
 
-Inside: `MomentumScenario`, `momentum_at`.
+Inside: `MomentumScenario`, `momentum_at`, `kept_share`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itm_fast.models.base import MatchingModel
 from itm_fast.training.branch import Branch
 from itm_fast.training.scenarios.base import BatchFunctions, Scenario, StepResult
 
-__all__ = ["MomentumScenario", "momentum_at"]
+__all__ = ["MomentumScenario", "kept_share", "momentum_at"]
 
 
 def momentum_at(step: int, steps: int, first: float) -> float:
@@ -24,6 +24,11 @@ def momentum_at(step: int, steps: int, first: float) -> float:
     `1 - (1 - first) (1 + cos(pi step / steps)) / 2`: the cosine schedule of Deep Boosting Learning, section III-C.
     """
     return 1.0 - (1.0 - first) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
+
+
+def kept_share(steps: int, first: float) -> float:
+    """The share of its first weights that the average still has after `steps` steps, by which one sees if it moves."""
+    return math.prod(momentum_at(step, steps, first) for step in range(steps))
 
 
 class MomentumScenario(Scenario):
