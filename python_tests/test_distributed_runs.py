@@ -75,6 +75,9 @@ def outcomes(data: Path, folder: Path) -> dict[str, list[Outcome]]:
         "copied": copied("stopped", "resumed by four"),
         "copied again": copied("stopped", "resumed by one"),
         "resumed": resumed("stopped", 2),
+        "whole of four": train("whole of four", 4, *DRAWN),
+        "stopped of four": train("stopped of four", 4, *DRAWN, signals=[[1, 4, "SIGTERM"]]),
+        "resumed of four": resumed("stopped of four", 4),
         "resumed by four": resumed("resumed by four", 4),
         "resumed by one": resumed("resumed by one", 1),
         "killed": train("killed", 2, *DRAWN, signals=[[1, 4, "SIGKILL"]], gone=True),
@@ -199,6 +202,13 @@ def test_a_stop_asked_of_one_process_stops_all_and_the_same_ones_go_on_exactly(
     assert [status for status, _, _ in outcomes["resumed"]] == [0, 0]
     assert "random numbers" not in outcomes["resumed"][0][1]
     assert differences(what_a_run_leaves(folder / "whole"), what_a_run_leaves(folder / "stopped")) == []
+
+
+def test_more_than_two_processes_go_on_exactly(outcomes: dict[str, list[Outcome]], folder: Path) -> None:
+    """A sum of three numbers or more depends on their order, as one of two does not."""
+    assert [status for status, _, _ in outcomes["stopped of four"]] == [130] * 4
+    assert [(status, error) for status, _, error in outcomes["resumed of four"]] == [(0, "")] * 4
+    assert differences(what_a_run_leaves(folder / "whole of four"), what_a_run_leaves(folder / "stopped of four")) == []
 
 
 def test_realigned_conversions_go_on_exactly(outcomes: dict[str, list[Outcome]], folder: Path) -> None:

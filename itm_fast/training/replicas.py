@@ -174,7 +174,7 @@ class Replicas:
 
         Gradients of its weights are added up over the processes.
         """
-        return self._wrapped(model)(batch, work) if isinstance(batch, SharedBatch) else work()
+        return self._wrapped(model, batch)(batch, work) if isinstance(batch, SharedBatch) else work()
 
     def whole_scores(self, model: MatchingModel, images: Any, captions: Any, batch: Batch) -> Tensor:
         """Scores (B, B) of the whole batch by embeddings of its own part, or of a stand-in; within `run`."""
@@ -205,7 +205,7 @@ class Replicas:
             self._plain[model] = GatheredScores(model, self.world, self.micro_batch)
         return self._plain[model]
 
-    def _wrapped(self, model: MatchingModel) -> nn.Module:
+    def _wrapped(self, model: MatchingModel, batch: SharedBatch) -> nn.Module:
         """The same, within what adds up the gradients where the model learns."""
         gathered = self._gathered(model)
         if not torch.is_grad_enabled() or not any(model is one for one in self._learning):
@@ -215,7 +215,21 @@ class Replicas:
             self._reduced[model] = DistributedDataParallel(gathered, process_group=self.world.group, **_NO_BUFFERS)
             # The wrapper looks at annotations, and takes none that are text.
             self._reduced[model].register_comm_hook(self.world.group, lambda group, bucket: _sum(group, bucket))
+            _settle(self._reduced[model], batch)
         return self._reduced[model]
+
+
+def _settle(wrapped: nn.Module, batch: SharedBatch) -> None:
+    """Brings gradients into the order in memory that they keep.
+
+    The wrapper orders them anew after its first backward pass. In which order processes are added up depends on the
+    place in memory: a resumed run, whose wrapper is new, would round a step otherwise than one that was not
+    interrupted. Here that first pass is one of zeros, the same whatever a step does.
+    """
+    weights = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+    wrapped(batch, lambda: torch.stack([weight.sum() for weight in weights]).sum() * 0.0).backward()
+    for weight in weights:
+        weight.grad = None
 
 
 def _sum(group: dist.ProcessGroup | None, bucket: Any) -> Any:
