@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 from helpers.processes import ROOT
@@ -66,9 +67,28 @@ def test_what_data_need() -> None:
     assert found.index == 1e6 * 216 + 2e5 * 16
     alone = need(Data(pairs=1e6, images=2e5), step(1, PARAMETERS), 200.0, 20_000.0)
     assert alone.index == 1e6 * 208 + 2e5 * 16
-    assert found.epoch == pytest.approx(1e6 / of.rate)
+    # 29.5 GB lie on each GPU.
+    assert (found.epoch, found.bound) == (pytest.approx(1e6 / of.rate), "computing")
     assert found.reading == pytest.approx(of.rate / 8 * 147_456)
     assert found.cores == pytest.approx(of.rate / 8 / 20_000)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "pairs", "per_core", "bound", "epoch"),
+    [
+        # 128 images are copied at 70 % of 64 GB/s after each step, and read by eight threads beside it.
+        (1, 1e7, 1e6, "computing", lambda of: 1e7 / 128 * (of.seconds + 128 * 147_456 / (0.7 * 64e9))),
+        (1, 1e7, 1e3, "the reader", lambda _: 1e7 / (8 * 1e3)),
+        (64, 1e9, 1e6, "the drives", lambda _: 1e9 * 147_456 / (8 * 7e9)),
+        (8, 1e9, 1e6, "the drives", lambda _: 1e9 * 147_456 / 7e9),
+    ],
+)
+def test_what_takes_an_epoch(
+    gpus: int, pairs: float, per_core: float, bound: str, epoch: Callable[[scaling.Step], float]
+) -> None:
+    of = step(gpus, PARAMETERS, gathered="captions", sparse=True)
+    found = need(Data(pairs, pairs), of, 200.0, per_core)
+    assert (found.bound, found.epoch) == (bound, pytest.approx(epoch(of)))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from itm_fast.benchmarking.costs import Cost
 from itm_fast.benchmarking.table import table
 from itm_fast.benchmarking.units import amount, seconds
 from itm_fast.data.layout import CAPTIONS_PER_IMAGE
+from itm_fast.data.reader import MOST_THREADS
 
 __all__ = ["DATA", "Need", "Step", "markdown", "need", "step"]
 
@@ -30,9 +31,15 @@ NVLINK, NETWORK, LINK_SHARE, LATENCY = 450e9, 50e9, 0.7, 20e-6
 # Memory of a GPU and of a machine (DGX H200), of which features may take this share; a drive (PCIe 4) in order.
 GPU_BYTES, HOST_BYTES, FEATURE_SHARE, DRIVE = 141e9, 2e12, 0.75, 7e9
 FEATURE_BYTES = 2 * costs.REGIONS * 2048
+# From a machine's memory to a GPU (PCIe 5, 16 lanes), of which LINK_SHARE; a drive for each machine; threads of the
+# reader in each process, at most.
+PCIE, READER_THREADS = 64e9, MOST_THREADS
 # What the order of an epoch takes a caption: a permutation of int64, in several processes one for the batches and one
 # for the own parts. What a store takes an image: the number of its shard and its place there, int64.
 ORDER_BYTES, PLACE_BYTES = 8, 16
+
+
+_ON_GPU, _ON_DRIVES = "each GPU", "drives"
 
 
 @attrs.frozen
@@ -124,23 +131,38 @@ class Need:
     Attributes:
         features: bytes of all features in bf16. index: bytes of captions, token ids, order and places of images in each
             process.
-        epoch: seconds. reading: bytes of features per second and GPU. cores: that reading keeps busy for a GPU.
+        epoch: seconds. bound: what takes them, "computing", "the reader" or "the drives".
+        reading: bytes of features per second and GPU that keep up with computing. cores: that such reading keeps busy
+            for a GPU.
     """
 
     features: float
     index: float
     epoch: float
+    bound: str
     reading: float
     cores: float
 
 
 def need(data: Data, of: Step, caption_bytes: float, images_per_core: float) -> Need:
-    """The needs of `data` in steps like `of`."""
-    each, orders = of.rate / of.gpus, 1 if of.gpus == 1 else 2
+    """The needs of `data` in steps like `of`.
+
+    Features that do not lie on each GPU are read during the step before, by the threads of the reader and from a drive
+    of each machine where they do not fit its memory, and copied at the start of theirs.
+    """
+    each, orders, where = of.rate / of.gpus, 1 if of.gpus == 1 else 2, place(data, of.gpus)
+    copied = 0.0 if where == _ON_GPU else BATCH * FEATURE_BYTES / (LINK_SHARE * PCIE)
+    taken = {"computing": data.pairs / of.batch * (of.seconds + copied)}
+    if where != _ON_GPU:
+        taken["the reader"] = data.pairs / (of.gpus * READER_THREADS * images_per_core)
+    if where == _ON_DRIVES:
+        taken["the drives"] = data.pairs * FEATURE_BYTES / (-(-of.gpus // NODE) * DRIVE)
+    bound = max(taken, key=lambda name: taken[name])
     return Need(
         features=data.images * FEATURE_BYTES,
         index=data.pairs * (caption_bytes + orders * ORDER_BYTES) + data.images * PLACE_BYTES,
-        epoch=data.pairs / of.rate,
+        epoch=taken[bound],
+        bound=bound,
         reading=each * FEATURE_BYTES,
         cores=each / images_per_core,
     )
@@ -150,14 +172,14 @@ def place(data: Data, gpus: int) -> str:
     """Where the features of a training lie, each rank having all of them within reach."""
     size, machines = data.images * FEATURE_BYTES, -(-gpus // NODE)
     if size <= FEATURE_SHARE * GPU_BYTES:
-        return "each GPU"
+        return _ON_GPU
     if size <= FEATURE_SHARE * HOST_BYTES:
         return "each machine's page cache"
     # A slice of the rows for each: only where ranks draw from slices of their own.
     for where, room in (("GPUs", gpus * GPU_BYTES), ("machines", machines * HOST_BYTES)):
         if size <= FEATURE_SHARE * room:
             return f"the {where} together, a slice each"
-    return "drives"
+    return _ON_DRIVES
 
 
 def markdown(rehearsal: Mapping[str, Any], reader: Mapping[str, Any]) -> str:
@@ -227,15 +249,18 @@ def _needs(parameters: int, caption_bytes: float, per_core: float) -> str:
         "where they fit",
         "captions, order and places, each process",
         "an epoch",
+        "bound by",
     ]
-    rows = [[*head, "read by each GPU", "cores that reading keeps busy, each GPU"]]
+    rows = [[*head, "to keep up: read by each GPU", "cores for that, each GPU"]]
     for name, data in DATA.items():
         for gpus in (1, 8, 64):
-            found = need(data, step(gpus, parameters, gathered="captions"), caption_bytes, per_core)
+            found = need(data, step(gpus, parameters), caption_bytes, per_core)
+            kept = place(data, gpus) == _ON_GPU
             rows.append(
                 [
                     name, str(gpus), amount(found.features, "B"), place(data, gpus), amount(found.index, "B"),
-                    seconds(found.epoch), amount(found.reading, "B/s"), f"{found.cores:.1f}",
+                    seconds(found.epoch), found.bound, "nothing" if kept else amount(found.reading, "B/s"),
+                    "" if kept else f"{found.cores:.1f}",
                 ]
             )  # fmt: skip
     return table(rows)
@@ -245,12 +270,16 @@ def _first(parameters: int, caption_bytes: float, per_core: float) -> str:
     one, images, captions = step(1, parameters), step(64, parameters), step(64, parameters, gathered="captions")
     sparse, eight = step(64, parameters, gathered="captions", sparse=True), step(8, parameters)
     alone = need(DATA["COCO"], one, caption_bytes, per_core)
-    million, billion = (need(DATA[name], captions, caption_bytes, per_core) for name in list(DATA)[1:])
+    million, billion = (need(DATA[name], images, caption_bytes, per_core) for name in list(DATA)[1:])
+    one_million = need(DATA["10 million pairs"], one, caption_bytes, per_core)
+    one_billion = need(DATA["1 billion pairs"], eight, caption_bytes, per_core)
+    threads = READER_THREADS * per_core * FEATURE_BYTES
     return "\n".join(
         (
             f"1. *One GPU: reading.* {one.rate:,.0f} captions per second are {amount(alone.reading, 'B/s')} of "
-            f"features and {alone.cores:.0f} cores of the reader; a drive reads {amount(DRIVE, 'B/s')}. COCO's "
-            f"{amount(alone.features, 'B')} lie on the GPU itself (`--features device`), and nothing is read at all.",
+            f"features and {alone.cores:.0f} cores of the reader, which takes {READER_THREADS} threads and brings "
+            f"{amount(threads, 'B/s')}; a drive reads {amount(DRIVE, 'B/s')}. COCO's {amount(alone.features, 'B')} "
+            "lie on the GPU itself (`--features device`), and nothing is read at all.",
             "2. *Eight GPUs: exchanges.* Where images are gathered they take "
             f"{100 * eight.exchanging / eight.seconds:.0f} % of a step of {seconds(eight.seconds)}, "
             "in which each caption meets eight times as many negatives; "
@@ -260,19 +289,24 @@ def _first(parameters: int, caption_bytes: float, per_core: float) -> str:
             f"{100 * images.exchanging / images.seconds:.0f} % of a step of {seconds(images.seconds)}. Captions have "
             f"{costs.WORDS:.0f} vectors where images have {costs.REGIONS}: {seconds(captions.seconds)}. Of the "
             f"gradients at most three pairs for each of a rank's own are not zero: {seconds(sparse.seconds)} where "
-            "nothing else goes back. Either way they see hardly more captions per second than one GPU does: 128 "
-            "captions a GPU are too few for as many negatives. With more of them products grow with their square, "
-            "bytes do not.",
+            f"nothing else goes back. Neither is built. With images gathered the {images.gpus} see fewer captions per "
+            f"second ({images.rate:,.0f}) than one GPU does, with the other two {captions.rate / one.rate:.1f} and "
+            f"{sparse.rate / one.rate:.1f} times as many: 128 captions a GPU are too few for as many negatives. With "
+            "more of them products grow with their square, bytes do not. Who wants the speed and not the negatives "
+            "trains on eight.",
             f"4. *Ten million pairs: reading again.* {amount(million.features, 'B')} of features fit no GPU, but "
             f"{place(DATA['10 million pairs'], 64)}, which its processes share (`--features disk`; `--features host` "
-            "keeps a copy for each of them, and eight do not fit). From there a single GPU reads "
-            f"{amount(alone.reading, 'B/s')}, of 64 with captions gathered {amount(million.reading, 'B/s')}. Were each "
-            f"rank to draw from a slice of its own, {amount(million.features / 64, 'B')} would lie on each GPU and "
-            "nothing would be read: that sampler is not built.",
+            "keeps a copy for each of them, and eight do not fit). From there the reader keeps a single GPU at "
+            f"{100 * DATA['10 million pairs'].pairs / one.rate / one_million.epoch:.0f} % of its speed, and copies to "
+            f"it take {seconds(BATCH * FEATURE_BYTES / (LINK_SHARE * PCIE))} of each step, as they do not run beside "
+            f"kernels; each of 64 asks for {amount(million.reading, 'B/s')} alone. Were each rank to draw from a slice "
+            f"of its own, {amount(million.features / 64, 'B')} would lie on each GPU and nothing would be read: that "
+            "sampler is not built.",
             f"5. *A billion pairs: the index.* Each process holds captions, token ids, the order of an epoch and the "
             f"place of each image in memory: {amount(billion.index, 'B')}, eight times in a machine. The order would "
             "have to be drawn shard by shard, and captions be read from the store as features are: neither is built. "
             f"Features take {amount(billion.features, 'B')}, the memory of {billion.features / HOST_BYTES:.0f} "
-            f"machines; an epoch of 64 GPUs takes {seconds(billion.epoch)}.",
+            f"machines; with a drive in each an epoch of eight GPUs takes {seconds(one_billion.epoch)}, bound by "
+            f"{one_billion.bound}, and one of 64 {seconds(billion.epoch)}, bound by {billion.bound}.",
         )
     )

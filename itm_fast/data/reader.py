@@ -19,9 +19,9 @@ import torch
 
 from ..distributed import launched
 
-__all__ = ["BufferPool", "ShardReader", "default_threads"]
+__all__ = ["MOST_THREADS", "BufferPool", "ShardReader", "default_threads"]
 
-_MOST_THREADS = 8
+MOST_THREADS = 8
 # Buffers that take turns: two of batches read ahead, one of the batch in work, and one that is read into before that
 # batch has gone.
 _BUFFERS = 4
@@ -41,7 +41,7 @@ def default_threads() -> int:
     processes = 1
     with contextlib.suppress(ValueError):
         processes = launched().local_size
-    return max(min(available, machine // processes, _MOST_THREADS), 1)
+    return max(min(available, machine // processes, MOST_THREADS), 1)
 
 
 class ShardReader:
