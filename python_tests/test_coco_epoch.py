@@ -89,7 +89,7 @@ def test_each_phase_has_its_time(tmp_path: Path, time: Clock) -> None:
     loss = stepper.losses["hardest"]
     loss.forward = slowed(loss.forward, 0.025, time)
     augmentation = stepper.augmentation
-    stepper.augmentation = lambda batch: time.pass_by() or augmentation(batch)
+    stepper.augmentation = lambda *given, **how: time.pass_by() or augmentation(*given, **how)
     stepper.scenario.target.optimizer.register_step_pre_hook(lambda *_: time.pass_by())
     watch(model, stepper, clock)
     batches = trainer._batches(0)

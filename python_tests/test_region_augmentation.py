@@ -72,6 +72,28 @@ def test_a_batch_of_ragged_images_goes_to_devices() -> None:
     assert torch.equal(moved.features.values, changed.features.values)
     assert moved.features.max_length == changed.features.max_length
     assert BatchAugmentation(vocabulary)(batch) is batch, "as it was, where nothing changes"
+    torch.manual_seed(0)
+    there = BatchAugmentation(vocabulary, words=0.5, regions=0.5)(batch, "meta")
+    assert there.features.values.shape == changed.features.values.shape
+    parts = (there.features.values, there.features.offsets, there.token_ids, there.lengths, there.image_index)
+    assert {part.device.type for part in parts} == {"meta"}
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_features_travel_to_a_device_as_they_were_read(monkeypatch: pytest.MonkeyPatch, ragged: bool) -> None:
+    """Page-locked memory is copied while the caller goes on; a selection made before would lie somewhere else."""
+    features = numbered(8, 6)
+    read = Fragments.from_padded(features) if ragged else features
+    memory, travelled, to = (read.values if ragged else read).data_ptr(), [], torch.Tensor.to
+
+    def noted(self: torch.Tensor, *where: object, **how: object) -> torch.Tensor:
+        if self.is_floating_point():
+            travelled.append((self.data_ptr(), tuple(self.shape), how.get("non_blocking")))
+        return to(self, *where, **how)
+
+    monkeypatch.setattr(torch.Tensor, "to", noted)
+    RegionAugmentation(0.5)(read, device="meta", non_blocking=True)
+    assert travelled == [(memory, (48, 1), True)]
 
 
 @pytest.mark.parametrize("model", ["scan", "bfan", "vsepp", "vse_infty"])

@@ -98,12 +98,22 @@ class RegionAugmentation:
             raise ValueError(f"probability: expected a number above 0 and below 1, got {probability}")
         self.probability = probability
 
-    def __call__(self, features: Tensor | Fragments, generator: torch.Generator | None = None) -> Fragments:
+    def __call__(
+        self,
+        features: Tensor | Fragments,
+        generator: torch.Generator | None = None,
+        *,
+        device: torch.device | str | None = None,
+        non_blocking: bool = False,
+    ) -> Fragments:
         """The regions that are left of n images, in their order.
 
         Args:
             features: (n, k, f), or Fragments of n images.
             generator: draws the regions, on the CPU; None: torch's own generator, which a run's saved state holds.
+            device: where they are wanted; by default where they lie. Features travel whole, as they were read, so that
+                page-locked memory serves.
+            non_blocking: do not wait for them.
         """
         if isinstance(features, Fragments):
             shape, regions = (len(features), features.max_length), features.values
@@ -111,14 +121,17 @@ class RegionAugmentation:
         else:
             shape, regions = (features.shape[0], features.shape[1]), features.flatten(0, 1)
             there = torch.ones(shape, dtype=torch.bool)
+        if device is not None:
+            regions = regions.to(device, non_blocking=non_blocking)
         kept = there & (torch.rand(shape, generator=generator) >= self.probability)
         kept |= there & ~kept.any(1, keepdim=True)
         lengths = kept.sum(1)
         offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
         torch.cumsum(lengths, 0, out=offsets[1:])
         longest = int(lengths.max()) if len(lengths) else 0
-        where = regions.device
-        return Fragments(regions[kept[there].to(where)], offsets.to(where), check=False, max_length=longest)
+        # By number and not by a mask, whose size a GPU would have to tell first.
+        chosen, where = kept[there].nonzero().flatten(), regions.device
+        return Fragments(regions[chosen.to(where)], offsets.to(where), check=False, max_length=longest)
 
 
 class BatchAugmentation:
@@ -134,11 +147,15 @@ class BatchAugmentation:
         self._words = TextAugmentation(vocabulary, words) if words else None
         self._regions = RegionAugmentation(regions) if regions else None
 
-    def __call__(self, batch: Batch) -> Batch:
-        """Another batch where the given one lies, drawn from torch's own generator of the CPU."""
+    def __call__(self, batch: Batch, device: torch.device | str | None = None, *, non_blocking: bool = False) -> Batch:
+        """Another batch on `device`, by default where the given one lies, drawn from torch's own generator of the CPU.
+
+        `non_blocking`: do not wait for copies of page-locked memory.
+        """
         if self._words is not None:
             token_ids, lengths = self._words(batch.token_ids, batch.lengths)
             batch = attrs.evolve(batch, token_ids=token_ids, lengths=lengths)
         if self._regions is not None:
-            batch = attrs.evolve(batch, features=self._regions(batch.features))
-        return batch
+            features = self._regions(batch.features, device=device, non_blocking=non_blocking)
+            batch = attrs.evolve(batch, features=features)
+        return batch if device is None else batch.to(device, non_blocking=non_blocking)

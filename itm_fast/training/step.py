@@ -78,7 +78,7 @@ class Stepper:
             ValueError: a loss or norm is not finite; no weight is changed then.
         """
         # Its changes come from torch's generator, whose state is saved: a resumed run draws the same ones.
-        batch = self.augmentation(batch).to(self.device, non_blocking=True)
+        batch = self.augmentation(batch, self.device, non_blocking=True)
         images, positives = images_of(batch), None
         if self.config.exclude_same_image:
             positives = images[:, None] == images[None, :]
