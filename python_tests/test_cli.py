@@ -276,8 +276,19 @@ def test_demo_trains_evaluates_and_reports(
     # The loss, the recalls, the gradient of the first image layer and the distance of the hardest negatives.
     assert html.count("<svg ") == 4
 
-    status, message = error(capsys, "demo", "--out", out, "--minutes", "0")
-    assert (status, message) == (1, "minutes: expected a finite number above 0, got 0")
+    # What SelHN chooses is drawn where it chooses.
+    share = "Anchors that took their hardest negative"
+    assert share not in html
+    assert cli.run(["demo", "--out", str(out), "--seed", "1", "--mining", "selective"]) == 0
+    html = (out / "report.html").read_text(encoding="utf-8")
+    assert share in html
+    assert html.count("<svg ") == 5
+
+    for option, value, said in (
+        ("--minutes", "0", "minutes: expected a finite number above 0, got 0"),
+        ("--mining", "easy", "mining: expected one of hardest, all, selective, semi_hard, contrastive, got 'easy'"),
+    ):
+        assert error(capsys, "demo", "--out", out, option, value) == (1, said)
 
 
 def test_demo_plans_fewer_epochs_on_a_slow_machine(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,21 @@ def test_selhn_says_what_scores_and_recalls_do() -> None:
         assert re.search(f"{means[0]} against {means[1]} for {re.escape(model)}", said), model
     assert all(a > b for a, b in zip(sums["VSE (MLP)", "HN"], sums["VSE (FC)", "HN"], strict=True))
     assert all(a > b for a, b in zip(sums["VSE (MLP)", "SelHN"], sums["RVSE (MLP)", "SelHN"], strict=True))
+    above = {
+        (model, loss): rsum("selhn", f"{row}-{loss}") - statistics.mean(sums[model, "SelHN"])
+        for model, row in MODELS.items()
+        for loss in ("all-negatives", "semi-hard-shn", "contrastive-sct")
+    }
+    best = [above[model, "semi-hard-shn"] for model in MODELS]
+    assert f"Here SHN does best on each model, {min(best):.0f} to {max(best):.0f} above the mean of SelHN" in said
+    for model, row in MODELS.items():
+        assert rsum("selhn", f"{row}-semi-hard-shn") > max(sums[model, "SelHN"])
+        assert above[model, "semi-hard-shn"] > above[model, "all-negatives"] > above[model, "contrastive-sct"]
+    every = rsum("selhn", "vse-fc-all-negatives")
+    assert [f"{-above['VSE (FC)', 'all-negatives']:.0f}", f"{sums['VSE (FC)', 'SelHN'][0] - every:.0f}"] == ["12", "24"]
+    assert [one < every for one in sums["VSE (FC)", "SelHN"]] == [False, True, False]
+    others = [f"{above[model, 'all-negatives']:.0f}" for model in ("VSE (MLP)", "RVSE (MLP)")]
+    assert f"on VSE (MLP) and RVSE (MLP) all negatives are above, by {' and '.join(others)}." in said
     for row in MODELS.values():
         scores = result("selhn", f"{row}-contrastive-sct")["scores"]
         assert scores["width"] * (scores["first"] + len(scores["negative"]) - 1) == pytest.approx(-1, abs=0.021)

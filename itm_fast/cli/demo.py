@@ -37,6 +37,13 @@ def demo(
     minutes: Annotated[
         float, typer.Option(help="Train for about so long at most: a slow machine gets fewer epochs.")
     ] = 8.0,
+    mining: Annotated[
+        str,
+        typer.Option(
+            metavar="hardest|all|selective|semi_hard|contrastive",
+            help="Negatives of the loss; selective: SelHN, whose choice the report then draws.",
+        ),
+    ] = "hardest",
     seed: Annotated[int, typer.Option(help="Seed of the weights, the order of the data and the queries shown.")] = 0,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: torch's choice.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
@@ -63,7 +70,7 @@ def demo(
     if threads:
         torch.set_num_threads(threads)
     data = out / "data"
-    config = TrainConfig(data=str(data), out=str(out), seed=seed, threads=threads, **SETTINGS)
+    config = TrainConfig(data=str(data), out=str(out), mining=mining, seed=seed, threads=threads, **SETTINGS)
     _clear_earlier_demo(config)
     emoji.write_dataset(data)
     config = _fit_into(config, minutes)
@@ -234,6 +241,7 @@ def _facts(
         ("Training data", f"{train_data.n_images:,} pictures, {len(train_data):,} captions"),
         ("Training time", f"{_minutes(result.seconds)}, validations included"),
         ("Steps", f"{result.steps:,} of {config.batch_size} pairs; epochs: {config.epochs}"),
+        ("Negatives", config.mining.replace("_", "-")),
         ("Best on dev", f"step {result.best_step:,}, sum of recalls {result.best['rsum']:.1f}"),
         ("Cross-attention", info["dispatch"]["cross_attention_scores"]["cpu"]),
         ("Processor", processor_name()),
