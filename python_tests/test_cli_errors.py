@@ -32,12 +32,12 @@ from itm_fast.training.run import device_of, warn_of_unknown_words
         (
             ["--model-option", f"embed_dim={10**15}"],
             1,
-            "not enough memory; a smaller model, --batch-size or --micro-batch needs less",
+            "not enough memory; a smaller model, --batch-size or --micro-batch needs less, and --features disk",
         ),
         (
             ["--model-option", f"embed_dim={10**18}"],
             1,
-            "not enough memory; a smaller model, --batch-size or --micro-batch needs less",
+            "not enough memory; a smaller model, --batch-size or --micro-batch needs less, and --features disk",
         ),
         (["--validation-split", "../ok/dev"], 1, "split: expected a name such as test, without folders, got"),
     ],

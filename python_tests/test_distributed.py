@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,12 @@ from helpers.world_cases import (
 )  # fmt: skip
 from helpers.world_checks import TRAVELS
 from helpers.worlds import run_jobs
+from torch.distributed import HashStore
 
 from itm_fast import models
 from itm_fast.data import Vocabulary
 from itm_fast.distributed import Launch, World, launched
+from itm_fast.distributed import world as world_module
 from itm_fast.training import TrainConfig
 from itm_fast.training.replicas import GatheredScores
 from itm_fast.training.shared_norms import SharedBatchNorm, share_norms
@@ -304,6 +309,36 @@ def test_each_process_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     for name, message in messages.items():
         with pytest.raises(ValueError, match=f"^{message}$"):
             World(Launch(1, 4, 1, 4)).device(name)
+
+
+def test_a_process_may_see_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As launchers of batch systems have it; where two see the same one, both are named."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ValueError, match=r"^device: 4 processes need as many GPUs, and torch sees 1$"):
+        World(Launch(1, 4, 1, 4)).device("cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert World(Launch(1, 4, 1, 4)).device("cuda") == "cuda:0"
+
+    def found(*seen: str | None) -> list[tuple[int, int] | None]:
+        """What each of some processes finds; None: it sees several."""
+        store, launches = HashStore(), [Launch(rank, len(seen)) for rank in range(len(seen))]
+
+        def ask(launch: Launch) -> tuple[int, int] | None:
+            here.number = launch.rank
+            return world_module._shared_gpu(store, launch)
+
+        here = threading.local()
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8 if seen[here.number] is None else 1)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid=seen[here.number])
+        )
+        with ThreadPoolExecutor(len(seen)) as pool:
+            return list(pool.map(ask, launches))
+
+    assert found("a", "b", "c") == [None] * 3
+    assert found(None, None) == [None] * 2
+    assert found("a", None, "b", "a") == [(0, 3)] * 4
 
 
 @pytest.mark.parametrize("changes", [{"momentum": None}, {"track_running_stats": False}])

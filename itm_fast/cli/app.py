@@ -112,7 +112,10 @@ def run(arguments: list[str] | None = None) -> int:
             return 1
         if not _is_out_of_memory(error):
             raise
-        _print_error("not enough memory; a smaller model, --batch-size or --micro-batch needs less")
+        _print_error(
+            "not enough memory; a smaller model, --batch-size or --micro-batch needs less, and --features disk leaves "
+            "more"
+        )
         return 1
     except (KeyboardInterrupt, typer.Abort):
         _print_error("interrupted")

@@ -25,6 +25,8 @@ __all__ = ["World", "joined", "joined_before"]
 TIMEOUT = "ITM_FAST_TIMEOUT"
 _SECONDS = 1800
 _joined = False
+# Which GPU a process sees that sees one alone, by rank.
+_GPU = "itm_fast/gpu"
 
 
 @attrs.frozen(eq=False)
@@ -65,6 +67,9 @@ class World:
         if name != "cuda":
             raise ValueError(f"device: each process takes a GPU of its own; expected cuda without a number, got {name}")
         count = torch.cuda.device_count()
+        if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+            # A launcher that shows each process its own alone; `joined` sees that it is.
+            return "cuda:0"
         if count < self.launch.local_size:
             raise ValueError(f"device: {self.launch.local_size} processes need as many GPUs, and torch sees {count}")
         return f"cuda:{self.launch.local_rank}"
@@ -151,11 +156,14 @@ def joined(device: str) -> Iterator[World]:
 
         store, rank, size = next(rendezvous("env://", launch.rank, launch.size, timeout=timeout))
         store.set_timeout(timeout)
+        shared = _shared_gpu(store, launch) if own_device.startswith("cuda") else None
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{launch.everyone} do not meet at {launch.address}: {str(error).splitlines()[0]}") from None
     _joined = True
     try:
+        if shared is not None:
+            raise ValueError(f"device: processes {shared[0]} and {shared[1]} see one GPU, the same; each takes its own")
         with warnings.catch_warnings():
             if not world.first:
                 warnings.simplefilter("ignore")
@@ -167,6 +175,18 @@ def joined(device: str) -> Iterator[World]:
         if raised is error:
             raise
         raise raised from None
+
+
+def _shared_gpu(store: Any, launch: Launch) -> tuple[int, int] | None:
+    """The first two processes of which each sees one GPU, and both the same; all must call this."""
+    own = str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.device_count() == 1 else ""
+    store.set(f"{_GPU}/{launch.rank}", own)
+    found: dict[str, int] = {}
+    for rank in range(launch.size):
+        name = store.get(f"{_GPU}/{rank}").decode()
+        if name and found.setdefault(name, rank) != rank:
+            return found[name], rank
+    return None
 
 
 def joined_before() -> bool:
