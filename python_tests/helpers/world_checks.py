@@ -44,7 +44,7 @@ EVEN, LENGTH = 8, 5
 
 
 def bytes_of_a_step(name: str, world: World) -> dict[str, Any]:
-    """What the second step in float32 receives, (collective, bytes) each in their order, and of how many numbers.
+    """What the second step of a model in float32 receives, (collective, bytes) each in their order, and of how many numbers.
 
     Before it stands the word on errors and stops. Numbers are those of docs/distributed.md: `B` captions, `P` weights,
     of the whole batch `n` in the embeddings of images, `m` in words, `b` and `t` in the base features of images
@@ -60,7 +60,8 @@ def bytes_of_a_step(name: str, world: World) -> dict[str, Any]:
     )
     batch = part_of(whole, world)
     model, step = (_of_a_scenario if name in SCENARIOS else _of_a_model)(name, world, batch)
-    for _ in range(2):
+    # Those of ADDR's model take turns with the discriminators'.
+    for _ in range(4 if name == "addr" else 2):
         RECEIVED.clear()
         world.agree()
         step()
