@@ -184,6 +184,11 @@ def test_addr_says_what_its_regularisation_brings() -> None:
     spreads = {key: statistics.stdev(values) for key, values in sums.items()}
     assert f"of one row spread by {min(spreads.values()):.0f} to {max(spreads.values()):.0f};" in said
     assert all(abs(gain) < spreads[host, "base"] for host, gain in gains.items())
+    hardest = [f"scan-{addr}-hardest-negatives-from-the-second-pass-on" for addr in ("full", "base")]
+    gaps = [result("addr", row)["curves"]["train"]["hardest_gap"][-1] for row in (hardest[0], "scan-full")]
+    assert f"SCAN beside discriminators comes to {rsum('addr', hardest[0]):.1f}, and at the end" in said
+    assert f"within {gaps[0]:.3f} of their positives ({gaps[1]:.3f} with all negatives);" in said
+    assert f"without discriminators it comes to {rsum('addr', hardest[1]):.1f}." in said
 
 
 def test_fdf_says_what_conversions_bring() -> None:
