@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -36,13 +37,15 @@ class _LeavingStore:
 
 @pytest.fixture
 def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An address that answers, and no process group."""
+    """An address that answers, and no process group; the process heeds SIGTERM again in the end."""
     monkeypatch.setattr(ending.dist, "get_backend", lambda: "none")
     monkeypatch.setattr(ending, "_ENDING", 0.0)
     with socket.create_server(("localhost", 0)) as server:
         monkeypatch.setenv("MASTER_ADDR", "localhost")
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+        heeded = signal.getsignal(signal.SIGTERM)
         yield
+        signal.signal(signal.SIGTERM, heeded)
 
 
 @pytest.mark.parametrize("errors", list(itertools.product((OWN, LOST), repeat=3)))

@@ -42,8 +42,9 @@ def hold(folder: Path, *, worker: bool = False) -> tuple[int, int]:
     if holder == 0:
         with lock(folder):
             child = os.fork() if worker else 0
-            if child or not worker:
-                os.write(writer, f"{child}\n".encode())
+            if not child:
+                # The worker itself: by then it has given back what a fork shares.
+                os.write(writer, f"{os.getpid()}\n".encode())
             while True:
                 signal.pause()
     os.close(writer)

@@ -270,7 +270,7 @@ def test_packed_is_the_loop_on_sets_of_any_size(data: st.DataObject) -> None:
     """float64 to rounding, dropout masks included, and float32 as far as that carries."""
     query_lengths = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=6), label="query_lengths")
     context_lengths = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=5), label="context_lengths")
-    dim, width = data.draw(st.sampled_from([(1, 2), (7, 5), (33, 16)]), label="sizes")
+    dim, width = data.draw(st.sampled_from([(2, 2), (7, 5), (33, 16)]), label="sizes")
     parameters = random_parameters(data.draw(st.sampled_from(sorted(SETTINGS))), dim, width)
     queries, contexts = random_fragments(query_lengths, dim, seed=5), random_fragments(context_lengths, dim, seed=6)
     options = {
@@ -284,8 +284,6 @@ def test_packed_is_the_loop_on_sets_of_any_size(data: st.DataObject) -> None:
             queries, contexts, parameters, block_elements=block_elements, **options
         )
         torch.testing.assert_close(packed, exact, rtol=0, atol=1e-12)
-    if dim == 1:  # Contexts of one channel cancel exactly in float64 alone.
-        return
     single = [part.to(torch.float32) for part in (queries, contexts, parameters)]
     torch.testing.assert_close(F_itm.regulated_scores(*single, **options).double(), exact, rtol=0, atol=2e-4)
 

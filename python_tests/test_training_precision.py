@@ -37,7 +37,7 @@ def test_a_run_in_bfloat16_learns_and_resumes_exactly(
     results = {"float32": run(settings)}
     settings = attrs.evolve(settings, precision="bfloat16", out=str(tmp_path / "bfloat16"))
     results["bfloat16"] = run(settings)
-    assert {name: result.best["rsum"] > 420 for name, result in results.items()} == {"float32": True, "bfloat16": True}
+    assert {name: result.best["rsum"] > 380 for name, result in results.items()} == {"float32": True, "bfloat16": True}
     assert not same(weights(tmp_path / "float32"), weights(tmp_path / "bfloat16"))
     assert {tensor.dtype for tensor in weights(tmp_path / "bfloat16").values()} == {torch.float32}
     log = read_metrics(tmp_path / "bfloat16" / "metrics.jsonl")

@@ -5,13 +5,11 @@ Inside: `ended`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -36,7 +34,7 @@ def ended(error: BaseException, store: Any, launch: Launch, seconds: float) -> B
     Of the processes that end by an error of their own, the first raises it, and leaves a word of it for the others.
     One whose error is that another does not answer tells that, with the word where there is one; but only where no
     other process has told anything before. All others end with status 1, silently. A launcher that has seen one of them
-    end sends SIGTERM to the others: meanwhile it waits.
+    end sends SIGTERM to the others, which has no effect from here on.
 
     Args:
         error: what was raised.
@@ -44,22 +42,10 @@ def ended(error: BaseException, store: Any, launch: Launch, seconds: float) -> B
         launch: which of them this one is.
         seconds: how long they wait for an answer.
     """
-    with _not_terminated():
-        return _ended(error, store, launch, seconds)
-
-
-@contextlib.contextmanager
-def _not_terminated() -> Iterator[None]:
-    """SIGTERM does nothing; only a main thread can do this."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        # None: it was not set by Python.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+    # For good: what this process says comes after this. Only a main thread can do it.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return _ended(error, store, launch, seconds)
 
 
 def _ended(error: BaseException, store: Any, launch: Launch, seconds: float) -> BaseException:

@@ -158,6 +158,8 @@ def joined(device: str) -> Iterator[World]:
         store.set_timeout(timeout)
         shared = _shared_gpu(store, launch) if own_device.startswith("cuda") else None
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        # One that had met all others could end while another has yet to meet it.
+        world.agree()
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{launch.everyone} do not meet at {launch.address}: {str(error).splitlines()[0]}") from None
     _joined = True

@@ -15,7 +15,8 @@ __all__ = ["on_stop_signals"]
 def on_stop_signals(action: Callable[[], None], *, repeated: bool = False) -> Iterator[None]:
     """Calls `action` on the first SIGINT or SIGTERM; a second one acts as usual. Only a main thread can do this.
 
-    With `repeated` it is called on each: a launcher hands on to its processes what some of them had already.
+    With `repeated` it is called on each: a launcher hands on to its processes what some of them had already. An error
+    then leaves SIGTERM without effect: a launcher sends it to those that have yet to say why they end.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -35,5 +36,9 @@ def on_stop_signals(action: Callable[[], None], *, repeated: bool = False) -> It
         signal.signal(number, handle)
     try:
         yield
+    except BaseException:
+        if repeated:
+            before[signal.SIGTERM] = signal.SIG_IGN
+        raise
     finally:
         restore()

@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -20,6 +21,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from helpers.runs import OPTIONS, config, run
 from itm_fast.training import TrainConfig, Trainer, checkpoint
@@ -64,6 +66,8 @@ def start(settings: TrainConfig, calls: Calls, report: Path | None = None) -> in
         return child
     status = 1
     try:
+        # tqdm's own is one semaphore of all forks: killed while it has that, the child would stop this process, too.
+        tqdm.set_lock(threading.RLock())
         sys.setprofile(calls)
         result = run(settings, resume=(Path(settings.out) / checkpoint.STATE_FILE).exists())
         sys.setprofile(None)

@@ -1,5 +1,6 @@
 """Runs Python code in a process of its own, for what is decided once per process: libraries, environment, warnings."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -36,3 +37,11 @@ def error_of(code, *, cwd=ROOT, **environment):
     result = run([sys.executable, "-c", code], cwd=cwd, **environment)
     assert result.returncode != 0, result.stdout
     return result.stderr.strip().splitlines()[-1]
+
+
+def children_left(others):
+    """Children of this process beside `others` that do not end: torch itself waits for its own some seconds alone."""
+    children = set(multiprocessing.active_children()) - others
+    for child in children:
+        child.join(300)
+    return {child for child in children if child.is_alive()}
