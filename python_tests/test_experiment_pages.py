@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PRESETS = sorted(path.stem for path in (ROOT / "benchmarks" / "experiments").glob("*.yaml"))
 PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
 # Experiments whose every run has a result; those of the others, one for a GPU, say of a cell that it was not run.
-COMPLETE = ["addr", "dbl", "fdf", "rcar", "selhn", "selhn-models"]
+COMPLETE = ["addr", "dbl", "dbl-imitation", "fdf", "rcar", "selhn", "selhn-models"]
 # Figures of the pages that other commands draw.
 OTHER_FIGURES = {"fdf-realignment.svg"}
 # Rows that say that their budget is another one.
@@ -106,6 +106,9 @@ def test_the_rows_are_those_of_the_papers_tables(tool: ModuleType) -> None:
               "AM (OSS)", "RS and AS (OSS)", "RM and AM (OSS)", "RM (OAS)", "AM (OAS)", "no boosting (OAS)",
               "RM (MSS)")  # fmt: skip
     assert rows_of(tool, "dbl") == {**several, **{row: [0] for row in single}}
+    compared = ("Baseline", "DR (OAS)", "RKD (OAS)", "AM (OAS)", "no boosting (OAS)", "DML (OSS)", "DINO (MSS)",
+                "DINO*, inverse (MSS)", "AM (MSS)")  # fmt: skip
+    assert rows_of(tool, "dbl-imitation") == {row: [0] for row in compared}
     experiment = tool.read(preset("dbl"))
     for row, runs in experiment.rows.items():
         anchors = {run.anchor.file_name for run in runs if run.anchor is not None}
