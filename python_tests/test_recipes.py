@@ -254,6 +254,10 @@ def test_later_settings_win_and_model_options_are_merged() -> None:
         ("dbl-mss-f30k", "--boosting dml", {"boosting": "dml", "boosting_mining": "hardest", "boosting_alpha": 0.5}),
         ("addr-scan-f30k", "--scenario single", {"addr": None, "domain_margin": 0.05, "beta1": 0.5}),
         ("fdf-scan-f30k", "--no-realignment", {"other_batches": "kept", "conversions": 8}),
+        ("fdf-scan-f30k", "--conversions 1", {"other_batches": "kept", "conversions": 1}),
+        ("vse-fc-f30k", "--loss polynomial", {"mining": "hardest", "margin": 0.2, "mean_loss": True}),
+        ("saf-f30k", "--loss cmpm --mining all --margin 0.2", {"mining": "all", "lr": 2e-4}),
+        ("vse-infty-f30k", "--loss cmpm --mining all", {"mining": "all", "warmup_epochs": 0}),
     ],
 )
 def test_what_a_recipe_says_gives_way_with_what_it_is_for(

@@ -85,15 +85,19 @@ def test_features_travel_to_a_device_as_they_were_read(monkeypatch: pytest.Monke
     features = numbered(8, 6)
     read = Fragments.from_padded(features) if ragged else features
     memory, travelled, to = (read.values if ragged else read).data_ptr(), [], torch.Tensor.to
+    waited = []
 
     def noted(self: torch.Tensor, *where: object, **how: object) -> torch.Tensor:
         if self.is_floating_point():
-            travelled.append((self.data_ptr(), tuple(self.shape), how.get("non_blocking")))
+            travelled.append((self.data_ptr(), tuple(self.shape)))
+        waited.append(how.get("non_blocking"))
         return to(self, *where, **how)
 
     monkeypatch.setattr(torch.Tensor, "to", noted)
     RegionAugmentation(0.5)(read, device="meta", non_blocking=True)
-    assert travelled == [(memory, (48, 1), True)]
+    assert travelled == [(memory, (48, 1))]
+    # Features, which of them are left, and where those of each image begin.
+    assert waited == [True] * 3
 
 
 @pytest.mark.parametrize("model", ["scan", "bfan", "vsepp", "vse_infty"])

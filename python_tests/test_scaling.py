@@ -81,6 +81,8 @@ def test_what_data_need() -> None:
         (1, 1e7, 1e3, "the reader", lambda _: 1e7 / (8 * 1e3)),
         (64, 1e9, 1e6, "the drives", lambda _: 1e9 * 147_456 / (8 * 7e9)),
         (8, 1e9, 1e6, "the drives", lambda _: 1e9 * 147_456 / 7e9),
+        # A slice for each GPU would be enough, but no sampler draws from one.
+        (64, 3e7, 1e6, "the drives", lambda _: 3e7 * 147_456 / (8 * 7e9)),
     ],
 )
 def test_what_takes_an_epoch(
@@ -89,6 +91,9 @@ def test_what_takes_an_epoch(
     of = step(gpus, PARAMETERS, gathered="captions", sparse=True)
     found = need(Data(pairs, pairs), of, 200.0, per_core)
     assert (found.bound, found.epoch) == (bound, pytest.approx(epoch(of)))
+    # What keeps up with steps and their copies.
+    each = 128 / (of.seconds + 128 * 147_456 / (0.7 * 64e9))
+    assert (found.reading, found.cores) == pytest.approx((each * 147_456, each / per_core))
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ PCIE, READER_THREADS = 64e9, MOST_THREADS
 ORDER_BYTES, PLACE_BYTES = 8, 16
 
 
-_ON_GPU, _ON_DRIVES = "each GPU", "drives"
+_ON_GPU, _IN_CACHE, _ON_DRIVES = "each GPU", "each machine's page cache", "drives"
 
 
 @attrs.frozen
@@ -150,14 +150,16 @@ def need(data: Data, of: Step, caption_bytes: float, images_per_core: float) -> 
     Features that do not lie on each GPU are read during the step before, by the threads of the reader and from a drive
     of each machine where they do not fit its memory, and copied at the start of theirs.
     """
-    each, orders, where = of.rate / of.gpus, 1 if of.gpus == 1 else 2, place(data, of.gpus)
+    orders, where = 1 if of.gpus == 1 else 2, place(data, of.gpus)
     copied = 0.0 if where == _ON_GPU else BATCH * FEATURE_BYTES / (LINK_SHARE * PCIE)
     taken = {"computing": data.pairs / of.batch * (of.seconds + copied)}
     if where != _ON_GPU:
         taken["the reader"] = data.pairs / (of.gpus * READER_THREADS * images_per_core)
-    if where == _ON_DRIVES:
+    if where not in (_ON_GPU, _IN_CACHE):
+        # No rank draws from a slice of its own.
         taken["the drives"] = data.pairs * FEATURE_BYTES / (-(-of.gpus // NODE) * DRIVE)
     bound = max(taken, key=lambda name: taken[name])
+    each = BATCH / (of.seconds + copied)
     return Need(
         features=data.images * FEATURE_BYTES,
         index=data.pairs * (caption_bytes + orders * ORDER_BYTES) + data.images * PLACE_BYTES,
@@ -174,7 +176,7 @@ def place(data: Data, gpus: int) -> str:
     if size <= FEATURE_SHARE * GPU_BYTES:
         return _ON_GPU
     if size <= FEATURE_SHARE * HOST_BYTES:
-        return "each machine's page cache"
+        return _IN_CACHE
     # A slice of the rows for each: only where ranks draw from slices of their own.
     for where, room in (("GPUs", gpus * GPU_BYTES), ("machines", machines * HOST_BYTES)):
         if size <= FEATURE_SHARE * room:
@@ -296,12 +298,13 @@ def _first(parameters: int, caption_bytes: float, per_core: float) -> str:
             "trains on eight.",
             f"4. *Ten million pairs: reading again.* {amount(million.features, 'B')} of features fit no GPU, but "
             f"{place(DATA['10 million pairs'], 64)}, which its processes share (`--features disk`; `--features host` "
-            "keeps a copy for each of them, and eight do not fit). From there the reader keeps a single GPU at "
-            f"{100 * DATA['10 million pairs'].pairs / one.rate / one_million.epoch:.0f} % of its speed, and copies to "
-            f"it take {seconds(BATCH * FEATURE_BYTES / (LINK_SHARE * PCIE))} of each step, as they do not run beside "
-            f"kernels; each of 64 asks for {amount(million.reading, 'B/s')} alone. Were each rank to draw from a slice "
-            f"of its own, {amount(million.features / 64, 'B')} would lie on each GPU and nothing would be read: that "
-            "sampler is not built.",
+            "keeps a copy for each of them, and eight do not fit). Copies to a GPU from there take "
+            f"{seconds(BATCH * FEATURE_BYTES / (LINK_SHARE * PCIE))} of each step, as they do not run beside kernels, "
+            "and the reader keeps a single GPU at "
+            f"{100 * DATA['10 million pairs'].pairs / one.rate / one_million.epoch:.0f} % of the speed that it has "
+            f"without both; each of 64 asks for {amount(million.reading, 'B/s')} alone. Were each rank to draw from a "
+            f"slice of its own, {amount(million.features / 64, 'B')} would lie on each GPU and nothing would be read: "
+            "that sampler is not built.",
             f"5. *A billion pairs: the index.* Each process holds captions, token ids, the order of an epoch and the "
             f"place of each image in memory: {amount(billion.index, 'B')}, eight times in a machine. The order would "
             "have to be drawn shard by shard, and captions be read from the store as features are: neither is built. "

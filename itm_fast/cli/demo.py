@@ -241,7 +241,7 @@ def _facts(
         ("Training data", f"{train_data.n_images:,} pictures, {len(train_data):,} captions"),
         ("Training time", f"{_minutes(result.seconds)}, validations included"),
         ("Steps", f"{result.steps:,} of {config.batch_size} pairs; epochs: {config.epochs}"),
-        ("Negatives", config.mining.replace("_", "-")),
+        ("Negatives", _negatives(config)),
         ("Best on dev", f"step {result.best_step:,}, sum of recalls {result.best['rsum']:.1f}"),
         ("Cross-attention", info["dispatch"]["cross_attention_scores"]["cpu"]),
         ("Processor", processor_name()),
@@ -249,6 +249,14 @@ def _facts(
         ("Software", f"itm_fast {itm_fast.__version__}, torch {torch.__version__}, Python {platform.python_version()}"),
         ("Seed", str(config.seed)),
     ]
+
+
+def _negatives(config: TrainConfig) -> str:
+    """The negatives of all epochs, those of the warm-up first."""
+    kinds = ["all"] * min(config.warmup_epochs, config.epochs) + [config.mining] * (
+        config.epochs > config.warmup_epochs
+    )
+    return ", then ".join(dict.fromkeys(kind.replace("_", "-") for kind in kinds))
 
 
 def _minutes(seconds: float) -> str:

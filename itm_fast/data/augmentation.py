@@ -130,8 +130,9 @@ class RegionAugmentation:
         torch.cumsum(lengths, 0, out=offsets[1:])
         longest = int(lengths.max()) if len(lengths) else 0
         # By number and not by a mask, whose size a GPU would have to tell first.
-        chosen, where = kept[there].nonzero().flatten(), regions.device
-        return Fragments(regions[chosen.to(where)], offsets.to(where), check=False, max_length=longest)
+        chosen = kept[there].nonzero().flatten().to(regions.device, non_blocking=non_blocking)
+        offsets = offsets.to(regions.device, non_blocking=non_blocking)
+        return Fragments(regions[chosen], offsets, check=False, max_length=longest)
 
 
 class BatchAugmentation:

@@ -60,7 +60,8 @@ class World:
         """The device of this process where `name` was asked for: of several processes each takes a GPU of its own.
 
         Raises:
-            ValueError: `name` is one certain GPU, or there are fewer GPUs than processes on this machine.
+            ValueError: `name` is one certain GPU, or there are fewer GPUs than processes on this machine, none of which
+                is the only one that CUDA_VISIBLE_DEVICES shows.
         """
         if self.size == 1 or not name.startswith("cuda"):
             return name
@@ -133,8 +134,9 @@ def joined(device: str) -> Iterator[World]:
         device: the kind of device that tensors are on, such as "cpu" or "cuda".
 
     Raises:
-        ValueError: the environment is not as a launcher makes it, the processes do not meet, or one of them ended or
-            did not answer within the seconds of ITM_FAST_TIMEOUT (1800); why it ended is said where it is known.
+        ValueError: the environment is not as a launcher makes it, the processes do not meet, two of them see one and
+            the same GPU alone, or one of them ended or did not answer within the seconds of ITM_FAST_TIMEOUT (1800);
+            why it ended is said where it is known.
     """
     global _joined
     if dist.is_available() and dist.is_initialized():

@@ -40,6 +40,7 @@ MINING = ("hardest", "all", "selective", "semi_hard", "contrastive")
 # The negatives that each loss takes.
 _MINING: Mapping[str, tuple[str, ...]] = {"triplet": MINING, "polynomial": ("hardest",), "cmpm": ("all",)}
 LOSSES = tuple(_MINING)
+_WITH_MARGIN = ("triplet", "polynomial")
 # Losses of a branch beside an anchor: those of Deep Boosting Learning, and those that it is compared with.
 _BOOSTED = ("absolute", "relative", "both")
 BOOSTING = (*_BOOSTED, "soft_rank", "rkd", "dml", "dino", "dino_inverse")
@@ -52,7 +53,7 @@ ADVERSARIAL = (
 )  # fmt: skip
 # Settings that mean something with some values of another setting alone.
 _DEPENDENT: Sequence[tuple[str, str, tuple[str, ...]]] = (
-    ("warmup_epochs", "loss", ("triplet", "polynomial")),
+    ("warmup_epochs", "loss", _WITH_MARGIN),
     ("halve_loss", "loss", ("triplet",)),
     ("softmax_scale", "loss", ("cmpm",)),
     ("epsilon", "mining", ("selective",)),
@@ -87,7 +88,7 @@ def check_loss(config: TrainConfig) -> None:
     boosting = boosting_of(config)
     # Boosting has the margin, too, whatever the branch's own loss, unless it has one of its own.
     boosted = config.scenario in ANCHORED and boosting in _BOOSTED and config.boosting_margin is None
-    margin = () if boosted else (("margin", "loss", ("triplet", "polynomial")),)
+    margin = () if boosted else (("margin", "loss", _WITH_MARGIN),)
     for name, other, values in (*margin, *_DEPENDENT):
         value, chosen = getattr(config, name), boosting if other == "boosting" else getattr(config, other)
         if chosen not in values and value != fields[name].default:
@@ -100,9 +101,17 @@ def without_idle(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
 
     `--mining hardest` leaves out what a recipe says of selectively hard negatives, unless that is given, too.
     """
-    idle = {
-        name for name, other, values in (*_DEPENDENT, *_OF_REALIGNMENT) if other in given and given[other] not in values
-    }
+    together, asked, idle = {**recipe, **given}, dict(given), set()
+    loss = str(given.get("loss"))
+    if loss in _MINING and together.get("mining") not in _MINING[loss]:
+        idle.add("mining")
+        asked.setdefault("mining", _MINING[loss][0])
+    if loss in LOSSES and loss not in _WITH_MARGIN and together.get("scenario") not in ANCHORED:
+        idle.add("margin")
+    if given.get("conversions") == 1:
+        idle.add("other_batches")
+    rules = (*_DEPENDENT, *_OF_REALIGNMENT)
+    idle |= {name for name, other, values in rules if other in asked and asked[other] not in values}
     return {name: value for name, value in recipe.items() if name not in idle - given.keys()}
 
 

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from itm_fast.distributed.world import joined_before
+
 __all__ = ["on_stop_signals"]
 
 
@@ -15,8 +17,9 @@ __all__ = ["on_stop_signals"]
 def on_stop_signals(action: Callable[[], None], *, repeated: bool = False) -> Iterator[None]:
     """Calls `action` on the first SIGINT or SIGTERM; a second one acts as usual. Only a main thread can do this.
 
-    With `repeated` it is called on each: a launcher hands on to its processes what some of them had already. An error
-    then leaves SIGTERM without effect: a launcher sends it to those that have yet to say why they end.
+    With `repeated` it is called on each: a launcher hands on to its processes what some of them had already. Where
+    these met by `itm_fast.distributed.joined` an error then leaves SIGTERM without effect, as a launcher sends it to
+    those that have yet to say why they end.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -37,7 +40,7 @@ def on_stop_signals(action: Callable[[], None], *, repeated: bool = False) -> It
     try:
         yield
     except BaseException:
-        if repeated:
+        if repeated and joined_before():
             before[signal.SIGTERM] = signal.SIG_IGN
         raise
     finally:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from itm_fast.data import Batch, BatchAugmentation, Vocabulary
-from itm_fast.data.placement import host_room
 from itm_fast.distributed import World
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
@@ -35,7 +34,8 @@ class Stepper:
 
     `per_epoch` are the model's steps of an epoch, `anchor` is the frozen model of the scenario oas; `image_rows` gives
     the regions (n, k, f) of images by their rows in the training data, `n_images` how many these are; `world` are the
-    processes that share each batch.
+    processes that share each batch; `room` is the memory of the host, in bytes, that the scenario addr may take for its
+    discriminators (None: any).
 
     Raises:
         ValueError: the settings, the model and the number of processes do not go together.
@@ -52,12 +52,12 @@ class Stepper:
         image_rows: Callable[[Tensor], Tensor | Fragments] | None = None,
         n_images: int = 1,
         world: World | None = None,
+        room: int | None = None,
     ) -> None:
         self.config, self.device, self.world = config, device, world or World()
         self.losses = make_losses(config)
         self.boosting_loss = make_boosting_loss(config)
         self.realignment_losses = make_realignment_losses(config)
-        room = host_room(self.world) if config.trains_discriminators else None
         self.scenario = make_scenario(config, model, per_epoch, anchor, image_rows, n_images, room)
         learning = [branch.model for branch in self.scenario.branches]
         check_shared(self.scenario.models, self.world)

@@ -21,7 +21,7 @@ from ignite.engine import Engine, Events
 from tqdm import tqdm
 
 from itm_fast.data import Batch, EpochSampler, PrecomputedDataset
-from itm_fast.data.placement import place
+from itm_fast.data.placement import host_room, place
 from itm_fast.distributed import World
 from itm_fast.evaluation import evaluate
 from itm_fast.models.base import MatchingModel, load_weights
@@ -87,6 +87,7 @@ class Trainer:
             image_rows=train_data.image_batch,
             n_images=train_data.n_images,
             world=self.world,
+            room=host_room(self.world) if config.trains_discriminators else None,
         )
         # Models start the same everywhere, and what is drawn from here on differs.
         if self.world.rank > 0:
