@@ -135,8 +135,7 @@ class TrainConfig:
     loss: str = setting(
         "triplet",
         group=LOSS,
-        help="Loss of the scores: triplet, polynomial (self-similarity polynomial loss), cmpm (cross-modal projection "
-        "matching), or the name of a registered loss.",
+        help="Loss of the scores: triplet, polynomial, cmpm, or the name of a registered loss.",
     )
     loss_options: Mapping[str, Any] = setting(
         factory=dict, group=LOSS, help="Further settings of the loss by name, for registered losses."
