@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from findings import FINDINGS, selhn_gradients
+
 from itm_fast.benchmarking import (
     buckets,
     coco_table,
@@ -32,6 +34,7 @@ from itm_fast.benchmarking.table import markdown, summary
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+PERFORMANCE = ROOT / "docs" / "performance"
 
 
 def demo(result: dict[str, Any]) -> str:
@@ -91,29 +94,27 @@ def scaled() -> str:
 # Page to the sections between its markers.
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"cpu": measured("cpu", summary), "demo": measured("demo", demo)},
-    ROOT / "docs" / "benchmarks.md": {
+    PERFORMANCE / "benchmarks.md": {
         "cpu": measured("cpu", markdown),
         "scenarios": measured("scenarios", scenarios.markdown, "python benchmarks/scenarios.py --json {}"),
         "micro_batches": measured(
             "micro_batches", micro_batches.markdown, "python benchmarks/micro_batches.py --json {}"
         ),
         "methods": measured("methods", methods_table.markdown, "python benchmarks/methods.py --json {}"),
-        "coco": coco,
-    },
-    ROOT / "docs" / "addr.md": {
         "discriminators": measured(
             "discriminators", discriminators.markdown, "python benchmarks/discriminators.py --json {}"
         ),
-    },
-    ROOT / "docs" / "data.md": {
         "reader": measured("reader", reader.markdown, "python benchmarks/reader.py --json {}"),
         "buckets": measured("buckets", buckets.markdown, "python benchmarks/buckets.py --json {}"),
+        "coco": coco,
     },
-    ROOT / "docs" / "performance.md": {"cost model": gpus},
-    ROOT / "docs" / "results" / "fdf.md": {
+    PERFORMANCE / "predictions.md": {"cost model": gpus},
+    PERFORMANCE / "results" / "fdf.md": {
         "realignment": measured("realignment", realignment.markdown, "python benchmarks/realignment.py --json {}")
     },
-    ROOT / "docs" / "scaling.md": {"scaling": scaled},
+    PERFORMANCE / "results" / "selhn.md": {"gradients": selhn_gradients},
+    PERFORMANCE / "scaling.md": {"scaling": scaled},
+    **{ROOT / "docs" / "methods" / f"{name}.md": {"findings": section} for name, section in FINDINGS.items()},
 }
 
 

@@ -193,7 +193,7 @@ def lines(text: str, device: str) -> dict[str, list[str]]:
 def test_the_page_says_what_was_measured_and_what_was_not() -> None:
     text = tables([result()])
     assert text.startswith(
-        "Measured on H200; elsewhere the kernels are compiled, and [simulated](shim.md) by the tests."
+        "Measured on H200; elsewhere the kernels are compiled, and [simulated](../internals/shim.md) by the tests."
     )
     on_h200 = lines(text, "H200")
     floor = costs.scores(128, 128).tensor / 989.5e12

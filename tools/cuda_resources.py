@@ -1,7 +1,7 @@
 """What every CUDA kernel takes, as the compiler says: registers, shared memory, stack and spills per architecture, and
 the tensor-core instructions in its machine code.
 
-    python tools/cuda_resources.py            # writes docs/cuda_resources.md
+    python tools/cuda_resources.py            # writes docs/internals/cuda_resources.md
     python tools/cuda_resources.py --check    # fails where a kernel spills that is not among those that may, or uses no
                                               # tensor cores and is among those that must
 
@@ -23,7 +23,7 @@ import device_code
 from native_build import find_torch
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "cuda_resources.md"
+PAGE = ROOT / "docs" / "internals" / "cuda_resources.md"
 ARCHITECTURES = (80, 86, 89, 90)
 # Kernels that may spill, by the beginning of their names, and why.
 MAY_SPILL: dict[str, str] = {}
