@@ -56,7 +56,8 @@ def rcar() -> str:
     rows = {"SCAN": "scan", "RCR": "scan-rcr", "RAR": "scan-rar", "RCAR": "scan-rcar"}
     sums = {name: rsums("rcar", row) for name, row in rows.items()}
     means = [
-        f"{statistics.mean(values):.1f} {'alone' if name == 'SCAN' else f'with {name}'}" for name, values in sums.items()
+        f"{statistics.mean(values):.1f} {'alone' if name == 'SCAN' else f'with {name}'}"
+        for name, values in sums.items()
     ]
     spreads = [statistics.stdev(values) for values in sums.values()]
     costs = [

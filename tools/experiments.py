@@ -2,7 +2,7 @@
 
     python tools/experiments.py run     benchmarks/experiments/rcar.yaml
     python tools/experiments.py figures benchmarks/experiments/selhn.yaml
-    python tools/experiments.py table   benchmarks/experiments/rcar.yaml --page docs/performance/results/rcar.md [--check]
+    python tools/experiments.py table benchmarks/experiments/rcar.yaml --page docs/performance/results/rcar.md [--check]
 
 An experiment is a YAML file: `title`, `data` (a folder, or "emoji" for the bundled data), `split` to evaluate and
 `images` of it (the first so many; all where absent), `train_images` of the bundled data to train with, `seeds`, `train`

@@ -57,6 +57,15 @@ def cross_attention_scores(
         TypeError: an argument is no `Fragments`, or the dtypes differ.
         ValueError: widths or devices differ, an option is unknown, or a number is not finite.
 
+    Examples:
+        >>> import torch
+        >>> import itm_fast.functional as F_itm
+        >>> from itm_fast import Fragments
+        >>> words = Fragments.from_padded(torch.randn(4, 9, 32), torch.tensor([9, 5, 7, 3]))
+        >>> regions = Fragments.from_padded(torch.randn(6, 36, 32))
+        >>> F_itm.cross_attention_scores(words, regions, temperature=9.0).shape
+        torch.Size([4, 6])
+
     Source: SCAN (Lee et al., ECCV 2018), Eq 1 to 8; BFAN (Liu et al., ACM MM 2019), Eq 5 to 8; CHAN (Pan et al., CVPR
     2023), section 3.
     """

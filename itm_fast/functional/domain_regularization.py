@@ -64,6 +64,17 @@ def domain_regularization(
             pair of the batch (checked on the CPU; elsewhere it counts as none), an option is unknown, or the margin is
             not finite.
 
+    Examples:
+        >>> import torch
+        >>> import itm_fast.functional as F_itm
+        >>> from itm_fast import Fragments
+        >>> regions = Fragments.from_padded(torch.randn(2, 3, 8))
+        >>> words = Fragments.from_padded(torch.randn(2, 4, 8))
+        >>> weights, biases = torch.zeros(2, 8), torch.zeros(2)
+        >>> risk, regularization = F_itm.domain_regularization(regions, words, weights, biases)
+        >>> [round(value, 4) for value in risk.tolist()]  # seven fragments, log 2 each
+        [4.852, 4.852]
+
     Source: Ren et al., Beyond the Deep Metric Learning: Enhance the Cross-Modal Matching with Adversarial
     Discriminative Domain Regularization, Eq 2 to 11. Readings: Eq 2 is printed without its minus and with v and w
     swapped; regions are labelled 1 as section IV-A says. The hinges of Eq 8 and 9 hold, not the sign of the margin in

@@ -53,6 +53,18 @@ def gradient_sparse_scores(module: nn.Module, images: Sets, captions: Sets, *, c
         ValueError: their parts differ in the number of sets, the coupling is unknown or not declared beside a batch
             normalisation, or the module returns another shape.
         RuntimeError: in a second derivative, which is not supported.
+
+    Examples:
+        >>> import torch
+        >>> import itm_fast.functional as F_itm
+        >>> class Dot(torch.nn.Module):
+        ...     def forward(self, images, captions):
+        ...         return images @ captions.t()
+        >>> images = torch.eye(3, requires_grad=True)
+        >>> scores = F_itm.gradient_sparse_scores(Dot(), images, 2 * torch.eye(3))
+        >>> scores[0, 1].backward()
+        >>> images.grad.tolist()
+        [[0.0, 2.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {validation.describe(module)}")

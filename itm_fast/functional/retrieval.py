@@ -28,6 +28,14 @@ def retrieval_ranks(scores: Tensor, caption_image: Tensor, ties: str = "pessimis
         TypeError: an argument is no tensor of a supported dtype.
         ValueError: shapes or devices do not fit, an image index is out of range (checked on the CPU), or `ties` is
             unknown.
+
+    Examples:
+        >>> import torch
+        >>> import itm_fast.functional as F_itm
+        >>> scores = torch.tensor([[0.9, 0.2, 0.3], [0.1, 0.4, 0.8]])
+        >>> image_ranks, caption_ranks = F_itm.retrieval_ranks(scores, torch.tensor([0, 0, 1]))
+        >>> image_ranks.tolist(), caption_ranks.tolist()
+        ([0, 0], [0, 1, 0])
     """
     return _ops.retrieval_ranks(scores, caption_image, ties)
 
@@ -46,5 +54,12 @@ def recall_summary(image_to_text: Tensor, text_to_image: Tensor) -> dict[str, fl
     Raises:
         TypeError: an argument is no int32 or int64 tensor.
         ValueError: an argument has no rank of 0 or more.
+
+    Examples:
+        >>> import torch
+        >>> import itm_fast.functional as F_itm
+        >>> summary = F_itm.recall_summary(torch.tensor([0, 0]), torch.tensor([0, 1, 0, 0]))
+        >>> summary["i2t_r1"], summary["t2i_r1"], summary["rsum"]
+        (100.0, 75.0, 575.0)
     """
     return _ops.recall_summary(image_to_text, text_to_image)
