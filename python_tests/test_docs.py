@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import doctest
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import experiments
 import pytest
+import typer
+import write_option_tables
 from helpers.processes import ROOT
 
 import itm_fast.functional as F_itm
 from itm_fast import losses
+from itm_fast.cli.app import app
 
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
@@ -22,6 +26,7 @@ TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 PYTHON = {
     page: re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE) for page, text in TEXTS.items()
 }
+COMMANDS = dict(write_option_tables.commands(typer.main.get_command(app), "itm-fast"))
 
 
 def short(page: Path) -> str:
@@ -55,6 +60,17 @@ def test_the_example_of_an_operator_runs(name: str) -> None:
     assert len(example.examples) > 2
     printed: list[str] = []
     assert doctest.DocTestRunner().run(example, out=printed.append).failed == 0, "".join(printed)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=short)
+def test_the_commands_of_a_page_exist_with_their_options(page: Path) -> None:
+    for block in re.findall(r"^```\w*\n(.*?)^```", TEXTS[page], flags=re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            for call in re.findall(r"(?:itm-fast|-m itm_fast) ([a-z].*)", line):
+                words = shlex.split(call, comments=True)
+                name = next(name for name in COMMANDS if " ".join(["itm-fast", *words]).startswith(name))
+                known = {"--help", *(o for p in COMMANDS[name].params for o in [*p.opts, *p.secondary_opts])}
+                assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known, line
 
 
 def anchors(text: str) -> set[str]:
