@@ -1,4 +1,4 @@
-"""From published files to a training in several processes by three commands, and what the demo promises."""
+"""Published files, packed and trained on in several processes; and what the committed demo reached."""
 
 from __future__ import annotations
 
