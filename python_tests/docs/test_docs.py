@@ -26,7 +26,13 @@ TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 PYTHON = {
     page: re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE) for page, text in TEXTS.items()
 }
-COMMANDS = dict(write_option_tables.commands(typer.main.get_command(app), "itm-fast"))
+# The options of each command, without the former names of options, which are hidden.
+OPTIONS = {
+    name: {"--help", *(o for p in command.params if not p.hidden for o in [*p.opts, *p.secondary_opts])}
+    for name, command in write_option_tables.commands(typer.main.get_command(app), "itm-fast")
+}
+# Options of launchers and of this project's own tools, which pages mention too.
+OTHERS = {"--shutdown-timeout", "--nproc-per-node", "--check", "--results", "--page"}
 
 
 def short(page: Path) -> str:
@@ -68,9 +74,11 @@ def test_the_commands_of_a_page_exist_with_their_options(page: Path) -> None:
         for line in block.replace("\\\n", " ").splitlines():
             for call in re.findall(r"(?:itm-fast|-m itm_fast) ([a-z].*)", line):
                 words = shlex.split(call, comments=True)
-                name = next(name for name in COMMANDS if " ".join(["itm-fast", *words]).startswith(name))
-                known = {"--help", *(o for p in COMMANDS[name].params for o in [*p.opts, *p.secondary_opts])}
-                assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known, line
+                name = next(name for name in OPTIONS if " ".join(["itm-fast", *words]).startswith(name))
+                assert {word.partition("=")[0] for word in words if word.startswith("--")} <= OPTIONS[name], line
+    if page.is_relative_to(DOCS):
+        mentioned = set(re.findall(r"`(--[a-z][a-z-]*[a-z])[`= ]", TEXTS[page]))
+        assert mentioned <= OTHERS.union(*OPTIONS.values())
 
 
 def anchors(text: str) -> set[str]:
@@ -85,6 +93,16 @@ def test_links_and_pictures_of_a_page_exist(page: Path) -> None:
         found = (page.parent / target).resolve() if target else page
         assert found.exists(), target
         assert not anchor or anchor in anchors(TEXTS[found]), f"{target}#{anchor}"
+
+
+def test_pages_that_sources_name_exist() -> None:
+    folders = ("itm_fast", "benchmarks", "tools", "csrc", "python_tests")
+    sources = [
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".h", ".cpp")
+    ]
+    assert len(sources) > 300
+    named = {(short(path), page) for path in sources for page in re.findall(r"docs/[\w/]+\.md", path.read_text())}
+    assert {(source, page) for source, page in named if not (ROOT / page).exists()} == set()
 
 
 def test_every_loss_and_operator_has_its_place_in_the_reference() -> None:
