@@ -31,8 +31,8 @@ OPTIONS = {
     name: {"--help", *(o for p in command.params if not p.hidden for o in [*p.opts, *p.secondary_opts])}
     for name, command in write_option_tables.commands(typer.main.get_command(app), "itm-fast")
 }
-# Options of launchers and of this project's own tools, which pages mention too.
-OTHERS = {"--shutdown-timeout", "--nproc-per-node", "--check", "--results", "--page"}
+# Options of torchrun that pages mention, too.
+OTHERS = {"--shutdown-timeout"}
 
 
 def short(page: Path) -> str:
