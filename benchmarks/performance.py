@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md: the cost model for stated GPUs, beside what was measured on them."""
+"""The tables of docs/performance/predictions.md: the cost model for stated GPUs, beside what was measured on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["NOT_RUN", "WORKLOADS", "tables"]
 
 NOT_RUN = "not run on a GPU yet"
 SIMULATED = "No CUDA kernel of this project has run on a GPU yet: they are"
-# Seconds per pair that the published loops take on GPUs of their time (docs/design.md, section 1).
+# Seconds per pair that the published loops take on GPUs of their time (docs/internals/design.md, section 1).
 PUBLISHED_PER_PAIR = (3e-6, 55e-6)
 
 
@@ -61,7 +61,7 @@ def tables(results: Sequence[Mapping[str, Any]]) -> str:
         measured[device] = result
     run = f"Measured on {', '.join(measured)}; elsewhere the kernels are" if measured else SIMULATED
     parts = [
-        f"{run} compiled, and [simulated](shim.md) by the tests.",
+        f"{run} compiled, and [simulated](../internals/shim.md) by the tests.",
         _devices(),
         _workloads(),
         *(_floors(name, measured.get(name)) for name in DEVICES),

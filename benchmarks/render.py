@@ -28,10 +28,12 @@ from benchmarks import (
     scenarios,
 )
 from benchmarks.cpu_table import markdown, summary
+from benchmarks.findings import FINDINGS, selhn_gradients
 from benchmarks.performance import tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+PERFORMANCE = ROOT / "docs" / "performance"
 
 
 def demo(result: dict[str, Any]) -> str:
@@ -84,36 +86,34 @@ def coco() -> str:
 
 def scaled() -> str:
     """What the rehearsal and the reader come to on more GPUs and larger data."""
-    commands = {name: f"python benchmarks/{name}.py --json {{}}" for name in ("coco_epoch", "reader")}
+    commands = {name: f"python -m benchmarks.{name} --json {{}}" for name in ("coco_epoch", "reader")}
     return scaling.markdown(*(result(name, command) for name, command in commands.items()))
 
 
 # Page to the sections between its markers.
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"cpu": measured("cpu", summary), "demo": measured("demo", demo)},
-    ROOT / "docs" / "benchmarks.md": {
+    PERFORMANCE / "benchmarks.md": {
         "cpu": measured("cpu", markdown),
         "scenarios": measured("scenarios", scenarios.markdown, "python -m benchmarks.scenarios --json {}"),
         "micro_batches": measured(
             "micro_batches", micro_batches.markdown, "python -m benchmarks.micro_batches --json {}"
         ),
         "methods": measured("methods", methods_table.markdown, "python -m benchmarks.methods --json {}"),
-        "coco": coco,
-    },
-    ROOT / "docs" / "addr.md": {
         "discriminators": measured(
             "discriminators", discriminators.markdown, "python -m benchmarks.discriminators --json {}"
         ),
-    },
-    ROOT / "docs" / "data.md": {
         "reader": measured("reader", reader.markdown, "python -m benchmarks.reader --json {}"),
         "buckets": measured("buckets", buckets.markdown, "python -m benchmarks.buckets --json {}"),
+        "coco": coco,
     },
-    ROOT / "docs" / "performance.md": {"cost model": gpus},
-    ROOT / "docs" / "results" / "fdf.md": {
+    PERFORMANCE / "predictions.md": {"cost model": gpus},
+    PERFORMANCE / "results" / "fdf.md": {
         "realignment": measured("realignment", realignment.markdown, "python -m benchmarks.realignment --json {}")
     },
-    ROOT / "docs" / "scaling.md": {"scaling": scaled},
+    PERFORMANCE / "results" / "selhn.md": {"gradients": selhn_gradients},
+    PERFORMANCE / "scaling.md": {"scaling": scaled},
+    **{ROOT / "docs" / "methods" / f"{name}.md": {"findings": section} for name, section in FINDINGS.items()},
 }
 
 

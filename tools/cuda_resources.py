@@ -1,7 +1,7 @@
 """What every CUDA kernel takes, as the compiler says: registers, shared memory, stack and spills per architecture, and
 the tensor-core instructions in its machine code.
 
-    python tools/cuda_resources.py            # writes docs/cuda_resources.md
+    python tools/cuda_resources.py            # writes docs/internals/cuda_resources.md
     python tools/cuda_resources.py --check    # fails where a kernel spills that is not among those that may, or uses no
                                               # tensor cores and is among those that must
 
@@ -23,7 +23,7 @@ import device_code
 from native_build import find_torch
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "cuda_resources.md"
+PAGE = ROOT / "docs" / "internals" / "cuda_resources.md"
 ARCHITECTURES = (80, 86, 89, 90)
 # Kernels that may spill, by the beginning of their names, and why.
 MAY_SPILL: dict[str, str] = {}
@@ -36,11 +36,11 @@ DYNAMIC = {
     "score_tile<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
 }
 
-HEAD = """# What the CUDA kernels take
+HEAD = """# Resources of the CUDA kernels
 
-Written by `make cuda-resources` from what the compiler makes of them; `.ci/run` fails where a kernel spills, and where
-one has no tensor-core instructions (HMMA) in its machine code that should. Registers are per thread, 65,536 to an SM;
-shared memory is per block, static and what launches ask for beside it; stack and spills are per thread; all in bytes.
+`make cuda-resources` writes this page from the compiler's output. `.ci/run` fails if a kernel spills, or if one that
+should use tensor cores has no HMMA instructions. Registers are per thread, of 65,536 in a multiprocessor. Shared memory
+is per block: static, and dynamic as launches request it. Stack and spills are per thread. All sizes are in bytes.
 
 """
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.experiments run     benchmarks/experiments/rcar.yaml
     python -m benchmarks.experiments figures benchmarks/experiments/selhn.yaml
-    python -m benchmarks.experiments table   benchmarks/experiments/rcar.yaml --page docs/results/rcar.md [--check]
+    python -m benchmarks.experiments table   FILE --page docs/performance/results/rcar.md [--check]
 
 An experiment is a YAML file: `title`, `data` (a folder, or "emoji" for the bundled data), `split` to evaluate and
 `images` of it (the first so many; all where absent), `train_images` of the bundled data to train with, `seeds`, `train`

@@ -57,7 +57,7 @@ def table(experiment: Experiment, results: Path) -> str:
     for first, second in experiment.equal:
         lines += ["", f"{second} equals {first}, recall by recall: {_agreement(sums[first], sums[second])}."]
     for figure in figures_there(experiment, results):
-        lines += ["", f"![{figure.text}](../images/{figure.file})"]
+        lines += ["", f"![{figure.text}](../../images/{figure.file})"]
     command = f"python -m benchmarks.experiments run {shown_path(experiment.path)}"
     return "\n".join([*lines, "", "Made by:", "", "```", command, "```", ""])
 

@@ -1,5 +1,5 @@
 // Runs a kernel on the CPU, one block after another or all together, every thread of a block as a fiber. See
-// docs/shim.md.
+// docs/internals/shim.md.
 //
 // A fiber runs until it waits for others (a barrier, a collective operation of its warp) or is done; which one goes on
 // is drawn from a generator with a given seed, and so is the order of the blocks. What a kernel may not do is reported

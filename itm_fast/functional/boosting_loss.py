@@ -22,7 +22,7 @@ def boosting_loss(
     directions: str = "both",
     reduction: str = "sum",
 ) -> Tensor:
-    """Deep Boosting Learning: the target branch has to keep pairs farther apart than an anchor branch does.
+    """Compute the loss of Deep Boosting Learning: the target must separate pairs further than an anchor branch.
 
     With the scores s of the target branch and a of the anchor branch, an anchor of one direction has, by `strategy`:
 
@@ -64,6 +64,18 @@ def boosting_loss(
     Raises:
         TypeError: `scores`, `anchor_scores` or `positives` is no tensor of a supported dtype.
         ValueError: a shape or device does not fit, an option is unknown, or a number is out of bounds.
+
+    Examples:
+        >>> import torch
+        >>> import itm_fast.functional as F_itm
+        >>> anchor = torch.tensor([[0.6, 0.3], [0.2, 0.5]])
+        >>> scores = torch.tensor([[0.9, 0.3], [0.0, 0.6]], requires_grad=True)
+        >>> loss = F_itm.boosting_loss(scores, anchor, strategy="relative", margin=0.2)
+        >>> round(loss.item(), 4)
+        0.1
+        >>> loss.backward()
+        >>> scores.grad.tolist()
+        [[0.0, 1.0], [0.0, -1.0]]
 
     Source: Diao et al., Deep Boosting Learning: A Brand-new Cooperative Approach for Image-Text Matching,
     Eq 7 to 10, 14 to 20. Eq 19 as printed gives the lower margin the wrong sign, and Eq 20 the negatives' terms.

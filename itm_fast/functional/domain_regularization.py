@@ -21,7 +21,7 @@ def domain_regularization(
     margin: float = 0.05,
     aggregation: str = "sum",
 ) -> tuple[Tensor, Tensor]:
-    """Adversarial loss and discriminative regularisation of each of B image-caption pairs (ADDR).
+    """Compute the adversarial loss and discriminative regularisation of B image-caption pairs (ADDR).
 
     The discriminator `f_y(x) = sigmoid(W_y x + b_y)` of pair y's image tells regions (1) from words (0). Its risk on
     the features of pair x, regions v and words w, is
@@ -63,6 +63,17 @@ def domain_regularization(
         ValueError: a shape or device does not fit, one kind of negatives is given without the other, a negative is no
             pair of the batch (checked on the CPU; elsewhere it counts as none), an option is unknown, or the margin is
             not finite.
+
+    Examples:
+        >>> import torch
+        >>> import itm_fast.functional as F_itm
+        >>> from itm_fast import Fragments
+        >>> regions = Fragments.from_padded(torch.randn(2, 3, 8))
+        >>> words = Fragments.from_padded(torch.randn(2, 4, 8))
+        >>> weights, biases = torch.zeros(2, 8), torch.zeros(2)
+        >>> risk, regularization = F_itm.domain_regularization(regions, words, weights, biases)
+        >>> [round(value, 4) for value in risk.tolist()]  # seven fragments, log 2 each
+        [4.852, 4.852]
 
     Source: Ren et al., Beyond the Deep Metric Learning: Enhance the Cross-Modal Matching with Adversarial
     Discriminative Domain Regularization, Eq 2 to 11. Readings: Eq 2 is printed without its minus and with v and w

@@ -26,7 +26,7 @@ def cross_attention_alignments(
     correspondences: Sequence[CorrespondenceWeights] = (),
     residual_correspondence: bool = True,
 ) -> Tensor:
-    """How each query row differs from what it attends to in each context set.
+    """Compute how each query row differs from what it attends to in each context set.
 
     `l2norm(weight |q - l2norm(c)|^2 + bias)` for every query row `q` and the vector `c` that it attends to, as in
     `cross_attention_scores`, with `l2norm(v) = v / (|v| + 1e-8)`. With `correspondences` the alignments after the last
@@ -51,6 +51,15 @@ def cross_attention_alignments(
         TypeError: an argument is of the wrong kind, or the dtypes differ.
         ValueError: shapes, devices or numbers of steps do not fit each other, an option is unknown, or a number is not
             finite.
+
+    Examples:
+        >>> import torch
+        >>> import itm_fast.functional as F_itm
+        >>> from itm_fast import Fragments
+        >>> words = Fragments.from_padded(torch.randn(4, 9, 32), torch.tensor([9, 5, 7, 3]))
+        >>> regions = Fragments.from_padded(torch.randn(6, 36, 32))
+        >>> F_itm.cross_attention_alignments(words, regions, torch.randn(16, 32)).shape  # 24 words
+        torch.Size([6, 24, 16])
 
     Source: SGRAF (Diao et al., AAAI 2021), Eq 4 to 6; RCAR (Diao et al., IEEE TIP 2023), Eq 7 to 11.
     """
@@ -79,7 +88,7 @@ def regulated_scores(
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
 ) -> Tensor:
-    """Scores of all pairs of a query set and a context set by regulated cross-attention.
+    """Score all pairs of a query set and a context set by regulated cross-attention.
 
     For the rows `q_j` of a query set, with the factors `e = 1` and `lambda = temperature` at first:
 
@@ -111,6 +120,17 @@ def regulated_scores(
     Raises:
         TypeError: an argument is of the wrong kind, or the dtypes differ.
         ValueError: shapes or devices do not fit each other, an option is unknown, or a number is not finite.
+
+    Examples:
+        >>> import torch
+        >>> import itm_fast.functional as F_itm
+        >>> from itm_fast import Fragments
+        >>> from itm_fast.nn import RegulatedSimilarity
+        >>> words = Fragments.from_padded(torch.randn(4, 9, 32), torch.tensor([9, 5, 7, 3]))
+        >>> regions = Fragments.from_padded(torch.randn(6, 36, 32))
+        >>> parameters = RegulatedSimilarity(32, 16).regulator_parameters()
+        >>> F_itm.regulated_scores(words, regions, parameters, temperature=10.0).shape
+        torch.Size([4, 6])
 
     Source: RCAR (Diao et al., "Plug-and-Play Regulators for Image-Text Matching", IEEE TIP 2023), Eq 7 to 18; biases,
     dropout and the norm of `g` as its official code has them.

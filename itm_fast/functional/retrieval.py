@@ -10,7 +10,7 @@ __all__ = ["recall_summary", "retrieval_ranks"]
 
 
 def retrieval_ranks(scores: Tensor, caption_image: Tensor, ties: str = "pessimistic") -> tuple[Tensor, Tensor]:
-    """Ranks from 0 of image-to-text and text-to-image retrieval, counted without sorting.
+    """Count the ranks, from 0, of image-to-text and text-to-image retrieval without sorting.
 
     The rank of a caption's image is the number of images that score higher for it. An image's rank is the best over its
     captions; its own captions never count against it. A NaN score counts as the lowest of all.
@@ -28,12 +28,20 @@ def retrieval_ranks(scores: Tensor, caption_image: Tensor, ties: str = "pessimis
         TypeError: an argument is no tensor of a supported dtype.
         ValueError: shapes or devices do not fit, an image index is out of range (checked on the CPU), or `ties` is
             unknown.
+
+    Examples:
+        >>> import torch
+        >>> import itm_fast.functional as F_itm
+        >>> scores = torch.tensor([[0.9, 0.2, 0.3], [0.1, 0.4, 0.8]])
+        >>> image_ranks, caption_ranks = F_itm.retrieval_ranks(scores, torch.tensor([0, 0, 1]))
+        >>> image_ranks.tolist(), caption_ranks.tolist()
+        ([0, 0], [0, 1, 0])
     """
     return _ops.retrieval_ranks(scores, caption_image, ties)
 
 
 def recall_summary(image_to_text: Tensor, text_to_image: Tensor) -> dict[str, float]:
-    """Recall at 1, 5 and 10 in percent, median and mean rank of both directions, and the sum of the six recalls.
+    """Summarise ranks: recall at 1, 5 and 10 in percent, median and mean rank, and the sum of the six recalls.
 
     Args:
         image_to_text: integer `(n_images,)` ranks from 0; negative ones (images without captions) are left out.
@@ -46,5 +54,12 @@ def recall_summary(image_to_text: Tensor, text_to_image: Tensor) -> dict[str, fl
     Raises:
         TypeError: an argument is no int32 or int64 tensor.
         ValueError: an argument has no rank of 0 or more.
+
+    Examples:
+        >>> import torch
+        >>> import itm_fast.functional as F_itm
+        >>> summary = F_itm.recall_summary(torch.tensor([0, 0]), torch.tensor([0, 1, 0, 0]))
+        >>> summary["i2t_r1"], summary["t2i_r1"], summary["rsum"]
+        (100.0, 75.0, 575.0)
     """
     return _ops.recall_summary(image_to_text, text_to_image)

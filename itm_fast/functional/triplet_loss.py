@@ -22,7 +22,7 @@ def triplet_loss(
     directions: str = "both",
     reduction: str = "sum",
 ) -> Tensor:
-    """Triplet loss of every anchor with its negatives, image-to-text over a row and text-to-image over a column.
+    """Compute the triplet loss of a score matrix, image-to-text over rows and text-to-image over columns.
 
     With the hinge `h(s) = [margin + s - s_pos]_+` of a negative score s, an anchor's loss is, by `mining`:
 
@@ -61,6 +61,17 @@ def triplet_loss(
         TypeError: `scores`, `positives` or `positive_scores` is no tensor of a supported dtype.
         ValueError: a shape or device does not fit, an option is unknown, or a number is not finite.
 
+    Examples:
+        >>> import torch
+        >>> import itm_fast.functional as F_itm
+        >>> scores = torch.tensor([[0.8, 0.7], [0.1, 0.6]], requires_grad=True)
+        >>> loss = F_itm.triplet_loss(scores, margin=0.2, mining="hardest")
+        >>> round(loss.item(), 4)
+        0.4
+        >>> loss.backward()
+        >>> scores.grad.tolist()
+        [[-1.0, 2.0], [0.0, -1.0]]
+
     Source: VSE++ (Faghri et al., BMVC 2018), Eq 5 and 6; SelHN and RVSE++ (Eq 12); SCT (Xuan et al., ECCV 2020).
     """
     return _ops.triplet_loss(
@@ -71,7 +82,7 @@ def triplet_loss(
 def hardest_negatives(
     scores: Tensor, positives: Tensor | None = None
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The highest-scoring negative of every row (image) and of every column (caption).
+    """Find the highest-scoring negative of every row (image) and of every column (caption).
 
     Args:
         scores: `(n, n)` float32, float64, bfloat16 or float16, positives on the diagonal.
@@ -85,5 +96,13 @@ def hardest_negatives(
     Raises:
         TypeError: an argument is no tensor of a supported dtype.
         ValueError: `scores` is not square, or `positives` does not fit it.
+
+    Examples:
+        >>> import torch
+        >>> import itm_fast.functional as F_itm
+        >>> scores = torch.tensor([[0.9, 0.2, 0.5], [0.1, 0.8, 0.3], [0.4, 0.6, 0.7]])
+        >>> (_, captions), (_, images) = F_itm.hardest_negatives(scores)
+        >>> captions.tolist(), images.tolist()
+        ([2, 2, 1], [2, 2, 0])
     """
     return _ops.hardest_negatives(scores, positives)

@@ -96,6 +96,17 @@ class RegulatorParameters:
         TypeError: something is no floating point tensor, or the tensors differ in dtype.
         ValueError: numbers of steps or shapes do not fit each other, devices differ, or an option is unknown.
 
+    Examples:
+        >>> import torch
+        >>> import itm_fast.functional as F_itm
+        >>> scan = F_itm.RegulatorParameters()  # no weights: SCAN with the mean
+        >>> len(scan.tensors())
+        0
+        >>> alignments = [(torch.randn(16, 32), torch.zeros(16))]
+        >>> baseline = F_itm.RegulatorParameters(alignments, score=(torch.randn(1, 16), torch.zeros(1)))
+        >>> [tuple(tensor.shape) for tensor in baseline.tensors()]
+        [(16, 32), (16,), (1, 16), (1,)]
+
     Source: Diao et al., "Plug-and-Play Regulators for Image-Text Matching" (IEEE TIP 2023), Eq 7 to 18, Algorithm 1,
     Tables III and VIII.
     """

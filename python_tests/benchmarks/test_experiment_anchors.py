@@ -176,7 +176,7 @@ def test_what_is_kept_of_a_run_is_what_its_figures_show(
     capsys.readouterr()
     assert table(tool, experiment) == 0
     assert capsys.readouterr().out.splitlines()[7:10] == [
-        "![The training](../images/training.svg)", "", "![The scores](../images/scores.svg)",
+        "![The training](../../images/training.svg)", "", "![The scores](../../images/scores.svg)",
     ]  # fmt: skip
     # A figure of other results is out of date.
     path = tmp_path / "results" / "base-seed0.json"

@@ -110,11 +110,10 @@ def test_where_features_lie(images: float, gpus: int, where: str) -> None:
     assert place(Data(images, images), gpus) == where
 
 
-def test_the_page_says_what_was_measured_and_computes_the_rest() -> None:
+def test_the_tables_say_what_was_measured_and_compute_the_rest() -> None:
     results = ROOT / "benchmarks" / "results"
     rehearsal = json.loads((results / "coco_epoch.json").read_text())
     text = markdown(rehearsal, json.loads((results / "reader.json").read_text()))
-    assert text in (ROOT / "docs" / "scaling.md").read_text()
     parts = text.split("\n\n")
     assert parts[0].startswith(f"Measured, on {rehearsal['environment']['processor']} with ")
     assert parts[0].endswith("All that follows is computed.")

@@ -136,7 +136,7 @@ ROWS = {
 @pytest.fixture(scope="module")
 def stated() -> dict[str, Any]:
     """The bytes that the page states for each kind of collective, to be computed."""
-    text = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "performance" / "scaling.md").read_text(encoding="utf-8")
     _, _, table = text.partition("| what | when | bytes that a process receives |\n")
     rows = [line.strip("| ").split(" | ") for line in table.partition("\n\n")[0].splitlines()[1:]]
     formulas = {what: re.findall("`(.+?)`", formula) for what, _, formula in rows}

@@ -46,10 +46,10 @@ EVEN, LENGTH = 8, 5
 def bytes_of_a_step(name: str, world: World) -> dict[str, Any]:
     """What the second step of a model in float32 receives, (collective, bytes) in their order, and of how many numbers.
 
-    Before it stands the word on errors and stops. Numbers are those of docs/distributed.md: `B` captions, `P` weights,
-    of the whole batch `n` in the embeddings of images, `m` in words, `b` and `t` in the base features of images
-    and captions, `l` token ids; `c` columns of batch normalisation, `r` running statistics that each process has apart,
-    `s` bytes a number.
+    Before it stands the word on errors and stops. Numbers are those of docs/performance/scaling.md: `B` captions, `P`
+    weights, of the whole batch `n` in the embeddings of images, `m` in words, `b` and `t` in the base features of
+    images and captions, `l` token ids; `c` columns of batch normalisation, `r` running statistics that each process has
+    apart, `s` bytes a number.
     """
     whole = made_batch(EVEN, False, SIZES["feature_dim"])
     whole = attrs.evolve(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -452,16 +450,3 @@ def test_a_list_of_empty_pairs_alone() -> None:
         assert scores.tolist() == [[0.0], [0.0]]
         for grad in torch.autograd.grad(scores.sum(), leaves):
             assert float(grad.abs().sum()) == 0.0
-
-
-def test_the_example_of_the_page_runs() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "gradient_sparsity.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    names: dict[str, Any] = {"__name__": "page"}
-    exec(compile(block, "gradient_sparsity.md", "exec", flags=0, dont_inherit=True), names)
-    model, images, captions = names["model"], names["images"], names["captions"]
-    found = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    F_itm.triplet_loss(model(images, captions), margin=0.2, mining="hardest").backward()
-    for own, parameter in zip(found, model.parameters(), strict=True):
-        torch.testing.assert_close(own, parameter.grad, rtol=1e-4, atol=1e-4 * float(parameter.grad.abs().max()))

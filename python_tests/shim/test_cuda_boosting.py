@@ -1,4 +1,4 @@
-"""The kernels of `boosting_loss` for CUDA, run by the CPU shim (docs/shim.md), against the reference and the loops.
+"""The CUDA kernels of `boosting_loss`, run by the CPU shim (docs/internals/shim.md), against the reference.
 
 They are compiled and simulated here; no GPU is involved.
 """

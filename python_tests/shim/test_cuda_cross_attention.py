@@ -1,4 +1,4 @@
-"""The CUDA forward of `cross_attention_scores`, run by the CPU shim (docs/shim.md), against the reference.
+"""The CUDA forward of `cross_attention_scores`, run by the CPU shim (docs/internals/shim.md), against the reference.
 
 It is compiled and simulated here; no GPU is involved. The small tile of the tests has 48 rows and 64 columns.
 """

@@ -1,4 +1,4 @@
-"""The kernels of `domain_regularization` for CUDA, run by the CPU shim (docs/shim.md), and faults planted into them.
+"""The CUDA kernels of `domain_regularization`, run by the CPU shim (docs/internals/shim.md), with planted faults.
 
 They are compiled and simulated here; no GPU is involved.
 """

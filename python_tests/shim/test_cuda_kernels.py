@@ -1,4 +1,4 @@
-"""The bodies of the CUDA kernels, run by the CPU shim (docs/shim.md), against the reference.
+"""The bodies of the CUDA kernels, run by the CPU shim (docs/internals/shim.md), against the reference.
 
 They are compiled and simulated here; no GPU is involved.
 """

@@ -1,4 +1,4 @@
-"""Loss and gradient in one launch, run by the CPU shim with all blocks under way together (docs/shim.md).
+"""Loss and gradient in one launch, run by the CPU shim with all blocks under way together (docs/internals/shim.md).
 
 They are compiled and simulated here; no GPU is involved. The kernels of two launches are held against the reference
 elsewhere; here both must agree bit for bit.

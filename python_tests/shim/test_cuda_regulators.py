@@ -1,7 +1,7 @@
 """The CUDA kernels of `regulated_scores` and `cross_attention_alignments`, run by the CPU shim, against the reference.
 
-They are compiled and simulated here; no GPU is involved (docs/shim.md). The small tile of the tests has 32 rows, 32
-columns and chunks of 64 channels.
+They are compiled and simulated; no GPU is involved (docs/internals/shim.md). The small tile of the tests has 32 rows,
+32 columns and chunks of 64 channels.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Source: Ren et al., "Beyond the Deep Metric Learning: Enhance the Cross-Modal Matching with Adversarial Discriminative
 Domain Regularization", Algorithm 1 and Eqs 10 and 11. Readings of what the paper leaves open, beside those of Eq 2 to 9
-in `itm_fast.functional.domain_regularization`; docs/addr.md has all of them:
+in `itm_fast.functional.domain_regularization`; docs/methods/addr.md has all of them:
 
 - Fragments are the vectors that enter the similarity, l2-normalised; of VSRN the regions before its GRU, and the states
   of the captions' GRU.

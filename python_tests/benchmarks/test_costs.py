@@ -1,4 +1,4 @@
-"""The cost model and its page: the counts by hand, the floors, what stands for a GPU, and what may not."""
+"""The cost model and its tables: counts by hand, floors, and which results count as measured on a GPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from itm_fast import Fragments, reference
 from itm_fast.nn import RegulatedSimilarity
 from itm_fast.ops import regulators
 from python_tests.helpers.processes import ROOT
-
-PAGE = ROOT / "docs" / "performance.md"
 
 
 def test_scores_are_counted_as_by_hand() -> None:
@@ -193,7 +191,7 @@ def lines(text: str, device: str) -> dict[str, list[str]]:
 def test_the_page_says_what_was_measured_and_what_was_not() -> None:
     text = tables([result()])
     assert text.startswith(
-        "Measured on H200; elsewhere the kernels are compiled, and [simulated](shim.md) by the tests."
+        "Measured on H200; elsewhere the kernels are compiled, and [simulated](../internals/shim.md) by the tests."
     )
     on_h200 = lines(text, "H200")
     floor = costs.scores(128, 128).tensor / 989.5e12
@@ -224,5 +222,5 @@ def test_without_results_the_page_claims_none() -> None:
     for device in DEVICES:
         cells = lines(tables([]), device)
         assert {row[-1] for name, row in cells.items() if "on " not in name and name != "---"} == {NOT_RUN}
-    floors = lines(PAGE.read_text(), "H200")["triplet loss and gradient, B = 4096"]
+    floors = lines(tables([]), "H200")["triplet loss and gradient, B = 4096"]
     assert floors[1] == "28 µs"  # 134 MB at 4.8 TB/s
