@@ -75,4 +75,3 @@ def prepare(contexts: Fragments) -> PreparedContexts:
         with torch.no_grad():
             grams = torch.ops.itm_fast.cross_attention_grams(contexts.values, contexts.offsets)
     return PreparedContexts(contexts, grams, _version(contexts.values))
-
