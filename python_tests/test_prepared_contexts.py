@@ -103,7 +103,7 @@ def test_contexts_that_were_modified_are_refused() -> None:
     words, regions = random_fragments([3], 8, torch.float32), random_fragments([4], 8, torch.float32, seed=1)
     prepared = F_itm.prepare(regions)
     regions.values.mul_(2)
-    with pytest.raises(RuntimeError, match="^contexts: the values were modified in place after prepare; call prepare "):
+    with pytest.raises(RuntimeError, match=r"^contexts: the values were modified in place after prepare; call"):
         F_itm.cross_attention_scores(words, prepared)
     with torch.inference_mode():
         kept = F_itm.prepare(regions.with_values(regions.values.clone()))
@@ -112,11 +112,11 @@ def test_contexts_that_were_modified_are_refused() -> None:
 
 def test_other_arguments_are_refused() -> None:
     words, regions = random_fragments([3], 8, torch.float32), random_fragments([4], 8, torch.float32, seed=1)
-    with pytest.raises(TypeError, match="^contexts: expected Fragments, got a float32 tensor of shape"):
+    with pytest.raises(TypeError, match=r"^contexts: expected Fragments, got a float32 tensor of shape"):
         F_itm.prepare(regions.values)
     with pytest.raises(TypeError, match=r"^contexts\.values: expected a tensor of dtype"):
         F_itm.prepare(regions.to(torch.float8_e4m3fn))
-    with pytest.raises(TypeError, match="^queries: expected Fragments, got PreparedContexts"):
+    with pytest.raises(TypeError, match=r"^queries: expected Fragments, got PreparedContexts"):
         F_itm.cross_attention_scores(F_itm.prepare(words), F_itm.prepare(regions))
     with pytest.raises(TypeError, match=r"^contexts: expected the dtype of the queries, torch\.float64, got"):
         F_itm.cross_attention_scores(words.to(torch.float64), F_itm.prepare(regions))
@@ -150,6 +150,16 @@ def test_opcheck_and_the_kernel_refuse() -> None:
         with pytest.raises(RuntimeError) as error:
             scores.default._op_dk(torch._C.DispatchKey.CPU, *operands, wrong, *OPTIONS, "float32")
         assert str(error.value).splitlines()[0].endswith(said)
+
+
+@pytest.mark.native
+def test_compiles_whole() -> None:
+    words, regions = random_fragments([3], 8, torch.float32), random_fragments([4, 9], 8, torch.float32, seed=1)
+    prepared = F_itm.prepare(regions)
+    compiled = torch.compile(
+        lambda queries: F_itm.cross_attention_scores(queries, prepared), fullgraph=True, backend="eager"
+    )
+    assert torch.equal(compiled(words), F_itm.cross_attention_scores(words, regions))
 
 
 def test_the_reference_serves_them_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from itm_fast.fragments import Fragments
 from itm_fast.ops import validation
 from itm_fast.ops.autograd import is_differentiated
-from itm_fast.ops.library import operators_of
+from itm_fast.ops.library import operators_of, use_native
 from itm_fast.ops.precision import autocast
 
 __all__ = ["PreparedContexts", "prepare"]
@@ -71,7 +71,8 @@ def prepare(contexts: Fragments) -> PreparedContexts:
         contexts.check_offsets()
     (contexts,) = autocast(contexts)
     grams: Tensor | None = None
-    if "cross_attention_grams" in operators_of(contexts.device.type):
+    has_kernel = "cross_attention_grams" in operators_of(contexts.device.type)
+    if has_kernel and use_native("cross_attention_scores", contexts.values):
         with torch.no_grad():
             grams = torch.ops.itm_fast.cross_attention_grams(contexts.values, contexts.offsets)
     return PreparedContexts(contexts, grams, _version(contexts.values))
