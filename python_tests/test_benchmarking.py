@@ -141,7 +141,7 @@ def test_a_run_is_written_down_whole() -> None:
     error = max(error, results["workloads"]["scores"]["variants"]["native"]["accuracy"]["max_score_error"])
     assert f"The largest error of these scores is {error:.1e} against float64" in summary(results)
     query = results["workloads"]["query"]["variants"]
-    assert "one caption against 40 images" in text
+    assert f"one caption of {one_query.WORDS} words against 40 images" in text
     error = query["prepared"]["accuracy"]["max_score_error"]
     assert 0 < error < 1e-6
     assert f"| itm_fast, prepared | float32 | {time(query['prepared'])} |" in text
