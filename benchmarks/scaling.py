@@ -289,10 +289,10 @@ def _first(parameters: int, caption_bytes: float, per_core: float) -> str:
             "could overlap with the encoders' backward.",
             f"3. *Sixty-four GPUs: the network.* With images gathered, exchanges take "
             f"{100 * images.exchanging / images.seconds:.0f} % of a step of {seconds(images.seconds)}. Captions have "
-            f"{costs.WORDS:.0f} vectors where images have {costs.REGIONS}: a step that gathers "
-            f"captions takes {seconds(captions.seconds)}. At most three pairs for each of a rank's own have a gradient: "
-            f"a step that sends only those takes {seconds(sparse.seconds)}. Neither is built. With images gathered, {images.gpus} GPUs "
-            f"see {images.rate:,.0f} captions per second, fewer than one GPU; the other two schemes see "
+            f"{costs.WORDS:.0f} vectors where images have {costs.REGIONS}: a step that gathers captions takes "
+            f"{seconds(captions.seconds)}. At most three pairs for each of a rank's own have a gradient: a step that "
+            f"sends only those takes {seconds(sparse.seconds)}. Neither is built. With images gathered, {images.gpus} "
+            f"GPUs see {images.rate:,.0f} captions per second, fewer than one GPU; the other two schemes see "
             f"{captions.rate / one.rate:.1f} and {sparse.rate / one.rate:.1f} times as many as one. 128 captions per "
             "GPU are too few: with more, products grow with the square and bytes do not. For speed without more "
             "negatives, train on eight GPUs.",
