@@ -23,7 +23,7 @@ NATIVE_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-cuda-load build lint format types dist check-dist check-cross cuda-resources gpu-wheels bench clean
+.PHONY: help demo test test-oldest test-cuda-load build lint format types dist check-dist check-cross cuda-resources gpu-wheels bench docs clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -77,8 +77,11 @@ gpu-wheels: $(STAMP) ## Fetch wheels for benchmarks/gpu_check.sh, ARGS="--python
 bench: build ## Measure against the per-caption loop and the packed form in plain PyTorch.
 	$(VENV)/bin/itm-fast bench $(ARGS)
 
+docs: $(STAMP) ## Build the documentation into site/; a broken link or anchor is an error.
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet $(ARGS)
+
 clean: ## Remove what was built; the environment stays.
-	rm -rf build dist *.egg-info itm_fast/*.so
+	rm -rf build dist site *.egg-info itm_fast/*.so
 
 $(PYTHON):
 	@for python in $(PYTHON3) $(PYTHONS); do \

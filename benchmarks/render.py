@@ -37,13 +37,13 @@ PERFORMANCE = ROOT / "docs" / "performance"
 
 
 def demo(result: dict[str, Any]) -> str:
-    """What one run of the demo came to, as one sentence."""
+    """Time and recalls of one run of the demo, as one sentence."""
     environment, trained = result["environment"], result["trained"]
     return (
-        f"`{environment['command']}` on {environment['processor']} with {environment['threads']} threads, "
-        f"{environment['date'][:10]}, at {environment['commit'][:12]}: {result['seconds']:.0f} s of training, then R@1 "
-        f"{trained['i2t_r1']:.1f} (image to text) and {trained['t2i_r1']:.1f} (text to image) over {result['images']} "
-        f"unseen pictures, sum of recalls {trained['rsum']:.1f} (untrained {result['untrained']['rsum']:.1f}).\n"
+        f"On {environment['processor']} with {environment['threads']} threads, the demo trains for "
+        f"{result['seconds']:.0f} s and reaches R@1 {trained['i2t_r1']:.1f} (image to text) and "
+        f"{trained['t2i_r1']:.1f} (text to image) over {result['images']} unseen pictures: a sum of recalls of "
+        f"{trained['rsum']:.1f} of 600, {result['untrained']['rsum']:.1f} without training.\n"
     )
 
 
@@ -93,6 +93,7 @@ def scaled() -> str:
 # Page to the sections between its markers.
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"cpu": measured("cpu", summary), "demo": measured("demo", demo)},
+    ROOT / "docs" / "index.md": {"cpu": measured("cpu", summary)},
     PERFORMANCE / "benchmarks.md": {
         "cpu": measured("cpu", markdown),
         "scenarios": measured("scenarios", scenarios.markdown, "python -m benchmarks.scenarios --json {}"),

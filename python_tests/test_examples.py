@@ -1,0 +1,99 @@
+"""The scripts in examples/ run, learn and say so; the notebook's cells run in order."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.processes import ROOT
+from helpers.processes import run as run_process
+
+from itm_fast.data import emoji
+
+EXAMPLES = ROOT / "examples"
+
+
+def run(script: str, *arguments: object, cwd: Path) -> str:
+    """What a script prints, run from `cwd` in a process of its own."""
+    command = [sys.executable, EXAMPLES / script, *arguments]
+    done = run_process(command, cwd=cwd, OMP_NUM_THREADS=1, PYTHONPATH=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A part of the emoji in the published layout: 40 pictures to train on, 20 to validate and 20 to test."""
+    folder = tmp_path_factory.mktemp("emoji")
+    for split, n in (("train", 40), ("dev", 20), ("test", 20)):
+        source = "test" if split == "train" else split
+        first = 100 if split == "train" else 0
+        np.save(folder / f"{split}_ims.npy", emoji.patches(emoji.pictures(source)[first : first + n]))
+        captions = emoji.captions(source)[5 * first : 5 * (first + n)]
+        (folder / f"{split}_caps.txt").write_text("\n".join(captions) + "\n", encoding="utf-8")
+    return folder
+
+
+def recalls(printed: str) -> list[float]:
+    """The numbers of the row of the test split."""
+    (row,) = (line for line in printed.splitlines() if line.split()[:1] == ["test"])
+    return [float(number) for number in re.findall(r"\d+\.\d+", row)]
+
+
+def test_score_batch(tmp_path: Path) -> None:
+    printed = run("score_batch.py", "--batch", 6, "--dim", 16, cwd=tmp_path)
+    assert printed.startswith("scores (6, 6), loss ")
+    assert float(re.findall(r"gradient norm of the words (\S+)", printed)[0]) > 0
+    assert 0 < float(re.findall(r"rsum (\S+)", printed)[0]) <= 600
+
+
+def test_train_scan_and_search(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    trained = run("train_scan.py", "--data", data, "--out", out, "--epochs", 2, "--batch-size", 40, cwd=tmp_path)
+    found = run("search_and_explain.py", "--checkpoint", out, "--data", data, "--caption", 7, cwd=tmp_path)
+    assert recalls(trained) == recalls(found) != []
+    caption = emoji.captions("test")[7]
+    assert f"{caption!r} finds\n" in found
+    assert len(re.findall(r"^  image +\d+  score ", found, flags=re.MULTILINE)) == 5
+    words = re.findall(r"^  (\S+)(?: \(unknown\))? +region +\d+  weight (\S+)$", found, flags=re.MULTILINE)
+    assert (words[0][0], words[-1][0]) == ("<start>", "<end>")
+    assert all(1 / 36 <= float(weight) + 0.005 <= 1.01 for _, weight in words)
+
+
+def test_own_loss_falls(tmp_path: Path) -> None:
+    printed = run("own_loss.py", "--split", "dev", "--steps", 61, "--batch-size", 32, cwd=tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    assert len(losses) == 7
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_own_model_trains_like_a_built_in_one(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    printed = run("own_model.py", "--data", data, "--out", out, "--epochs", 2, "--batch-size", 40, cwd=tmp_path)
+    assert recalls(printed)
+    assert json.loads((out / "config.json").read_text())["model"] == "late_interaction"
+
+
+def test_every_script_is_tested() -> None:
+    tested = set(re.findall(r'"(\w+\.py)"', Path(__file__).read_text()))
+    assert {path.name for path in EXAMPLES.glob("*.py")} == tested
+
+
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    notebook = json.loads((EXAMPLES / "tour.ipynb").read_text(encoding="utf-8"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    names: dict[str, object] = {"__name__": "__main__"}
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    for number, cell in enumerate(cells):
+        exec(compile(cell, f"cell {number}", "exec", dont_inherit=True), names)
+    recall = names["recall"]
+    assert isinstance(recall, dict)
+    untrained = names["untrained"]
+    assert isinstance(untrained, dict)
+    assert recall["rsum"] > 2 * untrained["rsum"]
+    assert not any(cell.get("outputs") for cell in notebook["cells"])
