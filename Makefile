@@ -2,6 +2,7 @@
 # ARGS goes to the command that a target runs: make test ARGS="-k triplet", make demo ARGS="--help".
 
 SHELL := /bin/bash
+PROCESSES ?= 2
 ifndef OLDEST
 VENV := .venv
 TORCH ?= torch==2.13.0
@@ -30,8 +31,8 @@ help: ## Show this list.
 demo: build ## Train on the bundled emoji data, evaluate, write the report.
 	$(VENV)/bin/itm-fast demo $(ARGS)
 
-test: build ## Run the tests.
-	$(PYTHON) -m pytest $(ARGS)
+test: build ## Run the tests in two processes.
+	$(PYTHON) -m pytest -n $(PROCESSES) --dist loadfile $(ARGS)
 
 test-oldest: ## Run the tests with the oldest Python found and the oldest torch supported, in .venv-oldest.
 	$(MAKE) OLDEST=1 test
@@ -59,7 +60,8 @@ dist: $(STAMP) ## Build the sdist, and the wheel from the sdist, into dist/.
 	rm -rf dist
 	$(PYTHON) -m build --no-isolation
 
-check-dist: dist ## Install that wheel outside the source tree and use it there.
+check-dist: $(STAMP) ## Build a wheel without CUDA, install it outside the source tree and use it there.
+	ITM_FAST_CUDA=off $(MAKE) dist
 	TORCH='$(TORCH)' tools/check_dist.sh
 
 check-cross: $(STAMP) ## Compile the CPU code for Linux aarch64 and macOS arm64.

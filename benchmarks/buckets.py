@@ -1,19 +1,140 @@
-"""Measures what batches of captions of like length gain, in whole steps of two models, and prints the table.
+"""What batches of captions of like length gain: whole steps of a training, with a GRU and with BERT.
 
-python benchmarks/buckets.py --threads 1 --json benchmarks/results/buckets.json   # a quarter of an hour
+Inside: `run`, `markdown`.
+
+python -m benchmarks.buckets --threads 1 --json benchmarks/results/buckets.json   # a quarter of an hour
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from itm_fast.benchmarking.buckets import markdown, run
+from itm_fast import models
+from itm_fast.benchmarking.run import environment
+from itm_fast.benchmarking.table import table
+from itm_fast.data import EpochSampler, load_vocabulary, open_split
+from itm_fast.data.synthetic import write_synthetic
+from itm_fast.losses import TripletLoss
+from itm_fast.ops.library import build_info
+
+__all__ = ["FORMAT_VERSION", "markdown", "run"]
+
+FORMAT_VERSION = 1
+WINDOWS = (0, 10, 50)
+# SCAN by its published sizes, and VSE-infinity on a BERT that is small enough for a processor.
+MODELS: dict[str, dict[str, Any]] = {
+    "SCAN t2i, GRU": {"name": "scan", "direction": "t2i"},
+    "VSE-infinity, BERT of 4 layers of 256": {
+        "name": "vse_infty", "text_encoder": "bert", "bert_dim": 256, "bert_layers": 4, "bert_heads": 4,
+        "bert_hidden_dim": 1024,
+    },
+}  # fmt: skip
+
+
+def chosen_batches(lengths: np.ndarray, window: int, batch: int, count: int) -> tuple[list[np.ndarray], float]:
+    """`count` batches of an epoch, evenly spread over all lengths, and the share of its token ids that is padding."""
+    batches = list(EpochSampler(len(lengths), batch, lengths=lengths, bucket_batches=window))
+    slots = sum(len(one) * int(lengths[one].max()) for one in batches)
+    full = sorted((one for one in batches if len(one) == batch), key=lambda one: int(lengths[one].sum()))
+    spread = (np.arange(count) + 0.5) / count * len(full)
+    return [full[int(place)] for place in spread], 1 - int(lengths.sum()) / slots
+
+
+def run(
+    folder: Path,
+    *,
+    scale: float,
+    batch: int,
+    batches: int,
+    rounds: int,
+    progress: Callable[[str], None],
+    sizes: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Writes synthetic data under `folder` and measures steps: one round that is not counted, then interleaved ones.
+
+    Args:
+        scale: share of COCO's images. batch: captions of a step. batches: steps of a round for each window.
+        sizes: in the place of settings of the models.
+    """
+    load_before = os.getloadavg()[0]
+    progress("data")
+    data = write_synthetic(folder, scale=scale)
+    train = open_split(data, "train", load_vocabulary(data))
+    lengths = train.caption_lengths.numpy()
+    plans = {window: chosen_batches(lengths, window, batch, batches) for window in WINDOWS}
+    found: dict[str, dict[str, list[float]]] = {}
+    for label, settings in MODELS.items():
+        torch.manual_seed(0)
+        options = {"vocab_size": len(train.vocabulary), "feature_dim": 2048, **settings, **(sizes or {})}
+        model = models.create(options.pop("name"), **options)
+        optimizer, loss = torch.optim.Adam(model.parameters(), lr=1e-5), TripletLoss()
+
+        def step(features: Any, captions: tuple[Tensor, Tensor], model: Any = model, loss: Any = loss,
+                 optimizer: Any = optimizer) -> None:  # fmt: skip
+            optimizer.zero_grad()
+            loss(model(features, *captions)).backward()
+            optimizer.step()
+
+        found[label] = {str(window): [] for window in WINDOWS}
+        for number in range(rounds + 1):
+            progress(f"{label}: round {number} of {rounds}")
+            for window, (chosen, _) in plans.items():
+                seconds = 0.0
+                for indices in chosen:
+                    rows = torch.from_numpy(indices)
+                    features, captions = train.image_batch(train.caption_image[rows]), train.caption_batch(rows)
+                    start = time.process_time()
+                    step(features, captions)
+                    seconds += time.process_time() - start
+                if number:
+                    found[label][str(window)].append(seconds / batches)
+    return {
+        "format_version": FORMAT_VERSION,
+        "environment": environment(torch.get_num_threads(), build_info()),
+        "batch": batch,
+        "batches": batches,
+        "load_before": load_before,
+        "load_after": os.getloadavg()[0],
+        "padding_share": {str(window): share for window, (_, share) in plans.items()},
+        "step_seconds": found,
+    }
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """Padding, and a step of each model with its gain, by the size of the window."""
+    steps = results["step_seconds"]
+    rows = [["`--bucket-batches`", "padding among the token ids", *(f"a step of {label}" for label in steps)]]
+    for window, share in results["padding_share"].items():
+        cells = [window, f"{share:.1%}"]
+        for times in steps.values():
+            gains = [plain / own for plain, own in zip(times["0"], times[window], strict=True)]
+            cells.append(
+                f"{statistics.median(times[window]):.2f} s, {statistics.median(gains):.2f}x as fast "
+                f"[{min(gains):.2f}, {max(gains):.2f}]"
+            )
+        rows.append(cells)
+    where, rounds = results["environment"], len(next(iter(steps.values()))["0"])
+    return (
+        f"{table(rows)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` on {where['processor']}, torch "
+        f"{where['torch']}: processor time of whole steps (both encoders, scores, loss, backward, Adam) on synthetic "
+        f"captions of COCO's lengths, {results['batch']} a batch, {results['batches']} batches spread over all lengths "
+        f"in each of {rounds} interleaved rounds behind one that warms up. Gains are medians over the rounds, smallest "
+        f"and largest in brackets. Load of the machine: {results['load_before']:.1f} before, "
+        f"{results['load_after']:.1f} after.\n"
+    )
 
 
 def main() -> None:
@@ -34,7 +155,7 @@ def main() -> None:
             rounds=options.rounds,
             progress=lambda what: print(what, file=sys.stderr, flush=True),
         )
-    results["environment"]["command"] = " ".join(["python", "benchmarks/buckets.py", *sys.argv[1:]])
+    results["environment"]["command"] = " ".join(["python", "-m", "benchmarks.buckets", *sys.argv[1:]])
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
     print(markdown(results))

@@ -1,15 +1,119 @@
-"""Measures the store of ADDR's discriminators: bytes, and CPU time of a batch and of a save, and prints the table.
+"""What the store of ADDR's discriminators takes: bytes, and processor time of a batch and of a save.
 
-python benchmarks/discriminators.py --json benchmarks/results/discriminators.json   # about a minute, 3 GB of disk
+Inside: `STORES`, `measure`, `run`, `markdown`.
+
+python -m benchmarks.discriminators --json benchmarks/results/discriminators.json   # about a minute, 3 GB of disk
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from itm_fast.benchmarking.discriminators import markdown, run
+import torch
+
+from itm_fast.benchmarking.run import FORMAT_VERSION, environment
+from itm_fast.benchmarking.table import table
+from itm_fast.ops.library import build_info
+from itm_fast.training.addr.discriminators import Discriminators
+
+__all__ = ["STORES", "markdown", "measure", "run"]
+
+# Name to precision, and whether the rows are mapped from files.
+STORES: Mapping[str, tuple[str, bool]] = {
+    "float32": ("float32", False),
+    "float32, on disk": ("float32", True),
+    "low precision": ("low", False),
+}
+# What the paper states for COCO, in MB.
+PUBLISHED = 1800
+
+
+def measure(images: int, width: int, batch: int, steps: int, precision: str, folder: str | None) -> dict[str, float]:
+    """Bytes of a store, the median seconds that a batch of distinct images takes, and the seconds of a save.
+
+    Times are those of the processor, so that what else the machine does counts little. All rows have been in a batch
+    before: the first time, the system has to give them memory.
+    """
+    store = Discriminators(images, width, precision=precision, folder=folder)
+    random = torch.Generator().manual_seed(0)
+    for first in torch.arange(images).split(4096):
+        rows = store.gather(first)
+        store.update(rows, torch.ones_like(rows.weights), torch.ones_like(rows.biases), 1e-3)
+    gathers, updates = [], []
+    for _ in range(steps):
+        chosen = torch.randperm(images, generator=random)[:batch]
+        gradients = torch.randn(batch, width, generator=random), torch.randn(batch, generator=random)
+        start = time.process_time()
+        rows = store.gather(chosen)
+        middle = time.process_time()
+        store.update(rows, *gradients, 1e-3)
+        gathers.append(middle - start)
+        updates.append(time.process_time() - middle)
+    with tempfile.TemporaryDirectory(dir=folder) as target:
+        path = Path(target) / "rows.safetensors"
+        start = time.process_time()
+        store.save(path, "none")
+        saved = time.process_time() - start
+    return {
+        "bytes": store.nbytes,
+        "gather_s": statistics.median(gathers),
+        "update_s": statistics.median(updates),
+        "save_s": saved,
+    }
+
+
+def run(
+    images: int,
+    width: int,
+    batch: int,
+    steps: int,
+    folder: str | None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measures all stores on one thread; what the JSON file holds."""
+    torch.set_num_threads(1)
+    before, rows = os.getloadavg()[0], {}
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        for name, (precision, mapped) in STORES.items():
+            progress(name)
+            rows[name] = measure(images, width, batch, steps, precision, own if mapped else None)
+    where = {
+        **environment(1, build_info()),
+        "command": "python -m benchmarks.discriminators",
+        "load": [before, os.getloadavg()[0]],
+    }
+    sizes = {"images": images, "width": width, "batch": batch, "steps": steps}
+    return {"format_version": FORMAT_VERSION, "environment": where, "sizes": sizes, "rows": rows}
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """The table, and where it was measured."""
+    sizes, where = results["sizes"], results["environment"]
+    lines = [
+        [
+            f"store of {sizes['images']:,} images at a width of {sizes['width']}",
+            "MB", "gather a batch, ms", "update it, ms", "save, s",
+        ]
+    ]  # fmt: skip
+    for name, row in results["rows"].items():
+        times = [f"{1e3 * row['gather_s']:.2f}", f"{1e3 * row['update_s']:.2f}", f"{row['save_s']:.1f}"]
+        lines.append([name, f"{row['bytes'] / 1e6:.0f}", *times])
+    before, after = where["load"]
+    return (
+        f"{table(lines)}\n\nBatches of {sizes['batch']} distinct images; medians of {sizes['steps']} batches after "
+        f"every row was in one, in processor time, one thread; the machine's load was {before:.1f} at the start and "
+        f"{after:.1f} at the end. {where['processor']}, {where['date'][:10]}, commit "
+        f"{(where['commit'] or 'unknown')[:12]}; made by `{where['command']}`. The paper states "
+        f"{PUBLISHED / 1000:.1f} GB for COCO.\n"
+    )
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What the experiments on the bundled data found, as sentences whose figures come from the committed results.
 
-`FINDINGS` maps a method to the function that renders its findings; benchmarks/render.py writes them into docs/methods.
+`FINDINGS` maps a method to the function that renders its findings; benchmarks.render writes them into docs/methods.
 """
 
 from __future__ import annotations

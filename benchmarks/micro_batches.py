@@ -1,18 +1,110 @@
-"""Measures large batches that are encoded a micro-batch at a time, and prints the table.
+"""What a batch costs in memory and time that is encoded a micro-batch at a time, beside the plain batch, on the CPU.
 
-python benchmarks/micro_batches.py --json benchmarks/results/micro_batches.json   # half an hour
+Whole optimiser steps as in `benchmarks.scenarios`, whose processes and clocks measure here, too.
+
+Inside: `SETUPS`, `run`, `markdown`.
+
+python -m benchmarks.micro_batches --json benchmarks/results/micro_batches.json   # half an hour
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from itm_fast.benchmarking.micro_batches import SETUPS, markdown, run
-from itm_fast.benchmarking.scenarios import Setup
+import attrs
+import torch
+
+from benchmarks.scenarios import (
+    Setup,
+    make_batch,
+    make_start,
+    make_step,
+    memory_given_back,
+    processor_time,
+)
+from itm_fast.benchmarking.measure import interleave, peak_memory
+from itm_fast.benchmarking.run import FORMAT_VERSION, environment
+from itm_fast.ops.library import build_info
+
+__all__ = ["SETUPS", "markdown", "run"]
+
+# Each with the micro-batches beside the plain batch, and the number of measured runs.
+SETUPS: Sequence[tuple[Setup, tuple[int, ...], int]] = (
+    (Setup("scan", batch=1024, dim=256), (128, 64), 1),
+    (Setup("vse_infty", batch=4096, dim=256), (128,), 1),
+)
 
 QUICK = ((Setup("scan", batch=32, dim=64, features=64, words=500), (8,), 2),)
+
+
+def _label(size: int | None) -> str:
+    return "plain" if size is None else str(size)
+
+
+def run(
+    setups: Sequence[tuple[Setup, tuple[int, ...], int]] = SETUPS,
+    threads: int = 1,
+    *,
+    memory: bool = True,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measures a step of each setup, plain and with its micro-batches, interleaved; what the JSON file holds."""
+    torch.set_num_threads(threads)
+    start, measured = partial(make_start, steps=2), []
+    for setup, sizes, runs in setups:
+        batch = make_batch(setup)
+        sized = {_label(size): attrs.evolve(setup, micro_batch=size) for size in (None, *sizes)}
+        variants: dict[str, Callable[[], Any]] = {
+            name: make_step("single", one, batch=batch) for name, one in sized.items()
+        }
+        timings = interleave(variants, dict.fromkeys(variants, runs), processor_time, progress)
+        rows = {name: timing.as_dict() for name, timing in timings.items()}
+        del variants, batch
+        for name, one in sized.items() if memory else ():
+            progress(f"{name}, memory")
+            with memory_given_back():
+                rows[name]["peak_bytes"] = peak_memory(start, "single", one, threads=threads)
+        measured.append({"setup": setup.as_dict(), "rows": rows})
+    command = f"python -m benchmarks.micro_batches --threads {threads}"
+    where = {**environment(threads, build_info()), "command": command}
+    return {"format_version": FORMAT_VERSION, "environment": where, "setups": measured}
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """One table of all setups: peak memory and time of a step beside those of the plain batch."""
+    where = results["environment"]
+    lines = [
+        "| model, batch, width | micro-batch | peak memory | of the plain batch | time of a step | of the plain one |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for measured in results["setups"]:
+        setup, rows = measured["setup"], measured["rows"]
+        plain = rows["plain"]
+        for name, row in rows.items():
+            room, share = "", ""
+            if row.get("peak_bytes"):
+                room = f"{row['peak_bytes'] / 1e6:,.0f} MB"
+                share = f"{row['peak_bytes'] / plain['peak_bytes']:.2f}"
+            times = f"{row['median_s']:.1f} s", f"{row['median_s'] / plain['median_s']:.2f}"
+            cells = [f"{setup['model']}, {setup['batch']}, {setup['dim']}", name, room, share, *times]
+            lines.append(f"| {' | '.join(cells)} |")
+    runs = ", ".join(
+        f"{len(measured['rows']['plain']['runs_s'])} of batches of {measured['setup']['batch']}, width "
+        f"{measured['setup']['dim']}"
+        for measured in results["setups"]
+    )
+    lines += [
+        "",
+        f"Processor time, median of interleaved runs ({runs}); memory is that of a fresh process with its model, "
+        f"optimiser and two steps, without the features of the batch. {where['processor']}, {where['threads']} "
+        f"thread(s), {where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}; made by `{where['command']}`.",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:

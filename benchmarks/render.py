@@ -1,7 +1,7 @@
 """Writes the tables of the README and of pages under docs/, or checks that they are up to date.
 
-    python benchmarks/render.py            # rewrites them
-    python benchmarks/render.py --check    # exit status 1 where one differs from the results and the cost model
+    python -m benchmarks.render            # rewrites them
+    python -m benchmarks.render --check    # exit status 1 where one differs from the results and the cost model
 
 A missing result file is an error: no figure stands there that was not measured. Results of GPUs, which
 benchmarks/gpu_check.sh leaves, are taken where they are.
@@ -16,9 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from findings import FINDINGS, selhn_gradients
-
-from itm_fast.benchmarking import (
+from benchmarks import (
     buckets,
     coco_table,
     discriminators,
@@ -29,8 +27,9 @@ from itm_fast.benchmarking import (
     scaling,
     scenarios,
 )
-from itm_fast.benchmarking.performance import tables
-from itm_fast.benchmarking.table import markdown, summary
+from benchmarks.cpu_table import markdown, summary
+from benchmarks.findings import FINDINGS, selhn_gradients
+from benchmarks.performance import tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -76,7 +75,7 @@ def gpus() -> str:
 
 def coco() -> str:
     """The rehearsal on the CPU, and below it those on GPUs."""
-    parts = [measured("coco_epoch", coco_table.markdown, "python benchmarks/coco_epoch.py --json {}")()]
+    parts = [measured("coco_epoch", coco_table.markdown, "python -m benchmarks.coco_epoch --json {}")()]
     try:
         for path in sorted(RESULTS.glob("gpu_check_coco_*.json")):
             parts.append(coco_table.gpu_markdown(json.loads(path.read_text())["results"]))
@@ -87,7 +86,7 @@ def coco() -> str:
 
 def scaled() -> str:
     """What the rehearsal and the reader come to on more GPUs and larger data."""
-    commands = {name: f"python benchmarks/{name}.py --json {{}}" for name in ("coco_epoch", "reader")}
+    commands = {name: f"python -m benchmarks.{name} --json {{}}" for name in ("coco_epoch", "reader")}
     return scaling.markdown(*(result(name, command) for name, command in commands.items()))
 
 
@@ -97,21 +96,21 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "docs" / "index.md": {"cpu": measured("cpu", summary)},
     PERFORMANCE / "benchmarks.md": {
         "cpu": measured("cpu", markdown),
-        "scenarios": measured("scenarios", scenarios.markdown, "python benchmarks/scenarios.py --json {}"),
+        "scenarios": measured("scenarios", scenarios.markdown, "python -m benchmarks.scenarios --json {}"),
         "micro_batches": measured(
-            "micro_batches", micro_batches.markdown, "python benchmarks/micro_batches.py --json {}"
+            "micro_batches", micro_batches.markdown, "python -m benchmarks.micro_batches --json {}"
         ),
-        "methods": measured("methods", methods_table.markdown, "python benchmarks/methods.py --json {}"),
+        "methods": measured("methods", methods_table.markdown, "python -m benchmarks.methods --json {}"),
         "discriminators": measured(
-            "discriminators", discriminators.markdown, "python benchmarks/discriminators.py --json {}"
+            "discriminators", discriminators.markdown, "python -m benchmarks.discriminators --json {}"
         ),
-        "reader": measured("reader", reader.markdown, "python benchmarks/reader.py --json {}"),
-        "buckets": measured("buckets", buckets.markdown, "python benchmarks/buckets.py --json {}"),
+        "reader": measured("reader", reader.markdown, "python -m benchmarks.reader --json {}"),
+        "buckets": measured("buckets", buckets.markdown, "python -m benchmarks.buckets --json {}"),
         "coco": coco,
     },
     PERFORMANCE / "predictions.md": {"cost model": gpus},
     PERFORMANCE / "results" / "fdf.md": {
-        "realignment": measured("realignment", realignment.markdown, "python benchmarks/realignment.py --json {}")
+        "realignment": measured("realignment", realignment.markdown, "python -m benchmarks.realignment --json {}")
     },
     PERFORMANCE / "results" / "selhn.md": {"gradients": selhn_gradients},
     PERFORMANCE / "scaling.md": {"scaling": scaled},
@@ -139,7 +138,7 @@ def main() -> None:
     for page in PAGES:
         wanted = rendered(page)
         if options.check and page.read_text() != wanted:
-            sys.exit(f"{page.relative_to(ROOT)} is out of date: run python benchmarks/render.py")
+            sys.exit(f"{page.relative_to(ROOT)} is out of date: run python -m benchmarks.render")
         if not options.check:
             page.write_text(wanted)
 

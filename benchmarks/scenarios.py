@@ -1,15 +1,340 @@
-"""Measures what the training scenarios of Deep Boosting Learning cost, and prints the table.
+"""What the training scenarios of Deep Boosting Learning cost beside ordinary training, on the CPU.
 
-python benchmarks/scenarios.py --json benchmarks/results/scenarios.json   # a quarter of an hour
+Whole optimiser steps at published sizes: encoders, scores, losses, backward, clipping, Adam, and what a scenario adds.
+Times are processor time, which other work on the machine lengthens less than it does a clock's.
+
+Inside: `Setup`, `make_batch`, `make_vocabulary`, `make_step`, `make_forward`, `make_start`, `run`, `markdown`;
+`percent`, `processor_time` and `memory_given_back`, which measure.
+
+python -m benchmarks.scenarios --json benchmarks/results/scenarios.json   # a quarter of an hour
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
+import functools
 import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from itm_fast.benchmarking.scenarios import Setup, markdown, run
+import attrs
+import torch
+
+from itm_fast import models
+from itm_fast.benchmarking.measure import interleave, peak_memory
+from itm_fast.benchmarking.run import FORMAT_VERSION, environment
+from itm_fast.data import Batch, Vocabulary
+from itm_fast.ops.library import build_info
+from itm_fast.training import TrainConfig
+from itm_fast.training.scenarios import BatchFunctions
+from itm_fast.training.step import Stepper
+
+__all__ = [
+    "SCENARIOS",
+    "Setup",
+    "make_batch",
+    "make_forward",
+    "make_start",
+    "make_step",
+    "make_vocabulary",
+    "markdown",
+    "memory_given_back",
+    "percent",
+    "processor_time",
+    "run",
+]
+
+# The settings of each row of the table.
+SCENARIOS: Mapping[str, dict[str, Any]] = {
+    "single": {},
+    "oas": {"scenario": "oas", "anchor": "a trained model"},
+    "mss": {"scenario": "mss"},
+    "oss, 2 branches": {"scenario": "oss", "branches": 2},
+    "oss, 3 branches": {"scenario": "oss", "branches": 3},
+}
+# What the paper reports of its own code, which scores caption by caption and keeps everything: time and memory beyond
+# those of one branch, in percent (Table II).
+PUBLISHED = {"oas": (120, 12), "mss": (18, 11), "oss, 2 branches": (73, 100)}
+# What a scenario may add: forwards of the same model without gradient, or all of its branches' steps times this.
+FORWARDS, PER_BRANCH, ROOM_BYTES = 1.1, 1.05, 10e6
+# The peak of a process differs by some megabytes from that of another one with the same work.
+MEMORY_RUNS = 3
+_STEPS_PER_EPOCH, _REGIONS, _SPECIAL = 1000, 36, ("<pad>", "<start>", "<end>", "<unk>", "<mask>")
+
+
+@attrs.frozen
+class Setup:
+    """A model by name and the sizes of a step."""
+
+    model: str
+    batch: int = 128
+    dim: int = 1024
+    features: int = 2048
+    words: int = 10_000
+    micro_batch: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Names and values, of what is set."""
+        return attrs.asdict(self, filter=lambda _, value: value is not None)
+
+
+def _config(setup: Setup, scenario: str) -> TrainConfig:
+    return TrainConfig(data="", out="", model=setup.model, micro_batch=setup.micro_batch, **SCENARIOS[scenario])
+
+
+def _model(setup: Setup) -> models.MatchingModel:
+    torch.manual_seed(0)
+    return models.create(setup.model, vocab_size=setup.words, feature_dim=setup.features, embed_dim=setup.dim)
+
+
+def make_batch(setup: Setup, number: int = 0) -> Batch:
+    """Captions of COCO's lengths, 8 to 24 words with start and end, 13 on average; other images for each `number`."""
+    random = torch.Generator().manual_seed(number)
+    # A gamma law of shape 5, as a sum of five exponential ones.
+    lengths = 8 - torch.rand(setup.batch, 5, generator=random).log().sum(1)
+    lengths = lengths.round().long().clamp(8, 24)
+    token_ids = torch.randint(len(_SPECIAL), setup.words, (setup.batch, int(lengths.max())), generator=random)
+    token_ids[torch.arange(token_ids.shape[1]) >= lengths[:, None]] = 0
+    features = torch.randn(setup.batch, _REGIONS, setup.features, generator=random)
+    images = torch.arange(setup.batch) + number * setup.batch
+    return Batch(features, token_ids, lengths, images, images)
+
+
+def make_vocabulary(setup: Setup) -> Vocabulary:
+    """As many words as the model reads."""
+    return Vocabulary([*_SPECIAL, *(f"w{index}" for index in range(setup.words - len(_SPECIAL)))])
+
+
+def _stepper(setup: Setup, scenario: str, kind: Callable[..., Stepper] = Stepper) -> Stepper:
+    model = _model(setup)
+    anchor = copy.deepcopy(model) if scenario == "oas" else None
+    config = _config(setup, scenario)
+    return kind(config, model, make_vocabulary(setup), torch.device("cpu"), _STEPS_PER_EPOCH, anchor)
+
+
+def _shrunk(setup: Setup, small: bool) -> Setup:
+    if not small:
+        return setup
+    return attrs.evolve(setup, batch=2, dim=32, features=32, words=50, micro_batch=setup.micro_batch and 1)
+
+
+def make_step(
+    scenario: str, setup: Setup, small: bool = False, batch: Batch | None = None
+) -> Callable[[], dict[str, float]]:
+    """One optimiser step of a scenario after another, on `batch`, by default one of the setup's own."""
+    setup = _shrunk(setup, small)
+    stepper, given = _stepper(setup, scenario), make_batch(setup) if batch is None else batch
+    return lambda: stepper(given, "hardest", 0)
+
+
+class _Counting(Stepper):
+    """Notes in `pairs` how many entries of each score matrix of a step have a gradient."""
+
+    def __init__(self, pairs: list[int], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.pairs = pairs
+
+    def _functions(self, *arguments: Any) -> BatchFunctions:
+        functions = super()._functions(*arguments)
+
+        def scores(model: models.MatchingModel) -> torch.Tensor:
+            found = functions.scores(model)
+            if found.requires_grad:
+                found.register_hook(lambda gradient: self.pairs.append(int(gradient.count_nonzero())))
+            return found
+
+        return attrs.evolve(functions, scores=scores)
+
+
+def pairs_of_a_step(scenario: str, setup: Setup) -> int:
+    """Pairs whose scores have a gradient in a first step, of all branches together."""
+    pairs: list[int] = []
+    _stepper(setup, scenario, functools.partial(_Counting, pairs))(make_batch(setup), "hardest", 0)
+    return sum(pairs)
+
+
+def make_forward(setup: Setup, small: bool = False) -> Callable[[], torch.Tensor]:
+    """One forward of the model without gradient, in evaluation mode."""
+    setup = _shrunk(setup, small)
+    model, batch = _model(setup).eval(), make_batch(setup)
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            scores: torch.Tensor = model(batch.features, batch.token_ids, batch.lengths)
+            return scores
+
+    return run
+
+
+def make_start(scenario: str, setup: Setup, small: bool = False, steps: int = 3) -> Callable[[], None]:
+    """Everything that a scenario keeps and needs: models, optimisers and some steps, of which the second has all."""
+    setup = _shrunk(setup, small)
+    batch = make_batch(setup)
+
+    def run() -> None:
+        stepper = _stepper(setup, scenario)
+        for step in range(steps):
+            stepper(batch, "hardest", step)
+
+    return run
+
+
+@contextlib.contextmanager
+def memory_given_back() -> Iterator[None]:
+    """Processes that start here give freed blocks of a megabyte and more back at once (glibc).
+
+    What a process keeps for later use would count as memory in use, and more or less of it from run to run.
+    """
+    name = "MALLOC_MMAP_THRESHOLD_"
+    before = os.environ.get(name)
+    os.environ[name] = str(1 << 20)
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def processor_time(call: Callable[[], Any]) -> float:
+    """Seconds of one call on all threads together."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def run(
+    setups: list[Setup],
+    threads: int,
+    runs: int,
+    *,
+    memory: bool = True,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measures all scenarios of each setup, interleaved; what the JSON file holds."""
+    torch.set_num_threads(threads)
+    command = f"python -m benchmarks.scenarios --runs {runs} --threads {threads}"
+    where = {**environment(threads, build_info()), "command": command}
+    measured = {}
+    for setup in setups:
+        variants: dict[str, Callable[[], Any]] = {name: make_step(name, setup) for name in SCENARIOS}
+        variants["forward"] = make_forward(setup)
+        timings = interleave(variants, dict.fromkeys(variants, runs), processor_time, progress)
+        rows: dict[str, dict[str, Any]] = {name: timing.as_dict() for name, timing in timings.items()}
+        del variants
+        for name in SCENARIOS:
+            rows[name]["pairs"] = pairs_of_a_step(name, setup)
+        for _ in range(MEMORY_RUNS if memory else 0):
+            for name in SCENARIOS:
+                progress(f"{name}, memory")
+                with memory_given_back():
+                    peak = peak_memory(make_start, name, setup, threads=threads)
+                if peak is not None:
+                    rows[name].setdefault("peak_runs_bytes", []).append(peak)
+        for name in SCENARIOS:
+            peaks = rows[name].get("peak_runs_bytes")
+            rows[name]["peak_bytes"] = None if peaks is None else statistics.median(peaks)
+        model = _model(setup)
+        held = sum(value.numel() * value.element_size() for value in model.state_dict().values())
+        measured[setup.model] = {"setup": setup.as_dict(), "model_bytes": held, "rows": rows}
+    return {
+        "format_version": FORMAT_VERSION,
+        "environment": where,
+        "published": {name: {"time": seconds, "memory": room} for name, (seconds, room) in PUBLISHED.items()},
+        "models": measured,
+    }
+
+
+def added_forwards(rows: Mapping[str, Mapping[str, Any]], scenario: str) -> float:
+    """What a scenario adds to a single step, in forwards without gradient: the median over the rounds of the runs."""
+    rounds = zip(*(rows[name]["runs_s"] for name in (scenario, "single", "forward")), strict=True)
+    return statistics.median((step - single) / forward for step, single, forward in rounds)
+
+
+def per_branch(rows: Mapping[str, Mapping[str, Any]], scenario: str) -> float:
+    """Time of a step of several branches over that of as many single ones: the median over the rounds of the runs."""
+    branches = SCENARIOS[scenario]["branches"]
+    rounds = zip(*(rows[name]["runs_s"] for name in (scenario, "single")), strict=True)
+    return statistics.median(step / (branches * single) for step, single in rounds)
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """The table of each model, with what the paper reports of the per-caption loop beside it."""
+    where = results["environment"]
+    lines = []
+    for name, measured in results["models"].items():
+        setup, rows = measured["setup"], measured["rows"]
+        single = rows["single"]
+        lines += [
+            f"{name}, batches of {setup['batch']}, width {setup['dim']}; one step of the model alone takes "
+            f"{single['median_s'] * 1e3:.0f} ms, a forward without gradient "
+            f"{rows['forward']['median_s'] * 1e3:.0f} ms.",
+            "",
+            "| scenario | time | the paper's loop: time | memory | the paper's loop: memory | pairs with a gradient "
+            "| what it adds | allowed |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | --- | --- |",
+        ]
+        for scenario in SCENARIOS:
+            if scenario == "single":
+                continue
+            row = rows[scenario]
+            published = results["published"].get(scenario)
+            theirs = ("", "") if published is None else (f"+{published['time']} %", f"+{published['memory']} %")
+            room = percent(row["peak_bytes"] / single["peak_bytes"]) if row.get("peak_bytes") else ""
+            cells = [
+                scenario,
+                percent(row["median_s"] / single["median_s"]),
+                theirs[0],
+                room,
+                theirs[1],
+                _share(row["pairs"], single["pairs"]),
+            ]
+            lines.append(f"| {' | '.join([*cells, *_added(measured, scenario)])} |")
+        lines.append("")
+    lines.append(
+        f"Processor time, median of {len(single['runs_s'])} interleaved runs; memory is that of fresh processes with "
+        f"their models, optimisers and three steps, the median of {MEMORY_RUNS}. Pairs are those of the first step, "
+        f"of all branches, and beside them as a multiple of what one branch has alone. {where['processor']}, "
+        f"{where['threads']} thread(s), {where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}; made by "
+        f"`{where['command']}`."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def percent(ratio: float) -> str:
+    """How much more a ratio is than one."""
+    return f"{100 * (ratio - 1):+.0f} %"
+
+
+def _share(pairs: int, single: int) -> str:
+    return f"{pairs:,} ({pairs / single:.1f} x)"
+
+
+def _added(measured: Mapping[str, Any], scenario: str) -> tuple[str, str]:
+    """What a scenario adds in the units of what it may add, and that."""
+    rows, held = measured["rows"], measured["model_bytes"]
+    if "branches" in SCENARIOS[scenario]:
+        branches, ratio = SCENARIOS[scenario]["branches"], per_branch(rows, scenario)
+        return f"{ratio:.2f} x {branches} steps", _allowed(f"{PER_BRANCH} x {branches} steps", ratio, PER_BRANCH)
+    forwards = added_forwards(rows, scenario)
+    added, allowed = f"{forwards:.2f} forwards", _allowed(f"{FORWARDS} forwards", forwards, FORWARDS)
+    peak, single = rows[scenario].get("peak_bytes"), rows["single"].get("peak_bytes")
+    if peak and single:
+        room = held + ROOM_BYTES
+        added += f", {(peak - single) / 1e6:.0f} MB"
+        allowed += ", " + _allowed(f"{room / 1e6:.0f} MB", peak - single, room)
+    return added, allowed
+
+
+def _allowed(limit: str, reached: float, most: float) -> str:
+    """A limit in words, and by how much it is missed."""
+    return limit if reached <= most else f"{limit}, missed by {100 * (reached / most - 1):.1f} %"
 
 
 def main() -> None:

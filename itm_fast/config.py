@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import attrs
 
-from itm_fast.documents import parse_yaml
-from itm_fast.messages import shown
+from itm_fast.files.documents import parse_yaml
+from itm_fast.files.messages import shown
 
 __all__ = ["build", "fields_of", "from_text", "other_default", "setting", "to_dict"]
 

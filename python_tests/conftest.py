@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.commands import train_small
-from helpers.concepts import write_concepts
-from helpers.host import host_memory
 from hypothesis import HealthCheck, settings
 
 from itm_fast.data import placement
+from python_tests.helpers.commands import train_small
+from python_tests.helpers.concepts import write_concepts
+from python_tests.helpers.host import host_memory
 
 # The tests' tensors are small: a second thread would cost more than it gives, and many times more on a busy machine.
 # What depends on threads sets their number itself.

@@ -72,7 +72,7 @@ isolated/bin/python -m pip install -q --no-deps -e "$root"
 isolated/bin/python check_installation.py "$root"
 
 # Where there is no torch, one is fetched for the build and one is installed. The sources are those of the sdist, so
-# that the source tree keeps its own build. Neither optimised code nor byte code matters here, and both take long.
+# that the source tree keeps its own build. Neither CUDA nor optimised code nor byte code matters here, and they take long.
 export PYTHONUSERBASE="$work/no_user_site"
 "$root/.venv/bin/python" -m venv "$work/bare"
 if bare/bin/python -c 'import torch' 2>/dev/null; then echo "check_dist: torch is in a new environment" >&2; exit 1; fi
@@ -80,7 +80,7 @@ tar -xzf "$root"/dist/itm_fast-*.tar.gz
 echo "$TORCH" >constraints.txt
 # Which of the two variables reaches the isolated build depends on the version of pip.
 export PIP_CONSTRAINT="$work/constraints.txt" PIP_BUILD_CONSTRAINT="$work/constraints.txt"
-export PIP_NO_COMPILE=1 CMAKE_ARGS=-DCMAKE_BUILD_TYPE=Debug
+export PIP_NO_COMPILE=1 ITM_FAST_CUDA=off CMAKE_ARGS=-DCMAKE_BUILD_TYPE=Debug
 install_with_log bare/bin/python -m pip install ./itm_fast-*/
 expect_fetches_of_torch 2
 bare/bin/python check_installation.py

@@ -38,9 +38,9 @@ DYNAMIC = {
 
 HEAD = """# Resources of the CUDA kernels
 
-`make cuda-resources` writes this page from the compiler's output. `.ci/run` fails if a kernel spills, or if one that should
-use tensor cores has no HMMA instructions. Registers are per thread, of 65,536 in a multiprocessor. Shared memory is per
-block: static, and dynamic as launches request it. Stack and spills are per thread. All sizes are in bytes.
+`make cuda-resources` writes this page from the compiler's output. `.ci/run` fails if a kernel spills, or if one that
+should use tensor cores has no HMMA instructions. Registers are per thread, of 65,536 in a multiprocessor. Shared memory
+is per block: static, and dynamic as launches request it. Stack and spills are per thread. All sizes are in bytes.
 
 """
 

@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from experiment_data import bundled_split
 from torch import nn
 
+from benchmarks.experiments.data import bundled_split
 from itm_fast import config as settings
-from itm_fast import files, models
+from itm_fast import models
 from itm_fast.data import emoji
+from itm_fast.files import atomic
 from itm_fast.training import TrainConfig, checkpoint, train
 
 TRAIN_IMAGES = 840
@@ -53,7 +54,7 @@ def write_regions(out: Path, train_images: int = TRAIN_IMAGES, **machine: Any) -
         for split in ("train", "dev"):
             pictures, captions = bundled_split(split, train_images, rest=True)
             _write_split(other, split, emoji.patches(pictures), captions)
-        files.write_text(other / "vocab.json", emoji.vocabulary().to_json())
+        atomic.write_text(other / "vocab.json", emoji.vocabulary().to_json())
     config = settings.build(TrainConfig, {**DETECTOR, "data": str(other), "out": str(run), **machine})
     if not train(config, resume=(run / checkpoint.STATE_FILE).is_file()).finished:
         return False
@@ -61,7 +62,7 @@ def write_regions(out: Path, train_images: int = TRAIN_IMAGES, **machine: Any) -
     for split in emoji.SPLITS:
         pictures, captions = bundled_split(split, train_images)
         _write_split(out, split, regions(network, emoji.patches(pictures)), captions)
-    files.write_text(out / "vocab.json", emoji.vocabulary().to_json())
+    atomic.write_text(out / "vocab.json", emoji.vocabulary().to_json())
     return True
 
 
@@ -75,8 +76,8 @@ def regions(network: nn.Module, patches: np.ndarray) -> np.ndarray:
 
 
 def _write_split(folder: Path, split: str, features: np.ndarray, captions: list[str]) -> None:
-    files.write_text(folder / f"{split}_caps.txt", "".join(f"{caption}\n" for caption in captions))
-    with files.atomic_path(folder / f"{split}_ims.npy") as temporary:
+    atomic.write_text(folder / f"{split}_caps.txt", "".join(f"{caption}\n" for caption in captions))
+    with atomic.atomic_path(folder / f"{split}_ims.npy") as temporary:
         np.save(temporary, features)
 
 

@@ -164,8 +164,8 @@ def described(dry: bool, options: argparse.Namespace) -> dict[str, Any]:
     """Device and environment, as the benchmark writes them, and the packages that are missing and that were carried."""
     import torch
 
+    from benchmarks.machine import described_device
     from itm_fast.benchmarking.run import environment
-    from itm_fast.machine import described_device
     from itm_fast.ops.library import build_info
 
     found = environment(torch.get_num_threads(), build_info())
@@ -206,19 +206,24 @@ def build(options: argparse.Namespace, dry: bool, base: str) -> tuple[str, str, 
 def build_and_smoke(stage: Stage) -> None:
     check = [sys.executable, "tools/check_cuda_library.py"]
     if stage.dry:
-        stage.run("wrappers", pytest("python_tests/test_cuda_wrappers.py", "-k", "cpu or left"), by_tests)
-        stage.run("numbers", pytest("python_tests/test_devices.py", "-k", "numbers and retrieval"), by_tests)
+        stage.run("wrappers", pytest("python_tests/shim/test_cuda_wrappers.py", "-k", "cpu or left"), by_tests)
+        stage.run("numbers", pytest("python_tests/operators/test_devices.py", "-k", "numbers and retrieval"), by_tests)
     else:
         stage.run("operators", check)
         stage.run("wrappers", pytest("python_tests/cuda/test_wrappers.py"), by_tests, limit=180)
-        stage.run("numbers", pytest("python_tests/test_devices.py", "-m", "cuda", "-k", "numbers"), by_tests, limit=120)
+        stage.run(
+            "numbers",
+            pytest("python_tests/operators/test_devices.py", "-m", "cuda", "-k", "numbers"),
+            by_tests,
+            limit=120,
+        )
     if not stage.short:
         benchmark(stage, "quick", limit=90)
 
 
 def tests(stage: Stage) -> None:
     if stage.dry:
-        stage.run("cuda", pytest("python_tests/test_devices.py", "-k", "bit_for_bit"), by_tests)
+        stage.run("cuda", pytest("python_tests/operators/test_devices.py", "-k", "bit_for_bit"), by_tests)
         return
     report = stage.options.out / "gpu_check_tests.xml"
     # In a first round wrappers and numbers have just been compared.
@@ -250,7 +255,14 @@ def benchmark(stage: Stage, preset: str, limit: float) -> None:
     results.unlink(missing_ok=True)
     # Workloads are begun up to a while before the end, so that the last one can finish.
     until = max(0.0, 0.7 * min(limit, stage.left()))
-    command = [sys.executable, "tools/gpu_bench.py", "dry" if stage.dry else preset, str(results), f"{until:.0f}"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_bench",
+        "dry" if stage.dry else preset,
+        str(results),
+        f"{until:.0f}",
+    ]
     stage.run("benchmark", command + (["cpu"] if stage.dry else []), limit=limit)
     if results.exists():
         stage.content["results"] = json.loads(results.read_text())
@@ -269,7 +281,7 @@ def coco(stage: Stage) -> None:
     """The rehearsal at COCO's size; a further call takes the data that one before it wrote."""
     results = stage.options.out / f"{stage.file.stem}_measured.json"
     results.unlink(missing_ok=True)
-    command = [sys.executable, "benchmarks/coco_epoch.py", "--json", str(results)]
+    command = [sys.executable, "-m", "benchmarks.coco_epoch", "--json", str(results)]
     command += ["--limit-s", f"{max(0.0, 0.8 * stage.left()):.0f}"]
     where = ["--plan", "full", "--device", "cuda", "--folder", str(gpu_environment.ENVIRONMENT.parent / "coco")]
     stage.run("rehearsal", command + (["--plan", "dry"] if stage.dry else where))

@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python_tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from helpers.devices import CASES, built, inputs_of, run_case
 
 import itm_fast.functional as F_itm
+from python_tests.helpers.devices import CASES, built, inputs_of, run_case
 
 
 def main(device: str = "cuda", dtypes: str = "all") -> None:

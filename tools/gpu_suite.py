@@ -10,8 +10,9 @@ from gpu_environment import ROOT
 
 
 def parts() -> list[list[str]]:
-    """The files of the suite for a run on every second processor: each of them compiles, or starts others, at times."""
-    files = [str(file.relative_to(ROOT)) for file in sorted((ROOT / "python_tests").glob("test_*.py"))]
+    """Deal out the files that need no GPU, for a run on every second processor: some compile or start processes."""
+    found = sorted((ROOT / "python_tests").rglob("test_*.py"))
+    files = [str(file.relative_to(ROOT)) for file in found if file.parent.name != "cuda"]
     return dealt_out(files, max(1, (os.cpu_count() or 1) // 2))
 
 

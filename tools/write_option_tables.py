@@ -3,7 +3,7 @@
     python tools/write_option_tables.py            # writes both pages
     python tools/write_option_tables.py --check    # exit status 1 where a page is out of date
 
-Hidden options are listed too.
+Hidden options, the former names of others, are left out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def command_section(name: str, command: Any) -> str:
     panels: dict[str, list[str]] = {}
     arguments = []
     for parameter in command.params:
-        parameter.hidden = False
+        if parameter.hidden:
+            continue
         option, text = parameter.get_help_record(context)
         if parameter.param_type_name == "argument":
             arguments.append(option.split()[0])
@@ -65,7 +66,7 @@ def cli_page() -> str:
         [
             "# Command line",
             "",
-            "Every command prints this with `--help`. `tools/write_option_tables.py` generates the page.",
+            "All commands with all of their options. `tools/write_option_tables.py` generates the page.",
             "",
             *sections,
             "## Model options",

@@ -19,10 +19,18 @@ import torch
 from itm_fast.benchmarking import regulated, workloads
 from itm_fast.benchmarking.measure import CpuMeter, Meter, interleave
 from itm_fast.benchmarking.workloads import Sizes
-from itm_fast.machine import processor_name
 from itm_fast.ops.library import build_info
 
-__all__ = ["FORMAT_VERSION", "PRESETS", "Preset", "compiler_found", "environment", "measure_variants", "run"]
+__all__ = [
+    "FORMAT_VERSION",
+    "PRESETS",
+    "Preset",
+    "compiler_found",
+    "environment",
+    "measure_variants",
+    "processor_name",
+    "run",
+]
 
 FORMAT_VERSION = 2
 
@@ -49,25 +57,26 @@ PRESETS = {
 }
 
 
-def run(preset: Preset, threads: int, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Measures everything of `preset` on the CPU with `threads` threads; returns what the JSON file holds.
+def run(preset: Preset, meter: Meter, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Measure everything of `preset` on the meter's device; return the content of the JSON file.
 
     Raises:
-        RuntimeError: no native library serves the CPU: there is nothing to measure.
+        RuntimeError: no native kernel serves that device, so there is nothing to measure.
     """
-    info = build_info()
-    if not info["dispatch"]["cross_attention_scores"]["cpu"].startswith("native"):
-        raise RuntimeError(f"nothing to measure: {info['dispatch']['cross_attention_scores']['cpu']}")
+    info, device = build_info(), meter.device
+    if not info["dispatch"]["cross_attention_scores"][device].startswith("native"):
+        raise RuntimeError(f"nothing to measure: {info['dispatch']['cross_attention_scores'][device]}")
     before = torch.get_num_threads()
+    threads = meter.threads if isinstance(meter, CpuMeter) else before
     torch.set_num_threads(threads)
     try:
-        square = Sizes(preset.batch, preset.batch, preset.dim)
-        gallery = Sizes(preset.evaluation_images, preset.evaluation_captions, preset.dim)
+        square = Sizes(preset.batch, preset.batch, preset.dim, device)
+        gallery = Sizes(preset.evaluation_images, preset.evaluation_captions, preset.dim, device)
         compiled = ["packed compiled"] if preset.compiled and compiler_found() else []
         low = ["packed bf16", "native high", "native medium", "native bf16"]
         variants = ["loop", "packed", *compiled, "native", *low]
         repeats = {name: preset.loop_runs if name == "loop" else preset.runs for name in variants}
-        measure = partial(measure_variants, meter=CpuMeter(threads), memory=preset.memory, progress=progress)
+        measure = partial(measure_variants, meter=meter, memory=preset.memory, progress=progress)
         once = preset.evaluation_loop_runs
         few = {"loop": once, "packed bounded": once}
         few |= {name: min(3, preset.runs) for name in ("native", *low[1:])}
@@ -91,17 +100,18 @@ def run(preset: Preset, threads: int, progress: Callable[[str], None] = lambda _
         for batch in preset.loss_batches:
             for mining in ("hardest", "all"):
                 both = {"plain": preset.runs, "native": preset.runs}
-                measured[f"loss {mining} {batch}"] = measure(workloads.make_loss, both, (batch, mining))
+                measured[f"loss {mining} {batch}"] = measure(workloads.make_loss, both, (batch, mining, device))
                 boosting = measured[f"boosting {mining} {batch}"] = measure(
-                    workloads.make_boosting, both, (batch, mining)
+                    workloads.make_boosting, both, (batch, mining, device)
                 )
                 for name, variant in boosting["variants"].items():
-                    variant["accuracy"] = workloads.boosting_accuracy(name, batch, mining)
+                    variant["accuracy"] = workloads.boosting_accuracy(name, batch, mining, device)
     finally:
         torch.set_num_threads(before)
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
     return {
         "format_version": FORMAT_VERSION,
-        "environment": environment(threads, info),
+        "environment": {**environment(threads, info), "device": gpu},
         "preset": attrs.asdict(preset),
         "workloads": measured,
     }
@@ -152,6 +162,16 @@ def environment(threads: int, info: Mapping[str, Any]) -> dict[str, Any]:
         "itm_fast": info["version"],
         "instruction_set": info["dispatch"]["cross_attention_scores"]["cpu"].removeprefix("native "),
     }
+
+
+def processor_name() -> str:
+    """Return the name of the processor if the system tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def _commit() -> tuple[str | None, bool | None]:

@@ -29,7 +29,7 @@ from itm_fast.cli.recipes import recipes
 from itm_fast.cli.train import train
 from itm_fast.distributed.launch import launched
 from itm_fast.distributed.world import joined_before
-from itm_fast.messages import shortened
+from itm_fast.files.messages import shortened
 from itm_fast.version import __version__
 
 __all__ = ["app", "main", "run"]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -31,13 +30,15 @@ def bench(
     benchmark takes about half an hour on two cores; leave the machine alone meanwhile. It needs about 12 GB of memory,
     which is what RCAR's loop keeps for a training step.
 
-    On a GPU the times are the device's, beside the cost model of docs/performance.md and what a matrix product and a
-    copy reach in the same run; --json is written after every workload.
+    On a GPU (--device cuda) the times are those of the device, between two CUDA events.
     """
     import torch
     from tqdm import tqdm
 
-    from itm_fast.files import check_target
+    from itm_fast.benchmarking.measure import CpuMeter, CudaMeter
+    from itm_fast.benchmarking.run import PRESETS, run
+    from itm_fast.benchmarking.table import markdown
+    from itm_fast.files.atomic import check_target, write_text
 
     if json is not None:
         check_target(json)
@@ -47,36 +48,11 @@ def bench(
             bar.set_description_str(what, refresh=False)
             bar.update()
 
-        preset = "quick" if quick else "full"
         try:
-            if device is _Device.cuda:
-                text = _on_gpu(preset, json, progress)
-            else:
-                text = _on_cpu(preset, json, threads or torch.get_num_threads(), progress)
+            meter = CudaMeter() if device is _Device.cuda else CpuMeter(threads or torch.get_num_threads())
+            results = run(PRESETS["quick" if quick else "full"], meter, progress)
         except RuntimeError as error:
             raise ValueError(str(error)) from error
-    typer.echo(text)
-
-
-def _on_cpu(preset: str, json: Path | None, threads: int, progress: Callable[[str], None]) -> str:
-    from itm_fast.benchmarking.run import PRESETS, run
-    from itm_fast.benchmarking.table import markdown
-
-    results = run(PRESETS[preset], threads, progress)
-    _write(json, results)
-    return markdown(results)
-
-
-def _on_gpu(preset: str, json: Path | None, progress: Callable[[str], None]) -> str:
-    from itm_fast.benchmarking.gpu import PRESETS, run
-    from itm_fast.benchmarking.gpu_table import markdown
-    from itm_fast.benchmarking.measure import CudaMeter
-
-    return markdown(run(PRESETS[preset], CudaMeter(), progress, lambda results: _write(json, results)))
-
-
-def _write(json: Path | None, results: dict[str, Any]) -> None:
-    from itm_fast.files import write_text
-
     if json is not None:
         write_text(json, dumps(results, indent=1) + "\n")
+    typer.echo(markdown(results))

@@ -23,9 +23,9 @@ def curves(
     Gradient of the first image layer, distance of the hardest negatives from the positives, share of the anchors that
     took their hardest negative, and the validation's sum of recalls, as far as the logs of the runs have them.
     """
-    from itm_fast import files
+    from itm_fast.files import atomic
+    from itm_fast.files.run_files import METRICS
     from itm_fast.report.comparison import write_comparison
-    from itm_fast.run_files import METRICS
     from itm_fast.training.metrics_log import read_metrics
 
     names = label or [run.resolve().name for run in runs]
@@ -34,7 +34,7 @@ def curves(
     doubled = next((name for number, name in enumerate(names) if name in names[:number]), None)
     if doubled is not None:
         raise ValueError(f"--label: expected a name of its own for each run, got {doubled!r} twice")
-    files.check_target(out)
+    atomic.check_target(out)
     logs = {}
     for name, run in zip(names, runs, strict=True):
         if not (run / METRICS).is_file():

@@ -121,13 +121,13 @@ def check_command(
     """
     import attrs
 
-    from itm_fast import files
     from itm_fast.data.check import check_folder
     from itm_fast.data.check_store import check_store
     from itm_fast.data.store_format import is_store
+    from itm_fast.files import atomic
 
     if json_file is not None:
-        files.check_target(json_file)
+        atomic.check_target(json_file)
     report: Report | StoreReport
     if is_store(directory):
         if vocab is not None:
@@ -136,7 +136,7 @@ def check_command(
     else:
         report = check_folder(directory, split or (), vocabulary_file=vocab, progress=True)
     if json_file is not None:
-        files.write_text(json_file, json.dumps(attrs.asdict(report), indent=2) + "\n")
+        atomic.write_text(json_file, json.dumps(attrs.asdict(report), indent=2) + "\n")
     _print(report)
     if report.problems:
         raise typer.Exit(1)

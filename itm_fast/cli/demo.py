@@ -55,9 +55,10 @@ def demo(
     """
     import torch
 
-    from itm_fast import build_info, evaluation, files, models
+    from itm_fast import build_info, evaluation, models
     from itm_fast.benchmarking.run import environment
     from itm_fast.data import PrecomputedDataset, emoji
+    from itm_fast.files import atomic
     from itm_fast.report import write_report
     from itm_fast.training import TrainConfig, run_folder, train
     from itm_fast.training.metrics_log import MetricsLog, read_metrics
@@ -66,7 +67,7 @@ def demo(
     if not (math.isfinite(minutes) and minutes > 0):
         raise ValueError(f"minutes: expected a finite number above 0, got {minutes:g}")
     if json_file is not None:
-        files.check_target(json_file)
+        atomic.check_target(json_file)
     if threads:
         torch.set_num_threads(threads)
     data = out / "data"
@@ -105,7 +106,7 @@ def demo(
             "trained": trained,
             "untrained": untrained,
         }
-        files.write_text(json_file, json.dumps(measured, indent=1) + "\n")
+        atomic.write_text(json_file, json.dumps(measured, indent=1) + "\n")
     typer.echo(f"\n{test.n_images} test pictures, {len(test):,} captions:\n")
     typer.echo(evaluation.recall_table({"trained": trained, "untrained": untrained}))
     typer.echo(f"\nreport: {(out / 'report.html').resolve()}")
@@ -229,7 +230,7 @@ def _facts(
     import torch
 
     import itm_fast
-    from itm_fast.machine import processor_name
+    from itm_fast.benchmarking.run import processor_name
 
     info = itm_fast.build_info()
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -51,12 +51,13 @@ def evaluate(
     import torch
 
     import itm_fast
-    from itm_fast import evaluation, files
+    from itm_fast import evaluation
     from itm_fast.distributed import joined
+    from itm_fast.files import atomic
     from itm_fast.training.run import device_of, warn_of_unknown_words
 
     if json_file is not None:
-        files.check_target(json_file)
+        atomic.check_target(json_file)
     _check_distinct(checkpoint)
     if threads:
         torch.set_num_threads(threads)
@@ -114,7 +115,7 @@ def evaluate(
         }
         if not single:
             result["members"] = [{**source, **summary} for source, summary in zip(sources, alone, strict=True)]
-        files.write_text(json_file, json.dumps(result, indent=2) + "\n")
+        atomic.write_text(json_file, json.dumps(result, indent=2) + "\n")
 
 
 def _check_distinct(checkpoints: list[Path]) -> None:

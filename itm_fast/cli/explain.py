@@ -54,12 +54,12 @@ def explain(
 
     import torch
 
-    from itm_fast import files
     from itm_fast.evaluation import explain as explain_pair
+    from itm_fast.files import atomic
     from itm_fast.report import PairDirection, PairReport, write_pair
 
     for target in (out, *([] if json_file is None else [json_file])):
-        files.check_target(target)
+        atomic.check_target(target)
     model, vocabulary, _ = load_run(checkpoint, torch.device("cpu"), vocab)
     dataset = dataset_of(data, split, vocabulary, model, checkpoint)
     if not 0 <= caption < len(dataset):
@@ -120,7 +120,7 @@ def explain(
             },
             "score": explanation.score,
         }  # fmt: skip
-        files.write_text(json_file, json.dumps(content, indent=2) + "\n")
+        atomic.write_text(json_file, json.dumps(content, indent=2) + "\n")
     typer.echo(f"score {explanation.score:.4f}; page: {out}")
 
 

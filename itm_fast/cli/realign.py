@@ -34,17 +34,18 @@ def realign(
     settings of their own training, warm-up included. The table has the sum of recalls of the images of each model with
     the captions of each, the figure the first principal components of both.
     """
-    from itm_fast import files, models
+    from itm_fast import models
     from itm_fast.data import Vocabulary, open_split
+    from itm_fast.files import atomic
+    from itm_fast.files.run_files import VOCABULARY
     from itm_fast.report.features import write_features
-    from itm_fast.run_files import VOCABULARY
-    from itm_fast.training.cross_model import cross_table, pooled_features
-    from itm_fast.training.cross_model import realign as train_heads
+    from itm_fast.training.fdf.cross_model import cross_table, pooled_features
+    from itm_fast.training.fdf.cross_model import realign as train_heads
     from itm_fast.training.run import device_of
 
     for file in (figure, json_file):
         if file is not None:
-            files.check_target(file)
+            atomic.check_target(file)
     where = device_of(device)
     dataset = open_split(data, split, Vocabulary.from_file(heads / VOCABULARY))
     result = train_heads(
@@ -72,4 +73,4 @@ def realign(
     if figure is not None:
         write_features(figure, pooled_features(members, dataset))
     if json_file is not None:
-        files.write_text(json_file, json.dumps({"split": split, "rsum": table}, indent=2) + "\n")
+        atomic.write_text(json_file, json.dumps({"split": split, "rsum": table}, indent=2) + "\n")

@@ -16,12 +16,12 @@ from pathlib import Path
 import attrs
 
 from itm_fast import config as settings
-from itm_fast import files
 from itm_fast.compat import dbl, rcar, rvsepp, scan, sgraf, vse_infty
 from itm_fast.compat.checkpoint import OfficialCheckpoint, read_checkpoint
 from itm_fast.data import BertVocabulary, Vocabulary
+from itm_fast.files import atomic
+from itm_fast.files.run_files import CONFIG, VOCABULARY
 from itm_fast.models.base import MatchingModel
-from itm_fast.run_files import CONFIG, VOCABULARY
 
 __all__ = ["SOURCES", "Source", "convert"]
 
@@ -103,8 +103,8 @@ def convert(
     contents = {VOCABULARY: vocabulary_bytes, **model.file_contents()}
     _check_contents(folder, contents)
     for name, content in contents.items():
-        files.remove_temporaries(folder / name)
-        files.write_bytes(folder / name, content)
+        atomic.remove_temporaries(folder / name)
+        atomic.write_bytes(folder / name, content)
     return official
 
 

@@ -19,8 +19,8 @@ import attrs
 from torch import Tensor
 
 from itm_fast.compat.options import Options
-from itm_fast.messages import shown
-from itm_fast.torch_files import load_plain
+from itm_fast.files.messages import shown
+from itm_fast.files.torch_files import load_plain
 
 __all__ = ["OfficialCheckpoint", "StateDict", "Weight", "read_checkpoint"]
 

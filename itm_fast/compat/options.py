@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from itm_fast.messages import shortened, shown
+from itm_fast.files.messages import shortened, shown
 
 __all__ = ["Options"]
 

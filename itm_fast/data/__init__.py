@@ -7,15 +7,15 @@ captions form a batch; `augmentation` changes captions and images in training; `
 folder; `emoji` is a real data set that comes with the package.
 """
 
-from .augmentation import BatchAugmentation, RegionAugmentation, TextAugmentation
-from .bert_vocabulary import BertVocabulary
-from .dataset import Batch, CaptionDataset
-from .loading import BatchLoader, EpochSampler
-from .pack import pack
-from .precomputed import PrecomputedDataset
-from .store import StoreDataset, check_data, open_split
-from .tokenization import tokenize
-from .vocabulary import Vocabulary, find_vocabulary, load_vocabulary
+from itm_fast.data.augmentation import BatchAugmentation, RegionAugmentation, TextAugmentation
+from itm_fast.data.bert_vocabulary import BertVocabulary
+from itm_fast.data.dataset import Batch, CaptionDataset
+from itm_fast.data.loading import BatchLoader, EpochSampler
+from itm_fast.data.pack import pack
+from itm_fast.data.precomputed import PrecomputedDataset
+from itm_fast.data.store import StoreDataset, check_data, open_split
+from itm_fast.data.tokenization import tokenize
+from itm_fast.data.vocabulary import Vocabulary, find_vocabulary, load_vocabulary
 
 __all__ = [
     "Batch",

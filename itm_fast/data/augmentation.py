@@ -9,9 +9,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from ..fragments import Fragments
-from .dataset import Batch
-from .vocabulary import Vocabulary
+from itm_fast.data.dataset import Batch
+from itm_fast.data.vocabulary import Vocabulary
+from itm_fast.fragments import Fragments
 
 # Of the words that change, the shares that become `<mask>` and that become another word; the rest are deleted.
 _MASKED, _REPLACED = 0.5, 0.1

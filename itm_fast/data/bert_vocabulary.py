@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .. import documents
-from ..messages import shown
-from .vocabulary import MAX_BYTES, Vocabulary, words_by_id
+from itm_fast.data.vocabulary import MAX_BYTES, Vocabulary, words_by_id
+from itm_fast.files import documents
+from itm_fast.files.messages import shown
 
 _CONTINUATION = "##"
 # What `tokenizer.json` says of every BERT model, and this package does.

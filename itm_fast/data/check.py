@@ -17,9 +17,9 @@ import attrs
 import numpy as np
 from tqdm import tqdm
 
-from . import layout
-from .check_split import MAX_PLACES, Problem, SplitCheck, SplitSummary, without_path
-from .vocabulary import Vocabulary, find_vocabulary
+from itm_fast.data import layout
+from itm_fast.data.check_split import MAX_PLACES, Problem, SplitCheck, SplitSummary, without_path
+from itm_fast.data.vocabulary import Vocabulary, find_vocabulary
 
 __all__ = ["Problem", "Report", "SplitSummary", "check_folder"]
 

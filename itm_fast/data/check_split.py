@@ -14,9 +14,9 @@ from pathlib import Path
 import attrs
 import numpy as np
 
-from . import layout
-from .tokenization import tokenize
-from .vocabulary import Vocabulary
+from itm_fast.data import layout
+from itm_fast.data.tokenization import tokenize
+from itm_fast.data.vocabulary import Vocabulary
 
 __all__ = ["MAX_PLACES", "Problem", "SplitCheck", "SplitSummary", "without_path"]
 

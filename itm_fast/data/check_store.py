@@ -13,11 +13,11 @@ from pathlib import Path
 import attrs
 from tqdm import tqdm
 
-from . import store_format
-from .check_split import Problem, without_path
-from .digests import sha256_of_file
-from .store_format import SplitRecord
-from .vocabulary import Vocabulary
+from itm_fast.data import store_format
+from itm_fast.data.check_split import Problem, without_path
+from itm_fast.data.digests import sha256_of_file
+from itm_fast.data.store_format import SplitRecord
+from itm_fast.data.vocabulary import Vocabulary
 
 __all__ = ["StoreReport", "check_store", "check_vocabulary"]
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..fragments import Fragments
-from .features import ArrayFeatures, Features
-from .vocabulary import Vocabulary
+from itm_fast.data.features import ArrayFeatures, Features
+from itm_fast.data.vocabulary import Vocabulary
+from itm_fast.fragments import Fragments
 
 Indices = Tensor | np.ndarray | Sequence[int]
 

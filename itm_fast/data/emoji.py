@@ -23,10 +23,10 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
-from .. import files
-from .dataset import CaptionDataset
-from .layout import CAPTIONS_PER_IMAGE, open_features, read_captions, split_path
-from .vocabulary import Vocabulary
+from itm_fast.data.dataset import CaptionDataset
+from itm_fast.data.layout import CAPTIONS_PER_IMAGE, open_features, read_captions, split_path
+from itm_fast.data.vocabulary import Vocabulary
+from itm_fast.files import atomic
 
 SPLITS = ("train", "dev", "test")
 SIZE = 72  # pixels of a side
@@ -193,9 +193,9 @@ def write_dataset(directory: str | os.PathLike[str], *, overwrite: bool = False)
             raise ValueError(f"{directory / name}: is there with other content; choose another directory")
     for name in needed:
         if name in texts:
-            files.write_text(directory / name, texts[name])
+            atomic.write_text(directory / name, texts[name])
         else:
-            with files.atomic_path(directory / name) as temporary:
+            with atomic.atomic_path(directory / name) as temporary:
                 np.save(temporary, patches(pictures(name.removesuffix("_ims.npy"))))
     return directory
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..fragments import Fragments
+from itm_fast.fragments import Fragments
 
 # Rows are read into memory in blocks of about so many bytes.
 BLOCK_BYTES = 16 * 2**20

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from .dataset import Batch, CaptionDataset
+from itm_fast.data.dataset import Batch, CaptionDataset
 
 # Batches that are made while one is worked on.
 _AHEAD = 2

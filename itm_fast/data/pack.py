@@ -20,14 +20,14 @@ import torch
 from safetensors.numpy import save as save_tensors
 from tqdm import tqdm
 
-from .. import files, folder_lock
-from . import layout, store_format
-from .digests import sha256_of_file
-from .features import BLOCK_BYTES, Features
-from .pack_notes import Notes
-from .precomputed import PrecomputedDataset
-from .store_format import DTYPES, Manifest, ShardRecord, SplitRecord, shard_header
-from .vocabulary import Vocabulary, load_vocabulary
+from itm_fast.data import layout, store_format
+from itm_fast.data.digests import sha256_of_file
+from itm_fast.data.features import BLOCK_BYTES, Features
+from itm_fast.data.pack_notes import Notes
+from itm_fast.data.precomputed import PrecomputedDataset
+from itm_fast.data.store_format import DTYPES, Manifest, ShardRecord, SplitRecord, shard_header
+from itm_fast.data.vocabulary import Vocabulary, load_vocabulary
+from itm_fast.files import atomic, lock
 
 __all__ = ["SHARD_BYTES", "pack"]
 
@@ -90,7 +90,7 @@ def pack(
     datasets = [PrecomputedDataset(source, name, vocabulary) for name in names]
     _check_widths(datasets)
     _check_shards(datasets, dtype, shard_bytes)
-    with folder_lock.hold(
+    with lock.hold(
         target / store_format.LOCK,
         refusal=lambda holder: f"{target}: {holder} is packing there; wait for its end, or choose another --out",
         warning=lambda said: f"{target}: its file system knows no locks ({said}); start no second packing there",
@@ -217,8 +217,8 @@ def _pack_split(
         shards.append(done)
     index = _index_of(data)
     path = folder / f"{data.split}-index.safetensors"
-    files.remove_temporaries(path)
-    files.write_bytes(path, index)
+    atomic.remove_temporaries(path)
+    atomic.write_bytes(path, index)
     return SplitRecord(
         name=data.split,
         images=shape[0],
@@ -264,8 +264,8 @@ def _write_shard(
     header = shard_header(dtype, regions, shape[2])
     digest = hashlib.sha256(header)
     size = len(header)
-    files.remove_temporaries(path)
-    with files.atomic_path(path) as temporary, temporary.open("wb") as file:
+    atomic.remove_temporaries(path)
+    with atomic.atomic_path(path) as temporary, temporary.open("wb") as file:
         file.write(header)
         for start in range(first, last, step):
             end = min(start + step, last)

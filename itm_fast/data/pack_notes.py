@@ -13,11 +13,11 @@ from typing import Any
 
 import attrs
 
-from .. import documents, files
-from ..messages import shown
-from . import store_format
-from .check_store import check_vocabulary
-from .store_format import MANIFEST, UNFINISHED, Manifest, ShardRecord
+from itm_fast.data import store_format
+from itm_fast.data.check_store import check_vocabulary
+from itm_fast.data.store_format import MANIFEST, UNFINISHED, Manifest, ShardRecord
+from itm_fast.files import atomic, documents
+from itm_fast.files.messages import shown
 
 _MAX_NOTES_BYTES = 16 * 2**20
 
@@ -47,14 +47,14 @@ class Notes:
             self._take_up(folder)
         elif folder.is_dir():
             # A call that was killed before it had noted anything leaves a temporary file of its notes at most.
-            files.remove_temporaries(self.path)
+            atomic.remove_temporaries(self.path)
             found = min((path.name for path in folder.iterdir() if path.name != store_format.LOCK), default=None)
             if found is not None:
                 raise ValueError(
                     f"{folder}: expected an empty folder or a feature store, found {shown(found)}; choose another --out"
                 )
         for name in (MANIFEST, UNFINISHED, store_format.VOCABULARY):
-            files.remove_temporaries(folder / name)
+            atomic.remove_temporaries(folder / name)
         # Noted before the first shard is there, so that a folder with shards of an interrupted call is known as one.
         self._write()
 
@@ -97,7 +97,7 @@ class Notes:
             "sources": {split: state for split, (_, state) in self._sources.items()},
             "shards": [attrs.asdict(one) for one in self.shards.values()],
         }
-        files.write_text(self.path, json.dumps(content) + "\n")
+        atomic.write_text(self.path, json.dumps(content) + "\n")
 
 
 def _is_of(manifest: Manifest, asked: dict[str, Any]) -> bool:

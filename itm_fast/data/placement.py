@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ..distributed import World
-from .features import BLOCK_BYTES, Features, ResidentFeatures
-from .host_memory import host_memory
+from itm_fast.data.features import BLOCK_BYTES, Features, ResidentFeatures
+from itm_fast.data.host_memory import host_memory
+from itm_fast.distributed import World
 
 __all__ = ["PLACEMENTS", "Placement", "host_room", "place"]
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ..messages import shown
-from . import layout
-from .dataset import CaptionDataset
-from .digests import sampled_sha256, sha256_of_parts
-from .features import Features
-from .vocabulary import Vocabulary
+from itm_fast.data import layout
+from itm_fast.data.dataset import CaptionDataset
+from itm_fast.data.digests import sampled_sha256, sha256_of_parts
+from itm_fast.data.features import Features
+from itm_fast.data.vocabulary import Vocabulary
+from itm_fast.files.messages import shown
 
 
 class PrecomputedDataset(CaptionDataset):

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..distributed import launched
+from itm_fast.distributed import launched
 
 __all__ = ["MOST_THREADS", "BufferPool", "ShardReader", "default_threads"]
 

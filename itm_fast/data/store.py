@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..fragments import Fragments
-from . import layout, store_format
-from .dataset import CaptionDataset
-from .digests import sha256_of_parts
-from .features import Features, as_regions
-from .precomputed import PrecomputedDataset
-from .reader import BufferPool, ShardReader, default_threads
-from .store_format import DTYPES, Manifest, SplitRecord
-from .vocabulary import Vocabulary
+from itm_fast.data import layout, store_format
+from itm_fast.data.dataset import CaptionDataset
+from itm_fast.data.digests import sha256_of_parts
+from itm_fast.data.features import Features, as_regions
+from itm_fast.data.precomputed import PrecomputedDataset
+from itm_fast.data.reader import BufferPool, ShardReader, default_threads
+from itm_fast.data.store_format import DTYPES, Manifest, SplitRecord
+from itm_fast.data.vocabulary import Vocabulary
+from itm_fast.fragments import Fragments
 
 __all__ = ["StoreDataset", "StoreFeatures", "check_data", "open_split"]
 

@@ -24,10 +24,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 
-from .. import documents, files
-from ..formats import Format
-from ..messages import shown
-from .vocabulary import Vocabulary
+from itm_fast.data.vocabulary import Vocabulary
+from itm_fast.files import atomic, documents
+from itm_fast.files.formats import Format
+from itm_fast.files.messages import shown
 
 FORMAT = Format()
 MANIFEST = "store.json"
@@ -101,7 +101,7 @@ def vocabulary_digest(vocabulary: Vocabulary) -> str:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     content = {"format_version": FORMAT.newest, **attrs.asdict(manifest)}
-    files.write_text(directory / MANIFEST, json.dumps(content, indent=1) + "\n")
+    atomic.write_text(directory / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:

@@ -13,9 +13,9 @@ from typing import IO, Any
 import numpy as np
 from tqdm import tqdm
 
-from .. import files
-from .layout import CAPTIONS_PER_IMAGE, SUFFIXES, split_path
-from .vocabulary import END, MASK, PAD, START, UNK, Vocabulary
+from itm_fast.data.layout import CAPTIONS_PER_IMAGE, SUFFIXES, split_path
+from itm_fast.data.vocabulary import END, MASK, PAD, START, UNK, Vocabulary
+from itm_fast.files import atomic
 
 __all__ = ["COCO_IMAGES", "write_synthetic"]
 
@@ -81,8 +81,8 @@ def write_synthetic(
             stream = [seed, *source.encode()]
             blocks = (_captions(stream, first, words - 5) for first in range(0, images, _BLOCK_IMAGES))
             captions = [caption for block in blocks for caption in block][: images * CAPTIONS_PER_IMAGE]
-            files.write_text(split_path(folder, split, "caps.txt"), "".join(captions))
-            with files.atomic_path(split_path(folder, split, "ims.npy")) as temporary, temporary.open("wb") as file:
+            atomic.write_text(split_path(folder, split, "caps.txt"), "".join(captions))
+            with atomic.atomic_path(split_path(folder, split, "ims.npy")) as temporary, temporary.open("wb") as file:
                 _write_features(file, (images, regions, width), stream, sparse, bar)
     return folder
 

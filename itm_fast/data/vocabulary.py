@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .. import documents, files
-from ..messages import shown
-from . import layout
-from .tokenization import tokenize
+from itm_fast.data import layout
+from itm_fast.data.tokenization import tokenize
+from itm_fast.files import atomic, documents
+from itm_fast.files.messages import shown
 
 # The largest published vocabulary has 0.4 MB.
 MAX_BYTES = 64 * 2**20
@@ -126,7 +126,7 @@ class Vocabulary:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the published JSON, atomically."""
-        files.write_text(path, self.to_json())
+        atomic.write_text(path, self.to_json())
 
     def encode(self, caption: str) -> list[int]:
         """The ids of `<start>`, the words of `caption` (unknown ones as `<unk>`), `<end>`."""

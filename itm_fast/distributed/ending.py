@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from itm_fast.distributed.launch import Launch
-from itm_fast.messages import shortened
+from itm_fast.files.messages import shortened
 
 __all__ = ["ended"]
 

@@ -22,7 +22,7 @@ def boosting_loss(
     directions: str = "both",
     reduction: str = "sum",
 ) -> Tensor:
-    """Deep Boosting Learning: the target branch has to keep pairs farther apart than an anchor branch does.
+    """Compute the loss of Deep Boosting Learning: the target must separate pairs further than an anchor branch.
 
     With the scores s of the target branch and a of the anchor branch, an anchor of one direction has, by `strategy`:
 

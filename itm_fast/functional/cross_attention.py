@@ -21,7 +21,7 @@ def cross_attention_scores(
     aggregation: str = "mean",
     logsumexp_temperature: float = 6.0,
 ) -> Tensor:
-    """Scores of all pairs of a query set and a context set by stacked cross-attention.
+    """Score all pairs of a query set and a context set by stacked cross-attention.
 
     Text-to-image: the queries are the words of captions, the contexts the regions of images. Image-to-text: the other
     way round. For the rows `q_j` of a query set and `x_k` of a context set:
@@ -32,11 +32,10 @@ def cross_attention_scores(
     4. `c_j = sum_k p_jk x_k` and `r_j = <q_j, c_j> / max(|q_j| |c_j|, 1e-8)`;
     5. `r_j` aggregated over `j`.
 
-    The forward keeps nothing but the scores. The backward recomputes the pairs whose incoming gradient is not zero, so
-    a hardest-negative loss over B x B scores costs at most 3 B pairs. Where most pairs have a gradient (on a CPU: 65 %;
-    45 % in bfloat16), computing all of them is faster than picking those; the others still contribute exactly 0.
-    Gradients are computed in float32 (float64 for float64 inputs), but where all pairs are, in the precision of the
-    scores.
+    The forward keeps only the scores. The backward recomputes pairs with a non-zero gradient: at most 3 B of B x B with
+    a hardest-negative loss. Where most pairs have a gradient (on a CPU 65 %, 45 % in bfloat16), it computes all of
+    them, which is faster; pairs without a gradient still contribute exactly 0. Gradients are computed in float32
+    (float64 for float64 inputs), or, where all pairs are computed, in the precision of the scores.
 
     Args:
         queries: `(N, d)` rows in any number of sets; float32, float64, bfloat16 or float16.

@@ -21,7 +21,7 @@ def domain_regularization(
     margin: float = 0.05,
     aggregation: str = "sum",
 ) -> tuple[Tensor, Tensor]:
-    """Adversarial loss and discriminative regularisation of each of B image-caption pairs (ADDR).
+    """Compute the adversarial loss and discriminative regularisation of B image-caption pairs (ADDR).
 
     The discriminator `f_y(x) = sigmoid(W_y x + b_y)` of pair y's image tells regions (1) from words (0). Its risk on
     the features of pair x, regions v and words w, is

@@ -20,23 +20,23 @@ __all__ = ["gradient_sparse_scores"]
 
 @torch.compiler.disable
 def gradient_sparse_scores(module: nn.Module, images: Sets, captions: Sets, *, chunk_pairs: int = 512) -> Tensor:
-    """Scores of all pairs by any module, with the memory and the backward of the pairs that the loss needs.
+    """Score all pairs by any module; recompute only pairs with a non-zero gradient in the backward pass.
 
     The forward calls the module on blocks of the matrix, without gradient. The backward calls it again, with gradient,
-    on the pairs whose gradient is not zero: with mining of the hardest negatives about 3 B of B x B. Gradients and
-    scores are those of one call on everything with gradient, rounding apart.
+    on pairs with a non-zero gradient: about 3 B of B x B with hardest negatives. Scores and gradients are those of one
+    call on everything, up to rounding.
 
-    A module says which of its scores depend on each other by an attribute (or property) `coupling`, and that unit is
-    computed again whole:
+    An attribute or property `coupling` of the module says which scores depend on each other; such a unit is recomputed
+    as a whole:
 
-    - "pair": none. The default, refused for a module that holds a batch normalisation.
-    - "caption": those of one caption with all images, as where batch normalisation sees one caption at a time.
-    - "batch": all, which saves memory in the forward alone.
+    - "pair": none. The default; refused for a module with a batch normalisation.
+    - "caption": those of one caption with all images, for example if batch normalisation sees one caption at a time.
+    - "batch": all. This saves memory in the forward only.
 
-    Random numbers of torch's generators (dropout) are the same in the backward: a block that drew any is computed again
-    whole. Buffers (running statistics) change in the forward alone. Under torch.compile the call stands outside of the
-    graph. Gradients reach the module's parameters, `images` and `captions`, and no other tensors that it may hold; its
-    mode (train, eval) must be the same in the backward.
+    The backward draws the same random numbers (dropout): it recomputes a block that drew any as a whole. Buffers such
+    as running statistics change in the forward only. Under torch.compile the call breaks the graph. Gradients reach the
+    module's parameters, `images` and `captions`, and no other tensors it holds. Its mode (train, eval) must not change
+    before the backward.
 
     Args:
         module: called as `module(images, captions)` with some of the sets of both; returns their scores

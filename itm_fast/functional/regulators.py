@@ -26,7 +26,7 @@ def cross_attention_alignments(
     correspondences: Sequence[CorrespondenceWeights] = (),
     residual_correspondence: bool = True,
 ) -> Tensor:
-    """How each query row differs from what it attends to in each context set.
+    """Compute how each query row differs from what it attends to in each context set.
 
     `l2norm(weight |q - l2norm(c)|^2 + bias)` for every query row `q` and the vector `c` that it attends to, as in
     `cross_attention_scores`, with `l2norm(v) = v / (|v| + 1e-8)`. With `correspondences` the alignments after the last
@@ -88,7 +88,7 @@ def regulated_scores(
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
 ) -> Tensor:
-    """Scores of all pairs of a query set and a context set by regulated cross-attention.
+    """Score all pairs of a query set and a context set by regulated cross-attention.
 
     For the rows `q_j` of a query set, with the factors `e = 1` and `lambda = temperature` at first:
 

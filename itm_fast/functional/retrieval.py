@@ -10,7 +10,7 @@ __all__ = ["recall_summary", "retrieval_ranks"]
 
 
 def retrieval_ranks(scores: Tensor, caption_image: Tensor, ties: str = "pessimistic") -> tuple[Tensor, Tensor]:
-    """Ranks from 0 of image-to-text and text-to-image retrieval, counted without sorting.
+    """Count the ranks, from 0, of image-to-text and text-to-image retrieval without sorting.
 
     The rank of a caption's image is the number of images that score higher for it. An image's rank is the best over its
     captions; its own captions never count against it. A NaN score counts as the lowest of all.
@@ -41,7 +41,7 @@ def retrieval_ranks(scores: Tensor, caption_image: Tensor, ties: str = "pessimis
 
 
 def recall_summary(image_to_text: Tensor, text_to_image: Tensor) -> dict[str, float]:
-    """Recall at 1, 5 and 10 in percent, median and mean rank of both directions, and the sum of the six recalls.
+    """Summarise ranks: recall at 1, 5 and 10 in percent, median and mean rank, and the sum of the six recalls.
 
     Args:
         image_to_text: integer `(n_images,)` ranks from 0; negative ones (images without captions) are left out.

@@ -22,7 +22,7 @@ def triplet_loss(
     directions: str = "both",
     reduction: str = "sum",
 ) -> Tensor:
-    """Triplet loss of every anchor with its negatives, image-to-text over a row and text-to-image over a column.
+    """Compute the triplet loss of a score matrix, image-to-text over rows and text-to-image over columns.
 
     With the hinge `h(s) = [margin + s - s_pos]_+` of a negative score s, an anchor's loss is, by `mining`:
 
@@ -82,7 +82,7 @@ def triplet_loss(
 def hardest_negatives(
     scores: Tensor, positives: Tensor | None = None
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The highest-scoring negative of every row (image) and of every column (caption).
+    """Find the highest-scoring negative of every row (image) and of every column (caption).
 
     Args:
         scores: `(n, n)` float32, float64, bfloat16 or float16, positives on the diagonal.

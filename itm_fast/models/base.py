@@ -17,11 +17,11 @@ from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from itm_fast import config as settings
-from itm_fast import files
-from itm_fast.documents import MAX_SETTINGS_BYTES, read_json
-from itm_fast.formats import Format
+from itm_fast.files import atomic
+from itm_fast.files.documents import MAX_SETTINGS_BYTES, read_json
+from itm_fast.files.formats import Format
+from itm_fast.files.messages import shortened, shown
 from itm_fast.fragments import Fragments
-from itm_fast.messages import shortened, shown
 from itm_fast.models.weights_file import check_finite, read_shapes, read_weights
 from itm_fast.nn import micro_batches
 
@@ -100,7 +100,7 @@ class MatchingModel(nn.Module, abc.ABC):
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes `config.json` and `model.safetensors`, each atomically; the folder is created where missing."""
         for name, content in self.file_contents().items():
-            files.write_bytes(Path(directory) / name, content)
+            atomic.write_bytes(Path(directory) / name, content)
 
     def file_contents(self) -> dict[str, bytes]:
         """What `save` writes, by name, in this order: a folder without its last file is no saved model."""

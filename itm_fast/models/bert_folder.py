@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from itm_fast.documents import MAX_SETTINGS_BYTES, read_json
-from itm_fast.messages import shown
+from itm_fast.files.documents import MAX_SETTINGS_BYTES, read_json
+from itm_fast.files.messages import shown
 from itm_fast.models.base import check_shapes, load_weights, shapes_of
 from itm_fast.models.weights_file import read_shapes, read_weights
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from itm_fast.config import fields_of, setting
+from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
-from itm_fast.messages import shown
 from itm_fast.models.encoders import EncoderConfig
 from itm_fast.nn import CrossAttentionAlignments, CrossAttentionScores, RegulatedSimilarity
 from itm_fast.nn.regulated_similarity import FACTORS

@@ -13,7 +13,7 @@ import safetensors
 from safetensors.torch import load_file
 from torch import Tensor
 
-from itm_fast.messages import shortened
+from itm_fast.files.messages import shortened
 
 __all__ = ["check_finite", "read_shapes", "read_weights"]
 

@@ -19,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from itm_fast import files
+from itm_fast.files import atomic
 from itm_fast.report.curves import without_rest
 
 __all__ = ["SUFFIXES", "line_style", "point_style", "write_comparison", "write_figure"]
@@ -102,7 +102,7 @@ def write_figure(
         handles = [mpl.lines.Line2D([], [], label=name, **style(number)) for number, name in enumerate(names)]
         _add_legend(figure, handles)
         metadata = {"Date": None, "Creator": None} if suffix == ".svg" else None
-        with files.atomic_path(path) as temporary:
+        with atomic.atomic_path(path) as temporary:
             figure.savefig(temporary, format=suffix[1:], dpi=150, metadata=metadata)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from itm_fast import files
+from itm_fast.files import atomic
 from itm_fast.report.content import PairDirection, PairReport
 from itm_fast.report.heat import heat, peak
 from itm_fast.report.page import png_uri, render
@@ -40,7 +40,7 @@ _AGGREGATIONS = {
 
 def write_pair(path: str | os.PathLike[str], report: PairReport) -> None:
     """Writes the page of `report` as HTML, atomically."""
-    files.write_text(path, render_pair(report))
+    atomic.write_text(path, render_pair(report))
 
 
 def render_pair(report: PairReport) -> str:

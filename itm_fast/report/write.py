@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from itm_fast import files
+from itm_fast.files import atomic
 from itm_fast.report.content import Report
 from itm_fast.report.curves import curves_svg
 from itm_fast.report.heat import heat, peak
@@ -21,7 +21,7 @@ _DIRECTIONS = (("i2t", "Image to text"), ("t2i", "Text to image"))
 
 def write_report(path: str | os.PathLike[str], report: Report) -> None:
     """Writes `report` as HTML, atomically."""
-    files.write_text(path, render_report(report))
+    atomic.write_text(path, render_report(report))
 
 
 def render_report(report: Report) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from itm_fast import config as settings
-from itm_fast.messages import shown
+from itm_fast.files.messages import shown
 from itm_fast.models import MatchingModel
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.objective import ADVERSARIAL, ANCHORED

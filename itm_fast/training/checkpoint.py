@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from itm_fast import files
 from itm_fast.distributed import World
-from itm_fast.formats import Format
-from itm_fast.messages import shown
-from itm_fast.torch_files import load_plain
+from itm_fast.files import atomic
+from itm_fast.files.formats import Format
+from itm_fast.files.messages import shown
+from itm_fast.files.torch_files import load_plain
 from itm_fast.training.state_check import check_like
 
 __all__ = [
@@ -49,7 +49,7 @@ def save_state(run: str | os.PathLike[str], state: dict[str, Any]) -> None:
         OSError: the disk is full; one line that names the file.
     """
     # torch opens a path itself and then hides what the disk answered; to a file of Python's the answer comes through.
-    with files.atomic_path(Path(run) / STATE_FILE) as temporary, temporary.open("wb") as file:
+    with atomic.atomic_path(Path(run) / STATE_FILE) as temporary, temporary.open("wb") as file:
         torch.save({"format_version": FORMAT.newest, **state}, file)
 
 

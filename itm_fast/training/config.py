@@ -15,7 +15,7 @@ import yaml
 from itm_fast import config as settings
 from itm_fast.config import setting
 from itm_fast.data.placement import PLACEMENTS
-from itm_fast.documents import MAX_SETTINGS_BYTES, parse_yaml, read_text
+from itm_fast.files.documents import MAX_SETTINGS_BYTES, parse_yaml, read_text
 from itm_fast.training.objective import BOOSTING, BOOSTING_FORMS, LOSSES, MINING, check_loss
 
 __all__ = ["TrainConfig", "read_yaml", "to_yaml"]

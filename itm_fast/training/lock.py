@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from itm_fast import folder_lock
+from itm_fast.files.lock import hold
 
 __all__ = ["LOCK_FILE", "lock"]
 
@@ -26,7 +26,7 @@ def lock(run: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
         ValueError: another training holds the lock; its process is named.
     """
-    with folder_lock.hold(
+    with hold(
         Path(run) / LOCK_FILE,
         refusal=lambda holder: f"{run}: {holder} is training there; wait for its end, or choose another --out",
         warning=lambda said: f"{run}: its file system knows no locks ({said}); start no second training there",

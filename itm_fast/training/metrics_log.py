@@ -9,8 +9,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from itm_fast import files
-from itm_fast.messages import shortened, shown
+from itm_fast.files import atomic
+from itm_fast.files.messages import shortened, shown
 
 __all__ = ["MetricsLog", "read_metrics"]
 
@@ -25,13 +25,13 @@ class MetricsLog:
         self.path = Path(path)
 
     def write(self, **values: Any) -> None:
-        with files.naming_full_disk(self.path), self.path.open("a", encoding="utf-8") as file:
+        with atomic.naming_full_disk(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
 
     def flush_to_disk(self) -> None:
         """Waits until what was written would survive a power cut."""
         if self.path.exists():
-            with files.naming_full_disk(self.path), self.path.open("rb+") as file:
+            with atomic.naming_full_disk(self.path), self.path.open("rb+") as file:
                 os.fsync(file.fileno())
 
     @property

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from itm_fast import config as settings
-from itm_fast.messages import shown
+from itm_fast.files.messages import shown
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,4 +1,4 @@
-"""The RUN folder, whose files `itm_fast.run_files` names: when a run may write into it.
+"""The RUN folder, whose files `itm_fast.files.run_files` names: when a run may write into it.
 
 Inside: `check`, `prepare`, `saved_config`, `save_models`.
 """
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from itm_fast import config as settings
-from itm_fast import files
 from itm_fast.data import Vocabulary
-from itm_fast.messages import shown
+from itm_fast.files import atomic
+from itm_fast.files.messages import shown
+from itm_fast.files.run_files import BRANCHES, CONFIG, DISCRIMINATORS, METRICS, TENSORBOARD, VOCABULARY
 from itm_fast.models.base import CONFIG_FILE, WEIGHTS_FILE, MatchingModel
-from itm_fast.run_files import BRANCHES, CONFIG, DISCRIMINATORS, METRICS, TENSORBOARD, VOCABULARY
 from itm_fast.training.checkpoint import STATE_FILE
 from itm_fast.training.config import TrainConfig, read_yaml, to_yaml
 
@@ -75,15 +75,15 @@ def prepare(config: TrainConfig, *, resume: bool) -> Path:
     """
     run = Path(config.out)
     for name in (CONFIG, VOCABULARY, WEIGHTS_FILE, CONFIG_FILE, STATE_FILE):
-        files.remove_temporaries(run / name)
+        atomic.remove_temporaries(run / name)
     for branch in (run / BRANCHES).glob("*"):
         for name in (VOCABULARY, WEIGHTS_FILE, CONFIG_FILE):
-            files.remove_temporaries(branch / name)
+            atomic.remove_temporaries(branch / name)
     for leftover in (run / STATE_FILE).parent.glob(f".{DISCRIMINATORS}"):
         leftover.unlink()
     if not resume:
         (run / METRICS).unlink(missing_ok=True)
-    files.write_text(run / CONFIG, to_yaml(config))
+    atomic.write_text(run / CONFIG, to_yaml(config))
     return run
 
 

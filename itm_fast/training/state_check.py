@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from itm_fast.messages import shown
+from itm_fast.files.messages import shown
 from itm_fast.models.weights_file import check_finite
 
 __all__ = ["check_equal", "check_like", "check_progress", "check_summary"]

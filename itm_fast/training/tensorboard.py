@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from itm_fast import files
+from itm_fast.files import atomic
 
 __all__ = ["TensorBoardLog"]
 
@@ -45,7 +45,7 @@ class TensorBoardLog:
         Event files can only grow, and those of a run that was killed hold steps that its log has lost and lack others.
         A new file therefore says everything again and tells TensorBoard to forget what the earlier ones said.
         """
-        with files.naming_full_disk(self.folder):
+        with atomic.naming_full_disk(self.folder):
             self._writer = self._make_writer(str(self.folder), purge_step=0)
         # Times of earlier parts are moved up, as if the run had never paused.
         self._started = time.time() - seconds
@@ -56,7 +56,7 @@ class TensorBoardLog:
     def write(self, line: Mapping[str, Any]) -> None:
         """Adds the numbers of one line of the log."""
         numbers = {name: value for name, value in line.items() if name not in _POSITION and not isinstance(value, str)}
-        with files.naming_full_disk(self.folder):
+        with atomic.naming_full_disk(self.folder):
             for name, value in numbers.items():
                 self._writer.add_scalar(
                     f"{line['kind']}/{name}", value, line["step"], walltime=self._started + line["seconds"]
@@ -65,5 +65,5 @@ class TensorBoardLog:
     def close(self) -> None:
         """Writes what is still in memory."""
         if self._writer is not None:
-            with files.naming_full_disk(self.folder):
+            with atomic.naming_full_disk(self.folder):
                 self._writer.close()

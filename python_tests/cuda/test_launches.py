@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
-from helpers.devices import Case, inputs_of, launched, on_devices, past_the_room, run_case
-from helpers.fragments import native_calls
 
 import itm_fast.functional as F_itm
+from python_tests.helpers.devices import Case, inputs_of, launched, on_devices, past_the_room, run_case
+from python_tests.helpers.fragments import native_calls
 
 # Risks: their backward has a launch for discriminators, and one for features. Scores: plan, Gram matrices, pairs.
 # Regulators: operands, pairs. Ranks: the best own scores first.

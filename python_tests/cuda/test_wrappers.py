@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.shim import ProductKernels, compile_driver
-from helpers.shim_checks import check_product
-from helpers.wrappers import CASES, WRAPPERS, Wrappers, compile_for_device
+
+from python_tests.helpers.shim import ProductKernels, compile_driver
+from python_tests.helpers.shim_checks import check_product
+from python_tests.helpers.wrappers import CASES, WRAPPERS, Wrappers, compile_for_device
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from helpers.concepts import WORDS
+from python_tests.helpers.concepts import WORDS
 
 # Most words of the data set are one piece; "boat" is two of them, "dog" three, and "fish" is unknown.
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "bo", "##at", ",", "d", "##o", "##g",

@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from helpers.triplets import loop_hardest
+from python_tests.helpers.triplets import loop_hardest
 
 STRATEGIES = ("relative", "absolute", "both")
 MINING = ("all", "hardest")

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.official_scan import WORDS, write_checkpoint
 from itm_fast import compat, models
 from itm_fast.data import Vocabulary
+from python_tests.helpers.official_scan import WORDS, write_checkpoint
 
 CAPTIONS = ["word3 word1 word11", "word2", "word5 word5 word7 unheard word0 word9", "word4 word8"]
 

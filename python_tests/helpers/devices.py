@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.fragments import random_fragments
-from helpers.regulators import random_parameters
-from helpers.triplet_cases import MINING, random_scores
 from itm_fast import Fragments
 from itm_fast.ops.library import operators_of
+from python_tests.helpers.fragments import random_fragments
+from python_tests.helpers.regulators import random_parameters
+from python_tests.helpers.triplet_cases import MINING, random_scores
 
 Inputs = list[Tensor]
 

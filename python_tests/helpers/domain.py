@@ -13,9 +13,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from helpers.fragments import random_fragments
-from helpers.tolerance import Form
 from itm_fast import Fragments, reference
+from python_tests.helpers.fragments import random_fragments
+from python_tests.helpers.tolerance import Form
 
 NAMES = ("adversarial", "regularization", "regions", "words", "weights", "biases")
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from helpers.pooling import pooled
 from itm_fast.nn import FeatureConversions, FeatureDiversification
+from python_tests.helpers.pooling import pooled
 
 Sets = Sequence[Tensor]  # rows (length, width) of each set
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from helpers.official_rcar import batch_norm, batch_norm_weights, linear, softmax
-from helpers.official_scan import WORDS, caption_states, gru, gru_weights, l2norm
+from python_tests.compat.official_rcar import batch_norm, batch_norm_weights, linear, softmax
+from python_tests.helpers.official_scan import WORDS, caption_states, gru, gru_weights, l2norm
 
 Weights = Mapping[str, np.ndarray]
 POOL = argparse.Namespace(word_dim=32, embed_size=32, num_layers=1)  # As the official code has it.

@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from helpers.gru import gru_states
 from itm_fast.nn import GeneralizedPooling
+from python_tests.helpers.gru import gru_states
 
 
 def pooling_weights(pool: GeneralizedPooling, length: int) -> Tensor:

@@ -9,9 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from helpers.shim import BoostingKernels, OneLaunchKernels, ProductKernels, RetrievalKernels, TripletKernels
-from helpers.tolerance import assert_close_to_exact
 from itm_fast import reference
+from python_tests.helpers.shim import (
+    BoostingKernels,
+    OneLaunchKernels,
+    ProductKernels,
+    RetrievalKernels,
+    TripletKernels,
+)
+from python_tests.helpers.tolerance import assert_close_to_exact
 
 SPECIAL = [math.nan, math.inf, -math.inf]
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import itm_fast.functional as F_itm
-from helpers.triplets import loop_losses
 from itm_fast import reference
+from python_tests.helpers.triplets import loop_losses
 
 MINING = ("all", "hardest", "selective", "semi_hard", "contrastive")
 IMPLEMENTATIONS = {"native": F_itm.triplet_loss, "reference": reference.triplet_loss}

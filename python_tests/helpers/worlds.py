@@ -1,4 +1,6 @@
-"""Runs that several processes share, each process a fork of one that has loaded torch: `python -m helpers.worlds`.
+"""Run jobs of several processes, each a fork of a driver that has loaded torch.
+
+Start the driver with `python -m python_tests.helpers.worlds`.
 
 The driver reads jobs as JSON from its standard input and writes what became of each to its standard output. A job is a
 dictionary:
@@ -38,11 +40,11 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from helpers.full_disk import no_file_above
-from helpers.host import host_memory
-from helpers.processes import HANGS, ROOT
 from itm_fast.data import placement
 from itm_fast.distributed import ending
+from python_tests.helpers.full_disk import no_file_above
+from python_tests.helpers.host import host_memory
+from python_tests.helpers.processes import HANGS, ROOT
 
 Outcome = tuple[int, str, str]
 
@@ -51,9 +53,9 @@ def run_jobs(jobs: Sequence[dict[str, Any]]) -> list[list[Outcome]]:
     """Runs the jobs one after the other; their outcomes."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     found = subprocess.run(
-        [sys.executable, "-m", "helpers.worlds"],
+        [sys.executable, "-m", "python_tests.helpers.worlds"],
         input=json.dumps(list(jobs)), capture_output=True, text=True, env=environment, timeout=HANGS,
-        cwd=ROOT / "python_tests",
+        cwd=ROOT,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     return [[(status, out, err) for status, out, err in job] for job in json.loads(found.stdout)]

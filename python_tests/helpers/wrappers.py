@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from helpers.shim import ROOT, call
+from python_tests.helpers.shim import ROOT, call
 
 DRIVERS = ROOT / "python_tests/native/shim"
 # In the order of the numbers in wrappers.h.

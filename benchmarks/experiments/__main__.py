@@ -1,0 +1,209 @@
+"""Trains the runs of an experiment one after the other, and writes tables and figures of what came of them.
+
+    python -m benchmarks.experiments run     benchmarks/experiments/rcar.yaml
+    python -m benchmarks.experiments figures benchmarks/experiments/selhn.yaml
+    python -m benchmarks.experiments table   FILE --page docs/performance/results/rcar.md [--check]
+
+An experiment is a YAML file: `title`, `data` (a folder, or "emoji" for the bundled data), `split` to evaluate and
+`images` of it (the first so many; all where absent), `train_images` of the bundled data to train with, `seeds`, `train`
+(settings of itm-fast train for all runs), `rows` (each with a `name`, `train` with its own settings, and perhaps its
+own `seeds`), and `equal`: pairs of rows whose results must be the same to the last digit. A row with the scenario oas
+has an `anchor_row`, the name of one above it: its runs are trained beside the models of that row, seed by seed.
+`ensembles` each have a `name`, a `row` and `seeds` of it: the mean scores of these runs are evaluated as a row of their
+own, once all of them are there. `figures` each have a `file` (SVG, for docs/images), a `text` that says what is seen,
+`rows`, perhaps a `seed`, and what it `shows` of them: their "training", or the "scores" of positive and negative pairs.
+
+Each run leaves one JSON file, written in one step. A run that has one is not repeated; one that was interrupted, or
+killed, goes on from its RUN folder. Where a file or a folder is of other settings, or of data with other content, the
+tool refuses and says what differs: what was measured is never overwritten, and never stands for what was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.experiments.data import bundled_data
+from benchmarks.experiments.ensembles import ensemble_result, evaluate_ensemble
+from benchmarks.experiments.figures import draw
+from benchmarks.experiments.files import (
+    ANCHOR,
+    BUNDLED,
+    ROOT,
+    Experiment,
+    Run,
+    read,
+    result_of,
+    sha256,
+    shown_path,
+    weights_of,
+)
+from benchmarks.experiments.tables import rendered, table
+from benchmarks.experiments.traces import as_text, score_histogram, training_curves
+from itm_fast import config as settings
+from itm_fast.files import atomic
+from itm_fast.models.base import WEIGHTS_FILE
+
+RESULTS, RUNS = ROOT / "benchmarks" / "results" / "experiments", Path("runs/experiments")
+
+
+def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machine: Any) -> bool:
+    """Trains and evaluates one run and writes its result; False where a signal stopped it."""
+    import torch
+
+    import itm_fast
+    from itm_fast import evaluation, models
+    from itm_fast.benchmarking.run import environment
+    from itm_fast.data import PrecomputedDataset, Vocabulary
+    from itm_fast.training import checkpoint, run_folder, train
+    from itm_fast.training.metrics_log import read_metrics
+
+    data = str(bundled_data(out, experiment.train_images)) if experiment.data == BUNDLED else experiment.data
+    folder = out / run.file_name
+    config = run.config(data, folder, **machine)
+    resume = (folder / checkpoint.STATE_FILE).is_file()
+    anchor = _anchor_weights(experiment, run, out, results, resume)
+    fingerprints = {**(experiment.fingerprints(run) or {}), **anchor}
+    identity = {**experiment.identity(run), "fingerprints": fingerprints}
+    load, cpu_seconds = os.getloadavg()[0], _cpu_seconds()
+    trained = train(config, resume=resume)
+    if not trained.finished:
+        return False
+    started = time.monotonic()
+    vocabulary = Vocabulary.from_file(folder / run_folder.VOCABULARY)
+    dataset = PrecomputedDataset(data, experiment.split, vocabulary, max_images=experiment.images)
+    model = models.load(folder, config.device)
+    scores = evaluation.score_matrix(model, dataset, progress=True, description=experiment.split)
+    test = evaluation.evaluate_scores(scores, dataset.caption_image)
+    command = f"python -m benchmarks.experiments run {shlex.quote(shown_path(experiment.path))}"
+    result = {
+        "identity": identity,
+        "environment": {**environment(torch.get_num_threads(), itm_fast.build_info()), "command": command},
+        "device": config.device,
+        # By the clock, and of all threads and processes: training and evaluation, reading of data included. What a run
+        # took before it was resumed is known by the clock alone.
+        "seconds": round(trained.seconds + time.monotonic() - started, 1),
+        "cpu_seconds": None if resume else round(_cpu_seconds() - cpu_seconds, 2),
+        # What else the machine did: its load averages over a minute, this run's own threads included.
+        "load_average": {"before": round(load, 2), "after": round(os.getloadavg()[0], 2)},
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+        "steps": trained.steps,
+        "best_step": trained.best_step,
+        "validation": trained.best,
+        "test": test,
+        "weights": sha256(folder / WEIGHTS_FILE),
+        "curves": training_curves(read_metrics(folder / run_folder.METRICS, ("kind", "step"))),
+        "scores": score_histogram(scores, dataset.caption_image),
+    }
+    atomic.write_text(results / f"{run.file_name}.json", as_text(result))
+    return True
+
+
+def _anchor_weights(experiment: Experiment, run: Run, out: Path, results: Path, resume: bool) -> dict[str, Any]:
+    """The weights of the anchor among the fingerprints of a run; ValueError where its folder holds other ones.
+
+    The folder of the run says what they were, as a run that is resumed has the anchor that it started with.
+    """
+    if run.anchor is None:
+        return {}
+    result = results / f"{run.anchor.file_name}.json"
+    found = result_of(experiment, run.anchor, results) or {}
+    weights, path = found.get("weights"), out / run.anchor.file_name / WEIGHTS_FILE
+    kept = out / run.file_name / "anchor.txt"
+    if weights is None or not path.is_file() or sha256(path) != weights:
+        raise ValueError(f"{path}: expected the weights that {result} was measured with; move that away to train anew")
+    if resume and kept.read_text(encoding="utf-8").strip() != weights:
+        raise ValueError(f"{kept.parent}: holds a run beside other weights of {run.anchor.row}; move it away")
+    atomic.write_text(kept, f"{weights}\n")
+    return {ANCHOR: weights_of(run, found)}
+
+
+def _cpu_seconds() -> float:
+    """Time on processors so far, of all threads of this process and of the processes that it started and that ended."""
+    return sum(os.times()[:4])
+
+
+def _run(options: argparse.Namespace, experiment: Experiment, results: Path) -> int:
+    out = options.out or RUNS / experiment.path.stem
+    chosen = [run for runs in experiment.rows.values() for run in runs]
+    for name in options.row or ():
+        if name not in experiment.rows:
+            raise ValueError(settings.unknown_name("row", name, list(experiment.rows)))
+    chosen = [run for run in chosen if not options.row or run.row in options.row]
+    # Seed by seed, so that rows can be compared early.
+    chosen = sorted((run for run in chosen if options.seed in (None, run.seed)), key=lambda run: run.seed)
+    chosen = list({one.file_name: one for run in chosen for one in run.in_order()}.values())
+    todo = [run for run in chosen if result_of(experiment, run, results) is None]
+    print(f"{len(chosen)} runs, {len(chosen) - len(todo)} of them done before", flush=True)
+    for run in todo:
+        print(f"{run.row}, seed {run.seed}: {out / run.file_name}", flush=True)
+        if not execute(experiment, run, out, results, device=options.device, threads=options.threads):
+            print("stopped; the same command goes on from here", file=sys.stderr)
+            return 130
+    names = {run.file_name for run in chosen}
+    for ensemble in experiment.ensembles:
+        mine = all(run.file_name in names for run in ensemble.members)
+        if mine and ensemble_result(experiment, ensemble, results) is None:
+            print(f"{ensemble.name}: mean scores of {len(ensemble.members)} runs", flush=True)
+            evaluate_ensemble(experiment, ensemble, out, results, device=options.device, threads=options.threads)
+    return 0
+
+
+def _figures(options: argparse.Namespace, experiment: Experiment, results: Path) -> int:
+    for figure in experiment.figures:
+        draw(experiment, figure, results)
+        print(shown_path(figure.path))
+    return 0
+
+
+def _table(options: argparse.Namespace, experiment: Experiment, results: Path) -> int:
+    text = table(experiment, results)
+    if options.page is None:
+        print(text, end="")
+        return 0
+    before = options.page.read_text(encoding="utf-8")
+    after = rendered(before, experiment.path.stem, text)
+    if options.check and after != before:
+        raise ValueError(f"{options.page}: is out of date; make it anew without --check")
+    if not options.check:
+        atomic.write_text(options.page, after)
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Runs experiments, and writes tables and figures of their results.")
+    commands = parser.add_subparsers(required=True, metavar="run|figures|table")
+    run = commands.add_parser("run", help="train and evaluate what has no result yet")
+    run.add_argument("--out", type=Path, help=f"folder of the RUN folders (default: {RUNS}/NAME)")
+    run.add_argument("--row", action="append", help="only this row; may be given again")
+    run.add_argument("--seed", type=int, help="only this seed")
+    run.add_argument("--device", default="cpu")
+    run.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
+    run.set_defaults(action=_run)
+    figures = commands.add_parser("figures", help="draw the figures")
+    figures.set_defaults(action=_figures)
+    write = commands.add_parser("table", help="print the table, or write it into a page")
+    write.add_argument("--page", type=Path, help="Markdown file with the markers of the experiment")
+    write.add_argument("--check", action="store_true", help="change nothing; fail where the page is out of date")
+    write.set_defaults(action=_table)
+    for command in (run, figures, write):
+        command.add_argument("experiment", type=Path, metavar="FILE", help="the experiment as YAML")
+        command.add_argument(
+            "--results", type=Path, help="folder of the JSON files (default: under benchmarks/results)"
+        )
+    options = parser.parse_args(arguments)
+    try:
+        experiment = read(options.experiment)
+        return options.action(options, experiment, options.results or RESULTS / experiment.path.stem)
+    except (ValueError, OSError) as error:
+        print(f"experiments: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The data of the experiments: the bundled data, or a part of them, and fingerprints of data.
+
+Inside: `bundled_data`, `bundled_split`, `bundled_fingerprints`, `folder_fingerprints`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from itm_fast.files import atomic
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from itm_fast.training import TrainConfig
+
+__all__ = ["Fingerprints", "bundled_data", "bundled_fingerprints", "bundled_split", "folder_fingerprints"]
+
+# What data are used for, "train", "validation" or "evaluation", to SHA-256 by file name.
+Fingerprints = dict[str, dict[str, str]]
+
+
+def bundled_data(folder: Path, train_images: int | None) -> Path:
+    """The bundled data in the published layout, whole or with so many training pictures, evenly spread over all."""
+    import numpy as np
+
+    from itm_fast.data import emoji
+
+    if train_images is None:
+        return emoji.write_dataset(folder / "data")
+    folder = folder / f"data-{train_images}"
+    texts = {"vocab.json": emoji.vocabulary().to_json()}
+    for split in emoji.SPLITS:
+        pictures, captions = bundled_split(split, train_images)
+        texts[f"{split}_caps.txt"] = "".join(f"{caption}\n" for caption in captions)
+        with atomic.atomic_path(folder / f"{split}_ims.npy") as temporary:
+            np.save(temporary, emoji.patches(pictures))
+    for name, text in texts.items():
+        atomic.write_text(folder / name, text)
+    return folder
+
+
+def bundled_split(split: str, train_images: int | None, *, rest: bool = False) -> tuple[np.ndarray, list[str]]:
+    """Pictures and captions of a split, of "train" so many, evenly spread over all; with `rest` those left out."""
+    import numpy as np
+
+    from itm_fast.data import emoji
+
+    pictures, captions = emoji.pictures(split), emoji.captions(split)
+    if split != "train" or train_images is None:
+        return pictures, captions
+    if not 1 <= train_images <= len(pictures):
+        raise ValueError(f"train_images: expected a number from 1 to {len(pictures)}, got {train_images}")
+    kept = np.arange(train_images) * len(pictures) // train_images
+    if rest:
+        kept = np.setdiff1d(np.arange(len(pictures)), kept)
+    return pictures[kept], [captions[5 * image + number] for image in kept for number in range(5)]
+
+
+def bundled_fingerprints(train_images: int | None, validation_split: str, split: str) -> Fingerprints:
+    """Of the features, captions and words that `bundled_data` writes, whole; nothing is written."""
+    used = {"train": "train", "validation": validation_split, "evaluation": split}
+    return {use: _bundled_split_fingerprints(name, train_images) for use, name in used.items()}
+
+
+@functools.lru_cache
+def _bundled_split_fingerprints(split: str, train_images: int | None) -> dict[str, str]:
+    from itm_fast.data import emoji
+
+    pictures, captions = bundled_split(split, train_images)
+    features = hashlib.sha256()
+    for start in range(0, len(pictures), 256):
+        features.update(emoji.patches(pictures[start : start + 256]))
+    return {
+        f"{split}_caps.txt": hashlib.sha256("\n".join(captions).encode()).hexdigest(),
+        f"{split}_ims.npy": features.hexdigest(),
+        "vocab.json": hashlib.sha256(emoji.vocabulary().to_json().encode()).hexdigest(),
+    }
+
+
+def folder_fingerprints(config: TrainConfig, split: str, images: int | None) -> Fingerprints:
+    """Of what a training reads from `config.data`, and of the images of `split` that it is evaluated on."""
+    from itm_fast.data import open_split
+    from itm_fast.training.fingerprint import fingerprints
+    from itm_fast.training.run import load_data
+
+    vocabulary, train_data, validation_data = load_data(config)
+    evaluated = open_split(config.data, split, vocabulary, max_images=images)
+    used = {"train": train_data, "validation": validation_data, "evaluation": evaluated}
+    return {use: fingerprints(data) for use, data in used.items()}

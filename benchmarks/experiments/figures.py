@@ -1,0 +1,90 @@
+"""Figures of the results of benchmarks/experiments/__main__.py, as SVG.
+
+Inside: `draw`, `figures_there`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from benchmarks.experiments.files import Experiment, Figure, result_of, shown_path
+from benchmarks.experiments.traces import as_metrics
+from itm_fast.files import atomic
+from itm_fast.report.comparison import line_style, write_comparison, write_figure
+
+__all__ = ["draw", "figures_there"]
+
+_KEPT = {"training": "curves", "scores": "scores"}
+
+
+def draw(experiment: Experiment, figure: Figure, results: Path) -> None:
+    """Draws a figure of the results in a folder, with a last line that says what it was drawn from.
+
+    Raises:
+        ValueError: as `result_of`, a run is missing, or its result keeps none of what the figure shows.
+    """
+    path = figure.path
+    kept = _kept(experiment, figure, results)
+    if figure.shows == "training":
+        write_comparison(path, {row: as_metrics(curves) for row, curves in kept.items()})
+    else:
+        _write_scores(path, kept)
+    text = path.read_text(encoding="utf-8")
+    atomic.write_text(path, f"{text.rstrip()}\n{_source(kept)}\n")
+
+
+def figures_there(experiment: Experiment, results: Path) -> list[Figure]:
+    """The figures that can be drawn; ValueError naming one that is not, or not from the results that are there."""
+    there = []
+    for figure in experiment.figures:
+        drawn = figure.path.read_text(encoding="utf-8").splitlines()[-1:] if figure.path.is_file() else None
+        if drawn is None and any(result_of(experiment, run, results) is None for run in figure.runs):
+            continue
+        if drawn != [_source(_kept(experiment, figure, results))]:
+            command = f"python -m benchmarks.experiments figures {shown_path(experiment.path)}"
+            raise ValueError(f"{shown_path(figure.path)}: is out of date; draw it anew: {command}")
+        there.append(figure)
+    return there
+
+
+def _kept(experiment: Experiment, figure: Figure, results: Path) -> dict[str, Any]:
+    kept = {}
+    for run in figure.runs:
+        result = result_of(experiment, run, results)
+        if result is None:
+            raise ValueError(f"{figure.file}: {run.row}, seed {run.seed}, is not run")
+        kept[run.row] = result.get(_KEPT[figure.shows])
+        if kept[run.row] is None:
+            raise ValueError(f"{figure.file}: the result of {run.row}, seed {run.seed}, keeps no {figure.shows}")
+    return kept
+
+
+def _source(kept: Mapping[str, Any]) -> str:
+    return f"<!-- drawn from {hashlib.sha256(json.dumps(kept).encode()).hexdigest()} -->"
+
+
+def _write_scores(path: Path, histograms: Mapping[str, Mapping[str, Any]]) -> None:
+    """Positive pairs on the left, negative ones on the right, as shares of all of them by their score."""
+    with write_figure(path, list(histograms), size=(9.0, 3.6)) as figure:
+        for axes, kind in zip(figure.subplots(1, 2), ("positive", "negative"), strict=True):
+            _draw_scores(axes, kind, histograms)
+
+
+def _draw_scores(axes: Axes, kind: str, histograms: Mapping[str, Mapping[str, Any]]) -> None:
+    for number, histogram in enumerate(histograms.values()):
+        counts, width = histogram[kind], histogram["width"]
+        scores = [width * (histogram["first"] + index) for index in range(-1, len(counts) + 1)]
+        # Per 0.02 of the score, so that bins of several widths compare; the curve falls to zero at its ends.
+        share = 100 / max(sum(counts), 1) * 0.02 / width
+        axes.plot(scores, [0.0, *(share * count for count in counts), 0.0], **line_style(number))
+    axes.set_title(f"{kind.capitalize()} pairs", loc="left")
+    axes.set_xlabel("score")
+    axes.set_ylabel("percent of the pairs per 0.02")
+    axes.set_ylim(bottom=0)
+    axes.tick_params(length=0)

@@ -1,0 +1,318 @@
+"""The experiments of `python -m benchmarks.experiments`: what a YAML file asks for, and the results that are there.
+
+Inside: `Run`, `Ensemble`, `Figure`, `Experiment`, `read`, `result_of`, `weights_of`, `sha256`,
+`shown_path`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from benchmarks.experiments.data import Fingerprints, bundled_fingerprints, folder_fingerprints
+from itm_fast import config as settings
+from itm_fast.files.documents import MAX_SETTINGS_BYTES, parse_yaml, read_json, read_text
+from itm_fast.files.messages import shown
+from itm_fast.training import TrainConfig, recipes
+
+__all__ = [
+    "ANCHOR", "BUNDLED", "ROOT", "Ensemble", "Experiment", "Figure", "Run", "read", "result_of", "sha256",
+    "shown_path", "weights_of",
+]  # fmt: skip
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGES = ROOT / "docs" / "images"
+BUNDLED = "emoji"  # As `data`: those that come with the package.
+
+# Settings of a run that its result does not depend on, but for rounding; the places of data and RUN are added later.
+_FREE = ("data", "out", "workers", "save_every", "tensorboard", "device", "threads")
+_KEYS = {
+    "title": str,
+    "data": str,
+    "split": str,
+    "images": int,
+    "train_images": int,
+    "seeds": list,
+    "train": dict,
+    "rows": list,
+    "equal": list,
+    "ensembles": list,
+    "figures": list,
+}
+_ROW_KEYS = {"name": str, "train": dict, "seeds": list, "anchor_row": str}
+_ENSEMBLE_KEYS = {"name": str, "row": str, "seeds": list}
+_FIGURE_KEYS = {"file": str, "shows": str, "text": str, "rows": list, "seed": int}
+_SHOWN = ("training", "scores")  # What a figure can show of its rows.
+ANCHOR = "anchor"  # Among fingerprints, beside what data are used for.
+_ADVICE = "move it away to measure anew, or undo the change"
+
+
+@attrs.frozen
+class Run:
+    """One training: a row of the table with one seed, perhaps beside the model that another run left."""
+
+    row: str
+    seed: int
+    train: Mapping[str, Any]
+    anchor: Run | None = None
+
+    @property
+    def file_name(self) -> str:
+        return f"{_file_name(self.row)}-seed{self.seed}"
+
+    def config(self, data: str, out: Path, **machine: Any) -> TrainConfig:
+        """The settings of the training into the folder `out`, beside which lies that of the anchor."""
+        anchor = {} if self.anchor is None else {"anchor": str(out.parent / self.anchor.file_name)}
+        places = {"data": data, "out": str(out), **anchor}
+        return settings.build(TrainConfig, {**self.train, **places, "seed": self.seed, **machine})
+
+    def in_order(self) -> list[Run]:
+        """This run behind the anchor that it is trained beside."""
+        return [*([] if self.anchor is None else self.anchor.in_order()), self]
+
+
+@attrs.frozen
+class Ensemble:
+    """The mean scores of several runs of one row, as a row of the table."""
+
+    name: str
+    members: list[Run]
+
+    @property
+    def file_name(self) -> str:
+        return _file_name(self.name)
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+@attrs.frozen
+class Figure:
+    """A picture of the rows of an experiment with one seed, as SVG in the folder of the documentation's pictures."""
+
+    file: str
+    shows: str
+    text: str
+    runs: list[Run]
+
+    @property
+    def path(self) -> Path:
+        return IMAGES / self.file
+
+
+@attrs.frozen
+class Experiment:
+    """What a YAML file asks for."""
+
+    path: Path
+    title: str
+    data: str
+    split: str
+    images: int | None
+    train_images: int | None
+    rows: Mapping[str, list[Run]]
+    equal: list[tuple[str, str]]
+    ensembles: list[Ensemble]
+    figures: list[Figure]
+    _known: dict[Any, Fingerprints] = attrs.field(factory=dict, init=False, eq=False, repr=False)
+
+    def identity(self, run: Run) -> dict[str, Any]:
+        """All that the result of a run depends on, beside what the data hold and the weights of its anchor."""
+        kept = _kept(run.config(self.data, Path(run.file_name)))
+        found = {
+            "row": run.row,
+            "data": self.data,
+            "split": self.split,
+            "images": self.images,
+            "train_images": self.train_images,
+            "train": kept,
+        }
+        return found if run.anchor is None else {**found, "anchor": self.identity(run.anchor)}
+
+    def fingerprints(self, run: Run) -> Fingerprints | None:
+        """What the data of a run hold, read once; None where their folder is not here.
+
+        Raises:
+            ValueError: the data are damaged, or lack what the run reads.
+        """
+        config = run.config(self.data, Path(run.file_name))
+        if self.data != BUNDLED and not Path(self.data).is_dir():
+            return None
+        key = (
+            config.vocab, config.min_count, config.text_augmentation > 0, config.validation_split,
+            config.validation_images,
+        )  # fmt: skip
+        if key not in self._known:
+            self._known[key] = (
+                bundled_fingerprints(self.train_images, config.validation_split, self.split)
+                if self.data == BUNDLED
+                else folder_fingerprints(config, self.split, self.images)
+            )
+        return self._known[key]
+
+
+def _kept(config: TrainConfig) -> dict[str, Any]:
+    return {name: value for name, value in settings.to_dict(config).items() if name not in _FREE}
+
+
+def read(path: Path) -> Experiment:
+    """The experiment of a YAML file; ValueError naming it and what does not fit."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        content = _checked(parse_yaml(read_text(path, MAX_SETTINGS_BYTES)), _KEYS, "setting", ("title", "data", "rows"))
+        seeds, common = content.get("seeds", [0]), content.get("train", {})
+        rows: dict[str, list[Run]] = {}
+        for number, entry in enumerate(content["rows"], start=1):
+            row = _checked(entry, _ROW_KEYS, f"setting of row {number}", ("name",))
+            if row["name"] in rows:
+                raise ValueError(f"rows: {shown(row['name'])} stands there twice")
+            train = recipes.merge(common, row.get("train", {}))
+            anchors = _anchors(row, train, rows)
+            rows[row["name"]] = [Run(row["name"], seed, train, anchors.get(seed)) for seed in row.get("seeds", seeds)]
+            if anchors and None in (run.anchor for run in rows[row["name"]]):
+                raise ValueError(f"anchor_row: {shown(row['anchor_row'])} lacks a seed of {shown(row['name'])}")
+        experiment = Experiment(
+            path, content["title"], content["data"], content.get("split", "test"), content.get("images"),
+            content.get("train_images"), rows,
+            [_pair(pair, rows) for pair in content.get("equal", [])],
+            [_ensemble(entry, rows) for entry in content.get("ensembles", [])],
+            [_figure(entry, rows) for entry in content.get("figures", [])],
+        )  # fmt: skip
+        if experiment.train_images is not None and experiment.data != BUNDLED:
+            raise ValueError("train_images: only the bundled data, emoji, are cut")
+        names = [run.file_name for runs in rows.values() for run in runs]
+        names += [ensemble.file_name for ensemble in experiment.ensembles]
+        if len(set(names)) != len(names):
+            raise ValueError("rows: two runs have the same name or seed, but for case and signs")
+        for runs in rows.values():
+            for run in runs:
+                experiment.identity(run)
+        return experiment
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _checked(content: Any, kinds: Mapping[str, type], what: str, required: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ValueError(f"expected names and values, got {shown(content)}")
+    for name, value in content.items():
+        if name not in kinds:
+            raise ValueError(settings.unknown_name(what, str(name), list(kinds)))
+        if type(value) is not kinds[name]:
+            raise ValueError(f"{name}: expected a {kinds[name].__name__}, got {shown(value)}")
+    for name in required:
+        if name not in content:
+            raise ValueError(f"{name}: this {what} is required")
+    return content
+
+
+def _pair(pair: Any, rows: Mapping[str, Any]) -> tuple[str, str]:
+    if not isinstance(pair, list) or len(pair) != 2 or not set(map(str, pair)) <= set(rows):
+        raise ValueError(f"equal: expected two names of rows, got {shown(pair)}")
+    return pair[0], pair[1]
+
+
+def _ensemble(entry: Any, rows: Mapping[str, list[Run]]) -> Ensemble:
+    content = _checked(entry, _ENSEMBLE_KEYS, "setting of an ensemble", tuple(_ENSEMBLE_KEYS))
+    known = {run.seed: run for run in rows.get(content["row"], [])}
+    seeds = content["seeds"]
+    if len(seeds) < 2 or len(set(map(str, seeds))) != len(seeds) or not all(seed in known for seed in seeds):
+        raise ValueError(
+            f"seeds of {shown(content['name'])}: expected several seeds of the row {shown(content['row'])}, "
+            f"got {shown(seeds)}"
+        )
+    return Ensemble(content["name"], [known[seed] for seed in seeds])
+
+
+def _anchors(row: Mapping[str, Any], train: Mapping[str, Any], rows: Mapping[str, list[Run]]) -> dict[int, Run]:
+    """By seed, the runs whose models those of `row` are trained beside; `rows` are the ones above it."""
+    if "anchor" in train:
+        raise ValueError("anchor: expected anchor_row, the name of a row, as nobody knows what a folder will hold")
+    if "anchor_row" not in row:
+        if train.get("scenario") == "oas":
+            raise ValueError(f"anchor_row: the row {shown(row['name'])} with the scenario oas needs one")
+        return {}
+    if row["anchor_row"] not in rows:
+        raise ValueError(f"anchor_row: expected the name of a row above it, got {shown(row['anchor_row'])}")
+    return {run.seed: run for run in rows[row["anchor_row"]]}
+
+
+def _figure(entry: Any, rows: Mapping[str, list[Run]]) -> Figure:
+    content = _checked(entry, _FIGURE_KEYS, "setting of a figure", ("file", "shows", "text", "rows"))
+    if not re.fullmatch(r"[\w-]+\.svg", content["file"]):
+        raise ValueError(f"file: expected the name of an SVG file, got {shown(content['file'])}")
+    if content["shows"] not in _SHOWN:
+        raise ValueError(f"shows: expected {' or '.join(_SHOWN)}, got {shown(content['shows'])}")
+    seed = content.get("seed", 0)
+    known = {run.row: run for runs in rows.values() for run in runs if run.seed == seed}
+    for name in content["rows"]:
+        if name not in known:
+            raise ValueError(f"rows of {content['file']}: expected rows with seed {seed}, got {shown(name)}")
+    return Figure(content["file"], content["shows"], content["text"], [known[name] for name in content["rows"]])
+
+
+def result_of(experiment: Experiment, run: Run, results: Path) -> dict[str, Any] | None:
+    """What a run came to; None where it has no result yet.
+
+    Raises:
+        ValueError: the file is damaged, of other settings, of other data, or beside an anchor of other weights; the
+            first that differs is named.
+    """
+    path = results / f"{run.file_name}.json"
+    if not path.exists():
+        return None
+    result = read_json(path, MAX_SETTINGS_BYTES, "a result as JSON")
+    before = result.get("identity") if isinstance(result, dict) else None
+    if not isinstance(before, dict) or not all(isinstance(before.get(n), dict) for n in ("train", "fingerprints")):
+        raise ValueError(f"{path}: expected a result of an experiment, with its settings and what its data held")
+    held = before["fingerprints"]
+    before = _with_defaults({name: value for name, value in before.items() if name != "fingerprints"})
+    for name, old, new in _differences(before, json.loads(json.dumps(experiment.identity(run)))):
+        raise ValueError(f"{path}: was measured with {name} = {shown(old)}, not {shown(new)}; {_ADVICE}")
+    now = experiment.fingerprints(run) or {use: content for use, content in held.items() if use != ANCHOR}
+    anchor = None if run.anchor is None else result_of(experiment, run.anchor, results)
+    # Where the anchor has no result any more, nobody knows its weights.
+    weights = held.get(ANCHOR) if anchor is None else weights_of(run, anchor)
+    for name, _, _ in _differences(held, now if run.anchor is None else {**now, ANCHOR: weights}):
+        raise ValueError(f"{path}: was measured with other content of {name}; {_ADVICE}")
+    return result
+
+
+def _with_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """An identity with settings that came later, which had their defaults then; that of the anchor, too."""
+    found = {**identity, "train": {**_kept(TrainConfig(data="", out="")), **identity["train"]}}
+    anchor = identity.get("anchor")
+    return {**found, "anchor": _with_defaults(anchor)} if isinstance(anchor, dict) and "train" in anchor else found
+
+
+def weights_of(run: Run, anchor_result: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands among the fingerprints of a run for the anchor that has this result."""
+    return {f"the weights of {run.anchor.row}": anchor_result.get("weights")} if run.anchor else {}
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    for name in dict.fromkeys([*now, *before]):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new)
+        elif old != new:
+            yield name, old, new
+
+
+def sha256(path: Path) -> str:
+    """Of a file's content, in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def shown_path(path: Path) -> str:
+    """From the root of the sources where it lies below."""
+    resolved = path.resolve()
+    return str(resolved.relative_to(ROOT)) if resolved.is_relative_to(ROOT) else str(path)

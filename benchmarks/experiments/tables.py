@@ -1,0 +1,127 @@
+"""Tables of the results of benchmarks/experiments/__main__.py, as Markdown.
+
+Inside: `table`, `rendered`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.experiments.ensembles import ensemble_result
+from benchmarks.experiments.figures import figures_there
+from benchmarks.experiments.files import Experiment, result_of, shown_path
+
+__all__ = ["rendered", "table"]
+
+_NOT_RUN = "not run"
+
+
+def table(experiment: Experiment, results: Path) -> str:
+    """The results as Markdown: sums of recalls, mean and spread of each row, and whether equal rows are equal.
+
+    A row has a mean, a spread (the standard deviation of its seeds) and MD (the mean of its seeds' mean distances) once
+    all of its runs are there. Seconds are the median of those that are there. Ensembles stand below, with their seeds
+    in the place of the spread. Figures follow.
+
+    Raises:
+        ValueError: as `result_of`, two results are recalls on different images or captions, or a figure is out of
+            date.
+    """
+    seeds = list(dict.fromkeys(run.seed for runs in experiment.rows.values() for run in runs))
+    heads = ["", *(f"seed {seed}" for seed in seeds), "mean", "spread", "MD", "seconds a run", "CPU seconds a run"]
+    lines = [f"| {' | '.join(heads)} |", f"| --- {'| ---: ' * (len(heads) - 1)}|"]
+    sums: dict[str, dict[int, dict[str, float] | None]] = {}
+    measured: list[dict[str, Any]] = []
+    for row, runs in experiment.rows.items():
+        found = {run.seed: result_of(experiment, run, results) for run in runs}
+        measured += [result for result in found.values() if result is not None]
+        sums[row] = {seed: None if result is None else result["test"] for seed, result in found.items()}
+        cells = ["" if seed not in found else _sum(found[seed]) for seed in seeds]
+        done = [result for result in found.values() if result is not None]
+        cells += _statistics([result["test"] for result in done]) if len(done) == len(found) else [_NOT_RUN] * 3
+        cells += [_median([result[name] for result in done]) for name in ("seconds", "cpu_seconds")]
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    for ensemble in experiment.ensembles:
+        result = ensemble_result(experiment, ensemble, results)
+        cells = [_NOT_RUN] * 3 if result is None else _statistics([result["test"]])
+        cells[1] = f"seeds {', '.join(str(run.seed) for run in ensemble.members)}"
+        lines.append(f"| {ensemble.name} | {' | '.join([*([''] * len(seeds)), *cells, '', ''])} |")
+    images = "all images" if experiment.images is None else f"the first {experiment.images} images"
+    meaning = f"Sum of the six recalls on {images} of {experiment.split}, of 600"
+    meaning += "; spread is the standard deviation of the seeds, MD the mean score of positives minus that of negatives"
+    lines += ["", f"{meaning}. {_where(measured)}"]
+    for first, second in experiment.equal:
+        lines += ["", f"{second} equals {first}, recall by recall: {_agreement(sums[first], sums[second])}."]
+    for figure in figures_there(experiment, results):
+        lines += ["", f"![{figure.text}](../../images/{figure.file})"]
+    command = f"python -m benchmarks.experiments run {shown_path(experiment.path)}"
+    return "\n".join([*lines, "", "Made by:", "", "```", command, "```", ""])
+
+
+def _statistics(summaries: Sequence[Mapping[str, float]]) -> list[str]:
+    """Mean and spread of the sums of recalls of a row, and its mean distance."""
+    sums = [summary["rsum"] for summary in summaries]
+    spread = f"{statistics.stdev(sums):.1f}" if len(sums) > 1 else "one seed"
+    distance = statistics.mean(summary["mean_distance"] for summary in summaries)
+    return [f"{statistics.mean(sums):.1f}", spread, f"{distance:.2f}"]
+
+
+def _sum(result: Mapping[str, Any] | None) -> str:
+    return _NOT_RUN if result is None else f"{result['test']['rsum']:.1f}"
+
+
+def _median(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{statistics.median(known):.0f}" if known else "not known" if values else _NOT_RUN
+
+
+def _where(results: Sequence[Mapping[str, Any]]) -> str:
+    """On what the runs that are there were measured, what else the machine did, and the longest of them."""
+    if not results:
+        return "No run is measured yet."
+    evaluated = [{**result["identity"]["fingerprints"]["evaluation"], "vocab.json": ""} for result in results]
+    if any(content != evaluated[0] for content in evaluated):
+        raise ValueError("results: expected recalls on the same images and captions, but their content differs")
+    places = {
+        f"{result['environment']['processor']}, {_threads(result['environment']['threads'])}"
+        + ("" if result["device"] == "cpu" else f", {result['device']}")
+        for result in results
+    }
+    loads = [load for result in results for load in result["load_average"].values()]
+    cores = max(result["environment"]["cores"] for result in results)
+    text = (
+        f"Measured on {'; '.join(sorted(places))}. Seconds are medians; the machine's load average was "
+        f"{min(loads):.1f} to {max(loads):.1f} with {cores} cores"
+    )
+    timed = [result for result in results if result["cpu_seconds"] is not None]
+    if not timed:
+        return f"{text}."
+    longest = max(timed, key=lambda result: result["cpu_seconds"])
+    clock = f"{longest['seconds']:.0f} by the clock"
+    return f"{text}, and the longest run took {longest['cpu_seconds']:.0f} CPU seconds, {clock}."
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
+def _agreement(first: Mapping[int, Any], second: Mapping[int, Any]) -> str:
+    common = [seed for seed in first if seed in second]
+    if not common or any(first[seed] is None or second[seed] is None for seed in common):
+        return _NOT_RUN
+    same = all(first[seed] == second[seed] and math.isfinite(first[seed]["rsum"]) for seed in common)
+    return "yes" if same else "NO"
+
+
+def rendered(page: str, name: str, text: str) -> str:
+    """`page` with `text` between the markers of an experiment."""
+    begin, end = f"<!-- experiment {name} -->\n", f"<!-- end of experiment {name} -->"
+    head, found, rest = page.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"expected the lines '{begin.strip()}' and '{end}'")
+    return f"{head}{begin}\n{text}\n{end}{tail}"

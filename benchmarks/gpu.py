@@ -1,0 +1,298 @@
+"""The benchmark of a GPU: times beside the cost model, and what the GPU itself reaches in the same run.
+
+Inside: `run`, `PRESETS`, `ceilings`. The workloads, their variants and the way they are measured are those of the CPU's
+benchmark. A run on the CPU ("dry") takes the same path with small sizes; its results say that they are none of a GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from benchmarks import costs
+from benchmarks.costs import Cost
+from benchmarks.machine import described_device
+from itm_fast.benchmarking import regulated, workloads
+from itm_fast.benchmarking.measure import Meter
+from itm_fast.benchmarking.run import compiler_found, environment, measure_variants
+from itm_fast.benchmarking.workloads import Sizes
+from itm_fast.ops.library import build_info, operators_of
+
+__all__ = ["FORMAT_VERSION", "KIND", "PRESETS", "GpuPreset", "ceilings", "run"]
+
+FORMAT_VERSION = 1
+KIND = "itm_fast GPU benchmark"
+GIB = 1 << 30
+
+# The kernels that a workload's native variants stand on. Where one is missing, they are "not built".
+SCORING = ("cross_attention_scores",)
+STEPPING = (*SCORING, "cross_attention_scores_backward", "triplet_loss", "triplet_loss_backward")
+REGULATING = ("regulated_scores",)
+NEEDED = {
+    "make_scores": SCORING,
+    "make_step": STEPPING,
+    "make_regulated_scores": REGULATING,
+    "make_regulated_step": (*REGULATING, "triplet_loss", "triplet_loss_backward"),
+    "make_loss": ("triplet_loss", "triplet_loss_backward"),
+    "make_boosting": ("boosting_loss", "boosting_loss_backward"),
+    "make_ranks": ("retrieval_ranks",),
+    "make_evaluation": (*SCORING, "retrieval_ranks"),
+}
+
+# Kinds of losses, with the negatives that each is measured with.
+LOSSES = (
+    ("loss", workloads.make_loss, costs.loss, ("hardest", "all", "selective")),
+    ("boosting", workloads.make_boosting, costs.boosting_loss, ("hardest", "all")),
+)
+
+# What is compared with float64, and up to which batch.
+ACCURACIES: dict[str, tuple[Callable[..., dict[str, float]], int]] = {
+    "make_scores": (workloads.accuracy, 128),
+    "make_regulated_scores": (regulated.accuracy, 128),
+    "make_loss": (workloads.loss_accuracy, 4096),
+    "make_boosting": (workloads.boosting_accuracy, 4096),
+}
+
+
+@attrs.frozen
+class GpuPreset:
+    """How much is measured."""
+
+    batches: tuple[int, ...]
+    step_batch: int
+    dim: int
+    loss_batches: tuple[int, ...]
+    gallery: tuple[int, int]  # images and captions of an evaluation
+    runs: int
+    loop_runs: int
+    product: int  # rows, columns and depth of the matrix product that stands for what the GPU can do
+    copied_bytes: int
+    compiled: bool = True
+    memory: bool = True
+
+
+PRESETS = {
+    "full": GpuPreset((128, 1024), 128, 1024, (128, 4096, 8192), (5000, 25000), 30, 5, product=8192, copied_bytes=GIB),
+    "quick": GpuPreset(
+        (128,), 128, 1024, (128, 4096), (1000, 5000), 10, 3, product=8192, copied_bytes=GIB, compiled=False
+    ),
+    "dry": GpuPreset((4,), 4, 16, (8,), (2, 10), 2, 1, product=64, copied_bytes=1 << 16, compiled=False, memory=False),
+}
+
+
+@attrs.frozen
+class _Workload:
+    name: str
+    make: Callable[..., Callable[[], Any]]
+    arguments: tuple[Any, ...]
+    cost: Callable[[int], Cost]  # of vectors whose components have so many bytes
+    baselines: dict[str, int]  # variant to number of runs
+    natives: tuple[str, ...]
+
+
+def _workloads(preset: GpuPreset, device: str) -> list[_Workload]:
+    runs, loop_runs = preset.runs, preset.loop_runs
+    packed = {"packed": runs, "packed bf16": runs}
+    if preset.compiled and compiler_found():
+        packed |= {"packed compiled": runs, "packed bf16 compiled": runs}
+    # A CUDA graph shows what the kernels take where Python's part is gone.
+    graph = ("native graph", "native bf16 graph") if device == "cuda" else ()
+    natives = ("native", "native high", "native medium", "native bf16", *graph)
+    found = []
+    loop = {"loop": loop_runs, **packed}
+    for batch in preset.batches:
+        sizes, cost = Sizes(batch, batch, preset.dim, device), partial(costs.scores, batch, batch, preset.dim)
+        found.append(_Workload(f"scores {batch}", workloads.make_scores, (sizes,), _of(cost), loop, natives))
+    sizes = Sizes(preset.step_batch, preset.step_batch, preset.dim, device)
+    cost = partial(costs.step, preset.step_batch, preset.dim)
+    found.append(_Workload(f"step {preset.step_batch}", workloads.make_step, (sizes,), _of(cost), loop, natives))
+    found += _regulated_workloads(preset, device)
+    plain, of_scores = {"plain": runs}, ("native", *graph[:1])
+    for batch in preset.loss_batches:
+        for kind, make, cost_of, minings in LOSSES:
+            for mining in minings:
+                name, arguments = f"{kind} {mining} {batch}", (batch, mining, device)
+                found.append(_Workload(name, make, arguments, _fixed(cost_of(batch)), plain, of_scores))
+    images, captions = preset.gallery
+    sizes, label = Sizes(images, captions, preset.dim, device), f"{images} x {captions}"
+    fixed = _fixed(costs.ranks(images, captions))
+    found.append(_Workload(f"ranks {label}", workloads.make_ranks, (sizes,), fixed, plain, of_scores))
+    # The loop and the packed form take minutes there: once each.
+    once = {"loop": 1, "packed bounded": 1}
+    natives = ("native", "native high", "native bf16")
+    cost = partial(costs.evaluation, images, captions, preset.dim)
+    found.append(_Workload(f"evaluation {label}", workloads.make_evaluation, (sizes,), _of(cost), once, natives))
+    return found
+
+
+def _regulated_workloads(preset: GpuPreset, device: str) -> list[_Workload]:
+    """Those of RCAR, without CUDA graphs: its backward looks for the pairs that have a gradient."""
+    baselines = {"loop": preset.loop_runs, "packed": preset.runs, "packed bf16": preset.runs}
+    natives = ("native", "native high", "native medium", "native bf16")
+    make, found = regulated.make_regulated_scores, []
+    for batch in preset.batches:
+        sizes, cost = Sizes(batch, batch, preset.dim, device), partial(costs.regulated_scores, batch, batch, preset.dim)
+        # Where the baselines take seconds, the packed form is run once.
+        beside = baselines if batch <= preset.step_batch else {"packed": 1}
+        found.append(_Workload(f"regulated scores {batch}", make, (sizes,), _of(cost), beside, natives))
+    batch = preset.step_batch
+    sizes, cost = Sizes(batch, batch, preset.dim, device), partial(costs.regulated_step, batch, preset.dim)
+    step = regulated.make_regulated_step
+    return [*found, _Workload(f"regulated step {batch}", step, (sizes,), _of(cost), baselines, natives)]
+
+
+def _of(cost: Callable[..., Cost]) -> Callable[[int], Cost]:
+    return lambda element: cost(element=element)
+
+
+def _fixed(cost: Cost) -> Callable[[int], Cost]:
+    return lambda _: cost
+
+
+def run(
+    preset: GpuPreset,
+    meter: Meter,
+    progress: Callable[[str], None] = lambda _: None,
+    save: Callable[[dict[str, Any]], None] = lambda _: None,
+    limit_s: float = float("inf"),
+) -> dict[str, Any]:
+    """Measures everything of `preset` on the meter's device.
+
+    Args:
+        save: called with what is there after every workload, so that an interrupted run leaves what it measured.
+        limit_s: no workload is begun when so many seconds have passed; those left out are listed.
+
+    Returns:
+        What the JSON file holds: "device", "environment", "ceilings", and for each workload its cost and for each
+        variant the times and, for the native ones and at the median, operations and bytes per second with their shares
+        of `ceilings`. "not_built" names the kernels that a workload's native variants lack, "failed" the variants that
+        raised, by workload, with what they said, "not_run" what the limit left out.
+    """
+    began = time.monotonic()
+    info = build_info()
+    results: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "kind": KIND,
+        "dry_run": meter.device != "cuda",
+        "device": described_device(meter.device),
+        "environment": environment(torch.get_num_threads(), info),
+        "preset": attrs.asdict(preset),
+        "ceilings": ceilings(preset, meter),
+        "workloads": {},
+        "not_built": {},
+        "failed": {},
+        "not_run": [],
+    }
+    registered = operators_of(meter.device)
+    for workload in _workloads(preset, meter.device):
+        if time.monotonic() - began > limit_s:
+            results["not_run"].append(workload.name)
+            continue
+        missing = [name for name in NEEDED[workload.make.__name__] if name not in registered]
+        natives = () if missing else workload.natives
+        if missing:
+            results["not_built"][workload.name] = missing
+        found, failed = _measured(workload, natives, preset, meter, progress, results["ceilings"])
+        results["workloads"][workload.name] = found
+        if failed:
+            results["failed"][workload.name] = failed
+        save(results)
+    save(results)
+    return results
+
+
+def _measured(
+    workload: _Workload,
+    natives: tuple[str, ...],
+    preset: GpuPreset,
+    meter: Meter,
+    progress: Callable[[str], None],
+    reached: dict[str, dict[str, float]],
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The figures of the variants that run, and of the others what they raise: too little memory, no compiler."""
+
+    def make(variant: str, *arguments: Any, small: bool = False) -> Callable[[], Any]:
+        call = workload.make(variant.removesuffix(" graph"), *arguments, small=small)
+        return graphed(call) if variant.endswith(" graph") else call
+
+    make.__name__ = workload.make.__name__
+    failed: dict[str, str] = {}
+    repeats = {**workload.baselines, **dict.fromkeys(natives, preset.runs)}
+    for variant in [name for name, count in repeats.items() if count > 1]:
+        progress(f"{workload.name}: first run of {variant}")
+        try:
+            make(variant, *workload.arguments)()
+        except Exception as error:
+            failed[variant] = f"{type(error).__name__}: {error}".splitlines()[0]
+            del repeats[variant]
+    found = measure_variants(make, repeats, workload.arguments, meter=meter, memory=preset.memory, progress=progress)
+    found["cost"] = attrs.asdict(workload.cost(2))
+    for variant, figures in found["variants"].items():
+        if variant in natives:
+            figures |= rates(workload.cost(2 if "bf16" in variant else 4), figures["median_s"], reached)
+        if not variant.endswith((" graph", " compiled")):
+            figures |= _accuracy(workload, variant)
+    return found, failed
+
+
+def _accuracy(workload: _Workload, variant: str) -> dict[str, Any]:
+    """The variant beside float64, where that is small enough."""
+    accuracy, most = ACCURACIES.get(workload.make.__name__, (None, 0))
+    size, *_ = workload.arguments
+    count = size.captions if isinstance(size, Sizes) else size
+    return {"accuracy": accuracy(variant, *workload.arguments)} if accuracy is not None and count <= most else {}
+
+
+def rates(cost: Cost, seconds: float, reached: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Operations and bytes of the cost model per second, and their shares of what product and copy reached."""
+    operations, moved = cost.operations / seconds, cost.bytes / seconds
+    return {
+        "flop_per_s": operations,
+        "bytes_per_s": moved,
+        "share_of_gemm": cost.tensor / seconds / reached["gemm_bf16"]["flop_per_s"],
+        "share_of_copy": moved / reached["copy"]["bytes_per_s"],
+    }
+
+
+def graphed(call: Callable[[], Any]) -> Callable[[], None]:
+    """The call captured into a CUDA graph, after three runs on another stream as capturing asks for."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def ceilings(preset: GpuPreset, meter: Meter) -> dict[str, dict[str, float]]:
+    """What the device reaches in this run: a bf16 product of random matrices, and a copy (bytes read and written)."""
+    size = preset.product
+    left, right = (torch.randn(size, size, device=meter.device).to(torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(left)
+    source = torch.randint(-128, 127, (preset.copied_bytes,), dtype=torch.int8, device=meter.device)
+    target = torch.empty_like(source)
+    gemm, copied = costs.gemm(size, size, size).tensor, 2.0 * preset.copied_bytes
+    found = {}
+    calls: dict[str, tuple[Callable[[], Tensor], str, float]] = {
+        "gemm_bf16": (lambda: torch.mm(left, right, out=product), "flop_per_s", gemm),
+        "copy": (lambda: target.copy_(source), "bytes_per_s", copied),
+    }
+    for name, (call, rate, amount) in calls.items():
+        for _ in range(3):
+            call()
+        times = [meter.time_of(call) for _ in range(max(2, preset.runs))]
+        median = statistics.median(times)
+        found[name] = {"median_s": median, "min_s": min(times), "max_s": max(times), rate: amount / median}
+    return found

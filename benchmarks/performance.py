@@ -1,0 +1,178 @@
+"""The tables of docs/performance/predictions.md: the cost model for stated GPUs, beside what was measured on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from benchmarks import costs
+from benchmarks.costs import DEVICES, Cost
+from benchmarks.gpu_table import check_is_of_a_gpu
+from benchmarks.units import amount, seconds
+from itm_fast.benchmarking.table import table
+from itm_fast.benchmarking.workloads import caption_lengths
+
+__all__ = ["NOT_RUN", "WORKLOADS", "tables"]
+
+NOT_RUN = "not run on a GPU yet"
+SIMULATED = "No CUDA kernel of this project has run on a GPU yet: they are"
+# Seconds per pair that the published loops take on GPUs of their time (docs/internals/design.md, section 1).
+PUBLISHED_PER_PAIR = (3e-6, 55e-6)
+
+
+@attrs.frozen
+class Workload:
+    """A line of the tables, and the benchmark's name for it where that measures it."""
+
+    title: str
+    cost: Cost
+    measured_as: str | None = None
+
+
+WORKLOADS = (
+    Workload("scores, 128 x 128", costs.scores(128, 128), "scores 128"),
+    Workload("scores, 1024 x 1024", costs.scores(1024, 1024), "scores 1024"),
+    Workload("hardest-negative step, B = 128", costs.step(128), "step 128"),
+    Workload("RCAR scores, 128 x 128", costs.regulated_scores(128, 128), "regulated scores 128"),
+    Workload("RCAR scores, 1024 x 1024", costs.regulated_scores(1024, 1024), "regulated scores 1024"),
+    Workload("RCAR hardest-negative step, B = 128", costs.regulated_step(128), "regulated step 128"),
+    *(
+        Workload(f"triplet loss and gradient, B = {batch}", costs.loss(batch), f"loss hardest {batch}")
+        for batch in (128, 4096, 8192)
+    ),
+    Workload("triplet loss of SelHN and gradient, B = 4096", costs.loss(4096), "loss selective 4096"),
+    Workload("boosting loss and gradient, B = 4096", costs.boosting_loss(4096), "boosting hardest 4096"),
+    Workload("ranks, 5000 x 25000", costs.ranks(5000, 25000), "ranks 5000 x 25000"),
+    Workload("COCO-5K evaluation, 5000 x 25000", costs.evaluation(5000, 25000), "evaluation 5000 x 25000"),
+    Workload("one COCO epoch, 4,425 steps of B = 128", costs.epoch(128)),
+)
+
+
+def tables(results: Sequence[Mapping[str, Any]]) -> str:
+    """All tables; `results` are those of benchmarks on GPUs, at most one for each of `DEVICES`."""
+    measured: dict[str, Mapping[str, Any]] = {}
+    for result in results:
+        check_is_of_a_gpu(result, "a result")
+        device = costs.device_of(result["device"]["name"])
+        if device is None or device in measured:
+            raise ValueError(f"expected one result for each of {', '.join(DEVICES)}, got '{result['device']['name']}'")
+        measured[device] = result
+    run = f"Measured on {', '.join(measured)}; elsewhere the kernels are" if measured else SIMULATED
+    parts = [
+        f"{run} compiled, and [simulated](../internals/shim.md) by the tests.",
+        _devices(),
+        _workloads(),
+        *(_floors(name, measured.get(name)) for name in DEVICES),
+    ]
+    parts.append(_consequences())
+    return "\n\n".join(parts) + "\n"
+
+
+def _devices() -> str:
+    header = ["device", "bf16 products", "float32", "memory", "products per byte", "assumed share of the products"]
+    rows = [[*header, "source"]]
+    for name, peaks in DEVICES.items():
+        rows.append(
+            [
+                name,
+                f"{peaks.tensor / 1e12:g} TFLOP/s",
+                f"{peaks.other / 1e12:g} TFLOP/s",
+                f"{peaks.memory / 1e12:g} TB/s",
+                f"{peaks.tensor / peaks.memory:.0f}",
+                f"{100 * peaks.tensor_share:.0f} %",
+                peaks.source,
+            ]
+        )
+    return table(rows)
+
+
+def _workloads() -> str:
+    rows = [["workload", "products", "float32 operations", "bytes", "products per byte", "launches"]]
+    for workload in WORKLOADS:
+        cost = workload.cost
+        rows.append(
+            [
+                workload.title,
+                amount(cost.tensor, "FLOP") if cost.tensor else "none",
+                amount(cost.other, "FLOP"),
+                amount(cost.bytes, "B"),
+                f"{cost.tensor / cost.bytes:.0f}",
+                f"{cost.launches:,}",
+            ]
+        )
+    return table(rows)
+
+
+def _floors(name: str, measured: Mapping[str, Any] | None) -> str:
+    peaks = DEVICES[name]
+    rows = [[f"on {name}", "products", "memory", "float32 units", "the larger floor", "predicted", "reached"]]
+    for workload in WORKLOADS:
+        tensor, memory = costs.floors(workload.cost, peaks)
+        bound = "products" if tensor > memory else "memory"
+        rows.append(
+            [
+                workload.title,
+                seconds(tensor) if tensor else "none",
+                seconds(memory),
+                seconds(workload.cost.other / peaks.other),
+                f"{seconds(max(tensor, memory))} ({bound})",
+                seconds(costs.predicted(workload.cost, peaks)),
+                _reached(workload, measured, max(tensor, memory)),
+            ]
+        )
+    return table(rows)
+
+
+def _consequences() -> str:
+    """What the predictions come to for a user, in words."""
+    evaluation, epoch, step = costs.evaluation(5000, 25000), costs.epoch(), costs.step(128)
+    predicted = {name: (costs.predicted(evaluation, p), costs.predicted(epoch, p)) for name, p in DEVICES.items()}
+    times = [f"{seconds(first)} on {name}" for name, (first, _) in predicted.items()]
+    epochs = [f"{seconds(second)} on {name}" for name, (_, second) in predicted.items()]
+    pairs = 5000 * 25000
+    low, high = (pairs * per_pair for per_pair in PUBLISHED_PER_PAIR)
+    encoders, steps = costs.encoders(128), costs.EPOCH_IMAGES * costs.EPOCH_CAPTIONS / 128
+    read, read_in_all = amount(encoders.bytes, "B"), amount(encoders.bytes * steps, "B")
+    return (
+        f"- A COCO-5K evaluation scores {pairs / 1e6:.0f} million pairs. At the 3 to 55 µs a pair of published code "
+        f"that takes {seconds(low)} to {seconds(high)}; predicted here: {', '.join(times)}, once all images and "
+        "captions are encoded. Nothing but the scores, 500 MB, needs to be kept.\n"
+        f"- The steps of an epoch are predicted to take {', '.join(epochs)} beside their encoders. Those of SCAN "
+        f"need {amount(encoders.tensor, 'FLOP')} a step, {encoders.tensor / step.tensor:.0f} times as much as its "
+        f"scores, loss and their gradients, and read {read} of features, {read_in_all} an epoch: reading and encoding, "
+        "not scoring, then decide how long an epoch takes.\n"
+        f"- {_blocks('a COCO-5K evaluation', 5000, 25000)} {_blocks('a batch of 128', 128, 128)}"
+    )
+
+
+def _blocks(what: str, images: int, captions: int) -> str:
+    """The thread blocks of a workload's scores, with captions as long as the benchmark's."""
+    lengths = caption_lengths(captions).tolist()
+    working, room = costs.pairs_of_tiles([costs.REGIONS] * images, lengths)
+    return (
+        f"The sets of {what} are packed into {working:,} pairs of tiles, and {room:,} thread blocks are launched, the "
+        f"most that so many sets and rows could need: {room - working:,} leave at once."
+    )
+
+
+def _reached(workload: Workload, measured: Mapping[str, Any] | None, floor: float) -> str:
+    """The fastest native variant on 16-bit inputs, or on scores; its floor is a share of it."""
+    if measured is None:
+        return NOT_RUN
+    if workload.measured_as is None:
+        return "not measured as a whole"
+    found = measured["workloads"].get(workload.measured_as, {"variants": {}})["variants"]
+    of_vectors = workload.measured_as.startswith(("scores", "step", "regulated", "evaluation"))
+    natives = {
+        name: figures["median_s"]
+        for name, figures in found.items()
+        if name.startswith("native bf16" if of_vectors else "native")
+    }
+    if not natives:
+        missing = measured["not_built"].get(workload.measured_as)
+        return f"not built: {', '.join(missing)}" if missing else "not run"
+    name = min(natives, key=lambda key: natives[key])
+    graph = " as a CUDA graph" if name.endswith("graph") else ""
+    return f"**{seconds(natives[name])}**{graph}, floor / time {100 * floor / natives[name]:.0f} %"

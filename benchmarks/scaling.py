@@ -1,0 +1,315 @@
+"""Beyond one GPU, on paper: what a step and an epoch take on 8 and 64 of them, and what they have to read and to keep.
+
+Inside: `Step`, `step`, `Need`, `need`, `DATA`, `markdown`.
+
+Operations and bytes are those of the cost model, rates those of data sheets at assumed shares; what reading costs the
+processor and how much memory a caption takes was measured. No GPU and no network was.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from benchmarks import costs
+from benchmarks.costs import Cost
+from benchmarks.units import amount, seconds
+from itm_fast.benchmarking.table import table
+from itm_fast.data.layout import CAPTIONS_PER_IMAGE
+from itm_fast.data.reader import MOST_THREADS
+
+__all__ = ["DATA", "Need", "Step", "markdown", "need", "step"]
+
+GPU, BATCH, NODE = "H200", 128, 8
+# Bytes per second that a GPU receives: within a machine of eight by NVLink (half of the 900 GB/s that the data sheet
+# of the H200 has for both directions), between machines by a 400 Gb/s adapter of its own. Of each this share, and so
+# long for every exchange.
+NVLINK, NETWORK, LINK_SHARE, LATENCY = 450e9, 50e9, 0.7, 20e-6
+# Memory of a GPU and of a machine (DGX H200), of which features may take this share; a drive (PCIe 4) in order.
+GPU_BYTES, HOST_BYTES, FEATURE_SHARE, DRIVE = 141e9, 2e12, 0.75, 7e9
+FEATURE_BYTES = 2 * costs.REGIONS * 2048
+# From a machine's memory to a GPU (PCIe 5, 16 lanes), of which LINK_SHARE; a drive for each machine; threads of the
+# reader in each process, at most.
+PCIE, READER_THREADS = 64e9, MOST_THREADS
+# What the order of an epoch takes a caption: a permutation of int64, in several processes one for the batches and one
+# for the own parts. What a store takes an image: the number of its shard and its place there, int64.
+ORDER_BYTES, PLACE_BYTES = 8, 16
+
+
+_ON_GPU, _IN_CACHE, _ON_DRIVES = "each GPU", "each machine's page cache", "drives"
+
+
+@attrs.frozen
+class Data:
+    """Pairs of an epoch and the images that they show."""
+
+    pairs: float
+    images: float
+
+
+DATA = {
+    "COCO": Data(costs.EPOCH_IMAGES * CAPTIONS_PER_IMAGE, costs.EPOCH_IMAGES),
+    "10 million pairs": Data(1e7, 1e7),
+    "1 billion pairs": Data(1e9, 1e9),
+}
+
+
+@attrs.frozen
+class Step:
+    """Seconds of a rank in one step of SCAN over hardest negatives, and the bytes that it receives for them."""
+
+    gpus: int
+    encoding: float
+    scoring: float  # with loss and backward
+    gathered: float  # bytes of fragments of the other ranks
+    matrix: float  # bytes of their scores
+    scattered: float  # bytes of the gradients of fragments
+    reduced: float  # bytes of the gradients of parameters
+
+    @property
+    def batch(self) -> int:
+        return self.gpus * BATCH
+
+    def link(self, received: float) -> float:
+        """Seconds of an exchange."""
+        if self.gpus == 1:
+            return 0.0
+        return LATENCY + received / (LINK_SHARE * (NVLINK if self.gpus <= NODE else NETWORK))
+
+    @property
+    def exchanging(self) -> float:
+        return sum(self.link(part) for part in (self.gathered, self.matrix, self.scattered, self.reduced))
+
+    @property
+    def seconds(self) -> float:
+        """All of it, one after the other."""
+        return self.encoding + self.scoring + self.exchanging
+
+    @property
+    def rate(self) -> float:
+        """Captions per second of all GPUs."""
+        return self.batch / self.seconds
+
+
+def step(gpus: int, parameters: int, *, gathered: str = "images", sparse: bool = False) -> Step:
+    """A step of `gpus` ranks of 128 captions, each with its image.
+
+    Each rank encodes its slice; the fragments of all `gathered`, images or captions, go to all; each rank scores them
+    with its slice of the others, 16-bit vectors; the scores go to all, which compute the same loss; gradients of
+    fragments, which have the type of these, go back and are added up, then those of the parameters.
+
+    Args:
+        sparse: only fragments of pairs with a gradient go back, at most three pairs for each of the rank's own; the
+            others are known to be zero.
+    """
+    batch, others = gpus * BATCH, gpus - 1
+    rows = costs.REGIONS if gathered == "images" else costs.WORDS
+    sets = (batch, BATCH) if gathered == "images" else (BATCH, batch)
+    back = costs.backward(BATCH) + Cost(bytes=2 * costs.ELEMENT * batch * rows * costs.DIM)
+    parts = (costs.scores(*sets), costs.loss(batch), back)
+    peaks = costs.DEVICES[GPU]
+    dense = float(costs.ELEMENT * others * BATCH * rows * costs.DIM)
+    few = costs.ELEMENT * 3 * BATCH * rows * costs.DIM * others / gpus
+    return Step(
+        gpus=gpus,
+        encoding=costs.predicted(costs.encoders(BATCH), peaks),
+        scoring=sum(costs.predicted(part, peaks) for part in parts),
+        gathered=float(costs.ELEMENT * others * BATCH * rows * costs.DIM),
+        matrix=4.0 * batch * batch * others / gpus,
+        scattered=min(few, dense) if sparse else dense,
+        reduced=2 * 4.0 * parameters * others / gpus,
+    )
+
+
+@attrs.frozen
+class Need:
+    """What data ask of a training.
+
+    Attributes:
+        features: bytes of all features in bf16. index: bytes of captions, token ids, order and places of images in each
+            process.
+        epoch: seconds. bound: what takes them, "computing", "the reader" or "the drives".
+        reading: bytes of features per second and GPU that keep up with computing. cores: that such reading keeps busy
+            for a GPU.
+    """
+
+    features: float
+    index: float
+    epoch: float
+    bound: str
+    reading: float
+    cores: float
+
+
+def need(data: Data, of: Step, caption_bytes: float, images_per_core: float) -> Need:
+    """The needs of `data` in steps like `of`.
+
+    Features that do not lie on each GPU are read during the step before, by the threads of the reader and from a drive
+    of each machine where they do not fit its memory, and copied at the start of theirs.
+    """
+    orders, where = 1 if of.gpus == 1 else 2, place(data, of.gpus)
+    copied = 0.0 if where == _ON_GPU else BATCH * FEATURE_BYTES / (LINK_SHARE * PCIE)
+    taken = {"computing": data.pairs / of.batch * (of.seconds + copied)}
+    if where != _ON_GPU:
+        taken["the reader"] = data.pairs / (of.gpus * READER_THREADS * images_per_core)
+    if where not in (_ON_GPU, _IN_CACHE):
+        # No rank draws from a slice of its own.
+        taken["the drives"] = data.pairs * FEATURE_BYTES / (-(-of.gpus // NODE) * DRIVE)
+    bound = max(taken, key=lambda name: taken[name])
+    each = BATCH / (of.seconds + copied)
+    return Need(
+        features=data.images * FEATURE_BYTES,
+        index=data.pairs * (caption_bytes + orders * ORDER_BYTES) + data.images * PLACE_BYTES,
+        epoch=taken[bound],
+        bound=bound,
+        reading=each * FEATURE_BYTES,
+        cores=each / images_per_core,
+    )
+
+
+def place(data: Data, gpus: int) -> str:
+    """Where the features of a training lie, each rank having all of them within reach."""
+    size, machines = data.images * FEATURE_BYTES, -(-gpus // NODE)
+    if size <= FEATURE_SHARE * GPU_BYTES:
+        return _ON_GPU
+    if size <= FEATURE_SHARE * HOST_BYTES:
+        return _IN_CACHE
+    # A slice of the rows for each: only where ranks draw from slices of their own.
+    for where, room in (("GPUs", gpus * GPU_BYTES), ("machines", machines * HOST_BYTES)):
+        if size <= FEATURE_SHARE * room:
+            return f"the {where} together, a slice each"
+    return _ON_DRIVES
+
+
+def markdown(rehearsal: Mapping[str, Any], reader: Mapping[str, Any]) -> str:
+    """The tables, and what breaks first, from the rehearsal at COCO's size and the benchmark of the reader."""
+    scan = rehearsal["models"]["SCAN t2i"]
+    parameters, caption_bytes = scan["parameters"], rehearsal["epoch"]["caption_bytes"]
+    per_core = statistics.median(reader["warm_rows_per_processor_second"]["bf16"])
+    parts = [
+        _measured(rehearsal, reader, per_core),
+        _steps(parameters),
+        _needs(parameters, caption_bytes, per_core),
+        _first(parameters, caption_bytes, per_core),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _measured(rehearsal: Mapping[str, Any], reader: Mapping[str, Any], per_core: float) -> str:
+    where, found = rehearsal["environment"], []
+    counted = {"SCAN t2i": costs.step(BATCH), "RCAR t2i": costs.regulated_step(BATCH)}
+    for label, cost in counted.items():
+        taken = statistics.median(rehearsal["models"][label]["native"]["seconds"])
+        operations = (cost + costs.encoders(BATCH)).operations
+        found.append(
+            f"{label} {amount(operations, 'FLOP')} in {seconds(taken)}, {amount(operations / taken, 'FLOP/s')}"
+        )
+    cold = next(row for row in reader["cold"] if row["way"] == "bf16")
+    return (
+        f"Measured, on {where['processor']} with {where['threads']} thread(s): a step of the rehearsal against the "
+        f"operations that the model counts, encoders included ({'; '.join(found)}); the reader, {per_core:,.0f} images "
+        f"per second of processor time from a warm cache ({amount(per_core * FEATURE_BYTES, 'B/s')} in bf16), and "
+        f"{amount(cold['bytes_per_second'], 'B/s')} at random from a cache that was cold throughout; "
+        f"{rehearsal['epoch']['caption_bytes']:.0f} bytes of memory a caption. All that follows is computed."
+    )
+
+
+_SCHEMES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("images", {}),
+    ("captions (not built)", {"gathered": "captions"}),
+    ("captions, gradients of few pairs alone (not built)", {"gathered": "captions", "sparse": True}),
+)
+
+
+def _steps(parameters: int) -> str:
+    one = step(1, parameters)
+    head = ["GPUs", "pairs in a step", "gathered", "encoders", "scores, loss, backward", "fragments", "score matrix"]
+    rows = [[*head, "their gradients", "parameters", "a step", "captions per second", "of that many GPUs"]]
+    for gpus in (1, 8, 64):
+        for name, options in _SCHEMES if gpus > 1 else (("nothing", {}),):
+            found = step(gpus, parameters, **options)
+            exchanged = (found.gathered, found.matrix, found.scattered, found.reduced)
+            cells = [f"{amount(part, 'B')}, {seconds(found.link(part))}" if gpus > 1 else "" for part in exchanged]
+            share = found.rate / (gpus * one.rate)
+            rows.append(
+                [
+                    str(gpus), f"{found.batch:,}", name, seconds(found.encoding), seconds(found.scoring), *cells,
+                    seconds(found.seconds), f"{found.rate:,.0f}", f"{100 * share:.0f} %",
+                ]
+            )  # fmt: skip
+    return table(rows)
+
+
+def _needs(parameters: int, caption_bytes: float, per_core: float) -> str:
+    head = [
+        "data",
+        "GPUs",
+        "features in bf16",
+        "where they fit",
+        "captions, order and places, each process",
+        "an epoch",
+        "bound by",
+    ]
+    rows = [[*head, "to keep up: read by each GPU", "cores for that, each GPU"]]
+    for name, data in DATA.items():
+        for gpus in (1, 8, 64):
+            found = need(data, step(gpus, parameters), caption_bytes, per_core)
+            kept = place(data, gpus) == _ON_GPU
+            rows.append(
+                [
+                    name, str(gpus), amount(found.features, "B"), place(data, gpus), amount(found.index, "B"),
+                    seconds(found.epoch), found.bound, "nothing" if kept else amount(found.reading, "B/s"),
+                    "" if kept else f"{found.cores:.1f}",
+                ]
+            )  # fmt: skip
+    return table(rows)
+
+
+def _first(parameters: int, caption_bytes: float, per_core: float) -> str:
+    one, images, captions = step(1, parameters), step(64, parameters), step(64, parameters, gathered="captions")
+    sparse, eight = step(64, parameters, gathered="captions", sparse=True), step(8, parameters)
+    alone = need(DATA["COCO"], one, caption_bytes, per_core)
+    million, billion = (need(DATA[name], images, caption_bytes, per_core) for name in list(DATA)[1:])
+    one_million = need(DATA["10 million pairs"], one, caption_bytes, per_core)
+    one_billion = need(DATA["1 billion pairs"], eight, caption_bytes, per_core)
+    threads = READER_THREADS * per_core * FEATURE_BYTES
+    return "\n".join(
+        (
+            f"1. *One GPU: reading.* {one.rate:,.0f} captions per second are {amount(alone.reading, 'B/s')} of "
+            f"features and {alone.cores:.0f} cores of the reader, which takes {READER_THREADS} threads and brings "
+            f"{amount(threads, 'B/s')}; a drive reads {amount(DRIVE, 'B/s')}. COCO's {amount(alone.features, 'B')} "
+            "lie on the GPU itself (`--features device`), and nothing is read at all.",
+            "2. *Eight GPUs: exchanges.* Where images are gathered they take "
+            f"{100 * eight.exchanging / eight.seconds:.0f} % of a step of {seconds(eight.seconds)}, "
+            "in which each caption meets eight times as many negatives; "
+            f"{100 * eight.link(eight.reduced) / eight.exchanging:.0f} % of that are the parameters' gradients, which "
+            "could travel during the encoders' backward.",
+            f"3. *Sixty-four GPUs: the network.* With images gathered, exchanges are "
+            f"{100 * images.exchanging / images.seconds:.0f} % of a step of {seconds(images.seconds)}. Captions have "
+            f"{costs.WORDS:.0f} vectors where images have {costs.REGIONS}: {seconds(captions.seconds)}. Of the "
+            f"gradients at most three pairs for each of a rank's own are not zero: {seconds(sparse.seconds)} where "
+            f"nothing else goes back. Neither is built. With images gathered the {images.gpus} see fewer captions per "
+            f"second ({images.rate:,.0f}) than one GPU does, with the other two {captions.rate / one.rate:.1f} and "
+            f"{sparse.rate / one.rate:.1f} times as many: 128 captions a GPU are too few for as many negatives. With "
+            "more of them products grow with their square, bytes do not. Who wants the speed and not the negatives "
+            "trains on eight.",
+            f"4. *Ten million pairs: reading again.* {amount(million.features, 'B')} of features fit no GPU, but "
+            f"{place(DATA['10 million pairs'], 64)}, which its processes share (`--features disk`; `--features host` "
+            "keeps a copy for each of them, and eight do not fit). Copies to a GPU from there take "
+            f"{seconds(BATCH * FEATURE_BYTES / (LINK_SHARE * PCIE))} of each step, as they do not run beside kernels, "
+            "and the reader keeps a single GPU at "
+            f"{100 * DATA['10 million pairs'].pairs / one.rate / one_million.epoch:.0f} % of the speed that it has "
+            f"without both; each of 64 asks for {amount(million.reading, 'B/s')} alone. Were each rank to draw from a "
+            f"slice of its own, {amount(million.features / 64, 'B')} would lie on each GPU and nothing would be read: "
+            "that sampler is not built.",
+            f"5. *A billion pairs: the index.* Each process holds captions, token ids, the order of an epoch and the "
+            f"place of each image in memory: {amount(billion.index, 'B')}, eight times in a machine. The order would "
+            "have to be drawn shard by shard, and captions be read from the store as features are: neither is built. "
+            f"Features take {amount(billion.features, 'B')}, the memory of {billion.features / HOST_BYTES:.0f} "
+            f"machines; with a drive in each an epoch of eight GPUs takes {seconds(one_billion.epoch)}, bound by "
+            f"{one_billion.bound}, and one of 64 {seconds(billion.epoch)}, bound by {billion.bound}.",
+        )
+    )

@@ -1,0 +1,1 @@
+"""Write files so that a crash cannot damage them, and read files from untrusted sources."""

@@ -1,0 +1,23 @@
+"""Names of the files in a run directory, besides those of a saved model (`itm_fast.models`).
+
+RUN/config.json, RUN/model.safetensors   the best model, which `itm_fast.models.load` reads
+RUN/vocab.json                           the vocabulary of its captions
+RUN/train.yaml                           the settings of the run
+RUN/last/checkpoint.pt                   everything that `--resume` needs besides the log
+RUN/last/discriminators-N.safetensors    discriminators of checkpoint.pt after their step N (scenario addr)
+RUN/last/lock                            held by the training process
+RUN/metrics.jsonl                        one line per logged step and per validation
+RUN/branches/1, 2, ...                   other branches (scenarios oss and mss), each with its vocabulary
+RUN/tensorboard/                         the log for TensorBoard (`--tensorboard`)
+"""
+
+from __future__ import annotations
+
+__all__ = ["BRANCHES", "CONFIG", "DISCRIMINATORS", "METRICS", "TENSORBOARD", "VOCABULARY"]
+
+BRANCHES = "branches"
+CONFIG = "train.yaml"
+DISCRIMINATORS = "discriminators-*.safetensors"
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+VOCABULARY = "vocab.json"

@@ -1,0 +1,1 @@
+"""ADDR: adversarial training against one discriminator per training image."""

@@ -1,0 +1,1 @@
+"""Deep Boosting Learning: the frozen anchor (OAS) and the moving average (MSS)."""

@@ -1,0 +1,72 @@
+"""The frozen anchor of the offline asynchronous scenario, from the RUN folder of its training.
+
+Inside: `frozen_anchor`.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+from itm_fast import config as settings
+from itm_fast import models
+from itm_fast.data import Vocabulary
+from itm_fast.files.messages import shown
+from itm_fast.files.run_files import VOCABULARY
+from itm_fast.models.base import MatchingModel
+from itm_fast.training.config import TrainConfig
+
+__all__ = ["frozen_anchor"]
+
+
+def frozen_anchor(
+    config: TrainConfig, model: MatchingModel, vocabulary: Vocabulary, *, resume: bool = False
+) -> MatchingModel | None:
+    """The anchor that `config` names, whose weights `model` starts with unless `anchor_start` is off.
+
+    None where the scenario of `config` has no frozen anchor. A run that is resumed has the anchor's weights in its own
+    state: the folder is not read, and the model has any weights.
+
+    Raises:
+        ValueError: the anchor is missing, damaged, or another model than `model` or of another vocabulary.
+    """
+    if config.scenario != "oas":
+        return None
+    if config.anchor is None:
+        raise ValueError("anchor: the scenario oas needs the RUN folder of a trained model: --anchor RUN")
+    if resume:
+        return copy.deepcopy(model)
+    anchor = models.load(config.anchor)
+    if anchor.name != model.name:
+        raise ValueError(f"anchor: {config.anchor} holds the model {anchor.name}, but {model.name} is trained")
+    _check_same_vocabulary(Path(config.anchor) / VOCABULARY, vocabulary)
+    _check_same_settings(anchor, model, config.anchor)
+    if config.anchor_start:
+        model.load_state_dict(anchor.state_dict())
+    return anchor
+
+
+def _check_same_vocabulary(path: Path, vocabulary: Vocabulary) -> None:
+    # Before the settings, among which a vocabulary of another size would only be a number.
+    if not path.is_file():
+        raise ValueError(f"anchor: {path.parent} holds no {VOCABULARY}; name the RUN folder of its training")
+    kept = Vocabulary.from_file(path)
+    if kept == vocabulary:
+        return
+    if kept.with_mask() == vocabulary:
+        raise ValueError(
+            f"anchor: {path} has no {Vocabulary.mask_word}, which --text-augmentation needs: train without it, or "
+            "beside an anchor that was trained with it"
+        )
+    raise ValueError(
+        f"anchor: {path} is another vocabulary than that of this run, for which --vocab {path} could stand"
+    )
+
+
+def _check_same_settings(anchor: MatchingModel, model: MatchingModel, folder: str) -> None:
+    kept, wanted = settings.to_dict(anchor.config), settings.to_dict(model.config)
+    for name, value in wanted.items():
+        if kept[name] != value:
+            raise ValueError(
+                f"anchor: the model in {folder} has {name} = {shown(kept[name])}, but {shown(value)} is trained"
+            )

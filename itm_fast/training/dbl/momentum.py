@@ -1,0 +1,75 @@
+"""The momentum synchronous scenario of Deep Boosting Learning: the anchor is the moving average of the target.
+
+Inside: `MomentumScenario`, `momentum_at`, `kept_share`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import nn
+
+from itm_fast.models.base import MatchingModel
+from itm_fast.training.branch import Branch
+from itm_fast.training.scenario import BatchFunctions, Scenario, StepResult
+
+__all__ = ["MomentumScenario", "kept_share", "momentum_at"]
+
+
+def momentum_at(step: int, steps: int, first: float) -> float:
+    """The share of itself that the average keeps at step `step` (from 0) of `steps`: `first` at the start, then 1.
+
+    `1 - (1 - first) (1 + cos(pi step / steps)) / 2`: the cosine schedule of Deep Boosting Learning, section III-C.
+    """
+    return 1.0 - (1.0 - first) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
+
+
+def kept_share(steps: int, first: float) -> float:
+    """The share of its first weights that the average still has after `steps` steps, by which one sees if it moves."""
+    return math.prod(momentum_at(step, steps, first) for step in range(steps))
+
+
+class MomentumScenario(Scenario):
+    """MSS: the anchor starts as a copy of the target and after each step moves a little towards it (Eq 22).
+
+    Averaged are parameters and buffers, so that the statistics of batch normalisation are those of the average, too;
+    buffers of integers are the target's.
+
+    Args:
+        target: the branch that learns.
+        boosting_weight: as in `Scenario`.
+        momentum: the share of itself that the average keeps at the first step, within [0, 1].
+        steps: optimiser steps of the whole training.
+
+    Raises:
+        ValueError: the momentum is out of bounds.
+    """
+
+    def __init__(self, target: Branch, boosting_weight: float, momentum: float, steps: int) -> None:
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"momentum: expected a number within [0, 1], got {momentum}")
+        self.average = copy.deepcopy(target.model)
+        for module in self.average.modules():
+            if isinstance(module, nn.RNNBase):
+                # Copies of its weights lie apart in memory; cuDNN would gather them anew, and warn, at every call.
+                module.flatten_parameters()
+        super().__init__([target], boosting_weight, self.average)
+        self.momentum, self.steps = momentum, steps
+
+    def companions(self) -> list[MatchingModel]:
+        """The average is kept beside the target."""
+        return [self.average]
+
+    def step(self, batch: BatchFunctions, number: int) -> StepResult:
+        momentum = momentum_at(self.target.steps, self.steps, self.momentum)
+        result = super().step(batch, number)
+        with torch.no_grad():
+            new = self.target.model.state_dict()
+            for name, average in self.average.state_dict().items():
+                if average.is_floating_point():
+                    average.lerp_(new[name], 1.0 - momentum)
+                else:
+                    average.copy_(new[name])
+        return result

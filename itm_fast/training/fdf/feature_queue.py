@@ -1,0 +1,226 @@
+"""Earlier batches, as FDF's realignment keeps them from step to step and in a run's state.
+
+Inside: `QueuedBatch`, their base features; `QueuedInputs`, what extractors make these of; `read_queue`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from itm_fast.data import Batch
+from itm_fast.files.messages import shown
+from itm_fast.fragments import Fragments
+from itm_fast.models import FDF
+from itm_fast.models.weights_file import check_finite
+from itm_fast.training.scenario import Sets
+
+__all__ = ["QueuedBatch", "QueuedInputs", "read_queue"]
+
+# Of features in training, with autocast and without.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@attrs.frozen(eq=False)
+class QueuedBatch:
+    """Base features of a batch without gradient.
+
+    images: rows (R, f). captions: rows (Q, t). image_index: (n,) int64, the row of each image in the training data.
+    from_data: the regions stand in the data as they are, so that a state holds the rows of `image_index` alone.
+    """
+
+    images: Fragments
+    captions: Fragments
+    image_index: Tensor
+    from_data: bool
+
+    @classmethod
+    def of(
+        cls,
+        batch: Batch,
+        images: Fragments,
+        captions: Fragments,
+        *,
+        from_data: bool,
+        image_index: Tensor,
+        whole: Callable[[Sets], Sets],
+    ) -> QueuedBatch:
+        """The batch of a step with its base features.
+
+        Args:
+            batch: this process's part of it. images, captions: its base features.
+            from_data: its regions are those of the data, unchanged.
+            image_index: (n,) int64, the images of all of it.
+            whole: makes of base features of the part those of all, without gradient.
+        """
+        # Base features that come from no network are a view of the batch's own regions.
+        regions = batch.features.values if isinstance(batch.features, Fragments) else batch.features
+        unchanged = from_data and images.values.data_ptr() == regions.data_ptr()
+        return cls(whole(images), whole(captions), image_index, unchanged)
+
+    def to(self, device: torch.device) -> QueuedBatch:
+        """The same on `device`."""
+        return QueuedBatch(
+            self.images.to(device), self.captions.to(device), self.image_index.to(device), self.from_data
+        )
+
+    def base(self, _: FDF) -> tuple[Fragments, Fragments]:
+        """The base features of images and captions."""
+        return self.images, self.captions
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors that `read_queue` makes it from."""
+        images = {} if self.from_data else {"images": self.images.values, "image_offsets": self.images.offsets}
+        return {
+            "image_index": self.image_index,
+            "captions": self.captions.values,
+            "caption_offsets": self.captions.offsets,
+            **images,
+        }
+
+
+@attrs.frozen(eq=False)
+class QueuedInputs:
+    """What a batch was before the extractors saw it, for base features by the extractors of a later step.
+
+    regions: (n, k, f), or Fragments of rows (R, f). token_ids: (n, L) int64, padded. lengths: (n,) int64. image_index
+    and from_data: as in `QueuedBatch`.
+    """
+
+    regions: Tensor | Fragments
+    token_ids: Tensor
+    lengths: Tensor
+    image_index: Tensor
+    from_data: bool
+
+    @classmethod
+    def of(cls, batch: Batch, *, from_data: bool, image_index: Tensor, whole: Callable[[Sets], Sets]) -> QueuedInputs:
+        """The batch of a step; the arguments are those of `QueuedBatch.of`."""
+        lengths: Tensor = whole(batch.lengths)
+        longest = int(lengths.max())
+        # Processes pad their captions to the longest of their own.
+        own = torch.nn.functional.pad(batch.token_ids, (0, max(longest - batch.token_ids.shape[1], 0)))
+        return cls(whole(batch.features), whole(own[:, :longest]), lengths, image_index, from_data)
+
+    def to(self, device: torch.device) -> QueuedInputs:
+        """The same on `device`."""
+        tensors = (self.token_ids.to(device), self.lengths.to(device), self.image_index.to(device))
+        return QueuedInputs(self.regions.to(device), *tensors, self.from_data)
+
+    @torch.no_grad()
+    def base(self, model: FDF) -> tuple[Fragments, Fragments]:
+        """The base features of images and captions, in the model's mode; running statistics stay as they are."""
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        found = model.base_images(self.regions), model.base_captions(self.token_ids, self.lengths)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors that `read_queue` makes it from."""
+        state = {"image_index": self.image_index, "token_ids": self.token_ids, "lengths": self.lengths}
+        if self.from_data:
+            return state
+        regions = self.regions if isinstance(self.regions, Fragments) else Fragments.from_padded(self.regions)
+        return {**state, "images": regions.values, "image_offsets": regions.offsets}
+
+
+def read_queue(
+    state: Any,
+    *,
+    expected: int,
+    batch_size: int,
+    widths: tuple[int, int],
+    words: int | None,
+    image_rows: Callable[[Tensor], Tensor | Fragments] | None,
+) -> list[QueuedBatch | QueuedInputs]:
+    """The batches of a state's entry `scenario`, the latest first.
+
+    Args:
+        state: what was read from the file.
+        expected: their number.
+        batch_size: the most pairs of one.
+        widths: of the base features of images and of captions; of regions where `words` is given.
+        words: the number of words in the vocabulary, for `QueuedInputs`; None for `QueuedBatch`.
+        image_rows: the regions of images by their rows in the training data; None where a state holds them.
+
+    Raises:
+        ValueError: the entry that is missing, damaged or does not fit is named.
+    """
+    name = "scenario.queue"
+    queue = state.get("queue") if isinstance(state, dict) else None
+    if not isinstance(queue, list):
+        raise ValueError(f"{name}: expected a list of batches, got {shown(queue)}")
+    if len(queue) != expected:
+        raise ValueError(f"{name}: expected {expected} batches, got {len(queue)}")
+    return [_read(kept, f"{name}.{index}", batch_size, widths, words, image_rows) for index, kept in enumerate(queue)]
+
+
+def _read(
+    kept: Any,
+    name: str,
+    batch_size: int,
+    widths: tuple[int, int],
+    words: int | None,
+    image_rows: Callable[[Tensor], Tensor | Fragments] | None,
+) -> QueuedBatch | QueuedInputs:
+    captions = {"captions", "caption_offsets"} if words is None else {"token_ids", "lengths"}
+    required, of_images = {"image_index", *captions}, {"images", "image_offsets"}
+    if not isinstance(kept, dict) or set(kept) not in (required, required | of_images):
+        wanted = "captions" if words is None else "token_ids, lengths"
+        raise ValueError(f"{name}: expected image_index, {wanted} and images, got {shown(kept)}")
+    index = kept["image_index"]
+    _check_index(index, f"{name}.image_index", batch_size)
+    from_data = "images" not in kept
+    if not from_data:
+        images: Tensor | Fragments = _sets(
+            kept["images"], kept["image_offsets"], len(index), widths[0], f"{name}.images"
+        )
+    elif image_rows is None:
+        raise ValueError(f"{name}.images: missing; they are not those of the data, which could be read again")
+    else:
+        images = image_rows(index)
+    if words is not None:
+        _check_tokens(kept["token_ids"], kept["lengths"], len(index), words, name)
+        return QueuedInputs(images, kept["token_ids"], kept["lengths"], index, from_data)
+    rows = images if isinstance(images, Fragments) else Fragments.from_padded(images)
+    sets = _sets(kept["captions"], kept["caption_offsets"], len(index), widths[1], f"{name}.captions")
+    return QueuedBatch(rows, sets, index, from_data)
+
+
+def _check_index(index: Any, name: str, batch_size: int) -> None:
+    if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.dim() != 1:
+        raise ValueError(f"{name}: expected an int64 tensor of one dimension, got {shown(index)}")
+    if len(index) and int(index.min()) < 0:
+        raise ValueError(f"{name}: expected numbers of images, got {int(index.min())}")
+    if not 1 <= len(index) <= batch_size:
+        raise ValueError(f"{name}: expected 1 to {batch_size} images, got {len(index)}")
+
+
+def _check_tokens(token_ids: Any, lengths: Any, count: int, words: int, name: str) -> None:
+    for what, tensor, dims in (("token_ids", token_ids, 2), ("lengths", lengths, 1)):
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64 or tensor.dim() != dims:
+            raise ValueError(f"{name}.{what}: expected an int64 tensor of {dims} dimension(s), got {shown(tensor)}")
+        if len(tensor) != count:
+            raise ValueError(f"{name}.{what}: expected {count} captions, got {len(tensor)}")
+    if not token_ids.numel() or int(token_ids.min()) < 0 or int(token_ids.max()) >= words:
+        raise ValueError(f"{name}.token_ids: expected numbers from 0 to {words - 1}")
+    if int(lengths.min()) < 1 or int(lengths.max()) > token_ids.shape[1]:
+        raise ValueError(f"{name}.lengths: expected numbers from 1 to {token_ids.shape[1]}")
+
+
+def _sets(values: Any, offsets: Any, count: int, width: int, name: str) -> Fragments:
+    try:
+        sets = Fragments(values, offsets)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None
+    if values.dtype not in _DTYPES:
+        raise ValueError(f"{name}: expected {' or '.join(map(str, _DTYPES))}, got {values.dtype}")
+    if len(sets) != count or values.shape[1] != width:
+        raise ValueError(f"{name}: expected {count} sets of width {width}, got {len(sets)} of width {values.shape[1]}")
+    check_finite(values, name)
+    return sets

@@ -1,0 +1,190 @@
+"""FDF's realignment training strategy: each feature conversion learns from the negatives of a batch of its own.
+
+Source: Zhou et al., "Achieving Ensemble-Like Performance in a Single Model: A Feature Diversification Framework for
+Image-Text Matching" (AAAI 2025), Algorithm 1 and Eq 6. Readings of what the paper leaves open:
+
+- B_1 is the batch of the step and B_n the one of n - 1 steps before, so that a queue holds the base features of the
+  last N - 1 batches; conversion n always meets lag n - 1. Terms whose batch is not there yet are left out. Where an
+  extractor learns quickly, as a GRU from random weights, the features of then differ from those of now in what has
+  nothing to do with their content, and conversions learn that difference: `fresh` encodes the batches anew.
+- Pairs of B_n with the image of a pair of B_1 are no negatives of it.
+- The side of B_1 reaches conversion n and the shared extractor, whose backward runs once on the sum of all gradients;
+  the side of B_n reaches conversion n alone. B_n is converted and scored without gradient, and what the loss then needs
+  of it again with gradient; batch normalisation takes the running statistics for it, which it does not change.
+- Of several processes each has all of B_n, and the terms of its own pairs of B_1 with it.
+
+Inside: `RealignmentScenario`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from itm_fast.fragments import Fragments
+from itm_fast.models import FDF
+from itm_fast.nn import FeatureDiversification
+from itm_fast.training.branch import Branch
+from itm_fast.training.fdf.feature_queue import QueuedBatch, QueuedInputs, read_queue
+from itm_fast.training.scenario import BatchFunctions, Scenario, Sets, StepResult
+
+__all__ = ["RealignmentScenario"]
+
+
+@attrs.frozen(eq=False)
+class _Side:
+    """The images or the captions of a step, as embeddings that the host scores.
+
+    fused: of the batch. own: of the batch under each conversion, from 0. others: of each queued batch under its own
+    conversion, from 1.
+    """
+
+    fused: Fragments | Tensor
+    own: list[Fragments | Tensor]
+    others: list[Fragments | Tensor]
+
+    @classmethod
+    def of(cls, side: FeatureDiversification, base: Fragments, queued: Sequence[Fragments]) -> _Side:
+        """All that a step needs of the base features of its batch and of those before."""
+        # Parted once: the backward of each part by itself would make a gradient of the whole.
+        converted = side.conversions(base).unbind()
+        others = side.conversions.of_others(queued)
+        return cls(
+            side.fuse(base, converted),
+            [side.embeddings(base, rows) for rows in converted],
+            [side.embeddings(other, rows) for other, rows in zip(queued, others, strict=True)],
+        )
+
+
+@attrs.frozen(eq=False)
+class _Forward:
+    """What a step needs of the model.
+
+    images, captions: base features of this process's part of the batch. fused, own: scores (B, B) of the batch by the
+    fused feature and by conversion 0. others: of each queued batch the scores of `RealignmentScenario._scores`.
+    """
+
+    images: Fragments
+    captions: Fragments
+    fused: Tensor
+    own: Tensor
+    others: list[tuple[Tensor, Tensor, Tensor]]
+
+
+class RealignmentScenario(Scenario):
+    """A model with N conversions; `L = L_realign + online_weight L_online` of the fused feature (Eq 6).
+
+    Args:
+        target: the branch that learns; its model is an `FDF`.
+        online_weight: the paper's lambda_1.
+        batch_size: the most pairs of a batch.
+        image_rows: the regions of images by their rows in the training data, as a batch has them, for a queue that is
+            restored; None where batches have others, so that a state holds them.
+        fresh: other batches have the base features that the extractors of the step give them, and not those that they
+            had in their own step.
+    """
+
+    def __init__(
+        self,
+        target: Branch,
+        online_weight: float,
+        batch_size: int,
+        image_rows: Callable[[Tensor], Tensor | Fragments] | None,
+        *,
+        fresh: bool = False,
+    ) -> None:
+        super().__init__([target], 1.0)
+        if not isinstance(target.model, FDF):
+            raise TypeError(f"target: expected a model with feature conversions, got {target.model.name}")
+        self.model: FDF = target.model
+        self.online_weight, self.batch_size, self.image_rows = online_weight, batch_size, image_rows
+        self.fresh = fresh
+        self.queue: deque[QueuedBatch | QueuedInputs] = deque(maxlen=self.model.config.conversions - 1)
+
+    @property
+    def has_state(self) -> bool:
+        return True
+
+    def step(self, batch: BatchFunctions, number: int) -> StepResult:
+        """One step on the batch, whose base features then join the queue; `number` is what messages call it.
+
+        Raises:
+            ValueError: a loss or the norm of the gradient is not finite; nothing is changed then.
+        """
+        given = batch.batch
+        with batch.autocast():
+            found: _Forward = batch.run(self.model.train(), lambda: self._forward(batch))
+        online = batch.loss(found.fused)
+        terms = [batch.loss(found.own)]
+        terms += [
+            batch.realignment_loss(*scores, given.image_index[:, None] == queued.image_index[None, :])
+            for scores, queued in zip(found.others, self.queue, strict=True)
+        ]
+        realignment = torch.stack(terms).sum()
+        numbers = self.target.backward(realignment + self.online_weight * online, number)
+        numbers |= {"online_loss": float(online.detach()), "realignment_loss": float(realignment.detach())}
+        numbers["lr"] = self.target.update()
+        self.queue.appendleft(self._queued(batch, found))
+        return StepResult(found.fused.detach(), numbers["online_loss"], numbers)
+
+    def _queued(self, batch: BatchFunctions, found: _Forward) -> QueuedBatch | QueuedInputs:
+        """What the queue keeps of the batch: of all of it, where this process has a part."""
+
+        def whole(sets: Sets) -> Sets:
+            return batch.whole(self.model, sets)
+
+        more: dict[str, Any] = {"from_data": self.image_rows is not None, "image_index": batch.images, "whole": whole}
+        if self.fresh:
+            return QueuedInputs.of(batch.batch, **more)
+        return QueuedBatch.of(batch.batch, found.images, found.captions, **more)
+
+    def _forward(self, batch: BatchFunctions) -> _Forward:
+        model, given = self.model, batch.batch
+        # Before the batch's own, whose backward needs the running statistics as they were left.
+        of_others = [queued.base(model) for queued in self.queue]
+        images = model.base_images(given.features)
+        captions = model.base_captions(given.token_ids, given.lengths)
+        sides = (
+            _Side.of(model.images, images, [base for base, _ in of_others]),
+            _Side.of(model.captions, captions, [base for _, base in of_others]),
+        )
+        return _Forward(
+            images,
+            captions,
+            batch.whole_scores(model, *(side.fused for side in sides)),
+            batch.whole_scores(model, *(side.own[0] for side in sides)),
+            [self._scores(*sides, n) for n in range(1, len(self.queue) + 1)],
+        )
+
+    def _scores(self, images: _Side, captions: _Side, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """All under conversion n, from 0: of this process's pairs of the batch, of their images with the captions of
+        another batch, and of that one's images with their captions."""
+        own_images, own_captions = images.own[n], captions.own[n]
+        return (
+            self.model.pair_scores(own_images, own_captions),
+            self.model.score(own_images, captions.others[n - 1]),
+            self.model.score(images.others[n - 1], own_captions),
+        )
+
+    def _scenario_part(self, others: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"scenario": {"queue": [queued.state() for queued in self.queue]}}
+
+    def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
+        self.target.load_state_dict(state, steps)
+        device, config = next(self.model.parameters()).device, self.model.encoder_config
+        widths = (self.model.images.conversions.feature_dim, self.model.captions.conversions.feature_dim)
+        kept = read_queue(
+            state["scenario"],
+            expected=min(steps, self.model.config.conversions - 1),
+            batch_size=self.batch_size,
+            widths=(config.feature_dim, widths[1]) if self.fresh else widths,
+            words=config.vocab_size if self.fresh else None,
+            image_rows=self.image_rows,
+        )
+        self.queue.clear()
+        self.queue.extend(queued.to(device) for queued in kept)

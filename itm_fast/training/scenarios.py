@@ -1,0 +1,106 @@
+"""The scenarios of training: which branches train together, which are anchors to which, and what else learns.
+
+| scenario | branches | anchor |
+| --- | --- | --- |
+| single | the target | none: ordinary training |
+| oas, offline asynchronous | the target | a trained model, frozen |
+| oss, online synchronous | several; the last is the target | the branches before each one (dml: all others) |
+| mss, momentum synchronous | the target | its moving average |
+| addr, adversarial | the target, in turns with discriminators | none |
+
+A model with feature conversions whose realignment is asked for has a scenario of its own, `realignment.py`.
+
+Inside: `make_scenario`, `frozen_anchor`, and the parts of `base.py`, `momentum.py`, `realignment.py` and `addr.py`.
+
+Sources: Diao et al., Deep Boosting Learning: A Brand-new Cooperative Approach for Image-Text Matching, section III-C;
+for addr, Ren et al., Beyond the Deep Metric Learning, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from itm_fast.fragments import Fragments
+from itm_fast.models.base import MatchingModel
+from itm_fast.training.addr.scenario import AddrScenario, check_model
+from itm_fast.training.branch import Branch
+from itm_fast.training.config import TrainConfig
+from itm_fast.training.dbl.anchor import frozen_anchor
+from itm_fast.training.dbl.momentum import MomentumScenario, kept_share, momentum_at
+from itm_fast.training.fdf.realignment import RealignmentScenario
+from itm_fast.training.objective import boosting_weight, is_mutual
+from itm_fast.training.phases import Phases
+from itm_fast.training.scenario import BatchFunctions, Scenario, StepResult
+
+__all__ = [
+    "AddrScenario",
+    "BatchFunctions",
+    "MomentumScenario",
+    "RealignmentScenario",
+    "Scenario",
+    "StepResult",
+    "frozen_anchor",
+    "kept_share",
+    "make_scenario",
+    "momentum_at",
+]
+
+
+def make_scenario(
+    config: TrainConfig,
+    model: MatchingModel,
+    per_epoch: int,
+    anchor: MatchingModel | None = None,
+    image_rows: Callable[[Tensor], Tensor | Fragments] | None = None,
+    n_images: int = 1,
+    room: int | None = None,
+) -> Scenario:
+    """The scenario that `config` names, around the target `model`, which lies on its device already.
+
+    Args:
+        config: the settings of the run.
+        model: the target.
+        per_epoch: optimiser steps of the target in an epoch.
+        anchor: the frozen model of the scenario oas.
+        image_rows: regions (n, k, f) of images by their rows in the training data, for a realignment that is resumed.
+        n_images: images of the training split, each of which has a discriminator in the scenario addr.
+        room: bytes of memory that the discriminators may take; None: any number.
+
+    Raises:
+        ValueError: the scenario oas has no anchor, the scenario addr a model without fragments, or conversions that are
+            realigned outnumber the batches.
+    """
+    if config.scenario == "addr":
+        check_model(model)
+    target, weight = Branch(config, model, per_epoch), boosting_weight(config)
+    if config.conversions is not None and config.realignment:
+        if config.conversions > per_epoch:
+            raise ValueError(
+                f"conversions: {config.conversions} conversions learn from as many batches, but an epoch has "
+                f"{per_epoch}; fewer conversions, or a smaller --batch-size, fit"
+            )
+        # Regions that augmentation left cannot be read again.
+        stored = None if config.region_augmentation else image_rows
+        return RealignmentScenario(
+            target, config.online_weight, config.batch_size, stored, fresh=config.other_batches == "fresh"
+        )
+    if config.scenario == "oss":
+        device = next(model.parameters()).device
+        # Each branch has weights of its own, from torch's random state (section III-C: randomly initialised).
+        fresh = [type(model)(model.config).to(device) for _ in range(config.branches - 1)]
+        if config.bert is not None:
+            # What was pretrained is no fresh weight: every branch starts from the same BERT.
+            pretrained = model.get_submodule("text_encoder.bert").state_dict()
+            for one in fresh:
+                one.get_submodule("text_encoder.bert").load_state_dict(pretrained)
+        branches = [*(Branch(config, one, per_epoch) for one in fresh), target]
+        return Scenario(branches, weight, mutual=is_mutual(config))
+    if config.scenario == "mss":
+        return MomentumScenario(target, weight, config.momentum, config.epochs * per_epoch)
+    if config.trains_discriminators:
+        return AddrScenario(target, config, Phases.of(config, per_epoch), n_images, room)
+    if config.scenario == "oas" and anchor is None:
+        raise ValueError("anchor: the scenario oas needs a trained model")
+    return Scenario([target], weight, anchor if config.scenario == "oas" else None)

@@ -1,0 +1,226 @@
+"""The cost model and its tables: counts by hand, floors, and which results count as measured on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import itm_fast.functional as F_itm
+from benchmarks import costs
+from benchmarks.costs import DEVICES, Cost, Peaks
+from benchmarks.performance import NOT_RUN, tables
+from itm_fast import Fragments, reference
+from itm_fast.nn import RegulatedSimilarity
+from itm_fast.ops import regulators
+from python_tests.helpers.processes import ROOT
+
+
+def test_scores_are_counted_as_by_hand() -> None:
+    cost = costs.scores(images=2, captions=3, dim=10, words=4, element=2)
+    # 72 regions by 12 words and 10 components, and two Gram matrices of 36 x 36; a multiply-add is two.
+    assert cost.tensor == 2 * 72 * 12 * 10 + 2 * 2 * 36 * 36 * 10
+    # For each of two images and 12 words: 666 multiply-adds, and eight operations for each of 36 regions.
+    assert cost.other == 2 * 12 * (2 * 666 + 8 * 36)
+    assert cost.bytes == 2 * (72 + 12) * 10 + 2 * 4 * 2 * 36 * 36 + 4 * 2 * 3
+    assert costs.gemm(2, 3, 5) == Cost(tensor=60, bytes=2 * (10 + 15 + 6), launches=1)
+
+
+def test_a_step_adds_loss_and_backward() -> None:
+    step, scores, loss = costs.step(4, dim=10, words=5), costs.scores(4, 4, 10, 5), costs.loss(4)
+    # Twelve pairs, eight products of 36 x 5 x 10 each, and the softmax forward and backward.
+    assert step.tensor == scores.tensor
+    assert step.other - scores.other - loss.other == 12 * (8 * 2 * 36 * 5 * 10 + 2 * 5 * 8 * 36)
+    assert step.bytes - scores.bytes - loss.bytes == 2 * 2 * (4 * 41) * 10 + 4 * 16
+    assert loss == Cost(other=64, bytes=128, launches=1)
+    # Preparation and pairs; value and gradient; its handing out, lists, pairs and sums.
+    assert step.launches == 2 + 1 + 4
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_products_of_rcar_are_those_that_pytorch_makes(steps: int) -> None:
+    """Counted by torch itself, in the published loop and in its backward."""
+    images, captions, dim, words, width = 2, 3, 10, 4, 6
+    module = RegulatedSimilarity(dim, width, correspondence_steps=steps - 1, aggregation_steps=steps, dropout=0.0)
+    torch.manual_seed(0)
+    queries = Fragments.from_padded(torch.randn(captions, words, dim, requires_grad=True))
+    contexts = Fragments.from_padded(torch.randn(images, costs.REGIONS, dim, requires_grad=True))
+    with FlopCounterMode(display=False) as forward:
+        scores = reference.regulated_scores(queries, contexts, module.regulator_parameters())
+    with FlopCounterMode(display=False) as backward:
+        scores.sum().backward()
+    pairs, rows = images * captions, images * captions * words
+    cost = costs.regulated_scores(images, captions, dim, words, alignment=width, steps=steps)
+    # Of single rows: the weight of each word and RCR's temperature, of every row, and the score of every pair.
+    single = 2 * rows * (steps * width + (steps - 1) * (width // 2)) + 2 * pairs * width
+    assert cost.tensor + single == forward.get_total_flops()
+    # Two for each one.
+    assert backward.get_total_flops() == 2 * forward.get_total_flops()
+    assert sum(tensor.numel() for tensor in module.parameters()) == costs._weights(dim, width, steps)
+
+
+def test_rcar_is_counted_as_by_hand() -> None:
+    """With the weights of one step of RCR and two of RAR; six pairs, 24 rows, 36 regions."""
+    cost = costs.regulated_scores(images=2, captions=3, dim=10, words=4, element=2, alignment=6, steps=2)
+    row = 2 * (8 * 36)  # two softmaxes over regions
+    row += 2 * (2 * 10 + 10 + 10 + 10)  # two attended vectors: norm, division, difference, square
+    row += 2 * (6 + 2 * 6 + 6)  # two alignments: bias, norm, division
+    row += 2 * 12 + 10 + 10 + 10 + 2 * 10 + 10  # channels: wide layer; bias, tanh, sum, clamp; times the query
+    row += 2 * 3 + 2 * 3 + 3  # temperature: narrow layer, its one output; bias, sum, clip
+    row += 6  # sum of the first guide
+    row += 2 * (2 * 6 + 6 + 2 * 6 + 6 + 2 * 6)  # two steps of RAR: hidden layer, times guide, logit, softmax, sum
+    pair = 6 + 2 * (2 * 6 + 3 * 6) + 2 * 6 + 2  # mean; two guides, two norms; score
+    assert cost.other == 24 * row + 6 * pair
+    weights = 2 * 66 + (84 + 130 + 21 + 4) + 2 * (2 * 42 + 7) + 7
+    assert cost.bytes == 2 * (72 + 12) * 10 + 4 * 6 + 4 * weights
+    assert cost.launches == 2
+
+    step, scores, loss = costs.regulated_step(4, 10, 5, 2, 6), costs.regulated_scores(4, 4, 10, 5, 2, 6), costs.loss(4)
+    assert step.tensor == scores.tensor
+    # Twelve pairs: those of three images and four captions. Once more forward, and back with twice as much.
+    again = costs.regulated_scores(3, 4, 10, 5, 2, 6).operations
+    assert step.other - scores.other - loss.other == pytest.approx(3 * again)
+    assert step.bytes - scores.bytes - loss.bytes == 2 * 2 * (4 * 41) * 10 + 4 * 16 + 8 * weights
+    # Preparation and pairs; value and gradient; its handing out, and one list.
+    assert step.launches == 2 + 1 + 1 + costs.LIST_LAUNCHES
+    assert costs.regulated_step(128).launches == 2 + 1 + 1 + 5 * costs.LIST_LAUNCHES
+
+
+def test_launches_of_a_list_of_pairs_are_those_that_pytorch_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a tenth: versions of PyTorch differ. The lists are those of a GPU for captions of up to 24 words."""
+    longest, channels = 24, costs.DIM
+    assert regulators._LISTED_ELEMENTS * regulators._LISTED_ON_DEVICES // (longest * channels) == costs.LIST_PAIRS
+
+    class Launches(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = str(function)
+            self.count += not (function.is_view or "empty" in name or "promote_types" in name or "_unsafe_view" in name)
+            return function(*args, **(kwargs or {}))
+
+    module = RegulatedSimilarity(10, 6, dropout=0.0)
+    torch.manual_seed(0)
+    queries, contexts = (Fragments.from_padded(torch.randn(4, n, 10, requires_grad=True)) for n in (5, 3))
+    counts = []
+    for lists in (1, 2):
+        monkeypatch.setattr(regulators, "_LISTED_ELEMENTS", 12 * 5 * 4 // lists)
+        scores = F_itm.regulated_scores(queries, contexts, module.regulator_parameters())
+        with Launches() as launches:
+            torch.autograd.grad(scores, list(module.parameters()), torch.eye(4), retain_graph=False)
+        counts.append(launches.count)
+    assert counts[1] - counts[0] == pytest.approx(costs.LIST_LAUNCHES, rel=0.1)
+
+
+def test_ranks_evaluation_and_epoch() -> None:
+    ranks = costs.ranks(10, 50)
+    assert ranks.bytes == 4 * 500 + 8 * 110
+    assert costs.evaluation(10, 50) == costs.scores(10, 50) + ranks
+    assert costs.epoch(128).tensor == pytest.approx(113_287 * 5 / 128 * costs.step(128).tensor)
+    # 36 regions of 2048 components into 1024, and a GRU of 3 gates in 2 directions over 13 words; three products.
+    encoders = 3 * 2 * 128 * (36 * 2048 * 1024 + 13 * 6 * 1324 * 1024)
+    assert costs.encoders(128).tensor == encoders
+
+
+def test_blocks_are_counted_as_by_hand() -> None:
+    # Three images of 36 regions fill a tile of 112 rows; captions fill one of 128 words, or of 32 sets.
+    assert costs.tiles([36] * 7, 112) == 3
+    assert costs.tiles([100, 28, 1, 127, 1], 128) == 3
+    assert costs.tiles([1] * 65, 128) == 3
+    assert costs.tiles([5, 200, 0, 3], 128) == 3
+    assert costs.tiles([], 128) == 0
+    # Two neighbours have 113 rows at least: seven images of 36, three such pairs and one more tile.
+    assert costs.most_tiles(7, 252, 112) == 2 * 252 // 113 + 1 == 5
+    assert costs.pairs_of_tiles([36] * 7, [100, 28, 1, 127, 1]) == (9, 5 * (2 * 257 // 129 + 1))
+    kernels = ROOT / "csrc/include/itm_fast/cuda"
+    tile = f"using ScoreTile112 = ProductTile<{costs.TILE_REGIONS}, {costs.TILE_WORDS}, "
+    assert tile in (kernels / "cross_attention_launch.h").read_text()
+    assert f"kTileSets = {costs.TILE_SETS};" in (kernels / "set_tiles.h").read_text()
+
+
+def test_floors_and_predictions() -> None:
+    peaks = Peaks(tensor=100.0, other=10.0, memory=5.0, tensor_share=0.5, source="a test")
+    cost = Cost(tensor=200.0, other=1.0, bytes=5.0, launches=1000)
+    assert costs.floors(cost, peaks) == (2.0, 1.0)
+    assert costs.predicted(cost, peaks) == pytest.approx(2.0 / 0.5 + 1000 * 3e-6)
+    assert costs.predicted(Cost(bytes=40.0), peaks) == pytest.approx(8.0 / 0.8)
+    assert costs.predicted(Cost(other=40.0), peaks) == pytest.approx(4.0 / 0.4)
+    for peaks in DEVICES.values():
+        for cost in (
+            costs.scores(128, 128), costs.step(128), costs.loss(4096), costs.ranks(5000, 25000),
+            costs.regulated_scores(128, 128), costs.regulated_step(128),
+        ):  # fmt: skip
+            assert costs.predicted(cost, peaks) > max(costs.floors(cost, peaks))
+
+
+def result(name: str = "NVIDIA H200", **changes: Any) -> dict[str, Any]:
+    median = {"median_s": 40e-6}
+    variants = {
+        "loop": {"median_s": 1.0},
+        "native": median,
+        "native bf16": median,
+        "native bf16 graph": {"median_s": 32.4e-6},
+    }
+    return {
+        "format_version": 1,
+        "kind": "itm_fast GPU benchmark",
+        "dry_run": False,
+        "device": {"type": "cuda", "name": name},
+        "workloads": {
+            "scores 128": {"variants": variants},
+            "loss hardest 4096": {"variants": {"plain": {"median_s": 1.0}, "native": {"median_s": 56e-6}}},
+            "step 128": {"variants": {"loop": {"median_s": 1.0}}},
+        },
+        "not_built": {"step 128": ["cross_attention_scores_backward"]},
+        **changes,
+    }  # fmt: skip
+
+
+def lines(text: str, device: str) -> dict[str, list[str]]:
+    """Cells by workload, of the table of one GPU."""
+    [part] = [part for part in text.split("\n\n") if part.startswith(f"| on {device} |")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines()]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_the_page_says_what_was_measured_and_what_was_not() -> None:
+    text = tables([result()])
+    assert text.startswith(
+        "Measured on H200; elsewhere the kernels are compiled, and [simulated](../internals/shim.md) by the tests."
+    )
+    on_h200 = lines(text, "H200")
+    floor = costs.scores(128, 128).tensor / 989.5e12
+    share = f"floor / time {100 * floor / 32.4e-6:.0f} %"
+    assert on_h200["scores, 128 x 128"][-1] == f"**32.4 µs** as a CUDA graph, {share}"
+    assert on_h200["triplet loss and gradient, B = 4096"][-1] == "**56 µs**, floor / time 50 %"
+    assert on_h200["hardest-negative step, B = 128"][-1] == "not built: cross_attention_scores_backward"
+    assert on_h200["scores, 1024 x 1024"][-1] == "not run"
+    assert {cells[-1] for cells in lines(text, "A100").values()} == {"reached", "---:", NOT_RUN}
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ([result(dry_run=True)], "measured on no GPU"),
+        ([result(device={"type": "cpu", "name": "dry run on H200"})], "measured on no GPU"),
+        ([result("NVIDIA T4")], "one result for each of A100, RTX 4090, H200, got 'NVIDIA T4'"),
+        ([result(), result()], "one result for each of A100, RTX 4090, H200, got 'NVIDIA H200'"),
+    ],
+)
+def test_what_is_no_measurement_of_such_a_gpu_is_refused(results: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tables(results)
+
+
+def test_without_results_the_page_claims_none() -> None:
+    assert tables([]).startswith("No CUDA kernel of this project has run on a GPU yet: they are compiled")
+    for device in DEVICES:
+        cells = lines(tables([]), device)
+        assert {row[-1] for name, row in cells.items() if "on " not in name and name != "---"} == {NOT_RUN}
+    floors = lines(tables([]), "H200")["triplet loss and gradient, B = 4096"]
+    assert floors[1] == "28 µs"  # 134 MB at 4.8 TB/s

@@ -1,0 +1,70 @@
+"""The experiments that come with the sources: equal budgets, and a result for every run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from itm_fast import config as settings
+from itm_fast.training import TrainConfig
+from itm_fast.training.config import DATA, LOG, OPTIMIZER, STEPS
+
+ROOT = Path(__file__).resolve().parents[2]
+PRESETS = sorted(path.stem for path in (ROOT / "benchmarks" / "experiments").glob("*.yaml"))
+# Experiments whose every run has a result; those of the others, one for a GPU, say of a cell that it was not run.
+COMPLETE = ["addr", "dbl", "dbl-imitation", "fdf", "rcar", "selhn", "selhn-models"]
+# Rows that say that their budget is another one.
+OTHER_BUDGETS = {"dbl": {"Baseline, twice the epochs"}}
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from benchmarks.experiments import __main__ as experiments
+
+    return experiments
+
+
+def preset(name: str) -> Path:
+    return ROOT / "benchmarks" / "experiments" / f"{name}.yaml"
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+def test_each_run_of_a_complete_experiment_has_a_result(tool: ModuleType, name: str) -> None:
+    experiment = tool.read(preset(name))
+    wanted = {run.file_name for runs in experiment.rows.values() for run in runs}
+    wanted |= {ensemble.file_name for ensemble in experiment.ensembles}
+    folder = ROOT / "benchmarks" / "results" / "experiments" / name
+    assert {path.stem for path in folder.glob("*.json")} == wanted
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_all_rows_have_the_same_budget(tool: ModuleType, name: str) -> None:
+    """Data, steps, optimiser, schedule and widths; rows differ in the model, the loss and what they train beside."""
+    experiment = tool.read(preset(name))
+    groups = {setting: field.metadata["group"] for setting, field in settings.fields_of(TrainConfig).items()}
+    budgets, widths = [], set()
+    for row, runs in experiment.rows.items():
+        for run in runs:
+            train = experiment.identity(run)["train"]
+            widths.add(train["model_options"]["embed_dim"])
+            if row not in OTHER_BUDGETS.get(name, ()):
+                kept = {setting for setting, group in groups.items() if group in (DATA, STEPS, OPTIMIZER, LOG)}
+                budgets.append({k: v for k, v in train.items() if k in kept and k != "seed"})
+    assert len(widths) == 1
+    assert {"epochs", "batch_size", "lr", "lr_schedule"} <= set(budgets[0])
+    assert all(budget == budgets[0] for budget in budgets)
+
+
+def test_the_results_are_small_and_say_what_they_are(tool: ModuleType) -> None:
+    for name in PRESETS:
+        experiment = tool.read(preset(name))
+        names = {run.file_name: run.row for runs in experiment.rows.values() for run in runs}
+        names |= {ensemble.file_name: ensemble.name for ensemble in experiment.ensembles}
+        for path in (ROOT / "benchmarks" / "results" / "experiments" / name).glob("*"):
+            assert path.suffix == ".json"
+            assert path.stat().st_size < 40_000
+            assert json.loads(path.read_text())["identity"]["row"] == names[path.stem]

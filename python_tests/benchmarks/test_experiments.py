@@ -1,0 +1,378 @@
+"""The runner of experiments: what was killed goes on, what was measured stays, what was not run says so."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from itm_fast import evaluation, models
+from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {"embed_dim": 8, "word_dim": 6}
+RAR = {"regulator": "rar", "steps": 2, "alignment_dim": 4}
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from benchmarks.experiments import __main__ as experiments
+
+    return experiments
+
+
+def write(path: Path, data: Path, **changes: object) -> Path:
+    """An experiment of two rows, two seeds and four steps a run, and a row that must equal another."""
+    content: dict[str, object] = {
+        "title": "tiny", "data": str(data), "split": "dev", "seeds": [0, 1],
+        "train": {"model": "scan", "model_options": TINY, "epochs": 1, "batch_size": 32, "lr": "2e-3"},
+        "rows": [
+            {"name": "SCAN"},
+            {"name": "SCAN + RAR", "train": {"model_options": RAR}},
+            {"name": "fixed", "seeds": [0], "train": {"model_options": {**RAR, "regulator": "rcar",
+                                                                        "factors": "fixed"}}},
+        ],
+        "equal": [["SCAN + RAR", "fixed"]],
+    }  # fmt: skip
+    path.write_text(yaml.safe_dump({**content, **changes}))
+    return path
+
+
+def commands(experiment: Path, *more: object) -> list[str]:
+    folder = experiment.parent
+    return [str(part) for part in ("run", experiment, "--results", folder / "results", "--out", folder / "runs", *more)]
+
+
+def the_table(tool: ModuleType, experiment: Path) -> list[str]:
+    return tool.table(tool.read(experiment), experiment.parent / "results").splitlines()
+
+
+def measured(folder: Path) -> dict[str, dict]:
+    return {path.stem: json.loads(path.read_text()) for path in (folder / "results").iterdir()}
+
+
+def test_an_experiment_from_nothing_to_its_table(
+    tool: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = write(tmp_path / "small.yaml", data)
+    empty = the_table(tool, experiment)
+    assert empty[2:5] == [
+        "| SCAN | not run | not run | not run | not run | not run | not run | not run |",
+        "| SCAN + RAR | not run | not run | not run | not run | not run | not run | not run |",
+        "| fixed | not run |  | not run | not run | not run | not run | not run |",
+    ]
+    assert empty[6] == (
+        "Sum of the six recalls on all images of dev, of 600; spread is the standard deviation of the seeds, MD the "
+        "mean score of positives minus that of negatives. No run is measured yet."
+    )
+    assert empty[8] == "fixed equals SCAN + RAR, recall by recall: not run."
+
+    assert tool.main(commands(experiment, "--seed", 0)) == 0
+    found = measured(tmp_path)
+    assert sorted(found) == ["fixed-seed0", "scan-rar-seed0", "scan-seed0"]
+    scan = found["scan-seed0"]
+    dataset = PrecomputedDataset(data, "dev", Vocabulary.from_file(tmp_path / "runs" / "scan-seed0" / "vocab.json"))
+    assert scan["test"] == evaluation.evaluate(models.load(tmp_path / "runs" / "scan-seed0"), dataset)
+    assert (scan["steps"], scan["identity"]["train"]["lr"], scan["device"]) == (4, 0.002, "cpu")
+    assert found["fixed-seed0"]["test"] == found["scan-rar-seed0"]["test"] != scan["test"]
+    partial = the_table(tool, experiment)
+    rsum, times = scan["test"]["rsum"], f"{scan['seconds']:.0f} | {scan['cpu_seconds']:.0f}"
+    assert partial[2] == f"| SCAN | {rsum:.1f} | not run | not run | not run | not run | {times} |"
+    fixed = found["fixed-seed0"]
+    same, distance = f"{fixed['test']['rsum']:.1f}", f"{fixed['test']['mean_distance']:.2f}"
+    times = f"{fixed['seconds']:.0f} | {fixed['cpu_seconds']:.0f}"
+    assert partial[4] == f"| fixed | {same} |  | {same} | one seed | {distance} | {times} |"
+    # The first of several in the order of the rows.
+    in_order = [found[f"{name}-seed0"] for name in ("scan", "scan-rar", "fixed")]
+    longest = max(in_order, key=lambda result: result["cpu_seconds"])
+    cpu, clock = f"{longest['cpu_seconds']:.0f} CPU seconds", f"{longest['seconds']:.0f} by the clock."
+    assert partial[6].endswith(f"{os.cpu_count()} cores, and the longest run took {cpu}, {clock}")
+    threads = scan["environment"]["threads"]
+    assert f", {threads} thread{'s' * (threads != 1)}. Seconds are medians; the machine's load" in partial[6]
+    for result in found.values():
+        assert 0 < result["cpu_seconds"] < 1.5 * result["environment"]["threads"] * result["seconds"] + 5
+        assert min(result["load_average"].values()) >= 0
+        assert result["niceness"] == os.getpriority(os.PRIO_PROCESS, 0)
+    assert partial[8] == "fixed equals SCAN + RAR, recall by recall: yes."
+    assert partial[-3:] == ["```", f"python -m benchmarks.experiments run {experiment}", "```"]
+
+    capsys.readouterr()
+    assert tool.main(commands(experiment, "--row", "SCAN")) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "2 runs, 1 of them done before"
+    second = measured(tmp_path)["scan-seed1"]
+    assert measured(tmp_path)["scan-seed0"] == scan, "what was measured stays"
+    mean = f"{statistics.mean([rsum, second['test']['rsum']]):.1f}"
+    spread = f"{abs(rsum - second['test']['rsum']) / 2**0.5:.1f}"
+    line = the_table(tool, experiment)[2].strip(" |").split(" | ")
+    medians = [statistics.median([scan[name], second[name]]) for name in ("seconds", "cpu_seconds")]
+    distance = f"{statistics.mean([scan['test']['mean_distance'], second['test']['mean_distance']]):.2f}"
+    assert line[3:] == [mean, spread, distance, *(f"{median:.0f}" for median in medians)]
+
+    changed = json.loads(json.dumps(fixed))
+    changed["test"]["i2t_meanr"] += 0.01
+    (tmp_path / "results" / "fixed-seed0.json").write_text(json.dumps(changed))
+    assert the_table(tool, experiment)[8] == "fixed equals SCAN + RAR, recall by recall: NO."
+
+
+def test_ensembles_are_evaluated_once_their_runs_are_there(
+    tool: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = [{"name": "SCAN, two models", "row": "SCAN", "seeds": [0, 1]}]
+    experiment = write(tmp_path / "e.yaml", data, rows=[{"name": "SCAN"}], equal=[], ensembles=pair)
+    assert tool.main(commands(experiment, "--seed", 0)) == 0
+    assert sorted(measured(tmp_path)) == ["scan-seed0"]
+    assert the_table(tool, experiment)[3] == "| SCAN, two models |  |  | not run | seeds 0, 1 | not run |  |  |"
+    assert tool.main(commands(experiment, "--threads", 1)) == 0
+    folders = [tmp_path / "runs" / f"scan-seed{seed}" for seed in (0, 1)]
+    dataset = PrecomputedDataset(data, "dev", Vocabulary.from_file(folders[0] / "vocab.json"))
+    scores = [evaluation.score_matrix(models.load(folder), dataset) for folder in folders]
+    expected = evaluation.evaluate_scores(sum(scores) / 2, dataset.caption_image)
+    found = measured(tmp_path)["scan-two-models"]
+    # The mean distance is a difference of scores in float32, which lie within one.
+    assert found["test"] == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    mean, distance = f"{found['test']['rsum']:.1f}", f"{found['test']['mean_distance']:.2f}"
+    line = f"| SCAN, two models |  |  | {mean} | seeds 0, 1 | {distance} |  |  |"
+    assert the_table(tool, experiment)[3] == line
+
+    # What was evaluated stays, and stands for the runs that it was made of alone.
+    result = tmp_path / "results" / "scan-two-models.json"
+    content = result.read_bytes()
+    assert tool.main(commands(experiment)) == 0
+    assert result.read_bytes() == content
+    member = tmp_path / "results" / "scan-seed1.json"
+    text = member.read_text()
+    weights = json.loads(text)["weights"]
+    member.write_text(text.replace(weights, "0" * 64))
+    capsys.readouterr()
+    assert tool.main(commands(experiment)) == 1
+    assert capsys.readouterr().err == (
+        f"experiments: error: {result}: is of other runs than those that are there; move it away to evaluate anew\n"
+    )
+    result.unlink()
+    assert tool.main(commands(experiment)) == 1
+    assert capsys.readouterr().err == (
+        f"experiments: error: {folders[1]}: expected the weights that {member} was measured with\n"
+    )
+    assert not result.exists()
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {tools!r})
+import torch; torch.set_num_threads(1)
+from benchmarks.experiments import __main__ as experiments
+from itm_fast.training import trainer
+save, saves = trainer.checkpoint.save_state, []
+def killed(*arguments):
+    if len(saves) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    saves.append(save(*arguments))
+trainer.checkpoint.save_state = killed
+experiments.main({arguments!r})
+"""
+
+
+def test_a_killed_run_goes_on_where_it_stood(tool: ModuleType, data: Path, tmp_path: Path) -> None:
+    """To the result of a run that nobody killed, to the last digit."""
+    train = {"model": "scan", "model_options": TINY, "epochs": 2, "batch_size": 32, "lr": 2e-3, "save_every": 2}
+    rows = [{"name": "one", "seeds": [3]}]
+    for name in ("killed", "whole"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "e.yaml", data, train=train, rows=rows, equal=[])
+    killed = tmp_path / "killed" / "e.yaml"
+    script = KILLED.format(tools=str(ROOT / "tools"), arguments=commands(killed))
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=False).returncode == -9
+    run = tmp_path / "killed" / "runs" / "one-seed3"
+    assert (run / "last" / "checkpoint.pt").is_file()
+    assert not (tmp_path / "killed" / "results").exists()
+    assert the_table(tool, killed)[2] == "| one | not run | not run | not run | not run | not run | not run |"
+
+    assert tool.main(commands(killed)) == 0
+    assert tool.main(commands(tmp_path / "whole" / "e.yaml")) == 0
+    first, second = (measured(tmp_path / name)["one-seed3"] for name in ("killed", "whole"))
+    assert first["test"] == second["test"]
+    assert (first["steps"], first["best_step"], first["validation"]) == (
+        8, second["best_step"], second["validation"],
+    )  # fmt: skip
+    assert first["cpu_seconds"] is None, "what the killed process took is not known"
+    assert the_table(tool, killed)[2].endswith(f"| {first['seconds']:.0f} | not known |")
+    # The run is whole, but its result is lost: it is evaluated again, not trained.
+    (tmp_path / "killed" / "results" / "one-seed3.json").unlink()
+    before = (run / "model.safetensors").read_bytes()
+    assert tool.main(commands(killed)) == 0
+    assert measured(tmp_path / "killed")["one-seed3"]["test"] == first["test"]
+    assert (run / "model.safetensors").read_bytes() == before
+
+
+def test_other_settings_are_refused(
+    tool: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"name": "one"}]
+    experiment = write(tmp_path / "e.yaml", data, rows=rows, seeds=[0], equal=[])
+    assert tool.main(commands(experiment)) == 0
+    result = tmp_path / "results" / "one-seed0.json"
+    content = result.read_bytes()
+    train = {"model": "scan", "model_options": TINY, "epochs": 1, "batch_size": 32, "lr": 3e-3}
+    write(experiment, data, rows=rows, seeds=[0], equal=[], train=train)
+    capsys.readouterr()
+    for arguments in (commands(experiment), ["table", str(experiment), "--results", str(result.parent)]):
+        assert tool.main(arguments) == 1
+        assert capsys.readouterr().err == (
+            f"experiments: error: {result}: was measured with lr = 0.002, not 0.003; move it away to measure anew, or "
+            "undo the change\n"
+        )
+    assert result.read_bytes() == content
+    # Without the result the RUN folder still is one of other settings.
+    result.unlink()
+    assert tool.main(commands(experiment)) == 1
+    assert "one-seed0: holds a run with lr = 0.002, not 0.003" in capsys.readouterr().err
+    # What a result does not depend on may change, and a setting that came later had its default.
+    write(experiment, data, rows=rows, seeds=[0], equal=[])
+    older = json.loads(content)
+    del older["identity"]["train"]["text_augmentation"]
+    result.write_text(json.dumps(older))
+    assert tool.main(commands(experiment, "--threads", 1)) == 0
+    write(experiment, data, rows=rows, seeds=[0], equal=[], images=3)
+    assert tool.main(commands(experiment)) == 1
+    assert "was measured with images = None, not 3" in capsys.readouterr().err
+
+
+def test_other_data_are_refused(
+    tool: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was measured stands for the data that it was measured on alone."""
+    own = tmp_path / "data"
+    shutil.copytree(data, own)
+    experiment = write(tmp_path / "e.yaml", own, rows=[{"name": "one"}, {"name": "two"}], seeds=[0], equal=[])
+    table = ["table", str(experiment), "--results", str(tmp_path / "results")]
+    assert tool.main(commands(experiment)) == 0
+    result = tmp_path / "results" / "one-seed0.json"
+    content = result.read_bytes()
+    capsys.readouterr()
+    assert tool.main(table) == 0
+    text = capsys.readouterr().out
+    for name in ("train_caps.txt", "train_ims.npy", "dev_caps.txt", "dev_ims.npy"):
+        before = (own / name).read_bytes()
+        after = bytearray(before)
+        after[-2] ^= 1
+        (own / name).write_bytes(after)
+        for arguments in (commands(experiment), table):
+            assert tool.main(arguments) == 1
+            assert capsys.readouterr().err == (
+                f"experiments: error: {result}: was measured with other content of {name}; move it away to measure "
+                "anew, or undo the change\n"
+            )
+        (own / name).write_bytes(before)
+    assert result.read_bytes() == content
+    assert tool.main(commands(experiment)) == 0
+    # A result that does not say what its data held is of no data that are known.
+    silent = json.loads(content)
+    del silent["identity"]["fingerprints"]
+    result.write_text(json.dumps(silent))
+    assert tool.main(table) == 1
+    assert "one-seed0.json: expected a result of an experiment, with its settings and what its data held" in (
+        capsys.readouterr().err
+    )
+    # Without the data the results must agree at least about what they were evaluated on.
+    shutil.rmtree(own)
+    result.write_bytes(content)
+    assert tool.main(table) == 0
+    assert capsys.readouterr().out == text
+    other = json.loads(content)
+    other["identity"]["fingerprints"]["evaluation"]["dev_caps.txt"] = "0" * 64
+    result.write_text(json.dumps(other))
+    assert tool.main(table) == 1
+    assert "results: expected recalls on the same images and captions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sedes": [1]}, "unknown setting 'sedes': did you mean 'seeds'?"),
+        ({"seeds": "all"}, "seeds: expected a list, got 'all'"),
+        ({"rows": [{"train": {}}]}, "name: this setting of row 1 is required"),
+        ({"rows": [{"name": "a"}, {"name": "a"}]}, "rows: 'a' stands there twice"),
+        ({"rows": [{"name": "a b"}, {"name": "A-B"}], "equal": []},
+         "rows: two runs have the same name or seed, but for case and signs"),
+        ({"equal": [["SCAN", "none"]]}, "equal: expected two names of rows, got ['SCAN', 'none']"),
+        ({"train": {"modle": "scan"}}, "unknown setting 'modle': did you mean 'model'?"),
+        ({"train_images": 5}, "train_images: only the bundled data, emoji, are cut"),
+        ({"rows": [{"name": "a", "train": {"scenario": "oas"}}], "equal": []},
+         "anchor_row: the row 'a' with the scenario oas needs one"),
+        ({"rows": [{"name": "a", "train": {"scenario": "oas", "anchor": "runs/b"}}], "equal": []},
+         "anchor: expected anchor_row, the name of a row, as nobody knows what a folder will hold"),
+        ({"rows": [{"name": "a", "anchor_row": "b", "train": {"scenario": "oas"}}, {"name": "b"}], "equal": []},
+         "anchor_row: expected the name of a row above it, got 'b'"),
+        ({"rows": [{"name": "a", "seeds": [0]}, {"name": "b", "anchor_row": "a", "train": {"scenario": "oas"}}],
+          "equal": []}, "anchor_row: 'a' lacks a seed of 'b'"),
+        ({"rows": [{"name": "a"}, {"name": "b", "anchor_row": "a"}], "equal": []},
+         "anchor: 'a-seed0' goes with the scenario oas, not single"),
+        ({"ensembles": [{"name": "a", "row": "SCAN", "seeds": [0, 2]}]},
+         "seeds of 'a': expected several seeds of the row 'SCAN', got [0, 2]"),
+        ({"ensembles": [{"name": "a", "row": "SCAM", "seeds": [0, 1]}]},
+         "seeds of 'a': expected several seeds of the row 'SCAM', got [0, 1]"),
+        ({"ensembles": [{"name": "a", "row": "fixed", "seeds": [0]}]},
+         "seeds of 'a': expected several seeds of the row 'fixed', got [0]"),
+        ({"ensembles": [{"name": "a", "seeds": [0, 1]}]}, "row: this setting of an ensemble is required"),
+        ({"ensembles": [{"name": "scan seed0", "row": "SCAN", "seeds": [0, 1]}]},
+         "rows: two runs have the same name or seed, but for case and signs"),
+        ({"figures": [{"file": "a.svg", "shows": "losses", "text": "a", "rows": ["SCAN"]}]},
+         "shows: expected training or scores, got 'losses'"),
+        ({"figures": [{"file": "../a.svg", "shows": "scores", "text": "a", "rows": ["SCAN"]}]},
+         "file: expected the name of an SVG file, got '../a.svg'"),
+        ({"figures": [{"file": "a.svg", "shows": "scores", "text": "a", "rows": ["fixed"], "seed": 1}]},
+         "rows of a.svg: expected rows with seed 1, got 'fixed'"),
+        ({"figures": [{"file": "a.svg", "shows": "scores", "rows": ["SCAN"]}]},
+         "text: this setting of a figure is required"),
+        ({"seeds": [-1]}, "seed: expected a number at least 0 and at most 18446744073709551615, got -1"),
+    ],
+)  # fmt: skip
+def test_experiments_that_are_wrong(
+    tool: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict, message: str
+) -> None:
+    experiment = write(tmp_path / "e.yaml", data, **changes)
+    assert tool.main(commands(experiment)) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_bundled_data_can_be_cut(tool: ModuleType, tmp_path: Path) -> None:
+    for split in emoji.SPLITS:
+        assert len(emoji.captions(split)) == 5 * len(emoji.pictures(split))
+    folder = tool.bundled_data(tmp_path, 7)
+    vocabulary = Vocabulary.from_file(folder / "vocab.json")
+    assert vocabulary == emoji.vocabulary()
+    train = PrecomputedDataset(folder, "train", vocabulary)
+    kept = [0, 403, 806, 1209, 1612, 2015, 2418]
+    assert (emoji.pictures_of(train.features) == emoji.pictures("train")[kept]).all()
+    assert train.captions == [emoji.captions("train")[5 * image + number] for image in kept for number in range(5)]
+    assert PrecomputedDataset(folder, "dev", vocabulary).captions == emoji.captions("dev")
+    with pytest.raises(ValueError, match=r"^train_images: expected a number from 1 to 2821, got 2822$"):
+        tool.bundled_data(tmp_path, 2822)
+
+    # What the bundled data hold is known without writing them.
+    path = tmp_path / "e.yaml"
+    path.write_text("{title: t, data: emoji, train_images: 7, split: dev, rows: [{name: a}], train: {model: scan}}")
+    experiment = tool.read(path)
+    found = experiment.fingerprints(experiment.rows["a"][0])
+    for use, split in (("train", "train"), ("validation", "dev"), ("evaluation", "dev")):
+        texts = (folder / f"{split}_caps.txt").read_text().removesuffix("\n"), (folder / "vocab.json").read_text()
+        features = PrecomputedDataset(folder, split, vocabulary).features
+        expected = [hashlib.sha256(part.encode()).hexdigest() for part in texts]
+        assert found[use] == {
+            f"{split}_caps.txt": expected[0],
+            f"{split}_ims.npy": hashlib.sha256(features.tobytes()).hexdigest(),
+            "vocab.json": expected[1],
+        }

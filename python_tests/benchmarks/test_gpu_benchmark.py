@@ -1,0 +1,196 @@
+"""The benchmark of GPUs, as far as a machine without one goes: clock, memory, rates, what is written and refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from benchmarks import costs, gpu
+from benchmarks.gpu_table import check_is_of_a_gpu, markdown
+from itm_fast.benchmarking import workloads
+from itm_fast.benchmarking.measure import CpuMeter, CudaMeter, interleave
+from python_tests.helpers.processes import ROOT, run
+
+DRY = attrs.evolve(gpu.PRESETS["dry"], runs=2)
+
+
+class FakeCuda:
+    """A device whose clock moves by what runs on it: a call of `work` seconds, one of `allocate` bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.used, self.peak = 100.0, 5000, 5000
+        self.order: list[str] = []
+        fake = self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = fake.now
+                fake.order.append("record")
+
+            def synchronize(self) -> None:
+                fake.order.append("synchronize")
+
+            def elapsed_time(self, end: Event) -> float:
+                assert fake.order[-1] == "synchronize", "read before the device was waited for"
+                return 1e3 * (end.at - self.at)
+
+        replaced = {
+            "Event": Event,
+            "is_available": lambda: True,
+            "synchronize": lambda: fake.order.append("synchronize"),
+            "memory_allocated": lambda: fake.used,
+            "max_memory_allocated": lambda: fake.peak,
+            "reset_peak_memory_stats": lambda: setattr(fake, "peak", fake.used),
+        }
+        for name, value in replaced.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(CudaMeter, "FLUSH_BYTES", 16)
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+        self.order.append("work")
+
+    def allocate(self, size: int) -> None:
+        self.peak = max(self.peak, self.used + size)
+
+
+def test_a_gpu_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    meter = CudaMeter(device="cpu")
+    meter._flush.fill_(7)
+    assert meter.time_of(lambda: cuda.work(0.25)) == pytest.approx(0.25)
+    assert cuda.order == ["record", "work", "record", "synchronize"]
+    assert meter._flush.tolist() == [0] * 16  # The caches were emptied.
+    calls = {"slow": lambda: cuda.work(2.0), "fast": lambda: cuda.work(0.5)}
+    timings = interleave(calls, {"slow": 1, "fast": 3}, meter.time_of)
+    assert {name: timing.runs for name, timing in timings.items()} == {"slow": [2.0], "fast": [0.5] * 3}
+
+
+def test_memory_of_a_gpu_is_the_peak_above_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    sizes = iter([9000, 700])  # A first call sets up more than later ones need.
+    peak = CudaMeter(device="cpu").peak_bytes(lambda name: lambda: cuda.allocate(next(sizes)), "variant")
+    assert peak == 700
+
+
+def test_without_a_gpu_the_benchmark_of_one_says_so_in_one_line() -> None:
+    if torch.cuda.is_available():
+        return
+    problem = f"no CUDA device: torch {torch.__version__} sees none"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(problem)}$"):
+        CudaMeter()
+    result = run([sys.executable, "-m", "itm_fast", "bench", "--device", "cuda", "--quick"], cwd=ROOT)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == f"itm-fast: error: {problem}"
+    assert "Traceback" not in result.stderr
+
+
+def dry_run(**options: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(gpu.run(DRY, CpuMeter(1), **options)))
+
+
+def test_a_run_holds_rates_of_the_cost_model() -> None:
+    saved: list[int] = []
+    results = dry_run(save=lambda results: saved.append(len(results["workloads"])))
+    assert saved == [*range(1, 12), 11]
+    found = results["workloads"]["scores 4"]
+    assert found["cost"] == attrs.asdict(costs.scores(4, 4, 16))
+    native = found["variants"]["native"]
+    cost = costs.scores(4, 4, 16, element=4)
+    assert native["flop_per_s"] == pytest.approx((cost.tensor + cost.other) / native["median_s"])
+    assert native["bytes_per_s"] == pytest.approx(cost.bytes / native["median_s"])
+    low = found["variants"]["native bf16"]
+    assert low["bytes_per_s"] == pytest.approx(costs.scores(4, 4, 16).bytes / low["median_s"])
+    gemm, copy = results["ceilings"]["gemm_bf16"], results["ceilings"]["copy"]
+    assert gemm["flop_per_s"] == pytest.approx(2 * DRY.product**3 / gemm["median_s"])
+    assert copy["bytes_per_s"] == pytest.approx(2 * DRY.copied_bytes / copy["median_s"])
+    assert native["share_of_gemm"] == pytest.approx(cost.tensor / native["median_s"] / gemm["flop_per_s"])
+    assert native["share_of_copy"] == pytest.approx(cost.bytes / native["median_s"] / copy["bytes_per_s"])
+    assert "flop_per_s" not in found["variants"]["loop"]
+    assert native["accuracy"]["max_score_error"] < 1e-6
+    of_rcar = results["workloads"]["regulated scores 4"]
+    assert of_rcar["cost"] == attrs.asdict(costs.regulated_scores(4, 4, 16))
+    assert of_rcar["variants"]["native"]["accuracy"]["max_score_error"] < 1e-5
+    assert results["workloads"]["regulated step 4"]["cost"] == attrs.asdict(costs.regulated_step(4, 16))
+    selective, boosting = (results["workloads"][f"{name} 8"] for name in ("loss selective", "boosting all"))
+    assert (selective["cost"], boosting["cost"]) == (attrs.asdict(costs.loss(8)), attrs.asdict(costs.boosting_loss(8)))
+    for loss in (selective, boosting):
+        assert list(loss["variants"]) == ["plain", "native"]
+        assert all(figures["accuracy"]["relative_loss_error"] < 1e-6 for figures in loss["variants"].values())
+    rate = boosting["variants"]["native"]["bytes_per_s"]
+    assert rate == pytest.approx(3 * 4 * 8**2 / boosting["variants"]["native"]["median_s"])
+    text = markdown(results)
+    assert "| scores 4 | itm_fast |" in text
+    assert "| boosting hardest 8 | itm_fast |" in text
+    ratio = found["variants"]["loop"]["median_s"] / native["median_s"]
+    assert f"| {ratio:.1f}x |" in text
+
+
+def test_kernels_that_are_not_registered_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered = frozenset({"triplet_loss", "triplet_loss_backward", "retrieval_ranks"})
+    monkeypatch.setattr(gpu, "operators_of", lambda device: registered)
+    results = dry_run()
+    scores = ["cross_attention_scores"]
+    backward = ["cross_attention_scores_backward"]
+    regulated = {f"regulated {name} 4": ["regulated_scores"] for name in ("scores", "step")}
+    of_scores = {"scores 4": scores, "step 4": scores + backward, "evaluation 2 x 10": scores}
+    boosting = {f"boosting {mining} 8": ["boosting_loss", "boosting_loss_backward"] for mining in ("hardest", "all")}
+    assert results["not_built"] == of_scores | regulated | boosting
+    assert list(results["workloads"]["step 4"]["variants"]) == ["loop", "packed", "packed bf16"]
+    assert "native" in results["workloads"]["ranks 2 x 10"]["variants"]
+    line = "scores 4: the native variants were not run, for lack of CUDA kernels of cross_attention_scores."
+    assert line in markdown(results)
+
+
+def test_a_variant_that_fails_is_written_down_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = workloads.make_scores
+
+    def make_scores(variant: str, *arguments: Any, small: bool = False) -> Any:
+        if variant == "packed bf16":
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+        return original(variant, *arguments, small=small)
+
+    monkeypatch.setattr(workloads, "make_scores", make_scores)
+    results = dry_run()
+    assert results["failed"] == {"scores 4": {"packed bf16": "OutOfMemoryError: CUDA out of memory."}}
+    variants = results["workloads"]["scores 4"]["variants"]
+    assert list(variants) == ["loop", "packed", "native", "native high", "native medium", "native bf16"]
+    assert "accuracy" in variants["native"]
+    assert "scores 4: packed bf16 failed with OutOfMemoryError: CUDA out of memory." in markdown(results)
+
+
+def test_what_the_limit_leaves_out_is_listed() -> None:
+    results = dry_run(limit_s=-1.0)
+    assert results["workloads"] == {}
+    names = ["scores 4", "step 4", "regulated scores 4", "regulated step 4", "loss hardest 8", "loss all 8"]
+    names += ["loss selective 8", "boosting hardest 8", "boosting all 8", "ranks 2 x 10", "evaluation 2 x 10"]
+    assert results["not_run"] == names
+    assert f"Not run, for lack of time: {', '.join(names)}." in markdown(results)
+
+
+def test_a_dry_run_is_never_taken_for_a_gpu() -> None:
+    results = dry_run(limit_s=-1.0)
+    assert results["dry_run"] is True
+    name = results["device"]["name"]
+    assert name.startswith("dry run on ")
+    assert costs.device_of(name) is None
+    assert markdown(results).startswith("**A dry run without a GPU, whose times mean nothing.** ")
+    with pytest.raises(ValueError, match=r"^r\.json: measured on no GPU, but on 'dry run on "):
+        check_is_of_a_gpu(results, "r.json")
+    # Neither mark alone is enough.
+    for change in ({"dry_run": False}, {"device": {"type": "cuda", "name": "NVIDIA H200"}}):
+        with pytest.raises(ValueError, match="measured on no GPU"):
+            check_is_of_a_gpu({**results, **change}, "r.json")
+    with pytest.raises(ValueError, match="expected kind 'itm_fast GPU benchmark' in format 1, got None in format 2"):
+        check_is_of_a_gpu(json.loads((ROOT / "benchmarks/results/cpu.json").read_text()), "cpu.json")
+    real = {**results, "dry_run": False, "device": {"type": "cuda", "name": "NVIDIA H200"}}
+    check_is_of_a_gpu(real, "r.json")

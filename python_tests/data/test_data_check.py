@@ -1,0 +1,413 @@
+"""A data folder is read whole, and everything that is wrong with it is reported at once."""
+
+from __future__ import annotations
+
+import json
+import re
+import tracemalloc
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+
+from itm_fast import cli
+from itm_fast.data import Vocabulary, check, check_split, emoji
+from itm_fast.data.check import Problem, check_folder
+from python_tests.helpers.commands import error
+from python_tests.helpers.precomputed import SPECIAL, VOCABULARY, features_of, write_split
+from python_tests.helpers.terminal import every_step
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A clean folder: train of 4 images, dev stored five times, test with a caption file of its own length."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_split(folder, "train", features_of(4), 20, ids=["a", "b", "c", "d"])
+    write_split(folder, "dev", np.repeat(features_of(2) + 100, 5, axis=0), 10, ids=["e"] * 5 + ["f"] * 5)
+    write_split(folder, "test", features_of(3) + 200, 4, cap2im=[0, 1, 1, 2], ids=["g", "h", "i"])
+    VOCABULARY.save(folder / "vocab.json")
+    return folder
+
+
+def problems(folder: Path, **arguments: object) -> list[Problem]:
+    return check_folder(folder, **arguments).problems
+
+
+def edit_line(path: Path, number: int, content: bytes) -> None:
+    lines = path.read_bytes().split(b"\n")
+    lines[number - 1] = content
+    path.write_bytes(b"\n".join(lines))
+
+
+# What is fine
+
+
+def test_a_clean_folder_is_summed_up(folder: Path) -> None:
+    report = check_folder(folder)
+    assert report.problems == []
+    assert (report.vocabulary, report.vocabulary_size) == (str(folder / "vocab.json"), len(VOCABULARY))
+    found = {one.split: one for one in report.splits}
+    assert list(found) == ["dev", "test", "train"]
+    sizes = {name: (one.images, one.captions, one.regions, one.channels, one.dtype) for name, one in found.items()}
+    assert sizes == {
+        "dev": (2, 10, 3, 4, "float32"),
+        "test": (3, 4, 3, 4, "float32"),
+        "train": (4, 20, 3, 4, "float32"),
+    }
+    assert [one.stored_five_times for one in report.splits] == [True, False, False]
+    # Captions "Caption 0 .", "Caption 1 caption .", ...: 3, 4, 5 and 6 words in turn, all of them known.
+    assert found["train"].words == {"min": 3, "median": 4.5, "mean": 4.5, "p95": 6, "max": 6}
+    assert found["test"].words == {"min": 3, "median": 4.5, "mean": 4.5, "p95": 5.85, "max": 6}
+    assert [one.unknown_share for one in report.splits] == [0, 0, 0]
+
+
+def test_the_bundled_data_are_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emoji's own captions and ids, with pictures of one number each."""
+    for split in emoji.SPLITS:
+        n_images, first = len(emoji.image_ids(split)), {"train": 0, "dev": 3000, "test": 4000}[split]
+        numbers = np.arange(first, first + n_images, dtype=np.float32)
+        np.save(tmp_path / f"{split}_ims.npy", np.ones((n_images, 2, 3), np.float32) * numbers[:, None, None])
+        (tmp_path / f"{split}_caps.txt").write_text("".join(f"{text}\n" for text in emoji.captions(split)))
+        (tmp_path / f"{split}_ids.txt").write_text("".join(f"{name}\n" for name in emoji.image_ids(split)))
+    emoji.vocabulary().save(tmp_path / "vocab.json")
+    report = check_folder(tmp_path)
+    assert report.problems == []
+    assert {one.split: (one.images, one.captions) for one in report.splits} == {
+        "dev": (300, 1500), "test": (500, 2500), "train": (2821, 14105),
+    }  # fmt: skip
+    shares = {one.split: one.unknown_share for one in report.splits}
+    assert shares == {split: pytest.approx(emoji_unknown_share(split)) for split in emoji.SPLITS}
+    assert 0 < shares["dev"] < 0.02
+
+
+def emoji_unknown_share(split: str) -> float:
+    vocabulary = emoji.vocabulary()
+    ids = [index for caption in emoji.captions(split) for index in vocabulary.encode(caption)[1:-1]]
+    return ids.count(vocabulary.unk) / len(ids)
+
+
+def test_without_a_vocabulary_one_is_built_from_the_training_captions(folder: Path) -> None:
+    (folder / "vocab.json").unlink()
+    report = check_folder(folder)
+    assert report.problems == []
+    # "caption", "." four times each at least; the figures only twice.
+    assert (report.vocabulary, report.vocabulary_size) == ("built from train_caps.txt", 7)
+    assert report.splits[2].unknown_share == pytest.approx(20 / 90)
+    assert check_folder(folder, ["test"]).splits[0].unknown_share is None
+
+
+def test_images_of_test_may_be_in_testall(folder: Path) -> None:
+    write_split(folder, "testall", features_of(4) + 200, 20, ids=["g", "h", "i", "j"])
+    assert problems(folder) == []
+
+
+def test_row_numbers_are_no_names(folder: Path) -> None:
+    for split, n_images in (("train", 4), ("test", 3)):
+        (folder / f"{split}_ids.txt").write_text("".join(f"{row}\n" for row in range(n_images)))
+    assert problems(folder) == []
+
+
+# What is wrong
+
+
+def lines(*numbers: int) -> tuple[str, ...]:
+    return tuple(f"line {number}" for number in numbers)
+
+
+def test_everything_is_reported_at_once(folder: Path) -> None:
+    images = features_of(4)
+    images[1, 2, 3], images[3, 0, 0] = np.nan, np.inf
+    np.save(folder / "train_ims.npy", images)
+    for number, content in ((2, b""), (3, b"  "), (5, b"a \xff"), (7, b"b'a man'"), (9, b"\xfe")):
+        edit_line(folder / "train_caps.txt", number, content)
+    (folder / "train_ids.txt").write_text("a\na\nc\nc\n")
+    repeated = np.repeat(features_of(2) + 100, 5, axis=0)
+    repeated[7] += 1
+    np.save(folder / "dev_ims.npy", repeated)
+    (folder / "dev_ids.txt").write_text("e\n" * 3)
+    (folder / "test_cap2im.txt").write_text("0\n3\nx\n-1\n")
+    (folder / "test_ids.txt").write_text("g\nh\nc\n")
+    np.save(folder / "val_ims.npy", np.ones((1, 5, 2)))
+    (folder / "gold_caps.txt").write_text("a caption\n")
+    (folder / "vocab.json").write_text('{"word2idx": {"<pad>": 0, "<start>": 1, "<end>": 2}}')
+
+    report = check_folder(folder)
+    assert sorted(report.problems, key=lambda one: (one.file, one.what)) == [
+        Problem("dev_ids.txt", "expected one id per image or per caption (10 lines), got 3"),
+        Problem("dev_ims.npy", "as many rows as captions (10), but rows 5 to 9 are not one image repeated five times: "
+                "write dev_cap2im.txt with one image row per caption line"),
+        Problem("gold_ims.npy", "no such file"),
+        Problem("test_cap2im.txt", "expected an image row from 0 to 2", 2, lines(2, 4)),
+        Problem("test_cap2im.txt", "expected the row of an image", 1, lines(3)),
+        Problem("train_caps.txt", "not UTF-8", 2, lines(5, 9)),
+        Problem("train_caps.txt", "the caption is empty", 2, lines(2, 3)),
+        Problem("train_caps.txt", "the caption is the text of a bytes literal", 1, lines(7)),
+        Problem("train_ids.txt", "ids of more than one image", 2, ("a", "c")),
+        Problem("train_ids.txt", "images that are in test, too", 1, ("c",)),
+        Problem("train_ims.npy", "values that are not finite in float32", 2, ("row 1", "row 3")),
+        Problem("val_caps.txt", "no such file"),
+        Problem("val_ims.npy", "5 regions of 2 channels, but dev has 3 of 4"),
+        Problem("vocab.json", "vocabulary: expected the words <pad> <start> <end> <unk>, found no <unk>"),
+    ]  # fmt: skip
+    assert [one.split for one in report.splits] == ["dev", "gold", "test", "train", "val"]
+    # What can be known of a bad split is in its summary.
+    assert attrs.asdict(report.splits[1]) == {
+        "split": "gold", "images": None, "captions": 1, "regions": None, "channels": None, "dtype": None,
+        "stored_five_times": False, "words": {"min": 2, "median": 2, "mean": 2, "p95": 2, "max": 2},
+        "unknown_share": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("array", "what"),
+    [
+        (features_of(4)[0], "expected features of shape (images, regions, channels), got shape (3, 4)"),
+        (features_of(4).astype(np.int32), "expected float16, float32 or float64 features, got int32"),
+        (features_of(0), "expected at least one image, region and channel, got shape (0, 3, 4)"),
+        (np.array([[[{}]]], dtype=object), "not a readable .npy array of numbers (Array can't be memory-mapped: "
+         "Python objects in dtype.; "),
+        (None, "truncated: the header promises 320 bytes, the file has 300"),
+    ],
+)  # fmt: skip
+def test_features_that_cannot_be_opened(folder: Path, array: np.ndarray | None, what: str) -> None:
+    path = folder / "train_ims.npy"
+    if array is None:
+        path.write_bytes(path.read_bytes()[:300])
+    else:
+        np.save(path, array, allow_pickle=True)
+    (found,) = problems(folder)
+    assert (found.file, found.count) == ("train_ims.npy", 1)
+    assert found.what.startswith(what)
+
+
+def test_counts_that_do_not_fit(folder: Path) -> None:
+    (folder / "train_caps.txt").write_text("caption .\n" * 19)
+    (folder / "test_cap2im.txt").write_text("0\n1\n2\n")
+    (folder / "dev_caps.txt").write_text("")
+    assert problems(folder) == [
+        Problem("dev_caps.txt", "expected at least one caption, the file is empty"),
+        Problem("test_cap2im.txt", "expected one line per caption (4), got 3 lines"),
+        Problem("train_caps.txt", "19 captions do not fit 4 rows of train_ims.npy: expected 20 (five an image) or 4 "
+                "(images repeated five times); else write train_cap2im.txt with one image row per caption line"),
+    ]  # fmt: skip
+
+
+def test_images_without_captions(folder: Path) -> None:
+    (folder / "test_cap2im.txt").write_text("1\n1\n1\n1\n")
+    assert problems(folder) == [Problem("test_ims.npy", "images without captions", 2, ("row 0", "row 2"))]
+
+
+def test_long_lists_are_cut_but_counted(folder: Path) -> None:
+    write_split(folder, "train", np.full((40, 3, 4), np.nan, np.float32), 200, ids=range(1, 41))
+    (found,) = problems(folder)
+    assert (found.count, found.places) == (40, tuple(f"row {row}" for row in range(10)))
+
+
+def test_values_beyond_float32_are_not_finite(folder: Path) -> None:
+    images = features_of(4, dtype="float64")
+    images[2, 0, 0] = 1e39
+    np.save(folder / "train_ims.npy", images)
+    assert problems(folder) == [Problem("train_ims.npy", "values that are not finite in float32", 1, ("row 2",))]
+
+
+def test_repetitions_are_compared_in_every_row(folder: Path) -> None:
+    """Opening a split samples sixteen images; the check looks at all, and takes NaN for what it is."""
+    rows = np.repeat(features_of(100) + 1000, 5, axis=0)
+    rows[56] += 1  # One that is not sampled.
+    rows[100:105, 0, 0] = np.nan
+    write_split(folder, "dev", rows, 500)
+    (folder / "dev_ids.txt").unlink()
+    assert problems(folder) == [
+        Problem("dev_ims.npy", "values that are not finite in float32", 5,
+                ("row 100", "row 101", "row 102", "row 103", "row 104")),
+        Problem("dev_ims.npy", "as many rows as captions (500), but not each image repeated five times", 1,
+                ("rows 55 to 59",)),
+    ]  # fmt: skip
+
+
+def test_an_image_in_two_splits_is_a_leak(folder: Path) -> None:
+    (folder / "test_ids.txt").write_text("b\nh\nd\n")
+    (folder / "dev_ids.txt").write_text("d\n" * 5 + "f\n" * 5)
+    assert problems(folder) == [
+        Problem("test_ids.txt", "images that are in dev, too", 1, ("d",)),
+        Problem("train_ids.txt", "images that are in dev, too", 1, ("d",)),
+        Problem("train_ids.txt", "images that are in test, too", 2, ("b", "d")),
+    ]
+    assert problems(folder, splits=["test"]) == []
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_an_image_in_two_splits_is_found_by_its_features(folder: Path, ids: bool) -> None:
+    """Also where one split stores it five times, and only where the whole image is the same."""
+    if not ids:
+        for split in ("train", "dev", "test"):
+            (folder / f"{split}_ids.txt").unlink()
+    train = features_of(4)
+    train[1], train[3] = np.load(folder / "test_ims.npy")[2], np.load(folder / "dev_ims.npy")[5]
+    np.save(folder / "train_ims.npy", train)
+    test = np.load(folder / "test_ims.npy")
+    test[0] = train[0]
+    test[0, 1, 2] += 1  # The first and the last region are equal, the one between them is not.
+    np.save(folder / "test_ims.npy", test)
+    assert problems(folder) == [
+        Problem("train_ims.npy", "images whose features are those of images of dev", 1, ("row 3 (row 5 of dev)",)),
+        Problem("train_ims.npy", "images whose features are those of images of test", 1, ("row 1 (row 2 of test)",)),
+    ]
+
+
+def test_a_split_copied_to_another_name(folder: Path) -> None:
+    write_split(folder, "val", features_of(4), 20)
+    assert problems(folder) == [
+        Problem("val_ims.npy", "images whose features are those of images of train", 4,
+                tuple(f"row {row} (row {row} of train)" for row in range(4))),
+    ]  # fmt: skip
+
+
+def test_every_copy_of_an_image_counts(folder: Path) -> None:
+    """Four rows of train are one image of test, which has it twice; another only looks like it at both ends."""
+    test, train = np.load(folder / "test_ims.npy"), features_of(4)
+    test[2] = test[1]
+    np.save(folder / "test_ims.npy", test)
+    train[:] = test[1]
+    np.save(folder / "train_ims.npy", train)
+    (folder / "test_ids.txt").unlink()
+    what = "images whose features are those of images of test"
+    assert problems(folder) == [
+        Problem("train_ims.npy", what, 4, tuple(f"row {row} (row 1 of test)" for row in range(4))),
+    ]
+    train[2, 1] += 1
+    np.save(folder / "train_ims.npy", train)
+    assert problems(folder) == [
+        Problem("train_ims.npy", what, 3, tuple(f"row {row} (row 1 of test)" for row in (0, 1, 3))),
+    ]
+
+
+def test_a_vocabulary_of_other_data(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    Vocabulary([*SPECIAL, "caption"]).save(other)
+    (folder / "test_caps.txt").write_text("one two three caption\n" * 4)
+    report = check_folder(folder, ["test"], vocabulary_file=other)
+    assert report.splits[0].unknown_share == 0.75
+    assert report.problems == [
+        Problem("test_caps.txt", "the vocabulary lacks 75% of the words; is it that of other data?")
+    ]
+
+
+def test_blocks_do_not_change_what_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.repeat(features_of(40) + 1000, 5, axis=0)
+    rows[6], rows[40:45] = 7, np.inf
+    write_split(folder, "dev", rows, 200)
+    (folder / "dev_ids.txt").unlink()
+    expected = problems(folder)
+    assert [(one.count, one.places[0]) for one in expected] == [(5, "row 40"), (1, "rows 5 to 9")]
+    for size in (1, 250, 1000):
+        monkeypatch.setattr(check_split, "BLOCK_BYTES", size)
+        assert problems(folder) == expected
+
+
+def test_memory_does_not_grow_with_the_file(folder: Path) -> None:
+    """A sparse file of 400 MB, of which a block is held at a time."""
+    header = np.lib.format.header_data_from_array_1_0(np.empty((1, 1, 1024), np.float32)) | {"shape": (1600, 64, 1024)}
+    with (folder / "val_ims.npy").open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        file.truncate(file.tell() + 4 * 1600 * 64 * 1024)
+    (folder / "val_caps.txt").write_text("caption\n")
+    (folder / "val_cap2im.txt").write_text("1599\n")
+    tracemalloc.start()
+    found = problems(folder, splits=["val"])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [(one.what, one.count) for one in found] == [("images without captions", 1599)]
+    assert peak < 100 * 2**20
+
+
+# The command
+
+
+def test_the_command_prints_tables_and_fails_where_anything_is_wrong(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert cli.run(["data", "check", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert f"vocabulary: {folder / 'vocab.json'}, 17 words\n" in printed
+    cells = [re.split(r"\s*│\s*", line.strip("│ ")) for line in printed.splitlines() if line.startswith("│")]
+    assert cells == [
+        ["dev", "2", "10", "3", "4", "float32", "3 to 6, median 4", "0.0%"],
+        ["test", "3", "4", "3", "4", "float32", "3 to 6, median 4.5", "0.0%"],
+        ["train", "4", "20", "3", "4", "float32", "3 to 6, median 4.5", "0.0%"],
+    ]
+    assert printed.endswith(f"{folder}: no problems found\n")
+
+    write_split(folder, "train", np.full((12, 3, 4), np.nan, np.float32), 60, ids=[*"abcdefghijkl"])
+    file = tmp_path / "report.json"
+    assert cli.run(["data", "check", str(folder), "--split", "train", "--split", "test", "--json", str(file)]) == 1
+    printed = capsys.readouterr().out
+    rows = "row 0, row 1, row 2, row 3, row 4, row 5, row 6, row 7, row 8, row 9, ..."
+    joined = " ".join(re.sub(r"[│\s]+", " ", printed).split())
+    assert "train_ims.npy values that are not finite in float32 12 " in joined
+    assert "row 9, ..." in joined
+    assert joined.endswith(f"{folder}: 2 problems")
+    report = json.loads(file.read_text())
+    assert [one["split"] for one in report["splits"]] == ["train", "test"]
+    assert report["problems"] == [
+        {"file": "train_ims.npy", "what": "values that are not finite in float32", "count": 12,
+         "places": rows.removesuffix(", ...").split(", ")},
+        {"file": "test_ids.txt", "what": "images that are in train, too", "count": 3, "places": ["g", "h", "i"]},
+    ]  # fmt: skip
+
+
+def test_square_brackets_are_shown_as_they_are(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    for split in ("train", "test"):
+        (folder / f"{split}_ids.txt").write_text(
+            "[red]x\n" + "".join(f"{split}{n}\n" for n in range(3 - (split == "test")))
+        )
+    assert cli.run(["data", "check", str(folder)]) == 1
+    assert "[red]x" in capsys.readouterr().out
+
+
+def test_files_cannot_steer_the_terminal(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    for split, n_images in (("train", 4), ("test", 3)):
+        names = ["\x1b[2Jx\x07", *(f"{split}{number}" for number in range(1, n_images))]
+        (folder / f"{split}_ids.txt").write_text("".join(f"{name}\n" for name in names))
+    assert cli.run(["data", "check", str(folder)]) == 1
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert "\\x1b[2Jx\\x07" in printed
+    edit_line(folder / "dev_caps.txt", 3, b"b'\x1b[2J'")
+    status, message = error(capsys, "train", "--data", folder, "--out", tmp_path / "run")
+    assert (status, message) == (
+        1, f"{folder / 'dev_caps.txt'}: line 3: the caption is the text of a bytes literal (b'\\x1b[2J'): write the "
+        "decoded text instead",
+    )  # fmt: skip
+
+
+def test_progress_is_shown_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = every_step(monkeypatch, check)
+    assert cli.run(["data", "check", str(folder)]) == 0
+    # 10, 3 and 4 rows of 48 bytes.
+    assert re.search(r"train: 100%[^\r]* 816/816 ", terminal.getvalue())
+
+
+def test_what_cannot_be_checked(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    no = tmp_path / "no"
+    assert error(capsys, "data", "check", no) == (1, f"{no}: no such data directory")
+    assert error(capsys, "data", "check", folder, "--vocab", no) == (1, f"{no}: no such vocabulary file")
+    assert error(capsys, "data", "check", folder, "--json", folder)[1].startswith(f"{folder}: expected a file to write")
+    assert problems(folder, splits=["val"]) == [
+        Problem("val_caps.txt", "no such file"), Problem("val_ims.npy", "no such file"),
+    ]  # fmt: skip
+    no.mkdir()
+    assert problems(no) == [Problem("", "no split: expected files such as train_ims.npy and train_caps.txt")]
+    with pytest.raises(
+        ValueError, match=r"^split: expected a name such as test, without folders, got '\.\./data/test'$"
+    ):
+        check_folder(folder, ["../data/test"])

@@ -1,0 +1,60 @@
+"""How often a word must occur to enter a vocabulary that a run builds by itself."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from itm_fast import cli
+from itm_fast.data import Vocabulary
+from itm_fast.training.config import read_yaml
+from python_tests.helpers.commands import SMALL, error, train_small
+
+
+@pytest.fixture
+def rare(data: Path, tmp_path: Path) -> Path:
+    """The data set of concepts with words that are rare: "owl" once, "elk" twice, "ant" four times."""
+    folder = shutil.copytree(data, tmp_path / "rare")
+    captions = (folder / "train_caps.txt").read_text().splitlines()
+    captions[:3] = ["owl elk ant ant", "elk ant", "ant"]
+    (folder / "train_caps.txt").write_text("\n".join(captions) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("min_count", [None, 1, 2, 3, 40])
+def test_words_that_occur_so_often_form_the_vocabulary(rare: Path, tmp_path: Path, min_count: int | None) -> None:
+    more = [] if min_count is None else ["--min-count", str(min_count)]
+    run = train_small(rare, tmp_path / "run", *more)
+    counts = Counter((rare / "train_caps.txt").read_text().split())
+    expected = {word for word, count in counts.items() if count >= (min_count or 4)}
+    words = Vocabulary.from_file(run / "vocab.json").words
+    assert set(words) - {"<pad>", "<start>", "<end>", "<unk>", "<mask>"} == expected
+    assert read_yaml(run / "train.yaml")["min_count"] == (min_count or 4)
+
+
+def test_the_setting_can_stand_in_a_file_and_a_run_resumes_with_it(rare: Path, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("min_count: 2\n")
+    run = train_small(rare, tmp_path / "run", "--config", str(file))
+    before = (run / "vocab.json").read_bytes()
+    assert "elk" in Vocabulary.from_file(run / "vocab.json")
+    assert "owl" not in Vocabulary.from_file(run / "vocab.json")
+    assert cli.run(["train", "--out", str(run), "--resume", "--epochs", "2"]) == 0
+    assert (run / "vocab.json").read_bytes() == before
+
+
+def test_a_vocabulary_that_is_read_has_its_words_already(
+    rare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = rare / "vocab.json"
+    Vocabulary.build(["red ball"], 1).save(own)
+    command = ["train", "--data", rare, "--out", tmp_path / "run", *SMALL]
+    assert error(capsys, *command, "--min-count", "2") == (
+        1,
+        f"min_count: 2 is for a vocabulary that is built from the training captions, but {own} holds one already",
+    )
+    assert error(capsys, *command, "--min-count", "0") == (1, "min_count: expected a number at least 1, got 0")
+    assert not (tmp_path / "run").exists()

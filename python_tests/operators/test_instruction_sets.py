@@ -1,0 +1,25 @@
+"""The tests of the native kernels pass with every instruction set that this processor has."""
+
+import os
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import itm_fast
+from python_tests.helpers.processes import ROOT, run
+
+
+def run_native_tests(instruction_set):
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "native", "-p", "no:cacheprovider"]
+    return run(command, cwd=ROOT, ITM_FAST_CPU_ISA=instruction_set)
+
+
+def test_native_kernels_with_every_other_instruction_set():
+    # This process runs the same tests with the selected set; the others need a process of their own, of which as many
+    # run side by side as there are processors for them, and memory.
+    sets = itm_fast.build_info()["instruction_sets"]
+    others = [name for name in sets["available"] if name != sets["selected"]]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for name, result in zip(others, threads.map(run_native_tests, others), strict=True):
+            assert result.returncode == 0, f"{name}:\n{result.stdout[-5000:]}"
+            assert re.search(r"^\d+ passed", result.stdout, re.MULTILINE), result.stdout

@@ -1,0 +1,136 @@
+"""`itm-fast curves`: several runs in one figure."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from itm_fast import cli
+from itm_fast.report import comparison
+from itm_fast.report.comparison import write_comparison
+from python_tests.helpers.commands import error
+
+
+def log(*steps: int, rsum: float = 100.0, **numbers: float) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = [
+        {"kind": "train", "step": step, "epoch": 1, "mining": "selective", "loss": 1.0, "seconds": 1.0,
+         **{name: value * step for name, value in numbers.items()}}
+        for step in steps
+    ]  # fmt: skip
+    return [*lines, {"kind": "validation", "split": "dev", "step": steps[-1], "epoch": 1, "rsum": rsum, "seconds": 1.0}]
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **more: (figures.append(self), save(self, *args, **more))
+    )
+    return figures
+
+
+def test_each_panel_has_a_line_of_each_run_that_has_its_numbers(tmp_path: Path, drawn: list[Figure]) -> None:
+    shares = {"i2t_hardest_share": 0.01, "t2i_hardest_share": 0.02}
+    runs = {
+        "SelHN": log(*range(10, 51, 10), hardest_gap=0.001, image_grad_norm=0.5, **shares),
+        "older": log(25, 50, rsum=200.0, image_grad_norm=0.25),
+    }
+    write_comparison(tmp_path / "figure.png", runs)
+    assert Image.open(tmp_path / "figure.png").size == (1350, 840)
+    (figure,) = drawn
+    panels = {axes.get_title(loc="left"): axes for axes in figure.axes}
+    lines = {title: [line.get_xydata().tolist() for line in axes.lines] for title, axes in panels.items()}
+    assert lines == {
+        "Gradient of the first image layer": [[[s, 0.5 * s] for s in (10, 20, 30, 40, 50)], [[25, 6.25], [50, 12.5]]],
+        "Hardest negatives from their positives": [[[s, pytest.approx(0.001 * s)] for s in (10, 20, 30, 40, 50)]],
+        # The mean of both directions, in percent.
+        "Anchors that took their hardest negative": [[[s, pytest.approx(1.5 * s)] for s in (10, 20, 30, 40, 50)]],
+        "Validation": [[[50, 100]], [[50, 200]]],
+    }
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["SelHN", "older"]
+    # The second run looks the same in every panel, whatever the first one lacks.
+    assert panels["Validation"].lines[1].get_color() == panels["Gradient of the first image layer"].lines[1].get_color()
+
+
+@pytest.mark.parametrize(("norm", "scale"), [(0.5, "log"), (0.0, "linear")])
+def test_gradients_are_drawn_in_powers_of_ten_where_none_is_zero(
+    tmp_path: Path, drawn: list[Figure], norm: float, scale: str
+) -> None:
+    write_comparison(tmp_path / "figure.svg", {"a": log(10, 20, image_grad_norm=norm, hardest_gap=1.0)})
+    assert [axes.get_yscale() for axes in drawn[0].axes] == [scale, "linear", "linear", "linear"]
+
+
+def test_the_last_step_between_two_log_lines_is_left_out(tmp_path: Path, drawn: list[Figure]) -> None:
+    write_comparison(tmp_path / "figure.svg", {"a": log(10, 20, 30, 33, hardest_gap=1.0)})
+    assert drawn[0].axes[1].lines[0].get_xdata().tolist() == [10, 20, 30]
+
+
+def test_many_points_become_means_of_neighbours(tmp_path: Path, drawn: list[Figure]) -> None:
+    write_comparison(tmp_path / "figure.svg", {"a": log(*range(1, 121), hardest_gap=1.0)})
+    points = drawn[0].axes[1].lines[0].get_xydata().tolist()
+    assert points == [[step + 0.5, step + 0.5] for step in range(1, 121, 2)]
+    # Equally many of them up to the end, where points of single batches would scatter more than the others.
+    write_comparison(tmp_path / "figure.svg", {"a": log(*range(1, 105), hardest_gap=1.0)})
+    assert drawn[1].axes[1].lines[0].get_xdata().tolist() == [step + 0.5 for step in range(1, 105, 2)]
+
+
+@pytest.mark.parametrize(("length", "columns"), [(5, 4), (28, 3), (100, 1)])
+def test_the_legend_has_as_many_columns_as_fit(tmp_path: Path, drawn: list[Figure], length: int, columns: int) -> None:
+    runs = {letter * length: log(10, 20, hardest_gap=1.0) for letter in "abcde"}
+    write_comparison(tmp_path / "figure.svg", runs)
+    (legend,) = drawn[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == list(runs)
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 <= box.x1 <= drawn[0].bbox.width
+    assert len({round(text.get_window_extent().x0) for text in legend.get_texts()}) == columns
+
+
+def test_a_figure_repeats_byte_for_byte_and_leaves_the_settings_alone(tmp_path: Path) -> None:
+    before = dict(mpl.rcParams)
+    for name in ("a.svg", "b.svg"):
+        write_comparison(tmp_path / name, {"run": log(10, 20, hardest_gap=1.0)})
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert dict(mpl.rcParams) == before
+
+
+def test_the_command_draws_runs(
+    trained: Path, tmp_path: Path, drawn: list[Figure], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(trained, tmp_path / "other")
+    out = tmp_path / "figures" / "both.pdf"
+    assert cli.run(["curves", str(trained), str(other), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"figure: {out}\n"
+    assert out.read_bytes().startswith(b"%PDF")
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["run", "other"]
+    assert [len(axes.lines) for axes in drawn[0].axes] == [2, 2, 2, 2]
+    labels = ["--label", "hardest", "--label", "SelHN"]
+    assert cli.run(["curves", str(trained), str(trained), *labels, "--out", str(out)]) == 0
+    assert [text.get_text() for text in drawn[1].legends[0].get_texts()] == ["hardest", "SelHN"]
+
+
+def test_what_cannot_be_drawn_is_one_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "curves.svg"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    shutil.copytree(trained, tmp_path / "run")
+    for arguments, message in (
+        ([empty], f"{empty}: holds no metrics.jsonl; it is no training run"),
+        ([trained, tmp_path / "run"], "--label: expected a name of its own for each run, got 'run' twice"),
+        ([trained, "--label", "a", "--label", "b"], "--label: expected one for each of the 1 runs, got 2"),
+        ([trained, "--out", tmp_path / "curves.gif"],
+         f"{tmp_path / 'curves.gif'}: expected a name that ends in .svg, .png or .pdf"),
+    ):  # fmt: skip
+        more = [] if "--out" in arguments else ["--out", out]
+        assert error(capsys, "curves", *arguments, *more) == (1, message)
+    (empty / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.0}\n')
+    message = "empty: the log has none of the numbers that the figure shows"
+    assert error(capsys, "curves", empty, "--out", out) == (1, message)
+    assert not out.exists()
+    assert comparison.SUFFIXES == (".svg", ".png", ".pdf")

@@ -1,0 +1,79 @@
+"""What the kernels of cross_attention_scores have to give in the shim: the numbers of the reference.
+
+Each check raises AssertionError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from itm_fast import Fragments, reference
+from python_tests.helpers.fragments import random_fragments
+from python_tests.helpers.tolerance import assert_as_accurate, assert_close_to_exact
+from python_tests.shim.shim_attention import AttentionKernels
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    """The numbers, of 16-bit types the bits."""
+    tensor = tensor.detach().contiguous()
+    return tensor.numpy() if tensor.dtype == torch.float32 else tensor.view(torch.int16).numpy().view(np.uint16)
+
+
+def scores_of(
+    kernels: AttentionKernels, queries: Fragments, contexts: Fragments, kernel: str, **options: Any
+) -> Tensor:
+    """The kernels' scores of fragments that hold `kernel`'s dtype."""
+    operands = (array(queries.values), queries.offsets.numpy(), array(contexts.values), contexts.offsets.numpy())
+    return torch.from_numpy(kernels.scores(kernel, *operands, **options))
+
+
+def check_scores(
+    kernels: AttentionKernels, queries: Fragments, contexts: Fragments, kernel: str = "float32", *,
+    name: str = "scores", by_draws: bool = False, large: bool = False, shift: int = 0, wide_offsets: bool = True,
+    seed: int = 0,
+    **options: Any,
+) -> None:  # fmt: skip
+    """At most twice as far from float64 as plain PyTorch in float32, both on the rounded inputs.
+
+    `by_draws`: as the largest of many draws of its rounding. That is less sharp, and what random cases need, where one
+    draw may happen to be next to nothing.
+    """
+    queries, contexts = (part.to(DTYPES.get(kernel, torch.float32)) for part in (queries, contexts))
+    run = {"large": large, "shift": shift, "wide_offsets": wide_offsets, "seed": seed}
+    actual = scores_of(kernels, queries, contexts, kernel, **run, **options)
+    single = (queries.to(torch.float32), contexts.to(torch.float32))
+    exact = reference.cross_attention_scores(*(part.to(torch.float64) for part in single), **options)
+
+    def plain(moved: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        parts = (part.with_values(moved(part.values)) for part in single)
+        return [reference.cross_attention_scores(*parts, **options)]
+
+    if by_draws:
+        assert_as_accurate([actual], [plain], [exact], names=[name])
+    else:
+        assert_close_to_exact(actual, *plain(lambda values: values), exact, name=name)
+
+
+def check_random_scores(
+    kernels: AttentionKernels, query_lengths: Sequence[int], context_lengths: Sequence[int], dim: int,
+    kernel: str = "float32", *, values: int = 0, **options: Any,
+) -> None:  # fmt: skip
+    queries = random_fragments(query_lengths, dim, seed=2 * values)
+    contexts = random_fragments(context_lengths, dim, seed=2 * values + 1)
+    check_scores(kernels, queries, contexts, kernel, **options)
+
+
+def cancelling_contexts(remainder: float, dim: int = 24) -> Fragments:
+    """Sets whose uniform mean is about `remainder` long, or of the length 1 (the last)."""
+    row = random_fragments([1], dim, seed=1).values
+    rest = remainder * random_fragments([8], dim, seed=2).values
+    return Fragments(
+        torch.cat([row, rest[:1] - row, row, rest[1:2] - row, rest[2:], row]), torch.tensor([0, 2, 4, 10, 11])
+    )

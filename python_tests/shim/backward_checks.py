@@ -1,0 +1,160 @@
+"""What the kernels of the backward of cross_attention_scores have to give in the shim: the gradients of the reference.
+
+Each check raises AssertionError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from itm_fast import Fragments, reference
+from python_tests.helpers.fragments import random_fragments
+from python_tests.helpers.tolerance import Form, assert_as_accurate
+from python_tests.shim.shim_backward import ROOM, BackwardKernels, Gradients
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# How far an attention must be from the threshold of a focal mode, as a share, for rounding not to decide about it.
+CLEAR = 1e-4
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    """The numbers, of 16-bit types the bits."""
+    return (tensor if tensor.dtype == torch.float32 else tensor.view(torch.int16)).detach().numpy().copy()
+
+
+def run(
+    kernels: BackwardKernels, queries: Fragments, contexts: Fragments, gradients: Tensor, **options: Any
+) -> Gradients:
+    operands = (array(queries.values), queries.offsets.numpy(), array(contexts.values), contexts.offsets.numpy())
+    return kernels.backward(gradients.numpy(), *operands, dtype=DTYPES[queries.dtype], **options)
+
+
+def tensor(values: np.ndarray, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(values) if dtype == torch.float32 else torch.from_numpy(values).view(dtype)
+
+
+def reference_gradients(
+    queries: Fragments,
+    contexts: Fragments,
+    gradients: Tensor,
+    dtype: torch.dtype,
+    scores: Any = reference.cross_attention_scores,
+    **options: Any,
+) -> list[Tensor]:
+    """Of both sides, computed in `dtype`."""
+    leaves = [part.values.detach().to(dtype).requires_grad_() for part in (queries, contexts)]
+    result = scores(queries.with_values(leaves[0]), contexts.with_values(leaves[1]), **options)
+    if not result.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    # A pair without a gradient takes no part, whatever its values.
+    (result * torch.where(gradients != 0, gradients, 0.0).to(dtype)).sum().backward()
+    return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+
+
+def plain_gradients(queries: Fragments, contexts: Fragments, gradients: Tensor, **options: Any) -> list[list[Tensor]]:
+    """What plain PyTorch gives in float32: its two forms, each also with the rows of sets and the width turned round.
+
+    In small cases the error of one of them is a matter of luck: of how a few raw scores happen to be rounded.
+    """
+    orders = [_reversed_sets(part) for part in (queries, contexts)]
+    turned = [
+        part.with_values(part.values[order].flip(1)) for part, order in zip((queries, contexts), orders, strict=True)
+    ]
+    found = []
+    for scores in (reference.cross_attention_scores, reference.cross_attention_scores_packed):
+        found.append(reference_gradients(queries, contexts, gradients, torch.float32, scores, **options))
+        of_turned = reference_gradients(*turned, gradients, torch.float32, scores, **options)
+        found.append([part[order].flip(1) for part, order in zip(of_turned, orders, strict=True)])
+    return found
+
+
+def _reversed_sets(fragments: Fragments) -> Tensor:
+    """Row numbers, those of each set from the last to the first: applied twice it leaves all where they were."""
+    ends = fragments.offsets[1:] + fragments.offsets[:-1] - 1
+    return ends[fragments.set_index()] - torch.arange(len(fragments.values))
+
+
+def clear_of_thresholds(queries: Fragments, contexts: Fragments, focal: str | None, **options: Any) -> Tensor:
+    """Which pairs (bool) rounding decides nothing about: no attention stands on the threshold of the focal mode.
+
+    For "hard": no context but one has nearly the greatest attention.
+    """
+    clear = torch.ones(len(queries), len(contexts), dtype=torch.bool)
+    if focal is None:
+        return clear
+    names = ("temperature", "normalization", "negative_slope")
+    kept = {name: value for name, value in options.items() if name in names}
+    for i in range(len(queries)):
+        for j in range(len(contexts)):
+            query, context = queries[i].double(), contexts[j].double()
+            if not len(query) or not len(context):
+                continue
+            p = reference.cross_attention.cross_attention_weights(query[None], context[None], **kept)[0]
+            if focal == "hard":
+                first, second = torch.cat([p, torch.zeros_like(p[:, :1])], dim=1).topk(2, dim=1).values.unbind(1)
+                clear[i, j] = bool((first - second > CLEAR * first).all())
+                continue
+            root = torch.ones_like(p) if focal == "equal" else p.sqrt()
+            left, right = p * root.sum(1, keepdim=True), (p * root).sum(1, keepdim=True)
+            clear[i, j] = bool(((left - right).abs() > CLEAR * right).all())
+    return clear
+
+
+def check_gradients(
+    kernels: BackwardKernels,
+    queries: Fragments,
+    contexts: Fragments,
+    gradients: Tensor,  # (n_queries, n_contexts) float32
+    *,
+    room: int = ROOM,
+    seed: int = 0,
+    **options: Any,
+) -> Gradients:
+    """At most twice as wrong as plain PyTorch in float32, rounded to the dtype of the rows; and the count of pairs."""
+    found = run(kernels, queries, contexts, gradients, room=room, seed=seed, **options)
+    present = (queries.lengths > 0)[:, None] & (contexts.lengths > 0)
+    assert found.pairs == int((present & (gradients != 0)).sum()), f"backward: {found.pairs} pairs"
+    exact = reference_gradients(queries, contexts, gradients, torch.float64, **options)
+    sides = (("queries", queries, found.queries), ("contexts", contexts, found.contexts))
+    actual = [tensor(values, side.dtype) for _, side, values in sides]
+
+    def form(number: int) -> Form:
+        def results(moved: Callable[[Tensor], Tensor]) -> list[Tensor]:
+            # Rows of fewer bits are exact in float32, in which plain PyTorch works.
+            rows = [Fragments(moved(side.values.float()), side.offsets, check=False) for _, side, _ in sides]
+            parts = plain_gradients(*rows, gradients, **options)[number]
+            return [part.to(side.dtype) for part, (_, side, _) in zip(parts, sides, strict=True)]
+
+        return results
+
+    forms = [form(number) for number in range(len(plain_gradients(queries, contexts, gradients, **options)))]
+    assert_as_accurate(actual, forms, exact, names=[f"backward: gradient of the {name}" for name, _, _ in sides])
+    for number, (name, side, _) in enumerate(sides):
+        # Sets without a pair get exactly nothing.
+        with_pair = (present & (gradients != 0)).any(dim=1 if name == "queries" else 0)
+        assert not bool(actual[number][~with_pair[side.set_index()]].any()), f"backward: {name} without a pair"
+    return found
+
+
+def sparse_gradients(n_queries: int, n_contexts: int, share: float, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    gradients = torch.randn(n_queries, n_contexts, generator=generator)
+    return torch.where(torch.rand(n_queries, n_contexts, generator=generator) < share, gradients, 0.0)
+
+
+def check_all_gradients(kernels: BackwardKernels) -> None:
+    """A fixed set of cases, which planted faults have to fail: lists of several pairs, and pairs past the room."""
+    queries = random_fragments([3, 1, 0, 9, 5], 34, torch.float32, seed=1)
+    contexts = random_fragments([4, 1, 11, 6], 34, torch.float32, seed=2)
+    for seed, room in enumerate((ROOM, 200)):
+        gradients = sparse_gradients(5, 4, (1.0, 0.6)[seed], seed)
+        options = {"normalization": ("clipped_l2norm", "softmax")[seed], "temperature": 4.0}
+        found = check_gradients(kernels, queries, contexts, gradients, room=room, seed=seed, **options)
+        again = run(kernels, queries, contexts, gradients, room=room, seed=seed + 10, **options)
+        for one, other in ((found.queries, again.queries), (found.contexts, again.contexts)):
+            assert one.tobytes() == other.tobytes(), "backward: the order of the threads shows"

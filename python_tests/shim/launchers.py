@@ -1,0 +1,68 @@
+"""The launchers of csrc/cuda on the CPU: their kernels run on the shim, in memory that torch allocates.
+
+Inside: `compile_launchers`, `on_the_shim`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from native_build import find_torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from python_tests.helpers.shim import ROOT, SHIM, run_compiler
+
+KEY = torch._C.DispatchKey.PrivateUse1
+
+
+def compile_launchers(folder: Path) -> Path:
+    """Compiles all of csrc/cuda with the checks of csrc/ops; returns the library."""
+    found = find_torch()
+    assert found is not None
+    # As CMake compiles them, but for what only nvcc knows.
+    target = re.search(r"ITM_FAST_TORCH_TARGET (0x\w+)", (ROOT / "CMakeLists.txt").read_text())[1]
+    defined = ("__global__=", "__launch_bounds__(...)=", "__grid_constant__=", "ITM_FAST_WITHOUT_SCHEMAS")
+    flags = [*(f"-D{name}" for name in defined), f"-DTORCH_TARGET_VERSION={target}", "-O0", "-fvisibility=hidden"]
+    flags += [f"-I{ROOT / 'python_tests/native/shim/launchers'}", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/include'}"]
+    launchers = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+    checks = [source for source in (ROOT / "csrc/ops").glob("*.cpp") if source.stem != "build_info"]
+    objects = []
+    for source in [*launchers, *checks, *SHIM]:
+        objects.append(folder / f"{source.parent.name}_{source.stem}.o")
+        run_compiler("-c", *flags, "-isystem", f"{found[0]}/include", "-x", "c++", "-o", objects[-1], source)
+    library = folder / "launchers.so"
+    run_compiler("-shared", "-o", library, *objects, f"-L{found[0]}/lib", "-Wl,--no-as-needed", "-ltorch_cpu")
+    return library
+
+
+class _ToTheShim(TorchDispatchMode):
+    def __init__(self, names: set[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "itm_fast":
+            return func(*args, **(kwargs or {}))
+        self.names.add(func.__name__.split(".")[0])
+        return func._op_dk(KEY, *args, **(kwargs or {}))
+
+
+@contextmanager
+def on_the_shim() -> Iterator[set[str]]:
+    """Native operators are the launchers', and give the names of those that ran.
+
+    What torch allocates meanwhile holds NaN, or the largest integer.
+    """
+    names: set[str] = set()
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # And by that filled.
+    try:
+        with _ToTheShim(names):
+            yield names
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,0 +1,101 @@
+"""The kernels of the backward of cross_attention_scores in the shim, called with numpy arrays. Without torch."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from python_tests.helpers.shim import call
+from python_tests.shim.shim_attention import AGGREGATIONS, FOCAL_MODES, NORMALIZATIONS
+
+ROOM = 1 << 25  # for raw scores, as the launcher has it
+
+
+class _Settings(ctypes.Structure):
+    _fields_ = (
+        ("seed", ctypes.c_uint64),
+        ("query_sets", ctypes.c_int64),
+        ("query_rows", ctypes.c_int64),
+        ("context_sets", ctypes.c_int64),
+        ("context_rows", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+        ("for_queries", ctypes.c_int64),
+        ("for_contexts", ctypes.c_int64),
+        ("room", ctypes.c_int64),
+        ("temperature", ctypes.c_double),
+        ("negative_slope", ctypes.c_double),
+        ("logsumexp_temperature", ctypes.c_double),
+        ("normalization", ctypes.c_int64),
+        ("focal", ctypes.c_int64),
+        ("aggregation", ctypes.c_int64),
+    )
+
+
+@dataclass
+class Gradients:
+    queries: np.ndarray | None
+    contexts: np.ndarray | None
+    pairs: int  # that were differentiated
+    launches: int
+
+
+class BackwardKernels:
+    """Arrays of bfloat16 and float16 come and go as their bits, uint16; `dtype` says which they are."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+
+    def backward(
+        self,
+        gradients: np.ndarray,  # (query sets, context sets) float32
+        queries: np.ndarray,  # (N, d)
+        query_offsets: np.ndarray,
+        contexts: np.ndarray,  # (M, d)
+        context_offsets: np.ndarray,
+        *,
+        dtype: str = "float32",
+        for_queries: bool = True,
+        for_contexts: bool = True,
+        room: int = ROOM,
+        seed: int = 0,
+        **options: Any,
+    ) -> Gradients:
+        """The gradients of both sides; of one that is not asked for, None."""
+        shape = (len(query_offsets) - 1, len(queries), len(context_offsets) - 1, *contexts.shape)
+        settings = _settings(
+            *shape, for_queries=for_queries, for_contexts=for_contexts, room=room, seed=seed, **options
+        )
+        of_queries = np.full_like(queries, 777) if for_queries else None
+        of_contexts = np.full_like(contexts, 777) if for_contexts else None
+        count, launches = np.full(1, 777, np.int64), np.zeros(1, np.int64)
+        operands = (gradients, queries, query_offsets, contexts, context_offsets)
+        function = getattr(self.library, f"cross_attention_backward_{dtype}")
+        call(function, ctypes.byref(settings), *operands, of_queries, of_contexts, count, launches)
+        return Gradients(of_queries, of_contexts, int(count[0]), int(launches[0]))
+
+    def workspace_bytes(self, query_sets: int, query_rows: int, context_sets: int, context_rows: int, dim: int) -> int:
+        function = self.library.cross_attention_backward_bytes
+        function.restype = ctypes.c_int64
+        return int(function(ctypes.byref(_settings(query_sets, query_rows, context_sets, context_rows, dim))))
+
+
+def _settings(
+    *shape: int, for_queries: bool = True, for_contexts: bool = True, room: int = ROOM, seed: int = 0, **options: Any
+) -> _Settings:
+    return _Settings(
+        seed,
+        *shape,
+        for_queries,
+        for_contexts,
+        room,
+        options.get("temperature", 9.0),
+        options.get("negative_slope", 0.1),
+        options.get("logsumexp_temperature", 6.0),
+        NORMALIZATIONS.index(options.get("normalization", "clipped_l2norm")),
+        FOCAL_MODES.index(options.get("focal")),
+        AGGREGATIONS.index(options.get("aggregation", "mean")),
+    )

@@ -1,0 +1,150 @@
+"""The kernels of regulated_scores and cross_attention_alignments in the shim, with numpy arrays and without torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from python_tests.helpers.shim import call
+from python_tests.shim.shim_attention import FOCAL_MODES, NORMALIZATIONS
+
+_COUNTS = ("alignments", "correspondences", "aggregations", "scored", "learned_factors")
+_OPTIONS = (
+    *("tanh_activation", "normalize_mean", "interleaved", "sees_query"),
+    *("residual_correspondence", "residual_aggregation"),
+)
+
+
+class _Settings(ctypes.Structure):
+    _fields_ = (
+        ("seed", ctypes.c_uint64),
+        *((name, ctypes.c_int64) for name in ("large", "wide_offsets", "blocks", "aligns")),
+        *((name, ctypes.c_int64) for name in ("query_sets", "query_rows", "context_sets", "context_rows")),
+        *((name, ctypes.c_int64) for name in ("dim", "width", *_COUNTS, *_OPTIONS)),
+        *((name, ctypes.c_double) for name in ("temperature", "negative_slope")),
+        *((name, ctypes.c_int64) for name in ("normalization", "focal")),
+        ("dropout", ctypes.c_double),
+        ("dropout_seed", ctypes.c_int64),
+    )
+
+
+@dataclass
+class Weights:
+    """The tensors in the order of `RegulatorParameters.tensors()`, and how they act together: `_COUNTS`, `_OPTIONS`."""
+
+    tensors: Sequence[np.ndarray]  # float32
+    width: int
+    hidden: Sequence[int]  # outputs of w1 and w3 of each correspondence
+    setting: dict[str, int]
+
+
+class RegulatorKernels:
+    """The two launches of a call; `launches` and `slab_bytes` are those of the latest one."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+        self.launches = self.slab_bytes = 0
+
+    def run(
+        self,
+        kernel: str,
+        queries: np.ndarray,
+        query_offsets: np.ndarray,
+        contexts: np.ndarray,
+        context_offsets: np.ndarray,
+        weights: Weights,
+        *,
+        aligns: bool = False,
+        large: bool = False,
+        wide_offsets: bool = True,
+        blocks: int = 3,
+        seed: int = 0,
+        **options: Any,
+    ) -> np.ndarray:
+        """Scores (query sets, context sets), or with `aligns` the alignments (context sets, query rows, width).
+
+        Args:
+            kernel: "float32", "bf16x3" or "bf16"; rows are float32 for all.
+            blocks: of the second launch, at most.
+        """
+        n_queries, n_contexts = len(query_offsets) - 1, len(context_offsets) - 1
+        setting = {"residual_correspondence": 1} | weights.setting
+        settings = _Settings(
+            seed,
+            large,
+            wide_offsets,
+            blocks,
+            aligns,
+            n_queries,
+            len(queries),
+            n_contexts,
+            *contexts.shape,
+            weights.width,
+            *(int(setting.get(name, 0)) for name in (*_COUNTS, *_OPTIONS)),
+            options.get("temperature", 10.0),
+            options.get("negative_slope", 0.1),
+            NORMALIZATIONS.index(options.get("normalization", "clipped_l2norm")),
+            FOCAL_MODES.index(options.get("focal")),
+            options.get("dropout", 0.0),
+            options.get("dropout_seed", 0),
+        )
+        # Alignments of rows that belong to no set stay as the launcher fills them.
+        shape, fill = ((n_contexts, len(queries), weights.width), 0) if aligns else ((n_queries, n_contexts), 777)
+        result, counts = np.full(shape, fill, np.float32), np.zeros(2, np.int64)
+        flat = np.concatenate([np.zeros(0, np.float32), *(tensor.reshape(-1) for tensor in weights.tensors)])
+        operands = (queries, query_offsets, contexts, context_offsets, flat, np.array([*weights.hidden, 0]))
+        call(getattr(self.library, f"regulated_{kernel}"), ctypes.byref(settings), *operands, result, counts)
+        self.launches, self.slab_bytes = map(int, counts)
+        return result
+
+    def limits(self) -> list[int]:
+        """The most query rows, contexts and steps that the launchers' kernel takes."""
+        found = np.zeros(3, np.int64)
+        call(self.library.limits, found)
+        return found.tolist()
+
+
+def random_weights(random: np.random.Generator, dim: int, width: int, *counts: int, **options: int) -> Weights:
+    """Weights of a setting without learned factors: `counts` are alignments, correspondences and aggregations."""
+    aligned, corresponded, aggregated = counts
+    seen = dim if options.get("sees_query") else width
+    shapes: list[tuple[int, ...]] = [(width, dim), (width,)] * aligned
+    shapes += [
+        *((2 * width, seen), (2 * width,), (dim, 2 * width), (dim,)),
+        *((width // 2, seen), (width // 2,), (1, width // 2), (1,)),
+    ] * corresponded
+    shapes += [(width, width), (width,), (width, width), (width,), (1, width), (1,)] * aggregated
+    shapes += [(1, width), (1,)] * options.get("scored", 0)
+    tensors = [0.5 * random.standard_normal(shape).astype(np.float32) for shape in shapes]
+    setting = {"alignments": aligned, "correspondences": corresponded, "aggregations": aggregated} | options
+    return Weights(tensors, width, [2 * width, width // 2] * corresponded, setting)
+
+
+def outcomes(library: Path) -> dict[str, np.ndarray]:
+    """Results of a fixed set of cases, for runs that must agree bit for bit."""
+    kernels = RegulatorKernels(library)
+    random = np.random.default_rng(0)
+    found: dict[str, np.ndarray] = {}
+    rcar = {"scored": 1, "interleaved": 1}
+    # Short sets; long ones on both sides; offsets that the contract forbids; no contexts at all.
+    cases: tuple[tuple[list[int], list[int], int, dict[str, int], tuple[int, int, int]], ...] = (
+        ([0, 3, 3, 9, 34], [0, 4, 9], 66, rcar, (2, 1, 2)),
+        ([0, 40, 45], [0, 3, 40], 9, {}, (1, 1, 0)),
+        ([0, 90, 2, 10], [0, -5, 2**40, 10], 8, rcar, (2, 1, 2)),
+        ([0, 5, 11], [0, 0, 0], 13, {"aligns": 1}, (2, 1, 0)),
+    )
+    for number, (query_offsets, context_offsets, dim, setting, counts) in enumerate(cases):
+        aligns = bool(setting.get("aligns", 0))
+        weights = random_weights(random, dim, 10, *counts, **{k: v for k, v in setting.items() if k != "aligns"})
+        operands: list[np.ndarray] = []
+        for offsets in (query_offsets, context_offsets):
+            rows = random.standard_normal((10 if number == 2 else offsets[-1], dim)).astype(np.float32)
+            operands += [rows, np.array(offsets)]
+        options = {"focal": FOCAL_MODES[number % 3], "dropout": 0.4 if counts[2] else 0.0, "dropout_seed": 2**40}
+        found[str(number)] = kernels.run("float32", *operands, weights, aligns=aligns, seed=number, **options)
+    return found

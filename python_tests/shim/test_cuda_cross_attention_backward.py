@@ -1,0 +1,373 @@
+"""The bodies of the CUDA kernels of the backward of cross_attention_scores, run by the CPU shim, against the reference.
+
+They are compiled and simulated here; no GPU is involved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from itm_fast import Fragments, reference
+from python_tests.helpers.fragments import random_fragments, tied_fragments
+from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
+from python_tests.shim.backward_checks import (
+    DTYPES,
+    check_all_gradients,
+    check_gradients,
+    clear_of_thresholds,
+    reference_gradients,
+    run,
+    sparse_gradients,
+)
+from python_tests.shim.faults import planted, run_sanitized
+from python_tests.shim.shim_attention import AGGREGATIONS, FOCAL_MODES, NORMALIZATIONS
+from python_tests.shim.shim_backward import ROOM, BackwardKernels
+from python_tests.shim.shim_cases import outcomes
+
+pytestmark = pytest.mark.shim
+
+DRIVER = "cross_attention_backward"
+lengths = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 13])
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> BackwardKernels:
+    return BackwardKernels(compile_driver(DRIVER, tmp_path_factory.mktemp("backward")))
+
+
+def sets(query_lengths: list[int], context_lengths: list[int], dim: int = 12, seed: int = 0, **options: Any):
+    """Queries and contexts."""
+    options = {"dtype": torch.float32, **options}
+    return (
+        random_fragments(query_lengths, dim, seed=2 * seed, **options),
+        random_fragments(context_lengths, dim, seed=2 * seed + 1, **options),
+    )
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_gradients_of_ragged_sets(kernels: BackwardKernels, data: st.DataObject) -> None:
+    """Every option, type of rows, share of pairs with a gradient; with room for all pairs, and for few."""
+    seed = data.draw(st.integers(0, 2**31))
+    queries, contexts = sets(
+        data.draw(st.lists(lengths, min_size=1, max_size=5)),
+        data.draw(st.lists(lengths, min_size=1, max_size=4)),
+        data.draw(st.sampled_from([3, 8, 31, 33, 40])),
+        seed,
+        dtype=data.draw(st.sampled_from(list(DTYPES))),
+        normalized=(has_length_one := data.draw(st.booleans())),
+    )
+    normalization = data.draw(st.sampled_from(NORMALIZATIONS))
+    # Logits of a hundred have few digits left behind the point, and which of two programs is luckier says nothing.
+    bounded = has_length_one or normalization not in ("clipped", "no_norm")
+    options: dict[str, Any] = {
+        "normalization": normalization,
+        "focal": data.draw(st.sampled_from(FOCAL_MODES)),
+        "aggregation": data.draw(st.sampled_from(AGGREGATIONS)),
+        "temperature": data.draw(st.sampled_from([9.0, 1.0, 20.0, -3.0, 0.0] if bounded else [1.0, -0.5, 0.0])),
+        "negative_slope": data.draw(st.sampled_from([0.1, 0.0, 0.5])),
+        "logsumexp_temperature": data.draw(st.sampled_from([6.0, -2.0])),
+    }
+    share = data.draw(st.sampled_from([0.0, 0.2, 0.6, 1.0]))
+    gradients = sparse_gradients(len(queries), len(contexts), share, seed)
+    gradients *= clear_of_thresholds(queries, contexts, **options)
+    room = data.draw(st.sampled_from([ROOM, ROOM, 170, 400]))  # A pair has up to 169 raw scores.
+    check_gradients(kernels, queries, contexts, gradients, room=room, seed=seed, **options)
+
+
+@pytest.mark.parametrize(("normalization", "focal"), list(itertools.product(NORMALIZATIONS, FOCAL_MODES)))
+def test_every_normalization_and_focal_mode(kernels: BackwardKernels, normalization: str, focal: str | None) -> None:
+    number = NORMALIZATIONS.index(normalization) + FOCAL_MODES.index(focal)
+    queries, contexts = sets([3, 0, 5, 1], [4, 7, 2], seed=number)
+    options = {"normalization": normalization, "focal": focal, "aggregation": AGGREGATIONS[number % 4]}
+    gradients = sparse_gradients(4, 3, 1.0, number) * clear_of_thresholds(queries, contexts, **options)
+    assert int((gradients != 0).sum()) >= 6  # Of the nine pairs, that not all stand on a threshold.
+    check_gradients(kernels, queries, contexts, gradients, **options)
+
+
+def test_sets_longer_than_a_tile(kernels: BackwardKernels) -> None:
+    """More rows than a block adds up at a time, more queries than attended vectors, and more sets than lanes."""
+    queries, contexts = sets([66, 3], [5, 70], 9)
+    check_gradients(kernels, queries, contexts, sparse_gradients(2, 2, 1.0, 0))
+    queries, contexts = sets([1, 2, 1] * 4, [2, 0, 1] * 12, 5)
+    gradients = sparse_gradients(12, 36, 0.02, 1)
+    gradients[:, 33] = 0.5  # A context set that is in every list.
+    found = check_gradients(kernels, queries, contexts, gradients)
+    assert found.pairs > 12
+
+
+def test_hardest_negatives_differentiate_at_most_three_pairs_an_image(kernels: BackwardKernels) -> None:
+    """Also where one caption is the hardest negative of all images, which makes one list long."""
+    size = 10
+    queries, contexts = sets([3, 2, 4, 1, 5] * 2, [4] * size, seed=3)
+    for attractive in (False, True):
+        scores = reference.cross_attention_scores(queries, contexts)
+        if attractive:
+            scores[0] += 2.0
+        scores.requires_grad_()
+        reference.triplet_loss(scores, mining="hardest").backward()
+        found = check_gradients(kernels, queries, contexts, scores.grad)
+        assert size <= found.pairs <= 3 * size
+        assert int((scores.grad[0] != 0).sum()) == size if attractive else True
+
+
+def test_the_launches(kernels: BackwardKernels) -> None:
+    queries, contexts = sets([2, 3], [4, 1])
+    gradients = torch.ones(2, 2)
+    assert run(kernels, queries, contexts, gradients).launches == 3
+    assert run(kernels, queries, contexts, gradients, room=24).launches == 4
+    assert run(kernels, queries, contexts, gradients, room=25).launches == 3
+    # Where nobody asks for a gradient the pairs are counted.
+    found = run(kernels, queries, contexts, gradients, for_queries=False, for_contexts=False)
+    assert (found.launches, found.pairs, found.queries, found.contexts) == (1, 4, None, None)
+
+
+@pytest.mark.parametrize("room", [ROOM, 60])
+def test_a_frozen_side_leaves_the_other_as_it_is(kernels: BackwardKernels, room: int) -> None:
+    queries, contexts = sets([3, 1, 5], [4, 0, 7, 2])
+    gradients = sparse_gradients(3, 4, 0.8, 0)
+    both = run(kernels, queries, contexts, gradients, room=room)
+    of_queries = run(kernels, queries, contexts, gradients, room=room, for_contexts=False)
+    of_contexts = run(kernels, queries, contexts, gradients, room=room, for_queries=False)
+    assert of_queries.contexts is None
+    assert of_contexts.queries is None
+    assert both.pairs == of_queries.pairs == of_contexts.pairs
+    assert np.array_equal(both.queries, of_queries.queries)
+    assert np.array_equal(both.contexts, of_contexts.contexts)
+
+
+def test_nothing_to_do(kernels: BackwardKernels) -> None:
+    for query_lengths, context_lengths in (([3, 1], [2, 5]), ([0, 0], [2]), ([2], [0]), ([], [3]), ([3], []), ([], [])):
+        queries, contexts = sets(query_lengths, context_lengths)
+        shape = (len(query_lengths), len(context_lengths))
+        gradients = torch.zeros(shape) if all(query_lengths) and all(context_lengths) else torch.ones(shape)
+        found = run(kernels, queries, contexts, gradients)
+        assert found.pairs == 0
+        assert found.queries.tolist() == torch.zeros_like(queries.values).tolist()
+        assert found.contexts.tolist() == torch.zeros_like(contexts.values).tolist()
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+def test_zero_vectors(kernels: BackwardKernels, normalization: str) -> None:
+    """The derivative of a norm at zero is zero: of a query, of an attended vector and of a row of scores."""
+    queries, contexts = sets([3, 2, 1], [4, 2, 1])
+    queries.values[[1, 5]] = 0.0  # one row, and all of the last set
+    contexts.values[[2, 4, 5]] = 0.0  # one row, and all of the second set
+    check_gradients(kernels, queries, contexts, sparse_gradients(3, 3, 1.0, 0), normalization=normalization)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_vectors_that_cancel(kernels: BackwardKernels, aggregation: str) -> None:
+    """The attended vector is short beside the vectors it is made of, so that a Gram matrix would lose its digits."""
+    queries, contexts = sets([8] * 6, [2] * 6, 16, seed=5)
+    contexts.values[1::2] = -contexts.values[::2] + 1e-3 * contexts.values[1::2]
+    options = {"temperature": 0.01, "aggregation": aggregation}
+    check_gradients(kernels, queries, contexts, sparse_gradients(6, 6, 1.0, 0), **options)
+
+
+def test_equal_cosines_send_the_gradient_of_the_maximum_to_the_first(kernels: BackwardKernels) -> None:
+    queries, contexts = sets([3], [2])
+    queries.values[1] = queries.values[0]
+    queries.values[2] = -queries.values[0]
+    found = run(kernels, queries, contexts, torch.ones(1, 1), aggregation="max", normalization="no_norm")
+    assert np.abs(found.queries[0]).max() > 0.01
+    assert not found.queries[1:].any()
+
+
+@pytest.mark.parametrize("room", [ROOM, 80])
+def test_hard_attention_gives_the_gradient_to_the_first_of_equal_contexts(kernels: BackwardKernels, room: int) -> None:
+    queries, contexts = tied_fragments([3, 0, 9, 1], 6, torch.float32), tied_fragments([8, 1, 5], 6, torch.float32, 1)
+    gradients = sparse_gradients(4, 3, 0.8, 0)
+    for normalization, aggregation in (("no_norm", "logsumexp"), ("clipped", "mean")):
+        options = {"focal": "hard", "normalization": normalization, "aggregation": aggregation}
+        options |= {"temperature": 2.0, "negative_slope": 0.5}
+        found = run(kernels, queries, contexts, gradients, room=room, **options)
+        exact = reference_gradients(queries, contexts, gradients, torch.float64, **options)
+        for actual, expected in zip((found.queries, found.contexts), exact, strict=True):
+            np.testing.assert_allclose(actual, expected.numpy(), rtol=0, atol=1e-5)
+
+
+def test_hard_attention_keeps_what_is_no_number_as_plain_pytorch_does(kernels: BackwardKernels) -> None:
+    """No gradient flows through the choice: one of another word stays a number where its context's product is none."""
+    for place in ("word", "region"):
+        queries, contexts = sets([3, 1, 2], [4, 2, 3])
+        (queries if place == "word" else contexts).values[1, 2] = math.nan
+        found = run(kernels, queries, contexts, torch.ones(3, 3), focal="hard")
+        exact = reference_gradients(queries, contexts, torch.ones(3, 3), torch.float64, focal="hard")
+        for actual, expected in zip((found.queries, found.contexts), exact, strict=True):
+            np.testing.assert_allclose(actual, expected.numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_an_incoming_gradient_that_is_not_finite_stays_with_its_pair(kernels: BackwardKernels, value: float) -> None:
+    queries, contexts = sets([3, 1, 2], [4, 2, 3])
+    gradients = torch.eye(3)
+    right = run(kernels, queries, contexts, gradients)
+    gradients[1, 1] = value
+    found = run(kernels, queries, contexts, gradients)
+    assert found.pairs == 3
+    for actual, expected, side in ((found.queries, right.queries, queries), (found.contexts, right.contexts, contexts)):
+        rows = (side.set_index() == 1).numpy()
+        assert not np.isfinite(actual[rows]).any()
+        assert np.array_equal(actual[~rows], expected[~rows])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_rows_that_are_not_finite_reach_their_pairs_alone(kernels: BackwardKernels, value: float) -> None:
+    queries, contexts = sets([3, 1, 2], [4, 2, 3])
+    gradients = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    right = run(kernels, queries, contexts, gradients)
+    contexts.values[7] = value  # of a set without a pair
+    contexts.values[4] = value  # of the pair of query set 2 and context set 1
+    found = run(kernels, queries, contexts, gradients)
+    assert np.array_equal(found.queries[:4], right.queries[:4])
+    assert np.isnan(found.queries[4:]).all()
+    assert np.array_equal(found.contexts[:4], right.contexts[:4])
+    assert np.isnan(found.contexts[4:6]).all()
+    assert not found.contexts[6:].any()
+
+
+@pytest.mark.parametrize("room", [ROOM, 120])
+def test_results_do_not_depend_on_the_order_of_blocks_and_threads(kernels: BackwardKernels, room: int) -> None:
+    queries, contexts = sets([9, 1, 5, 17, 2], [11, 4, 7], 40)
+    gradients = sparse_gradients(5, 3, 0.9, 0)
+    found = [run(kernels, queries, contexts, gradients, room=room, seed=seed) for seed in range(4)]
+    assert len({(part.queries.tobytes(), part.contexts.tobytes(), part.pairs) for part in found}) == 1
+
+
+def test_a_pair_that_no_room_holds_is_not_a_number(kernels: BackwardKernels) -> None:
+    """The only one of 40 raw scores where there is room for 30: its own sets, and nothing else."""
+    queries, contexts = sets([3, 5, 2], [4, 8, 1])
+    gradients = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
+    right = run(kernels, queries, contexts, gradients)
+    found = run(kernels, queries, contexts, gradients, room=30)
+    for actual, expected, side in ((found.queries, right.queries, queries), (found.contexts, right.contexts, contexts)):
+        rows = (side.set_index() == 1).numpy()
+        assert np.isnan(actual[rows]).all()
+        np.testing.assert_allclose(actual[~rows], expected[~rows], rtol=1e-5, atol=1e-7)
+
+
+def test_the_workspace_is_bounded(kernels: BackwardKernels) -> None:
+    """12 bytes a raw score and 16 a query row and context set, 16 a pair, and the vectors of the blocks."""
+
+    def rounded(size: int) -> int:
+        return (size + 15) // 16 * 16
+
+    sizes = {"query_sets": 128, "query_rows": 128 * 24, "context_sets": 128, "context_rows": 128 * 36, "dim": 1024}
+    numbers = 3 * 4 * 3072 * 4608 + 4 * 4 * 3072 * 128
+    lists = (4 + 8 + 4) * 128 * 128 + 2 * rounded(4 * 128) + 4 * 8 * 128 + 3 * 16
+    assert kernels.workspace_bytes(**sizes) == numbers + lists + 512 * 8 * 1024 * 4
+    assert kernels.workspace_bytes(**sizes) < 220e6
+    # Eight times the batch: a gradient without zeros would need 10 GB; the sums of both sides are in float32.
+    larger = {name: value if name == "dim" else 8 * value for name, value in sizes.items()}
+    room = (3 + 4) * 4 * ROOM
+    sums = 4 * 1024 * 8 * (3072 + 4608)
+    assert kernels.workspace_bytes(**larger) < room + sums + 16 * 1024 * 1024 + 17 * 2**20
+
+
+def test_offsets_that_the_contract_forbids_lead_nowhere(kernels: BackwardKernels) -> None:
+    """The arrays are of exactly their size, so that a sanitizer sees a step outside; here the numbers stay finite."""
+    queries, contexts = sets([3, 5, 2], [4, 8, 1])
+    for offsets in ([0, 50, 2, 10], [-7, 3, 9, 10], [0, 9, 4, -1]):
+        bad = Fragments(queries.values, torch.tensor(offsets), check=False)
+        found = run(kernels, bad, contexts, torch.ones(3, 3))
+        assert np.isfinite(found.contexts).all()
+        assert 0 <= found.pairs <= 9
+
+
+def test_offsets_that_make_more_rows_than_32_bits_count_lead_nowhere(kernels: BackwardKernels) -> None:
+    """Every second set is all of the rows. No pair has room, which only a number of its rows that is right tells."""
+    n_rows, n_sets = 1 << 23, 8224  # A warp's run of sets has 2^31 rows and more, and each set is past the room.
+    offsets = torch.arange(n_sets + 1) % 2 * n_rows
+    queries = Fragments(torch.ones(n_rows, 1), offsets, check=False, max_length=n_rows)
+    contexts = Fragments(torch.ones(1, 1), torch.tensor([0, 1]))
+    found = run(kernels, queries, contexts, torch.ones(n_sets, 1), room=170, for_queries=False)
+    assert (found.pairs, found.launches) == (n_sets // 2, 4)
+    assert np.isnan(found.contexts).all()
+
+
+# Faults
+
+KERNELS = "csrc/include/itm_fast/cuda/"
+LISTS, PAIR, BACKWARD = (KERNELS + name for name in ("pair_lists.h", "pair_gradient.h", "cross_attention_backward.h"))
+WALK = """for (int32_t entry = 0; entry < to.n_pairs; ++entry) {
+      const ListedPair pair = pair_of(p, to, entry);"""
+FAULTS = {
+    "missing barrier between the runs of a list": (
+        (LISTS, "  barrier();\n  int32_t at = 0;", "  int32_t at = 0;"),
+        r"shared array '(counts|rows)_of_warps': (race at|read of) index \d+",
+    ),
+    "missing barrier before vectors that the block has formed are used": (
+        (BACKWARD, "    barrier();\n    for (int b = 0; b < count", "    for (int b = 0; b < count"),
+        r"shared array 'vectors': (race at|read of) index \d+",
+    ),
+    "missing barrier between raw scores and attention": (
+        (PAIR, "rows.dim, numbers.scores);\n  barrier();\n", "rows.dim, numbers.scores);\n"),
+        r"^backward: ",
+    ),
+    "the lists are added up before all are written": (
+        (LISTS, "== blocks - 1;", "== 0;"),
+        r"^backward: ",
+    ),
+    "the last pair of a list is dropped": (
+        (BACKWARD, WALK, WALK.replace("entry < to.n_pairs", "entry + 1 < to.n_pairs")),
+        r"^backward: gradient of the (queries|contexts): error",
+    ),
+    "pairs are added in the order in which threads come": (
+        (BACKWARD, WALK, "const int32_t come = atomic_add(p.lists.finished, 1);\n"
+         + WALK.replace("to, entry)", "to, to.is_context ? entry : (entry + come % to.n_pairs) % to.n_pairs)")),
+        r"^backward: the order of the threads shows",
+    ),
+    "the pair at the end of the room is taken for one past it": (
+        (BACKWARD, "pair.row + pair.n_queries <= room_for_rows", "pair.row + pair.n_queries < room_for_rows"),
+        r"^backward: gradient of the queries: error",
+    ),
+    "the runs of a list lie over each other": (
+        (LISTS, "at += counts_of_warps[w * 32 + lane()];", "at += 0 * counts_of_warps[w * 32 + lane()];"),
+        r"^backward: \d+ pairs",
+    ),
+    "an incoming gradient of zero counts": (
+        (LISTS, "+ context] != 0.0f;", "+ context] == 0.0f || true;"),
+        r"^backward: \d+ pairs",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return compile_shim(tmp_path_factory.mktemp("shim"))
+
+
+def test_the_kernels_as_they_are_pass(kernels: BackwardKernels) -> None:
+    check_all_gradients(kernels)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path: Path) -> None:
+    fault, message = FAULTS[name]
+    root = planted(tmp_path / "faulty", *fault)
+    library = compile_driver(DRIVER, tmp_path, "-O0", "-DITM_FAST_FLOAT32_ALONE", root=root, shim=shim)
+    with pytest.raises((AssertionError, KernelError)) as caught:
+        check_all_gradients(BackwardKernels(library))
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_the_kernels_pass_the_sanitizers_with_the_same_results(shim: list[Path], tmp_path: Path) -> None:
+    expected = outcomes({DRIVER: compile_driver(DRIVER, tmp_path, "-O0", shim=shim)})
+    compile_driver(DRIVER, tmp_path, "-O0", *SANITIZERS)
+    result = run_sanitized(tmp_path, DRIVER)
+    assert result.returncode == 0, result.stderr[-3000:]
+    with np.load(tmp_path / "outcomes.npz") as actual:
+        assert set(actual) == set(expected)
+        for name, right in expected.items():
+            assert actual[name].tobytes() == right.tobytes(), name

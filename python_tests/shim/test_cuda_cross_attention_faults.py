@@ -1,0 +1,150 @@
+"""Faults planted into the CUDA forward of `cross_attention_scores`: each must fail the checks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from python_tests.helpers.fragments import random_fragments
+from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
+from python_tests.shim.attention_checks import cancelling_contexts, check_random_scores, check_scores
+from python_tests.shim.faults import planted, run_sanitized
+from python_tests.shim.shim_attention import AttentionKernels
+from python_tests.shim.shim_cases import outcomes
+
+pytestmark = pytest.mark.shim
+
+KERNELS = "csrc/include/itm_fast/cuda/"
+PRODUCT, SCORES, PAIR, LONG, TILES = (
+    KERNELS + name
+    for name in ("tile_product.h", "cross_attention.h", "attention_pair.h", "long_pairs.h", "set_tiles.h")
+)
+
+
+def check(library: Path) -> None:
+    """Short sets in several tiles, contexts that cancel, and a long pair."""
+    kernels = AttentionKernels(library)
+    check_random_scores(kernels, [3, 30, 40], [6, 17, 40], 68, name="short sets")
+    queries = random_fragments([3, 9], 24, seed=3)
+    check_scores(kernels, queries, cancelling_contexts(1e-4), name="contexts that cancel", temperature=0.0)
+    check_random_scores(kernels, [20], [60], 40, name="long sets", aggregation="sum")
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return compile_shim(tmp_path_factory.mktemp("shim"), "-O0")
+
+
+def test_the_kernels_as_they_are_pass(shim: list[Path], tmp_path: Path) -> None:
+    check(compile_driver("cross_attention", tmp_path, "-O0", "-DITM_FAST_FLOAT32_ALONE", shim=shim))
+
+
+FAULTS = {
+    "missing wait for a copy": (
+        (PRODUCT, "    wait_copies<Tile::kStages - 2>();\n", ""),
+        r"shared array 'stages': (read|write) of index \d+ while an asynchronous copy to it is under way",
+    ),
+    "waiting for one copy too few": (
+        (PRODUCT, "wait_copies<Tile::kStages - 2>();", "wait_copies<Tile::kStages - 1>();"),
+        r"shared array 'stages': (read|write) of index \d+ while an asynchronous copy to it is under way",
+    ),
+    "missing barrier after the copies": (
+        (PRODUCT, "barrier();  // The copies of all threads have landed, and", "// The copies of all threads"),
+        r"shared array 'stages': (race at|read of|write of) index \d+",
+    ),
+    "missing barrier between pipeline and epilogue": (
+        (PRODUCT, "barrier();  // The scores lie where the stages were.", ""),
+        r"shared array '(scores|stages)': (race at|read of|write of) index \d+",
+    ),
+    "swapped lanes where scores are stored": (
+        (PRODUCT, "mma_sum_place(lane(), i);", "mma_sum_place(lane() % 4 * 8 + lane() / 4, i);"),
+        r"^short sets: error",
+    ),
+    "swapped parts where rows are read": (
+        (
+            PRODUCT,
+            "part_place<Tile>(first + lane() % 8, lane() / 8)",
+            "part_place<Tile>(first + lane() / 4, lane() % 4)",
+        ),
+        r"^short sets: error",
+    ),
+    "dropped tail of the depth": (
+        (PRODUCT, "sizeof(S)) + 63) / 64);", "sizeof(S))) / 64);"),
+        r"^short sets: error",
+    ),
+    "dropped tail tile of the rows": (
+        (PRODUCT, "(kRows / 16 + kWarpRows - 1) / kWarpRows;", "kRows / 16 / kWarpRows;"),
+        r"^short sets: error|shared array 'scores': read of index \d+ before anything was written to it",
+    ),
+    "a product of parts left out": (
+        (
+            PRODUCT,
+            "{{0, 2}, {2, 0}, {1, 1}, {0, 1}, {1, 0}, {0, 0}}",
+            "{{0, 2}, {0, 2}, {1, 1}, {0, 1}, {1, 0}, {0, 0}}",
+        ),
+        r"^short sets: error",
+    ),
+    "missing barrier before the attention": (
+        (
+            SCORES,
+            "  barrier();\n\n  // A thread per context set and query:",
+            "\n  // A thread per context set and query:",
+        ),
+        r"shared array '(factors|column_sets)': (race at|read of) index \d+",
+    ),
+    "missing warp sync before attention is read by the warp": (
+        (SCORES, "if (lost != 0) warp_sync();  // All", "// All"),
+        r"shared array 'scores': (race at|read of) index \d+",
+    ),
+    "no contexts cancel": (
+        (PAIR, "square < scale * scale * kCancellation", "square < 0.0f * scale"),
+        r"^contexts that cancel: error",
+    ),
+    "a tile of one set too many": (
+        (TILES, "window[set] <= max_rows", "window[set] <= max_rows + 16"),
+        r"^short sets: error|shared array '\w+': ",
+    ),
+    "missing barrier before a long pair's next products": (
+        (LONG, "barrier();  // Whatever was there has been read.", ""),
+        r"shared array 'long_\w+': (race at|read of) index \d+",
+    ),
+    "a long pair's queries of the first run alone": (
+        (LONG, "for (int run = 0; run < runs_; ++run) {", "for (int run = 0; run < 1; ++run) {"),
+        r"^long sets: error",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path: Path) -> None:
+    (file, place, change), message = FAULTS[name]
+    root = planted(tmp_path / "faulty", file, place, change)
+    library = compile_driver("cross_attention", tmp_path, "-O0", "-DITM_FAST_FLOAT32_ALONE", root=root, shim=shim)
+    with pytest.raises((AssertionError, KernelError)) as caught:
+        check(library)
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_the_kernels_pass_the_sanitizers_with_the_same_results(shim: list[Path], tmp_path: Path) -> None:
+    expected = outcomes({"cross_attention": compile_driver("cross_attention", tmp_path, "-O0", shim=shim)})
+    folder = tmp_path / "sanitized"
+    folder.mkdir()
+    compile_driver("cross_attention", folder, "-O0", *SANITIZERS)
+    result = run_sanitized(folder, "cross_attention")
+    assert result.returncode == 0, result.stderr[-3000:]
+    with np.load(folder / "outcomes.npz") as actual:
+        assert set(actual) == set(expected)
+        for name, right in expected.items():
+            assert actual[name].tobytes() == right.tobytes(), name
+
+
+def test_the_sanitizers_see_what_lies_outside(tmp_path: Path) -> None:
+    """A row too many of the rows that are copied one by one."""
+    root = planted(tmp_path / "faulty", PRODUCT, "left = of_run < run.count ?", "left = of_run <= run.count ?")
+    compile_driver("cross_attention", tmp_path, "-O0", *SANITIZERS, root=root)
+    result = run_sanitized(tmp_path, "cross_attention")
+    assert result.returncode != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in result.stderr

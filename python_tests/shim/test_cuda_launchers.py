@@ -1,0 +1,110 @@
+"""The launchers of csrc/cuda on the CPU: checks, results, workspaces and grids are theirs, kernels run on the shim.
+
+Python takes the same path as on a GPU (`helpers/stand_in.py`). Only streams and CUDA's own calls are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import check_cuda_library
+import pytest
+import torch
+
+import itm_fast.functional as F_itm
+from python_tests.helpers.devices import CASES, Case, inputs_of, run_case
+from python_tests.helpers.fragments import random_fragments
+from python_tests.helpers.processes import ROOT
+from python_tests.helpers.stand_in import stand_in
+from python_tests.helpers.triplet_cases import random_scores
+from python_tests.operators.test_devices import check_numbers
+from python_tests.shim.launchers import compile_launchers, on_the_shim
+
+pytestmark = pytest.mark.shim
+# Many slices, long sets, wide layers and one more step, which take the shim seconds and the launchers nothing else.
+TOO_SLOW = (
+    "cross_attention_scores wide",
+    "cross_attention_scores long sets",
+    "regulated_scores of RAR alone, wide",
+    "regulated_scores of RCR alone",
+)
+DRIVEN = [case for case in CASES if case.name not in TOO_SLOW]
+# What a launcher does for a dtype does not depend on the options: the first case of an operator has all of its dtypes.
+IN_ALL_DTYPES = {case.operators[0]: case.name for case in reversed(DRIVEN)}.values()
+OPERATORS = torch.ops.itm_fast
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _launchers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    torch.ops.load_library(compile_launchers(tmp_path_factory.mktemp("launchers")))
+
+
+@pytest.mark.parametrize("case", DRIVEN, ids=lambda case: case.name)
+def test_numbers_and_gradients(case: Case) -> None:
+    for number, dtype in enumerate(case.dtypes if case.name in IN_ALL_DTYPES else case.dtypes[:1]):
+        size = 4 if number == 0 and not case.widened else 1
+        inputs = inputs_of(case, number, size, dtype, "cpu")
+        with stand_in(), on_the_shim() as names:
+            found = run_case(F_itm, case, inputs)
+        assert names == set(case.operators)
+        check_numbers(case, number, size, dtype, "cpu", found)
+
+
+def test_every_launcher_runs() -> None:
+    driven = {name for case in DRIVEN for name in case.operators}
+    assert driven == check_cuda_library.implemented(ROOT / "csrc/cuda")
+
+
+def check_as_on_the_cpu(operator: Callable[..., Any], *arguments: Any) -> None:
+    right = operator(*arguments)
+    with on_the_shim():
+        found = operator(*arguments)
+    for one, other in zip(*((part if isinstance(part, tuple) else (part,)) for part in (found, right)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+TRIPLET = (0.2, "hardest", 0.0, "batch", False, "both")
+ATTENTION = (9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0, "float32")
+
+
+@pytest.mark.parametrize("mining", ["hardest", "all"])
+def test_nothing_is_launched_as_a_grid_of_no_blocks(mining: str) -> None:
+    nothing, options = torch.zeros(0, 0), (0.2, mining, 0.0, "batch", False, "both")
+    negatives = torch.zeros(2, 0, dtype=torch.int64)
+    for reduction in ("sum", "mean"):
+        check_as_on_the_cpu(OPERATORS.triplet_loss, nothing, None, None, *options, reduction)
+        arguments = (torch.tensor(1.0), nothing, None, None, negatives, *options, reduction)
+        check_as_on_the_cpu(OPERATORS.triplet_loss_backward, *arguments)
+    check_as_on_the_cpu(OPERATORS.hardest_negatives, nothing, None)
+    for n_images in (3, 0):  # Captions without images are refused: each names one.
+        of_captions = torch.zeros(0, dtype=torch.int64)
+        check_as_on_the_cpu(OPERATORS.retrieval_ranks, torch.zeros(n_images, 0), of_captions, True)
+
+
+@pytest.mark.parametrize("lengths", [([], [2, 3]), ([2, 3], []), ([], []), ([0, 0], [0]), ([0, 2], [3, 0])])
+def test_sets_without_rows_and_no_sets(lengths: tuple[list[int], list[int]]) -> None:
+    queries, contexts = (random_fragments(of, 8, torch.float32, seed=i) for i, of in enumerate(lengths))
+    operands = (queries.values, queries.offsets, contexts.values, contexts.offsets)
+    check_as_on_the_cpu(OPERATORS.cross_attention_scores, *operands, *ATTENTION)
+    gradient = torch.ones(len(queries), len(contexts))
+    for asked in ((True, True), (False, True), (True, False), (False, False)):
+        check_as_on_the_cpu(OPERATORS.cross_attention_scores_backward, gradient, *operands, *ATTENTION, *asked)
+
+
+def test_operands_that_are_not_dense_and_small_offsets() -> None:
+    sides = [random_fragments([2, 5, 1], 16, torch.float32, seed=seed) for seed in (0, 1)]
+    operands: list[torch.Tensor] = []
+    for side in sides:
+        operands += [side.values.repeat_interleave(2, dim=1)[:, ::2], side.offsets.int().repeat_interleave(2)[::2]]
+    assert [part.is_contiguous() for part in operands] == [False] * 4
+    check_as_on_the_cpu(OPERATORS.cross_attention_scores, *operands, *ATTENTION)
+    gradient = random_scores(3, dtype=torch.float32).t()
+    check_as_on_the_cpu(OPERATORS.cross_attention_scores_backward, gradient, *operands, *ATTENTION, True, True)
+    scores = random_scores(20, dtype=torch.float32).t()
+    positives = (random_scores(20, dtype=torch.float32, seed=1) > 1).t()
+    check_as_on_the_cpu(OPERATORS.triplet_loss, scores, positives, None, *TRIPLET, "none")
+    loss, negatives = OPERATORS.triplet_loss(scores, positives, None, *TRIPLET, "none")
+    arguments = (loss.t().contiguous().t(), scores, positives, None, negatives, *TRIPLET, "none")
+    check_as_on_the_cpu(OPERATORS.triplet_loss_backward, *arguments)
+    check_as_on_the_cpu(OPERATORS.retrieval_ranks, scores, torch.arange(40)[::2] // 2, False)

@@ -1,0 +1,272 @@
+"""The CUDA kernels of `regulated_scores` and `cross_attention_alignments`, run by the CPU shim, against the reference.
+
+They are compiled and simulated; no GPU is involved (docs/internals/shim.md). The small tile of the tests has 32 rows,
+32 columns and chunks of 64 channels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from itm_fast import Fragments, reference
+from itm_fast.ops.library import FallbackWarning, use_native
+from itm_fast.ops.regulators import CUDA_CONTEXT_ROWS, CUDA_QUERY_ROWS, CUDA_STEPS, beyond_kernels
+from python_tests.helpers.fragments import random_fragments
+from python_tests.helpers.regulators import SETTINGS, hidden_widths, random_parameters
+from python_tests.helpers.shim import compile_driver
+from python_tests.helpers.tolerance import assert_close_to_exact, max_error
+from python_tests.shim.regulator_checks import check_alignments, check_scores, double, result_of, single
+from python_tests.shim.shim_attention import FOCAL_MODES, NORMALIZATIONS
+from python_tests.shim.shim_regulators import RegulatorKernels, random_weights
+
+pytestmark = pytest.mark.shim
+
+# Two tiles of queries; set 2 of the queries and set 1 of the contexts are empty.
+QUERIES, CONTEXTS = [3, 1, 0, 12, 9, 9], [4, 0, 17, 1]
+DIM, WIDTH = 70, 35  # two chunks, and two blocks of outputs
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> RegulatorKernels:
+    return RegulatorKernels(compile_driver("regulators", tmp_path_factory.mktemp("regulators")))
+
+
+def rcar(setting: str = "rcar2", dim: int = DIM, width: int = WIDTH) -> tuple[Fragments, Fragments, Any]:
+    queries, contexts = random_fragments(QUERIES, dim), random_fragments(CONTEXTS, dim, seed=1)
+    return queries, contexts, random_parameters(setting, dim, width)
+
+
+def autocast_scores(*operands: Any) -> torch.Tensor:
+    """Plain PyTorch with its own products in bfloat16."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return reference.regulated_scores_packed(*operands).float()
+
+
+# Scores and alignments
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_setting(kernels: RegulatorKernels, setting: str) -> None:
+    """Dropout included: one element of a mask that differs changes a score by far more than rounding does."""
+    number = list(SETTINGS).index(setting)
+    options: dict[str, Any] = {"temperature": 5.0, "focal": FOCAL_MODES[number % 3]}
+    operands = rcar(setting)
+    if operands[2].aggregations:
+        options |= {"dropout": 0.4, "seed": (2**63 - 1, -(2**63), 5 + 2**40)[number % 3]}
+    check_scores(kernels, *operands, name=setting, **options)
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+def test_alignments(kernels: RegulatorKernels, normalization: str) -> None:
+    """Those of an empty context set, too: its attended vector is zero."""
+    number = NORMALIZATIONS.index(normalization)
+    setting = ("rar1", "rcar2", "rcar2, residuals")[number % 3]
+    options = {"normalization": normalization, "focal": FOCAL_MODES[number % 3], "temperature": 6.0}
+    check_alignments(kernels, *rcar(setting), name=f"{normalization} {setting}", **options)
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_ragged_sets_of_any_width(kernels: RegulatorKernels, data: st.DataObject) -> None:
+    lengths = st.lists(st.sampled_from([0, 1, 2, 5, 13, 32]), min_size=1, max_size=4)
+    dim, width = data.draw(st.sampled_from([1, 7, 16, 33, 65])), data.draw(st.sampled_from([2, 9, 33]))
+    queries = random_fragments(data.draw(lengths), dim, seed=data.draw(st.integers(0, 9)))
+    contexts = random_fragments(data.draw(lengths), dim, seed=data.draw(st.integers(0, 9)))
+    parameters = random_parameters(data.draw(st.sampled_from(list(SETTINGS))), dim, width)
+    check_scores(
+        kernels,
+        queries,
+        contexts,
+        parameters,
+        temperature=data.draw(st.sampled_from([-3.0, 1.0, 4.0, 20.0])),
+        negative_slope=data.draw(st.sampled_from([0.0, 0.1, 1.0])),
+        dropout=data.draw(st.sampled_from([0.0, 0.4])) if parameters.aggregations else 0.0,
+        seed=data.draw(st.integers(-(2**63), 2**63 - 1)),
+        run={
+            "wide_offsets": data.draw(st.booleans()),
+            "blocks": data.draw(st.integers(1, 9)),
+            "order": data.draw(st.integers(0, 2**31)),
+        },
+    )
+
+
+def test_the_tile_of_the_launchers(kernels: RegulatorKernels) -> None:
+    """112 x 128, four stages and eight warps, and more chunks than one of 512 channels."""
+    queries, contexts = random_fragments([13, 40], 530), random_fragments([9], 530, seed=1)
+    parameters = random_parameters("rcar2", 530, 20)
+    check_scores(kernels, queries, contexts, parameters, run={"large": True})
+    operands = single(queries, contexts, parameters)
+    exact = reference.regulated_scores(*double(*operands))
+    medium = result_of(kernels, *operands, "bf16", large=True)
+    assert_close_to_exact(medium, autocast_scores(*operands), exact)
+    assert max_error(medium, exact) > 1e-5
+
+
+@pytest.mark.parametrize("focal", ["equal", "prob"])
+def test_sets_that_fill_the_tile_of_the_launchers(kernels: RegulatorKernels, focal: str) -> None:
+    """All 112 rows, by one set or by several; each lane takes up to four of as many as 128 contexts."""
+    queries, contexts = random_fragments([112, 50, 62], 12), random_fragments([128, 97], 12, seed=1)
+    parameters = random_parameters("rcar2", 12, 10)
+    check_scores(kernels, queries, contexts, parameters, name=focal, focal=focal, run={"large": True})
+
+
+@pytest.mark.parametrize("setting", ["rcr1", "rcar2", "rcar2, residuals"])
+@pytest.mark.parametrize(("wide", "narrow"), [(0, 5), (5, 0), (0, 0), (45, 40)])
+def test_hidden_layers_of_any_width(kernels: RegulatorKernels, setting: str, wide: int, narrow: int) -> None:
+    """Without hidden units the biases alone make the factors."""
+    queries, contexts, parameters = rcar(setting, 20, 12)
+    check_scores(kernels, queries, contexts, hidden_widths(parameters, wide, narrow), name=setting)
+
+
+# Precision
+
+
+@pytest.mark.parametrize("setting", ["rcr1", "rcar2"])
+def test_the_precisions(kernels: RegulatorKernels, setting: str) -> None:
+    """Products in two parts keep 16 bits; in bfloat16 errors are at most twice those of PyTorch's own autocast."""
+    queries, contexts, parameters = single(*rcar(setting))
+    exact = reference.regulated_scores(*double(queries, contexts, parameters))
+    high = result_of(kernels, queries, contexts, parameters, "bf16x3")
+    medium = result_of(kernels, queries, contexts, parameters, "bf16")
+    highest = result_of(kernels, queries, contexts, parameters)
+    assert max_error(highest, exact) < max_error(high, exact) < 1e-4
+    assert_close_to_exact(medium, autocast_scores(queries, contexts, parameters), exact)
+    assert 1e-5 < max_error(medium, exact) < 2e-2
+
+
+# Order, room and launches
+
+
+@pytest.mark.parametrize("kernel", ["float32", "bf16"])
+def test_results_do_not_depend_on_order_and_number_of_blocks(kernels: RegulatorKernels, kernel: str) -> None:
+    operands = rcar("rcar2", 20, 12)
+    found = set()
+    for order, blocks in ((0, 1), (1, 2), (2, 100)):
+        scores = result_of(kernels, *operands, kernel, order=order, blocks=blocks, dropout=0.4, seed=3)
+        found.add(scores.numpy().tobytes())
+        assert kernels.launches == 2
+    assert len(found) == 1
+
+
+def test_a_score_does_not_depend_on_its_neighbours_without_dropout(kernels: RegulatorKernels) -> None:
+    queries, contexts, parameters = rcar("rcar2", 20, 12)
+    together = result_of(kernels, queries, contexts, parameters)
+    for i in (0, 3, 5):
+        for j in (0, 2):
+            alone = [part.index_select(torch.tensor([n])) for part, n in ((queries, i), (contexts, j))]
+            assert result_of(kernels, *alone, parameters).item() == together[i, j].item()
+
+
+def test_a_block_needs_the_same_room_however_many_sets_and_channels_there_are(kernels: RegulatorKernels) -> None:
+    found = []
+    for copies, dim in ((1, 20), (3, 20), (1, 130)):
+        queries, contexts = random_fragments([3] * copies, dim), random_fragments([4] * copies, dim)
+        result_of(kernels, queries, contexts, random_parameters("rcar2", dim, 12))
+        found.append(kernels.slab_bytes)
+    assert len(set(found)) == 1
+
+
+# Values that are no numbers, and sets that are none
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kernel", ["float32", "bf16"])
+def test_numbers_that_are_not_finite_stay_in_their_pairs(kernels: RegulatorKernels, kernel: str, bad: float) -> None:
+    queries, contexts, parameters = single(*rcar("rcar2", 20, 12))
+    right = result_of(kernels, queries, contexts, parameters, kernel)
+    values, others = queries.values.clone(), contexts.values.clone()
+    values[int(queries.offsets[4]) + 2, 3] = bad
+    others[int(contexts.offsets[2]) + 10, 5] = bad
+    queries, contexts = queries.with_values(values), contexts.with_values(others)
+    exact = reference.regulated_scores(queries, contexts, parameters)
+    scores = result_of(kernels, queries, contexts, parameters, kernel)
+    assert torch.equal(scores.isnan(), exact.isnan())
+    assert bool(exact[4, [0, 2, 3]].isnan().all())
+    assert torch.equal(scores[exact.isfinite()], right[exact.isfinite()])
+
+
+def test_zero_vectors_are_as_in_the_reference(kernels: RegulatorKernels) -> None:
+    queries, contexts, parameters = rcar()
+    queries = queries.with_values(queries.values * (torch.arange(sum(QUERIES)) % 3 > 0)[:, None])
+    contexts = contexts.with_values(contexts.values * (torch.arange(sum(CONTEXTS)) % 5 > 0)[:, None])
+    exact = reference.regulated_scores(queries, contexts, parameters)
+    assert max_error(result_of(kernels, queries, contexts, parameters), exact) < 1e-5
+
+
+def test_longer_sets_than_the_kernel_takes_are_nan(kernels: RegulatorKernels) -> None:
+    """Nobody who asks for the limits beforehand sees them; the pairs of other sets are as they were."""
+    queries, contexts = random_fragments([3, 33, 4], 9), random_fragments([5, 33, 2], 9, seed=1)
+    for setting, aligns in (("rcar2", False), ("rcr1, mean", True)):
+        parameters = random_parameters(setting, 9, 6)
+        found = result_of(kernels, queries, contexts, parameters, aligns=aligns)
+        short = [part.index_select(torch.tensor([0, 2])) for part in (queries, contexts)]
+        right = result_of(kernels, *short, parameters, aligns=aligns)
+        if aligns:
+            rows = torch.tensor([0, 1, 2, 36, 37, 38, 39])
+            assert bool(found[:, 3:36].isnan().all() and found[1].isnan().all())
+            assert torch.equal(found[[0, 2]][:, rows], right)
+        else:
+            assert found.isnan().tolist() == [[False, True, False], [True] * 3, [False, True, False]]
+            assert torch.equal(found[[0, 2]][:, [0, 2]], right)
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [[0, 900, 3, 10], [0, -5, 20, 10], [0, 4, 4, -(2**40)], [7, 2, 9, 10], [0, 2**40, 2**41, 2**42], [0, 0, 60, 61]],
+)
+def test_offsets_that_cannot_be_lead_nowhere(kernels: RegulatorKernels, offsets: list[int]) -> None:
+    """On a GPU nothing looks at them beforehand."""
+    rows = random_fragments([10], 8, torch.float32).values.numpy()
+    weights = random_weights(np.random.default_rng(0), 8, 6, 2, 1, 2, scored=1, interleaved=1)
+    given, right = np.array(offsets), np.array([0, 4, 6, 10])
+    for queries, contexts in ((given, right), (right, given), (given, given)):
+        assert kernels.run("float32", rows, queries, rows, contexts, weights).shape == (3, 3)
+        assert kernels.run("float32", rows, queries, rows, contexts, weights, aligns=True).shape == (3, 10, 6)
+
+
+def test_empty_sets_score_zero(kernels: RegulatorKernels) -> None:
+    queries, contexts = random_fragments([0, 2, 0], 8), random_fragments([0, 3], 8)
+    for setting in ("rcar2", "rcr1", "scan"):
+        scores = result_of(kernels, queries, contexts, random_parameters(setting, 8, 6))
+        assert scores[[0, 2]].tolist() == [[0, 0], [0, 0]]
+        assert scores[1, 0].item() == 0
+        assert scores[1, 1].item() != 0
+    none = random_fragments([0, 0], 8)
+    assert result_of(kernels, none, none, random_parameters("rcar2", 8, 6)).tolist() == [[0, 0], [0, 0]]
+
+
+# What the operators ask before they call the kernels
+
+
+def test_the_limits_are_those_of_the_kernels(kernels: RegulatorKernels) -> None:
+    assert kernels.limits() == [CUDA_QUERY_ROWS, CUDA_CONTEXT_ROWS, CUDA_STEPS] == [112, 128, 8]
+
+
+def test_what_the_kernels_do_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, deep = (random_parameters(setting, 4, 6) for setting in ("rcar2", "rar1"))
+    deep = deep.with_tensors(deep.tensors())
+    deep.aggregations *= 9
+    queries, contexts = random_fragments([112], 4), random_fragments([128], 4)
+    longer, wider = random_fragments([113], 4), random_fragments([129], 4)
+    assert beyond_kernels("cuda", queries, contexts, parameters) is None
+    assert [beyond_kernels("cpu", longer, wider, steps) for steps in (parameters, deep)] == [None, None]
+    start = "the CUDA kernels of the regulators take "
+    assert beyond_kernels("cuda", longer, contexts, parameters) == start + "query sets of at most 112 rows"
+    assert beyond_kernels("cuda", queries, wider, parameters) == start + "context sets of at most 128 rows"
+    assert beyond_kernels("cuda", queries, contexts, deep) == start + "at most 8 steps"
+    empty = Fragments(torch.zeros(112, 0), queries.offsets)
+    assert beyond_kernels("cuda", empty, contexts, parameters) == start + "rows of at least one component"
+    with pytest.warns(FallbackWarning, match=r"^itm_fast runs on the packed reference: a test says so$"):
+        assert not use_native("regulated_scores", queries.values, "a test says so")
+    assert use_native("regulated_scores", queries.values)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    unknown = Fragments(contexts.values, contexts.offsets)
+    reason = "under torch.compile the CUDA kernels of the regulators take Fragments made with max_length"
+    assert beyond_kernels("cuda", queries, unknown, parameters) == reason
+    assert beyond_kernels("cuda", queries, contexts, parameters) is None

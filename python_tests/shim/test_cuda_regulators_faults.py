@@ -1,0 +1,126 @@
+"""Faults planted into the CUDA kernels of the regulators: each must fail the checks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from python_tests.helpers.fragments import random_fragments
+from python_tests.helpers.regulators import random_parameters
+from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
+from python_tests.shim.faults import planted, run_sanitized
+from python_tests.shim.regulator_checks import check_scores
+from python_tests.shim.shim_cases import outcomes
+from python_tests.shim.shim_regulators import RegulatorKernels
+
+pytestmark = pytest.mark.shim
+
+KERNELS = "csrc/include/itm_fast/cuda/"
+TILE, CHAIN, ALIGNMENT, STEPS, DROPOUT, PROBLEM = (
+    f"{KERNELS}regulation{name}.h" for name in ("_tile", "", "_alignment", "_steps", "_dropout", "_problem")
+)
+SMALL = ("-O0", "-DITM_FAST_SMALL_TILE_ALONE", "-DITM_FAST_FLOAT32_ALONE")
+
+
+def check(library: Path) -> None:
+    kernels = RegulatorKernels(library)
+    queries, contexts = random_fragments([3, 1, 0, 9], 70), random_fragments([4, 17], 70, seed=1)
+    options = {"focal": "equal", "dropout": 0.4, "seed": 7}
+    check_scores(kernels, queries, contexts, random_parameters("rcar2", 70, 35), run={"blocks": 1}, **options)
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return compile_shim(tmp_path_factory.mktemp("shim"), "-O0")
+
+
+def test_the_kernels_as_they_are_pass(shim: list[Path], tmp_path: Path) -> None:
+    check(compile_driver("regulators", tmp_path, *SMALL, shim=shim))
+
+
+FAULTS = {
+    "missing barrier before a product": (
+        (TILE, "barrier();  // The operands have been written, and what", "// The operands have been written, what"),
+        r"shared array '\w+': (race at|read of|write of) index \d+",
+    ),
+    "missing barrier between two tiles": (
+        (CHAIN, "barrier();  // The tile before is done.", ""),
+        r"shared array '\w+': (race at|read of|write of) index \d+",
+    ),
+    "missing barrier between normalisation and softmax": (
+        (
+            ALIGNMENT,
+            "    barrier();\n    for_each_row(s_.n_rows, [&](int row) {\n      S* attention",
+            "    for_each_row(s_.n_rows, [&](int row) {\n      S* attention",
+        ),
+        r"shared array 'scores': (race at|read of|write of) index \d+",
+    ),
+    "missing barrier before the weights of the aggregation": (
+        (
+            STEPS,
+            "    barrier();\n    for_each_row(s_.n_sets, [&](int set) {\n      const auto share",
+            "    for_each_row(s_.n_sets, [&](int set) {\n      const auto share",
+        ),
+        r"shared array 'logits': (race at|read of|write of) index \d+",
+    ),
+    "alignments of the last chunk alone": (
+        (ALIGNMENT, "(first == 0 ? layer.bias[output + c] : *sum)", "layer.bias[output + c]"),
+        r"^scores: error",
+    ),
+    "temperatures without their bias": (
+        (STEPS, "        sum += *shift.bias;\n", ""),
+        r"^scores: error",
+    ),
+    "masks of the next row": (
+        (
+            STEPS,
+            "place{s_.first_row + row, s_.context, 2 * step};",
+            "place{s_.first_row + row + 1, s_.context, 2 * step};",
+        ),
+        r"^scores: error",
+    ),
+    "dropped elements kept": (
+        (DROPOUT, "drops_ && words[i] < dropout_.threshold ? 0.0f : kept_", "kept_"),
+        r"^scores: error",
+    ),
+    "transposed contexts of the set before": (
+        (PROBLEM, "return (contexts.offset(set) + 7 * set) / 8 * 8;", "return set / 2 * 8;"),
+        r"^scores: error",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path: Path) -> None:
+    (file, place, change), message = FAULTS[name]
+    root = planted(tmp_path / "faulty", file, place, change)
+    library = compile_driver("regulators", tmp_path, *SMALL, root=root, shim=shim)
+    with pytest.raises((AssertionError, KernelError)) as caught:
+        check(library)
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_the_kernels_pass_the_sanitizers_with_the_same_results(shim: list[Path], tmp_path: Path) -> None:
+    expected = outcomes({"regulators": compile_driver("regulators", tmp_path, *SMALL, shim=shim)})
+    folder = tmp_path / "sanitized"
+    folder.mkdir()
+    compile_driver("regulators", folder, *SMALL, *SANITIZERS)
+    result = run_sanitized(folder, "regulators")
+    assert result.returncode == 0, result.stderr[-3000:]
+    with np.load(folder / "outcomes.npz") as actual:
+        assert set(actual) == set(expected)
+        for name, right in expected.items():
+            assert actual[name].tobytes() == right.tobytes(), name
+
+
+def test_the_sanitizers_see_what_lies_outside(tmp_path: Path) -> None:
+    """A slab too few."""
+    root = planted(tmp_path / "faulty", KERNELS + "regulation_launch.h", "slab.bytes * (sizes.blocks - 1)",
+                   "slab.bytes * (sizes.blocks - 2)")  # fmt: skip
+    compile_driver("regulators", tmp_path, *SMALL, *SANITIZERS, root=root)
+    result = run_sanitized(tmp_path, "regulators")
+    assert result.returncode != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in result.stderr

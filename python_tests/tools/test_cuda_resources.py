@@ -1,0 +1,106 @@
+"""The table of what the CUDA kernels take: how the compiler is read, what fails, and that no kernel is missing."""
+
+import re
+import struct
+from dataclasses import replace
+
+import cuda_resources
+import device_code
+import pytest
+from cuda_resources import Usage
+
+from python_tests.helpers.processes import ROOT
+
+REPORT = """\
+ptxas info    : 28 bytes gmem, 224 bytes cmem[4]
+ptxas info    : Compiling entry function '_ZN8itm_fast4cuda12_GLOBAL__N_111work_kernelIfEEvPT_' for 'sm_80'
+ptxas info    : Function properties for _ZN8itm_fast4cuda12_GLOBAL__N_111work_kernelIfEEvPT_
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 36 registers, used 1 barriers, 256 bytes smem, 416 bytes cmem[0]
+ptxas info    : Compiling entry function '_ZN8itm_fast4cuda12_GLOBAL__N_111work_kernelIfEEvPT_' for 'sm_90'
+ptxas info    : Function properties for _ZN8itm_fast4cuda12_GLOBAL__N_111work_kernelIfEEvPT_
+    40 bytes stack frame, 24 bytes spill stores, 32 bytes spill loads
+ptxas info    : Used 255 registers, used 0 barriers, 416 bytes cmem[0]
+"""
+CALLED = """\
+ptxas info    : Function properties for _ZN8itm_fast4cuda12_GLOBAL__N_15apartEv
+    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads
+"""
+NAME = "_ZN8itm_fast4cuda12_GLOBAL__N_111work_kernelIfEEvPT_"
+TENSOR = {(80, NAME): 16, (90, NAME): 0}
+USAGES = [Usage("work<float>", 80, 36, 256, 0, 0, 16), Usage("work<float>", 90, 255, 0, 40, 56, 0)]
+
+
+def test_the_words_of_the_compiler_are_read() -> None:
+    assert cuda_resources.parse(REPORT, TENSOR) == USAGES
+    with pytest.raises(ValueError, match="not understood: ptxas info : Compiling entry function"):
+        cuda_resources.parse("ptxas info : Compiling entry function 'work' for 'sm_80'\n", TENSOR)
+
+
+def test_functions_that_a_kernel_calls_count() -> None:
+    assert cuda_resources.parse(REPORT + CALLED, TENSOR)[1] == replace(USAGES[1], stack=48, spilled=64)
+
+
+def test_the_table_has_a_line_for_each_kernel() -> None:
+    idle = [Usage("idle", 80, 8, 0, 0, 0), Usage("idle", 90, 9, 0, 0, 0)]
+    page = cuda_resources.page([*USAGES, *(cuda_resources.with_dynamic(u, {"id": 64, "work": 1}) for u in idle)])
+    assert page.splitlines()[-2:] == [
+        "| `idle` | 8/9 | 0 | 64 | 0 | 0 | 0 |",
+        "| `work<float>` | 36/255 | 256/0 | 0 | 0/40 | 0/56 | 16/0 |",
+    ]
+
+
+def test_a_spill_is_a_problem_unless_it_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cuda_resources.spilling(USAGES) == ["work<float> spills 56 bytes on sm_90"]
+    monkeypatch.setattr(cuda_resources, "MAY_SPILL", {"work<": "a test says so"})
+    assert cuda_resources.spilling(USAGES) == []
+
+
+def test_a_kernel_without_tensor_cores_is_a_problem_where_it_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_resources, "MUST_USE_TENSOR_CORES", ())
+    assert cuda_resources.without_tensor_cores(USAGES) == []
+    monkeypatch.setattr(cuda_resources, "MUST_USE_TENSOR_CORES", ("work<", "gone<"))
+    assert cuda_resources.without_tensor_cores(USAGES) == [
+        "there is no kernel gone<...>",
+        "work<float> has no tensor-core instruction on sm_90",
+    ]
+
+
+def elf_file(name: bytes, code: bytes) -> bytes:
+    """A 64-bit ELF file with the section `.text.<name>`."""
+    names = b"\0.text." + name + b"\0.shstrtab\0"
+    header = b"\x7fELF\x02\x01".ljust(0x28, b"\0") + struct.pack("<Q", 64 + len(code) + len(names))
+    header = header.ljust(0x3A, b"\0") + struct.pack("<HHH", 64, 3, 2)
+    sections = [(0, 0, 0, 0), (1, 1, 64, len(code)), (8 + len(name), 3, 64 + len(code), len(names))]
+    table = b"".join(struct.pack("<IIQQQQ", n, kind, 0, 0, at, size).ljust(64, b"\0") for n, kind, at, size in sections)
+    return header + code + names + table
+
+
+def test_tensor_core_instructions_are_counted_in_machine_code() -> None:
+    instructions = (0x000000101414723C, 0x0000000004047221, 0x0000002008089A3C, 0x000000000000023C)
+    code = b"".join(struct.pack("<QQ", word, 0x023C) for word in instructions)
+    elf = elf_file(b"work", code)
+    assert device_code.count_instructions(elf) == {"work": 2}
+    entries = b"".join(
+        struct.pack("<HHIQ", kind, 0, 64, len(content)).ljust(28, b"\0")
+        + struct.pack("<I", 80).ljust(36, b"\0")
+        + content
+        for kind, content in ((1, b"ptx"), (2, elf))
+    )
+    container = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
+    assert device_code.tensor_core_instructions(b"before" + container + b"after") == {(80, "work"): 2}
+    with pytest.raises(ValueError, match="the code for sm_80 is compressed, or no ELF file"):
+        device_code.tensor_core_instructions(container.replace(b"\x7fELF", b"\x7fZIP"))
+
+
+def test_the_page_names_every_kernel_and_no_spill() -> None:
+    sources = "".join(source.read_text() for source in (ROOT / "csrc/cuda").iterdir())
+    kernels = set(re.findall(r"__global__ [^;{]*?(\w+)_kernel\(", sources))
+    rows = re.findall(
+        r"^\| `(\w+)<.*>` \| [\d/]+ \| \d+ \| \d+ \| (\d+) \| (\d+) \| [\d/]+ \|$",
+        cuda_resources.PAGE.read_text(),
+        re.M,
+    )
+    assert len(kernels) == 18
+    assert {name for name, _, _ in rows} == kernels
+    assert {(stack, spilled) for _, stack, spilled in rows} == {("0", "0")}

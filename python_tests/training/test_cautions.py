@@ -1,0 +1,111 @@
+"""Settings that a run takes although they do not do there what they are for: what it says, and that it is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from itm_fast import models
+from itm_fast.models import MatchingModel
+from itm_fast.training import TrainConfig
+from itm_fast.training.cautions import cautions
+from python_tests.helpers.runs import config, run, same, weights
+
+SIZES = {"vocab_size": 23, "feature_dim": 10, "embed_dim": 12, "word_dim": 7}
+OUTSIDE = (
+    "soft: soft margins take scores to lie within [-1, 1], but those of this {} may lie outside, where the margins "
+    "turn negative"
+)
+
+
+def make(name: str, **options: object) -> MatchingModel:
+    torch.manual_seed(0)
+    if name == "fdf":
+        return models.create(name, **options, host_options=SIZES, conversions=2).eval()
+    return models.create(name, **SIZES, **options).eval()
+
+
+def lines(model: MatchingModel, **changes: object) -> list[str]:
+    return list(cautions(TrainConfig(data="d", out="o", **changes), model))
+
+
+ADDR = {"scenario": "addr", "adversarial_weight": 0.3, "regularization_weight": 0.7, "domain_margin": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("addr", "idle"),
+    [
+        ("base", ["adversarial_weight: 0.3", "regularization_weight: 0.7", "domain_margin: 0.2"]),
+        ("united", ["regularization_weight: 0.7", "domain_margin: 0.2"]),
+        ("multiple", ["regularization_weight: 0.7", "domain_margin: 0.2"]),
+        ("full", []),
+        (None, []),
+    ],
+)
+def test_settings_without_effect_in_an_ablation(addr: str | None, idle: list[str]) -> None:
+    scan = make("scan")
+    assert lines(scan, **ADDR, addr=addr) == [f"{setting} has no effect with addr {addr}" for setting in idle]
+    assert lines(scan, scenario="addr", addr=addr) == []
+
+
+def test_without_discriminators_none_of_their_settings_has_an_effect() -> None:
+    changes = {
+        "model_regularization_weight": 0.1, "risk_aggregation": "mean", "alternation": "step", "discriminator_lr": 0.01,
+        "discriminator_precision": "low", "discriminators_on_disk": True,
+    }  # fmt: skip
+    found = lines(make("scan"), scenario="addr", addr="base", **changes)
+    assert found == [f"{name}: {value!r} has no effect with addr base" for name, value in changes.items()]
+
+
+@pytest.mark.parametrize("addr", ["base", "multiple"])
+def test_what_is_said_to_have_no_effect_has_none(data: Path, tmp_path: Path, addr: str) -> None:
+    """A run says it, and ends bit for bit where one without these settings does."""
+    settings = {"scenario": "addr", "addr": addr, "epochs": 1}
+    run(config(data, tmp_path / "plain", **settings))
+    with pytest.warns(UserWarning, match=rf"^regularization_weight: 0\.7 has no effect with addr {addr}$"):
+        run(config(data, tmp_path / "more", **settings, regularization_weight=0.7, domain_margin=0.2))
+    assert same(weights(tmp_path / "plain"), weights(tmp_path / "more"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "within"),
+    [
+        ("scan", {}, True),
+        ("scan", {"aggregation": "max", "direction": "mean"}, True),
+        ("scan", {"aggregation": "sum"}, False),
+        ("scan", {"aggregation": "logsumexp"}, False),
+        ("scan", {"regulator": "rcar", "alignment_dim": 6}, True),
+        ("bfan", {}, False),
+        ("sgraf", {"n_regions": 5, "alignment_dim": 6}, True),
+        ("dbl", {"alignment_dim": 6}, True),
+        ("chan", {}, False),
+        ("chan", {"aggregation": "mean"}, True),
+        ("vsepp", {}, True),
+        ("vse_infty", {"no_imgnorm": True}, False),
+        ("vsrn", {}, True),
+        ("fdf", {"host": "scan"}, True),
+        ("fdf", {"host": "chan"}, False),
+    ],
+)
+def test_soft_margins_are_for_scores_up_to_one(name: str, options: dict, within: bool) -> None:
+    """Scores of what is most alike, images with themselves, lie where the model says."""
+    model = make(name, **options)
+    assert model.scores_within_one == within
+    with torch.no_grad():
+        images = model.encode_images(50 * torch.randn(4, 5, 10))
+        scores = model.score(images, images)
+    if within:
+        assert float(scores.abs().max()) <= 1 + 1e-6
+    else:
+        assert float(scores.max()) > 1.05
+    expected = [] if within else [OUTSIDE.format(name)]
+    assert lines(model, scenario="mss", soft=True) == expected
+    assert lines(model, scenario="mss") == []
+
+
+def test_a_run_with_soft_margins_beside_other_scores_says_so(data: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=f"^{re.escape(OUTSIDE.format('bfan'))}$"):
+        run(config(data, tmp_path / "run", model="bfan", scenario="mss", soft=True, epochs=1))

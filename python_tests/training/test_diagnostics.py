@@ -1,0 +1,237 @@
+"""What is measured of mining and gradients during training, against loops, and that measuring changes nothing."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from itm_fast import models
+from itm_fast.ops.triplet_loss import MINING
+from itm_fast.report.curves import curves_svg
+from itm_fast.training.diagnostics import image_gradient_norm, mining_diagnostics
+from itm_fast.training.metrics_log import read_metrics
+from python_tests.helpers.runs import config, make_trainer, run, same, weights
+from python_tests.helpers.triplet_cases import random_scores
+from python_tests.helpers.triplets import loop_hardest
+
+KEYS = {"i2t_hardest_share", "t2i_hardest_share", "hardest_gap"}
+
+
+def by_loops(scores: Tensor, positives: Tensor | None, mining: str, epsilon: float) -> dict[str, float]:
+    values, n = scores.double().tolist(), len(scores)
+    result, gaps = {}, []
+    for direction in ("i2t", "t2i"):
+        taken = []
+        for anchor in range(n):
+            negatives = {}
+            for other in range(n):
+                i, j = (anchor, other) if direction == "i2t" else (other, anchor)
+                if i != j and not (positives is not None and bool(positives[i, j])):
+                    negatives[other] = values[i][j]
+            if not negatives:
+                continue
+            own, hardest = values[anchor][anchor], loop_hardest(negatives)[0]
+            gaps.append(abs(hardest - own))
+            taken.append(
+                {
+                    "all": False,
+                    "hardest": True,
+                    "contrastive": True,
+                    "semi_hard": hardest < own,
+                    "selective": epsilon == 0 or abs(hardest - own) > epsilon,
+                }[mining]
+            )
+        if taken:
+            result[f"{direction}_hardest_share"] = sum(taken) / len(taken)
+    return {**result, "hardest_gap": sum(gaps) / len(gaps)} if gaps else result
+
+
+@pytest.mark.parametrize("mining", MINING)
+def test_shares_and_distances_are_those_of_loops(mining: str) -> None:
+    for n, masked, epsilon, dtype in (
+        (2, False, 0.01, torch.float64),
+        (9, False, 0.2, torch.float64),
+        (9, True, 0.3, torch.float64),
+        (33, True, 0.1, torch.float32),
+        (9, False, 0.0, torch.bfloat16),
+    ):
+        scores = random_scores(n, dtype=dtype, seed=n)
+        positives = random_scores(n, seed=n + 1) > 0.1 if masked else None
+        measured = mining_diagnostics(scores, positives, mining, epsilon)
+        assert measured == pytest.approx(by_loops(scores, positives, mining, epsilon), rel=1e-5)
+        assert measured.keys() == KEYS
+
+
+def test_an_example_by_hand() -> None:
+    # Hardest of the rows 0.5, 0.75, 0.25: 0.25, 0.25 and 0.125 from the positives; of the columns 0.75, 0.25 and 0.5.
+    scores = torch.tensor([[0.75, 0.25, 0.5], [0.75, 0.5, 0.25], [0.25, 0.0, 0.375]])
+    shares = {
+        mining: mining_diagnostics(scores, None, mining, 0.125)
+        for mining in ("hardest", "all", "selective", "semi_hard", "contrastive")
+    }
+    assert {measured["hardest_gap"] for measured in shares.values()} == {(0.25 + 0.25 + 0.125 + 0 + 0.25 + 0.125) / 6}
+    directions = {
+        mining: (measured["i2t_hardest_share"], measured["t2i_hardest_share"]) for mining, measured in shares.items()
+    }
+    assert directions == {
+        "hardest": (1.0, 1.0),
+        "all": (0.0, 0.0),
+        "selective": (pytest.approx(2 / 3), pytest.approx(1 / 3)),
+        "semi_hard": (pytest.approx(2 / 3), pytest.approx(1 / 3)),
+        "contrastive": (1.0, 1.0),
+    }
+
+
+def test_where_there_is_nothing_to_measure_the_number_is_missing() -> None:
+    assert mining_diagnostics(torch.ones(1, 1), None, "hardest", 0.01) == {}
+    assert mining_diagnostics(torch.ones(3, 3), torch.ones(3, 3, dtype=torch.bool), "selective", 0.01) == {}
+    # A row without a negative, and one whose negatives are infinitely far away, count in neither.
+    scores = torch.tensor([[0.5, 0.25], [-math.inf, 0.5]])
+    assert mining_diagnostics(scores, torch.tensor([[False, True], [False, False]]), "hardest", 0.01) == {}
+    assert mining_diagnostics(scores, None, "hardest", 0.01) == {
+        "i2t_hardest_share": 1.0, "t2i_hardest_share": 1.0, "hardest_gap": 0.25,
+    }  # fmt: skip
+
+
+SIZES = {"vocab_size": 12, "feature_dim": 12, "embed_dim": 8, "word_dim": 6}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "weight"),
+    [
+        ("scan", {}, "image_encoder.fc.weight"),
+        ("scan", {"regulator": "rcar", "image_encoder": "residual"}, "image_encoder.fc.weight"),
+        ("bfan", {}, "image_encoder.fc.weight"),
+        ("sgraf", {"n_regions": 4}, "image_encoder.fc.weight"),
+        ("vsepp", {"image_encoder": "projected_residual"}, "image_encoder.fc.weight"),
+        ("vse_infty", {}, "image_encoder.fc.weight"),
+        ("rvsepp", {}, "image_encoder.fc.weight"),
+        ("scan", {"image_encoder": "patches", "embed_dim": 16}, "image_encoder.layers.1.weight"),
+    ],
+)
+def test_the_first_image_layer_of_a_model(name: str, options: dict[str, Any], weight: str) -> None:
+    torch.manual_seed(0)
+    model = models.create(name, **{**SIZES, **options})
+    first = dict(model.named_parameters())[weight]
+    assert model.first_image_weight() is first
+    side = 12 if options.get("image_encoder") != "patches" else model.config.feature_dim
+    scores = model(torch.rand(3, 4, side), torch.randint(4, 12, (3, 5)), torch.tensor([5, 3, 4]))
+    with image_gradient_norm(model) as measured:
+        assert measured == {}
+        scores.square().sum().backward()
+        norm = math.sqrt(float(first.grad.double().square().sum()))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), norm / 10)
+    assert norm > 0
+    assert measured == {"image_grad_norm": pytest.approx(norm, rel=1e-5)}
+    # Nothing is left behind, and nothing is measured where nobody asked or no gradient came.
+    assert not first._post_accumulate_grad_hooks
+    for enabled in (False, True):
+        with image_gradient_norm(model, enabled=enabled) as measured:
+            model.text_encoder.embed.weight.sum().backward()
+        assert measured == {}
+    first.requires_grad_(False)
+    with image_gradient_norm(model) as measured:
+        model.text_encoder.embed.weight.sum().backward()
+    assert measured == {}
+
+
+def test_every_model_has_a_first_image_layer() -> None:
+    conversions = models.create("fdf", host="scan", host_options=SIZES, conversions=3)
+    assert conversions.first_image_weight() is conversions.images.conversions.fc.weight
+    assert conversions.first_image_weight().shape == (3, 8, 12)
+    for name in models.names():
+        if name == "fdf":
+            continue
+        options = {**SIZES, "n_regions": 4} if name == "sgraf" else SIZES
+        model = models.create(name, **options)
+        first = model.first_image_weight()
+        assert first is model.image_encoder.fc.weight, name
+        assert first.shape == (8, 12), name
+
+
+@pytest.mark.parametrize("options", [{}, {"mining": "selective", "epsilon": 0.05}, {"exclude_same_image": False}])
+def test_the_log_has_them_at_its_steps(data: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Scores of the very step, the gradient before clipping; in between nothing is measured."""
+    trainer = make_trainer(config(data, tmp_path, log_every=2, grad_clip=1e-3, epochs=1, **options))
+    seen: list[dict[str, float]] = []
+    step = trainer.stepper.__class__.__call__
+    norms: list[float] = []
+    trainer.model.image_encoder.fc.weight.register_hook(lambda gradient: norms.append(float(gradient.norm())))
+    scores: list[Tensor] = []
+    trainer.model.register_forward_hook(
+        lambda model, _inputs, result: scores.append(result.detach().clone()) if model.training else None
+    )
+    images: list[Tensor] = []
+    original = trainer.stepper
+
+    def recording(batch: Any, mining: str, number: int, **more: Any) -> dict[str, float]:
+        images.append(batch.image_index)
+        seen.append(step(original, batch, mining, number, **more))
+        return seen[-1]
+
+    trainer.stepper = recording  # type: ignore[assignment]
+    recording.autocast = original.autocast  # type: ignore[attr-defined]
+    recording.scenario = original.scenario  # type: ignore[attr-defined]
+    recording.state_dict = original.state_dict  # type: ignore[attr-defined]
+    trainer.run()
+    assert [("hardest_gap" in output, "image_grad_norm" in output) for output in seen] == [
+        (False, False),
+        (True, True),
+    ] * 2
+    lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if line["kind"] == "train"]
+    assert [line["step"] for line in lines] == [2, 4]
+    for line in lines:
+        index = line["step"] - 1
+        positives = images[index][:, None] == images[index] if options.get("exclude_same_image", True) else None
+        mining, epsilon = options.get("mining", "hardest"), options.get("epsilon", 0.01)
+        expected = by_loops(scores[index], positives, mining, epsilon)
+        assert {name: line[name] for name in KEYS} == pytest.approx(expected, rel=1e-5)
+        assert line["image_grad_norm"] == pytest.approx(norms[index], rel=1e-4)
+        assert line["image_grad_norm"] > 1e-3
+
+
+def test_measuring_changes_nothing(data: Path, tmp_path: Path) -> None:
+    for name, every in (("each", 1), ("never", 1000)):
+        run(config(data, tmp_path / name, mining="selective", epsilon=0.05, log_every=every))
+    assert same(weights(tmp_path / "each"), weights(tmp_path / "never"))
+
+
+def lines_of(mining: str, *steps: int, **numbers: float) -> list[dict[str, Any]]:
+    return [
+        {"kind": "train", "step": step, "epoch": 1, "mining": mining, "loss": 10.0, **numbers, "seconds": 1.0}
+        for step in steps
+    ]
+
+
+def test_the_report_draws_what_the_log_has() -> None:
+    numbers = {"i2t_hardest_share": 0.25, "t2i_hardest_share": 0.5, "hardest_gap": 0.125, "image_grad_norm": 3.0}
+    warm, main = lines_of("all", 10, 20, **numbers), lines_of("selective", 30, 40, 50, **numbers)
+    curves = dict(curves_svg([*warm, *main]))
+    assert list(curves) == [
+        "Loss with selectively hard negatives",
+        "Gradient of the first image layer",
+        "Hardest negatives from their positives",
+        "Anchors that took their hardest negative",
+    ]
+    shares = curves["Anchors that took their hardest negative"]
+    assert (
+        'aria-label="Anchors that took their hardest negative: image to text, first 25 at step 30; last 25 at step 50; '
+        in shares
+    )
+    assert "text to image, first 50 at step 30; last 50 at step 50" in shares
+    assert ">image to text</text>" in shares
+    gap = curves["Hardest negatives from their positives"]
+    assert "first 0.125 at step 10; last 0.125 at step 50" in gap
+    assert "first 3 at step 10; last 3 at step 50" in curves["Gradient of the first image layer"]
+    # Where the mining chooses nothing, the share says nothing; a log of before has none of the numbers.
+    assert "Anchors that took their hardest negative" not in dict(curves_svg(lines_of("hardest", 10, 20, **numbers)))
+    assert list(dict(curves_svg(lines_of("contrastive", 10)))) == ["Selectively contrastive loss"]
+    # Each drawing has ids of its own: they share one page.
+    ids = [identifier for svg in curves.values() for identifier in re.findall(r' id="([^"]+)"', svg)]
+    assert len(ids) == len(set(ids))

@@ -1,0 +1,124 @@
+"""What the settings of optimiser and steps do, number by number."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from itm_fast import cli, evaluation, models
+from itm_fast.data import PrecomputedDataset, Vocabulary
+from itm_fast.training.metrics_log import read_metrics
+from python_tests.helpers.concepts import write_concepts
+from python_tests.helpers.runs import config, make_trainer, run
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_concepts(tmp_path_factory.mktemp("concepts"))
+
+
+@pytest.fixture
+def threads() -> Iterator[int]:
+    before = torch.get_num_threads()
+    yield before
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_two_steps_of_adam_by_its_equations(data: Path, tmp_path: Path, optimizer: str) -> None:
+    """Unequal betas, and a decay that Adam adds to the gradient and AdamW takes from the weights (Algorithms 1, 2)."""
+    rate, beta1, beta2, decay = 0.01, 0.6, 0.95, 0.3
+    trainer = make_trainer(
+        config(data, tmp_path, optimizer=optimizer, lr=rate, beta1=beta1, beta2=beta2, weight_decay=decay)
+    )
+    generator = torch.Generator().manual_seed(5)
+    parameters = list(trainer.model.parameters())
+    expected = [parameter.detach().double() for parameter in parameters]
+    first = [torch.zeros_like(values) for values in expected]
+    second = [torch.zeros_like(values) for values in expected]
+    for step in (1, 2):
+        for index, parameter in enumerate(parameters):
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            gradient = parameter.grad.double()
+            if optimizer == "adam":
+                gradient = gradient + decay * expected[index]
+            else:
+                expected[index] = expected[index] * (1 - rate * decay)
+            first[index] = beta1 * first[index] + (1 - beta1) * gradient
+            second[index] = beta2 * second[index] + (1 - beta2) * gradient**2
+            unbiased = first[index] / (1 - beta1**step), second[index] / (1 - beta2**step)
+            expected[index] = expected[index] - rate * unbiased[0] / (unbiased[1].sqrt() + 1e-8)
+        trainer.stepper.scenario.target.optimizer.step()
+    for parameter, values in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.detach().double(), values, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("grad_clip", "clipped"), [(0.0, False), (0.05, True), (1e6, False)])
+def test_the_gradient_is_clipped_where_asked(data: Path, tmp_path: Path, grad_clip: float, clipped: bool) -> None:
+    trainer = make_trainer(config(data, tmp_path, grad_clip=grad_clip))
+    before = trainer._step(trainer.train_data.batch([0, 5, 10, 15, 20]))["grad_norm"]
+    after = float(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]).norm())
+    assert before > 0.05
+    assert after == pytest.approx(grad_clip if clipped else before, rel=1e-4)
+
+
+@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [50, 50, 20]), (True, [50, 50])])
+def test_a_last_batch_that_is_not_full(data: Path, tmp_path: Path, drop_last: bool, sizes: list[int]) -> None:
+    trainer = make_trainer(config(data, tmp_path, batch_size=50, drop_last=drop_last))
+    batches = trainer._batches(0)
+    epochs = [[next(batches) for _ in sizes] for _ in range(2)]
+    assert trainer.steps_per_epoch == len(sizes)
+    for epoch in epochs:
+        assert [len(batch) for batch in epoch] == sizes
+        assert len(torch.cat([batch.caption_index for batch in epoch]).unique()) == sum(sizes)
+
+
+def test_validation_looks_at_the_first_images(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(config(data, out, epochs=1, validation_images=4))
+    (line,) = [line for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "validation"]
+    dev = PrecomputedDataset(data, "dev", Vocabulary.from_file(out / "vocab.json"))
+    expected = evaluation.evaluate(models.load(out), dev, first_images=4)
+    assert {key: line[key] for key in expected} == expected
+    assert expected != evaluation.evaluate(models.load(out), dev)
+
+
+def test_threads_are_set(data: Path, tmp_path: Path, threads: int) -> None:
+    run(config(data, tmp_path / "run", epochs=1))
+    assert torch.get_num_threads() == threads
+    run(config(data, tmp_path / "more", epochs=1, threads=threads + 1))
+    assert torch.get_num_threads() == threads + 1
+    arguments = ["--checkpoint", str(tmp_path / "run"), "--data", str(data), "--threads", str(threads + 2)]
+    assert cli.run(["evaluate", *arguments]) == 0
+    assert torch.get_num_threads() == threads + 2
+
+
+def test_training_without_negatives_is_noticed(data: Path, tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match="nothing can be learned: a step has one caption, and so no pair has a negative"
+    ):
+        run(config(data, tmp_path / "one", epochs=1, batch_size=1))
+    assert {line["loss"] for line in read_metrics(tmp_path / "one" / "metrics.jsonl") if line["kind"] == "train"} == {0}
+
+    single = write_concepts(tmp_path / "single", n_train=1)
+    settings = config(single, tmp_path / "same", epochs=1, batch_size=5)
+    with pytest.warns(UserWarning, match="nothing can be learned: all captions are of one image, and so no pair has"):
+        run(settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "nothing can be learned")
+        run(attrs.evolve(settings, out=str(tmp_path / "counted"), exclude_same_image=False))
+        run(config(data, tmp_path / "many", epochs=1))
+
+
+def test_images_without_captions_do_not_count(tmp_path: Path) -> None:
+    data = write_concepts(tmp_path / "data", n_train=2)
+    (data / "train_cap2im.txt").write_text("1\n" * 10)
+    assert len(np.load(data / "train_ims.npy")) == 2
+    with pytest.warns(UserWarning, match="all captions are of one image"):
+        run(config(data, tmp_path / "run", epochs=1, batch_size=5))

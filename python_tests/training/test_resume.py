@@ -1,0 +1,235 @@
+"""What a resumed run accepts, and what it makes up for."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from itm_fast.data import Vocabulary
+from itm_fast.training import Trainer
+from itm_fast.training import trainer as trainer_module
+from itm_fast.training.checkpoint import load_state, save_state
+from itm_fast.training.metrics_log import read_metrics
+from python_tests.helpers.concepts import write_concepts
+from python_tests.helpers.runs import config, run, same, stop_at, weights
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_concepts(tmp_path_factory.mktemp("concepts"))
+
+
+def steps(out: Path, kind: str) -> list[int]:
+    return [line["step"] for line in read_metrics(out / "metrics.jsonl") if line["kind"] == kind]
+
+
+def change_caption(folder: Path) -> str:
+    path = folder / "train_caps.txt"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[1:], lines[0]]) + "\n")
+    return path.name
+
+
+def change_images(folder: Path) -> str:
+    (folder / "train_cap2im.txt").write_text("".join(f"{23 - index // 5}\n" for index in range(120)))
+    return "train_caps.txt"
+
+
+def change_features(folder: Path) -> str:
+    path = folder / "dev_ims.npy"
+    np.save(path, np.load(path) * 1.001)
+    return path.name
+
+
+def change_dtype(folder: Path) -> str:
+    path = folder / "train_ims.npy"
+    np.save(path, np.load(path).astype(np.float64))
+    return path.name
+
+
+@pytest.mark.parametrize("change", [change_caption, change_images, change_features, change_dtype])
+def test_other_data_of_the_same_size_are_refused(data: Path, tmp_path: Path, change: object) -> None:
+    settings = config(data, tmp_path / "run", epochs=1)
+    run(settings)
+    other = shutil.copytree(data, tmp_path / "other")
+    moved = attrs.evolve(settings, data=str(other), epochs=2)
+    name = change(other)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    with pytest.raises(ValueError, match=f"^{name}: its content is not what the run to resume was started with"):
+        run(moved, resume=True)
+    assert {path: path.read_bytes() for path in before} == before, "a refused resume writes nothing"
+
+
+def test_the_same_data_in_another_folder_are_accepted(data: Path, tmp_path: Path) -> None:
+    settings = config(data, tmp_path / "run", epochs=1)
+    run(settings)
+    other = shutil.copytree(data, tmp_path / "other")
+    assert run(attrs.evolve(settings, data=str(other), epochs=2), resume=True).steps == 8
+
+
+def test_another_vocabulary_is_refused(data: Path, tmp_path: Path) -> None:
+    settings = config(data, tmp_path / "run", epochs=1)
+    run(settings)
+    words = Vocabulary.from_file(tmp_path / "run" / "vocab.json").words
+    Vocabulary([*words[:5], *words[:4:-1]]).save(tmp_path / "run" / "vocab.json")
+    with pytest.raises(ValueError, match=r"^vocab.json: its content is not what the run to resume was started with"):
+        run(attrs.evolve(settings, epochs=2), resume=True)
+
+
+@pytest.mark.parametrize("unit", ["epoch", "step"])
+def test_a_validation_that_fails_loses_no_step(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: str
+) -> None:
+    """The steps before it are kept, and the resumed run starts with the validation that is missing."""
+    every = {"epoch": 1, "step": 3}[unit]
+    settings = config(data, tmp_path / "whole", validate_unit=unit, validate_every=every)
+    run(settings)
+    parts = attrs.evolve(settings, out=str(tmp_path / "parts"))
+    with monkeypatch.context() as patch:
+
+        def failing(*_arguments: object, **_options: object) -> dict[str, float]:
+            raise RuntimeError("power cut")
+
+        patch.setattr(trainer_module, "evaluate", failing)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run(parts)
+    assert load_state(parts.out)["position"] == {"epoch": 4, "step": 3}[unit]
+    result = run(parts, resume=True)
+    assert (result.steps, result.finished) == (8, True)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    logs = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts")]
+    for line in [*logs[0], *logs[1]]:
+        del line["seconds"]
+    assert logs[0] == logs[1]
+    assert [line["step"] for line in logs[1] if line["kind"] == "validation"] == {"epoch": [4, 8], "step": [3, 6, 8]}[
+        unit
+    ]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40])
+def test_a_validation_that_the_log_has_is_not_repeated(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    """The state is saved once, before the validation; a line that was cut off does not count."""
+    settings = config(data, tmp_path / "whole")
+    saved: list[int] = []
+    save = trainer_module.checkpoint.save_state
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            trainer_module.checkpoint,
+            "save_state",
+            lambda run, state: saved.append(state["position"]) or save(run, state),
+        )
+        run(settings)
+    assert saved == [4, 8]
+    parts = attrs.evolve(settings, out=str(tmp_path / "parts"))
+    step = Trainer._step
+    with monkeypatch.context() as patch:
+
+        def failing(self: Trainer, batch: object) -> dict[str, float]:
+            if self.engine.state.iteration == 7:
+                raise RuntimeError("power cut")
+            return step(self, batch)
+
+        patch.setattr(Trainer, "_step", failing)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run(parts)
+    assert load_state(parts.out)["best"] == {}
+    if cut:
+        log = tmp_path / "parts" / "metrics.jsonl"
+        lines = log.read_bytes().splitlines(keepends=True)
+        assert steps(tmp_path / "parts", "validation") == [4]
+        log.write_bytes(b"".join(lines[:3])[:-cut])
+    evaluate, validated = trainer_module.evaluate, []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            trainer_module, "evaluate", lambda *args, **options: validated.append(1) or evaluate(*args, **options)
+        )
+        result = run(parts, resume=True)
+    assert len(validated) == (2 if cut else 1)
+    logs = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts")]
+    for line in [*logs[0], *logs[1]]:
+        del line["seconds"]
+    assert logs[0] == logs[1]
+    best = max((line for line in logs[0] if line["kind"] == "validation"), key=lambda line: line["rsum"])
+    assert (result.best_step, result.best["rsum"]) == (best["step"], best["rsum"])
+    assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (
+        tmp_path / "parts" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_fewer_epochs_than_were_done_are_refused(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config(data, tmp_path / "run", epochs=3, validate_every=3)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 6)
+        assert run(settings).best == {}
+    with pytest.raises(ValueError, match=r"epochs: 1 epochs are 4 steps, but the run in .*run has done 6"):
+        run(attrs.evolve(settings, epochs=1), resume=True)
+    result = run(attrs.evolve(settings, epochs=2), resume=True)
+    assert (result.steps, result.best_step) == (8, 8)
+
+
+def test_a_run_that_ends_where_it_was_stopped_is_validated(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(data, tmp_path / "run", epochs=3, validate_every=3)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 4)
+        assert run(settings).best == {}
+    result = run(attrs.evolve(settings, epochs=1), resume=True)
+    assert (result.steps, result.best_step, result.finished) == (4, 4, True)
+    assert steps(tmp_path / "run", "validation") == [4]
+    assert result.best["rsum"] > 0
+
+
+def test_the_log_keeps_its_last_steps(data: Path, tmp_path: Path) -> None:
+    """Eight steps in lines of three, three and two; then a run shorter than one line."""
+    whole, every = tmp_path / "whole", tmp_path / "every"
+    run(config(data, whole, log_every=3))
+    run(config(data, every, log_every=1))
+    assert steps(whole, "train") == [3, 6, 8]
+    means = [line["loss"] for line in read_metrics(whole / "metrics.jsonl") if line["kind"] == "train"]
+    losses = [line["loss"] for line in read_metrics(every / "metrics.jsonl") if line["kind"] == "train"]
+    assert means == pytest.approx([sum(losses[:3]) / 3, sum(losses[3:6]) / 3, sum(losses[6:]) / 2])
+    run(config(data, tmp_path / "short", epochs=1, log_every=100))
+    assert steps(tmp_path / "short", "train") == [4]
+    run(config(data, tmp_path / "short", epochs=2, log_every=100), resume=True)
+    assert steps(tmp_path / "short", "train") == [4, 8]
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"text", b"\x80\x02}q\x00."])
+def test_a_damaged_state_is_one_clear_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "last" / "checkpoint.pt"
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"checkpoint\.pt: ") as caught:
+        load_state(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert "weights_only" not in str(caught.value)
+
+
+def test_a_state_without_a_part_is_named(data: Path, tmp_path: Path) -> None:
+    settings = config(data, tmp_path / "run", epochs=1)
+    run(settings)
+    state = load_state(tmp_path / "run")
+    del state["scheduler"]
+    save_state(tmp_path / "run", state)
+    with pytest.raises(
+        ValueError, match=r"checkpoint.pt: the training state has no 'scheduler': damaged, or of another"
+    ):
+        run(settings, resume=True)
+
+
+def test_a_state_of_another_model_is_named(data: Path, tmp_path: Path) -> None:
+    settings = config(data, tmp_path / "run", epochs=1)
+    run(settings)
+    state = load_state(tmp_path / "run")
+    state["model"]["image_encoder.fc.bias"] = torch.zeros(3)
+    save_state(tmp_path / "run", state)
+    with pytest.raises(ValueError, match=r"checkpoint.pt: image_encoder.fc.bias: expected shape \(16,\), got \(3,\)"):
+        run(settings, resume=True)
