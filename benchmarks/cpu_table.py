@@ -81,7 +81,9 @@ def summary(results: Mapping[str, Any]) -> str:
     """Five figures in float32 with their accuracy, for the README and the start page."""
     measured, preset = results["workloads"], results["preset"]
     environment = results["environment"]
-    rows = [["float32", "loop over captions", "best packed PyTorch", "itm_fast", "speedup over the loop", "peak memory"]]
+    rows = [
+        ["float32", "loop over captions", "best packed PyTorch", "itm_fast", "speedup over the loop", "peak memory"]
+    ]
     size = f"{preset['batch']} x {preset['batch']}"
     names = {key: name for key, name in _names(preset).items() if key != "step all"}
     names["regulated scores"] = f"RCAR scores, {size}, no gradient"

@@ -5,7 +5,7 @@ Inside: `pictures`, `names`, `captions`, `image_ids`, `patches`, `pictures_of`, 
 
 3,621 distinct pictures of 72 x 72 pixels on white, five English captions each, in fixed splits: "train" 2,821, "dev"
 300 and "test" 500 pictures. A picture is in one split only. The words of every dev and test name occur with training
-pictures: what is new in them is the combination. `docs/guides/data.md` says how the data were made; licences lie beside the
+pictures: only their combination is new. `docs/guides/data.md` describes the data; licences are in the same folder as the
 files.
 """
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.processes import ROOT
-from helpers.processes import run as run_process
 
 from itm_fast.data import emoji
+from python_tests.helpers.processes import ROOT
+from python_tests.helpers.processes import run as run_process
 
 EXAMPLES = ROOT / "examples"
 
