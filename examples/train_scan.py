@@ -1,7 +1,4 @@
-"""Train SCAN on the bundled emoji pictures, or on your own data folder, and evaluate the best model.
-
-A full epoch on the emoji takes about 20 seconds on two CPU cores.
-"""
+"""Train SCAN on the bundled emoji pictures, or on your own data folder, and evaluate the best model."""
 
 from __future__ import annotations
 
