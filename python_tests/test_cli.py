@@ -286,7 +286,7 @@ def test_demo_trains_evaluates_and_reports(
 
     for option, value, said in (
         ("--minutes", "0", "minutes: expected a finite number above 0, got 0"),
-        ("--mining", "easy", "mining: expected one of hardest, all, selective, semi_hard, contrastive, got 'easy'"),
+        ("--mining", "easy", "mining: expected one of hardest, all, selective, semi_hard, sct, got 'easy'"),
     ):
         assert error(capsys, "demo", "--out", out, option, value) == (1, said)
 

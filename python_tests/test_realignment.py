@@ -209,7 +209,7 @@ def test_the_loss_with_another_batch_equals_its_loops(mining: str) -> None:
         ("selective", {}),
         ("selective", {"selective_divisor": "negatives", "halve": True}),
         ("semi_hard", {}),
-        ("contrastive", {"halve": True}),
+        ("sct", {"halve": True}),
     ],
 )
 def test_the_loss_with_another_batch_takes_every_mining(mining: str, options: dict) -> None:

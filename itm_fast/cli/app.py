@@ -23,10 +23,12 @@ from itm_fast.cli.curves import curves
 from itm_fast.cli.demo import demo
 from itm_fast.cli.evaluate import evaluate
 from itm_fast.cli.explain import explain
+from itm_fast.cli.model_list import models
+from itm_fast.cli.options import Command, Group
 from itm_fast.cli.printing import printable
 from itm_fast.cli.realign import realign
 from itm_fast.cli.recipes import recipes
-from itm_fast.cli.train import train
+from itm_fast.cli.train import TrainCommand, train
 from itm_fast.distributed.launch import launched
 from itm_fast.distributed.world import joined_before
 from itm_fast.messages import shortened
@@ -43,13 +45,14 @@ def _help_text(command: Callable[..., object]) -> str:
 
 app = typer.Typer(
     name="itm-fast",
+    cls=Group,
     no_args_is_help=True,
     help="Image-text matching: train, evaluate, benchmark.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, recipes, evaluate, explain, curves, realign, convert, bench):
-    app.command(help=_help_text(command))(command)
+for command in (demo, train, recipes, models, evaluate, explain, curves, realign, convert, bench):
+    app.command(help=_help_text(command), cls=TrainCommand if command is train else Command)(command)
 app.add_typer(data.app, name="data")
 
 # The base class of usage errors is not public in every version of typer, but the public one derives from it.

@@ -40,7 +40,7 @@ def demo(
     mining: Annotated[
         str,
         typer.Option(
-            metavar="hardest|all|selective|semi_hard|contrastive",
+            metavar="NAME",
             help="Negatives of the loss; selective: SelHN, whose choice the report then draws.",
         ),
     ] = "hardest",

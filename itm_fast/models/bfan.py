@@ -42,6 +42,7 @@ class BFAN(FragmentModel):
     """Words attend to regions and regions to words, irrelevant fragments lose their attention; the scores add up."""
 
     name = "bfan"
+    summary = "BFAN: bidirectional focal attention (Liu et al., ACM MM 2019)."
     Config = BFANConfig
 
     def __init__(self, config: BFANConfig) -> None:

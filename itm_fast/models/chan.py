@@ -42,6 +42,7 @@ class CHAN(FragmentModel):
     """Regions and words in one space; a caption's score is aggregated from each word's best region."""
 
     name = "chan"
+    summary = "CHAN: hard assignment of each word to its best region (Pan et al., CVPR 2023)."
     Config = CHANConfig
 
     def __init__(self, config: CHANConfig) -> None:

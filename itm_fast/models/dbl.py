@@ -38,6 +38,9 @@ class DBL(FragmentModel):
     """
 
     name = "dbl"
+    summary = (
+        "Baseline of Deep Boosting Learning: cross-attention and a similarity vector (Diao et al., IEEE TIP 2024)."
+    )
     Config = DBLConfig
 
     def __init__(self, config: DBLConfig) -> None:

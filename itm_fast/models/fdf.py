@@ -57,6 +57,7 @@ class FDF(FragmentModel):
     """
 
     name = "fdf"
+    summary = "FDF around chan, scan or vse_infty; train --conversions N makes it (Zhou et al., AAAI 2025)."
     Config = FDFConfig
 
     def __init__(self, config: FDFConfig) -> None:

@@ -66,6 +66,7 @@ class SCAN(FragmentModel):
     """Regions and words in one space, scored by attention of the one over the other."""
 
     name = "scan"
+    summary = "SCAN: stacked cross-attention between regions and words (Lee et al., ECCV 2018)."
     Config = SCANConfig
 
     def __init__(self, config: SCANConfig) -> None:

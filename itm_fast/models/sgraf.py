@@ -51,6 +51,7 @@ class SGRAF(FragmentModel):
     """Words attend to regions; the vectors of similarity, a global one and one per word, are reasoned about."""
 
     name = "sgraf"
+    summary = "SGRAF: similarity graph reasoning and attention filtration (Diao et al., AAAI 2021)."
     Config = SGRAFConfig
     scoring_parts = ("region_pool", "word_pool", "similarity")
 

@@ -48,6 +48,7 @@ class VSEPP(MatchingModel):
     """The mean of an image's regions and the last state of a caption's GRU in one space, scored by their cosine."""
 
     name = "vsepp"
+    summary = "VSE++: one vector per item (Faghri et al., BMVC 2018)."
     Config = VSEPPConfig
 
     def __init__(self, config: VSEPPConfig) -> None:

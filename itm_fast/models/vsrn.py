@@ -40,6 +40,7 @@ class VSRN(FragmentModel):
     """Regions in a graph and a GRU over them make the image, the last state of a GRU the caption; scored by cosine."""
 
     name = "vsrn"
+    summary = "VSRN: region relationship reasoning, one vector per item (Li et al., ICCV 2019)."
     Config = VSRNConfig
 
     def __init__(self, config: VSRNConfig) -> None:

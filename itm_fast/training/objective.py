@@ -36,7 +36,7 @@ __all__ = [
     "without_idle",
 ]
 
-MINING = ("hardest", "all", "selective", "semi_hard", "contrastive")
+MINING = ("hardest", "all", "selective", "semi_hard", "sct")
 # The negatives that each loss takes.
 _MINING: Mapping[str, tuple[str, ...]] = {"triplet": MINING, "polynomial": ("hardest",), "cmpm": ("all",)}
 LOSSES = tuple(_MINING)
@@ -68,13 +68,13 @@ _DEPENDENT: Sequence[tuple[str, str, tuple[str, ...]]] = (
     ("anchor", "scenario", ("oas",)),
     ("anchor_start", "scenario", ("oas",)),
     ("branches", "scenario", ("oss",)),
-    ("momentum", "scenario", ("mss",)),
+    ("ema_decay", "scenario", ("mss",)),
     *((name, "scenario", ("addr",)) for name in ADVERSARIAL),
 )
 # As these, but only where a setting of a recipe gives way: a run is refused otherwise.
 _OF_REALIGNMENT = tuple((name, "realignment", (True,)) for name in ("other_batches", "online_weight"))
 _OF_CONVERSIONS = (
-    "conversion", "conversion_residual", "reweighting", "normalize_fused", "realignment", "other_batches",
+    "conversion_layer", "conversion_residual", "reweighting", "normalize_fused", "realignment", "other_batches",
     "online_weight",
 )  # fmt: skip
 

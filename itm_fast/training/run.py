@@ -159,7 +159,7 @@ def _opening(trainer: Trainer, vocabulary: Vocabulary, vocabulary_source: Path |
     elif config.scenario != "single":
         yield f"scenario: {config.scenario}, boosting: {described_boosting(config)}"
     if config.scenario == "mss":
-        share = kept_share(config.epochs * trainer.steps_per_epoch, config.momentum)
+        share = kept_share(config.epochs * trainer.steps_per_epoch, config.ema_decay)
         yield f"moving average: keeps {share:.3g} of its first weights to the end"
 
 
@@ -205,7 +205,7 @@ def _model(config: TrainConfig, options: dict[str, Any]) -> models.MatchingModel
         host=config.model,
         host_options=options,
         conversions=config.conversions,
-        conversion=config.conversion,
+        conversion=config.conversion_layer,
         conversion_residual=config.conversion_residual,
         reweighting=config.reweighting,
         normalize_fused=config.normalize_fused,
