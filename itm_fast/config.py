@@ -1,8 +1,8 @@
 """Typed settings: what a model's or a training run's configuration is made of.
 
 Inside: `setting` (a field with its help text and bounds), `other_default` (a field of another class with a default of
-its own), `build` (from names and values, unknown names refused), `with_present_names` (former names replaced), `to_dict`,
-`from_text` (one value from the command line), `fields_of`, `unknown_name`.
+its own), `build` (from names and values, unknown names refused), `with_present_names` (former names replaced), `renamed`,
+`to_dict`, `from_text` (one value from the command line), `fields_of`, `unknown_name`.
 
 A configuration is a frozen attrs class whose fields are all made by `setting`. Values come as Python objects, from YAML
 or from the command line; nothing in a configuration is ever imported or evaluated.
@@ -130,9 +130,7 @@ def _present_choice(former: Mapping[str, str], value: Any) -> Any:
 def other_default(cls: type, name: str, default: Any) -> Any:
     """The field `name` of the configuration class `cls` with another default, for a class that derives from it."""
     field = fields_of(cls)[name]
-    return attrs.field(
-        default=default, validator=field.validator, metadata=field.metadata, converter=field.converter
-    )
+    return attrs.field(default=default, validator=field.validator, metadata=field.metadata, converter=field.converter)
 
 
 def fields_of(cls: type) -> dict[str, attrs.Attribute[Any]]:

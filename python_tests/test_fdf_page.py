@@ -10,7 +10,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 # What the rows of the experiment differ in.
-METHOD = ("conversions", "conversion", "reweighting", "realignment", "other_batches", "seed")
+METHOD = ("conversions", "conversion_layer", "reweighting", "realignment", "other_batches", "seed")
 
 
 def test_the_example_runs() -> None:

@@ -12,7 +12,7 @@ from itm_fast.cli.options import default_text, meaning
 
 def models(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Print the settings of this model.", show_default=False)
+        str | None, typer.Argument(metavar="NAME", help="Print the settings of this model.", show_default=False)
     ] = None,
 ) -> None:
     """List the models that train --model takes, or print the settings of one.

@@ -34,7 +34,11 @@ class _PlainFlags:
 
 
 class Command(_PlainFlags, TyperCommand):
-    """A command whose help shows flags without a value."""
+    """A command whose help shows flags without a value, and each paragraph of its docstring at any width."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in (self.help or "").split("\n\n"))
 
 
 class Group(_PlainFlags, TyperGroup):

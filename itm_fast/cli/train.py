@@ -25,10 +25,11 @@ class TrainCommand(Command):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the common options in one panel, without what --help-all says about them all."""
-        for parameter in self.params:
+        parameters: list[Any] = self.params
+        for parameter in parameters:
             parameter.hidden = parameter.hidden or parameter.name not in COMMON
             parameter.rich_help_panel = None
-        self.params.sort(key=lambda parameter: COMMON.index(parameter.name) if parameter.name in COMMON else -1)
+        parameters.sort(key=lambda parameter: COMMON.index(parameter.name) if parameter.name in COMMON else -1)
         self.help = (self.help or "").split("\n\n")[0]
         self.epilog = (
             "--help-all adds the options of RCAR, SelHN, DBL, ADDR and FDF, schedules, data augmentation, large "
@@ -38,10 +39,11 @@ class TrainCommand(Command):
 
     def format_all_help(self, ctx: Any, formatter: Any) -> None:
         """Print all options in panels by task; the --no- form of a flag is left to the text."""
-        for parameter in self.params:
+        parameters: list[Any] = self.params
+        for parameter in parameters:
             parameter.secondary_opts = []
         order = {name: number for number, name in enumerate(GROUPS)}
-        self.params.sort(key=lambda parameter: order.get(getattr(parameter, "rich_help_panel", None), -1))
+        parameters.sort(key=lambda parameter: order.get(parameter.rich_help_panel, -1))
         super().format_help(ctx, formatter)
 
 
@@ -114,8 +116,10 @@ def train(
 
     published = recipes.load(recipe).settings if recipe is not None else {}
     if steps is not None:
+        if regulator_steps is not None:
+            raise ValueError("--steps: the former name of --regulator-steps; give the new name alone")
         warnings.warn(settings.renamed("--steps", "--regulator-steps"), FutureWarning, stacklevel=2)
-        regulator_steps = steps if regulator_steps is None else regulator_steps
+        regulator_steps = steps
     regulation = given_options({"regulator": regulator, "steps": regulator_steps})
     model_options = _model_options(model_option or []) | regulation
     options = {"model_options": model_options} if model_options else {}

@@ -36,9 +36,7 @@ class TrainConfig:
     """Everything that a training run depends on. Numbers of steps are optimiser steps."""
 
     data: str = setting(group=DATA, metavar="DIR", help="Data folder or feature store.", free_on_resume=True)
-    out: str = setting(
-        group=OUTPUT, metavar="RUN", help="Run directory: best model, state, log.", free_on_resume=True
-    )
+    out: str = setting(group=OUTPUT, metavar="RUN", help="Run directory: best model, state, log.", free_on_resume=True)
     vocab: str | None = setting(
         None,
         group=DATA,
@@ -138,9 +136,7 @@ class TrainConfig:
     lr_decay_every: int = setting(
         15, group=OPTIMIZER, minimum=1, help="Epochs or steps between two decays (step schedule)."
     )
-    lr_decay_unit: str = setting(
-        "epoch", group=OPTIMIZER, help="Unit of --lr-decay-every.", choices=("epoch", "step")
-    )
+    lr_decay_unit: str = setting("epoch", group=OPTIMIZER, help="Unit of --lr-decay-every.", choices=("epoch", "step"))
     lr_decay_factor: float = setting(
         0.1, group=OPTIMIZER, above=0, maximum=1, help="Factor of each decay (step schedule)."
     )
@@ -173,8 +169,8 @@ class TrainConfig:
     selective_divisor: str = setting(
         "batch",
         group=SELHN,
-        help="Divisor of the sum over all negatives with --mining selective: the batch size B (paper) or B - 1 "
-        "(authors' code).",
+        help="Divisor of the sum over all negatives with --mining selective: the batch size B (batch; paper), or "
+        "B - 1 (negatives; authors' code).",
         choices=("batch", "negatives"),
     )
     halve_loss: bool = setting(
@@ -344,9 +340,7 @@ class TrainConfig:
         help="Steps between two saves of the last state; epochs and validations save it, too.",
         free_on_resume=True,
     )
-    tensorboard: bool = setting(
-        False, group=OUTPUT, help="Write the log for TensorBoard as well.", free_on_resume=True
-    )
+    tensorboard: bool = setting(False, group=OUTPUT, help="Write the log for TensorBoard as well.", free_on_resume=True)
 
     device: str = setting("cpu", group=MACHINE, help="Device, for example cpu or cuda.", free_on_resume=True)
     precision: str = setting(
