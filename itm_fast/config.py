@@ -1,8 +1,8 @@
 """Typed settings: what a model's or a training run's configuration is made of.
 
 Inside: `setting` (a field with its help text and bounds), `other_default` (a field of another class with a default of
-its own), `build` (from names and values, unknown names refused), `with_present_names` (former names replaced), `renamed`,
-`to_dict`, `from_text` (one value from the command line), `fields_of`, `unknown_name`.
+its own), `build` (from names and values, unknown names refused), `with_present_names` (former names replaced),
+`renamed` (the note for one), `to_dict`, `from_text` (a value from the command line), `fields_of`, `unknown_name`.
 
 A configuration is a frozen attrs class whose fields are all made by `setting`. Values come as Python objects, from YAML
 or from the command line; nothing in a configuration is ever imported or evaluated.

@@ -50,11 +50,11 @@ def test_old_options_work_with_a_note(data: Path, tmp_path: Path) -> None:
 
 
 def test_the_note_is_one_line_on_stderr(data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warnings, "showwarning", warnings.showwarning)
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")
-            cli.main(["train", "--data", str(data), "--out", str(tmp_path / "run"), "--momentum", "2"])
+    arguments = ["train", "--data", str(data), "--out", str(tmp_path / "run"), "--momentum", "2"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
     assert ended.value.code == 1
     assert capfd.readouterr().err.splitlines() == [
         f"itm-fast: warning: {note('--momentum', '--ema-decay')}",

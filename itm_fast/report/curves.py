@@ -51,7 +51,7 @@ _LOSSES = {
     "selective": "Loss with selectively hard negatives",
     "semi_hard": "Loss with semi-hard negatives",
     "sct": "Selectively contrastive triplet loss",
-    "contrastive": "Selectively contrastive triplet loss",  # logs of version 0.1
+    "contrastive": "Selectively contrastive triplet loss",  # The former name, in older logs.
 }
 # With the others every anchor takes its hardest negative, or none does.
 _SELECTING = ("selective", "semi_hard")
