@@ -1,8 +1,8 @@
 """Typed settings: what a model's or a training run's configuration is made of.
 
 Inside: `setting` (a field with its help text and bounds), `other_default` (a field of another class with a default of
-its own), `build` (from names and values, unknown names refused), `to_dict`, `from_text` (one value from the command
-line), `fields_of`, `unknown_name`.
+its own), `build` (from names and values, unknown names refused), `with_present_names` (former names replaced),
+`renamed` (the note for one), `to_dict`, `from_text` (a value from the command line), `fields_of`, `unknown_name`.
 
 A configuration is a frozen attrs class whose fields are all made by `setting`. Values come as Python objects, from YAML
 or from the command line; nothing in a configuration is ever imported or evaluated.
@@ -15,6 +15,7 @@ import functools
 import math
 import types
 import typing
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ import attrs
 from itm_fast.files.documents import parse_yaml
 from itm_fast.files.messages import shown
 
-__all__ = ["build", "fields_of", "from_text", "other_default", "setting", "to_dict"]
+__all__ = ["build", "fields_of", "from_text", "other_default", "renamed", "setting", "to_dict", "with_present_names"]
 
 Config = TypeVar("Config")
 _BOUNDS = {"minimum": "at least", "above": "above", "maximum": "at most", "below": "below"}
@@ -40,7 +41,10 @@ def setting(
     below: float | None = None,
     factory: Any = None,
     group: str = "Options",
+    metavar: str | None = None,
     free_on_resume: bool = False,
+    former: str | None = None,
+    former_choices: Mapping[str, str] | None = None,
 ) -> Any:
     """A field of a configuration class.
 
@@ -51,24 +55,82 @@ def setting(
         minimum, above, maximum, below: bounds of a number; `above` and `below` exclude the bound itself.
         factory: makes the default where it is a container.
         group: the heading under which `--help` and the documentation list the field.
+        metavar: what `--help` shows as the value; by default a word for the type.
         free_on_resume: a resumed training run may change this field.
+        former: the name of the field in the release before; `with_present_names` reads it.
+        former_choices: allowed strings by their names in the release before; they still work, with a `FutureWarning`.
     """
     metadata = {
         "help": help,
         "choices": tuple(choices) if choices else None,
         "bounds": {"minimum": minimum, "above": above, "maximum": maximum, "below": below},
         "group": group,
+        "metavar": metavar,
         "free_on_resume": free_on_resume,
+        "former": former,
+        "former_choices": former_choices or {},
     }
     if factory is not None:
         return attrs.field(factory=factory, validator=_validate, metadata=metadata)
-    return attrs.field(default=default, validator=_validate, metadata=metadata)
+    converter = functools.partial(_present_choice, former_choices) if former_choices else None
+    return attrs.field(default=default, validator=_validate, metadata=metadata, converter=converter)
+
+
+def renamed(old: str, new: str) -> str:
+    """The note for a name that still works in this release."""
+    return f"{old} is now {new}; the old name goes away in the next release"
+
+
+def with_present_names(
+    cls: type, values: Mapping[str, Any], prefix: str = "", *, quiet: bool = False
+) -> dict[str, Any]:
+    """Replace former names of fields of `cls`, and of their choices, in `values`.
+
+    Args:
+        cls: the configuration class.
+        values: names and values.
+        prefix: stands before the names in messages; with one, they are options such as `--batch-size`.
+        quiet: give no `FutureWarning` for a former name, as for files that the package itself has written.
+
+    Raises:
+        ValueError: `values` has a field under both of its names.
+    """
+
+    def replaced(old: str, new: str) -> str:
+        if not quiet:
+            warnings.warn(renamed(old, new), FutureWarning, stacklevel=3)
+        return new
+
+    def shown_as(name: str) -> str:
+        return prefix + name.replace("_", "-") if prefix else name
+
+    result = dict(values)
+    for name, field in fields_of(cls).items():
+        former = field.metadata["former"]
+        if former in result:
+            if name in result:
+                raise ValueError(f"{shown_as(former)}: the former name of {shown_as(name)}; give the new name alone")
+            replaced(shown_as(former), shown_as(name))
+            result[name] = result.pop(former)
+        value = result.get(name)
+        if isinstance(value, str) and value in field.metadata["former_choices"]:
+            new = field.metadata["former_choices"][value]
+            replaced(f"{shown_as(name)} {value}", f"{shown_as(name)} {new}")
+            result[name] = new
+    return result
+
+
+def _present_choice(former: Mapping[str, str], value: Any) -> Any:
+    if not isinstance(value, str) or value not in former:
+        return value
+    warnings.warn(renamed(value, former[value]), FutureWarning, stacklevel=3)
+    return former[value]
 
 
 def other_default(cls: type, name: str, default: Any) -> Any:
     """The field `name` of the configuration class `cls` with another default, for a class that derives from it."""
     field = fields_of(cls)[name]
-    return attrs.field(default=default, validator=field.validator, metadata=field.metadata)
+    return attrs.field(default=default, validator=field.validator, metadata=field.metadata, converter=field.converter)
 
 
 def fields_of(cls: type) -> dict[str, attrs.Attribute[Any]]:

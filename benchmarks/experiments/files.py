@@ -288,7 +288,8 @@ def result_of(experiment: Experiment, run: Run, results: Path) -> dict[str, Any]
 
 def _with_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
     """An identity with settings that came later, which had their defaults then; that of the anchor, too."""
-    found = {**identity, "train": {**_kept(TrainConfig(data="", out="")), **identity["train"]}}
+    train = settings.with_present_names(TrainConfig, identity["train"], quiet=True)
+    found = {**identity, "train": {**_kept(TrainConfig(data="", out="")), **train}}
     anchor = identity.get("anchor")
     return {**found, "anchor": _with_defaults(anchor)} if isinstance(anchor, dict) and "train" in anchor else found
 

@@ -6,11 +6,9 @@ Every user error becomes one line `itm-fast: error: …` on stderr: exit status 
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,33 +21,30 @@ from itm_fast.cli.curves import curves
 from itm_fast.cli.demo import demo
 from itm_fast.cli.evaluate import evaluate
 from itm_fast.cli.explain import explain
+from itm_fast.cli.model_list import models
+from itm_fast.cli.options import Command, Group
 from itm_fast.cli.printing import printable
 from itm_fast.cli.realign import realign
 from itm_fast.cli.recipes import recipes
-from itm_fast.cli.train import train
+from itm_fast.cli.train import TrainCommand, train
 from itm_fast.distributed.launch import launched
 from itm_fast.distributed.world import joined_before
-from itm_fast.files.messages import shortened
+from itm_fast.files.messages import shortened, shown
 from itm_fast.version import __version__
 
 __all__ = ["app", "main", "run"]
 
 
-def _help_text(command: Callable[..., object]) -> str:
-    """The docstring with each paragraph on one line, so that the help fits any width."""
-    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-
-
 app = typer.Typer(
     name="itm-fast",
+    cls=Group,
     no_args_is_help=True,
-    help="Image-text matching: train, evaluate, benchmark.",
+    help="Train, evaluate and benchmark image-text matching models.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, recipes, evaluate, explain, curves, realign, convert, bench):
-    app.command(help=_help_text(command))(command)
+for command in (demo, train, recipes, models, evaluate, explain, curves, realign, convert, bench):
+    app.command(cls=TrainCommand if command is train else Command)(command)
 app.add_typer(data.app, name="data")
 
 # The base class of usage errors is not public in every version of typer, but the public one derives from it.
@@ -73,7 +68,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Image-text matching: train, evaluate, benchmark."""
+    """Train, evaluate and benchmark image-text matching models."""
     size, command = launched().size, context.invoked_subcommand
     if size > 1 and command is not None and command not in _SHARED:
         raise ValueError(f"{command}: runs in one process, got {size}; several can {' or '.join(_SHARED)}")
@@ -98,7 +93,7 @@ def run(arguments: list[str] | None = None) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()
         else:
-            _print_error(error.format_message())
+            _print_error(_with_value(error))
         return int(error.exit_code)
     except (ValueError, OSError) as error:
         _print_error(str(error))
@@ -120,6 +115,14 @@ def run(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         _print_error("interrupted")
         return 130
+
+
+def _with_value(error: Any) -> str:
+    """The message of a usage error, with the value that does not fit, which some versions of typer leave out."""
+    message: str = error.format_message()
+    details = getattr(error.__cause__, "errors", None)
+    value = details()[0].get("input") if callable(details) else None
+    return message if value is None or str(value) in message else f"{message}, got {shown(value)}"
 
 
 def _is_out_of_memory(error: Exception) -> bool:

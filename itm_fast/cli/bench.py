@@ -16,21 +16,21 @@ class _Device(str, Enum):
 
 
 def bench(
-    device: Annotated[_Device, typer.Option(help="Where to measure.")] = _Device.cpu,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all figures there.")] = None,
+    device: Annotated[_Device, typer.Option(metavar="NAME", help="Device to measure.")] = _Device.cpu,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all figures as JSON.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes and few runs: seconds, to see that it works.")
+        bool, typer.Option("--quick", help="Run small sizes a few times, in seconds, as a check of the benchmark.")
     ] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads; by default what torch uses.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="CPU threads; default: PyTorch's.")] = None,
 ) -> None:
-    """Measures scores and training steps of SCAN and RCAR, an evaluation and losses against plain PyTorch.
+    """Benchmark scores, training steps, evaluation and losses against plain PyTorch.
 
-    The baselines are the published per-caption loop and the packed form that a user could write, eager and under
-    torch.compile. All variants run interleaved in one process; peak memory is measured in a process for each. The full
-    benchmark takes about half an hour on two cores; leave the machine alone meanwhile. It needs about 12 GB of memory,
-    which is what RCAR's loop keeps for a training step.
+    The models are SCAN and RCAR. The baselines are the authors' loop over captions and a packed PyTorch form, eager and
+    under torch.compile. All variants run interleaved in one process; each peak memory is measured in its own process.
+    The full benchmark takes about half an hour on two idle cores and needs about 12 GB of memory, for a training step
+    of RCAR's loop.
 
-    On a GPU (--device cuda) the times are those of the device, between two CUDA events.
+    On a GPU (--device cuda) the table has device times, between two CUDA events.
     """
     import torch
     from tqdm import tqdm

@@ -10,26 +10,31 @@ import typer
 
 
 def convert(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint of published code (.pth.tar).")],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint of the authors' code (.pth.tar).")
+    ],
     source: Annotated[
         str,
-        typer.Option(metavar="NAME", help="Code that wrote the checkpoint: scan, sgraf, rcar, dbl, vse_infty, rvsepp."),
+        typer.Option(metavar="NAME", help="Source of the checkpoint: scan, sgraf, rcar, dbl, vse_infty or rvsepp."),
     ],
-    vocab: Annotated[Path, typer.Option(metavar="FILE", help="Vocabulary JSON that it was trained with.")],
-    out: Annotated[Path, typer.Option(metavar="RUN", help="Folder to write; it must not hold a model yet.")],
+    vocab: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="Vocabulary of its training: JSON, or vocab.txt or tokenizer.json of BERT."),
+    ],
+    out: Annotated[Path, typer.Option(metavar="RUN", help="Run directory to write; it must not hold another model.")],
     ignore_option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Unknown option of the checkpoint that changes no scores; repeatable."),
+        typer.Option(metavar="NAME", help="Do not warn of this unknown option of the checkpoint; repeatable."),
     ] = None,
     bert_heads: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Attention heads of its BERT. (default: a head for 64 channels, as published)"),
+        typer.Option(metavar="N", help="Attention heads of its BERT; default: one per 64 channels."),
     ] = None,
 ) -> None:
-    """Converts a checkpoint of published code into a RUN folder that evaluate takes.
+    """Convert a checkpoint of the authors' code into a run directory for evaluate.
 
-    Nothing in the checkpoint is executed: a file that holds more than tensors, plain values and the options of the
-    command line is refused.
+    Nothing in the checkpoint is executed: a file with anything but tensors, plain values and command-line options is
+    refused. An option of the checkpoint that the source does not have gives a warning.
     """
     from itm_fast import compat
 

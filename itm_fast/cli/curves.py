@@ -7,21 +7,24 @@ from typing import Annotated
 
 import typer
 
+from itm_fast.cli.models import check_run
+
 
 def curves(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of training runs.", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.", show_default=False)],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Figure to write: .svg, .png or .pdf.")] = Path(
         "curves.svg"
     ),
     label: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="Name of a run in the legend, one for each RUN; by default its folder's."),
+        typer.Option(metavar="TEXT", help="Legend text, one for each RUN; default: the folder names."),
     ] = None,
 ) -> None:
-    """Draws training runs over each other: what their losses do to gradients, and where they mine.
+    """Plot training curves of several runs: gradient norm, negative mining and validation recall.
 
-    Gradient of the first image layer, distance of the hardest negatives from the positives, share of the anchors that
-    took their hardest negative, and the validation's sum of recalls, as far as the logs of the runs have them.
+    The curves are the gradient norm of the first image layer, the score gap between the hardest negatives and the
+    positives, the share of anchors that use their hardest negative, and rsum on the validation split. Curves that no
+    log has are left out.
     """
     from itm_fast.files import atomic
     from itm_fast.files.run_files import METRICS
@@ -37,6 +40,7 @@ def curves(
     atomic.check_target(out)
     logs = {}
     for name, run in zip(names, runs, strict=True):
+        check_run(run)
         if not (run / METRICS).is_file():
             raise ValueError(f"{run}: holds no {METRICS}; it is no training run")
         logs[name] = read_metrics(run / METRICS, ("kind", "step"))

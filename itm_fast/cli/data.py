@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from itm_fast.cli.options import Command, Group
 from itm_fast.cli.printing import printable
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from itm_fast.data.check import Problem, Report
     from itm_fast.data.check_store import StoreReport
 
-app = typer.Typer(help="Write, pack and check data sets.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="Write, pack and check data sets.", no_args_is_help=True)
 
 
 class _Dtype(str, Enum):
@@ -33,12 +34,12 @@ def _root() -> None:
     """Write, pack and check data sets."""
 
 
-@app.command("emoji")
+@app.command("emoji", cls=Command)
 def emoji_command(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write to; made where it does not exist.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that have other content.")] = False,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; created if missing.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files with other content.")] = False,
 ) -> None:
-    """Writes the bundled emoji pictures and captions: train, dev and test, and their vocabulary (226 MB)."""
+    """Write the bundled emoji pictures and captions: train, dev, test and the vocabulary (226 MB)."""
     from itm_fast.data import emoji
 
     emoji.write_dataset(out, overwrite=overwrite)
@@ -48,23 +49,28 @@ def emoji_command(
     typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --model scan --out RUN")
 
 
-@app.command("pack")
+@app.command("pack", cls=Command)
 def pack_command(
-    data: Annotated[Path, typer.Option(metavar="DIR", help="Folder in the published layout.")],
-    out: Annotated[Path, typer.Option(metavar="STORE", help="Folder of the store; made where it does not exist.")],
-    dtype: Annotated[_Dtype, typer.Option(help="How features are stored.")] = _Dtype.bf16,
+    data: Annotated[
+        Path, typer.Option(metavar="DIR", help="Data folder in the layout of SCAN's precomputed features.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="STORE", help="Folder of the feature store; created if missing.")],
+    dtype: Annotated[_Dtype, typer.Option(metavar="NAME", help="Number format of the stored features.")] = _Dtype.bf16,
     split: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Split to pack, may be given again; by default all.")
+        list[str] | None, typer.Option(metavar="NAME", help="Split to pack; repeatable. Default: all.")
     ] = None,
-    vocab: Annotated[Path | None, typer.Option(metavar="FILE", help="Vocabulary JSON; by default as in train.")] = None,
+    vocab: Annotated[Path | None, typer.Option(metavar="FILE", help="Vocabulary JSON; default: as in train.")] = None,
     min_count: Annotated[
-        int, typer.Option(min=1, help="Least occurrences of a word in a vocabulary built from train_caps.txt.")
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Minimum occurrences of a word in a vocabulary built from train_caps.txt."
+        ),
     ] = 4,
 ) -> None:
-    """Packs a folder into a feature store: checksummed shards of features, and captions as token ids.
+    """Pack a data folder into a feature store: checksummed feature shards and tokenised captions.
 
-    Commands take the store wherever they take the folder. Memory stays small however large the folder is. The same
-    command again goes on with a store that was left unfinished.
+    Every command that takes the folder takes the store. Memory use does not grow with the folder. Run the same command
+    again to continue an interrupted one.
     """
     from itm_fast.data.pack import pack
 
@@ -80,21 +86,23 @@ def pack_command(
     typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --model scan --out RUN")
 
 
-@app.command("synthesize")
+@app.command("synthesize", cls=Command)
 def synthesize_command(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write to; made where it does not exist.")],
-    scale: Annotated[float, typer.Option(help="Share of COCO's images in each split.")] = 1.0,
-    regions: Annotated[int, typer.Option(help="Regions of an image.")] = 36,
-    width: Annotated[int, typer.Option(help="Numbers of a region.")] = 2048,
-    seed: Annotated[int, typer.Option(help="Seed of all that is random.")] = 0,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; created if missing.")],
+    scale: Annotated[float, typer.Option(metavar="X", help="Fraction of COCO's images in each split.")] = 1.0,
+    regions: Annotated[int, typer.Option(metavar="N", help="Regions per image.")] = 36,
+    width: Annotated[int, typer.Option(metavar="N", help="Feature width of a region.")] = 2048,
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 0,
     sparse: Annotated[
-        bool, typer.Option("--sparse", help="Leave most of each image zero, which takes no room on most disks.")
+        bool, typer.Option("--sparse", help="Leave most features zero, so that most file systems store little.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of a folder that has any.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace files in a folder that is not empty.")
+    ] = False,
 ) -> None:
-    """Writes data of COCO's counts, caption lengths and vocabulary that mean nothing, to rehearse long runs.
+    """Write random data with COCO's image counts, caption lengths and vocabulary size, to rehearse long runs.
 
-    At full size the features take 36.7 GB, with --sparse about 0.5 GB of the disk.
+    At full size the features take 36.7 GB on disk, or about 0.5 GB with --sparse.
     """
     from itm_fast.data.synthetic import COCO_IMAGES, write_synthetic
 
@@ -106,18 +114,18 @@ def synthesize_command(
     typer.echo(f"pack them with: itm-fast data pack --data {shlex.quote(str(out))} --out STORE")
 
 
-@app.command("check")
+@app.command("check", cls=Command)
 def check_command(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder or feature store to check.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Data folder or feature store to check.")],
     split: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Split to check, may be given again; by default all.")
+        list[str] | None, typer.Option(metavar="NAME", help="Split to check; repeatable. Default: all.")
     ] = None,
-    vocab: Annotated[Path | None, typer.Option(metavar="FILE", help="Vocabulary JSON; by default as in train.")] = None,
+    vocab: Annotated[Path | None, typer.Option(metavar="FILE", help="Vocabulary JSON; default: as in train.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
 ) -> None:
-    """Reads a whole data folder and lists everything that is wrong with it; exit status 1 where anything is.
+    """Read a whole data folder and list its problems; the exit status is 1 if there are any.
 
-    Of a feature store the files are compared with their checksums.
+    The files of a feature store are compared with their checksums, which detects flipped bits.
     """
     import attrs
 

@@ -33,25 +33,29 @@ HITS = 5
 
 
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for data, run and report.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the data, the run and the report.")] = Path(
+        "runs/demo"
+    ),
     minutes: Annotated[
-        float, typer.Option(help="Train for about so long at most: a slow machine gets fewer epochs.")
+        float, typer.Option(metavar="X", help="Maximum training time; a slow machine trains fewer epochs.")
     ] = 8.0,
     mining: Annotated[
         str,
         typer.Option(
-            metavar="hardest|all|selective|semi_hard|contrastive",
-            help="Negatives of the loss; selective: SelHN, whose choice the report then draws.",
+            metavar="NAME",
+            help="Negatives: hardest, all, selective (SelHN), semi_hard (SHN) or sct (SCT).",
         ),
     ] = "hardest",
-    seed: Annotated[int, typer.Option(help="Seed of the weights, the order of the data and the queries shown.")] = 0,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: torch's choice.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Seed of the weights, the data order and the queries in the report.")
+    ] = 0,
+    threads: Annotated[int, typer.Option(metavar="N", min=0, help="CPU threads; 0 uses PyTorch's default.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
 ) -> None:
-    """Trains SCAN on the bundled emoji, evaluates it on unseen pictures and writes a report.
+    """Train SCAN on the bundled emoji, evaluate it on unseen pictures and write a report.
 
-    A cross-attention model learns from raw pixels which of 2,800 emoji belongs to which description; then 500 pictures
-    that it never saw are searched by their captions, and the other way round.
+    The model learns from the raw pixels of 2,800 emoji. The report then searches 500 unseen pictures by caption, and
+    captions by picture.
     """
     import torch
 

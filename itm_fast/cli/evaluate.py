@@ -24,27 +24,33 @@ class _Precision(str, Enum):
 def evaluate(
     checkpoint: Annotated[
         list[Path],
-        typer.Option(metavar="RUN", help="Folder of a trained model; may be given again: then also their mean score."),
+        typer.Option(metavar="RUN", help="Run directory of a trained model; repeat it for an ensemble by mean score."),
     ],
-    data: Annotated[Path, typer.Option(metavar="DIR", help="Folder with the split.")],
-    split: Annotated[str, typer.Option(help="Split to retrieve from.")] = "test",
-    folds: Annotated[int, typer.Option(help="Report the mean over so many equal runs of images (COCO 1K: 5).")] = 1,
-    first_images: Annotated[int | None, typer.Option(help="Use only the first images and their captions.")] = None,
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Data folder or feature store.")],
+    split: Annotated[str, typer.Option(metavar="NAME", help="Split to evaluate.")] = "test",
+    folds: Annotated[int, typer.Option(metavar="N", help="Average over N equal parts of the images (COCO 1K: 5).")] = 1,
+    first_images: Annotated[
+        int | None, typer.Option(metavar="N", help="Use the first N images and their captions; default: all.")
+    ] = None,
     streaming: Annotated[
-        bool, typer.Option("--streaming", help="Count ranks tile by tile; the score matrix is never held whole.")
+        bool, typer.Option("--streaming", help="Count ranks tile by tile, without the whole score matrix in memory.")
     ] = False,
-    vocab: Annotated[Path | None, typer.Option(help="Vocabulary JSON; by default the one in RUN.")] = None,
+    vocab: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Vocabulary JSON; default: the one in RUN.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
-    device: Annotated[str, typer.Option(help="Device, for example cpu or cuda.")] = "cpu",
-    precision: Annotated[_Precision, typer.Option(help="Precision of the forward pass.")] = _Precision.float32,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: torch's choice.")] = 0,
+    device: Annotated[str, typer.Option(metavar="NAME", help="Device, for example cpu or cuda.")] = "cpu",
+    precision: Annotated[
+        _Precision, typer.Option(metavar="NAME", help="Precision of the forward pass.")
+    ] = _Precision.float32,
+    threads: Annotated[int, typer.Option(metavar="N", min=0, help="CPU threads; 0 uses PyTorch's default.")] = 0,
 ) -> None:
-    """Recalls of a trained model on a split, image to text and text to image.
+    """Compute the retrieval recalls of trained models on a split, image to text and text to image.
 
-    An image's rank is the best over its captions. Equal scores count against the query. Several models are evaluated
-    each alone and as an ensemble, by the mean of their scores.
+    The rank of an image is the best rank of its captions. Ties count against the query. Several models are evaluated
+    one by one and as an ensemble by mean score.
 
-    torchrun --nproc-per-node N -m itm_fast evaluate ... shares the work among N processes.
+    Several processes share the work: torchrun --nproc-per-node N -m itm_fast evaluate ...
     """
     import time
 

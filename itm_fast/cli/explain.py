@@ -25,30 +25,32 @@ _TITLES = {
 
 
 def explain(
-    checkpoint: Annotated[Path, typer.Option(metavar="RUN", help="Folder of a trained model.")],
-    data: Annotated[Path, typer.Option(metavar="DIR", help="Folder with the split.")],
+    checkpoint: Annotated[Path, typer.Option(metavar="RUN", help="Run directory of a trained model.")],
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Data folder or feature store.")],
     caption: Annotated[int, typer.Option(metavar="C", help="Number of the caption in the split, from 0.")],
     image: Annotated[
         int | None,
-        typer.Option(metavar="I", help="Number of the image in the split; by default the caption's own."),
+        typer.Option(metavar="I", help="Number of the image in the split, from 0; default: the caption's own."),
     ] = None,
-    split: Annotated[str, typer.Option(help="Split of caption and image.")] = "test",
+    split: Annotated[str, typer.Option(metavar="NAME", help="Split of the caption and the image.")] = "test",
     region: Annotated[
         list[int] | None,
         typer.Option(
             metavar="R",
-            help="Show the attention of this region over the words, from 1; may be given again. By default all.",
+            help="Show the attention of region R, from 1, over the words; repeatable. Default: all.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="HTML page to write.")] = Path("explanation.html"),
-    vocab: Annotated[Path | None, typer.Option(help="Vocabulary JSON; by default the one in RUN.")] = None,
+    vocab: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Vocabulary JSON; default: the one in RUN.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all weights as JSON.")] = None,
 ) -> None:
-    """Shows what a model does with one image and one caption, as an HTML page.
+    """Write an HTML page of the attention between one image and one caption.
 
-    Attention of each word over the regions, and of each region over the words, at each step of the regulator, and the
-    weights by which words and regions are aggregated: both directions where the model has both. Drawn over the picture
-    where the data hold it, as the bundled emoji do, else as tables.
+    The page shows the attention of words over regions and of regions over words at each step of the regulator, and the
+    aggregation weights. A model with one direction has that one alone. Features that are pixel patches, such as the
+    bundled emoji, are drawn as a picture, others as tables.
     """
     import json
 
@@ -125,12 +127,16 @@ def explain(
 
 
 def _picture(dataset: PrecomputedDataset, image: int) -> tuple[np.ndarray | None, tuple[int, int], str]:
-    """The picture, the rows and columns of its patches and its credits; None where the features are no pixels."""
+    """The picture, the rows and columns of its patches, and its credits if it is a bundled emoji.
+
+    The picture is None if the features are no pixels.
+    """
     from itm_fast.data import emoji
 
     features = dataset.image_batch([image])
     picture = emoji.picture_if_patches(features[0].numpy())
-    return picture, (emoji.GRID, emoji.GRID), emoji.CREDITS if picture is not None else ""
+    bundled = picture is not None and emoji.is_bundled(picture)
+    return picture, (emoji.GRID, emoji.GRID), emoji.CREDITS if bundled else ""
 
 
 def _facts(

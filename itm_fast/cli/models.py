@@ -1,6 +1,6 @@
 """Trained models and the data that they are asked to look at, as commands take them.
 
-Inside: `load_run`, `dataset_of`.
+Inside: `check_run`, `load_run`, `dataset_of`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from itm_fast.data import PrecomputedDataset, Vocabulary
     from itm_fast.models import MatchingModel
 
-__all__ = ["dataset_of", "load_run"]
+__all__ = ["check_run", "dataset_of", "load_run"]
+
+
+def check_run(run: Path) -> None:
+    """Raise ValueError if there is no run directory `run`, or a file in its place."""
+    if not run.is_dir():
+        found = "expected a run directory, found a file" if run.exists() else "no such run directory"
+        raise ValueError(f"{run}: {found}")
 
 
 def load_run(run: Path, device: torch.device, vocab: Path | None) -> tuple[MatchingModel, Vocabulary, Path]:

@@ -8,31 +8,34 @@ from typing import Annotated
 
 import typer
 
+from itm_fast.cli.models import check_run
+
 
 def realign(
-    extractor: Annotated[Path, typer.Option(metavar="RUN", help="Training whose feature extractor is frozen.")],
+    extractor: Annotated[Path, typer.Option(metavar="RUN", help="Run with the feature extractor, which stays frozen.")],
     heads: Annotated[
-        Path, typer.Option(metavar="RUN", help="Training whose encoder heads, data order and seed serve.")
+        Path, typer.Option(metavar="RUN", help="Run with the encoder heads to train, and their settings.")
     ],
-    data: Annotated[Path, typer.Option(metavar="DIR", help="Folder with the splits.")],
-    out: Annotated[Path, typer.Option(metavar="RUN", help="RUN folder to write: the realigned model and its log.")],
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Data folder or feature store.")],
+    out: Annotated[Path, typer.Option(metavar="RUN", help="Run directory to write: realigned model and log.")],
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Passes over the training captions; by default as many as the heads had.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Passes over the training captions; default: as in the run of --heads."),
     ] = None,
-    split: Annotated[str, typer.Option(help="Split to compare on.")] = "test",
+    split: Annotated[str, typer.Option(metavar="NAME", help="Split to compare the models on.")] = "test",
     figure: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Figure of all features to write: .svg, .png or .pdf.")
+        Path | None, typer.Option(metavar="FILE", help="Write a figure of all features: .svg, .png or .pdf.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out from its last state.")] = False,
-    device: Annotated[str, typer.Option(help="Device, for example cpu or cuda.")] = "cpu",
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: torch's choice.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    device: Annotated[str, typer.Option(metavar="NAME", help="Device, for example cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(metavar="N", min=0, help="CPU threads; 0 uses PyTorch's default.")] = 0,
 ) -> None:
-    """Trains one model's encoder heads above another's feature extractor, and compares all three models.
+    """Train one model's encoder heads on another's feature extractor and compare all three models.
 
-    The cross-model realignment of FDF: two trainings that differ in the seed alone. The heads are trained on with the
-    settings of their own training, warm-up included. The table has the sum of recalls of the images of each model with
-    the captions of each, the figure the first principal components of both.
+    This is the cross-model realignment of FDF. Use two runs that differ only in the seed. The heads train on with the
+    settings of their run, including its warm-up. The table has rsum for the images of each model with the captions of
+    each; the figure has the first two principal components of the features.
     """
     from itm_fast import models
     from itm_fast.data import Vocabulary, open_split
@@ -46,6 +49,8 @@ def realign(
     for file in (figure, json_file):
         if file is not None:
             atomic.check_target(file)
+    for run in (extractor, heads):
+        check_run(run)
     where = device_of(device)
     dataset = open_split(data, split, Vocabulary.from_file(heads / VOCABULARY))
     result = train_heads(

@@ -9,10 +9,10 @@ import typer
 
 def recipes(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Print this recipe as a file for train --config.")
+        str | None, typer.Argument(metavar="NAME", help="Print this recipe as YAML for train --config.")
     ] = None,
 ) -> None:
-    """Lists the published settings that train --recipe takes, or prints one of them."""
+    """List the recipes of train --recipe, which are the settings of papers, or print one."""
     from itm_fast.training import recipes as known
 
     if name is not None:

@@ -3,14 +3,55 @@
 from __future__ import annotations
 
 import shlex
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from itm_fast import config as settings
-from itm_fast.cli.options import given_options, with_config_options
-from itm_fast.training.config import TrainConfig, read_yaml
+from itm_fast.cli.options import Command, given_options, with_config_options
+from itm_fast.training.config import GROUPS, MODEL, OUTPUT, RCAR, TrainConfig, read_yaml
+
+# The options of --help, in its order; --help-all prints all.
+COMMON = (
+    "data", "out", "recipe", "config", "model", "model_option", "bert", "loss", "mining", "epochs", "batch_size", "lr",
+    "seed", "workers", "device", "precision", "resume", "help_all", "help",
+)  # fmt: skip
+
+
+class TrainCommand(Command):
+    """A command with a short help of `COMMON` and a long one of all options."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the common options in one panel, without what --help-all says about them all."""
+        parameters: list[Any] = self.params
+        for parameter in parameters:
+            parameter.hidden = parameter.hidden or parameter.name not in COMMON
+            parameter.rich_help_panel = None
+        parameters.sort(key=lambda parameter: COMMON.index(parameter.name) if parameter.name in COMMON else -1)
+        self.help = (self.help or "").split("\n\n")[0]
+        self.epilog = (
+            "--help-all adds the options of RCAR, SelHN, DBL, ADDR and FDF, schedules, data augmentation, large "
+            "batches and several processes. itm-fast models NAME lists the settings of a model."
+        )
+        super().format_help(ctx, formatter)
+
+    def format_all_help(self, ctx: Any, formatter: Any) -> None:
+        """Print all options in panels by task; the --no- form of a flag is left to the text."""
+        parameters: list[Any] = self.params
+        for parameter in parameters:
+            parameter.secondary_opts = []
+        order = {name: number for number, name in enumerate(GROUPS)}
+        parameters.sort(key=lambda parameter: order.get(parameter.rich_help_panel, -1))
+        super().format_help(ctx, formatter)
+
+
+def _print_all_help(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        assert isinstance(context.command, TrainCommand)
+        context.command.format_all_help(context, context.make_formatter())
+        raise typer.Exit
 
 
 @with_config_options(TrainConfig, replaced=("model_options", "loss_options"))
@@ -18,9 +59,9 @@ def train(
     model_option: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=VALUE",
-            help="A setting of the model, for example direction=i2t; may be given again.",
-            rich_help_panel="Model",
+            metavar="K=V",
+            help="Model setting, for example direction=i2t; repeatable.",
+            rich_help_panel=MODEL,
         ),
     ] = None,
     loss_option: Annotated[
@@ -34,41 +75,47 @@ def train(
     regulator: Annotated[
         str | None,
         typer.Option(
-            metavar="rcr|rar|rcar",
-            help="RCAR's regulators in a model that takes them: short for --model-option regulator=...",
-            rich_help_panel="Model",
+            metavar="NAME",
+            help="RCAR regulator: rcr, rar or rcar (scan, bfan, sgraf); default: none.",
+            rich_help_panel=RCAR,
         ),
     ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Steps of the regulator: short for --model-option steps=N. (default 2)",
-            rich_help_panel="Model",
-        ),
+    regulator_steps: Annotated[
+        int | None, typer.Option(metavar="N", help="Steps of the regulator. (default 2)", rich_help_panel=RCAR)
     ] = None,
+    steps: Annotated[int | None, typer.Option(hidden=True)] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Published settings of a model on a data set; itm-fast recipes lists them."),
+        typer.Option(metavar="NAME", help="Settings of a paper; see itm-fast recipes.", rich_help_panel=MODEL),
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="YAML file with any settings; they override the recipe's, options override both."
+            metavar="FILE",
+            help="YAML file of settings. It overrides --recipe; options override both.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out from its last state.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --out.", rich_help_panel=OUTPUT)
+    ] = False,
+    help_all: Annotated[
+        bool,
+        typer.Option("--help-all", callback=_print_all_help, is_eager=True, help="Show all options and exit."),
+    ] = False,
     **values: Any,
 ) -> None:
-    """Trains a model on precomputed region features and leaves the best one in --out.
+    """Train a model on region features and write the best one to --out.
 
-    torchrun --nproc-per-node N -m itm_fast train ... trains in N processes, which share each batch of --batch-size.
+    Several processes share each batch of --batch-size: torchrun --nproc-per-node N -m itm_fast train ...
 
-    With --resume the settings are those of the run, and what is given beside must agree with them. What may change:
-    --data and --bert where the same lie in another folder; --workers, --features, --discriminators-on-disk,
-    --save-every and --tensorboard, which the result does not depend on; --device and --threads, which change its
-    rounding, and --micro-batch, which changes what dropout draws and batch normalisation sees, too; --epochs, but to
-    no fewer than were done, and with the cosine schedule the learning rate then is that of the new length from here on.
+    A flag such as --drop-last also has the form --no-drop-last, which overrides a recipe or a file.
+
+    --resume takes the settings from the run; other options must match them. These may change without an effect on the
+    result: --data and --bert (the same content in another folder), --workers, --features, --discriminators-on-disk,
+    --save-every and --tensorboard. --device and --threads change the rounding. --micro-batch changes the rounding,
+    dropout and batch normalisation. --epochs may not drop below the epochs already done; with a cosine schedule, the
+    learning rate follows the new length from the resume point on.
     """
     from itm_fast.distributed import launched
     from itm_fast.training import recipes, run_folder
@@ -76,13 +123,19 @@ def train(
     from itm_fast.training.run import train as run_training
 
     published = recipes.load(recipe).settings if recipe is not None else {}
-    own = given_options({"regulator": regulator, "steps": steps})
+    if steps is not None:
+        if regulator_steps is not None:
+            raise ValueError("--steps: the former name of --regulator-steps; give the new name alone")
+        warnings.warn(settings.renamed("--steps", "--regulator-steps"), FutureWarning, stacklevel=2)
+        regulator_steps = steps
+    regulation = given_options({"regulator": regulator, "steps": regulator_steps})
     options = {
-        "model_options": _named_options("--model-option", model_option or []) | own,
+        "model_options": _named_options("--model-option", model_option or []) | regulation,
         "loss_options": _named_options("--loss-option", loss_option or []),
     }
     options = {name: values for name, values in options.items() if values}
-    given = recipes.merge(read_yaml(config) if config is not None else {}, given_options(values), options)
+    values = settings.with_present_names(TrainConfig, given_options(values), "--")
+    given = recipes.merge(read_yaml(config) if config is not None else {}, values, options)
     merged = recipes.merge(without_idle(published, given), given)
     if published and merged["model"] != published["model"]:
         raise ValueError(f"--recipe {recipe} is of the model {published['model']}, but {merged['model']} was asked for")

@@ -10,6 +10,7 @@ shared. A new source is one file beside `scan.py` and its line in `SOURCES`.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from itm_fast.compat import dbl, rcar, rvsepp, scan, sgraf, vse_infty
 from itm_fast.compat.checkpoint import OfficialCheckpoint, read_checkpoint
 from itm_fast.data import BertVocabulary, Vocabulary
 from itm_fast.files import atomic
+from itm_fast.files.messages import shortened
 from itm_fast.files.run_files import CONFIG, VOCABULARY
 from itm_fast.models.base import MatchingModel
 
@@ -66,7 +68,8 @@ def convert(
             as JSON, with `<mask>` behind its words where the published code put it there.
         out: the folder to write; it must not hold another model. What a conversion of the same files that was killed
             left there is no hindrance.
-        ignored_options: names of unknown options of the checkpoint that do not change its scores.
+        ignored_options: names of unknown options of the checkpoint that do not change its scores; of others the
+            conversion warns.
         bert_heads: attention heads of the checkpoint's BERT, at least 1, where they are not the published ones of its
             width (64 channels a head): neither weights nor options tell them.
 
@@ -93,6 +96,12 @@ def convert(
     official = read_checkpoint(checkpoint, ignored_options=ignored_options)
     words = known.with_mask() if SOURCES[source].has_mask(official) else known
     model = SOURCES[source].read(official, len(words), **more)
+    for name in official.options.unknown():
+        warnings.warn(
+            f"{checkpoint}: opt.{shortened(name)}: unknown option, ignored because all weights fit {source}; check "
+            f"that it does not change scores (--ignore-option {shortened(name)} silences this warning)",
+            stacklevel=2,
+        )
     with_bert = getattr(model.config, "text_encoder", None) == "bert"
     if with_bert != isinstance(words, BertVocabulary):
         kind = "vocab.txt or tokenizer.json of a BERT model" if with_bert else "a vocabulary of words"

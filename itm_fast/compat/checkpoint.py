@@ -75,7 +75,8 @@ def read_checkpoint(path: str | os.PathLike[str], *, ignored_options: Iterable[s
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such checkpoint file")
+        found = "expected a checkpoint file, found a folder" if path.is_dir() else "no such checkpoint file"
+        raise ValueError(f"{path}: {found}")
     try:
         content = load_plain(path, [argparse.Namespace])
     except ValueError as error:

@@ -57,5 +57,5 @@ def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
         "negative_slope": 0.1,
         "normalize_mean": not options.get("no_simnorm", False),
     }
-    options.check_known(_TRAINING)
+    options.mark_known(_TRAINING)
     return build_model("dbl", config, [(weights, _NAMES)], checkpoint.path)

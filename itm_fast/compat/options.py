@@ -23,7 +23,7 @@ class Options:
     Args:
         values: the options by name.
         source: the file, for messages.
-        ignored: names that `check_known` lets pass although nobody reads them.
+        ignored: names that `unknown` leaves out although nobody reads them.
 
     Raises:
         ValueError: a name is no string.
@@ -59,16 +59,13 @@ class Options:
             raise self.error(name, f"expected one of {', '.join(choices)}, got {shown(value)}")
         return choices[value]
 
-    def check_known(self, training: Iterable[str]) -> None:
-        """ValueError naming an option that was not read, does not concern `training` alone, and is not ignored."""
-        unknown = set(self._values) - self._known - set(training) - self._ignored
-        if unknown:
-            name = min(unknown)
-            raise self.error(
-                name,
-                "this option is unknown; is it the checkpoint of another model? If it does not change scores: "
-                f"--ignore-option {shortened(name)}",
-            )
+    def unknown(self) -> list[str]:
+        """The options that nobody read, that do not concern training alone, and that are not ignored."""
+        return sorted(set(self._values) - self._known - self._ignored)
+
+    def mark_known(self, training: Iterable[str]) -> None:
+        """Take note of options that do not change the scores of a trained model."""
+        self._known.update(training)
 
     def error(self, name: str, what: str) -> ValueError:
         """The error for an option."""

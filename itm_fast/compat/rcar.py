@@ -71,7 +71,7 @@ def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
     width = options.get("sim_dim", 256)
     if steps:
         config.update(regulator=regulator, steps=steps, alignment_dim=width)
-    options.check_known(_TRAINING)
+    options.mark_known(_TRAINING)
     similarity = {"t2i": "text_to_image", "i2t": "image_to_text"}[direction]
     names = {**_ENCODER_NAMES, **_similarity_names(similarity, steps, scored=regulator != "rcr")}
     return build_model("scan", config, [(weights, names)], checkpoint.path)

@@ -51,6 +51,6 @@ def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
     }
     if aggregation == "logsumexp":
         config[f"{direction}_logsumexp_temperature"] = logsumexp_temperature
-    options.check_known(_TRAINING)
+    options.mark_known(_TRAINING)
     parts = [(image, {"": "image_encoder."}), (text, {"": "text_encoder."})]
     return build_model("scan", config, parts, checkpoint.path)

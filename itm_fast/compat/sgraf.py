@@ -49,7 +49,7 @@ def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
         "temperature": 9.0,
         "negative_slope": 0.1,
     }
-    options.check_known(_TRAINING)
+    options.mark_known(_TRAINING)
     names = _similarity_names(module, steps)
     parts = [(image, {"": "image_encoder."}), (text, _TEXT_NAMES), (similarity, names)]
     return build_model("sgraf", config, parts, checkpoint.path)

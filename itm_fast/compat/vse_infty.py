@@ -70,7 +70,7 @@ def read_pooled(
     )
     # With "backbone" the features are those of a convolutional network that was trained with the rest.
     options.choice("precomp_enc_type", "basic", {"basic": "basic"})
-    options.check_known(training)
+    options.mark_known(training)
     if with_bert:
         config.update(_bert_sizes(text, bert_heads))
     elif bert_heads is not None:

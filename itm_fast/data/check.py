@@ -55,8 +55,7 @@ def check_folder(
         ValueError: there is no such folder or vocabulary file; all else is a problem of the report.
     """
     folder = Path(directory)
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such data directory")
+    layout.check_directory(folder)
     if vocabulary_file is not None and not Path(vocabulary_file).is_file():
         raise ValueError(f"{vocabulary_file}: no such vocabulary file")
     for name in splits:

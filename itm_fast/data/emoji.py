@@ -139,6 +139,11 @@ def picture_if_patches(features: npt.NDArray[np.floating]) -> npt.NDArray[np.uin
     return picture[0] if np.array_equal(rounded.numpy(), features) else None
 
 
+def is_bundled(picture: npt.NDArray[np.uint8]) -> bool:
+    """Whether `picture` (72, 72, 3) is one of the bundled emoji."""
+    return any(bool((pictures(split) == picture).all(axis=(1, 2, 3)).any()) for split in SPLITS)
+
+
 def picture_png(split: str, index: int) -> bytes:
     """One picture as a PNG file."""
     images = pictures(split)

@@ -49,11 +49,17 @@ def check_split_name(split: str) -> None:
         raise ValueError(f"split: expected a name such as test, without folders, got {split!r}")
 
 
+def check_directory(directory: str | os.PathLike[str]) -> None:
+    """Raise ValueError if there is no such directory, or a file in its place."""
+    if not Path(directory).is_dir():
+        found = "expected a data directory, found a file" if Path(directory).exists() else "no such data directory"
+        raise ValueError(f"{directory}: {found}")
+
+
 def check_split(directory: str | os.PathLike[str], split: str) -> None:
     """Raises ValueError where the directory or one of the two files that a split needs is missing."""
     check_split_name(split)
-    if not Path(directory).is_dir():
-        raise ValueError(f"{directory}: no such data directory")
+    check_directory(directory)
     for suffix in SUFFIXES[:2]:
         path = split_path(directory, split, suffix)
         if not path.is_file():

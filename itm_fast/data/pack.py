@@ -75,8 +75,7 @@ def pack(
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
     source, target = Path(directory), Path(out)
-    if not source.is_dir():
-        raise ValueError(f"{source}: no such data directory")
+    layout.check_directory(source)
     if store_format.is_store(source):
         raise ValueError(f"{source}: is a feature store already; expected a folder in the published layout")
     if target.exists() and not target.is_dir():

@@ -31,7 +31,7 @@ def triplet_loss(
     - "selective" (SelHN): h of the hardest where `|s_hardest - s_pos| > epsilon` (always, for epsilon 0), else the sum
       of h over all negatives divided by the batch size;
     - "semi_hard" (SHN): h of the hardest among the negatives that score below the positive;
-    - "contrastive" (SCT): h of the hardest where that scores below the positive, else `s_hardest` itself.
+    - "sct" (SCT): h of the hardest where that scores below the positive, else `s_hardest` itself.
 
     Among equal scores the negative with the lowest index counts as the hardest. An anchor without a negative has the
     loss 0; a NaN score makes the loss of its anchors NaN. The hinge has the derivative 0 at 0. With "hardest" the

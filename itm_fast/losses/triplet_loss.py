@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from itm_fast.functional import triplet_loss
 from itm_fast.losses.registry import register
-from itm_fast.ops.triplet_loss import check_options
+from itm_fast.ops.triplet_loss import check_options, present_mining
 
 
-@register("triplet", mining=("hardest", "all", "selective", "semi_hard", "contrastive"))
+@register("triplet", mining=("hardest", "all", "selective", "semi_hard", "sct"))
 class TripletLoss(nn.Module):
     """Triplet loss of a score matrix with fixed settings; see `itm_fast.functional.triplet_loss` for all formulas.
 
@@ -18,7 +18,7 @@ class TripletLoss(nn.Module):
 
     Args:
         margin: finite.
-        mining: "all", "hardest", "selective", "semi_hard" or "contrastive".
+        mining: "all", "hardest", "selective", "semi_hard" or "sct".
         epsilon: threshold of "selective", finite and not negative.
         selective_divisor: "batch" or "negatives".
         halve: the average of the two directions rather than their sum.
@@ -30,7 +30,7 @@ class TripletLoss(nn.Module):
 
     Source: Faghri et al., VSE++, BMVC 2018, Eq 5 and 6; Li et al., Selectively Hard Negative Mining, 2023, Eq 12;
     Schroff et al., FaceNet, CVPR 2015 ("semi_hard"); Xuan et al., Hard Negative Examples are Hard, but Useful, ECCV
-    2020 ("contrastive").
+    2020 ("sct").
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class TripletLoss(nn.Module):
         reduction: str = "sum",
     ) -> None:
         super().__init__()
+        mining = present_mining(mining)
         self.margin, self.epsilon = check_options(
             margin, mining, epsilon, selective_divisor, halve, directions, reduction
         )

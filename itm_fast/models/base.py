@@ -1,6 +1,6 @@
 """What every model shares: encode, score, save and load.
 
-Inside: `MatchingModel`, `register`, `create`, `load`, `names`, `config_class`.
+Inside: `MatchingModel`, `register`, `create`, `load`, `names`, `model_class`, `config_class`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class MatchingModel(nn.Module, abc.ABC):
     """
 
     name: ClassVar[str]
+    summary: ClassVar[str] = ""  # One line: what the model is, and its paper.
     Config: ClassVar[type]
     # The parts that `score` runs, whose batch statistics, if any, are those of all images beside one caption.
     scoring_parts: ClassVar[tuple[str, ...]] = ()
@@ -139,12 +140,17 @@ def names() -> list[str]:
 
 def config_class(name: str) -> type:
     """Return the configuration class of a model; ValueError for an unknown name."""
+    return model_class(name).Config
+
+
+def model_class(name: str) -> type[MatchingModel]:
+    """Return the class of a model; ValueError for an unknown name."""
     _load_built_in()
     if name not in _MODELS:
         _plugins.load(name)
     if name not in _MODELS:
         raise ValueError(settings.unknown_name("model", name, names()))
-    return _MODELS[name].Config
+    return _MODELS[name]
 
 
 def _load_built_in() -> None:

@@ -40,7 +40,17 @@ _WEIGHTS = "model.safetensors"
 
 
 def bert_vocabulary_file(folder: str | os.PathLike[str]) -> Path:
-    """The file in `folder` with BERT's pieces: `vocab.txt`, or `tokenizer.json` where that stands alone."""
+    """The file in `folder` with BERT's pieces: `vocab.txt`, or `tokenizer.json` where that stands alone.
+
+    Raises:
+        ValueError: there is no such folder; the message says how to make one.
+    """
+    if not Path(folder).is_dir():
+        what = "expected a folder, found a file" if Path(folder).exists() else "no such folder"
+        raise ValueError(
+            f"{folder}: {what}; --bert needs a local folder of a BERT model, as nothing is downloaded: write one with "
+            "save_pretrained of a BertModel and its tokenizer in transformers"
+        )
     text, tokenizer = Path(folder) / "vocab.txt", Path(folder) / "tokenizer.json"
     return tokenizer if tokenizer.is_file() and not text.is_file() else text
 

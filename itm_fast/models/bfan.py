@@ -27,10 +27,10 @@ __all__ = ["BFAN", "BFANConfig"]
 class BFANConfig(RegulatedConfig):
     """Settings of BFAN; the defaults are the published ones."""
 
-    bidirectional: bool = setting(True, help="Read captions in both directions and take the mean of both (published).")
+    bidirectional: bool = setting(True, help="Use a bidirectional GRU and average its directions, as in the paper.")
     focal: str = setting(
         "equal",
-        help="Reassignment of attention: all contexts count alike (equal), or by their attention (prob).",
+        help="Reassignment of attention: equal weights for all contexts (equal), or their attention weights (prob).",
         choices=("equal", "prob"),
     )
     temperature: float = setting(20.0, help="Inverse temperature of the softmax, in both directions.")
@@ -42,6 +42,7 @@ class BFAN(FragmentModel):
     """Words attend to regions and regions to words, irrelevant fragments lose their attention; the scores add up."""
 
     name = "bfan"
+    summary = "BFAN: bidirectional focal attention (Liu et al., ACM MM 2019)."
     Config = BFANConfig
 
     def __init__(self, config: BFANConfig) -> None:

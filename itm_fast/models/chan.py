@@ -26,13 +26,13 @@ __all__ = ["CHAN", "CHANConfig"]
 class CHANConfig(BertEncoderConfig):
     """Settings of CHAN; the defaults are those published with a GRU."""
 
-    bidirectional: bool = setting(True, help="Read captions in both directions and take the mean of both (published).")
+    bidirectional: bool = setting(True, help="Use a bidirectional GRU and average its directions, as in the paper.")
     aggregation: str = setting(
-        "logsumexp", help="Aggregation of the words' greatest cosines.", choices=("logsumexp", "mean", "max", "sum")
+        "logsumexp", help="Aggregation of the best cosine of each word.", choices=("logsumexp", "mean", "max", "sum")
     )
     logsumexp_temperature: float = setting(
         10.0,
-        help="Temperature t of logsumexp, log(sum exp(t s)) / t; the public code leaves out the division.",
+        help="Temperature t of logsumexp, log(sum exp(t s)) / t; the authors' code has no division.",
         above=0,
     )
 
@@ -42,6 +42,7 @@ class CHAN(FragmentModel):
     """Regions and words in one space; a caption's score is aggregated from each word's best region."""
 
     name = "chan"
+    summary = "CHAN: hard assignment of each word to its best region (Pan et al., CVPR 2023)."
     Config = CHANConfig
 
     def __init__(self, config: CHANConfig) -> None:

@@ -20,13 +20,13 @@ __all__ = ["DBL", "DBLConfig"]
 class DBLConfig(EncoderConfig):
     """Settings of the baseline of Deep Boosting Learning; the defaults are the published ones."""
 
-    word_dropout: float = setting(0.4, help="Dropout on the word vectors in training.", minimum=0, below=1)
-    bidirectional: bool = setting(True, help="Read captions in both directions and take the mean of both (published).")
-    alignment_dim: int = setting(256, help="Width of the alignments.", minimum=1)
+    word_dropout: float = setting(0.4, help="Dropout on the word vectors during training.", minimum=0, below=1)
+    bidirectional: bool = setting(True, help="Use a bidirectional GRU and average its directions, as in the paper.")
+    alignment_dim: int = setting(256, help="Width of the alignment vectors.", minimum=1)
     temperature: float = setting(9.0, help="Inverse temperature of the softmax over regions.")
-    negative_slope: float = setting(0.1, help="Slope of the clip below zero; 0 is the paper's [x]+.")
+    negative_slope: float = setting(0.1, help="Slope of the clip below zero; the paper's [x]+ has slope 0.")
     normalize_mean: bool = setting(
-        True, help="l2-normalise the mean alignment before it is scored, as the published code (the paper does not)."
+        True, help="L2-normalise the mean alignment before scoring, as in the authors' code but not in the paper."
     )
 
 
@@ -38,6 +38,9 @@ class DBL(FragmentModel):
     """
 
     name = "dbl"
+    summary = (
+        "Baseline of Deep Boosting Learning: cross-attention and a similarity vector (Diao et al., IEEE TIP 2024)."
+    )
     Config = DBLConfig
 
     def __init__(self, config: DBLConfig) -> None:

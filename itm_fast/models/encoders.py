@@ -34,11 +34,11 @@ class EncoderConfig:
     embed_dim: int = setting(1024, help="Width of the joint space.", minimum=1)
     word_dim: int = setting(300, help="Width of the word vectors.", minimum=1)
     num_layers: int = setting(1, help="Layers of the GRU.", minimum=1, maximum=64)
-    word_dropout: float = setting(0.0, help="Dropout on the word vectors in training.", minimum=0, below=1)
+    word_dropout: float = setting(0.0, help="Dropout on the word vectors during training.", minimum=0, below=1)
     image_encoder: str = setting(
         "linear",
-        help="A linear layer over region features; beside it a perceptron with batch normalisation that sees the "
-        "features (residual) or what the linear layer makes of them (projected_residual), or behind it (mlp); or a "
+        help="Image encoder: a linear layer on region features (linear); with a perceptron and batch normalisation on "
+        "the features (residual) or on the projected features (projected_residual) added, or after it (mlp); or a "
         "small convolutional network over raw patches.",
         choices=tuple(_IMAGE_ENCODERS),
     )
@@ -51,14 +51,14 @@ class BertEncoderConfig(EncoderConfig):
     """Settings of models that read captions by a GRU or by BERT; `itm-fast train --bert DIR` sets those of BERT."""
 
     text_encoder: str = setting(
-        "gru", help="Captions are read by a GRU over word vectors, or by BERT.", choices=("gru", "bert")
+        "gru", help="Text encoder: a GRU over word vectors (gru), or BERT (bert).", choices=("gru", "bert")
     )
-    bert_dim: int = setting(768, help="Width of BERT's states.", minimum=1)
+    bert_dim: int = setting(768, help="Width of BERT's hidden states.", minimum=1)
     bert_layers: int = setting(12, help="Layers of BERT.", minimum=1, maximum=256)
     bert_heads: int = setting(12, help="Attention heads of BERT.", minimum=1)
     bert_hidden_dim: int = setting(3072, help="Width of BERT's perceptrons.", minimum=1)
-    bert_max_length: int = setting(512, help="Longest caption in tokens that BERT reads.", minimum=2)
-    bert_dropout: float = setting(0.1, help="Dropout within BERT in training.", minimum=0, below=1)
+    bert_max_length: int = setting(512, help="Maximum caption length in tokens for BERT.", minimum=2)
+    bert_dropout: float = setting(0.1, help="Dropout in BERT during training.", minimum=0, below=1)
 
 
 def make_image_encoder(config: EncoderConfig, *, no_imgnorm: bool) -> nn.Module:

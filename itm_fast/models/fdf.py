@@ -35,17 +35,19 @@ FDF_HOSTS = ("chan", "scan", "vse_infty")
 class FDFConfig:
     """Settings of the feature conversions and of their host; `itm-fast train --conversions N` makes them."""
 
-    host: str = setting(help="Name of the model whose heads are multiplied.", choices=FDF_HOSTS)
+    host: str = setting(help="Host model, whose encoder heads the conversions replace.", choices=FDF_HOSTS)
     host_options: Mapping[str, Any] = setting(factory=dict, help="Settings of the host by name.")
     conversions: int = setting(8, help="Number N of feature conversions.", minimum=1, maximum=64)
     conversion: str = setting(
         "ffn",
-        help="What a conversion has above the host's encoder head: a feed-forward network, an adapter, or none.",
+        help="Layer of each conversion above the encoder head: a feed-forward network, an adapter, or none.",
         choices=CONVERSIONS,
     )
-    conversion_residual: bool = setting(False, help="Add what the feed-forward network saw to its result.")
-    reweighting: bool = setting(True, help="Learn weights of the conversions for each feature; else their mean.")
-    normalize_fused: bool = setting(True, help="l2-normalise the weighted sum of the conversions.")
+    conversion_residual: bool = setting(False, help="Add the input of the feed-forward network to its output.")
+    reweighting: bool = setting(
+        True, help="Learn the weights of the conversions for each feature, instead of averaging them."
+    )
+    normalize_fused: bool = setting(True, help="L2-normalise the weighted sum of the conversions.")
 
 
 @register
@@ -57,6 +59,7 @@ class FDF(FragmentModel):
     """
 
     name = "fdf"
+    summary = "FDF around chan, scan or vse_infty; train --conversions N makes it (Zhou et al., AAAI 2025)."
     Config = FDFConfig
 
     def __init__(self, config: FDFConfig) -> None:

@@ -40,29 +40,33 @@ class RegulatedConfig(EncoderConfig):
 
     regulator: str | None = setting(
         None,
-        help="RCAR's regulators: of the correspondence (rcr), of the aggregation (rar), or of both (rcar); null for "
-        "none.",
+        help="RCAR regulator: of the correspondence (rcr), of the aggregation (rar), or both (rcar); default: none.",
         choices=("rcr", "rar", "rcar"),
     )
     steps: int | None = setting(
         None,
-        help="Steps of the regulator, by default 2; rcar has that many of RAR and one less of RCR.",
+        help="Steps N of the regulator; rcar has N steps of RAR and N - 1 of RCR; default: 2.",
         minimum=1,
         maximum=64,
     )
-    alignment_dim: int = setting(256, help="Width of the regulators' alignments.", minimum=1)
-    regulator_dropout: float = setting(0.4, help="Dropout inside RAR in training.", minimum=0, below=1)
+    alignment_dim: int = setting(256, help="Width of the alignment vectors.", minimum=1)
+    regulator_dropout: float = setting(0.4, help="Dropout in RAR during training.", minimum=0, below=1)
     schedule: str = setting(
-        "interleaved", help="RCR and RAR in turns, or RAR after all steps of RCR.", choices=SCHEDULES
+        "interleaved",
+        help="Order of the steps: RCR and RAR in turns (interleaved), or all RCR first (sequential).",
+        choices=SCHEDULES,
     )
     factors: str = setting(
         "alignment",
-        help="Where the factors of RCR's attention come from: the alignment (published), the query, one learnable pair "
-        "for all, or fixed.",
+        help="Source of the attention factors of RCR: the alignment (paper), the query, one learnable pair, or fixed.",
         choices=FACTORS,
     )
-    residual_correspondence: bool = setting(True, help="A step of RCR changes the factors before it.")
-    residual_aggregation: bool = setting(False, help="A step of RAR averages with the alignment before it.")
+    residual_correspondence: bool = setting(
+        True, help="Update the factors of the step before in each RCR step, instead of replacing them."
+    )
+    residual_aggregation: bool = setting(
+        False, help="Average the vector of each RAR step with that of the step before."
+    )
 
 
 def steps_of(config: RegulatedConfig) -> tuple[int, int]:

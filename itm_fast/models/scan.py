@@ -29,31 +29,31 @@ NORMALIZATIONS = ("clipped_l2norm", "l2norm", "clipped_l1norm", "l1norm", "softm
 class SCANConfig(RegulatedConfig):
     """Settings of SCAN; the defaults are the published ones."""
 
-    bidirectional: bool = setting(True, help="Read captions in both directions and take the mean of both (published).")
+    bidirectional: bool = setting(True, help="Use a bidirectional GRU and average its directions, as in the paper.")
     direction: str = setting(
         "t2i",
-        help="Words attend to regions (t2i), regions attend to words (i2t), or the mean of both scores.",
+        help="Attention from words to regions (t2i), from regions to words (i2t), or the mean of both scores (mean).",
         choices=("t2i", "i2t", "mean"),
     )
     t2i_temperature: float | None = setting(
-        None, help="Inverse temperature of the softmax over regions; by default 9, and 10 to start a regulator with."
+        None, help="Inverse temperature of the softmax over regions; default: 9, or initially 10 with a regulator."
     )
     i2t_temperature: float | None = setting(
-        None, help="Inverse temperature of the softmax over words; by default 4, and 3 to start a regulator with."
+        None, help="Inverse temperature of the softmax over words; default: 4, or initially 3 with a regulator."
     )
     normalization: str = setting(
         "clipped_l2norm", help="Normalisation of the raw attention over the queries.", choices=NORMALIZATIONS
     )
-    negative_slope: float = setting(0.1, help="Slope of the clip below zero; 0 is the paper's [x]+.")
+    negative_slope: float = setting(0.1, help="Slope of the clip below zero; the paper's [x]+ has slope 0.")
     focal: str | None = setting(
-        None, help="BFAN's reassignment of attention; null for none.", choices=("equal", "prob")
+        None, help="Reassignment of attention as in BFAN; default: none.", choices=("equal", "prob")
     )
     aggregation: str = setting(
         "mean", help="Aggregation of the cosines over the queries.", choices=("mean", "logsumexp", "max", "sum")
     )
-    t2i_logsumexp_temperature: float = setting(6.0, help="Temperature of logsumexp, text-to-image.", above=0)
+    t2i_logsumexp_temperature: float = setting(6.0, help="Temperature of logsumexp, text to image.", above=0)
     i2t_logsumexp_temperature: float = setting(
-        5.0, help="Temperature of logsumexp, image-to-text (published: 5 on Flickr30K, 20 on COCO).", above=0
+        5.0, help="Temperature of logsumexp, image to text. The paper uses 5 on Flickr30K and 20 on COCO.", above=0
     )
 
 
@@ -66,6 +66,7 @@ class SCAN(FragmentModel):
     """Regions and words in one space, scored by attention of the one over the other."""
 
     name = "scan"
+    summary = "SCAN: stacked cross-attention between regions and words (Lee et al., ECCV 2018)."
     Config = SCANConfig
 
     def __init__(self, config: SCANConfig) -> None:

@@ -24,26 +24,28 @@ _CHUNK_ELEMENTS = 1 << 24
 class SGRAFConfig(EncoderConfig):
     """Settings of SGRAF; the defaults are the published ones."""
 
-    n_regions: int = setting(36, help="Regions of each image.", minimum=1)
-    word_dropout: float = setting(0.4, help="Dropout on the word vectors in training.", minimum=0, below=1)
-    bidirectional: bool = setting(True, help="Read captions in both directions and take the mean of both (published).")
+    n_regions: int = setting(36, help="Regions per image.", minimum=1)
+    word_dropout: float = setting(0.4, help="Dropout on the word vectors during training.", minimum=0, below=1)
+    bidirectional: bool = setting(True, help="Use a bidirectional GRU and average its directions, as in the paper.")
     module: str = setting(
         "sgr",
-        help="Graph reasoning over the alignments (sgr), attention filtration (saf), or the mean of both scores.",
+        help="Similarity module: graph reasoning (sgr), attention filtration (saf), or the mean of both scores (mean).",
         choices=("sgr", "saf", "mean"),
     )
-    alignment_dim: int = setting(256, help="Width of the alignments.", minimum=1)
+    alignment_dim: int = setting(256, help="Width of the alignment vectors.", minimum=1)
     graph_steps: int = setting(3, help="Rounds of graph reasoning.", minimum=1, maximum=64)
     attention_dropout: float = setting(
-        0.4, help="Dropout in training inside the self-attention that makes global vectors.", minimum=0, below=1
+        0.4, help="Dropout during training in the self-attention of the global vectors.", minimum=0, below=1
     )
     temperature: float = setting(9.0, help="Inverse temperature of the softmax over regions.")
     negative_slope: float = setting(0.1, help="Slope of the clip below zero.")
     regulator: str | None = setting(
-        None, help="RCAR's regulator of the correspondence (rcr); null for none.", choices=("rcr",)
+        None, help="RCAR regulator of the correspondence (rcr); default: none.", choices=("rcr",)
     )
-    steps: int | None = setting(None, help="Steps of the regulator, by default 2.", minimum=1, maximum=64)
-    residual_correspondence: bool = setting(True, help="A step of RCR changes the factors before it.")
+    steps: int | None = setting(None, help="Steps of the regulator; default: 2.", minimum=1, maximum=64)
+    residual_correspondence: bool = setting(
+        True, help="Update the factors of the step before in each RCR step, instead of replacing them."
+    )
 
 
 @register
@@ -51,6 +53,7 @@ class SGRAF(FragmentModel):
     """Words attend to regions; the vectors of similarity, a global one and one per word, are reasoned about."""
 
     name = "sgraf"
+    summary = "SGRAF: similarity graph reasoning and attention filtration (Diao et al., AAAI 2021)."
     Config = SGRAFConfig
     scoring_parts = ("region_pool", "word_pool", "similarity")
 

@@ -38,6 +38,7 @@ class VSEInfty(VSEPP):
     """VSE-infinity: a residual image encoder and a bidirectional GRU, each under generalized pooling."""
 
     name = "vse_infty"
+    summary = "VSE-infinity: one vector per item, generalized pooling (Chen et al., CVPR 2021)."
     Config = VSEInftyConfig
 
 
@@ -46,4 +47,5 @@ class RVSEPP(VSEPP):
     """RVSE++: VSE-infinity whose perceptron sees the projected features."""
 
     name = "rvsepp"
+    summary = "RVSE++: VSE-infinity with a projected residual image encoder, for SelHN (Li et al., 2023)."
     Config = RVSEPPConfig

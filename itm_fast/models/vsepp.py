@@ -30,15 +30,14 @@ class VSEPPConfig(BertEncoderConfig):
     """Settings of VSE++; the defaults are the published ones, with the mean of the regions as the image."""
 
     bidirectional: bool = setting(
-        False, help="Read captions in both directions and take the mean of both; VSE++: forwards."
+        False, help="Use a bidirectional GRU and average its directions; VSE++ reads forwards."
     )
     image_pooling: str = setting(
-        "mean", help="The image is the mean of its regions, or their generalized pooling.", choices=("mean", "gpo")
+        "mean", help="Pooling of the regions: mean, or generalized pooling (gpo).", choices=("mean", "gpo")
     )
     text_pooling: str = setting(
         "last",
-        help="The caption is the GRU's last state (VSE++; of both directions where it has two), the mean of its "
-        "states, or their generalized pooling.",
+        help="Pooling of the GRU states: the last state of each direction (last), mean, or generalized pooling (gpo).",
         choices=("last", "mean", "gpo"),
     )
 
@@ -48,6 +47,7 @@ class VSEPP(MatchingModel):
     """The mean of an image's regions and the last state of a caption's GRU in one space, scored by their cosine."""
 
     name = "vsepp"
+    summary = "VSE++: one vector per item (Faghri et al., BMVC 2018)."
     Config = VSEPPConfig
 
     def __init__(self, config: VSEPPConfig) -> None:

@@ -28,10 +28,10 @@ class VSRNConfig(EncoderConfig):
     embed_dim: int = other_default(EncoderConfig, "embed_dim", 2048)
     graph_layers: int = setting(4, help="Layers of region relationship reasoning.", minimum=1, maximum=64)
     normalize_regions: bool = setting(
-        True, help="l2-normalise the regions before they reason (the public code on MS-COCO, not on Flickr30K)."
+        True, help="L2-normalise the regions before the reasoning; the authors' code does on COCO, not on Flickr30K."
     )
     image_batch_norm: bool = setting(
-        False, help="Batch normalisation of the image's vector (the public code on Flickr30K)."
+        False, help="Apply batch normalisation to the image vector, as the authors' code does on Flickr30K."
     )
 
 
@@ -40,6 +40,7 @@ class VSRN(FragmentModel):
     """Regions in a graph and a GRU over them make the image, the last state of a GRU the caption; scored by cosine."""
 
     name = "vsrn"
+    summary = "VSRN: region relationship reasoning, one vector per item (Li et al., ICCV 2019)."
     Config = VSRNConfig
 
     def __init__(self, config: VSRNConfig) -> None:

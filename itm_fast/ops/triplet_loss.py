@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -13,10 +14,23 @@ from itm_fast.ops.library import register_fake, use_native
 from itm_fast.ops.one_pass import in_one_pass, taken_gradients
 from itm_fast.reference import validation
 
-MINING = ("all", "hardest", "selective", "semi_hard", "contrastive")
+MINING = ("all", "hardest", "selective", "semi_hard", "sct")
+# Names of the release before; `present_mining` replaces them.
+_FORMER_MINING = {"contrastive": "sct"}
+# What the kernels call a mining where they have another name for it.
+_KERNEL_MINING = {"sct": "contrastive"}
 SELECTIVE_DIVISORS = ("batch", "negatives")
 DIRECTIONS = ("both", "rows", "columns")
 REDUCTIONS = ("sum", "mean", "none")
+
+
+def present_mining(mining: str) -> str:
+    """The present name of `mining`; a `FutureWarning` for a former one."""
+    if not isinstance(mining, str) or mining not in _FORMER_MINING:
+        return mining
+    new = _FORMER_MINING[mining]
+    warnings.warn(f"mining {mining!r} is now {new!r}; the old name goes away in the next release", FutureWarning, 4)
+    return new
 
 
 def check_options(
@@ -49,6 +63,7 @@ def triplet_loss(
     directions: str,
     reduction: str,
 ) -> Tensor:
+    mining = present_mining(mining)
     margin, epsilon = check_options(margin, mining, epsilon, selective_divisor, halve, directions, reduction)
     check_scores(scores, positives, square=positive_scores is None)
     if positive_scores is not None:
@@ -70,6 +85,7 @@ def triplet_loss(
     scores = upcast(scores)
     if positive_scores is not None:
         positive_scores = upcast(positive_scores)
+    mining = _KERNEL_MINING.get(mining, mining)
     options = (margin, mining, epsilon, selective_divisor, halve, directions, reduction)
     one_pass = in_one_pass(reduction, scores, positive_scores)
     loss: Tensor = _TripletLoss.apply(scores, positives, positive_scores, options, one_pass)

@@ -78,7 +78,7 @@ def _losses_of_rows(
     elif mining == "selective":
         far = (hardest - positive).abs() > epsilon
         losses = hinge if epsilon == 0 else torch.where(far, hinge, average)
-    elif mining == "contrastive":
+    elif mining == "sct":
         # Asked this way round, a NaN takes the hinge and stays visible.
         losses = torch.where(hardest >= positive, hardest, hinge)
     else:

@@ -57,7 +57,7 @@ class Report:
     captions: index to text. trained, untrained: summaries of `recall_summary`. metrics: the lines of the run's log.
     facts: label and value, in the order shown. split: name of the split that was searched. top: hits shown of each
     query; one of a lower rank is set apart. attention: captions drawn over their pictures, word by word; may be empty.
-    credits: where pictures and texts come from, for the foot of the page.
+    credits: source and licence of pictures and texts, for the foot of the page; none if empty.
     """
 
     title: str
@@ -101,7 +101,7 @@ class PairReport:
     words: the caption's words. directions: one or both. regions: numbers, from 0, of the regions whose attention over
     the words is shown, in this order. picture: uint8 (height, width, 3), whose regions are the squares of `grid`, its
     rows and columns; None where only the regions' features are known. facts: label and value, in the order shown.
-    credits: where pictures and texts come from, for the foot of the page.
+    credits: source and licence of pictures and texts, for the foot of the page; none if empty.
     """
 
     title: str

@@ -50,7 +50,8 @@ _LOSSES = {
     "hardest": "Loss with the hardest negatives",
     "selective": "Loss with selectively hard negatives",
     "semi_hard": "Loss with semi-hard negatives",
-    "contrastive": "Selectively contrastive loss",
+    "sct": "Selectively contrastive triplet loss",
+    "contrastive": "Selectively contrastive triplet loss",  # The former name, in older logs.
 }
 # With the others every anchor takes its hardest negative, or none does.
 _SELECTING = ("selective", "semi_hard")

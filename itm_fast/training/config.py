@@ -1,6 +1,6 @@
-"""The settings of a training run: the one list that command line, YAML files and documentation are made from.
+"""The settings of a training run, from which the command line, YAML files and the documentation are generated.
 
-Inside: `TrainConfig`, `read_yaml`, `to_yaml`.
+Inside: `TrainConfig`, `GROUPS`, `read_yaml`, `to_yaml`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from itm_fast import config as settings
 from itm_fast.config import setting
 from itm_fast.data.placement import PLACEMENTS
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, parse_yaml, read_text
+from itm_fast.files.messages import shown
 from itm_fast.training.loss_rules import BOOSTING, BOOSTING_FORMS, MINING, check_loss
 
-__all__ = ["TrainConfig", "read_yaml", "to_yaml"]
+__all__ = ["GROUPS", "RCAR", "TrainConfig", "read_yaml", "to_yaml"]
 
 
-DATA, MODEL, STEPS, OPTIMIZER = "Data", "Model", "Steps", "Optimiser"
-LOSS, SCENARIO, ADDR, LOG, MACHINE = "Loss", "Deep Boosting Learning", "ADDR", "Validation and log", "Machine"
-CONVERSIONS = "Feature diversification"
+DATA, MODEL, LOSS, OPTIMIZER = "Data", "Model", "Loss and negatives", "Optimisation"
+MACHINE, OUTPUT = "Device, large batches and several processes", "Output and resuming"
+RCAR, SELHN, DBL, ADDR, FDF = (f"Method: {name}" for name in ("RCAR", "SelHN", "DBL", "ADDR", "FDF"))
+# The headings of the settings in the order in which `train --help-all` prints them.
+GROUPS = (DATA, MODEL, LOSS, OPTIMIZER, MACHINE, RCAR, SELHN, DBL, ADDR, FDF, OUTPUT)
 
 MAX_SEED = 2**64 - 1  # the largest that torch takes
 
@@ -32,33 +35,33 @@ MAX_SEED = 2**64 - 1  # the largest that torch takes
 class TrainConfig:
     """Everything that a training run depends on. Numbers of steps are optimiser steps."""
 
-    data: str = setting(group=DATA, help="Folder with the train and validation splits.", free_on_resume=True)
-    out: str = setting(group=DATA, help="RUN folder to write: best model, last state, log.", free_on_resume=True)
+    data: str = setting(group=DATA, metavar="DIR", help="Data folder or feature store.", free_on_resume=True)
+    out: str = setting(group=OUTPUT, metavar="RUN", help="Run directory: best model, state, log.", free_on_resume=True)
     vocab: str | None = setting(
-        None, group=DATA, help="Vocabulary JSON; by default the one beside the data, else built from train_caps.txt."
+        None,
+        group=DATA,
+        metavar="FILE",
+        help="Vocabulary JSON; default: the one beside the data, else built from train_caps.txt.",
     )
     min_count: int = setting(
-        4,
-        group=DATA,
-        minimum=1,
-        help="Least occurrences of a word in a vocabulary that is built from train_caps.txt.",
+        4, group=DATA, minimum=1, help="Minimum occurrences of a word in a vocabulary built from train_caps.txt."
     )
-    validation_split: str = setting("dev", group=DATA, help="Split that chooses the best model.")
+    validation_split: str = setting("dev", group=DATA, help="Split that selects the best model.")
     validation_images: int | None = setting(
-        None, group=DATA, minimum=1, help="Validate on the first images only (published code: 1000 of COCO's 5000)."
+        None, group=DATA, minimum=1, help="Validate on the first N images; default: all."
     )
     workers: int = setting(
         0,
-        group=DATA,
+        group=MACHINE,
         minimum=0,
-        help="Processes that read batches ahead; 0: the training process. A feature store has threads of its own.",
+        help="Data loader processes; 0: none.",
         free_on_resume=True,
     )
     features: str = setting(
         "auto",
-        group=DATA,
-        help="Where the training features lie: on the disk, in memory of the host or of the device; auto: where they "
-        "fit, for a training on the CPU the disk.",
+        group=MACHINE,
+        help="Where to keep the training features. auto: GPU memory if the features fit, else host memory, else disk; "
+        "on the CPU: disk.",
         choices=PLACEMENTS,
         free_on_resume=True,
     )
@@ -66,71 +69,81 @@ class TrainConfig:
         0,
         group=DATA,
         minimum=0,
-        help="Captions of like length share a batch: so many batches of random captions at a time are sorted by "
-        "length, and their order is random again; 0: batches are random captions.",
+        help="Sort captions by length within groups of N batches, then shuffle the batches (length bucketing); 0 "
+        "turns it off.",
     )
     text_augmentation: float = setting(
         0.0,
         group=DATA,
         minimum=0,
         maximum=1,
-        help="Probability of each word of a training caption to be masked (half), replaced by a random word (a tenth) "
-        "or deleted (the rest); published: 0.2.",
+        help="Probability to change each word of a training caption: half are masked, a tenth replaced by a random "
+        "word, the rest deleted. The papers use 0.2.",
     )
     region_augmentation: float = setting(
         0.0,
         group=DATA,
         minimum=0,
         below=1,
-        help="Probability of each region of a training image to be dropped; published: 0.2.",
+        help="Probability to drop each region of a training image. The papers use 0.2.",
     )
 
-    model: str = setting("scan", group=MODEL, help="Name of the model.")
+    model: str = setting(
+        "scan",
+        group=MODEL,
+        help="Model: bfan, chan, dbl, rvsepp, scan, sgraf, vse_infty, vsepp or vsrn.",
+    )
     model_options: Mapping[str, Any] = setting(factory=dict, group=MODEL, help="Settings of the model by name.")
     bert: str | None = setting(
         None,
         group=MODEL,
-        help="Folder of a BERT model (config.json, model.safetensors, vocab.txt or tokenizer.json) that reads the "
-        "captions.",
+        metavar="DIR",
+        help="Local BERT folder; default: a GRU encodes captions.",
         free_on_resume=True,
     )
 
-    epochs: int = setting(30, group=STEPS, minimum=1, help="Passes over the training captions.", free_on_resume=True)
-    batch_size: int = setting(128, group=STEPS, minimum=1, help="Captions per step, each with its image.")
+    epochs: int = setting(
+        30, group=OPTIMIZER, minimum=1, help="Passes over the training captions.", free_on_resume=True
+    )
+    batch_size: int = setting(128, group=OPTIMIZER, minimum=1, help="Caption-image pairs per step.")
     micro_batch: int | None = setting(
         None,
-        group=STEPS,
+        group=MACHINE,
         minimum=1,
-        help="Captions that are encoded at a time, each with its image; the negatives are those of the whole batch.",
+        help="Encode N pairs at a time to save memory; negatives still come from the whole batch. Default: all pairs.",
         free_on_resume=True,
     )
-    drop_last: bool = setting(False, group=STEPS, help="Leave out a last batch that is not full.")
+    drop_last: bool = setting(False, group=DATA, help="Drop the last batch of an epoch if it is not full.")
     seed: int = setting(
-        0, group=STEPS, minimum=0, maximum=MAX_SEED, help="Seed of the weights, the order of the data and dropout."
+        0, group=OPTIMIZER, minimum=0, maximum=MAX_SEED, help="Seed of weights, data order and dropout."
     )
 
     optimizer: str = setting("adam", group=OPTIMIZER, help="Optimiser.", choices=("adam", "adamw"))
     lr: float = setting(2e-4, group=OPTIMIZER, above=0, help="Learning rate.")
-    beta1: float = setting(0.9, group=OPTIMIZER, minimum=0, below=1, help="Decay of Adam's first moment.")
-    beta2: float = setting(0.999, group=OPTIMIZER, minimum=0, below=1, help="Decay of Adam's second moment.")
+    beta1: float = setting(0.9, group=OPTIMIZER, minimum=0, below=1, help="Decay rate of Adam's first moment.")
+    beta2: float = setting(0.999, group=OPTIMIZER, minimum=0, below=1, help="Decay rate of Adam's second moment.")
     bert_lr_factor: float = setting(
-        0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of BERT's own weights."
+        0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of the BERT weights."
     )
     weight_decay: float = setting(0.0, group=OPTIMIZER, minimum=0, help="Weight decay; decoupled with adamw.")
-    grad_clip: float = setting(2.0, group=OPTIMIZER, minimum=0, help="Largest norm of the gradient; 0: no clipping.")
+    grad_clip: float = setting(2.0, group=OPTIMIZER, minimum=0, help="Maximum gradient norm; 0 turns clipping off.")
     lr_schedule: str = setting(
         "step",
         group=OPTIMIZER,
-        help="Decay by a factor every so often, along a cosine, or not at all.",
+        help="Learning rate schedule: decay in steps, along a cosine, or not at all.",
         choices=("step", "cosine", "constant"),
     )
-    lr_decay_every: int = setting(15, group=OPTIMIZER, minimum=1, help="Time between two decays (step schedule).")
-    lr_decay_unit: str = setting("epoch", group=OPTIMIZER, help="Unit of lr_decay_every.", choices=("epoch", "step"))
+    lr_decay_every: int = setting(
+        15, group=OPTIMIZER, minimum=1, help="Epochs or steps between two decays (step schedule)."
+    )
+    lr_decay_unit: str = setting("epoch", group=OPTIMIZER, help="Unit of --lr-decay-every.", choices=("epoch", "step"))
     lr_decay_factor: float = setting(
         0.1, group=OPTIMIZER, above=0, maximum=1, help="Factor of each decay (step schedule)."
     )
-    lr_floor: float = setting(0.0, group=OPTIMIZER, minimum=0, help="The decay ends at this learning rate.")
-    lr_warmup_steps: int = setting(0, group=OPTIMIZER, minimum=0, help="Steps of a linear rise from 0.")
+    lr_floor: float = setting(0.0, group=OPTIMIZER, minimum=0, help="Lowest learning rate of the decay.")
+    lr_warmup_steps: int = setting(
+        0, group=OPTIMIZER, minimum=0, help="Steps of a linear warm-up of the learning rate from 0."
+    )
 
     loss: str = setting(
         "triplet",
@@ -144,188 +157,200 @@ class TrainConfig:
     mining: str = setting(
         "hardest",
         group=LOSS,
-        help="Negatives of the triplet loss; selective is SelHN, semi_hard SHN, contrastive SCT. The polynomial loss "
-        "takes hardest, cmpm takes all.",
+        help="Negatives: hardest, all, or for the triplet loss selective (SelHN), semi_hard (SHN), sct (SCT).",
         choices=MINING,
+        former_choices={"contrastive": "sct"},
     )
     epsilon: float = setting(
         0.01,
-        group=LOSS,
+        group=SELHN,
         minimum=0,
-        help="With mining selective an anchor takes its hardest negative where that scores further than this from the "
-        "positive, else all.",
+        help="Threshold of --mining selective: use the hardest negative of an anchor if its score differs from the "
+        "positive's by more than this, else all negatives.",
     )
     selective_divisor: str = setting(
         "batch",
-        group=LOSS,
-        help="What mining selective divides the sum over all negatives by: B (paper) or B - 1 (public code).",
+        group=SELHN,
+        help="Divisor of the sum over all negatives with --mining selective: the batch size B (batch; paper), or "
+        "B - 1 (negatives; authors' code).",
         choices=("batch", "negatives"),
     )
     halve_loss: bool = setting(
-        False, group=LOSS, help="The mean of both directions of the triplet loss, not their sum (SelHN's public code)."
+        False,
+        group=LOSS,
+        help="Average the two directions of the triplet loss instead of adding them (SelHN authors' code).",
     )
     mean_loss: bool = setting(
         False,
         group=LOSS,
-        help="The mean of a branch's own loss over the batch, not its sum (public code of SelHN, polynomial loss and "
+        help="Average the loss over the batch instead of adding it up (authors' code of SelHN, polynomial loss and "
         "cmpm).",
     )
     softmax_scale: float = setting(
-        1.0, group=LOSS, above=0, help="Factor of the scores before the softmax of cmpm (DBL's public code: 10)."
+        1.0,
+        group=LOSS,
+        above=0,
+        help="Factor on the scores before the softmax of cmpm. The DBL authors' code uses 10.",
     )
     warmup_epochs: int = setting(
-        0, group=LOSS, minimum=0, help="First epochs that use the triplet loss of all negatives."
+        0, group=LOSS, minimum=0, help="First epochs that use the triplet loss over all negatives."
     )
     exclude_same_image: bool = setting(
-        True, group=LOSS, help="Captions of the same image are no negatives of each other."
+        True, group=LOSS, help="Do not use captions of the same image as negatives of each other."
     )
 
     conversions: int | None = setting(
         None,
-        group=CONVERSIONS,
+        group=FDF,
         minimum=1,
         maximum=64,
-        help="Number of feature conversions (published: 8) in the place of the model's encoder heads: chan, scan, "
-        "vse_infty.",
+        help="Number of feature conversions (paper: 8) that replace the encoder heads of chan, scan or vse_infty; "
+        "default: no FDF.",
     )
-    conversion: str = setting(
+    conversion_layer: str = setting(
         "ffn",
-        group=CONVERSIONS,
-        help="What a conversion has above the encoder head: a feed-forward network, an adapter, or none.",
+        group=FDF,
+        help="Layer of each conversion above the encoder head: a feed-forward network, an adapter, or none.",
         choices=("ffn", "adapter", "none"),
+        former="conversion",
     )
     conversion_residual: bool = setting(
-        False, group=CONVERSIONS, help="Add what the feed-forward network saw to its result."
+        False, group=FDF, help="Add the input of the feed-forward network to its output."
     )
     reweighting: bool = setting(
-        True, group=CONVERSIONS, help="Learn weights of the conversions for each feature; else their mean."
+        True, group=FDF, help="Learn the weights of the conversions for each feature, instead of averaging them."
     )
-    normalize_fused: bool = setting(True, group=CONVERSIONS, help="l2-normalise the weighted sum of the conversions.")
+    normalize_fused: bool = setting(True, group=FDF, help="L2-normalise the weighted sum of the conversions.")
     realignment: bool = setting(
         True,
-        group=CONVERSIONS,
-        help="Train each conversion with the negatives of another batch; else only the fused feature with its own.",
+        group=FDF,
+        help="Train each conversion with the negatives of another batch, instead of the fused feature alone.",
     )
     other_batches: str = setting(
         "kept",
-        group=CONVERSIONS,
+        group=FDF,
         choices=("kept", "fresh"),
-        help="Base features of other batches in the realignment: as they were, or encoded anew (for quick extractors).",
+        help="Base features of the other batches: kept from their own step, or encoded again (for fast extractors).",
     )
     online_weight: float = setting(
-        0.5, group=CONVERSIONS, minimum=0, help="Weight of the fused feature's loss beside the realignment."
+        0.5, group=FDF, minimum=0, help="Weight of the fused feature's loss beside the realignment."
     )
 
     scenario: str = setting(
         "single",
-        group=SCENARIO,
-        help="The model alone, beside a frozen one (oas), others (oss) or its moving average (mss), or against "
-        "discriminators (addr).",
+        group=DBL,
+        help="Train the model alone (single), with a frozen anchor (oas), with other models (oss), with its moving "
+        "average (mss), or against discriminators (addr).",
         choices=("single", "oas", "oss", "mss", "addr"),
     )
     boosting: str | None = setting(
         None,
-        group=SCENARIO,
-        help="Loss beside an anchor, added to a branch's own; by default absolute.",
+        group=DBL,
+        help="Boosting loss with respect to the anchor, added to the model's own loss; default: absolute.",
         choices=BOOSTING,
     )
     boosting_mining: str = setting(
-        "hardest", group=SCENARIO, help="Negatives of the boosting loss.", choices=("hardest", "all")
+        "hardest", group=DBL, help="Negatives of the boosting loss.", choices=("hardest", "all")
     )
     boosting_form: str = setting(
         "paper",
-        group=SCENARIO,
-        help="soft_rank, rkd, dml and dino_inverse as the papers have them, or as DBL's public code.",
+        group=DBL,
+        help="Form of soft_rank, rkd, dml and dino_inverse: of their papers, or of the DBL authors' code.",
         choices=BOOSTING_FORMS,
     )
-    boosting_weight: float = setting(1.0, group=SCENARIO, minimum=0, help="Weight of the boosting loss.")
+    boosting_weight: float = setting(1.0, group=DBL, minimum=0, help="Weight of the boosting loss.")
     boosting_margin: float | None = setting(
-        None, group=SCENARIO, minimum=0, help="Margin of the boosting loss; by default that of a branch's own loss."
+        None, group=DBL, minimum=0, help="Margin of the boosting loss; default: --margin."
     )
     boosting_alpha: float = setting(
-        0.5, group=SCENARIO, minimum=0, maximum=1, help="The positives' share of the margin (absolute)."
+        0.5, group=DBL, minimum=0, maximum=1, help="Share of the margin on the positives (absolute)."
     )
-    soft: bool = setting(False, group=SCENARIO, help="Soft margins in the boosting loss.")
-    anchor: str | None = setting(None, group=SCENARIO, help="RUN folder of the frozen trained model (oas).")
+    soft: bool = setting(False, group=DBL, help="Use soft margins in the boosting loss.")
+    anchor: str | None = setting(
+        None, group=DBL, metavar="RUN", help="Run directory of the trained model that is the frozen anchor (oas)."
+    )
     anchor_start: bool = setting(
-        True, group=SCENARIO, help="The model starts with the weights of the anchor, not with fresh ones (oas)."
+        True, group=DBL, help="Start the model from the weights of the anchor, not from fresh ones (oas)."
     )
-    branches: int = setting(2, group=SCENARIO, minimum=2, maximum=64, help="Models that train together (oss).")
-    momentum: float = setting(
+    branches: int = setting(2, group=DBL, minimum=2, maximum=64, help="Number of models that train together (oss).")
+    ema_decay: float = setting(
         0.99995,
-        group=SCENARIO,
+        group=DBL,
         minimum=0,
         maximum=1,
-        help="The share of itself that the moving average keeps at the first step, on its way to 1 (mss).",
+        help="Decay of the exponential moving average at the first step; it rises to 1 (mss).",
+        former="momentum",
     )
 
     addr: str | None = setting(
         None,
         group=ADDR,
-        help="No discriminators (base), one (united), one per image without their regularisation (multiple), or with "
-        "it (full, the default).",
+        help="Discriminators: none (base), one (united), one per image without regularisation (multiple), or one per "
+        "image with it (full); default: full.",
         choices=("base", "united", "multiple", "full"),
     )
     adversarial_weight: float = setting(
-        0.1, group=ADDR, minimum=0, help="Weight beta of the discriminators' risk in the loss of the model."
+        0.1, group=ADDR, minimum=0, help="Weight beta of the discriminators' risk in the model's loss."
     )
     regularization_weight: float = setting(
-        0.4, group=ADDR, minimum=0, help="Weight gamma of the regularisation in the loss of the discriminators (full)."
+        0.4, group=ADDR, minimum=0, help="Weight gamma of the regularisation in the discriminators' loss (full)."
     )
     model_regularization_weight: float = setting(
         0.0,
         group=ADDR,
         minimum=0,
-        help="Weight of the regularisation in the loss of the model (full); Eq 11 has none, the text speaks of it.",
+        help="Weight of the regularisation in the model's loss (full). Equation 11 of the paper has no such term, its "
+        "text mentions one.",
     )
     domain_margin: float = setting(0.05, group=ADDR, minimum=0, help="Margin alpha of the regularisation.")
     risk_aggregation: str = setting(
         "sum",
         group=ADDR,
-        help="A risk is the sum (paper) or the mean over the regions and words of a pair.",
+        help="Aggregation of a risk over the regions and words of a pair; the paper uses the sum.",
         choices=("sum", "mean"),
     )
     alternation: str = setting(
         "epoch",
         group=ADDR,
-        help="Discriminators and model take turns after each pass over the data (paper), or after each step.",
+        help="Alternate between discriminators and model after each epoch (paper) or after each step.",
         choices=("epoch", "step"),
     )
     discriminator_lr: float | None = setting(
-        None, group=ADDR, above=0, help="Learning rate of the discriminators; by default that of the model."
+        None, group=ADDR, above=0, help="Learning rate of the discriminators; default: --lr."
     )
     discriminator_precision: str = setting(
         "float32",
         group=ADDR,
-        help="The discriminators in host memory: 12 bytes a parameter with Adam's moments, or 5 (low).",
+        help="Storage of the discriminators in host memory: 12 bytes per parameter with Adam's moments (float32), or "
+        "5 bytes (low).",
         choices=("float32", "low"),
     )
     discriminators_on_disk: bool = setting(
         False,
         group=ADDR,
-        help="Map the discriminators from files in the RUN folder, also where memory has room for them.",
+        help="Map the discriminators from files in the run directory even if they fit into memory.",
         free_on_resume=True,
     )
 
-    validate_every: int = setting(1, group=LOG, minimum=1, help="Time between two validations.")
-    validate_unit: str = setting("epoch", group=LOG, help="Unit of validate_every.", choices=("epoch", "step"))
-    log_every: int = setting(10, group=LOG, minimum=1, help="Steps between two log lines.")
+    validate_every: int = setting(1, group=OUTPUT, minimum=1, help="Epochs or steps between two validations.")
+    validate_unit: str = setting("epoch", group=OUTPUT, help="Unit of --validate-every.", choices=("epoch", "step"))
+    log_every: int = setting(10, group=OUTPUT, minimum=1, help="Steps between two log lines.")
     save_every: int = setting(
         1000,
-        group=LOG,
+        group=OUTPUT,
         minimum=1,
-        help="Steps between two saves of the last state, beside those after epochs and validations.",
+        help="Steps between two saves of the last state; epochs and validations save it, too.",
         free_on_resume=True,
     )
-    tensorboard: bool = setting(
-        False, group=LOG, help="Write the numbers of the log for TensorBoard, too.", free_on_resume=True
-    )
+    tensorboard: bool = setting(False, group=OUTPUT, help="Write the log for TensorBoard as well.", free_on_resume=True)
 
     device: str = setting("cpu", group=MACHINE, help="Device, for example cpu or cuda.", free_on_resume=True)
     precision: str = setting(
-        "float32", group=MACHINE, help="Precision of the forward pass.", choices=("float32", "bfloat16")
+        "float32", group=MACHINE, help="Forward pass in float32 or bfloat16.", choices=("float32", "bfloat16")
     )
-    threads: int = setting(0, group=MACHINE, minimum=0, help="CPU threads; 0: torch's choice.", free_on_resume=True)
+    threads: int = setting(
+        0, group=MACHINE, minimum=0, help="CPU threads; 0 uses PyTorch's default.", free_on_resume=True
+    )
 
     def __attrs_post_init__(self) -> None:
         check_loss(self)
@@ -336,8 +361,10 @@ class TrainConfig:
         return self.scenario == "addr" and self.addr != "base"
 
 
-def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Names and values of a YAML configuration; only plain data is read.
+def read_yaml(path: str | os.PathLike[str], *, quiet: bool = False) -> dict[str, Any]:
+    """Read the names and values of a YAML configuration; only plain data is read.
+
+    Former names become the present ones, with a `FutureWarning` unless `quiet`.
 
     Raises:
         ValueError: the file is missing, is no YAML mapping, or holds a name that `TrainConfig` does not have.
@@ -354,7 +381,11 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path}: expected YAML of plain values: {error}") from None
     content = {} if content is None else content
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a YAML mapping of names to values, got a {type(content).__name__}")
+        raise ValueError(f"{path}: expected a YAML mapping of names to values, got {shown(content)}")
+    try:
+        content = settings.with_present_names(TrainConfig, content, quiet=quiet)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     known = list(settings.fields_of(TrainConfig))
     for name in content:
         if name not in known:

@@ -25,7 +25,7 @@ def mining_diagnostics(scores: Tensor, positives: Tensor | None, mining: str, ep
     Args:
         scores: (B, B) without gradient, positives on the diagonal, image-to-text over a row.
         positives: bool (B, B), True for pairs that are no negatives; None: the diagonal alone.
-        mining: as of `itm_fast.functional.triplet_loss`. "hardest" and "contrastive" always take the hardest negative,
+        mining: as of `itm_fast.functional.triplet_loss`. "hardest" and "sct" always take the hardest negative,
             "all" never does, "semi_hard" does where that scores below the positive, "selective" where it scores further
             than epsilon from it.
         epsilon: threshold of "selective".

@@ -28,7 +28,7 @@ __all__ = [
     "without_idle",
 ]
 
-MINING = ("hardest", "all", "selective", "semi_hard", "contrastive")
+MINING = ("hardest", "all", "selective", "semi_hard", "sct")
 # Settings that a loss takes only if its constructor has a parameter for them, and the name of that parameter.
 _OF_LOSS = {"margin": "margin", "warmup_epochs": "margin", "halve_loss": "halve", "softmax_scale": "scale"}
 # Losses of a branch beside an anchor: those of Deep Boosting Learning, and those that it is compared with.
@@ -55,13 +55,13 @@ _DEPENDENT: Sequence[tuple[str, str, tuple[str, ...]]] = (
     ("anchor", "scenario", ("oas",)),
     ("anchor_start", "scenario", ("oas",)),
     ("branches", "scenario", ("oss",)),
-    ("momentum", "scenario", ("mss",)),
+    ("ema_decay", "scenario", ("mss",)),
     *((name, "scenario", ("addr",)) for name in ADVERSARIAL),
 )
 # As these, but only where a setting of a recipe gives way: a run is refused otherwise.
 _OF_REALIGNMENT = tuple((name, "realignment", (True,)) for name in ("other_batches", "online_weight"))
 _OF_CONVERSIONS = (
-    "conversion", "conversion_residual", "reweighting", "normalize_fused", "realignment", "other_batches",
+    "conversion_layer", "conversion_residual", "reweighting", "normalize_fused", "realignment", "other_batches",
     "online_weight",
 )  # fmt: skip
 

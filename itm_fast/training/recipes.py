@@ -6,12 +6,15 @@ everything else keeps its default. Inside: `Recipe`, `names`, `load`, `merge`, `
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
 import attrs
 import yaml
+
+from itm_fast.files.messages import shown
 
 __all__ = ["Recipe", "load", "markdown_table", "merge", "names"]
 
@@ -38,9 +41,11 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Recipe:
-    """The recipe called `name`; ValueError naming all that there are where it is unknown."""
+    """Read the recipe called `name`; ValueError with near names if it is unknown."""
     if name not in names():
-        raise ValueError(f"unknown recipe {name!r}: known are {', '.join(names())}")
+        near = difflib.get_close_matches(name, names(), n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "itm-fast recipes lists them"
+        raise ValueError(f"no recipe {shown(name)}; {hint}")
     content = yaml.safe_load(_FOLDER.joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
     return Recipe(name, **content)
 

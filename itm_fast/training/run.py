@@ -88,13 +88,15 @@ def _open(trainer: Trainer, vocabulary: Vocabulary, *, resume: bool, progress: b
     """Makes the folder of a run ready and says what it works on."""
     config = trainer.config
     run = run_folder.prepare(config, resume=resume)
+    path = vocabulary_path(config, resume=resume)
     for data in (trainer.train_data, trainer.validation_data):
         warn_of_unknown_words(data)
+    if path is None:
+        _warn_of_rare_words(trainer.train_data, config.min_count)
     for caution in cautions(config, trainer.model):
         warnings.warn(caution, stacklevel=2)
     if progress:
-        path = vocabulary_path(config, resume=resume) or "built from the training captions"
-        tqdm.write("\n".join(_opening(trainer, vocabulary, path)))
+        tqdm.write("\n".join(_opening(trainer, vocabulary, path or "built from the training captions")))
     vocabulary.save(run / run_folder.VOCABULARY)
 
 
@@ -159,7 +161,7 @@ def _opening(trainer: Trainer, vocabulary: Vocabulary, vocabulary_source: Path |
     elif config.scenario != "single":
         yield f"scenario: {config.scenario}, boosting: {described_boosting(config)}"
     if config.scenario == "mss":
-        share = kept_share(config.epochs * trainer.steps_per_epoch, config.momentum)
+        share = kept_share(config.epochs * trainer.steps_per_epoch, config.ema_decay)
         yield f"moving average: keeps {share:.3g} of its first weights to the end"
 
 
@@ -169,6 +171,16 @@ def warn_of_unknown_words(data: PrecomputedDataset) -> None:
         warnings.warn(
             f"{data.directory}: the vocabulary lacks {data.unknown_share:.0%} of the words in the captions of "
             f"{data.split}; is it that of other data?",
+            stacklevel=2,
+        )
+
+
+def _warn_of_rare_words(data: PrecomputedDataset, min_count: int) -> None:
+    """Warn if a vocabulary built from the captions of `data` leaves out many of their words, as on small data."""
+    if 0.05 < data.unknown_share <= 0.5:
+        warnings.warn(
+            f"{data.directory}: the vocabulary leaves out {data.unknown_share:.0%} of the words in the captions of "
+            f"{data.split}, as each occurs fewer than --min-count {min_count} times; a lower --min-count keeps more",
             stacklevel=2,
         )
 
@@ -205,7 +217,7 @@ def _model(config: TrainConfig, options: dict[str, Any]) -> models.MatchingModel
         host=config.model,
         host_options=options,
         conversions=config.conversions,
-        conversion=config.conversion,
+        conversion=config.conversion_layer,
         conversion_residual=config.conversion_residual,
         reweighting=config.reweighting,
         normalize_fused=config.normalize_fused,

@@ -25,7 +25,7 @@ def saved_config(run: str | Path) -> TrainConfig:
     path = Path(run) / CONFIG
     if not path.is_file():
         raise ValueError(f"{run}: holds no {CONFIG}; there is no run to resume")
-    values = read_yaml(path)
+    values = read_yaml(path, quiet=True)
     try:
         return settings.build(TrainConfig, values)
     except ValueError as error:
@@ -51,8 +51,8 @@ def check(config: TrainConfig, *, resume: bool) -> None:
     if differing is not None:
         name, before, now = differing
         raise ValueError(
-            f"{run}: holds a run with {name} = {shown(before)}, not {shown(now)}; choose another --out or the same "
-            "settings"
+            f"{run}: holds a run with {name} = {shown(before)}, not {shown(now)}; --resume without other options "
+            "continues it, a new run needs another --out"
         )
     if resume:
         return

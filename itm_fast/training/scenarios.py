@@ -98,7 +98,7 @@ def make_scenario(
         branches = [*(Branch(config, one, per_epoch) for one in fresh), target]
         return Scenario(branches, weight, mutual=is_mutual(config))
     if config.scenario == "mss":
-        return MomentumScenario(target, weight, config.momentum, config.epochs * per_epoch)
+        return MomentumScenario(target, weight, config.ema_decay, config.epochs * per_epoch)
     if config.trains_discriminators:
         return AddrScenario(target, config, Phases.of(config, per_epoch), n_images, room)
     if config.scenario == "oas" and anchor is None:

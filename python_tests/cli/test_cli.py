@@ -14,13 +14,16 @@ import torch
 import yaml
 
 import itm_fast.functional as F_itm
-from itm_fast import __version__, cli, models
+from itm_fast import __version__, cli, losses, models
 from itm_fast.cli import demo as demo_command
+from itm_fast.cli.options import default_text
+from itm_fast.cli.train import COMMON
 from itm_fast.config import fields_of
 from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
 from itm_fast.evaluation import scoring
 from itm_fast.training import TrainConfig
-from itm_fast.training.config import read_yaml
+from itm_fast.training.config import GROUPS, read_yaml
+from itm_fast.training.loss_rules import MINING
 from itm_fast.training.metrics_log import read_metrics
 from python_tests.helpers.commands import SMALL, error, train_small
 from python_tests.helpers.concepts import write_concepts
@@ -53,17 +56,79 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         assert re.search(rf"^\W*{command}\s+[A-Z]", text, re.MULTILINE), command
 
 
-def test_train_help_lists_every_setting(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def helped(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    capsys.readouterr()
+    assert cli.run([*command]) == 0
+    return plain(capsys.readouterr().out)
+
+
+def test_train_help_is_short_and_names_models_and_losses(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = helped(capsys, "train", "--help")
+    assert len(text.splitlines()) < 50
+    words = set(re.findall(r"\w+", text))
+    assert {*models.names(), *losses.names(), *MINING} - {"fdf"} <= words
+    for name in COMMON:
+        assert re.search(rf"^│ --{name.replace('_', '-')} ", text, re.MULTILINE), name
+
+
+def test_train_help_all_lists_every_setting(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "240")
-    assert cli.run(["train", "--help"]) == 0
-    text = plain(capsys.readouterr().out)
+    text = helped(capsys, "train", "--help-all")
     for name, field in fields_of(TrainConfig).items():
         flag = "--model-option" if name == "model_options" else "--" + name.replace("_", "-")
         assert f"{flag} " in text, flag
         if name != "model_options":
             assert field.metadata["help"] in text, name
+        for choice in field.metadata["choices"] or ():
+            assert re.search(rf"^│ {flag} .*\b{choice}\b", text, re.MULTILINE), (name, choice)
     assert "Learning rate. (default 0.0002)" in text
-    assert "step|cosine|constant" in text
+    assert "--no-reweighting turns it off" in text
+    titles = re.findall("^╭─ (.*?) ─+╮$", text, re.MULTILINE)
+    assert titles == ["Options", *GROUPS]
+
+
+COMMANDS = [
+    [], ["train"], ["demo"], ["recipes"], ["models"], ["evaluate"], ["explain"], ["curves"], ["realign"], ["convert"],
+    ["bench"], ["data"], *(["data", name] for name in ("emoji", "pack", "synthesize", "check")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, ["train", "--help-all"]], ids=" ".join)
+def test_help_cuts_no_name_and_shows_flags_without_a_value(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = {}
+    for columns in (80, 240):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = helped(capsys, *command, *([] if "--help-all" in command else ["--help"]))
+        # Option names stand near the border, those in help texts further inside.
+        shown[columns] = re.findall(r"^│[ *]{1,5}(--[\w-]+)", text, re.MULTILINE)
+        assert "…" not in text
+        assert "<bool>" not in text
+    assert "--help" in shown[80]
+    assert shown[80] == shown[240]
+
+
+def test_models_lists_the_models_and_the_settings_of_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    rows = [line.split(maxsplit=1) for line in helped(capsys, "models").splitlines()]
+    assert [name for name, _ in rows] == models.names()
+    assert all(re.fullmatch(r".+ \(.+ et al\., .*\d{4}\)\.", summary.strip()) for _, summary in rows)
+    for name in models.names():
+        text = helped(capsys, "models", name)
+        for setting, field in fields_of(models.config_class(name)).items():
+            default = re.escape(default_text(field).removeprefix("default "))
+            assert re.search(rf"^{setting} +{default} +{re.escape(field.metadata['help'])}", text, re.MULTILINE), (
+                setting
+            )
+    assert error(capsys, "models", "scam") == (1, "unknown model 'scam': did you mean 'scan'?")
 
 
 # Training
@@ -107,7 +172,8 @@ def test_resume_needs_nothing_but_the_folder(data: Path, trained: Path, capsys: 
     assert "12 steps in" in capsys.readouterr().out
     status, message = error(capsys, "train", "--out", trained, "--resume", "--lr", "0.5")
     assert (status, message) == (
-        1, f"{trained}: holds a run with lr = 0.01, not 0.5; choose another --out or the same settings",
+        1, f"{trained}: holds a run with lr = 0.01, not 0.5; --resume without other options continues "
+        "it, a new run needs another --out",
     )  # fmt: skip
 
 
@@ -118,7 +184,7 @@ def test_train_errors(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--data", data], 1, "out: this setting is required"),
         (["--resume"], 1, "out: --resume needs the RUN folder to continue: --out RUN, or out in the --config file"),
         (["--data", data, "--out", out, "--lr", "-1"], 1, "lr: expected a number above 0, got -1.0"),
-        (["--data", data, "--out", out, "--lr", "fast"], 2, "Invalid value for '--lr'"),
+        (["--data", data, "--out", out, "--lr", "fast"], 2, ", got 'fast'"),
         (["--data", data, "--out", out, "--epoch", "3"], 2, "No such option: --epoch"),
         (["--data", data, "--out", out, "--model", "imram"], 1, "unknown model 'imram': known are bfan"),
         (["--data", data, "--out", out, "--optimizer", "sgd"], 1, "optimizer: expected one of adam, adamw, got 'sgd'"),
@@ -278,7 +344,7 @@ def test_demo_trains_evaluates_and_reports(
 
     for option, value, said in (
         ("--minutes", "0", "minutes: expected a finite number above 0, got 0"),
-        ("--mining", "easy", "mining: expected one of hardest, all, selective, semi_hard, contrastive, got 'easy'"),
+        ("--mining", "easy", "mining: expected one of hardest, all, selective, semi_hard, sct, got 'easy'"),
     ):
         assert error(capsys, "demo", "--out", out, option, value) == (1, said)
 

@@ -151,8 +151,8 @@ def test_resume_takes_the_folder_from_the_file(data: Path, tmp_path: Path, capsy
 
 def test_resume_help_names_what_may_change(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "240")
-    assert cli.run(["train", "--help"]) == 0
-    text = capsys.readouterr().out.split("What may change:")[1].split("--help")[0].split("Options")[0]
+    assert cli.run(["train", "--help-all"]) == 0
+    text = capsys.readouterr().out.split("--resume takes the settings")[1].split("Options")[0]
     free = {name for name, field in fields_of(TrainConfig).items() if field.metadata["free_on_resume"]}
     for name in free - {"out"}:
         assert f"--{name.replace('_', '-')}" in text, name

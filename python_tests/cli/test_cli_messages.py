@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -119,3 +121,82 @@ def test_training_needs_no_streams(data: Path, tmp_path: Path, monkeypatch: pyte
         cli.main(arguments)
     assert ended.value.code == 0
     assert (out / "model.safetensors").is_file()
+
+
+def test_a_file_in_the_place_of_a_folder_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    folder, out = tmp_path / "folder", tmp_path / "out"
+    folder.mkdir()
+    vocab = tmp_path / "vocab.json"
+    Vocabulary.build(["one two three"], 1).save(vocab)
+    for arguments, message in (
+        (["train", "--data", file, "--out", out], "expected a data directory, found a file"),
+        (["data", "pack", "--data", file, "--out", out], "expected a data directory, found a file"),
+        (["data", "check", file], "expected a data directory, found a file"),
+        (["evaluate", "--checkpoint", file, "--data", folder], "expected the folder of a saved model, found a file"),
+        (["curves", file], "expected a run directory, found a file"),
+        (["realign", "--extractor", file, "--heads", folder, "--data", folder, "--out", out],
+         "expected a run directory, found a file"),
+    ):  # fmt: skip
+        assert error(capsys, *arguments) == (1, f"{file}: {message}")
+    assert error(capsys, "curves", out) == (1, f"{out}: no such run directory")
+    arguments = ["convert", folder, "--source", "scan", "--vocab", vocab, "--out", out]
+    assert error(capsys, *arguments) == (1, f"{folder}: expected a checkpoint file, found a folder")
+
+
+def test_a_name_of_bert_is_no_folder(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    how = (
+        "--bert needs a local folder of a BERT model, as nothing is downloaded: write one with save_pretrained of a "
+        "BertModel and its tokenizer in transformers"
+    )
+    arguments = ["train", "--data", data, "--out", tmp_path / "run", "--bert"]
+    message = f"bert-base-uncased: no such folder; {how}"
+    assert error(capsys, *arguments, "bert-base-uncased") == (1, message)
+    file = data / "train_caps.txt"
+    assert error(capsys, *arguments, file) == (1, f"{file}: expected a folder, found a file; {how}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        (["train", "--epochs", "1.5"], "'1.5'"),
+        (["train", "--lr", "fast"], "'fast'"),
+        (["evaluate", "--folds", "x", "--checkpoint", "a", "--data", "b"], "'x'"),
+        (["data", "pack", "--data", "a", "--out", "b", "--dtype", "fp8"], "'fp8'"),
+        (["data", "pack", "--data", "a", "--out", "b", "--min-count", "0"], "0"),
+        (["bench", "--threads", "-3"], "-3"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_shown(arguments: list[str], value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    option = next(text for text in reversed(arguments) if text.startswith("--"))
+    status, message = error(capsys, *arguments)
+    assert status == 2
+    assert value in message
+    if arguments[0] == "train":
+        assert f"'{option}'" in message
+
+
+def test_words_that_a_vocabulary_of_small_data_leaves_out_are_counted(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = tmp_path / "small"
+    shutil.copytree(data, small)
+    captions = (small / "train_caps.txt").read_text().splitlines()
+    words = sum(len(caption.split()) for caption in captions)
+    captions = [f"{caption} rare{number // 3}" for number, caption in enumerate(captions)]
+    (small / "train_caps.txt").write_text("\n".join(captions) + "\n")
+    share = len(captions) / (words + len(captions))
+    assert 0.05 < share < 0.5
+    message = (
+        f"{small}: the vocabulary leaves out {share:.0%} of the words in the captions of train, as each occurs fewer "
+        "than --min-count 4 times; a lower --min-count keeps more"
+    )
+    command = ["train", "--data", str(small), *SMALL]
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+        assert cli.run([*command, "--out", str(tmp_path / "run")]) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cli.run([*command, "--out", str(tmp_path / "all"), "--min-count", "3"]) == 0
+        vocab = str(tmp_path / "run" / "vocab.json")
+        assert cli.run([*command, "--out", str(tmp_path / "given"), "--vocab", vocab]) == 0

@@ -188,9 +188,6 @@ def test_weights_that_do_not_fit_are_named_by_key(tmp_path: Path, vocab: Path, c
         ({"no_imgnorm": 1}, "opt.no_imgnorm: expected true or false, got 1"),
         ({"word_dim": -5}, "word_dim: expected a number at least 1, got -5"),
         ({"vocab_size": 17}, "opt.vocab_size: expected 16 as in the vocabulary"),
-        ({"focal_type": "prob"},
-         "opt.focal_type: this option is unknown; is it the checkpoint of another model? If it does not change scores: "
-         "--ignore-option focal_type"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_fit_are_named(tmp_path: Path, vocab: Path, changes: dict, message: str) -> None:

@@ -14,7 +14,7 @@ from itm_fast import compat, models
 from itm_fast.data import Vocabulary
 from python_tests.compat import official_dbl, official_rcar, official_sgraf
 from python_tests.helpers import official_scan
-from python_tests.helpers.conversions import CAPTIONS, changed, converted, refused, token_ids
+from python_tests.helpers.conversions import CAPTIONS, assert_warned, changed, converted, refused, token_ids
 from python_tests.helpers.official_scan import WORDS, write_checkpoint, write_vocabulary
 
 SGRAF: list[dict[str, object]] = [
@@ -193,8 +193,6 @@ def test_weights_of_dbl_that_do_not_fit(tmp_path: Path, vocab: Path, changes: di
     ("source", "changes", "message"),
     [
         ("dbl", {"bi_gru": "yes"}, "opt.bi_gru: expected true or false, got 'yes'"),
-        ("dbl", {"module_name": "SGR"}, "opt.module_name: this option is unknown; is it the checkpoint of another "
-         "model? If it does not change scores: --ignore-option module_name"),
         ("dbl", {"scenario": "oas"}, "model['module.txt_enc.embed.weight']: 16 words, but the vocabulary has 17 with "
          "<mask>; name the one that the model was trained with"),
         ("sgraf", {"module_name": "AVE"}, "opt.module_name: expected one of SGR, SAF, got 'AVE'"),
@@ -202,8 +200,6 @@ def test_weights_of_dbl_that_do_not_fit(tmp_path: Path, vocab: Path, changes: di
          "sgraf"),
         ("sgraf", {"sgr_step": 4}, "model[2]['SGR_module.3.graph_query_w.weight']: this weight is missing"),
         ("sgraf", {"sgr_step": 0}, "graph_steps: expected a number at least 1 and at most 64, got 0"),
-        ("sgraf", {"regulator": "rcr"}, "opt.regulator: this option is unknown; is it the checkpoint of another model? "
-         "If it does not change scores: --ignore-option regulator"),
         ("rcar", {"attn_type": "both"}, "opt.attn_type: expected one of t2i, i2t, got 'both'"),
         ("rcar", {"self_regulator": "none"},
          "opt.self_regulator: expected one of only_rar, only_rcr, coop_rcar, got 'none'"),
@@ -224,6 +220,16 @@ def test_options_that_do_not_fit(
     official = {"sgraf": official_sgraf, "rcar": official_rcar, "dbl": official_dbl}[source]
     model = official.random_model(official.options())
     assert refused(tmp_path, source, model, official.options(**changes), vocab) == message
+
+
+@pytest.mark.parametrize(
+    ("source", "official", "name"), [("dbl", official_dbl, "module_name"), ("sgraf", official_sgraf, "regulator")]
+)
+def test_unknown_options_are_warned_of(
+    tmp_path: Path, vocab: Path, source: str, official: ModuleType, name: str
+) -> None:
+    model = official.random_model(official.options())
+    assert_warned(tmp_path, source, model, official.options(**{name: "x"}), vocab, name)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 
 from itm_fast import compat, models
 from itm_fast.data import Vocabulary
-from python_tests.helpers.conversions import CAPTIONS, changed, converted, refused, token_ids
+from python_tests.helpers.conversions import CAPTIONS, assert_warned, changed, converted, refused, token_ids
 from python_tests.helpers.official_scan import WORDS, write_checkpoint, write_vocabulary
 from python_tests.helpers.official_vse_infty import official_scores, options, random_model, rvsepp_options
 
@@ -116,11 +116,7 @@ def test_weights_that_do_not_fit(
     ("make", "changes", "message"),
     [
         (options, {"precomp_enc_type": "backbone"}, "opt.precomp_enc_type: expected one of basic, got 'backbone'"),
-        (options, {"epsilon": 0.01}, "opt.epsilon: this option is unknown; is it the checkpoint of another model? If "
-         "it does not change scores: --ignore-option epsilon"),
         (options, {"vocab_size": 16}, "opt.vocab_size: expected 17 as in the vocabulary with <mask>"),
-        (rvsepp_options, {"use_bi_gru": False}, "opt.use_bi_gru: this option is unknown; is it the checkpoint of "
-         "another model? If it does not change scores: --ignore-option use_bi_gru"),
         (rvsepp_options, {"embed_size": "8"}, "opt.embed_size: expected a whole number, got '8'"),
     ],
 )  # fmt: skip
@@ -129,6 +125,12 @@ def test_options_that_do_not_fit(
 ) -> None:
     source = next(name for name, one in OPTIONS.items() if one is make)
     assert refused(tmp_path, source, random_model(make()), make(**changes), vocab) == message
+
+
+@pytest.mark.parametrize(("source", "name"), [("vse_infty", "epsilon"), ("rvsepp", "use_bi_gru")])
+def test_unknown_options_are_warned_of(tmp_path: Path, vocab: Path, source: str, name: str) -> None:
+    make = OPTIONS[source]
+    assert_warned(tmp_path, source, random_model(make()), make(**{name: 0}), vocab, name)
 
 
 @pytest.mark.parametrize("source", OPTIONS)

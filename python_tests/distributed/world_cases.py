@@ -81,9 +81,9 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "addr, conversions": ("scan", SIZES, {**ADVERSARIAL, "conversions": 3, "realignment": False}),
     "rvsepp, selective": ("rvsepp", SIZES, {**SELECTIVE, "halve_loss": True}),
     "dbl, mss, relative": (
-        "dbl", {**ALIGNED, "word_dropout": 0.0}, {"scenario": "mss", "boosting": "relative", "momentum": 0.9},
+        "dbl", {**ALIGNED, "word_dropout": 0.0}, {"scenario": "mss", "boosting": "relative", "ema_decay": 0.9},
     ),
-    "mss, both, soft": ("scan", SIZES, {"scenario": "mss", "boosting": "both", "soft": True, "momentum": 0.9}),
+    "mss, both, soft": ("scan", SIZES, {"scenario": "mss", "boosting": "both", "soft": True, "ema_decay": 0.9}),
     "mss, soft_rank": ("scan", SIZES, {"scenario": "mss", "boosting": "soft_rank"}),
     "oss, dml": ("scan", SIZES, {"scenario": "oss", "boosting": "dml", "branches": 3}),
     "conversions": ("scan", SIZES, {"conversions": 3, "realignment": False}),

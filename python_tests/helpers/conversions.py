@@ -1,11 +1,13 @@
 """Converting checkpoints in tests: what a converted model scores, and how one that does not fit is refused.
 
-Inside: `CAPTIONS`, `token_ids`, `converted`, `refused`, `changed`.
+Inside: `CAPTIONS`, `token_ids`, `converted`, `assert_warned`, `refused`, `changed`.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 
@@ -34,6 +36,20 @@ def converted(run: Path, features: np.ndarray, captions: list[str] = CAPTIONS) -
     with torch.no_grad():
         lengths = torch.tensor([len(ids) for ids in encoded])
         return models.load(run)(torch.from_numpy(features), padded, lengths).numpy()
+
+
+def assert_warned(tmp_path: Path, source: str, model: object, opt: argparse.Namespace, vocab: Path, name: str) -> None:
+    """Converting warns of the unknown option `name`, in one line, unless the option is declared harmless."""
+    path = write_checkpoint(tmp_path / "c.pth", model, opt)
+    message = re.escape(
+        f"{path}: opt.{name}: unknown option, ignored because all weights fit {source}; check that it does not change "
+        f"scores (--ignore-option {name} silences this warning)"
+    )
+    with pytest.warns(UserWarning, match=f"^{message}$"):
+        compat.convert(source, path, vocab, tmp_path / "run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compat.convert(source, path, vocab, tmp_path / "run", ignored_options=[name])
 
 
 def refused(tmp_path: Path, source: str, model: object, opt: argparse.Namespace, vocab: Path) -> str:

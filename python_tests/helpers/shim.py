@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHIM = (ROOT / "csrc/shim/block.cpp", ROOT / "csrc/shim/shared_memory.cpp")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
 
-MINING = ("all", "hardest", "selective", "semi_hard", "contrastive")
+MINING = ("all", "hardest", "selective", "semi_hard", "sct")
 SELECTIVE_DIVISORS = ("batch", "negatives")
 DIRECTIONS = ("both", "rows", "columns")
 REDUCTIONS = ("sum", "mean", "none")

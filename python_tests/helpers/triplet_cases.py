@@ -18,7 +18,7 @@ import itm_fast.functional as F_itm
 from itm_fast import reference
 from python_tests.helpers.triplets import loop_losses
 
-MINING = ("all", "hardest", "selective", "semi_hard", "contrastive")
+MINING = ("all", "hardest", "selective", "semi_hard", "sct")
 IMPLEMENTATIONS = {"native": F_itm.triplet_loss, "reference": reference.triplet_loss}
 
 both_implementations = pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def _anchor(
     hardest, where = loop_hardest(negatives)
     if mining == "selective" and epsilon != 0 and not abs(hardest - positive) > epsilon:
         return sum(hinges.values()) / divisor, dict.fromkeys(active, 1.0 / divisor), -len(active) / divisor
-    if mining == "contrastive" and hardest >= positive:
+    if mining == "sct" and hardest >= positive:
         return hardest, {where: 1.0}, 0.0
     if hinges[where] == 0.0:
         return 0.0, {}, 0.0

@@ -276,7 +276,9 @@ def test_a_run_repeats_bit_for_bit(data: Path, tmp_path: Path) -> None:
 def test_the_command_line_takes_regulators(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     arguments = ["train", "--data", str(data), "--out", str(out), *SMALL, "--model", "scan"]
-    assert cli.run([*arguments, "--regulator", "rcar", "--steps", "2", "--model-option", "alignment_dim=8"]) == 0
+    assert (
+        cli.run([*arguments, "--regulator", "rcar", "--regulator-steps", "2", "--model-option", "alignment_dim=8"]) == 0
+    )
     assert read_yaml(out / "train.yaml")["model_options"] == {
         "embed_dim": 16, "word_dim": 12, "alignment_dim": 8, "regulator": "rcar", "steps": 2,
     }  # fmt: skip
@@ -290,8 +292,11 @@ def test_the_command_line_takes_regulators(data: Path, tmp_path: Path, capsys: p
     assert "rsum" in capsys.readouterr().out
     for more, message in (
         (["--model", "vsepp", "--regulator", "rcar"], "unknown vsepp setting 'regulator': known are vocab_size, "),
-        (["--steps", "3"], "steps: 3 steps of which regulator? Set regulator to rcr, rar or rcar"),
-        (["--regulator", "rcar", "--steps", "0"], "steps: expected a number at least 1 and at most 64, got 0"),
+        (["--regulator-steps", "3"], "steps: 3 steps of which regulator? Set regulator to rcr, rar or rcar"),
+        (
+            ["--regulator", "rcar", "--regulator-steps", "0"],
+            "steps: expected a number at least 1 and at most 64, got 0",
+        ),
     ):
         status, line = error(capsys, "train", "--data", data, "--out", tmp_path / "bad", *SMALL, *more)
         assert status == 1
@@ -312,7 +317,7 @@ def test_every_host_is_trained_with_its_regulators(
 ) -> None:
     """Numbers of attentions with an alignment, of steps of RCR and of RAR in each direction of the saved model."""
     options = [part for option in ["alignment_dim=8", *more] for part in ("--model-option", option)]
-    arguments = ["--regulator", regulator, "--steps", str(steps), *options]
+    arguments = ["--regulator", regulator, "--regulator-steps", str(steps), *options]
     out = train_small(data, tmp_path / "run", "--model", name, *arguments)
     model = models.load(out)
     for part in ("text_to_image", "image_to_text", "similarity"):

@@ -16,7 +16,7 @@ from itm_fast.ops import triplet_loss as ops
 from python_tests.helpers.fragments import native_calls
 
 OPERATORS = torch.ops.itm_fast
-MINING = ("all", "hardest", "selective", "semi_hard", "contrastive")
+MINING = ("all", "hardest", "selective", "semi_hard", "sct")
 
 
 def random_scores(n: int, m: int | None = None, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -43,7 +43,7 @@ def test_gradcheck_of_hardest_negatives() -> None:
         assert {name for name, _ in calls} == {"hardest_negatives", "hardest_negatives_backward"}
 
 
-@pytest.mark.parametrize("mining", MINING)
+@pytest.mark.parametrize("mining", [ops._KERNEL_MINING.get(mining, mining) for mining in MINING])
 @pytest.mark.parametrize(("directions", "reduction"), [("both", "none"), ("rows", "sum"), ("columns", "none")])
 def test_opcheck_of_the_loss(mining: str, directions: str, reduction: str) -> None:
     for dtype in (torch.float32, torch.float64):
@@ -242,7 +242,7 @@ GOOD = torch.zeros(3, 3)
         (
             {"mining": "hard"},
             ValueError,
-            "mining: expected one of 'all', 'hardest', 'selective', 'semi_hard', 'contrastive', got 'hard' (str)",
+            "mining: expected one of 'all', 'hardest', 'selective', 'semi_hard', 'sct', got 'hard' (str)",
         ),
         (
             {"selective_divisor": "B"},

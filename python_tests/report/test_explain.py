@@ -383,3 +383,16 @@ def test_pictures_in_a_store_of_bfloat16_are_recognised(tmp_path: Path) -> None:
     pack(folder, tmp_path / "store", dtype="bf16")
     stored = open_split(tmp_path / "store", "test", VOCABULARY).image_batch([2])[0]
     assert np.array_equal(emoji.picture_if_patches(stored.numpy()), emoji.pictures("test")[2])
+
+
+def test_only_bundled_emoji_are_credited(data: Path, tmp_path: Path) -> None:
+    """Pictures of the user's own are drawn, too, but come from elsewhere."""
+    run = make_run(tmp_path / "run", data, "scan", {})
+    pictures = emoji.pictures("dev")[:3]
+    for name, shown, credited in (("bundled", pictures, True), ("own", pictures[:, ::-1], False)):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_split(folder, "test", emoji.patches(np.ascontiguousarray(shown)), 15)
+        page, _ = explain(run, folder, tmp_path / f"{name}.html", "--caption", 0)
+        assert page.count("data:image/png") > 0
+        assert ("Noto Color Emoji" in page, "<footer>" in page) == (credited, credited)

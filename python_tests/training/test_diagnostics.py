@@ -42,7 +42,7 @@ def by_loops(scores: Tensor, positives: Tensor | None, mining: str, epsilon: flo
                 {
                     "all": False,
                     "hardest": True,
-                    "contrastive": True,
+                    "sct": True,
                     "semi_hard": hardest < own,
                     "selective": epsilon == 0 or abs(hardest - own) > epsilon,
                 }[mining]
@@ -73,7 +73,7 @@ def test_an_example_by_hand() -> None:
     scores = torch.tensor([[0.75, 0.25, 0.5], [0.75, 0.5, 0.25], [0.25, 0.0, 0.375]])
     shares = {
         mining: mining_diagnostics(scores, None, mining, 0.125)
-        for mining in ("hardest", "all", "selective", "semi_hard", "contrastive")
+        for mining in ("hardest", "all", "selective", "semi_hard", "sct")
     }
     assert {measured["hardest_gap"] for measured in shares.values()} == {(0.25 + 0.25 + 0.125 + 0 + 0.25 + 0.125) / 6}
     directions = {
@@ -84,7 +84,7 @@ def test_an_example_by_hand() -> None:
         "all": (0.0, 0.0),
         "selective": (pytest.approx(2 / 3), pytest.approx(1 / 3)),
         "semi_hard": (pytest.approx(2 / 3), pytest.approx(1 / 3)),
-        "contrastive": (1.0, 1.0),
+        "sct": (1.0, 1.0),
     }
 
 
@@ -231,7 +231,7 @@ def test_the_report_draws_what_the_log_has() -> None:
     assert "first 3 at step 10; last 3 at step 50" in curves["Gradient of the first image layer"]
     # Where the mining chooses nothing, the share says nothing; a log of before has none of the numbers.
     assert "Anchors that took their hardest negative" not in dict(curves_svg(lines_of("hardest", 10, 20, **numbers)))
-    assert list(dict(curves_svg(lines_of("contrastive", 10)))) == ["Selectively contrastive loss"]
+    assert list(dict(curves_svg(lines_of("sct", 10)))) == ["Selectively contrastive triplet loss"]
     # Each drawing has ids of its own: they share one page.
     ids = [identifier for svg in curves.values() for identifier in re.findall(r' id="([^"]+)"', svg)]
     assert len(ids) == len(set(ids))

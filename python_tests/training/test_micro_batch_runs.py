@@ -29,7 +29,7 @@ SCENARIOS: dict[str, dict[str, object]] = {
     "single": {"mining": "selective", "warmup_epochs": 1},
     "oas": {},
     "oss": {"branches": 3, "boosting": "both"},
-    "mss": {"momentum": 0.9, "boosting": "relative", "soft": True},
+    "mss": {"ema_decay": 0.9, "boosting": "relative", "soft": True},
 }
 # Dropout, batch normalisation and changed captions.
 DRAWING = {"model_options": {**OPTIONS, "image_encoder": "residual", "word_dropout": 0.3}, "text_augmentation": 0.2}

@@ -28,7 +28,7 @@ LOSSES: tuple[dict[str, Any], ...] = (
     {"mining": "selective", "epsilon": 0.05, "margin": 0.3},
     {"mining": "selective", "epsilon": 0.05, "selective_divisor": "negatives", "halve_loss": True},
     {"mining": "semi_hard"},
-    {"mining": "contrastive"},
+    {"mining": "sct"},
     {"mining": "all", "halve_loss": True},
     {"loss": "polynomial", "margin": 0.1},
     {"loss": "cmpm", "mining": "all", "softmax_scale": 8.0},

@@ -209,7 +209,7 @@ def test_the_loss_with_another_batch_equals_its_loops(mining: str) -> None:
         ("selective", {}),
         ("selective", {"selective_divisor": "negatives", "halve": True}),
         ("semi_hard", {}),
-        ("contrastive", {"halve": True}),
+        ("sct", {"halve": True}),
     ],
 )
 def test_the_loss_with_another_batch_takes_every_mining(mining: str, options: dict) -> None:
@@ -406,8 +406,8 @@ def test_bad_settings_are_one_line_and_write_nothing(
         "conversions: expected one of the models chan, scan, vse_infty, got sgraf"
     )
     assert refused("--model", "fdf") == "model: fdf is what --conversions N makes of another model; name that one"
-    assert refused("--conversion", "adapter") == (
-        "conversion: 'adapter' goes with conversions, of which there are none"
+    assert refused("--conversion-layer", "adapter") == (
+        "conversion_layer: 'adapter' goes with conversions, of which there are none"
     )
     assert refused("--no-realignment") == "realignment: False goes with conversions, of which there are none"
     assert refused("--conversions", "2", "--scenario", "mss") == (

@@ -76,7 +76,7 @@ BOOSTED = {
 }  # fmt: skip
 SCENARIOS: dict[str, dict[str, object]] = {
     "": {},
-    "mss-": {**BOOSTED, "scenario": "mss", "momentum": 0.99995},
+    "mss-": {**BOOSTED, "scenario": "mss", "ema_decay": 0.99995},
     "oss-": {**BOOSTED, "scenario": "oss", "branches": 2},
     "oas-": {**BOOSTED, "scenario": "oas", "anchor_start": True, "text_augmentation": 0.2},
 }
@@ -165,7 +165,7 @@ PUBLISHED |= {
     for data in ("f30k", "coco")
 }
 # The paper keeps the settings of its hosts.
-FDF = {"conversions": 8, "conversion": "ffn", "online_weight": 0.5}
+FDF = {"conversions": 8, "conversion_layer": "ffn", "online_weight": 0.5}
 PUBLISHED |= {
     f"fdf-{name}-{data}": (model, {**numbers, **FDF, **others}, options)
     for data in ("f30k", "coco")
@@ -339,9 +339,10 @@ def test_a_run_of_a_recipe_is_resumed_with_or_without_it(
 
 
 def test_errors_are_one_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    known = ", ".join(sorted(PUBLISHED))
-    assert error(capsys, "train", "--recipe", "scan", "--data", data) == f"unknown recipe 'scan': known are {known}"
-    assert error(capsys, "recipes", "../x") == f"unknown recipe '../x': known are {known}"
+    assert error(capsys, "train", "--recipe", "scan-t2i-f3k", "--data", data) == (
+        "no recipe 'scan-t2i-f3k'; did you mean scan-t2i-f30k or scan-t2i-lse-f30k or scan-i2t-f30k?"
+    )
+    assert error(capsys, "recipes", "../x") == "no recipe '../x'; itm-fast recipes lists them"
     message = error(
         capsys, "train", "--recipe", "scan-t2i-f30k", "--model", "vsepp", "--data", data, "--out", tmp_path / "run"
     )

@@ -26,7 +26,7 @@ DRAWING = {"model_options": {**OPTIONS, "image_encoder": "residual", "word_dropo
 SCENARIOS: dict[str, dict[str, object]] = {
     "oas": {},
     "oss": {"branches": 3, "boosting": "both"},
-    "mss": {"momentum": 0.9, "boosting": "relative", "soft": True},
+    "mss": {"ema_decay": 0.9, "boosting": "relative", "soft": True},
 }
 
 
@@ -138,7 +138,7 @@ def test_the_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     arguments = ["train", "--data", str(data), "--out", str(tmp_path / "run"), *SMALL, "--model", "dbl"]
     boosting = ["--boosting", "absolute", "--boosting-mining", "all", "--soft", "--boosting-alpha", "0.4"]
     capsys.readouterr()
-    assert cli.run([*arguments, "--scenario", "mss", "--momentum", "0.9", *boosting]) == 0
+    assert cli.run([*arguments, "--scenario", "mss", "--ema-decay", "0.9", *boosting]) == 0
     assert "scenario: mss, boosting: absolute (all)\n" in capsys.readouterr().out
     best = tmp_path / "again"
     anchored = ["train", "--data", str(data), "--out", str(best), *SMALL, "--model", "dbl", "--scenario", "oas"]
@@ -160,7 +160,7 @@ def refused(capsys: pytest.CaptureFixture[str], data: Path, out: Path, *argument
         ("--scenario teacher", "scenario: expected one of single, oas, oss, mss, addr, got 'teacher'"),
         ("--boosting absolute", "boosting: 'absolute' goes with the scenario oas or oss or mss, not single"),
         ("--scenario mss --branches 3", "branches: 3 goes with the scenario oss, not mss"),
-        ("--scenario oss --momentum 0.9", "momentum: 0.9 goes with the scenario mss, not oss"),
+        ("--scenario oss --ema-decay 0.9", "ema_decay: 0.9 goes with the scenario mss, not oss"),
         ("--scenario mss --anchor runs/a", "anchor: 'runs/a' goes with the scenario oas, not mss"),
         ("--scenario mss --boosting relative --boosting-alpha 0.3",
          "boosting_alpha: 0.3 goes with the boosting absolute or both, not relative"),
@@ -168,8 +168,8 @@ def refused(capsys: pytest.CaptureFixture[str], data: Path, out: Path, *argument
          "margin: 0.3 goes with the loss triplet or polynomial, not cmpm"),
         ("--scenario mss --boosting rkd --soft", "soft: True goes with the boosting absolute or relative or both, not "
          "rkd"),
-        ("--scenario mss --momentum 1.01", "momentum: expected a number at least 0 and at most 1, got 1.01"),
-        ("--scenario mss --momentum -0.1", "momentum: expected a number at least 0 and at most 1, got -0.1"),
+        ("--scenario mss --ema-decay 1.01", "ema_decay: expected a number at least 0 and at most 1, got 1.01"),
+        ("--scenario mss --ema-decay -0.1", "ema_decay: expected a number at least 0 and at most 1, got -0.1"),
         ("--scenario oss --branches 1", "branches: expected a number at least 2 and at most 64, got 1"),
         ("--scenario mss --boosting-alpha 2", "boosting_alpha: expected a number at least 0 and at most 1, got 2.0"),
         ("--scenario mss --boosting am", "boosting: expected one of absolute, relative, both, soft_rank, rkd, dml, "

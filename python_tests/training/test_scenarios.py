@@ -209,7 +209,7 @@ def test_an_earlier_branch_receives_no_gradient_from_a_later_one(data: Path, tmp
 
 def test_the_average_follows_its_schedule(data: Path, tmp_path: Path) -> None:
     """In float64 from the weights after each step: parameters and buffers, by the momentum of that step."""
-    trainer = trainer_of(data, tmp_path, "mss", momentum=0.6)
+    trainer = trainer_of(data, tmp_path, "mss", ema_decay=0.6)
     average = trainer.stepper.scenario.anchor
     assert same(state_of(average), state_of(trainer.model))
     expected = {name: value.double() for name, value in state_of(trainer.model).items()}

@@ -30,7 +30,7 @@ def test_yaml_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("lrr: 1", "c.yaml: unknown setting 'lrr': did you mean 'lr'"),
-        ("[1, 2]", "c.yaml: expected a YAML mapping of names to values, got a list"),
+        ("[1, 2]", "c.yaml: expected a YAML mapping of names to values, got \\[1, 2\\]"),
         ("a: !!python/object/apply:os.system ['true']", "c.yaml: expected YAML of plain values: could not determine"),
         ("a: [", "c.yaml: expected YAML of plain values"),
     ],
