@@ -33,6 +33,15 @@ def prepare(contexts: Fragments) -> PreparedContexts:
 
     Raises:
         TypeError: `contexts` is no `Fragments`, or its dtype is not one of those above.
+
+    Examples:
+        >>> import torch
+        >>> import itm_fast.functional as F_itm
+        >>> from itm_fast import Fragments
+        >>> gallery = F_itm.prepare(Fragments.from_padded(torch.randn(6, 36, 32)))
+        >>> query = Fragments.from_padded(torch.randn(1, 9, 32))
+        >>> F_itm.cross_attention_scores(query, gallery).shape
+        torch.Size([1, 6])
     """
     return _prepared.prepare(contexts)
 

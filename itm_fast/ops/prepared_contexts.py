@@ -28,6 +28,14 @@ class PreparedContexts:
         fragments: the contexts. Their values are not copied.
         grams: the Gram matrices of all sets in the layout of the CPU kernels, float32 (float64 for float64 contexts);
             None where no kernel takes them.
+
+    Examples:
+        >>> import torch
+        >>> import itm_fast.functional as F_itm
+        >>> from itm_fast import Fragments
+        >>> gallery = F_itm.prepare(Fragments.from_padded(torch.randn(6, 36, 32)))
+        >>> len(gallery), gallery.dtype
+        (6, torch.float32)
     """
 
     fragments: Fragments
