@@ -74,6 +74,8 @@ def markdown(results: Mapping[str, Any]) -> str:
     ]
     if "regulated scores" in measured:
         parts[4:4] = [_regulated(measured, preset), _accuracy(measured["regulated scores"]["variants"], "RCAR scores")]
+    if "query" in measured:
+        parts[3:3] = [_query(measured["query"])]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -215,6 +217,19 @@ def _regulated(measured: Mapping[str, Any], preset: Mapping[str, Any]) -> str:
                 row += ["not run", ""]
             rows.append(row)
     return table(rows) + _reason(rows, REGULATED_BOUND)
+
+
+def _query(workload: Mapping[str, Any]) -> str:
+    images, variants = workload["arguments"][0]["images"], workload["variants"]
+    head = [f"one caption against {images:,} images, SCAN t2i", "inputs", "time", "against plain PyTorch"]
+    rows = [[*head, "largest error against float64"]]
+    labels = {"plain": "plain PyTorch, Gram matrices kept", "native": "itm_fast", "prepared": "itm_fast, prepared"}
+    for name, variant in variants.items():
+        form, _, low = name.partition(" ")
+        ratio = variants["plain"]["median_s"] / variant["median_s"]
+        error = f"{variant['accuracy']['max_score_error']:.1e}"
+        rows.append([labels[form], "bfloat16" if low else "float32", time(variant), f"**{ratio:.1f}x**", error])
+    return table(rows)
 
 
 def _accuracy(variants: Mapping[str, Any], what: str = "those scores") -> str:

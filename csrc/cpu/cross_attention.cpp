@@ -1,4 +1,4 @@
-// cross_attention_scores on the CPU: the forward, tile by tile.
+// cross_attention_scores on the CPU: the forward, tile by tile, with Gram matrices of its own or prepared ones.
 #include "cpu/cross_attention.h"
 
 #include <torch/csrc/stable/library.h>
@@ -10,12 +10,25 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 template <typename S, typename T>
+Tensor grams_of(const Tensor& contexts, const Operand<S>& context, const std::vector<int64_t>& begins) {
+  Tensor grams = torch::stable::new_empty(contexts, {begins.back()}, kScalarType<T>);
+  fill_grams(context, begins, static_cast<T*>(grams.mutable_data_ptr()));
+  return grams;
+}
+
+template <typename S, typename T>
 Tensor forward(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
-               const Tensor& context_offsets, const CrossAttentionOptions& options, const std::string& precision) {
+               const Tensor& context_offsets, const Tensor* prepared, const CrossAttentionOptions& options,
+               const std::string& precision) {
   const ProductKernels<S, T>& table = product_kernels<S, T>(precision);
   const Operand<S> query(queries, query_offsets), context(contexts, context_offsets);
   Tensor scores = torch::stable::new_empty(queries, {query.view.n_sets, context.view.n_sets}, kScalarType<T>);
-  const Grams<T> grams = gram_matrices<S, T>(context);
+  const std::vector<int64_t> begins = gram_offsets(context.view);
+  const Tensor kept =
+      prepared == nullptr ? grams_of<S, T>(contexts, context, begins) : torch::stable::contiguous(*prepared);
+  STD_TORCH_CHECK(kept.size(0) == begins.back(), "grams: expected ", begins.back(), " values for these contexts, got ",
+                  kept.size(0));
+  const auto* grams = static_cast<const T*>(kept.data_ptr());
   const std::vector<int64_t> columns = cut_into_runs(query.view, 0, query.view.n_sets, kTileColumns);
   const std::vector<int64_t> rows = cut_into_runs(context.view, 0, context.view.n_sets, table.tile_rows);
   const int64_t n_columns = static_cast<int64_t>(columns.size()) - 1, n_rows = static_cast<int64_t>(rows.size()) - 1;
@@ -34,7 +47,7 @@ Tensor forward(const Tensor& queries, const Tensor& query_offsets, const Tensor&
         packed = column;
       }
       table.score_tile(query.view, columns[column], columns[column + 1], context.view, rows[row], rows[row + 1],
-                       grams.values.data(), grams.offsets.data(), options, max_rows, max_columns, workspace.data(),
+                       grams, begins.data(), options, max_rows, max_columns, workspace.data(),
                        out);
     }
   });
@@ -49,7 +62,29 @@ Tensor cross_attention_scores(const Tensor& queries, const Tensor& query_offsets
   const CrossAttentionOptions options =
       cross_attention_options(temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature);
   return with_types(queries.scalar_type(), [&]<typename S, typename T>(S, T) {
-    return forward<S, T>(queries, query_offsets, contexts, context_offsets, options, precision);
+    return forward<S, T>(queries, query_offsets, contexts, context_offsets, nullptr, options, precision);
+  });
+}
+
+Tensor cross_attention_scores_prepared(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
+                                       const Tensor& context_offsets, const Tensor& grams, double temperature,
+                                       const std::string& normalization, double negative_slope,
+                                       const std::string& focal, const std::string& aggregation,
+                                       double logsumexp_temperature, const std::string& precision) {
+  check_operands(queries, query_offsets, contexts, context_offsets, precision);
+  check_grams(grams, contexts);
+  const CrossAttentionOptions options =
+      cross_attention_options(temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature);
+  return with_types(queries.scalar_type(), [&]<typename S, typename T>(S, T) {
+    return forward<S, T>(queries, query_offsets, contexts, context_offsets, &grams, options, precision);
+  });
+}
+
+Tensor cross_attention_grams(const Tensor& contexts, const Tensor& context_offsets) {
+  check_contexts(contexts, context_offsets);
+  return with_types(contexts.scalar_type(), [&]<typename S, typename T>(S, T) {
+    const Operand<S> context(contexts, context_offsets);
+    return grams_of<S, T>(contexts, context, gram_offsets(context.view));
   });
 }
 
@@ -58,4 +93,6 @@ Tensor cross_attention_scores(const Tensor& queries, const Tensor& query_offsets
 
 STABLE_TORCH_LIBRARY_IMPL(itm_fast, CPU, m) {
   m.impl("cross_attention_scores", TORCH_BOX(&itm_fast::cross_attention_scores));
+  m.impl("cross_attention_scores_prepared", TORCH_BOX(&itm_fast::cross_attention_scores_prepared));
+  m.impl("cross_attention_grams", TORCH_BOX(&itm_fast::cross_attention_grams));
 }

@@ -142,20 +142,31 @@ struct Grams {
   std::vector<int64_t> offsets;
 };
 
-template <typename S, typename T>
-Grams<T> gram_matrices(const Operand<S>& contexts) {
-  const auto& table = kernels(S{});
-  const FragmentsView<S>& view = contexts.view;
-  Grams<T> grams;
-  grams.offsets.resize(view.n_sets + 1);
-  for (int64_t i = 0; i < view.n_sets; ++i) {
-    grams.offsets[i + 1] = grams.offsets[i] + table.gram_size(view.length(i));
+// Where the Gram matrix of each context set begins, and where the last one ends.
+template <typename S>
+std::vector<int64_t> gram_offsets(const FragmentsView<S>& contexts) {
+  std::vector<int64_t> offsets(contexts.n_sets + 1);
+  for (int64_t i = 0; i < contexts.n_sets; ++i) {
+    offsets[i + 1] = offsets[i] + kernels(S{}).gram_size(contexts.length(i));
   }
-  grams.values = Buffer<T>(grams.offsets.back());
+  return offsets;
+}
+
+template <typename S, typename T>
+void fill_grams(const Operand<S>& contexts, const std::vector<int64_t>& offsets, T* values) {
+  const FragmentsView<S>& view = contexts.view;
   torch::stable::parallel_for(0, view.n_sets, 1, [&](int64_t first, int64_t last) {
     Buffer<T> rows(std::is_same_v<S, T> ? 0 : contexts.max_length * view.dim);
-    for (int64_t i = first; i < last; ++i) table.gram(view, i, rows.data(), grams.values.data() + grams.offsets[i]);
+    for (int64_t i = first; i < last; ++i) kernels(S{}).gram(view, i, rows.data(), values + offsets[i]);
   });
+}
+
+template <typename S, typename T>
+Grams<T> gram_matrices(const Operand<S>& contexts) {
+  Grams<T> grams;
+  grams.offsets = gram_offsets(contexts.view);
+  grams.values = Buffer<T>(grams.offsets.back());
+  fill_grams(contexts, grams.offsets, grams.values.data());
   return grams;
 }
 

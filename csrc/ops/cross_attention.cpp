@@ -62,6 +62,19 @@ void check_operands(const Tensor& queries, const Tensor& query_offsets, const Te
   parse_option<Precision>("precision", precision, std::array{"float64"sv, "float32"sv, "bf16x3"sv, "bf16"sv, "fp16"sv});
 }
 
+void check_contexts(const Tensor& contexts, const Tensor& context_offsets) {
+  check_fragments("contexts", contexts, context_offsets);
+  check_same_device("context_offsets", context_offsets, "contexts", contexts);
+}
+
+void check_grams(const Tensor& grams, const Tensor& contexts) {
+  const bool is_double = contexts.scalar_type() == ScalarType::Double;
+  STD_TORCH_CHECK(grams.dim() == 1, "grams: expected shape (n,), got ", grams.dim(), " dimensions");
+  STD_TORCH_CHECK(grams.scalar_type() == (is_double ? ScalarType::Double : ScalarType::Float), "grams: expected ",
+                  is_double ? "float64" : "float32", " values for these contexts");
+  check_same_device("grams", grams, "contexts", contexts);
+}
+
 void check_score_gradient(const Tensor& grad_scores, const Tensor& query_offsets, const Tensor& context_offsets) {
   STD_TORCH_CHECK(grad_scores.dim() == 2 && grad_scores.size(0) == query_offsets.size(0) - 1 &&
                       grad_scores.size(1) == context_offsets.size(0) - 1,
@@ -80,6 +93,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
       "cross_attention_scores(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "
       "float temperature, str normalization, float negative_slope, str focal, str aggregation, "
       "float logsumexp_temperature, str precision) -> Tensor");
+  // `grams`: all that cross_attention_grams gives for the contexts, the Gram matrices in the layout of the kernels.
+  m.def(
+      "cross_attention_scores_prepared(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "
+      "Tensor grams, float temperature, str normalization, float negative_slope, str focal, str aggregation, "
+      "float logsumexp_temperature, str precision) -> Tensor");
+  m.def("cross_attention_grams(Tensor contexts, Tensor context_offsets) -> Tensor");
   m.def(
       "cross_attention_scores_backward(Tensor grad_scores, Tensor queries, Tensor query_offsets, Tensor contexts, "
       "Tensor context_offsets, float temperature, str normalization, float negative_slope, str focal, "

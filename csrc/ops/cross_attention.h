@@ -19,6 +19,13 @@ void check_operands(const torch::stable::Tensor& queries, const torch::stable::T
                     const torch::stable::Tensor& contexts, const torch::stable::Tensor& context_offsets,
                     const std::string& precision);
 
+// The same of contexts alone.
+void check_contexts(const torch::stable::Tensor& contexts, const torch::stable::Tensor& context_offsets);
+
+// Refuses prepared Gram matrices of another shape, dtype or device than those of the contexts. How many values there
+// are is checked where they are read: that depends on the kernels.
+void check_grams(const torch::stable::Tensor& grams, const torch::stable::Tensor& contexts);
+
 // Refuses a gradient of the scores that has another shape or device than they have.
 void check_score_gradient(const torch::stable::Tensor& grad_scores, const torch::stable::Tensor& query_offsets,
                           const torch::stable::Tensor& context_offsets);

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import torch
 
-from itm_fast.benchmarking import regulated, workloads
+from itm_fast.benchmarking import one_query, regulated, workloads
 from itm_fast.benchmarking.measure import CpuMeter, Meter, interleave
 from itm_fast.benchmarking.workloads import Sizes
 from itm_fast.ops.library import build_info
@@ -47,13 +47,14 @@ class Preset:
     runs: int
     loop_runs: int
     evaluation_loop_runs: int
+    query_images: int
     compiled: bool = True  # the packed form under torch.compile too, where there is a compiler
     memory: bool = True
 
 
 PRESETS = {
-    "full": Preset(128, 1024, 1000, 5000, (128, 4096), runs=11, loop_runs=5, evaluation_loop_runs=1),
-    "quick": Preset(16, 128, 20, 100, (16, 64), runs=2, loop_runs=1, evaluation_loop_runs=1),
+    "full": Preset(128, 1024, 1000, 5000, (128, 4096), runs=11, loop_runs=5, evaluation_loop_runs=1, query_images=4000),
+    "quick": Preset(16, 128, 20, 100, (16, 64), runs=2, loop_runs=1, evaluation_loop_runs=1, query_images=40),
 }
 
 
@@ -87,6 +88,12 @@ def run(preset: Preset, meter: Meter, progress: Callable[[str], None] = lambda _
             "step all": measure(workloads.make_step, dense, (square, "all")),
             "evaluation": measure(workloads.make_evaluation, few, (gallery,)),
         }
+        gallery = Sizes(preset.query_images, 1, preset.dim)
+        queries = dict.fromkeys(one_query.QUERIES, preset.runs)
+        measured["query"] = measure(one_query.make_query, queries, (gallery,))
+        for name in queries:
+            progress(f"accuracy of query {name}")
+            measured["query"]["variants"][name]["accuracy"] = one_query.accuracy(name, gallery)
         # A run of these takes seconds.
         slow = {name: min(2 if name == "loop" else 5, preset.runs) for name in regulated.SCORES}
         measured["regulated scores"] = measure(regulated.make_regulated_scores, slow, (square,))

@@ -13,7 +13,7 @@ from itm_fast.cli.options import given_options, with_config_options
 from itm_fast.training.config import TrainConfig, read_yaml
 
 
-@with_config_options(TrainConfig, replaced=("model_options",))
+@with_config_options(TrainConfig, replaced=("model_options", "loss_options"))
 def train(
     model_option: Annotated[
         list[str] | None,
@@ -21,6 +21,14 @@ def train(
             metavar="NAME=VALUE",
             help="A setting of the model, for example direction=i2t; may be given again.",
             rich_help_panel="Model",
+        ),
+    ] = None,
+    loss_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Set an option of a registered loss, for example gamma=64. Repeat for more.",
+            rich_help_panel="Loss",
         ),
     ] = None,
     regulator: Annotated[
@@ -64,12 +72,16 @@ def train(
     """
     from itm_fast.distributed import launched
     from itm_fast.training import recipes, run_folder
-    from itm_fast.training.objective import without_idle
+    from itm_fast.training.loss_rules import without_idle
     from itm_fast.training.run import train as run_training
 
     published = recipes.load(recipe).settings if recipe is not None else {}
-    model_options = _model_options(model_option or []) | given_options({"regulator": regulator, "steps": steps})
-    options = {"model_options": model_options} if model_options else {}
+    own = given_options({"regulator": regulator, "steps": steps})
+    options = {
+        "model_options": _named_options("--model-option", model_option or []) | own,
+        "loss_options": _named_options("--loss-option", loss_option or []),
+    }
+    options = {name: values for name, values in options.items() if values}
     given = recipes.merge(read_yaml(config) if config is not None else {}, given_options(values), options)
     merged = recipes.merge(without_idle(published, given), given)
     if published and merged["model"] != published["model"]:
@@ -96,11 +108,11 @@ def train(
     )
 
 
-def _model_options(texts: list[str]) -> dict[str, Any]:
+def _named_options(option: str, texts: list[str]) -> dict[str, Any]:
     options = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise ValueError(f"--model-option: expected NAME=VALUE, got {text!r}")
+            raise ValueError(f"{option}: expected NAME=VALUE, got {text!r}")
         options[name.strip().replace("-", "_")] = settings.from_text(value)
     return options

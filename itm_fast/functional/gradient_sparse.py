@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from itm_fast.ops import gradient_sparse, validation
+from itm_fast.ops import gradient_sparse
 from itm_fast.ops.gradient_sparse import COUPLINGS, Sets
 from itm_fast.ops.replay import Buffers
+from itm_fast.reference import validation
 
 __all__ = ["gradient_sparse_scores"]
 

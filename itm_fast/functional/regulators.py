@@ -8,7 +8,7 @@ from torch import Tensor
 
 from itm_fast.fragments import Fragments
 from itm_fast.ops import regulators as _ops
-from itm_fast.regulator_parameters import CorrespondenceWeights, RegulatorParameters
+from itm_fast.reference.regulator_parameters import CorrespondenceWeights, RegulatorParameters
 
 __all__ = ["RegulatorParameters", "cross_attention_alignments", "regulated_scores"]
 

@@ -1,4 +1,4 @@
-"""Losses as modules: of scores alone, with those of another batch or of an anchor branch, and of features (ADDR)."""
+"""Losses as modules, and `register` for losses of your own."""
 
 from itm_fast.losses.boosting_loss import BoostingLoss
 from itm_fast.losses.cmpm_loss import CMPMLoss
@@ -6,6 +6,7 @@ from itm_fast.losses.distillation import DINOLoss, DMLLoss, RKDLoss, SoftRankLos
 from itm_fast.losses.domain_regularization import DomainRegularization
 from itm_fast.losses.polynomial_loss import PolynomialLoss
 from itm_fast.losses.realignment_loss import RealignmentLoss
+from itm_fast.losses.registry import names, register
 from itm_fast.losses.triplet_loss import TripletLoss
 
 __all__ = [
@@ -19,4 +20,6 @@ __all__ = [
     "RealignmentLoss",
     "SoftRankLoss",
     "TripletLoss",
+    "names",
+    "register",
 ]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from itm_fast.losses.registry import register
 from itm_fast.losses.score_loss import ScoreLoss
-from itm_fast.ops import validation
 from itm_fast.ops.triplet_loss import check_beside, check_scores, upcast
+from itm_fast.reference import validation
 
 __all__ = ["CMPMLoss"]
 
 _EPSILON = 1e-8
 
 
+@register("cmpm", mining=("all",))
 class CMPMLoss(ScoreLoss):
     """Cross-modal projection matching (CMPM): the probabilities of an anchor's candidates against the true matches.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
 from itm_fast.losses.score_loss import DistillationLoss, divergence, log_softmax
-from itm_fast.ops import validation
+from itm_fast.reference import validation
 
 __all__ = ["DINOLoss", "DMLLoss", "RKDLoss", "SoftRankLoss"]
 

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
 from itm_fast.functional import domain_regularization, hardest_negatives
-from itm_fast.ops import validation
 from itm_fast.ops.domain_regularization import check_options
+from itm_fast.reference import validation
 
 
 class DomainRegularization(nn.Module):

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 import itm_fast.functional as F_itm
+from itm_fast.losses.registry import register
 from itm_fast.losses.score_loss import ScoreLoss
-from itm_fast.ops import validation
 from itm_fast.ops.triplet_loss import upcast
+from itm_fast.reference import validation
 
 __all__ = ["PolynomialLoss"]
 
 
+@register("polynomial", mining=("hardest",))
 class PolynomialLoss(ScoreLoss):
     """Self-similarity polynomial loss: polynomials weigh an anchor's positive and its hardest negative.
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from itm_fast.ops import validation
 from itm_fast.ops.triplet_loss import DIRECTIONS, REDUCTIONS, check_beside, check_scores, upcast
+from itm_fast.reference import validation
 
 __all__ = ["DistillationLoss", "ScoreLoss", "divergence", "log_softmax"]
 

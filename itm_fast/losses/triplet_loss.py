@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from itm_fast.functional import triplet_loss
+from itm_fast.losses.registry import register
 from itm_fast.ops.triplet_loss import check_options
 
 
+@register("triplet", mining=("hardest", "all", "selective", "semi_hard", "contrastive"))
 class TripletLoss(nn.Module):
     """Triplet loss of a score matrix with fixed settings; see `itm_fast.functional.triplet_loss` for all formulas.
 

@@ -1,6 +1,6 @@
 """The published models, by name: `create`, `load`, and `save` on every model."""
 
-from itm_fast.models.base import MatchingModel, config_class, create, load, names
+from itm_fast.models.base import MatchingModel, config_class, create, load, names, register
 from itm_fast.models.bfan import BFAN, BFANConfig
 from itm_fast.models.chan import CHAN, CHANConfig
 from itm_fast.models.dbl import DBL, DBLConfig
@@ -41,4 +41,5 @@ __all__ = [
     "create",
     "load",
     "names",
+    "register",
 ]

@@ -6,8 +6,10 @@ Inside: `MatchingModel`, `register`, `create`, `load`, `names`, `config_class`.
 from __future__ import annotations
 
 import abc
+import importlib
 import json
 import os
+import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -21,6 +23,7 @@ from itm_fast.files import atomic
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, read_json
 from itm_fast.files.formats import Format
 from itm_fast.files.messages import shortened, shown
+from itm_fast.files.plugins import Plugins
 from itm_fast.fragments import Fragments
 from itm_fast.models.weights_file import check_finite, read_shapes, read_weights
 from itm_fast.nn import micro_batches
@@ -111,25 +114,44 @@ class MatchingModel(nn.Module, abc.ABC):
 
 
 _MODELS: dict[str, type[MatchingModel]] = {}
+_plugins = Plugins("itm_fast.models")
 Model = TypeVar("Model", bound=type[MatchingModel])
 
 
 def register(model: Model) -> Model:
-    """Class decorator: makes a model known to `create` and `load` by its `name`."""
+    """Class decorator: make a subclass of `MatchingModel` known to training and to `create` and `load` by its `name`.
+
+    Raises:
+        ValueError: another model has this name.
+    """
+    known = _MODELS.get(model.name)
+    if known is not None and (known.__module__, known.__qualname__) != (model.__module__, model.__qualname__):
+        raise ValueError(f"model {model.name!r} is registered twice: by {known.__module__} and {model.__module__}")
     _MODELS[model.name] = model
     return model
 
 
 def names() -> list[str]:
-    """The names that `create` takes."""
-    return sorted(_MODELS)
+    """Return the names that `create` accepts, those of installed plugins included."""
+    _load_built_in()
+    return sorted({*_MODELS, *_plugins.names()})
 
 
 def config_class(name: str) -> type:
-    """The configuration class of a model; ValueError for an unknown name."""
+    """Return the configuration class of a model; ValueError for an unknown name."""
+    _load_built_in()
+    if name not in _MODELS:
+        _plugins.load(name)
     if name not in _MODELS:
         raise ValueError(settings.unknown_name("model", name, names()))
     return _MODELS[name].Config
+
+
+def _load_built_in() -> None:
+    """Import every module of this folder, so that each registers its models."""
+    package = __name__.rpartition(".")[0]
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        importlib.import_module(f"{package}.{module.name}")
 
 
 def create(name: str, /, **config: Any) -> MatchingModel:

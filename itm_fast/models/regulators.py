@@ -16,7 +16,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.models.encoders import EncoderConfig
 from itm_fast.nn import CrossAttentionAlignments, CrossAttentionScores, RegulatedSimilarity
 from itm_fast.nn.regulated_similarity import FACTORS
-from itm_fast.regulator_parameters import SCHEDULES
+from itm_fast.reference.regulator_parameters import SCHEDULES
 
 __all__ = [
     "PairSteps",

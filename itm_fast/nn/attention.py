@@ -35,8 +35,8 @@ class CrossAttentionScores(nn.Module):
         self.aggregation = aggregation
         self.logsumexp_temperature = logsumexp_temperature
 
-    def forward(self, queries: Fragments, contexts: Fragments) -> Tensor:
-        """Scores `(len(queries), len(contexts))`."""
+    def forward(self, queries: Fragments, contexts: Fragments | F_itm.PreparedContexts) -> Tensor:
+        """Scores `(len(queries), len(contexts))`; `contexts` may be the result of `itm_fast.functional.prepare`."""
         return F_itm.cross_attention_scores(
             queries,
             contexts,

@@ -16,9 +16,9 @@ from itm_fast.nn.regulators import (
     check_steps,
     checked_dropout,
 )
-from itm_fast.ops import validation
 from itm_fast.ops.regulators import FOCAL_MODES
-from itm_fast.regulator_parameters import FactorWeights, RegulatorParameters, ScoreWeights
+from itm_fast.reference import validation
+from itm_fast.reference.regulator_parameters import FactorWeights, RegulatorParameters, ScoreWeights
 
 __all__ = ["RegulatedSimilarity"]
 

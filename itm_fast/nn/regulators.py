@@ -16,16 +16,16 @@ import itm_fast.functional as F_itm
 from itm_fast import reference
 from itm_fast.fragments import Fragments
 from itm_fast.nn.image_encoder import linear_layer
-from itm_fast.ops import validation
 from itm_fast.ops.regulators import FOCAL_MODES
-from itm_fast.reference.regulators import aggregate, correspond
-from itm_fast.reference.regulators_packed import PackedRows
-from itm_fast.regulator_parameters import (
+from itm_fast.reference import validation
+from itm_fast.reference.regulator_parameters import (
     AggregationWeights,
     AlignmentWeights,
     CorrespondenceWeights,
     RegulatorParameters,
 )
+from itm_fast.reference.regulators import aggregate, correspond
+from itm_fast.reference.regulators_packed import PackedRows
 
 __all__ = ["CrossAttentionAlignments", "RecurrentAggregationRegulator", "RecurrentCorrespondenceRegulator"]
 

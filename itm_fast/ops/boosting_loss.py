@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from itm_fast import reference
-from itm_fast.ops import validation
 from itm_fast.ops.autograd import first_order, refuse_transforms
 from itm_fast.ops.library import register_fake, use_native
 from itm_fast.ops.one_pass import in_one_pass, taken_gradients
 from itm_fast.ops.triplet_loss import DIRECTIONS, REDUCTIONS, check_beside, check_scores, loss_shape, upcast
+from itm_fast.reference import validation
 
 STRATEGIES = ("relative", "absolute", "both")
 MINING = ("all", "hardest")

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from itm_fast import reference
 from itm_fast.fragments import Fragments
-from itm_fast.ops import validation
 from itm_fast.ops.autograd import first_order, refuse_transforms
 from itm_fast.ops.library import register_fake, use_native
 from itm_fast.ops.precision import autocast, compute_precision, without_autocast
+from itm_fast.ops.prepared_contexts import PreparedContexts
+from itm_fast.reference import validation
 
 NORMALIZATIONS = ("clipped_l2norm", "l2norm", "clipped_l1norm", "l1norm", "softmax", "clipped", "no_norm")
 FOCAL_MODES = (None, "equal", "prob", "hard")
@@ -43,7 +44,7 @@ def check_same_space(queries: Fragments, contexts: Fragments) -> None:
 
 def cross_attention_scores(
     queries: Fragments,
-    contexts: Fragments,
+    contexts: Fragments | PreparedContexts,
     *,
     temperature: float,
     normalization: str,
@@ -52,6 +53,11 @@ def cross_attention_scores(
     aggregation: str,
     logsumexp_temperature: float,
 ) -> Tensor:
+    grams, prepared_dtype = None, None
+    if isinstance(contexts, PreparedContexts):
+        if isinstance(queries, Fragments):
+            contexts.check_usable(queries.values)
+        grams, prepared_dtype, contexts = contexts.grams, contexts.dtype, contexts.fragments
     check_fragments(queries, contexts)
     queries, contexts = autocast(queries, contexts)
     check_same_space(queries, contexts)
@@ -77,11 +83,8 @@ def cross_attention_scores(
                 logsumexp_temperature=logsumexp_temperature,
             )
     refuse_transforms("cross_attention_scores", queries.values, contexts.values)
-    scores: Tensor = _CrossAttentionScores.apply(
-        queries.values,
-        queries.offsets,
-        contexts.values,
-        contexts.offsets,
+    operands = (queries.values, queries.offsets, contexts.values, contexts.offsets)
+    options = (
         temperature,
         normalization,
         negative_slope,
@@ -90,6 +93,11 @@ def cross_attention_scores(
         logsumexp_temperature,
         compute_precision(queries.values),
     )
+    # Autocast may have rounded the contexts since: their Gram matrices are other ones then.
+    if grams is not None and contexts.dtype == prepared_dtype:
+        scores: Tensor = torch.ops.itm_fast.cross_attention_scores_prepared(*operands, grams, *options)
+    else:
+        scores = _CrossAttentionScores.apply(*operands, *options)
     return scores
 
 
@@ -128,10 +136,16 @@ def score_dtype(queries: Tensor) -> torch.dtype:
     return torch.float64 if queries.dtype == torch.float64 else torch.float32
 
 
+@register_fake("cross_attention_scores_prepared")
 @register_fake("cross_attention_scores")
 def _scores_fake(queries: Tensor, query_offsets: Tensor, contexts: Tensor, context_offsets: Tensor, *_: Any) -> Tensor:
     shape = (query_offsets.shape[0] - 1, context_offsets.shape[0] - 1)
     return queries.new_empty(shape, dtype=score_dtype(queries))
+
+
+@register_fake("cross_attention_grams")
+def _grams_fake(contexts: Tensor, _context_offsets: Tensor) -> Tensor:
+    return contexts.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=score_dtype(contexts))
 
 
 @register_fake("cross_attention_scores_backward")

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from itm_fast import reference
 from itm_fast.fragments import Fragments
-from itm_fast.ops import validation
 from itm_fast.ops.autograd import first_order, is_differentiated, refuse_transforms
 from itm_fast.ops.cross_attention import score_dtype
 from itm_fast.ops.library import register_fake, use_native
 from itm_fast.ops.precision import without_autocast
 from itm_fast.ops.triplet_loss import upcast
+from itm_fast.reference import validation
 
 AGGREGATIONS = ("sum", "mean")
 # Risks of a pair p with negatives q and r: R_p(f_p), R_p(f_q), R_q(f_p), R_p(f_r), R_r(f_p).

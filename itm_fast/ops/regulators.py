@@ -15,17 +15,17 @@ from torch import Tensor
 
 from itm_fast import reference
 from itm_fast.fragments import Fragments
-from itm_fast.ops import validation
 from itm_fast.ops.autograd import is_differentiated
 from itm_fast.ops.cross_attention import NORMALIZATIONS, check_fragments, check_same_space, score_dtype
 from itm_fast.ops.gradient_sparse import Listed, Score, gradient_sparse_scores
 from itm_fast.ops.library import register_fake, use_native
 from itm_fast.ops.precision import autocast, compute_precision, without_autocast
+from itm_fast.reference import validation
 from itm_fast.reference.philox import CounterDropout
+from itm_fast.reference.regulator_parameters import CorrespondenceWeights, RegulatorParameters
 from itm_fast.reference.regulators import alignment_parameters, counter_dropout
 from itm_fast.reference.regulators_listed import regulated_scores_listed
 from itm_fast.reference.regulators_packed import BLOCK_ELEMENTS, Places, regulated_scores_block
-from itm_fast.regulator_parameters import CorrespondenceWeights, RegulatorParameters
 
 _SEEDS = 2**63
 # Hard attention sees no difference that a regulator could learn from.

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from itm_fast import reference
-from itm_fast.ops import validation
 from itm_fast.ops.library import register_fake, use_native
+from itm_fast.reference import validation
 
 TIES = ("pessimistic", "optimistic")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from itm_fast.fragments import Fragments
 from itm_fast.reference.cross_attention import EPSILON, cross_attention_weights, pair_batches
 from itm_fast.reference.philox import CounterDropout
-from itm_fast.regulator_parameters import (
+from itm_fast.reference.regulator_parameters import (
     AggregationWeights,
     AlignmentWeights,
     CorrespondenceWeights,

@@ -13,8 +13,8 @@ from torch.nn.functional import leaky_relu
 from itm_fast.fragments import Fragments
 from itm_fast.reference.cross_attention import EPSILON, reassign_attention
 from itm_fast.reference.philox import CounterDropout
+from itm_fast.reference.regulator_parameters import RegulatorParameters
 from itm_fast.reference.regulators import PairRows, Temperature, regulate
-from itm_fast.regulator_parameters import RegulatorParameters
 
 __all__ = ["regulated_scores_listed"]
 

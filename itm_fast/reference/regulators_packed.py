@@ -21,6 +21,7 @@ from itm_fast.reference.cross_attention import (
     reassign_attention,
 )
 from itm_fast.reference.philox import CounterDropout
+from itm_fast.reference.regulator_parameters import CorrespondenceWeights, RegulatorParameters
 from itm_fast.reference.regulators import (
     Temperature,
     alignment_parameters,
@@ -28,7 +29,6 @@ from itm_fast.reference.regulators import (
     counter_dropout,
     regulate,
 )
-from itm_fast.regulator_parameters import CorrespondenceWeights, RegulatorParameters
 
 __all__ = [
     "BLOCK_ELEMENTS",

@@ -14,7 +14,7 @@ from itm_fast import config as settings
 from itm_fast.files.messages import shown
 from itm_fast.models import MatchingModel
 from itm_fast.training.config import TrainConfig
-from itm_fast.training.objective import ADVERSARIAL, ANCHORED
+from itm_fast.training.loss_rules import ADVERSARIAL, ANCHORED
 
 __all__ = ["cautions"]
 

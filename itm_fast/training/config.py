@@ -16,7 +16,7 @@ from itm_fast import config as settings
 from itm_fast.config import setting
 from itm_fast.data.placement import PLACEMENTS
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, parse_yaml, read_text
-from itm_fast.training.objective import BOOSTING, BOOSTING_FORMS, LOSSES, MINING, check_loss
+from itm_fast.training.loss_rules import BOOSTING, BOOSTING_FORMS, MINING, check_loss
 
 __all__ = ["TrainConfig", "read_yaml", "to_yaml"]
 
@@ -135,8 +135,10 @@ class TrainConfig:
     loss: str = setting(
         "triplet",
         group=LOSS,
-        help="Loss of the scores: triplet, the self-similarity polynomial loss, or cross-modal projection matching.",
-        choices=LOSSES,
+        help="Loss of the scores: triplet, polynomial, cmpm, or the name of a registered loss.",
+    )
+    loss_options: Mapping[str, Any] = setting(
+        factory=dict, group=LOSS, help="Further settings of the loss by name, for registered losses."
     )
     margin: float = setting(0.2, group=LOSS, minimum=0, help="Margin of the triplet and polynomial losses.")
     mining: str = setting(

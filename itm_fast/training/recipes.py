@@ -46,15 +46,17 @@ def load(name: str) -> Recipe:
 
 
 def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings from several places, of which the later wins; a model's own settings are merged by name, too."""
+    """Merge settings; later layers win. The options of a model and of a loss are merged by name."""
     merged: dict[str, Any] = {}
     for layer in layers:
-        before, new = merged.get("model_options", {}), layer.get("model_options", {})
+        before = {name: merged[name] for name in ("model_options", "loss_options") if name in merged}
         merged.update(layer)
-        if not isinstance(before, Mapping):
-            merged["model_options"] = before  # What is no mapping stays, so that `build` refuses it.
-        elif before and isinstance(new, Mapping):
-            merged["model_options"] = {**before, **new}
+        for name, options in before.items():
+            new = layer.get(name, {})
+            if not isinstance(options, Mapping):
+                merged[name] = options  # An invalid value stays, so that `build` refuses it.
+            elif options and isinstance(new, Mapping):
+                merged[name] = {**options, **new}
     return merged
 
 

@@ -23,7 +23,7 @@ from itm_fast.training import run_folder
 from itm_fast.training.cautions import cautions
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
-from itm_fast.training.objective import described_boosting
+from itm_fast.training.loss_rules import described_boosting
 from itm_fast.training.progress import TrainResult
 from itm_fast.training.scenarios import AddrScenario, frozen_anchor, kept_share
 from itm_fast.training.trainer import Trainer

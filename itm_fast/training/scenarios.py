@@ -30,7 +30,7 @@ from itm_fast.training.config import TrainConfig
 from itm_fast.training.dbl.anchor import frozen_anchor
 from itm_fast.training.dbl.momentum import MomentumScenario, kept_share, momentum_at
 from itm_fast.training.fdf.realignment import RealignmentScenario
-from itm_fast.training.objective import boosting_weight, is_mutual
+from itm_fast.training.loss_rules import boosting_weight, is_mutual
 from itm_fast.training.phases import Phases
 from itm_fast.training.scenario import BatchFunctions, Scenario, StepResult
 

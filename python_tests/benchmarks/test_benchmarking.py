@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.cpu_table import BOUND, MEMORY_BOUND, markdown, summary
 from itm_fast import reference
-from itm_fast.benchmarking import regulated, workloads
+from itm_fast.benchmarking import one_query, regulated, workloads
 from itm_fast.benchmarking.measure import CpuMeter, Timing, interleave, peak_memory
 from itm_fast.benchmarking.run import PRESETS, run
 from itm_fast.benchmarking.table import time
@@ -87,6 +87,13 @@ def test_all_variants_compute_the_same() -> None:
     assert workloads.accuracy("native", sizes)["max_score_error"] < 1e-6
 
 
+def test_all_variants_of_one_query_compute_the_same() -> None:
+    sizes = Sizes(images=30, captions=1, dim=32)
+    for name in one_query.QUERIES:
+        assert one_query.make_query(name, sizes)().shape == (1, 30)
+        assert one_query.accuracy(name, sizes)["max_score_error"] < (2e-2 if name.endswith("bf16") else 1e-6), name
+
+
 def test_all_variants_of_the_regulators_compute_the_same() -> None:
     sizes = Sizes(images=6, captions=6, dim=32)
     weights = regulated.parameters(sizes).to(torch.float64)
@@ -134,6 +141,12 @@ def test_a_run_is_written_down_whole() -> None:
     error = max(error, results["workloads"]["scores"]["variants"]["native"]["accuracy"]["max_score_error"])
     assert f"Scores differ from float64 by at most {error:.1e}" in summary(results)
     assert "target" not in summary(results)
+    query = results["workloads"]["query"]["variants"]
+    assert "one caption against 40 images" in text
+    error = query["prepared"]["accuracy"]["max_score_error"]
+    assert 0 < error < 1e-6
+    assert f"| itm_fast, prepared | float32 | {time(query['prepared'])} |" in text
+    assert f"| {error:.1e} |" in text.split("itm_fast, prepared")[1]
     boosting = results["workloads"]["boosting all 64"]["variants"]
     error = boosting["native"]["accuracy"]["relative_loss_error"]
     assert 0 <= error < 1e-6

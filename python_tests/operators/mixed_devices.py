@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from itm_fast import Fragments
+from itm_fast.functional import prepare
+
 SCORES, MASK = torch.eye(3), torch.eye(3) > 2
 VALUES, INDICES, NEGATIVES = torch.ones(3), torch.zeros(3, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
 ROWS, OFFSETS, ONE = torch.ones(4, 8), torch.tensor([0, 1, 4]), torch.tensor(1.0)
@@ -19,6 +22,7 @@ BOTH, BY_ROWS = (*TRIPLET, "both", "sum"), (*TRIPLET, "rows", "sum")
 BOOSTING = ("absolute", "hardest", 0.2, 0.5, False, "both", "sum")
 ATTENTION = (9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0, "float32")
 OPERANDS = (ROWS, OFFSETS, ROWS, OFFSETS)
+GRAMS = prepare(Fragments(ROWS, OFFSETS)).grams
 OF_OPERANDS = ((1, "query_offsets", "queries"), (2, "contexts", "queries"), (3, "context_offsets", "queries"))
 # One alignment of width 3, and its score.
 WEIGHTS = [torch.ones(3, 8), torch.zeros(3), torch.ones(1, 3), torch.zeros(1)]
@@ -82,6 +86,12 @@ CALLS: tuple[tuple[str, tuple[Any, ...], tuple[tuple[int, str, str], ...]], ...]
         (*OPERANDS, *ATTENTION),
         OF_OPERANDS,
     ),
+    (
+        "cross_attention_scores_prepared",
+        (*OPERANDS, GRAMS, *ATTENTION),
+        (*OF_OPERANDS, (4, "grams", "contexts")),
+    ),
+    ("cross_attention_grams", OPERANDS[2:], ((1, "context_offsets", "contexts"),)),
     (
         "cross_attention_alignments",
         (*OPERANDS, WEIGHTS[:2], 0, True, *ATTENTION[:4], "float32"),

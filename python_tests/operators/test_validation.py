@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from itm_fast.ops.validation import (
+from itm_fast.reference.validation import (
     INTEGER,
     check_flag,
     check_option,

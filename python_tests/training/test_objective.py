@@ -15,8 +15,8 @@ from itm_fast import cli
 from itm_fast.ops.triplet_loss import MINING as OPERATOR_MINING
 from itm_fast.ops.triplet_loss import SELECTIVE_DIVISORS
 from itm_fast.training import TrainConfig, Trainer
+from itm_fast.training.loss_rules import MINING
 from itm_fast.training.metrics_log import read_metrics
-from itm_fast.training.objective import MINING
 from itm_fast.training.plateau import PlateauWarning
 from python_tests.helpers.commands import SMALL, error
 from python_tests.helpers.comparison_loops import loop_losses
@@ -77,16 +77,16 @@ def test_the_choices_are_those_of_the_operator() -> None:
         ({"loss": "cmpm"}, "mining: the loss cmpm takes all, got 'hardest'"),
         ({"loss": "polynomial", "mining": "selective"}, "mining: the loss polynomial takes hardest, got 'selective'"),
         ({"loss": "cmpm", "mining": "all", "margin": 0.5},
-         "margin: 0.5 goes with the loss triplet or polynomial, not cmpm"),
+         "margin: 0.5 goes with the loss polynomial or triplet, not cmpm"),
         ({"loss": "cmpm", "mining": "all", "warmup_epochs": 1},
-         "warmup_epochs: 1 goes with the loss triplet or polynomial, not cmpm"),
+         "warmup_epochs: 1 goes with the loss polynomial or triplet, not cmpm"),
         ({"loss": "polynomial", "halve_loss": True}, "halve_loss: True goes with the loss triplet, not polynomial"),
         ({"softmax_scale": 2.0}, "softmax_scale: 2.0 goes with the loss cmpm, not triplet"),
         ({"epsilon": 0.1}, "epsilon: 0.1 goes with the mining selective, not hardest"),
         ({"mining": "all", "selective_divisor": "negatives"},
          "selective_divisor: 'negatives' goes with the mining selective, not all"),
         ({"loss": "triplets"},
-         "loss: expected one of triplet, polynomial, cmpm, got 'triplets' (did you mean 'triplet'?)"),
+         "loss: unknown loss 'triplets': did you mean 'triplet'? (or install the package that adds it)"),
         ({"mining": "selective", "epsilon": -1}, "epsilon: expected a number at least 0, got -1"),
     ],
 )  # fmt: skip

@@ -77,10 +77,11 @@ inline void add_rows_product(const typename Product::Value* a, int64_t stride, b
         const Cell* rows = chunk + r * kDepthStride;
         T* target = out + r * dim + d;
         if (width == kColumns && r + Product::kBlockRows <= n_rows) {
-          Product::multiply_block(rows, chunk_part, panel, layout.panel_part, n_cells, false, target, dim);
+          Product::multiply_block(rows, chunk_part, panel, layout.panel_part, kColumns, n_cells, false, target, dim);
           continue;
         }
-        Product::multiply_block(rows, chunk_part, panel, layout.panel_part, n_cells, true, sums, Layout::kSumsStride);
+        Product::multiply_block(rows, chunk_part, panel, layout.panel_part, width, n_cells, true, sums,
+                                Layout::kSumsStride);
         for (int64_t i = 0; i < Product::kBlockRows && r + i < n_rows; ++i) {
           for (int64_t c = 0; c < width; ++c) target[i * dim + c] += sums[i * Layout::kSumsStride + c];
         }

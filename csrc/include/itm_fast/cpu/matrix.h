@@ -42,16 +42,17 @@ struct Constant {
 
 // tile[r][v] += sum_k a[r * row_stride + k * depth_stride] * b[k * b_stride + v * lanes], r < kMicroRows. Cells are
 // numbers of type T, or pairs of them along k. Strides may be constants.
-template <typename T, typename Cell, typename RowStride, typename DepthStride = Constant<1>>
+template <typename T, int Vectors, typename Cell, typename RowStride, typename DepthStride = Constant<1>>
 ITM_FAST_INLINE void multiply_panel(const Cell* a, RowStride row_stride, const Cell* b, int64_t b_stride, int64_t depth,
-                                    Vector<T> (&tile)[kMicroRows][kPanelVectors], DepthStride depth_stride = {}) {
+                                    Vector<T> (&tile)[kMicroRows][Vectors], DepthStride depth_stride = {}) {
+  static_assert(Vectors == 1 || Vectors == 2);
   for (int64_t k = 0; k < depth; ++k) {
-    const auto b0 = load(b), b1 = load(b + kLanes<T>);
+    const auto b0 = load(b), b1 = load(b + (Vectors - 1) * kLanes<T>);
 #pragma GCC unroll 12
     for (int r = 0; r < kMicroRows; ++r) {
       const auto x = splat(a[r * row_stride]);
       multiply_add(tile[r][0], x, b0);
-      multiply_add(tile[r][1], x, b1);
+      if constexpr (Vectors == 2) multiply_add(tile[r][1], x, b1);
     }
     a += depth_stride;
     b += b_stride;

@@ -37,21 +37,35 @@ struct Piece {
         count(dim - begin < cells * numbers ? dim - begin : cells * numbers) {}
 };
 
-// raw += chunk * panel for one block of kMicroRows rows, or raw = where `first`.
-template <typename T, typename Cell>
-ITM_FAST_INLINE void multiply_micro_block(const Cell* chunk, const Cell* panel, int64_t depth, bool first, T* raw,
-                                          int64_t stride) {
-  Vector<T> tile[kMicroRows][kPanelVectors] = {};
+// raw += chunk * panel for one block of kMicroRows rows and the first `Vectors` vectors of the panel's columns, or raw =
+// where `first`. The remaining columns become zero.
+template <int Vectors, typename T, typename Cell>
+ITM_FAST_INLINE void multiply_vectors(const Cell* chunk, const Cell* panel, int64_t depth, bool first, T* raw,
+                                      int64_t stride) {
+  Vector<T> tile[kMicroRows][Vectors] = {};
   if (!first) {
 #pragma GCC unroll 12
     for (int i = 0; i < kMicroRows; ++i) {
-      for (int v = 0; v < kPanelVectors; ++v) tile[i][v] = load(raw + i * stride + v * kLanes<T>);
+      for (int v = 0; v < Vectors; ++v) tile[i][v] = load(raw + i * stride + v * kLanes<T>);
     }
   }
   multiply_panel<T>(chunk, Constant<kDepthStride>{}, panel, kPanelColumns<T>, depth, tile);
 #pragma GCC unroll 12
   for (int i = 0; i < kMicroRows; ++i) {
-    for (int v = 0; v < kPanelVectors; ++v) store<T>(raw + i * stride + v * kLanes<T>, tile[i][v]);
+    for (int v = 0; v < kPanelVectors; ++v) {
+      store<T>(raw + i * stride + v * kLanes<T>, v < Vectors ? tile[i][v < Vectors ? v : 0] : Vector<T>{});
+    }
+  }
+}
+
+// A caption of up to kLanes words fills half a panel, which is computed alone.
+template <typename T, typename Cell>
+ITM_FAST_INLINE void multiply_micro_block(const Cell* chunk, const Cell* panel, int64_t n_columns, int64_t depth,
+                                          bool first, T* raw, int64_t stride) {
+  if (n_columns <= kLanes<T>) {
+    multiply_vectors<1>(chunk, panel, depth, first, raw, stride);
+  } else {
+    multiply_vectors<kPanelVectors>(chunk, panel, depth, first, raw, stride);
   }
 }
 
@@ -86,9 +100,9 @@ struct Exact {
     }
   }
 
-  ITM_FAST_INLINE static void multiply_block(const Cell* chunk, int64_t, const Cell* panel, int64_t, int64_t depth,
-                                             bool first, T* raw, int64_t stride) {
-    multiply_micro_block(chunk, panel, depth, first, raw, stride);
+  ITM_FAST_INLINE static void multiply_block(const Cell* chunk, int64_t, const Cell* panel, int64_t, int64_t n_columns,
+                                             int64_t depth, bool first, T* raw, int64_t stride) {
+    multiply_micro_block(chunk, panel, n_columns, depth, first, raw, stride);
   }
 };
 
@@ -158,15 +172,15 @@ struct Bf16 {
   }
 
   ITM_FAST_INLINE static void multiply_block(const Cell* chunk, int64_t chunk_part, const Cell* panel,
-                                             int64_t panel_part, int64_t depth, bool first, float* raw,
-                                             int64_t stride) {
+                                             int64_t panel_part, [[maybe_unused]] int64_t n_columns, int64_t depth,
+                                             bool first, float* raw, int64_t stride) {
 #if defined(ITM_FAST_AMX)
     amx_multiply_block<Parts>(chunk, kDepthStride, chunk_part, panel, panel_part, depth, first, raw, stride);
 #else
-    multiply_micro_block(chunk, panel, depth, first, raw, stride);
+    multiply_micro_block(chunk, panel, n_columns, depth, first, raw, stride);
     if constexpr (Parts == 2) {
-      multiply_micro_block(chunk, panel + panel_part, depth, false, raw, stride);
-      multiply_micro_block(chunk + chunk_part, panel, depth, false, raw, stride);
+      multiply_micro_block(chunk, panel + panel_part, n_columns, depth, false, raw, stride);
+      multiply_micro_block(chunk + chunk_part, panel, n_columns, depth, false, raw, stride);
     }
 #endif
   }
@@ -239,8 +253,8 @@ inline void multiply_tile(const S* values, int64_t row_stride, int64_t n_rows, i
     for (int64_t c = 0; c < n_columns; c += kPanelColumns<T>) {
       const typename Product::Cell* panel = panels + c * n_cells + start * kPanelColumns<T>;
       for (int64_t r = 0; r < padded_rows; r += Product::kBlockRows) {
-        Product::multiply_block(chunk + r * kDepthStride, chunk_part, panel, panel_part, piece.cells, start == 0,
-                                raw + r * stride + c, stride);
+        Product::multiply_block(chunk + r * kDepthStride, chunk_part, panel, panel_part, n_columns - c, piece.cells,
+                                start == 0, raw + r * stride + c, stride);
       }
     }
   }

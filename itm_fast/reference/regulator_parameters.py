@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from itm_fast.ops import validation
+from itm_fast.reference import validation
 
 __all__ = ["AggregationWeights", "AlignmentWeights", "CorrespondenceWeights", "RegulatorParameters"]
 

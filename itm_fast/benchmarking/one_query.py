@@ -1,0 +1,79 @@
+"""One caption against a gallery of images, as a search scores it: with and without what depends on the images alone.
+
+Inside: `make_query` and `accuracy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import itm_fast.functional as F_itm
+from itm_fast import Fragments, reference
+from itm_fast.benchmarking.workloads import REGIONS, Sizes, accuracy_of, inputs, warm_up_sizes
+
+__all__ = ["QUERIES", "accuracy", "make_query"]
+
+Score = Callable[[Fragments], Tensor]
+
+
+def _plain(regions: Fragments) -> Score:
+    """The published defaults in plain PyTorch for one caption and images of equally many regions."""
+    images = regions.values.view(len(regions), REGIONS, -1)
+    grams = images @ images.transpose(1, 2)
+
+    def score(words: Fragments) -> Tensor:
+        raw = (regions.values @ words.values.t()).view(len(regions), REGIONS, -1)
+        clipped = functional.leaky_relu(raw, 0.1)
+        attention = (9.0 * clipped / (clipped.norm(dim=2, keepdim=True) + 1e-8)).softmax(1)
+        squared = (attention * (grams @ attention)).sum(1)
+        norms = squared.sqrt() * words.values.norm(dim=1)
+        return ((attention * raw).sum(1) / norms.clamp(min=1e-8)).mean(1)[None]
+
+    return score
+
+
+def _native(regions: Fragments) -> Score:
+    return lambda words: F_itm.cross_attention_scores(words, regions)
+
+
+def _prepared(regions: Fragments) -> Score:
+    prepared = F_itm.prepare(regions)
+    return lambda words: F_itm.cross_attention_scores(words, prepared)
+
+
+# Each takes the regions, once, and gives what scores the words of one caption. Inputs are in bfloat16 where the name
+# ends in "bf16", else in float32.
+QUERIES: dict[str, Callable[[Fragments], Score]] = {
+    "plain": _plain,
+    "native": _native,
+    "prepared": _prepared,
+    "native bf16": _native,
+    "prepared bf16": _prepared,
+}
+
+
+def make_query(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], Tensor]:
+    """Scores of one caption with all images; what depends on the images alone is computed before."""
+    words, regions = inputs(warm_up_sizes(variant, sizes) if small else sizes)
+    if variant.endswith("bf16"):
+        words, regions = words.to(torch.bfloat16), regions.to(torch.bfloat16)
+    words = words.index_select(torch.tensor([0]))
+    with torch.no_grad():
+        score = QUERIES[variant](regions)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return score(words)
+
+    return run
+
+
+def accuracy(variant: str, sizes: Sizes) -> dict[str, float]:
+    """Largest error of a score against float64."""
+    words, regions = (part.to(torch.float64) for part in inputs(sizes))
+    exact = reference.cross_attention_scores_packed(words.index_select(torch.tensor([0])), regions)
+    return {"max_score_error": accuracy_of(make_query(variant, sizes)(), exact)["max_score_error"]}

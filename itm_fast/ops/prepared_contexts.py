@@ -1,0 +1,78 @@
+"""`PreparedContexts`: contexts with what `cross_attention_scores` computes from them alone."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from itm_fast.fragments import Fragments
+from itm_fast.ops.autograd import is_differentiated
+from itm_fast.ops.library import operators_of, use_native
+from itm_fast.ops.precision import autocast
+from itm_fast.reference import validation
+
+__all__ = ["PreparedContexts", "prepare"]
+
+
+def _version(values: Tensor) -> int | None:
+    """The number of in-place changes so far; None for an inference tensor, which does not count them."""
+    return None if torch.compiler.is_compiling() or values.is_inference() else values._version
+
+
+@attrs.frozen(eq=False, repr=False)
+class PreparedContexts:
+    """Contexts for many calls of `cross_attention_scores`, made by `itm_fast.functional.prepare`.
+
+    Attributes:
+        fragments: the contexts. Their values are not copied.
+        grams: the Gram matrices of all sets in the layout of the CPU kernels, float32 (float64 for float64 contexts);
+            None where no kernel takes them.
+    """
+
+    fragments: Fragments
+    grams: Tensor | None
+    _version: int | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fragments.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.fragments.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this object holds in addition to the contexts."""
+        return 0 if self.grams is None else self.grams.nbytes
+
+    def __len__(self) -> int:
+        return len(self.fragments)
+
+    def __repr__(self) -> str:
+        return f"PreparedContexts({self.fragments!r}, nbytes={self.nbytes})"
+
+    def check_usable(self, queries: Tensor) -> None:
+        """Refuses a gradient through this object, and contexts that were modified since they were prepared."""
+        if is_differentiated(queries, self.fragments.values):
+            raise RuntimeError(
+                "contexts: prepared contexts support no gradient; pass the Fragments, or call under torch.no_grad()"
+            )
+        if _version(self.fragments.values) not in (None, self._version):
+            raise RuntimeError("contexts: the values were modified in place after prepare; call prepare again")
+
+
+def prepare(contexts: Fragments) -> PreparedContexts:
+    if not isinstance(contexts, Fragments):
+        raise TypeError(f"contexts: expected Fragments, got {validation.describe(contexts)}")
+    validation.check_tensor("contexts.values", contexts.values, ("N", "d"))
+    if validation.debugging():
+        contexts.check_offsets()
+    (contexts,) = autocast(contexts)
+    grams: Tensor | None = None
+    has_kernel = "cross_attention_grams" in operators_of(contexts.device.type)
+    if has_kernel and use_native("cross_attention_scores", contexts.values):
+        with torch.no_grad():
+            grams = torch.ops.itm_fast.cross_attention_grams(contexts.values, contexts.offsets)
+    return PreparedContexts(contexts, grams, _version(contexts.values))

@@ -1,0 +1,177 @@
+"""Which settings of losses and scenarios go together.
+
+The functions take a `TrainConfig`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from itm_fast import config as settings
+from itm_fast.files.messages import shown
+from itm_fast.losses import registry
+
+__all__ = [
+    "ADVERSARIAL",
+    "ANCHORED",
+    "BOOSTED",
+    "BOOSTING",
+    "BOOSTING_FORMS",
+    "MINING",
+    "boosting_of",
+    "boosting_weight",
+    "check_loss",
+    "described_boosting",
+    "is_mutual",
+    "loss_settings",
+    "without_idle",
+]
+
+MINING = ("hardest", "all", "selective", "semi_hard", "contrastive")
+# Settings that a loss takes only if its constructor has a parameter for them, and the name of that parameter.
+_OF_LOSS = {"margin": "margin", "warmup_epochs": "margin", "halve_loss": "halve", "softmax_scale": "scale"}
+# Losses of a branch beside an anchor: those of Deep Boosting Learning, and those that it is compared with.
+BOOSTED = ("absolute", "relative", "both")
+BOOSTING = (*BOOSTED, "soft_rank", "rkd", "dml", "dino", "dino_inverse")
+BOOSTING_FORMS = ("paper", "code")
+# The scenarios with an anchor, and the settings of the scenario addr.
+ANCHORED = ("oas", "oss", "mss")
+ADVERSARIAL = (
+    "addr", "adversarial_weight", "regularization_weight", "model_regularization_weight", "domain_margin",
+    "risk_aggregation", "alternation", "discriminator_lr", "discriminator_precision", "discriminators_on_disk",
+)  # fmt: skip
+# Settings that mean something with some values of another setting alone.
+_DEPENDENT: Sequence[tuple[str, str, tuple[str, ...]]] = (
+    ("epsilon", "mining", ("selective",)),
+    ("selective_divisor", "mining", ("selective",)),
+    ("boosting", "scenario", ANCHORED),
+    ("boosting_weight", "scenario", ANCHORED),
+    *((name, "scenario", ANCHORED) for name in ("boosting_margin", "boosting_mining", "boosting_alpha", "soft")),
+    *((name, "boosting", BOOSTED) for name in ("boosting_margin", "boosting_mining", "soft")),
+    ("boosting_alpha", "boosting", ("absolute", "both")),
+    ("boosting_form", "scenario", ANCHORED),
+    ("boosting_form", "boosting", ("soft_rank", "rkd", "dml", "dino_inverse")),
+    ("anchor", "scenario", ("oas",)),
+    ("anchor_start", "scenario", ("oas",)),
+    ("branches", "scenario", ("oss",)),
+    ("momentum", "scenario", ("mss",)),
+    *((name, "scenario", ("addr",)) for name in ADVERSARIAL),
+)
+# As these, but only where a setting of a recipe gives way: a run is refused otherwise.
+_OF_REALIGNMENT = tuple((name, "realignment", (True,)) for name in ("other_batches", "online_weight"))
+_OF_CONVERSIONS = (
+    "conversion", "conversion_residual", "reweighting", "normalize_fused", "realignment", "other_batches",
+    "online_weight",
+)  # fmt: skip
+
+
+def check_loss(config: Any) -> None:
+    """Refuse settings that have no effect together: ValueError that names the setting."""
+    loss = registry.find(config.loss)
+    if loss.mining is not None and config.mining not in loss.mining:
+        raise ValueError(f"mining: the loss {config.loss} takes {loss.mining[0]}, got {config.mining!r}")
+    if config.loss_options:
+        registry.create(config.loss, loss_settings(config), config.loss_options)
+    fields = settings.fields_of(type(config))
+    boosting = boosting_of(config)
+    # Boosting has the margin, too, whatever the branch's own loss, unless it has one of its own.
+    boosted = config.scenario in ANCHORED and boosting in BOOSTED and config.boosting_margin is None
+    of_loss = [name for name in _OF_LOSS if not (boosted and name == "margin")]
+    for name, other, values in (*map(_with_losses, of_loss), *_DEPENDENT):
+        value, chosen = getattr(config, name), boosting if other == "boosting" else getattr(config, other)
+        if chosen not in values and value != fields[name].default:
+            raise ValueError(f"{name}: {shown(value)} goes with the {other} {' or '.join(values)}, not {chosen}")
+    _check_conversions(config, fields)
+
+
+def without_idle(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a recipe but for those that mean nothing with what was `given` beside it.
+
+    `--mining hardest` leaves out what a recipe says of selectively hard negatives, unless that is given, too.
+    """
+    together, asked, idle = {**recipe, **given}, dict(given), set()
+    loss = str(given.get("loss"))
+    if "loss" in given and loss in registry.names():
+        found = registry.find(loss)
+        if found.mining is not None and together.get("mining") not in found.mining:
+            idle.add("mining")
+            asked.setdefault("mining", found.mining[0])
+        with_margin = together.get("scenario") in ANCHORED
+        idle |= {name for name in _OF_LOSS if not _takes(loss, name) and not (with_margin and name == "margin")}
+    if given.get("conversions") == 1:
+        idle.add("other_batches")
+    rules = (*_DEPENDENT, *_OF_REALIGNMENT)
+    idle |= {name for name, other, values in rules if other in asked and asked[other] not in values}
+    return {name: value for name, value in recipe.items() if name not in idle - given.keys()}
+
+
+def loss_settings(config: Any) -> dict[str, Any]:
+    """Return the settings of the run that a loss can have parameters for, by the names of these parameters."""
+    return {
+        "margin": config.margin,
+        "mining": config.mining,
+        "epsilon": config.epsilon,
+        "selective_divisor": config.selective_divisor,
+        "halve": config.halve_loss,
+        "scale": config.softmax_scale,
+        "reduction": "mean" if config.mean_loss else "sum",
+    }
+
+
+def _takes(loss: str, name: str) -> bool:
+    return _OF_LOSS[name] in registry.find(loss).parameters
+
+
+def _with_losses(name: str) -> tuple[str, str, tuple[str, ...]]:
+    """Return the rule that a setting needs one of the losses with a parameter for it."""
+    return name, "loss", tuple(loss for loss in registry.names() if _takes(loss, name))
+
+
+def _check_conversions(config: Any, fields: Mapping[str, Any]) -> None:
+    if config.conversions is None:
+        for name in _OF_CONVERSIONS:
+            if getattr(config, name) != fields[name].default:
+                raise ValueError(
+                    f"{name}: {shown(getattr(config, name))} goes with conversions, of which there are none"
+                )
+        return
+    if not config.realignment:
+        for name in ("other_batches", "online_weight"):
+            if getattr(config, name) != fields[name].default:
+                raise ValueError(f"{name}: goes with realignment; without it the online loss stands alone")
+        return
+    if config.conversions == 1 and config.other_batches != fields["other_batches"].default:
+        raise ValueError("other_batches: goes with several conversions; one meets no other batch")
+    for name, wanted in (("loss", "triplet"), ("scenario", "single"), ("micro_batch", None)):
+        if getattr(config, name) != wanted:
+            raise ValueError(
+                f"{name}: the realignment of conversions takes {wanted or 'none'}, got {getattr(config, name)!r}; "
+                "--no-realignment trains the fused feature alone"
+            )
+
+
+def boosting_weight(config: Any) -> float:
+    """What a boosting loss is multiplied with, beside a branch's own loss that is halved or not.
+
+    Section III-C of the paper adds both as they are: both sum over both directions. The losses that boosting is
+    compared with have scales of their own.
+    """
+    halved = config.halve_loss and boosting_of(config) in BOOSTED
+    return config.boosting_weight * (0.5 if halved else 1.0)
+
+
+def described_boosting(config: Any) -> str:
+    """The loss beside an anchor in words: its name, and what chooses its form."""
+    boosting = boosting_of(config)
+    return f"{boosting} ({config.boosting_mining if boosting in BOOSTED else config.boosting_form})"
+
+
+def boosting_of(config: Any) -> str:
+    """The name of the loss beside an anchor."""
+    return config.boosting or BOOSTED[0]
+
+
+def is_mutual(config: Any) -> bool:
+    """Whether branches that train together learn each from all others: Deep Mutual Learning, as its paper has it."""
+    return boosting_of(config) == "dml" and config.boosting_form == "paper"
