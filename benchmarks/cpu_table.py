@@ -221,7 +221,7 @@ def _regulated(measured: Mapping[str, Any], preset: Mapping[str, Any]) -> str:
 
 def _query(workload: Mapping[str, Any]) -> str:
     images, variants = workload["arguments"][0]["images"], workload["variants"]
-    head = [f"one caption against {images:,} images, SCAN t2i", "inputs", "time", "against plain PyTorch"]
+    head = [f"one caption of 12 words against {images:,} images, SCAN t2i", "inputs", "time", "against plain PyTorch"]
     rows = [[*head, "largest error against float64"]]
     labels = {"plain": "plain PyTorch, Gram matrices kept", "native": "itm_fast", "prepared": "itm_fast, prepared"}
     for name, variant in variants.items():

@@ -136,13 +136,13 @@ def _consequences() -> str:
     encoders, steps = costs.encoders(128), costs.EPOCH_IMAGES * costs.EPOCH_CAPTIONS / 128
     read, read_in_all = amount(encoders.bytes, "B"), amount(encoders.bytes * steps, "B")
     return (
-        f"- A COCO-5K evaluation scores {pairs / 1e6:.0f} million pairs. At the 3 to 55 µs a pair of published code "
-        f"that takes {seconds(low)} to {seconds(high)}; predicted here: {', '.join(times)}, once all images and "
-        "captions are encoded. Nothing but the scores, 500 MB, needs to be kept.\n"
-        f"- The steps of an epoch are predicted to take {', '.join(epochs)} beside their encoders. Those of SCAN "
-        f"need {amount(encoders.tensor, 'FLOP')} a step, {encoders.tensor / step.tensor:.0f} times as much as its "
-        f"scores, loss and their gradients, and read {read} of features, {read_in_all} an epoch: reading and encoding, "
-        "not scoring, then decide how long an epoch takes.\n"
+        f"- A COCO-5K evaluation scores {pairs / 1e6:.0f} million pairs. Published code takes 3 to 55 µs a pair, "
+        f"{seconds(low)} to {seconds(high)} in all. Predicted here, after encoding: {', '.join(times)}. Only the "
+        "scores, 500 MB, are kept.\n"
+        f"- The steps of an epoch are predicted to take {', '.join(epochs)}, without encoders. SCAN's encoders need "
+        f"{amount(encoders.tensor, 'FLOP')} a step, {encoders.tensor / step.tensor:.0f} times as much as scores, loss "
+        f"and their gradients, and read {read} of features a step, {read_in_all} an epoch. Reading and encoding, not "
+        "scoring, therefore determine the time of an epoch.\n"
         f"- {_blocks('a COCO-5K evaluation', 5000, 25000)} {_blocks('a batch of 128', 128, 128)}"
     )
 
@@ -152,8 +152,8 @@ def _blocks(what: str, images: int, captions: int) -> str:
     lengths = caption_lengths(captions).tolist()
     working, room = costs.pairs_of_tiles([costs.REGIONS] * images, lengths)
     return (
-        f"The sets of {what} are packed into {working:,} pairs of tiles, and {room:,} thread blocks are launched, the "
-        f"most that so many sets and rows could need: {room - working:,} leave at once."
+        f"The sets of {what} fill {working:,} pairs of tiles. {room:,} thread blocks are launched, the most that so "
+        f"many sets and rows could need; {room - working:,} leave at once."
     )
 
 

@@ -278,38 +278,37 @@ def _first(parameters: int, caption_bytes: float, per_core: float) -> str:
     threads = READER_THREADS * per_core * FEATURE_BYTES
     return "\n".join(
         (
-            f"1. *One GPU: reading.* {one.rate:,.0f} captions per second are {amount(alone.reading, 'B/s')} of "
-            f"features and {alone.cores:.0f} cores of the reader, which takes {READER_THREADS} threads and brings "
+            f"1. *One GPU: reading.* {one.rate:,.0f} captions per second need {amount(alone.reading, 'B/s')} of "
+            f"features, {alone.cores:.0f} cores of the reader. The reader takes {READER_THREADS} threads and delivers "
             f"{amount(threads, 'B/s')}; a drive reads {amount(DRIVE, 'B/s')}. COCO's {amount(alone.features, 'B')} "
-            "lie on the GPU itself (`--features device`), and nothing is read at all.",
-            "2. *Eight GPUs: exchanges.* Where images are gathered they take "
+            "fit on the GPU (`--features device`), so nothing is read.",
+            "2. *Eight GPUs: exchanges.* With images gathered they take "
             f"{100 * eight.exchanging / eight.seconds:.0f} % of a step of {seconds(eight.seconds)}, "
-            "in which each caption meets eight times as many negatives; "
-            f"{100 * eight.link(eight.reduced) / eight.exchanging:.0f} % of that are the parameters' gradients, which "
-            "could travel during the encoders' backward.",
-            f"3. *Sixty-four GPUs: the network.* With images gathered, exchanges are "
+            "in which each caption meets eight times as many negatives. "
+            f"{100 * eight.link(eight.reduced) / eight.exchanging:.0f} % of that are gradients of parameters, which "
+            "could overlap with the encoders' backward.",
+            f"3. *Sixty-four GPUs: the network.* With images gathered, exchanges take "
             f"{100 * images.exchanging / images.seconds:.0f} % of a step of {seconds(images.seconds)}. Captions have "
-            f"{costs.WORDS:.0f} vectors where images have {costs.REGIONS}: {seconds(captions.seconds)}. Of the "
-            f"gradients at most three pairs for each of a rank's own are not zero: {seconds(sparse.seconds)} where "
-            f"nothing else goes back. Neither is built. With images gathered the {images.gpus} see fewer captions per "
-            f"second ({images.rate:,.0f}) than one GPU does, with the other two {captions.rate / one.rate:.1f} and "
-            f"{sparse.rate / one.rate:.1f} times as many: 128 captions a GPU are too few for as many negatives. With "
-            "more of them products grow with their square, bytes do not. Who wants the speed and not the negatives "
-            "trains on eight.",
-            f"4. *Ten million pairs: reading again.* {amount(million.features, 'B')} of features fit no GPU, but "
-            f"{place(DATA['10 million pairs'], 64)}, which its processes share (`--features disk`; `--features host` "
-            "keeps a copy for each of them, and eight do not fit). Copies to a GPU from there take "
-            f"{seconds(BATCH * FEATURE_BYTES / (LINK_SHARE * PCIE))} of each step, as they do not run beside kernels, "
-            "and the reader keeps a single GPU at "
-            f"{100 * DATA['10 million pairs'].pairs / one.rate / one_million.epoch:.0f} % of the speed that it has "
-            f"without both; each of 64 asks for {amount(million.reading, 'B/s')} alone. Were each rank to draw from a "
-            f"slice of its own, {amount(million.features / 64, 'B')} would lie on each GPU and nothing would be read: "
-            "that sampler is not built.",
+            f"{costs.WORDS:.0f} vectors where images have {costs.REGIONS}: a step that gathers captions takes "
+            f"{seconds(captions.seconds)}. At most three pairs for each of a rank's own have a gradient: a step that "
+            f"sends only those takes {seconds(sparse.seconds)}. Neither is built. With images gathered, {images.gpus} "
+            f"GPUs see {images.rate:,.0f} captions per second, fewer than one GPU; the other two schemes see "
+            f"{captions.rate / one.rate:.1f} and {sparse.rate / one.rate:.1f} times as many as one. 128 captions per "
+            "GPU are too few: with more, products grow with the square and bytes do not. For speed without more "
+            "negatives, train on eight GPUs.",
+            f"4. *Ten million pairs: reading.* {amount(million.features, 'B')} of features fit no GPU, but "
+            f"{place(DATA['10 million pairs'], 64)}, which its processes share (`--features disk`). With "
+            "`--features host` every process keeps a copy, and eight do not fit. Copies to a GPU take "
+            f"{seconds(BATCH * FEATURE_BYTES / (LINK_SHARE * PCIE))} of each step, because they do not run beside "
+            "kernels. With these and the reader a single GPU reaches "
+            f"{100 * DATA['10 million pairs'].pairs / one.rate / one_million.epoch:.0f} % of its speed without both; "
+            f"each of 64 needs only {amount(million.reading, 'B/s')}. A sampler that draws from a slice per rank would "
+            f"keep {amount(million.features / 64, 'B')} on each GPU and read nothing; it is not built.",
             f"5. *A billion pairs: the index.* Each process holds captions, token ids, the order of an epoch and the "
-            f"place of each image in memory: {amount(billion.index, 'B')}, eight times in a machine. The order would "
-            "have to be drawn shard by shard, and captions be read from the store as features are: neither is built. "
+            f"place of each image in memory: {amount(billion.index, 'B')}, eight times per machine. Drawing the order "
+            "shard by shard and reading captions from the store would avoid this; neither is built. "
             f"Features take {amount(billion.features, 'B')}, the memory of {billion.features / HOST_BYTES:.0f} "
-            f"machines; with a drive in each an epoch of eight GPUs takes {seconds(one_billion.epoch)}, bound by "
-            f"{one_billion.bound}, and one of 64 {seconds(billion.epoch)}, bound by {billion.bound}.",
+            f"machines. With a drive in each machine, an epoch takes {seconds(one_billion.epoch)} on eight GPUs, bound "
+            f"by {one_billion.bound}, and {seconds(billion.epoch)} on 64, bound by {billion.bound}.",
         )
     )

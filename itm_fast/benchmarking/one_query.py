@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,7 +16,9 @@ import itm_fast.functional as F_itm
 from itm_fast import Fragments, reference
 from itm_fast.benchmarking.workloads import REGIONS, Sizes, accuracy_of, inputs, warm_up_sizes
 
-__all__ = ["QUERIES", "accuracy", "make_query"]
+__all__ = ["QUERIES", "WORDS", "accuracy", "make_query"]
+
+WORDS = 12
 
 Score = Callable[[Fragments], Tensor]
 
@@ -56,12 +59,17 @@ QUERIES: dict[str, Callable[[Fragments], Score]] = {
 }
 
 
+def _sides(sizes: Sizes) -> tuple[Fragments, Fragments]:
+    # Two captions have at least 16 words.
+    words, regions = inputs(attrs.evolve(sizes, captions=2))
+    return Fragments(words.values[:WORDS], torch.tensor([0, WORDS])), regions
+
+
 def make_query(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], Tensor]:
     """Scores of one caption with all images; what depends on the images alone is computed before."""
-    words, regions = inputs(warm_up_sizes(variant, sizes) if small else sizes)
+    words, regions = _sides(warm_up_sizes(variant, sizes) if small else sizes)
     if variant.endswith("bf16"):
         words, regions = words.to(torch.bfloat16), regions.to(torch.bfloat16)
-    words = words.index_select(torch.tensor([0]))
     with torch.no_grad():
         score = QUERIES[variant](regions)
 
@@ -74,6 +82,6 @@ def make_query(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], 
 
 def accuracy(variant: str, sizes: Sizes) -> dict[str, float]:
     """Largest error of a score against float64."""
-    words, regions = (part.to(torch.float64) for part in inputs(sizes))
-    exact = reference.cross_attention_scores_packed(words.index_select(torch.tensor([0])), regions)
+    words, regions = (part.to(torch.float64) for part in _sides(sizes))
+    exact = reference.cross_attention_scores_packed(words, regions)
     return {"max_score_error": accuracy_of(make_query(variant, sizes)(), exact)["max_score_error"]}

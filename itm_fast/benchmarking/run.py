@@ -88,7 +88,7 @@ def run(preset: Preset, meter: Meter, progress: Callable[[str], None] = lambda _
             "step all": measure(workloads.make_step, dense, (square, "all")),
             "evaluation": measure(workloads.make_evaluation, few, (gallery,)),
         }
-        gallery = Sizes(preset.query_images, 1, preset.dim)
+        gallery = Sizes(preset.query_images, 1, preset.dim, device)
         queries = dict.fromkeys(one_query.QUERIES, preset.runs)
         measured["query"] = measure(one_query.make_query, queries, (gallery,))
         for name in queries:

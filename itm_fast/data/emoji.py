@@ -5,8 +5,8 @@ Inside: `pictures`, `names`, `captions`, `image_ids`, `patches`, `pictures_of`, 
 
 3,621 distinct pictures of 72 x 72 pixels on white, five English captions each, in fixed splits: "train" 2,821, "dev"
 300 and "test" 500 pictures. A picture is in one split only. The words of every dev and test name occur with training
-pictures, so only the combination is new. `docs/guides/data.md` describes the data; their licences lie beside the
-files.
+pictures: only their combination is new. `docs/guides/data.md` describes the data; the folder of the files has their
+licences.
 """
 
 from __future__ import annotations

@@ -54,11 +54,13 @@ def pack(
     checksums, and a finished one stays as it is.
 
     Args:
-        directory: the folder. out: the folder of the store.
+        directory: the folder.
+        out: the folder of the store.
         dtype: how features are stored: "bf16", "fp16" or "fp32". Numbers are rounded to the nearest, those of
             float64 to float32 first.
         splits: those to pack; by default all of the folder.
-        vocabulary_file, min_count: the vocabulary of the token ids, as `load_vocabulary` takes them.
+        vocabulary_file: the vocabulary of the token ids; None: the one that `load_vocabulary` finds.
+        min_count: least occurrences of a word, if the vocabulary is built from the captions.
         shard_bytes: about how large a shard becomes; at least one image is in each.
         progress: show a progress bar where there is a terminal.
 

@@ -50,7 +50,11 @@ def evaluate(
         folds: number of equal runs of consecutive images, each retrieved from alone; the result is their mean.
         first_images: use only that many images and their captions.
         ties: "pessimistic" or "optimistic", as in `retrieval_ranks`.
-        tile_images, tile_captions, progress, description, world: as in `score_matrix`.
+        tile_images: images that are scored at a time.
+        tile_captions: captions that are scored at a time.
+        progress: show a progress bar where there is a terminal.
+        description: label of the progress bar.
+        world: the processes that share the work; None: this one alone.
         streaming: count ranks tile by tile, as `stream_ranks` does, and never hold the score matrix.
 
     Returns:
@@ -94,8 +98,15 @@ def evaluate_ensemble(
     Args:
         members: each model with the data set as it sees it: the same images and captions, which the vocabulary of a
             model turns into its own token ids.
-        folds, first_images, ties, tile_images, tile_captions, streaming, progress, description, world: as in
-            `evaluate`.
+        folds: number of equal runs of consecutive images, as in `evaluate`.
+        first_images: use only that many images and their captions.
+        ties: "pessimistic" or "optimistic", as in `retrieval_ranks`.
+        tile_images: images that are scored at a time.
+        tile_captions: captions that are scored at a time.
+        streaming: count ranks tile by tile, as `stream_ranks` does.
+        progress: show a progress bar where there is a terminal.
+        description: label of the progress bar.
+        world: the processes that share the work; None: this one alone.
 
     Returns:
         One summary per member, in their order, and that of the ensemble.

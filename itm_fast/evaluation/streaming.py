@@ -139,8 +139,14 @@ def stream_ranks(
 
     Args:
         members: each model with the data set as it sees it.
-        images: indices of the images, int64 (n,), consecutive. captions: those of their captions, int64 (m,).
-        ties, tile_images, tile_captions, progress, description, world: as in `evaluate`.
+        images: indices of the images, int64 (n,), consecutive.
+        captions: indices of their captions, int64 (m,).
+        ties: "pessimistic" or "optimistic", as in `retrieval_ranks`.
+        tile_images: images that are scored at a time.
+        tile_captions: captions that are scored at a time.
+        progress: show a progress bar where there is a terminal.
+        description: label of the progress bar.
+        world: the processes that share the work; None: this one alone.
         chunk_captions: captions that are encoded at a time, at least one tile.
 
     Returns:
@@ -281,7 +287,14 @@ def top_k(
     each so far. Images are encoded anew for each chunk.
 
     Args:
-        model, dataset, images, captions, tile_images, tile_captions, progress, description: as in `score_matrix`.
+        model: as in `score_matrix`.
+        dataset: as in `score_matrix`.
+        images: indices of the images, int64 (n,); None: all.
+        captions: indices of the captions, int64 (m,); None: all.
+        tile_images: images that are scored at a time.
+        tile_captions: captions that are scored at a time.
+        progress: show a progress bar where there is a terminal.
+        description: label of the progress bar.
         k: how many; all there are where they are fewer.
         chunk_captions: captions that are encoded at a time, at least one tile.
 

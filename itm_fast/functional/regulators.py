@@ -38,7 +38,9 @@ def cross_attention_alignments(
         weight: `(m, d)`; with correspondences a sequence, one for each attention: one more than there are steps.
         bias: `(m,)`, likewise; None: zeros.
         temperature: inverse temperature of the first softmax, finite.
-        normalization, negative_slope, focal: as in `cross_attention_scores`.
+        normalization: as in `cross_attention_scores`.
+        negative_slope: as in `cross_attention_scores`.
+        focal: as in `cross_attention_scores`.
         correspondences: one `(W1 (2m, m), b1, W2 (d, 2m), b2, W3 (m/2, m), b3, w4 (1, m/2), b4)` for each step.
         residual_correspondence: a step changes the factors before it, or replaces them.
 

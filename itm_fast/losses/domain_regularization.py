@@ -60,7 +60,10 @@ class DomainRegularization(nn.Module):
         """`(1 / B) sum_p (R_p(f_p) + gamma L_reg(p, q, r))` (Eq 10).
 
         Args:
-            regions, words, weights, biases: as `itm_fast.functional.domain_regularization` takes them.
+            regions: as `itm_fast.functional.domain_regularization` takes them.
+            words: as `itm_fast.functional.domain_regularization` takes them.
+            weights: as `itm_fast.functional.domain_regularization` takes them.
+            biases: as `itm_fast.functional.domain_regularization` takes them.
             scores: `(B, B)` scores of the batch, image-to-text over a row; needed unless gamma is 0.
             positives: bool `(B, B)`, True for pairs of the same image; None: the diagonal alone.
 

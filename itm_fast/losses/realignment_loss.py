@@ -16,7 +16,11 @@ class RealignmentLoss(nn.Module):
     to 12.
 
     Args:
-        margin, mining, epsilon, selective_divisor, halve: of `TripletLoss`.
+        margin: as in `TripletLoss`.
+        mining: as in `TripletLoss`.
+        epsilon: as in `TripletLoss`.
+        selective_divisor: as in `TripletLoss`.
+        halve: as in `TripletLoss`.
         reduction: "sum" over the pairs, as the paper prints it; "mean" over them, or "none".
     """
 

@@ -210,7 +210,13 @@ class FeatureDiversification(nn.Module):
     """Base features to the conversions, and to the fused feature `l2norm(sum_n gamma_n V_n)`, which scores.
 
     Args:
-        count, feature_dim, embed_dim, head, conversion, residual, pooling: of `FeatureConversions`.
+        count: number N of conversions.
+        feature_dim: width of the base features.
+        embed_dim: width of a converted feature.
+        head: as in `FeatureConversions`.
+        conversion: as in `FeatureConversions`.
+        residual: as in `FeatureConversions`.
+        pooling: as in `FeatureConversions`.
         reweighting: weights of `FeatureReweighting`; False: the plain mean of the conversions (Table 3, "+ FC").
         normalize_fused: the l2norm of the sum, which the paper does not print.
     """

@@ -37,12 +37,14 @@ class RegulatedSimilarity(nn.Module):
         aggregation_steps: steps of RAR. Beside RCR one more than its steps, unless the schedule is "sequential".
         score_mean: without RAR, score the mean alignment by a learned layer.
         temperature: inverse temperature of the first attention (published: 10 text-to-image, 3 image-to-text).
-        negative_slope, focal: as in `cross_attention_scores`.
+        negative_slope: as in `cross_attention_scores`.
+        focal: as in `cross_attention_scores`.
         dropout: inside RAR, in training.
         schedule: "interleaved": RCR and RAR in turns; "sequential": RAR after the last attention.
         factors: where the factors of attention come from: "alignment" (published), "query", "learnable" (one pair
             of factors for all) or "fixed"; the latter two have no RCR, so that "fixed" with RAR is RAR alone.
-        residual_correspondence, residual_aggregation: as in the regulators.
+        residual_correspondence: as in the regulators.
+        residual_aggregation: as in the regulators.
         activation: of the score, "sigmoid" or "tanh".
         normalize_mean: l2-normalise the mean alignment before it is scored.
 

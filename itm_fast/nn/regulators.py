@@ -169,7 +169,8 @@ class CrossAttentionAlignments(nn.Module):
         alignment_dim: width m of the alignments.
         steps: steps of RCR before the last attention.
         temperature: inverse temperature of the first attention.
-        negative_slope, focal: as in `cross_attention_scores`.
+        negative_slope: as in `cross_attention_scores`.
+        focal: as in `cross_attention_scores`.
         residual_correspondence: as in `RecurrentCorrespondenceRegulator`.
     """
 

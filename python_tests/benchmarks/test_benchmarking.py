@@ -142,7 +142,7 @@ def test_a_run_is_written_down_whole() -> None:
     assert f"Scores differ from float64 by at most {error:.1e}" in summary(results)
     assert "target" not in summary(results)
     query = results["workloads"]["query"]["variants"]
-    assert "one caption against 40 images" in text
+    assert f"one caption of {one_query.WORDS} words against 40 images" in text
     error = query["prepared"]["accuracy"]["max_score_error"]
     assert 0 < error < 1e-6
     assert f"| itm_fast, prepared | float32 | {time(query['prepared'])} |" in text

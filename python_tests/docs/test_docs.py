@@ -107,7 +107,7 @@ def test_pages_that_sources_name_exist() -> None:
 
 def test_every_loss_and_operator_has_its_place_in_the_reference() -> None:
     table = re.findall(r"^\| `(\w+)\(?.*\|$", TEXTS[DOCS / "reference" / "losses.md"], flags=re.MULTILINE)
-    assert set(losses.__all__) <= set(table)
+    assert {name for name in losses.__all__ if isinstance(getattr(losses, name), type)} <= set(table)
     operators = re.findall(
         r"^::: itm_fast\..*\.(\w+)$", TEXTS[DOCS / "reference" / "functional.md"], flags=re.MULTILINE
     )
