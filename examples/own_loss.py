@@ -1,6 +1,6 @@
-"""Train with a loss of your own in a training loop of your own.
+"""Register a loss of your own and train with it.
 
-A loss is any function of the score matrix. This one is InfoNCE: cross-entropy over rows and over columns.
+This one is InfoNCE: cross-entropy over the rows and the columns of the score matrix.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import argparse
 import torch
 from torch import Tensor, nn
 
-from itm_fast import models
-from itm_fast.data import BatchLoader, EpochSampler, emoji
+from itm_fast import evaluation, losses, models
+from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
+from itm_fast.training import TrainConfig, train
 
 
+@losses.register("infonce")  # from here on, `TrainConfig(loss=...)` knows the name
 class InfoNCE(nn.Module):
     """Average the cross-entropy of both directions; other captions of the same image are no negatives.
 
@@ -21,57 +23,53 @@ class InfoNCE(nn.Module):
         temperature: divisor of the scores before the softmax.
     """
 
-    def __init__(self, temperature: float = 0.1) -> None:
+    def __init__(self, temperature: float = 0.05) -> None:
         super().__init__()
         self.temperature = temperature
 
-    def forward(self, scores: Tensor, image_index: Tensor) -> Tensor:
+    def forward(self, scores: Tensor, *, positives: Tensor | None = None) -> Tensor:
         """Compute the loss.
 
         Args:
             scores: float (B, B), matching pairs on the diagonal.
-            image_index: int64 (B,), the image of each pair.
+            positives: bool (B, B), True for further pairs that are no negatives, or None.
 
         Returns:
             Scalar.
         """
-        same_image = image_index[:, None] == image_index
-        same_image.fill_diagonal_(False)
-        logits = (scores / self.temperature).masked_fill(same_image, -torch.inf)
+        logits = scores / self.temperature
+        if positives is not None:
+            diagonal = torch.eye(len(scores), dtype=torch.bool, device=scores.device)
+            logits = logits.masked_fill(positives & ~diagonal, -torch.inf)
         target = torch.arange(len(scores), device=scores.device)
         return (nn.functional.cross_entropy(logits, target) + nn.functional.cross_entropy(logits.t(), target)) / 2
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--split", default="train", choices=emoji.SPLITS, help="split of the bundled emoji to train on")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--data", help="folder with train, dev and test; default: write the emoji to data/emoji")
+    parser.add_argument("--out", default="runs/infonce", help="run directory; it must not hold a run yet")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=128)
     options = parser.parse_args()
-    torch.manual_seed(0)
+    data = options.data or str(emoji.write_dataset("data/emoji"))
 
-    data = emoji.load(options.split)
-    settings = {"image_encoder": "patches", "embed_dim": 128, "word_dim": 64, "feature_dim": 432}
-    model = models.create("vsepp", vocab_size=len(data.vocabulary), **settings)
-    loss_of = InfoNCE()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-    step, epoch = 0, 0
-    while step < options.steps:
-        # The order is a function of seed and epoch alone.
-        sampler = EpochSampler(len(data), options.batch_size, seed=0, epoch=epoch, drop_last=True)
-        for batch in BatchLoader(data, sampler):
-            scores = model(batch.features, batch.token_ids, batch.lengths)
-            loss = loss_of(scores, batch.image_index)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if step % 10 == 0:
-                print(f"step {step:4d}  loss {loss.item():.3f}")
-            step += 1
-            if step == options.steps:
-                break
-        epoch += 1
+    train(
+        TrainConfig(
+            data=data,
+            out=options.out,
+            model="vsepp",
+            model_options={"image_encoder": "patches", "embed_dim": 128, "word_dim": 64},
+            loss="infonce",
+            loss_options={"temperature": 0.1},
+            epochs=options.epochs,
+            batch_size=options.batch_size,
+            lr=1e-3,
+        )
+    )
+    model = models.load(options.out)
+    test = PrecomputedDataset(data, "test", Vocabulary.from_file(f"{options.out}/vocab.json"))
+    print(evaluation.recall_table({"test": evaluation.evaluate(model, test)}))
 
 
 if __name__ == "__main__":

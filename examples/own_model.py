@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from itm_fast import Fragments, evaluation, models
 from itm_fast.config import setting
 from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
-from itm_fast.models.base import MatchingModel, register
 from itm_fast.models.encoders import EncoderConfig, make_image_encoder, make_text_encoder
 from itm_fast.nn import GradientSparseScores
 from itm_fast.training import TrainConfig, train
@@ -47,8 +46,8 @@ class LateInteraction(nn.Module):
         return (weights * best.masked_fill(~has_word, 0.0)).sum(2)
 
 
-@register  # from here on, `create`, `load` and `TrainConfig(model=...)` know the name
-class LateInteractionModel(MatchingModel):
+@models.register  # from here on, `create`, `load` and `TrainConfig(model=...)` know the name
+class LateInteractionModel(models.MatchingModel):
     """SCAN's encoders with another similarity."""
 
     name = "late_interaction"
