@@ -51,8 +51,8 @@ def check(config: TrainConfig, *, resume: bool) -> None:
     if differing is not None:
         name, before, now = differing
         raise ValueError(
-            f"{run}: holds a run with {name} = {shown(before)}, not {shown(now)}; --resume without other options "
-            "continues it, a new run needs another --out"
+            f"{run}: holds a run with {name} = {shown(before)}, not {shown(now)}; choose another --out, or continue "
+            "the run with --resume and the same settings"
         )
     if resume:
         return

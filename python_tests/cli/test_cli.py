@@ -172,8 +172,8 @@ def test_resume_needs_nothing_but_the_folder(data: Path, trained: Path, capsys: 
     assert "12 steps in" in capsys.readouterr().out
     status, message = error(capsys, "train", "--out", trained, "--resume", "--lr", "0.5")
     assert (status, message) == (
-        1, f"{trained}: holds a run with lr = 0.01, not 0.5; --resume without other options continues "
-        "it, a new run needs another --out",
+        1, f"{trained}: holds a run with lr = 0.01, not 0.5; choose another --out, or continue the run "
+        "with --resume and the same settings",
     )  # fmt: skip
 
 

@@ -232,7 +232,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
         1, f"{other}: was trained with model = 'scan', {runs[1]} with vse_infty",
     )  # fmt: skip
     assert error(capsys, *arguments(data, [tmp_path / "none", runs[1]], out)) == (
-        1, f"{tmp_path / 'none'}: holds no train.yaml; there is no run to resume",
+        1, f"{tmp_path / 'none'}: no such run directory",
     )  # fmt: skip
     assert error(capsys, *arguments(data, runs, runs[0]))[1].startswith(f"{runs[0]}: holds a run")
     assert not out.exists()

@@ -432,7 +432,8 @@ def test_bad_settings_are_one_line_and_write_nothing(
     before = {path: path.read_bytes() for path in realigned.rglob("*") if path.is_file()}
     command = ["train", "--data", data, "--out", realigned, *SMALL, "--conversions", "2", "--resume"]
     assert error(capsys, *command) == (
-        1, f"{realigned}: holds a run with conversions = 3, not 2; choose another --out or the same settings",
+        1, f"{realigned}: holds a run with conversions = 3, not 2; choose another --out, or continue "
+        "the run with --resume and the same settings",
     )  # fmt: skip
     assert {path: path.read_bytes() for path in realigned.rglob("*") if path.is_file()} == before
 
