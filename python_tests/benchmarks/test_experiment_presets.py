@@ -10,7 +10,7 @@ import pytest
 
 from itm_fast import config as settings
 from itm_fast.training import TrainConfig
-from itm_fast.training.config import DATA, LOG, OPTIMIZER, STEPS
+from itm_fast.training.config import DATA, MACHINE, OPTIMIZER, OUTPUT
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted(path.stem for path in (ROOT / "benchmarks" / "experiments").glob("*.yaml"))
@@ -52,7 +52,7 @@ def test_all_rows_have_the_same_budget(tool: ModuleType, name: str) -> None:
             train = experiment.identity(run)["train"]
             widths.add(train["model_options"]["embed_dim"])
             if row not in OTHER_BUDGETS.get(name, ()):
-                kept = {setting for setting, group in groups.items() if group in (DATA, STEPS, OPTIMIZER, LOG)}
+                kept = {setting for setting, group in groups.items() if group in (DATA, MACHINE, OPTIMIZER, OUTPUT)}
                 budgets.append({k: v for k, v in train.items() if k in kept and k != "seed"})
     assert len(widths) == 1
     assert {"epochs", "batch_size", "lr", "lr_schedule"} <= set(budgets[0])
