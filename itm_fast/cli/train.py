@@ -11,7 +11,7 @@ import typer
 
 from itm_fast import config as settings
 from itm_fast.cli.options import Command, given_options, with_config_options
-from itm_fast.training.config import GROUPS, MODEL, OUTPUT, RCAR, TrainConfig, read_yaml
+from itm_fast.training.config import GROUPS, LOSS, MODEL, OUTPUT, RCAR, TrainConfig, read_yaml
 
 # The options of --help, in its order; --help-all prints all.
 COMMON = (
@@ -69,7 +69,7 @@ def train(
         typer.Option(
             metavar="NAME=VALUE",
             help="Set an option of a registered loss, for example gamma=64. Repeat for more.",
-            rich_help_panel="Loss",
+            rich_help_panel=LOSS,
         ),
     ] = None,
     regulator: Annotated[

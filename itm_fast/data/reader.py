@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import importlib
 import os
 import weakref
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from itm_fast.distributed import launched
+from itm_fast.files.installation import host_module
 
 __all__ = ["MOST_THREADS", "BufferPool", "ShardReader", "default_threads"]
 
@@ -79,10 +79,7 @@ class ShardReader:
 
 
 def _host() -> Any:
-    try:
-        return importlib.import_module("itm_fast._host")
-    except ImportError:
-        return None
+    return host_module()
 
 
 class _PythonReader:

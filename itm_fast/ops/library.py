@@ -9,7 +9,6 @@ Every operator asks `use_native`; `build_info` reports what was found. Environme
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import platform
 import warnings
@@ -19,9 +18,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from itm_fast.files.installation import find_library, host_module, library_folder, without_libraries
 from itm_fast.version import __version__
 
-PACKAGE = Path(__file__).resolve().parents[1]
 OPERATORS = (
     "boosting_loss",
     "cross_attention_alignments",
@@ -39,6 +38,7 @@ _WITHOUT_FLOAT64_ON_CUDA = frozenset(
 )
 
 Fake = TypeVar("Fake", bound=Callable[..., Any])
+Constant = TypeVar("Constant", bound=Callable[..., Any])
 
 # Device types and the dispatch keys under which kernels are registered for them.
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
@@ -46,6 +46,15 @@ _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
 
 class FallbackWarning(UserWarning):
     """The packed reference serves an operator because no native kernel can. Issued once per cause."""
+
+
+def constant_in_graphs(function: Constant) -> Constant:
+    """Mark a function so that `torch.compile` runs it once and keeps its result as a constant.
+
+    `torch.compiler.assume_constant_result` sets the same attribute, but imports `torch._dynamo`, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def _registered() -> list[str]:
@@ -67,11 +76,13 @@ def _load_cpu_library() -> str | None:
     """Loads `_C_cpu`; returns None, or in a few words why there is no native library."""
     if os.environ.get("ITM_FAST_NATIVE", "1") == "0":
         return "ITM_FAST_NATIVE=0"
-    path = PACKAGE / "_C_cpu.so"
+    path = library_folder() / "_C_cpu.so"
     if not path.exists():
         if platform.system() == "Windows":
             return "itm_fast has no native library for Windows"
-        return "the native library was not built (install a C++ compiler, then install itm_fast again)"
+        return without_libraries() or (
+            "the native library was not built (install a C++ compiler, then install itm_fast again)"
+        )
     _refuse_a_second_library(path)
     try:
         torch.ops.load_library(path)
@@ -84,7 +95,7 @@ def _load_cuda_library() -> str | None:
     """Loads `_C_cuda`, whose schemas are those of `_C_cpu`; returns None, or in a few words why CUDA has no kernels."""
     if torch.version.cuda is None:
         return None  # Without CUDA in torch nobody asks.
-    path = PACKAGE / "_C_cuda.so"
+    path = library_folder() / "_C_cuda.so"
     if not path.exists():
         return "the CUDA library was not built (install nvcc, then install itm_fast again)"
     try:
@@ -138,14 +149,11 @@ def register_fake(operator: str) -> Callable[[Fake], Fake]:
 
 def _build_information() -> dict[str, Any]:
     """What the build noted down in `_host`; empty where that is missing."""
-    try:
-        host = importlib.import_module("itm_fast._host")
-    except ImportError:
-        return {}
-    return dict(host.build_information())
+    host = host_module()
+    return {} if host is None else dict(host.build_information())
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 @functools.cache
 def _gpu_problem(index: int) -> str | None:
     """Why the CUDA kernels cannot run on the GPU `index`: it is older than all that they were compiled for."""
@@ -195,7 +203,7 @@ def use_native(operator: str, tensor: torch.Tensor, beyond: str | None = None) -
     return False
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _warn_once(cause: str) -> None:
     """Warns where `cause` is new; while `torch.compile` traces, this runs as plain Python."""
     if cause not in _warned:
@@ -231,7 +239,7 @@ def build_info() -> dict[str, Any]:
         - "dispatch": {operator: {device: "native avx512" or "packed reference: <cause>"}}, for float32.
     """
     built = _build_information()
-    files = {name: next(iter(sorted(PACKAGE.glob(f"{name}.*so"))), None) for name in ("_C_cpu", "_C_cuda", "_host")}
+    files = {name: find_library(name) for name in ("_C_cpu", "_C_cuda", "_host")}
     return {
         "version": __version__,
         "libraries": {name: str(path) if path else None for name, path in files.items()},

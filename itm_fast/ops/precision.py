@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from itm_fast.fragments import Fragments
+from itm_fast.ops.library import constant_in_graphs
 
 __all__ = ["autocast", "autocast_state", "compute_precision", "without_autocast"]
 
@@ -63,7 +64,7 @@ def compute_precision(tensor: Tensor) -> str:
     return _BY_FLOAT32_SETTING[_float32_setting(tensor.device.type)]
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _float32_setting(device: str) -> str:
     # The older getter raises once the user has set the newer per-backend form.
     backend: Any = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn

@@ -33,6 +33,11 @@ def present_mining(mining: str) -> str:
     return new
 
 
+def kernel_mining(mining: str) -> str:
+    """Return the name under which the native operators know `mining`."""
+    return _KERNEL_MINING.get(mining, mining)
+
+
 def check_options(
     margin: float,
     mining: str,
@@ -85,7 +90,7 @@ def triplet_loss(
     scores = upcast(scores)
     if positive_scores is not None:
         positive_scores = upcast(positive_scores)
-    mining = _KERNEL_MINING.get(mining, mining)
+    mining = kernel_mining(mining)
     options = (margin, mining, epsilon, selective_divisor, halve, directions, reduction)
     one_pass = in_one_pass(reduction, scores, positive_scores)
     loss: Tensor = _TripletLoss.apply(scores, positives, positive_scores, options, one_pass)

@@ -19,6 +19,7 @@ import itm_fast.functional as F_itm
 from itm_fast.ops import one_pass
 from itm_fast.ops.boosting_loss import MINING as BOOSTING_MINING
 from itm_fast.ops.boosting_loss import STRATEGIES
+from itm_fast.ops.triplet_loss import kernel_mining
 from python_tests.helpers.boosting import random_pair
 from python_tests.helpers.devices import ONE_LAUNCH_STEP, inputs_of, run_case
 from python_tests.helpers.fragments import native_calls
@@ -139,7 +140,7 @@ def test_one_pass_finds_what_a_scan_and_a_gradient_find(mining: str, masked: boo
     scores, anchor = random_pair(size, torch.float32, seed=size)
     positives = random_scores(size, dtype=torch.float32, seed=3) > 0.6 if masked else None
     for directions in ("both", "rows", "columns"):
-        options = (0.2, mining, 0.2, "batch", False, directions, "mean")
+        options = (0.2, kernel_mining(mining), 0.2, "batch", False, directions, "mean")
         found = OPERATORS.triplet_loss_with_gradient(scores, positives, None, *options)
         loss, negatives = OPERATORS.triplet_loss(scores, positives, None, *options)
         gradients = OPERATORS.triplet_loss_backward(torch.ones_like(loss), scores, positives, None, negatives, *options)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import itm_fast.functional as F_itm
+from itm_fast.ops.triplet_loss import kernel_mining
 from python_tests.helpers.boosting import MINING as BOOSTING_MINING
 from python_tests.helpers.boosting import STRATEGIES, random_pair
 from python_tests.helpers.shim_checks import assert_equal, choose
@@ -56,7 +57,7 @@ def test_triplet_loss_of_any_scores(data: st.DataObject) -> None:
     inputs = (drawn_scores(data, shape, dtype, seed), drawn_mask(data, shape, seed + 2), own)
     options = (
         data.draw(st.sampled_from([-0.25, 0.0, 0.2])),
-        data.draw(st.sampled_from(MINING)),
+        kernel_mining(data.draw(st.sampled_from(MINING))),
         data.draw(st.sampled_from([0.0, 0.5])),
         data.draw(st.sampled_from(["batch", "negatives"])),
         data.draw(st.booleans()),

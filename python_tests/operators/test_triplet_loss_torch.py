@@ -43,7 +43,7 @@ def test_gradcheck_of_hardest_negatives() -> None:
         assert {name for name, _ in calls} == {"hardest_negatives", "hardest_negatives_backward"}
 
 
-@pytest.mark.parametrize("mining", [ops._KERNEL_MINING.get(mining, mining) for mining in MINING])
+@pytest.mark.parametrize("mining", [ops.kernel_mining(mining) for mining in MINING])
 @pytest.mark.parametrize(("directions", "reduction"), [("both", "none"), ("rows", "sum"), ("columns", "none")])
 def test_opcheck_of_the_loss(mining: str, directions: str, reduction: str) -> None:
     for dtype in (torch.float32, torch.float64):
