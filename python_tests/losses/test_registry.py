@@ -68,7 +68,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, group: str, name: str
 
 
 def test_the_losses_of_the_package() -> None:
-    assert losses.names() == ["cmpm", "polynomial", "triplet"]
+    assert {"cmpm", "polynomial", "triplet"} <= set(losses.names())
     assert registry.find("triplet").make is losses.TripletLoss
     made = registry.create("triplet", {"margin": 0.3, "mining": "all", "halve": True, "scale": 2.0}, {})
     assert isinstance(made, losses.TripletLoss)
