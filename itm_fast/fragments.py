@@ -6,12 +6,18 @@ to end, without padding, and the offsets that part them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 from torch.utils import _pytree
+
+from itm_fast.files import atomic
+from itm_fast.files.messages import shown
 
 __all__ = ["Fragments"]
 
@@ -57,25 +63,40 @@ class Fragments:
         _check_offsets(self.offsets, self.values.shape[0])
 
     @classmethod
-    def from_padded(cls, padded: Tensor, lengths: Tensor | None = None) -> Fragments:
-        """Packs `padded` `(n_sets, max_len, d)`; `lengths` `(n_sets,)` counts each set's rows, None: all."""
+    def from_padded(cls, padded: Tensor, lengths: Tensor | None = None, *, mask: Tensor | None = None) -> Fragments:
+        """Pack padded sets.
+
+        It traces under `torch.compile(fullgraph=True)`. There the rows of padding are not removed but moved behind the
+        last set, because the number of rows in a graph must not depend on values.
+
+        Args:
+            padded: `(n_sets, max_len, d)` floating point.
+            lengths: integer `(n_sets,)`, the rows of each set, which stand first. None: all rows, or those of `mask`.
+            mask: bool or integer `(n_sets, max_len)`, non-zero at the rows that belong to a set, as tokenizers return
+                it. Padding may stand anywhere, also on the left. Give either `lengths` or `mask`.
+
+        Raises:
+            TypeError: `lengths` is not an integer tensor, or `mask` is not a bool or integer tensor.
+            ValueError: a shape or a length does not fit, or both `lengths` and `mask` are given.
+        """
         if not isinstance(padded, Tensor) or padded.dim() != 3:
             raise ValueError(f"padded: expected a tensor of shape (n_sets, max_len, d), got {_describe(padded)}")
         n_sets, max_len, dim = padded.shape
-        if lengths is None:
+        if mask is not None:
+            if lengths is not None:
+                raise ValueError("mask: expected lengths or mask, got both")
+            valid = _valid_rows(mask, n_sets, max_len).to(padded.device)
+            lengths = valid.sum(1)
+        elif lengths is None:
             offsets = torch.arange(n_sets + 1, device=padded.device) * max_len
             return cls(padded.reshape(n_sets * max_len, dim), offsets, check=False, max_length=max_len)
-        if not isinstance(lengths, Tensor) or lengths.dtype not in _INTEGER:
-            raise TypeError(f"lengths: expected an integer tensor, got {_describe(lengths)}")
-        if lengths.shape != (n_sets,):
-            raise ValueError(f"lengths: expected shape ({n_sets},), got {tuple(lengths.shape)}")
-        lengths = lengths.to(padded.device)
-        if padded.device.type == "cpu" and bool(((lengths < 0) | (lengths > max_len)).any()):
-            raise ValueError(
-                f"lengths: expected values from 0 to {max_len}, got {int(lengths.min())} to {int(lengths.max())}"
-            )
-        valid = torch.arange(max_len, device=padded.device) < lengths[:, None]
-        return cls(padded[valid], _offsets_of(lengths), check=False)
+        else:
+            lengths = _checked_lengths(lengths, padded)
+            valid = torch.arange(max_len, device=padded.device) < lengths[:, None]
+        if not torch.compiler.is_compiling():
+            return cls(padded[valid], _offsets_of(lengths), check=False)
+        order = (~valid).flatten().to(torch.uint8).argsort(stable=True)
+        return cls(padded.flatten(0, 1)[order], _offsets_of(lengths), check=False)
 
     @classmethod
     def from_list(cls, tensors: Iterable[Tensor]) -> Fragments:
@@ -102,6 +123,31 @@ class Fragments:
             _check_like_first("fragments", index, part.values, fragments[0].values)
         lengths = torch.cat([part.lengths for part in fragments])
         return cls(torch.cat([part.values for part in fragments]), _offsets_of(lengths), check=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write values and offsets to a safetensors file, atomically and with their dtypes."""
+        tensors = {"offsets": self.offsets, "values": self.values}
+        content = safetensors.torch.save({name: one.detach().cpu().contiguous() for name, one in tensors.items()})
+        atomic.write_bytes(path, content)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Fragments:
+        """Read what `save` wrote, to the CPU.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: the file is damaged or holds no `Fragments`; the message names it.
+        """
+        try:
+            tensors = safetensors.torch.load(Path(path).read_bytes())
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{path}: not a safetensors file: {error}") from None
+        if tensors.keys() != {"offsets", "values"}:
+            raise ValueError(f"{path}: expected the tensors offsets and values, got {shown(sorted(tensors))}")
+        try:
+            return cls(tensors["values"], tensors["offsets"])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from None
 
     def to_padded(self, fill: float = 0.0) -> tuple[Tensor, Tensor]:
         """Returns `(n_sets, max_length, d)` with `fill` behind each set's rows, and the lengths `(n_sets,)`."""
@@ -199,6 +245,28 @@ def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     return type(value).__name__
+
+
+def _checked_lengths(lengths: object, padded: Tensor) -> Tensor:
+    if not isinstance(lengths, Tensor) or lengths.dtype not in _INTEGER:
+        raise TypeError(f"lengths: expected an integer tensor, got {_describe(lengths)}")
+    if lengths.shape != padded.shape[:1]:
+        raise ValueError(f"lengths: expected shape ({padded.shape[0]},), got {tuple(lengths.shape)}")
+    lengths, max_len = lengths.to(padded.device), padded.shape[1]
+    readable = padded.device.type == "cpu" and not torch.compiler.is_compiling()
+    if readable and bool(((lengths < 0) | (lengths > max_len)).any()):
+        raise ValueError(
+            f"lengths: expected values from 0 to {max_len}, got {int(lengths.min())} to {int(lengths.max())}"
+        )
+    return lengths
+
+
+def _valid_rows(mask: object, n_sets: int, max_len: int) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, *_INTEGER):
+        raise TypeError(f"mask: expected a bool or integer tensor, got {_describe(mask)}")
+    if mask.shape != (n_sets, max_len):
+        raise ValueError(f"mask: expected shape ({n_sets}, {max_len}), got {tuple(mask.shape)}")
+    return mask != 0
 
 
 def _check_like_first(name: str, index: int, tensor: Tensor, first: Tensor) -> None:
