@@ -40,9 +40,7 @@ class RunLog:
         if self.curves is None:
             yield
             return
-        self.curves.start(
-            read_metrics(self.lines.path, ("kind", "step", "seconds")) if self.lines.size else [], seconds
-        )
+        self.curves.start(_curve_lines(self.lines) if self.lines.size else [], seconds)
         try:
             yield
         finally:
@@ -52,7 +50,7 @@ class RunLog:
         if not self._writes:
             return
         self.lines.write(**line)
-        if self.curves is not None:
+        if self.curves is not None and line["kind"] != "warning":
             self.curves.write(line)
 
     def validation_at(self, position: int, step: int) -> tuple[dict[str, float], int] | None:
@@ -70,3 +68,8 @@ class RunLog:
         summary = {key: value for key, value in line.items() if key not in _PLACE}
         check_summary(summary, f"{self.lines.path}: the validation after step {step}")
         return summary, end
+
+
+def _curve_lines(lines: MetricsLog) -> list[dict[str, Any]]:
+    found = read_metrics(lines.path, ("kind", "step", "seconds"))
+    return [line for line in found if line["kind"] != "warning"]

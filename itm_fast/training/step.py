@@ -63,6 +63,7 @@ class Stepper:
         check_shared(self.scenario.models, self.world)
         self.replicas = Replicas(self.world, learning, config.micro_batch)
         self.plateau = PlateauMonitor(config.margin)
+        self.caution: str | None = None  # The warning of the last step, for the log.
         self.augmentation = BatchAugmentation(
             vocabulary, words=config.text_augmentation, regions=config.region_augmentation
         )
@@ -78,7 +79,7 @@ class Stepper:
             ValueError: a loss or norm is not finite; no weight is changed then.
         """
         # Its changes come from torch's generator, whose state is saved: a resumed run draws the same ones.
-        batch = self.augmentation(batch, self.device, non_blocking=True)
+        batch, self.caution = self.augmentation(batch, self.device, non_blocking=True), None
         images, positives = images_of(batch), None
         if self.config.exclude_same_image:
             positives = images[:, None] == images[None, :]
@@ -90,7 +91,7 @@ class Stepper:
             diagnostics |= mining_diagnostics(result.scores, positives, mining, self.config.epsilon)
         if result.own_loss is not None and mining == "hardest" and self.config.loss == "triplet":
             factor = (2 if self.config.halve_loss else 1) * (len(images) if self.config.mean_loss else 1)
-            self.plateau.update(factor * result.own_loss, len(images))
+            self.caution = self.plateau.update(factor * result.own_loss, len(images), diagnostics.get("hardest_gap"))
         return {**result.numbers, **diagnostics}
 
     def _functions(self, batch: Batch, mining: str, positives: Tensor | None) -> BatchFunctions:

@@ -6,9 +6,11 @@ Inside: `Trainer`.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import itertools
 import logging
+import math
 import statistics
 import time
 import warnings
@@ -38,6 +40,8 @@ from itm_fast.training.step import Stepper
 
 __all__ = ["Trainer"]
 
+# Seconds between two lines that replace the progress bar.
+_LINE_SECONDS = 5.0
 _STATE_KEYS = ("data", "model", "optimizer", "scheduler", "plateau", "random", *Progress.KEYS)
 
 
@@ -99,6 +103,7 @@ class Trainer:
         self._total = config.epochs * self.steps_per_epoch
         self._stop_requested = self._stop_agreed = False
         self._bar = tqdm(disable=True)
+        self._started, self._printed = (0, time.monotonic()), 0.0
         self.engine = self._make_engine()
         # A product in bfloat16 takes them as they are. The data are the caller's: this comes last, and is taken back.
         train_data.source.keep_bfloat16 = config.precision == "bfloat16"
@@ -171,13 +176,14 @@ class Trainer:
             self.engine.load_state_dict(
                 {"iteration": progress.position, "epoch_length": self.steps_per_epoch, "max_epochs": self.config.epochs}
             )
-            # Where no terminal shows a bar there is none, but the lines of the validations stay.
+            # Without a terminal there are lines instead of a bar: one per validation and per logged step.
             hidden = None if self._talks else True
             with (
                 on_stop_signals(self._request_stop, repeated=self.world.size > 1),
                 tqdm(total=self._total, initial=progress.position, unit="step", disable=hidden) as self._bar,
                 contextlib.closing(self._batches(progress.position)) as batches,
             ):
+                self._started = (progress.position, time.monotonic())
                 self.engine.run(batches)
             progress.position = self.engine.state.iteration
         return progress.result(self._total)
@@ -239,6 +245,14 @@ class Trainer:
             self.progress.window.append(output["loss"])
         if self._log_due(step):
             self._log_window(output)
+        if self.stepper.caution is not None:
+            self._log(
+                kind="warning",
+                step=step,
+                epoch=engine.state.epoch,
+                message=self.stepper.caution,
+                seconds=round(self.progress.seconds, 3),
+            )
         loss = output.get("loss", output.get("discriminator_loss"))
         self._bar.set_postfix(loss=f"{loss:.2f}", rsum=f"{self.progress.best.get('rsum', 0.0):.1f}", refresh=False)
         self._bar.update()
@@ -275,6 +289,7 @@ class Trainer:
     def _log_window(self, output: dict[str, float]) -> None:
         # A step of a phase that is not the model's has none: what came before it waits for the model's next line.
         loss = {"loss": self.progress.mean_loss()} if "loss" in output else {}
+        self._print_step(output)
         self._log(
             kind="train",
             step=self.engine.state.iteration,
@@ -282,6 +297,20 @@ class Trainer:
             mining=self.mining,
             **{**output, **loss},
             seconds=round(self.progress.seconds, 3),
+        )
+
+    def _print_step(self, output: dict[str, float]) -> None:
+        """Print a line if there is no progress bar, at most every `_LINE_SECONDS`."""
+        now = time.monotonic()
+        if not (self._talks and self._bar.disable) or now - self._printed < _LINE_SECONDS:
+            return
+        step, loss = self.engine.state.iteration, output.get("loss", output.get("discriminator_loss", math.nan))
+        rate = (step - self._started[0]) / max(now - self._started[1], 1e-9)
+        left = datetime.timedelta(seconds=round((self._total - step) / rate))
+        self._printed = now
+        self._bar.write(
+            f"epoch {self.engine.state.epoch}/{self.config.epochs}, step {step}/{self._total}: loss {loss:.4g}, lr "
+            f"{output.get('lr', math.nan):.2g}, {rate * self.config.batch_size:.0f} pairs/s, {left} left"
         )
 
     def _validate(self, step: int) -> None:

@@ -178,6 +178,6 @@ def test_the_plateau_is_known_in_halves_and_means_too(data: Path, tmp_path: Path
         trainer.model.image_encoder.fc.weight.zero_()
         trainer.model.image_encoder.fc.bias.fill_(1.0)
     trainer.stepper.plateau.patience = 1
-    with pytest.warns(PlateauWarning, match="take --mining selective, or lower --lr"):
+    with pytest.warns(PlateauWarning, match="use --mining selective, or lower --lr"):
         value = trainer._step(trainer.train_data.batch(torch.arange(0, 100, 5)))["loss"]
     assert value == pytest.approx((1 if mean else 20) * 0.2 * (1 if halve else 2), rel=1e-4)
