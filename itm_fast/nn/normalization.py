@@ -9,11 +9,17 @@ __all__ = ["l2norm"]
 
 
 def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-8) -> Tensor:
-    """`x / (|x| + eps)` along `dim`, for `x` of any shape and floating dtype, which is that of the result.
+    """Return `x / (|x| + eps)` along `dim`.
 
-    Norm and quotient of 16-bit numbers are computed in float32, under autocast on any device, and rounded once. The
-    derivative of the norm at an exactly zero vector is taken as zero, so that a blank region or an untrained bias of
-    zeros never makes a NaN.
+    A vector that is exactly zero receives no gradient: it has no direction, and its derivative would be `1 / eps`. So a
+    blank region or a row of padding does not drown the gradients of the others.
+
+    Args:
+        x: any shape, floating dtype. Norms and quotients of 16-bit numbers are computed in float32 and rounded once.
+
+    Returns:
+        The shape and dtype of `x`.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    return (x / (torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=wide) + eps)).to(x.dtype)
+    norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True, dtype=wide)
+    return (x / (norm + eps).masked_fill(norm == 0, torch.inf)).to(x.dtype)
