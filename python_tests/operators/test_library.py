@@ -45,7 +45,7 @@ EXPECTED_LOSS = 0.45 + 0.05 + 0.35 + 0.15
 @pytest.fixture
 def package_folder(tmp_path, monkeypatch):
     """A folder that stands in for the installed package."""
-    monkeypatch.setattr(library, "PACKAGE", tmp_path)
+    monkeypatch.setattr(library, "library_folder", lambda: tmp_path)
     return tmp_path
 
 

@@ -181,7 +181,7 @@ def test_with_cuda_in_torch_the_library_is_loaded(monkeypatch, tmp_path) -> None
     loaded: list[object] = []
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(library, "PACKAGE", tmp_path)
+    monkeypatch.setattr(library, "library_folder", lambda: tmp_path)
     missing = "the CUDA library was not built (install nvcc, then install itm_fast again)"
     assert library._load_cuda_library() == missing
     assert loaded == []
@@ -195,7 +195,7 @@ def test_a_cuda_library_that_cannot_be_loaded_is_named(monkeypatch, tmp_path) ->
     path = tmp_path / "_C_cuda.so"
     path.write_bytes(b"not a library")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(library, "PACKAGE", tmp_path)
+    monkeypatch.setattr(library, "library_folder", lambda: tmp_path)
     problem = library._load_cuda_library()
     assert problem is not None
     assert problem.startswith(f"{path} could not be loaded ({path}: ")
