@@ -46,9 +46,8 @@ Tensor forward(const Tensor& queries, const Tensor& query_offsets, const Tensor&
         table.pack_queries(query.view, columns[column], columns[column + 1], max_rows, max_columns, workspace.data());
         packed = column;
       }
-      table.score_tile(query.view, columns[column], columns[column + 1], context.view, rows[row], rows[row + 1],
-                       grams, begins.data(), options, max_rows, max_columns, workspace.data(),
-                       out);
+      table.score_tile(query.view, columns[column], columns[column + 1], context.view, rows[row], rows[row + 1], grams,
+                       begins.data(), options, max_rows, max_columns, workspace.data(), out);
     }
   });
   return scores;

@@ -156,7 +156,9 @@ def test_every_model_has_a_first_image_layer() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"mining": "selective", "epsilon": 0.05}, {"exclude_same_image": False}])
-def test_the_log_has_them_at_its_steps(data: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_the_log_has_them_at_its_steps(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
     """Scores of the very step, the gradient before clipping; in between nothing is measured."""
     trainer = make_trainer(config(data, tmp_path, log_every=2, grad_clip=1e-3, epochs=1, **options))
     seen: list[dict[str, float]] = []
@@ -168,17 +170,13 @@ def test_the_log_has_them_at_its_steps(data: Path, tmp_path: Path, options: dict
         lambda model, _inputs, result: scores.append(result.detach().clone()) if model.training else None
     )
     images: list[Tensor] = []
-    original = trainer.stepper
 
-    def recording(batch: Any, mining: str, number: int, **more: Any) -> dict[str, float]:
+    def recording(stepper: Any, batch: Any, *rest: Any, **more: Any) -> dict[str, float]:
         images.append(batch.image_index)
-        seen.append(step(original, batch, mining, number, **more))
+        seen.append(step(stepper, batch, *rest, **more))
         return seen[-1]
 
-    trainer.stepper = recording  # type: ignore[assignment]
-    recording.autocast = original.autocast  # type: ignore[attr-defined]
-    recording.scenario = original.scenario  # type: ignore[attr-defined]
-    recording.state_dict = original.state_dict  # type: ignore[attr-defined]
+    monkeypatch.setattr(type(trainer.stepper), "__call__", recording)
     trainer.run()
     assert [("hardest_gap" in output, "image_grad_norm" in output) for output in seen] == [
         (False, False),

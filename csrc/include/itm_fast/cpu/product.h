@@ -37,8 +37,8 @@ struct Piece {
         count(dim - begin < cells * numbers ? dim - begin : cells * numbers) {}
 };
 
-// raw += chunk * panel for one block of kMicroRows rows and the first `Vectors` vectors of the panel's columns, or raw =
-// where `first`. The remaining columns become zero.
+// raw += chunk * panel for one block of kMicroRows rows and the first `Vectors` vectors of the panel's columns, or raw
+// = where `first`. The remaining columns become zero.
 template <int Vectors, typename T, typename Cell>
 ITM_FAST_INLINE void multiply_vectors(const Cell* chunk, const Cell* panel, int64_t depth, bool first, T* raw,
                                       int64_t stride) {
