@@ -196,7 +196,7 @@ ITM_FAST_DEVICE float cosine_gradient(const float* cosine, int j, int n, float g
   }
   CosineAggregate aggregate;
   for (int i = 0; i < n; ++i) aggregate.add(cosine[i], options);
-  return gradient * expf(options.logsumexp_temperature * (cosine[j] - aggregate.result(n, options)));
+  return gradient * aggregate.share(cosine[j], options);
 }
 
 // Through the aggregate and the cosines, whose derivatives by |q| and |c| are divided by those norms, which makes them
