@@ -236,7 +236,7 @@ class Trainer:
     @property
     def mining(self) -> str:
         """The negatives of the present epoch; epochs count from 1 once the run has started."""
-        return "all" if max(self.engine.state.epoch, 1) <= self.config.warmup_epochs else self.config.mining
+        return "all" if max(self.engine.state.epoch, 1) <= (self.config.warmup_epochs or 0) else self.config.mining
 
     def _after_step(self, engine: Engine) -> None:
         step = engine.state.iteration
