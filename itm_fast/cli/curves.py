@@ -26,7 +26,7 @@ def curves(
     positives, the share of anchors that use their hardest negative, and rsum on the validation split. Curves that no
     log has are left out.
     """
-    from itm_fast.files import atomic
+    from itm_fast.files import atomic, regular
     from itm_fast.files.run_files import METRICS
     from itm_fast.report.comparison import write_comparison
     from itm_fast.training.metrics_log import read_metrics
@@ -41,7 +41,7 @@ def curves(
     logs = {}
     for name, run in zip(names, runs, strict=True):
         check_run(run)
-        if not (run / METRICS).is_file():
+        if not regular.is_file(run / METRICS):
             raise ValueError(f"{run}: holds no {METRICS}; it is no training run")
         logs[name] = read_metrics(run / METRICS, ("kind", "step"))
     write_comparison(out, logs)

@@ -266,7 +266,7 @@ def _write_shard(
     digest = hashlib.sha256(header)
     size = len(header)
     atomic.remove_temporaries(path)
-    with atomic.atomic_path(path) as temporary, temporary.open("wb") as file:
+    with atomic.atomic_file(path) as file:
         file.write(header)
         for start in range(first, last, step):
             end = min(start + step, last)
@@ -280,7 +280,6 @@ def _write_shard(
             file.write(content)
             size += content.nbytes
             bar.update(rows.numel() * rows.element_size())
-        file.flush()
     return ShardRecord(file=path.name, images=last - first, regions=regions, bytes=size, sha256=digest.hexdigest())
 
 
