@@ -77,7 +77,7 @@ def demo(
     data = out / "data"
     config = TrainConfig(data=str(data), out=str(out), mining=mining, seed=seed, threads=threads, **SETTINGS)
     _clear_earlier_demo(config)
-    atomic.check_no_links(out, [data.name])
+    atomic.check_entries(out, [data.name])
     emoji.write_dataset(data)
     config = _fit_into(config, minutes)
     vocabulary, train_data, _ = load_data(config)

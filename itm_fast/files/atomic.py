@@ -7,11 +7,13 @@ import errno
 import glob
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from itm_fast.files.folder import Folder
+from itm_fast.files.regular import check_regular
 
 StrPath = str | os.PathLike[str]
 
@@ -79,11 +81,16 @@ def open_in_place(path: StrPath, mode: str, root: StrPath | None = None) -> Bina
         return cast(BinaryIO, os.fdopen(folder.open(Path(path).name, flags), mode))
 
 
-def check_no_links(root: StrPath, names: Iterable[StrPath]) -> None:
-    """Raise ValueError if one of the paths `names`, relative to `root`, is or leads through a symbolic link."""
+def check_entries(root: StrPath, names: Iterable[StrPath]) -> None:
+    """Raise ValueError if one of the paths `names`, relative to `root`, is unsafe to write.
+
+    It is unsafe if it is a named pipe, a socket or a device, or if it is or leads through a symbolic link.
+    """
     for name in names:
         with contextlib.suppress(FileNotFoundError), Folder((Path(root) / name).parent, root) as folder:
-            folder.status(Path(name).name)
+            status = folder.status(Path(name).name)
+            if status is not None and not stat.S_ISDIR(status.st_mode):
+                check_regular(status, Path(root) / name)
 
 
 def _temporary_name(target: Path) -> tuple[str, str]:
@@ -158,7 +165,7 @@ def check_target(path: StrPath) -> None:
     if target.is_dir():
         raise ValueError(f"{path}: expected a file to write, found a folder")
     if target.parent.is_dir():
-        check_no_links(target.parent, [target.name])
+        check_entries(target.parent, [target.name])
     nearest = next(parent for parent in target.absolute().parents if parent.exists())
     if not nearest.is_dir():
         raise ValueError(f"{path}: expected a folder at {nearest}, found a file")

@@ -48,7 +48,7 @@ def check(config: TrainConfig, *, resume: bool) -> None:
         raise ValueError(f"{run}: expected a folder for the run, found a file")
     if run.resolve() == Path(config.data).resolve():
         raise ValueError(f"out: expected another folder than that of the data, got {run}")
-    atomic.check_no_links(run, _written(run))
+    atomic.check_entries(run, _written(run))
     started, has_state = regular.is_file(run / CONFIG), regular.is_file(run / STATE_FILE)
     if resume and not started:
         raise ValueError(f"{run}: holds no {CONFIG}; there is no run to resume")
