@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from itm_fast.cli.models import check_run
+from itm_fast.cli.printing import printable
 
 
 def curves(
@@ -31,7 +32,7 @@ def curves(
     from itm_fast.report.comparison import write_comparison
     from itm_fast.training.metrics_log import read_metrics
 
-    names = label or [run.resolve().name for run in runs]
+    names = [printable(name) for name in label or [run.resolve().name for run in runs]]
     if len(names) != len(runs):
         raise ValueError(f"--label: expected one for each of the {len(runs)} runs, got {len(names)}")
     doubled = next((name for number, name in enumerate(names) if name in names[:number]), None)

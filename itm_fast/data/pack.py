@@ -85,6 +85,9 @@ def pack(
     names = list(dict.fromkeys(splits)) or layout.available_splits(source)
     if not names:
         raise ValueError(f"{source}: no split: expected files such as train_ims.npy and train_caps.txt")
+    for name in names:
+        if name.encode("utf-8", "replace").decode() != name:
+            raise ValueError(f"{source}: split {name!r}: expected a name in UTF-8; rename its files")
     # Before anything is read, so that no change goes unnoticed.
     states = {name: _states_of(source, name) for name in names}
     vocabulary = load_vocabulary(source, vocabulary_file, min_count=min_count)
