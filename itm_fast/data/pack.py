@@ -82,6 +82,7 @@ def pack(
         raise ValueError(f"{target}: expected a folder for the store, found a file")
     if target.resolve() == source.resolve():
         raise ValueError(f"out: expected another folder than that of the data, got {target}")
+    atomic.check_entries(target, [store_format.MANIFEST, store_format.UNFINISHED, store_format.VOCABULARY])
     names = list(dict.fromkeys(splits)) or layout.available_splits(source)
     if not names:
         raise ValueError(f"{source}: no split: expected files such as train_ims.npy and train_caps.txt")

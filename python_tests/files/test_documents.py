@@ -71,7 +71,7 @@ def test_a_weights_header_with_a_repeated_name_is_refused(tmp_path: Path) -> Non
 
 def test_many_keys_take_no_quadratic_time() -> None:
     pairs = ", ".join(f'"{number}": 0' for number in range(300_000))
-    with pytest.raises(ValueError, match="^the key '7' occurs twice in one object$"):
+    with pytest.raises(ValueError, match=r"^the key '7' occurs twice in one object$"):
         parse_json(f'{{{pairs}, "7": 1}}')
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -104,20 +105,20 @@ def test_a_file_that_becomes_a_pipe_between_check_and_opening_is_refused(tmp_pat
     os.mkfifo(path)
     monkeypatch.setattr(regular, "is_file", lambda _path: True)
     monkeypatch.setattr(Folder, "status", lambda _folder, _name: None)
-    with pytest.raises(ValueError, match="expected a regular file, found a named pipe$"):
+    with pytest.raises(ValueError, match=r"expected a regular file, found a named pipe$"):
         regular.open_file(path)
-    with pytest.raises(ValueError, match="expected a regular file, found a named pipe$"), Folder(tmp_path) as opened:
+    with pytest.raises(ValueError, match=r"expected a regular file, found a named pipe$"), Folder(tmp_path) as opened:
         opened.open("pipe", os.O_RDWR)
 
 
 def test_a_refusal_leaves_no_handle_open(tmp_path, outside):
     (tmp_path / "link").symlink_to(outside)
     os.mkfifo(tmp_path / "pipe")
-    before = os.listdir("/proc/self/fd")
+    before = sorted(Path("/proc/self/fd").iterdir())
     for name in ("link", "link/file", "outside/file/x", "pipe/x"):
-        with pytest.raises(ValueError, match="expected|link"):
+        with pytest.raises(ValueError, match=r"expected|link"):
             atomic.write_bytes(tmp_path / name, b"x", tmp_path)
     for name in ("link", "pipe"):
-        with pytest.raises(ValueError, match="expected|link"):
+        with pytest.raises(ValueError, match=r"expected|link"):
             atomic.open_in_place(tmp_path / name, "ab")
-    assert os.listdir("/proc/self/fd") == before
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
