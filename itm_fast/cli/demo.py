@@ -77,6 +77,7 @@ def demo(
     data = out / "data"
     config = TrainConfig(data=str(data), out=str(out), mining=mining, seed=seed, threads=threads, **SETTINGS)
     _clear_earlier_demo(config)
+    atomic.check_entries(out, [data.name])
     emoji.write_dataset(data)
     config = _fit_into(config, minutes)
     vocabulary, train_data, _ = load_data(config)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from itm_fast.data.vocabulary import MAX_BYTES, Vocabulary, words_by_id
-from itm_fast.files import documents
+from itm_fast.files import documents, regular
 from itm_fast.files.messages import shown
 
 _CONTINUATION = "##"
@@ -66,7 +66,7 @@ class BertVocabulary(Vocabulary):
         Raises ValueError naming the file that is no such vocabulary or damaged; FileNotFoundError where there is none.
         """
         beside = Path(path).with_name("tokenizer_config.json")
-        settings = documents.read_json(beside, MAX_BYTES) if beside.is_file() else {}
+        settings = documents.read_json(beside, MAX_BYTES) if regular.is_file(beside) else {}
         lowercase = settings.get("do_lower_case", True) if isinstance(settings, dict) else None
         if not isinstance(lowercase, bool):
             raise ValueError(f"{beside}: expected a JSON object whose do_lower_case is true or false")

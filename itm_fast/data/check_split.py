@@ -17,6 +17,7 @@ import numpy as np
 from itm_fast.data import layout
 from itm_fast.data.tokenization import tokenize
 from itm_fast.data.vocabulary import Vocabulary
+from itm_fast.files import regular
 
 __all__ = ["MAX_PLACES", "Problem", "SplitCheck", "SplitSummary", "without_path"]
 
@@ -68,10 +69,22 @@ class SplitCheck:
     def _add(self, suffix: str, what: str, count: int = 1, places: Iterable[str] = ()) -> None:
         self.problems.append(Problem(self._path(suffix).name, what, count, tuple(itertools.islice(places, MAX_PLACES))))
 
-    def _lines(self, suffix: str, parse: Callable[[bytes], object]) -> list[object] | None:
+    def _exists(self, suffix: str, *, needed: bool = False) -> bool:
+        """Return whether a file can be opened; list it if it is not regular, or if it is missing although `needed`."""
+        path = self._path(suffix)
+        try:
+            found = regular.is_file(path)
+        except ValueError as error:
+            self._add(suffix, without_path(error, path))
+            return False
+        if needed and not found:
+            self._add(suffix, "no such file")
+        return found
+
+    def _lines(self, suffix: str, parse: Callable[[bytes], object], *, needed: bool = False) -> list[object] | None:
         """What `parse` makes of each line, None of one that it refuses; None where there is no such file."""
         path = self._path(suffix)
-        if not path.is_file():
+        if not self._exists(suffix, needed=needed):
             return None
         values: list[object] = []
         refused: dict[str, list[int]] = defaultdict(list)
@@ -87,17 +100,14 @@ class SplitCheck:
         return values
 
     def _read_captions(self) -> list[str | None] | None:
-        captions = self._lines("caps.txt", layout.caption_in)
-        if captions is None:
-            self._add("caps.txt", "no such file")
-        elif not captions:
+        captions = self._lines("caps.txt", layout.caption_in, needed=True)
+        if captions is not None and not captions:
             self._add("caps.txt", "expected at least one caption, the file is empty")
         return captions  # type: ignore[return-value]
 
     def _open_features(self) -> np.memmap | None:
         path = self._path("ims.npy")
-        if not path.is_file():
-            self._add("ims.npy", "no such file")
+        if not self._exists("ims.npy", needed=True):
             return None
         try:
             return layout.open_features(path)

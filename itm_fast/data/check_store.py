@@ -18,6 +18,7 @@ from itm_fast.data.check_split import Problem, without_path
 from itm_fast.data.digests import sha256_of_file
 from itm_fast.data.store_format import SplitRecord
 from itm_fast.data.vocabulary import Vocabulary
+from itm_fast.files import regular
 
 __all__ = ["StoreReport", "check_store", "check_vocabulary"]
 
@@ -80,7 +81,7 @@ def _check(path: Path, problems: list[Problem], look: Callable[[Path], object]) 
 
 def check_vocabulary(path: Path, digest: str) -> None:
     """ValueError naming the vocabulary of a store where it is missing, damaged or another than that of the digest."""
-    if not path.is_file():
+    if not regular.is_file(path):
         raise ValueError(f"{path}: no such file")
     if store_format.vocabulary_digest(Vocabulary.from_file(path)) != digest:
         raise ValueError(f"{path}: not the vocabulary that the captions were tokenised with")

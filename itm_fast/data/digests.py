@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from itm_fast.files import regular
+
 # Features may be too large to be read whole: 16 MB of them are, in blocks spread evenly from the first byte to the
 # last. Another extraction changes every block; smaller files are read whole.
 _BLOCKS, _BLOCK_BYTES = 256, 1 << 16
@@ -17,7 +19,7 @@ _BLOCKS, _BLOCK_BYTES = 256, 1 << 16
 
 def sampled_sha256(path: Path) -> str:
     """Of a file's size and of so many of its bytes, whatever its size; its name and times do not matter."""
-    with path.open("rb") as file:
+    with regular.open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(size.to_bytes(8, "little"))
         last = max(size - _BLOCK_BYTES, 0)
@@ -40,7 +42,7 @@ def sha256_of_parts(*parts: bytes) -> str:
 def sha256_of_file(path: Path, advance: Callable[[int], object]) -> str:
     """Of a whole file, read in blocks; `advance` is told how many bytes each has."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with regular.open_file(path) as file:
         while block := file.read(1 << 22):
             digest.update(block)
             advance(len(block))

@@ -200,8 +200,8 @@ def write_dataset(directory: str | os.PathLike[str], *, overwrite: bool = False)
         if name in texts:
             atomic.write_text(directory / name, texts[name])
         else:
-            with atomic.atomic_path(directory / name) as temporary:
-                np.save(temporary, patches(pictures(name.removesuffix("_ims.npy"))))
+            with atomic.atomic_file(directory / name) as file:
+                np.save(file, patches(pictures(name.removesuffix("_ims.npy"))))
     return directory
 
 

@@ -22,6 +22,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from itm_fast.files import regular
+
 CAPTIONS_PER_IMAGE = 5
 # The files of a split; those behind the first two are optional.
 SUFFIXES = ("ims.npy", "caps.txt", "cap2im.txt", "ids.txt", "regions.txt")
@@ -62,14 +64,16 @@ def check_split(directory: str | os.PathLike[str], split: str) -> None:
     check_directory(directory)
     for suffix in SUFFIXES[:2]:
         path = split_path(directory, split, suffix)
-        if not path.is_file():
+        if not regular.is_file(path):
             found = ", ".join(available_splits(directory)) or "none"
             raise ValueError(f"{path}: no such file, so there is no split {split!r} (splits in {directory}: {found})")
 
 
 def open_features(path: str | os.PathLike[str]) -> np.memmap:
     """Maps `(n_rows, k, f)` float16, float32 or float64 features; nothing but the header is read."""
-    size = Path(path).stat().st_size
+    status = Path(path).stat()
+    regular.check_regular(status, path)
+    size = status.st_size
     try:
         promised = _promised_size(path)
         truncated = promised is not None and size < promised
@@ -102,7 +106,7 @@ _MAX_HEADER_BYTES = 10_000  # as numpy, which however reads the header before it
 def _promised_size(path: str | os.PathLike[str]) -> int | None:
     """The size in bytes that the header of a .npy file of plain numbers stands for; None for anything else."""
     readers = {(1, 0): (2, np.lib.format.read_array_header_1_0), (2, 0): (4, np.lib.format.read_array_header_2_0)}
-    with Path(path).open("rb") as file:
+    with regular.open_file(path) as file:
         if file.read(6) != np.lib.format.MAGIC_PREFIX:
             return None
         version = tuple(file.read(2))
@@ -120,7 +124,7 @@ def _promised_size(path: str | os.PathLike[str]) -> int | None:
 def read_lines(path: str | os.PathLike[str]) -> list[bytes]:
     """The lines of a text file without their ends; a byte order mark at the start is left out."""
     try:
-        content = Path(path).read_bytes()
+        content = regular.read_bytes(path)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     # Only "\n" and "\r\n" end a line: str.splitlines() would also cut at separators that occur inside captions.

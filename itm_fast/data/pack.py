@@ -82,9 +82,13 @@ def pack(
         raise ValueError(f"{target}: expected a folder for the store, found a file")
     if target.resolve() == source.resolve():
         raise ValueError(f"out: expected another folder than that of the data, got {target}")
+    atomic.check_entries(target, [store_format.MANIFEST, store_format.UNFINISHED, store_format.VOCABULARY])
     names = list(dict.fromkeys(splits)) or layout.available_splits(source)
     if not names:
         raise ValueError(f"{source}: no split: expected files such as train_ims.npy and train_caps.txt")
+    for name in names:
+        if name.encode("utf-8", "replace").decode() != name:
+            raise ValueError(f"{source}: split {name!r}: expected a name in UTF-8; rename its files")
     # Before anything is read, so that no change goes unnoticed.
     states = {name: _states_of(source, name) for name in names}
     vocabulary = load_vocabulary(source, vocabulary_file, min_count=min_count)
@@ -266,7 +270,7 @@ def _write_shard(
     digest = hashlib.sha256(header)
     size = len(header)
     atomic.remove_temporaries(path)
-    with atomic.atomic_path(path) as temporary, temporary.open("wb") as file:
+    with atomic.atomic_file(path) as file:
         file.write(header)
         for start in range(first, last, step):
             end = min(start + step, last)
@@ -280,7 +284,6 @@ def _write_shard(
             file.write(content)
             size += content.nbytes
             bar.update(rows.numel() * rows.element_size())
-        file.flush()
     return ShardRecord(file=path.name, images=last - first, regions=regions, bytes=size, sha256=digest.hexdigest())
 
 

@@ -16,7 +16,7 @@ import attrs
 from itm_fast.data import store_format
 from itm_fast.data.check_store import check_vocabulary
 from itm_fast.data.store_format import MANIFEST, UNFINISHED, Manifest, ShardRecord
-from itm_fast.files import atomic, documents
+from itm_fast.files import atomic, documents, regular
 from itm_fast.files.messages import shown
 
 _MAX_NOTES_BYTES = 16 * 2**20
@@ -43,7 +43,7 @@ class Notes:
             _check_files(folder, self.finished)
             self.path.unlink(missing_ok=True)
             return
-        if self.path.is_file():
+        if regular.is_file(self.path):
             self._take_up(folder)
         elif folder.is_dir():
             # A call that was killed before it had noted anything leaves a temporary file of its notes at most.

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 
 from itm_fast.data.vocabulary import Vocabulary
-from itm_fast.files import atomic, documents
+from itm_fast.files import atomic, documents, regular
 from itm_fast.files.formats import Format
 from itm_fast.files.messages import shown
 
@@ -91,7 +91,7 @@ class Manifest:
 
 def is_store(directory: str | os.PathLike[str]) -> bool:
     """Whether a folder is a finished feature store."""
-    return (Path(directory) / MANIFEST).is_file()
+    return regular.is_file(Path(directory) / MANIFEST)
 
 
 def vocabulary_digest(vocabulary: Vocabulary) -> str:
@@ -107,7 +107,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     """The manifest of a store; ValueError naming the file where it is missing, damaged or of a newer version."""
     path = Path(directory) / MANIFEST
-    if not path.is_file():
+    if not regular.is_file(path):
         raise ValueError(f"{path}: no such file, so {directory} is no finished feature store")
     content = documents.read_json(path, _MAX_MANIFEST_BYTES, "the manifest of a feature store")
     if not isinstance(content, dict):
@@ -177,7 +177,7 @@ def check_shard(path: Path, dtype: str, shard: ShardRecord, width: int) -> os.st
     """Size and header of a shard; ValueError naming it where it is missing, or not what the manifest says."""
     header = shard_header(dtype, shard.regions, width)
     try:
-        with path.open("rb") as file:
+        with regular.open_file(path) as file:
             status = os.fstat(file.fileno())
             found = file.read(len(header))
     except FileNotFoundError:
@@ -191,12 +191,12 @@ def check_shard(path: Path, dtype: str, shard: ShardRecord, width: int) -> os.st
 
 def read_index(path: Path, split: SplitRecord) -> dict[str, np.ndarray]:
     """The arrays of a split's index, its checksum compared; ValueError naming the file."""
-    if not path.is_file():
+    if not regular.is_file(path):
         raise ValueError(f"{path}: no such file")
     size = path.stat().st_size
     if size != split.index_bytes:
         raise ValueError(f"{path}: the store wrote {split.index_bytes:,} bytes, the file has {size:,}")
-    content = path.read_bytes()
+    content = regular.read_bytes(path)
     if hashlib.sha256(content).hexdigest() != split.index_sha256:
         raise ValueError(f"{path}: damaged: its checksum is not that of the store")
     try:

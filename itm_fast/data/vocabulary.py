@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from itm_fast.data import layout
 from itm_fast.data.tokenization import tokenize
-from itm_fast.files import atomic, documents
+from itm_fast.files import atomic, documents, regular
 from itm_fast.files.messages import shown
 
 # The largest published vocabulary has 0.4 MB.
@@ -170,14 +170,14 @@ def find_vocabulary(directory: str | os.PathLike[str]) -> Path | None:
     """
     directory = Path(directory)
     own = directory / "vocab.json"
-    if own.is_file():
+    if regular.is_file(own):
         return own
     resolved = directory.resolve()
     names = [resolved.name, f"{resolved.parent.name}_{resolved.name}"]
     for folder in list(resolved.parents)[:3]:
         for name in names:
             candidate = folder / "vocab" / f"{name}_vocab.json"
-            if candidate.is_file():
+            if regular.is_file(candidate):
                 return candidate
     return None
 
@@ -188,11 +188,11 @@ def load_vocabulary(
     """`vocabulary_file` where given, else what `find_vocabulary` finds, else one built from `train_caps.txt` alone."""
     path = Path(vocabulary_file) if vocabulary_file is not None else find_vocabulary(directory)
     if path is not None:
-        if not path.is_file():
+        if not regular.is_file(path):
             raise ValueError(f"{path}: no such vocabulary file")
         return Vocabulary.from_file(path)
     captions = Path(directory) / "train_caps.txt"
-    if not captions.is_file():
+    if not regular.is_file(captions):
         raise ValueError(
             f"{directory}: found no vocabulary (vocab.json, or ../vocab/{Path(directory).resolve().name}_vocab.json) "
             "and no train_caps.txt to build one from; name one with --vocab FILE"

@@ -14,6 +14,7 @@ import attrs
 import torch
 
 from itm_fast.files.messages import shortened
+from itm_fast.files.regular import native_path, open_file
 
 __all__ = ["RefusedError", "check_pickle", "load_plain"]
 
@@ -45,10 +46,16 @@ def load_plain(path: Path, allowed: Sequence[Callable[..., Any]] = (), *, checks
     verifies the checksums of an archive, which torch writes by default but does not check for tensors.
 
     Raises:
+        OSError: the file is missing or cannot be read.
         ValueError: the file is damaged, would unpack to more bytes than it has, or names any other object. No code
             from the file was run. The message is only the reason; prepend the path.
     """
     names = _ALLOWED.union(f"{one.__module__}.{one.__qualname__}" for one in allowed)
+    with open_file(path) as file:
+        return _load(Path(native_path(file.fileno(), path)), names, allowed, checksums)
+
+
+def _load(path: Path, names: set[str], allowed: Sequence[Callable[..., Any]], checksums: bool) -> Any:
     try:
         if _is_archive(path):
             _check_archive(path, names, checksums)
