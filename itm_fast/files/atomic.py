@@ -126,7 +126,7 @@ def naming_full_disk(path: StrPath) -> Iterator[None]:
             cause = cause.__context__
         if not isinstance(cause, OSError):
             raise
-        kept = "; what was there before is kept" if Path(path).exists() else ""
+        kept = "; its earlier content is kept" if Path(path).exists() else ""
         raise OSError(f"{path}: cannot be written: {cause.strerror or cause}{kept}") from error
 
 

@@ -116,7 +116,7 @@ def parse_yaml(text: str) -> Any:
         # Events arrive one by one without recursion, so the depth is known before any value is built.
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
-                raise ValueError(f"aliases (*{event.anchor}) are not read")
+                raise ValueError(f"aliases (*{event.anchor}) are not supported")
             if isinstance(event, yaml.ScalarEvent):
                 # Some lone surrogates are allowed: they stand for bytes of paths that are not UTF-8.
                 _check_characters(event.value, "surrogateescape")

@@ -84,10 +84,10 @@ def _check_archive(path: Path, names: set[str], checksums: bool) -> None:
     with zipfile.ZipFile(path) as archive:
         unpacked = sum(entry.file_size for entry in archive.infolist())
         if unpacked > size:
-            raise RefusedError(f"its {size:,} bytes claim to hold {unpacked:,}")
+            raise RefusedError(f"claims to hold {unpacked:,} bytes, but has only {size:,}")
         changed = archive.testzip() if checksums else None
     if changed is not None:
-        raise RefusedError("damaged: what it holds does not agree with its checksum")
+        raise RefusedError("damaged: its content does not match its checksum")
     # Use the reader of torch.load: for names that differ only in case, other readers may choose another record.
     reader = torch._C.PyTorchFileReader(str(path))
     keys = {record.removeprefix("data/") for record in reader.get_all_records() if record.startswith("data/")}
@@ -179,20 +179,18 @@ def check_pickle(pickle: bytes | IO[bytes], allowed: Container[str], keys: Conta
             stack.append(_Value())
         else:
             if name == "GLOBAL" and (found := argument.replace(" ", ".")) not in allowed:
-                raise RefusedError(
-                    f"holds the Python object {shortened(found)}, which does not belong there; nothing of it was run"
-                )
+                raise RefusedError(f"names the Python object {shortened(found)}, which is not allowed; no code was run")
             taken = _take(stack, operation.stack_before)
             if name.startswith("TUPLE") or name == "EMPTY_TUPLE":
                 value = _Value(1 + sum(part.weight for part in taken), len(taken), taken)
             else:
                 value = _Value(text=argument if isinstance(argument, str) else None)
             if value.weight > _MAX_WEIGHT:
-                raise RefusedError("holds a tuple of tuples that is out of all proportion to the file")
+                raise RefusedError("holds nested tuples that are far larger than the file")
             stack += [None if one is pickletools.markobject else value for one in operation.stack_after]
     # An honest pickle fills a container value by value and uses it once.
     if copies > operations:
-        raise RefusedError("copies its values out of all proportion to the file")
+        raise RefusedError("copies far more values than it holds")
 
 
 def _take(stack: list[_Value | None], kinds: list[pickletools.StackObject]) -> list[_Value]:

@@ -19,9 +19,7 @@ from python_tests.helpers.runs import OPTIONS, config, make_trainer
 from python_tests.helpers.runs import run as train
 
 DAMAGED = "the training state is damaged: "
-FOREIGN = (
-    "not a readable training state: holds the Python object {}, which does not belong there; nothing of it was run"
-)
+FOREIGN = "not a readable training state: names the Python object {}, which is not allowed; no code was run"
 
 
 @pytest.fixture
@@ -265,5 +263,5 @@ def test_a_changed_bit_of_a_tensor_is_noticed(run: Path, capsys: pytest.CaptureF
     path.write_bytes(content)
     assert math.isfinite(float(torch.load(path, weights_only=True)["model"]["image_encoder.fc.weight"].sum()))
     assert resume_error(capsys, run) == (
-        f"{path}: not a readable training state: damaged: what it holds does not agree with its checksum"
+        f"{path}: not a readable training state: damaged: its content does not match its checksum"
     )
