@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from itm_fast.cli.options import Command, Group
-from itm_fast.cli.printing import printable
+from itm_fast.files.messages import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
