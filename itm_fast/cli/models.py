@@ -29,6 +29,7 @@ def load_run(run: Path, device: torch.device, vocab: Path | None) -> tuple[Match
     """The model in `run`, its vocabulary, and the file of that."""
     from itm_fast import models
     from itm_fast.data import Vocabulary
+    from itm_fast.files.presence import is_present
     from itm_fast.training import run_folder
 
     model = models.load(run, device)
@@ -40,7 +41,7 @@ def load_run(run: Path, device: torch.device, vocab: Path | None) -> tuple[Match
     expected = getattr(model.encoder_config, "vocab_size", len(vocabulary))
     if len(vocabulary) != expected:
         raise ValueError(f"{path}: {len(vocabulary)} words, but the model in {run} knows {expected}")
-    if own.is_file() and Vocabulary.from_file(own) != vocabulary:
+    if is_present(own) and Vocabulary.from_file(own) != vocabulary:
         raise ValueError(f"{path}: not the vocabulary that the model was trained with, {own}")
     return model, vocabulary, path
 

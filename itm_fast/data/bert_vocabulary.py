@@ -15,6 +15,7 @@ from typing import Any
 from itm_fast.data.vocabulary import MAX_BYTES, Vocabulary, words_by_id
 from itm_fast.files import documents
 from itm_fast.files.messages import shown
+from itm_fast.files.presence import is_present
 
 _CONTINUATION = "##"
 # What `tokenizer.json` says of every BERT model, and this package does.
@@ -66,7 +67,7 @@ class BertVocabulary(Vocabulary):
         Raises ValueError naming the file that is no such vocabulary or damaged; FileNotFoundError where there is none.
         """
         beside = Path(path).with_name("tokenizer_config.json")
-        settings = documents.read_json(beside, MAX_BYTES) if beside.is_file() else {}
+        settings = documents.read_json(beside, MAX_BYTES) if is_present(beside) else {}
         lowercase = settings.get("do_lower_case", True) if isinstance(settings, dict) else None
         if not isinstance(lowercase, bool):
             raise ValueError(f"{beside}: expected a JSON object whose do_lower_case is true or false")

@@ -89,7 +89,11 @@ def _splits_of(folder: Path) -> list[str]:
 def _vocabulary(
     folder: Path, given: str | os.PathLike[str] | None, checks: list[SplitCheck], problems: list[Problem]
 ) -> tuple[str | None, Vocabulary | None]:
-    path = Path(given) if given is not None else find_vocabulary(folder)
+    try:
+        path = Path(given) if given is not None else find_vocabulary(folder)
+    except ValueError as error:
+        problems.append(Problem("", str(error)))
+        return None, None
     if path is not None:
         try:
             return str(path), Vocabulary.from_file(path)

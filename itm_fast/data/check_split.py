@@ -17,6 +17,7 @@ import numpy as np
 from itm_fast.data import layout
 from itm_fast.data.tokenization import tokenize
 from itm_fast.data.vocabulary import Vocabulary
+from itm_fast.files.presence import is_present
 
 __all__ = ["MAX_PLACES", "Problem", "SplitCheck", "SplitSummary", "without_path"]
 
@@ -58,6 +59,7 @@ class SplitCheck:
         self.ids: list[str] | None = None
         self.hashes = np.empty(0, dtype=np.uint64)
         self.stride = 1
+        self.unreadable: set[str] = set()
         self.captions = self._read_captions()
         self.rows = self._open_features()
         self.size = 0 if self.rows is None else self.rows.nbytes
@@ -68,14 +70,27 @@ class SplitCheck:
     def _add(self, suffix: str, what: str, count: int = 1, places: Iterable[str] = ()) -> None:
         self.problems.append(Problem(self._path(suffix).name, what, count, tuple(itertools.islice(places, MAX_PLACES))))
 
+    def _add_unreadable(self, suffix: str, error: ValueError | OSError) -> None:
+        self.unreadable.add(suffix)
+        self._add(suffix, without_path(error, self._path(suffix)))
+
     def _lines(self, suffix: str, parse: Callable[[bytes], object]) -> list[object] | None:
-        """What `parse` makes of each line, None of one that it refuses; None where there is no such file."""
+        """Parse each line of a file; a refused line becomes None.
+
+        Returns:
+            The parsed lines. None if the file is absent, or if it is unreadable; then its suffix is in `unreadable`.
+        """
         path = self._path(suffix)
-        if not path.is_file():
+        try:
+            if not is_present(path):
+                return None
+            lines = layout.read_lines(path)
+        except (ValueError, OSError) as error:
+            self._add_unreadable(suffix, error)
             return None
         values: list[object] = []
         refused: dict[str, list[int]] = defaultdict(list)
-        for number, line in enumerate(layout.read_lines(path), 1):
+        for number, line in enumerate(lines, 1):
             try:
                 values.append(parse(line))
             except ValueError as error:
@@ -88,22 +103,21 @@ class SplitCheck:
 
     def _read_captions(self) -> list[str | None] | None:
         captions = self._lines("caps.txt", layout.caption_in)
-        if captions is None:
+        if captions is None and "caps.txt" not in self.unreadable:
             self._add("caps.txt", "no such file")
-        elif not captions:
+        elif captions == []:
             self._add("caps.txt", "expected at least one caption, the file is empty")
         return captions  # type: ignore[return-value]
 
     def _open_features(self) -> np.memmap | None:
         path = self._path("ims.npy")
-        if not path.is_file():
-            self._add("ims.npy", "no such file")
-            return None
         try:
-            return layout.open_features(path)
-        except ValueError as error:
-            self._add("ims.npy", without_path(error, path))
-            return None
+            if is_present(path):
+                return layout.open_features(path)
+            self._add("ims.npy", "no such file")
+        except (ValueError, OSError) as error:
+            self._add_unreadable("ims.npy", error)
+        return None
 
     def run(self, vocabulary: Vocabulary | None, advance: Callable[[int], object]) -> SplitSummary:
         """Reads the features and everything that the other files say of them."""
@@ -156,6 +170,8 @@ class SplitCheck:
         """How often each image is stored, and the image of each caption where that is known."""
         suffix = "cap2im.txt"
         owners = self._lines(suffix, lambda line: layout.image_row_in(line, len(rows)))
+        if suffix in self.unreadable:
+            return 1, None
         if owners is not None:
             if len(owners) != n_captions:
                 self._add(suffix, f"expected one line per caption ({n_captions}), got {len(owners)} lines")
@@ -239,5 +255,8 @@ def _hash(image: np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def without_path(error: ValueError, path: Path) -> str:
+def without_path(error: ValueError | OSError, path: Path) -> str:
+    """Return the message of an error without the path that it begins with."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
     return str(error).removeprefix(f"{path}: ")

@@ -74,8 +74,7 @@ def _check(path: Path, problems: list[Problem], look: Callable[[Path], object]) 
     try:
         look(path)
     except (ValueError, OSError) as error:
-        what = without_path(error, path) if isinstance(error, ValueError) else error.strerror or str(error)
-        problems.append(Problem(path.name, what))
+        problems.append(Problem(path.name, without_path(error, path)))
 
 
 def check_vocabulary(path: Path, digest: str) -> None:

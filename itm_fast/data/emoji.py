@@ -27,6 +27,7 @@ from itm_fast.data.dataset import CaptionDataset
 from itm_fast.data.layout import CAPTIONS_PER_IMAGE, open_features, read_captions, split_path
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.files import atomic
+from itm_fast.files.presence import is_present
 
 SPLITS = ("train", "dev", "test")
 SIZE = 72  # pixels of a side
@@ -185,7 +186,7 @@ def write_dataset(directory: str | os.PathLike[str], *, overwrite: bool = False)
     texts = {"vocab.json": vocabulary().to_json()}
     for split in SPLITS:
         stray = split_path(directory, split, "cap2im.txt")
-        if stray.exists():
+        if is_present(stray):
             raise ValueError(f"{stray}: belongs to other data; choose another directory")
         texts[f"{split}_caps.txt"] = "".join(f"{caption}\n" for caption in captions(split))
         texts[f"{split}_ids.txt"] = "".join(f"{picture_id}\n" for picture_id in image_ids(split))

@@ -22,6 +22,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from itm_fast.files.presence import is_present
+
 CAPTIONS_PER_IMAGE = 5
 # The files of a split; those behind the first two are optional.
 SUFFIXES = ("ims.npy", "caps.txt", "cap2im.txt", "ids.txt", "regions.txt")
@@ -40,12 +42,12 @@ def split_path(directory: str | os.PathLike[str], split: str, suffix: str) -> Pa
 def available_splits(directory: str | os.PathLike[str]) -> list[str]:
     """The splits that have features and captions in `directory`, sorted."""
     splits = (path.name.removesuffix("_ims.npy") for path in Path(directory).glob("*_ims.npy"))
-    return sorted(split for split in splits if split_path(directory, split, "caps.txt").is_file())
+    return sorted(split for split in splits if is_present(split_path(directory, split, "caps.txt")))
 
 
 def check_split_name(split: str) -> None:
     """Raises ValueError where a name would lead out of the folder."""
-    if not split or split != Path(split).name:
+    if not split or split != Path(split).name or "\0" in split:
         raise ValueError(f"split: expected a name such as test, without folders, got {split!r}")
 
 
@@ -62,7 +64,7 @@ def check_split(directory: str | os.PathLike[str], split: str) -> None:
     check_directory(directory)
     for suffix in SUFFIXES[:2]:
         path = split_path(directory, split, suffix)
-        if not path.is_file():
+        if not is_present(path):
             found = ", ".join(available_splits(directory)) or "none"
             raise ValueError(f"{path}: no such file, so there is no split {split!r} (splits in {directory}: {found})")
 

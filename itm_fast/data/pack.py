@@ -28,6 +28,7 @@ from itm_fast.data.precomputed import PrecomputedDataset
 from itm_fast.data.store_format import DTYPES, Manifest, ShardRecord, SplitRecord, shard_header
 from itm_fast.data.vocabulary import Vocabulary, load_vocabulary
 from itm_fast.files import atomic, lock
+from itm_fast.files.presence import is_present
 
 __all__ = ["SHARD_BYTES", "pack"]
 
@@ -167,10 +168,9 @@ def _states_of(directory: Path, split: str) -> States:
 
 
 def _state_of(path: Path) -> tuple[int, int, int] | None:
-    try:
-        state = path.stat()
-    except FileNotFoundError:
+    if not is_present(path):
         return None
+    state = path.stat()
     return state.st_size, state.st_mtime_ns, state.st_ino
 
 

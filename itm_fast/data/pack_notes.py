@@ -18,6 +18,7 @@ from itm_fast.data.check_store import check_vocabulary
 from itm_fast.data.store_format import MANIFEST, UNFINISHED, Manifest, ShardRecord
 from itm_fast.files import atomic, documents
 from itm_fast.files.messages import shown
+from itm_fast.files.presence import is_present
 
 _MAX_NOTES_BYTES = 16 * 2**20
 
@@ -43,7 +44,7 @@ class Notes:
             _check_files(folder, self.finished)
             self.path.unlink(missing_ok=True)
             return
-        if self.path.is_file():
+        if is_present(self.path):
             self._take_up(folder)
         elif folder.is_dir():
             # A call that was killed before it had noted anything leaves a temporary file of its notes at most.

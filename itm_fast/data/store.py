@@ -22,6 +22,7 @@ from itm_fast.data.precomputed import PrecomputedDataset
 from itm_fast.data.reader import BufferPool, ShardReader, default_threads
 from itm_fast.data.store_format import DTYPES, Manifest, SplitRecord
 from itm_fast.data.vocabulary import Vocabulary
+from itm_fast.files.presence import is_present
 from itm_fast.fragments import Fragments
 
 __all__ = ["StoreDataset", "StoreFeatures", "check_data", "open_split"]
@@ -33,7 +34,7 @@ _LOSSLESS = {"float16": ("fp16", "fp32"), "float32": ("fp32",), "float64": ("fp3
 def check_data(directory: str | os.PathLike[str], split: str) -> None:
     """Raises ValueError where a folder, in the published layout or a feature store, lacks a split."""
     if not store_format.is_store(directory):
-        if (Path(directory) / store_format.UNFINISHED).is_file():
+        if is_present(Path(directory) / store_format.UNFINISHED):
             raise ValueError(f"{directory}: an unfinished feature store; finish it with itm-fast data pack")
         layout.check_split(directory, split)
         return

@@ -28,6 +28,7 @@ from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.files import atomic, documents
 from itm_fast.files.formats import Format
 from itm_fast.files.messages import shown
+from itm_fast.files.presence import is_present
 
 FORMAT = Format()
 MANIFEST = "store.json"
@@ -91,7 +92,7 @@ class Manifest:
 
 def is_store(directory: str | os.PathLike[str]) -> bool:
     """Whether a folder is a finished feature store."""
-    return (Path(directory) / MANIFEST).is_file()
+    return is_present(Path(directory) / MANIFEST)
 
 
 def vocabulary_digest(vocabulary: Vocabulary) -> str:

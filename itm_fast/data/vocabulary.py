@@ -16,6 +16,7 @@ from itm_fast.data import layout
 from itm_fast.data.tokenization import tokenize
 from itm_fast.files import atomic, documents
 from itm_fast.files.messages import shown
+from itm_fast.files.presence import is_present
 
 # The largest published vocabulary has 0.4 MB.
 MAX_BYTES = 64 * 2**20
@@ -170,14 +171,14 @@ def find_vocabulary(directory: str | os.PathLike[str]) -> Path | None:
     """
     directory = Path(directory)
     own = directory / "vocab.json"
-    if own.is_file():
+    if is_present(own):
         return own
     resolved = directory.resolve()
     names = [resolved.name, f"{resolved.parent.name}_{resolved.name}"]
     for folder in list(resolved.parents)[:3]:
         for name in names:
             candidate = folder / "vocab" / f"{name}_vocab.json"
-            if candidate.is_file():
+            if is_present(candidate):
                 return candidate
     return None
 
@@ -192,7 +193,7 @@ def load_vocabulary(
             raise ValueError(f"{path}: no such vocabulary file")
         return Vocabulary.from_file(path)
     captions = Path(directory) / "train_caps.txt"
-    if not captions.is_file():
+    if not is_present(captions):
         raise ValueError(
             f"{directory}: found no vocabulary (vocab.json, or ../vocab/{Path(directory).resolve().name}_vocab.json) "
             "and no train_caps.txt to build one from; name one with --vocab FILE"

@@ -14,6 +14,7 @@ from torch import nn
 
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, read_json
 from itm_fast.files.messages import shown
+from itm_fast.files.presence import is_present
 from itm_fast.models.base import check_shapes, load_weights, shapes_of
 from itm_fast.models.weights_file import read_shapes, read_weights
 
@@ -52,7 +53,7 @@ def bert_vocabulary_file(folder: str | os.PathLike[str]) -> Path:
             "save_pretrained of a BertModel and its tokenizer in transformers"
         )
     text, tokenizer = Path(folder) / "vocab.txt", Path(folder) / "tokenizer.json"
-    return tokenizer if tokenizer.is_file() and not text.is_file() else text
+    return tokenizer if not is_present(text) and is_present(tokenizer) else text
 
 
 def bert_options(folder: str | os.PathLike[str], vocab_size: int) -> dict[str, Any]:
