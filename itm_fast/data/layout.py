@@ -25,6 +25,8 @@ import numpy.typing as npt
 from itm_fast.files.presence import is_present
 
 CAPTIONS_PER_IMAGE = 5
+# The longest caption in characters, which bounds the time and memory that one line takes.
+MAX_CAPTION_LENGTH = 100_000
 # The files of a split; those behind the first two are optional.
 SUFFIXES = ("ims.npy", "caps.txt", "cap2im.txt", "ids.txt", "regions.txt")
 
@@ -141,10 +143,17 @@ def text_in(line: bytes) -> str:
 
 
 def caption_in(line: bytes) -> str:
-    """The caption of a line; ValueError where it is not UTF-8, empty, or the text of a bytes literal (`b'...'`)."""
+    """Return the caption of a line.
+
+    Raises:
+        ValueError: the line is not UTF-8, is empty, has more than `MAX_CAPTION_LENGTH` characters, or is the text of a
+            bytes literal (`b'...'`).
+    """
     caption = text_in(line)
     if not caption:
         raise ValueError("the caption is empty")
+    if len(caption) > MAX_CAPTION_LENGTH:
+        raise ValueError(f"expected a caption of at most {MAX_CAPTION_LENGTH:,} characters, got {len(caption):,}")
     if _BYTES_LITERAL.fullmatch(caption):
         raise ValueError(f"the caption is the text of a bytes literal ({caption[:40]}): write the decoded text instead")
     return caption

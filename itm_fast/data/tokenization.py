@@ -17,6 +17,7 @@ With the same abbreviations and nothing learnt, on words and single marks, the t
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -42,10 +43,10 @@ def split_sentences(text: str) -> list[str]:
     mark ("j. smith", "no. 5. it").
     """
     sentences, start = [], 0
-    for match in re.finditer(r"(\S+)\s+(?=(\S))", text):
-        if _ends_sentence(match.group(1), match.group(2)):
+    for match, following in itertools.pairwise(re.finditer(r"\S+", text)):
+        if _ends_sentence(match.group(), text[following.start()]):
             sentences.append(text[start : match.end()].strip())
-            start = match.end()
+            start = following.start()
     tail = text[start:].strip()
     return [*sentences, tail] if tail else sentences
 

@@ -288,6 +288,7 @@ def test_values_beyond_float32_are_not_finite_but_large_sums_are_fine(tmp_path):
         (b"b'a man in a hat'", r"line 3: the caption is the text of a bytes literal \(b'a man in a hat'\)"),
         (b'b"it\'s a man"', r"line 3: the caption is the text of a bytes literal \(b\"it's a man\"\)"),
         (b"B'a hat'", "line 3: the caption is the text of a bytes literal"),
+        (b"a" * 100_001, "line 3: expected a caption of at most 100,000 characters, got 100,001$"),
         (b"b'a\\n'", "line 3: the caption is the text of a bytes literal"),
     ],
 )
@@ -300,6 +301,12 @@ def test_bad_captions(tmp_path, line, message):
 def test_no_captions_at_all(tmp_path):
     write_split(tmp_path, "test", features_of(1), 0)
     refused(tmp_path, "test_caps.txt", "expected at least one caption, the file is empty")
+
+
+def test_the_longest_caption_is_read(tmp_path):
+    write_split(tmp_path, "test", features_of(1), 5)
+    (tmp_path / "test_caps.txt").write_text(("é" * 100_000 + " \n") * 5, encoding="utf-8")
+    assert opened(tmp_path).caption_lengths.tolist() == [3] * 5
 
 
 @pytest.mark.parametrize("caption", ["b'", "b 'a'", "'a man'", "bob's 'hat'", "a b'c'"])

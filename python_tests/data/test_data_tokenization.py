@@ -1,11 +1,14 @@
 """Tokens of captions against NLTK's own tokenizer, and the sentence rule."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nltk.tokenize.destructive import NLTKWordTokenizer
 from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
 
+from itm_fast.data.layout import MAX_CAPTION_LENGTH
 from itm_fast.data.tokenization import ABBREVIATIONS, split_sentences, tokenize
 
 NLTK = NLTKWordTokenizer()
@@ -78,9 +81,18 @@ def test_no_abbreviation_ends_a_sentence(word):
     assert split_sentences(f"near {word}. there is a dog. it runs") == [f"near {word}. there is a dog.", "it runs"]
 
 
-def test_a_long_word_takes_linear_time():
-    # Two million characters without a blank: anything quadratic would take hours.
-    assert split_sentences("a." * 1_000_000 + " b") == ["a." * 1_000_000, "b"]
+@pytest.mark.parametrize("end", ["", " b"])
+def test_sentences_of_a_long_word_take_linear_time(end):
+    """Two million characters without a blank: anything quadratic would take hours."""
+    assert split_sentences("a." * 1_000_000 + end) == ["a." * 1_000_000, *end.split()]
+
+
+@pytest.mark.parametrize("unit", ["a", ".", "(", "$", "a,", "1,1", "'", "“", "é"])
+def test_tokens_of_a_long_word_take_linear_time(unit):
+    """A quadratic rule takes a minute or more for a caption of the largest length."""
+    start = time.process_time()
+    assert tokenize((unit * MAX_CAPTION_LENGTH)[: MAX_CAPTION_LENGTH - 1] + "!")[-1] == "!"
+    assert time.process_time() - start < 15
 
 
 SENTENCE_PARTS = ("a", "dog", "hat.", "really?", "no!", "wait...", ".", "?", "x-ray.", "it's.", "5.", "-5.", "j.")
