@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from itm_fast.data.dataset import Batch, CaptionDataset
+from itm_fast.processors import check_count
 
 # Batches that are made while one is worked on.
 _AHEAD = 2
 # macOS does not say who sent a signal.
-_SAYS_WHO = hasattr(signal, "sigwaitinfo")
+_SAYS_WHO = hasattr(signal, "sigtimedwait")
+# How often a worker looks whether the training process is still there.
+_CHECK_SECONDS = 1.0
 
 
 class EpochSampler:
@@ -110,19 +116,25 @@ def _as_it_is(item: Batch | ValueError) -> Batch | ValueError:
     return item
 
 
-def _leave_signals_to_the_main_process(_worker: int) -> None:
+def _follow_main_process(_worker: int) -> None:
     # Ctrl-C reaches every process of a terminal, and a SIGTERM of torchrun, timeout or a batch system all processes of
     # a job. The training process may want to finish its step first, and ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if _SAYS_WHO:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_by, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
 
 
-def _end_by(process: int) -> None:
-    """Ends this process once a SIGTERM comes from `process`, and lets those of others pass."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != process:
-        pass
+def _end_with(main: Any) -> None:
+    """End this worker once the process `main` has ended or sends a SIGTERM; ignore a SIGTERM of another process."""
+    # A fork server starts all workers, so os.getppid() tells nothing of the training process.
+    is_child = multiprocessing.get_start_method() != "forkserver"
+    # The training process may have ended before this function began, so its number is compared, not watched for change.
+    while main.is_alive() and (os.getppid() == main.pid or not is_child):
+        if not _SAYS_WHO:
+            time.sleep(_CHECK_SECONDS)
+        elif (sent := signal.sigtimedwait({signal.SIGTERM}, _CHECK_SECONDS)) is not None and sent.si_pid == main.pid:
+            break
     os._exit(0)
 
 
@@ -156,6 +168,7 @@ class BatchLoader:
         workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
+        check_count("workers", workers)
         self._index_batches, self._dataset = index_batches, dataset
         self._pin = pin_memory and torch.cuda.is_available()
         self._loader: DataLoader[Batch | ValueError] = DataLoader(
@@ -164,7 +177,7 @@ class BatchLoader:
             batch_size=None,
             collate_fn=_as_it_is,  # type: ignore[arg-type]
             num_workers=workers,
-            worker_init_fn=_leave_signals_to_the_main_process,
+            worker_init_fn=_follow_main_process,
             pin_memory=self._pin,
         )
 

@@ -18,6 +18,7 @@ import torch
 
 from itm_fast.distributed import launched
 from itm_fast.files.installation import host_module
+from itm_fast.processors import available
 
 __all__ = ["MOST_THREADS", "BufferPool", "ShardReader", "default_threads"]
 
@@ -36,12 +37,10 @@ def default_threads() -> int:
 
     Processes of a launcher share the processors of their machine, where they are not bound to some of them already.
     """
-    machine = os.cpu_count() or 1
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
     processes = 1
     with contextlib.suppress(ValueError):
         processes = launched().local_size
-    return max(min(available, machine // processes, MOST_THREADS), 1)
+    return max(min(available(), (os.cpu_count() or 1) // processes, MOST_THREADS), 1)
 
 
 class ShardReader:

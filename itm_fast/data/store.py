@@ -24,6 +24,7 @@ from itm_fast.data.store_format import DTYPES, Manifest, SplitRecord
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.files.presence import is_present
 from itm_fast.fragments import Fragments
+from itm_fast.processors import check_count
 
 __all__ = ["StoreDataset", "StoreFeatures", "check_data", "open_split"]
 
@@ -76,6 +77,7 @@ class StoreFeatures(Features):
         *,
         threads: int = 0,
     ) -> None:
+        check_count("threads", threads)
         self.shape, self.counts = (split.images, split.regions, split.width), counts
         self.dtype, self._dtype = DTYPES[dtype], dtype
         self._paths = [directory / shard.file for shard in split.shards]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from pathlib import Path
 
 __all__ = ["is_present"]
 
@@ -16,9 +17,9 @@ def is_present(path: str | os.PathLike[str]) -> bool:
             leads nowhere. The message names it.
     """
     try:
-        mode = os.stat(path).st_mode
+        mode = Path(path).stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        if not os.path.islink(path):
+        if not Path(path).is_symlink():
             return False
         raise ValueError(f"{path}: a symbolic link to a missing file; repair or remove it") from None
     except OSError as error:

@@ -20,6 +20,7 @@ from itm_fast.data import PrecomputedDataset, Vocabulary, check_data, find_vocab
 from itm_fast.distributed import World, joined
 from itm_fast.files.presence import is_present
 from itm_fast.models.bert_folder import bert_options, bert_vocabulary_file, load_bert
+from itm_fast.processors import check_count, set_threads
 from itm_fast.training import run_folder
 from itm_fast.training.cautions import cautions
 from itm_fast.training.config import TrainConfig
@@ -48,8 +49,8 @@ def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -
             nothing is written then.
         OSError: the disk is full; what was saved before is kept, and `resume` goes on from there.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    set_threads(config.threads)
+    check_count("workers", config.workers)
     with joined(config.device) as world, contextlib.ExitStack() as kept:
         with world.together():
             device_of(world.device(config.device))

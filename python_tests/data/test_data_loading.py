@@ -235,8 +235,8 @@ def test_a_worker_process_is_ended_by_the_training_process_alone(dataset):
 
 def test_a_signal_before_a_worker_process_is_ready_ends_nothing(dataset, monkeypatch):
     """They come to be anew in each epoch of a training."""
-    ready, over = loading._leave_signals_to_the_main_process, multiprocessing.Event()
-    monkeypatch.setattr(loading, "_leave_signals_to_the_main_process", lambda number: (over.wait(300), ready(number)))
+    ready, over = loading._follow_main_process, multiprocessing.Event()
+    monkeypatch.setattr(loading, "_follow_main_process", lambda number: (over.wait(300), ready(number)))
     others, sent = set(multiprocessing.active_children()), []
 
     def send() -> None:

@@ -19,14 +19,10 @@ from python_tests.helpers.commands import SMALL, error
 from python_tests.helpers.concepts import write_concepts
 from python_tests.helpers.precomputed import VOCABULARY, features_of, write_split
 
-
-def loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
+DANGLING = "a symbolic link to a missing file; repair or remove it"
 KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "dangling link": (lambda path: path.symlink_to("nowhere"), "a symbolic link to a missing file; repair or remove it"),
-    "looping link": (loop, "cannot be read: Too many levels of symbolic links"),
+    "dangling link": (lambda path: path.symlink_to("nowhere"), DANGLING),
+    "looping link": (lambda path: path.symlink_to(path.name), "cannot be read: Too many levels of symbolic links"),
     "folder": (Path.mkdir, "expected a file, found a folder"),
     "pipe": (os.mkfifo, "expected a file, found a pipe, socket or device"),
 }
@@ -69,8 +65,7 @@ def test_a_file_is_absent_only_if_nothing_has_its_name(tmp_path: Path, unreadabl
     assert is_present(link)
     assert not is_present(tmp_path / "content" / "below")
     (tmp_path / "inside").symlink_to("content/below")
-    inside = "a symbolic link to a missing file; repair or remove it"
-    refused(tmp_path / "inside", inside, lambda: is_present(tmp_path / "inside"))
+    refused(tmp_path / "inside", DANGLING, lambda: is_present(tmp_path / "inside"))
 
 
 @pytest.mark.parametrize("suffix", ["cap2im.txt", "regions.txt", "ids.txt", "caps.txt", "ims.npy"])
@@ -144,6 +139,6 @@ def test_training_stops_at_an_unreadable_file(tmp_path: Path, capsys: pytest.Cap
     path = data / "train_cap2im.txt"
     path.symlink_to("nowhere")
     command = ["train", "--data", data, "--out", tmp_path / "run", *SMALL]
-    assert error(capsys, *command) == (1, f"{path}: a symbolic link to a missing file; repair or remove it")
+    assert error(capsys, *command) == (1, f"{path}: {DANGLING}")
     assert cli.run(["data", "check", str(data)]) == 1
     assert "train_cap2im.txt" in capsys.readouterr().out
