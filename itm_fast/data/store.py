@@ -21,6 +21,7 @@ from itm_fast.data.features import Features, as_regions
 from itm_fast.data.precomputed import PrecomputedDataset
 from itm_fast.data.reader import BufferPool, ShardReader, default_threads
 from itm_fast.data.store_format import DTYPES, Manifest, SplitRecord
+from itm_fast.data.store_index import check_token_ids
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.files.presence import is_present
 from itm_fast.fragments import Fragments
@@ -188,19 +189,12 @@ class StoreDataset(PrecomputedDataset):
         self._max_images, self._record, self._dtype = max_images, record, manifest.dtype
         index_path = self.directory / record.index
         index = store_format.read_index(index_path, record)
-        try:
-            captions, caption_image = _texts(index, "text"), index["caption_image"]
-            image_ids = _texts(index, "ids") if "ids" in index else None
-            token_ids, lengths = index["token_ids"], index["caption_lengths"]
-            counts = index["region_counts"] if record.ragged else None
-            fits = (len(captions), len(caption_image), len(lengths)) == (record.captions,) * 3
-            if counts is not None:
-                fits = fits and len(counts) == record.images and int(counts.min()) > 0
-                fits = fits and int(counts.max()) <= record.regions and _are_of_shards(counts, record)
-            if not fits or int(lengths.sum()) != len(token_ids):
-                raise ValueError
-        except (KeyError, ValueError, UnicodeDecodeError):
-            raise ValueError(f"{index_path}: not the index of this split") from None
+        known = _is_of(manifest, self.directory, vocabulary)
+        if known:
+            check_token_ids(index_path, index, vocabulary)
+        captions, caption_image = _texts(index, "text"), index["caption_image"]
+        image_ids = _texts(index, "ids") if "ids" in index else None
+        token_ids, lengths, counts = index["token_ids"], index["caption_lengths"], index.get("region_counts")
         features = StoreFeatures(self.directory, manifest.dtype, record, counts)
         if max_images is not None and max_images < record.images:
             kept = caption_image < max_images
@@ -208,7 +202,6 @@ class StoreDataset(PrecomputedDataset):
             captions = [captions[number] for number in np.flatnonzero(kept)]
             lengths, caption_image, image_ids = lengths[kept], caption_image[kept], image_ids and image_ids[:max_images]
             features.keep(max_images)
-        known = _is_of(manifest, self.directory, vocabulary)
         encoded = (torch.from_numpy(token_ids.copy()), torch.from_numpy(lengths.copy())) if known else None
         CaptionDataset.__init__(
             self, features, captions, caption_image, vocabulary, image_ids=image_ids, token_ids=encoded,
@@ -228,13 +221,6 @@ class StoreDataset(PrecomputedDataset):
         # Files and their threads stay behind: a worker process opens the store again.
         opened = functools.partial(StoreDataset, max_images=self._max_images)
         return opened, (self.directory, self.split, self.vocabulary)
-
-
-def _are_of_shards(counts: np.ndarray, record: SplitRecord) -> bool:
-    """Whether the regions of images add up to those of each shard."""
-    ends = np.cumsum([0, *(shard.images for shard in record.shards)])
-    sums = np.add.reduceat(counts, ends[:-1]).tolist()
-    return bool(sums == [shard.regions for shard in record.shards])
 
 
 def _texts(index: dict[str, np.ndarray], name: str) -> list[str]:

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 
+from itm_fast.data.store_index import check_index
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.files import atomic, documents
 from itm_fast.files.formats import Format
@@ -155,8 +156,8 @@ def _check_manifest(manifest: Manifest) -> None:
         regions, full = sum(shard.regions for shard in split.shards), split.images * split.regions
         if not images or images != split.images or not (regions == full or (split.ragged and regions < full)):
             raise ValueError(f"{split.name}: images of the shards")
-        if not split.width:
-            raise ValueError(f"{split.name}: its width")
+        if not split.width or not split.captions:
+            raise ValueError(f"{split.name}: its width or its captions")
         for shard in split.shards:
             size = len(shard_header(manifest.dtype, shard.regions, split.width))
             size += shard.regions * split.width * DTYPES[manifest.dtype].itemsize
@@ -191,7 +192,11 @@ def check_shard(path: Path, dtype: str, shard: ShardRecord, width: int) -> os.st
 
 
 def read_index(path: Path, split: SplitRecord) -> dict[str, np.ndarray]:
-    """The arrays of a split's index, its checksum compared; ValueError naming the file."""
+    """Read and check the arrays of a split's index.
+
+    Raises:
+        ValueError: the file is missing or damaged, or its arrays do not fit the manifest. The message names it.
+    """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     size = path.stat().st_size
@@ -202,6 +207,7 @@ def read_index(path: Path, split: SplitRecord) -> dict[str, np.ndarray]:
         raise ValueError(f"{path}: damaged: its checksum is not that of the store")
     try:
         arrays: dict[str, np.ndarray] = load_tensors(content)
-    except SafetensorError as error:
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:  # The others: a type that numpy does not have.
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from None
+    check_index(path, arrays, split)
     return arrays

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 import pickle
@@ -16,7 +15,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from itm_fast import cli
 from itm_fast.data import (
@@ -144,22 +143,6 @@ def test_features_in_the_other_byte_order(data: Path, tmp_path: Path, kind: str)
     assert torch.equal(
         load_file(tmp_path / "store" / "train-00000.safetensors")["features"], torch.from_numpy(values).flatten(0, 1)
     )
-
-
-@pytest.mark.parametrize("counts", [[2, 3, 3, 3, 3, 1, 2], [3, 1, 2, 3, 3, 1, 4]])
-def test_region_counts_that_are_not_those_of_the_shards(data: Path, tmp_path: Path, counts: list[int]) -> None:
-    """Of as many regions in all, but not in each shard; and more than an image may have."""
-    store = tmp_path / "store"
-    (data / "train_regions.txt").write_text("3\n1\n3\n3\n3\n1\n3\n")
-    pack(data, store, dtype="fp32", splits=["train"], shard_bytes=100)
-    index = store / "train-index.safetensors"
-    save_file({**load_file(index), "region_counts": torch.tensor(counts)}, index)
-    manifest = json.loads((store / "store.json").read_text())
-    content = index.read_bytes()
-    manifest["splits"][0].update(index_bytes=len(content), index_sha256=hashlib.sha256(content).hexdigest())
-    (store / "store.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=f"^{re.escape(str(index))}: not the index of this split$"):
-        open_split(store, "train", VOCABULARY)
 
 
 def test_captions_of_another_vocabulary_are_tokenised_anew(data: Path, tmp_path: Path) -> None:
