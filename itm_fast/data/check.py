@@ -26,13 +26,14 @@ __all__ = ["Problem", "Report", "SplitSummary", "check_folder"]
 
 @attrs.frozen
 class Report:
-    """The result of a check. `vocabulary` says where it came from."""
+    """The result of a check. `vocabulary` says where it came from; `warnings` list what may be meant so."""
 
     folder: str
     vocabulary: str | None
     vocabulary_size: int | None
     splits: list[SplitSummary]
     problems: list[Problem]
+    warnings: list[Problem]
 
 
 def check_folder(
@@ -61,10 +62,11 @@ def check_folder(
     for name in splits:
         layout.check_split_name(name)
     problems: list[Problem] = []
+    warnings: list[Problem] = []
     names = list(dict.fromkeys(splits)) or _splits_of(folder)
     if not names:
         problems.append(Problem("", "no split: expected files such as train_ims.npy and train_caps.txt"))
-    checks = [SplitCheck(folder, name, problems) for name in names]
+    checks = [SplitCheck(folder, name, problems, warnings) for name in names]
     source, vocabulary = _vocabulary(folder, vocabulary_file, checks, problems)
     total = sum(check.size for check in checks)
     with tqdm(total=total, unit="B", unit_scale=True, disable=None if progress else True) as bar:
@@ -78,7 +80,8 @@ def check_folder(
         if {left.split, right.split} != {"test", "testall"}:
             _compare_ids(left, right, problems)
             _compare_features(left, right, problems)
-    return Report(str(folder), source, None if vocabulary is None else len(vocabulary), summaries, problems)
+    size = None if vocabulary is None else len(vocabulary)
+    return Report(str(folder), source, size, summaries, problems, warnings)
 
 
 def _splits_of(folder: Path) -> list[str]:

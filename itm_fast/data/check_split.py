@@ -54,8 +54,8 @@ class SplitSummary:
 class SplitCheck:
     """One split: its captions are read at once, its features by `run`."""
 
-    def __init__(self, folder: Path, split: str, problems: list[Problem]) -> None:
-        self.folder, self.split, self.problems = folder, split, problems
+    def __init__(self, folder: Path, split: str, problems: list[Problem], warnings: list[Problem]) -> None:
+        self.folder, self.split, self.problems, self.warnings = folder, split, problems, warnings
         self.ids: list[str] | None = None
         self.hashes = np.empty(0, dtype=np.uint64)
         self.stride = 1
@@ -128,8 +128,8 @@ class SplitCheck:
             stride, caption_image = self._match(rows, len(captions))
         self.stride = stride
         if rows is not None:
-            self._check_region_counts(len(rows), rows.shape[1])
-            self._scan(rows.shape, rows.itemsize, stride, advance)
+            counts = self._region_counts(len(rows), rows.shape[1])
+            self._scan(rows.shape, rows.itemsize, stride, counts, advance)
         if rows is not None:
             n_images = len(rows) // stride
             if caption_image is not None:
@@ -186,25 +186,41 @@ class SplitCheck:
             return 1, None
         return stride, np.arange(n_captions) // layout.CAPTIONS_PER_IMAGE
 
-    def _check_region_counts(self, n_rows: int, most: int) -> None:
+    def _region_counts(self, n_rows: int, most: int) -> np.ndarray:
+        """Return the regions of each row, (n_rows,); `most` for rows without a valid count."""
         suffix = "regions.txt"
         counts = self._lines(suffix, lambda line: layout.region_count_in(line, most))
         if counts is not None and len(counts) != n_rows:
             self._add(suffix, f"expected one line per row of the features ({n_rows}), got {len(counts)} lines")
+            counts = None
+        if counts is None:
+            return np.full(n_rows, most)
+        return np.array([most if count is None else count for count in counts])
 
-    def _scan(self, shape: tuple[int, ...], itemsize: int, stride: int, advance: Callable[[int], object]) -> None:
-        """Looks at every value, a block of rows at a time."""
+    def _scan(
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        stride: int,
+        counts: np.ndarray,
+        advance: Callable[[int], object],
+    ) -> None:
+        """Check every value, one block of rows at a time."""
         row_bytes = itemsize * shape[1] * shape[2]
         block = max(BLOCK_BYTES // row_bytes // stride, 1) * stride
         hashes: list[int] = []
         not_finite: list[int] = []
         different: list[int] = []
+        zeros: list[tuple[int, int]] = []
         for start in range(0, shape[0], block):
             # A new map for each block: pages of one that stays would count as memory of this process.
             rows = layout.open_features(self._path("ims.npy"))[start : start + block]
             with np.errstate(over="ignore", invalid="ignore"):
                 finite = np.isfinite(rows.astype(np.float32)).all(axis=(1, 2))
             not_finite += (start + np.flatnonzero(~finite)).tolist()
+            there = np.arange(shape[1]) < counts[start : start + block, None]
+            padded = (there & ~rows.any(axis=2)).sum(axis=1)
+            zeros += [(start + row, padded[row]) for row in np.flatnonzero(padded).tolist()]
             if stride > 1:
                 groups = rows.reshape(-1, stride, *shape[1:])
                 same = ((groups == groups[:, :1]) | (np.isnan(groups) & np.isnan(groups[:, :1]))).all(axis=(1, 2, 3))
@@ -215,6 +231,10 @@ class SplitCheck:
         if not_finite:
             what = "values that are not finite in float32"
             self._add("ims.npy", what, len(not_finite), (f"row {row}" for row in not_finite))
+        if zeros:
+            what = f"regions of zeros; {layout.zeros_advice(self.split)}"
+            places = [f"row {row} ({count} of {counts[row]} regions)" for row, count in zeros[:MAX_PLACES]]
+            self.warnings.append(Problem(self._path("ims.npy").name, what, len(zeros), tuple(places)))
         if different:
             what = f"as many rows as captions ({shape[0]}), but not each image repeated five times"
             self._add("ims.npy", what, len(different), (f"rows {row} to {row + stride - 1}" for row in different))

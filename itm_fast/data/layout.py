@@ -1,8 +1,8 @@
 """The files of the published precomputed layout, read and checked one at a time.
 
 Inside: `SUFFIXES`, `split_path`, `available_splits`, `open_features`, `read_captions`, `read_caption_image`,
-`match_counts`, `read_ids`, `read_region_counts`; and for one line of a file `text_in`, `caption_in`, `image_row_in`,
-`region_count_in`.
+`match_counts`, `read_ids`, `read_region_counts`, `zeros_advice`; and for one line of a file `text_in`, `caption_in`,
+`image_row_in`, `region_count_in`.
 
 Every problem is a ValueError of one line that names the file, and the line (from 1) or row (from 0) where there is one.
 """
@@ -69,6 +69,11 @@ def check_split(directory: str | os.PathLike[str], split: str) -> None:
         if not is_present(path):
             found = ", ".join(available_splits(directory)) or "none"
             raise ValueError(f"{path}: no such file, so there is no split {split!r} (splits in {directory}: {found})")
+
+
+def zeros_advice(split: str) -> str:
+    """Return what to do about regions of zeros."""
+    return f"if the zeros are padding, write the number of true regions of each row to {split}_regions.txt"
 
 
 def open_features(path: str | os.PathLike[str]) -> np.memmap:

@@ -104,6 +104,15 @@ class PrecomputedDataset(CaptionDataset):
             f"caption, as many as the model reads, got {self.caption_lengths[worst]}: {shown(self.captions[worst])}"
         )
 
+    def place_of(self, image: int) -> str:
+        """Return the file and the row of an image, for messages."""
+        return f"{self.name}: row {self._row(image)}"
+
+    @property
+    def zeros_advice(self) -> str:
+        """What to do about regions of zeros."""
+        return layout.zeros_advice(self.split)
+
     def features_digest(self) -> str:
         """What tells these features from those of other data: SHA-256 of the size of the file and blocks of it."""
         digest = sampled_sha256(self.features_path)

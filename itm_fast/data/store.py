@@ -136,9 +136,13 @@ class StoreFeatures(Features):
         if problem:
             raise self._error(problem, int(chosen[position]), int(sizes[order][position]), detail)
 
-    def _error(self, problem: str, image: int, size: int, detail: int) -> ValueError:
+    def place_of(self, image: int) -> str:
+        """Return the shard of an image and its row there, for messages."""
         shard = int(self._file[image])
-        where = f"{self._paths[shard]}: row {image - int(self._firsts[shard])} (image {image})"
+        return f"{self._paths[shard]}: row {image - int(self._firsts[shard])} (image {image})"
+
+    def _error(self, problem: str, image: int, size: int, detail: int) -> ValueError:
+        where = self.place_of(image)
         what = {
             "changed": "cannot be read: the shard was changed or replaced since it was opened",
             "short read": f"truncated: expected {size * self.dtype.itemsize:,} bytes, found {detail:,}",
@@ -169,6 +173,8 @@ class StoreDataset(PrecomputedDataset):
     Raises:
         ValueError: a file of the store is missing or damaged, or the split is.
     """
+
+    features: StoreFeatures
 
     def __init__(
         self,
@@ -213,6 +219,13 @@ class StoreDataset(PrecomputedDataset):
         if self._dtype in _LOSSLESS.get(self._record.source_dtype, ()):
             return self._record.features
         return sha256_of_parts(self._record.features.encode(), self._dtype.encode())
+
+    def place_of(self, image: int) -> str:
+        return self.features.place_of(image)
+
+    @property
+    def zeros_advice(self) -> str:
+        return f"{super().zeros_advice} of the data folder, and pack it again"
 
     def _row(self, image: int) -> int:
         return image
