@@ -26,7 +26,7 @@ from itm_fast.data.features import BLOCK_BYTES, Features
 from itm_fast.data.pack_notes import Notes
 from itm_fast.data.precomputed import PrecomputedDataset
 from itm_fast.data.store_format import DTYPES, Manifest, ShardRecord, SplitRecord, shard_header
-from itm_fast.data.vocabulary import Vocabulary, load_vocabulary
+from itm_fast.data.vocabulary import Vocabulary, find_vocabulary, load_vocabulary
 from itm_fast.files import atomic, lock
 from itm_fast.files.presence import is_present
 
@@ -90,6 +90,10 @@ def pack(
     states = {name: _states_of(source, name) for name in names}
     vocabulary = load_vocabulary(source, vocabulary_file, min_count=min_count)
     datasets = [PrecomputedDataset(source, name, vocabulary) for name in names]
+    if vocabulary_file is None and find_vocabulary(source) is None:
+        for data in datasets:
+            if data.split == "train":
+                data.warn_of_rare_words(min_count)
     _check_widths(datasets)
     _check_shards(datasets, dtype, shard_bytes)
     with lock.hold(

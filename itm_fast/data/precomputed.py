@@ -6,6 +6,7 @@ Inside: `PrecomputedDataset`.
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,20 @@ class PrecomputedDataset(CaptionDataset):
             f"{layout.split_path(self.directory, self.split, 'caps.txt')}: expected at most {longest} tokens in a "
             f"caption, as many as the model reads, got {self.caption_lengths[worst]}: {shown(self.captions[worst])}"
         )
+
+    def warn_of_rare_words(self, min_count: int) -> None:
+        """Warn if a vocabulary built from these captions leaves out many of their words, as on small data.
+
+        Args:
+            min_count: the minimum occurrences of a word in the vocabulary.
+        """
+        if 0.05 < self.unknown_share <= 0.5:
+            warnings.warn(
+                f"{self.directory}: the vocabulary leaves out {self.unknown_share:.0%} of the words in the captions of "
+                f"{self.split}, as each occurs fewer than --min-count {min_count} times; a lower --min-count keeps "
+                "more",
+                stacklevel=2,
+            )
 
     def place_of(self, image: int) -> str:
         """Return the file and the row of an image, for messages."""

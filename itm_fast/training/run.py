@@ -94,7 +94,7 @@ def _open(trainer: Trainer, vocabulary: Vocabulary, *, resume: bool, progress: b
     for data in (trainer.train_data, trainer.validation_data):
         warn_of_unknown_words(data)
     if path is None:
-        _warn_of_rare_words(trainer.train_data, config.min_count)
+        trainer.train_data.warn_of_rare_words(config.min_count)
     for caution in cautions(config, trainer.model):
         warnings.warn(caution, stacklevel=2)
     if progress:
@@ -173,16 +173,6 @@ def warn_of_unknown_words(data: PrecomputedDataset) -> None:
         warnings.warn(
             f"{data.directory}: the vocabulary lacks {data.unknown_share:.0%} of the words in the captions of "
             f"{data.split}; is it that of other data?",
-            stacklevel=2,
-        )
-
-
-def _warn_of_rare_words(data: PrecomputedDataset, min_count: int) -> None:
-    """Warn if a vocabulary built from the captions of `data` leaves out many of their words, as on small data."""
-    if 0.05 < data.unknown_share <= 0.5:
-        warnings.warn(
-            f"{data.directory}: the vocabulary leaves out {data.unknown_share:.0%} of the words in the captions of "
-            f"{data.split}, as each occurs fewer than --min-count {min_count} times; a lower --min-count keeps more",
             stacklevel=2,
         )
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import warnings
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from itm_fast import cli
-from itm_fast.data import Vocabulary
+from itm_fast.data import Vocabulary, pack
 from itm_fast.training.config import read_yaml
 from python_tests.helpers.commands import SMALL, error, train_small
 
@@ -44,6 +46,24 @@ def test_the_setting_can_stand_in_a_file_and_a_run_resumes_with_it(rare: Path, t
     assert "owl" not in Vocabulary.from_file(run / "vocab.json")
     assert cli.run(["train", "--out", str(run), "--resume", "--epochs", "2"]) == 0
     assert (run / "vocab.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("command", ["train", "pack"])
+def test_a_vocabulary_that_leaves_out_many_words_is_warned_of(data: Path, tmp_path: Path, command: str) -> None:
+    """On small data, words of each caption may be rare: here every seventh word."""
+    folder = shutil.copytree(data, tmp_path / "small")
+    captions = [f"red ball dog tree car cup rare{line}" for line in range(120)]
+    (folder / "train_caps.txt").write_text("\n".join(captions) + "\n")
+    message = (
+        f"{folder}: the vocabulary leaves out 14% of the words in the captions of train, as each occurs fewer than "
+        "--min-count 4 times; a lower --min-count keeps more"
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+        train_small(folder, tmp_path / "run") if command == "train" else pack(folder, tmp_path / "store")
+    Vocabulary.build(["red ball"], 1).save(folder / "vocab.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pack(folder, tmp_path / "other")
 
 
 def test_a_vocabulary_that_is_read_has_its_words_already(
