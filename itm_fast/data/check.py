@@ -1,9 +1,9 @@
-"""Everything that is wrong with a data folder, found in one pass.
+"""Find all problems of a data folder in one pass.
 
 Inside: `check_folder`, `Report`, `SplitSummary`, `Problem`.
 
-The rules are those of `layout`, whose readers stop at the first line or row that breaks one. Features are read in
-blocks, so that a folder larger than memory can be checked.
+The readers in `layout` stop at the first bad line or row; the check applies the same rules and reports all of them.
+Features are read in blocks, so a folder larger than memory can be checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ __all__ = ["Problem", "Report", "SplitSummary", "check_folder"]
 
 @attrs.frozen
 class Report:
-    """The result of a check. `vocabulary` says where it came from; `warnings` list what may be meant so."""
+    """The result of a check.
+
+    Attributes:
+        folder: the data folder.
+        vocabulary: the file of the vocabulary, or how it was built; None if there is none.
+        vocabulary_size: its number of words.
+        splits: a summary of each split.
+        problems: what training would refuse, or what makes results wrong.
+        warnings: findings that may be intended.
+    """
 
     folder: str
     vocabulary: str | None
@@ -43,17 +52,17 @@ def check_folder(
     vocabulary_file: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> Report:
-    """Reads all of a data folder and lists what is wrong with it.
+    """Read a whole data folder and list its problems.
 
     Args:
         directory: the folder, in the published precomputed layout.
-        splits: those to check; by default all that have features or captions.
-        vocabulary_file: the vocabulary; by default the one that belongs to the folder, as `find_vocabulary` has it,
-            else one built from `train_caps.txt`.
-        progress: show a progress bar where there is a terminal.
+        splits: the splits to check; default: all that have features or captions.
+        vocabulary_file: the vocabulary; default: the one that `find_vocabulary` finds, else one built from
+            `train_caps.txt`.
+        progress: show a progress bar on a terminal.
 
     Raises:
-        ValueError: there is no such folder or vocabulary file; all else is a problem of the report.
+        ValueError: the folder or the vocabulary file does not exist. The report contains all other problems.
     """
     folder = Path(directory)
     layout.check_directory(folder)
@@ -121,7 +130,7 @@ def _compare_widths(summaries: list[SplitSummary], problems: list[Problem]) -> N
 
 
 def _compare_ids(left: SplitCheck, right: SplitCheck, problems: list[Problem]) -> None:
-    """Images of one split in another: then the test measures what was trained on."""
+    """Find images of one split in another by name: a test on training images is invalid."""
     known = set(left.ids or ())
     shared = [name for name in dict.fromkeys(right.ids or ()) if name in known]
     if shared:
@@ -130,7 +139,7 @@ def _compare_ids(left: SplitCheck, right: SplitCheck, problems: list[Problem]) -
 
 
 def _compare_features(left: SplitCheck, right: SplitCheck, problems: list[Problem]) -> None:
-    """The same by the features, where names are missing or differ."""
+    """Find images of one split in another by their features, for missing or different names."""
     first: dict[bytes, int] = {}
     for image in np.flatnonzero(np.isin(left.hashes, right.hashes)).tolist():
         first.setdefault(left.digest(image), image)

@@ -1,4 +1,4 @@
-"""One split of a data folder, looked at whole.
+"""Find all problems of one split of a data folder.
 
 Inside: `SplitCheck`, `SplitSummary`, `Problem`.
 """
@@ -28,7 +28,7 @@ MAX_UNKNOWN_SHARE = 0.5
 
 @attrs.frozen
 class Problem:
-    """Something wrong with a file: what, how often, and the first `MAX_PLACES` places (lines from 1, rows from 0)."""
+    """A problem of a file: what, how often, and the first `MAX_PLACES` places (lines from 1, rows from 0)."""
 
     file: str
     what: str
@@ -38,7 +38,7 @@ class Problem:
 
 @attrs.frozen
 class SplitSummary:
-    """What a split holds; None where a problem hides it. `words` are quantiles of the words per caption."""
+    """The content of a split; None for values that a problem hides. `words` are quantiles of the words per caption."""
 
     split: str
     images: int | None
@@ -52,7 +52,7 @@ class SplitSummary:
 
 
 class SplitCheck:
-    """One split: its captions are read at once, its features by `run`."""
+    """The check of one split. Captions are read by the constructor, features by `run`."""
 
     def __init__(self, folder: Path, split: str, problems: list[Problem], warnings: list[Problem]) -> None:
         self.folder, self.split, self.problems, self.warnings = folder, split, problems, warnings
@@ -95,7 +95,7 @@ class SplitCheck:
                 values.append(parse(line))
             except ValueError as error:
                 values.append(None)
-                # What stands in brackets, or after "got", is the line's own.
+                # Text in brackets or after "got" is specific to the line.
                 refused[str(error).partition(" (")[0].partition(", got ")[0]].append(number)
         for what, numbers in refused.items():
             self._add(suffix, what, len(numbers), (f"line {number}" for number in numbers))
@@ -120,7 +120,7 @@ class SplitCheck:
         return None
 
     def run(self, vocabulary: Vocabulary | None, advance: Callable[[int], object]) -> SplitSummary:
-        """Reads the features and everything that the other files say of them."""
+        """Check the features and the files that describe them."""
         words, unknown_share = self._words(vocabulary)
         rows, captions = self.rows, self.captions
         stride, caption_image = 1, None
@@ -150,7 +150,7 @@ class SplitCheck:
         )
 
     def _words(self, vocabulary: Vocabulary | None) -> tuple[dict[str, float] | None, float | None]:
-        """Quantiles of the words per caption, and the share of words that the vocabulary lacks."""
+        """Return quantiles of the words per caption, and the share of words that the vocabulary lacks."""
         lengths, unknown = [], 0
         for caption in self.captions or ():
             if caption is not None:
@@ -167,7 +167,7 @@ class SplitCheck:
         return {name: round(float(value), 2) for name, value in words.items()}, share
 
     def _match(self, rows: np.memmap, n_captions: int) -> tuple[int, np.ndarray | None]:
-        """How often each image is stored, and the image of each caption where that is known."""
+        """Return how often each image is stored, and the image of each caption (None if a problem hides it)."""
         suffix = "cap2im.txt"
         owners = self._lines(suffix, lambda line: layout.image_row_in(line, len(rows)))
         if suffix in self.unreadable:
@@ -213,7 +213,7 @@ class SplitCheck:
         different: list[int] = []
         zeros: list[tuple[int, int]] = []
         for start in range(0, shape[0], block):
-            # A new map for each block: pages of one that stays would count as memory of this process.
+            # A new map for each block: the pages of a lasting map would count as memory of this process.
             rows = layout.open_features(self._path("ims.npy"))[start : start + block]
             with np.errstate(over="ignore", invalid="ignore"):
                 finite = np.isfinite(rows.astype(np.float32)).all(axis=(1, 2))
@@ -240,11 +240,11 @@ class SplitCheck:
             self._add("ims.npy", what, len(different), (f"rows {row} to {row + stride - 1}" for row in different))
 
     def row(self, image: int) -> int:
-        """Where an image stands in the file."""
+        """Return the row of an image in the file."""
         return image * self.stride
 
     def digest(self, image: int) -> bytes:
-        """What only images of the same features have."""
+        """Return a digest of an image's features."""
         return b"" if self.rows is None else hashlib.blake2b(self.rows[self.row(image)].tobytes()).digest()
 
     def _check_ids(self, n_images: int, stride: int, caption_image: np.ndarray | None, n_captions: int) -> None:
@@ -260,7 +260,7 @@ class SplitCheck:
             if "line " not in str(error):
                 self._add("ids.txt", without_path(error, path))
             return
-        # Names of captions, or the numbers of the rows, say nothing of images.
+        # Names of captions and row numbers do not identify images.
         if ids is None or ids == [str(row) for row in range(n_images)]:
             return
         repeated = [name for name, count in Counter(ids).items() if count > 1]
@@ -270,7 +270,7 @@ class SplitCheck:
 
 
 def _hash(image: np.ndarray) -> int:
-    """64 bits of an image's first and last region: enough to tell which images are worth comparing."""
+    """Return a 64-bit hash of an image's first and last region, to find images that may be equal."""
     content = image[0].tobytes() + image[-1].tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 

@@ -1,4 +1,4 @@
-"""Everything that is wrong with a feature store, its files compared with their checksums.
+"""Find all problems of a feature store and compare its files with their checksums.
 
 Inside: `check_store`, `check_vocabulary`, `StoreReport`.
 """
@@ -27,7 +27,7 @@ __all__ = ["StoreReport", "check_store", "check_vocabulary"]
 
 @attrs.frozen
 class StoreReport:
-    """The result of a check: what the manifest says of the splits, and what is wrong."""
+    """The result of a check: the splits as the manifest records them, and the problems."""
 
     folder: str
     dtype: str
@@ -38,15 +38,15 @@ class StoreReport:
 def check_store(
     directory: str | os.PathLike[str], splits: Sequence[str] = (), *, progress: bool = False
 ) -> StoreReport:
-    """Reads all files of a feature store and lists those that are not what `pack` wrote.
+    """Read all files of a feature store and list those that differ from what `pack` wrote.
 
     Args:
         directory: the store.
-        splits: those to check; by default all.
-        progress: show a progress bar where there is a terminal.
+        splits: the splits to check; default: all.
+        progress: show a progress bar on a terminal.
 
     Raises:
-        ValueError: the manifest cannot be read, or names no such split; all else is a problem of the report.
+        ValueError: the manifest cannot be read, or does not contain a split. The report contains all other problems.
     """
     folder = Path(directory)
     manifest = store_format.read_manifest(folder)

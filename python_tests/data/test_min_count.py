@@ -1,4 +1,4 @@
-"""How often a word must occur to enter a vocabulary that a run builds by itself."""
+"""The minimum count of words in a vocabulary that a run builds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from python_tests.helpers.commands import SMALL, error, train_small
 
 @pytest.fixture
 def rare(data: Path, tmp_path: Path) -> Path:
-    """The data set of concepts with words that are rare: "owl" once, "elk" twice, "ant" four times."""
+    """The data set of concepts with rare words: "owl" once, "elk" twice, "ant" four times."""
     folder = shutil.copytree(data, tmp_path / "rare")
     captions = (folder / "train_caps.txt").read_text().splitlines()
     captions[:3] = ["owl elk ant ant", "elk ant", "ant"]
@@ -27,7 +27,7 @@ def rare(data: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("min_count", [None, 1, 2, 3, 40])
-def test_words_that_occur_so_often_form_the_vocabulary(rare: Path, tmp_path: Path, min_count: int | None) -> None:
+def test_min_count_selects_the_words(rare: Path, tmp_path: Path, min_count: int | None) -> None:
     more = [] if min_count is None else ["--min-count", str(min_count)]
     run = train_small(rare, tmp_path / "run", *more)
     counts = Counter((rare / "train_caps.txt").read_text().split())
@@ -37,7 +37,7 @@ def test_words_that_occur_so_often_form_the_vocabulary(rare: Path, tmp_path: Pat
     assert read_yaml(run / "train.yaml")["min_count"] == (min_count or 4)
 
 
-def test_the_setting_can_stand_in_a_file_and_a_run_resumes_with_it(rare: Path, tmp_path: Path) -> None:
+def test_min_count_can_be_read_from_a_file_and_is_kept_on_resume(rare: Path, tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("min_count: 2\n")
     run = train_small(rare, tmp_path / "run", "--config", str(file))
@@ -49,8 +49,8 @@ def test_the_setting_can_stand_in_a_file_and_a_run_resumes_with_it(rare: Path, t
 
 
 @pytest.mark.parametrize("command", ["train", "pack"])
-def test_a_vocabulary_that_leaves_out_many_words_is_warned_of(data: Path, tmp_path: Path, command: str) -> None:
-    """On small data, words of each caption may be rare: here every seventh word."""
+def test_a_vocabulary_without_many_words_causes_a_warning(data: Path, tmp_path: Path, command: str) -> None:
+    """Every seventh word of this small data set is rare."""
     folder = shutil.copytree(data, tmp_path / "small")
     captions = [f"red ball dog tree car cup rare{line}" for line in range(120)]
     (folder / "train_caps.txt").write_text("\n".join(captions) + "\n")
@@ -66,7 +66,7 @@ def test_a_vocabulary_that_leaves_out_many_words_is_warned_of(data: Path, tmp_pa
         pack(folder, tmp_path / "other")
 
 
-def test_a_vocabulary_that_is_read_has_its_words_already(
+def test_min_count_is_refused_with_an_existing_vocabulary(
     rare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = rare / "vocab.json"

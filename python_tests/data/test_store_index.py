@@ -100,7 +100,7 @@ def add(name: str, *changes: tuple[int, int]) -> Callable[[Arrays], None]:
         (lambda arrays: arrays.pop("region_counts"), "region_counts: expected int64 of shape (7,), got none"),
     ],
 )
-def test_an_index_that_does_not_fit_is_refused(store: Path, change: Callable[[Arrays], object], message: str) -> None:
+def test_a_wrong_index_is_refused(store: Path, change: Callable[[Arrays], object], message: str) -> None:
     path = rewrite(store, change)
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: {re.escape(message)}$"):
         open_split(store, "train", VOCABULARY)
