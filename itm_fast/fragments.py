@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -18,6 +17,7 @@ from torch.utils import _pytree
 
 from itm_fast.files import atomic
 from itm_fast.files.messages import shown
+from itm_fast.files.regular import read_bytes
 
 __all__ = ["Fragments"]
 
@@ -139,7 +139,7 @@ class Fragments:
             ValueError: the file is damaged or holds no `Fragments`; the message names it.
         """
         try:
-            tensors = safetensors.torch.load(Path(path).read_bytes())
+            tensors = safetensors.torch.load(read_bytes(path))
         except safetensors.SafetensorError as error:
             raise ValueError(f"{path}: not a safetensors file: {error}") from None
         if tensors.keys() != {"offsets", "values"}:

@@ -77,8 +77,8 @@ def regions(network: nn.Module, patches: np.ndarray) -> np.ndarray:
 
 def _write_split(folder: Path, split: str, features: np.ndarray, captions: list[str]) -> None:
     atomic.write_text(folder / f"{split}_caps.txt", "".join(f"{caption}\n" for caption in captions))
-    with atomic.atomic_path(folder / f"{split}_ims.npy") as temporary:
-        np.save(temporary, features)
+    with atomic.atomic_file(folder / f"{split}_ims.npy") as file:
+        np.save(file, features)
 
 
 def main(arguments: list[str] | None = None) -> int:

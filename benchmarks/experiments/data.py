@@ -36,8 +36,8 @@ def bundled_data(folder: Path, train_images: int | None) -> Path:
     for split in emoji.SPLITS:
         pictures, captions = bundled_split(split, train_images)
         texts[f"{split}_caps.txt"] = "".join(f"{caption}\n" for caption in captions)
-        with atomic.atomic_path(folder / f"{split}_ims.npy") as temporary:
-            np.save(temporary, emoji.patches(pictures))
+        with atomic.atomic_file(folder / f"{split}_ims.npy") as file:
+            np.save(file, emoji.patches(pictures))
     for name, text in texts.items():
         atomic.write_text(folder / name, text)
     return folder

@@ -6,6 +6,7 @@ Every user error becomes one line `itm-fast: error: …` on stderr: exit status 
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
@@ -80,6 +81,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
+    # Paths that are not UTF-8 hold lone surrogates, which stdout refuses by default.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     warnings.showwarning = _show_warning
     sys.exit(run(arguments))
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from itm_fast.cli.models import check_run
+from itm_fast.cli.printing import printable
 
 
 def curves(
@@ -26,12 +27,12 @@ def curves(
     positives, the share of anchors that use their hardest negative, and rsum on the validation split. Curves that no
     log has are left out.
     """
-    from itm_fast.files import atomic
+    from itm_fast.files import atomic, regular
     from itm_fast.files.run_files import METRICS
     from itm_fast.report.comparison import write_comparison
     from itm_fast.training.metrics_log import read_metrics
 
-    names = label or [run.resolve().name for run in runs]
+    names = [printable(name) for name in label or [run.resolve().name for run in runs]]
     if len(names) != len(runs):
         raise ValueError(f"--label: expected one for each of the {len(runs)} runs, got {len(names)}")
     doubled = next((name for number, name in enumerate(names) if name in names[:number]), None)
@@ -41,7 +42,7 @@ def curves(
     logs = {}
     for name, run in zip(names, runs, strict=True):
         check_run(run)
-        if not (run / METRICS).is_file():
+        if not regular.is_file(run / METRICS):
             raise ValueError(f"{run}: holds no {METRICS}; it is no training run")
         logs[name] = read_metrics(run / METRICS, ("kind", "step"))
     write_comparison(out, logs)

@@ -77,6 +77,7 @@ def demo(
     data = out / "data"
     config = TrainConfig(data=str(data), out=str(out), mining=mining, seed=seed, threads=threads, **SETTINGS)
     _clear_earlier_demo(config)
+    atomic.check_entries(out, [data.name])
     emoji.write_dataset(data)
     config = _fit_into(config, minutes)
     vocabulary, train_data, _ = load_data(config)
@@ -146,7 +147,7 @@ def _fit_into(config: TrainConfig, minutes: float) -> TrainConfig:
 
     def needed_for(epochs: int) -> float:
         # A tenth more for the validations.
-        warmup = min(epochs, config.warmup_epochs)
+        warmup = min(epochs, config.warmup_epochs or 0)
         return 1.1 * trainer.steps_per_epoch * (warmup * seconds["all"] + (epochs - warmup) * seconds[config.mining])
 
     fitting = next((epochs for epochs in range(config.epochs, 1, -1) if needed_for(epochs) <= minutes * 60), 1)
@@ -258,9 +259,8 @@ def _facts(
 
 def _negatives(config: TrainConfig) -> str:
     """The negatives of all epochs, those of the warm-up first."""
-    kinds = ["all"] * min(config.warmup_epochs, config.epochs) + [config.mining] * (
-        config.epochs > config.warmup_epochs
-    )
+    warmup = min(config.warmup_epochs or 0, config.epochs)
+    kinds = ["all"] * warmup + [config.mining] * (config.epochs > warmup)
     return ", then ".join(dict.fromkeys(kind.replace("_", "-") for kind in kinds))
 
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from itm_fast.files import regular
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,19 +31,18 @@ def load_run(run: Path, device: torch.device, vocab: Path | None) -> tuple[Match
     """The model in `run`, its vocabulary, and the file of that."""
     from itm_fast import models
     from itm_fast.data import Vocabulary
-    from itm_fast.files.presence import is_present
     from itm_fast.training import run_folder
 
     model = models.load(run, device)
     own = run / run_folder.VOCABULARY
     path = vocab or own
-    if not path.is_file():
+    if not regular.is_file(path):
         raise ValueError(f"{path}: no such vocabulary file; name the one of the training with --vocab FILE")
     vocabulary = Vocabulary.from_file(path)
     expected = getattr(model.encoder_config, "vocab_size", len(vocabulary))
     if len(vocabulary) != expected:
         raise ValueError(f"{path}: {len(vocabulary)} words, but the model in {run} knows {expected}")
-    if is_present(own) and Vocabulary.from_file(own) != vocabulary:
+    if regular.is_present(own) and Vocabulary.from_file(own) != vocabulary:
         raise ValueError(f"{path}: not the vocabulary that the model was trained with, {own}")
     return model, vocabulary, path
 

@@ -20,7 +20,7 @@ from itm_fast import config as settings
 from itm_fast.compat import dbl, rcar, rvsepp, scan, sgraf, vse_infty
 from itm_fast.compat.checkpoint import OfficialCheckpoint, read_checkpoint
 from itm_fast.data import BertVocabulary, Vocabulary
-from itm_fast.files import atomic
+from itm_fast.files import atomic, regular
 from itm_fast.files.messages import shortened
 from itm_fast.files.run_files import CONFIG, VOCABULARY
 from itm_fast.models.base import MatchingModel
@@ -90,7 +90,7 @@ def convert(
     folder, vocabulary = Path(out), Path(vocabulary)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder for the model, found a file")
-    if not vocabulary.is_file():
+    if not regular.is_file(vocabulary):
         raise ValueError(f"{vocabulary}: no such vocabulary file")
     known = Vocabulary.from_file(vocabulary)
     official = read_checkpoint(checkpoint, ignored_options=ignored_options)
@@ -108,7 +108,7 @@ def convert(
         raise ValueError(f"{vocabulary}: expected {kind}, by which the checkpoint reads captions")
     # The model's own files come last: until they are whole the folder is no saved model.
     as_it_is = words is known and not isinstance(words, BertVocabulary)
-    vocabulary_bytes = vocabulary.read_bytes() if as_it_is else words.to_json().encode()
+    vocabulary_bytes = regular.read_bytes(vocabulary) if as_it_is else words.to_json().encode()
     contents = {VOCABULARY: vocabulary_bytes, **model.file_contents()}
     _check_contents(folder, contents)
     for name, content in contents.items():
@@ -122,6 +122,6 @@ def _check_contents(folder: Path, contents: Mapping[str, bytes]) -> None:
         raise ValueError(f"{folder}: holds {CONFIG}, the settings of a training run; choose another --out")
     for name, content in contents.items():
         path = folder / name
-        same = path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content
+        same = regular.is_file(path) and path.stat().st_size == len(content) and path.read_bytes() == content
         if path.exists() and not same:
             raise ValueError(f"{folder}: holds another {name}, which the model would overwrite; choose another --out")

@@ -19,6 +19,7 @@ import attrs
 from torch import Tensor
 
 from itm_fast.compat.options import Options
+from itm_fast.files import regular
 from itm_fast.files.messages import shown
 from itm_fast.files.torch_files import load_plain
 
@@ -74,7 +75,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, ignored_options: Iterable[s
             the official layout; one line names the file and the key.
     """
     path = Path(path)
-    if not path.is_file():
+    if not regular.is_file(path):
         found = "expected a checkpoint file, found a folder" if path.is_dir() else "no such checkpoint file"
         raise ValueError(f"{path}: {found}")
     try:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from itm_fast.data.vocabulary import MAX_BYTES, Vocabulary, words_by_id
-from itm_fast.files import documents
+from itm_fast.files import documents, regular
 from itm_fast.files.messages import shown
-from itm_fast.files.presence import is_present
 
 _CONTINUATION = "##"
 # Values in the `tokenizer.json` of every BERT model, which this package implements.
@@ -69,7 +68,7 @@ class BertVocabulary(Vocabulary):
             FileNotFoundError: `vocab.txt` does not exist.
         """
         beside = Path(path).with_name("tokenizer_config.json")
-        settings = documents.read_json(beside, MAX_BYTES) if is_present(beside) else {}
+        settings = documents.read_json(beside, MAX_BYTES) if regular.is_present(beside) else {}
         lowercase = settings.get("do_lower_case", True) if isinstance(settings, dict) else None
         if not isinstance(lowercase, bool):
             raise ValueError(f"{beside}: expected a JSON object whose do_lower_case is true or false")

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from itm_fast.data import layout
 from itm_fast.data.check_split import MAX_PLACES, Problem, SplitCheck, SplitSummary, without_path
 from itm_fast.data.vocabulary import Vocabulary, find_vocabulary
+from itm_fast.files import regular
 
 __all__ = ["Problem", "Report", "SplitSummary", "check_folder"]
 
@@ -66,7 +67,7 @@ def check_folder(
     """
     folder = Path(directory)
     layout.check_directory(folder)
-    if vocabulary_file is not None and not Path(vocabulary_file).is_file():
+    if vocabulary_file is not None and not regular.is_file(vocabulary_file):
         raise ValueError(f"{vocabulary_file}: no such vocabulary file")
     for name in splits:
         layout.check_split_name(name)

@@ -17,7 +17,7 @@ import numpy as np
 from itm_fast.data import layout
 from itm_fast.data.tokenization import tokenize
 from itm_fast.data.vocabulary import Vocabulary
-from itm_fast.files.presence import is_present
+from itm_fast.files import regular
 
 __all__ = ["MAX_PLACES", "Problem", "SplitCheck", "SplitSummary", "without_path"]
 
@@ -82,7 +82,7 @@ class SplitCheck:
         """
         path = self._path(suffix)
         try:
-            if not is_present(path):
+            if not regular.is_present(path):
                 return None
             lines = layout.read_lines(path)
         except (ValueError, OSError) as error:
@@ -112,7 +112,7 @@ class SplitCheck:
     def _open_features(self) -> np.memmap | None:
         path = self._path("ims.npy")
         try:
-            if is_present(path):
+            if regular.is_present(path):
                 return layout.open_features(path)
             self._add("ims.npy", "no such file")
         except (ValueError, OSError) as error:

@@ -19,6 +19,7 @@ from itm_fast.data.digests import sha256_of_file
 from itm_fast.data.store_format import SplitRecord
 from itm_fast.data.store_index import check_token_ids
 from itm_fast.data.vocabulary import Vocabulary
+from itm_fast.files import regular
 
 Content = TypeVar("Content")
 
@@ -96,7 +97,7 @@ def check_vocabulary(path: Path, digest: str) -> Vocabulary:
     Raises:
         ValueError: the file is missing or damaged, or its digest differs. The message names it.
     """
-    if not path.is_file():
+    if not regular.is_file(path):
         raise ValueError(f"{path}: no such file")
     vocabulary = Vocabulary.from_file(path)
     if store_format.vocabulary_digest(vocabulary) != digest:

@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from itm_fast.files import regular
+
 # Features may be too large to read whole, so 16 MB are sampled in blocks from the first byte to the last. Another
 # extraction changes every block. Smaller files are read whole.
 _BLOCKS, _BLOCK_BYTES = 256, 1 << 16
@@ -17,7 +19,7 @@ _BLOCKS, _BLOCK_BYTES = 256, 1 << 16
 
 def sampled_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's size and of sampled blocks. The file's name and times have no effect."""
-    with path.open("rb") as file:
+    with regular.open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(size.to_bytes(8, "little"))
         last = max(size - _BLOCK_BYTES, 0)
@@ -40,7 +42,7 @@ def sha256_of_parts(*parts: bytes) -> str:
 def sha256_of_file(path: Path, advance: Callable[[int], object]) -> str:
     """Return the SHA-256 of a whole file. `advance` is called with the size of each block after reading it."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with regular.open_file(path) as file:
         while block := file.read(1 << 22):
             digest.update(block)
             advance(len(block))

@@ -26,8 +26,7 @@ from PIL import Image
 from itm_fast.data.dataset import CaptionDataset
 from itm_fast.data.layout import CAPTIONS_PER_IMAGE, open_features, read_captions, split_path
 from itm_fast.data.vocabulary import Vocabulary
-from itm_fast.files import atomic
-from itm_fast.files.presence import is_present
+from itm_fast.files import atomic, regular
 
 SPLITS = ("train", "dev", "test")
 SIZE = 72  # pixels of a side
@@ -195,7 +194,7 @@ def write_dataset(directory: str | os.PathLike[str], *, overwrite: bool = False)
     texts = {"vocab.json": vocabulary().to_json()}
     for split in SPLITS:
         stray = split_path(directory, split, "cap2im.txt")
-        if is_present(stray):
+        if regular.is_present(stray):
             raise ValueError(f"{stray}: belongs to other data; choose another directory")
         texts[f"{split}_caps.txt"] = "".join(f"{caption}\n" for caption in captions(split))
         texts[f"{split}_ids.txt"] = "".join(f"{picture_id}\n" for picture_id in image_ids(split))
@@ -210,8 +209,8 @@ def write_dataset(directory: str | os.PathLike[str], *, overwrite: bool = False)
         if name in texts:
             atomic.write_text(directory / name, texts[name])
         else:
-            with atomic.atomic_path(directory / name) as temporary:
-                np.save(temporary, patches(pictures(name.removesuffix("_ims.npy"))))
+            with atomic.atomic_file(directory / name) as file:
+                np.save(file, patches(pictures(name.removesuffix("_ims.npy"))))
     return directory
 
 

@@ -22,7 +22,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from itm_fast.files.presence import is_present
+from itm_fast.files import regular
 
 CAPTIONS_PER_IMAGE = 5
 # The longest caption in characters, which bounds the time and memory that one line takes.
@@ -44,7 +44,7 @@ def split_path(directory: str | os.PathLike[str], split: str, suffix: str) -> Pa
 def available_splits(directory: str | os.PathLike[str]) -> list[str]:
     """List the splits that have features and captions in `directory`, sorted."""
     splits = (path.name.removesuffix("_ims.npy") for path in Path(directory).glob("*_ims.npy"))
-    return sorted(split for split in splits if is_present(split_path(directory, split, "caps.txt")))
+    return sorted(split for split in splits if regular.is_present(split_path(directory, split, "caps.txt")))
 
 
 def check_split_name(split: str) -> None:
@@ -66,7 +66,7 @@ def check_split(directory: str | os.PathLike[str], split: str) -> None:
     check_directory(directory)
     for suffix in SUFFIXES[:2]:
         path = split_path(directory, split, suffix)
-        if not is_present(path):
+        if not regular.is_present(path):
             found = ", ".join(available_splits(directory)) or "none"
             raise ValueError(f"{path}: no such file, so there is no split {split!r} (splits in {directory}: {found})")
 
@@ -78,7 +78,9 @@ def zeros_advice(split: str) -> str:
 
 def open_features(path: str | os.PathLike[str]) -> np.memmap:
     """Map `(n_rows, k, f)` float16, float32 or float64 features. Only the header is read."""
-    size = Path(path).stat().st_size
+    status = Path(path).stat()
+    regular.check_regular(status, path)
+    size = status.st_size
     try:
         promised = _promised_size(path)
         truncated = promised is not None and size < promised
@@ -111,7 +113,7 @@ _MAX_HEADER_BYTES = 10_000  # numpy has the same limit, but reads the header bef
 def _promised_size(path: str | os.PathLike[str]) -> int | None:
     """Return the file size in bytes that the header of a .npy file of numbers implies; None for other files."""
     readers = {(1, 0): (2, np.lib.format.read_array_header_1_0), (2, 0): (4, np.lib.format.read_array_header_2_0)}
-    with Path(path).open("rb") as file:
+    with regular.open_file(path) as file:
         if file.read(6) != np.lib.format.MAGIC_PREFIX:
             return None
         version = tuple(file.read(2))
@@ -129,7 +131,7 @@ def _promised_size(path: str | os.PathLike[str]) -> int | None:
 def read_lines(path: str | os.PathLike[str]) -> list[bytes]:
     """Return the lines of a text file without line ends and without a byte order mark at the start."""
     try:
-        content = Path(path).read_bytes()
+        content = regular.read_bytes(path)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     # Only "\n" and "\r\n" end a line: str.splitlines() also splits at separators that occur inside captions.

@@ -28,8 +28,7 @@ from itm_fast.data.pack_notes import Notes
 from itm_fast.data.precomputed import PrecomputedDataset
 from itm_fast.data.store_format import DTYPES, Manifest, ShardRecord, SplitRecord, shard_header
 from itm_fast.data.vocabulary import Vocabulary, find_vocabulary, load_vocabulary
-from itm_fast.files import atomic, lock
-from itm_fast.files.presence import is_present
+from itm_fast.files import atomic, lock, regular
 
 __all__ = ["SHARD_BYTES", "pack"]
 
@@ -83,9 +82,13 @@ def pack(
         raise ValueError(f"{target}: expected a folder for the store, found a file")
     if target.resolve() == source.resolve():
         raise ValueError(f"out: expected another folder than that of the data, got {target}")
+    atomic.check_entries(target, [store_format.MANIFEST, store_format.UNFINISHED, store_format.VOCABULARY])
     names = list(dict.fromkeys(splits)) or layout.available_splits(source)
     if not names:
         raise ValueError(f"{source}: no split: expected files such as train_ims.npy and train_caps.txt")
+    for name in names:
+        if name.encode("utf-8", "replace").decode() != name:
+            raise ValueError(f"{source}: split {name!r}: expected a name in UTF-8; rename its files")
     # Taken before anything is read, so that every later change is noticed.
     states = {name: _states_of(source, name) for name in names}
     vocabulary = load_vocabulary(source, vocabulary_file, min_count=min_count)
@@ -172,7 +175,7 @@ def _states_of(directory: Path, split: str) -> States:
 
 
 def _state_of(path: Path) -> tuple[int, int, int] | None:
-    if not is_present(path):
+    if not regular.is_present(path):
         return None
     state = path.stat()
     return state.st_size, state.st_mtime_ns, state.st_ino
@@ -270,7 +273,7 @@ def _write_shard(
     digest = hashlib.sha256(header)
     size = len(header)
     atomic.remove_temporaries(path)
-    with atomic.atomic_path(path) as temporary, temporary.open("wb") as file:
+    with atomic.atomic_file(path) as file:
         file.write(header)
         for start in range(first, last, step):
             end = min(start + step, last)
@@ -284,7 +287,6 @@ def _write_shard(
             file.write(content)
             size += content.nbytes
             bar.update(rows.numel() * rows.element_size())
-        file.flush()
     return ShardRecord(file=path.name, images=last - first, regions=regions, bytes=size, sha256=digest.hexdigest())
 
 

@@ -16,9 +16,8 @@ import attrs
 from itm_fast.data import store_format
 from itm_fast.data.check_store import check_vocabulary
 from itm_fast.data.store_format import MANIFEST, UNFINISHED, Manifest, ShardRecord
-from itm_fast.files import atomic, documents
+from itm_fast.files import atomic, documents, regular
 from itm_fast.files.messages import shown
-from itm_fast.files.presence import is_present
 
 _MAX_NOTES_BYTES = 16 * 2**20
 
@@ -50,7 +49,7 @@ class Notes:
             _check_files(folder, self.finished)
             self.path.unlink(missing_ok=True)
             return
-        if is_present(self.path):
+        if regular.is_present(self.path):
             self._take_up(folder)
         elif folder.is_dir():
             # A call that was killed before its first record leaves at most a temporary file.

@@ -17,8 +17,8 @@ from itm_fast.data.dataset import CaptionDataset
 from itm_fast.data.digests import sampled_sha256, sha256_of_parts
 from itm_fast.data.features import Features
 from itm_fast.data.vocabulary import Vocabulary
+from itm_fast.files import regular
 from itm_fast.files.messages import shown
-from itm_fast.files.presence import is_present
 
 
 class PrecomputedDataset(CaptionDataset):
@@ -67,11 +67,11 @@ class PrecomputedDataset(CaptionDataset):
         features = rows[:: self.repeated]
         counts_path = layout.split_path(directory, split, "regions.txt")
         counts: np.ndarray | None = None
-        if is_present(counts_path):
+        if regular.is_present(counts_path):
             counts = layout.read_region_counts(counts_path, len(rows), rows.shape[1])[:: self.repeated]
         ids_path = layout.split_path(directory, split, "ids.txt")
         image_ids: list[str] | None = None
-        if is_present(ids_path):
+        if regular.is_present(ids_path):
             image_ids = layout.read_ids(ids_path, len(features), self.repeated, caption_image)
 
         if max_images is not None and max_images < len(features):
@@ -93,7 +93,7 @@ class PrecomputedDataset(CaptionDataset):
     def _match(self, rows: np.memmap, n_captions: int) -> tuple[np.ndarray, int]:
         """Return the image of each caption, and how often the file stores each image."""
         cap2im = layout.split_path(self.directory, self.split, "cap2im.txt")
-        if is_present(cap2im):
+        if regular.is_present(cap2im):
             return layout.read_caption_image(cap2im, len(rows), n_captions), 1
         stride = layout.match_counts(self.directory, self.split, rows, n_captions)
         return np.arange(n_captions, dtype=np.int64) // layout.CAPTIONS_PER_IMAGE, stride
@@ -135,7 +135,7 @@ class PrecomputedDataset(CaptionDataset):
         """Return a digest that identifies the features: SHA-256 of the file's size and of sampled blocks."""
         digest = sampled_sha256(self.features_path)
         counts = layout.split_path(self.directory, self.split, "regions.txt")
-        return digest if self._counts is None else sha256_of_parts(digest.encode(), counts.read_bytes())
+        return digest if self._counts is None else sha256_of_parts(digest.encode(), regular.read_bytes(counts))
 
     def reopened(self) -> Features:
         """Return the features through a new memory map of the file."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from itm_fast.distributed import launched
+from itm_fast.files import regular
 from itm_fast.files.installation import host_module
 from itm_fast.processors import available
 
@@ -60,7 +61,11 @@ class ShardReader:
         ]
         host = _host()
         self.threads, self.dtype = threads, dtype
-        self._reader: _Native = _PythonReader(files, dtype) if host is None else host.ShardReader(files, dtype)
+        if host is None:
+            self._reader: _Native = _PythonReader(files, dtype)
+        else:
+            # As bytes, because not every path is UTF-8.
+            self._reader = host.ShardReader([(os.fsencode(path), *state) for path, *state in files], dtype)
 
     def gather(self, rows: np.ndarray, buffer: np.ndarray, wanted: str = "fp32") -> tuple[str, int, int]:
         """Fill `buffer` with numbers and check that all are finite.
@@ -97,7 +102,7 @@ class _PythonReader:
             try:
                 if not self._is_as_before(file):
                     return "changed", position, 0
-                with Path(self._files[file][0]).open("rb") as opened:
+                with regular.open_file(self._files[file][0]) as opened:
                     opened.seek(offset)
                     content = opened.read(values * stored.itemsize)
             except OSError as error:

@@ -23,7 +23,7 @@ from itm_fast.data.reader import BufferPool, ShardReader, default_threads
 from itm_fast.data.store_format import DTYPES, Manifest, SplitRecord
 from itm_fast.data.store_index import check_token_ids
 from itm_fast.data.vocabulary import Vocabulary
-from itm_fast.files.presence import is_present
+from itm_fast.files import regular
 from itm_fast.fragments import Fragments
 from itm_fast.processors import check_count
 
@@ -36,7 +36,7 @@ _LOSSLESS = {"float16": ("fp16", "fp32"), "float32": ("fp32",), "float64": ("fp3
 def check_data(directory: str | os.PathLike[str], split: str) -> None:
     """Raise ValueError if a data folder or feature store lacks a split."""
     if not store_format.is_store(directory):
-        if is_present(Path(directory) / store_format.UNFINISHED):
+        if regular.is_present(Path(directory) / store_format.UNFINISHED):
             raise ValueError(f"{directory}: an unfinished feature store; finish it with itm-fast data pack")
         layout.check_split(directory, split)
         return

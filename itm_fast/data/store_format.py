@@ -26,10 +26,9 @@ from safetensors.numpy import load as load_tensors
 
 from itm_fast.data.store_index import check_index
 from itm_fast.data.vocabulary import Vocabulary
-from itm_fast.files import atomic, documents
+from itm_fast.files import atomic, documents, regular
 from itm_fast.files.formats import Format
 from itm_fast.files.messages import shown
-from itm_fast.files.presence import is_present
 
 FORMAT = Format()
 MANIFEST = "store.json"
@@ -102,7 +101,7 @@ class Manifest:
 
 def is_store(directory: str | os.PathLike[str]) -> bool:
     """Return whether a folder is a finished feature store."""
-    return is_present(Path(directory) / MANIFEST)
+    return regular.is_present(Path(directory) / MANIFEST)
 
 
 def vocabulary_digest(vocabulary: Vocabulary) -> str:
@@ -122,7 +121,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         ValueError: the file is missing, damaged, or of a newer version. The message names it.
     """
     path = Path(directory) / MANIFEST
-    if not path.is_file():
+    if not regular.is_file(path):
         raise ValueError(f"{path}: no such file, so {directory} is not a finished feature store")
     content = documents.read_json(path, _MAX_MANIFEST_BYTES, "the manifest of a feature store")
     if not isinstance(content, dict):
@@ -199,7 +198,7 @@ def check_shard(path: Path, dtype: str, shard: ShardRecord, width: int) -> os.st
     """
     header = shard_header(dtype, shard.regions, width)
     try:
-        with path.open("rb") as file:
+        with regular.open_file(path) as file:
             status = os.fstat(file.fileno())
             found = file.read(len(header))
     except FileNotFoundError:
@@ -217,12 +216,12 @@ def read_index(path: Path, split: SplitRecord) -> dict[str, np.ndarray]:
     Raises:
         ValueError: the file is missing or damaged, or its arrays do not fit the manifest. The message names it.
     """
-    if not path.is_file():
+    if not regular.is_file(path):
         raise ValueError(f"{path}: no such file")
     size = path.stat().st_size
     if size != split.index_bytes:
         raise ValueError(f"{path}: the store wrote {split.index_bytes:,} bytes, the file has {size:,}")
-    content = path.read_bytes()
+    content = regular.read_bytes(path)
     if hashlib.sha256(content).hexdigest() != split.index_sha256:
         raise ValueError(f"{path}: damaged: its checksum is not that of the store")
     try:

@@ -87,7 +87,7 @@ def write_synthetic(
             blocks = (_captions(stream, first, words - 5) for first in range(0, images, _BLOCK_IMAGES))
             captions = [caption for block in blocks for caption in block][: images * CAPTIONS_PER_IMAGE]
             atomic.write_text(split_path(folder, split, "caps.txt"), "".join(captions))
-            with atomic.atomic_path(split_path(folder, split, "ims.npy")) as temporary, temporary.open("wb") as file:
+            with atomic.atomic_file(split_path(folder, split, "ims.npy")) as file:
                 _write_features(file, (images, regions, width), stream, sparse, bar)
     return folder
 

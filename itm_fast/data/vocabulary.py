@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 
 from itm_fast.data import layout
 from itm_fast.data.tokenization import tokenize
-from itm_fast.files import atomic, documents
+from itm_fast.files import atomic, documents, regular
 from itm_fast.files.messages import shown
-from itm_fast.files.presence import is_present
 
 # The largest published vocabulary has 0.4 MB.
 MAX_BYTES = 64 * 2**20
@@ -183,14 +182,14 @@ def find_vocabulary(directory: str | os.PathLike[str]) -> Path | None:
     """
     directory = Path(directory)
     own = directory / "vocab.json"
-    if is_present(own):
+    if regular.is_present(own):
         return own
     resolved = directory.resolve()
     names = [resolved.name, f"{resolved.parent.name}_{resolved.name}"]
     for folder in list(resolved.parents)[:3]:
         for name in names:
             candidate = folder / "vocab" / f"{name}_vocab.json"
-            if is_present(candidate):
+            if regular.is_present(candidate):
                 return candidate
     return None
 
@@ -205,11 +204,11 @@ def load_vocabulary(
     """
     path = Path(vocabulary_file) if vocabulary_file is not None else find_vocabulary(directory)
     if path is not None:
-        if not path.is_file():
+        if not regular.is_file(path):
             raise ValueError(f"{path}: no such vocabulary file")
         return Vocabulary.from_file(path)
     captions = Path(directory) / "train_caps.txt"
-    if not is_present(captions):
+    if not regular.is_present(captions):
         raise ValueError(
             f"{directory}: found no vocabulary (vocab.json, or ../vocab/{Path(directory).resolve().name}_vocab.json) "
             "and no train_caps.txt to build one from; name one with --vocab FILE"

@@ -7,9 +7,15 @@ import errno
 import glob
 import os
 import re
-import tempfile
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO, cast
+
+from itm_fast.files.folder import Folder
+from itm_fast.files.regular import check_regular
+
+StrPath = str | os.PathLike[str]
 
 # Error codes of a disk that accepts no more data: full, quota exceeded, file too large, I/O error.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -17,42 +23,74 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _NUMPY_ERROR = re.compile(r"Not enough free space|\d+ requested and \d+ written")
 
 
-@contextlib.contextmanager
-def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path beside `path`. On success it replaces `path` in one step; on an exception it is removed.
+def open_folder(path: StrPath, root: StrPath | None = None) -> Folder:
+    """Open the folder `path` for writing; create it and its missing parents.
 
-    Missing parent folders are created.
+    Args:
+        path: the folder; `root` or a folder below it.
+        root: the folder that the user named; default: `path`. Links below it are refused; see `Folder`.
+    """
+    make_folder(Path(path if root is None else root))
+    with naming_full_disk(path):
+        return Folder(path, root, create=True)
+
+
+@contextlib.contextmanager
+def atomic_file(path: StrPath, root: StrPath | None = None) -> Iterator[BinaryIO]:
+    """Yield a temporary file beside `path`. On success it replaces `path` in one step; on an exception it is removed.
+
+    Missing parent folders are created. `root` is as in `open_folder`; default: the parent of `path`.
 
     Raises:
         OSError: the disk is full or broken. The message is one line that names `path`; its earlier content is kept.
+        ValueError: `path`, or a folder between `root` and `path`, is a symbolic link.
     """
     target = Path(path)
-    make_folder(target.parent)
-    with naming_full_disk(target):
-        # The suffix stays at the end because numpy.save and others append a missing one.
-        prefix, suffix = _temporary_name(target)
-        handle, name = tempfile.mkstemp(prefix=prefix, suffix=suffix, dir=target.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
+    with open_folder(target.parent, root) as folder:
+        folder.status(target.name)
         with naming_full_disk(target):
-            yield temporary
-            _finish(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+            temporary, handle = folder.temporary(*_temporary_name(target))
+        try:
+            with naming_full_disk(target):
+                with os.fdopen(handle, "w+b") as file:
+                    yield file
+                    file.flush()
+                    # Without this, a power cut may leave the new name with content that never reached the disk.
+                    os.fsync(handle)
+                _finish(folder, temporary, target.name)
+        except BaseException:
+            folder.remove(temporary)
+            raise
 
 
-def _finish(temporary: Path, target: Path) -> None:
-    # mkstemp creates files that only the owner can read; the finished file gets the usual permissions.
-    mask = os.umask(0)
-    os.umask(mask)
-    temporary.chmod(0o666 & ~mask)
-    # Without this, a power cut may leave the new name with content that never reached the disk.
-    _flush_to_disk(temporary)
-    temporary.replace(target)
-    if os.name == "posix":
-        _flush_to_disk(target.parent)
+def _finish(folder: Folder, temporary: str, target: str) -> None:
+    folder.replace(temporary, target)
+    folder.flush()
+
+
+def open_in_place(path: StrPath, mode: str, root: StrPath | None = None) -> BinaryIO:
+    """Open a file that is changed in place, without following a link. `root` is as in `atomic_file`.
+
+    Args:
+        path: the file; its folder exists.
+        mode: "ab" appends and creates a missing file; "r+b" reads and writes.
+        root: the folder that the user named.
+    """
+    flags = {"ab": os.O_WRONLY | os.O_APPEND | os.O_CREAT, "r+b": os.O_RDWR}[mode]
+    with Folder(Path(path).parent, root) as folder:
+        return cast(BinaryIO, os.fdopen(folder.open(Path(path).name, flags), mode))
+
+
+def check_entries(root: StrPath, names: Iterable[StrPath]) -> None:
+    """Raise ValueError if one of the paths `names`, relative to `root`, is unsafe to write.
+
+    It is unsafe if it is a named pipe, a socket or a device, or if it is or leads through a symbolic link.
+    """
+    for name in names:
+        with contextlib.suppress(FileNotFoundError), Folder((Path(root) / name).parent, root) as folder:
+            status = folder.status(Path(name).name)
+            if status is not None and not stat.S_ISDIR(status.st_mode):
+                check_regular(status, Path(root) / name)
 
 
 def _temporary_name(target: Path) -> tuple[str, str]:
@@ -60,17 +98,25 @@ def _temporary_name(target: Path) -> tuple[str, str]:
     return f".{target.stem}.", f".tmp{target.suffix}"
 
 
-def remove_temporaries(path: str | os.PathLike[str]) -> None:
+def remove_temporaries(path: StrPath, root: StrPath | None = None) -> None:
     """Remove temporary files of killed writers of `path`. Call it only while no other process writes `path`."""
-    target = Path(path)
-    prefix, suffix = _temporary_name(target)
-    # tempfile uses eight random characters.
-    for temporary in target.parent.glob(f"{glob.escape(prefix)}{'?' * 8}{glob.escape(suffix)}"):
-        temporary.unlink(missing_ok=True)
+    prefix, suffix = map(glob.escape, _temporary_name(Path(path)))
+    remove_matching(Path(path).with_name(f"{prefix}{'?' * 8}{suffix}"), root)
+
+
+def remove_matching(pattern: StrPath, root: StrPath | None = None, *, kept: str | None = None) -> None:
+    """Remove the files in a folder whose names match the last part of `pattern`, except `kept`.
+
+    `root` is as in `atomic_file`.
+    """
+    with contextlib.suppress(FileNotFoundError), Folder(Path(pattern).parent, root) as folder:
+        for name in folder.names(Path(pattern).name):
+            if name != kept:
+                folder.remove(name)
 
 
 @contextlib.contextmanager
-def naming_full_disk(path: str | os.PathLike[str]) -> Iterator[None]:
+def naming_full_disk(path: StrPath) -> Iterator[None]:
     """Convert the exception of a full or broken disk, even a wrapped one, into one line that names `path`."""
     try:
         yield
@@ -80,7 +126,7 @@ def naming_full_disk(path: str | os.PathLike[str]) -> Iterator[None]:
             cause = cause.__context__
         if not isinstance(cause, OSError):
             raise
-        kept = "; what was there before is kept" if Path(path).exists() else ""
+        kept = "; its earlier content is kept" if Path(path).exists() else ""
         raise OSError(f"{path}: cannot be written: {cause.strerror or cause}{kept}") from error
 
 
@@ -95,34 +141,31 @@ def make_folder(folder: Path) -> None:
     make_folder(folder.parent)
     with naming_full_disk(folder):
         folder.mkdir(exist_ok=True)
-    if os.name == "posix":
-        _flush_to_disk(folder.parent)
+    with Folder(folder.parent) as parent:
+        parent.flush()
 
 
-def _flush_to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def write_text(path: StrPath, text: str, root: StrPath | None = None) -> None:
+    """Write `text` atomically as UTF-8, with its line ends unchanged.
+
+    Bytes of paths that are not UTF-8 are surrogates in Python's texts; they are written as in `\\udcff`.
+    """
+    write_bytes(path, text.encode("utf-8", "backslashreplace"), root)
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` atomically as UTF-8, with its line ends unchanged."""
-    write_bytes(path, text.encode("utf-8"))
+def write_bytes(path: StrPath, content: bytes, root: StrPath | None = None) -> None:
+    """Write `content` atomically. `root` is as in `atomic_file`."""
+    with atomic_file(path, root) as file:
+        file.write(content)
 
 
-def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write `content` atomically."""
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(content)
-
-
-def check_target(path: str | os.PathLike[str]) -> None:
+def check_target(path: StrPath) -> None:
     """Raise ValueError if `path` cannot become a file. Call it before long work that writes its result there."""
     target = Path(path)
     if target.is_dir():
         raise ValueError(f"{path}: expected a file to write, found a folder")
+    if target.parent.is_dir():
+        check_entries(target.parent, [target.name])
     nearest = next(parent for parent in target.absolute().parents if parent.exists())
     if not nearest.is_dir():
         raise ValueError(f"{path}: expected a folder at {nearest}, found a file")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from itm_fast.files import atomic
+from itm_fast.files.folder import Folder
 
 if sys.platform != "win32":
     import fcntl
@@ -27,6 +28,7 @@ _held: set[int] = set()
 @contextlib.contextmanager
 def hold(
     path: str | os.PathLike[str],
+    root: str | os.PathLike[str] | None = None,
     *,
     refusal: Callable[[str], str],
     warning: Callable[[str], str],
@@ -38,7 +40,8 @@ def hold(
     (Windows, some network file systems) other writers are not kept out.
 
     Args:
-        path: the lock file. It remains after use unless it is `temporary`, and always after a kill.
+        path: the lock file, no symbolic link. It remains after use unless it is `temporary`, and always after a kill.
+        root: the folder that the user named, as in `atomic.open_folder`; default: the folder of `path`.
         refusal: makes the error message from a description of the process that holds the lock.
         warning: makes the warning for a file system without locks, from its error message.
         temporary: remove the file at the end.
@@ -47,31 +50,32 @@ def hold(
         ValueError: another process holds the lock.
     """
     path = Path(path)
-    atomic.make_folder(path.parent)
-    handle = _opened(path, refusal, warning)
-    try:
-        with atomic.naming_full_disk(path):
-            os.write(handle, f"{os.getpid()} on {socket.gethostname()}".encode().ljust(_LENGTH))
-        yield
-    finally:
-        # A forked process has closed its copy already; the same number may belong to another file there.
-        if handle in _held:
-            if temporary:
-                path.unlink(missing_ok=True)
-            _held.discard(handle)
-            os.close(handle)
+    with atomic.open_folder(path.parent, root) as folder:
+        handle = _opened(folder, path.name, refusal, warning)
+        try:
+            with atomic.naming_full_disk(path):
+                os.write(handle, f"{os.getpid()} on {socket.gethostname()}".encode().ljust(_LENGTH))
+            yield
+        finally:
+            # A forked process has closed its copy already; the same number may belong to another file there.
+            if handle in _held:
+                if temporary:
+                    folder.remove(path.name)
+                _held.discard(handle)
+                os.close(handle)
 
 
-def _opened(path: Path, refusal: Callable[[str], str], warning: Callable[[str], str]) -> int:
+def _opened(folder: Folder, name: str, refusal: Callable[[str], str], warning: Callable[[str], str]) -> int:
     """Open and lock the file; return its handle."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        handle = folder.open(name, os.O_RDWR | os.O_CREAT)
         _held.add(handle)
         try:
             _acquire(handle, refusal, warning)
             # A holder that ended meanwhile may have removed the file opened here. Another process could then lock a
             # new file of the same name, so try again.
-            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+            status = folder.status(name)
+            if status is not None and os.path.samestat(os.fstat(handle), status):
                 return handle
         except BaseException:
             _let_go(handle)

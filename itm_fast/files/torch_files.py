@@ -14,6 +14,7 @@ import attrs
 import torch
 
 from itm_fast.files.messages import shortened
+from itm_fast.files.regular import native_path, open_file
 
 __all__ = ["RefusedError", "check_pickle", "load_plain"]
 
@@ -45,10 +46,16 @@ def load_plain(path: Path, allowed: Sequence[Callable[..., Any]] = (), *, checks
     verifies the checksums of an archive, which torch writes by default but does not check for tensors.
 
     Raises:
+        OSError: the file is missing or cannot be read.
         ValueError: the file is damaged, would unpack to more bytes than it has, or names any other object. No code
             from the file was run. The message is only the reason; prepend the path.
     """
     names = _ALLOWED.union(f"{one.__module__}.{one.__qualname__}" for one in allowed)
+    with open_file(path) as file:
+        return _load(Path(native_path(file.fileno(), path)), names, allowed, checksums)
+
+
+def _load(path: Path, names: set[str], allowed: Sequence[Callable[..., Any]], checksums: bool) -> Any:
     try:
         if _is_archive(path):
             _check_archive(path, names, checksums)
@@ -77,10 +84,10 @@ def _check_archive(path: Path, names: set[str], checksums: bool) -> None:
     with zipfile.ZipFile(path) as archive:
         unpacked = sum(entry.file_size for entry in archive.infolist())
         if unpacked > size:
-            raise RefusedError(f"its {size:,} bytes claim to hold {unpacked:,}")
+            raise RefusedError(f"claims to hold {unpacked:,} bytes, but has only {size:,}")
         changed = archive.testzip() if checksums else None
     if changed is not None:
-        raise RefusedError("damaged: what it holds does not agree with its checksum")
+        raise RefusedError("damaged: its content does not match its checksum")
     # Use the reader of torch.load: for names that differ only in case, other readers may choose another record.
     reader = torch._C.PyTorchFileReader(str(path))
     keys = {record.removeprefix("data/") for record in reader.get_all_records() if record.startswith("data/")}
@@ -172,20 +179,18 @@ def check_pickle(pickle: bytes | IO[bytes], allowed: Container[str], keys: Conta
             stack.append(_Value())
         else:
             if name == "GLOBAL" and (found := argument.replace(" ", ".")) not in allowed:
-                raise RefusedError(
-                    f"holds the Python object {shortened(found)}, which does not belong there; nothing of it was run"
-                )
+                raise RefusedError(f"names the Python object {shortened(found)}, which is not allowed; no code was run")
             taken = _take(stack, operation.stack_before)
             if name.startswith("TUPLE") or name == "EMPTY_TUPLE":
                 value = _Value(1 + sum(part.weight for part in taken), len(taken), taken)
             else:
                 value = _Value(text=argument if isinstance(argument, str) else None)
             if value.weight > _MAX_WEIGHT:
-                raise RefusedError("holds a tuple of tuples that is out of all proportion to the file")
+                raise RefusedError("holds nested tuples that are far larger than the file")
             stack += [None if one is pickletools.markobject else value for one in operation.stack_after]
     # An honest pickle fills a container value by value and uses it once.
     if copies > operations:
-        raise RefusedError("copies its values out of all proportion to the file")
+        raise RefusedError("copies far more values than it holds")
 
 
 def _take(stack: list[_Value | None], kinds: list[pickletools.StackObject]) -> list[_Value]:

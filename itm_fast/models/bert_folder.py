@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from itm_fast.files import regular
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, read_json
 from itm_fast.files.messages import shown
-from itm_fast.files.presence import is_present
 from itm_fast.models.base import check_shapes, load_weights, shapes_of
 from itm_fast.models.weights_file import read_shapes, read_weights
 
@@ -53,7 +53,7 @@ def bert_vocabulary_file(folder: str | os.PathLike[str]) -> Path:
             "save_pretrained of a BertModel and its tokenizer in transformers"
         )
     text, tokenizer = Path(folder) / "vocab.txt", Path(folder) / "tokenizer.json"
-    return tokenizer if not is_present(text) and is_present(tokenizer) else text
+    return tokenizer if not regular.is_present(text) and regular.is_present(tokenizer) else text
 
 
 def bert_options(folder: str | os.PathLike[str], vocab_size: int) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def load_bert(bert: nn.Module, folder: str | os.PathLike[str]) -> None:
         ValueError: the file is missing or damaged, or its weights do not fit; one line names the file and the weight.
     """
     path = Path(folder) / _WEIGHTS
-    if not path.is_file():
+    if not regular.is_file(path):
         raise ValueError(
             f"{path}: no such file; expected the weights of a BERT model (save_pretrained of transformers writes them)"
         )

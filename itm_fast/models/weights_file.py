@@ -5,7 +5,6 @@ Inside: `read_shapes`, `read_weights`, `check_finite`.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ import safetensors
 from safetensors.torch import load_file
 from torch import Tensor
 
+from itm_fast.files import regular
+from itm_fast.files.documents import parse_json
 from itm_fast.files.messages import shortened
 
 __all__ = ["check_finite", "read_shapes", "read_weights"]
@@ -28,10 +29,10 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         ValueError: the file is missing, its header is damaged or too large, or the file is shorter than the header
             says; one line names the file.
     """
-    if not path.is_file():
+    if not regular.is_file(path):
         raise ValueError(f"{path}: no such file; {path.parent} is not a saved model")
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with regular.open_file(path) as file:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8:
@@ -42,10 +43,10 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     if len(text) < length:
         raise ValueError(f"{path}: truncated: the header has {length:,} bytes, the file {size:,}")
     try:
-        tensors = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        tensors = {name: entry for name, entry in parse_json(text).items() if name != "__metadata__"}
         shapes = {name: _shape(entry) for name, entry in tensors.items()}
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         raise _damaged(path, "its header is damaged") from None
     if 8 + length + end > size:
         raise ValueError(f"{path}: truncated: the header promises {8 + length + end:,} bytes, the file has {size:,}")
@@ -55,7 +56,8 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """All tensors of a file whose header `read_shapes` has accepted; ValueError naming the file where it is damaged."""
     try:
-        return load_file(path)
+        with regular.open_file(path) as file:
+            return load_file(regular.native_path(file.fileno(), path))
     except safetensors.SafetensorError as error:
         raise _damaged(path, shortened(str(error))) from None
 

@@ -102,8 +102,8 @@ def write_figure(
         handles = [mpl.lines.Line2D([], [], label=name, **style(number)) for number, name in enumerate(names)]
         _add_legend(figure, handles)
         metadata = {"Date": None, "Creator": None} if suffix == ".svg" else None
-        with atomic.atomic_path(path) as temporary:
-            figure.savefig(temporary, format=suffix[1:], dpi=150, metadata=metadata)
+        with atomic.atomic_file(path) as file:
+            figure.savefig(file, format=suffix[1:], dpi=150, metadata=metadata)
 
 
 def _add_legend(figure: Figure, handles: Sequence[mpl.lines.Line2D]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from itm_fast.distributed import World
-from itm_fast.files import atomic
+from itm_fast.files import atomic, regular
 from itm_fast.files.formats import Format
 from itm_fast.files.messages import shown
 from itm_fast.files.torch_files import load_plain
@@ -48,8 +48,7 @@ def save_state(run: str | os.PathLike[str], state: dict[str, Any]) -> None:
     Raises:
         OSError: the disk is full; one line that names the file.
     """
-    # torch opens a path itself and then hides what the disk answered; to a file of Python's the answer comes through.
-    with atomic.atomic_path(Path(run) / STATE_FILE) as temporary, temporary.open("wb") as file:
+    with atomic.atomic_file(Path(run) / STATE_FILE, run) as file:
         torch.save({"format_version": FORMAT.newest, **state}, file)
 
 
@@ -60,7 +59,7 @@ def load_state(run: str | os.PathLike[str], keys: Iterable[str] = ()) -> dict[st
         ValueError: there is none, it is damaged, its format is newer, or one of `keys` is missing or of another kind.
     """
     path = Path(run) / STATE_FILE
-    if not path.is_file():
+    if not regular.is_file(path):
         raise ValueError(f"{path}: no such file; there is no run to resume")
     try:
         state = load_plain(path, checksums=True)

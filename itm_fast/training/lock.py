@@ -28,6 +28,7 @@ def lock(run: str | os.PathLike[str]) -> Iterator[None]:
     """
     with hold(
         Path(run) / LOCK_FILE,
+        run,
         refusal=lambda holder: f"{run}: {holder} is training there; wait for its end, or choose another --out",
         warning=lambda said: f"{run}: its file system knows no locks ({said}); start no second training there",
     ):

@@ -9,7 +9,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from itm_fast.files import atomic
+from itm_fast.files import atomic, regular
+from itm_fast.files.documents import parse_json
 from itm_fast.files.messages import shortened, shown
 
 __all__ = ["MetricsLog", "read_metrics"]
@@ -25,13 +26,13 @@ class MetricsLog:
         self.path = Path(path)
 
     def write(self, **values: Any) -> None:
-        with atomic.naming_full_disk(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+        with atomic.naming_full_disk(self.path), atomic.open_in_place(self.path, "ab") as file:
+            file.write((json.dumps(values) + "\n").encode())
 
     def flush_to_disk(self) -> None:
         """Waits until what was written would survive a power cut."""
         if self.path.exists():
-            with atomic.naming_full_disk(self.path), self.path.open("rb+") as file:
+            with atomic.naming_full_disk(self.path), atomic.open_in_place(self.path, "r+b") as file:
                 os.fsync(file.fileno())
 
     @property
@@ -41,14 +42,14 @@ class MetricsLog:
 
     def line_at(self, position: int) -> tuple[dict[str, Any], int] | None:
         """The line that starts at byte `position`, and where the next one starts; None where none is whole."""
-        if not self.path.exists():
+        if position >= self.size:
             return None
-        with self.path.open("rb") as file:
+        with regular.open_file(self.path) as file:
             file.seek(position)
             line = file.readline()
         try:
-            values = json.loads(line) if line.endswith(b"\n") else None
-        except (ValueError, RecursionError):
+            values = parse_json(line) if line.endswith(b"\n") else None
+        except ValueError:
             return None
         return (values, position + len(line)) if isinstance(values, dict) else None
 
@@ -56,7 +57,7 @@ class MetricsLog:
         """Drops what was logged after the state that a run resumes from, and a last line that is not whole."""
         if not self.path.exists():
             return
-        with self.path.open("rb+") as file:
+        with atomic.open_in_place(self.path, "r+b") as file:
             kept = file.read(min(size, self.size))
             file.truncate(kept.rfind(b"\n") + 1)
 
@@ -68,11 +69,11 @@ def read_metrics(path: str | os.PathLike[str], required: Collection[str] = ()) -
         ValueError: a line is anything else, or lacks one of `required`; file and line are named.
     """
     lines = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), start=1):
+    for number, line in enumerate(regular.read_bytes(path).splitlines(), start=1):
         where = f"{path}: line {number}"
         try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            values = parse_json(line)
+        except ValueError as error:
             raise ValueError(f"{where}: expected JSON: {error}") from None
         if not isinstance(values, dict):
             raise ValueError(f"{where}: expected names and values, got {shown(values)}")

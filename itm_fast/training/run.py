@@ -18,7 +18,7 @@ from itm_fast import config as settings
 from itm_fast import models
 from itm_fast.data import PrecomputedDataset, Vocabulary, check_data, find_vocabulary, load_vocabulary, open_split
 from itm_fast.distributed import World, joined
-from itm_fast.files.presence import is_present
+from itm_fast.files import regular
 from itm_fast.models.bert_folder import bert_options, bert_vocabulary_file, load_bert
 from itm_fast.processors import check_count, set_threads
 from itm_fast.training import run_folder
@@ -131,7 +131,7 @@ def load_data(
 def vocabulary_path(config: TrainConfig, *, resume: bool = False) -> Path | None:
     """The vocabulary file that `load_data` reads; None where it builds a vocabulary from the training captions."""
     own = Path(config.out) / run_folder.VOCABULARY
-    if resume and is_present(own):
+    if resume and regular.is_present(own):
         return own
     if config.bert is not None:
         if config.vocab is not None:

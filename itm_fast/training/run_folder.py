@@ -1,6 +1,6 @@
 """The RUN folder, whose files `itm_fast.files.run_files` names: when a run may write into it.
 
-Inside: `check`, `prepare`, `saved_config`, `save_models`.
+Inside: `check`, `missing_model_file`, `prepare`, `saved_config`, `save_models`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,34 @@ from pathlib import Path
 
 from itm_fast import config as settings
 from itm_fast.data import Vocabulary
-from itm_fast.files import atomic
+from itm_fast.files import atomic, regular
 from itm_fast.files.messages import shown
 from itm_fast.files.run_files import BRANCHES, CONFIG, DISCRIMINATORS, METRICS, TENSORBOARD, VOCABULARY
 from itm_fast.models.base import CONFIG_FILE, WEIGHTS_FILE, MatchingModel
 from itm_fast.training.checkpoint import STATE_FILE
 from itm_fast.training.config import TrainConfig, read_yaml, to_yaml
+from itm_fast.training.lock import LOCK_FILE
 
-__all__ = ["CONFIG", "METRICS", "TENSORBOARD", "VOCABULARY", "check", "prepare", "save_models", "saved_config"]
+__all__ = [
+    "CONFIG",
+    "METRICS",
+    "TENSORBOARD",
+    "VOCABULARY",
+    "check",
+    "missing_model_file",
+    "prepare",
+    "save_models",
+    "saved_config",
+]
+
+
+_BRANCH_FILES = (VOCABULARY, WEIGHTS_FILE, CONFIG_FILE)
 
 
 def saved_config(run: str | Path) -> TrainConfig:
     """The settings that a run was started with; ValueError naming their file where they are none."""
     path = Path(run) / CONFIG
-    if not path.is_file():
+    if not regular.is_file(path):
         raise ValueError(f"{run}: holds no {CONFIG}; there is no run to resume")
     values = read_yaml(path, quiet=True)
     try:
@@ -44,7 +58,8 @@ def check(config: TrainConfig, *, resume: bool) -> None:
         raise ValueError(f"{run}: expected a folder for the run, found a file")
     if run.resolve() == Path(config.data).resolve():
         raise ValueError(f"out: expected another folder than that of the data, got {run}")
-    started, has_state = (run / CONFIG).is_file(), (run / STATE_FILE).is_file()
+    atomic.check_entries(run, _written(run))
+    started, has_state = regular.is_file(run / CONFIG), regular.is_file(run / STATE_FILE)
     if resume and not started:
         raise ValueError(f"{run}: holds no {CONFIG}; there is no run to resume")
     differing = _first_difference(saved_config(run), config) if started and (resume or has_state) else None
@@ -75,12 +90,11 @@ def prepare(config: TrainConfig, *, resume: bool) -> Path:
     """
     run = Path(config.out)
     for name in (CONFIG, VOCABULARY, WEIGHTS_FILE, CONFIG_FILE, STATE_FILE):
-        atomic.remove_temporaries(run / name)
+        atomic.remove_temporaries(run / name, run)
     for branch in (run / BRANCHES).glob("*"):
-        for name in (VOCABULARY, WEIGHTS_FILE, CONFIG_FILE):
-            atomic.remove_temporaries(branch / name)
-    for leftover in (run / STATE_FILE).parent.glob(f".{DISCRIMINATORS}"):
-        leftover.unlink()
+        for name in _BRANCH_FILES:
+            atomic.remove_temporaries(branch / name, run)
+    atomic.remove_matching((run / STATE_FILE).with_name(f".{DISCRIMINATORS}"), run)
     if not resume:
         (run / METRICS).unlink(missing_ok=True)
     atomic.write_text(run / CONFIG, to_yaml(config))
@@ -94,9 +108,27 @@ def save_models(run: str | Path, target: MatchingModel, others: Sequence[Matchin
     """
     for number, model in enumerate(others, start=1):
         folder = Path(run) / BRANCHES / str(number)
-        words.save(folder / VOCABULARY)
-        model.save(folder)
+        for name, content in {VOCABULARY: words.to_json().encode(), **model.file_contents()}.items():
+            atomic.write_bytes(folder / name, content, run)
     target.save(run)
+
+
+def missing_model_file(run: str | Path, others: int) -> Path | None:
+    """Return the first file of the best model, or of the `others` saved with it, that the RUN folder lacks."""
+    folders = [Path(run), *(Path(run) / BRANCHES / str(number) for number in range(1, others + 1))]
+    files = [folder / name for folder in folders for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    return next((file for file in files if not regular.is_file(file)), None)
+
+
+def _written(run: Path) -> list[Path]:
+    """The paths in `run` that a run writes."""
+    last, branches = STATE_FILE.parent, Path(BRANCHES)
+    return [
+        *map(Path, (CONFIG, VOCABULARY, METRICS, TENSORBOARD, BRANCHES, WEIGHTS_FILE, CONFIG_FILE)),
+        *(last / name for name in (LOCK_FILE.name, STATE_FILE.name)),
+        *(path.relative_to(run) for path in (run / last).glob(DISCRIMINATORS)),
+        *(branches / one.name / name for one in (run / branches).glob("*") for name in _BRANCH_FILES),
+    ]
 
 
 def _first_difference(before: TrainConfig, now: TrainConfig) -> tuple[str, object, object] | None:

@@ -46,7 +46,8 @@ class TensorBoardLog:
         A new file therefore says everything again and tells TensorBoard to forget what the earlier ones said.
         """
         with atomic.naming_full_disk(self.folder):
-            self._writer = self._make_writer(str(self.folder), purge_step=0)
+            self._opened = atomic.open_folder(self.folder, self.folder.parent)
+            self._writer = self._make_writer(self._opened.native_path(), purge_step=0)
         # Times of earlier parts are moved up, as if the run had never paused.
         self._started = time.time() - seconds
         for line in lines:
@@ -67,3 +68,4 @@ class TensorBoardLog:
         if self._writer is not None:
             with atomic.naming_full_disk(self.folder):
                 self._writer.close()
+            self._opened.close()

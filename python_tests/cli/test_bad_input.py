@@ -132,8 +132,8 @@ def test_a_state_that_holds_code(run: Path, tmp_path: Path, capsys: pytest.Captu
     state = torch.load(path, weights_only=True)
     torch.save({**state, "best": Attack(mark)}, path, _use_new_zipfile_serialization=zipped)
     assert resume_error(capsys, run) == (
-        f"{path}: not a readable training state: holds the Python object {os.mkdir.__module__}.mkdir, which does not "
-        "belong there; nothing of it was run"
+        f"{path}: not a readable training state: names the Python object {os.mkdir.__module__}.mkdir, which is not "
+        "allowed; no code was run"
     )
     assert not mark.exists()
 

@@ -18,7 +18,7 @@ import torch
 from itm_fast import compat
 from python_tests.helpers.official_scan import FORMS, WORDS, options, random_model, write_checkpoint, write_vocabulary
 
-FOREIGN = f"holds the Python object {os.mkdir.__module__}.mkdir, which does not belong there; nothing of it was run"
+FOREIGN = f"names the Python object {os.mkdir.__module__}.mkdir, which is not allowed; no code was run"
 NOT_TWO = "expected 2 state dicts in 'model' (image encoder, text encoder), got"
 
 
@@ -105,7 +105,7 @@ def test_archives_that_are_no_checkpoint(tmp_path: Path, vocab: Path) -> None:
     assert size < 20_000
     assert (
         refused(tmp_path, path, vocab)
-        == f"{path}: not a readable checkpoint: its {size:,} bytes claim to hold 10,000,000"
+        == f"{path}: not a readable checkpoint: claims to hold 10,000,000 bytes, but has only {size:,}"
     )
 
 

@@ -306,8 +306,8 @@ def test_other_data_in_the_directory_are_not_changed(tmp_path):
 
 
 def test_an_interrupted_write_leaves_no_half_file(tmp_path, monkeypatch):
-    def fail(path, array):
-        Path(path).write_bytes(b"half")
+    def fail(file, array):
+        file.write(b"half")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(np, "save", fail)

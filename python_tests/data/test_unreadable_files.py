@@ -13,7 +13,7 @@ from itm_fast import cli
 from itm_fast.data import Vocabulary, emoji, find_vocabulary, load_vocabulary, open_split, pack
 from itm_fast.data.check import Problem, check_folder
 from itm_fast.data.store_format import is_store
-from itm_fast.files.presence import is_present
+from itm_fast.files import regular
 from itm_fast.models.bert_folder import bert_vocabulary_file
 from python_tests.helpers.commands import SMALL, error
 from python_tests.helpers.concepts import write_concepts
@@ -23,8 +23,8 @@ DANGLING = "a symbolic link to a missing file; repair or remove it"
 KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
     "dangling link": (lambda path: path.symlink_to("nowhere"), DANGLING),
     "looping link": (lambda path: path.symlink_to(path.name), "cannot be read: Too many levels of symbolic links"),
-    "folder": (Path.mkdir, "expected a file, found a folder"),
-    "pipe": (os.mkfifo, "expected a file, found a pipe, socket or device"),
+    "folder": (Path.mkdir, "expected a regular file, found a folder"),
+    "named pipe": (os.mkfifo, "expected a regular file, found a named pipe"),
 }
 
 
@@ -57,15 +57,15 @@ def refused(path: Path, message: str, call: Callable[[], object]) -> None:
 
 def test_a_file_is_absent_only_if_nothing_has_its_name(tmp_path: Path, unreadable: Callable[[Path], str]) -> None:
     file = tmp_path / "file"
-    assert not is_present(file)
-    refused(file, unreadable(file), lambda: is_present(file))
+    assert not regular.is_present(file)
+    refused(file, unreadable(file), lambda: regular.is_present(file))
     (tmp_path / "content").write_text("content")
     link = tmp_path / "link"
     link.symlink_to("content")
-    assert is_present(link)
-    assert not is_present(tmp_path / "content" / "below")
+    assert regular.is_present(link)
+    assert not regular.is_present(tmp_path / "content" / "below")
     (tmp_path / "inside").symlink_to("content/below")
-    refused(tmp_path / "inside", DANGLING, lambda: is_present(tmp_path / "inside"))
+    refused(tmp_path / "inside", DANGLING, lambda: regular.is_present(tmp_path / "inside"))
 
 
 @pytest.mark.parametrize("suffix", ["cap2im.txt", "regions.txt", "ids.txt", "caps.txt", "ims.npy"])

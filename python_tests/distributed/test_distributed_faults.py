@@ -67,7 +67,7 @@ def test_a_full_disk_ends_all_processes_with_one_line_and_the_last_state_is_whol
     outcomes: dict[str, list[Outcome]], folder: Path, name: str
 ) -> None:
     """Only the first process writes; both learn of it, and one of them says it."""
-    message = f"{folder / name / FULL[name]}: cannot be written: File too large; what was there before is kept"
+    message = f"{folder / name / FULL[name]}: cannot be written: File too large; its earlier content is kept"
     assert [status for status, _, _ in outcomes[name]] == [1, 1]
     assert sorted(error for _, _, error in outcomes[name]) == ["", f"itm-fast: error: {message}\n"]
     # Nothing was lost: with room on the disk the same processes end where those end that never lacked any.

@@ -5,17 +5,15 @@ import stat
 
 import pytest
 
-from itm_fast.files.atomic import atomic_path, check_target, remove_temporaries, write_bytes, write_text
+from itm_fast.files.atomic import atomic_file, check_target, remove_temporaries, write_bytes, write_text
 
 
 def test_a_file_is_replaced_in_one_step_with_the_usual_permissions(tmp_path):
     path = tmp_path / "new" / "file.json"
     write_text(path, "é\r\n")
     assert path.read_bytes() == b"\xc3\xa9\r\n"
-    with atomic_path(path) as temporary:
-        assert temporary.parent == path.parent
-        assert temporary.suffix == ".json"
-        temporary.write_bytes(b"other")
+    with atomic_file(path) as file:
+        file.write(b"other")
         assert path.read_bytes() == b"\xc3\xa9\r\n"
     assert path.read_bytes() == b"other"
     mask = os.umask(0)
@@ -35,8 +33,8 @@ def test_after_an_exception_the_old_file_is_there_and_nothing_else(tmp_path, err
 
 
 def _fail_half_way(path, error):
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(b"half")
+    with atomic_file(path) as file:
+        file.write(b"half")
         raise error
 
 
@@ -45,7 +43,7 @@ def _fail_half_way(path, error):
 )
 def test_a_disk_that_numpy_finds_full_is_named(tmp_path, reason):
     path = tmp_path / "file.npy"
-    with pytest.raises(OSError, match=f"^{path}: cannot be written: {reason}$"), atomic_path(path):
+    with pytest.raises(OSError, match=f"^{path}: cannot be written: {reason}$"), atomic_file(path):
         raise OSError(reason)
     assert not path.exists()
 
@@ -88,10 +86,10 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path):
     kept = [tmp_path / name for name in (".state.notes.tmp.pt", ".other.abcdefgh.tmp.pt", "state.pt")]
     for path in kept:
         path.write_bytes(b"mine")
-    with atomic_path(tmp_path / "state.pt") as temporary:
-        temporary.rename(tmp_path / "moved")
-        temporary.write_bytes(b"whole")
-    (tmp_path / "moved").rename(temporary)
+    with atomic_file(tmp_path / "state.pt"):
+        (temporary,) = set(tmp_path.iterdir()) - set(kept)
+        os.link(temporary, tmp_path / "other")
+    (tmp_path / "other").rename(temporary)
     assert len(list(tmp_path.iterdir())) == 4
     remove_temporaries(tmp_path / "state.pt")
     assert sorted(tmp_path.iterdir()) == sorted(kept)

@@ -18,8 +18,8 @@ import torch
 from itm_fast.files.torch_files import load_plain
 
 DAMAGED = "damaged, or not written by torch.save"
-COPIES = "copies its values out of all proportion to the file"
-ENDLESS = "holds a tuple of tuples that is out of all proportion to the file"
+COPIES = "copies far more values than it holds"
+ENDLESS = "holds nested tuples that are far larger than the file"
 START, STOP = b"\x80\x02", b"."
 # 2**60 values for a hash: t = (t, t), sixty times over, then {t: 1}.
 TUPLES = START + b")q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b"}h\x00K\x01s" + STOP
@@ -68,7 +68,7 @@ def refused(tmp_path: Path, content: bytes) -> str:
 
 
 def foreign(what: str) -> str:
-    return f"holds the Python object {what}, which does not belong there; nothing of it was run"
+    return f"names the Python object {what}, which is not allowed; no code was run"
 
 
 def test_functions_that_make_much_out_of_little_are_foreign(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_archives_whose_directory_others_would_look_for_elsewhere(tmp_path: Path
         writer.writestr("c/data.pkl", START + text("a" * 10**6) + STOP)
         writer.writestr("c/version", b"3\n")
     bomb = content.getvalue()
-    assert refused(tmp_path, bomb) == f"its {len(bomb):,} bytes claim to hold 1,000,010"
+    assert refused(tmp_path, bomb) == f"claims to hold 1,000,010 bytes, but has only {len(bomb):,}"
     assert refused(tmp_path, bomb + b"PK\x05\x06") == DAMAGED
     # Python counts places from the directory at the end, torch from the start of the file.
     assert refused(tmp_path, bomb + archive(START + b"}" + STOP)) == DAMAGED

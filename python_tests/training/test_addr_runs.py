@@ -294,7 +294,7 @@ def test_discriminators_that_memory_has_no_room_for_lie_on_the_disk(
     if room != "enough":
         free = None if room is None else (16 * 2**30 + room, total)
         monkeypatch.setattr(placement, "host_memory", lambda: free)
-    monkeypatch.setattr(store, "mapped", lambda folder: (made.append(folder), mapped(folder))[1])
+    monkeypatch.setattr(store, "mapped", lambda folder, root: (made.append(folder), mapped(folder, root))[1])
     settings = settings_of(data, tmp_path / "run", epochs=1)
     assert train(settings).steps == 8
     said = capsys.readouterr().out

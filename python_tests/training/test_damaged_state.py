@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from itm_fast import cli
 from itm_fast.training.checkpoint import load_state, save_state
 from python_tests.helpers.commands import error
 from python_tests.helpers.runs import OPTIONS, config, make_trainer
 from python_tests.helpers.runs import run as train
 
 DAMAGED = "the training state is damaged: "
-FOREIGN = (
-    "not a readable training state: holds the Python object {}, which does not belong there; nothing of it was run"
-)
+FOREIGN = "not a readable training state: names the Python object {}, which is not allowed; no code was run"
 
 
 @pytest.fixture
@@ -191,11 +190,17 @@ def test_log_lines_that_are_no_validation_are_made_again(run: Path) -> None:
     for rubbish in (b"[1]\n", b"[" * 100_000 + b"\n"):
         copy = shutil.copytree(run, run.parent / f"copy{len(rubbish)}")
         (copy / "metrics.jsonl").write_bytes(log.read_bytes()[: state["log_size"]] + rubbish)
-        from itm_fast import cli
-
         assert cli.run(["train", "--out", str(copy), "--resume", "--epochs", "2"]) == 0
         kinds = Counter(json.loads(line)["kind"] for line in (copy / "metrics.jsonl").read_text().splitlines())
         assert kinds["validation"] == 2
+
+
+def test_a_log_shorter_than_the_state_says_is_kept(run: Path) -> None:
+    """No file system accepts the position 2**52."""
+    path, log = run / "last" / "checkpoint.pt", (run / "metrics.jsonl").read_bytes()
+    torch.save({**torch.load(path, weights_only=True), "log_size": 2**52}, path)
+    assert cli.run(["train", "--out", str(run), "--resume", "--epochs", "2"]) == 0
+    assert (run / "metrics.jsonl").read_bytes().startswith(log)
 
 
 @pytest.mark.parametrize(
@@ -258,5 +263,5 @@ def test_a_changed_bit_of_a_tensor_is_noticed(run: Path, capsys: pytest.CaptureF
     path.write_bytes(content)
     assert math.isfinite(float(torch.load(path, weights_only=True)["model"]["image_encoder.fc.weight"].sum()))
     assert resume_error(capsys, run) == (
-        f"{path}: not a readable training state: damaged: what it holds does not agree with its checksum"
+        f"{path}: not a readable training state: damaged: its content does not match its checksum"
     )

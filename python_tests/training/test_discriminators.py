@@ -283,7 +283,7 @@ def test_a_full_disk_keeps_the_file_of_before(saved: Path) -> None:
     train(store, range(8))
     with no_file_above(1000), pytest.raises(OSError, match="cannot be written: File too large") as caught:
         store.save(saved, "some data")
-    assert str(caught.value) == f"{saved}: cannot be written: File too large; what was there before is kept"
+    assert str(caught.value) == f"{saved}: cannot be written: File too large; its earlier content is kept"
     assert (saved.read_bytes(), [path.name for path in saved.parent.iterdir()]) == (content, [saved.name])
     with no_file_above(1000), pytest.raises(OSError, match="cannot be written: File too large"):
         Discriminators(N, DIM, folder=saved.parent)

@@ -39,7 +39,7 @@ def test_a_full_disk_loses_only_the_steps_since_the_last_save(data: Path, tmp_pa
         with no_file_above(limit), pytest.raises(OSError, match="cannot be written: File too large") as caught:
             run(attrs.evolve(settings, epochs=2), resume=True)
         path, _, rest = str(caught.value).partition(": ")
-        assert rest == "cannot be written: File too large; what was there before is kept"
+        assert rest == "cannot be written: File too large; its earlier content is kept"
         named.add(Path(path).name)
         after = contents(out)
         assert after.keys() == before.keys(), "no temporary file stays"
@@ -87,6 +87,6 @@ def test_the_command_line_says_it_in_one_line(data: Path, tmp_path: Path, capsys
     with no_file_above(size // 2):
         status = cli.run(["train", "--out", str(out), "--resume", "--epochs", "2"])
     assert status == 1
-    error = "cannot be written: File too large; what was there before is kept"
+    error = "cannot be written: File too large; its earlier content is kept"
     assert capsys.readouterr().err.splitlines()[-1] == f"itm-fast: error: {out}/last/checkpoint.pt: {error}"
     assert cli.run(["train", "--out", str(out), "--resume", "--epochs", "2"]) == 0

@@ -56,6 +56,7 @@ class Discriminators:
             moments and 8-bit first moments, rounded at random; biases stay in float32.
         folder: where to keep the rows in files that the system maps into memory, for more rows than fit; None: in
             memory. The files have no names and are gone with the process.
+        root: the run directory above `folder`, below which no symbolic link is followed; None: `folder` itself.
         betas, eps: Adam's.
         seed: of the rounding.
 
@@ -72,6 +73,7 @@ class Discriminators:
         *,
         precision: str = "float32",
         folder: str | os.PathLike[str] | None = None,
+        root: str | os.PathLike[str] | None = None,
         betas: tuple[float, float] = (0.5, 0.999),
         eps: float = 1e-8,
         seed: int = 0,
@@ -83,7 +85,7 @@ class Discriminators:
         self.n_images, self.dim, self.precision = n_images, dim, precision
         self.betas, self.eps, self.seed = betas, eps, seed
         self.updates = 0
-        allocate = in_memory if folder is None else mapped(Path(folder))
+        allocate = in_memory if folder is None else mapped(Path(folder), root)
         self._rows = PRECISIONS[precision](n_images, dim, allocate)
         self._biases = {name: allocate((n_images,), torch.float32) for name in _BIASES}
         self._steps = allocate((n_images,), torch.int32)
@@ -140,13 +142,13 @@ class Discriminators:
         self._steps.index_copy_(0, index, steps)
         self.updates += 1
 
-    def save(self, path: str | os.PathLike[str], data: str) -> None:
+    def save(self, path: str | os.PathLike[str], data: str, root: str | os.PathLike[str] | None = None) -> None:
         """Writes all rows and their moments as safetensors, in one step; `data` tells the data set that they belong to.
 
         Raises:
             OSError: the disk is full; one line that names the file.
         """
-        write_snapshot(Path(path), self._tensors(), self._identity(data, self.updates))
+        write_snapshot(Path(path), self._tensors(), self._identity(data, self.updates), root)
 
     def load(self, path: str | os.PathLike[str], data: str, updates: int) -> None:
         """Takes what `save` wrote after so many updates, for as many images of the same `data`, width and precision.

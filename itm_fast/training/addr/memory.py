@@ -25,7 +25,9 @@ def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def mapped(folder: Path) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
+def mapped(
+    folder: Path, root: str | os.PathLike[str] | None = None
+) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
     """Makes tensors of zeros in files of `folder`, which have no names: they end with the process, however it ends.
 
     Raises:
@@ -34,8 +36,11 @@ def mapped(folder: Path) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
 
     def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = math.prod(shape) * dtype.itemsize
-        atomic.make_folder(folder)
-        with atomic.naming_full_disk(folder), tempfile.TemporaryFile(dir=folder) as file:
+        with (
+            atomic.naming_full_disk(folder),
+            atomic.open_folder(folder, root) as opened,
+            tempfile.TemporaryFile(dir=opened.native_path()) as file,
+        ):
             # Without room of its own a mapped file ends the process when the disk is full.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, size)

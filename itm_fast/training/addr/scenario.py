@@ -34,6 +34,7 @@ from torch import Tensor
 
 import itm_fast.functional as F_itm
 from itm_fast.data.placement import Placement
+from itm_fast.files import atomic
 from itm_fast.files.run_files import DISCRIMINATORS
 from itm_fast.fragments import Fragments
 from itm_fast.models import FDF, FragmentModel, MatchingModel
@@ -111,7 +112,12 @@ class AddrScenario(Scenario):
         folder = snapshot_path(self.config.out, 0).parent if self.placement.where == "disk" else None
         precision, seed = self.config.discriminator_precision, self.config.seed
         return Discriminators(
-            self.n_discriminators, self.model.fragment_dim, precision=precision, folder=folder, seed=seed
+            self.n_discriminators,
+            self.model.fragment_dim,
+            precision=precision,
+            folder=folder,
+            root=self.config.out,
+            seed=seed,
         )
 
     def step(self, batch: BatchFunctions, number: int) -> StepResult:
@@ -218,7 +224,7 @@ class AddrScenario(Scenario):
         """
         updates = self.discriminators.updates
         if updates != self._saved:
-            self.discriminators.save(snapshot_path(run, updates), data)
+            self.discriminators.save(snapshot_path(run, updates), data, run)
             self._saved = updates
 
     def load_files(self, run: str | os.PathLike[str], data: str) -> None:
@@ -230,9 +236,7 @@ class AddrScenario(Scenario):
     def forget_files(self, run: str | os.PathLike[str]) -> None:
         """Removes the discriminators of earlier states."""
         kept = snapshot_path(run, self.discriminators.updates)
-        for path in kept.parent.glob(DISCRIMINATORS):
-            if path != kept:
-                path.unlink()
+        atomic.remove_matching(kept.with_name(DISCRIMINATORS), run, kept=kept.name)
 
 
 def snapshot_path(run: str | os.PathLike[str], updates: int) -> Path:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
-from itm_fast.files import atomic
+from itm_fast.files import atomic, regular
+from itm_fast.files.documents import parse_json
 from itm_fast.files.messages import shortened, shown
 from itm_fast.models.weights_file import check_finite, read_shapes
 
@@ -28,24 +29,36 @@ _METADATA = "discriminators"
 _ROWS = 4096
 # Counts, sizes and squares.
 _NEVER_NEGATIVE = ("steps", "_scale", "_sq")
-# What the library says of an error of the system.
-_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int32: "I32", torch.int8: "I8"}
 
 
-def write_snapshot(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, int | str]) -> None:
-    """Replaces `path` by a file of `tensors`, which are not copied, with `metadata` in its header.
+def write_snapshot(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, int | str],
+    root: str | os.PathLike[str] | None = None,
+) -> None:
+    """Replace `path` by a safetensors file of `tensors` without copying them, with `metadata` in its header.
+
+    `root` is as in `atomic.atomic_file`.
 
     Raises:
         OSError: the disk is full; one line that names the file, whose earlier content is kept.
     """
-    with atomic.atomic_path(path) as temporary:
-        try:
-            save_file(dict(tensors), temporary, {_METADATA: json.dumps({"format_version": _VERSION, **metadata})})
-        except safetensors.SafetensorError as error:
-            found = _SYSTEM_ERROR.search(str(error))
-            if found is None:
-                raise
-            raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+    header: dict[str, Any] = {"__metadata__": {_METADATA: json.dumps({"format_version": _VERSION, **metadata})}}
+    # As the library orders them: larger numbers first, so that each tensor is aligned.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    # The library itself needs a path to write to, or memory for a copy.
+    with atomic.atomic_file(path, root) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def read_snapshot(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, int | str]) -> None:
@@ -55,11 +68,14 @@ def read_snapshot(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[s
         ValueError: the file is missing or damaged, or its metadata, names, shapes or dtypes are others; one line names
             it. Nothing is filled unless the numbers themselves turn out to be damaged.
     """
-    if not path.is_file():
+    if not regular.is_file(path):
         raise ValueError(f"{path}: no such file; the discriminators of the run are missing")
     shapes = read_shapes(path)
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
+        with (
+            regular.open_file(path) as opened,
+            safetensors.safe_open(regular.native_path(opened.fileno(), path), framework="pt") as file,
+        ):
             _check_metadata(path, (file.metadata() or {}).get(_METADATA, ""), expected)
             for name, tensor in tensors.items():
                 if shapes.get(name) != tuple(tensor.shape):
@@ -80,8 +96,8 @@ def read_snapshot(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[s
 
 def _check_metadata(path: Path, text: str, expected: Mapping[str, int | str]) -> None:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parse_json(text)
+    except ValueError:
         found = None
     version = found.get("format_version") if isinstance(found, dict) else None
     if not isinstance(found, dict) or version != _VERSION:

@@ -11,6 +11,7 @@ from pathlib import Path
 from itm_fast import config as settings
 from itm_fast import models
 from itm_fast.data import Vocabulary
+from itm_fast.files import regular
 from itm_fast.files.messages import shown
 from itm_fast.files.run_files import VOCABULARY
 from itm_fast.models.base import MatchingModel
@@ -48,7 +49,7 @@ def frozen_anchor(
 
 def _check_same_vocabulary(path: Path, vocabulary: Vocabulary) -> None:
     # Before the settings, among which a vocabulary of another size would only be a number.
-    if not path.is_file():
+    if not regular.is_file(path):
         raise ValueError(f"anchor: {path.parent} holds no {VOCABULARY}; name the RUN folder of its training")
     kept = Vocabulary.from_file(path)
     if kept == vocabulary:
