@@ -12,7 +12,6 @@ import pytest
 from itm_fast import cli
 from itm_fast.data import Vocabulary, emoji, find_vocabulary, load_vocabulary, open_split, pack
 from itm_fast.data.check import Problem, check_folder
-from itm_fast.data.store_format import is_store
 from itm_fast.files import regular
 from itm_fast.models.bert_folder import bert_vocabulary_file
 from python_tests.helpers.commands import SMALL, error
@@ -106,16 +105,11 @@ def test_unreadable_captions_build_no_vocabulary(data: Path, unreadable: Callabl
 
 
 @pytest.mark.parametrize("name", ["store.json", "unfinished.json"])
-def test_an_unreadable_manifest_does_not_make_a_folder_of_a_store(
-    data: Path, tmp_path: Path, name: str, unreadable: Callable[[Path], str]
+def test_a_folder_with_an_unreadable_manifest_is_not_read_as_data(
+    data: Path, name: str, unreadable: Callable[[Path], str]
 ) -> None:
-    path = data / name
-    message = unreadable(path)
-    refused(path, message, lambda: open_split(data, "train", VOCABULARY))
-    store = tmp_path / "store"
-    store.mkdir()
-    path.rename(store / name)
-    refused(store / name, message, lambda: pack(data, store) if name == "unfinished.json" else is_store(store))
+    message = unreadable(data / name)
+    refused(data / name, message, lambda: open_split(data, "train", VOCABULARY))
 
 
 def test_unreadable_files_of_a_bert_folder_are_errors(tmp_path: Path, unreadable: Callable[[Path], str]) -> None:
