@@ -63,6 +63,7 @@ def demo(
     from itm_fast.benchmarking.run import environment
     from itm_fast.data import PrecomputedDataset, emoji
     from itm_fast.files import atomic
+    from itm_fast.processors import set_threads
     from itm_fast.report import write_report
     from itm_fast.training import TrainConfig, run_folder, train
     from itm_fast.training.metrics_log import MetricsLog, read_metrics
@@ -72,8 +73,7 @@ def demo(
         raise ValueError(f"minutes: expected a finite number above 0, got {minutes:g}")
     if json_file is not None:
         atomic.check_target(json_file)
-    if threads:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     data = out / "data"
     config = TrainConfig(data=str(data), out=str(out), mining=mining, seed=seed, threads=threads, **SETTINGS)
     _clear_earlier_demo(config)
