@@ -80,7 +80,7 @@ class _BoostingLoss(torch.autograd.Function):
         operators = torch.ops.itm_fast
         function = operators.boosting_loss_with_gradient if one_pass else operators.boosting_loss
         loss, negatives, *gradients = function(scores, anchor_scores, positives, *options)
-        ctx.gradients = gradients if one_pass else None
+        ctx.one_pass, ctx.gradients = one_pass, gradients
         ctx.save_for_backward(scores, anchor_scores, positives, negatives)
         ctx.options = options
         return loss
@@ -88,10 +88,13 @@ class _BoostingLoss(torch.autograd.Function):
     @staticmethod
     @first_order("boosting_loss")
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = taken_gradients(ctx, grad_loss)
+        operators = torch.ops.itm_fast
+        gradients = taken_gradients(
+            ctx, grad_loss, lambda: operators.boosting_loss_with_gradient(*ctx.saved_tensors[:3], *ctx.options)[2:]
+        )
         if gradients is not None:
             return gradients[0], None, None, None, None
-        grad_scores = torch.ops.itm_fast.boosting_loss_backward(grad_loss, *ctx.saved_tensors, *ctx.options)
+        grad_scores = operators.boosting_loss_backward(grad_loss, *ctx.saved_tensors, *ctx.options)
         return grad_scores, None, None, None, None
 
 

@@ -5,6 +5,7 @@ Inside: `in_one_pass`, `taken_gradients`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,16 +30,19 @@ def in_one_pass(reduction: str, scores: Tensor, *others: Tensor | None) -> bool:
     return any(part is not None and part.requires_grad for part in (scores, *others))
 
 
-def taken_gradients(ctx: Any, grad_loss: Tensor) -> list[Tensor] | None:
-    """The gradients that the forward left in `ctx.gradients`, multiplied in place by the incoming gradient.
+def taken_gradients(ctx: Any, grad_loss: Tensor, compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor] | None:
+    """Return the gradients for an incoming gradient of 1, multiplied in place by the incoming gradient.
 
-    They can be taken once, for they are handed out as they are. None where there are none, or no longer, and where
-    several incoming gradients come at once (`torch.autograd.grad(..., is_grads_batched=True)`), which have no place in
-    one gradient.
+    They are handed out as they are, so those that the forward left in `ctx.gradients` can be taken once. A further
+    backward through a retained graph calls `compute`, and gives the same numbers.
+
+    Returns:
+        None if the loss was not computed in one pass, or if several incoming gradients come at once
+        (`torch.autograd.grad(..., is_grads_batched=True)`), which do not fit into one gradient.
     """
-    gradients: list[Tensor] | None = ctx.gradients
-    if gradients is None or _is_batched(grad_loss):
+    if not ctx.one_pass or _is_batched(grad_loss):
         return None
+    gradients = compute() if ctx.gradients is None else ctx.gradients
     ctx.gradients = None
     for gradient in gradients:
         if gradient.numel() > 0:

@@ -164,7 +164,7 @@ class _TripletLoss(torch.autograd.Function):
         operators = torch.ops.itm_fast
         function = operators.triplet_loss_with_gradient if one_pass else operators.triplet_loss
         loss, negatives, *gradients = function(scores, positives, positive_scores, *options)
-        ctx.gradients = gradients if one_pass else None
+        ctx.one_pass, ctx.gradients = one_pass, gradients
         ctx.save_for_backward(scores, positives, positive_scores, negatives)
         ctx.options = options
         return loss
@@ -173,9 +173,12 @@ class _TripletLoss(torch.autograd.Function):
     @first_order("triplet_loss")
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         positive_scores = ctx.saved_tensors[2]
-        gradients = taken_gradients(ctx, grad_loss)
+        operators = torch.ops.itm_fast
+        gradients = taken_gradients(
+            ctx, grad_loss, lambda: operators.triplet_loss_with_gradient(*ctx.saved_tensors[:3], *ctx.options)[2:]
+        )
         if gradients is None:
-            gradients = torch.ops.itm_fast.triplet_loss_backward(grad_loss, *ctx.saved_tensors, *ctx.options)
+            gradients = operators.triplet_loss_backward(grad_loss, *ctx.saved_tensors, *ctx.options)
         return gradients[0], None, gradients[1] if positive_scores is not None else None, None, None
 
 
