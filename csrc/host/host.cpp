@@ -1,4 +1,4 @@
-// The pybind11 module itm_fast._host: what is no tensor operator.
+// The pybind11 module itm_fast._host: native code other than tensor operators.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -82,7 +82,7 @@ std::unique_ptr<ShardReader> make_reader(
   return std::make_unique<ShardReader>(std::move(described), type_of(stored), most_open);
 }
 
-// Whether the numbers of a buffer lie end to end, row by row.
+// Whether a buffer is contiguous in row-major order.
 bool is_contiguous(const py::buffer_info& buffer) {
   py::ssize_t expected = buffer.itemsize;
   for (py::ssize_t d = buffer.ndim - 1; d >= 0; --d) {
@@ -132,15 +132,15 @@ py::tuple gather(const ShardReader& reader, const Numbers& rows, const py::buffe
 PYBIND11_MODULE(_host, m) {
   m.doc() = "Build information of itm_fast, and the reader of its feature stores.";
   m.def("build_information", &build_information,
-        "What the build knew: version, compiler, build_type, torch and python (built against), instruction_sets and "
-        "cuda_architectures compiled.");
+        "Return the version, compiler, build_type, versions of torch and python at build time, and the compiled "
+        "instruction_sets and cuda_architectures.");
   py::class_<ShardReader>(
       m, "ShardReader",
-      "Reads rows of numbers from files. Arguments: a list of (path, bytes, time of modification in "
-      "nanoseconds, inode), what the files hold (bf16, fp16 or fp32), and how many of them stay open at most.")
+      "Read rows of numbers from files. Arguments: a list of (path, bytes, modification time in nanoseconds, "
+      "inode), the stored type (bf16, fp16 or fp32), and the maximum number of open files.")
       .def(py::init(&make_reader), py::arg("files"), py::arg("stored"), py::arg("most_open") = 256)
       .def("gather", &gather, py::arg("rows"), py::arg("buffer"), py::arg("wanted"), py::arg("threads"),
-           "Fills a buffer of numbers of the type `wanted`, fp32 or as stored, without the GIL. `rows`: (n, 4) int64; "
-           "of each row its file, the byte where it starts, how many numbers it has and which one of the buffer is its "
-           "first. Returns the first problem: its kind or an empty text, the row, and an errno or a number of bytes.");
+           "Fill a buffer with numbers of the type `wanted`, fp32 or the stored type, without the GIL. `rows`: (n, 4) "
+           "int64; the file of each row, the byte at which it starts, its count of numbers, and its position in the "
+           "buffer. Return the first problem (its kind or an empty text), its row, and an errno or a number of bytes.");
 }

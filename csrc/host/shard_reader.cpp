@@ -34,9 +34,8 @@ std::uint32_t widened(std::uint16_t value, Type stored) {
   if (stored == Type::bf16) {
     return std::uint32_t{value} << 16;
   }
-  // Half precision. Exponents move by 127 - 15; those of infinity and NaN once more. Numbers without an exponent get
-  // one and lose it in a subtraction of floats, so that nothing here is a float32 without exponent, which a thread may
-  // be set to flush to zero.
+  // Half precision. Exponents move by 127 - 15, those of infinity and NaN twice. Subnormal numbers get an exponent, and
+  // a float subtraction removes it. No intermediate value is a subnormal float32, as a thread may flush those to zero.
   constexpr std::uint32_t exponents = 0x7c00u << 13;
   std::uint32_t bits = (value & 0x7fffu) << 13;
   const std::uint32_t exponent = bits & exponents;
@@ -60,7 +59,7 @@ void widen(const std::uint16_t* from, float* to, std::int64_t count) {
   }
 }
 
-// Whether all exponents are below the highest, which is that of infinity and NaN.
+// Whether all values are finite: infinity and NaN have the highest exponent.
 template <typename Bits>
 bool all_finite(const Bits* values, std::int64_t count, Bits exponents) {
   Bits found = 0;
@@ -92,14 +91,14 @@ ShardReader::~ShardReader() { delete cache_.load(); }
 
 ShardReader::Cache::Cache(std::size_t files) : process(::getpid()), place(files, recent.end()) {}
 
-// The cache of this process. That of a parent is left as it is: its lock may be held by a thread that is not here.
+// The cache of this process. A parent's cache is not used: a thread that this process lacks may hold its lock.
 ShardReader::Cache& ShardReader::cache() const {
   Cache* found = cache_.load();
   if (found->process == ::getpid()) {
     return *found;
   }
   auto own = std::make_unique<Cache>(files_.size());
-  // Where another thread was first, `found` is its cache now.
+  // If another thread was faster, `found` is now its cache.
   return cache_.compare_exchange_strong(found, own.get()) ? *own.release() : *found;
 }
 
@@ -108,7 +107,7 @@ bool ShardReader::is_as_before(std::size_t file) const {
   return ::stat(files_[file].path.c_str(), &named) == 0 && matches(files_[file], named);
 }
 
-// The open file; nothing, and why in `outcome`, where it is not what it was or cannot be opened.
+// Returns the open file. If it has changed or cannot be opened, returns nothing and sets `outcome`.
 ShardReader::Handle ShardReader::handle(std::size_t file, Outcome& outcome) const {
   Cache& open = cache();
   {
@@ -118,7 +117,7 @@ ShardReader::Handle ShardReader::handle(std::size_t file, Outcome& outcome) cons
       return open.recent.front().second;
     }
   }
-  // Not under the lock: other threads go on with files that are open while a slow disk looks for this one.
+  // Without the lock, so that other threads can use open files while a slow disk opens this one.
   const int descriptor = ::open(files_[file].path.c_str(), O_RDONLY | O_CLOEXEC);
   if (descriptor < 0) {
     outcome = {errno == ENOENT ? Problem::changed : Problem::not_readable, -1, errno};
@@ -148,7 +147,7 @@ ShardReader::Handle ShardReader::handle(std::size_t file, Outcome& outcome) cons
   }
   open.place[file] = open.recent.begin();
   if (open.recent.size() > most_open_) {
-    // Closed once no thread reads from it.
+    // The file is closed once no thread reads from it.
     open.place[open.recent.back().first] = open.recent.end();
     open.recent.pop_back();
   }
@@ -202,7 +201,7 @@ Outcome ShardReader::read(const Row& row, void* buffer, Type wanted, std::vector
 }
 
 Outcome ShardReader::gather(const std::vector<Row>& rows, void* buffer, Type wanted, int threads) const {
-  cache();  // Its memory is taken here, where want of it can be told.
+  cache();  // Allocate it here, where a failure can be reported.
   // The first row of each file, in the order of the rows.
   std::vector<std::size_t> firsts;
   std::vector<char> seen(files_.size());
@@ -230,7 +229,7 @@ Outcome ShardReader::gather(const std::vector<Row>& rows, void* buffer, Type wan
   std::mutex mutex;
   const auto work = [&] {
     std::vector<unsigned char> scratch;
-    // Rows are taken in order and finished once taken, so the first problem is the same however threads take turns.
+    // Rows are taken in order and always finished, so the first problem does not depend on the order of threads.
     while (!failed.load()) {
       const std::size_t i = next.fetch_add(1);
       if (i >= rows.size()) {
@@ -249,20 +248,20 @@ Outcome ShardReader::gather(const std::vector<Row>& rows, void* buffer, Type wan
   };
   std::vector<std::thread> others;
   const std::size_t wanted_threads = std::min<std::size_t>(std::max(threads, 1), rows.size());
-  // Room for all of them before the first one runs: a vector that cannot grow would end the process with its threads.
+  // Reserve before the first thread runs: a vector that fails to grow would terminate the process.
   others.reserve(wanted_threads);
   for (std::size_t i = 1; i < wanted_threads; ++i) {
     try {
       others.emplace_back(work);
     } catch (const std::exception&) {
-      break;  // The system has no thread, or no memory for one: those that run do the work.
+      break;  // The system cannot start another thread: the running threads do the work.
     }
   }
   work();
   for (std::thread& other : others) {
     other.join();
   }
-  // Of a file that was written to meanwhile any of the rows may be half of the one and half of the other.
+  // If a file was written to meanwhile, each of its rows may mix old and new content.
   const Outcome afterwards = changed();
   return afterwards.problem == Problem::none ? first : afterwards;
 }

@@ -19,7 +19,7 @@ enum class Type { bf16, fp16, fp32 };
 
 inline std::size_t size_of(Type type) { return type == Type::fp32 ? 4 : 2; }
 
-// What a file was when it was last looked at: replaced and changed files differ in it.
+// A file and its state when it was opened. Replacing or changing the file changes the state.
 struct File {
   std::string path;
   std::int64_t bytes;
@@ -27,7 +27,7 @@ struct File {
   std::uint64_t inode;
 };
 
-// One row: `values` numbers at the byte `offset` of a file, and which number of the buffer its first one becomes.
+// One row: `values` numbers at the byte `offset` of a file, and their position in the buffer, in numbers.
 struct Row {
   std::int64_t file;
   std::int64_t offset;
@@ -37,14 +37,14 @@ struct Row {
 
 enum class Problem { none, changed, short_read, not_readable, not_finite };
 
-// The first problem in the order of the rows; `detail` is an errno or the bytes that were there.
+// The first problem in the order of the rows; `detail` is an errno or the number of bytes found.
 struct Outcome {
   Problem problem = Problem::none;
   std::int64_t row = -1;
   std::int64_t detail = 0;
 };
 
-// A file that is open for reading for as long as somebody has this.
+// A file that is open for reading until this object is destroyed.
 class OpenFile {
  public:
   explicit OpenFile(int descriptor) : descriptor_(descriptor) {}
@@ -60,16 +60,16 @@ class OpenFile {
 
 class ShardReader {
  public:
-  // Keeps at most `most_open` files open, those used last: a system gives a process some thousand handles at best.
+  // Keeps the `most_open` last used files open: systems limit the handles of a process, often to about a thousand.
   ShardReader(std::vector<File> files, Type stored, std::size_t most_open);
   ~ShardReader();
   ShardReader(const ShardReader&) = delete;
   ShardReader& operator=(const ShardReader&) = delete;
 
-  // Fills a buffer of numbers, float32 or as they are stored. Rows, which the caller has checked against files and
-  // buffer, are read in their order, each by the next of `threads` threads that is free. Files are compared with what
-  // they were before their first row is read, and again after all rows are. Threads live as long as the call, and a
-  // process that forks has open files and a lock of its own: one of its parent's threads may hold the old one for ever.
+  // Fills a buffer of numbers in float32 or in the stored type. The caller has checked the rows against files and
+  // buffer. They are read in order, each by the next free one of `threads` threads. Each file is compared with its
+  // state before its first row is read, and again after all rows. The threads end with the call. A forked process has
+  // its own open files and lock, because a thread of its parent may have held the old lock.
   Outcome gather(const std::vector<Row>& rows, void* buffer, Type wanted, int threads) const;
 
   std::size_t files() const { return files_.size(); }
@@ -79,7 +79,7 @@ class ShardReader {
   using Handle = std::shared_ptr<const OpenFile>;
   using Recent = std::list<std::pair<std::size_t, Handle>>;
 
-  // The open files of a process, that used last in front, and where each file stands there; the end: it is not open.
+  // The open files of a process, the last used first, and the position of each file in that list (end if not open).
   struct Cache {
     explicit Cache(std::size_t files);
 

@@ -24,13 +24,12 @@ from itm_fast.cli.evaluate import evaluate
 from itm_fast.cli.explain import explain
 from itm_fast.cli.model_list import models
 from itm_fast.cli.options import Command, Group
-from itm_fast.cli.printing import printable
 from itm_fast.cli.realign import realign
 from itm_fast.cli.recipes import recipes
 from itm_fast.cli.train import TrainCommand, train
 from itm_fast.distributed.launch import launched
 from itm_fast.distributed.world import joined_before
-from itm_fast.files.messages import shortened, shown
+from itm_fast.files.messages import printable, shortened, shown
 from itm_fast.version import __version__
 
 __all__ = ["app", "main", "run"]

@@ -39,9 +39,11 @@ def bench(
     from itm_fast.benchmarking.run import PRESETS, run
     from itm_fast.benchmarking.table import markdown
     from itm_fast.files.atomic import check_target, write_text
+    from itm_fast.processors import check_count
 
     if json is not None:
         check_target(json)
+    check_count("threads", threads or 0)
     with tqdm(unit=" runs", bar_format="{n} runs, {elapsed}: {desc}") as bar:
 
         def progress(what: str) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from itm_fast.cli.models import check_run
-from itm_fast.cli.printing import printable
+from itm_fast.files.messages import printable
 
 
 def curves(
@@ -21,11 +21,11 @@ def curves(
         typer.Option(metavar="TEXT", help="Legend text, one for each RUN; default: the folder names."),
     ] = None,
 ) -> None:
-    """Plot training curves of several runs: gradient norm, negative mining and validation recall.
+    """Plot training curves of several runs: loss, recall, learning rate, gradient norm and negative mining.
 
-    The curves are the gradient norm of the first image layer, the score gap between the hardest negatives and the
-    positives, the share of anchors that use their hardest negative, and rsum on the validation split. Curves that no
-    log has are left out.
+    The curves are the loss, rsum on the validation split, the learning rate, the gradient norm of the first image
+    layer, the score gap between positives and hardest negatives, and the share of anchors that use their hardest
+    negative. Curves that no log has are left out.
     """
     from itm_fast.files import atomic, regular
     from itm_fast.files.run_files import METRICS

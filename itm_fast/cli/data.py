@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from itm_fast.cli.options import Command, Group
-from itm_fast.cli.printing import printable
+from itm_fast.files.messages import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -158,6 +158,7 @@ def _print(report: Report | StoreReport) -> None:
     console = Console(highlight=False)
     if isinstance(report, Report):
         _print_splits(report, console)
+        _print_found("warning", report.warnings, console)
     else:
         header = ("split", "images", "captions", "regions", "width", "type", "shards")
         rows = [
@@ -201,9 +202,14 @@ def _print_problems(problems: Sequence[Problem], folder: str, console: Console) 
     if not problems:
         typer.echo(f"{folder}: no problems found")
         return
+    _print_found("problem", problems, console)
+    typer.echo(f"{folder}: {len(problems)} problem{'s' if len(problems) > 1 else ''}")
+
+
+def _print_found(kind: str, found: Sequence[Problem], console: Console) -> None:
     rows = []
-    for problem in problems:
+    for problem in found:
         more = ", ..." if problem.count > len(problem.places) > 0 else ""
         rows.append([problem.file, problem.what, f"{problem.count:,}", ", ".join(problem.places) + more])
-    _print_table(console, ("file", "problem", "count", "where"), rows)
-    typer.echo(f"{folder}: {len(problems)} problem{'s' if len(problems) > 1 else ''}")
+    if rows:
+        _print_table(console, ("file", kind, "count", "where"), rows)

@@ -63,6 +63,7 @@ def demo(
     from itm_fast.benchmarking.run import environment
     from itm_fast.data import PrecomputedDataset, emoji
     from itm_fast.files import atomic
+    from itm_fast.processors import set_threads
     from itm_fast.report import write_report
     from itm_fast.training import TrainConfig, run_folder, train
     from itm_fast.training.metrics_log import MetricsLog, read_metrics
@@ -72,8 +73,7 @@ def demo(
         raise ValueError(f"minutes: expected a finite number above 0, got {minutes:g}")
     if json_file is not None:
         atomic.check_target(json_file)
-    if threads:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     data = out / "data"
     config = TrainConfig(data=str(data), out=str(out), mining=mining, seed=seed, threads=threads, **SETTINGS)
     _clear_earlier_demo(config)
@@ -147,7 +147,7 @@ def _fit_into(config: TrainConfig, minutes: float) -> TrainConfig:
 
     def needed_for(epochs: int) -> float:
         # A tenth more for the validations.
-        warmup = min(epochs, config.warmup_epochs)
+        warmup = min(epochs, config.warmup_epochs or 0)
         return 1.1 * trainer.steps_per_epoch * (warmup * seconds["all"] + (epochs - warmup) * seconds[config.mining])
 
     fitting = next((epochs for epochs in range(config.epochs, 1, -1) if needed_for(epochs) <= minutes * 60), 1)
@@ -259,9 +259,8 @@ def _facts(
 
 def _negatives(config: TrainConfig) -> str:
     """The negatives of all epochs, those of the warm-up first."""
-    kinds = ["all"] * min(config.warmup_epochs, config.epochs) + [config.mining] * (
-        config.epochs > config.warmup_epochs
-    )
+    warmup = min(config.warmup_epochs or 0, config.epochs)
+    kinds = ["all"] * warmup + [config.mining] * (config.epochs > warmup)
     return ", then ".join(dict.fromkeys(kind.replace("_", "-") for kind in kinds))
 
 

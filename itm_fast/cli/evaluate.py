@@ -60,13 +60,13 @@ def evaluate(
     from itm_fast import evaluation
     from itm_fast.distributed import joined
     from itm_fast.files import atomic
+    from itm_fast.processors import set_threads
     from itm_fast.training.run import device_of, warn_of_unknown_words
 
     if json_file is not None:
         atomic.check_target(json_file)
     _check_distinct(checkpoint)
-    if threads:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     members: list[tuple[MatchingModel, PrecomputedDataset]] = []
     sources = []
     with joined(device) as world:

@@ -42,7 +42,7 @@ def load_run(run: Path, device: torch.device, vocab: Path | None) -> tuple[Match
     expected = getattr(model.encoder_config, "vocab_size", len(vocabulary))
     if len(vocabulary) != expected:
         raise ValueError(f"{path}: {len(vocabulary)} words, but the model in {run} knows {expected}")
-    if regular.is_file(own) and Vocabulary.from_file(own) != vocabulary:
+    if regular.is_present(own) and Vocabulary.from_file(own) != vocabulary:
         raise ValueError(f"{path}: not the vocabulary that the model was trained with, {own}")
     return model, vocabulary, path
 

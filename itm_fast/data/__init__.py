@@ -1,10 +1,10 @@
 """Data: the published precomputed layout, feature stores, vocabularies, batches, and the bundled emoji pictures.
 
-`dataset` gives batches of images and captions, `precomputed` the same from a split on disk, whose files `layout` reads,
-and `store` from a feature store, which `pack` makes; `features` says where features come from;
-`vocabulary` and `tokenization` turn captions into token ids, `bert_vocabulary` into those of BERT; `loading` says which
-captions form a batch; `augmentation` changes captions and images in training; `check` lists what is wrong with a
-folder; `emoji` is a real data set that comes with the package.
+`dataset` makes batches of images and captions from arrays, `precomputed` from a data folder, and `store` from a feature
+store. `layout` reads the files of a data folder, `pack` writes feature stores, and `features` defines the sources of
+features. `vocabulary`, `tokenization` and `bert_vocabulary` turn captions into token ids. `loading` chooses the
+captions of each batch. `augmentation` changes captions and images in training. `check` lists the problems of a folder.
+`emoji` is a real data set that comes with the package.
 """
 
 from itm_fast.data.augmentation import BatchAugmentation, RegionAugmentation, TextAugmentation

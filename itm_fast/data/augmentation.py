@@ -1,6 +1,6 @@
-"""Size augmentation: captions that lose and change words, and images that lose regions, in training.
+"""Size augmentation for training: change and drop words of captions, and drop regions of images.
 
-Inside: `TextAugmentation`, `RegionAugmentation`, and `BatchAugmentation`, which is both.
+Inside: `TextAugmentation`, `RegionAugmentation`, and `BatchAugmentation`, which applies both.
 """
 
 from __future__ import annotations
@@ -13,22 +13,21 @@ from itm_fast.data.dataset import Batch
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.fragments import Fragments
 
-# Of the words that change, the shares that become `<mask>` and that become another word; the rest are deleted.
+# Shares of the changed words that become `<mask>` and that become another word. The rest are deleted.
 _MASKED, _REPLACED = 0.5, 0.1
 
 
 class TextAugmentation:
-    """Changes each word of a caption with a probability: half to `<mask>`, a tenth to a random word, the rest deleted.
+    """Change each word of a caption with a probability: half to `<mask>`, a tenth to a random word, the rest deleted.
 
-    `<start>` and `<end>` stay. The random words are those of the vocabulary that have a meaning: not `<pad>`,
-    `<start>`, `<end>`, `<unk>` and `<mask>`. A caption that would lose all of its words stays as it was. Of a word that
-    is several pieces of a BERT vocabulary all change together, each of them to a random piece of its own.
-    Source: Chen et al., "Learning the Best Pooling Strategy for Visual Semantic Embedding" (CVPR 2021), whose code has
-    the probability 0.2.
+    `<start>` and `<end>` do not change. Random words exclude `<pad>`, `<start>`, `<end>`, `<unk>` and `<mask>`. A
+    caption that would lose all words does not change. All pieces of a word in a BERT vocabulary change together, each
+    to a different random piece. Source: Chen et al., "Learning the Best Pooling Strategy for Visual Semantic Embedding"
+    (CVPR 2021). Their code uses the probability 0.2.
 
     Args:
         vocabulary: must have `<mask>`; `Vocabulary.with_mask` adds it.
-        probability: of each word to change, above 0 and at most 1.
+        probability: the probability that a word changes, above 0 and at most 1.
 
     Raises:
         ValueError: the vocabulary has no `<mask>` or no word, or the probability is out of bounds.
@@ -53,20 +52,23 @@ class TextAugmentation:
     def __call__(
         self, token_ids: Tensor, lengths: Tensor, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Other ids (n, L') int64, padded with `<pad>`, and other lengths (n,) int64. The arguments stay as they are.
+        """Return changed captions. The arguments do not change.
 
         Args:
-            token_ids: (n, L) int64 on the CPU, each row `<start>`, words, `<end>`, padding.
-            lengths: (n,) int64, `<start>` and `<end>` counted.
-            generator: draws the changes; None: torch's own generator, which a run's saved state holds.
+            token_ids: (n, L) int64 on the CPU; each row has `<start>`, words, `<end>` and padding.
+            lengths: (n,) int64, including `<start>` and `<end>`.
+            generator: draws the changes; None: torch's default generator, which the saved state of a run contains.
+
+        Returns:
+            Token ids (n, L') int64, padded with `<pad>`, and lengths (n,) int64.
         """
         columns = torch.arange(token_ids.shape[1])
         inside = columns < lengths[:, None]
         is_word = inside & (columns > 0) & (columns < lengths[:, None] - 1)
-        # Uniform in [0, 1) among the words that change, at least 1 for those that stay.
+        # Uniform in [0, 1) for words that change, at least 1 for the others.
         draw = torch.rand(token_ids.shape, generator=generator) / self.probability
         if self._continues is not None and token_ids.numel():
-            # Pieces share the draw of the piece that their word starts with: the last before them that continues none.
+            # All pieces of a word use the draw of its first piece: the last piece so far without "##".
             draw = draw.gather(1, torch.where(self._continues[token_ids], 0, columns).cummax(1).values)
         random_words = self._words[torch.randint(len(self._words), token_ids.shape, generator=generator)]
         deleted = is_word & (draw >= _MASKED + _REPLACED) & (draw < 1)
@@ -82,12 +84,12 @@ class TextAugmentation:
 
 
 class RegionAugmentation:
-    """Drops each region of an image with a probability. An image that would lose all of its regions keeps them.
+    """Drop each region of an image with a probability. An image that would lose all regions keeps them.
 
     Source: as `TextAugmentation`, with the probability 0.2.
 
     Args:
-        probability: of each region to be dropped, above 0 and below 1.
+        probability: the probability that a region is dropped, above 0 and below 1.
 
     Raises:
         ValueError: the probability is out of bounds.
@@ -106,14 +108,15 @@ class RegionAugmentation:
         device: torch.device | str | None = None,
         non_blocking: bool = False,
     ) -> Fragments:
-        """The regions that are left of n images, in their order.
+        """Return the remaining regions of n images in order.
 
         Args:
             features: (n, k, f), or Fragments of n images.
-            generator: draws the regions, on the CPU; None: torch's own generator, which a run's saved state holds.
-            device: where they are wanted; by default where they lie. Features travel whole, as they were read, so that
-                page-locked memory serves.
-            non_blocking: do not wait for them.
+            generator: draws the regions, on the CPU; None: torch's default generator, which the saved state of a run
+                contains.
+            device: the device of the result; default: that of `features`. All regions are copied before some are
+                dropped, so that copies from page-locked memory are asynchronous.
+            non_blocking: do not wait for the copies.
         """
         if isinstance(features, Fragments):
             shape, regions = (len(features), features.max_length), features.values
@@ -129,19 +132,19 @@ class RegionAugmentation:
         offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
         torch.cumsum(lengths, 0, out=offsets[1:])
         longest = int(lengths.max()) if len(lengths) else 0
-        # By number and not by a mask, whose size a GPU would have to tell first.
+        # Index by number: the number of true values in a mask would have to be read from the GPU first.
         chosen = kept[there].nonzero().flatten().to(regions.device, non_blocking=non_blocking)
         offsets = offsets.to(regions.device, non_blocking=non_blocking)
         return Fragments(regions[chosen], offsets, check=False, max_length=longest)
 
 
 class BatchAugmentation:
-    """What training changes in a batch.
+    """Apply text and region augmentation to batches.
 
     Args:
-        vocabulary: that of the captions.
-        words: the probability of `TextAugmentation`; 0: captions stay as they are.
-        regions: the probability of `RegionAugmentation`; 0: images stay as they are.
+        vocabulary: the vocabulary of the captions.
+        words: the probability of `TextAugmentation`; 0: captions do not change.
+        regions: the probability of `RegionAugmentation`; 0: images do not change.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, words: float = 0.0, regions: float = 0.0) -> None:
@@ -149,9 +152,12 @@ class BatchAugmentation:
         self._regions = RegionAugmentation(regions) if regions else None
 
     def __call__(self, batch: Batch, device: torch.device | str | None = None, *, non_blocking: bool = False) -> Batch:
-        """Another batch on `device`, by default where the given one lies, drawn from torch's own generator of the CPU.
+        """Return an augmented batch. torch's default CPU generator draws the changes.
 
-        `non_blocking`: do not wait for copies of page-locked memory.
+        Args:
+            batch: the batch.
+            device: the device of the result; default: that of `batch`.
+            non_blocking: do not wait for copies from page-locked memory.
         """
         if self._words is not None:
             token_ids, lengths = self._words(batch.token_ids, batch.lengths)

@@ -17,7 +17,7 @@ from itm_fast.files import documents, regular
 from itm_fast.files.messages import shown
 
 _CONTINUATION = "##"
-# What `tokenizer.json` says of every BERT model, and this package does.
+# Values in the `tokenizer.json` of every BERT model, which this package implements.
 _FIXED = (
     ("model", "type", "WordPiece"),
     ("model", "unk_token", "[UNK]"),
@@ -31,14 +31,14 @@ _FIXED = (
 
 
 class BertVocabulary(Vocabulary):
-    """Pieces of words and their ids; a piece that starts with `##` continues the word before it.
+    """Word pieces and their ids. A piece that starts with `##` continues the previous piece.
 
-    Captions become `[CLS]`, pieces, `[SEP]` (Devlin et al., "BERT", NAACL 2019); cutting them needs the package
-    tokenizers, which comes with transformers.
+    Captions become `[CLS]`, pieces, `[SEP]`. Splitting them needs the package tokenizers, which comes with
+    transformers. Source: Devlin et al., "BERT" (NAACL 2019).
 
     Args:
-        words: the pieces by id, among them `[PAD]`, `[CLS]`, `[SEP]`, `[UNK]` and `[MASK]`.
-        lowercase: whether captions are lower-cased and lose their accents first, as for BERT's uncased models.
+        words: the pieces by id, including `[PAD]`, `[CLS]`, `[SEP]`, `[UNK]` and `[MASK]`.
+        lowercase: lower-case captions and remove accents first, as for BERT's uncased models.
 
     Raises:
         ValueError: a piece is missing or occurs twice.
@@ -61,12 +61,14 @@ class BertVocabulary(Vocabulary):
 
     @classmethod
     def from_text(cls, path: str | os.PathLike[str]) -> BertVocabulary:
-        """Reads a BERT model's `vocab.txt`, a piece a line, and `do_lower_case` from `tokenizer_config.json` beside it.
+        """Read a BERT model's `vocab.txt` (one piece per line) and its `tokenizer_config.json` (`do_lower_case`).
 
-        Raises ValueError naming the file that is no such vocabulary or damaged; FileNotFoundError where there is none.
+        Raises:
+            ValueError: a file is damaged or is not part of a BERT model. The message names it.
+            FileNotFoundError: `vocab.txt` does not exist.
         """
         beside = Path(path).with_name("tokenizer_config.json")
-        settings = documents.read_json(beside, MAX_BYTES) if regular.is_file(beside) else {}
+        settings = documents.read_json(beside, MAX_BYTES) if regular.is_present(beside) else {}
         lowercase = settings.get("do_lower_case", True) if isinstance(settings, dict) else None
         if not isinstance(lowercase, bool):
             raise ValueError(f"{beside}: expected a JSON object whose do_lower_case is true or false")
@@ -88,7 +90,7 @@ class BertVocabulary(Vocabulary):
 
     @classmethod
     def _from_tokenizer(cls, content: dict[str, Any]) -> BertVocabulary:
-        """From what `tokenizer.json` holds, which transformers writes in place of `vocab.txt` since its version 5."""
+        """Read the content of `tokenizer.json`, which transformers 5 writes instead of `vocab.txt`."""
         for part, name, expected in _FIXED:
             section = content.get(part)
             if not isinstance(section, dict) or section.get(name) != expected:
@@ -108,21 +110,21 @@ class BertVocabulary(Vocabulary):
         for token in added:
             piece = token.get("content") if isinstance(token, dict) else token
             if not isinstance(piece, str) or piece not in vocabulary:
-                raise ValueError(f"tokenizer: added_tokens: expected pieces of model.vocab alone, got {shown(piece)}")
+                raise ValueError(f"tokenizer: added_tokens: expected only pieces of model.vocab, got {shown(piece)}")
         return vocabulary
 
     @property
     def continuations(self) -> list[int]:
-        """The ids of pieces that continue the word before them."""
+        """The ids of pieces that continue the previous piece."""
         return [index for index, word in enumerate(self.words) if word.startswith(_CONTINUATION)]
 
     def to_json(self) -> str:
-        """The JSON that `Vocabulary.from_file` reads."""
+        """Return the JSON that `Vocabulary.from_file` reads."""
         content = {"kind": self.kind, "lowercase": self.lowercase, "word2idx": self._ids, "idx": len(self.words)}
         return json.dumps(content, ensure_ascii=False, indent=0) + "\n"
 
     def encode(self, caption: str) -> list[int]:
-        """The ids of `[CLS]`, the pieces of `caption` (of unknown words `[UNK]`), `[SEP]`."""
+        """Return the ids of `[CLS]`, the pieces of `caption` (`[UNK]` for unknown words), and `[SEP]`."""
         return list(self._tokenizer.encode(caption).ids)
 
     @functools.cached_property

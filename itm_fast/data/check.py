@@ -1,9 +1,9 @@
-"""Everything that is wrong with a data folder, found in one pass.
+"""Find all problems of a data folder in one pass.
 
 Inside: `check_folder`, `Report`, `SplitSummary`, `Problem`.
 
-The rules are those of `layout`, whose readers stop at the first line or row that breaks one. Features are read in
-blocks, so that a folder larger than memory can be checked.
+The readers in `layout` stop at the first bad line or row; the check applies the same rules and reports all of them.
+Features are read in blocks, so a folder larger than memory can be checked.
 """
 
 from __future__ import annotations
@@ -27,13 +27,23 @@ __all__ = ["Problem", "Report", "SplitSummary", "check_folder"]
 
 @attrs.frozen
 class Report:
-    """The result of a check. `vocabulary` says where it came from."""
+    """The result of a check.
+
+    Attributes:
+        folder: the data folder.
+        vocabulary: the file of the vocabulary, or how it was built; None if there is none.
+        vocabulary_size: its number of words.
+        splits: a summary of each split.
+        problems: what training would refuse, or what makes results wrong.
+        warnings: findings that may be intended.
+    """
 
     folder: str
     vocabulary: str | None
     vocabulary_size: int | None
     splits: list[SplitSummary]
     problems: list[Problem]
+    warnings: list[Problem]
 
 
 def check_folder(
@@ -43,17 +53,17 @@ def check_folder(
     vocabulary_file: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> Report:
-    """Reads all of a data folder and lists what is wrong with it.
+    """Read a whole data folder and list its problems.
 
     Args:
         directory: the folder, in the published precomputed layout.
-        splits: those to check; by default all that have features or captions.
-        vocabulary_file: the vocabulary; by default the one that belongs to the folder, as `find_vocabulary` has it,
-            else one built from `train_caps.txt`.
-        progress: show a progress bar where there is a terminal.
+        splits: the splits to check; default: all that have features or captions.
+        vocabulary_file: the vocabulary; default: the one that `find_vocabulary` finds, else one built from
+            `train_caps.txt`.
+        progress: show a progress bar on a terminal.
 
     Raises:
-        ValueError: there is no such folder or vocabulary file; all else is a problem of the report.
+        ValueError: the folder or the vocabulary file does not exist. The report contains all other problems.
     """
     folder = Path(directory)
     layout.check_directory(folder)
@@ -62,10 +72,11 @@ def check_folder(
     for name in splits:
         layout.check_split_name(name)
     problems: list[Problem] = []
+    warnings: list[Problem] = []
     names = list(dict.fromkeys(splits)) or _splits_of(folder)
     if not names:
         problems.append(Problem("", "no split: expected files such as train_ims.npy and train_caps.txt"))
-    checks = [SplitCheck(folder, name, problems) for name in names]
+    checks = [SplitCheck(folder, name, problems, warnings) for name in names]
     source, vocabulary = _vocabulary(folder, vocabulary_file, checks, problems)
     total = sum(check.size for check in checks)
     with tqdm(total=total, unit="B", unit_scale=True, disable=None if progress else True) as bar:
@@ -79,7 +90,8 @@ def check_folder(
         if {left.split, right.split} != {"test", "testall"}:
             _compare_ids(left, right, problems)
             _compare_features(left, right, problems)
-    return Report(str(folder), source, None if vocabulary is None else len(vocabulary), summaries, problems)
+    size = None if vocabulary is None else len(vocabulary)
+    return Report(str(folder), source, size, summaries, problems, warnings)
 
 
 def _splits_of(folder: Path) -> list[str]:
@@ -90,7 +102,11 @@ def _splits_of(folder: Path) -> list[str]:
 def _vocabulary(
     folder: Path, given: str | os.PathLike[str] | None, checks: list[SplitCheck], problems: list[Problem]
 ) -> tuple[str | None, Vocabulary | None]:
-    path = Path(given) if given is not None else find_vocabulary(folder)
+    try:
+        path = Path(given) if given is not None else find_vocabulary(folder)
+    except ValueError as error:
+        problems.append(Problem("", str(error)))
+        return None, None
     if path is not None:
         try:
             return str(path), Vocabulary.from_file(path)
@@ -115,7 +131,7 @@ def _compare_widths(summaries: list[SplitSummary], problems: list[Problem]) -> N
 
 
 def _compare_ids(left: SplitCheck, right: SplitCheck, problems: list[Problem]) -> None:
-    """Images of one split in another: then the test measures what was trained on."""
+    """Find images of one split in another by name: a test on training images is invalid."""
     known = set(left.ids or ())
     shared = [name for name in dict.fromkeys(right.ids or ()) if name in known]
     if shared:
@@ -124,7 +140,7 @@ def _compare_ids(left: SplitCheck, right: SplitCheck, problems: list[Problem]) -
 
 
 def _compare_features(left: SplitCheck, right: SplitCheck, problems: list[Problem]) -> None:
-    """The same by the features, where names are missing or differ."""
+    """Find images of one split in another by their features, for missing or different names."""
     first: dict[bytes, int] = {}
     for image in np.flatnonzero(np.isin(left.hashes, right.hashes)).tolist():
         first.setdefault(left.digest(image), image)

@@ -1,4 +1,4 @@
-"""One split of a data folder, looked at whole.
+"""Find all problems of one split of a data folder.
 
 Inside: `SplitCheck`, `SplitSummary`, `Problem`.
 """
@@ -28,7 +28,7 @@ MAX_UNKNOWN_SHARE = 0.5
 
 @attrs.frozen
 class Problem:
-    """Something wrong with a file: what, how often, and the first `MAX_PLACES` places (lines from 1, rows from 0)."""
+    """A problem of a file: what, how often, and the first `MAX_PLACES` places (lines from 1, rows from 0)."""
 
     file: str
     what: str
@@ -38,7 +38,7 @@ class Problem:
 
 @attrs.frozen
 class SplitSummary:
-    """What a split holds; None where a problem hides it. `words` are quantiles of the words per caption."""
+    """The content of a split; None for values that a problem hides. `words` are quantiles of the words per caption."""
 
     split: str
     images: int | None
@@ -52,13 +52,14 @@ class SplitSummary:
 
 
 class SplitCheck:
-    """One split: its captions are read at once, its features by `run`."""
+    """The check of one split. Captions are read by the constructor, features by `run`."""
 
-    def __init__(self, folder: Path, split: str, problems: list[Problem]) -> None:
-        self.folder, self.split, self.problems = folder, split, problems
+    def __init__(self, folder: Path, split: str, problems: list[Problem], warnings: list[Problem]) -> None:
+        self.folder, self.split, self.problems, self.warnings = folder, split, problems, warnings
         self.ids: list[str] | None = None
         self.hashes = np.empty(0, dtype=np.uint64)
         self.stride = 1
+        self.unreadable: set[str] = set()
         self.captions = self._read_captions()
         self.rows = self._open_features()
         self.size = 0 if self.rows is None else self.rows.nbytes
@@ -69,54 +70,57 @@ class SplitCheck:
     def _add(self, suffix: str, what: str, count: int = 1, places: Iterable[str] = ()) -> None:
         self.problems.append(Problem(self._path(suffix).name, what, count, tuple(itertools.islice(places, MAX_PLACES))))
 
-    def _exists(self, suffix: str, *, needed: bool = False) -> bool:
-        """Return whether a file can be opened; list it if it is not regular, or if it is missing although `needed`."""
+    def _add_unreadable(self, suffix: str, error: ValueError | OSError) -> None:
+        self.unreadable.add(suffix)
+        self._add(suffix, without_path(error, self._path(suffix)))
+
+    def _lines(self, suffix: str, parse: Callable[[bytes], object]) -> list[object] | None:
+        """Parse each line of a file; a refused line becomes None.
+
+        Returns:
+            The parsed lines. None if the file is absent, or if it is unreadable; then its suffix is in `unreadable`.
+        """
         path = self._path(suffix)
         try:
-            found = regular.is_file(path)
-        except ValueError as error:
-            self._add(suffix, without_path(error, path))
-            return False
-        if needed and not found:
-            self._add(suffix, "no such file")
-        return found
-
-    def _lines(self, suffix: str, parse: Callable[[bytes], object], *, needed: bool = False) -> list[object] | None:
-        """What `parse` makes of each line, None of one that it refuses; None where there is no such file."""
-        path = self._path(suffix)
-        if not self._exists(suffix, needed=needed):
+            if not regular.is_present(path):
+                return None
+            lines = layout.read_lines(path)
+        except (ValueError, OSError) as error:
+            self._add_unreadable(suffix, error)
             return None
         values: list[object] = []
         refused: dict[str, list[int]] = defaultdict(list)
-        for number, line in enumerate(layout.read_lines(path), 1):
+        for number, line in enumerate(lines, 1):
             try:
                 values.append(parse(line))
             except ValueError as error:
                 values.append(None)
-                # What stands in brackets, or after "got", is the line's own.
+                # Text in brackets or after "got" is specific to the line.
                 refused[str(error).partition(" (")[0].partition(", got ")[0]].append(number)
         for what, numbers in refused.items():
             self._add(suffix, what, len(numbers), (f"line {number}" for number in numbers))
         return values
 
     def _read_captions(self) -> list[str | None] | None:
-        captions = self._lines("caps.txt", layout.caption_in, needed=True)
-        if captions is not None and not captions:
+        captions = self._lines("caps.txt", layout.caption_in)
+        if captions is None and "caps.txt" not in self.unreadable:
+            self._add("caps.txt", "no such file")
+        elif captions == []:
             self._add("caps.txt", "expected at least one caption, the file is empty")
         return captions  # type: ignore[return-value]
 
     def _open_features(self) -> np.memmap | None:
         path = self._path("ims.npy")
-        if not self._exists("ims.npy", needed=True):
-            return None
         try:
-            return layout.open_features(path)
-        except ValueError as error:
-            self._add("ims.npy", without_path(error, path))
-            return None
+            if regular.is_present(path):
+                return layout.open_features(path)
+            self._add("ims.npy", "no such file")
+        except (ValueError, OSError) as error:
+            self._add_unreadable("ims.npy", error)
+        return None
 
     def run(self, vocabulary: Vocabulary | None, advance: Callable[[int], object]) -> SplitSummary:
-        """Reads the features and everything that the other files say of them."""
+        """Check the features and the files that describe them."""
         words, unknown_share = self._words(vocabulary)
         rows, captions = self.rows, self.captions
         stride, caption_image = 1, None
@@ -124,8 +128,8 @@ class SplitCheck:
             stride, caption_image = self._match(rows, len(captions))
         self.stride = stride
         if rows is not None:
-            self._check_region_counts(len(rows), rows.shape[1])
-            self._scan(rows.shape, rows.itemsize, stride, advance)
+            counts = self._region_counts(len(rows), rows.shape[1])
+            self._scan(rows.shape, rows.itemsize, stride, counts, advance)
         if rows is not None:
             n_images = len(rows) // stride
             if caption_image is not None:
@@ -146,7 +150,7 @@ class SplitCheck:
         )
 
     def _words(self, vocabulary: Vocabulary | None) -> tuple[dict[str, float] | None, float | None]:
-        """Quantiles of the words per caption, and the share of words that the vocabulary lacks."""
+        """Return quantiles of the words per caption, and the share of words that the vocabulary lacks."""
         lengths, unknown = [], 0
         for caption in self.captions or ():
             if caption is not None:
@@ -163,9 +167,11 @@ class SplitCheck:
         return {name: round(float(value), 2) for name, value in words.items()}, share
 
     def _match(self, rows: np.memmap, n_captions: int) -> tuple[int, np.ndarray | None]:
-        """How often each image is stored, and the image of each caption where that is known."""
+        """Return how often each image is stored, and the image of each caption (None if a problem hides it)."""
         suffix = "cap2im.txt"
         owners = self._lines(suffix, lambda line: layout.image_row_in(line, len(rows)))
+        if suffix in self.unreadable:
+            return 1, None
         if owners is not None:
             if len(owners) != n_captions:
                 self._add(suffix, f"expected one line per caption ({n_captions}), got {len(owners)} lines")
@@ -180,25 +186,41 @@ class SplitCheck:
             return 1, None
         return stride, np.arange(n_captions) // layout.CAPTIONS_PER_IMAGE
 
-    def _check_region_counts(self, n_rows: int, most: int) -> None:
+    def _region_counts(self, n_rows: int, most: int) -> np.ndarray:
+        """Return the regions of each row, (n_rows,); `most` for rows without a valid count."""
         suffix = "regions.txt"
         counts = self._lines(suffix, lambda line: layout.region_count_in(line, most))
         if counts is not None and len(counts) != n_rows:
             self._add(suffix, f"expected one line per row of the features ({n_rows}), got {len(counts)} lines")
+            counts = None
+        if counts is None:
+            return np.full(n_rows, most)
+        return np.array([most if count is None else count for count in counts])
 
-    def _scan(self, shape: tuple[int, ...], itemsize: int, stride: int, advance: Callable[[int], object]) -> None:
-        """Looks at every value, a block of rows at a time."""
+    def _scan(
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        stride: int,
+        counts: np.ndarray,
+        advance: Callable[[int], object],
+    ) -> None:
+        """Check every value, one block of rows at a time."""
         row_bytes = itemsize * shape[1] * shape[2]
         block = max(BLOCK_BYTES // row_bytes // stride, 1) * stride
         hashes: list[int] = []
         not_finite: list[int] = []
         different: list[int] = []
+        zeros: list[tuple[int, int]] = []
         for start in range(0, shape[0], block):
-            # A new map for each block: pages of one that stays would count as memory of this process.
+            # A new map for each block: the pages of a lasting map would count as memory of this process.
             rows = layout.open_features(self._path("ims.npy"))[start : start + block]
             with np.errstate(over="ignore", invalid="ignore"):
                 finite = np.isfinite(rows.astype(np.float32)).all(axis=(1, 2))
             not_finite += (start + np.flatnonzero(~finite)).tolist()
+            there = np.arange(shape[1]) < counts[start : start + block, None]
+            padded = (there & ~rows.any(axis=2)).sum(axis=1)
+            zeros += [(start + row, padded[row]) for row in np.flatnonzero(padded).tolist()]
             if stride > 1:
                 groups = rows.reshape(-1, stride, *shape[1:])
                 same = ((groups == groups[:, :1]) | (np.isnan(groups) & np.isnan(groups[:, :1]))).all(axis=(1, 2, 3))
@@ -209,16 +231,20 @@ class SplitCheck:
         if not_finite:
             what = "values that are not finite in float32"
             self._add("ims.npy", what, len(not_finite), (f"row {row}" for row in not_finite))
+        if zeros:
+            what = f"regions of zeros; {layout.zeros_advice(self.split)}"
+            places = [f"row {row} ({count} of {counts[row]} regions)" for row, count in zeros[:MAX_PLACES]]
+            self.warnings.append(Problem(self._path("ims.npy").name, what, len(zeros), tuple(places)))
         if different:
             what = f"as many rows as captions ({shape[0]}), but not each image repeated five times"
             self._add("ims.npy", what, len(different), (f"rows {row} to {row + stride - 1}" for row in different))
 
     def row(self, image: int) -> int:
-        """Where an image stands in the file."""
+        """Return the row of an image in the file."""
         return image * self.stride
 
     def digest(self, image: int) -> bytes:
-        """What only images of the same features have."""
+        """Return a digest of an image's features."""
         return b"" if self.rows is None else hashlib.blake2b(self.rows[self.row(image)].tobytes()).digest()
 
     def _check_ids(self, n_images: int, stride: int, caption_image: np.ndarray | None, n_captions: int) -> None:
@@ -234,7 +260,7 @@ class SplitCheck:
             if "line " not in str(error):
                 self._add("ids.txt", without_path(error, path))
             return
-        # Names of captions, or the numbers of the rows, say nothing of images.
+        # Names of captions and row numbers do not identify images.
         if ids is None or ids == [str(row) for row in range(n_images)]:
             return
         repeated = [name for name, count in Counter(ids).items() if count > 1]
@@ -244,10 +270,13 @@ class SplitCheck:
 
 
 def _hash(image: np.ndarray) -> int:
-    """64 bits of an image's first and last region: enough to tell which images are worth comparing."""
+    """Return a 64-bit hash of an image's first and last region, to find images that may be equal."""
     content = image[0].tobytes() + image[-1].tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def without_path(error: ValueError, path: Path) -> str:
+def without_path(error: ValueError | OSError, path: Path) -> str:
+    """Return the message of an error without the path that it begins with."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
     return str(error).removeprefix(f"{path}: ")

@@ -1,14 +1,14 @@
-"""Everything that is wrong with a feature store, its files compared with their checksums.
+"""Find all problems of a feature store and compare its files with their checksums.
 
 Inside: `check_store`, `check_vocabulary`, `StoreReport`.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import attrs
 from tqdm import tqdm
@@ -17,15 +17,18 @@ from itm_fast.data import store_format
 from itm_fast.data.check_split import Problem, without_path
 from itm_fast.data.digests import sha256_of_file
 from itm_fast.data.store_format import SplitRecord
+from itm_fast.data.store_index import check_token_ids
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.files import regular
+
+Content = TypeVar("Content")
 
 __all__ = ["StoreReport", "check_store", "check_vocabulary"]
 
 
 @attrs.frozen
 class StoreReport:
-    """The result of a check: what the manifest says of the splits, and what is wrong."""
+    """The result of a check: the splits as the manifest records them, and the problems."""
 
     folder: str
     dtype: str
@@ -36,15 +39,15 @@ class StoreReport:
 def check_store(
     directory: str | os.PathLike[str], splits: Sequence[str] = (), *, progress: bool = False
 ) -> StoreReport:
-    """Reads all files of a feature store and lists those that are not what `pack` wrote.
+    """Read all files of a feature store and list those that differ from what `pack` wrote.
 
     Args:
         directory: the store.
-        splits: those to check; by default all.
-        progress: show a progress bar where there is a terminal.
+        splits: the splits to check; default: all.
+        progress: show a progress bar on a terminal.
 
     Raises:
-        ValueError: the manifest cannot be read, or names no such split; all else is a problem of the report.
+        ValueError: the manifest cannot be read, or does not contain a split. The report contains all other problems.
     """
     folder = Path(directory)
     manifest = store_format.read_manifest(folder)
@@ -54,10 +57,19 @@ def check_store(
     chosen = [split for split in manifest.splits if not splits or split.name in splits]
     problems: list[Problem] = []
     total = sum(shard.bytes for split in chosen for shard in split.shards)
+    vocabulary = _check(
+        folder / store_format.VOCABULARY, problems, lambda path: check_vocabulary(path, manifest.vocabulary)
+    )
     with tqdm(total=total, unit="B", unit_scale=True, disable=None if progress else True) as bar:
         for split in chosen:
             bar.set_description_str(split.name)
-            _check(folder / split.index, problems, functools.partial(store_format.read_index, split=split))
+
+            def check_index(path: Path, split: SplitRecord = split) -> None:
+                index = store_format.read_index(path, split)
+                if vocabulary is not None:
+                    check_token_ids(path, index, vocabulary)
+
+            _check(folder / split.index, problems, check_index)
             for shard in split.shards:
                 path = folder / shard.file
 
@@ -67,21 +79,27 @@ def check_store(
                         raise ValueError(f"{path}: damaged: its checksum is not that of the store")
 
                 _check(path, problems, compare)
-    _check(folder / store_format.VOCABULARY, problems, lambda path: check_vocabulary(path, manifest.vocabulary))
     return StoreReport(str(folder), manifest.dtype, chosen, problems)
 
 
-def _check(path: Path, problems: list[Problem], look: Callable[[Path], object]) -> None:
+def _check(path: Path, problems: list[Problem], read: Callable[[Path], Content]) -> Content | None:
+    """Return what `read` returns for a file. If it fails, add a problem and return None."""
     try:
-        look(path)
+        return read(path)
     except (ValueError, OSError) as error:
-        what = without_path(error, path) if isinstance(error, ValueError) else error.strerror or str(error)
-        problems.append(Problem(path.name, what))
+        problems.append(Problem(path.name, without_path(error, path)))
+        return None
 
 
-def check_vocabulary(path: Path, digest: str) -> None:
-    """ValueError naming the vocabulary of a store where it is missing, damaged or another than that of the digest."""
+def check_vocabulary(path: Path, digest: str) -> Vocabulary:
+    """Read the vocabulary of a store.
+
+    Raises:
+        ValueError: the file is missing or damaged, or its digest differs. The message names it.
+    """
     if not regular.is_file(path):
         raise ValueError(f"{path}: no such file")
-    if store_format.vocabulary_digest(Vocabulary.from_file(path)) != digest:
+    vocabulary = Vocabulary.from_file(path)
+    if store_format.vocabulary_digest(vocabulary) != digest:
         raise ValueError(f"{path}: not the vocabulary that the captions were tokenised with")
+    return vocabulary

@@ -1,4 +1,4 @@
-"""Images as region features and captions as token ids, batch by batch.
+"""Batches of images as region features and captions as token ids.
 
 Inside: `Batch`, `CaptionDataset`, `encode`.
 """
@@ -24,9 +24,11 @@ Indices = Tensor | np.ndarray | Sequence[int]
 class Batch:
     """n captions, each with its image.
 
-    features (n, k, f) of the source's `batch_dtype`, or Fragments of rows (N, f) where images differ in regions;
-    token_ids (n, L) int64, padded with the vocabulary's `<pad>`; lengths (n,) int64, `<start>` and `<end>` counted;
-    image_index and caption_index (n,) int64: which image and caption of the split.
+    Attributes:
+        features: (n, k, f) of the source's `batch_dtype`, or Fragments of rows (N, f) if images differ in regions.
+        token_ids: (n, L) int64, padded with the vocabulary's `<pad>`.
+        lengths: (n,) int64, including `<start>` and `<end>`.
+        image_index, caption_index: (n,) int64, the image and the caption in the split.
     """
 
     features: Tensor | Fragments
@@ -39,13 +41,13 @@ class Batch:
         return len(self.caption_index)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch on `device`."""
+        """Copy the batch to `device`."""
         return Batch(*(part.to(device, non_blocking=non_blocking) for part in self._parts()))
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory; `torch.utils.data.DataLoader(pin_memory=True)` calls this.
+        """Copy the batch to page-locked memory; `torch.utils.data.DataLoader(pin_memory=True)` calls this.
 
-        What lies on another device than the CPU stays there, and what is page-locked already is not copied.
+        Tensors on other devices stay there, and page-locked tensors are not copied.
         """
         return Batch(*(part.pin_memory() if part.device.type == "cpu" else part for part in self._parts()))
 
@@ -57,19 +59,23 @@ class CaptionDataset:
     """Images with any number of captions each, from arrays. An item is a caption.
 
     Args:
-        features: (n_images, k, f) array of floats, of which memory-mapped ones stay on disk, or `Features`.
-        captions: n_captions texts, turned into token ids once, here.
+        features: (n_images, k, f) floats, or `Features`. A memory map stays on disk.
+        captions: n_captions texts. The constructor turns them into token ids.
         caption_image: (n_captions,) integers, the image of each caption.
         vocabulary: gives the token ids.
         image_ids: a name for each image, or None.
-        region_counts: (n_images,) int64, how many of the k regions each image has; None: all. Batches then hold
-            Fragments.
-        token_ids: the ids of all captions (int32, end to end) and the length of each (int64), where they are known.
-        name: stands in messages before a row that is refused.
+        region_counts: (n_images,) int64, how many of the k regions each image has; batches then contain Fragments.
+            None: all regions.
+        token_ids: the ids of all captions (int32, end to end) and the length of each caption (int64), if known.
+        name: the name of the features in messages about a row.
 
-    Attributes: the arguments (`caption_image` as an int64 tensor); `token_ids`, int32, end to end; `caption_lengths`,
-    an int64 tensor; `n_images`; `source`, the `Features` that batches come from, which may be replaced by others of the
-    same numbers; `len()` is the number of captions.
+    Attributes:
+        features, captions, vocabulary, image_ids, name: the arguments.
+        caption_image: (n_captions,) int64 tensor.
+        token_ids: int32 tensor, the ids of all captions end to end.
+        caption_lengths: (n_captions,) int64 tensor.
+        n_images: the number of images; `len()` is the number of captions.
+        source: the `Features` that batches are read from. It may be replaced by a source of the same features.
 
     Raises:
         ValueError: the arguments do not fit each other.
@@ -121,24 +127,24 @@ class CaptionDataset:
         return int((self.token_ids == self.vocabulary.unk).sum()) / words if words else 0.0
 
     def region_count(self, image: int) -> int:
-        """How many regions an image has."""
+        """Return the number of regions of an image."""
         counts = self.source.counts
         return self.source.shape[1] if counts is None else int(counts[image])
 
     def _row(self, image: int) -> int:
-        """Where an image stands in the file that `name` names."""
+        """Return the row of an image in the file `name`."""
         return image
 
     def image_batch(self, image_indices: Indices) -> Tensor | Fragments:
-        """Features of images, (n, k, f) of the source's `batch_dtype`, or Fragments where they differ in regions.
+        """Read the features of images, (n, k, f) of the source's `batch_dtype`, or Fragments if they differ in regions.
 
         Raises:
-            ValueError: a value is not finite, or a file is not what it was; file and row are named.
+            ValueError: a value is not finite, or a file has changed. The message names file and row.
         """
         return self.source.gather(_as_indices(image_indices, self.n_images, "image_indices"))
 
     def caption_batch(self, caption_indices: Indices) -> tuple[Tensor, Tensor]:
-        """Token ids (n, L) int64, padded with the vocabulary's `<pad>` to the longest, and lengths (n,) int64."""
+        """Return token ids (n, L) int64, padded with the vocabulary's `<pad>`, and lengths (n,) int64."""
         wanted = torch.from_numpy(_as_indices(caption_indices, len(self), "caption_indices"))
         lengths = self.caption_lengths[wanted]
         columns = torch.arange(int(lengths.max()) if len(wanted) else 0)
@@ -148,7 +154,7 @@ class CaptionDataset:
         return token_ids, lengths
 
     def batch(self, caption_indices: Indices) -> Batch:
-        """Captions and their images; an image stands once for each of its captions asked for."""
+        """Return a batch of captions and their images. An image is repeated for each of its captions."""
         captions = torch.from_numpy(_as_indices(caption_indices, len(self), "caption_indices"))
         token_ids, lengths = self.caption_batch(captions)
         images = self.caption_image[captions]
@@ -156,7 +162,7 @@ class CaptionDataset:
 
 
 def encode(captions: Sequence[str], vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Token ids of all captions, int32 end to end, and the length of each, int64."""
+    """Return the token ids of all captions, int32 end to end, and the length of each, int64."""
     encoded = [vocabulary.encode(caption) for caption in captions]
     lengths = torch.tensor([len(ids) for ids in encoded], dtype=torch.int64)
     return torch.tensor([index for ids in encoded for index in ids], dtype=torch.int32), lengths

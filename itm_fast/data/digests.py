@@ -1,4 +1,4 @@
-"""Digests that tell whether data are those of before.
+"""Digests that identify data.
 
 Inside: `sampled_sha256`, `sha256_of_parts`, `sha256_of_file`.
 """
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from itm_fast.files import regular
 
-# Features may be too large to be read whole: 16 MB of them are, in blocks spread evenly from the first byte to the
-# last. Another extraction changes every block; smaller files are read whole.
+# Features may be too large to read whole, so 16 MB are sampled in blocks from the first byte to the last. Another
+# extraction changes every block. Smaller files are read whole.
 _BLOCKS, _BLOCK_BYTES = 256, 1 << 16
 
 
 def sampled_sha256(path: Path) -> str:
-    """Of a file's size and of so many of its bytes, whatever its size; its name and times do not matter."""
+    """Return the SHA-256 of a file's size and of sampled blocks. The file's name and times have no effect."""
     with regular.open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(size.to_bytes(8, "little"))
@@ -31,7 +31,7 @@ def sampled_sha256(path: Path) -> str:
 
 
 def sha256_of_parts(*parts: bytes) -> str:
-    """Of byte strings, the length of each before it."""
+    """Return the SHA-256 of byte strings, each preceded by its length."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -40,7 +40,7 @@ def sha256_of_parts(*parts: bytes) -> str:
 
 
 def sha256_of_file(path: Path, advance: Callable[[int], object]) -> str:
-    """Of a whole file, read in blocks; `advance` is told how many bytes each has."""
+    """Return the SHA-256 of a whole file. `advance` is called with the size of each block after reading it."""
     digest = hashlib.sha256()
     with regular.open_file(path) as file:
         while block := file.read(1 << 22):

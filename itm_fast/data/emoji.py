@@ -1,12 +1,12 @@
-"""A real data set that comes with the package: emoji of the Noto Color Emoji font, described by Unicode CLDR.
+"""A real data set in the package: emoji of the Noto Color Emoji font, described by Unicode CLDR.
 
 Inside: `pictures`, `names`, `captions`, `image_ids`, `patches`, `pictures_of`, `picture_if_patches`, `picture_png`,
 `load`, `write_dataset`.
 
-3,621 distinct pictures of 72 x 72 pixels on white, five English captions each, in fixed splits: "train" 2,821, "dev"
-300 and "test" 500 pictures. A picture is in one split only. The words of every dev and test name occur with training
-pictures: only their combination is new. `docs/guides/data.md` describes the data; the folder of the files has their
-licences.
+3,621 distinct pictures of 72 x 72 pixels on white have five English captions each. The splits are fixed: "train" has
+2,821 pictures, "dev" 300 and "test" 500. A picture is in one split only. All words of the names in dev and test occur
+in train; only their combinations are new. `docs/guides/data.md` describes the data. The folder of the files contains
+their licences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from PIL import Image
 from itm_fast.data.dataset import CaptionDataset
 from itm_fast.data.layout import CAPTIONS_PER_IMAGE, open_features, read_captions, split_path
 from itm_fast.data.vocabulary import Vocabulary
-from itm_fast.files import atomic
+from itm_fast.files import atomic, regular
 
 SPLITS = ("train", "dev", "test")
 SIZE = 72  # pixels of a side
@@ -35,7 +35,7 @@ PATCH = SIZE // GRID  # pixels of a patch's side
 
 # Mean and standard deviation of all values of the training pictures, from 0 to 255.
 MEAN, STD = 199.8, 78.5
-# Between two of the 64 levels that a colour of a pixel has.
+# The distance between two of the 64 levels of a pixel's colour.
 _STEP = 255 / 63
 
 CREDITS = "Pictures: Noto Color Emoji, SIL Open Font License 1.1. Names and keywords: Unicode CLDR, Unicode License v3."
@@ -55,7 +55,7 @@ def _index() -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=len(SPLITS))
 def _table(split: str) -> list[tuple[str, str, str]]:
-    """Id, name and keywords of each picture."""
+    """Return id, name and keywords of each picture."""
     _check(split)
     lines = split_path(_FILES, split, "names.tsv").read_text(encoding="utf-8").rstrip("\n").split("\n")
     rows = [line.split("\t") for line in lines]
@@ -64,7 +64,7 @@ def _table(split: str) -> list[tuple[str, str, str]]:
 
 @functools.lru_cache(maxsize=len(SPLITS))
 def pictures(split: str) -> npt.NDArray[np.uint8]:
-    """The pictures of a split, (n, 72, 72, 3) uint8 RGB; read-only, decoded on the first call."""
+    """Return the pictures of a split, (n, 72, 72, 3) uint8 RGB, read-only. The first call decodes them."""
     names_of_split, index = names(split), _index()
     rows, columns = index["rows"], index["columns"]
     cells = []
@@ -73,7 +73,7 @@ def pictures(split: str) -> npt.NDArray[np.uint8]:
             pixels = np.asarray(sheet.convert("RGB"))
         grid = pixels.reshape(-1, SIZE, columns, SIZE, 3).transpose(0, 2, 1, 3, 4)
         cells.append(grid.reshape(-1, SIZE, SIZE, 3))
-    # The sheets hold the pictures in the order of their names, where they compress best.
+    # The sheets contain the pictures in the order of their names, which compresses best.
     order = sorted(range(len(names_of_split)), key=names_of_split.__getitem__)
     result = np.empty((len(order), SIZE, SIZE, 3), dtype=np.uint8)
     result[order] = np.concatenate(cells)[: len(order)]
@@ -82,27 +82,27 @@ def pictures(split: str) -> npt.NDArray[np.uint8]:
 
 
 def names(split: str) -> list[str]:
-    """The English names of the pictures of a split, as in Unicode CLDR: "man cook: dark skin tone"."""
+    """Return the English names of a split's pictures in Unicode CLDR, such as "man cook: dark skin tone"."""
     return [name for _, name, _ in _table(split)]
 
 
 def image_ids(split: str) -> list[str]:
-    """The code points of each picture in hexadecimal, such as "1f468_1f3ff_200d_1f373"."""
+    """Return the code points of each picture in hexadecimal, such as "1f468_1f3ff_200d_1f373"."""
     return [picture_id for picture_id, _, _ in _table(split)]
 
 
 def captions(split: str) -> list[str]:
-    """Five captions a picture: caption j belongs to picture j // 5."""
+    """Return five captions per picture: caption j belongs to picture j // 5."""
     _check(split)
     return read_captions(split_path(_FILES, split, "caps.txt"))
 
 
 def patches(images: npt.ArrayLike) -> npt.NDArray[np.float32]:
-    """Pictures as "regions": (n, 72, 72, 3) uint8 becomes (n, 36, 432) float32.
+    """Turn pictures (n, 72, 72, 3) uint8 into regions (n, 36, 432) float32.
 
-    Region 6 r + c is the patch of 12 x 12 pixels in row r and column c. Its 432 values are those of its pixels row by
-    row, red, green and blue of a pixel side by side, each as (value - MEAN) / STD: zero mean and unit variance over
-    the training pictures, so that the white background does not drown the rest.
+    Region 6 r + c is the patch of 12 x 12 pixels in row r and column c. Its 432 values are the red, green and blue
+    values of its pixels, row by row, normalised as (value - MEAN) / STD. They have zero mean and unit variance over the
+    training pictures, so the white background does not dominate.
     """
     images = np.asarray(images)
     if images.ndim != 4 or images.shape[1:] != (SIZE, SIZE, 3) or images.dtype != np.uint8:
@@ -113,7 +113,7 @@ def patches(images: npt.ArrayLike) -> npt.NDArray[np.float32]:
 
 
 def pictures_of(features: npt.ArrayLike) -> npt.NDArray[np.uint8]:
-    """The inverse of `patches`: (n, 36, 432) floats become (n, 72, 72, 3) uint8, rounded and clipped to 0 ... 255."""
+    """Invert `patches`: turn (n, 36, 432) floats into (n, 72, 72, 3) uint8, rounded and clipped to 0 to 255."""
     features = np.asarray(features)
     if features.ndim != 3 or features.shape[1:] != (GRID * GRID, PATCH * PATCH * 3):
         raise ValueError(f"features: expected shape (n, {GRID * GRID}, {PATCH * PATCH * 3}), got {features.shape}")
@@ -123,29 +123,29 @@ def pictures_of(features: npt.ArrayLike) -> npt.NDArray[np.uint8]:
 
 
 def picture_if_patches(features: npt.NDArray[np.floating]) -> npt.NDArray[np.uint8] | None:
-    """The picture (72, 72, 3) that the regions (k, f) of an image are the `patches` of; None where they are others.
+    """Return the picture (72, 72, 3) whose `patches` are the regions (k, f) of an image; None if there is none.
 
-    Patches that were rounded to half precision or bfloat16, as feature stores have them, are recognised, too.
+    Patches that a feature store rounded to half precision or bfloat16 are recognised, too.
     """
     if features.shape != (GRID * GRID, PATCH * PATCH * 3):
         return None
     picture = pictures_of(features[None])
-    # Float16 keeps a value of a pixel to a thousandth of its range; features of a detector are nowhere near a grid.
+    # Float16 stores a pixel to a thousandth of its range. Features of a detector are not near this grid.
     if np.allclose(patches(picture)[0], features, atol=2e-3):
         return picture[0]
-    # Bfloat16 keeps dark pixels to the next one, which is still nearest to the level that they had.
+    # Bfloat16 may change a dark pixel by one, so round to its nearest level.
     picture = np.rint(np.rint(picture / _STEP) * _STEP).astype(np.uint8)
     rounded = torch.from_numpy(patches(picture)[0]).to(torch.bfloat16).to(torch.float32)
     return picture[0] if np.array_equal(rounded.numpy(), features) else None
 
 
 def is_bundled(picture: npt.NDArray[np.uint8]) -> bool:
-    """Whether `picture` (72, 72, 3) is one of the bundled emoji."""
+    """Return whether `picture` (72, 72, 3) is one of the bundled emoji."""
     return any(bool((pictures(split) == picture).all(axis=(1, 2, 3)).any()) for split in SPLITS)
 
 
 def picture_png(split: str, index: int) -> bytes:
-    """One picture as a PNG file."""
+    """Return the content of a PNG file of one picture."""
     images = pictures(split)
     if not 0 <= index < len(images):
         raise ValueError(f"index: expected 0 to {len(images) - 1} for the split {split!r}, got {index}")
@@ -155,12 +155,12 @@ def picture_png(split: str, index: int) -> bytes:
 
 
 def vocabulary() -> Vocabulary:
-    """The words that occur at least four times in the training captions."""
+    """Build the vocabulary of words that occur at least four times in the training captions."""
     return Vocabulary.build(captions("train"))
 
 
 def load(split: str, words: Vocabulary | None = None) -> CaptionDataset:
-    """A split in memory; `words` is the vocabulary, by default `vocabulary()`."""
+    """Load a split into memory. `words` is the vocabulary; default: `vocabulary()`."""
     images, texts = pictures(split), captions(split)
     return CaptionDataset(
         patches(images),
@@ -173,11 +173,20 @@ def load(split: str, words: Vocabulary | None = None) -> CaptionDataset:
 
 
 def write_dataset(directory: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-    """Writes the published layout: `{split}_ims.npy`, `_caps.txt` and `_ids.txt` of each split, and `vocab.json`.
+    """Write the published layout: `{split}_ims.npy`, `_caps.txt` and `_ids.txt` of each split, and `vocab.json`.
 
-    About 226 MB in all. Each file appears complete or not at all; one that is there with the same content stays.
-    ValueError where one has other content, unless `overwrite` is set, and where the directory holds a
-    `{split}_cap2im.txt`, which would say which caption belongs to which picture of other data.
+    The files take about 226 MB. Each is written atomically, unless it exists with the same content.
+
+    Args:
+        directory: the folder; created if missing.
+        overwrite: replace files with other content.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: a file has other content and `overwrite` is not set, or the folder contains a
+            `{split}_cap2im.txt`, which would assign captions to pictures of other data.
     """
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
@@ -185,17 +194,17 @@ def write_dataset(directory: str | os.PathLike[str], *, overwrite: bool = False)
     texts = {"vocab.json": vocabulary().to_json()}
     for split in SPLITS:
         stray = split_path(directory, split, "cap2im.txt")
-        if stray.exists():
+        if regular.is_present(stray):
             raise ValueError(f"{stray}: belongs to other data; choose another directory")
         texts[f"{split}_caps.txt"] = "".join(f"{caption}\n" for caption in captions(split))
         texts[f"{split}_ids.txt"] = "".join(f"{picture_id}\n" for picture_id in image_ids(split))
 
-    # What is there is looked at before anything is written.
+    # Check all existing files before anything is written.
     needed = [name for name, text in texts.items() if not _holds(directory / name, text.encode("utf-8"))]
     needed += [f"{split}_ims.npy" for split in SPLITS if not _holds_patches(directory, split)]
     for name in needed:
         if (directory / name).exists() and not overwrite:
-            raise ValueError(f"{directory / name}: is there with other content; choose another directory")
+            raise ValueError(f"{directory / name}: exists with other content; choose another directory")
     for name in needed:
         if name in texts:
             atomic.write_text(directory / name, texts[name])

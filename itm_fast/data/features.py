@@ -1,4 +1,4 @@
-"""Where the region features of images come from: an array, which may be a memory map, or memory of a device.
+"""Sources of region features: an array, which may be a memory map, or tensors in host or device memory.
 
 Inside: `Features`, `ArrayFeatures`, `ResidentFeatures`, `as_regions`.
 """
@@ -16,16 +16,18 @@ from torch import Tensor
 
 from itm_fast.fragments import Fragments
 
-# Rows are read into memory in blocks of about so many bytes.
+# Approximate size of the blocks in which rows are read.
 BLOCK_BYTES = 16 * 2**20
 
 
 class Features(abc.ABC):
-    """Region features of images, gathered as float32, or where `keep_bfloat16` is set and they are, as bfloat16.
+    """Region features of images. Batches are float32, or bfloat16 if stored so and `keep_bfloat16` is set.
 
-    Attributes: `shape` (images, regions, channels), where `regions` is the most that an image has; `counts` (images,)
-    int64, the regions of each image, or None where all have as many; `dtype`, how a number is stored; `in_process`:
-    reading takes no worker process, since it runs beside Python or copies memory alone.
+    Attributes:
+        shape: (images, regions, channels); `regions` is the maximum per image.
+        counts: (images,) int64, the regions of each image; None if all have the same number.
+        dtype: the stored type.
+        in_process: reading needs no worker processes, because it releases the Python lock or only copies memory.
     """
 
     shape: tuple[int, int, int]
@@ -36,7 +38,7 @@ class Features(abc.ABC):
 
     @property
     def batch_dtype(self) -> torch.dtype:
-        """The type of what `gather` returns."""
+        """The dtype that `gather` returns."""
         return self.dtype if self.keep_bfloat16 and self.dtype == torch.bfloat16 else torch.float32
 
     def __len__(self) -> int:
@@ -44,30 +46,36 @@ class Features(abc.ABC):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all numbers as they are stored."""
+        """The size of all features in bytes, as stored."""
         regions = self.shape[0] * self.shape[1] if self.counts is None else int(self.counts.sum())
         return regions * self.shape[2] * self.dtype.itemsize
 
     @abc.abstractmethod
     def gather(self, images: np.ndarray) -> Tensor | Fragments:
-        """Features of `images` (n,) int64 in that order: (n, k, f) of `batch_dtype`, or Fragments where counts differ.
+        """Read the features of images.
+
+        Args:
+            images: (n,) int64.
+
+        Returns:
+            (n, k, f) of `batch_dtype` in the order of `images`, or Fragments if the images differ in regions.
 
         Raises:
-            ValueError: a value is not finite in float32, or a file is not what it was; file and row are named.
+            ValueError: a value is not finite in float32, or a file has changed. The message names file and row.
         """
 
     def pin_batches(self) -> None:  # noqa: B027
-        """Page-locks what `gather` returns from now on, where it then needs no copy to be; does nothing elsewhere."""
+        """Return page-locked memory from `gather` from now on, if that needs no extra copy; otherwise do nothing."""
 
     @abc.abstractmethod
     def stored(self, first: int, last: int) -> Tensor:
-        """The regions (N, f) of the images from `first` up to `last`, as they are stored, all finite."""
+        """Return the regions (N, f) of images `first` to `last - 1` in the stored type, all finite."""
 
 
 def as_regions(
     rows: Tensor, counts: np.ndarray | None, shape: tuple[int, int, int], n_images: int
 ) -> Tensor | Fragments:
-    """Regions (N, f) of `n_images` images as a batch has them; `counts` are those of these images."""
+    """Turn the regions (N, f) of `n_images` images into a batch; `counts` are the regions of these images."""
     if counts is None:
         return rows.view(n_images, *shape[1:])
     offsets = torch.zeros(n_images + 1, dtype=torch.int64)
@@ -76,10 +84,13 @@ def as_regions(
 
 
 class ArrayFeatures(Features):
-    """Features in an array (n_images, k, f) of floats; a memory map stays on disk.
+    """Features in an array. A memory map stays on disk.
 
-    `counts` are the regions of each image, the first of its k; None: all k. `row` says where an image stands in the
-    file that `name` names.
+    Args:
+        array: (n_images, k, f) floats.
+        name: the file, for messages.
+        counts: (n_images,) int64, how many of its k regions each image has; None: all.
+        row: maps an image to its row in the file, for messages.
     """
 
     in_process = False
@@ -94,7 +105,7 @@ class ArrayFeatures(Features):
         self.dtype = {2: torch.float16, 4: torch.float32}.get(array.dtype.itemsize, torch.float64)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of a memory map is an array of its own.
+        # The copy of a memory map is an array in memory.
         return {**self.__dict__, "_map": None, "_bytes": 0}
 
     def gather(self, images: np.ndarray) -> Tensor | Fragments:
@@ -105,7 +116,7 @@ class ArrayFeatures(Features):
             ends = np.cumsum(counts)
             gathered = np.empty((int(ends[-1]) if len(ends) else 0, self.shape[2]), dtype=np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
-            # A file is read in its own order, whatever order is asked for.
+            # Read a file in its own order, whatever the order of `images`.
             for position in np.argsort(images, kind="stable"):
                 self._check_size(int(images[position]))
                 if counts is None:
@@ -113,7 +124,7 @@ class ArrayFeatures(Features):
                 else:
                     start = ends[position] - counts[position]
                     gathered[start : ends[position]] = self.array[images[position], : counts[position]]
-            # A quick sum shows whether all values are finite; where finite ones overflow it, an exact check decides.
+            # A quick sum is not finite if a value is not. Finite values may overflow it, so an exact check decides.
             suspicious = not np.isfinite(np.einsum("i->", gathered.reshape(-1)))
         if suspicious and not np.isfinite(gathered).all():
             raise self._not_finite(images)
@@ -121,7 +132,7 @@ class ArrayFeatures(Features):
         return rows if counts is None else as_regions(rows, counts, self.shape, len(images))
 
     def _check_size(self, image: int) -> None:
-        """ValueError where the mapped file has become shorter: a look at what it lacks would end the process."""
+        """Raise ValueError if the mapped file has become shorter: reading past its end would kill the process."""
         if self._map is not None and (size := self._map.size()) < self._bytes:
             raise ValueError(
                 f"{self.name}: row {self._row(image)} cannot be read: the file was truncated since it was opened "
@@ -129,7 +140,7 @@ class ArrayFeatures(Features):
             )
 
     def _not_finite(self, images: np.ndarray) -> ValueError:
-        """The error that names the first row with such a value among `images`, one of which has it."""
+        """Return the error that names the first of `images` with a value that is not finite."""
         for image in np.unique(images):
             regions = self.array[image] if self.counts is None else self.array[image, : self.counts[image]]
             with np.errstate(over="ignore", invalid="ignore"):
@@ -139,7 +150,7 @@ class ArrayFeatures(Features):
 
     def stored(self, first: int, last: int) -> Tensor:
         self._check_size(first)
-        # torch knows numbers in the byte order of the machine alone.
+        # torch only supports the byte order of the machine.
         block = np.array(self.array[first:last], dtype=self.array.dtype.newbyteorder("="))
         with np.errstate(over="ignore", invalid="ignore"):
             finite = np.isfinite(block.astype(np.float32, copy=False))
@@ -154,10 +165,14 @@ class ArrayFeatures(Features):
 
 
 class ResidentFeatures(Features):
-    """Features in memory, as they are stored: `values` (N, f), the regions of all images end to end.
+    """Features in memory, in the stored type.
 
-    Batches are put together on `device`. With `by_image` each image is copied there by itself: from page-locked memory
-    of the host to a GPU the processor starts the copies, and moves none of the bytes.
+    Args:
+        values: (N, f), the regions of all images end to end.
+        shape: (images, regions, channels).
+        counts: (images,) int64, the regions of each image; None if all have the same number.
+        device: the device of the batches.
+        by_image: copy each image to `device` separately. From page-locked host memory to a GPU, the GPU moves the data.
     """
 
     in_process = True
@@ -175,7 +190,7 @@ class ResidentFeatures(Features):
         self.dtype = values.dtype
         lengths = np.full(shape[0], shape[1]) if counts is None else counts
         self._ends = np.cumsum(lengths)
-        # Cut here once: to do so for each batch would take as long as to start its copies.
+        # Split once: splitting for each batch would take as long as starting its copies.
         self._images = values.split(lengths.tolist()) if by_image else None
 
     def gather(self, images: np.ndarray) -> Tensor | Fragments:
@@ -186,13 +201,13 @@ class ResidentFeatures(Features):
             lengths = np.full(len(images), self.shape[1]) if counts is None else counts
             rows = torch.empty(int(lengths.sum()), self.shape[2], dtype=self.dtype, device=self.device)
             if len(images):
-                # All copies in one call: Python's lock, which the step needs, is then given back once.
+                # One call for all copies takes the Python lock, which the training step needs, only once.
                 parts = [self._images[image] for image in images.tolist()]
                 torch._foreach_copy_(rows.split(lengths.tolist()), parts, non_blocking=True)
         return as_regions(rows.to(self.batch_dtype), counts, self.shape, len(images))
 
     def _rows(self, images: np.ndarray) -> np.ndarray:
-        """Which of `values` are the regions of `images`."""
+        """Return the positions in `values` of the regions of `images`."""
         if self.counts is None:
             return (images[:, None] * self.shape[1] + np.arange(self.shape[1])).reshape(-1)
         lengths = self.counts[images]

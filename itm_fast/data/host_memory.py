@@ -1,4 +1,4 @@
-"""How much memory of the host a process may take, in a container too.
+"""Find how much host memory a process may use, also in a container.
 
 Inside: `host_memory`.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 
-# Where the two versions of control groups lie, the names of their files, and what of the memory in use is cached files
-# that the system gives back.
+# For both versions of control groups: the mount point, the files of limit and usage, and the statistic of cached files,
+# whose memory the system can reclaim.
 _VERSIONS = (
     ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -16,9 +16,13 @@ _VERSIONS = (
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int] | None:
-    """Free bytes and all bytes of the machine, or of the control group of this process where it allows less.
+    """Return the free and total bytes of the machine, or of this process's control group if it allows less.
 
-    `root` is where `proc` and `sys` lie. None: this system does not say.
+    Args:
+        root: the folder of `proc` and `sys`.
+
+    Returns:
+        None if the system does not provide the numbers.
     """
     try:
         known = _numbers(root / "proc/meminfo")
@@ -26,7 +30,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int] | None:
     except (OSError, KeyError, ValueError, IndexError):
         return None
     for (mount, *names), group in zip(_VERSIONS, _groups(root), strict=True):
-        # A limit of any group above holds, too. In a container the path may be one that only the host has.
+        # The limits of parent groups apply, too. In a container, the path may only exist on the host.
         for folder in dict.fromkeys((group, *group.parents, PurePosixPath())):
             limit = _limit(root / mount / folder, *names)
             if limit is not None:
@@ -35,7 +39,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int] | None:
 
 
 def _groups(root: Path) -> tuple[PurePosixPath, PurePosixPath]:
-    """The control group of this process in the second version and in the first, below where they lie."""
+    """Return the paths of this process's control groups, version 2 first, relative to their mount points."""
     groups = [PurePosixPath(), PurePosixPath()]
     try:
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -50,7 +54,7 @@ def _groups(root: Path) -> tuple[PurePosixPath, PurePosixPath]:
 
 
 def _limit(folder: Path, most: str, used: str, cached: str) -> tuple[int, int] | None:
-    """What a control group has left and what it allows; None where it allows any amount or does not say."""
+    """Return the free and total bytes of a control group; None if it has no limit or does not provide the numbers."""
     try:
         total = int((folder / most).read_text())
         taken = int((folder / used).read_text()) - _numbers(folder / "memory.stat").get(cached, 0)
@@ -60,6 +64,6 @@ def _limit(folder: Path, most: str, used: str, cached: str) -> tuple[int, int] |
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The first number of each line of a file, by what stands before it."""
+    """Read the first number of each line of a file, by its name."""
     parts = (line.replace(":", " ").split() for line in path.read_text().splitlines())
     return {name: int(number) for name, number, *_ in parts}

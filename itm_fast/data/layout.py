@@ -1,10 +1,10 @@
-"""The files of the published precomputed layout, read and checked one at a time.
+"""Read and check the files of the published precomputed layout, one at a time.
 
 Inside: `SUFFIXES`, `split_path`, `available_splits`, `open_features`, `read_captions`, `read_caption_image`,
-`match_counts`, `read_ids`, `read_region_counts`; and for one line of a file `text_in`, `caption_in`, `image_row_in`,
-`region_count_in`.
+`match_counts`, `read_ids`, `read_region_counts`, `zeros_advice`. For one line of a file: `text_in`, `caption_in`,
+`image_row_in`, `region_count_in`.
 
-Every problem is a ValueError of one line that names the file, and the line (from 1) or row (from 0) where there is one.
+Every problem is a ValueError. Its one-line message names the file and, if known, the line (from 1) or the row (from 0).
 """
 
 from __future__ import annotations
@@ -25,29 +25,31 @@ import numpy.typing as npt
 from itm_fast.files import regular
 
 CAPTIONS_PER_IMAGE = 5
-# The files of a split; those behind the first two are optional.
+# The longest caption in characters, which bounds the time and memory that one line takes.
+MAX_CAPTION_LENGTH = 100_000
+# The files of a split. Only the first two are required.
 SUFFIXES = ("ims.npy", "caps.txt", "cap2im.txt", "ids.txt", "regions.txt")
 
 Parsed = TypeVar("Parsed")
 
-# What str() makes of a bytes object: the trace of a file read as bytes and written back as text.
+# The str() of a bytes object: the file was read as bytes and written back as text.
 _BYTES_LITERAL = re.compile(r"[bB]'.*'|[bB]\".*\"", re.DOTALL)
 
 
 def split_path(directory: str | os.PathLike[str], split: str, suffix: str) -> Path:
-    """The path of one file of a split, such as `train_caps.txt` for the suffix `caps.txt`."""
+    """Return the path of one file of a split, such as `train_caps.txt` for the suffix `caps.txt`."""
     return Path(directory) / f"{split}_{suffix}"
 
 
 def available_splits(directory: str | os.PathLike[str]) -> list[str]:
-    """The splits that have features and captions in `directory`, sorted."""
+    """List the splits that have features and captions in `directory`, sorted."""
     splits = (path.name.removesuffix("_ims.npy") for path in Path(directory).glob("*_ims.npy"))
-    return sorted(split for split in splits if split_path(directory, split, "caps.txt").is_file())
+    return sorted(split for split in splits if regular.is_present(split_path(directory, split, "caps.txt")))
 
 
 def check_split_name(split: str) -> None:
-    """Raises ValueError where a name would lead out of the folder."""
-    if not split or split != Path(split).name:
+    """Raise ValueError if a split's name would lead out of the folder."""
+    if not split or split != Path(split).name or "\0" in split:
         raise ValueError(f"split: expected a name such as test, without folders, got {split!r}")
 
 
@@ -59,18 +61,23 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
 
 
 def check_split(directory: str | os.PathLike[str], split: str) -> None:
-    """Raises ValueError where the directory or one of the two files that a split needs is missing."""
+    """Raise ValueError if the directory or one of the two required files of a split is missing."""
     check_split_name(split)
     check_directory(directory)
     for suffix in SUFFIXES[:2]:
         path = split_path(directory, split, suffix)
-        if not regular.is_file(path):
+        if not regular.is_present(path):
             found = ", ".join(available_splits(directory)) or "none"
             raise ValueError(f"{path}: no such file, so there is no split {split!r} (splits in {directory}: {found})")
 
 
+def zeros_advice(split: str) -> str:
+    """Return what to do about regions of zeros."""
+    return f"if the zeros are padding, write the number of true regions of each row to {split}_regions.txt"
+
+
 def open_features(path: str | os.PathLike[str]) -> np.memmap:
-    """Maps `(n_rows, k, f)` float16, float32 or float64 features; nothing but the header is read."""
+    """Map `(n_rows, k, f)` float16, float32 or float64 features. Only the header is read."""
     status = Path(path).stat()
     regular.check_regular(status, path)
     size = status.st_size
@@ -79,7 +86,7 @@ def open_features(path: str | os.PathLike[str]) -> np.memmap:
         truncated = promised is not None and size < promised
         features = None if truncated else np.load(path, mmap_mode="r", allow_pickle=False)
     except _UNREADABLE as error:
-        # numpy has a message of its own for each kind of damage; its first line is enough.
+        # The first line of numpy's message names the kind of damage.
         reason = (str(error).splitlines() or ["empty file"])[0]
         raise ValueError(f"{path}: not a readable .npy array of numbers ({reason}; {size} bytes on disk)") from None
     if features is None:
@@ -95,16 +102,16 @@ def open_features(path: str | os.PathLike[str]) -> np.memmap:
     return features
 
 
-# What numpy lets through for headers that are damaged or made to do harm.
+# The errors that numpy raises for damaged or malicious headers.
 _UNREADABLE = (
     ValueError, EOFError, SyntaxError, TypeError, KeyError, OverflowError, RecursionError, MemoryError,
     tokenize.TokenError, zipfile.BadZipFile,
 )  # fmt: skip
-_MAX_HEADER_BYTES = 10_000  # as numpy, which however reads the header before it looks at its length
+_MAX_HEADER_BYTES = 10_000  # numpy has the same limit, but reads the header before it checks the length.
 
 
 def _promised_size(path: str | os.PathLike[str]) -> int | None:
-    """The size in bytes that the header of a .npy file of plain numbers stands for; None for anything else."""
+    """Return the file size in bytes that the header of a .npy file of numbers implies; None for other files."""
     readers = {(1, 0): (2, np.lib.format.read_array_header_1_0), (2, 0): (4, np.lib.format.read_array_header_2_0)}
     with regular.open_file(path) as file:
         if file.read(6) != np.lib.format.MAGIC_PREFIX:
@@ -122,12 +129,12 @@ def _promised_size(path: str | os.PathLike[str]) -> int | None:
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[bytes]:
-    """The lines of a text file without their ends; a byte order mark at the start is left out."""
+    """Return the lines of a text file without line ends and without a byte order mark at the start."""
     try:
         content = regular.read_bytes(path)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
-    # Only "\n" and "\r\n" end a line: str.splitlines() would also cut at separators that occur inside captions.
+    # Only "\n" and "\r\n" end a line: str.splitlines() also splits at separators that occur inside captions.
     lines = content.removeprefix(codecs.BOM_UTF8).split(b"\n")
     if lines[-1] == b"":
         lines.pop()
@@ -135,7 +142,7 @@ def read_lines(path: str | os.PathLike[str]) -> list[bytes]:
 
 
 def text_in(line: bytes) -> str:
-    """The stripped text of a line; ValueError where it is not UTF-8."""
+    """Return the stripped text of a line; raise ValueError if it is not UTF-8."""
     try:
         return line.decode("utf-8").strip()
     except UnicodeDecodeError as error:
@@ -143,17 +150,24 @@ def text_in(line: bytes) -> str:
 
 
 def caption_in(line: bytes) -> str:
-    """The caption of a line; ValueError where it is not UTF-8, empty, or the text of a bytes literal (`b'...'`)."""
+    """Return the caption of a line.
+
+    Raises:
+        ValueError: the line is not UTF-8, is empty, has more than `MAX_CAPTION_LENGTH` characters, or is the text of a
+            bytes literal (`b'...'`).
+    """
     caption = text_in(line)
     if not caption:
         raise ValueError("the caption is empty")
+    if len(caption) > MAX_CAPTION_LENGTH:
+        raise ValueError(f"expected a caption of at most {MAX_CAPTION_LENGTH:,} characters, got {len(caption):,}")
     if _BYTES_LITERAL.fullmatch(caption):
         raise ValueError(f"the caption is the text of a bytes literal ({caption[:40]}): write the decoded text instead")
     return caption
 
 
 def image_row_in(line: bytes, n_images: int) -> int:
-    """The image row of a line of `{split}_cap2im.txt`; ValueError where it is no number from 0 to n_images - 1."""
+    """Return the image row in a line of `{split}_cap2im.txt`; raise ValueError if it is not from 0 to n_images - 1."""
     text = text_in(line)
     if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
         raise ValueError(f"expected the row of an image, got {text[:40]!r}")
@@ -163,7 +177,7 @@ def image_row_in(line: bytes, n_images: int) -> int:
 
 
 def region_count_in(line: bytes, most: int) -> int:
-    """The number of regions of a line of `{split}_regions.txt`; ValueError where it is no number from 1 to `most`."""
+    """Return the count in a line of `{split}_regions.txt`; raise ValueError if it is not from 1 to `most`."""
     text = text_in(line)
     if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
         raise ValueError(f"expected a number of regions from 1 to {most}, got {text[:40]!r}")
@@ -181,7 +195,7 @@ def _parsed(path: str | os.PathLike[str], lines: list[bytes], parse: Callable[[b
 
 
 def read_captions(path: str | os.PathLike[str]) -> list[str]:
-    """One caption per line, as `caption_in` reads it."""
+    """Read one caption per line, as `caption_in` does."""
     lines = read_lines(path)
     if not lines:
         raise ValueError(f"{path}: expected at least one caption, the file is empty")
@@ -189,7 +203,7 @@ def read_captions(path: str | os.PathLike[str]) -> list[str]:
 
 
 def read_caption_image(path: str | os.PathLike[str], n_images: int, n_captions: int) -> npt.NDArray[np.int64]:
-    """The image row of each caption, `(n_captions,)`, from `{split}_cap2im.txt`: one integer per line."""
+    """Read the image row of each caption, `(n_captions,)`, from `{split}_cap2im.txt`: one integer per line."""
     lines = read_lines(path)
     if len(lines) != n_captions:
         raise ValueError(f"{path}: expected one line per caption ({n_captions}), got {len(lines)} lines")
@@ -197,7 +211,7 @@ def read_caption_image(path: str | os.PathLike[str], n_images: int, n_captions: 
 
 
 def read_region_counts(path: str | os.PathLike[str], n_rows: int, most: int) -> npt.NDArray[np.int64]:
-    """The regions of each stored row, `(n_rows,)`, from `{split}_regions.txt`: one number from 1 to `most` per line."""
+    """Read the regions of each row, `(n_rows,)`, from `{split}_regions.txt`: one number from 1 to `most` per line."""
     lines = read_lines(path)
     if len(lines) != n_rows:
         raise ValueError(f"{path}: expected one line per row of the features ({n_rows}), got {len(lines)} lines")
@@ -205,10 +219,10 @@ def read_region_counts(path: str | os.PathLike[str], n_rows: int, most: int) -> 
 
 
 def match_counts(directory: str | os.PathLike[str], split: str, rows: np.memmap, n_captions: int) -> int:
-    """How often each image stands in the features of a split without `{split}_cap2im.txt`: 1 or 5 times.
+    """Return how often the features store each image of a split without `{split}_cap2im.txt`: 1 or 5 times.
 
     Raises:
-        ValueError: there are not five captions an image, or sampled rows are not one image repeated five times.
+        ValueError: there are not five captions per image, or sampled rows are not one image repeated five times.
     """
     n_rows, path = len(rows), split_path(directory, split, "ims.npy")
     advice = f"write {split}_cap2im.txt with one image row per caption line"
@@ -217,8 +231,8 @@ def match_counts(directory: str | os.PathLike[str], split: str, rows: np.memmap,
     if n_captions != n_rows or n_rows % CAPTIONS_PER_IMAGE:
         raise ValueError(
             f"{split_path(directory, split, 'caps.txt')}: {n_captions} captions do not fit {n_rows} rows of "
-            f"{path.name}: expected {n_rows * CAPTIONS_PER_IMAGE} (five an image) or {n_rows} (images repeated five "
-            f"times); else {advice}"
+            f"{path.name}: expected {n_rows * CAPTIONS_PER_IMAGE} (five per image) or {n_rows} (images repeated "
+            f"five times); otherwise {advice}"
         )
     image = repeated_image(rows)
     if image is not None:
@@ -231,7 +245,11 @@ def match_counts(directory: str | os.PathLike[str], split: str, rows: np.memmap,
 
 
 def repeated_image(features: np.memmap, samples: int = 16) -> int | None:
-    """Checks that rows 5i ... 5i+4 are equal for `samples` images spread over the file; the first i that differs."""
+    """Check that rows 5i to 5i+4 are equal for `samples` images spread over the file.
+
+    Returns:
+        The first i whose rows differ, or None.
+    """
     n_images = len(features) // CAPTIONS_PER_IMAGE
     for image in np.unique(np.linspace(0, n_images - 1, samples).astype(np.int64)):
         group = features[image * CAPTIONS_PER_IMAGE : (image + 1) * CAPTIONS_PER_IMAGE]
@@ -243,9 +261,10 @@ def repeated_image(features: np.memmap, samples: int = 16) -> int | None:
 def read_ids(
     path: str | os.PathLike[str], n_images: int, stride: int, caption_image: npt.NDArray[np.int64]
 ) -> list[str] | None:
-    """The name of each image from `{split}_ids.txt`: one per image, per stored row or per caption.
+    """Read the name of each image from `{split}_ids.txt`: one per image, per row or per caption.
 
-    Names that differ between the captions of one image are names of captions: then there are none of images (None).
+    Returns:
+        The names; None if they differ between the captions of one image, as they then are names of captions.
     """
     names = _parsed(path, read_lines(path), text_in)
     if len(names) == n_images:

@@ -1,4 +1,4 @@
-"""Which captions form a batch, and fetching batches ahead.
+"""Choose the captions of each batch, and read batches ahead of the training step.
 
 Inside: `EpochSampler`, `BatchLoader`.
 """
@@ -7,36 +7,46 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from itm_fast.data.dataset import Batch, CaptionDataset
+from itm_fast.processors import check_count
 
-# Batches that are made while one is worked on.
+# Batches to read ahead of the current one.
 _AHEAD = 2
-# macOS does not say who sent a signal.
-_SAYS_WHO = hasattr(signal, "sigwaitinfo")
+# macOS does not tell who sent a signal.
+_SAYS_WHO = hasattr(signal, "sigtimedwait")
+# How often a worker checks that the training process still runs.
+_CHECK_SECONDS = 1.0
 
 
 class EpochSampler:
-    """Index batches of one epoch, a function of (seed, epoch) alone, so that a run can resume in mid-epoch.
+    """Index batches of one epoch. They depend only on seed and epoch, so a run can resume within an epoch.
 
     Args:
-        n: number of items. batch_size: items per batch. seed, epoch: non-negative integers.
-        shuffle: False gives the items in order.
-        drop_last: leaves a last batch of fewer items out.
-        start_batch: leaves the first batches out; the others are those of the whole epoch.
-        lengths: (n,) the length of each item, with `bucket_batches`.
-        bucket_batches: items of like length share a batch: of the shuffled items so many batches at a time are sorted
-            by length and cut into batches, whose order is shuffled in turn. 0: none of it. A batch that is not full
-            stays the last.
+        n: number of items.
+        batch_size: items per batch.
+        seed, epoch: non-negative integers.
+        shuffle: False keeps the order of the items.
+        drop_last: drop the last batch if it is not full.
+        start_batch: skip this many batches; the others do not change.
+        lengths: (n,) the length of each item; required with `bucket_batches`.
+        bucket_batches: sort items by length within groups of this many batches, then shuffle the batches (length
+            bucketing). A batch that is not full stays the last. 0: off.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -72,7 +82,7 @@ class EpochSampler:
         return max(self._n_batches() - self.start_batch, 0)
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        # SeedSequence mixes the pair, so that (seed, epoch + 1) and (seed + 1, epoch) have nothing in common.
+        # SeedSequence mixes the pair, so (seed, epoch + 1) and (seed + 1, epoch) give unrelated orders.
         random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, self.epoch])))
         order = random.permutation(self.n) if self.shuffle else np.arange(self.n)
         if self.bucket_batches and self.lengths is not None:
@@ -98,8 +108,8 @@ class _Batches(Dataset[Batch | ValueError]):
         self.dataset = dataset
 
     def __getitem__(self, indices: np.ndarray) -> Batch | ValueError:
-        # A worker process would hand on an exception with its whole traceback as the message. As a value it arrives
-        # as it is, and is raised in the process that trains.
+        # A worker process would pass on an exception with its whole traceback as the message. Passed as a value, the
+        # exception does not change, and the training process raises it.
         try:
             return self.dataset.batch(indices)
         except ValueError as error:
@@ -110,25 +120,31 @@ def _as_it_is(item: Batch | ValueError) -> Batch | ValueError:
     return item
 
 
-def _leave_signals_to_the_main_process(_worker: int) -> None:
-    # Ctrl-C reaches every process of a terminal, and a SIGTERM of torchrun, timeout or a batch system all processes of
-    # a job. The training process may want to finish its step first, and ends its workers itself.
+def _follow_main_process(_worker: int) -> None:
+    # Ctrl-C reaches every process of a terminal, and a SIGTERM from torchrun, timeout or a batch system reaches every
+    # process of a job. The training process may finish its step first, so it ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if _SAYS_WHO:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_by, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
 
 
-def _end_by(process: int) -> None:
-    """Ends this process once a SIGTERM comes from `process`, and lets those of others pass."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != process:
-        pass
+def _end_with(main: Any) -> None:
+    """End this worker once the process `main` has ended or sends a SIGTERM; ignore a SIGTERM of another process."""
+    # A fork server is the parent of its workers, so os.getppid() is not the training process.
+    is_child = multiprocessing.get_start_method() != "forkserver"
+    # The training process may have ended before this line, so compare with its number instead of watching for a change.
+    while main.is_alive() and (os.getppid() == main.pid or not is_child):
+        if not _SAYS_WHO:
+            time.sleep(_CHECK_SECONDS)
+        elif (sent := signal.sigtimedwait({signal.SIGTERM}, _CHECK_SECONDS)) is not None and sent.si_pid == main.pid:
+            break
     os._exit(0)
 
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Signals that come meanwhile are had afterwards; what is forked meanwhile has none before it asks for them."""
+    """Delay SIGINT and SIGTERM until the block ends. Processes forked in the block inherit the blocked signals."""
     if not _SAYS_WHO:
         yield
         return
@@ -140,12 +156,19 @@ def _signals_blocked() -> Iterator[None]:
 
 
 class BatchLoader:
-    """Iterates over the batches of `dataset` that `index_batches` names, in that order.
+    """Iterate over batches of a data set.
 
-    `workers=0` reads in this process; more read ahead in worker processes, which pays where batches come from a disk
-    and the training step runs on another device. `pin_memory=True` makes copies to a GPU asynchronous; where there is
-    none it does nothing. Features that are read in this process by threads of their own, or lie in memory, are fetched
-    ahead by one thread, whatever `workers` says. Raises what `CaptionDataset.batch` raises.
+    Feature stores and features in memory need no worker processes: one thread reads ahead, and `workers` has no effect.
+
+    Args:
+        dataset: the data set.
+        index_batches: the caption indices of each batch, in order.
+        workers: processes that read ahead; 0: read in this process. Workers help if batches come from a disk and the
+            training step runs on another device. They end with this process.
+        pin_memory: use page-locked memory for asynchronous copies to a GPU; no effect without a GPU.
+
+    Raises:
+        ValueError: there are too many workers; while iterating, as `CaptionDataset.batch`.
     """
 
     def __init__(
@@ -156,6 +179,7 @@ class BatchLoader:
         workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
+        check_count("workers", workers)
         self._index_batches, self._dataset = index_batches, dataset
         self._pin = pin_memory and torch.cuda.is_available()
         self._loader: DataLoader[Batch | ValueError] = DataLoader(
@@ -164,7 +188,7 @@ class BatchLoader:
             batch_size=None,
             collate_fn=_as_it_is,  # type: ignore[arg-type]
             num_workers=workers,
-            worker_init_fn=_leave_signals_to_the_main_process,
+            worker_init_fn=_follow_main_process,
             pin_memory=self._pin,
         )
 
@@ -178,7 +202,7 @@ class BatchLoader:
             yield from _fetched_ahead(self._batch, self._index_batches)
             return
         with _signals_blocked():
-            # Worker processes come to be.
+            # This starts the worker processes.
             items = iter(self._loader)
         try:
             for item in items:
@@ -186,7 +210,7 @@ class BatchLoader:
                     raise item
                 yield item
         finally:
-            # Worker processes end with it, whoever keeps an error.
+            # This ends the worker processes, even if a caller keeps the exception.
             del items
 
     def _batch(self, indices: np.ndarray) -> Batch:
@@ -195,7 +219,7 @@ class BatchLoader:
 
 
 def _fetched_ahead(make: Callable[[np.ndarray], Batch], index_batches: Iterable[np.ndarray]) -> Iterator[Batch]:
-    """The batches in their order, made by one thread while the caller works on the ones before."""
+    """Yield batches in order. One thread makes the next batches while the caller uses the current one."""
     waiting: collections.deque[Future[Batch]] = collections.deque()
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
         try:

@@ -1,9 +1,10 @@
-"""From a folder in the published layout to a feature store, in bounded memory, whenever it is interrupted.
+"""Pack a folder in the published layout into a feature store, in bounded memory. Interrupted packing can continue.
 
 Inside: `pack`, `SHARD_BYTES`.
 
-Shards are written one after the other, each under a temporary name, flushed and renamed; `unfinished.json` then notes
-it (`pack_notes`). A later call with the same source and settings takes up what is noted. The manifest comes last.
+Shards are written one by one under a temporary name, flushed and renamed. `unfinished.json` then records each
+(`pack_notes`), so a later call with the same source and settings continues after the last recorded shard. The manifest
+is written last.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from itm_fast.data.features import BLOCK_BYTES, Features
 from itm_fast.data.pack_notes import Notes
 from itm_fast.data.precomputed import PrecomputedDataset
 from itm_fast.data.store_format import DTYPES, Manifest, ShardRecord, SplitRecord, shard_header
-from itm_fast.data.vocabulary import Vocabulary, load_vocabulary
-from itm_fast.files import atomic, lock
+from itm_fast.data.vocabulary import Vocabulary, find_vocabulary, load_vocabulary
+from itm_fast.files import atomic, lock, regular
 
 __all__ = ["SHARD_BYTES", "pack"]
 
 SHARD_BYTES = 256 * 2**20
 
-# Files of a split, with what tells whether one was written to.
+# For each file of a split, its size, modification time and inode; None for an absent file.
 States = dict[Path, tuple[int, int, int] | None]
 
 
@@ -48,27 +49,26 @@ def pack(
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
 ) -> Manifest:
-    """Writes the feature store `out` of a folder in the published layout.
+    """Write a feature store from a folder in the published layout.
 
-    A store of the same source and settings that was left unfinished is continued, its shards compared with their
-    checksums, and a finished one stays as it is.
+    If `out` contains an unfinished store of the same source and settings, packing continues after comparing its shards
+    with their checksums. A finished store is left unchanged.
 
     Args:
         directory: the folder.
         out: the folder of the store.
-        dtype: how features are stored: "bf16", "fp16" or "fp32". Numbers are rounded to the nearest, those of
-            float64 to float32 first.
-        splits: those to pack; by default all of the folder.
+        dtype: the stored type: "bf16", "fp16" or "fp32". Numbers are rounded to the nearest, float64 to float32 first.
+        splits: the splits to pack; default: all.
         vocabulary_file: the vocabulary of the token ids; None: the one that `load_vocabulary` finds.
-        min_count: least occurrences of a word, if the vocabulary is built from the captions.
-        shard_bytes: about how large a shard becomes; at least one image is in each.
-        progress: show a progress bar where there is a terminal.
+        min_count: minimum occurrences of a word, if the vocabulary is built from the captions.
+        shard_bytes: approximate size of a shard, which contains at least one image.
+        progress: show a progress bar on a terminal.
 
     Raises:
-        ValueError: the folder cannot be read, a value is not finite in `dtype` (file and row are named), `out` holds
-            something else or a finished store of which a file is damaged, the source changed meanwhile, or another
+        ValueError: the folder cannot be read, a value is not finite in `dtype` (the message names file and row), `out`
+            contains other files or a finished store with a damaged file, the source changes during packing, or another
             process packs into `out`.
-        OSError: the disk is full; what is written already is taken up by the next call.
+        OSError: the disk is full. The next call continues from the recorded shards.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -89,16 +89,20 @@ def pack(
     for name in names:
         if name.encode("utf-8", "replace").decode() != name:
             raise ValueError(f"{source}: split {name!r}: expected a name in UTF-8; rename its files")
-    # Before anything is read, so that no change goes unnoticed.
+    # Taken before anything is read, so that every later change is noticed.
     states = {name: _states_of(source, name) for name in names}
     vocabulary = load_vocabulary(source, vocabulary_file, min_count=min_count)
     datasets = [PrecomputedDataset(source, name, vocabulary) for name in names]
+    if vocabulary_file is None and find_vocabulary(source) is None:
+        for data in datasets:
+            if data.split == "train":
+                data.warn_of_rare_words(min_count)
     _check_widths(datasets)
     _check_shards(datasets, dtype, shard_bytes)
     with lock.hold(
         target / store_format.LOCK,
-        refusal=lambda holder: f"{target}: {holder} is packing there; wait for its end, or choose another --out",
-        warning=lambda said: f"{target}: its file system knows no locks ({said}); start no second packing there",
+        refusal=lambda holder: f"{target}: {holder} is packing there; wait until it ends or choose another --out",
+        warning=lambda said: f"{target}: its file system has no locks ({said}); do not start a second packing there",
         temporary=True,
     ):
         return _pack(datasets, states, target, dtype, vocabulary, shard_bytes, progress)
@@ -113,7 +117,7 @@ def _pack(
     shard_bytes: int,
     progress: bool,
 ) -> Manifest:
-    """Packs splits whose files were as `states` say before they were opened; the folder's lock is held."""
+    """Pack splits. `states` are the states of their files before opening. The caller holds the folder's lock."""
     sources = {data.split: _source_of(data) for data in datasets}
     words = store_format.vocabulary_digest(vocabulary)
     asked = {"dtype": dtype, "shard_bytes": shard_bytes, "vocabulary": words, "splits": sources}
@@ -133,7 +137,7 @@ def _pack(
                 changed = data.features_path
             if changed is not None:
                 notes.discard(shard.file for shard in records[-1].shards)
-                raise ValueError(f"{changed}: changed while it was packed; remove {target}, and pack again")
+                raise ValueError(f"{changed}: changed while it was packed; remove {target} and pack again")
     manifest = Manifest(dtype=dtype, vocabulary=words, splits=tuple(records))
     store_format.write_manifest(target, manifest)
     notes.path.unlink(missing_ok=True)
@@ -160,32 +164,31 @@ def _check_shards(datasets: Sequence[PrecomputedDataset], dtype: str, shard_byte
 
 
 def _sizes(source: Features, dtype: str) -> np.ndarray:
-    """The bytes of each image (n_images,) in a store."""
+    """Return the bytes of each image in a store, (n_images,)."""
     regions = np.full(source.shape[0], source.shape[1]) if source.counts is None else source.counts
     return regions * source.shape[2] * DTYPES[dtype].itemsize
 
 
 def _states_of(directory: Path, split: str) -> States:
-    """For each file of a split what a write to it changes, wherever in the file it is; None where it is not there."""
+    """Return the state of each file of a split, which every write changes; None for an absent file."""
     return {path: _state_of(path) for path in (layout.split_path(directory, split, name) for name in layout.SUFFIXES)}
 
 
 def _state_of(path: Path) -> tuple[int, int, int] | None:
-    try:
-        state = path.stat()
-    except FileNotFoundError:
+    if not regular.is_present(path):
         return None
+    state = path.stat()
     return state.st_size, state.st_mtime_ns, state.st_ino
 
 
 def _source_of(data: PrecomputedDataset) -> dict[str, str]:
-    """What tells the source of a split from another: the digest of its features and of all that the index holds."""
+    """Return digests that identify the source of a split: of its features, and of the content of the index."""
     index = hashlib.sha256(_index_of(data)).hexdigest()
     return {"features": data.features_digest(), "index": index}
 
 
 def _index_of(data: PrecomputedDataset) -> bytes:
-    """The content of the index of a split."""
+    """Return the content of a split's index file."""
     texts = [caption.encode() for caption in data.captions]
     arrays = {
         "token_ids": data.token_ids.numpy(),
@@ -242,7 +245,7 @@ def _pack_split(
 
 
 def _ranges(sizes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
-    """Runs of images whose sizes sum up to `most` at most, or of one image that is larger."""
+    """Yield ranges of images with a total size of at most `most`; a larger image has a range to itself."""
     ends = np.cumsum(sizes)
     first = 0
     while first < len(sizes):
@@ -274,11 +277,11 @@ def _write_shard(
         file.write(header)
         for start in range(first, last, step):
             end = min(start + step, last)
-            # A new map for each block: pages of one that stays would count as memory of this process.
+            # A new map for each block: the pages of a lasting map would count as memory of this process.
             rows = data.reopened().stored(start, end)
             converted = rows.to(DTYPES[dtype])
             _check_range(data, converted, dtype, start)
-            # numpy knows no bfloat16; as bytes all types are alike.
+            # numpy has no bfloat16, so the numbers are written as bytes.
             content = converted.contiguous().view(torch.uint8).numpy().data
             digest.update(content)
             file.write(content)
@@ -288,7 +291,7 @@ def _write_shard(
 
 
 def _check_range(data: PrecomputedDataset, rows: torch.Tensor, dtype: str, first: int) -> None:
-    """ValueError naming the row where a finite number has become infinite."""
+    """Raise ValueError if rounding made a finite number infinite. The message names the row."""
     infinite = ~rows.isfinite().all(1)
     if not bool(infinite.any()):
         return

@@ -1,4 +1,4 @@
-"""What of a feature store is written already, and whether a folder may become one.
+"""Record the shards of an unfinished feature store, and check whether a folder may become a store.
 
 Inside: `Notes`.
 """
@@ -21,15 +21,21 @@ from itm_fast.files.messages import shown
 
 _MAX_NOTES_BYTES = 16 * 2**20
 
-# The path of a file, and its size, time of modification and inode; None where it was not there.
+# The path of a file, and its size, modification time and inode; None if it was absent.
 Source = tuple[Path, tuple[int, int, int] | None]
 
 
 class Notes:
-    """What of an unfinished store is done: the records of its shards by file.
+    """The finished shards of an unfinished store, by file.
 
-    `sources` are the features of each split: path, and what any write to the file changes. Digests of large files are
-    those of samples, and so shards of a file that was written to since are not taken up.
+    Args:
+        folder: the store.
+        asked: the settings and digests of the source, which must be equal to continue.
+        sources: the features file of each split and its state. Digests of large files only cover samples, so shards of
+            a file that has been written to since are packed again.
+
+    Raises:
+        ValueError: the folder contains other files, or a store of other data or settings.
     """
 
     def __init__(self, folder: Path, asked: dict[str, Any], sources: Mapping[str, Source]) -> None:
@@ -39,14 +45,14 @@ class Notes:
         if store_format.is_store(folder):
             self.finished = store_format.read_manifest(folder)
             if not _is_of(self.finished, asked):
-                raise ValueError(f"{folder}: holds a feature store of other data or settings; choose another --out")
+                raise ValueError(f"{folder}: contains a feature store of other data or settings; choose another --out")
             _check_files(folder, self.finished)
             self.path.unlink(missing_ok=True)
             return
-        if regular.is_file(self.path):
+        if regular.is_present(self.path):
             self._take_up(folder)
         elif folder.is_dir():
-            # A call that was killed before it had noted anything leaves a temporary file of its notes at most.
+            # A call that was killed before its first record leaves at most a temporary file.
             atomic.remove_temporaries(self.path)
             found = min((path.name for path in folder.iterdir() if path.name != store_format.LOCK), default=None)
             if found is not None:
@@ -55,7 +61,7 @@ class Notes:
                 )
         for name in (MANIFEST, UNFINISHED, store_format.VOCABULARY):
             atomic.remove_temporaries(folder / name)
-        # Noted before the first shard is there, so that a folder with shards of an interrupted call is known as one.
+        # Written before the first shard, so that a folder with shards of an interrupted call is recognised.
         self._write()
 
     def _take_up(self, folder: Path) -> None:
@@ -67,10 +73,10 @@ class Notes:
                 store_format.check_types(record)
             before = {str(split): tuple(state) for split, state in content.get("sources", {}).items()}
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise ValueError(f"{self.path}: not readable; remove {folder} or choose another --out") from None
+            raise ValueError(f"{self.path}: damaged; remove {folder} or choose another --out") from None
         if not same:
             raise ValueError(
-                f"{folder}: holds an unfinished store of other data or settings; remove it or choose another --out"
+                f"{folder}: contains an unfinished store of other data or settings; remove it or choose another --out"
             )
         for split, (path, state) in self._sources.items():
             own = {record.file: record for record in records if record.file.rpartition("-")[0] == split}
@@ -86,7 +92,7 @@ class Notes:
         self._write()
 
     def discard(self, names: Iterable[str]) -> None:
-        """Forgets shards, which the next call then writes anew."""
+        """Remove the records of shards, so that the next call writes these shards again."""
         for name in names:
             self.shards.pop(name, None)
         self._write()
@@ -101,13 +107,13 @@ class Notes:
 
 
 def _is_of(manifest: Manifest, asked: dict[str, Any]) -> bool:
-    """Whether a finished store is the one that is asked for; shards may be of another size."""
+    """Return whether a finished store has the asked data and settings. The size of shards may differ."""
     held = {split.name: {"features": split.features, "index": split.index_sha256} for split in manifest.splits}
     return (manifest.dtype, manifest.vocabulary, held) == (asked["dtype"], asked["vocabulary"], asked["splits"])
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:
-    """ValueError naming the first file of a finished store that is missing, truncated, or an index that is damaged."""
+    """Raise ValueError if a file of a finished store is missing or truncated, or an index is damaged."""
     try:
         check_vocabulary(folder / store_format.VOCABULARY, manifest.vocabulary)
         for split in manifest.splits:
@@ -115,4 +121,4 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
             for shard in split.shards:
                 store_format.check_shard(folder / shard.file, manifest.dtype, shard, split.width)
     except ValueError as error:
-        raise ValueError(f"{error}; remove {folder}, and pack again") from None
+        raise ValueError(f"{error}; remove {folder} and pack again") from None

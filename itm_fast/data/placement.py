@@ -1,4 +1,4 @@
-"""Where the features of a training lie: on the disk, in the memory of the host, or in that of the device.
+"""Choose where training features are kept: on disk, in host memory, or in device memory.
 
 Inside: `place`, `Placement`, `PLACEMENTS`.
 """
@@ -23,13 +23,13 @@ from itm_fast.distributed import World
 __all__ = ["PLACEMENTS", "Placement", "host_room", "place"]
 
 PLACEMENTS = ("auto", "disk", "host", "device")
-# Of the memory that is free, what a training needs beside its features: this share of all, and at least so much.
+# Memory left free for the training: this share of all memory, and at least this many bytes.
 _KEPT_SHARE, _KEPT_BYTES = 0.25, 4 * 2**30
 
 
 @attrs.frozen
 class Placement:
-    """The choice and its reason, as a run says them."""
+    """A place and the reason for its choice, as a run prints them."""
 
     where: str
     reason: str
@@ -41,25 +41,28 @@ class Placement:
 def place(
     source: Features, asked: str, device: torch.device, world: World | None = None, *, progress: bool = False
 ) -> tuple[Features, Placement]:
-    """The features where they were asked for, and where that is.
+    """Put features into the memory that was asked for.
 
-    `auto` takes the memory of a GPU where the features fit beside a training, else page-locked memory of the host where
-    they fit there, else the disk. A training on the CPU leaves them on the disk, whose pages the system keeps in memory
-    by itself while there is room. Where a place turns out not to take them, `auto` goes on to the next one.
+    `auto` takes GPU memory if the features fit there beside the training, else page-locked host memory if they fit,
+    else the disk. For training on the CPU, `auto` takes the disk, because the system caches its pages. If allocating
+    fails, `auto` tries the next place.
 
-    Of several processes each has a copy, those of a machine in shares of its memory, and all take the same place: each
-    says how much room it has before any of them takes some, and the smallest room counts.
+    Each process has a copy, and the processes of a machine share its memory. All processes take the same place: they
+    compare their free memory before any of them allocates, and the smallest counts.
 
     Args:
-        source: features on the disk.
+        source: features on disk.
         asked: one of `PLACEMENTS`.
-        device: where batches are needed, of the same kind in all processes.
-        world: the processes that place the same features, all of which call this; one alone by default.
-        progress: show a progress bar, where there is a terminal, while features are read.
+        device: the device of the batches, of the same kind in all processes.
+        world: the processes that place the same features, all of which call this; default: one process.
+        progress: show a progress bar on a terminal while features are read.
+
+    Returns:
+        The placed features, and the choice.
 
     Raises:
-        ValueError: `host` or `device` was asked for, and they do not fit, or how much memory is free there is
-            not known; or a row is refused while they are read. Where one process raises all do.
+        ValueError: `host` or `device` was asked for, and the features do not fit or the free memory is unknown; or a
+            row is refused while it is read. If one process raises, all do.
     """
     if asked not in PLACEMENTS:
         raise ValueError(f"features: expected one of {', '.join(PLACEMENTS)}, got {asked!r}")
@@ -78,7 +81,7 @@ def place(
 
 
 def host_room(world: World | None = None) -> int | None:
-    """The bytes that each process may take of the host's memory beside a training; None: how much is free is not known.
+    """Return the bytes of host memory that each process may use beside a training; None if this is unknown.
 
     All processes of `world` must call this.
     """
@@ -88,7 +91,7 @@ def host_room(world: World | None = None) -> int | None:
 def _tried(
     source: Features, device: torch.device, world: World, *, on_device: bool, progress: bool
 ) -> tuple[ResidentFeatures | None, str]:
-    """All features in memory, or None and why a process has no memory for them."""
+    """Return all features in memory, or None and the reason why a process has no memory for them."""
     placed, problem, refused = None, "", None
     try:
         placed = _resident(source, device, on_device=on_device, progress=progress)
@@ -104,7 +107,7 @@ def _tried(
 
 
 def _choice(needed: int, asked: str, device: torch.device, failed: Mapping[str, str], world: World) -> Placement:
-    """Where features of `needed` bytes go; `failed` are the places that were tried, and what became of it."""
+    """Choose the place for features of `needed` bytes; `failed` maps the places that were tried to the reasons."""
     size = f"{needed / 2**30:.2f} GiB"
     if asked == "disk":
         return Placement("disk", "as asked for")
@@ -117,11 +120,11 @@ def _choice(needed: int, asked: str, device: torch.device, failed: Mapping[str, 
             continue
         room = _room(where, asked, device, world)
         if room is None:
-            unknown = f"how much memory of the {where} ({device if where == 'device' else 'cpu'}) is free is not known"
+            unknown = f"the free memory of the {where} ({device if where == 'device' else 'cpu'}) is unknown"
             if asked != "auto":
                 raise ValueError(f"features: {unknown}; expected auto or disk")
             tried.append(f"{size} of features, {unknown}")
-            # Memory of the host is for copies that run beside a GPU: of other devices nothing is known of them.
+            # Host memory is for asynchronous copies to a GPU; whether other devices support them is unknown.
             break
         what = f"{size} of features, {max(room, 0) / 2**30:.2f} GiB to spare in the memory of the {where}"
         if needed <= room:
@@ -133,12 +136,12 @@ def _choice(needed: int, asked: str, device: torch.device, failed: Mapping[str, 
 
 
 def _room(where: str, asked: str, device: torch.device, world: World) -> int | None:
-    """The bytes that each process can spare in the memory of the device or the host; None where one does not know."""
+    """Return the free bytes for each process in device or host memory; None if a process does not know."""
     memory, room = _memory(device if where == "device" else torch.device("cpu")), None
     if memory is not None:
         free, total = memory
         room = free - max(int(_KEPT_SHARE * total), _KEPT_BYTES if asked == "auto" else 0)
-        # Processes have a GPU each, and the memory of the machine together.
+        # Each process has a GPU, and all processes share the host memory.
         if where == "host" or device.type == "cpu":
             room //= world.launch.local_size
     rooms = world.objects(room)
@@ -146,7 +149,7 @@ def _room(where: str, asked: str, device: torch.device, world: World) -> int | N
 
 
 def _memory(device: torch.device) -> tuple[int, int] | None:
-    """Free bytes and all bytes of a device's memory; None where it does not say."""
+    """Return the free and total bytes of a device's memory; None if unknown."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
@@ -154,7 +157,7 @@ def _memory(device: torch.device) -> tuple[int, int] | None:
 
 
 def _resident(source: Features, device: torch.device, *, on_device: bool, progress: bool) -> ResidentFeatures:
-    """All features in memory, read in blocks."""
+    """Read all features into memory, in blocks."""
     regions = source.shape[0] * source.shape[1] if source.counts is None else int(source.counts.sum())
     if on_device and device.type != "cpu":
         values = torch.empty(regions, source.shape[2], dtype=source.dtype, device=device)
@@ -176,23 +179,23 @@ def _resident(source: Features, device: torch.device, *, on_device: bool, progre
 
 
 class _NotLockedError(Exception):
-    """The system does not keep the memory in place."""
+    """The memory could not be page-locked."""
 
 
 def _lock_pages(memory: np.ndarray, device: torch.device) -> None:
-    """Makes copies to a GPU asynchronous; page-locked memory of torch's own comes in powers of two alone."""
+    """Page-lock memory for asynchronous copies to a GPU. torch's own allocator rounds sizes up to powers of two."""
     runtime = torch.cuda.cudart()
     status = int(runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
     if status != 0:
-        # The runtime keeps the error, and the next kernel of torch would report and clear it: this one does.
+        # The runtime reports the error again with the next kernel. This kernel clears it.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=device)
         raise _NotLockedError(f"it could not be page-locked (CUDA error {status})")
-    # Tensors of this memory hold the array, and its finalizer runs before its memory is given back.
+    # Tensors of this memory refer to the array, and its finalizer runs before its memory is freed.
     weakref.finalize(memory, _unlock_pages, runtime, memory.ctypes.data, os.getpid())
 
 
 def _unlock_pages(runtime: Any, address: int, process: int) -> None:
-    # A child process that was forked has no CUDA, and nothing locked.
+    # A forked child process has no CUDA context and no page-locked memory.
     if os.getpid() == process:
         runtime.cudaHostUnregister(address)

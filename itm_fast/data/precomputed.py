@@ -6,6 +6,7 @@ Inside: `PrecomputedDataset`.
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +24,28 @@ from itm_fast.files.messages import shown
 class PrecomputedDataset(CaptionDataset):
     """One split: memory-mapped features, and captions as token ids in memory. An item is a caption.
 
-    Which image a caption belongs to: `{split}_cap2im.txt` where present, one image row per caption line. Otherwise
-    there are five captions an image, caption j belongs to image j // 5, and the features hold each image once or, as
-    some published files do, five times in a row (sampled rows are compared, then every fifth row is used).
+    `{split}_cap2im.txt`, if present, gives the image row of each caption line. Otherwise there are five captions per
+    image, and caption j belongs to image j // 5. The features then hold each image once or, like some published files,
+    five times in a row: sampled rows are compared, and every fifth row is used.
 
     Args:
-        directory: holds `{split}_ims.npy`, `{split}_caps.txt` and, optionally, `{split}_cap2im.txt`, `{split}_ids.txt`,
-            `{split}_regions.txt`.
+        directory: contains `{split}_ims.npy`, `{split}_caps.txt` and optionally `{split}_cap2im.txt`,
+            `{split}_ids.txt` and `{split}_regions.txt`.
         split: "train", "dev", "test", "testall" or any other prefix of these files.
         vocabulary: turns the captions into token ids.
-        max_images: use only the first images and their captions (published code validates on 1000 images of `dev`).
+        max_images: use only the first images and their captions; None: all images.
 
     Attributes:
-        features: np.memmap (n_images, k, f), float16, float32 or float64, never read whole.
-        captions: list of str. caption_image: (n_captions,) int64 tensor. image_ids: list of str, or None.
+        features: np.memmap (n_images, k, f), float16, float32 or float64; stays on disk.
+        captions: list of str.
+        caption_image: (n_captions,) int64 tensor.
+        image_ids: list of str, or None.
         n_images: the number of images; `len()` is the number of captions.
-        repeated: how often each image stands in the file, one time or five.
+        repeated: how often the file stores each image: once or five times.
 
     Raises:
-        ValueError: the files are missing, damaged, or do not fit each other; the message names file and line or row.
+        ValueError: a file is missing or damaged, or the files do not fit each other. The message names file and line or
+            row.
     """
 
     def __init__(
@@ -63,11 +67,11 @@ class PrecomputedDataset(CaptionDataset):
         features = rows[:: self.repeated]
         counts_path = layout.split_path(directory, split, "regions.txt")
         counts: np.ndarray | None = None
-        if regular.is_file(counts_path):
+        if regular.is_present(counts_path):
             counts = layout.read_region_counts(counts_path, len(rows), rows.shape[1])[:: self.repeated]
         ids_path = layout.split_path(directory, split, "ids.txt")
         image_ids: list[str] | None = None
-        if regular.is_file(ids_path):
+        if regular.is_present(ids_path):
             image_ids = layout.read_ids(ids_path, len(features), self.repeated, caption_image)
 
         if max_images is not None and max_images < len(features):
@@ -87,15 +91,15 @@ class PrecomputedDataset(CaptionDataset):
         )
 
     def _match(self, rows: np.memmap, n_captions: int) -> tuple[np.ndarray, int]:
-        """The image of each caption, and how often each image stands in the file."""
+        """Return the image of each caption, and how often the file stores each image."""
         cap2im = layout.split_path(self.directory, self.split, "cap2im.txt")
-        if regular.is_file(cap2im):
+        if regular.is_present(cap2im):
             return layout.read_caption_image(cap2im, len(rows), n_captions), 1
         stride = layout.match_counts(self.directory, self.split, rows, n_captions)
         return np.arange(n_captions, dtype=np.int64) // layout.CAPTIONS_PER_IMAGE, stride
 
     def check_caption_lengths(self, longest: int | None) -> None:
-        """ValueError showing the longest caption where it has more than `longest` tokens; None allows any length."""
+        """Raise ValueError if a caption has more than `longest` tokens; None allows any length."""
         if longest is None or not len(self) or int(self.caption_lengths.max()) <= longest:
             return
         worst = int(self.caption_lengths.argmax())
@@ -104,14 +108,37 @@ class PrecomputedDataset(CaptionDataset):
             f"caption, as many as the model reads, got {self.caption_lengths[worst]}: {shown(self.captions[worst])}"
         )
 
+    def warn_of_rare_words(self, min_count: int) -> None:
+        """Warn if a vocabulary built from these captions leaves out many of their words, as on small data.
+
+        Args:
+            min_count: the minimum occurrences of a word in the vocabulary.
+        """
+        if 0.05 < self.unknown_share <= 0.5:
+            warnings.warn(
+                f"{self.directory}: the vocabulary leaves out {self.unknown_share:.0%} of the words in the captions of "
+                f"{self.split}, as each occurs fewer than --min-count {min_count} times; a lower --min-count keeps "
+                "more",
+                stacklevel=2,
+            )
+
+    def place_of(self, image: int) -> str:
+        """Return the file and the row of an image, for messages."""
+        return f"{self.name}: row {self._row(image)}"
+
+    @property
+    def zeros_advice(self) -> str:
+        """What to do about regions of zeros."""
+        return layout.zeros_advice(self.split)
+
     def features_digest(self) -> str:
-        """What tells these features from those of other data: SHA-256 of the size of the file and blocks of it."""
+        """Return a digest that identifies the features: SHA-256 of the file's size and of sampled blocks."""
         digest = sampled_sha256(self.features_path)
         counts = layout.split_path(self.directory, self.split, "regions.txt")
         return digest if self._counts is None else sha256_of_parts(digest.encode(), regular.read_bytes(counts))
 
     def reopened(self) -> Features:
-        """The features by a map of the file that is new."""
+        """Return the features through a new memory map of the file."""
         rows = layout.open_features(self.features_path)[:: self.repeated][: self.n_images]
         return self._source(rows, self._counts)
 
@@ -123,7 +150,7 @@ class PrecomputedDataset(CaptionDataset):
         return f"PrecomputedDataset({str(self.directory)!r}, {self.split!r}: {size})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickled memory map would be a copy of the whole file; a worker process maps the file again instead.
+        # Pickling a memory map would copy the whole file; a worker process maps the file again instead.
         return {name: value for name, value in self.__dict__.items() if name not in ("features", "source")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

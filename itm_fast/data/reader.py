@@ -1,4 +1,4 @@
-"""Rows of shards, many at a time: by the native reader, or by Python where that was not built.
+"""Read many rows of shards at a time, with the native reader or, if it was not built, in Python.
 
 Inside: `ShardReader`, `BufferPool`.
 """
@@ -19,12 +19,13 @@ import torch
 from itm_fast.distributed import launched
 from itm_fast.files import regular
 from itm_fast.files.installation import host_module
+from itm_fast.processors import available
 
 __all__ = ["MOST_THREADS", "BufferPool", "ShardReader", "default_threads"]
 
 MOST_THREADS = 8
-# Buffers that take turns: two of batches read ahead, one of the batch in work, and one that is read into before that
-# batch has gone.
+# Buffers in rotation: two for batches read ahead, one for the current batch, and one that is filled before the current
+# batch is released.
 _BUFFERS = 4
 
 
@@ -33,26 +34,24 @@ class _Native(Protocol):
 
 
 def default_threads() -> int:
-    """As many threads as there are processors for this process, and at most eight.
+    """Return the number of processors for this process, at most eight.
 
-    Processes of a launcher share the processors of their machine, where they are not bound to some of them already.
+    Processes of a launcher share the processors of their machine, unless each is bound to its own.
     """
-    machine = os.cpu_count() or 1
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
     processes = 1
     with contextlib.suppress(ValueError):
         processes = launched().local_size
-    return max(min(available, machine // processes, MOST_THREADS), 1)
+    return max(min(available(), (os.cpu_count() or 1) // processes, MOST_THREADS), 1)
 
 
 class ShardReader:
-    """Reads rows of numbers from files that must stay as they are; of any number of them 256 at most stay open.
+    """Read rows of numbers from files that must not change. At most 256 files stay open.
 
     Args:
-        paths: the files. states: what each is now: size, time of modification and inode are compared before rows of it
-            are read, and again afterwards.
-        dtype: what they hold: "bf16", "fp16" or "fp32".
-        threads: threads of a call.
+        paths: the files.
+        states: their present states. Size, modification time and inode are compared before and after each read.
+        dtype: the type of the numbers: "bf16", "fp16" or "fp32".
+        threads: threads per call.
     """
 
     def __init__(self, paths: Sequence[Path], states: Sequence[os.stat_result], dtype: str, threads: int) -> None:
@@ -69,16 +68,17 @@ class ShardReader:
             self._reader = host.ShardReader([(os.fsencode(path), *state) for path, *state in files], dtype)
 
     def gather(self, rows: np.ndarray, buffer: np.ndarray, wanted: str = "fp32") -> tuple[str, int, int]:
-        """Fills `buffer` with numbers of the type `wanted`, fp32 or as stored, and checks that all are finite.
+        """Fill `buffer` with numbers and check that all are finite.
 
         Args:
-            rows: (n, 4) int64; of each row its file, the byte where it starts, how many numbers it has, and which
-                number of the buffer is its first.
-            buffer: contiguous, of 2 or 4 bytes a number.
+            rows: (n, 4) int64. Each row has the number of its file, the byte at which it starts, its count of numbers,
+                and its position in the buffer, in numbers.
+            buffer: contiguous, 2 or 4 bytes per number.
+            wanted: the type of the buffer: "fp32" or the stored type.
 
         Returns:
-            The first problem in the order of `rows`: "changed", "short read", "not readable", "not finite" or ""; its
-            row; and the bytes that were there, or an errno.
+            The first problem in the order of `rows` ("changed", "short read", "not readable", "not finite" or ""), its
+            row, and the number of bytes found or an errno.
         """
         return self._reader.gather(rows, buffer, wanted, self.threads)
 
@@ -88,7 +88,7 @@ def _host() -> Any:
 
 
 class _PythonReader:
-    """What the native reader does, in one thread."""
+    """The native reader's work, in one thread of Python."""
 
     def __init__(self, files: Sequence[tuple[str, int, int, int]], dtype: str) -> None:
         self._files, self._dtype = files, dtype
@@ -116,7 +116,7 @@ class _PythonReader:
                 found = "not finite", position, 0
                 break
             buffer[destination : destination + values] = widened if wanted == "fp32" else numbers.view(buffer.dtype)
-        # Of a file that was written to meanwhile any of the rows may be half of the one and half of the other.
+        # If a file was written to meanwhile, each of its rows may mix old and new content.
         changed = next((position for file, position in firsts.items() if not self._is_there_as_before(file)), None)
         return found if changed is None else ("changed", changed, 0)
 
@@ -142,21 +142,21 @@ def _widened(numbers: np.ndarray, dtype: str) -> np.ndarray:
 
 
 class BufferPool:
-    """Memory for one batch after the other, used again once no tensor has it.
+    """Reuse the memory of batches that no tensor refers to any more.
 
-    Fresh memory costs more than reading into it: the system clears every page of it first. All buffers come to be with
-    the first batches and take turns from then on, so that memory stands still from there. With `pin` buffers are
-    page-locked ones of torch's own, which torch uses again once copies from them have ended.
+    Fresh memory costs more than reading into it, because the system clears every page first. All buffers are allocated
+    with the first batches, so memory use is constant afterwards. With `pin`, buffers come from torch's page-locked
+    allocator, which reuses them once copies from them have ended.
     """
 
     def __init__(self, pin: bool = False) -> None:
         self._pin = pin
         self._made = 0
-        # Its operations are atomic: one thread reads ahead while another gives back.
+        # Its operations are atomic: one thread takes buffers while another returns them.
         self._free: collections.deque[np.ndarray] = collections.deque(maxlen=_BUFFERS)
 
     def take(self, size: int) -> torch.Tensor:
-        """`size` float32 numbers of any value."""
+        """Return a tensor of `size` uninitialised float32 numbers."""
         if self._pin:
             return torch.empty(size, dtype=torch.float32, pin_memory=True)
         buffer = None
@@ -166,7 +166,7 @@ class BufferPool:
         if buffer is None or len(buffer) < size:
             buffer = np.empty(size, dtype=np.float32)
             self._made += 1
-        # The storage of a tensor from numpy holds this very array, and views of the tensor hold the storage.
+        # The storage of a tensor from numpy refers to this array, and views of the tensor refer to the storage.
         view = buffer[:size]
         weakref.finalize(view, self._free.append, buffer).atexit = False
         return torch.from_numpy(view)

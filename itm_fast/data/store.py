@@ -1,4 +1,4 @@
-"""Splits of a feature store, which give the same batches as the published layout that it was made from.
+"""Splits of a feature store. They give the same batches as the data folder that was packed.
 
 Inside: `StoreDataset`, `StoreFeatures`, `open_split`, `check_data`.
 """
@@ -21,20 +21,22 @@ from itm_fast.data.features import Features, as_regions
 from itm_fast.data.precomputed import PrecomputedDataset
 from itm_fast.data.reader import BufferPool, ShardReader, default_threads
 from itm_fast.data.store_format import DTYPES, Manifest, SplitRecord
+from itm_fast.data.store_index import check_token_ids
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.files import regular
 from itm_fast.fragments import Fragments
+from itm_fast.processors import check_count
 
 __all__ = ["StoreDataset", "StoreFeatures", "check_data", "open_split"]
 
-# Types of features, and those that make the same batches, which are float32.
+# For each source type, the stored types that give the same float32 batches.
 _LOSSLESS = {"float16": ("fp16", "fp32"), "float32": ("fp32",), "float64": ("fp32",)}
 
 
 def check_data(directory: str | os.PathLike[str], split: str) -> None:
-    """Raises ValueError where a folder, in the published layout or a feature store, lacks a split."""
+    """Raise ValueError if a data folder or feature store lacks a split."""
     if not store_format.is_store(directory):
-        if regular.is_file(Path(directory) / store_format.UNFINISHED):
+        if regular.is_present(Path(directory) / store_format.UNFINISHED):
             raise ValueError(f"{directory}: an unfinished feature store; finish it with itm-fast data pack")
         layout.check_split(directory, split)
         return
@@ -47,22 +49,25 @@ def check_data(directory: str | os.PathLike[str], split: str) -> None:
 def open_split(
     directory: str | os.PathLike[str], split: str, vocabulary: Vocabulary, *, max_images: int | None = None
 ) -> PrecomputedDataset:
-    """A split of a folder in the published layout, or of a feature store; see `PrecomputedDataset`."""
+    """Open a split of a data folder or of a feature store; see `PrecomputedDataset`."""
     check_data(directory, split)
     kind = StoreDataset if store_format.is_store(directory) else PrecomputedDataset
     return kind(directory, split, vocabulary, max_images=max_images)
 
 
 class StoreFeatures(Features):
-    """Features in the shards of a split, read by several threads into memory that is used again.
+    """Features in the shards of a split. Several threads read them into reused memory.
 
     Args:
-        directory: the store. dtype: how its features are stored. split: the split.
-        counts: (n_images,) int64 regions of each image, or None where all have as many.
-        threads: threads that read; 0: as many as there are processors for this process, at most eight.
+        directory: the store.
+        dtype: the stored type: "bf16", "fp16" or "fp32".
+        split: the split's record in the manifest.
+        counts: (n_images,) int64, the regions of each image; None if all have the same number.
+        threads: reader threads; 0: one per processor of this process, at most eight.
 
     Raises:
-        ValueError: a shard is missing, truncated, or not the one that the store wrote; its file is named.
+        ValueError: a shard is missing, truncated, or not the one that the store wrote (the message names it), or there
+            are too many threads.
     """
 
     in_process = True
@@ -76,6 +81,7 @@ class StoreFeatures(Features):
         *,
         threads: int = 0,
     ) -> None:
+        check_count("threads", threads)
         self.shape, self.counts = (split.images, split.regions, split.width), counts
         self.dtype, self._dtype = DTYPES[dtype], dtype
         self._paths = [directory / shard.file for shard in split.shards]
@@ -89,7 +95,7 @@ class StoreFeatures(Features):
         images = np.array([shard.images for shard in split.shards])
         self._firsts = np.cumsum(images) - images
         self._file = np.repeat(np.arange(len(images)), images)
-        # Where each image starts in its shard: behind the header and the images before it there.
+        # The byte at which each image starts in its shard: after the header and the shard's earlier images.
         ends = np.cumsum(lengths)
         starts = ends - lengths
         headers = [len(store_format.shard_header(dtype, shard.regions, split.width)) for shard in split.shards]
@@ -100,7 +106,7 @@ class StoreFeatures(Features):
         self._buffers = BufferPool(pin=True)
 
     def keep(self, n_images: int) -> None:
-        """Leaves the first images alone."""
+        """Drop all images but the first `n_images`."""
         self.shape = (n_images, *self.shape[1:])
         self.counts = None if self.counts is None else self.counts[:n_images]
 
@@ -108,7 +114,7 @@ class StoreFeatures(Features):
         counts = np.full(len(images), self.shape[1]) if self.counts is None else self.counts[images]
         total = int(counts.sum())
         size, dtype = total * self.shape[2], self.batch_dtype
-        # Memory is that of float32 numbers, whatever they are used for.
+        # Buffers consist of float32 numbers, whatever they are used for.
         rows = self._buffers.take(-(-size * dtype.itemsize // 4)).view(dtype)[:size]
         wanted = "fp32" if dtype == torch.float32 else self._dtype
         self._read(images, counts, _as_numbers(rows, wanted), wanted)
@@ -124,7 +130,7 @@ class StoreFeatures(Features):
 
     def _read(self, images: np.ndarray, counts: np.ndarray, buffer: np.ndarray, wanted: str) -> None:
         sizes = counts * self.shape[2]
-        # Files are read in their own order, whatever order is asked for.
+        # Read files in their own order, whatever the order of `images`.
         order = np.argsort(images, kind="stable")
         chosen = images[order]
         places = (np.cumsum(sizes) - sizes)[order]
@@ -133,9 +139,13 @@ class StoreFeatures(Features):
         if problem:
             raise self._error(problem, int(chosen[position]), int(sizes[order][position]), detail)
 
-    def _error(self, problem: str, image: int, size: int, detail: int) -> ValueError:
+    def place_of(self, image: int) -> str:
+        """Return the shard of an image and its row there, for messages."""
         shard = int(self._file[image])
-        where = f"{self._paths[shard]}: row {image - int(self._firsts[shard])} (image {image})"
+        return f"{self._paths[shard]}: row {image - int(self._firsts[shard])} (image {image})"
+
+    def _error(self, problem: str, image: int, size: int, detail: int) -> ValueError:
+        where = self.place_of(image)
         what = {
             "changed": "cannot be read: the shard was changed or replaced since it was opened",
             "short read": f"truncated: expected {size * self.dtype.itemsize:,} bytes, found {detail:,}",
@@ -151,21 +161,24 @@ _INTEGERS = {"bf16": np.uint16, "fp16": np.uint16, "fp32": np.float32}
 
 
 def _as_numbers(rows: Tensor, dtype: str) -> np.ndarray:
-    """The memory of a tensor as the reader fills it, one number after the other."""
+    """Return the memory of a tensor as the flat array that the reader fills."""
     return rows.view(torch.uint8).numpy().reshape(-1).view(_INTEGERS[dtype])
 
 
 class StoreDataset(PrecomputedDataset):
-    """One split of a feature store: what `PrecomputedDataset` is, but for where its features and captions come from.
+    """One split of a feature store, with the interface of `PrecomputedDataset`.
 
     Args:
-        directory: the store. split: the split.
-        vocabulary: turns captions into token ids; those of the store serve where it is the store's own.
-        max_images: use only the first images and their captions.
+        directory: the store.
+        split: the split.
+        vocabulary: turns captions into token ids. The stored token ids are used if it is the vocabulary of the store.
+        max_images: use only the first images and their captions; None: all images.
 
     Raises:
-        ValueError: a file of the store is missing or damaged, or the split is.
+        ValueError: the split or a file of the store is missing or damaged.
     """
+
+    features: StoreFeatures
 
     def __init__(
         self,
@@ -186,19 +199,12 @@ class StoreDataset(PrecomputedDataset):
         self._max_images, self._record, self._dtype = max_images, record, manifest.dtype
         index_path = self.directory / record.index
         index = store_format.read_index(index_path, record)
-        try:
-            captions, caption_image = _texts(index, "text"), index["caption_image"]
-            image_ids = _texts(index, "ids") if "ids" in index else None
-            token_ids, lengths = index["token_ids"], index["caption_lengths"]
-            counts = index["region_counts"] if record.ragged else None
-            fits = (len(captions), len(caption_image), len(lengths)) == (record.captions,) * 3
-            if counts is not None:
-                fits = fits and len(counts) == record.images and int(counts.min()) > 0
-                fits = fits and int(counts.max()) <= record.regions and _are_of_shards(counts, record)
-            if not fits or int(lengths.sum()) != len(token_ids):
-                raise ValueError
-        except (KeyError, ValueError, UnicodeDecodeError):
-            raise ValueError(f"{index_path}: not the index of this split") from None
+        known = _is_of(manifest, self.directory, vocabulary)
+        if known:
+            check_token_ids(index_path, index, vocabulary)
+        captions, caption_image = _texts(index, "text"), index["caption_image"]
+        image_ids = _texts(index, "ids") if "ids" in index else None
+        token_ids, lengths, counts = index["token_ids"], index["caption_lengths"], index.get("region_counts")
         features = StoreFeatures(self.directory, manifest.dtype, record, counts)
         if max_images is not None and max_images < record.images:
             kept = caption_image < max_images
@@ -206,7 +212,6 @@ class StoreDataset(PrecomputedDataset):
             captions = [captions[number] for number in np.flatnonzero(kept)]
             lengths, caption_image, image_ids = lengths[kept], caption_image[kept], image_ids and image_ids[:max_images]
             features.keep(max_images)
-        known = _is_of(manifest, self.directory, vocabulary)
         encoded = (torch.from_numpy(token_ids.copy()), torch.from_numpy(lengths.copy())) if known else None
         CaptionDataset.__init__(
             self, features, captions, caption_image, vocabulary, image_ids=image_ids, token_ids=encoded,
@@ -214,25 +219,25 @@ class StoreDataset(PrecomputedDataset):
         )  # fmt: skip
 
     def features_digest(self) -> str:
-        """The digest of the file that the features came from, and where they were rounded of how."""
+        """Return the digest of the packed features file, combined with the stored type if packing rounded them."""
         if self._dtype in _LOSSLESS.get(self._record.source_dtype, ()):
             return self._record.features
         return sha256_of_parts(self._record.features.encode(), self._dtype.encode())
+
+    def place_of(self, image: int) -> str:
+        return self.features.place_of(image)
+
+    @property
+    def zeros_advice(self) -> str:
+        return f"{super().zeros_advice} of the data folder, and pack it again"
 
     def _row(self, image: int) -> int:
         return image
 
     def __reduce__(self) -> Any:
-        # Files and their threads stay behind: a worker process opens the store again.
+        # Open files and threads cannot be pickled: a worker process opens the store again.
         opened = functools.partial(StoreDataset, max_images=self._max_images)
         return opened, (self.directory, self.split, self.vocabulary)
-
-
-def _are_of_shards(counts: np.ndarray, record: SplitRecord) -> bool:
-    """Whether the regions of images add up to those of each shard."""
-    ends = np.cumsum([0, *(shard.images for shard in record.shards)])
-    sums = np.add.reduceat(counts, ends[:-1]).tolist()
-    return bool(sums == [shard.regions for shard in record.shards])
 
 
 def _texts(index: dict[str, np.ndarray], name: str) -> list[str]:
@@ -241,7 +246,7 @@ def _texts(index: dict[str, np.ndarray], name: str) -> list[str]:
 
 
 def _is_of(manifest: Manifest, directory: Path, vocabulary: Vocabulary) -> bool:
-    """Whether the token ids of a store are those of a vocabulary, or of one that `with_mask` makes of its own."""
+    """Return whether the store's token ids fit `vocabulary`: the store's own vocabulary, with or without `<mask>`."""
     if store_format.vocabulary_digest(vocabulary) == manifest.vocabulary:
         return True
     own = Vocabulary.from_file(directory / store_format.VOCABULARY)

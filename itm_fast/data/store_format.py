@@ -1,12 +1,12 @@
-"""What a feature store is on disk: its files, its manifest, and the checks of opening one.
+"""The files of a feature store, its manifest, and the checks when a store is opened.
 
 Inside: `Manifest`, `SplitRecord`, `ShardRecord`, `DTYPES`, `is_store`, `read_manifest`, `write_manifest`,
 `check_types`, `shard_header`, `check_shard`, `read_index`, `vocabulary_digest`.
 
-STORE/store.json                     the manifest, written last: a folder without it is no store
+STORE/store.json                     the manifest, written last: a folder without it is not a store
 STORE/vocab.json                     the vocabulary of the token ids
-STORE/{split}-index.safetensors      captions as text and token ids, their images, names and region counts of images
-STORE/{split}-00000.safetensors ...  "features", the regions (N, f) of some images, end to end
+STORE/{split}-index.safetensors      captions (text, token ids, image), and names and region counts of images
+STORE/{split}-00000.safetensors ...  "features": the regions (N, f) of consecutive images
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 
+from itm_fast.data.store_index import check_index
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.files import atomic, documents, regular
 from itm_fast.files.formats import Format
@@ -37,7 +38,7 @@ VOCABULARY = "vocab.json"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SAFETENSORS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _MAX_MANIFEST_BYTES = 16 * 2**20
-# As many as the manifest, and the notes of an unfinished store, have room for.
+# More shards would not fit into the manifest or into the notes of an unfinished store.
 MOST_SHARDS = 2**16
 _NAME = re.compile(r"(?!\.{1,2}$)[^/\\\0]{1,200}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -45,7 +46,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @attrs.frozen
 class ShardRecord:
-    """A file of features: so many images of `regions` rows in all; `sha256` is that of the whole file."""
+    """A file of features: its number of images, their total number of regions, and the SHA-256 of the whole file."""
 
     file: str
     images: int
@@ -56,10 +57,19 @@ class ShardRecord:
 
 @attrs.frozen
 class SplitRecord:
-    """A split. `regions` is the most that an image has, and `ragged` whether others have fewer.
+    """A split.
 
-    `features` is the digest of the file that the features came from, as runs note it, and `source_dtype` its type;
-    `repeated` is how often each image stood there.
+    Attributes:
+        name: the split, such as "train".
+        images, captions: their numbers.
+        regions: the maximum number of regions per image.
+        ragged: whether images may have fewer regions.
+        width: the features per region.
+        index, index_bytes, index_sha256: the index file.
+        source_dtype: the type of the packed features file.
+        features: the digest of that file, as runs record it.
+        repeated: how often that file stored each image.
+        shards: the files of features.
     """
 
     name: str
@@ -79,7 +89,7 @@ class SplitRecord:
 
 @attrs.frozen
 class Manifest:
-    """What a store holds. `vocabulary` is the digest of its words."""
+    """The content of a store. `vocabulary` is the digest of its vocabulary."""
 
     dtype: str
     vocabulary: str
@@ -90,12 +100,12 @@ class Manifest:
 
 
 def is_store(directory: str | os.PathLike[str]) -> bool:
-    """Whether a folder is a finished feature store."""
-    return regular.is_file(Path(directory) / MANIFEST)
+    """Return whether a folder is a finished feature store."""
+    return regular.is_present(Path(directory) / MANIFEST)
 
 
 def vocabulary_digest(vocabulary: Vocabulary) -> str:
-    """SHA-256 of what turns captions into token ids: the kind of the vocabulary, its settings and its words."""
+    """Return the SHA-256 of a vocabulary: its kind, settings and words."""
     return hashlib.sha256(vocabulary.to_json().encode()).hexdigest()
 
 
@@ -105,10 +115,14 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a store; ValueError naming the file where it is missing, damaged or of a newer version."""
+    """Read the manifest of a store.
+
+    Raises:
+        ValueError: the file is missing, damaged, or of a newer version. The message names it.
+    """
     path = Path(directory) / MANIFEST
     if not regular.is_file(path):
-        raise ValueError(f"{path}: no such file, so {directory} is no finished feature store")
+        raise ValueError(f"{path}: no such file, so {directory} is not a finished feature store")
     content = documents.read_json(path, _MAX_MANIFEST_BYTES, "the manifest of a feature store")
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected the manifest of a feature store, got {shown(content)}")
@@ -127,7 +141,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
 
 
 def check_types(record: Manifest | SplitRecord | ShardRecord) -> None:
-    """ValueError naming the field of a record from a file that is of another type, or no size that a file may have."""
+    """Raise ValueError if a field of a record has a wrong type, or is no possible file size. The message names it."""
     kinds: dict[str, Any] = {"int": int, "str": str, "bool": bool}
     for field in attrs.fields(type(record)):
         value: Any = getattr(record, field.name)
@@ -137,7 +151,7 @@ def check_types(record: Manifest | SplitRecord | ShardRecord) -> None:
 
 
 def _check_manifest(manifest: Manifest) -> None:
-    """Types and sums of what a file says of itself, before anything is opened or counted by it."""
+    """Check types and sums of a manifest before anything relies on them."""
     shards = [shard for split in manifest.splits for shard in split.shards]
     records: list[Manifest | SplitRecord | ShardRecord] = [manifest, *manifest.splits, *shards]
     for record in records:
@@ -145,7 +159,7 @@ def _check_manifest(manifest: Manifest) -> None:
     if manifest.dtype not in DTYPES:
         raise ValueError(f"dtype: {shown(manifest.dtype)}")
     if len({split.name for split in manifest.splits}) < len(manifest.splits):
-        raise ValueError("splits: a name stands there twice")
+        raise ValueError("splits: a name occurs twice")
     for split in manifest.splits:
         names = [split.index, *(shard.file for shard in split.shards)]
         if not all(_NAME.fullmatch(name) for name in names) or not _DIGEST.fullmatch(split.index_sha256):
@@ -154,8 +168,8 @@ def _check_manifest(manifest: Manifest) -> None:
         regions, full = sum(shard.regions for shard in split.shards), split.images * split.regions
         if not images or images != split.images or not (regions == full or (split.ragged and regions < full)):
             raise ValueError(f"{split.name}: images of the shards")
-        if not split.width:
-            raise ValueError(f"{split.name}: its width")
+        if not split.width or not split.captions:
+            raise ValueError(f"{split.name}: its width or its captions")
         for shard in split.shards:
             size = len(shard_header(manifest.dtype, shard.regions, split.width))
             size += shard.regions * split.width * DTYPES[manifest.dtype].itemsize
@@ -164,17 +178,24 @@ def _check_manifest(manifest: Manifest) -> None:
 
 
 def shard_header(dtype: str, regions: int, width: int) -> bytes:
-    """The first bytes of a shard, which its size and type settle; the numbers follow at once."""
+    """Return the header of a shard, which its size and type determine. The numbers follow it."""
     size = regions * width * DTYPES[dtype].itemsize
     entry = {"dtype": _SAFETENSORS[dtype], "shape": [regions, width], "data_offsets": [0, size]}
     text = json.dumps({"features": entry}, separators=(",", ":")).encode()
-    # Numbers start at a multiple of eight bytes, as safetensors writes them.
+    # Numbers start at a multiple of eight bytes, as in files that safetensors writes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def check_shard(path: Path, dtype: str, shard: ShardRecord, width: int) -> os.stat_result:
-    """Size and header of a shard; ValueError naming it where it is missing, or not what the manifest says."""
+    """Check the size and header of a shard.
+
+    Returns:
+        The file's state.
+
+    Raises:
+        ValueError: the shard is missing, or differs from the manifest. The message names it.
+    """
     header = shard_header(dtype, shard.regions, width)
     try:
         with regular.open_file(path) as file:
@@ -190,7 +211,11 @@ def check_shard(path: Path, dtype: str, shard: ShardRecord, width: int) -> os.st
 
 
 def read_index(path: Path, split: SplitRecord) -> dict[str, np.ndarray]:
-    """The arrays of a split's index, its checksum compared; ValueError naming the file."""
+    """Read and check the arrays of a split's index.
+
+    Raises:
+        ValueError: the file is missing or damaged, or its arrays do not fit the manifest. The message names it.
+    """
     if not regular.is_file(path):
         raise ValueError(f"{path}: no such file")
     size = path.stat().st_size
@@ -201,6 +226,7 @@ def read_index(path: Path, split: SplitRecord) -> dict[str, np.ndarray]:
         raise ValueError(f"{path}: damaged: its checksum is not that of the store")
     try:
         arrays: dict[str, np.ndarray] = load_tensors(content)
-    except SafetensorError as error:
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:  # The others: a type that numpy does not have.
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from None
+    check_index(path, arrays, split)
     return arrays

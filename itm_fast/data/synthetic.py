@@ -1,4 +1,4 @@
-"""Data of COCO's size that mean nothing: for rehearsals of long runs where COCO is not at hand.
+"""Write random data of COCO's size, to rehearse long runs without COCO.
 
 Inside: `write_synthetic`, `COCO_IMAGES`.
 """
@@ -19,12 +19,12 @@ from itm_fast.files import atomic
 
 __all__ = ["COCO_IMAGES", "write_synthetic"]
 
-# The published splits; each image has five captions, and those of test are the first of testall.
+# The published splits, with five captions per image. The images of test are the first of testall.
 COCO_IMAGES: Mapping[str, int] = {"train": 113_287, "dev": 5_000, "testall": 5_000, "test": 1_000}
 COCO_WORDS = 11_755  # in the vocabulary published with SCAN, <pad>, <start>, <end> and <unk> among them
 _BLOCK_IMAGES = 64
-# Of a sparse file each image has numbers in its first so many bytes alone: with the header of 128 bytes before them,
-# images of COCO's size take a page of 4096 bytes each.
+# In a sparse file, only the first bytes of each image contain numbers. With the file header of 128 bytes, an image of
+# COCO's size takes one page of 4096 bytes.
 _SPARSE_BYTES = 3968
 
 
@@ -39,23 +39,28 @@ def write_synthetic(
     sparse: bool = False,
     progress: bool = False,
 ) -> Path:
-    """Writes data of COCO's counts, caption lengths and vocabulary in the published layout, of random content.
+    """Write random data with COCO's counts, caption lengths and vocabulary size in the published layout.
 
-    Captions have 6 to 22 words, 11 on average (8 to 24 and 13 with `<start>` and `<end>`), whose frequencies fall with
-    their rank as in language (Zipf); features are not negative, as those of a detector. Equal arguments give equal
-    files, and each file appears whole or not at all.
+    Captions have 6 to 22 words, 11 on average (8 to 24 and 13 with `<start>` and `<end>`). Word frequencies fall with
+    rank as in language (Zipf). Features are not negative, like those of a detector. Equal arguments give equal files.
+    Each file is written atomically.
 
     Args:
-        directory: the folder; files of these names in it are replaced.
-        scale: the share of COCO's images in each split.
-        regions, width: regions of an image, and numbers of a region.
-        words: words of the vocabulary, special ones included.
-        seed: of all that is random.
-        sparse: leave most of each image zero, which takes no room on a disk that stores files sparsely.
-        progress: show a progress bar where there is a terminal.
+        directory: the folder; files with the same names are replaced.
+        scale: the fraction of COCO's images in each split.
+        regions: regions per image.
+        width: features per region.
+        words: words of the vocabulary, including special words.
+        seed: the random seed.
+        sparse: leave most of each image zero. The zeros take no space on file systems that store files sparsely.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        The folder.
 
     Raises:
-        ValueError: an argument is out of range. OSError: the disk is full.
+        ValueError: an argument is out of range.
+        OSError: the disk is full.
     """
     for name, value, least in (("regions", regions, 1), ("width", width, 1), ("words", words, 6), ("seed", seed, 0)):
         if value < least:
@@ -75,7 +80,7 @@ def write_synthetic(
             bar.set_description_str(split)
             # The images of test are the first of testall, as in COCO.
             source = "testall" if split == "test" else split
-            # Optional files of other data, written over here, would speak of images that are gone.
+            # Optional files of other data would describe images that no longer exist.
             for suffix in SUFFIXES[2:]:
                 split_path(folder, split, suffix).unlink(missing_ok=True)
             stream = [seed, *source.encode()]
@@ -88,9 +93,9 @@ def write_synthetic(
 
 
 def _captions(stream: list[int], first: int, words: int) -> list[str]:
-    """The lines of a block of images; a whole one, so that the first are the same however many there are."""
+    """Return the caption lines of a whole block of images, so that they do not depend on the number of images."""
     random = np.random.default_rng([*stream, 1, first])
-    # A gamma law, rounded and cut, has COCO's mean and its longer tail.
+    # A gamma distribution, rounded and clipped, has COCO's mean and long tail.
     drawn = random.gamma(5.0, 1.0, _BLOCK_IMAGES * CAPTIONS_PER_IMAGE)
     lengths = np.clip(np.rint(6 + drawn), 6, 22).astype(np.int64)
     frequencies = 1 / (np.arange(words) + 2.7)

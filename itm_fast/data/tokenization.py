@@ -1,22 +1,23 @@
-"""Words of a caption as the published code bases see them: `nltk.word_tokenize(caption.lower())` without its download.
+"""Split captions into words like published code: `nltk.word_tokenize(caption.lower())`, without its download.
 
 Inside: `split_sentences`, `tokenize`.
 
-`nltk.word_tokenize` cuts a text into sentences with the Punkt model, which has to be downloaded, and each sentence
-into words with `NLTKWordTokenizer`, which needs no data. Here the second part is NLTK's own and the first is a rule
-for lower-case text. Captions of one sentence, nearly all of Flickr30K and COCO, come out the same. What differs:
+`nltk.word_tokenize` splits a text into sentences with the Punkt model, which must be downloaded, and each sentence into
+words with `NLTKWordTokenizer`, which needs no data. This module uses NLTK's word tokenizer and a rule for the sentences
+of lower-case text. Captions of one sentence, nearly all of Flickr30K and COCO, give the same tokens. Differences:
 
-- an abbreviation that is not in `ABBREVIATIONS` ends a sentence when a period and a blank follow it, so its period
-  becomes a token of its own; Punkt knows more abbreviations and some fixed pairs of words;
-- Punkt may end a sentence at an abbreviation, an initial or "..." where it has learnt that the next word usually starts
-  one, or where a quote, a bracket or a cluster of marks follows; here none of them ends a sentence then.
+- An abbreviation that is not in `ABBREVIATIONS` ends a sentence if a period and a blank follow, so its period becomes a
+  separate token. Punkt knows more abbreviations and some fixed pairs of words.
+- Punkt may end a sentence at an abbreviation, an initial or "..." if it has learnt that the next word usually starts
+  one, or if a quote, a bracket or several marks follow. This rule does not.
 
-With the same abbreviations and nothing learnt, on words and single marks, the two agree.
+With the same abbreviations and no learnt words, both give the same sentences for words and single marks.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -29,23 +30,23 @@ _CLOSING = "\"')]}\u201d\u2019\u00bb"
 _OPENING = "\"'([{\u201c\u2018\u00ab"
 _INITIAL_OR_NUMBER = re.compile(r"[^\W\d_]|[-+]?[\d.,]*\d")
 
-# In text of these characters alone NLTKWordTokenizer splits at blanks, before commas and before the last period, unless
-# a double dash, a comma within a word or one of its contractions occurs. Most captions are so: a fraction of the cost.
+# A fast path for most captions. In text of only these characters, NLTKWordTokenizer splits at blanks, before commas and
+# before the last period, unless the text has a double dash, a comma within a word, or a contraction.
 _PLAIN = re.compile(r"[a-z0-9 ,-]*[a-z0-9](?: ?\.)?\s*")
 _NOT_PLAIN = re.compile(r"--|,[^ ]|\b(?:cannot|gimme|gonna|gotta|lemme|wanna)\b")
 
 
 def split_sentences(text: str) -> list[str]:
-    """Cuts lower-case `text` after `.`, `?` or `!` (and closing quotes or brackets) where a blank follows.
+    """Split lower-case `text` after `.`, `?` or `!` (and closing quotes or brackets) if a blank follows.
 
-    No cut after "...", after an abbreviation of `ABBREVIATIONS`, or after an initial or a number before a letter or a
-    mark ("j. smith", "no. 5. it").
+    "...", an abbreviation in `ABBREVIATIONS`, and an initial or a number before a letter or a mark ("j. smith",
+    "no. 5. it") do not end a sentence. The time is linear in the length of the text.
     """
     sentences, start = [], 0
-    for match in re.finditer(r"(\S+)\s+(?=(\S))", text):
-        if _ends_sentence(match.group(1), match.group(2)):
+    for match, following in itertools.pairwise(re.finditer(r"\S+", text)):
+        if _ends_sentence(match.group(), text[following.start()]):
             sentences.append(text[start : match.end()].strip())
-            start = match.end()
+            start = following.start()
     tail = text[start:].strip()
     return [*sentences, tail] if tail else sentences
 
@@ -66,16 +67,20 @@ def _ends_sentence(token: str, following: str) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _word_tokenizer() -> Any:
-    # Imported on first use: it takes longer than the rest of this package together.
+    # Imported on first use: the import takes longer than importing the rest of this package.
     from nltk.tokenize.destructive import NLTKWordTokenizer
 
     return NLTKWordTokenizer()
 
 
 def tokenize(caption: str, sentences: bool = True) -> list[str]:
-    """Lower-cases `caption` and returns its tokens; `sentences=False` leaves the sentence rule out.
+    """Return the tokens of a caption in lower case.
 
-    Source: `nltk.word_tokenize(caption.lower())`, or with `preserve_line=True` for `sentences=False`.
+    Args:
+        caption: any text. The time is linear in its length.
+        sentences: split the caption into sentences first; False treats it as one sentence.
+
+    Source: `nltk.word_tokenize(caption.lower(), preserve_line=not sentences)`.
     """
     text = caption.lower()
     if _PLAIN.fullmatch(text) and not _NOT_PLAIN.search(text):

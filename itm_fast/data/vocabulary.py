@@ -1,4 +1,4 @@
-"""Words and their ids: the published vocabulary JSON and a builder from training captions.
+"""Vocabularies: read the published JSON, or build one from training captions.
 
 Inside: `Vocabulary`, `find_vocabulary`, `load_vocabulary`.
 """
@@ -24,15 +24,17 @@ PAD, START, END, UNK, MASK = "<pad>", "<start>", "<end>", "<unk>", "<mask>"
 
 
 class Vocabulary:
-    """A one-to-one map from words to the ids 0 ... len - 1.
+    """A one-to-one map from words to the ids 0 to len - 1.
 
-    Attributes: `words` (list of str, by id), `pad`, `start`, `end`, `unk` (ids), `mask` (id, or None where the
-    vocabulary has no `<mask>`, as those published with SCAN).
+    Attributes:
+        words: list of str, by id.
+        pad, start, end, unk: ids.
+        mask: id; None if the vocabulary has no `<mask>`, like those published with SCAN.
     """
 
     special: ClassVar[tuple[str, ...]] = (PAD, START, END, UNK)
     mask_word: ClassVar[str] = MASK
-    kinds: ClassVar[dict[str, type[Vocabulary]]] = {}  # Of other than the published JSON, by its `kind`.
+    kinds: ClassVar[dict[str, type[Vocabulary]]] = {}  # Classes for other kinds of JSON, by `kind`.
 
     def __init__(self, words: Iterable[str]) -> None:
         self.words = list(words)
@@ -62,9 +64,9 @@ class Vocabulary:
 
     @classmethod
     def build(cls, captions: Iterable[str], min_count: int = 4) -> Vocabulary:
-        """The words that occur at least `min_count` times in `captions`, the most frequent first.
+        """Build a vocabulary of the words that occur at least `min_count` times, the most frequent first.
 
-        Give it the captions of the training split alone; words of other splits become `<unk>`.
+        Only use captions of the training split: words of other splits must become `<unk>`.
         """
         if min_count < 1:
             raise ValueError(f"min_count: expected at least 1, got {min_count}")
@@ -75,12 +77,14 @@ class Vocabulary:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Vocabulary:
-        """Reads the published JSON: `word2idx`, and `idx2word` and `idx` where present.
+        """Read the published JSON: `word2idx`, and `idx2word` and `idx` if present.
 
-        A `.txt` file, `tokenizer.json` of a BERT model, or JSON of the kind "bert", gives a `BertVocabulary`.
+        A `.txt` file, the `tokenizer.json` of a BERT model, or JSON of the kind "bert" gives a `BertVocabulary`.
 
-        Raises ValueError naming the file where it is no such JSON, its ids are not 0 ... n - 1, its parts disagree, or
-        one of `<pad> <start> <end> <unk>` is missing; FileNotFoundError where there is no such file.
+        Raises:
+            ValueError: the file is not such JSON, its ids are not 0 to n - 1, its parts disagree, or one of `<pad>`,
+                `<start>`, `<end>` and `<unk>` is missing. The message names the file.
+            FileNotFoundError: the file does not exist.
         """
         if Path(path).suffix == ".txt":
             return cls.kinds["bert"].from_text(path)
@@ -98,12 +102,12 @@ class Vocabulary:
 
     @classmethod
     def from_text(cls, path: str | os.PathLike[str]) -> Vocabulary:
-        """Reads a list of words, which says what they are in a `BertVocabulary` alone; ValueError in others."""
+        """Read a list of word pieces; raise ValueError, as only a `BertVocabulary` can be read from one."""
         raise ValueError(f"{path}: expected a vocabulary as UTF-8 JSON")
 
     @classmethod
     def _from_tokenizer(cls, content: dict[str, Any]) -> Vocabulary:
-        """The vocabulary of a tokenizer's own file; ValueError in others than a `BertVocabulary`."""
+        """Read `tokenizer.json`; raise ValueError, as only a `BertVocabulary` can be read from it."""
         raise ValueError("vocabulary: expected a JSON object with an object 'word2idx'")
 
     @classmethod
@@ -112,36 +116,41 @@ class Vocabulary:
 
     @property
     def continuations(self) -> list[int]:
-        """The ids of pieces that continue the word before them; here every id is a whole word."""
+        """The ids of pieces that continue the previous word; none, as every id is a whole word."""
         return []
 
     def with_mask(self) -> Vocabulary:
-        """This vocabulary, or where it has no `<mask>` one with `<mask>` behind its words, whose ids stay."""
+        """Return this vocabulary, with `<mask>` appended if it has none. Other ids do not change."""
         return self if self.mask is not None else Vocabulary([*self.words, self.mask_word])
 
     def to_json(self) -> str:
-        """The published JSON."""
+        """Return the published JSON."""
         content = {"word2idx": self._ids, "idx2word": dict(enumerate(self.words)), "idx": len(self.words)}
         return json.dumps(content, ensure_ascii=False, indent=0) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the published JSON, atomically."""
+        """Write the published JSON atomically."""
         atomic.write_text(path, self.to_json())
 
     def encode(self, caption: str) -> list[int]:
-        """The ids of `<start>`, the words of `caption` (unknown ones as `<unk>`), `<end>`."""
+        """Return the ids of `<start>`, the words of `caption` (unknown words as `<unk>`), and `<end>`."""
         return [self.start, *(self._ids.get(word, self.unk) for word in tokenize(caption)), self.end]
 
     def decode(self, token_ids: Iterable[int]) -> list[str]:
-        """The words of `token_ids`, without `<pad>`, `<start>` and `<end>`."""
+        """Return the words of `token_ids`, without `<pad>`, `<start>` and `<end>`."""
         dropped = {self.pad, self.start, self.end}
         return [self.words[index] for index in map(int, token_ids) if index not in dropped]
 
 
 def words_by_id(content: Any, name: str = "word2idx") -> list[str]:
-    """The words of a vocabulary's JSON by their ids; messages call the object that holds the ids `name`.
+    """Return the words of a vocabulary's JSON, by id.
 
-    Raises ValueError where the ids are not 0 ... n - 1, or the parts disagree.
+    Args:
+        content: the JSON.
+        name: the object of ids, for messages.
+
+    Raises:
+        ValueError: the ids are not 0 to n - 1, or the parts disagree.
     """
     if not isinstance(content, dict) or not isinstance(content.get("word2idx"), dict):
         raise ValueError(f"vocabulary: expected a JSON object with an object '{name}'")
@@ -163,21 +172,24 @@ def words_by_id(content: Any, name: str = "word2idx") -> list[str]:
 
 
 def find_vocabulary(directory: str | os.PathLike[str]) -> Path | None:
-    """The vocabulary file that belongs to a data directory, or None.
+    """Return the vocabulary file of a data directory, or None.
 
-    First `vocab.json` in the directory; then, as published beside `data/f30k_precomp`, `vocab/f30k_precomp_vocab.json`
-    in one of the folders above (for `data/f30k/precomp` the same name).
+    This is `vocab.json` in the directory, or else `vocab/f30k_precomp_vocab.json` in one of the three folders above
+    `data/f30k_precomp` or `data/f30k/precomp`, as in published data.
+
+    Raises:
+        ValueError: one of these names exists but is not a readable file.
     """
     directory = Path(directory)
     own = directory / "vocab.json"
-    if regular.is_file(own):
+    if regular.is_present(own):
         return own
     resolved = directory.resolve()
     names = [resolved.name, f"{resolved.parent.name}_{resolved.name}"]
     for folder in list(resolved.parents)[:3]:
         for name in names:
             candidate = folder / "vocab" / f"{name}_vocab.json"
-            if regular.is_file(candidate):
+            if regular.is_present(candidate):
                 return candidate
     return None
 
@@ -185,14 +197,18 @@ def find_vocabulary(directory: str | os.PathLike[str]) -> Path | None:
 def load_vocabulary(
     directory: str | os.PathLike[str], vocabulary_file: str | os.PathLike[str] | None = None, *, min_count: int = 4
 ) -> Vocabulary:
-    """`vocabulary_file` where given, else what `find_vocabulary` finds, else one built from `train_caps.txt` alone."""
+    """Read `vocabulary_file`, or else the file that `find_vocabulary` finds, or else build one from `train_caps.txt`.
+
+    Raises:
+        ValueError: no vocabulary and no training captions are found, or a file is damaged.
+    """
     path = Path(vocabulary_file) if vocabulary_file is not None else find_vocabulary(directory)
     if path is not None:
         if not regular.is_file(path):
             raise ValueError(f"{path}: no such vocabulary file")
         return Vocabulary.from_file(path)
     captions = Path(directory) / "train_caps.txt"
-    if not regular.is_file(captions):
+    if not regular.is_present(captions):
         raise ValueError(
             f"{directory}: found no vocabulary (vocab.json, or ../vocab/{Path(directory).resolve().name}_vocab.json) "
             "and no train_caps.txt to build one from; name one with --vocab FILE"

@@ -6,11 +6,16 @@ import itertools
 import reprlib
 from typing import Any
 
-__all__ = ["shortened", "shown"]
+__all__ = ["printable", "shortened", "shown"]
 
 _MAX_LENGTH = 100
 # Converting larger integers to text takes quadratic time; Python itself refuses most of them.
 _MAX_BITS = 10_000
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters and other unprintable ones escaped, as in `\\x1b`."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def shortened(text: str, limit: int = _MAX_LENGTH) -> str:

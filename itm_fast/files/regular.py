@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO, cast
 
-__all__ = ["check_regular", "is_file", "native_path", "open_file", "read_bytes"]
+__all__ = ["check_regular", "is_file", "is_present", "native_path", "open_file", "read_bytes"]
 
 # O_NONBLOCK: return at once if the file is a named pipe without a writer.
 _FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -39,6 +39,25 @@ def is_file(path: str | os.PathLike[str]) -> bool:
     if path.exists() and not path.is_dir():
         check_regular(path.stat(), path)
     return False
+
+
+def is_present(path: str | os.PathLike[str]) -> bool:
+    """Return whether an optional file exists. A file is absent only if nothing has its name.
+
+    Raises:
+        ValueError: something has the name, but is not a regular file that can be read: a folder, a named pipe, or a
+            symbolic link that leads nowhere. The message names it.
+    """
+    try:
+        status = Path(path).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        if not Path(path).is_symlink():
+            return False
+        raise ValueError(f"{os.fspath(path)}: a symbolic link to a missing file; repair or remove it") from None
+    except OSError as error:
+        raise ValueError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
+    check_regular(status, path)
+    return True
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:

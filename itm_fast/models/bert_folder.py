@@ -53,7 +53,7 @@ def bert_vocabulary_file(folder: str | os.PathLike[str]) -> Path:
             "save_pretrained of a BertModel and its tokenizer in transformers"
         )
     text, tokenizer = Path(folder) / "vocab.txt", Path(folder) / "tokenizer.json"
-    return tokenizer if regular.is_file(tokenizer) and not regular.is_file(text) else text
+    return tokenizer if not regular.is_present(text) and regular.is_present(tokenizer) else text
 
 
 def bert_options(folder: str | os.PathLike[str], vocab_size: int) -> dict[str, Any]:

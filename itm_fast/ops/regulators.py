@@ -21,6 +21,7 @@ from itm_fast.ops.gradient_sparse import Listed, Score, gradient_sparse_scores
 from itm_fast.ops.library import register_fake, use_native
 from itm_fast.ops.precision import autocast, compute_precision, without_autocast
 from itm_fast.reference import validation
+from itm_fast.reference.cross_attention import detach_zero_rows
 from itm_fast.reference.philox import CounterDropout
 from itm_fast.reference.regulator_parameters import CorrespondenceWeights, RegulatorParameters
 from itm_fast.reference.regulators import alignment_parameters, counter_dropout
@@ -127,6 +128,7 @@ def regulated_scores(
             return reference.regulated_scores_packed(
                 queries, contexts, parameters, dropout=dropout, seed=seed, **options
             )
+    queries, contexts = detach_zero_rows(queries), detach_zero_rows(contexts)
     mask = counter_dropout(dropout, seed, queries.device)
     return _gradient_sparse(queries, contexts, parameters, mask, options, whole if native else None)
 

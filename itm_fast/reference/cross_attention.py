@@ -41,7 +41,7 @@ def cross_attention_scores(
     logsumexp_temperature: float = 6.0,
 ) -> Tensor:
     """Scores `(len(queries), len(contexts))` by the published loop."""
-
+    queries, contexts = detach_zero_rows(queries), detach_zero_rows(contexts)
     scores = queries.values.new_zeros(len(queries), len(contexts))
     for query, context, i, j in pair_batches(queries, contexts):
         batch = _batch_scores(
@@ -49,6 +49,19 @@ def cross_attention_scores(
         )
         scores = scores.index_put((i, j), batch)
     return scores
+
+
+def detach_zero_rows(fragments: Fragments) -> Fragments:
+    """Return the same rows, where rows of exact zeros receive no gradient.
+
+    Such a row (padding, a blank image) has no direction. Norms and cosines divide by it plus `EPSILON`, so that its
+    derivative would be of the order of `1 / EPSILON` and drown all others.
+    """
+    values = fragments.values
+    if not (torch.is_grad_enabled() and values.requires_grad):
+        return fragments
+    is_zero = (values == 0).all(dim=1, keepdim=True)
+    return fragments.with_values(torch.where(is_zero, values.detach(), values))
 
 
 def pair_batches(queries: Fragments, contexts: Fragments) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -175,6 +188,7 @@ def cross_attention_scores_packed(
 
     Where that takes several blocks, the backward recomputes the intermediates of each: its memory is bounded too.
     """
+    queries, contexts = detach_zero_rows(queries), detach_zero_rows(contexts)
     options: dict[str, Any] = {
         "max_query_length": queries.max_length,
         "temperature": temperature,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from itm_fast.fragments import Fragments
-from itm_fast.reference.cross_attention import EPSILON, cross_attention_weights, pair_batches
+from itm_fast.reference.cross_attention import EPSILON, cross_attention_weights, detach_zero_rows, pair_batches
 from itm_fast.reference.philox import CounterDropout
 from itm_fast.reference.regulator_parameters import (
     AggregationWeights,
@@ -64,8 +64,9 @@ class Layout(Rows, Protocol):
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """`v / (|v| + 1e-8)` over the last dimension; the derivative of the norm at zero is zero."""
-    return vectors / (torch.linalg.vector_norm(vectors, dim=-1, keepdim=True) + EPSILON)
+    """Return `v / (|v| + 1e-8)` over the last dimension. A vector of zeros receives no gradient."""
+    norm = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return vectors / (norm + EPSILON).masked_fill(norm == 0, torch.inf)
 
 
 def align(query: Tensor, attended: Tensor, weights: AlignmentWeights) -> Tensor:
@@ -220,6 +221,7 @@ def regulated_scores(
     seed: int | Tensor | None = None,
 ) -> Tensor:
     """Scores `(len(queries), len(contexts))` by the published loop; with `dropout` the `seed` must be given."""
+    queries, contexts = detach_zero_rows(queries), detach_zero_rows(contexts)
     mask = counter_dropout(dropout, seed, queries.device)
     scores = queries.values.new_zeros(len(queries), len(contexts))
     for query, context, i, j in pair_batches(queries, contexts):
@@ -245,6 +247,7 @@ def cross_attention_alignments(
     residual_correspondence: bool = True,
 ) -> Tensor:
     """Alignments `(len(contexts), N_queries, m)` by the published loop."""
+    queries, contexts = detach_zero_rows(queries), detach_zero_rows(contexts)
     parameters = alignment_parameters(weight, bias, correspondences, residual_correspondence)
     width = parameters.alignments[0].weight.shape[0]
     result = queries.values.new_zeros(len(contexts), queries.values.shape[0], width)

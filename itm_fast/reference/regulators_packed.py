@@ -17,6 +17,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.reference.cross_attention import (
     CLIPPED,
     blocks_of,
+    detach_zero_rows,
     normalize_over_queries,
     reassign_attention,
 )
@@ -144,6 +145,7 @@ def regulated_scores_packed(
     block_elements: int = BLOCK_ELEMENTS,
 ) -> Tensor:
     """Scores `(len(queries), len(contexts))` in blocks of about `block_elements` values per tensor."""
+    queries, contexts = detach_zero_rows(queries), detach_zero_rows(contexts)
     mask = counter_dropout(dropout, seed, queries.device)
 
     def scores(layout: _Packed, weights: RegulatorParameters) -> Tensor:
@@ -175,6 +177,7 @@ def cross_attention_alignments_packed(
     block_elements: int = BLOCK_ELEMENTS,
 ) -> Tensor:
     """Alignments `(len(contexts), N_queries, m)` in blocks of about `block_elements` values per tensor."""
+    queries, contexts = detach_zero_rows(queries), detach_zero_rows(contexts)
     parameters = alignment_parameters(weight, bias, correspondences, residual_correspondence)
 
     def alignments(layout: _Packed, weights: RegulatorParameters) -> Tensor:

@@ -32,7 +32,8 @@ __all__ = [
 
 FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGER = (torch.int32, torch.int64)
-_LARGEST = torch.finfo(torch.float32).max
+# Kernels compute in float32. Up to this size, an option divided by a norm plus 1e-8 does not overflow.
+_LARGEST = 1e30
 _SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -89,9 +90,8 @@ def finite_number(
     # NaN and infinities minus themselves are NaN. math.isfinite would say the same, but not of a symbolic number.
     if number - number != 0.0:
         raise ValueError(f"{name}: expected a finite number, got {number}")
-    # Kernels compute in float32: what that cannot hold is as good as infinite, and what it rounds to 0 as good as 0.
     if number > _LARGEST or number < -_LARGEST:
-        raise ValueError(f"{name}: expected a number of at most {_LARGEST:.2g} in size, got {number}")
+        raise ValueError(f"{name}: expected a number of at most {_LARGEST:g} in size, got {number}")
     if minimum is not None and number < minimum:
         raise ValueError(f"{name}: expected a number of at least {minimum:g}, got {number}")
     if maximum is not None and number > maximum:

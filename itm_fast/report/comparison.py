@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from itm_fast.files import atomic
+from itm_fast.files.messages import printable, shortened
 from itm_fast.report.curves import without_rest
 
 __all__ = ["SUFFIXES", "line_style", "point_style", "write_comparison", "write_figure"]
@@ -44,25 +45,32 @@ _STYLE: dict[Any, Any] = {
     "grid.color": "#e3e1dc",
     "axes.axisbelow": True,
 }
-_PANELS = (
-    ("Gradient of the first image layer", "norm", "train", ("image_grad_norm",)),
-    ("Hardest negatives from their positives", "mean difference of the scores", "train", ("hardest_gap",)),
+_PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("Loss", "loss", "train", ("loss",)),
+    ("Validation", "sum of recalls", "validation", ("rsum",)),
+    ("Learning rate", "rate", "train", ("lr",)),
+    ("Gradient of first image layer", "norm", "train", ("image_grad_norm",)),
+    ("Gap to the hardest negative", "mean score difference", "train", ("hardest_gap",)),
     (
-        "Anchors that took their hardest negative",
+        "Anchors with hardest negative",
         "share in percent",
         "train",
         ("i2t_hardest_share", "t2i_hardest_share"),
     ),
-    ("Validation", "sum of recalls", "validation", ("rsum",)),
 )
+_COLUMNS = 3
+_MAX_NAME = 120
 
 
 def write_comparison(path: str | os.PathLike[str], runs: Mapping[str, Metrics]) -> None:
-    """Draws the logs of several runs over each other: gradients, distances, shares of mined anchors, recalls.
+    """Plot the logs of several runs over each other: loss, recall, learning rate, gradient norm, negative mining.
+
+    A panel is left out if no run has its numbers. The loss is that of the last kind of negatives: sums over other
+    negatives, as in a warm-up, are not comparable. Shares are the mean of both directions.
 
     Args:
-        path: figure to write, atomically; its suffix, one of `SUFFIXES`, says in which format.
-        runs: lines of `metrics.jsonl` by the names that the legend shows. Shares are the mean of both directions.
+        path: figure to write, atomically; the suffix, one of `SUFFIXES`, selects the format.
+        runs: lines of `metrics.jsonl` by the names for the legend.
 
     Raises:
         ValueError: the suffix is unknown, there is no run, or a run's log has none of the numbers.
@@ -70,12 +78,15 @@ def write_comparison(path: str | os.PathLike[str], runs: Mapping[str, Metrics]) 
     _check_suffix(path)
     if not runs:
         raise ValueError("runs: expected at least one, got none")
+    panels = [panel for panel in _PANELS if any(_points(metrics, panel[2], panel[3])[0] for metrics in runs.values())]
     for name, metrics in runs.items():
-        if not any(_points(metrics, kind, keys)[0] for _, _, kind, keys in _PANELS):
+        if not any(_points(metrics, panel[2], panel[3])[0] for panel in panels):
             raise ValueError(f"{name}: the log has none of the numbers that the figure shows")
-    with write_figure(path, list(runs), size=(9.0, 5.6)) as figure:
-        for axes, panel in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
-            _draw(axes, *panel, runs)
+    columns = min(len(panels), _COLUMNS)
+    rows = math.ceil(len(panels) / columns)
+    with write_figure(path, list(runs), size=(4.0 * columns, 2.8 * rows)) as figure:
+        for place, panel in enumerate(panels, start=1):
+            _draw(figure.add_subplot(rows, columns, place), *panel, runs)
 
 
 @contextlib.contextmanager
@@ -99,17 +110,21 @@ def write_figure(
         FigureCanvasAgg(figure)
         yield figure
         style = point_style if points else line_style
-        handles = [mpl.lines.Line2D([], [], label=name, **style(number)) for number, name in enumerate(names)]
-        _add_legend(figure, handles)
+        _add_legend(figure, [mpl.lines.Line2D([], [], **style(number)) for number in range(len(names))], names)
         metadata = {"Date": None, "Creator": None} if suffix == ".svg" else None
         with atomic.atomic_file(path) as file:
             figure.savefig(file, format=suffix[1:], dpi=150, metadata=metadata)
 
 
-def _add_legend(figure: Figure, handles: Sequence[mpl.lines.Line2D]) -> None:
-    """A legend below, in as many columns as the width of the figure has room for, at most four."""
+def _add_legend(figure: Figure, handles: Sequence[mpl.lines.Line2D], names: Sequence[str]) -> None:
+    """Add a legend below, in as many columns as the width of the figure has room for, at most four."""
     for columns in range(min(len(handles), 4), 0, -1):
-        legend = figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
+        numbers = [str(number) for number in range(len(names))]
+        legend = figure.legend(handles, numbers, loc="outside lower center", ncols=columns, frameon=False)
+        # Matplotlib would leave out labels that begin with an underscore.
+        for text, name in zip(legend.get_texts(), names, strict=True):
+            text.set_parse_math(False)
+            text.set_text(shortened(printable(name), _MAX_NAME))
         if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
             return
         legend.remove()
@@ -122,17 +137,19 @@ def _check_suffix(path: str | os.PathLike[str]) -> str:
     return suffix
 
 
-def _draw(axes: Axes, title: str, label: str, kind: str, keys: Sequence[str], runs: Mapping[str, Metrics]) -> None:
+def _draw(axes: Axes, title: str, label: str, kind: str, keys: tuple[str, ...], runs: Mapping[str, Metrics]) -> None:
     factor = 100 if label.endswith("percent") else 1
     lowest: list[float] = []
+    highest: list[float] = []
     for number, metrics in enumerate(runs.values()):
         steps, values = _points(metrics, kind, keys)
         if steps:
             x, y = _means(steps), factor * _means(values)
             lowest.append(float(y.min()))
+            highest.append(float(y.max()))
             axes.plot(x, y, marker="o" * (len(x) < 3), clip_on=factor == 1, **line_style(number))
-    # Losses sum over few negatives or many: their gradients, and how they vanish, are a matter of powers of ten.
-    logarithmic = label == "norm" and min(lowest, default=0.0) > 0
+    # Losses sum over few negatives or many, so runs differ by powers of ten.
+    logarithmic = label in ("loss", "norm") and 0 < 10 * min(lowest, default=0.0) < max(highest, default=0.0)
     axes.set_yscale("log" if logarithmic else "linear")
     axes.set_title(title, loc="left")
     axes.set_xlabel("step")
@@ -144,8 +161,10 @@ def _draw(axes: Axes, title: str, label: str, kind: str, keys: Sequence[str], ru
     axes.tick_params(length=0)
 
 
-def _points(metrics: Metrics, kind: str, keys: Sequence[str]) -> tuple[list[float], list[float]]:
+def _points(metrics: Metrics, kind: str, keys: tuple[str, ...]) -> tuple[list[float], list[float]]:
     lines = [line for line in metrics if line["kind"] == kind and all(key in line for key in keys)]
+    if keys == ("loss",):
+        lines = [line for line in lines if line.get("mining") == lines[-1].get("mining")]
     lines = list(without_rest(lines)) if kind == "train" else lines
     return [line["step"] for line in lines], [sum(line[key] for key in keys) / len(keys) for line in lines]
 

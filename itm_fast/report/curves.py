@@ -14,6 +14,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from itm_fast.files.messages import printable
+
 __all__ = ["curves_svg", "without_rest"]
 
 Line = Mapping[str, Any]
@@ -83,15 +85,17 @@ def curves_svg(metrics: Sequence[Line]) -> list[tuple[str, str]]:
 
 def _curves(metrics: Sequence[Line]) -> Iterator[_Curve]:
     train = [line for line in metrics if line["kind"] == "train"]
-    validation = [line for line in metrics if line["kind"] == "validation"]
+    validation = [line for line in metrics if line["kind"] == "validation" and "epoch" in line and "rsum" in line]
     if train:
         # Losses of several kinds of mining sum over different negatives, so that only one of them makes a curve.
-        mining = train[-1]["mining"]
-        points = _points([line for line in train if line["mining"] == mining], "loss")
-        yield _Curve(_LOSSES.get(mining, "Loss"), {"": points}, "step", "loss", min)
+        mining = train[-1].get("mining")
+        points = _points([line for line in train if line.get("mining") == mining], "loss")
+    if train and points:
+        yield _Curve(_LOSSES.get(str(mining), "Loss"), {"": points}, "step", "loss", min)
     if validation:
         points = [(line["epoch"], line["rsum"]) for line in validation]
-        yield _Curve(f"Sum of recalls on {validation[-1]['split']}", {"": points}, "epoch", "sum of recalls", max)
+        split = printable(str(validation[-1].get("split")))
+        yield _Curve(f"Sum of recalls on {split}", {"": points}, "epoch", "sum of recalls", max)
     for name, title, label in (
         ("image_grad_norm", "Gradient of the first image layer", "norm of the gradient"),
         ("hardest_gap", "Hardest negatives from their positives", "mean difference of the scores"),
@@ -99,7 +103,7 @@ def _curves(metrics: Sequence[Line]) -> Iterator[_Curve]:
         points = _points(train, name)
         if points:
             yield _Curve(title, {"": points}, "step", label)
-    selecting = [line for line in train if line["mining"] in _SELECTING]
+    selecting = [line for line in train if line.get("mining") in _SELECTING]
     shares = {
         direction: [(step, 100 * share) for step, share in _points(selecting, name)]
         for direction, name in (("image to text", "i2t_hardest_share"), ("text to image", "t2i_hardest_share"))

@@ -17,7 +17,7 @@ from itm_fast.config import setting
 from itm_fast.data.placement import PLACEMENTS
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, parse_yaml, read_text
 from itm_fast.files.messages import shown
-from itm_fast.training.loss_rules import BOOSTING, BOOSTING_FORMS, MINING, check_loss
+from itm_fast.training.loss_rules import BOOSTING, BOOSTING_FORMS, MINING, check_loss, default_warmup
 
 __all__ = ["GROUPS", "RCAR", "TrainConfig", "read_yaml", "to_yaml"]
 
@@ -192,8 +192,12 @@ class TrainConfig:
         above=0,
         help="Factor on the scores before the softmax of cmpm. The DBL authors' code uses 10.",
     )
-    warmup_epochs: int = setting(
-        0, group=LOSS, minimum=0, help="First epochs that use the triplet loss over all negatives."
+    warmup_epochs: int | None = setting(
+        None,
+        group=LOSS,
+        minimum=0,
+        help="First epochs that use all negatives, so that scores do not collapse. Default: 1 with the triplet loss, "
+        "--mining hardest and several epochs; else 0.",
     )
     exclude_same_image: bool = setting(
         True, group=LOSS, help="Do not use captions of the same image as negatives of each other."
@@ -354,6 +358,8 @@ class TrainConfig:
 
     def __attrs_post_init__(self) -> None:
         check_loss(self)
+        if self.warmup_epochs is None:
+            object.__setattr__(self, "warmup_epochs", default_warmup(self))
 
     @property
     def trains_discriminators(self) -> bool:

@@ -22,6 +22,7 @@ __all__ = [
     "boosting_of",
     "boosting_weight",
     "check_loss",
+    "default_warmup",
     "described_boosting",
     "is_mutual",
     "loss_settings",
@@ -80,9 +81,20 @@ def check_loss(config: Any) -> None:
     of_loss = [name for name in _OF_LOSS if not (boosted and name == "margin")]
     for name, other, values in (*map(_with_losses, of_loss), *_DEPENDENT):
         value, chosen = getattr(config, name), boosting if other == "boosting" else getattr(config, other)
-        if chosen not in values and value != fields[name].default:
+        is_default = value == fields[name].default or (name == "warmup_epochs" and value == 0)
+        if chosen not in values and not is_default:
             raise ValueError(f"{name}: {shown(value)} goes with the {other} {' or '.join(values)}, not {chosen}")
     _check_conversions(config, fields)
+
+
+def default_warmup(config: Any) -> int:
+    """Return the number of epochs with all negatives if the settings name none.
+
+    With the hardest negatives from the first step on, a fresh model often gives all pairs the same score and stays
+    there. The code of VSE-infinity starts with an epoch of all negatives, too.
+    """
+    is_fresh = config.scenario != "oas" or not config.anchor_start
+    return int(config.loss == "triplet" and config.mining == "hardest" and config.epochs > 1 and is_fresh)
 
 
 def without_idle(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

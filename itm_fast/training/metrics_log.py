@@ -15,8 +15,11 @@ from itm_fast.files.messages import shortened, shown
 
 __all__ = ["MetricsLog", "read_metrics"]
 
-# What says where a line belongs is no text.
-_NUMBERS = ("step", "epoch", "seconds")
+# These must be numbers: they locate a line, or are plotted.
+_NUMBERS = (
+    "step", "epoch", "seconds", "loss", "lr", "rsum", "image_grad_norm", "hardest_gap", "i2t_hardest_share",
+    "t2i_hardest_share",
+)  # fmt: skip
 
 
 class MetricsLog:

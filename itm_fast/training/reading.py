@@ -11,6 +11,7 @@ from collections.abc import Generator
 import torch
 
 from itm_fast.data import Batch, BatchLoader, EpochSampler, PrecomputedDataset
+from itm_fast.data.zeros import warn_of_zeros
 from itm_fast.distributed import World
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.phases import Phases
@@ -41,6 +42,7 @@ def read_batches(
     Raises:
         ValueError: a row cannot be read, or holds what is refused.
     """
+    checked = not world.first
     for part in phases.passes(position):
         sampler = EpochSampler(
             len(data),
@@ -58,6 +60,9 @@ def read_batches(
         with torch.random.fork_rng(devices=[]):
             batches = shared(loader, sampler, data.caption_image, world)
             first = next(batches)
+        if not checked:
+            warn_of_zeros(data, first)
+            checked = True
         yield from itertools.repeat(first, part.repeats - part.done)
         del first  # Its memory is that of another batch.
         for batch in batches:

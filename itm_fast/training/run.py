@@ -20,6 +20,7 @@ from itm_fast.data import PrecomputedDataset, Vocabulary, check_data, find_vocab
 from itm_fast.distributed import World, joined
 from itm_fast.files import regular
 from itm_fast.models.bert_folder import bert_options, bert_vocabulary_file, load_bert
+from itm_fast.processors import check_count, set_threads
 from itm_fast.training import run_folder
 from itm_fast.training.cautions import cautions
 from itm_fast.training.config import TrainConfig
@@ -48,8 +49,8 @@ def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -
             nothing is written then.
         OSError: the disk is full; what was saved before is kept, and `resume` goes on from there.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    set_threads(config.threads)
+    check_count("workers", config.workers)
     with joined(config.device) as world, contextlib.ExitStack() as kept:
         with world.together():
             device_of(world.device(config.device))
@@ -93,7 +94,7 @@ def _open(trainer: Trainer, vocabulary: Vocabulary, *, resume: bool, progress: b
     for data in (trainer.train_data, trainer.validation_data):
         warn_of_unknown_words(data)
     if path is None:
-        _warn_of_rare_words(trainer.train_data, config.min_count)
+        trainer.train_data.warn_of_rare_words(config.min_count)
     for caution in cautions(config, trainer.model):
         warnings.warn(caution, stacklevel=2)
     if progress:
@@ -130,7 +131,7 @@ def load_data(
 def vocabulary_path(config: TrainConfig, *, resume: bool = False) -> Path | None:
     """The vocabulary file that `load_data` reads; None where it builds a vocabulary from the training captions."""
     own = Path(config.out) / run_folder.VOCABULARY
-    if resume and regular.is_file(own):
+    if resume and regular.is_present(own):
         return own
     if config.bert is not None:
         if config.vocab is not None:
@@ -172,16 +173,6 @@ def warn_of_unknown_words(data: PrecomputedDataset) -> None:
         warnings.warn(
             f"{data.directory}: the vocabulary lacks {data.unknown_share:.0%} of the words in the captions of "
             f"{data.split}; is it that of other data?",
-            stacklevel=2,
-        )
-
-
-def _warn_of_rare_words(data: PrecomputedDataset, min_count: int) -> None:
-    """Warn if a vocabulary built from the captions of `data` leaves out many of their words, as on small data."""
-    if 0.05 < data.unknown_share <= 0.5:
-        warnings.warn(
-            f"{data.directory}: the vocabulary leaves out {data.unknown_share:.0%} of the words in the captions of "
-            f"{data.split}, as each occurs fewer than --min-count {min_count} times; a lower --min-count keeps more",
             stacklevel=2,
         )
 

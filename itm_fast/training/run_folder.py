@@ -1,6 +1,6 @@
 """The RUN folder, whose files `itm_fast.files.run_files` names: when a run may write into it.
 
-Inside: `check`, `prepare`, `saved_config`, `save_models`.
+Inside: `check`, `missing_model_file`, `prepare`, `saved_config`, `save_models`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from itm_fast.training.checkpoint import STATE_FILE
 from itm_fast.training.config import TrainConfig, read_yaml, to_yaml
 from itm_fast.training.lock import LOCK_FILE
 
-__all__ = ["CONFIG", "METRICS", "TENSORBOARD", "VOCABULARY", "check", "prepare", "save_models", "saved_config"]
+__all__ = [
+    "CONFIG",
+    "METRICS",
+    "TENSORBOARD",
+    "VOCABULARY",
+    "check",
+    "missing_model_file",
+    "prepare",
+    "save_models",
+    "saved_config",
+]
 
 
 _BRANCH_FILES = (VOCABULARY, WEIGHTS_FILE, CONFIG_FILE)
@@ -101,6 +111,13 @@ def save_models(run: str | Path, target: MatchingModel, others: Sequence[Matchin
         for name, content in {VOCABULARY: words.to_json().encode(), **model.file_contents()}.items():
             atomic.write_bytes(folder / name, content, run)
     target.save(run)
+
+
+def missing_model_file(run: str | Path, others: int) -> Path | None:
+    """Return the first file of the best model, or of the `others` saved with it, that the RUN folder lacks."""
+    folders = [Path(run), *(Path(run) / BRANCHES / str(number) for number in range(1, others + 1))]
+    files = [folder / name for folder in folders for name in (CONFIG_FILE, WEIGHTS_FILE)]
+    return next((file for file in files if not regular.is_file(file)), None)
 
 
 def _written(run: Path) -> list[Path]:

@@ -19,6 +19,7 @@ from itm_fast.models.base import MatchingModel
 from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.diagnostics import image_gradient_norm, mining_diagnostics
+from itm_fast.training.gradient_monitor import GradientMonitor
 from itm_fast.training.objective import make_boosting_loss, make_losses, make_realignment_losses
 from itm_fast.training.plateau import PlateauMonitor
 from itm_fast.training.replicas import Replicas, check_shared
@@ -63,7 +64,8 @@ class Stepper:
         check_shared(self.scenario.models, self.world)
         self.replicas = Replicas(self.world, learning, config.micro_batch)
         self.plateau = PlateauMonitor(config.margin)
-        self.caution: str | None = None  # The warning of the last step, for the log.
+        self.gradients = GradientMonitor()
+        self.cautions: list[str] = []  # The warnings of the last step, for the log.
         self.augmentation = BatchAugmentation(
             vocabulary, words=config.text_augmentation, regions=config.region_augmentation
         )
@@ -79,7 +81,7 @@ class Stepper:
             ValueError: a loss or norm is not finite; no weight is changed then.
         """
         # Its changes come from torch's generator, whose state is saved: a resumed run draws the same ones.
-        batch, self.caution = self.augmentation(batch, self.device, non_blocking=True), None
+        batch = self.augmentation(batch, self.device, non_blocking=True)
         images, positives = images_of(batch), None
         if self.config.exclude_same_image:
             positives = images[:, None] == images[None, :]
@@ -89,10 +91,15 @@ class Stepper:
             result = self.scenario.step(self._functions(batch, mining, positives), number)
         if diagnose and result.scores is not None:
             diagnostics |= mining_diagnostics(result.scores, positives, mining, self.config.epsilon)
+        found: list[str | None] = []
         if result.own_loss is not None and mining == "hardest" and self.config.loss == "triplet":
             factor = (2 if self.config.halve_loss else 1) * (len(images) if self.config.mean_loss else 1)
-            self.caution = self.plateau.update(factor * result.own_loss, len(images), diagnostics.get("hardest_gap"))
-        return {**result.numbers, **diagnostics}
+            found.append(self.plateau.update(factor * result.own_loss, len(images), diagnostics.get("hardest_gap")))
+        numbers = result.numbers
+        if "grad_norm" in numbers:
+            found.append(self.gradients.update(numbers["grad_norm"], numbers["loss"]))
+        self.cautions = [caution for caution in found if caution is not None]
+        return {**numbers, **diagnostics}
 
     def _functions(self, batch: Batch, mining: str, positives: Tensor | None) -> BatchFunctions:
         def scores(model: MatchingModel) -> Tensor:

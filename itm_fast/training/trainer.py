@@ -143,6 +143,20 @@ class Trainer:
         if found is not None:
             summary, self.progress.log_size = found
             self.progress.judge(summary, self.progress.position)
+        missing = run_folder.missing_model_file(self.config.out, len(self.stepper.scenario.companions()))
+        if self.progress.best and missing is not None:
+            self._forget_best(missing)
+
+    def _forget_best(self, missing: Path) -> None:
+        """Let the next validation save the model, as the best one is gone."""
+        progress = self.progress
+        if self.world.first:
+            warnings.warn(
+                f"{missing}: gone, and with it the best model (step {progress.best_step}, rsum "
+                f"{progress.best['rsum']:.1f}); the best one from step {progress.position} on replaces it",
+                stacklevel=2,
+            )
+        progress.best, progress.best_step, progress.validated_step = {}, 0, 0
 
     def run(self) -> TrainResult:
         """Trains to the end, or until SIGINT or SIGTERM asks for a stop, and leaves a state to resume from.
@@ -236,7 +250,7 @@ class Trainer:
     @property
     def mining(self) -> str:
         """The negatives of the present epoch; epochs count from 1 once the run has started."""
-        return "all" if max(self.engine.state.epoch, 1) <= self.config.warmup_epochs else self.config.mining
+        return "all" if max(self.engine.state.epoch, 1) <= (self.config.warmup_epochs or 0) else self.config.mining
 
     def _after_step(self, engine: Engine) -> None:
         step = engine.state.iteration
@@ -245,12 +259,12 @@ class Trainer:
             self.progress.window.append(output["loss"])
         if self._log_due(step):
             self._log_window(output)
-        if self.stepper.caution is not None:
+        for caution in self.stepper.cautions:
             self._log(
                 kind="warning",
                 step=step,
                 epoch=engine.state.epoch,
-                message=self.stepper.caution,
+                message=caution,
                 seconds=round(self.progress.seconds, 3),
             )
         loss = output.get("loss", output.get("discriminator_loss"))

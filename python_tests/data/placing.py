@@ -1,4 +1,4 @@
-"""Two processes place the same features on one machine, one after the other.
+"""Place the same features in two processes of one machine, one after the other.
 
 Inside: `place_late`.
 """
@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def place_late(rank: int, value: dict[str, Any]) -> None:
-    """Writes into the folder `out` where the features lie, or why they are refused.
+    """Write the place of the features, or the error, into the folder `out`.
 
     A GPU of 4 GiB, and a host of which 60 GiB are to spare; each process that has its copy leaves 20 less. The second
     process looks one second after the first.

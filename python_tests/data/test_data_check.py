@@ -1,4 +1,4 @@
-"""A data folder is read whole, and everything that is wrong with it is reported at once."""
+"""`data check` reads a whole folder and reports all problems at once."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def edit_line(path: Path, number: int, content: bytes) -> None:
     path.write_bytes(b"\n".join(lines))
 
 
-# What is fine
+# Folders without problems
 
 
-def test_a_clean_folder_is_summed_up(folder: Path) -> None:
+def test_a_clean_folder_is_summarised(folder: Path) -> None:
     report = check_folder(folder)
     assert report.problems == []
     assert (report.vocabulary, report.vocabulary_size) == (str(folder / "vocab.json"), len(VOCABULARY))
@@ -64,7 +64,7 @@ def test_a_clean_folder_is_summed_up(folder: Path) -> None:
 
 
 def test_the_bundled_data_are_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emoji's own captions and ids, with pictures of one number each."""
+    """Captions and ids of the emoji, with pictures of one value each."""
     for split in emoji.SPLITS:
         n_images, first = len(emoji.image_ids(split)), {"train": 0, "dev": 3000, "test": 4000}[split]
         numbers = np.arange(first, first + n_images, dtype=np.float32)
@@ -103,20 +103,20 @@ def test_images_of_test_may_be_in_testall(folder: Path) -> None:
     assert problems(folder) == []
 
 
-def test_row_numbers_are_no_names(folder: Path) -> None:
+def test_row_numbers_as_ids_are_ignored(folder: Path) -> None:
     for split, n_images in (("train", 4), ("test", 3)):
         (folder / f"{split}_ids.txt").write_text("".join(f"{row}\n" for row in range(n_images)))
     assert problems(folder) == []
 
 
-# What is wrong
+# Problems
 
 
 def lines(*numbers: int) -> tuple[str, ...]:
     return tuple(f"line {number}" for number in numbers)
 
 
-def test_everything_is_reported_at_once(folder: Path) -> None:
+def test_all_problems_are_reported_at_once(folder: Path) -> None:
     images = features_of(4)
     images[1, 2, 3], images[3, 0, 0] = np.nan, np.inf
     np.save(folder / "train_ims.npy", images)
@@ -171,7 +171,7 @@ def test_everything_is_reported_at_once(folder: Path) -> None:
         (None, "truncated: the header promises 320 bytes, the file has 300"),
     ],
 )  # fmt: skip
-def test_features_that_cannot_be_opened(folder: Path, array: np.ndarray | None, what: str) -> None:
+def test_unreadable_features_are_a_problem(folder: Path, array: np.ndarray | None, what: str) -> None:
     path = folder / "train_ims.npy"
     if array is None:
         path.write_bytes(path.read_bytes()[:300])
@@ -182,19 +182,19 @@ def test_features_that_cannot_be_opened(folder: Path, array: np.ndarray | None, 
     assert found.what.startswith(what)
 
 
-def test_counts_that_do_not_fit(folder: Path) -> None:
+def test_counts_that_do_not_match_are_reported(folder: Path) -> None:
     (folder / "train_caps.txt").write_text("caption .\n" * 19)
     (folder / "test_cap2im.txt").write_text("0\n1\n2\n")
     (folder / "dev_caps.txt").write_text("")
     assert problems(folder) == [
         Problem("dev_caps.txt", "expected at least one caption, the file is empty"),
         Problem("test_cap2im.txt", "expected one line per caption (4), got 3 lines"),
-        Problem("train_caps.txt", "19 captions do not fit 4 rows of train_ims.npy: expected 20 (five an image) or 4 "
-                "(images repeated five times); else write train_cap2im.txt with one image row per caption line"),
+        Problem("train_caps.txt", "19 captions do not fit 4 rows of train_ims.npy: expected 20 (five per image) or 4 "
+                "(images repeated five times); otherwise write train_cap2im.txt with one image row per caption line"),
     ]  # fmt: skip
 
 
-def test_images_without_captions(folder: Path) -> None:
+def test_images_without_captions_are_reported(folder: Path) -> None:
     (folder / "test_cap2im.txt").write_text("1\n1\n1\n1\n")
     assert problems(folder) == [Problem("test_ims.npy", "images without captions", 2, ("row 0", "row 2"))]
 
@@ -213,7 +213,7 @@ def test_values_beyond_float32_are_not_finite(folder: Path) -> None:
 
 
 def test_repetitions_are_compared_in_every_row(folder: Path) -> None:
-    """Opening a split samples sixteen images; the check looks at all, and takes NaN for what it is."""
+    """Opening a split samples sixteen images. The check reads all of them and treats NaN as equal to NaN."""
     rows = np.repeat(features_of(100) + 1000, 5, axis=0)
     rows[56] += 1  # One that is not sampled.
     rows[100:105, 0, 0] = np.nan
@@ -240,7 +240,7 @@ def test_an_image_in_two_splits_is_a_leak(folder: Path) -> None:
 
 @pytest.mark.parametrize("ids", [True, False])
 def test_an_image_in_two_splits_is_found_by_its_features(folder: Path, ids: bool) -> None:
-    """Also where one split stores it five times, and only where the whole image is the same."""
+    """One split may store the image five times. Images must be equal in all regions."""
     if not ids:
         for split in ("train", "dev", "test"):
             (folder / f"{split}_ids.txt").unlink()
@@ -257,7 +257,7 @@ def test_an_image_in_two_splits_is_found_by_its_features(folder: Path, ids: bool
     ]
 
 
-def test_a_split_copied_to_another_name(folder: Path) -> None:
+def test_a_copied_split_is_reported(folder: Path) -> None:
     write_split(folder, "val", features_of(4), 20)
     assert problems(folder) == [
         Problem("val_ims.npy", "images whose features are those of images of train", 4,
@@ -266,7 +266,7 @@ def test_a_split_copied_to_another_name(folder: Path) -> None:
 
 
 def test_every_copy_of_an_image_counts(folder: Path) -> None:
-    """Four rows of train are one image of test, which has it twice; another only looks like it at both ends."""
+    """Four rows of train equal one image of test, which occurs twice. A row that differs in the middle does not."""
     test, train = np.load(folder / "test_ims.npy"), features_of(4)
     test[2] = test[1]
     np.save(folder / "test_ims.npy", test)
@@ -284,7 +284,7 @@ def test_every_copy_of_an_image_counts(folder: Path) -> None:
     ]
 
 
-def test_a_vocabulary_of_other_data(folder: Path, tmp_path: Path) -> None:
+def test_a_vocabulary_of_other_data_is_reported(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     Vocabulary([*SPECIAL, "caption"]).save(other)
     (folder / "test_caps.txt").write_text("one two three caption\n" * 4)
@@ -295,7 +295,7 @@ def test_a_vocabulary_of_other_data(folder: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_blocks_do_not_change_what_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_size_does_not_change_the_problems(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.repeat(features_of(40) + 1000, 5, axis=0)
     rows[6], rows[40:45] = 7, np.inf
     write_split(folder, "dev", rows, 200)
@@ -308,7 +308,7 @@ def test_blocks_do_not_change_what_is_found(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_memory_does_not_grow_with_the_file(folder: Path) -> None:
-    """A sparse file of 400 MB, of which a block is held at a time."""
+    """Only one block of a sparse file of 400 MB is in memory at a time."""
     header = np.lib.format.header_data_from_array_1_0(np.empty((1, 1, 1024), np.float32)) | {"shape": (1600, 64, 1024)}
     with (folder / "val_ims.npy").open("wb") as file:
         np.lib.format.write_array_header_1_0(file, header)
@@ -326,7 +326,7 @@ def test_memory_does_not_grow_with_the_file(folder: Path) -> None:
 # The command
 
 
-def test_the_command_prints_tables_and_fails_where_anything_is_wrong(
+def test_the_command_prints_tables_and_fails_on_problems(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
@@ -359,7 +359,7 @@ def test_the_command_prints_tables_and_fails_where_anything_is_wrong(
     ]  # fmt: skip
 
 
-def test_square_brackets_are_shown_as_they_are(
+def test_square_brackets_are_printed_unchanged(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
@@ -371,7 +371,7 @@ def test_square_brackets_are_shown_as_they_are(
     assert "[red]x" in capsys.readouterr().out
 
 
-def test_files_cannot_steer_the_terminal(
+def test_control_characters_in_files_are_escaped(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
@@ -397,7 +397,9 @@ def test_progress_is_shown_on_a_terminal(folder: Path, monkeypatch: pytest.Monke
     assert re.search(r"train: 100%[^\r]* 816/816 ", terminal.getvalue())
 
 
-def test_what_cannot_be_checked(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_cannot_be_checked_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     no = tmp_path / "no"
     assert error(capsys, "data", "check", no) == (1, f"{no}: no such data directory")
     assert error(capsys, "data", "check", folder, "--vocab", no) == (1, f"{no}: no such vocabulary file")

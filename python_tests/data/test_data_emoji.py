@@ -1,4 +1,4 @@
-"""The bundled pictures, captions and splits, and the rule that made them."""
+"""The bundled pictures, captions and splits, and the tools that create them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def written(tmp_path_factory):
 
 
 @pytest.mark.parametrize("split", emoji.SPLITS)
-def test_the_pictures_are_those_that_were_rendered(split):
+def test_pictures_match_the_rendered_ones(split):
     pictures = emoji.pictures(split)
     assert pictures.shape == (SIZES[split], 72, 72, 3)
     assert pictures.dtype == np.uint8
@@ -50,7 +50,7 @@ def test_no_picture_appears_twice():
     assert len(set(ids)) == 3621
 
 
-def test_colours_are_right():
+def test_pixels_have_the_expected_colours():
     def middle(name):
         return emoji.pictures("train")[emoji.names("train").index(name)][36, 36].tolist()
 
@@ -64,7 +64,7 @@ def test_colours_are_right():
     assert purple_green < min(purple_red, purple_blue)
 
 
-def test_the_test_split_begins_as_it_always_does():
+def test_the_first_test_pictures_do_not_change():
     assert emoji.names("test")[:2] == ["BACK arrow", "man playing water polo: dark skin tone"]
     assert emoji.image_ids("test")[:2] == ["1f519", "1f93d_1f3ff_200d_2642"]
     assert emoji.captions("test")[5:10] == [
@@ -104,7 +104,7 @@ def test_captions_are_plain_lower_case_words_without_code_points():
             assert not re.search(r"u\+[0-9a-f]{4}|\b1f[0-9a-f]{3}|\\", caption)
 
 
-def test_words_of_held_out_names_are_shown_by_three_training_pictures():
+def test_words_of_held_out_names_occur_in_three_training_pictures():
     texts = emoji.captions("train")
     shown = Counter(word for i in range(SIZES["train"]) for word in set(" ".join(texts[5 * i : 5 * i + 5]).split()))
     for split in ("dev", "test"):
@@ -137,7 +137,7 @@ def test_no_word_of_a_held_out_name_is_unknown():
         ("A button (blood type)", ["a", "blood type"], "a button blood type"),
     ],
 )
-def test_the_phrase_of_a_name(name, keywords, expected):
+def test_phrases_of_names(name, keywords, expected):
     captions = emoji_captions.captions("id", name, keywords)
     assert captions[0].startswith(expected)
     assert len(set(captions)) == 5
@@ -178,7 +178,7 @@ def _split(emojis, held_out):
         render_emoji.HELD_OUT.update(before)
 
 
-def test_sheets_hold_the_pictures_in_the_order_of_names():
+def test_sheets_contain_the_pictures_in_the_order_of_names():
     pictures = np.random.default_rng(0).integers(0, 256, (600, 72, 72, 3), dtype=np.uint8)
     emojis = [render_emoji.Emoji(str(i), f"{599 - i:03}", (), picture) for i, picture in enumerate(pictures)]
     first, second = (np.asarray(sheet) for sheet in render_emoji.sheets(emojis))
@@ -211,7 +211,7 @@ def test_names_and_keywords_are_read_from_both_files(tmp_path):
     assert render_emoji.read_annotations(tmp_path) == {"A": ("name a", ("one", "two")), "B": ("name b", ())}
 
 
-def test_of_equal_pictures_the_shortest_name_is_kept(monkeypatch):
+def test_equal_pictures_keep_the_shortest_name(monkeypatch):
     shades = {"a": 1, "b": 1, "c": 2, "d": None, "e": 1}
     names = {"a": "Ceuta", "b": "Spain", "c": "camera", "d": "blank", "e": "Bouvet Island"}
     keywords = {"a": (), "b": ("flag",), "c": ("film",), "d": (), "e": ()}
@@ -234,7 +234,7 @@ def test_patches_and_their_inverse(pictures):
     np.testing.assert_array_equal(emoji.pictures_of(patches), pictures)
 
 
-def test_where_a_pixel_goes():
+def test_the_position_of_a_pixel_in_the_patches():
     pictures = np.zeros((2, 72, 72, 3), np.uint8)
     pictures[1, 12 * 2 + 5, 12 * 4 + 7, 1] = 200
     patches = emoji.patches(pictures)
@@ -251,19 +251,19 @@ def test_training_patches_have_zero_mean_and_unit_variance():
     assert abs(patches.std() - 1) < 1e-3
 
 
-def test_values_of_no_picture_are_clipped_when_shown():
+def test_values_outside_the_range_are_clipped():
     shown = emoji.pictures_of(np.array([-100.0, 100.0], np.float32)[:, None, None] * np.ones((2, 36, 432), np.float32))
     assert shown[0].max() == 0
     assert shown[1].min() == 255
 
 
-def test_a_png_shows_the_picture():
+def test_a_png_contains_the_picture():
     with Image.open(io.BytesIO(emoji.picture_png("dev", 7))) as image:
         assert image.format == "PNG"
         np.testing.assert_array_equal(np.asarray(image.convert("RGB")), emoji.pictures("dev")[7])
 
 
-def test_written_data_load_as_any_other(written):
+def test_written_data_can_be_loaded(written):
     vocabulary = load_vocabulary(written)
     assert vocabulary == Vocabulary.build(emoji.captions("train")) == emoji.vocabulary()
     for split, n_images in SIZES.items():
@@ -285,16 +285,16 @@ def test_writing_again_changes_nothing_and_other_content_is_kept(written):
     assert {path: path.stat().st_mtime_ns for path in written.iterdir()} == times
     caps = written / "dev_caps.txt"
     caps.write_text("mine\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"dev_caps\.txt: is there with other content; choose another directory"):
+    with pytest.raises(ValueError, match=r"dev_caps\.txt: exists with other content; choose another directory"):
         emoji.write_dataset(written)
     assert caps.read_text(encoding="utf-8") == "mine\n"
     emoji.write_dataset(written, overwrite=True)
     assert caps.read_text(encoding="utf-8").splitlines() == emoji.captions("dev")
 
 
-def test_other_data_in_the_directory_are_left_alone(tmp_path):
+def test_other_data_in_the_directory_are_not_changed(tmp_path):
     np.save(tmp_path / "train_ims.npy", features_of(2))
-    with pytest.raises(ValueError, match=r"train_ims\.npy: is there with other content"):
+    with pytest.raises(ValueError, match=r"train_ims\.npy: exists with other content"):
         emoji.write_dataset(tmp_path)
     (tmp_path / "test_cap2im.txt").write_text("0\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"test_cap2im\.txt: belongs to other data"):
@@ -316,7 +316,7 @@ def test_an_interrupted_write_leaves_no_half_file(tmp_path, monkeypatch):
     assert not [path.name for path in tmp_path.iterdir() if path.suffix == ".npy"]
 
 
-def test_the_command_writes_the_data_and_refuses_in_one_line(tmp_path, capsys):
+def test_the_command_writes_the_data_and_fails_with_one_line(tmp_path, capsys):
     assert run(["data", "emoji", "--out", str(tmp_path / "emoji")]) == 0
     output = capsys.readouterr().out
     assert "train: 2,821 pictures, 14,105 captions\n" in output
@@ -326,17 +326,17 @@ def test_the_command_writes_the_data_and_refuses_in_one_line(tmp_path, capsys):
     assert run(["data", "emoji", "--out", str(tmp_path / "emoji")]) == 1
     error = capsys.readouterr().err
     assert error == (
-        f"itm-fast: error: {tmp_path / 'emoji' / 'vocab.json'}: is there with other content; choose another directory\n"
+        f"itm-fast: error: {tmp_path / 'emoji' / 'vocab.json'}: exists with other content; choose another directory\n"
     )
 
 
 @pytest.mark.parametrize("call", [emoji.pictures, emoji.names, emoji.captions, emoji.image_ids, emoji.load])
-def test_an_unknown_split(call):
+def test_an_unknown_split_is_refused(call):
     with pytest.raises(ValueError, match="split: expected one of train, dev, test, got 'testall'"):
         call("testall")
 
 
-def test_bad_pictures_and_indices():
+def test_bad_pictures_and_indices_are_refused():
     with pytest.raises(
         ValueError, match=r"images: expected uint8 of shape \(n, 72, 72, 3\), got float64 \(1, 72, 72, 3\)"
     ):
@@ -347,7 +347,7 @@ def test_bad_pictures_and_indices():
         emoji.picture_png("test", 500)
 
 
-def test_licences_lie_beside_the_data_and_all_is_small():
+def test_licences_are_included_and_the_data_are_small():
     assert "SIL Open Font License, Version 1.1" in (FILES / "LICENSE-OFL-1.1.txt").read_text(encoding="utf-8")
     assert "UNICODE LICENSE V3" in (FILES / "LICENSE-Unicode-3.0.txt").read_text(encoding="utf-8")
     assert "Unicode, Inc." in (FILES / "LICENSE-Unicode-DFS-2016.txt").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Index batches that follow from seed and epoch, and the loader that fetches them."""
+"""Index batches that depend on seed and epoch, and the loader that reads them."""
 
 import contextlib
 import gc
@@ -27,7 +27,7 @@ from python_tests.helpers.runs import config, make_trainer
 
 
 @given(n=st.integers(0, 60), batch_size=st.integers(1, 20), seed=st.integers(0, 5), epoch=st.integers(0, 5))
-def test_an_epoch_holds_every_item_once_in_full_batches(n, batch_size, seed, epoch):
+def test_an_epoch_contains_every_item_once_in_full_batches(n, batch_size, seed, epoch):
     batches = list(EpochSampler(n, batch_size, seed=seed, epoch=epoch))
     assert sorted(np.concatenate(batches).tolist() if batches else []) == list(range(n))
     assert [len(batch) for batch in batches] == [batch_size] * (n // batch_size) + [n % batch_size] * (
@@ -40,14 +40,14 @@ def test_an_epoch_holds_every_item_once_in_full_batches(n, batch_size, seed, epo
 
 
 @given(start=st.integers(0, 12), drop_last=st.booleans())
-def test_a_resumed_epoch_goes_on_where_it_stopped(start, drop_last):
+def test_a_resumed_epoch_continues_at_its_position(start, drop_last):
     whole = list(EpochSampler(47, 5, seed=3, epoch=2, drop_last=drop_last))
     rest = EpochSampler(47, 5, seed=3, epoch=2, drop_last=drop_last, start_batch=start)
     assert len(rest) == max(len(whole) - start, 0)
     assert [batch.tolist() for batch in rest] == [batch.tolist() for batch in whole[start:]]
 
 
-def test_seed_and_epoch_fix_the_order_and_either_changes_it():
+def test_the_order_depends_on_seed_and_epoch():
     def order(seed, epoch):
         return tuple(np.concatenate(list(EpochSampler(100, 7, seed=seed, epoch=epoch))).tolist())
 
@@ -76,7 +76,7 @@ def test_without_shuffling_items_come_in_order():
         ({"start_batch": -1}, "start_batch: expected at least 0, got -1"),
     ],
 )
-def test_bad_arguments(arguments, message):
+def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         EpochSampler(**{"n": 10, "batch_size": 2, **arguments})
 
@@ -88,7 +88,7 @@ def dataset(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_come_in_the_order_asked_for(dataset, workers):
+def test_batches_are_in_the_given_order(dataset, workers):
     asked = EpochSampler(30, 4, seed=1)
     loader = BatchLoader(dataset, asked, workers=workers)
     assert len(loader) == 8
@@ -118,7 +118,7 @@ def test_an_error_reaches_the_training_process_as_one_line(tmp_path, workers):
     assert not children_left(others)
 
 
-def test_a_batch_moves_as_a_whole(dataset):
+def test_all_tensors_of_a_batch_move(dataset):
     batch = dataset.batch([0, 1])
     moved = batch.to("meta")
     assert len(moved) == 2
@@ -128,8 +128,8 @@ def test_a_batch_moves_as_a_whole(dataset):
 
 
 @pytest.mark.parametrize("kind", ["store", "resident", "ragged"])
-def test_batches_for_a_gpu_are_page_locked_where_they_are_made(tmp_path, monkeypatch, kind):
-    """Features are read into page-locked memory at once; what is small is copied there."""
+def test_batches_for_a_gpu_are_page_locked(tmp_path, monkeypatch, kind):
+    """Features are read into page-locked memory directly; smaller tensors are copied there."""
     write_split(tmp_path, "train", features_of(6), 30)
     if kind == "ragged":
         (tmp_path / "train_regions.txt").write_text("1\n2\n1\n2\n2\n1\n")
@@ -176,7 +176,7 @@ def test_batches_for_a_gpu_are_page_locked_where_they_are_made(tmp_path, monkeyp
 
 @pytest.mark.parametrize("kept", [0, 200])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_a_mapped_file_that_becomes_shorter_is_an_error_and_no_signal(tmp_path, kept, ragged):
+def test_a_truncated_memory_map_is_an_error_instead_of_a_signal(tmp_path, kept, ragged):
     write_split(tmp_path, "train", features_of(5), 25)
     if ragged:
         (tmp_path / "train_regions.txt").write_text("1\n2\n3\n1\n2\n")
@@ -193,8 +193,8 @@ def test_a_mapped_file_that_becomes_shorter_is_an_error_and_no_signal(tmp_path, 
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_a_batch_goes_when_the_next_one_comes(tmp_path: Path, repeats: int) -> None:
-    """Kept through an epoch, the first one would be a batch more in memory."""
+def test_a_batch_is_released_before_the_next(tmp_path: Path, repeats: int) -> None:
+    """A batch that is kept through an epoch takes additional memory."""
     options = {"scenario": "addr", "alternation": "step"} if repeats == 2 else {}
     trainer = make_trainer(config(write_concepts(tmp_path / "data"), tmp_path / "run", **options))
     batches = trainer._batches(0)
@@ -208,8 +208,8 @@ def test_a_batch_goes_when_the_next_one_comes(tmp_path: Path, repeats: int) -> N
         del batch
 
 
-def test_a_worker_process_is_ended_by_the_training_process_alone(dataset):
-    """A launcher, or a batch system, sends its SIGTERM to all processes of a job: the training may be in a step."""
+def test_only_the_training_process_ends_its_workers(dataset):
+    """A launcher or a batch system sends SIGTERM to all processes of a job, and the training may be in a step."""
     loader = BatchLoader(dataset, EpochSampler(30, 2), workers=2)
     others = set(multiprocessing.active_children())
     batches = iter(loader)
@@ -233,10 +233,10 @@ def test_a_worker_process_is_ended_by_the_training_process_alone(dataset):
         assert worker.exitcode == 0
 
 
-def test_a_signal_before_a_worker_process_is_ready_ends_nothing(dataset, monkeypatch):
-    """They come to be anew in each epoch of a training."""
-    ready, over = loading._leave_signals_to_the_main_process, multiprocessing.Event()
-    monkeypatch.setattr(loading, "_leave_signals_to_the_main_process", lambda number: (over.wait(300), ready(number)))
+def test_signals_before_a_worker_is_ready_are_ignored(dataset, monkeypatch):
+    """Workers start again in each epoch."""
+    ready, over = loading._follow_main_process, multiprocessing.Event()
+    monkeypatch.setattr(loading, "_follow_main_process", lambda number: (over.wait(300), ready(number)))
     others, sent = set(multiprocessing.active_children()), []
 
     def send() -> None:

@@ -1,4 +1,4 @@
-"""The published layout: which caption belongs to which image, batches with the right numbers, bad files by message."""
+"""The published layout: matching of captions and images, content of batches, and messages about bad files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def opened(directory, split="test", **options):
 
 
 def assert_batches(dataset, images, owners):
-    """Every caption comes with the features of its image, in any order and with repetitions."""
+    """Check that every caption has the features of its image, in any order and with repetitions."""
     assert dataset.n_images == len(images)
     assert dataset.features.shape == images.shape
     assert dataset.caption_image.tolist() == list(owners)
@@ -56,7 +56,7 @@ def test_images_stored_five_times_count_once(tmp_path):
     assert_batches(dataset, images, [index // 5 for index in range(200)])
 
 
-def test_repeated_rows_may_hold_nan_as_long_as_nobody_asks_for_them(tmp_path):
+def test_nan_in_repeated_rows_is_refused_only_when_read(tmp_path):
     images = features_of(2)
     images[1, 0, 0] = np.nan
     write_split(tmp_path, "test", np.repeat(images, 5, axis=0), 10)
@@ -75,7 +75,7 @@ def test_cap2im_gives_any_number_of_captions_per_image(tmp_path_factory, drawn):
     assert_batches(opened(directory), images, owners)
 
 
-def test_cap2im_wins_over_five_captions_an_image_and_over_repeated_images(tmp_path):
+def test_cap2im_has_priority_over_the_default_matching(tmp_path):
     images = features_of(5)
     write_split(tmp_path, "test", images, 5, cap2im=[4, 3, 2, 1, 0])
     assert_batches(opened(tmp_path), images, [4, 3, 2, 1, 0])
@@ -83,7 +83,7 @@ def test_cap2im_wins_over_five_captions_an_image_and_over_repeated_images(tmp_pa
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", ">f4"])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_float_types_and_memory_orders_come_as_float32(tmp_path, dtype, order):
+def test_float_types_and_memory_orders_are_read_as_float32(tmp_path, dtype, order):
     images = np.asarray(features_of(3, dtype=dtype), order=order)
     write_split(tmp_path, "test", images, 15)
     batch = opened(tmp_path).image_batch([2, 0])
@@ -114,12 +114,12 @@ def test_ids_name_images_once_per_image_row_or_caption(tmp_path, repeat):
     assert opened(tmp_path).image_ids is None
 
 
-def test_without_ids_there_are_none(tmp_path):
+def test_a_split_without_ids_has_none(tmp_path):
     write_split(tmp_path, "test", features_of(2), 10)
     assert opened(tmp_path).image_ids is None
 
 
-def test_captions_keep_separators_that_are_no_line_ends(tmp_path):
+def test_captions_keep_other_separators(tmp_path):
     write_split(tmp_path, "test", features_of(1), 5)
     lines = ["\ufeffa\u2028b", "c\x0bd", "  é\x85f ", "g\rh", "last"]
     (tmp_path / "test_caps.txt").write_bytes("\r\n".join(lines).encode())
@@ -156,7 +156,7 @@ def test_available_splits_have_features_and_captions(tmp_path):
     assert available_splits(tmp_path) == ["testall", "train"]
 
 
-def test_features_are_not_read_before_they_are_asked_for(tmp_path):
+def test_features_are_read_on_demand(tmp_path):
     # A sparse file of 80 GB: mapping it costs nothing, reading it would not fit in memory.
     shape = (10_000_000, 1, 2048)
     header = np.lib.format.header_data_from_array_1_0(np.empty((1, 1, 2048), np.float32)) | {"shape": shape}
@@ -171,7 +171,7 @@ def test_features_are_not_read_before_they_are_asked_for(tmp_path):
     assert dataset.batch([1, 0]).features.abs().sum() == 0
 
 
-# Bad input. Every message is one line that begins with the file.
+# Bad input: every message is one line that begins with the file.
 
 
 def refused(directory, file, message, **options):
@@ -181,16 +181,17 @@ def refused(directory, file, message, **options):
 
 
 @pytest.mark.parametrize(("n_rows", "n_captions"), [(4, 19), (4, 21), (4, 4), (4, 6), (10, 30)])
-def test_counts_that_do_not_fit(tmp_path, n_rows, n_captions):
+def test_counts_that_do_not_match_are_reported(tmp_path, n_rows, n_captions):
     write_split(tmp_path, "test", features_of(n_rows), n_captions)
     message = (
-        f"{n_captions} captions do not fit {n_rows} rows of test_ims.npy: expected {5 * n_rows} \\(five an image\\) or "
-        f"{n_rows} \\(images repeated five times\\); else write test_cap2im.txt with one image row per caption line"
+        f"{n_captions} captions do not fit {n_rows} rows of test_ims.npy: expected {5 * n_rows} \\(five per image\\) "
+        f"or {n_rows} \\(images repeated five times\\); otherwise write test_cap2im.txt with one image row per caption "
+        "line"
     )
     refused(tmp_path, "test_caps.txt", message)
 
 
-def test_as_many_rows_as_captions_that_are_no_repetitions(tmp_path):
+def test_one_row_per_caption_without_repetition_is_refused(tmp_path):
     rows = np.repeat(features_of(20), 5, axis=0)
     rows[99] += 1
     write_split(tmp_path, "test", rows, 100)
@@ -200,7 +201,7 @@ def test_as_many_rows_as_captions_that_are_no_repetitions(tmp_path):
     refused(tmp_path, "test_ims.npy", message)
 
 
-def test_a_missing_split_lists_those_that_are_there(tmp_path):
+def test_a_missing_split_lists_the_available_ones(tmp_path):
     for split in ("train", "dev"):
         write_split(tmp_path, split, features_of(1), 5)
     refused(tmp_path, "test_ims.npy", r"no such file, so there is no split 'test' \(splits in .*: dev, train\)")
@@ -208,7 +209,7 @@ def test_a_missing_split_lists_those_that_are_there(tmp_path):
     refused(tmp_path, "test_caps.txt", r"no such file, so there is no split 'test'")
 
 
-def test_a_missing_directory(tmp_path):
+def test_a_missing_directory_is_refused(tmp_path):
     with pytest.raises(ValueError, match="nowhere: no such data directory"):
         opened(tmp_path / "nowhere")
 
@@ -248,14 +249,14 @@ NOT_READABLE = r"not a readable \.npy array of numbers \(.*; \d+ bytes on disk\)
         (_npy(features_of(4)[:, :, :0]), r"expected at least one image, region and channel, got shape \(4, 3, 0\)"),
     ],
 )
-def test_bad_features(tmp_path, write, message):
+def test_bad_features_are_refused(tmp_path, write, message):
     write_split(tmp_path, "test", features_of(4), 20)
     write(tmp_path / "test_ims.npy")
     refused(tmp_path, "test_ims.npy", message)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite_are_named_by_row_when_gathered(tmp_path, value):
+def test_reading_a_row_with_nan_or_infinity_names_it(tmp_path, value):
     images = features_of(6)
     images[4, 2, 1] = value
     write_split(tmp_path, "test", images, 30)
@@ -267,7 +268,7 @@ def test_values_that_are_not_finite_are_named_by_row_when_gathered(tmp_path, val
             gather()
 
 
-def test_values_beyond_float32_are_not_finite_but_large_sums_are_fine(tmp_path):
+def test_values_beyond_float32_are_refused_but_large_sums_are_not(tmp_path):
     images = features_of(4, dtype="float64")
     images[2] = 3e38
     images[3, 0, 0] = 1e39
@@ -288,22 +289,29 @@ def test_values_beyond_float32_are_not_finite_but_large_sums_are_fine(tmp_path):
         (b"b'a man in a hat'", r"line 3: the caption is the text of a bytes literal \(b'a man in a hat'\)"),
         (b'b"it\'s a man"', r"line 3: the caption is the text of a bytes literal \(b\"it's a man\"\)"),
         (b"B'a hat'", "line 3: the caption is the text of a bytes literal"),
+        (b"a" * 100_001, "line 3: expected a caption of at most 100,000 characters, got 100,001$"),
         (b"b'a\\n'", "line 3: the caption is the text of a bytes literal"),
     ],
 )
-def test_bad_captions(tmp_path, line, message):
+def test_bad_captions_are_refused(tmp_path, line, message):
     write_split(tmp_path, "test", features_of(1), 5)
     (tmp_path / "test_caps.txt").write_bytes(b"\n".join([b"one", b"two", line, b"four", b"five"]))
     refused(tmp_path, "test_caps.txt", message)
 
 
-def test_no_captions_at_all(tmp_path):
+def test_an_empty_caption_file_is_refused(tmp_path):
     write_split(tmp_path, "test", features_of(1), 0)
     refused(tmp_path, "test_caps.txt", "expected at least one caption, the file is empty")
 
 
+def test_the_longest_caption_is_read(tmp_path):
+    write_split(tmp_path, "test", features_of(1), 5)
+    (tmp_path / "test_caps.txt").write_text(("é" * 100_000 + " \n") * 5, encoding="utf-8")
+    assert opened(tmp_path).caption_lengths.tolist() == [3] * 5
+
+
 @pytest.mark.parametrize("caption", ["b'", "b 'a'", "'a man'", "bob's 'hat'", "a b'c'"])
-def test_captions_that_only_resemble_a_bytes_literal_are_fine(tmp_path, caption):
+def test_captions_similar_to_a_bytes_literal_are_read(tmp_path, caption):
     write_split(tmp_path, "test", features_of(1), 5)
     (tmp_path / "test_caps.txt").write_text(f"{caption}\n" * 5, encoding="utf-8")
     assert opened(tmp_path).captions == [caption] * 5
@@ -322,12 +330,12 @@ def test_captions_that_only_resemble_a_bytes_literal_are_fine(tmp_path, caption)
         ([0, 1, 2, 3, 0, 0], r"expected one line per caption \(5\), got 6 lines"),
     ],
 )
-def test_bad_cap2im(tmp_path, lines, message):
+def test_bad_cap2im_is_refused(tmp_path, lines, message):
     write_split(tmp_path, "test", features_of(4), 5, cap2im=lines)
     refused(tmp_path, "test_cap2im.txt", message)
 
 
-def test_ids_of_a_wrong_count(tmp_path):
+def test_a_wrong_number_of_ids_is_refused(tmp_path):
     write_split(tmp_path, "test", features_of(4), 20, ids=range(5))
     refused(tmp_path, "test_ids.txt", r"expected one id per image or per caption \(4 or 20 lines\), got 5")
 
@@ -345,7 +353,7 @@ def test_bad_indices_are_refused(tmp_path):
         dataset.image_batch([[0]])
 
 
-def test_an_empty_batch_and_a_batch_of_one(tmp_path):
+def test_an_empty_batch_and_a_batch_of_one_item(tmp_path):
     write_split(tmp_path, "test", features_of(4), 20)
     dataset = opened(tmp_path)
     empty = dataset.batch([])
@@ -369,11 +377,11 @@ def test_arrays_in_memory_give_the_same_batches_as_files(tmp_path):
         ((features_of(2), ["a"], [2]), "caption_image: expected values from 0 to 1, got 2 to 2"),
     ],
 )
-def test_arrays_that_do_not_fit(arguments, message):
+def test_arrays_that_do_not_match_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         CaptionDataset(*arguments, VOCABULARY)
 
 
-def test_names_that_do_not_fit_the_images():
+def test_names_that_do_not_match_the_images_are_refused():
     with pytest.raises(ValueError, match=r"image_ids: expected one name per image \(2\), got 1"):
         CaptionDataset(features_of(2), ["a"], [0], VOCABULARY, image_ids=["x"])

@@ -1,4 +1,6 @@
-"""Tokens of captions against NLTK's own tokenizer, and the sentence rule."""
+"""Tokens of captions compared with NLTK's tokenizer, and the sentence rule."""
+
+import time
 
 import pytest
 from hypothesis import given
@@ -6,6 +8,7 @@ from hypothesis import strategies as st
 from nltk.tokenize.destructive import NLTKWordTokenizer
 from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
 
+from itm_fast.data.layout import MAX_CAPTION_LENGTH
 from itm_fast.data.tokenization import ABBREVIATIONS, split_sentences, tokenize
 
 NLTK = NLTKWordTokenizer()
@@ -34,7 +37,7 @@ def test_tokens_of_captions(caption, tokens):
     assert tokenize(caption) == tokens.split()
 
 
-def test_without_the_sentence_rule_the_tokens_are_nltks():
+def test_tokens_without_the_sentence_rule_match_nltk():
     assert tokenize("A hat. He smiles.", sentences=False) == ["a", "hat.", "he", "smiles", "."]
 
 
@@ -49,7 +52,7 @@ WORDS = st.one_of(
 
 
 @given(st.lists(WORDS, min_size=1, max_size=8), st.sampled_from([" ", "  "]), st.sampled_from(["", ".", " .", ". "]))
-def test_every_line_is_tokenized_as_by_nltk(words, blank, end):
+def test_tokens_match_nltk(words, blank, end):
     caption = blank.join(words) + end
     assert tokenize(caption, sentences=False) == NLTK.tokenize(caption.lower())
 
@@ -61,13 +64,13 @@ PLAIN_PIECES = st.one_of(
 
 
 @given(st.lists(PLAIN_PIECES, max_size=10), st.sampled_from(["", ".", " .", ". "]))
-def test_the_short_way_of_plain_captions_has_nltks_result(pieces, end):
+def test_the_fast_path_for_plain_captions_matches_nltk(pieces, end):
     caption = "".join(pieces) + end
     assert tokenize(caption, sentences=False) == NLTK.tokenize(caption)
 
 
 @given(st.text("ab5 .?!\"')", max_size=30))
-def test_splitting_into_sentences_loses_nothing(text):
+def test_sentence_splitting_keeps_all_text(text):
     sentences = split_sentences(text)
     assert "".join("".join(sentences).split()) == "".join(text.split())
     assert all(sentence == sentence.strip() != "" for sentence in sentences)
@@ -78,9 +81,18 @@ def test_no_abbreviation_ends_a_sentence(word):
     assert split_sentences(f"near {word}. there is a dog. it runs") == [f"near {word}. there is a dog.", "it runs"]
 
 
-def test_a_long_word_takes_linear_time():
-    # Two million characters without a blank: anything quadratic would take hours.
-    assert split_sentences("a." * 1_000_000 + " b") == ["a." * 1_000_000, "b"]
+@pytest.mark.parametrize("end", ["", " b"])
+def test_sentences_of_a_long_word_take_linear_time(end):
+    """A quadratic rule would take hours for two million characters without a blank."""
+    assert split_sentences("a." * 1_000_000 + end) == ["a." * 1_000_000, *end.split()]
+
+
+@pytest.mark.parametrize("unit", ["a", ".", "(", "$", "a,", "1,1", "'", "“", "é"])
+def test_tokens_of_a_long_word_take_linear_time(unit):
+    """A quadratic rule takes a minute or more for a caption of the largest length."""
+    start = time.process_time()
+    assert tokenize((unit * MAX_CAPTION_LENGTH)[: MAX_CAPTION_LENGTH - 1] + "!")[-1] == "!"
+    assert time.process_time() - start < 15
 
 
 SENTENCE_PARTS = ("a", "dog", "hat.", "really?", "no!", "wait...", ".", "?", "x-ray.", "it's.", "5.", "-5.", "j.")
@@ -90,7 +102,7 @@ LOWER_CASE_TEXT = st.lists(
 
 
 @given(LOWER_CASE_TEXT)
-def test_tokens_are_those_of_punkt_with_the_same_abbreviations(text):
+def test_tokens_match_punkt_with_the_same_abbreviations(text):
     parameters = PunktParameters()
     parameters.abbrev_types = set(ABBREVIATIONS)
     sentences = PunktSentenceTokenizer(parameters).tokenize(text)

@@ -1,4 +1,4 @@
-"""Vocabularies: the published JSON, the builder, and where a data directory's vocabulary is looked for."""
+"""Vocabularies: the published JSON, the builder, and the search for the vocabulary of a data directory."""
 
 import json
 
@@ -84,7 +84,7 @@ GAP = {**numbered(SPECIAL), "a": 5}
         (b"\xff\xfe", "expected text in UTF-8 (byte 0: invalid start byte)"),
     ],
 )
-def test_a_bad_file_is_refused_by_name(tmp_path, content, message):
+def test_a_bad_file_is_refused(tmp_path, content, message):
     path = tmp_path / "v.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError) as error:  # noqa: PT011 the message is compared below
@@ -103,7 +103,7 @@ def test_repeated_words_and_bad_counts_are_refused():
 
 @pytest.fixture
 def places(tmp_path):
-    """Every place where a vocabulary may stand, in the order in which they are looked at."""
+    """All names of vocabularies, in the order of the search."""
     directory = tmp_path / "root" / "data" / "f30k_precomp"
     directory.mkdir(parents=True)
     (directory / "train_caps.txt").write_text("only training words\n" * 4, encoding="utf-8")
@@ -117,7 +117,7 @@ def places(tmp_path):
     ]
 
 
-def test_the_first_vocabulary_in_the_order_of_the_manual_is_used(places):
+def test_vocabularies_are_found_in_the_documented_order(places):
     directory, candidates = places
     for index, path in enumerate(candidates):
         write(path, numbered([*SPECIAL, f"word{index}"]))
@@ -130,14 +130,14 @@ def test_the_first_vocabulary_in_the_order_of_the_manual_is_used(places):
     assert load_vocabulary(directory).words == [*SPECIAL, "<mask>", "only", "training", "words"]
 
 
-def test_a_nested_data_directory_has_the_published_name(tmp_path):
+def test_the_vocabulary_of_a_nested_data_directory_is_found(tmp_path):
     directory = tmp_path / "data" / "coco" / "precomp"
     directory.mkdir(parents=True)
     path = write(tmp_path / "vocab" / "coco_precomp_vocab.json", numbered(SPECIAL))
     assert find_vocabulary(directory) == path
 
 
-def test_the_folder_may_be_named_relatively(tmp_path, monkeypatch):
+def test_a_relative_data_directory_is_resolved(tmp_path, monkeypatch):
     directory = tmp_path / "data" / "f30k_precomp"
     directory.mkdir(parents=True)
     path = write(tmp_path / "vocab" / "f30k_precomp_vocab.json", numbered(SPECIAL))
@@ -145,7 +145,7 @@ def test_the_folder_may_be_named_relatively(tmp_path, monkeypatch):
     assert find_vocabulary(".") == path
 
 
-def test_no_vocabulary_at_all_says_what_was_looked_for(tmp_path):
+def test_a_missing_vocabulary_lists_the_searched_names(tmp_path):
     with pytest.raises(ValueError, match=r"found no vocabulary .*and no train_caps.txt .*--vocab FILE"):
         load_vocabulary(tmp_path)
     with pytest.raises(ValueError, match=r"other.json: no such vocabulary file"):

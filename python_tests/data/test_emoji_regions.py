@@ -1,4 +1,4 @@
-"""The bundled data with region features: by a network that saw none of their pictures, in the published layout."""
+"""Region features of the bundled data, from a network that was trained on other pictures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return emoji_regions
 
 
-def test_the_rest_of_the_pictures_is_what_the_data_leave_out(tool: ModuleType) -> None:
+def test_the_tool_trains_on_pictures_outside_the_data(tool: ModuleType) -> None:
     from benchmarks.experiments.data import bundled_split
 
     kept, captions = bundled_split("train", 840)
@@ -46,7 +46,7 @@ def test_the_rest_of_the_pictures_is_what_the_data_leave_out(tool: ModuleType) -
     assert sorted([*captions, *other_captions]) == sorted(emoji.captions("train"))
 
 
-def test_regions_are_what_the_trained_network_makes_of_patches(tool: ModuleType, tmp_path: Path) -> None:
+def test_regions_are_outputs_of_the_trained_network(tool: ModuleType, tmp_path: Path) -> None:
     assert tool.write_regions(tmp_path, **SMALL)
     network = models.load(tmp_path / "detector" / "run").get_submodule("image_encoder")
     vocabulary = Vocabulary.from_file(tmp_path / "vocab.json")

@@ -1,22 +1,24 @@
-"""How often a word must occur to enter a vocabulary that a run builds by itself."""
+"""The minimum count of words in a vocabulary that a run builds."""
 
 from __future__ import annotations
 
+import re
 import shutil
+import warnings
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from itm_fast import cli
-from itm_fast.data import Vocabulary
+from itm_fast.data import Vocabulary, pack
 from itm_fast.training.config import read_yaml
 from python_tests.helpers.commands import SMALL, error, train_small
 
 
 @pytest.fixture
 def rare(data: Path, tmp_path: Path) -> Path:
-    """The data set of concepts with words that are rare: "owl" once, "elk" twice, "ant" four times."""
+    """The data set of concepts with rare words: "owl" once, "elk" twice, "ant" four times."""
     folder = shutil.copytree(data, tmp_path / "rare")
     captions = (folder / "train_caps.txt").read_text().splitlines()
     captions[:3] = ["owl elk ant ant", "elk ant", "ant"]
@@ -25,7 +27,7 @@ def rare(data: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("min_count", [None, 1, 2, 3, 40])
-def test_words_that_occur_so_often_form_the_vocabulary(rare: Path, tmp_path: Path, min_count: int | None) -> None:
+def test_min_count_selects_the_words(rare: Path, tmp_path: Path, min_count: int | None) -> None:
     more = [] if min_count is None else ["--min-count", str(min_count)]
     run = train_small(rare, tmp_path / "run", *more)
     counts = Counter((rare / "train_caps.txt").read_text().split())
@@ -35,7 +37,7 @@ def test_words_that_occur_so_often_form_the_vocabulary(rare: Path, tmp_path: Pat
     assert read_yaml(run / "train.yaml")["min_count"] == (min_count or 4)
 
 
-def test_the_setting_can_stand_in_a_file_and_a_run_resumes_with_it(rare: Path, tmp_path: Path) -> None:
+def test_min_count_can_be_read_from_a_file_and_is_kept_on_resume(rare: Path, tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("min_count: 2\n")
     run = train_small(rare, tmp_path / "run", "--config", str(file))
@@ -46,7 +48,25 @@ def test_the_setting_can_stand_in_a_file_and_a_run_resumes_with_it(rare: Path, t
     assert (run / "vocab.json").read_bytes() == before
 
 
-def test_a_vocabulary_that_is_read_has_its_words_already(
+@pytest.mark.parametrize("command", ["train", "pack"])
+def test_a_vocabulary_without_many_words_causes_a_warning(data: Path, tmp_path: Path, command: str) -> None:
+    """Every seventh word of this small data set is rare."""
+    folder = shutil.copytree(data, tmp_path / "small")
+    captions = [f"red ball dog tree car cup rare{line}" for line in range(120)]
+    (folder / "train_caps.txt").write_text("\n".join(captions) + "\n")
+    message = (
+        f"{folder}: the vocabulary leaves out 14% of the words in the captions of train, as each occurs fewer than "
+        "--min-count 4 times; a lower --min-count keeps more"
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+        train_small(folder, tmp_path / "run") if command == "train" else pack(folder, tmp_path / "store")
+    Vocabulary.build(["red ball"], 1).save(folder / "vocab.json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pack(folder, tmp_path / "other")
+
+
+def test_min_count_is_refused_with_an_existing_vocabulary(
     rare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = rare / "vocab.json"

@@ -1,4 +1,4 @@
-"""Where training features lie, and batches of captions of like length."""
+"""Placement of training features, and batches of captions with similar lengths."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_features_in_memory_give_the_same_batches(tmp_path: Path, asked: str, ra
 
 
 def test_images_are_copied_one_by_one_from_the_host_to_a_gpu() -> None:
-    """The way of the copies, to the CPU itself."""
+    """Check the copies with the CPU as their target."""
     values = torch.arange(24.0).view(12, 2).to(torch.bfloat16)
     images = np.array([2, 0, 2])
     for counts in (None, np.array([2, 1, 3, 6])):
@@ -74,8 +74,8 @@ def test_images_are_copied_one_by_one_from_the_host_to_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("counts", [None, np.full(50, 3)])
-def test_copies_of_all_images_of_a_batch_are_one_call(counts: np.ndarray | None) -> None:
-    """A call for each would take Python's lock from the step so often."""
+def test_all_images_of_a_batch_are_copied_in_one_call(counts: np.ndarray | None) -> None:
+    """A call per image would take the Python lock from the training step each time."""
 
     class Calls(TorchFunctionMode):
         def __init__(self) -> None:
@@ -111,9 +111,9 @@ def test_copies_of_all_images_of_a_batch_are_one_call(counts: np.ndarray | None)
                   "16.00 GiB of features, 4.00 GiB to spare in the memory of the host")),
         ("auto", "cuda", {"cuda": (15, 16)},
          ("disk", "16.00 GiB of features, 11.00 GiB to spare in the memory of the device; "
-                  "16.00 GiB of features, how much memory of the host (cpu) is free is not known")),
+                  "16.00 GiB of features, the free memory of the host (cpu) is unknown")),
         ("auto", "mps", {"cpu": (100, 128)},
-         ("disk", "16.00 GiB of features, how much memory of the device (mps) is free is not known")),
+         ("disk", "16.00 GiB of features, the free memory of the device (mps) is unknown")),
         ("auto", "cpu", {}, ("disk", "16.00 GiB, which the system caches; training runs on the CPU")),
         ("disk", "cuda", {}, ("disk", "as asked for")),
         ("host", "cpu", {"cpu": (25, 32)},
@@ -133,8 +133,8 @@ def test_the_choice_and_its_reason(
     assert (choice.where, choice.reason) == expected
 
 
-def test_each_process_of_a_machine_has_its_share_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But a device of its own."""
+def test_processes_of_a_machine_share_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process has its own device."""
     sizes = {"cuda": (15 * GIB, 16 * GIB), "cpu": (100 * GIB, 128 * GIB)}
     monkeypatch.setattr(placement, "_memory", lambda where: sizes[where.type])
 
@@ -160,8 +160,8 @@ def test_each_process_of_a_machine_has_its_share_of_the_host(monkeypatch: pytest
                 placement._choice(40 * GIB, "device", torch.device("cpu"), {}, world)
 
 
-def test_processes_take_one_place_however_late_they_come(tmp_path: Path) -> None:
-    """Of 60 GiB for two processes that need 20 each: the second finds 40 where it looks only when the first has its."""
+def test_all_processes_choose_the_same_place(tmp_path: Path) -> None:
+    """Two processes need 20 of 60 GiB each. A process that checks after the other has allocated would find only 40."""
     names = ("room", "less for one", "not locked by one", "refused by one")
     cases = [
         {"size": 2, "function": "python_tests.data.placing:place_late", "value": {"out": str(tmp_path), "case": name}}
@@ -179,17 +179,17 @@ def test_processes_take_one_place_however_late_they_come(tmp_path: Path) -> None
     }
 
 
-def test_memory_that_is_not_known_is_refused_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placing_in_unknown_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert placement._memory(torch.device("mps")) is None
     monkeypatch.setattr(placement, "host_memory", lambda: None)
     for asked, name in (("device", "device (mps)"), ("host", "host (cpu)")):
-        message = f"features: how much memory of the {name} is free is not known; expected auto or disk"
+        message = f"features: the free memory of the {name} is unknown; expected auto or disk"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             placement._choice(1, asked, torch.device("mps"), {}, World())
 
 
 class Runtime:
-    """CUDA's calls that lock pages: those of memory that are locked now; `status` is what locking answers."""
+    """Replace CUDA's page locking: record the locked memory, and return `status` from locking."""
 
     def __init__(self, status: int) -> None:
         self.status, self.locked = status, dict[int, int]()
@@ -204,7 +204,11 @@ class Runtime:
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, status: int) -> tuple[Runtime, list[object]]:
-    """A GPU that has room and yet none, and a host that locks pages or does not; with the kernels that are started."""
+    """Simulate a GPU that reports free memory but fails to allocate, and a host with the result `status` of locking.
+
+    Returns:
+        The record of locked memory, and the devices on which kernels were started.
+    """
     runtime, kernels = Runtime(status), []
 
     def refuse(*_sizes: int, **_options: object) -> torch.Tensor:
@@ -221,7 +225,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, status: int) -> tuple[Runtime, lis
     return runtime, kernels
 
 
-def test_auto_goes_on_where_a_place_does_not_take_the_features(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_tries_the_next_place_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     source = ArrayFeatures(np.arange(24, dtype=np.float32).reshape(4, 3, 2), "features")
     _, kernels = on_a_gpu(monkeypatch, status=2)
     device = torch.device("cuda")
@@ -238,7 +242,7 @@ def test_auto_goes_on_where_a_place_does_not_take_the_features(monkeypatch: pyte
             place(source, asked, device)
 
 
-def test_pages_are_locked_for_as_long_as_their_memory_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_unlocked_when_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.arange(24, dtype=np.float32).reshape(4, 3, 2)
     runtime, kernels = on_a_gpu(monkeypatch, status=0)
     features, choice = place(ArrayFeatures(values, "features"), "auto", torch.device("cuda"))
@@ -259,7 +263,7 @@ def written(root: Path, **contents: object) -> None:
         path.write_text(f"{content}\n")
 
 
-def test_the_memory_of_a_container_is_that_of_its_control_group(tmp_path: Path) -> None:
+def test_container_memory_is_the_limit_of_the_control_group(tmp_path: Path) -> None:
     assert host_memory(tmp_path) is None
     written(tmp_path, **{"proc/meminfo": "MemTotal: 4000 kB\nMemFree: 1 kB\nMemAvailable:    3000 kB"})
     assert host_memory(tmp_path) == (3000 * 1024, 4000 * 1024)
@@ -291,7 +295,7 @@ def test_the_memory_of_a_container_is_that_of_its_control_group(tmp_path: Path) 
     assert host_memory(tmp_path) == (100_000, 700_000)
 
 
-def test_what_does_not_fit_where_it_was_asked_for_is_refused(
+def test_features_that_do_not_fit_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = write_concepts(tmp_path / "data")
@@ -313,7 +317,7 @@ def test_training_does_not_depend_on_the_placement(tmp_path: Path) -> None:
 @given(
     n=st.integers(1, 90), size=st.integers(1, 9), window=st.integers(1, 5), seed=st.integers(0, 3), drop=st.booleans()
 )
-def test_bucketed_batches_hold_every_item_once(n: int, size: int, window: int, seed: int, drop: bool) -> None:
+def test_bucketed_batches_contain_every_item_once(n: int, size: int, window: int, seed: int, drop: bool) -> None:
     lengths = np.random.default_rng(seed).integers(5, 25, n)
     options = {"lengths": lengths, "bucket_batches": window, "drop_last": drop, "seed": seed}
     batches = [batch.tolist() for batch in EpochSampler(n, size, **options)]
@@ -326,7 +330,7 @@ def test_bucketed_batches_hold_every_item_once(n: int, size: int, window: int, s
         assert [batch.tolist() for batch in EpochSampler(n, size, start_batch=start, **options)] == batches[start:]
 
 
-def test_batches_of_like_length_are_random_and_waste_less() -> None:
+def test_bucketed_batches_are_random_and_have_less_padding() -> None:
     lengths = np.clip(np.rint(6 + np.random.default_rng(0).gamma(5, 1, 4000)), 6, 22)
 
     def share_of_padding(batches: list[np.ndarray]) -> float:
@@ -346,7 +350,7 @@ def test_batches_of_like_length_are_random_and_waste_less() -> None:
     assert len(together[0] & together[1]) < 0.01 * len(together[0])
 
 
-def test_a_bucketed_run_resumes_where_it_stopped(tmp_path: Path) -> None:
+def test_a_bucketed_run_resumes_at_its_position(tmp_path: Path) -> None:
     data = write_concepts(tmp_path / "data")
     (data / "train_caps.txt").write_text(
         "".join(

@@ -1,4 +1,4 @@
-"""Size augmentation of images: what is left of them, what models see of it, and that a resumed run draws the same."""
+"""Size augmentation of images: remaining regions, their use in models, and equal random draws after resuming."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from python_tests.helpers.runs import config, make_trainer, run, same, weights
 
 
 def numbered(n: int, k: int) -> torch.Tensor:
-    """Every region is a number of its own: that of its image and, behind the point, its place."""
+    """Return features in which the integer part is the image and the fraction is the region."""
     return (torch.arange(n)[:, None] + torch.arange(k) / 1000)[:, :, None].double()
 
 
 @pytest.mark.parametrize("probability", [0.2, 0.7])
-def test_what_is_left(probability: float) -> None:
+def test_dropped_regions_have_the_given_share(probability: float) -> None:
     features = numbered(2000, 30)
     kept = RegionAugmentation(probability)(features, torch.Generator().manual_seed(0))
     assert isinstance(kept, Fragments)
@@ -55,12 +55,12 @@ def test_the_generator_decides() -> None:
 
 
 @pytest.mark.parametrize("probability", [0.0, 1.0, -0.1, float("nan")])
-def test_bad_probabilities_are_named(probability: float) -> None:
+def test_bad_probabilities_are_refused(probability: float) -> None:
     with pytest.raises(ValueError, match=f"probability: expected a number above 0 and below 1, got {probability}"):
         RegionAugmentation(probability)
 
 
-def test_a_batch_of_ragged_images_goes_to_devices() -> None:
+def test_a_batch_of_ragged_images_moves_to_a_device() -> None:
     vocabulary = Vocabulary(["<pad>", "<start>", "<end>", "<unk>", "<mask>", "a"])
     ids = torch.tensor([[1, 5, 5, 5, 2]] * 8)
     batch = Batch(numbered(8, 6).float(), ids, torch.full((8,), 5), torch.arange(8), torch.arange(8))
@@ -80,8 +80,8 @@ def test_a_batch_of_ragged_images_goes_to_devices() -> None:
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_features_travel_to_a_device_as_they_were_read(monkeypatch: pytest.MonkeyPatch, ragged: bool) -> None:
-    """Page-locked memory is copied while the caller goes on; a selection made before would lie somewhere else."""
+def test_regions_are_dropped_after_the_copy_to_a_device(monkeypatch: pytest.MonkeyPatch, ragged: bool) -> None:
+    """Copies from page-locked memory are asynchronous; regions selected before would be in other memory."""
     features = numbered(8, 6)
     read = Fragments.from_padded(features) if ragged else features
     memory, travelled, to = (read.values if ragged else read).data_ptr(), [], torch.Tensor.to
@@ -101,7 +101,7 @@ def test_features_travel_to_a_device_as_they_were_read(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("model", ["scan", "bfan", "vsepp", "vse_infty"])
-def test_models_train_on_what_is_left_and_are_evaluated_on_whole_images(
+def test_models_train_on_dropped_and_evaluate_on_all_regions(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     settings = config(data, tmp_path / "run", model=model, region_augmentation=0.3)
@@ -138,7 +138,7 @@ def test_a_resumed_run_draws_the_same_regions(data: Path, tmp_path: Path) -> Non
     assert not same(weights(tmp_path / "whole"), weights(tmp_path / "plain"))
 
 
-def test_models_of_a_fixed_number_of_regions_say_so(data: Path, tmp_path: Path) -> None:
+def test_models_with_a_fixed_number_of_regions_refuse_augmentation(data: Path, tmp_path: Path) -> None:
     settings = config(data, tmp_path / "run", model="sgraf", region_augmentation=0.5)
     with pytest.raises(ValueError, match="images: expected 4 regions in each, got"):
         run(settings)

@@ -1,9 +1,8 @@
-"""Feature stores: the same batches as the published layout, and clear errors where files are not what was packed."""
+"""Feature stores: the same batches as the published layout, and clear errors for changed files."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 import pickle
@@ -16,7 +15,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from itm_fast import cli
 from itm_fast.data import (
@@ -43,7 +42,7 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.flo
 
 
 def write_data(folder: Path, n_images: int = 7, **options: object) -> Path:
-    """Splits train, once an image, and dev, each image five times; with names and the vocabulary."""
+    """Write train (each image once) and dev (each image five times), with names and the vocabulary."""
     folder.mkdir(exist_ok=True)
     random = np.random.default_rng(0)
     write_split(folder, "train", random.standard_normal((n_images, 3, 4)).astype("float32"), 5 * n_images, **options)
@@ -81,7 +80,7 @@ def assert_same_batches(left: PrecomputedDataset, right: PrecomputedDataset, dty
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("shard_bytes", [1, 100, 1 << 20])
-def test_a_store_gives_the_batches_of_the_folder(
+def test_a_store_gives_the_same_batches_as_the_folder(
     data: Path, tmp_path: Path, dtype: str, shard_bytes: int, either_reader: str
 ) -> None:
     manifest = pack(data, tmp_path / "store", dtype=dtype, shard_bytes=shard_bytes)
@@ -144,22 +143,6 @@ def test_features_in_the_other_byte_order(data: Path, tmp_path: Path, kind: str)
     assert torch.equal(
         load_file(tmp_path / "store" / "train-00000.safetensors")["features"], torch.from_numpy(values).flatten(0, 1)
     )
-
-
-@pytest.mark.parametrize("counts", [[2, 3, 3, 3, 3, 1, 2], [3, 1, 2, 3, 3, 1, 4]])
-def test_region_counts_that_are_not_those_of_the_shards(data: Path, tmp_path: Path, counts: list[int]) -> None:
-    """Of as many regions in all, but not in each shard; and more than an image may have."""
-    store = tmp_path / "store"
-    (data / "train_regions.txt").write_text("3\n1\n3\n3\n3\n1\n3\n")
-    pack(data, store, dtype="fp32", splits=["train"], shard_bytes=100)
-    index = store / "train-index.safetensors"
-    save_file({**load_file(index), "region_counts": torch.tensor(counts)}, index)
-    manifest = json.loads((store / "store.json").read_text())
-    content = index.read_bytes()
-    manifest["splits"][0].update(index_bytes=len(content), index_sha256=hashlib.sha256(content).hexdigest())
-    (store / "store.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=f"^{re.escape(str(index))}: not the index of this split$"):
-        open_split(store, "train", VOCABULARY)
 
 
 def test_captions_of_another_vocabulary_are_tokenised_anew(data: Path, tmp_path: Path) -> None:
@@ -227,9 +210,7 @@ def damaged(store: Path, name: str, damage: str) -> None:
         ("train-index.safetensors", "bit", "damaged: its checksum is not that of the store"),
     ],
 )
-def test_files_that_are_not_what_was_packed_are_refused_when_opened(
-    data: Path, tmp_path: Path, name: str, damage: str, message: str
-) -> None:
+def test_changed_files_of_a_store_are_refused(data: Path, tmp_path: Path, name: str, damage: str, message: str) -> None:
     store = tmp_path / "store"
     pack(data, store, shard_bytes=100)
     damaged(store, name, damage)
@@ -263,7 +244,9 @@ def replaced(path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["touched", "replaced", "removed"])
-def test_a_shard_that_changes_while_it_is_used(data: Path, tmp_path: Path, how: str, either_reader: str) -> None:
+def test_a_shard_that_changes_while_it_is_used_is_refused(
+    data: Path, tmp_path: Path, how: str, either_reader: str
+) -> None:
     store = tmp_path / "store"
     pack(data, store, shard_bytes=100)
     dataset = open_split(store, "train", VOCABULARY)
@@ -279,7 +262,7 @@ def test_a_shard_that_changes_while_it_is_used(data: Path, tmp_path: Path, how: 
 
 
 def numbered_files(folder: Path, n: int) -> tuple[list[Path], np.ndarray, np.ndarray]:
-    """Files of twelve numbers, what they hold, and the rows of a reader for four numbers at a time, not in order."""
+    """Write files of twelve numbers. Return their paths, the shuffled numbers, and the rows that read them."""
     values = np.random.default_rng(n).standard_normal((3 * n, 4)).astype(np.float32)
     paths = [folder / str(number) for number in range(n)]
     for number, path in enumerate(paths):
@@ -290,7 +273,7 @@ def numbered_files(folder: Path, n: int) -> tuple[list[Path], np.ndarray, np.nda
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_more_shards_than_may_be_open(tmp_path: Path, threads: int, either_reader: str) -> None:
+def test_more_shards_than_open_files_are_read(tmp_path: Path, threads: int, either_reader: str) -> None:
     paths, values, rows = numbered_files(tmp_path, 400)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     opened = reader.ShardReader(paths, [path.stat() for path in paths], "fp32", threads)
@@ -306,7 +289,7 @@ def test_more_shards_than_may_be_open(tmp_path: Path, threads: int, either_reade
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_handles_are_closed_and_changes_of_files_that_were_closed_seen(tmp_path: Path) -> None:
+def test_files_are_closed_and_changes_of_closed_files_detected(tmp_path: Path) -> None:
     paths, values, rows = numbered_files(tmp_path, 20)
     host = reader._host()
     states = [path.stat() for path in paths]
@@ -333,8 +316,8 @@ def test_handles_are_closed_and_changes_of_files_that_were_closed_seen(tmp_path:
     assert handles() == 0
 
 
-def test_a_process_that_forks_has_open_files_and_a_lock_of_its_own(tmp_path: Path) -> None:
-    """The lock of its parent may be held, at that moment, by a thread that the child does not have."""
+def test_a_forked_process_has_its_own_files_and_lock(tmp_path: Path) -> None:
+    """A thread that the child does not have may hold the parent's lock during the fork."""
     paths, values, rows = numbered_files(tmp_path, 3)
     states = [path.stat() for path in paths]
     files = [(str(path), one.st_size, one.st_mtime_ns, one.st_ino) for path, one in zip(paths, states, strict=True)]
@@ -368,7 +351,7 @@ def test_a_mapped_array_is_copied_and_sent_to_other_processes(tmp_path: Path) ->
 def test_a_shard_that_changes_while_a_batch_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, either_reader: str
 ) -> None:
-    """When it has been looked at and opened, and before the last row is read, it becomes another."""
+    """The shard is replaced after it was opened and before its last row is read."""
     path, pipe = tmp_path.resolve() / "shard", tmp_path / "pipe"
     path.write_bytes(bytes(64))
     os.mkfifo(pipe)
@@ -416,7 +399,7 @@ def test_processes_of_a_machine_share_its_processors(
     assert reader.default_threads() == expected
 
 
-def test_a_shard_that_ends_early_and_one_that_holds_no_number(data: Path, tmp_path: Path, either_reader: str) -> None:
+def test_truncated_shards_and_nan_in_shards_are_refused(data: Path, tmp_path: Path, either_reader: str) -> None:
     store = tmp_path / "store"
     pack(data, store, dtype="fp32")
     dataset = open_split(store, "train", VOCABULARY)
@@ -434,8 +417,8 @@ def test_a_shard_that_ends_early_and_one_that_holds_no_number(data: Path, tmp_pa
         open_split(store, "train", VOCABULARY).image_batch([0, 6])
 
 
-def test_buffers_take_turns() -> None:
-    """All come to be with the first batches; then memory stands still, whatever a reader ahead holds of them."""
+def test_buffers_are_reused() -> None:
+    """All buffers are allocated with the first batches. Memory is constant afterwards, also with reading ahead."""
     pool = BufferPool()
     places = [pool.take(10).data_ptr() for _ in range(12)]
     assert len(set(places)) == 4
@@ -448,7 +431,7 @@ def test_buffers_take_turns() -> None:
     assert len({pool.take(10).data_ptr() for _ in range(12)}) == 4
 
 
-def test_a_buffer_whose_numbers_do_not_lie_end_to_end_is_refused(data: Path, tmp_path: Path) -> None:
+def test_a_buffer_that_is_not_contiguous_is_refused(data: Path, tmp_path: Path) -> None:
     pack(data, tmp_path / "store", dtype="fp32")
     native = open_split(tmp_path / "store", "train", VOCABULARY).source._reader._reader
     header = (tmp_path / "store" / "train-00000.safetensors").stat().st_size - 7 * 3 * 4 * 4
@@ -463,7 +446,7 @@ def test_a_buffer_whose_numbers_do_not_lie_end_to_end_is_refused(data: Path, tmp
         np.testing.assert_array_equal(buffer.reshape(-1), numbers)
 
 
-def test_a_batch_that_is_kept_is_not_written_over(data: Path, tmp_path: Path) -> None:
+def test_a_kept_batch_is_not_overwritten(data: Path, tmp_path: Path) -> None:
     pack(data, tmp_path / "store", dtype="fp32")
     dataset = open_split(tmp_path / "store", "train", VOCABULARY)
     stored = torch.from_numpy(np.load(data / "train_ims.npy"))
@@ -476,7 +459,9 @@ def test_a_batch_that_is_kept_is_not_written_over(data: Path, tmp_path: Path) ->
     assert dataset.image_batch([1]).data_ptr() == place, "what nobody holds is used again"
 
 
-def test_what_cannot_be_packed(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_cannot_be_packed_are_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = tmp_path / "store"
     for arguments, message in (
         (["--data", tmp_path / "none", "--out", store], f"{tmp_path / 'none'}: no such data directory"),
@@ -495,9 +480,7 @@ def test_what_cannot_be_packed(data: Path, tmp_path: Path, capsys: pytest.Captur
         pack(data, tmp_path / "other", dtype="fp32")
 
 
-def test_as_many_shards_as_the_manifest_has_room_for(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_shards_is_limited(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = store_format.ShardRecord("validation-65535.safetensors", 10**6, 10**8, 10**12, "a" * 64)
     one = json.dumps({"splits": [{"shards": [attrs.asdict(shard)]}]}, indent=1)
     two = json.dumps({"splits": [{"shards": [attrs.asdict(shard)] * 2}]}, indent=1)
@@ -518,7 +501,7 @@ def test_as_many_shards_as_the_manifest_has_room_for(
     assert sum(len(split.shards) for split in manifest.splits) == images
 
 
-def test_a_manifest_that_is_no_such_file(data: Path, tmp_path: Path) -> None:
+def test_bad_manifests_are_refused(data: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     pack(data, store)
     content = json.loads((store / "store.json").read_text())

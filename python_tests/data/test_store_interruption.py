@@ -1,4 +1,4 @@
-"""Packing that is interrupted, killed, or meets a full disk: what is written is kept, and the end is the same."""
+"""Packing that is interrupted, killed, or stopped by a full disk continues and gives the same store."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def data(tmp_path: Path) -> Path:
     return write_data(tmp_path / "data", n_images=40)
 
 
-def test_a_packing_stopped_after_any_file_is_taken_up(
+def test_packing_stopped_after_any_file_can_continue(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk takes so many files and then no more; what is there is not written again."""
+    """The disk is full after some files. These are not written again."""
     finish = atomic._finish
     written: list[str] = []
     with monkeypatch.context() as patch:
@@ -71,7 +71,7 @@ def test_a_packing_stopped_after_any_file_is_taken_up(
             assert (path.stat().st_mtime_ns == modified) == (path.name in noted)
 
 
-def test_a_full_disk_says_so_in_one_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_one_error_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = tmp_path / "store"
     arguments = ["data", "pack", "--data", data, "--out", store, "--dtype", "fp32"]
     with no_file_above(1500):
@@ -105,8 +105,8 @@ def packing(data: Path, store: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def test_killed_while_packing(data: Path, tmp_path: Path) -> None:
-    """SIGKILL at some moment between the third and the thirteenth of 44 shards leaves what a further call finishes."""
+def test_packing_continues_after_a_kill(data: Path, tmp_path: Path) -> None:
+    """Kill packing between the third and the thirteenth of 44 shards; the next call finishes the store."""
     pack(data, tmp_path / "whole", shard_bytes=1)
     expected = contents(tmp_path / "whole")
     assert len([name for name in expected if "-0" in name]) == 44
@@ -130,22 +130,22 @@ def test_an_unfinished_store_of_other_data_or_settings_is_refused(data: Path, tm
     store = tmp_path / "store"
     with no_file_above(1500), pytest.raises(OSError, match="File too large"):
         pack(data, store, dtype="fp32")
-    with pytest.raises(ValueError, match="holds an unfinished store of other data or settings; remove it or choose"):
+    with pytest.raises(ValueError, match="contains an unfinished store of other data or settings; remove it or choose"):
         pack(data, store, dtype="bf16")
     features = np.load(data / "train_ims.npy")
     np.save(data / "train_ims.npy", features + 1)
-    with pytest.raises(ValueError, match="holds an unfinished store of other data or settings; remove it or choose"):
+    with pytest.raises(ValueError, match="contains an unfinished store of other data or settings; remove it or choose"):
         pack(data, store, dtype="fp32")
     np.save(data / "train_ims.npy", features)
     manifest = pack(data, store, dtype="fp32")
     before = contents(store)
     assert pack(data, store, dtype="fp32") == manifest
     assert contents(store) == before
-    with pytest.raises(ValueError, match="holds a feature store of other data or settings; choose another --out"):
+    with pytest.raises(ValueError, match="contains a feature store of other data or settings; choose another --out"):
         pack(data, store, dtype="bf16")
 
 
-def test_a_folder_that_holds_something_else_is_left_alone(data: Path, tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused(data: Path, tmp_path: Path) -> None:
     published = write_data(tmp_path / "published", n_images=3)
     before = contents(published)
     message = f"{published}: expected an empty folder or a feature store, found 'dev_caps.txt'; choose another --out"
@@ -170,7 +170,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(data: Path, tmp_path: 
         ("vocab.json", None, "no such file"),
     ],
 )
-def test_a_finished_store_that_lacks_a_file_is_not_taken_for_whole(
+def test_a_finished_store_with_a_missing_file_is_refused(
     data: Path, tmp_path: Path, name: str, content: bytes | None, message: str
 ) -> None:
     store = tmp_path / "store"
@@ -178,13 +178,13 @@ def test_a_finished_store_that_lacks_a_file_is_not_taken_for_whole(
     (store / name).unlink()
     if content is not None:
         (store / name).write_bytes(content)
-    expected = f"{store / name}: {message}; remove {store}, and pack again"
+    expected = f"{store / name}: {message}; remove {store} and pack again"
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         pack(data, store, dtype="fp32", shard_bytes=400)
 
 
 def interrupted(data: Path, store: Path) -> None:
-    """Leaves a store of which all shards are noted and no manifest is written."""
+    """Leave a store with records of all shards and without a manifest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store_format, "write_manifest", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
         with pytest.raises(OSError, match="No space left"):
@@ -206,10 +206,10 @@ def test_a_damaged_shard_of_an_unfinished_store_is_written_again(data: Path, tmp
     assert contents(store) == contents(tmp_path / "whole")
 
 
-def test_features_that_were_written_to_since_an_interruption_are_packed_anew(
+def test_features_changed_after_an_interruption_are_packed_again(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the digest, of samples of a large file, cannot tell."""
+    """The digest of samples of a large file does not detect the change."""
     monkeypatch.setattr(digests, "_BLOCKS", 1)
     monkeypatch.setattr(digests, "_BLOCK_BYTES", 128)
     store, path = tmp_path / "store", data / "train_ims.npy"
@@ -227,13 +227,13 @@ def test_features_that_were_written_to_since_an_interruption_are_packed_anew(
 
 
 @pytest.mark.parametrize("field", ["images", "bytes", "sha256"])
-def test_notes_of_another_type_are_refused(data: Path, tmp_path: Path, field: str) -> None:
+def test_notes_with_wrong_types_are_refused(data: Path, tmp_path: Path, field: str) -> None:
     store = tmp_path / "store"
     interrupted(data, store)
     notes = json.loads((store / "unfinished.json").read_text())
     notes["shards"][0][field] = [notes["shards"][0][field]]
     (store / "unfinished.json").write_text(json.dumps(notes))
-    message = f"{store / 'unfinished.json'}: not readable; remove {store} or choose another --out"
+    message = f"{store / 'unfinished.json'}: damaged; remove {store} or choose another --out"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         pack(data, store, dtype="fp32", shard_bytes=400)
 
@@ -242,7 +242,7 @@ def test_notes_of_another_type_are_refused(data: Path, tmp_path: Path, field: st
 def test_a_source_that_changes_while_it_is_packed_is_refused(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_time: bool
 ) -> None:
-    """By its times, or by its digest where they are set back."""
+    """The change is found by the file's times, or by its digest if its times are reset."""
     store, path = tmp_path / "store", data / "train_ims.npy"
     features, state = np.load(path), path.stat()
     write_shard = pack_module._write_shard
@@ -260,7 +260,7 @@ def test_a_source_that_changes_while_it_is_packed_is_refused(
         return record
 
     monkeypatch.setattr(pack_module, "_write_shard", changing)
-    message = f"{path}: changed while it was packed; remove {store}, and pack again"
+    message = f"{path}: changed while it was packed; remove {store} and pack again"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         pack(data, store, dtype="fp32", shard_bytes=400)
     noted = json.loads((store / "unfinished.json").read_text())["shards"]
@@ -273,7 +273,7 @@ def test_a_source_that_changes_while_it_is_packed_is_refused(
 def test_captions_that_change_while_they_are_packed_are_refused(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, how: str
 ) -> None:
-    """Though the store would hold what was read at first, nobody could tell that from its source."""
+    """The store would contain the first content, but its source has changed."""
     store, path = tmp_path / "store", data / name
     (data / "train_ids.txt").write_text("".join(f"image {number}\n" for number in range(40)))
     write_shard = pack_module._write_shard
@@ -287,21 +287,23 @@ def test_captions_that_change_while_they_are_packed_are_refused(
         return write_shard(source, shard, *arguments)
 
     monkeypatch.setattr(pack_module, "_write_shard", changing)
-    message = f"{path}: changed while it was packed; remove {store}, and pack again"
+    message = f"{path}: changed while it was packed; remove {store} and pack again"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         pack(data, store, dtype="fp32", shard_bytes=400)
     assert not (store / "store.json").exists()
 
 
-def test_two_packings_into_one_folder(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second is refused with the process of the first; once that is killed, it goes on."""
+def test_two_packings_into_one_folder_are_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second is refused with the process id of the first. After the first is killed, packing continues."""
     store = tmp_path / "store"
     with packing(data, store) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == b"\n"
         before = contents(store)
         holder = f"process {first.pid} on {socket.gethostname()}"
-        expected = f"{store}: {holder} is packing there; wait for its end, or choose another --out"
+        expected = f"{store}: {holder} is packing there; wait until it ends or choose another --out"
         assert error(capsys, "data", "pack", "--data", data, "--out", store) == (1, expected)
         assert contents(store) == before
         first.kill()
@@ -312,10 +314,10 @@ def test_two_packings_into_one_folder(data: Path, tmp_path: Path, capsys: pytest
     assert not (store / "packing.lock").exists()
 
 
-def test_a_lock_that_was_removed_while_it_was_waited_for_is_none(
+def test_a_lock_file_removed_while_waiting_is_locked_again(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A holder that ends removes its file between another one's opening and locking it: that one looks again."""
+    """A process may remove its lock file after another has opened it and before it is locked: open it again."""
     path, acquire, opened = tmp_path / "lock", lock._acquire, list[int]()
 
     def late(handle: int, *messages: Any) -> None:
@@ -345,7 +347,7 @@ print((status_bytes("VmHWM") - before) // 1024)
 
 
 def test_the_memory_of_packing_does_not_grow_with_the_data(tmp_path: Path) -> None:
-    """Files of 300 and 600 MB that take no room on the disk: the peak grows by a third of that at most."""
+    """With sparse files of 300 and 600 MB, the peaks differ by less than 100 MB."""
     peaks = []
     for images in (1024, 2048):
         data, shape = write_data(tmp_path / f"data{images}"), (images, 36, 2048)

@@ -1,4 +1,4 @@
-"""Random data of COCO's counts, lengths and vocabulary."""
+"""Random data with COCO's counts, caption lengths and vocabulary size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_synthetic(tmp_path_factory.mktemp("data"), scale=0.01, regions=3, width=8)
 
 
-def test_counts_lengths_and_words(folder: Path) -> None:
+def test_counts_lengths_and_words_match_coco(folder: Path) -> None:
     report = check_folder(folder)
     assert report.problems == []
     assert {split.split: split.images for split in report.splits} == {
@@ -52,14 +52,14 @@ def test_features_are_not_negative_and_differ(folder: Path) -> None:
     assert len(np.unique(features)) > 0.99 * features.size
 
 
-def test_test_is_the_first_of_testall(folder: Path) -> None:
+def test_images_of_test_are_the_first_of_testall(folder: Path) -> None:
     few, all_of_them = (np.load(folder / f"{split}_ims.npy") for split in ("test", "testall"))
     np.testing.assert_array_equal(few, all_of_them[:10])
     lines = [(folder / f"{split}_caps.txt").read_text().splitlines() for split in ("test", "testall")]
     assert lines[0] == lines[1][:50]
 
 
-def test_equal_arguments_give_equal_files_and_other_seeds_others(folder: Path, tmp_path: Path) -> None:
+def test_files_depend_only_on_the_arguments(folder: Path, tmp_path: Path) -> None:
     again = write_synthetic(tmp_path / "again", scale=0.01, regions=3, width=8)
     other = write_synthetic(tmp_path / "other", scale=0.01, regions=3, width=8, seed=1)
     for file in sorted(folder.iterdir()):
@@ -67,7 +67,7 @@ def test_equal_arguments_give_equal_files_and_other_seeds_others(folder: Path, t
         assert ((other / file.name).read_bytes() == file.read_bytes()) == (file.name == "vocab.json")
 
 
-def test_a_sparse_file_of_full_rows_takes_a_page_an_image(tmp_path: Path) -> None:
+def test_a_sparse_file_takes_one_page_per_image(tmp_path: Path) -> None:
     write_synthetic(tmp_path, scale=0.002, sparse=True)
     path = tmp_path / "train_ims.npy"
     images = round(COCO_IMAGES["train"] * 0.002)
@@ -79,7 +79,7 @@ def test_a_sparse_file_of_full_rows_takes_a_page_an_image(tmp_path: Path) -> Non
     assert not features[::50, 1:].any()
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "data"
     arguments = ["data", "synthesize", "--out", str(out), "--scale", "0.001", "--regions", "2", "--width", "4"]
     assert cli.run(arguments) == 0

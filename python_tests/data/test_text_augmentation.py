@@ -1,4 +1,4 @@
-"""Text size augmentation: shares of the changes, what stays, and that an interrupted training draws the same ones."""
+"""Text augmentation: shares of the changes, unchanged parts, and equal random draws after resuming."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def padded(captions: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids of <start>, words, <end>, padding; and lengths."""
+    """Return ids of <start>, words, <end> and padding, and the lengths."""
     rows = [[START, *words, END] for words in captions]
     width = max(map(len, rows))
     return torch.tensor([row + [PAD] * (width - len(row)) for row in rows]), torch.tensor([len(row) for row in rows])
 
 
 def words_of(ids: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:
-    """The words of each caption, after a look at <start>, <end> and the padding."""
+    """Check <start>, <end> and the padding, and return the words of each caption."""
     captions = []
     for row, length in zip(ids.tolist(), lengths.tolist(), strict=True):
         assert (row[0], row[length - 1]) == (START, END)
@@ -48,7 +48,7 @@ def words_of(ids: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:
 
 @pytest.mark.parametrize("probability", [0.2, 0.6])
 def test_shares_of_the_changes(probability: float) -> None:
-    """60,000 words with ids of their own, so that what became of each can be told."""
+    """60,000 different words, so that the change of each is known."""
     generator = torch.Generator().manual_seed(0)
     captions = [list(range(10000 + 30 * index, 10030 + 30 * index)) for index in range(2000)]
     before = padded(captions)
@@ -71,7 +71,7 @@ def test_shares_of_the_changes(probability: float) -> None:
     assert shares == pytest.approx(wanted, abs=0.008)
 
 
-def test_random_words_are_any_of_the_vocabulary() -> None:
+def test_random_words_are_drawn_from_the_whole_vocabulary() -> None:
     vocabulary = Vocabulary([*SPECIAL, "a", "<mask>", "b", "c"])
     ids = torch.tensor([[vocabulary.start, *[vocabulary.unk] * 3000, vocabulary.end]])
     changed, lengths = TextAugmentation(vocabulary, 1.0)(ids, torch.tensor([3002]), torch.Generator().manual_seed(0))
@@ -83,8 +83,8 @@ def test_random_words_are_any_of_the_vocabulary() -> None:
     assert all(counts[word] == pytest.approx(100, abs=50) for word in "abc")
 
 
-def test_a_caption_that_would_lose_all_words_stays() -> None:
-    """Of one word 0.4 would be deleted, of two 0.16 both: then nothing changes."""
+def test_a_caption_that_would_lose_all_words_is_kept() -> None:
+    """One word would be deleted with probability 0.4, two words with 0.16: then nothing changes."""
     one, two = [[7]] * 4000, [[8, 9]] * 4000
     augmentation = TextAugmentation(VOCABULARY, 1.0)
     ids, lengths = augmentation(*padded([*one, *two, []]), torch.Generator().manual_seed(1))
@@ -119,12 +119,12 @@ def test_the_generator_decides() -> None:
         ([*SPECIAL, "<mask>", "a"], 0, "probability: expected a number above 0 and at most 1, got 0"),
     ],
 )
-def test_bad_arguments_are_named(words: list[str], probability: float, message: str) -> None:
+def test_bad_arguments_are_refused(words: list[str], probability: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TextAugmentation(Vocabulary(words), probability)
 
 
-def test_a_vocabulary_gets_a_mask_behind_its_words() -> None:
+def test_with_mask_appends_a_mask() -> None:
     plain = Vocabulary([*SPECIAL, "a"])
     assert plain.with_mask().words == [*SPECIAL, "a", "<mask>"]
     assert (plain.mask, plain.with_mask().mask) == (None, 5)
@@ -135,7 +135,7 @@ def test_a_vocabulary_gets_a_mask_behind_its_words() -> None:
 
 
 def seen_by(settings: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[list[int]]]]:
-    """The captions that the model encodes in training and in evaluation, batch by batch, in a whole run."""
+    """Record the captions that a model encodes in training and in evaluation, batch by batch, in a whole run."""
     seen: dict[str, list[list[list[int]]]] = {"training": [], "evaluation": []}
     # Conversions encode what one extractor makes of the captions.
     name, method = ("fdf", "base_captions") if settings.conversions else (settings.model, "encode_captions")
@@ -154,7 +154,7 @@ def seen_by(settings: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str,
 
 
 @pytest.mark.parametrize("model", models.names())
-def test_every_model_trains_on_changed_captions_and_is_evaluated_on_whole_ones(
+def test_models_train_on_changed_and_evaluate_on_unchanged_captions(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     options = {**OPTIONS, "alignment_dim": 8} if model == "sgraf" else OPTIONS
@@ -184,7 +184,7 @@ def test_every_model_trains_on_changed_captions_and_is_evaluated_on_whole_ones(
 def test_a_resumed_run_draws_the_same_changes(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict
 ) -> None:
-    """Stopped in the middle of the second epoch; with dropout from the same generator, or batch normalisation."""
+    """The run stops within the second epoch and uses dropout from the same generator, or batch normalisation."""
     changes = {**changes, "model_options": {"embed_dim": 16, "word_dim": 12, **changes["model_options"]}}
     settings = config(data, tmp_path / "whole", text_augmentation=0.2, **changes)
     run(settings)
@@ -213,7 +213,7 @@ def test_a_resumed_run_draws_the_same_changes(
         run(attrs.evolve(parts, text_augmentation=0.0), resume=True)
 
 
-def test_a_published_vocabulary_without_a_mask_gets_one(data: Path, tmp_path: Path) -> None:
+def test_a_mask_is_added_to_a_published_vocabulary(data: Path, tmp_path: Path) -> None:
     own = Vocabulary([*SPECIAL, *WORDS])
     own.save(tmp_path / "published.json")
     settings = config(data, tmp_path / "run", vocab=str(tmp_path / "published.json"), epochs=1)

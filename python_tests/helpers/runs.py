@@ -22,8 +22,8 @@ OPTIONS = {"embed_dim": 16, "word_dim": 12}
 
 
 def config(data: Path, out: Path, **changes: object) -> TrainConfig:
-    """Two epochs of four steps, and what `changes` says."""
-    values = {"epochs": 2, "batch_size": 32, "lr": 2e-3, "log_every": 2, "model_options": OPTIONS}
+    """Two epochs of four steps without warm-up, and what `changes` says."""
+    values = {"epochs": 2, "warmup_epochs": 0, "batch_size": 32, "lr": 2e-3, "log_every": 2, "model_options": OPTIONS}
     return TrainConfig(data=str(data), out=str(out), **{**values, **changes})
 
 

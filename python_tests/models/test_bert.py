@@ -122,7 +122,7 @@ def test_a_tokenizer_as_transformers_writes_it(tmp_path: Path, lowercase: bool) 
          "tokenizer: normalizer.strip_accents: expected True as lowercase, got False"),
         ("normalizer", None, "tokenizer: normalizer.type: expected 'BertNormalizer' as BERT has it, got None"),
         ("added_tokens", [{"id": 99, "content": "<new>"}],
-         "tokenizer: added_tokens: expected pieces of model.vocab alone, got '<new>'"),
+         "tokenizer: added_tokens: expected only pieces of model.vocab, got '<new>'"),
         ("added_tokens", 5, "tokenizer: added_tokens: expected a list, got 5"),
     ],
 )  # fmt: skip

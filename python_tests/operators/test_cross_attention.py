@@ -298,6 +298,29 @@ def test_negative_logsumexp_temperature(implementation: str) -> None:
 
 
 @pytest.mark.native
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("t", [1e10, -1e10, 1e20, -1e30, 1e30])
+def test_extreme_temperatures(t: float, dtype: torch.dtype) -> None:
+    """Both temperatures, up to the bound."""
+    queries, contexts = random_fragments([3, 4], 6, dtype), random_fragments([3, 2], 6, dtype, seed=1)
+    for options in ({"aggregation": "logsumexp", "logsumexp_temperature": t}, {"temperature": t}):
+        native = with_gradients(F_itm.cross_attention_scores, queries, contexts, torch.ones(2, 2), **options)
+        exact = with_gradients(
+            reference.cross_attention_scores,
+            queries.to(torch.float64),
+            contexts.to(torch.float64),
+            torch.ones(2, 2),
+            **options,
+        )
+        assert torch.allclose(native[0].double(), exact[0], atol=1e-6)
+        for found, expected in zip(native[1:], exact[1:], strict=True):
+            # Where the attention is nearly hard, its derivative times the temperature is rounding.
+            if "temperature" not in options:
+                assert torch.allclose(found.double(), expected, atol=1e-5)
+            assert torch.isfinite(found).all()
+
+
+@pytest.mark.native
 def test_a_frozen_side_costs_no_gradient() -> None:
     queries, contexts = random_fragments([3, 2], 4), random_fragments([2, 5], 4, seed=1)
     _, both_q, both_c = with_gradients(F_itm.cross_attention_scores, queries, contexts, torch.ones(2, 2))

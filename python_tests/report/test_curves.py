@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import matplotlib as mpl
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -36,52 +38,85 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return figures
 
 
+def panels(figure: Figure) -> dict[str, Axes]:
+    return {axes.get_title(loc="left"): axes for axes in figure.axes}
+
+
+GRADIENT, GAP = "Gradient of first image layer", "Gap to the hardest negative"
+
+
 def test_each_panel_has_a_line_of_each_run_that_has_its_numbers(tmp_path: Path, drawn: list[Figure]) -> None:
     shares = {"i2t_hardest_share": 0.01, "t2i_hardest_share": 0.02}
     runs = {
-        "SelHN": log(*range(10, 51, 10), hardest_gap=0.001, image_grad_norm=0.5, **shares),
+        "SelHN": log(*range(10, 51, 10), hardest_gap=0.001, image_grad_norm=0.5, lr=1e-4, **shares),
         "older": log(25, 50, rsum=200.0, image_grad_norm=0.25),
     }
     write_comparison(tmp_path / "figure.png", runs)
-    assert Image.open(tmp_path / "figure.png").size == (1350, 840)
+    assert Image.open(tmp_path / "figure.png").size == (1800, 840)
     (figure,) = drawn
-    panels = {axes.get_title(loc="left"): axes for axes in figure.axes}
-    lines = {title: [line.get_xydata().tolist() for line in axes.lines] for title, axes in panels.items()}
-    assert lines == {
-        "Gradient of the first image layer": [[[s, 0.5 * s] for s in (10, 20, 30, 40, 50)], [[25, 6.25], [50, 12.5]]],
-        "Hardest negatives from their positives": [[[s, pytest.approx(0.001 * s)] for s in (10, 20, 30, 40, 50)]],
-        # The mean of both directions, in percent.
-        "Anchors that took their hardest negative": [[[s, pytest.approx(1.5 * s)] for s in (10, 20, 30, 40, 50)]],
+    found = {title: [line.get_xydata().tolist() for line in axes.lines] for title, axes in panels(figure).items()}
+    assert found == {
+        "Loss": [[[s, 1] for s in (10, 20, 30, 40, 50)], [[25, 1], [50, 1]]],
         "Validation": [[[50, 100]], [[50, 200]]],
+        "Learning rate": [[[s, pytest.approx(1e-4 * s)] for s in (10, 20, 30, 40, 50)]],
+        GRADIENT: [[[s, 0.5 * s] for s in (10, 20, 30, 40, 50)], [[25, 6.25], [50, 12.5]]],
+        GAP: [[[s, pytest.approx(0.001 * s)] for s in (10, 20, 30, 40, 50)]],
+        # The mean of both directions, in percent.
+        "Anchors with hardest negative": [[[s, pytest.approx(1.5 * s)] for s in (10, 20, 30, 40, 50)]],
     }
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["SelHN", "older"]
     # The second run looks the same in every panel, whatever the first one lacks.
-    assert panels["Validation"].lines[1].get_color() == panels["Gradient of the first image layer"].lines[1].get_color()
+    colours = {panels(figure)[title].lines[1].get_color() for title in ("Loss", "Validation", GRADIENT)}
+    assert len(colours) == 1
 
 
-@pytest.mark.parametrize(("norm", "scale"), [(0.5, "log"), (0.0, "linear")])
-def test_gradients_are_drawn_in_powers_of_ten_where_none_is_zero(
-    tmp_path: Path, drawn: list[Figure], norm: float, scale: str
+def test_panels_without_numbers_are_left_out(tmp_path: Path, drawn: list[Figure]) -> None:
+    write_comparison(tmp_path / "figure.svg", {"a": log(10, 20, hardest_gap=1.0)})
+    assert list(panels(drawn[0])) == ["Loss", "Validation", GAP]
+
+
+def test_the_loss_is_that_of_the_last_negatives(tmp_path: Path, drawn: list[Figure]) -> None:
+    warm_up = [{**line, "mining": "all", "loss": 900.0} for line in log(10, 20)[:2]]
+    write_comparison(tmp_path / "figure.svg", {"a": [*warm_up, *log(30, 40)]})
+    assert panels(drawn[0])["Loss"].lines[0].get_xydata().tolist() == [[30, 1], [40, 1]]
+
+
+@pytest.mark.parametrize(("norms", "scale"), [((0.5, 50.0), "log"), ((0.5, 1.0), "linear"), ((0.0, 50.0), "linear")])
+def test_gradients_far_apart_are_drawn_in_powers_of_ten(
+    tmp_path: Path, drawn: list[Figure], norms: tuple[float, float], scale: str
 ) -> None:
-    write_comparison(tmp_path / "figure.svg", {"a": log(10, 20, image_grad_norm=norm, hardest_gap=1.0)})
-    assert [axes.get_yscale() for axes in drawn[0].axes] == [scale, "linear", "linear", "linear"]
+    runs = {str(norm): log(10, 20, image_grad_norm=norm, hardest_gap=1.0) for norm in norms}
+    write_comparison(tmp_path / "figure.svg", runs)
+    scales = {title: axes.get_yscale() for title, axes in panels(drawn[0]).items()}
+    assert scales == {"Loss": "linear", "Validation": "linear", GRADIENT: scale, GAP: "linear"}
 
 
 def test_the_last_step_between_two_log_lines_is_left_out(tmp_path: Path, drawn: list[Figure]) -> None:
     write_comparison(tmp_path / "figure.svg", {"a": log(10, 20, 30, 33, hardest_gap=1.0)})
-    assert drawn[0].axes[1].lines[0].get_xdata().tolist() == [10, 20, 30]
+    assert panels(drawn[0])[GAP].lines[0].get_xdata().tolist() == [10, 20, 30]
 
 
 def test_many_points_become_means_of_neighbours(tmp_path: Path, drawn: list[Figure]) -> None:
     write_comparison(tmp_path / "figure.svg", {"a": log(*range(1, 121), hardest_gap=1.0)})
-    points = drawn[0].axes[1].lines[0].get_xydata().tolist()
+    points = panels(drawn[0])[GAP].lines[0].get_xydata().tolist()
     assert points == [[step + 0.5, step + 0.5] for step in range(1, 121, 2)]
     # Equally many of them up to the end, where points of single batches would scatter more than the others.
     write_comparison(tmp_path / "figure.svg", {"a": log(*range(1, 105), hardest_gap=1.0)})
-    assert drawn[1].axes[1].lines[0].get_xdata().tolist() == [step + 0.5 for step in range(1, 105, 2)]
+    assert panels(drawn[1])[GAP].lines[0].get_xdata().tolist() == [step + 0.5 for step in range(1, 105, 2)]
 
 
-@pytest.mark.parametrize(("length", "columns"), [(5, 4), (28, 3), (100, 1)])
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("_private", "_private"), ("$\\bad$", "$\\bad$"), ("nul\0bell\a", "nul\\x00bell\\x07"), ("x" * 121, None)],
+)
+def test_any_name_gives_a_clean_legend(tmp_path: Path, drawn: list[Figure], name: str, shown: str | None) -> None:
+    write_comparison(tmp_path / "figure.svg", {name: log(10, 20)})
+    (text,) = drawn[0].legends[0].get_texts()
+    assert text.get_text() == (shown or f"{'x' * 72}... (121 characters)")
+    ElementTree.parse(tmp_path / "figure.svg")
+
+
+@pytest.mark.parametrize(("length", "columns"), [(5, 4), (37, 3), (100, 1)])
 def test_the_legend_has_as_many_columns_as_fit(tmp_path: Path, drawn: list[Figure], length: int, columns: int) -> None:
     runs = {letter * length: log(10, 20, hardest_gap=1.0) for letter in "abcde"}
     write_comparison(tmp_path / "figure.svg", runs)
@@ -109,7 +144,7 @@ def test_the_command_draws_runs(
     assert capsys.readouterr().out == f"figure: {out}\n"
     assert out.read_bytes().startswith(b"%PDF")
     assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["run", "other"]
-    assert [len(axes.lines) for axes in drawn[0].axes] == [2, 2, 2, 2]
+    assert [len(axes.lines) for axes in drawn[0].axes] == [2] * 6
     labels = ["--label", "hardest", "--label", "SelHN"]
     assert cli.run(["curves", str(trained), str(trained), *labels, "--out", str(out)]) == 0
     assert [text.get_text() for text in drawn[1].legends[0].get_texts()] == ["hardest", "SelHN"]
@@ -129,8 +164,12 @@ def test_what_cannot_be_drawn_is_one_line(trained: Path, tmp_path: Path, capsys:
     ):  # fmt: skip
         more = [] if "--out" in arguments else ["--out", out]
         assert error(capsys, "curves", *arguments, *more) == (1, message)
-    (empty / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.0}\n')
-    message = "empty: the log has none of the numbers that the figure shows"
-    assert error(capsys, "curves", empty, "--out", out) == (1, message)
+    for line, message in (
+        ('{"kind": "train", "step": 1}', "empty: the log has none of the numbers that the figure shows"),
+        ('{"kind": "train", "step": 1, "loss": "x"}',
+         f"{empty / 'metrics.jsonl'}: line 1: loss: expected a finite number, got 'x'"),
+    ):  # fmt: skip
+        (empty / "metrics.jsonl").write_text(line + "\n")
+        assert error(capsys, "curves", empty, "--out", out) == (1, message)
     assert not out.exists()
     assert comparison.SUFFIXES == (".svg", ".png", ".pdf")

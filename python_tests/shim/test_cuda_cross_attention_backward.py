@@ -157,13 +157,19 @@ def test_nothing_to_do(kernels: BackwardKernels) -> None:
         assert found.contexts.tolist() == torch.zeros_like(contexts.values).tolist()
 
 
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("room", [ROOM, 14])
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_zero_vectors(kernels: BackwardKernels, normalization: str) -> None:
-    """The derivative of a norm at zero is zero: of a query, of an attended vector and of a row of scores."""
-    queries, contexts = sets([3, 2, 1], [4, 2, 1])
+def test_rows_of_zeros_receive_no_gradient(
+    kernels: BackwardKernels, normalization: str, room: int, dtype: torch.dtype
+) -> None:
+    queries, contexts = sets([3, 2, 1], [4, 2, 1], 40, dtype=dtype)
     queries.values[[1, 5]] = 0.0  # one row, and all of the last set
     contexts.values[[2, 4, 5]] = 0.0  # one row, and all of the second set
-    check_gradients(kernels, queries, contexts, sparse_gradients(3, 3, 1.0, 0), normalization=normalization)
+    gradients = sparse_gradients(3, 3, 1.0, 0)
+    found = check_gradients(kernels, queries, contexts, gradients, normalization=normalization, room=room)
+    assert not found.queries[[1, 5]].any()
+    assert not found.contexts[[2, 4, 5]].any()
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from itm_fast.training import Trainer, train
+from itm_fast.training.gradient_monitor import GradientWarning
 from itm_fast.training.metrics_log import read_metrics
 from itm_fast.training.plateau import PlateauMonitor, PlateauWarning
 from python_tests.helpers.runs import config, make_trainer, run
@@ -86,6 +87,18 @@ def test_a_collapsed_run_says_so_early_and_a_healthy_one_never(data: Path, tmp_p
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlateauWarning)
         run(healthy)
+
+
+def test_absurd_gradients_are_reported_once(data: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(config(data, tmp_path))
+    trainer.model.image_encoder.fc.weight.register_hook(lambda gradient: 1e12 * gradient)
+    with pytest.warns(GradientWarning, match="too large to be right") as caught:
+        trainer.run()
+    notes = [line for line in read_metrics(tmp_path / "metrics.jsonl") if line["kind"] == "warning"]
+    assert [(note["step"], note["message"]) for note in notes] == [(1, str(caught[0].message))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GradientWarning)
+        run(config(data, tmp_path / "healthy", mining="all"))
 
 
 def test_lines_replace_the_progress_bar_without_a_terminal(

@@ -18,7 +18,7 @@ SMALL = ["--model-option", "embed_dim=16", "--model-option", "word_dim=12", "--b
 EVERYWHERE = {
     "batch_size": 128, "drop_last": False, "optimizer": "adam", "lr_schedule": "step", "lr_decay_unit": "epoch",
     "lr_decay_factor": 0.1, "grad_clip": 2.0, "margin": 0.2, "mining": "hardest", "exclude_same_image": False,
-    "validation_images": 1000,
+    "validation_images": 1000, "warmup_epochs": 0,
 }  # fmt: skip
 SIZES = {"embed_dim": 1024, "word_dim": 300, "num_layers": 1}
 SCAN = {**SIZES, "normalization": "clipped_l2norm", "negative_slope": 0.1}
@@ -42,7 +42,7 @@ INFTY = {**AUGMENTED, "epochs": 25, "lr_decay_every": 15, "warmup_epochs": 1}
 # The loss of the paper's code is the mean over a batch of 128 and both directions, its gradient clipped at 2.
 SELHN = {
     **AUGMENTED, "epochs": 30, "lr_decay_every": 15, "mining": "selective", "epsilon": 0.01, "halve_loss": True,
-    "selective_divisor": "negatives", "mean_loss": True,
+    "selective_divisor": "negatives", "mean_loss": True, "warmup_epochs": None,
 }  # fmt: skip
 # The paper has no decay for its simpler models.
 CONSTANT = {"lr_schedule": "constant", "lr_decay_every": None, "lr_decay_unit": None, "lr_decay_factor": None}

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from itm_fast.data import Vocabulary
+from itm_fast import models
+from itm_fast.data import Vocabulary, open_split
+from itm_fast.evaluation import evaluate
 from itm_fast.training import Trainer
 from itm_fast.training import trainer as trainer_module
 from itm_fast.training.checkpoint import load_state, save_state
@@ -185,6 +187,24 @@ def test_a_run_that_ends_where_it_was_stopped_is_validated(
     assert (result.steps, result.best_step, result.finished) == (4, 4, True)
     assert steps(tmp_path / "run", "validation") == [4]
     assert result.best["rsum"] > 0
+
+
+@pytest.mark.parametrize("scenario", ["single", "mss"])
+@pytest.mark.parametrize("epochs", [2, 4])
+def test_a_best_model_that_is_gone_is_replaced(data: Path, tmp_path: Path, scenario: str, epochs: int) -> None:
+    """With the state's own weights where the run has ended, else with the best of the steps to come."""
+    settings = config(data, tmp_path / "run", scenario=scenario)
+    run(settings)
+    name = "branches/1/model.safetensors" if scenario == "mss" else "model.safetensors"
+    (tmp_path / "run" / name).unlink()
+    with pytest.warns(UserWarning, match=rf"{name}: gone, and with it the best model \(step \d, rsum .*from step 8 on"):
+        result = run(attrs.evolve(settings, epochs=epochs), resume=True)
+    assert result.best_step >= 8
+    assert result.finished
+    model = models.load(tmp_path / "run")
+    summary = evaluate(model, open_split(data, "dev", Vocabulary.from_file(tmp_path / "run" / "vocab.json")))
+    assert summary["rsum"] == result.best["rsum"]
+    assert (tmp_path / "run" / name).is_file()
 
 
 def test_the_log_keeps_its_last_steps(data: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,3 +81,25 @@ def test_train_yaml_holds_the_settings(data: Path, tmp_path: Path) -> None:
     assert build(TrainConfig, read_yaml(tmp_path / "run" / "train.yaml")) == settings
     assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["embed_dim"] == 16
     assert to_dict(settings)["model_options"] == OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("expected", "changes"),
+    [
+        (1, {}),
+        (1, {"scenario": "mss"}),
+        (1, {"scenario": "oas", "anchor": "run", "anchor_start": False}),
+        (0, {"scenario": "oas", "anchor": "run"}),
+        (0, {"epochs": 1}),
+        (0, {"mining": "all"}),
+        (0, {"mining": "selective"}),
+        (0, {"loss": "cmpm", "mining": "all"}),
+        (0, {"warmup_epochs": 0}),
+        (3, {"warmup_epochs": 3}),
+    ],
+)
+def test_hardest_negatives_wait_for_an_epoch_of_all_negatives(expected: int, changes: dict[str, Any]) -> None:
+    settings = TrainConfig(data="d", out="o", **changes)
+    assert settings.warmup_epochs == expected
+    # A recorded configuration is read back as it is.
+    assert TrainConfig(**to_dict(settings)) == settings

@@ -29,6 +29,7 @@ from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
 from itm_fast.nn import BertTextEncoder, PatchEncoder, TextEncoder, mean_pool
+from itm_fast.processors import set_threads
 from itm_fast.training import run_folder
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
@@ -88,8 +89,7 @@ def realign(
             with `resume` no state of this realignment; nothing is written then.
     """
     config = _config(first, second, out, data, epochs, machine)
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    set_threads(config.threads)
     run_folder.check(config, resume=resume)
     model = models.load(second)
     frozen = extractor_of(model)

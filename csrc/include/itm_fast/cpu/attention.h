@@ -243,6 +243,19 @@ ITM_FAST_INLINE Vector<T> attend_columns(T* columns, int64_t stride, int64_t n_c
   return select<T>(any, kept_total, total);
 }
 
+// log(sum_j exp(t r_j)) is t * peak + log(total), where `peak` is the cosine with the greatest t r_j. Differences are
+// taken before they are multiplied: large t would otherwise amplify the rounding of t r_j.
+template <typename T>
+struct LogSumExp {
+  T t, peak, total = T(0);
+
+  LogSumExp(const T* cosine, int64_t n, double temperature) : t(static_cast<T>(temperature)), peak(cosine[0]) {
+    for (int64_t j = 1; j < n; ++j) peak = t * (cosine[j] - peak) > T(0) ? cosine[j] : peak;
+    for (int64_t j = 0; j < n; ++j) total += term(cosine[j]);
+  }
+  T term(T cosine) const { return std::exp(t * (cosine - peak)); }
+};
+
 // Aggregates the cosines of one query set (step 7 of the design).
 template <typename T>
 inline T aggregate(const T* cosine, int64_t n, const CrossAttentionOptions& options) {
@@ -255,11 +268,8 @@ inline T aggregate(const T* cosine, int64_t n, const CrossAttentionOptions& opti
       }
       return result;
     case Aggregation::logsumexp: {
-      const T t = static_cast<T>(options.logsumexp_temperature);
-      T peak = t * cosine[0];
-      for (int64_t j = 1; j < n; ++j) peak = peak < t * cosine[j] ? t * cosine[j] : peak;
-      for (int64_t j = 0; j < n; ++j) result += std::exp(t * cosine[j] - peak);
-      return (std::log(result) + peak) / t;
+      const LogSumExp<T> sum(cosine, n, options.logsumexp_temperature);
+      return std::log(sum.total) / sum.t + sum.peak;
     }
     default:
       for (int64_t j = 0; j < n; ++j) result += cosine[j];
@@ -281,9 +291,8 @@ inline void aggregate_backward(const T* cosine, int64_t n, T gradient, const Cro
       return;
     }
     case Aggregation::logsumexp: {
-      const T t = static_cast<T>(options.logsumexp_temperature);
-      const T total = aggregate(cosine, n, options);
-      for (int64_t j = 0; j < n; ++j) cosine_gradient[j] = gradient * std::exp(t * (cosine[j] - total));
+      const LogSumExp<T> sum(cosine, n, options.logsumexp_temperature);
+      for (int64_t j = 0; j < n; ++j) cosine_gradient[j] = gradient * (sum.term(cosine[j]) / sum.total);
       return;
     }
     default: {

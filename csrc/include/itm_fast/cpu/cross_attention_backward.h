@@ -55,7 +55,8 @@ struct QueryBlock {
 //   score_gradient (n_contexts, block.columns()), rows gradient_stride apart: of the raw scores; may be `raw` itself,
 //   query_factor (block.columns()): what the query row itself is multiplied by,
 // and adds to the workspace's gram_gradient (n_contexts, gram_stride) what multiplies the context rows. Query sets
-// whose score has no gradient get zeros, whatever their values.
+// whose score has no gradient get zeros, whatever their values. So do rows of zeros on either side: they have no
+// direction, and their derivative would be 1 / kNormEpsilon.
 template <typename T, typename S>
 inline void differentiate_block(const QueryBlock<T, S>& block, T* raw, int64_t raw_stride, const S* context,
                                 int64_t n_contexts, int64_t dim, const T* gram, const CrossAttentionOptions& options,
@@ -144,7 +145,7 @@ inline void differentiate_block(const QueryBlock<T, S>& block, T* raw, int64_t r
     const bool at_least = !(product < T(kNormEpsilon));
     const T denominator = at_least ? product : T(kNormEpsilon);
     const T shared = at_least ? -cosine_gradient[j] * cosine[j] / denominator : T(0);
-    dot[j] = cosine_gradient[j] / denominator;
+    dot[j] = query_norm[j] == T(0) ? T(0) : cosine_gradient[j] / denominator;
     query_factor[j] = at_least ? shared * norm / query_norm[j] : T(0);
     context_factor[j] = at_least ? shared * query_norm[j] / norm : T(0);
   }
@@ -170,7 +171,7 @@ inline void differentiate_block(const QueryBlock<T, S>& block, T* raw, int64_t r
     }
   }
   for (int64_t k = 0; k < n_contexts; ++k) {
-    const T* __restrict p = attention + k * stride;
+    T* __restrict p = attention + k * stride;
     T* __restrict y = mixed + k * stride;
     for (int64_t j = 0; is_soft && j < columns; ++j) y[j] = p[j] * (y[j] - along[j]);
     for (int64_t j = 0; j < n_columns; ++j) {
@@ -186,7 +187,12 @@ inline void differentiate_block(const QueryBlock<T, S>& block, T* raw, int64_t r
                                row_gradient + first, length, options);
       }
     }
-    __builtin_memcpy(score_gradient + k * gradient_stride, row_gradient, n_columns * sizeof(T));
+    if (gram[k * n_contexts + k] == T(0)) {
+      for (int64_t j = 0; j < n_columns; ++j) row_gradient[j] = p[j] = T(0);
+    }
+    for (int64_t j = 0; j < n_columns; ++j) {
+      score_gradient[k * gradient_stride + j] = query_norm[j] == T(0) ? T(0) : row_gradient[j];
+    }
   }
   for (int64_t j = 0; j < n_columns; ++j) {
     for (int64_t k = n_contexts; k < layout.gram_stride; ++k) transposed[j * layout.gram_stride + k] = T(0);

@@ -240,12 +240,13 @@ class CosineAggregate {
         if (is_empty_ || (!(value_ != value_) && !(cosine <= value_))) value_ = cosine;
         break;
       case Aggregation::logsumexp: {
-        const float x = options.logsumexp_temperature * cosine;
-        if (is_empty_ || peak_ < x) {
-          value_ = is_empty_ ? 1.0f : value_ * expf(peak_ - x) + 1.0f;
-          peak_ = x;
+        // Differences come first: large temperatures would amplify the rounding of a product.
+        const float above = options.logsumexp_temperature * (cosine - peak_);
+        if (is_empty_ || above > 0.0f) {
+          value_ = is_empty_ ? 1.0f : value_ * expf(-above) + 1.0f;
+          peak_ = cosine;
         } else {
-          value_ += expf(x - peak_);
+          value_ += expf(above);
         }
         break;
       }
@@ -256,8 +257,12 @@ class CosineAggregate {
   }
   ITM_FAST_DEVICE float result(int64_t n, const PairOptions& options) const {
     if (options.aggregation == Aggregation::mean) return value_ / static_cast<float>(n);
-    if (options.aggregation == Aggregation::logsumexp) return (logf(value_) + peak_) / options.logsumexp_temperature;
+    if (options.aggregation == Aggregation::logsumexp) return logf(value_) / options.logsumexp_temperature + peak_;
     return value_;
+  }
+  // The derivative of the log-sum-exp by one of its cosines.
+  ITM_FAST_DEVICE float share(float cosine, const PairOptions& options) const {
+    return expf(options.logsumexp_temperature * (cosine - peak_)) / value_;
   }
 
  private:

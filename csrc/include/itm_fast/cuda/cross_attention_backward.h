@@ -132,12 +132,24 @@ ITM_FAST_DEVICE RowSums sums_of_queries(const PairRows<S>& rows, const PairNumbe
   return sums;
 }
 
+// Whether a row is all zeros: such a row has no direction, and receives no gradient. All lanes of a warp.
+template <typename S>
+ITM_FAST_DEVICE bool is_zero_row(const S* row, int64_t dim) {
+  for (int64_t first = 0; first < dim; first += 32) {
+    const int64_t column = first + lane();
+    float found[1] = {column < dim && !(widen(row[column]) == 0.0f) ? 1.0f : 0.0f};
+    if (sum_over_lanes(found) > 0.0f) return false;
+  }
+  return true;
+}
+
 // One set of either side, with its list and its rows' gradients.
 template <typename S>
 struct Destination {
   bool is_context;
   int64_t set;
   int n_rows;
+  const S* values;
   int32_t n_pairs;
   const int32_t* list;
   S* gradients;
@@ -160,6 +172,7 @@ ITM_FAST_DEVICE Destination<S> destination(const CrossAttentionBackward<S>& p, i
     return {true,
             set,
             static_cast<int>(rows.length(set)),
+            rows.values + start,
             lists.context_counts[set],
             lists.context_lists + set * lists.queries.n_sets,
             gradients,
@@ -168,6 +181,7 @@ ITM_FAST_DEVICE Destination<S> destination(const CrossAttentionBackward<S>& p, i
   return {false,
           set,
           static_cast<int>(rows.length(set)),
+          rows.values + start,
           lists.query_counts[set],
           lists.query_lists + set * lists.contexts.n_sets,
           gradients,
@@ -204,6 +218,9 @@ ITM_FAST_DEVICE void accumulate_gradients(const CrossAttentionBackward<S>& p) {
       const PairNumbers numbers = p.numbers.at(pair.row, pair.score);
       totals.add(sums_of(p, to, pair, numbers, first_row, column));
     }
+    totals.each(first_row, to.n_rows, [&](float& total, int row) {
+      if (is_zero_row(to.values + row * p.dim, p.dim)) total = 0.0f;
+    });
     if (column >= p.dim) continue;
     totals.each(first_row, to.n_rows, [&](float total, int row) {
       if (to.sums != nullptr) {
@@ -259,8 +276,11 @@ ITM_FAST_DEVICE void finish_pairs(const CrossAttentionBackward<S>& p) {
     const Destination<S> to = destination(p, number);
     add_remaining(p, to, numbers, row_room, score_room);
     barrier();
-    const int64_t count = to.n_rows * p.dim;
-    for (int64_t i = thread_index(); i < count; i += kGradientThreads) narrow(to.sums[i], to.gradients[i]);
+    for (int row = warp(); row < to.n_rows; row += kGradientWarps) {
+      const int64_t start = row * p.dim;
+      const bool is_zero = is_zero_row(to.values + start, p.dim);
+      for (int64_t c = lane(); c < p.dim; c += 32) narrow(is_zero ? 0.0f : to.sums[start + c], to.gradients[start + c]);
+    }
   }
 }
 

@@ -196,11 +196,11 @@ ITM_FAST_DEVICE float cosine_gradient(const float* cosine, int j, int n, float g
   }
   CosineAggregate aggregate;
   for (int i = 0; i < n; ++i) aggregate.add(cosine[i], options);
-  return gradient * expf(options.logsumexp_temperature * (cosine[j] - aggregate.result(n, options)));
+  return gradient * aggregate.share(cosine[j], options);
 }
 
 // Through the aggregate and the cosines, whose derivatives by |q| and |c| are divided by those norms, which makes them
-// what multiplies the vectors q and c themselves.
+// what multiplies the vectors q and c themselves. A query of zeros has no gradient.
 ITM_FAST_DEVICE void differentiate_cosines(const PairNumbers& numbers, int n, float gradient,
                                            const PairOptions& options) {
   for (int j = thread_index(); j < n; j += kGradientThreads) {
@@ -210,7 +210,7 @@ ITM_FAST_DEVICE void differentiate_cosines(const PairNumbers& numbers, int n, fl
     const bool is_divided = !(product < least);
     const float denominator = is_divided ? product : least;
     const float shared = is_divided ? -incoming * numbers.cosine[j] / denominator : 0.0f;
-    numbers.dot[j] = incoming / denominator;
+    numbers.dot[j] = query_norm == 0.0f ? 0.0f : incoming / denominator;
     numbers.square[j] = is_divided ? shared * query_norm / attended_norm : 0.0f;
     numbers.norm[j] = is_divided ? shared * attended_norm / query_norm : 0.0f;
   }

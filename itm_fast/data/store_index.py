@@ -1,0 +1,107 @@
+"""Check the index of a feature store against its manifest before anything uses it.
+
+Inside: `check_index`, `check_token_ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from itm_fast.data.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from itm_fast.data.store_format import SplitRecord
+
+__all__ = ["check_index", "check_token_ids"]
+
+_DTYPES = {"token_ids": "int32", "text": "uint8", "ids": "uint8"}  # All other arrays are int64.
+# Arrays of lengths, and the arrays whose parts they delimit.
+_PARTS = {"caption_lengths": "token_ids", "text_lengths": "text", "ids_lengths": "ids"}
+
+
+def check_index(path: Path, arrays: Mapping[str, np.ndarray], split: SplitRecord) -> None:
+    """Check the types, shapes, values and sums of the arrays in an index.
+
+    Args:
+        path: the file, for messages.
+        arrays: its content.
+        split: the split's record in the manifest.
+
+    Raises:
+        ValueError: an array is missing, or does not fit the manifest or the other arrays.
+    """
+    sizes: dict[str, int | None] = {"token_ids": None, "text": None}
+    sizes |= dict.fromkeys(("caption_lengths", "caption_image", "text_lengths"), split.captions)
+    if "ids" in arrays or "ids_lengths" in arrays:
+        sizes |= {"ids": None, "ids_lengths": split.images}
+    if split.ragged:
+        sizes["region_counts"] = split.images
+    elif "region_counts" in arrays:
+        raise ValueError(f"{path}: region_counts: expected no such array, as each image has {split.regions} regions")
+    for name, size in sizes.items():
+        _check_type(path, name, arrays.get(name), size)
+    limits = {"token_ids": (0, 2**31 - 1), "caption_image": (0, split.images - 1), "region_counts": (1, split.regions)}
+    # A caption has at least <start> and <end>.
+    limits |= {name: (2 * (name == "caption_lengths"), len(arrays.get(whole, ()))) for name, whole in _PARTS.items()}
+    for name in filter(limits.__contains__, sizes):
+        least, most = limits[name]
+        if len(array := arrays[name]) and not (least <= array.min() and array.max() <= most):
+            found = f"{array.min()} to {array.max()}"
+            raise ValueError(f"{path}: {name}: expected values from {least} to {most}, got {found}")
+    for name in filter(_PARTS.__contains__, sizes):
+        total, whole = int(arrays[name].sum()), len(arrays[_PARTS[name]])
+        if total != whole:
+            raise ValueError(f"{path}: {name}: expected a sum of {whole}, the length of {_PARTS[name]}, got {total}")
+    for name in filter({"text", "ids"}.__contains__, sizes):
+        _check_text(path, name, arrays[name], arrays[f"{name}_lengths"])
+    if split.ragged:
+        _check_regions(path, arrays["region_counts"], split)
+
+
+def check_token_ids(path: Path, arrays: Mapping[str, np.ndarray], vocabulary: Vocabulary) -> None:
+    """Check that the token ids of a checked index are those of captions in a vocabulary.
+
+    Raises:
+        ValueError: an id is not in the vocabulary, or a caption does not begin with `<start>` and end with `<end>`.
+    """
+    token_ids, ends = arrays["token_ids"], np.cumsum(arrays["caption_lengths"])
+    if len(token_ids) and (largest := token_ids.max()) >= len(vocabulary):
+        raise ValueError(f"{path}: token_ids: expected values from 0 to {len(vocabulary) - 1}, got {largest}")
+    starts = ends - arrays["caption_lengths"]
+    wrong = np.flatnonzero((token_ids[starts] != vocabulary.start) | (token_ids[ends - 1] != vocabulary.end))
+    if len(wrong):
+        raise ValueError(
+            f"{path}: caption_lengths: caption {wrong[0]} does not begin with {vocabulary.words[vocabulary.start]} and "
+            f"end with {vocabulary.words[vocabulary.end]}"
+        )
+
+
+def _check_type(path: Path, name: str, array: np.ndarray | None, size: int | None) -> None:
+    dtype = _DTYPES.get(name, "int64")
+    if array is None or array.dtype != dtype or array.ndim != 1 or size not in (None, len(array)):
+        expected = "one dimension" if size is None else f"shape ({size},)"
+        found = "none" if array is None else f"{array.dtype} of shape {array.shape}"
+        raise ValueError(f"{path}: {name}: expected {dtype} of {expected}, got {found}")
+
+
+def _check_text(path: Path, name: str, text: np.ndarray, lengths: np.ndarray) -> None:
+    try:
+        text.tobytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {name}: not UTF-8 (byte {error.start}: {error.reason})") from None
+    starts = (np.cumsum(lengths) - lengths)[lengths > 0]
+    # Bytes 10xxxxxx continue a character.
+    inside = np.flatnonzero(text[starts] & 0xC0 == 0x80)
+    if len(inside):
+        raise ValueError(f"{path}: {name}_lengths: they cut the character at byte {starts[inside[0]]} of {name}")
+
+
+def _check_regions(path: Path, counts: np.ndarray, split: SplitRecord) -> None:
+    ends = np.cumsum([0, *(shard.images for shard in split.shards)])
+    for shard, regions in zip(split.shards, np.add.reduceat(counts, ends[:-1]).tolist(), strict=True):
+        if regions != shard.regions:
+            raise ValueError(f"{path}: region_counts: {shard.file} holds {shard.regions} regions, its counts {regions}")
