@@ -72,7 +72,7 @@ def shortened_id(value: object) -> str | None:
         (argparse.Namespace(a=1), "<Namespace>"),
         ("x" * 99, f"'{'x' * 59}... (101 characters)"),
         (10**400, f"1{'0' * 59}... (401 characters)"),
-        (10**5000, "a number of too many digits"),
+        (10**5000, "a number with too many digits"),
     ],
     ids=shortened_id,
 )
