@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from itm_fast import evaluation, losses, models
-from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
+from itm_fast.data import PrecomputedDataset, emoji
 from itm_fast.training import TrainConfig, train
 
 
@@ -68,7 +68,7 @@ def main() -> None:
         )
     )
     model = models.load(options.out)
-    test = PrecomputedDataset(data, "test", Vocabulary.from_file(f"{options.out}/vocab.json"))
+    test = PrecomputedDataset(data, "test", model.tokenizer)
     print(evaluation.recall_table({"test": evaluation.evaluate(model, test)}))
 
 

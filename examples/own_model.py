@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from itm_fast import Fragments, evaluation, models
 from itm_fast.config import setting
-from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
+from itm_fast.data import PrecomputedDataset, emoji
 from itm_fast.models.encoders import EncoderConfig, make_image_encoder, make_text_encoder
 from itm_fast.nn import GradientSparseScores
 from itm_fast.training import TrainConfig, train
@@ -95,7 +95,7 @@ def main() -> None:
         )
     )
     model = models.load(options.out)
-    test = PrecomputedDataset(data, "test", Vocabulary.from_file(f"{options.out}/vocab.json"))
+    test = PrecomputedDataset(data, "test", model.tokenizer)
     print(evaluation.recall_table({"test": evaluation.evaluate(model, test)}))
 
 

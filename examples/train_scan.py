@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from itm_fast import evaluation, models
-from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
+from itm_fast.data import PrecomputedDataset, emoji
 from itm_fast.training import TrainConfig, train
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     print(f"best sum of recalls on dev: {result.best['rsum']:.1f} after {result.best_step} steps")
 
     model = models.load(options.out)
-    test = PrecomputedDataset(data, "test", Vocabulary.from_file(f"{options.out}/vocab.json"))
+    test = PrecomputedDataset(data, "test", model.tokenizer)
     print(evaluation.recall_table({"test": evaluation.evaluate(model, test)}))
 
 

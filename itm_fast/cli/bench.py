@@ -39,7 +39,7 @@ def bench(
     from itm_fast.benchmarking.run import PRESETS, run
     from itm_fast.benchmarking.table import markdown
     from itm_fast.files.atomic import check_target, write_text
-    from itm_fast.processors import check_count
+    from itm_fast.files.processors import check_count
 
     if json is not None:
         check_target(json)

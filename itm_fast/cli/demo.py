@@ -63,7 +63,7 @@ def demo(
     from itm_fast.benchmarking.run import environment
     from itm_fast.data import PrecomputedDataset, emoji
     from itm_fast.files import atomic
-    from itm_fast.processors import set_threads
+    from itm_fast.files.processors import set_threads
     from itm_fast.report import write_report
     from itm_fast.training import TrainConfig, run_folder, train
     from itm_fast.training.metrics_log import MetricsLog, read_metrics

@@ -60,7 +60,7 @@ def evaluate(
     from itm_fast import evaluation
     from itm_fast.distributed import joined
     from itm_fast.files import atomic
-    from itm_fast.processors import set_threads
+    from itm_fast.files.processors import set_threads
     from itm_fast.training.run import device_of, warn_of_unknown_words
 
     if json_file is not None:

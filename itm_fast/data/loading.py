@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from itm_fast.data.dataset import Batch, CaptionDataset
-from itm_fast.processors import check_count
+from itm_fast.files.processors import check_count
 
 # Batches to read ahead of the current one.
 _AHEAD = 2

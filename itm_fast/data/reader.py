@@ -19,7 +19,7 @@ import torch
 from itm_fast.distributed import launched
 from itm_fast.files import regular
 from itm_fast.files.installation import host_module
-from itm_fast.processors import available
+from itm_fast.files.processors import available
 
 __all__ = ["MOST_THREADS", "BufferPool", "ShardReader", "default_threads"]
 

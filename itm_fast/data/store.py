@@ -24,8 +24,8 @@ from itm_fast.data.store_format import DTYPES, Manifest, SplitRecord
 from itm_fast.data.store_index import check_token_ids
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.files import regular
+from itm_fast.files.processors import check_count
 from itm_fast.fragments import Fragments
-from itm_fast.processors import check_count
 
 __all__ = ["StoreDataset", "StoreFeatures", "check_data", "open_split"]
 

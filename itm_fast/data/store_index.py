@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 
 from itm_fast.data.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from itm_fast.data.store_format import SplitRecord
 
 __all__ = ["check_index", "check_token_ids"]
 
@@ -23,7 +20,26 @@ _DTYPES = {"token_ids": "int32", "text": "uint8", "ids": "uint8"}  # All other a
 _PARTS = {"caption_lengths": "token_ids", "text_lengths": "text", "ids_lengths": "ids"}
 
 
-def check_index(path: Path, arrays: Mapping[str, np.ndarray], split: SplitRecord) -> None:
+class Split(Protocol):
+    """What the manifest of a store records of a split."""
+
+    @property
+    def images(self) -> int: ...
+
+    @property
+    def captions(self) -> int: ...
+
+    @property
+    def regions(self) -> int: ...
+
+    @property
+    def ragged(self) -> bool: ...
+
+    @property
+    def shards(self) -> Any: ...
+
+
+def check_index(path: Path, arrays: Mapping[str, np.ndarray], split: Split) -> None:
     """Check the types, shapes, values and sums of the arrays in an index.
 
     Args:
@@ -100,7 +116,7 @@ def _check_text(path: Path, name: str, text: np.ndarray, lengths: np.ndarray) ->
         raise ValueError(f"{path}: {name}_lengths: they cut the character at byte {starts[inside[0]]} of {name}")
 
 
-def _check_regions(path: Path, counts: np.ndarray, split: SplitRecord) -> None:
+def _check_regions(path: Path, counts: np.ndarray, split: Split) -> None:
     ends = np.cumsum([0, *(shard.images for shard in split.shards)])
     for shard, regions in zip(split.shards, np.add.reduceat(counts, ends[:-1]).tolist(), strict=True):
         if regions != shard.regions:

@@ -6,24 +6,28 @@ Inside: `MatchingModel`, `register`, `create`, `load`, `names`, `model_class`, `
 from __future__ import annotations
 
 import abc
+import functools
 import importlib
 import json
 import os
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from itm_fast import config as settings
-from itm_fast.files import atomic
+from itm_fast.data.vocabulary import Vocabulary
+from itm_fast.files import atomic, regular
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, read_json
 from itm_fast.files.formats import Format
 from itm_fast.files.messages import shortened, shown
 from itm_fast.files.plugins import Plugins
+from itm_fast.files.run_files import VOCABULARY
 from itm_fast.fragments import Fragments
 from itm_fast.models.weights_file import check_finite, read_shapes, read_weights
 from itm_fast.nn import micro_batches
@@ -47,18 +51,71 @@ class MatchingModel(nn.Module, abc.ABC):
     # The parts that `score` runs, whose batch statistics, if any, are those of all images beside one caption.
     scoring_parts: ClassVar[tuple[str, ...]] = ()
     config: Any
+    # The vocabulary of the captions; `load` sets it if the folder holds one.
+    tokenizer: Vocabulary | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let the encoders of every model take arrays and strings, and its score build no graph for inference."""
+        super().__init_subclass__(**options)
+        for name, wrapped in (("encode_images", _of_arrays), ("encode_captions", _of_text), ("score", _of_inference)):
+            if name in vars(cls):
+                setattr(cls, name, wrapped(vars(cls)[name]))
 
     @abc.abstractmethod
     def encode_images(self, features: Tensor | Fragments) -> Embeddings:
-        """Region features (n, k, f), or Fragments, to the embeddings of n images."""
+        """Encode images.
+
+        Args:
+            features: region features (n, k, f), or Fragments of n sets. A NumPy array is copied to the device of the
+                model and encoded without a graph.
+
+        Returns:
+            The embeddings of n images.
+        """
 
     @abc.abstractmethod
     def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Embeddings:
-        """Padded token ids (n, L) int64 and lengths (n,) to the embeddings of n captions."""
+        """Encode captions.
+
+        Args:
+            token_ids: padded token ids (n, L) int64; or n strings, which the model's `tokenizer` splits, and which are
+                encoded without a graph.
+            lengths: (n,) int64, the number of tokens of each caption. Leave it out for strings.
+
+        Returns:
+            The embeddings of n captions.
+        """
 
     @abc.abstractmethod
     def score(self, images: Any, captions: Any) -> Tensor:
-        """Embeddings of images and captions to scores (n_images, n_captions) float32."""
+        """Score embeddings of images and captions: (n_images, n_captions) float32, images are rows.
+
+        In evaluation mode, embeddings without a graph give scores without a graph.
+        """
+
+    def tokenize(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Split captions into padded token ids (n, L) int64 and lengths (n,) int64, on the device of the model.
+
+        Raises:
+            TypeError: `captions` is not a list of strings.
+            ValueError: the model has no tokenizer, or a caption has more tokens than the model reads.
+        """
+        if isinstance(captions, str) or not all(isinstance(caption, str) for caption in captions):
+            raise TypeError(f"captions: expected a list of strings, or token ids and lengths, got {shown(captions)}")
+        if self.tokenizer is None:
+            raise ValueError(
+                "tokenizer: the model has none; load it from a run directory, or set it to the Vocabulary it was "
+                "trained with"
+            )
+        encoded = [torch.tensor(self.tokenizer.encode(caption)) for caption in captions]
+        longest = self.max_caption_length
+        for caption, ids in zip(captions, encoded, strict=True):
+            if longest is not None and len(ids) > longest:
+                raise ValueError(f"captions: the model reads {longest} tokens, got {len(ids)}: {shown(caption)}")
+        device = next(self.parameters()).device
+        lengths = torch.tensor([len(ids) for ids in encoded], dtype=torch.int64, device=device)
+        padded = nn.utils.rnn.pad_sequence(encoded or [torch.zeros(0)], True, self.tokenizer.pad)
+        return padded[: len(encoded)].to(device, torch.int64), lengths
 
     def encode(
         self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor, micro_batch: int | None = None
@@ -102,7 +159,12 @@ class MatchingModel(nn.Module, abc.ABC):
         return self.score(*self.encode(features, token_ids, lengths, micro_batch))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes `config.json` and `model.safetensors`, each atomically; the folder is created where missing."""
+        """Write `config.json`, `model.safetensors` and the tokenizer, if any, each atomically.
+
+        The folder is created if it is missing.
+        """
+        if self.tokenizer is not None:
+            self.tokenizer.save(Path(directory) / VOCABULARY)
         for name, content in self.file_contents().items():
             atomic.write_bytes(Path(directory) / name, content)
 
@@ -112,6 +174,45 @@ class MatchingModel(nn.Module, abc.ABC):
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         # Bytes, not save_file, whose exceptions do not say in a readable way that a disk is full.
         return {WEIGHTS_FILE: serialize(weights), CONFIG_FILE: (json.dumps(content, indent=2) + "\n").encode()}
+
+
+def _of_arrays(encode: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(encode)
+    def encode_images(self: MatchingModel, features: Any) -> Any:
+        if not isinstance(features, np.ndarray):
+            return encode(self, features)
+        weight = next(self.parameters())
+        with torch.no_grad():
+            return encode(self, torch.from_numpy(features).to(weight.device, weight.dtype))
+
+    return encode_images
+
+
+def _of_text(encode: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(encode)
+    def encode_captions(self: MatchingModel, token_ids: Any, lengths: Tensor | None = None) -> Any:
+        if lengths is not None:
+            return encode(self, token_ids, lengths)
+        with torch.no_grad():
+            return encode(self, *self.tokenize(token_ids))
+
+    return encode_captions
+
+
+def _of_inference(score: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(score)
+    def inference_score(self: MatchingModel, images: Any, captions: Any, *rest: Any, **more: Any) -> Any:
+        if self.training or _may_have_graph(images) or _may_have_graph(captions):
+            return score(self, images, captions, *rest, **more)
+        with torch.no_grad():
+            return score(self, images, captions, *rest, **more)
+
+    return inference_score
+
+
+def _may_have_graph(embeddings: Any) -> bool:
+    values = embeddings.values if isinstance(embeddings, Fragments) else embeddings
+    return not isinstance(values, Tensor) or values.requires_grad
 
 
 _MODELS: dict[str, type[MatchingModel]] = {}
@@ -171,7 +272,7 @@ def create(name: str, /, **config: Any) -> MatchingModel:
 
 
 def load(directory: str | os.PathLike[str], device: torch.device | str = "cpu") -> MatchingModel:
-    """Reads what `model.save` wrote, in evaluation mode.
+    """Read what `model.save` or a training run wrote: the model in evaluation mode, with its tokenizer if there is one.
 
     Raises:
         ValueError: a file is missing or damaged, the format is newer than this package, the weights do not fit the
@@ -190,6 +291,9 @@ def load(directory: str | os.PathLike[str], device: torch.device | str = "cpu") 
     weights = read_weights(weights_path)
     model = create(name, **config)
     load_weights(model, weights, str(weights_path))
+    vocabulary = Path(directory) / VOCABULARY
+    if regular.is_file(vocabulary):
+        model.tokenizer = Vocabulary.from_file(vocabulary)
     return model.to(device).eval()
 
 

@@ -54,7 +54,7 @@ class TrainConfig:
         0,
         group=MACHINE,
         minimum=0,
-        help="Data loader processes; 0: none.",
+        help="Data loader processes, at most 16 or four per processor; 0: none.",
         free_on_resume=True,
     )
     features: str = setting(

@@ -19,8 +19,8 @@ from itm_fast import models
 from itm_fast.data import PrecomputedDataset, Vocabulary, check_data, find_vocabulary, load_vocabulary, open_split
 from itm_fast.distributed import World, joined
 from itm_fast.files import regular
+from itm_fast.files.processors import check_count, set_threads
 from itm_fast.models.bert_folder import bert_options, bert_vocabulary_file, load_bert
-from itm_fast.processors import check_count, set_threads
 from itm_fast.training import run_folder
 from itm_fast.training.cautions import cautions
 from itm_fast.training.config import TrainConfig

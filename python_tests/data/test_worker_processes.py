@@ -13,7 +13,7 @@ import pytest
 
 from itm_fast.data import BatchLoader, EpochSampler, PrecomputedDataset, pack
 from itm_fast.data.store import StoreFeatures
-from itm_fast.processors import check_count, set_threads
+from itm_fast.files.processors import check_count, set_threads
 from python_tests.helpers.commands import SMALL, error
 from python_tests.helpers.concepts import write_concepts
 from python_tests.helpers.precomputed import VOCABULARY, features_of, write_split

@@ -12,8 +12,8 @@ from python_tests.helpers.processes import ROOT
 
 # From the top down: a folder imports only folders to its right.
 ORDER = [
-    "__main__", "__init__", "cli", "benchmarking", "compat", "report", "training", "evaluation", "data", "distributed",
-    "models", "losses", "nn", "functional", "ops", "reference", "fragments", "config", "files", "version",
+    "__main__", "__init__", "cli", "benchmarking", "compat", "report", "training", "evaluation", "models",
+    "data", "distributed", "losses", "nn", "functional", "ops", "reference", "fragments", "config", "files", "version",
 ]  # fmt: skip
 
 Import = tuple[str, str, str]

@@ -26,10 +26,10 @@ from itm_fast import evaluation, models
 from itm_fast.data import PrecomputedDataset, Vocabulary
 from itm_fast.evaluation.scoring import Gallery, evaluation_mode
 from itm_fast.files.messages import shown
+from itm_fast.files.processors import set_threads
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
 from itm_fast.nn import BertTextEncoder, PatchEncoder, TextEncoder, mean_pool
-from itm_fast.processors import set_threads
 from itm_fast.training import run_folder
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
