@@ -44,7 +44,7 @@ class _Short(reprlib.Repr):
         return super().repr1(value, level) if known else self.repr_instance(value, level)
 
     def repr_int(self, value: int, _level: int) -> str:
-        return repr(value) if value.bit_length() <= _MAX_BITS else "a number of too many digits"
+        return repr(value) if value.bit_length() <= _MAX_BITS else "a number with too many digits"
 
     def repr_dict(self, value: dict[Any, Any], level: int) -> str:
         """Show the first items without sorting the keys, which need not be comparable."""

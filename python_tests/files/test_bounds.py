@@ -304,9 +304,9 @@ def test_plain_yaml_is_read_as_always() -> None:
         (f"lr: {'1' * 400}", f"lr: expected a finite number, got {'1' * 60}... (400 characters)"),
         (f"lr: {'1' * 400}.5", "lr: expected a finite number, got inf"),
         ("lr: 1e400", "lr: expected a finite number, got inf"),
-        (f"lr: 0x{'f' * 9000}", "lr: expected a finite number, got a number of too many digits"),
+        (f"lr: 0x{'f' * 9000}", "lr: expected a finite number, got a number with too many digits"),
         (f"epochs: {'x' * 400}", f"epochs: expected a whole number, got '{'x' * 59}... (402 characters)"),
-        (f"epochs: -0x{'f' * 9000}", "epochs: expected a number at least 1, got a number of too many digits"),
+        (f"epochs: -0x{'f' * 9000}", "epochs: expected a number at least 1, got a number with too many digits"),
     ],
 )
 def test_numbers_that_no_float_holds(

@@ -72,7 +72,7 @@ def shortened_id(value: object) -> str | None:
         (argparse.Namespace(a=1), "<Namespace>"),
         ("x" * 99, f"'{'x' * 59}... (101 characters)"),
         (10**400, f"1{'0' * 59}... (401 characters)"),
-        (10**5000, "a number of too many digits"),
+        (10**5000, "a number with too many digits"),
     ],
     ids=shortened_id,
 )
@@ -112,7 +112,7 @@ def test_an_option_that_is_endless(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("place", ["model", "opt"])
 def test_a_key_whose_hash_is_endless(tmp_path: Path, form: str, place: str) -> None:
     """Reading it would take minutes, or years, uninterruptibly: it is refused before."""
-    vocabulary, message = write_vocabulary(tmp_path / "vocab.json"), "holds nested tuples that are far larger than the file"
+    vocabulary, message = write_vocabulary(tmp_path / "vocab.json"), "holds nested tuples that are far larger than"
     model, key = random_model(options()), _Key(tangle(9, tuple))
     model, opt = ([model[0], key], options()) if place == "model" else (model, key)
     path = write_checkpoint(tmp_path / "c.pth.tar", model, opt, form)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from itm_fast import cli
+from itm_fast.files import atomic
 from python_tests.helpers.commands import error, train_small
 from python_tests.helpers.concepts import write_concepts
 
@@ -74,6 +76,33 @@ def test_a_link_to_nothing_creates_no_file(run: Path, capsys: pytest.CaptureFixt
     message = f"{run / 'metrics.jsonl'}: {LINK}"
     assert error(capsys, "train", "--resume", "--out", run, "--epochs", 2) == (1, message)
     assert not (run.parent / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "last", "last/checkpoint.pt", "train.yaml", "vocab.json", "tensorboard"]
+)
+def test_a_link_that_appears_after_the_check_is_refused_by_the_writer(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    outside = moved_out(run, name)
+    before = contents(outside)
+    monkeypatch.setattr(atomic, "check_entries", lambda _root, _names: None)
+    assert cli.run(["train", "--resume", "--out", str(run), "--epochs", "2", "--tensorboard"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == f"itm-fast: error: {run / name}: {LINK}"
+    assert contents(outside) == before
+
+
+def test_models_of_branches_are_written_through_no_link(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    train_small(data, run, "--scenario", "oss")
+    outside = moved_out(run, "branches/1")
+    before = contents(outside)
+    monkeypatch.setattr(atomic, "check_entries", lambda _root, _names: None)
+    assert cli.run(["train", "--resume", "--out", str(run), "--epochs", "2"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == f"itm-fast: error: {run / 'branches' / '1'}: {LINK}"
+    assert contents(outside) == before
 
 
 def test_a_new_run_writes_through_no_link(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
