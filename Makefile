@@ -19,6 +19,7 @@ endif
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up
 NATIVE_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+PROSE = '*.md' '*.py' '*.h' '*.cpp' '*.cu' '*.yaml'
 # cmake and ninja of the environment come first, so that one build folder always sees the same ones.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
@@ -43,10 +44,12 @@ test-cuda-load: ## The same in a copy of the sources, built with nvcc against to
 build: $(STAMP) ## Compile what changed in csrc/ and put the libraries into itm_fast/.
 	$(PYTHON) setup.py -q build_ext --inplace
 
-lint: $(STAMP) ## Check style: ruff and clang-format.
+lint: $(STAMP) ## Check style and prose: ruff, clang-format, codespell and a list of phrases.
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $(NATIVE_SOURCES)
+	git ls-files -z $(PROSE) | xargs -0 $(VENV)/bin/codespell
+	git ls-files -z $(PROSE) | xargs -0 $(PYTHON) tools/check_prose.py
 
 format: $(STAMP) ## Rewrite the sources in that style.
 	$(PYTHON) -m ruff check --fix .
