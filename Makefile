@@ -3,6 +3,7 @@
 
 SHELL := /bin/bash
 PROCESSES ?= 2
+MINUTES ?= 10
 ifndef OLDEST
 VENV := .venv
 TORCH ?= torch==2.13.0
@@ -24,7 +25,7 @@ PROSE = '*.md' '*.py' '*.h' '*.cpp' '*.cu' '*.yaml'
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-cuda-load build lint format types dist check-dist check-cross cuda-resources gpu-wheels bench docs clean
+.PHONY: help demo test test-oldest test-cuda-load build lint format types dist check-dist check-cross cuda-resources gpu-wheels fuzz bench docs clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -76,6 +77,9 @@ cuda-resources: $(STAMP) ## Write docs/internals/cuda_resources.md; with ARGS=--
 
 gpu-wheels: $(STAMP) ## Fetch wheels for benchmarks/gpu_check.sh, ARGS="--python 3.12 --machine x86_64 NAME ...".
 	$(PYTHON) tools/gpu_wheels.py $(ARGS)
+
+fuzz: build ## Attack operators, files and interrupted runs with random cases: make fuzz MINUTES=10 ARGS="--seed 1".
+	$(PYTHON) -m python_tests.fuzz --minutes $(MINUTES) $(ARGS)
 
 bench: build ## Measure against the per-caption loop and the packed form in plain PyTorch.
 	$(VENV)/bin/itm-fast bench $(ARGS)
