@@ -1,4 +1,4 @@
-"""What the store of ADDR's discriminators takes: bytes, and processor time of a batch and of a save.
+"""Measure the store of ADDR's discriminators: bytes, and processor time of a batch and of a save.
 
 Inside: `STORES`, `measure`, `run`, `markdown`.
 
@@ -37,10 +37,10 @@ PUBLISHED = 1800
 
 
 def measure(images: int, width: int, batch: int, steps: int, precision: str, folder: str | None) -> dict[str, float]:
-    """Bytes of a store, the median seconds that a batch of distinct images takes, and the seconds of a save.
+    """Return bytes of a store, median seconds for a batch of distinct images, and seconds of a save.
 
-    Times are those of the processor, so that what else the machine does counts little. All rows have been in a batch
-    before: the first time, the system has to give them memory.
+    Times are processor time, so that other work on the machine counts little. All rows were in a batch before, because
+    the first access includes the time to allocate their memory.
     """
     store = Discriminators(images, width, precision=precision, folder=folder)
     random = torch.Generator().manual_seed(0)
@@ -78,7 +78,7 @@ def run(
     folder: str | None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measures all stores on one thread; what the JSON file holds."""
+    """Measure all stores on one thread; return the content of the JSON file."""
     torch.set_num_threads(1)
     before, rows = os.getloadavg()[0], {}
     with tempfile.TemporaryDirectory(dir=folder) as own:
@@ -95,7 +95,7 @@ def run(
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """The table, and where it was measured."""
+    """Render the table and the machine."""
     sizes, where = results["sizes"], results["environment"]
     lines = [
         [

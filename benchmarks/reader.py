@@ -1,4 +1,4 @@
-"""What reading batches of features costs: the native reader beside a memory-mapped gather.
+"""Measure reading batches of features: the native reader compared with a memory-mapped gather.
 
 Inside: `run`, `markdown`.
 
@@ -37,7 +37,7 @@ __all__ = ["FORMAT_VERSION", "markdown", "run"]
 FORMAT_VERSION = 2
 _BATCH = 128
 
-# What is compared, as the table has it.
+# The compared ways, with their labels in the table.
 LABELS = {
     "numpy": "memory-mapped NumPy gather, `DataLoader` of 2 workers",
     "folder": "`BatchLoader` of 2 workers on the folder, values checked",
@@ -47,7 +47,7 @@ LABELS = {
 
 
 class _Gather(Dataset[torch.Tensor]):
-    """The plain way: rows of a memory map, by a list of indices."""
+    """Read rows of a memory map by a list of indices, the plain way."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,12 +65,12 @@ def _batches(images: int, n: int, seed: int) -> list[np.ndarray]:
 
 
 def each_once(images: int, seed: int) -> list[np.ndarray]:
-    """Batches of all images in a random order; the last one may be smaller."""
+    """Return batches of all images in a random order; the last one may be smaller."""
     return np.split(np.random.default_rng(seed).permutation(images), range(_BATCH, images, _BATCH))
 
 
 class _Images(CaptionDataset):
-    """A split whose items are images, so that each way is asked for the same rows."""
+    """A split whose items are images, so that all ways read the same rows."""
 
     def __init__(self, inner: CaptionDataset) -> None:
         self.inner, self.source = inner, inner.source
@@ -99,9 +99,9 @@ def _ways(
 
 
 def _rate(way: _Way, warm: int = 8) -> tuple[float, float]:
-    """Rows per second from the `warm`th batch on, when worker processes have started and their queues are full.
+    """Return rows per second from the `warm`th batch on, when worker processes have started and their queues are full.
 
-    Then rows per second of processor time, that of worker processes included, of the whole pass.
+    Also return rows per second of processor time over the whole pass, including worker processes.
     """
     before = _processor_seconds()
     batches = way()
@@ -109,7 +109,7 @@ def _rate(way: _Way, warm: int = 8) -> tuple[float, float]:
     start = time.perf_counter()
     timed = sum(len(batch) for batch in batches)
     seconds = time.perf_counter() - start
-    # Worker processes have ended, and so count, once their iterator is gone.
+    # Worker processes count once they have ended, which needs the end of their iterator.
     del batches
     return timed / seconds, (rows + timed) / (_processor_seconds() - before)
 
@@ -127,7 +127,7 @@ def _drop_from_cache(paths: list[Path]) -> None:
 
 
 def _cached_share(path: Path) -> float:
-    """The share of a file's pages that lie in the system's cache, by mincore."""
+    """Return the share of a file's pages in the system's cache, from mincore."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         mapped = np.memmap(file, dtype=np.uint8, mode="r", shape=(size,))
@@ -139,7 +139,7 @@ def _cached_share(path: Path) -> float:
 
 
 def _direct_rate(paths: list[Path], block: int, offsets: list[tuple[int, int]], threads: int) -> float | None:
-    """Bytes per second of reads past the system's cache (O_DIRECT), `threads` at a time; None where that is refused."""
+    """Return bytes per second of reads that bypass the cache (O_DIRECT), `threads` at a time; None if refused."""
     try:
         handles = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths]
     except OSError:
@@ -159,7 +159,7 @@ def _direct_rate(paths: list[Path], block: int, offsets: list[tuple[int, int]], 
 
 
 def _cold(name: str, files: list[Path], way: _Way, images: int, row_bytes: int) -> dict[str, Any]:
-    """One pass over all images, each once, none of them in the system's cache; and the disk's own rates past it."""
+    """Read all images once with a cold cache, and measure the disk's rates without the cache."""
     _drop_from_cache(files)
     share = statistics.fmean(_cached_share(path) for path in files)
     start = time.perf_counter()
@@ -187,7 +187,7 @@ def _cold(name: str, files: list[Path], way: _Way, images: int, row_bytes: int) 
 
 
 def run(folder: Path, *, scale: float, batches: int, rounds: int, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Writes synthetic data and stores under `folder`, measures, and returns what the JSON file holds."""
+    """Write synthetic data and stores under `folder`, measure, and return the content of the JSON file."""
     load_before = os.getloadavg()[0]
     progress("data")
     data = write_synthetic(folder / "data", scale=scale)
@@ -210,7 +210,7 @@ def run(folder: Path, *, scale: float, batches: int, rounds: int, progress: Call
             warm[name].append(_rate(way))
     row_bytes = 4 * int(shape[1]) * int(shape[2])
     cold, once = [], _ways(data, stores, each_once(int(shape[0]), 2))
-    # Stores alone: pages of a file that is mapped cannot be dropped from the cache.
+    # Only stores: pages of a mapped file cannot be dropped from the cache.
     for name, path in stores.items():
         progress(f"cold, {name}")
         files = sorted(path.glob("train-0*.safetensors"))
@@ -231,7 +231,7 @@ def run(folder: Path, *, scale: float, batches: int, rounds: int, progress: Call
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """What was measured of reading, as the page has it."""
+    """Render the measurements of reading for the page."""
     where, row_bytes = results["environment"], results["row_bytes"]
     base = results["warm_rows_per_second"]["numpy"]
     lines = [

@@ -1,21 +1,25 @@
-"""Trains the runs of an experiment one after the other, and writes tables and figures of what came of them.
+"""Train the runs of an experiment one after the other, and write tables and figures of the results.
 
     python -m benchmarks.experiments run     benchmarks/experiments/rcar.yaml
     python -m benchmarks.experiments figures benchmarks/experiments/selhn.yaml
     python -m benchmarks.experiments table   FILE --page docs/performance/results/rcar.md [--check]
 
-An experiment is a YAML file: `title`, `data` (a folder, or "emoji" for the bundled data), `split` to evaluate and
-`images` of it (the first so many; all where absent), `train_images` of the bundled data to train with, `seeds`, `train`
-(settings of itm-fast train for all runs), `rows` (each with a `name`, `train` with its own settings, and perhaps its
-own `seeds`), and `equal`: pairs of rows whose results must be the same to the last digit. A row with the scenario oas
-has an `anchor_row`, the name of one above it: its runs are trained beside the models of that row, seed by seed.
-`ensembles` each have a `name`, a `row` and `seeds` of it: the mean scores of these runs are evaluated as a row of their
-own, once all of them are there. `figures` each have a `file` (SVG, for docs/images), a `text` that says what is seen,
-`rows`, perhaps a `seed`, and what it `shows` of them: their "training", or the "scores" of positive and negative pairs.
+An experiment is a YAML file with these keys:
 
-Each run leaves one JSON file, written in one step. A run that has one is not repeated; one that was interrupted, or
-killed, goes on from its RUN folder. Where a file or a folder is of other settings, or of data with other content, the
-tool refuses and says what differs: what was measured is never overwritten, and never stands for what was not.
+- `title`; `data`: a folder, or "emoji" for the bundled data; `train_images`: number of bundled training images.
+- `split` to evaluate, and the number of its first `images` to use (default: all).
+- `seeds`; `train`: settings of itm-fast train for all runs.
+- `rows`: each with a `name`, `train` with additional settings, and optionally `seeds`. A row with the scenario oas has
+  an `anchor_row`, the name of an earlier row: run by run, its anchor is the model of that row with the same seed.
+- `equal`: pairs of rows whose results must agree in every digit.
+- `ensembles`: each with a `name`, a `row` and `seeds` of it. The mean scores of these runs are evaluated as a separate
+  row once all runs are done.
+- `figures`: each with a `file` (SVG, for docs/images), a `text` that describes it, `rows`, optionally a
+  `seed`, and what it `shows`: "training", or the "scores" of positive and negative pairs.
+
+Each run writes one JSON file atomically. A run with a result is not repeated; an interrupted or killed run resumes from
+its run directory. If a file or folder belongs to other settings or other data, the tool refuses and names the
+difference: results are never overwritten or reused for other settings.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ RESULTS, RUNS = ROOT / "benchmarks" / "results" / "experiments", Path("runs/expe
 
 
 def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machine: Any) -> bool:
-    """Trains and evaluates one run and writes its result; False where a signal stopped it."""
+    """Train and evaluate one run and write its result; False if a signal stopped it."""
     import torch
 
     import itm_fast
@@ -85,11 +89,11 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
         "identity": identity,
         "environment": {**environment(torch.get_num_threads(), itm_fast.build_info()), "command": command},
         "device": config.device,
-        # By the clock, and of all threads and processes: training and evaluation, reading of data included. What a run
-        # took before it was resumed is known by the clock alone.
+        # Over all threads and processes: training and evaluation, including reading of data. For a run that was
+        # resumed, only the wall-clock time of its earlier part is known.
         "seconds": round(trained.seconds + time.monotonic() - started, 1),
         "cpu_seconds": None if resume else round(_cpu_seconds() - cpu_seconds, 2),
-        # What else the machine did: its load averages over a minute, this run's own threads included.
+        # Other work on the machine: load averages over a minute, including this run's threads.
         "load_average": {"before": round(load, 2), "after": round(os.getloadavg()[0], 2)},
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
         "steps": trained.steps,
@@ -105,9 +109,9 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
 
 
 def _anchor_weights(experiment: Experiment, run: Run, out: Path, results: Path, resume: bool) -> dict[str, Any]:
-    """The weights of the anchor among the fingerprints of a run; ValueError where its folder holds other ones.
+    """Return the anchor's weights in the fingerprints of a run; ValueError if its folder holds other ones.
 
-    The folder of the run says what they were, as a run that is resumed has the anchor that it started with.
+    The run's folder records them, because a resumed run keeps the anchor that it started with.
     """
     if run.anchor is None:
         return {}
@@ -124,7 +128,7 @@ def _anchor_weights(experiment: Experiment, run: Run, out: Path, results: Path, 
 
 
 def _cpu_seconds() -> float:
-    """Time on processors so far, of all threads of this process and of the processes that it started and that ended."""
+    """Return processor time so far, of all threads of this process and of its finished child processes."""
     return sum(os.times()[:4])
 
 
