@@ -3,6 +3,7 @@
 
 SHELL := /bin/bash
 PROCESSES ?= 2
+MINUTES ?= 10
 ifndef OLDEST
 VENV := .venv
 TORCH ?= torch==2.13.0
@@ -19,11 +20,12 @@ endif
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up
 NATIVE_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+PROSE = '*.md' '*.py' '*.h' '*.cpp' '*.cu' '*.yaml'
 # cmake and ninja of the environment come first, so that a build folder always uses the same ones.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-cuda-load build lint format types dist check-dist check-cross cuda-resources gpu-wheels bench docs clean
+.PHONY: help demo test test-oldest test-cuda-load build lint format types dist check-dist check-cross cuda-resources gpu-wheels fuzz bench docs clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -43,10 +45,12 @@ test-cuda-load: ## The same in a copy of the sources, built with nvcc against to
 build: $(STAMP) ## Compile what changed in csrc/ and put the libraries into itm_fast/.
 	$(PYTHON) setup.py -q build_ext --inplace
 
-lint: $(STAMP) ## Check style: ruff and clang-format.
+lint: $(STAMP) ## Check style and prose: ruff, clang-format, codespell and a list of phrases.
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $(NATIVE_SOURCES)
+	git ls-files -z $(PROSE) | xargs -0 $(VENV)/bin/codespell
+	git ls-files -z $(PROSE) | xargs -0 $(PYTHON) tools/check_prose.py
 
 format: $(STAMP) ## Rewrite the sources in that style.
 	$(PYTHON) -m ruff check --fix .
@@ -73,6 +77,9 @@ cuda-resources: $(STAMP) ## Write docs/internals/cuda_resources.md; with ARGS=--
 
 gpu-wheels: $(STAMP) ## Fetch wheels for benchmarks/gpu_check.sh, ARGS="--python 3.12 --machine x86_64 NAME ...".
 	$(PYTHON) tools/gpu_wheels.py $(ARGS)
+
+fuzz: build ## Attack operators, files and interrupted runs with random cases: make fuzz MINUTES=10 ARGS="--seed 1".
+	$(PYTHON) -m python_tests.fuzz --minutes $(MINUTES) $(ARGS)
 
 bench: build ## Measure against the per-caption loop and the packed form in plain PyTorch.
 	$(VENV)/bin/itm-fast bench $(ARGS)

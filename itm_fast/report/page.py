@@ -1,9 +1,13 @@
-"""What every page is made with. Inside: `render`, `png_uri`."""
+"""Templates and pictures of HTML pages.
+
+Inside: `render`, `png_uri`.
+"""
 
 from __future__ import annotations
 
 import base64
 import io
+import re
 from typing import Any
 
 import numpy as np
@@ -12,9 +16,12 @@ from PIL import Image
 
 __all__ = ["png_uri", "render"]
 
+# Characters that HTML and XML forbid. Captions and labels may hold them.
+_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
 
 def render(template: str, **values: Any) -> str:
-    """The page of a template. Texts are escaped by the template engine; a name that is missing is an error."""
+    """Fill a template. Values are escaped, forbidden characters are replaced, and a missing name is an error."""
     environment = Environment(
         loader=PackageLoader("itm_fast.report"),
         autoescape=True,
@@ -22,11 +29,11 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(template).render(**values)
+    return _FORBIDDEN.sub("\ufffd", environment.get_template(template).render(**values))
 
 
 def png_uri(pixels: np.ndarray) -> str:
-    """Pixels uint8 (height, width, 3) as the address of a picture that lies in the page itself."""
+    """Encode pixels uint8 (height, width, 3) as a data URI, so that the page contains the picture."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format="png", optimize=True)
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")

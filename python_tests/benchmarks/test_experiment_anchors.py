@@ -160,8 +160,7 @@ def test_what_is_kept_of_a_run_is_what_its_figures_show(
     )
     assert tool.main(figures) == 0
     training, distribution = drawn
-    gradients = training.axes[0]
-    assert gradients.get_title(loc="left") == "Gradient of the first image layer"
+    gradients = next(axes for axes in training.axes if axes.get_title(loc="left") == "Gradient of first image layer")
     assert gradients.lines[1].get_ydata().tolist() == kept["boosted"]["curves"]["train"]["image_grad_norm"]
     assert [axes.get_title(loc="left") for axes in distribution.axes] == ["Positive pairs", "Negative pairs"]
     assert [entry.get_text() for entry in distribution.legends[0].get_texts()] == ["base", "boosted"]

@@ -24,7 +24,7 @@ from python_tests.helpers.precomputed import VOCABULARY, write_split
 from python_tests.report.pages import Page
 
 SIZES = {"embed_dim": 12, "word_dim": 8}
-HOSTILE = 'red <img src=x onerror=alert(1)> {{ 7 * 7 }} "heart" & xyzzy'
+HOSTILE = 'red <img src=x onerror=alert(1)> {{ 7 * 7 }} "heart" & xyzzy \0nul\x1b'
 RCAR = {"regulator": "rcar", "steps": 3, "alignment_dim": 6}
 CASES = {
     "scan": ("scan", {}),
@@ -316,7 +316,8 @@ def test_other_features_are_tables(data: Path, tmp_path: Path) -> None:
 def test_texts_of_the_data_are_escaped(data: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", data, *CASES["scan rar"])
     html, content = explain(run, data, tmp_path / "page.html", "--caption", 14)
-    assert "red &lt;img src=x onerror=alert(1)&gt; {{ 7 * 7 }} &#34;heart&#34; &amp; xyzzy" in html
+    assert "red &lt;img src=x onerror=alert(1)&gt; {{ 7 * 7 }} &#34;heart&#34; &amp; xyzzy \ufffdnul\ufffd" in html
+    assert "\0" not in html
     assert "xyzzy (unknown)" in content["words"]
     assert "heart" in content["words"]
     assert content["words"][0] == "<start>"

@@ -1,0 +1,42 @@
+"""The linter for prose: what it reads in each kind of file, and what it reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import check_prose
+import pytest
+
+BAD = "This comes but\nfor the rest."
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("page.md", f"# Title\n\n{BAD}\n", 3),
+        ("module.py", f'"""Title."""\n\nx = """{BAD}"""\n', 3),
+        ("comment.py", "x = 1\n# This comes but\n# for the rest.\ny = 2\n", 2),
+        ("f_string.py", 'x = 1\ny = f"{x} but for {x}"\n', 2),
+        ("kernel.cu", "int x;\n  // This comes but\n  // for the rest.\n", 2),
+        ("message.cpp", 'check("all but for one");\n', 1),
+    ],
+)
+def test_prose_is_read_and_code_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, line: int
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert check_prose.main([str(path)]) == 1
+    said = capsys.readouterr().out.replace("// ", "").replace("# ", "")
+    assert said == f"{path}:{line}: 'but for': write except\n"
+    # As code the same words mean nothing.
+    if path.suffix != ".md":
+        path.write_text("anew = so_many = 1;\n")
+        assert check_prose.main([str(path)]) == 0
+
+
+def test_clean_prose_is_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.md"
+    path.write_text("Train the model, then evaluate it.\n")
+    assert check_prose.main([str(path)]) == 0
+    assert capsys.readouterr().out == ""
