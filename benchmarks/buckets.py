@@ -130,19 +130,19 @@ def markdown(results: Mapping[str, Any]) -> str:
     return (
         f"{table(rows)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` on {where['processor']}, torch "
         f"{where['torch']}: processor time of whole steps (both encoders, scores, loss, backward, Adam) on synthetic "
-        f"captions of COCO's lengths, {results['batch']} a batch, {results['batches']} batches spread over all lengths "
-        f"in each of {rounds} interleaved rounds behind one that warms up. Gains are medians over the rounds, smallest "
-        f"and largest in brackets. Load of the machine: {results['load_before']:.1f} before, "
+        f"captions of COCO's lengths, {results['batch']} per batch, {results['batches']} batches spread over all "
+        f"lengths in each of {rounds} interleaved rounds after a warm-up round. Speedups are medians over the rounds, "
+        f"smallest and largest in brackets. Load of the machine: {results['load_before']:.1f} before, "
         f"{results['load_after']:.1f} after.\n"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What batches of captions of like length gain.")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser = argparse.ArgumentParser(description="Benchmark length bucketing.")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds that count (default 7)")
-    parser.add_argument("--batches", type=int, default=3, help="steps of a round for each size (default 3)")
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default 7)")
+    parser.add_argument("--batches", type=int, default=3, help="steps per round for each size (default 3)")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -269,20 +269,24 @@ def _store(plan: Plan, folder: Path, progress: Callable[[str], None]) -> tuple[P
     record = store_format.read_manifest(store).split("train")
     found = None if record is None else (record.images, record.regions, record.width)
     if found != wanted:
-        raise ValueError(f"{store}: expected {wanted} images, regions and numbers of a region, got {found}")
+        raise ValueError(f"{store}: expected {wanted} images, regions and numbers per region, got {found}")
     return store, packing
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What training at COCO's size takes.")
+    parser = argparse.ArgumentParser(description="Rehearse training at COCO's size.")
     parser.add_argument("--plan", choices=list(PLANS), default="cpu", help="how much is measured (default cpu)")
-    parser.add_argument("--models", nargs="+", choices=list(RECIPES), metavar="NAME", help="of those that the plan has")
-    parser.add_argument("--scale", type=float, help="share of COCO's images, in the place of the plan's")
+    parser.add_argument(
+        "--models", nargs="+", choices=list(RECIPES), metavar="NAME", help="only these models of the plan"
+    )
+    parser.add_argument("--scale", type=float, help="share of COCO's images (default: the plan's)")
     parser.add_argument("--device", default="cpu", help="where to train (default cpu)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--json", type=Path, help="write all figures there, after each model")
-    parser.add_argument("--folder", type=Path, help="keep data and store there, or take those of an earlier call")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no model after so many seconds")
+    parser.add_argument("--json", type=Path, help="write all figures to this file, after each model")
+    parser.add_argument(
+        "--folder", type=Path, help="keep data and store in this folder, or reuse those of an earlier call"
+    )
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="start no model after this many seconds")
     options = parser.parse_args()
     plan = PLANS[options.plan]
     changes = {name: value for name in ("models", "scale") if (value := getattr(options, name)) is not None}

@@ -72,7 +72,7 @@ def markdown(results: Mapping[str, Any]) -> str:
 def gpu_markdown(results: Mapping[str, Any]) -> str:
     """`markdown` for a rehearsal on a GPU; ValueError if it ran on a CPU."""
     if results["device"]["type"] != "cuda":
-        raise ValueError(f"measured on no GPU, but on '{results['device']['name']}'")
+        raise ValueError(f"measured without a GPU, on '{results['device']['name']}'")
     return markdown(results)
 
 

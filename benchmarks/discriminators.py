@@ -109,7 +109,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     before, after = where["load"]
     return (
         f"{table(lines)}\n\nBatches of {sizes['batch']} distinct images; medians of {sizes['steps']} batches after "
-        f"every row was in one, in processor time, one thread; the machine's load was {before:.1f} at the start and "
+        f"every row was in one, in processor time on one thread; the machine's load was {before:.1f} at the start and "
         f"{after:.1f} at the end. {where['processor']}, {where['date'][:10]}, commit "
         f"{(where['commit'] or 'unknown')[:12]}; made by `{where['command']}`. The paper states "
         f"{PUBLISHED / 1000:.1f} GB for COCO.\n"
@@ -117,13 +117,13 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What the discriminators of ADDR cost beside the model.")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser = argparse.ArgumentParser(description="Measure the store of ADDR's discriminators.")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--images", type=int, default=113_287, help="training images (default: COCO's 113,287)")
     parser.add_argument("--width", type=int, default=1024, help="width of the fragments (default 1024)")
-    parser.add_argument("--batch", type=int, default=128, help="distinct images of a batch (default 128)")
+    parser.add_argument("--batch", type=int, default=128, help="distinct images per batch (default 128)")
     parser.add_argument("--steps", type=int, default=200, help="measured batches (default 200)")
-    parser.add_argument("--folder", help="where the files lie (default: the system's folder for temporary files)")
+    parser.add_argument("--folder", help="folder for the files (default: the system's temporary folder)")
     options = parser.parse_args()
     results = run(options.images, options.width, options.batch, options.steps, options.folder)
     if options.json is not None:

@@ -18,7 +18,7 @@ def check_is_of_a_gpu(results: Mapping[str, Any], name: str) -> None:
         raise ValueError(f"{name}: expected kind '{KIND}' in format {FORMAT_VERSION}, got {kind!r} in format {version}")
     device = results.get("device", {})
     if results.get("dry_run") is not False or device.get("type") != "cuda":
-        raise ValueError(f"{name}: measured on no GPU, but on '{device.get('name')}'")
+        raise ValueError(f"{name}: measured without a GPU, on '{device.get('name')}'")
 
 
 def markdown(results: Mapping[str, Any]) -> str:

@@ -198,7 +198,7 @@ _OF_ADDR = (
 
 def _phase(step: Callable[[], dict[str, float]], phase: str) -> None:
     if ("loss" in step()) != (phase == "model"):
-        raise RuntimeError(f"a step of the other phase than {phase}: each has to be measured as often")
+        raise RuntimeError(f"a step of the other phase than {phase}; both must be measured equally often")
 
 
 def domain_accuracy(host: Host) -> dict[str, float]:
@@ -253,10 +253,10 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What FDF and ADDR cost beside ordinary training.")
-    parser.add_argument("--json", type=Path, help="write all figures there")
-    parser.add_argument("--batch", type=int, default=128, help="pairs of a batch (default 128)")
-    parser.add_argument("--quick", action="store_true", help="small sizes: a minute, to see that it works")
+    parser = argparse.ArgumentParser(description="Measure FDF and ADDR compared with ordinary training.")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--batch", type=int, default=128, help="pairs per batch (default 128)")
+    parser.add_argument("--quick", action="store_true", help="use small sizes for a one-minute trial")
     options = parser.parse_args()
     fdf, addr = (
         {name: quick(host) if options.quick else of_batch(host, options.batch) for name, host in hosts.items()}

@@ -14,11 +14,11 @@ __all__ = ["markdown"]
 _CAPTIONS = 5
 # Note below the table if the limit is missed: why.
 BOUND = (
-    "The paper's percentages are of the time that its own code takes, of which the products of matrices are a part. "
-    "Here they are nearly all of it, and a conversion multiplies every region by {per_conversion:.1f} million weights: "
-    "the features of pairs take {more} multiply-adds, however they are computed, and a step "
+    "The paper's percentages refer to its own code, in which matrix products are only a part of the time. "
+    "Here they are nearly all of the time, and a conversion multiplies every region by {per_conversion:.1f} million "
+    "weights: the features of pairs take {more} multiply-adds, however they are computed, and a step "
     "takes them about three times for its own batch and once or more for the one before. The paper encodes an image "
-    "anew for each of its captions; evaluation here does so once, the column of a split."
+    "again for each of its captions; evaluation here does so once, the column of a split."
 )
 
 
@@ -75,7 +75,7 @@ def _fresh(host: Mapping[str, Any]) -> str:
             beside = [_spread_percent(row["step"], alone["step"]), _room(row, alone)]
         lines.append([name, _spread_seconds(row["step"]), beside[0], megabytes(row), beside[1]])
     return (
-        f"{kept} `fresh` encodes N - 1 batches of captions more, without gradient:\n\n{table(lines)}\n\n"
+        f"{kept} `fresh` encodes N - 1 more batches of captions, without gradient:\n\n{table(lines)}\n\n"
         f"`fresh` adds {_seconds(seconds['`fresh`'] - seconds['`kept`'])} here; the host alone encodes a batch of "
         f"captions without gradient in {_seconds(alone['captions']['median_s'])}. Memory is that of a process with the "
         "model, its optimiser, its queue and three batches, in one run."
@@ -159,8 +159,8 @@ def _where(results: Mapping[str, Any]) -> str:
     before, after = where["load"]
     turns = min(len(timing["runs_s"]) for host in results["addr"].values() for timing in host["rows"].values())
     return (
-        "Processor time, one thread; medians of interleaved runs, in brackets the least and the most, of percentages "
-        f"those of single rounds; rows of one run come after the others of their host, and ADDR's runs are {turns}. "
+        "Processor time, one thread; medians of interleaved runs, in brackets the range, for percentages "
+        f"over single rounds; rows with one run come after the others of their host, and ADDR has {turns} runs. "
         f"The machine's load was {before:.1f} at the start and {after:.1f} at the end. Errors are relative, of float32 "
         f"against float64. {where['processor']}, {where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}; "
         f"made by `{where['command']}`."

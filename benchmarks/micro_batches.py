@@ -100,7 +100,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     )
     lines += [
         "",
-        f"Processor time, median of interleaved runs ({runs}); memory is that of a fresh process with its model, "
+        f"Processor time, median of interleaved runs ({runs}); memory is the peak of a fresh process with its model, "
         f"optimiser and two steps, without the features of the batch. {where['processor']}, {where['threads']} "
         f"thread(s), {where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}; made by `{where['command']}`.",
     ]
@@ -108,10 +108,10 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What large batches cost with micro-batches and without.")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser = argparse.ArgumentParser(description="Measure large batches with and without micro-batches.")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--threads", type=int, default=1, help="threads (default 1)")
-    parser.add_argument("--quick", action="store_true", help="small sizes: seconds, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="use small sizes for a trial of seconds")
     options = parser.parse_args()
     results = run(
         QUICK if options.quick else SETUPS,

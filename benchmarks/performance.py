@@ -152,8 +152,8 @@ def _blocks(what: str, images: int, captions: int) -> str:
     lengths = caption_lengths(captions).tolist()
     working, room = costs.pairs_of_tiles([costs.REGIONS] * images, lengths)
     return (
-        f"The sets of {what} fill {working:,} pairs of tiles. {room:,} thread blocks are launched, the most that so "
-        f"many sets and rows could need; {room - working:,} leave at once."
+        f"The sets of {what} fill {working:,} pairs of tiles. {room:,} thread blocks are launched, the maximum for "
+        f"this number of sets and rows; {room - working:,} return at once."
     )
 
 

@@ -134,7 +134,7 @@ def _cached_share(path: Path) -> float:
         pages = np.zeros(-(-size // mmap.PAGESIZE), dtype=np.uint8)
         arguments = (ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data))
         if ctypes.CDLL(None).mincore(*arguments):
-            raise OSError(f"{path}: the system does not say what of it is cached")
+            raise OSError(f"{path}: the system does not report which pages are cached")
         return float(np.mean(pages & 1))
 
 
@@ -202,7 +202,7 @@ def run(folder: Path, *, scale: float, batches: int, rounds: int, progress: Call
     for name in ("numpy", "folder", "fp32"):
         for wanted, found in zip(indices, ways[name](), strict=True):
             if not np.array_equal(expected[wanted], found.numpy()):
-                raise ValueError(f"{name}: other numbers than those of the file")
+                raise ValueError(f"{name}: numbers differ from those of the file")
     warm: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for number in range(rounds):
         progress(f"round {number + 1} of {rounds}")
@@ -239,7 +239,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         f"torch {where['torch']}: batches of {results['batch']} random images of {row_bytes / 1024:,.0f} KB (float32) "
         f"out of {results['images']:,}, all in the system's cache. Medians of {len(base)} interleaved rounds, smallest "
         "and largest in brackets; ratios are medians over the rounds. Load of the machine: "
-        f"{results['load_before']:.1f} before, {results['load_after']:.1f} after. Processor time is that of worker "
+        f"{results['load_before']:.1f} before, {results['load_after']:.1f} after. Processor time includes worker "
         "processes, too.",
         "",
         "| warm cache | images per second | against NumPy | images per second of processor time | against NumPy |",
@@ -268,18 +268,18 @@ def markdown(results: Mapping[str, Any]) -> str:
         "",
         f"Cold: files were dropped from the system's cache by `posix_fadvise` ({share:.0%} of their pages were left); "
         f"{first['images']:,} images, each read once in random order. The disk's own rate is that of reads past the "
-        f"cache (`O_DIRECT`), images {first['disk_threads']} at a time, as the reader's threads, and in order one at a "
-        "time. What the host of a virtual machine caches cannot be dropped from within.",
+        f"cache (`O_DIRECT`): random images {first['disk_threads']} at a time, like the reader's threads, and in order "
+        "one at a time. A virtual machine cannot drop the cache of its host.",
     ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What reading batches of features costs.")
-    parser.add_argument("--json", type=Path, help="write all figures there")
-    parser.add_argument("--folder", type=Path, help="folder of a disk to measure on (default: that of temporary files)")
+    parser = argparse.ArgumentParser(description="Measure reading batches of features.")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: the temporary folder)")
     parser.add_argument("--scale", type=float, default=0.01, help="share of COCO's images (default 0.01: 0.4 GB)")
-    parser.add_argument("--batches", type=int, default=24, help="batches of a pass (default 24)")
+    parser.add_argument("--batches", type=int, default=24, help="batches per pass (default 24)")
     parser.add_argument("--rounds", type=int, default=15, help="passes of each kind (default 15)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:

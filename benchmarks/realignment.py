@@ -114,9 +114,11 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="FDF's cross-model realignment on the bundled data: some minutes.")
+    parser = argparse.ArgumentParser(
+        description="Run FDF's cross-model realignment on the bundled data; takes some minutes."
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/realignment"), help="folder for data and runs")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--figure", type=Path, help="figure of the features to write: .svg, .png or .pdf")
     parser.add_argument("--threads", type=int, default=1, help="threads (default 1)")
     options = parser.parse_args()

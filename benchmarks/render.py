@@ -60,7 +60,7 @@ def result(name: str, command: str) -> dict[str, Any]:
     path = RESULTS / f"{name}.json"
     if not path.exists():
         file = path.relative_to(ROOT)
-        raise SystemExit(f"{file} is missing: measure with {command.format(file)}")
+        raise SystemExit(f"{file} is missing; measure it with {command.format(file)}")
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
@@ -133,7 +133,7 @@ def rendered(page: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Render the benchmark tables of the README and of docs/.")
-    parser.add_argument("--check", action="store_true", help="change nothing; fail where a page is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is out of date")
     options = parser.parse_args()
     for page in PAGES:
         wanted = rendered(page)

@@ -220,7 +220,7 @@ def _measured(rehearsal: Mapping[str, Any], reader: Mapping[str, Any], per_core:
 _SCHEMES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("images", {}),
     ("captions (not built)", {"gathered": "captions"}),
-    ("captions, gradients of few pairs alone (not built)", {"gathered": "captions", "sparse": True}),
+    ("captions, gradients of few pairs only (not built)", {"gathered": "captions", "sparse": True}),
 )
 
 

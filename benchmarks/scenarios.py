@@ -298,9 +298,9 @@ def markdown(results: Mapping[str, Any]) -> str:
             lines.append(f"| {' | '.join([*cells, *_added(measured, scenario)])} |")
         lines.append("")
     lines.append(
-        f"Processor time, median of {len(single['runs_s'])} interleaved runs; memory is that of fresh processes with "
-        f"their models, optimisers and three steps, the median of {MEMORY_RUNS}. Pairs are those of the first step, "
-        f"of all branches, and beside them as a multiple of what one branch has alone. {where['processor']}, "
+        f"Processor time, median of {len(single['runs_s'])} interleaved runs; memory is the peak of fresh processes "
+        f"with their models, optimisers and three steps, the median of {MEMORY_RUNS}. Pairs are those of the first "
+        f"step over all branches, in brackets as a multiple of one branch. {where['processor']}, "
         f"{where['threads']} thread(s), {where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}; made by "
         f"`{where['command']}`."
     )
@@ -338,11 +338,11 @@ def _allowed(limit: str, reached: float, most: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What the training scenarios cost beside ordinary training.")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser = argparse.ArgumentParser(description="Measure training scenarios compared with ordinary training.")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--runs", type=int, default=7, help="measured steps of each scenario (default 7)")
     parser.add_argument("--threads", type=int, default=1, help="threads (default 1)")
-    parser.add_argument("--quick", action="store_true", help="small sizes: seconds, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="use small sizes for a trial of seconds")
     parser.add_argument("--no-memory", action="store_true", help="times alone")
     options = parser.parse_args()
     small = {"batch": 16, "dim": 64, "features": 64, "words": 500} if options.quick else {}

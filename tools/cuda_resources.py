@@ -177,7 +177,7 @@ def main() -> None:
     problems = spilling(usages) + without_tensor_cores(usages)
     if problems:
         raise SystemExit("cuda_resources: " + "\ncuda_resources: ".join(problems))
-    print(f"{len(usages)} kernels, none spills, and all use tensor cores that should")
+    print(f"{len(usages)} kernels: none spills, and all that should use tensor cores do")
 
 
 if __name__ == "__main__":

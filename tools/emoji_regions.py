@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
     options = parser.parse_args(arguments)
     if not write_regions(options.out, threads=options.threads):
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        print("stopped; the same command resumes", file=sys.stderr)
         return 130
     return 0
 

@@ -32,9 +32,9 @@ def parse(arguments: list[str], *, stages: tuple[str, ...] = ()) -> argparse.Nam
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=ROOT / "build" / "gpu_check" / "results", metavar="DIR",
-        help="where JSON files and logs go (build/gpu_check/results)",
+        help="folder for JSON files and logs (build/gpu_check/results)",
     )  # fmt: skip
-    parser.add_argument("--commit", metavar="HASH", help="which commit these sources are, where their history is not")
+    parser.add_argument("--commit", metavar="HASH", help="commit of these sources, if they come without a history")
     options = parser.parse_args(arguments)
     for stage in options.stage:
         if stages and stage not in stages:

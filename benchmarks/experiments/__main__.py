@@ -120,9 +120,11 @@ def _anchor_weights(experiment: Experiment, run: Run, out: Path, results: Path, 
     weights, path = found.get("weights"), out / run.anchor.file_name / WEIGHTS_FILE
     kept = out / run.file_name / "anchor.txt"
     if weights is None or not path.is_file() or sha256(path) != weights:
-        raise ValueError(f"{path}: expected the weights that {result} was measured with; move that away to train anew")
+        raise ValueError(
+            f"{path}: expected the weights that {result} was measured with; move that file away to train again"
+        )
     if resume and kept.read_text(encoding="utf-8").strip() != weights:
-        raise ValueError(f"{kept.parent}: holds a run beside other weights of {run.anchor.row}; move it away")
+        raise ValueError(f"{kept.parent}: holds a run with other weights of its anchor {run.anchor.row}; move it away")
     atomic.write_text(kept, f"{weights}\n")
     return {ANCHOR: weights_of(run, found)}
 
@@ -147,7 +149,7 @@ def _run(options: argparse.Namespace, experiment: Experiment, results: Path) -> 
     for run in todo:
         print(f"{run.row}, seed {run.seed}: {out / run.file_name}", flush=True)
         if not execute(experiment, run, out, results, device=options.device, threads=options.threads):
-            print("stopped; the same command goes on from here", file=sys.stderr)
+            print("stopped; the same command resumes", file=sys.stderr)
             return 130
     names = {run.file_name for run in chosen}
     for ensemble in experiment.ensembles:
@@ -173,18 +175,18 @@ def _table(options: argparse.Namespace, experiment: Experiment, results: Path) -
     before = options.page.read_text(encoding="utf-8")
     after = rendered(before, experiment.path.stem, text)
     if options.check and after != before:
-        raise ValueError(f"{options.page}: is out of date; make it anew without --check")
+        raise ValueError(f"{options.page}: is out of date; write it again without --check")
     if not options.check:
         atomic.write_text(options.page, after)
     return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Runs experiments, and writes tables and figures of their results.")
+    parser = argparse.ArgumentParser(description="Run experiments, and write tables and figures of their results.")
     commands = parser.add_subparsers(required=True, metavar="run|figures|table")
-    run = commands.add_parser("run", help="train and evaluate what has no result yet")
-    run.add_argument("--out", type=Path, help=f"folder of the RUN folders (default: {RUNS}/NAME)")
-    run.add_argument("--row", action="append", help="only this row; may be given again")
+    run = commands.add_parser("run", help="train and evaluate runs without a result")
+    run.add_argument("--out", type=Path, help=f"folder of the run directories (default: {RUNS}/NAME)")
+    run.add_argument("--row", action="append", help="only this row; may be repeated")
     run.add_argument("--seed", type=int, help="only this seed")
     run.add_argument("--device", default="cpu")
     run.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
@@ -193,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     figures.set_defaults(action=_figures)
     write = commands.add_parser("table", help="print the table, or write it into a page")
     write.add_argument("--page", type=Path, help="Markdown file with the markers of the experiment")
-    write.add_argument("--check", action="store_true", help="change nothing; fail where the page is out of date")
+    write.add_argument("--check", action="store_true", help="change nothing; fail if the page is out of date")
     write.set_defaults(action=_table)
     for command in (run, figures, write):
         command.add_argument("experiment", type=Path, metavar="FILE", help="the experiment as YAML")

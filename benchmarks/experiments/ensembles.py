@@ -31,7 +31,7 @@ def ensemble_result(experiment: Experiment, ensemble: Ensemble, results: Path) -
         return None
     result = read_json(path, MAX_SETTINGS_BYTES, "a result as JSON")
     if not isinstance(result, dict) or result.get("identity") != identity:
-        raise ValueError(f"{path}: is of other runs than those that are there; move it away to evaluate anew")
+        raise ValueError(f"{path}: belongs to other runs than the current ones; move it away to evaluate again")
     return result
 
 

@@ -48,7 +48,7 @@ def figures_there(experiment: Experiment, results: Path) -> list[Figure]:
             continue
         if drawn != [_source(_kept(experiment, figure, results))]:
             command = f"python -m benchmarks.experiments figures {shown_path(experiment.path)}"
-            raise ValueError(f"{shown_path(figure.path)}: is out of date; draw it anew: {command}")
+            raise ValueError(f"{shown_path(figure.path)}: is out of date; draw it again: {command}")
         there.append(figure)
     return there
 
@@ -58,7 +58,7 @@ def _kept(experiment: Experiment, figure: Figure, results: Path) -> dict[str, An
     for run in figure.runs:
         result = result_of(experiment, run, results)
         if result is None:
-            raise ValueError(f"{figure.file}: {run.row}, seed {run.seed}, is not run")
+            raise ValueError(f"{figure.file}: {run.row}, seed {run.seed}, has no result")
         kept[run.row] = result.get(_KEPT[figure.shows])
         if kept[run.row] is None:
             raise ValueError(f"{figure.file}: the result of {run.row}, seed {run.seed}, keeps no {figure.shows}")

@@ -50,7 +50,7 @@ _ENSEMBLE_KEYS = {"name": str, "row": str, "seeds": list}
 _FIGURE_KEYS = {"file": str, "shows": str, "text": str, "rows": list, "seed": int}
 _SHOWN = ("training", "scores")  # What a figure can show of its rows.
 ANCHOR = "anchor"  # In fingerprints, next to the purposes of data.
-_ADVICE = "move it away to measure anew, or undo the change"
+_ADVICE = "move it away to measure again, or undo the change"
 
 
 @attrs.frozen
@@ -173,7 +173,7 @@ def read(path: Path) -> Experiment:
         for number, entry in enumerate(content["rows"], start=1):
             row = _checked(entry, _ROW_KEYS, f"setting of row {number}", ("name",))
             if row["name"] in rows:
-                raise ValueError(f"rows: {shown(row['name'])} stands there twice")
+                raise ValueError(f"rows: {shown(row['name'])} appears twice")
             train = recipes.merge(common, row.get("train", {}))
             anchors = _anchors(row, train, rows)
             rows[row["name"]] = [Run(row["name"], seed, train, anchors.get(seed)) for seed in row.get("seeds", seeds)]
@@ -187,11 +187,11 @@ def read(path: Path) -> Experiment:
             [_figure(entry, rows) for entry in content.get("figures", [])],
         )  # fmt: skip
         if experiment.train_images is not None and experiment.data != BUNDLED:
-            raise ValueError("train_images: only the bundled data, emoji, are cut")
+            raise ValueError("train_images: only applies to the bundled data (data: emoji)")
         names = [run.file_name for runs in rows.values() for run in runs]
         names += [ensemble.file_name for ensemble in experiment.ensembles]
         if len(set(names)) != len(names):
-            raise ValueError("rows: two runs have the same name or seed, but for case and signs")
+            raise ValueError("rows: two runs would write the same result file; change a name")
         for runs in rows.values():
             for run in runs:
                 experiment.identity(run)
@@ -235,7 +235,7 @@ def _ensemble(entry: Any, rows: Mapping[str, list[Run]]) -> Ensemble:
 def _anchors(row: Mapping[str, Any], train: Mapping[str, Any], rows: Mapping[str, list[Run]]) -> dict[int, Run]:
     """By seed, the anchor runs of `row`; `rows` are the earlier rows."""
     if "anchor" in train:
-        raise ValueError("anchor: expected anchor_row, the name of a row, as nobody knows what a folder will hold")
+        raise ValueError("anchor: expected anchor_row, the name of a row, because the content of a folder may change")
     if "anchor_row" not in row:
         if train.get("scenario") == "oas":
             raise ValueError(f"anchor_row: the row {shown(row['name'])} with the scenario oas needs one")

@@ -82,7 +82,7 @@ def _median(values: Sequence[float | None]) -> str:
 def _where(results: Sequence[Mapping[str, Any]]) -> str:
     """Describe the machines of the finished runs, their load, and the longest run."""
     if not results:
-        return "No run is measured yet."
+        return "No run has been measured yet."
     evaluated = [{**result["identity"]["fingerprints"]["evaluation"], "vocab.json": ""} for result in results]
     if any(content != evaluated[0] for content in evaluated):
         raise ValueError("results: expected recalls on the same images and captions, but their content differs")
