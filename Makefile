@@ -1,4 +1,4 @@
-# Every target sets up what it needs: a virtual environment in .venv, torch where none is there, and the native build.
+# Every target installs what it needs: a virtual environment in .venv, torch if it is missing, and the native build.
 # ARGS goes to the command that a target runs: make test ARGS="-k triplet", make demo ARGS="--help".
 
 SHELL := /bin/bash
@@ -7,21 +7,21 @@ MINUTES ?= 10
 ifndef OLDEST
 VENV := .venv
 TORCH ?= torch==2.13.0
-# Succeeds in an interpreter whose torch is new enough.
+# Succeeds in an interpreter with a new enough torch.
 HAS_TORCH := -c 'import sys; sys.path.insert(0, "tools"); import native_build, torch; sys.exit(not native_build.find_torch())'
 PYTHONS := python3.11 python3.12 python3.13 python3.10 python3
 else
 VENV := .venv-oldest
 TORCH := torch==2.11.0
 HAS_TORCH := -c 'import sys; from importlib.metadata import version; sys.exit(version("torch").split("+")[0] != "2.11.0")'
-# A pyenv hides the interpreters that are not its chosen one.
+# A pyenv hides all interpreters except the chosen one.
 PYTHONS := python3.10 "$$(pyenv prefix 3.10 2>/dev/null)/bin/python3.10" python3.11 python3.12 python3.13 python3
 endif
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up
 NATIVE_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PROSE = '*.md' '*.py' '*.h' '*.cpp' '*.cu' '*.yaml'
-# cmake and ninja of the environment come first, so that one build folder always sees the same ones.
+# cmake and ninja of the environment come first, so that a build folder always uses the same ones.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
@@ -101,7 +101,7 @@ $(PYTHON):
 	done; \
 	echo "itm_fast: no Python 3.10 or newer found; name one: make PYTHON3=/path/to/python" >&2; exit 1
 
-# What pip needs to build without isolation stands in build-system.requires and in tools/native_build.py.
+# build-system.requires and tools/native_build.py list what pip needs to build without isolation.
 $(STAMP): pyproject.toml | $(PYTHON)
 	$(PYTHON) $(HAS_TORCH) 2>/dev/null || $(PYTHON) -m pip install -q --disable-pip-version-check $(TORCH)
 	$(PYTHON) -m pip install -q --disable-pip-version-check 'setuptools>=77' 'pybind11>=2.13' 'cmake>=3.26' 'ninja>=1.10'

@@ -1,4 +1,4 @@
-"""Drives CMakeLists.txt for wheels and editable installs; everything else is stated in pyproject.toml.
+"""Drive CMakeLists.txt for wheels and editable installs; pyproject.toml holds all other settings.
 
 Environment: ``CXX`` (compiler), ``ITM_FAST_CUDA=auto|on|off``, ``CMAKE_ARGS`` (more arguments of CMake),
 ``CMAKE_BUILD_PARALLEL_LEVEL`` (jobs).
@@ -20,7 +20,7 @@ from native_build import find_compiler, find_tool, find_torch  # noqa: E402
 
 
 class CMakeBuild(build_ext):
-    """Builds the native libraries of csrc/ and puts them into the package: in place for editable installs."""
+    """Build the native libraries of csrc/ and copy them into the package: in place for editable installs."""
 
     def run(self):
         if not self.extensions:
@@ -56,7 +56,7 @@ class CMakeBuild(build_ext):
         return [str(path) for path in Path(self.build_lib, "itm_fast").glob("_*.so")]
 
 
-# Without a compiler the package installs as pure Python, and the packed reference serves every operator.
+# Without a compiler the package installs as pure Python; the packed reference then serves every operator.
 native = find_compiler() is not None
 if not native and {"bdist_wheel", "editable_wheel", "build_ext"} & set(sys.argv):
     print("itm_fast: no C++ compiler found (or Windows): installing pure Python, which runs on the packed reference")

@@ -1,4 +1,4 @@
-"""What batches of captions of like length gain: whole steps of a training, with a GRU and with BERT.
+"""Benchmark length bucketing (batches of captions of similar length): whole training steps, with a GRU and with BERT.
 
 Inside: `run`, `markdown`.
 
@@ -34,7 +34,7 @@ __all__ = ["FORMAT_VERSION", "markdown", "run"]
 
 FORMAT_VERSION = 1
 WINDOWS = (0, 10, 50)
-# SCAN by its published sizes, and VSE-infinity on a BERT that is small enough for a processor.
+# SCAN at its published sizes, and VSE-infinity with a BERT that is small enough for a CPU.
 MODELS: dict[str, dict[str, Any]] = {
     "SCAN t2i, GRU": {"name": "scan", "direction": "t2i"},
     "VSE-infinity, BERT of 4 layers of 256": {
@@ -45,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def chosen_batches(lengths: np.ndarray, window: int, batch: int, count: int) -> tuple[list[np.ndarray], float]:
-    """`count` batches of an epoch, evenly spread over all lengths, and the share of its token ids that is padding."""
+    """Return `count` batches of an epoch, evenly spread over all lengths, and their share of padding token ids."""
     batches = list(EpochSampler(len(lengths), batch, lengths=lengths, bucket_batches=window))
     slots = sum(len(one) * int(lengths[one].max()) for one in batches)
     full = sorted((one for one in batches if len(one) == batch), key=lambda one: int(lengths[one].sum()))
@@ -63,11 +63,11 @@ def run(
     progress: Callable[[str], None],
     sizes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Writes synthetic data under `folder` and measures steps: one round that is not counted, then interleaved ones.
+    """Write synthetic data under `folder` and measure steps: a warm-up round, then interleaved ones.
 
     Args:
-        scale: share of COCO's images. batch: captions of a step. batches: steps of a round for each window.
-        sizes: in the place of settings of the models.
+        scale: share of COCO's images. batch: captions per step. batches: steps per round for each window.
+        sizes: overrides of the models' settings.
     """
     load_before = os.getloadavg()[0]
     progress("data")
@@ -114,7 +114,7 @@ def run(
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """Padding, and a step of each model with its gain, by the size of the window."""
+    """Render padding, and a step of each model with its speedup, by the size of the window."""
     steps = results["step_seconds"]
     rows = [["`--bucket-batches`", "padding among the token ids", *(f"a step of {label}" for label in steps)]]
     for window, share in results["padding_share"].items():
@@ -130,19 +130,19 @@ def markdown(results: Mapping[str, Any]) -> str:
     return (
         f"{table(rows)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` on {where['processor']}, torch "
         f"{where['torch']}: processor time of whole steps (both encoders, scores, loss, backward, Adam) on synthetic "
-        f"captions of COCO's lengths, {results['batch']} a batch, {results['batches']} batches spread over all lengths "
-        f"in each of {rounds} interleaved rounds behind one that warms up. Gains are medians over the rounds, smallest "
-        f"and largest in brackets. Load of the machine: {results['load_before']:.1f} before, "
+        f"captions of COCO's lengths, {results['batch']} per batch, {results['batches']} batches spread over all "
+        f"lengths in each of {rounds} interleaved rounds after a warm-up round. Speedups are medians over the rounds, "
+        f"smallest and largest in brackets. Load of the machine: {results['load_before']:.1f} before, "
         f"{results['load_after']:.1f} after.\n"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What batches of captions of like length gain.")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser = argparse.ArgumentParser(description="Benchmark length bucketing.")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds that count (default 7)")
-    parser.add_argument("--batches", type=int, default=3, help="steps of a round for each size (default 3)")
+    parser.add_argument("--rounds", type=int, default=7, help="measured rounds (default 7)")
+    parser.add_argument("--batches", type=int, default=3, help="steps per round for each size (default 3)")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)

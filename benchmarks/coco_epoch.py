@@ -1,10 +1,9 @@
-"""A rehearsal of training at COCO's size on synthetic data: where the time of a step goes, and what an epoch takes.
+"""Rehearse training at COCO's size on synthetic data: the time of a step by phase, and the time of an epoch.
 
 Inside: `run`, `measure`, `measure_epoch`, `growth`, `Plan`, `PLANS`.
 
-Each model trains by its published recipe, through the trainer, from a feature store; each in a process of its own, so
-that its peak of memory is its own. Every so many steps the per-caption loop of published code does the same work on
-the batches that follow.
+Each model trains by its published recipe, with the trainer and a feature store, in a separate process with a separate
+memory peak. At intervals the per-caption loop of published code does the same work on the batches that follow.
 
 python -m benchmarks.coco_epoch --json benchmarks/results/coco_epoch.json            # a CPU: a quarter of an hour
 python -m benchmarks.coco_epoch --plan full --device cuda --folder DIR --json FILE   # a GPU: 20 GB of disk in DIR
@@ -42,7 +41,7 @@ from itm_fast.ops.library import build_info
 
 __all__ = ["PLANS", "Plan", "growth", "measure", "measure_epoch", "run"]
 
-# Of an epoch; giving free memory back takes time that quick steps would show.
+# Per epoch; returning free memory takes time that would show in quick steps.
 _MOST_READINGS = 64
 
 
@@ -51,13 +50,13 @@ class Plan:
     """How much is measured.
 
     Attributes:
-        models: of `RECIPES`.
-        epoch_model: the one that trains for a whole epoch: that of the quickest step waits the most.
+        models: names in `RECIPES`.
+        epoch_model: the model that trains for a whole epoch: the one with the shortest step waits most for data.
         scale: share of COCO's images.
-        rounds, steps, loop_steps: rounds of so many steps, and then of so many of the loop.
-        lead_in: steps before those of a round that are not measured, as the loop's steps left batches waiting.
-        regions, width: of an image. sparse: leave most of each image zero, to spare the disk.
-        batch, sizes: in the place of the recipe's batch size and settings of the model.
+        rounds, steps, loop_steps: rounds, steps per round, and steps of the loop per round.
+        lead_in: unmeasured steps before each round, because batches queue up during the loop's steps.
+        regions, width: of an image. sparse: leave most of each image zero, to save disk space.
+        batch, sizes: overrides of the recipe's batch size and of model settings.
         dry: the figures mean nothing.
     """
 
@@ -91,9 +90,9 @@ PLANS = {
 
 
 def measure(label: str, plan: Plan, store: Path, device: str, threads: int) -> dict[str, Any]:
-    """Times, phases and memory of a model's steps, and of the loop's where its published code has one.
+    """Measure times, phases and memory of a model's steps, and of the loop's if the published code has one.
 
-    On a GPU the phases are those of further steps, in which each waits for the device: their sum is more than a step.
+    On a GPU, phases are measured in additional steps that synchronise after each phase, so their sum exceeds a step.
     """
     torch.set_num_threads(threads)
     training = Training(label, store, device, plan.batch, plan.sizes)
@@ -138,7 +137,7 @@ def measure(label: str, plan: Plan, store: Path, device: str, threads: int) -> d
 
 
 def measure_epoch(label: str, plan: Plan, store: Path, device: str, threads: int) -> dict[str, Any]:
-    """A whole epoch of a model: memory after every so many steps, time spent waiting; then batches without steps."""
+    """Train a model for a whole epoch: memory at intervals, time spent waiting; then batches without steps."""
     torch.set_num_threads(threads)
     training = Training(label, store, device, plan.batch, plan.sizes)
     steps, mining = training.trainer.steps_per_epoch, training.config.mining
@@ -157,7 +156,7 @@ def measure_epoch(label: str, plan: Plan, store: Path, device: str, threads: int
     data = training.trainer.train_data
     numbers = [value for value in vars(data).values() if isinstance(value, torch.Tensor)]
     texts = sum(sys.getsizeof(caption) + 8 for caption in data.captions)
-    # The loader of the next epoch, whose batches nobody works on.
+    # The loader of the next epoch; its batches are not used.
     batches = training.trainer.batches()
     next(batches)
     count = min(steps - 1, 40)
@@ -179,13 +178,13 @@ def measure_epoch(label: str, plan: Plan, store: Path, device: str, threads: int
 
 
 def growth(memory: list[int]) -> float:
-    """By how much of its mean memory grows over an epoch, by the least of it in the last two quarters.
+    """Return the growth of memory over an epoch, relative to its mean: last against third quarter, by their minima.
 
-    In the first half the memory of each thread grows to what the longest captions take, in steps that do not come back.
-    Later a reading has more or less of it as captions were long or short; what stays behind raises the least.
+    In the first half, the memory of each thread grows to the size that the longest captions need. Later readings vary
+    with the length of captions; a leak raises their minimum.
 
     Args:
-        memory: readings in bytes, the same number of steps apart, all over an epoch.
+        memory: readings in bytes at equal intervals over an epoch.
     """
     quarter = len(memory) // 4
     before, last = memory[-2 * quarter : -quarter], memory[-quarter:]
@@ -202,11 +201,11 @@ def run(
     save: Callable[[dict[str, Any]], None] = lambda _: None,
     limit_s: float = float("inf"),
 ) -> dict[str, Any]:
-    """Writes data and store under `folder`, or takes those that are there, and measures; what the JSON file holds.
+    """Write data and store under `folder`, or reuse existing ones, and measure; return the content of the JSON file.
 
     Args:
-        save: called with what is there after every model, so that an interrupted run leaves what it measured.
-        limit_s: no model is begun when so many seconds have passed; those left out are listed.
+        save: called with the results so far after every model, so that an interrupted run keeps what it measured.
+        limit_s: start no model after this many seconds; models left out are listed.
 
     Raises:
         ValueError: `folder` holds a store of other data.
@@ -249,13 +248,13 @@ def run(
 
 
 def _apart(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """What a function returns in a fresh process."""
+    """Return the result of a function in a fresh process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
         return processes.submit(function, *arguments).result()
 
 
 def _store(plan: Plan, folder: Path, progress: Callable[[str], None]) -> tuple[Path, dict[str, float] | None]:
-    """The feature store of the data that are asked for, and what packing it took; None where it was there."""
+    """Return the feature store of the requested data, and the time to pack it; None if it existed."""
     data, store = folder / "data", folder / "store"
     wanted = (max(round(COCO_IMAGES["train"] * plan.scale), 1), plan.regions, plan.width)
     packing = None
@@ -270,20 +269,24 @@ def _store(plan: Plan, folder: Path, progress: Callable[[str], None]) -> tuple[P
     record = store_format.read_manifest(store).split("train")
     found = None if record is None else (record.images, record.regions, record.width)
     if found != wanted:
-        raise ValueError(f"{store}: expected {wanted} images, regions and numbers of a region, got {found}")
+        raise ValueError(f"{store}: expected {wanted} images, regions and numbers per region, got {found}")
     return store, packing
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What training at COCO's size takes.")
+    parser = argparse.ArgumentParser(description="Rehearse training at COCO's size.")
     parser.add_argument("--plan", choices=list(PLANS), default="cpu", help="how much is measured (default cpu)")
-    parser.add_argument("--models", nargs="+", choices=list(RECIPES), metavar="NAME", help="of those that the plan has")
-    parser.add_argument("--scale", type=float, help="share of COCO's images, in the place of the plan's")
+    parser.add_argument(
+        "--models", nargs="+", choices=list(RECIPES), metavar="NAME", help="only these models of the plan"
+    )
+    parser.add_argument("--scale", type=float, help="share of COCO's images (default: the plan's)")
     parser.add_argument("--device", default="cpu", help="where to train (default cpu)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--json", type=Path, help="write all figures there, after each model")
-    parser.add_argument("--folder", type=Path, help="keep data and store there, or take those of an earlier call")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no model after so many seconds")
+    parser.add_argument("--json", type=Path, help="write all figures to this file, after each model")
+    parser.add_argument(
+        "--folder", type=Path, help="keep data and store in this folder, or reuse those of an earlier call"
+    )
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="start no model after this many seconds")
     options = parser.parse_args()
     plan = PLANS[options.plan]
     changes = {name: value for name in ("models", "scale") if (value := getattr(options, name)) is not None}

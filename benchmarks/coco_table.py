@@ -1,4 +1,4 @@
-"""What a rehearsal at COCO's size came to, in Markdown, from the JSON alone.
+"""Render a rehearsal at COCO's size as Markdown, using only its JSON.
 
 Inside: `markdown`, `gpu_markdown`, `coco_steps`, `shares`, `projected`.
 """
@@ -18,21 +18,21 @@ __all__ = ["FORMAT_VERSION", "KIND", "coco_steps", "gpu_markdown", "markdown", "
 
 FORMAT_VERSION = 2
 KIND = "itm_fast COCO rehearsal"
-# What the rehearsal is to show: the most of a step that waits for data, and of its memory that an epoch adds.
+# Goals: the maximum share of a step spent waiting for data, and the maximum growth of memory over an epoch.
 MOST_WAITING, MOST_GROWTH = 0.05, 0.02
 
 
 def coco_steps(batch: int, drop_last: bool) -> int:
-    """Steps of an epoch on COCO's training captions."""
+    """Return the steps of an epoch on COCO's training captions."""
     captions = COCO_IMAGES["train"] * CAPTIONS_PER_IMAGE
     return captions // batch if drop_last else -(-captions // batch)
 
 
 def shares(native: Mapping[str, Any]) -> dict[str, float]:
-    """The share of a step of each phase; they add up to 1.
+    """Return each phase's share of a step; shares add up to 1.
 
-    That of waiting for data is the median of the rounds, in which nothing waits for the device but at the end; what is
-    left is divided as in the steps that wait for it in each phase.
+    The share of waiting for data is the median of the rounds, which synchronise only at the end. The remainder is
+    divided as in the steps that synchronise after each phase.
     """
     waiting = statistics.median(native["waiting"])
     rest = {name: value for name, value in native["phases"].items() if name != "waiting"}
@@ -41,10 +41,10 @@ def shares(native: Mapping[str, Any]) -> dict[str, float]:
 
 
 def projected(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of an epoch on COCO and of all epochs of the recipe, and of those of the loop where there is one.
+    """Return seconds of an epoch on COCO and of all epochs of the recipe, and those of the loop if it was measured.
 
-    Steps of warm-up epochs take all negatives. Those of the loop take as long as others: it goes back through all
-    pairs, whatever the loss chose.
+    Steps of warm-up epochs use all negatives. The loop's steps take the same time with any loss, because its backward
+    covers all pairs.
     """
     steps = coco_steps(measured["batch"], measured["drop_last"])
     epoch = steps * statistics.median(measured["native"]["seconds"])
@@ -58,7 +58,7 @@ def projected(measured: Mapping[str, Any]) -> dict[str, float]:
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """Where it was measured, where the time of a step goes, what an epoch takes, and what a whole one was like."""
+    """Render the machine, the time of a step by phase, the time of an epoch, and the whole epoch."""
     if results["kind"] != KIND or results["format_version"] != FORMAT_VERSION or results["dry_run"]:
         raise ValueError(f"expected results of the kind {KIND!r} in format {FORMAT_VERSION}, and no dry run")
     parts = [_where(results), _steps(results["models"]), _projections(results["models"])]
@@ -70,9 +70,9 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def gpu_markdown(results: Mapping[str, Any]) -> str:
-    """`markdown`, of a rehearsal on a GPU alone; ValueError where it is none."""
+    """`markdown` for a rehearsal on a GPU; ValueError if it ran on a CPU."""
     if results["device"]["type"] != "cuda":
-        raise ValueError(f"measured on no GPU, but on '{results['device']['name']}'")
+        raise ValueError(f"measured without a GPU, on '{results['device']['name']}'")
     return markdown(results)
 
 
@@ -129,7 +129,7 @@ def _projections(models: Mapping[str, Any]) -> str:
 
 
 def _memory(memory: Sequence[int]) -> str:
-    """The range and the mean of the quarters that `growth` compares."""
+    """Render range and mean of the quarters that `growth` compares."""
     quarter = len(memory) // 4
     third, last = memory[-2 * quarter : -quarter], memory[-quarter:]
     ranges = [f"{amount(min(part), 'B')} to {amount(max(part), 'B')}" for part in (third, last)]

@@ -1,10 +1,10 @@
-"""The cost model: operations and bytes of a workload, and the least time that they take on a GPU.
+"""The cost model: operations and bytes of a workload, and the minimum time that they take on a GPU.
 
 Inside: `Cost`, one function per workload, `Peaks` of the GPUs in `DEVICES`, `floors` and `predicted`.
 
-Operations count a multiply-add as two. Tensor operations are those of the products that tensor cores can take; the rest
-runs on the ordinary float32 units. Bytes count what a workload must read and write in device memory once, whatever a
-kernel does; captions have 13 words, images 36 regions, vectors 1024 components of two bytes unless said otherwise.
+A multiply-add counts as two operations. Tensor operations are the products that tensor cores can compute; all others
+run on the ordinary float32 units. Bytes are what a workload must read and write in device memory once, independent of
+the kernel. Captions have 13 words, images 36 regions, vectors 1024 components of two bytes unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ __all__ = [
 ]
 
 WORDS, REGIONS, DIM, ELEMENT = 13.0, 36, 1024, 2
-# RCAR as published: two steps of RAR and one of RCR, alignments of so many components.
+# RCAR as published: two steps of RAR and one of RCR; and the number of components of an alignment.
 ALIGNMENT, STEPS = 256, 2
-# The backward of its step on a GPU: pairs of a list, of captions of up to 24 words at full width, and what PyTorch
-# launches for a list, there and back (operators that are no views, as its dispatcher counts them).
+# The backward of its step on a GPU: pairs per list, for captions of up to 24 words at full width, and PyTorch launches
+# per list, forward and backward (operators that are not views, as counted by its dispatcher).
 LIST_PAIRS, LIST_LAUNCHES = 85, 460
-# COCO's training split and its five captions an image.
+# COCO's training split, and its five captions per image.
 EPOCH_IMAGES, EPOCH_CAPTIONS = 113_287, 5
 
-# Rows of a tile of regions and of one of words, and the most sets of one (ScoreTile112, kTileSets).
+# Rows of a tile of regions and of one of words, and maximum sets per tile (ScoreTile112, kTileSets).
 TILE_REGIONS, TILE_WORDS, TILE_SETS = 112, 128, 32
 
-# Beside the quadratic form, per region and word: clip, square and add, divide, scale, exponential, two sums.
+# In addition to the quadratic form, per region and word: clip, square and add, divide, scale, exponential, two sums.
 SOFTMAX_OPERATIONS = 8
 
 
 @attrs.frozen
 class Cost:
-    """What has to be done, and in how many launches."""
+    """Operations, bytes and launches."""
 
     tensor: float = 0.0  # operations
     other: float = 0.0  # operations
@@ -75,13 +75,13 @@ class Cost:
 
 
 def gemm(rows: int, columns: int, depth: int, element: int = ELEMENT) -> Cost:
-    """A product of two matrices, the result in the operands' type."""
+    """Return the cost of a matrix product, with the result in the operands' type."""
     moved = element * (rows * depth + columns * depth + rows * columns)
     return Cost(tensor=2.0 * rows * columns * depth, bytes=moved, launches=1)
 
 
 def scores(images: int, captions: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
-    """Scores of all pairs in the Gram form: the products of regions and words, the Gram matrices, the epilogue.
+    """Return the cost of scores of all pairs in the Gram form: products of regions and words, Gram matrices, epilogue.
 
     The epilogue needs, for each image and word, the softmax over the regions and the quadratic form of its numerators,
     K (K + 1) / 2 multiply-adds by symmetry. Two launches: plan and Gram matrices, pairs.
@@ -94,7 +94,7 @@ def scores(images: int, captions: int, dim: int = DIM, words: float = WORDS, ele
 
 
 def tiles(lengths: Iterable[int], rows: int) -> int:
-    """How many tiles of `rows` rows whole sets of these lengths are packed into, one after another."""
+    """Return the number of tiles of `rows` rows when whole sets of these lengths are packed in order."""
     count, sets, left = 0, 0, 0
     for length in lengths:
         if count == 0 or length > left or sets == TILE_SETS:
@@ -104,12 +104,12 @@ def tiles(lengths: Iterable[int], rows: int) -> int:
 
 
 def most_tiles(sets: int, total: int, rows: int) -> int:
-    """The tiles that there is room for where only the number of sets and of all their rows is known."""
+    """Return the maximum number of tiles, given only the number of sets and of all their rows."""
     return min(2 * total // (rows + 1) + sets // TILE_SETS + 1, sets)
 
 
 def pairs_of_tiles(region_counts: Sequence[int], word_counts: Sequence[int]) -> tuple[int, int]:
-    """Pairs of tiles of scores: those that there are, and those that there is room for. Each has a thread block."""
+    """Return the pairs of tiles of scores: existing ones, and the maximum. Each has a thread block."""
     sides = ((region_counts, TILE_REGIONS), (word_counts, TILE_WORDS))
     found = [tiles(lengths, rows) for lengths, rows in sides]
     most = [most_tiles(len(lengths), sum(lengths), rows) for lengths, rows in sides]
@@ -117,21 +117,21 @@ def pairs_of_tiles(region_counts: Sequence[int], word_counts: Sequence[int]) -> 
 
 
 def loss(batch: int) -> Cost:
-    """Value and dense gradient of a triplet loss, in one launch: scores are read once, as many gradients written."""
+    """Return the cost of a triplet loss and its dense gradient in one launch."""
     return Cost(other=4.0 * batch**2, bytes=8.0 * batch**2, launches=1)
 
 
 def boosting_loss(batch: int) -> Cost:
-    """As `loss`, of the differences to the scores of an anchor branch, which are read, too."""
+    """As `loss`, for the differences from the scores of an anchor branch, which are read, too."""
     return Cost(other=5.0 * batch**2, bytes=12.0 * batch**2, launches=1)
 
 
 def backward(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
-    """Of a loss over hardest negatives: at most three pairs an anchor have a gradient, and are computed again.
+    """Return the cost of the backward of a loss over hardest negatives: recomputes at most three pairs per anchor.
 
-    A pair costs eight products of its size, all on the ordinary units: its scores, the attended vectors (formed again
-    rather than kept), and what the two gradients are made of. Four launches: the one in which autograd hands out the
-    gradient that the loss left (it multiplies nothing where the incoming one is 1), lists, pairs, sums.
+    A pair costs eight products of its size, all on the ordinary units: its scores, the attended vectors (recomputed
+    rather than kept), and the terms of the two gradients. Four launches: the one in which autograd returns the stored
+    gradient (without a multiplication if the incoming one is 1), lists, pairs, sums.
     """
     pairs, rows = 3 * batch, batch * (REGIONS + words)
     products = 16 * pairs * REGIONS * words * dim
@@ -141,7 +141,7 @@ def backward(batch: int, dim: int = DIM, words: float = WORDS, element: int = EL
 
 
 def step(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
-    """Scores, the loss over hardest negatives, and the gradients of regions and words; the encoders not included."""
+    """Return the cost of scores, hardest-negative loss, and gradients of regions and words, without the encoders."""
     return scores(batch, batch, dim, words, element) + loss(batch) + backward(batch, dim, words, element)
 
 
@@ -154,10 +154,10 @@ def regulated_scores(
     alignment: int = ALIGNMENT,
     steps: int = STEPS,
 ) -> Cost:
-    """Scores of all pairs by RCAR, text-to-image: `steps` of RAR, one less of RCR. Two launches: plan, pairs.
+    """Return the cost of RCAR's text-to-image scores: `steps` of RAR, one less of RCR. Two launches: plan, pairs.
 
-    Rows are pairs of a word and an image. The squares in an alignment need the attended vector itself, so that the Gram
-    form saves nothing. Weights are float32, and read once.
+    Rows are pairs of a word and an image. The squares in an alignment need the attended vector itself, so the Gram form
+    saves nothing. Weights are float32, and read once.
     """
     pairs = images * captions
     products, epilogue = _regulated(pairs, pairs * words, dim, alignment, steps)
@@ -166,12 +166,12 @@ def regulated_scores(
 
 
 def _regulated(pairs: float, rows: float, dim: int, alignment: int, steps: int) -> tuple[float, float]:
-    """Products of RCAR's forward, and its operations beside them.
+    """Return the products of RCAR's forward, and its other operations.
 
-    A row takes, for each step, its scores with the regions and the attended vector, the alignment, and the hidden layer
-    of RAR; for each step but one, RCR's perceptrons, of hidden widths 2m and m / 2. A pair takes RAR's other hidden
-    layer at each step. Products with a single row or column (the last layers of temperature, weight and score) are not
-    for tensor cores. Tanh, exponential and division count as one operation, a clamp as two.
+    For each step, a row takes its scores with the regions and the attended vector, the alignment, and the hidden layer
+    of RAR; for each step but one, also RCR's perceptrons, of hidden widths 2m and m / 2. A pair takes RAR's other
+    hidden layer at each step. Products with a single row or column (the last layers of temperature, weight and score)
+    do not use tensor cores. Tanh, exponential and division count as one operation, a clamp as two.
     """
     d, m, k = dim, alignment, REGIONS
     of_row = steps * (4 * k * d + 2 * d * m + 2 * m * m) + (steps - 1) * (4 * m * m + 4 * m * d + m * m)
@@ -185,13 +185,13 @@ def _regulated(pairs: float, rows: float, dim: int, alignment: int, steps: int) 
     # RAR: bias and tanh, product with the guide, with one row, softmax (6 with its bias), and the weighted sum.
     aggregation = 2 * m + m + 2 * m + 6 + 2 * m
     rest = rows * (steps * (attention + aggregation) + (steps - 1) * correspondence + m)
-    # The guide's bias and tanh, and the norm and division of what is gathered; the mean of the first, and the score.
+    # The guide's bias and tanh, and norm and division of the weighted sum; the mean of the first, and the score.
     rest += pairs * (steps * (2 * m + 3 * m) + m + 2 * m + 2)
     return products, rest
 
 
 def _weights(dim: int, alignment: int, steps: int) -> int:
-    """How many weights RCAR has."""
+    """Return the number of RCAR's weights."""
     m, narrow = alignment, alignment // 2
     align = m * dim + m
     correspondence = (2 * m * m + 2 * m) + (dim * 2 * m + dim) + (narrow * m + narrow) + (narrow + 1)
@@ -207,11 +207,11 @@ def regulated_step(
     alignment: int = ALIGNMENT,
     steps: int = STEPS,
 ) -> Cost:
-    """RCAR's scores, the loss over hardest negatives, and the gradients of regions, words and weights.
+    """Return the cost of RCAR's scores, the hardest-negative loss, and the gradients of regions, words and weights.
 
-    As in `step` at most three pairs an anchor are computed again, in float32 on the ordinary units: once forward, and
-    back with two products for each one forward. That is PyTorch, on lists of pairs; one launch more hands the gradient
-    out.
+    As in `step`, at most three pairs per anchor are recomputed, in float32 on the ordinary units: once forward, and
+    backward with two products for each forward one. PyTorch computes this on lists of pairs; one more launch returns
+    the gradient.
     """
     pairs = 3 * batch
     forward = sum(_regulated(pairs, pairs * words, dim, alignment, steps))
@@ -222,14 +222,14 @@ def regulated_step(
 
 
 def ranks(images: int, captions: int) -> Cost:
-    """Every score is read once and compared for its image and for its caption."""
+    """Return the cost of ranks: every score is read once and compared for its image and for its caption."""
     return Cost(
         other=2.0 * images * captions, bytes=4.0 * images * captions + 8.0 * (images + 2 * captions), launches=2
     )
 
 
 def evaluation(images: int, captions: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
-    """Scores of all pairs and the ranks in both directions."""
+    """Return the cost of scores of all pairs and ranks in both directions."""
     return scores(images, captions, dim, words, element) + ranks(images, captions)
 
 
@@ -242,20 +242,20 @@ def encoders(batch: int, features: int = 2048, embedded: int = 300, dim: int = D
 
 
 def epoch(batch: int = 128) -> Cost:
-    """All hardest-negative steps of one pass over COCO's training split, without encoders and reading of features."""
+    """Return the cost of one epoch of hardest-negative steps on COCO, without encoders and reading of features."""
     return step(batch).times(EPOCH_IMAGES * EPOCH_CAPTIONS / batch)
 
 
 @attrs.frozen
 class Peaks:
-    """What a vendor states for a GPU, and the share of it that a kernel is assumed to reach.
+    """A vendor's data for a GPU, and the share of the tensor peak that a kernel is assumed to reach.
 
     Attributes:
         tensor: dense bf16 products with float32 sums, operations per second.
         other: float32 operations per second.
         memory: bytes per second.
         tensor_share: of `tensor`, by `mma.sync` inside a kernel with a long epilogue.
-        source: where the three numbers stand.
+        source: where the vendor states the three numbers.
     """
 
     tensor: float
@@ -270,22 +270,22 @@ DEVICES = {
     "RTX 4090": Peaks(165.2e12, 82.6e12, 1.008e12, 0.6, "NVIDIA Ada GPU architecture white paper, appendix A"),
     "H200": Peaks(989.5e12, 66.9e12, 4.8e12, 0.4, "NVIDIA H200 data sheet, SXM"),
 }
-# What a prediction assumes: shares of the float32 units and of the memory, and what a launch costs that nothing hides.
+# Assumptions of a prediction: shares of the float32 units and of the memory, and the cost of a launch.
 OTHER_SHARE, MEMORY_SHARE, LAUNCH_SECONDS = 0.4, 0.8, 3e-6
 
 
 def device_of(name: str) -> str | None:
-    """The entry of `DEVICES` that a GPU's own name stands for: "H200" of "NVIDIA H200"."""
+    """Return the entry of `DEVICES` for a GPU's name: "H200" for "NVIDIA H200"."""
     return next((key for key in DEVICES if key in name), None)
 
 
 def floors(cost: Cost, peaks: Peaks) -> tuple[float, float]:
-    """Seconds that the tensor operations take at the tensor cores' peak, and the bytes at the memory's."""
+    """Return seconds of the tensor operations at the tensor cores' peak, and of the bytes at the memory's."""
     return cost.tensor / peaks.tensor, cost.bytes / peaks.memory
 
 
 def predicted(cost: Cost, peaks: Peaks) -> float:
-    """Seconds at the assumed shares: the slowest of the three units hides the others, launches add up."""
+    """Return seconds at the assumed shares: the slowest of the three units hides the others; launches add up."""
     tensor, memory = floors(cost, peaks)
     other = cost.other / peaks.other
     busy = max(tensor / peaks.tensor_share, other / OTHER_SHARE, memory / MEMORY_SHARE)

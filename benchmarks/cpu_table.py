@@ -1,4 +1,4 @@
-"""Render the results of `itm-fast bench` as Markdown, beside the targets and the reasons why one is missed."""
+"""Render the results of `itm-fast bench` as Markdown, with the targets and the reasons for missed ones."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from itm_fast.benchmarking.table import megabytes, table, time
 
 __all__ = ["markdown", "summary"]
 
-# Ratios that the project wants to reach at the full size, by workload and variant: time and peak memory against the
-# loop, and time against the best form of the same precision that a user could write in an hour.
+# Target ratios at the full size, by workload and variant: time and peak memory against the loop, and time against the
+# best form of the same precision in plain PyTorch that takes a user about an hour to write.
 TARGETS: dict[tuple[str, str], tuple[float | None, float | None, float | None]] = {
     ("scores", "native"): (7.0, None, 2.0),
     ("step", "native"): (30.0, 39.0, None),
@@ -31,38 +31,38 @@ TARGETS: dict[tuple[str, str], tuple[float | None, float | None, float | None]] 
 NO_TARGETS = (None, None, None)
 LOWER_INPUTS = {"native high": 'float32, "high"', "native medium": 'float32, "medium"', "native bf16": "bfloat16"}
 LOSS_TARGETS = {4096: 15.0, 128: 3.0}
-# Why a target that is missed is hard to reach, said below the table where one of these is missed.
+# Notes below a table if one of these targets is missed: why it is hard to reach.
 BOUND = (
-    "All forms share one float32 matrix product of regions and words, which takes most of itm_fast's time: it bounds "
-    "the ratios of scores, steps and evaluations, whatever happens around it. Lower precisions move that bound."
+    "All forms share one float32 matrix product of regions and words, which takes most of itm_fast's time and "
+    "bounds the ratios of scores, steps and evaluations. Lower precisions move that bound."
 )
 MEMORY_BOUND = (
-    "The peak of the loop differs by several hundredths between runs of the same code on one machine, that of "
-    "itm_fast by two: a ratio so close to its target is met in some runs and missed in others."
+    "The loop's peak differs by several percent between runs of the same code on one machine, that of itm_fast by two "
+    "percent: a target so close to the ratio is met in some runs and missed in others."
 )
 LOSS_BOUND = (
-    "At B = 4096 plain PyTorch touches sixteen fresh matrices of 67 MB in a call over all negatives, itm_fast one: the "
-    "ratio follows how fast the system hands out memory, and differs between runs on one machine. At B = 128 both are "
-    "bound by the time of a few calls through autograd."
+    "At B = 4096 plain PyTorch writes sixteen new matrices of 67 MB in a call over all negatives, itm_fast one: the "
+    "ratio depends on how fast the system provides memory, and differs between runs on one machine. At B = 128 both "
+    "are bound by the time of a few calls through autograd."
 )
 REGULATED_BOUND = (
     "Two products with float32 weights for every pair of a word and an image take most of the time of all forms, and "
-    "bound the ratio of scores at 1.9x in float32. A step adds the backward of at most three pairs an anchor in plain "
-    "PyTorch, in float32 whatever the precision of the scores."
+    "bound the ratio of scores at 1.9x in float32. A step adds the backward of at most three pairs per anchor in plain "
+    "PyTorch, always in float32."
 )
-# The targets of lower precisions ask for AMX; the key says whether there are at least AVX-512's products of bfloat16.
+# The targets of lower precisions need AMX; the key says whether the CPU has AVX-512 products of bfloat16.
 WITHOUT_AMX = {
     True: (
         "The targets of lower precisions are set for processors with AMX, which this one lacks: its products of "
-        'bfloat16 are twice as fast as those of float32, not ten times, and "high" stays float32. The AMX kernels are '
-        "compiled and simulated."
+        'bfloat16 are twice as fast as those of float32 instead of ten times, and "high" stays float32. The AMX '
+        "kernels are compiled and simulated."
     ),
     False: "This processor has no products of bfloat16: everything is computed in float32.",
 }
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """Where it was measured, times, memory and accuracy; what falls short of its target says by how much."""
+    """Render the machine, times, memory and accuracy; missed targets state the gap."""
     measured, preset = results["workloads"], results["preset"]
     parts = [
         _where(results["environment"]),
@@ -80,7 +80,7 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def summary(results: Mapping[str, Any]) -> str:
-    """Five figures in float32 with their accuracy, for the README and the start page."""
+    """Render five figures in float32 with their accuracy, for the README and the start page."""
     measured, preset = results["workloads"], results["preset"]
     environment = results["environment"]
     rows = [
@@ -118,7 +118,7 @@ def _where(environment: Mapping[str, Any]) -> str:
         f"Measured on {environment['date'][:10]} with `{environment['command']}` at {commit}{changed}: "
         f"{environment['processor']}, {environment['threads']} threads, {environment['instruction_set']}, "
         f"torch {environment['torch']}, float32. Medians of interleaved runs, smallest and largest in brackets; "
-        "peak memory above the inputs, each in a process of its own."
+        "peak memory above the inputs, each in a separate process."
     )
 
 
@@ -281,7 +281,7 @@ def _boosting(measured: Mapping[str, Any]) -> str:
 
 
 def _reason(rows: list[list[str]], reason: str) -> str:
-    """The paragraph below a table that says why a target in it is missed; empty where none is."""
+    """Render the note below a table on why a target is missed; empty if none is."""
     return f"\n\n{reason}" if any("reached" in cell for row in rows[1:] for cell in row) else ""
 
 

@@ -1,4 +1,4 @@
-"""What the store of ADDR's discriminators takes: bytes, and processor time of a batch and of a save.
+"""Measure the store of ADDR's discriminators: bytes, and processor time of a batch and of a save.
 
 Inside: `STORES`, `measure`, `run`, `markdown`.
 
@@ -37,10 +37,10 @@ PUBLISHED = 1800
 
 
 def measure(images: int, width: int, batch: int, steps: int, precision: str, folder: str | None) -> dict[str, float]:
-    """Bytes of a store, the median seconds that a batch of distinct images takes, and the seconds of a save.
+    """Return bytes of a store, median seconds for a batch of distinct images, and seconds of a save.
 
-    Times are those of the processor, so that what else the machine does counts little. All rows have been in a batch
-    before: the first time, the system has to give them memory.
+    Times are processor time, so that other work on the machine counts little. All rows were in a batch before, because
+    the first access includes the time to allocate their memory.
     """
     store = Discriminators(images, width, precision=precision, folder=folder)
     random = torch.Generator().manual_seed(0)
@@ -78,7 +78,7 @@ def run(
     folder: str | None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measures all stores on one thread; what the JSON file holds."""
+    """Measure all stores on one thread; return the content of the JSON file."""
     torch.set_num_threads(1)
     before, rows = os.getloadavg()[0], {}
     with tempfile.TemporaryDirectory(dir=folder) as own:
@@ -95,7 +95,7 @@ def run(
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """The table, and where it was measured."""
+    """Render the table and the machine."""
     sizes, where = results["sizes"], results["environment"]
     lines = [
         [
@@ -109,7 +109,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     before, after = where["load"]
     return (
         f"{table(lines)}\n\nBatches of {sizes['batch']} distinct images; medians of {sizes['steps']} batches after "
-        f"every row was in one, in processor time, one thread; the machine's load was {before:.1f} at the start and "
+        f"every row was in one, in processor time on one thread; the machine's load was {before:.1f} at the start and "
         f"{after:.1f} at the end. {where['processor']}, {where['date'][:10]}, commit "
         f"{(where['commit'] or 'unknown')[:12]}; made by `{where['command']}`. The paper states "
         f"{PUBLISHED / 1000:.1f} GB for COCO.\n"
@@ -117,13 +117,13 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What the discriminators of ADDR cost beside the model.")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser = argparse.ArgumentParser(description="Measure the store of ADDR's discriminators.")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--images", type=int, default=113_287, help="training images (default: COCO's 113,287)")
     parser.add_argument("--width", type=int, default=1024, help="width of the fragments (default 1024)")
-    parser.add_argument("--batch", type=int, default=128, help="distinct images of a batch (default 128)")
+    parser.add_argument("--batch", type=int, default=128, help="distinct images per batch (default 128)")
     parser.add_argument("--steps", type=int, default=200, help="measured batches (default 200)")
-    parser.add_argument("--folder", help="where the files lie (default: the system's folder for temporary files)")
+    parser.add_argument("--folder", help="folder for the files (default: the system's temporary folder)")
     options = parser.parse_args()
     results = run(options.images, options.width, options.batch, options.steps, options.folder)
     if options.json is not None:

@@ -1,4 +1,4 @@
-"""What the experiments on the bundled data found, as sentences whose figures come from the committed results.
+"""Findings of the experiments on the bundled data, as sentences with figures from the committed results.
 
 `FINDINGS` maps a method to the function that renders its findings; benchmarks.render writes them into docs/methods.
 """
@@ -18,14 +18,14 @@ MODELS = {"VSE (FC)": "vse-fc", "VSE (MLP)": "vse-mlp", "RVSE (MLP)": "rvse-mlp"
 
 
 def run(experiment: str, row: str, seed: int | None = 0) -> dict[str, Any]:
-    """The result of one run, or of an ensemble where `seed` is None."""
+    """Return the result of one run, or of an ensemble if `seed` is None."""
     name = row if seed is None else f"{row}-seed{seed}"
     found: dict[str, Any] = json.loads((RESULTS / experiment / f"{name}.json").read_text())
     return found
 
 
 def rsum(experiment: str, row: str, seed: int | None = 0) -> float:
-    """The sum of the six recalls on test."""
+    """Return the sum of the six recalls on test."""
     found: float = run(experiment, row, seed)["test"]["rsum"]
     return found
 
@@ -35,7 +35,7 @@ def rsums(experiment: str, row: str, seeds: Sequence[int] = SEEDS) -> list[float
 
 
 def median(experiment: str, row: str, seed: int, name: str, first: int, last: int) -> float:
-    """The median of a logged number over the steps from `first` to `last`."""
+    """Return the median of a logged number over the steps from `first` to `last`."""
     curves = run(experiment, row, seed)["curves"]["train"]
     return statistics.median(
         value for value, step in zip(curves[name], curves["step"], strict=True) if first <= step <= last
@@ -47,7 +47,7 @@ def between(values: Sequence[float], digits: int = 1) -> str:
 
 
 def listed(values: Sequence[float], sign: str = "", digits: int = 1) -> str:
-    """The values as "1.0, 2.0 and 3.0"."""
+    """Join the values as "1.0, 2.0 and 3.0"."""
     texts = [f"{value:{sign}.{digits}f}" for value in values]
     return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
@@ -133,7 +133,7 @@ def selhn() -> str:
 
 
 def selhn_gradients() -> str:
-    """Gradient norms of the first image layer with HN and SelHN, in four bands of steps."""
+    """Render gradient norms of the first image layer with HN and SelHN, in four bands of steps."""
     bands = ((10, 50), (60, 100), (110, 300), (310, 440))
     heads = [f"{first} to {last}" for first, last in bands]
     lines = [f"| steps | {' | '.join(heads)} |", f"| --- {'| ---: ' * len(bands)}|"]

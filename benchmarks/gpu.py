@@ -1,7 +1,7 @@
-"""The benchmark of a GPU: times beside the cost model, and what the GPU itself reaches in the same run.
+"""The benchmark of a GPU: times compared with the cost model, and with what the GPU reaches in the same run.
 
-Inside: `run`, `PRESETS`, `ceilings`. The workloads, their variants and the way they are measured are those of the CPU's
-benchmark. A run on the CPU ("dry") takes the same path with small sizes; its results say that they are none of a GPU.
+Inside: `run`, `PRESETS`, `ceilings`. Workloads, variants and the way they are measured are those of the CPU benchmark.
+A run on the CPU ("dry") takes the same path with small sizes; its results are marked as not measured on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMAT_VERSION = 1
 KIND = "itm_fast GPU benchmark"
 GIB = 1 << 30
 
-# The kernels that a workload's native variants stand on. Where one is missing, they are "not built".
+# The kernels that a workload's native variants need. If one is missing, they are "not built".
 SCORING = ("cross_attention_scores",)
 STEPPING = (*SCORING, "cross_attention_scores_backward", "triplet_loss", "triplet_loss_backward")
 REGULATING = ("regulated_scores",)
@@ -46,13 +46,13 @@ NEEDED = {
     "make_evaluation": (*SCORING, "retrieval_ranks"),
 }
 
-# Kinds of losses, with the negatives that each is measured with.
+# Kinds of losses, with the negatives of each measurement.
 LOSSES = (
     ("loss", workloads.make_loss, costs.loss, ("hardest", "all", "selective")),
     ("boosting", workloads.make_boosting, costs.boosting_loss, ("hardest", "all")),
 )
 
-# What is compared with float64, and up to which batch.
+# Results compared with float64, and the largest batch to compare.
 ACCURACIES: dict[str, tuple[Callable[..., dict[str, float]], int]] = {
     "make_scores": (workloads.accuracy, 128),
     "make_regulated_scores": (regulated.accuracy, 128),
@@ -72,7 +72,7 @@ class GpuPreset:
     gallery: tuple[int, int]  # images and captions of an evaluation
     runs: int
     loop_runs: int
-    product: int  # rows, columns and depth of the matrix product that stands for what the GPU can do
+    product: int  # rows, columns and depth of the matrix product that measures the GPU's peak
     copied_bytes: int
     compiled: bool = True
     memory: bool = True
@@ -92,7 +92,7 @@ class _Workload:
     name: str
     make: Callable[..., Callable[[], Any]]
     arguments: tuple[Any, ...]
-    cost: Callable[[int], Cost]  # of vectors whose components have so many bytes
+    cost: Callable[[int], Cost]  # of vectors whose components have this many bytes
     baselines: dict[str, int]  # variant to number of runs
     natives: tuple[str, ...]
 
@@ -102,7 +102,7 @@ def _workloads(preset: GpuPreset, device: str) -> list[_Workload]:
     packed = {"packed": runs, "packed bf16": runs}
     if preset.compiled and compiler_found():
         packed |= {"packed compiled": runs, "packed bf16 compiled": runs}
-    # A CUDA graph shows what the kernels take where Python's part is gone.
+    # A CUDA graph shows the time of the kernels without Python's overhead.
     graph = ("native graph", "native bf16 graph") if device == "cuda" else ()
     natives = ("native", "native high", "native medium", "native bf16", *graph)
     found = []
@@ -124,7 +124,7 @@ def _workloads(preset: GpuPreset, device: str) -> list[_Workload]:
     sizes, label = Sizes(images, captions, preset.dim, device), f"{images} x {captions}"
     fixed = _fixed(costs.ranks(images, captions))
     found.append(_Workload(f"ranks {label}", workloads.make_ranks, (sizes,), fixed, plain, of_scores))
-    # The loop and the packed form take minutes there: once each.
+    # The loop and the packed form take minutes there, so they run once.
     once = {"loop": 1, "packed bounded": 1}
     natives = ("native", "native high", "native bf16")
     cost = partial(costs.evaluation, images, captions, preset.dim)
@@ -133,13 +133,13 @@ def _workloads(preset: GpuPreset, device: str) -> list[_Workload]:
 
 
 def _regulated_workloads(preset: GpuPreset, device: str) -> list[_Workload]:
-    """Those of RCAR, without CUDA graphs: its backward looks for the pairs that have a gradient."""
+    """Return the workloads of RCAR, without CUDA graphs: its backward searches for pairs with a gradient."""
     baselines = {"loop": preset.loop_runs, "packed": preset.runs, "packed bf16": preset.runs}
     natives = ("native", "native high", "native medium", "native bf16")
     make, found = regulated.make_regulated_scores, []
     for batch in preset.batches:
         sizes, cost = Sizes(batch, batch, preset.dim, device), partial(costs.regulated_scores, batch, batch, preset.dim)
-        # Where the baselines take seconds, the packed form is run once.
+        # If the baselines take seconds, the packed form runs once.
         beside = baselines if batch <= preset.step_batch else {"packed": 1}
         found.append(_Workload(f"regulated scores {batch}", make, (sizes,), _of(cost), beside, natives))
     batch = preset.step_batch
@@ -163,17 +163,17 @@ def run(
     save: Callable[[dict[str, Any]], None] = lambda _: None,
     limit_s: float = float("inf"),
 ) -> dict[str, Any]:
-    """Measures everything of `preset` on the meter's device.
+    """Measure everything in `preset` on the meter's device.
 
     Args:
-        save: called with what is there after every workload, so that an interrupted run leaves what it measured.
-        limit_s: no workload is begun when so many seconds have passed; those left out are listed.
+        save: called with the results so far after every workload, so that an interrupted run keeps what it measured.
+        limit_s: start no workload after this many seconds; workloads left out are listed.
 
     Returns:
-        What the JSON file holds: "device", "environment", "ceilings", and for each workload its cost and for each
-        variant the times and, for the native ones and at the median, operations and bytes per second with their shares
-        of `ceilings`. "not_built" names the kernels that a workload's native variants lack, "failed" the variants that
-        raised, by workload, with what they said, "not_run" what the limit left out.
+        The content of the JSON file: "device", "environment", "ceilings", and for each workload its cost and the times
+        of each variant. Native variants also have operations and bytes per second at the median, with their shares of
+        `ceilings`. "not_built" names missing kernels of a workload's native variants, "failed" the variants that
+        raised, by workload, with their messages, "not_run" what the time limit left out.
     """
     began = time.monotonic()
     info = build_info()
@@ -216,7 +216,7 @@ def _measured(
     progress: Callable[[str], None],
     reached: dict[str, dict[str, float]],
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The figures of the variants that run, and of the others what they raise: too little memory, no compiler."""
+    """Return figures of the variants that run, and the errors of the others: too little memory, no compiler."""
 
     def make(variant: str, *arguments: Any, small: bool = False) -> Callable[[], Any]:
         call = workload.make(variant.removesuffix(" graph"), *arguments, small=small)
@@ -243,7 +243,7 @@ def _measured(
 
 
 def _accuracy(workload: _Workload, variant: str) -> dict[str, Any]:
-    """The variant beside float64, where that is small enough."""
+    """Compare the variant with float64 if the workload is small enough."""
     accuracy, most = ACCURACIES.get(workload.make.__name__, (None, 0))
     size, *_ = workload.arguments
     count = size.captions if isinstance(size, Sizes) else size
@@ -251,7 +251,7 @@ def _accuracy(workload: _Workload, variant: str) -> dict[str, Any]:
 
 
 def rates(cost: Cost, seconds: float, reached: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Operations and bytes of the cost model per second, and their shares of what product and copy reached."""
+    """Return operations and bytes of the cost model per second, and their shares of the measured product and copy."""
     operations, moved = cost.operations / seconds, cost.bytes / seconds
     return {
         "flop_per_s": operations,
@@ -262,7 +262,7 @@ def rates(cost: Cost, seconds: float, reached: dict[str, dict[str, float]]) -> d
 
 
 def graphed(call: Callable[[], Any]) -> Callable[[], None]:
-    """The call captured into a CUDA graph, after three runs on another stream as capturing asks for."""
+    """Capture the call into a CUDA graph, after three runs on another stream, as capturing requires."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -277,7 +277,8 @@ def graphed(call: Callable[[], Any]) -> Callable[[], None]:
 
 
 def ceilings(preset: GpuPreset, meter: Meter) -> dict[str, dict[str, float]]:
-    """What the device reaches in this run: a bf16 product of random matrices, and a copy (bytes read and written)."""
+    """Measure the device's peaks in this run: a bf16 product of random matrices, and a copy (bytes read and
+    written)."""
     size = preset.product
     left, right = (torch.randn(size, size, device=meter.device).to(torch.bfloat16) for _ in range(2))
     product = torch.empty_like(left)

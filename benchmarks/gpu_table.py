@@ -1,4 +1,4 @@
-"""The tables of a GPU benchmark, in Markdown, from the JSON alone."""
+"""Render the tables of a GPU benchmark as Markdown, using only its JSON."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["check_is_of_a_gpu", "markdown"]
 
 
 def check_is_of_a_gpu(results: Mapping[str, Any], name: str) -> None:
-    """Raises ValueError where `results`, read from the file `name`, are not those of a benchmark on a GPU."""
+    """Raise ValueError unless `results`, read from the file `name`, are those of a benchmark on a GPU."""
     kind, version = results.get("kind"), results.get("format_version")
     if kind != KIND or version != FORMAT_VERSION:
         raise ValueError(f"{name}: expected kind '{KIND}' in format {FORMAT_VERSION}, got {kind!r} in format {version}")
     device = results.get("device", {})
     if results.get("dry_run") is not False or device.get("type") != "cuda":
-        raise ValueError(f"{name}: measured on no GPU, but on '{device.get('name')}'")
+        raise ValueError(f"{name}: measured without a GPU, on '{device.get('name')}'")
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """Where it was measured, what the device reaches, and a line for every variant of every workload."""
+    """Render the machine, the peaks of the device, and a line for every variant of every workload."""
     parts = [_where(results), _workloads(results["workloads"])]
     for name, missing in results["not_built"].items():
         parts.append(f"{name}: the native variants were not run, for lack of CUDA kernels of {', '.join(missing)}.")

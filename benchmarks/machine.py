@@ -9,14 +9,14 @@ from itm_fast.benchmarking.run import processor_name
 
 
 def described_device(device: str) -> dict[str, Any]:
-    """The GPU; of a dry run the processor, with a name that no GPU has."""
+    """Describe the GPU; for a dry run the processor, under a name that no GPU has."""
     if device == "cuda":
         return gpu_description()
     return {"type": device, "name": f"dry run on {processor_name()}"}
 
 
 def gpu_description() -> dict[str, Any]:
-    """The current CUDA device: name, compute capability, multiprocessors, bytes of memory, driver, CUDA of torch."""
+    """Describe the current CUDA device: name, compute capability, multiprocessors, memory, driver, CUDA of torch."""
     import torch
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""The optimiser steps that the costs of FDF and ADDR are measured on: published settings of their hosts, made batches.
+"""The optimiser steps for measuring the costs of FDF and ADDR: published settings of their hosts, synthetic batches.
 
 Inside: `Host`, `FDF_HOSTS`, `ADDR_HOSTS`, `of_batch`, `quick`; `make_config`, `make_model`, `make_stepper`,
 `make_step`, `make_start`, `make_features`, `fill_queue`.
@@ -38,23 +38,23 @@ __all__ = [
     "quick",
 ]
 
-# Training images of Flickr30K, each with its discriminator.
+# Training images of Flickr30K, each with one discriminator.
 IMAGES, _STEPS_PER_EPOCH, _BATCHES = 29_000, 1000, 3
-# Pairs of the batches on which a step is compared with float64.
+# Pairs in the batches that compare a step with float64.
 COMPARED = 8
 
 
 @attrs.frozen
 class Host:
-    """A model that a method is put around.
+    """A host model for a method.
 
     Attributes:
         recipe: the settings of its training, without the method.
         setup: its sizes; `dim` is that of the recipe.
-        runs: measured runs by the number of conversions, 0 for the host alone; of ADDR, all under 0.
-        options: settings of the model beside those of the recipe.
-        fresh: the number of conversions, one of `runs`, whose step is measured as often with the other batches encoded
-            anew, too, and in both forms with its memory, beside that of the host alone; None to leave that out.
+        runs: measured runs by the number of conversions, 0 for the host without the method; for ADDR, only 0.
+        options: model settings in addition to the recipe's.
+        fresh: a number of conversions, one of `runs`. Its step is measured equally often with the other batches encoded
+            again, and both forms also with memory, compared with the host. None to leave this out.
     """
 
     recipe: str
@@ -77,12 +77,12 @@ ADDR_HOSTS: Mapping[str, Host] = {
 
 
 def of_batch(host: Host, batch: int) -> Host:
-    """The same with so many pairs in a batch."""
+    """Return the same host with this many pairs per batch."""
     return attrs.evolve(host, setup=attrs.evolve(host.setup, batch=batch))
 
 
 def quick(host: Host) -> Host:
-    """The same at a size that takes seconds."""
+    """Return the same host at a size that takes seconds."""
     bert = {"bert_dim": 32, "bert_layers": 1, "bert_heads": 2, "bert_hidden_dim": 64}
     with_bert = recipes.load(host.recipe).settings["model_options"].get("text_encoder") == "bert"
     return attrs.evolve(
@@ -94,14 +94,14 @@ def quick(host: Host) -> Host:
 
 
 def make_config(host: Host, **changes: Any) -> TrainConfig:
-    """The recipe's settings with the host's size and `changes`."""
+    """Return the recipe's settings with the host's size and `changes`."""
     options = {"embed_dim": host.setup.dim, **host.options}
     layers = (recipes.load(host.recipe).settings, {"model_options": options}, changes)
     return TrainConfig(data="", out="", **recipes.merge(*layers))
 
 
 def make_model(config: TrainConfig, setup: Setup) -> models.MatchingModel:
-    """The same weights each time."""
+    """Create the model with the same weights each time."""
     torch.manual_seed(0)
     options = {**config.model_options, "vocab_size": setup.words, "feature_dim": setup.features}
     if config.conversions is None:
@@ -110,15 +110,15 @@ def make_model(config: TrainConfig, setup: Setup) -> models.MatchingModel:
 
 
 def make_stepper(config: TrainConfig, setup: Setup, model: models.MatchingModel) -> Stepper:
-    """On the CPU, for as many images as Flickr30K has."""
+    """Create the training step on the CPU, for as many images as Flickr30K has."""
     vocabulary = make_vocabulary(setup)
     return Stepper(config, model, vocabulary, torch.device("cpu"), _STEPS_PER_EPOCH, n_images=IMAGES)
 
 
 def make_step(config: TrainConfig, setup: Setup, model: models.MatchingModel) -> Callable[[], dict[str, float]]:
-    """One optimiser step after another, of batches of other images in turn.
+    """Return a function that takes one optimiser step per call, on several batches in turn.
 
-    From the first on an optimiser has its moments, and a queue is full.
+    Before it returns, the optimiser has its moments and the queue is full.
     """
     stepper = make_stepper(config, setup, model)
     few = make_batch(attrs.evolve(setup, batch=min(COMPARED, setup.batch)), _BATCHES)
@@ -137,7 +137,7 @@ def make_step(config: TrainConfig, setup: Setup, model: models.MatchingModel) ->
 
 
 def make_start(host: Host, changes: Mapping[str, Any], small: bool = False) -> Callable[[], None]:
-    """All that a training has in memory at a step: batches, a model, its optimiser, a full queue, and the step."""
+    """Create what a training holds in memory at a step: batches, model, optimiser, full queue, and the step."""
     host = quick(host) if small else host
 
     def run() -> None:
@@ -148,7 +148,7 @@ def make_start(host: Host, changes: Mapping[str, Any], small: bool = False) -> C
 
 
 def fill_queue(stepper: Stepper, batch: Batch) -> None:
-    """As if the batch had been that of all steps before."""
+    """Fill the queue as if all previous steps had used the batch."""
     scenario: Any = stepper.scenario
     kept: QueuedBatch | QueuedInputs
     if scenario.fresh:
@@ -162,7 +162,7 @@ def fill_queue(stepper: Stepper, batch: Batch) -> None:
 
 
 def make_features(model: models.MatchingModel, setup: Setup) -> dict[str, Callable[[], Any]]:
-    """The embeddings of a batch of images, and of one of captions, without gradient, in evaluation mode."""
+    """Compute the embeddings of a batch of images and of one of captions, without gradient, in evaluation mode."""
     batch = make_batch(setup)
 
     def images() -> None:

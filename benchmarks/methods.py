@@ -1,8 +1,8 @@
-"""What FDF and ADDR cost beside the training of their hosts, and how exact what they minimise is, on the CPU.
+"""Measure the costs of FDF and ADDR compared with training their hosts, and the accuracy of their losses, on the CPU.
 
-Whole optimiser steps of the published settings, the recipes of the hosts: augmentation, encoders, scores, losses,
-backward, clipping, Adam, and all that a method adds. Times are processor time, memory is that of processes of its own.
-The accuracy is that of the same step in float64, for FDF of fewer pairs, and for ADDR that of `itm_fast.reference`.
+Whole optimiser steps with published settings, the recipes of the hosts: augmentation, encoders, scores, losses,
+backward, clipping, Adam, and everything that a method adds. Times are processor time; memory is that of separate
+processes. Accuracy is relative to the same step in float64: for FDF with fewer pairs, for ADDR `itm_fast.reference`.
 
 Inside: `measure_fdf`, `measure_addr`, `run`, and what they are made of; the steps are those of `method_steps.py`.
 
@@ -53,9 +53,9 @@ from itm_fast.training import TrainConfig, recipes
 
 __all__ = ["PUBLISHED", "measure_addr", "measure_fdf", "run"]
 
-# What FDF's paper reports of two conversions on CHAN with BERT, in percent: a training step, and the features of pairs.
+# The FDF paper's costs of two conversions on CHAN with BERT, in percent: a training step, and the features of pairs.
 PUBLISHED = {"host": "CHAN with BERT", "conversions": 2, "step": 14.0, "features": 4.9}
-# The row of the other batches encoded anew.
+# The row with the other batches encoded again.
 _FRESH = "fresh"
 
 
@@ -66,10 +66,10 @@ def _multiply_adds(call: Callable[[], Any]) -> int:
 
 
 def measure_fdf(host: Host, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Times of steps and features by the number of conversions, with the accuracy of each; steps of `host.fresh`.
+    """Measure times of steps and features by the number of conversions, with their accuracy, and steps of `host.fresh`.
 
-    What has several runs is interleaved; the rest comes after it, one by one, so that fewer models lie in memory, and
-    so do the processes whose memory is measured.
+    Rows with several runs are interleaved. The others follow one by one, so that fewer models are in memory, as do the
+    processes that measure memory.
     """
     changes: dict[str, dict[str, Any]] = {str(count): {"conversions": count} if count else {} for count in host.runs}
     repeats = {str(count): runs for count, runs in host.runs.items()}
@@ -78,7 +78,7 @@ def measure_fdf(host: Host, progress: Callable[[str], None]) -> dict[str, Any]:
         progress(f"{name} conversions, accuracy")
         rows[name] = {"accuracy": step_accuracy(host, changed)}
     if host.fresh is not None:
-        # Its accuracy would be that with the others kept: as long as weights stand still, features are the same.
+        # Its accuracy would equal that with kept batches: while weights are constant, features are the same.
         changes[_FRESH] = {"conversions": host.fresh, "other_batches": "fresh"}
         repeats[_FRESH], rows[_FRESH] = host.runs[host.fresh], {}
     groups = [[name for name, runs in repeats.items() if runs > 1]]
@@ -100,7 +100,7 @@ def _timed(
     repeats: Mapping[str, int],
     progress: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
-    """Steps, features and sizes of each row, interleaved; the features of `_FRESH` are those with the others kept."""
+    """Measure steps, features and sizes of each row, interleaved; `_FRESH` has the features with kept batches."""
     rows: dict[str, dict[str, Any]] = {name: {} for name in changes}
     calls: dict[str, Callable[[], Any]] = {}
     for name, changed in changes.items():
@@ -118,7 +118,7 @@ def _timed(
 
 
 def _sizes(model: models.MatchingModel, setup: Setup) -> dict[str, Any]:
-    """Multiply-adds of the features of a pair, of few, and the weights of a conversion of regions."""
+    """Return multiply-adds of a pair's features, measured on few, and the number of weights of a region conversion."""
     few = attrs.evolve(setup, batch=min(COMPARED, setup.batch))
     counted = {name: _multiply_adds(call) // few.batch for name, call in make_features(model, few).items()}
     if not isinstance(model, FDF):
@@ -128,10 +128,10 @@ def _sizes(model: models.MatchingModel, setup: Setup) -> dict[str, Any]:
 
 
 def step_accuracy(host: Host, changes: Mapping[str, Any]) -> dict[str, float]:
-    """The relative error of the loss and of the gradient of all weights of a step in float32, against float64.
+    """Return relative errors of a step's loss and gradient in float32, against float64.
 
-    With `changes` of the host's settings, of `COMPARED` pairs, without what is random (dropout, augmentation) and
-    without clipping.
+    The step has the host's settings with `changes`, `COMPARED` pairs, no randomness (dropout, augmentation) and no
+    clipping.
     """
     setup = attrs.evolve(host.setup, batch=min(COMPARED, host.setup.batch))
     still: dict[str, Any] = {"text_augmentation": 0.0, "region_augmentation": 0.0, "grad_clip": 0.0}
@@ -161,14 +161,14 @@ def _loss_and_gradients(config: TrainConfig, setup: Setup, model: models.Matchin
 
 
 def _relative_error(found: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
-    """The norm of the difference of all numbers over the norm of the exact ones."""
+    """Return the norm of the difference of all numbers over the norm of the exact ones."""
     pairs = list(zip(found, exact, strict=True))
     difference = sum(float((one.detach().double() - other.detach()).square().sum()) for one, other in pairs)
     return float((difference / sum(float(other.detach().square().sum()) for _, other in pairs)) ** 0.5)
 
 
 def measure_addr(host: Host, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Times of ordinary steps, of those of the ablation without discriminators, and of both phases, interleaved."""
+    """Measure ordinary steps, steps of the ablation without discriminators, and steps of both phases, interleaved."""
     settings = {field.name: field.default for field in attrs.fields(TrainConfig)}
     plain = {name: settings[name] for name in recipes.load(host.recipe).settings if name in _OF_ADDR}
     base = {**plain, "scenario": "addr", "addr": "base"}
@@ -178,7 +178,7 @@ def measure_addr(host: Host, progress: Callable[[str], None]) -> dict[str, Any]:
         calls[name] = make_step(config, host.setup, make_model(config, host.setup))
     full = make_config(host, alternation="step")
     both = make_step(full, host.setup, make_model(full, host.setup))
-    # In turns: the discriminators learn first.
+    # Phases alternate; the discriminators learn first.
     calls |= {phase: partial(_phase, both, phase) for phase in ("discriminators", "model")}
     timings = interleave(calls, dict.fromkeys(calls, host.runs[0]), processor_time, progress)
     progress("accuracy")
@@ -198,13 +198,13 @@ _OF_ADDR = (
 
 def _phase(step: Callable[[], dict[str, float]], phase: str) -> None:
     if ("loss" in step()) != (phase == "model"):
-        raise RuntimeError(f"a step of the other phase than {phase}: each has to be measured as often")
+        raise RuntimeError(f"a step of the other phase than {phase}; both must be measured equally often")
 
 
 def domain_accuracy(host: Host) -> dict[str, float]:
-    """The relative errors of risks and regularisation, and of all gradients, on the host's fragments.
+    """Return the relative errors of risks and regularisation, and of all gradients, on the host's fragments.
 
-    Against `itm_fast.reference` in float64, for discriminators as after some training.
+    Compared with `itm_fast.reference` in float64; the discriminators have weights as after some training.
     """
     config = make_config(host)
     model: Any = make_model(config, host.setup).eval()
@@ -241,7 +241,7 @@ def run(
     command: str,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measures all hosts on one thread; what the JSON file holds."""
+    """Measure all hosts on one thread; return the content of the JSON file."""
     torch.set_num_threads(1)
     before = os.getloadavg()[0]
     measured: dict[str, dict[str, Any]] = {"fdf": {}, "addr": {}}
@@ -253,10 +253,10 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What FDF and ADDR cost beside ordinary training.")
-    parser.add_argument("--json", type=Path, help="write all figures there")
-    parser.add_argument("--batch", type=int, default=128, help="pairs of a batch (default 128)")
-    parser.add_argument("--quick", action="store_true", help="small sizes: a minute, to see that it works")
+    parser = argparse.ArgumentParser(description="Measure FDF and ADDR compared with ordinary training.")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--batch", type=int, default=128, help="pairs per batch (default 128)")
+    parser.add_argument("--quick", action="store_true", help="use small sizes for a one-minute trial")
     options = parser.parse_args()
     fdf, addr = (
         {name: quick(host) if options.quick else of_batch(host, options.batch) for name, host in hosts.items()}

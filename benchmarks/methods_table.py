@@ -1,4 +1,4 @@
-"""Tables of what FDF and ADDR cost, in Markdown, from the JSON alone."""
+"""Render the costs of FDF and ADDR as Markdown, using only their JSON."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from itm_fast.benchmarking.table import megabytes, table
 
 __all__ = ["markdown"]
 
-# Captions of an image, in the test sets of the field.
+# Captions per image in the common test sets.
 _CAPTIONS = 5
-# Why a bar that is missed is, said below the table.
+# Note below the table if the limit is missed: why.
 BOUND = (
-    "The paper's percentages are of the time that its own code takes, of which the products of matrices are a part. "
-    "Here they are nearly all of it, and a conversion multiplies every region by {per_conversion:.1f} million weights: "
-    "the features of pairs take {more} multiply-adds, however they are computed, and a step "
+    "The paper's percentages refer to its own code, in which matrix products are only a part of the time. "
+    "Here they are nearly all of the time, and a conversion multiplies every region by {per_conversion:.1f} million "
+    "weights: the features of pairs take {more} multiply-adds, however they are computed, and a step "
     "takes them about three times for its own batch and once or more for the one before. The paper encodes an image "
-    "anew for each of its captions; evaluation here does so once, the column of a split."
+    "again for each of its captions; evaluation here does so once, the column of a split."
 )
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """A table for each host of FDF, one for those of ADDR, and where it was measured."""
+    """Render a table for each host of FDF, one for those of ADDR, and the machine."""
     published = results["published"]
-    # The host of the bar stands first.
+    # The host with the limit comes first.
     names = sorted(results["fdf"], key=lambda name: name != published["host"])
     parts = [_fdf(name, results["fdf"][name], published) for name in names]
     return "\n\n".join([*parts, _addr(results["addr"]), _where(results)]) + "\n"
@@ -61,7 +61,7 @@ def _fdf(name: str, host: Mapping[str, Any], published: Mapping[str, Any]) -> st
 
 
 def _fresh(host: Mapping[str, Any]) -> str:
-    """What encoding the other batches anew takes: time and memory of a step, where they were measured."""
+    """Render the cost of encoding the other batches again: time and memory of a step, if measured."""
     alone, kept = host["rows"]["0"], "Steps in the table above are those with `--other-batches kept`."
     if not host["fresh"]:
         return kept
@@ -75,7 +75,7 @@ def _fresh(host: Mapping[str, Any]) -> str:
             beside = [_spread_percent(row["step"], alone["step"]), _room(row, alone)]
         lines.append([name, _spread_seconds(row["step"]), beside[0], megabytes(row), beside[1]])
     return (
-        f"{kept} `fresh` encodes N - 1 batches of captions more, without gradient:\n\n{table(lines)}\n\n"
+        f"{kept} `fresh` encodes N - 1 more batches of captions, without gradient:\n\n{table(lines)}\n\n"
         f"`fresh` adds {_seconds(seconds['`fresh`'] - seconds['`kept`'])} here; the host alone encodes a batch of "
         f"captions without gradient in {_seconds(alone['captions']['median_s'])}. Memory is that of a process with the "
         "model, its optimiser, its queue and three batches, in one run."
@@ -83,14 +83,14 @@ def _fresh(host: Mapping[str, Any]) -> str:
 
 
 def _spread_seconds(timing: Mapping[str, Any]) -> str:
-    """The median, and of several runs the least and the most."""
+    """Render the median, with minimum and maximum if there are several runs."""
     runs = timing["runs_s"]
     median = _seconds(timing["median_s"])
     return f"{median} ({min(runs):.3g} to {max(runs):.3g})" if len(runs) > 1 else median
 
 
 def _spread_percent(timing: Mapping[str, Any], alone: Mapping[str, Any]) -> str:
-    """What is added to the median; of as many runs as those of the host, the least and most of the pairs of a round."""
+    """Render the increase of the median; with as many runs as the host, also its range over the rounds."""
     text = percent(timing["median_s"] / alone["median_s"])
     ratios = [mine / host for mine, host in zip(timing["runs_s"], alone["runs_s"], strict=False)]
     if len(timing["runs_s"]) != len(alone["runs_s"]) or len(ratios) == 1:
@@ -107,7 +107,7 @@ def _errors(row: Mapping[str, Any]) -> list[str]:
 
 
 def _times(row: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of a step, of the features of a batch of pairs, and of as many captions with a fifth of the images."""
+    """Return seconds of a step, of a batch of pairs' features, and of those captions with a fifth of the images."""
     images, captions = row["images"]["median_s"], row["captions"]["median_s"]
     return {"step": row["step"]["median_s"], "pairs": images + captions, "split": images / _CAPTIONS + captions}
 
@@ -159,8 +159,8 @@ def _where(results: Mapping[str, Any]) -> str:
     before, after = where["load"]
     turns = min(len(timing["runs_s"]) for host in results["addr"].values() for timing in host["rows"].values())
     return (
-        "Processor time, one thread; medians of interleaved runs, in brackets the least and the most, of percentages "
-        f"those of single rounds; rows of one run come after the others of their host, and ADDR's runs are {turns}. "
+        "Processor time, one thread; medians of interleaved runs, in brackets the range, for percentages "
+        f"over single rounds; rows with one run come after the others of their host, and ADDR has {turns} runs. "
         f"The machine's load was {before:.1f} at the start and {after:.1f} at the end. Errors are relative, of float32 "
         f"against float64. {where['processor']}, {where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}; "
         f"made by `{where['command']}`."

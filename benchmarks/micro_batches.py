@@ -1,6 +1,6 @@
-"""What a batch costs in memory and time that is encoded a micro-batch at a time, beside the plain batch, on the CPU.
+"""Measure memory and time of a batch that is encoded in micro-batches, compared with the plain batch, on the CPU.
 
-Whole optimiser steps as in `benchmarks.scenarios`, whose processes and clocks measure here, too.
+Measures whole optimiser steps with the processes and clocks of `benchmarks.scenarios`.
 
 Inside: `SETUPS`, `run`, `markdown`.
 
@@ -33,7 +33,7 @@ from itm_fast.ops.library import build_info
 
 __all__ = ["SETUPS", "markdown", "run"]
 
-# Each with the micro-batches beside the plain batch, and the number of measured runs.
+# Each with its micro-batches and the number of measured runs.
 SETUPS: Sequence[tuple[Setup, tuple[int, ...], int]] = (
     (Setup("scan", batch=1024, dim=256), (128, 64), 1),
     (Setup("vse_infty", batch=4096, dim=256), (128,), 1),
@@ -53,7 +53,7 @@ def run(
     memory: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measures a step of each setup, plain and with its micro-batches, interleaved; what the JSON file holds."""
+    """Measure a step of each setup, plain and in micro-batches, interleaved; return the content of the JSON file."""
     torch.set_num_threads(threads)
     start, measured = partial(make_start, steps=2), []
     for setup, sizes, runs in setups:
@@ -76,7 +76,7 @@ def run(
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """One table of all setups: peak memory and time of a step beside those of the plain batch."""
+    """Render one table of all setups: peak memory and time of a step, compared with the plain batch."""
     where = results["environment"]
     lines = [
         "| model, batch, width | micro-batch | peak memory | of the plain batch | time of a step | of the plain one |",
@@ -100,7 +100,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     )
     lines += [
         "",
-        f"Processor time, median of interleaved runs ({runs}); memory is that of a fresh process with its model, "
+        f"Processor time, median of interleaved runs ({runs}); memory is the peak of a fresh process with its model, "
         f"optimiser and two steps, without the features of the batch. {where['processor']}, {where['threads']} "
         f"thread(s), {where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}; made by `{where['command']}`.",
     ]
@@ -108,10 +108,10 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What large batches cost with micro-batches and without.")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser = argparse.ArgumentParser(description="Measure large batches with and without micro-batches.")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--threads", type=int, default=1, help="threads (default 1)")
-    parser.add_argument("--quick", action="store_true", help="small sizes: seconds, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="use small sizes for a trial of seconds")
     options = parser.parse_args()
     results = run(
         QUICK if options.quick else SETUPS,

@@ -1,4 +1,4 @@
-"""The tables of docs/performance/predictions.md: the cost model for stated GPUs, beside what was measured on them."""
+"""The tables of docs/performance/predictions.md: the cost model for several GPUs, with measurements on them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["NOT_RUN", "WORKLOADS", "tables"]
 
 NOT_RUN = "not run on a GPU yet"
 SIMULATED = "No CUDA kernel of this project has run on a GPU yet: they are"
-# Seconds per pair that the published loops take on GPUs of their time (docs/internals/design.md, section 1).
+# Seconds per pair of the published loops on GPUs of their time (docs/internals/design.md, section 1).
 PUBLISHED_PER_PAIR = (3e-6, 55e-6)
 
 
 @attrs.frozen
 class Workload:
-    """A line of the tables, and the benchmark's name for it where that measures it."""
+    """A line of the tables, and its name in the benchmark if that measures it."""
 
     title: str
     cost: Cost
@@ -51,7 +51,7 @@ WORKLOADS = (
 
 
 def tables(results: Sequence[Mapping[str, Any]]) -> str:
-    """All tables; `results` are those of benchmarks on GPUs, at most one for each of `DEVICES`."""
+    """Render all tables; `results` are those of benchmarks on GPUs, at most one for each of `DEVICES`."""
     measured: dict[str, Mapping[str, Any]] = {}
     for result in results:
         check_is_of_a_gpu(result, "a result")
@@ -126,7 +126,7 @@ def _floors(name: str, measured: Mapping[str, Any] | None) -> str:
 
 
 def _consequences() -> str:
-    """What the predictions come to for a user, in words."""
+    """Summarise the predictions in sentences."""
     evaluation, epoch, step = costs.evaluation(5000, 25000), costs.epoch(), costs.step(128)
     predicted = {name: (costs.predicted(evaluation, p), costs.predicted(epoch, p)) for name, p in DEVICES.items()}
     times = [f"{seconds(first)} on {name}" for name, (first, _) in predicted.items()]
@@ -148,17 +148,17 @@ def _consequences() -> str:
 
 
 def _blocks(what: str, images: int, captions: int) -> str:
-    """The thread blocks of a workload's scores, with captions as long as the benchmark's."""
+    """Describe the thread blocks of a workload's scores, with the benchmark's caption lengths."""
     lengths = caption_lengths(captions).tolist()
     working, room = costs.pairs_of_tiles([costs.REGIONS] * images, lengths)
     return (
-        f"The sets of {what} fill {working:,} pairs of tiles. {room:,} thread blocks are launched, the most that so "
-        f"many sets and rows could need; {room - working:,} leave at once."
+        f"The sets of {what} fill {working:,} pairs of tiles. {room:,} thread blocks are launched, the maximum for "
+        f"this number of sets and rows; {room - working:,} return at once."
     )
 
 
 def _reached(workload: Workload, measured: Mapping[str, Any] | None, floor: float) -> str:
-    """The fastest native variant on 16-bit inputs, or on scores; its floor is a share of it."""
+    """Render the fastest native variant on 16-bit inputs, or on scores, with the share of its floor."""
     if measured is None:
         return NOT_RUN
     if workload.measured_as is None:

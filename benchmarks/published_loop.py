@@ -1,4 +1,4 @@
-"""Training steps that score as published code does: a loop over captions, all of it kept for the backward.
+"""Training steps that score like published code: a loop over captions that keeps everything for the backward.
 
 Inside: `published_loop`, `HAS_LOOP`.
 """
@@ -26,10 +26,10 @@ HAS_LOOP = ("scan", "sgraf", "dbl")
 
 @contextlib.contextmanager
 def published_loop() -> Iterator[None]:
-    """Inside, models score by the loops of `itm_fast.reference`, and triplet losses are plain PyTorch.
+    """Make models score with the loops of `itm_fast.reference`, and triplet losses use plain PyTorch.
 
-    Encoders, data, optimiser and settings stay as they are. Regulators drop nothing: drawing the masks that the kernels
-    draw would cost the loop more than the dropout of published code does.
+    Encoders, data, optimiser and settings do not change. Regulators use no dropout: drawing the kernels' masks would
+    cost the loop more than the dropout of published code does.
     """
     functions: list[tuple[ModuleType, str, Callable[..., Any]]] = [
         (F_itm, "cross_attention_scores", reference.cross_attention_scores),

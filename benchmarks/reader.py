@@ -1,4 +1,4 @@
-"""What reading batches of features costs: the native reader beside a memory-mapped gather.
+"""Measure reading batches of features: the native reader compared with a memory-mapped gather.
 
 Inside: `run`, `markdown`.
 
@@ -37,7 +37,7 @@ __all__ = ["FORMAT_VERSION", "markdown", "run"]
 FORMAT_VERSION = 2
 _BATCH = 128
 
-# What is compared, as the table has it.
+# The compared ways, with their labels in the table.
 LABELS = {
     "numpy": "memory-mapped NumPy gather, `DataLoader` of 2 workers",
     "folder": "`BatchLoader` of 2 workers on the folder, values checked",
@@ -47,7 +47,7 @@ LABELS = {
 
 
 class _Gather(Dataset[torch.Tensor]):
-    """The plain way: rows of a memory map, by a list of indices."""
+    """Read rows of a memory map by a list of indices, the plain way."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,12 +65,12 @@ def _batches(images: int, n: int, seed: int) -> list[np.ndarray]:
 
 
 def each_once(images: int, seed: int) -> list[np.ndarray]:
-    """Batches of all images in a random order; the last one may be smaller."""
+    """Return batches of all images in a random order; the last one may be smaller."""
     return np.split(np.random.default_rng(seed).permutation(images), range(_BATCH, images, _BATCH))
 
 
 class _Images(CaptionDataset):
-    """A split whose items are images, so that each way is asked for the same rows."""
+    """A split whose items are images, so that all ways read the same rows."""
 
     def __init__(self, inner: CaptionDataset) -> None:
         self.inner, self.source = inner, inner.source
@@ -99,9 +99,9 @@ def _ways(
 
 
 def _rate(way: _Way, warm: int = 8) -> tuple[float, float]:
-    """Rows per second from the `warm`th batch on, when worker processes have started and their queues are full.
+    """Return rows per second from the `warm`th batch on, when worker processes have started and their queues are full.
 
-    Then rows per second of processor time, that of worker processes included, of the whole pass.
+    Also return rows per second of processor time over the whole pass, including worker processes.
     """
     before = _processor_seconds()
     batches = way()
@@ -109,7 +109,7 @@ def _rate(way: _Way, warm: int = 8) -> tuple[float, float]:
     start = time.perf_counter()
     timed = sum(len(batch) for batch in batches)
     seconds = time.perf_counter() - start
-    # Worker processes have ended, and so count, once their iterator is gone.
+    # Worker processes count once they have ended, which needs the end of their iterator.
     del batches
     return timed / seconds, (rows + timed) / (_processor_seconds() - before)
 
@@ -127,19 +127,19 @@ def _drop_from_cache(paths: list[Path]) -> None:
 
 
 def _cached_share(path: Path) -> float:
-    """The share of a file's pages that lie in the system's cache, by mincore."""
+    """Return the share of a file's pages in the system's cache, from mincore."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         mapped = np.memmap(file, dtype=np.uint8, mode="r", shape=(size,))
         pages = np.zeros(-(-size // mmap.PAGESIZE), dtype=np.uint8)
         arguments = (ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data))
         if ctypes.CDLL(None).mincore(*arguments):
-            raise OSError(f"{path}: the system does not say what of it is cached")
+            raise OSError(f"{path}: the system does not report which pages are cached")
         return float(np.mean(pages & 1))
 
 
 def _direct_rate(paths: list[Path], block: int, offsets: list[tuple[int, int]], threads: int) -> float | None:
-    """Bytes per second of reads past the system's cache (O_DIRECT), `threads` at a time; None where that is refused."""
+    """Return bytes per second of reads that bypass the cache (O_DIRECT), `threads` at a time; None if refused."""
     try:
         handles = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths]
     except OSError:
@@ -159,7 +159,7 @@ def _direct_rate(paths: list[Path], block: int, offsets: list[tuple[int, int]], 
 
 
 def _cold(name: str, files: list[Path], way: _Way, images: int, row_bytes: int) -> dict[str, Any]:
-    """One pass over all images, each once, none of them in the system's cache; and the disk's own rates past it."""
+    """Read all images once with a cold cache, and measure the disk's rates without the cache."""
     _drop_from_cache(files)
     share = statistics.fmean(_cached_share(path) for path in files)
     start = time.perf_counter()
@@ -187,7 +187,7 @@ def _cold(name: str, files: list[Path], way: _Way, images: int, row_bytes: int) 
 
 
 def run(folder: Path, *, scale: float, batches: int, rounds: int, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Writes synthetic data and stores under `folder`, measures, and returns what the JSON file holds."""
+    """Write synthetic data and stores under `folder`, measure, and return the content of the JSON file."""
     load_before = os.getloadavg()[0]
     progress("data")
     data = write_synthetic(folder / "data", scale=scale)
@@ -202,7 +202,7 @@ def run(folder: Path, *, scale: float, batches: int, rounds: int, progress: Call
     for name in ("numpy", "folder", "fp32"):
         for wanted, found in zip(indices, ways[name](), strict=True):
             if not np.array_equal(expected[wanted], found.numpy()):
-                raise ValueError(f"{name}: other numbers than those of the file")
+                raise ValueError(f"{name}: numbers differ from those of the file")
     warm: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for number in range(rounds):
         progress(f"round {number + 1} of {rounds}")
@@ -210,7 +210,7 @@ def run(folder: Path, *, scale: float, batches: int, rounds: int, progress: Call
             warm[name].append(_rate(way))
     row_bytes = 4 * int(shape[1]) * int(shape[2])
     cold, once = [], _ways(data, stores, each_once(int(shape[0]), 2))
-    # Stores alone: pages of a file that is mapped cannot be dropped from the cache.
+    # Only stores: pages of a mapped file cannot be dropped from the cache.
     for name, path in stores.items():
         progress(f"cold, {name}")
         files = sorted(path.glob("train-0*.safetensors"))
@@ -231,7 +231,7 @@ def run(folder: Path, *, scale: float, batches: int, rounds: int, progress: Call
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """What was measured of reading, as the page has it."""
+    """Render the measurements of reading for the page."""
     where, row_bytes = results["environment"], results["row_bytes"]
     base = results["warm_rows_per_second"]["numpy"]
     lines = [
@@ -239,7 +239,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         f"torch {where['torch']}: batches of {results['batch']} random images of {row_bytes / 1024:,.0f} KB (float32) "
         f"out of {results['images']:,}, all in the system's cache. Medians of {len(base)} interleaved rounds, smallest "
         "and largest in brackets; ratios are medians over the rounds. Load of the machine: "
-        f"{results['load_before']:.1f} before, {results['load_after']:.1f} after. Processor time is that of worker "
+        f"{results['load_before']:.1f} before, {results['load_after']:.1f} after. Processor time includes worker "
         "processes, too.",
         "",
         "| warm cache | images per second | against NumPy | images per second of processor time | against NumPy |",
@@ -268,18 +268,18 @@ def markdown(results: Mapping[str, Any]) -> str:
         "",
         f"Cold: files were dropped from the system's cache by `posix_fadvise` ({share:.0%} of their pages were left); "
         f"{first['images']:,} images, each read once in random order. The disk's own rate is that of reads past the "
-        f"cache (`O_DIRECT`), images {first['disk_threads']} at a time, as the reader's threads, and in order one at a "
-        "time. What the host of a virtual machine caches cannot be dropped from within.",
+        f"cache (`O_DIRECT`): random images {first['disk_threads']} at a time, like the reader's threads, and in order "
+        "one at a time. A virtual machine cannot drop the cache of its host.",
     ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What reading batches of features costs.")
-    parser.add_argument("--json", type=Path, help="write all figures there")
-    parser.add_argument("--folder", type=Path, help="folder of a disk to measure on (default: that of temporary files)")
+    parser = argparse.ArgumentParser(description="Measure reading batches of features.")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure (default: the temporary folder)")
     parser.add_argument("--scale", type=float, default=0.01, help="share of COCO's images (default 0.01: 0.4 GB)")
-    parser.add_argument("--batches", type=int, default=24, help="batches of a pass (default 24)")
+    parser.add_argument("--batches", type=int, default=24, help="batches per pass (default 24)")
     parser.add_argument("--rounds", type=int, default=15, help="passes of each kind (default 15)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:

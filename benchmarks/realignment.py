@@ -1,8 +1,8 @@
-"""FDF's cross-model realignment on the bundled data: what it is measured with, and its table.
+"""FDF's cross-model realignment on the bundled data: the measurement and its table.
 
-Two hosts of one kind: one reads captions with a GRU, whose pooled states are its features, so that captions have no
-head; the other with a small BERT and a head above it, from whose random weights both of its trainings start, as the
-paper's start from one pretrained BERT.
+There are two hosts. One reads captions with a GRU whose pooled states are its features, so captions have no head. The
+other has a small BERT with a head. Both of its trainings start from the same random BERT weights, as the paper's start
+from one pretrained BERT.
 
 Inside: `HOSTS`, `run`, `markdown`.
 
@@ -30,7 +30,7 @@ from itm_fast.training.fdf.cross_model import cross_table, pooled_features, real
 __all__ = ["HOSTS", "markdown", "run"]
 
 FORMAT_VERSION = 1
-# All negatives: the hardest ones do not train so briefly.
+# All negatives: with the hardest ones, such short runs do not learn.
 _SHARED: dict[str, Any] = {
     "model": "vse_infty", "epochs": 4, "batch_size": 128, "drop_last": True, "lr_schedule": "cosine", "mining": "all",
 }  # fmt: skip
@@ -52,9 +52,9 @@ def run(
     hosts: Mapping[str, Mapping[str, Any]] = HOSTS,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """For each host trains two models that differ in their seed, realigns them in `out`, and compares all three.
+    """For each host, train two models that differ in their seed, realign them in `out`, and compare all three.
 
-    The figure is that of the last host.
+    The figure shows the last host.
     """
     data = str(emoji.write_dataset(out / "data"))
     tables = {}
@@ -85,7 +85,7 @@ def run(
 
 
 def _random_bert(folder: Path) -> Path:
-    """The folder of a small BERT with random weights, whose pieces are the words of the bundled captions."""
+    """Write a small BERT with random weights whose pieces are the words of the bundled captions; return its folder."""
     from transformers import BertConfig, BertModel
 
     words = [word for word in emoji.vocabulary().words if not word.startswith("<")]
@@ -97,7 +97,7 @@ def _random_bert(folder: Path) -> Path:
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """The cross table of each host, rows for the model of the images and columns for that of the captions."""
+    """Render the cross table of each host: rows for the image model, columns for the caption model."""
     where, lines = results["environment"], []
     for host, table in results["rsum"].items():
         lines += [
@@ -114,9 +114,11 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="FDF's cross-model realignment on the bundled data: some minutes.")
+    parser = argparse.ArgumentParser(
+        description="Run FDF's cross-model realignment on the bundled data; takes some minutes."
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/realignment"), help="folder for data and runs")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--figure", type=Path, help="figure of the features to write: .svg, .png or .pdf")
     parser.add_argument("--threads", type=int, default=1, help="threads (default 1)")
     options = parser.parse_args()

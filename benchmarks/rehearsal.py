@@ -1,4 +1,4 @@
-"""One model on its way through the steps of its recipe, a few at a time. Inside: `Training`, `RECIPES`."""
+"""Train one model by its recipe, a few steps at a time. Inside: `Training`, `RECIPES`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from itm_fast.training.trainer import Trainer
 
 __all__ = ["RECIPES", "Training"]
 
-# The models by the recipes that train them.
+# Recipes by model.
 RECIPES = {
     "SCAN t2i": "scan-t2i-coco",
     "SCAN i2t": "scan-i2t-coco",
@@ -35,7 +35,7 @@ RECIPES = {
 
 
 class _Rehearsal(Trainer):
-    """A trainer whose steps are asked for one at a time."""
+    """A trainer that takes steps on request."""
 
     def batches(self) -> Iterator[Batch]:
         return self._batches(0)
@@ -45,11 +45,11 @@ class _Rehearsal(Trainer):
 
 
 class Training:
-    """A trainer made as `itm_fast.training.train` makes it, and the clock of its steps; nothing is written.
+    """Create a trainer as `itm_fast.training.train` does, and the clock of its steps; writes nothing.
 
     Args:
-        label: of `RECIPES`. data: folder or store. device: where it trains.
-        batch, sizes: in the place of the recipe's batch size and settings of the model.
+        label: a key of `RECIPES`. data: folder or store. device: where it trains.
+        batch, sizes: overrides of the recipe's batch size and of model settings.
     """
 
     def __init__(self, label: str, data: Path, device: str, batch: int | None, sizes: Mapping[str, int]) -> None:
@@ -72,7 +72,7 @@ class Training:
             torch.cuda.synchronize(self.trainer.device)
 
     def advance(self, steps: int, mining: str, *, after: Callable[[], object] = lambda: None) -> None:
-        """Takes steps, and calls `after` behind each."""
+        """Take steps, and call `after` after each."""
         for _ in range(steps):
             self.clock.switch("waiting")
             batch = next(self.batches)
@@ -82,9 +82,9 @@ class Training:
             after()
 
     def timed(self, steps: int, mining: str, lead_in: int, *, exact: bool) -> tuple[float, dict[str, float]]:
-        """Seconds of steps behind those of `lead_in`, and of each phase, which are true where they are `exact`.
+        """Return seconds of the steps after `lead_in`, and of each phase; phases are only accurate if `exact`.
 
-        The time that passes until a batch is there is true in either case, and so is the sum of all phases.
+        The time spent waiting for a batch and the sum of all phases are accurate in both cases.
         """
         self.clock.synchronize = lambda: None
         self.advance(lead_in, mining)
@@ -105,6 +105,6 @@ class Training:
             torch.cuda.reset_peak_memory_stats(self.trainer.device)
 
     def peaks(self) -> dict[str, int | None]:
-        """Bytes: the most that this process had in memory, and what torch had on the GPU."""
+        """Return bytes: the peak memory of this process, and torch's on the GPU."""
         device = torch.cuda.max_memory_allocated(self.trainer.device) if self.on_gpu else None
         return {"peak_host_bytes": status_bytes("VmHWM"), "peak_device_bytes": device}

@@ -1,10 +1,10 @@
-"""Writes the tables of the README and of pages under docs/, or checks that they are up to date.
+"""Write the tables of the README and of pages under docs/, or check that they are up to date.
 
     python -m benchmarks.render            # rewrites them
-    python -m benchmarks.render --check    # exit status 1 where one differs from the results and the cost model
+    python -m benchmarks.render --check    # exit status 1 if one differs from the results and the cost model
 
-A missing result file is an error: no figure stands there that was not measured. Results of GPUs, which
-benchmarks/gpu_check.sh leaves, are taken where they are.
+A missing result file is an error: pages only show measured figures. GPU results of benchmarks/gpu_check.sh are used if
+they exist.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PERFORMANCE = ROOT / "docs" / "performance"
 
 
 def demo(result: dict[str, Any]) -> str:
-    """Time and recalls of one run of the demo, as one sentence."""
+    """Render time and recalls of one run of the demo as one sentence."""
     environment, trained = result["environment"], result["trained"]
     return (
         f"On {environment['processor']} with {environment['threads']} threads, the demo trains for "
@@ -50,23 +50,23 @@ def demo(result: dict[str, Any]) -> str:
 def measured(
     name: str, section: Callable[[dict[str, Any]], str], command: str = "make bench ARGS='--json {}'"
 ) -> Callable[[], str]:
-    """The section of the results in benchmarks/results/NAME.json, which `command` leaves."""
+    """Return the renderer of the results in benchmarks/results/NAME.json, which `command` writes."""
 
     return lambda: section(result(name, command))
 
 
 def result(name: str, command: str) -> dict[str, Any]:
-    """The results in benchmarks/results/NAME.json."""
+    """Read the results in benchmarks/results/NAME.json."""
     path = RESULTS / f"{name}.json"
     if not path.exists():
         file = path.relative_to(ROOT)
-        raise SystemExit(f"{file} is missing: measure with {command.format(file)}")
+        raise SystemExit(f"{file} is missing; measure it with {command.format(file)}")
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
 def gpus() -> str:
-    """The cost model beside the results that stages `bench` left; raises SystemExit on one of a dry run."""
+    """Render the cost model with the results of stages `bench`; raises SystemExit on a dry run."""
     try:
         return tables([json.loads(p.read_text())["results"] for p in sorted(RESULTS.glob("gpu_check_bench_*.json"))])
     except ValueError as error:
@@ -74,7 +74,7 @@ def gpus() -> str:
 
 
 def coco() -> str:
-    """The rehearsal on the CPU, and below it those on GPUs."""
+    """Render the rehearsal on the CPU, followed by those on GPUs."""
     parts = [measured("coco_epoch", coco_table.markdown, "python -m benchmarks.coco_epoch --json {}")()]
     try:
         for path in sorted(RESULTS.glob("gpu_check_coco_*.json")):
@@ -85,12 +85,12 @@ def coco() -> str:
 
 
 def scaled() -> str:
-    """What the rehearsal and the reader come to on more GPUs and larger data."""
+    """Render the projection of rehearsal and reader to more GPUs and larger data."""
     commands = {name: f"python -m benchmarks.{name} --json {{}}" for name in ("coco_epoch", "reader")}
     return scaling.markdown(*(result(name, command) for name, command in commands.items()))
 
 
-# Page to the sections between its markers.
+# Pages with the sections between their markers.
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"cpu": measured("cpu", summary), "demo": measured("demo", demo)},
     ROOT / "docs" / "index.md": {"cpu": measured("cpu", summary)},
@@ -119,7 +119,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
 
 
 def rendered(page: Path) -> str:
-    """The page with everything between the markers of each section replaced by what it renders."""
+    """Return the page with everything between the markers of each section replaced by the rendered text."""
     text = page.read_text()
     for name, section in PAGES[page].items():
         begin, end = f"<!-- benchmark {name} -->\n", f"<!-- end of benchmark {name} -->"
@@ -133,7 +133,7 @@ def rendered(page: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Render the benchmark tables of the README and of docs/.")
-    parser.add_argument("--check", action="store_true", help="change nothing; fail where a page is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is out of date")
     options = parser.parse_args()
     for page in PAGES:
         wanted = rendered(page)

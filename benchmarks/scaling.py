@@ -1,9 +1,9 @@
-"""Beyond one GPU, on paper: what a step and an epoch take on 8 and 64 of them, and what they have to read and to keep.
+"""Project training to many GPUs: time of a step and an epoch on 8 and 64 of them, and their input and memory.
 
 Inside: `Step`, `step`, `Need`, `need`, `DATA`, `markdown`.
 
-Operations and bytes are those of the cost model, rates those of data sheets at assumed shares; what reading costs the
-processor and how much memory a caption takes was measured. No GPU and no network was.
+Operations and bytes come from the cost model, rates from data sheets at assumed shares. The processor time of reading
+and the memory per caption were measured; GPUs and networks were not.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from itm_fast.data.reader import MOST_THREADS
 __all__ = ["DATA", "Need", "Step", "markdown", "need", "step"]
 
 GPU, BATCH, NODE = "H200", 128, 8
-# Bytes per second that a GPU receives: within a machine of eight by NVLink (half of the 900 GB/s that the data sheet
-# of the H200 has for both directions), between machines by a 400 Gb/s adapter of its own. Of each this share, and so
-# long for every exchange.
+# Bytes per second that a GPU receives: within a machine of eight over NVLink (half of the 900 GB/s that the data sheet
+# of the H200 states for both directions), between machines over one 400 Gb/s adapter per GPU. The assumed share of
+# both, and the latency of each exchange.
 NVLINK, NETWORK, LINK_SHARE, LATENCY = 450e9, 50e9, 0.7, 20e-6
-# Memory of a GPU and of a machine (DGX H200), of which features may take this share; a drive (PCIe 4) in order.
+# Memory of a GPU and of a machine (DGX H200), the share available to features; sequential read of a drive (PCIe 4).
 GPU_BYTES, HOST_BYTES, FEATURE_SHARE, DRIVE = 141e9, 2e12, 0.75, 7e9
 FEATURE_BYTES = 2 * costs.REGIONS * 2048
-# From a machine's memory to a GPU (PCIe 5, 16 lanes), of which LINK_SHARE; a drive for each machine; threads of the
-# reader in each process, at most.
+# From a machine's memory to a GPU (PCIe 5, 16 lanes), at LINK_SHARE; drives per machine; maximum reader threads per
+# process.
 PCIE, READER_THREADS = 64e9, MOST_THREADS
-# What the order of an epoch takes a caption: a permutation of int64, in several processes one for the batches and one
-# for the own parts. What a store takes an image: the number of its shard and its place there, int64.
+# Memory of an epoch's order per caption: a permutation of int64; with several processes one for the batches and one for
+# each process's part. Memory of a store per image: the number of its shard and its position there, int64.
 ORDER_BYTES, PLACE_BYTES = 8, 16
 
 
@@ -44,7 +44,7 @@ _ON_GPU, _IN_CACHE, _ON_DRIVES = "each GPU", "each machine's page cache", "drive
 
 @attrs.frozen
 class Data:
-    """Pairs of an epoch and the images that they show."""
+    """Pairs of an epoch and their images."""
 
     pairs: float
     images: float
@@ -59,11 +59,11 @@ DATA = {
 
 @attrs.frozen
 class Step:
-    """Seconds of a rank in one step of SCAN over hardest negatives, and the bytes that it receives for them."""
+    """Seconds of a rank in one step of SCAN over hardest negatives, and the bytes that it receives."""
 
     gpus: int
     encoding: float
-    scoring: float  # with loss and backward
+    scoring: float  # including loss and backward
     gathered: float  # bytes of fragments of the other ranks
     matrix: float  # bytes of their scores
     scattered: float  # bytes of the gradients of fragments
@@ -74,7 +74,7 @@ class Step:
         return self.gpus * BATCH
 
     def link(self, received: float) -> float:
-        """Seconds of an exchange."""
+        """Return the seconds of an exchange."""
         if self.gpus == 1:
             return 0.0
         return LATENCY + received / (LINK_SHARE * (NVLINK if self.gpus <= NODE else NETWORK))
@@ -85,24 +85,24 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """All of it, one after the other."""
+        """Return the seconds of all parts in sequence."""
         return self.encoding + self.scoring + self.exchanging
 
     @property
     def rate(self) -> float:
-        """Captions per second of all GPUs."""
+        """Return captions per second of all GPUs."""
         return self.batch / self.seconds
 
 
 def step(gpus: int, parameters: int, *, gathered: str = "images", sparse: bool = False) -> Step:
-    """A step of `gpus` ranks of 128 captions, each with its image.
+    """Compute a step of `gpus` ranks of 128 captions, each with its image.
 
-    Each rank encodes its slice; the fragments of all `gathered`, images or captions, go to all; each rank scores them
-    with its slice of the others, 16-bit vectors; the scores go to all, which compute the same loss; gradients of
-    fragments, which have the type of these, go back and are added up, then those of the parameters.
+    Each rank encodes its slice. The fragments named by `gathered`, images or captions, are sent to all ranks. Each rank
+    scores them with its slice of the others, 16-bit vectors. The scores are sent to all ranks, which compute the same
+    loss. Gradients of fragments, which have the fragments' type, are sent back and summed, then those of parameters.
 
     Args:
-        sparse: only fragments of pairs with a gradient go back, at most three pairs for each of the rank's own; the
+        sparse: send back only fragments of pairs with a gradient, at most three pairs for each of the rank's own; the
             others are known to be zero.
     """
     batch, others = gpus * BATCH, gpus - 1
@@ -126,14 +126,14 @@ def step(gpus: int, parameters: int, *, gathered: str = "images", sparse: bool =
 
 @attrs.frozen
 class Need:
-    """What data ask of a training.
+    """Requirements of a training on given data.
 
     Attributes:
-        features: bytes of all features in bf16. index: bytes of captions, token ids, order and places of images in each
-            process.
-        epoch: seconds. bound: what takes them, "computing", "the reader" or "the drives".
-        reading: bytes of features per second and GPU that keep up with computing. cores: that such reading keeps busy
-            for a GPU.
+        features: bytes of all features in bf16. index: bytes of captions, token ids, order and positions of images in
+            each process.
+        epoch: seconds. bound: the bottleneck, "computing", "the reader" or "the drives".
+        reading: bytes of features per second and GPU to keep up with computing. cores: cores per GPU that such reading
+            occupies.
     """
 
     features: float
@@ -145,10 +145,10 @@ class Need:
 
 
 def need(data: Data, of: Step, caption_bytes: float, images_per_core: float) -> Need:
-    """The needs of `data` in steps like `of`.
+    """Compute the requirements of `data` with steps like `of`.
 
-    Features that do not lie on each GPU are read during the step before, by the threads of the reader and from a drive
-    of each machine where they do not fit its memory, and copied at the start of theirs.
+    Features that are not on each GPU are read during the previous step by the threads of the reader, from a drive of
+    each machine if they do not fit its memory, and copied at the start of their step.
     """
     orders, where = 1 if of.gpus == 1 else 2, place(data, of.gpus)
     copied = 0.0 if where == _ON_GPU else BATCH * FEATURE_BYTES / (LINK_SHARE * PCIE)
@@ -156,7 +156,7 @@ def need(data: Data, of: Step, caption_bytes: float, images_per_core: float) -> 
     if where != _ON_GPU:
         taken["the reader"] = data.pairs / (of.gpus * READER_THREADS * images_per_core)
     if where not in (_ON_GPU, _IN_CACHE):
-        # No rank draws from a slice of its own.
+        # Ranks do not draw from separate slices.
         taken["the drives"] = data.pairs * FEATURE_BYTES / (-(-of.gpus // NODE) * DRIVE)
     bound = max(taken, key=lambda name: taken[name])
     each = BATCH / (of.seconds + copied)
@@ -171,13 +171,13 @@ def need(data: Data, of: Step, caption_bytes: float, images_per_core: float) -> 
 
 
 def place(data: Data, gpus: int) -> str:
-    """Where the features of a training lie, each rank having all of them within reach."""
+    """Return where the features of a training are stored if each rank can access all of them."""
     size, machines = data.images * FEATURE_BYTES, -(-gpus // NODE)
     if size <= FEATURE_SHARE * GPU_BYTES:
         return _ON_GPU
     if size <= FEATURE_SHARE * HOST_BYTES:
         return _IN_CACHE
-    # A slice of the rows for each: only where ranks draw from slices of their own.
+    # One slice of the rows each: only if ranks draw from separate slices.
     for where, room in (("GPUs", gpus * GPU_BYTES), ("machines", machines * HOST_BYTES)):
         if size <= FEATURE_SHARE * room:
             return f"the {where} together, a slice each"
@@ -185,7 +185,7 @@ def place(data: Data, gpus: int) -> str:
 
 
 def markdown(rehearsal: Mapping[str, Any], reader: Mapping[str, Any]) -> str:
-    """The tables, and what breaks first, from the rehearsal at COCO's size and the benchmark of the reader."""
+    """Render the tables and the bottlenecks, from the rehearsal at COCO's size and the benchmark of the reader."""
     scan = rehearsal["models"]["SCAN t2i"]
     parameters, caption_bytes = scan["parameters"], rehearsal["epoch"]["caption_bytes"]
     per_core = statistics.median(reader["warm_rows_per_processor_second"]["bf16"])
@@ -220,7 +220,7 @@ def _measured(rehearsal: Mapping[str, Any], reader: Mapping[str, Any], per_core:
 _SCHEMES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("images", {}),
     ("captions (not built)", {"gathered": "captions"}),
-    ("captions, gradients of few pairs alone (not built)", {"gathered": "captions", "sparse": True}),
+    ("captions, gradients of few pairs only (not built)", {"gathered": "captions", "sparse": True}),
 )
 
 

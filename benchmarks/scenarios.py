@@ -1,7 +1,7 @@
-"""What the training scenarios of Deep Boosting Learning cost beside ordinary training, on the CPU.
+"""Measure the training scenarios of Deep Boosting Learning compared with ordinary training, on the CPU.
 
 Whole optimiser steps at published sizes: encoders, scores, losses, backward, clipping, Adam, and what a scenario adds.
-Times are processor time, which other work on the machine lengthens less than it does a clock's.
+Times are processor time, which other work on the machine affects less than wall-clock time.
 
 Inside: `Setup`, `make_batch`, `make_vocabulary`, `make_step`, `make_forward`, `make_start`, `run`, `markdown`;
 `percent`, `processor_time` and `memory_given_back`, which measure.
@@ -58,12 +58,12 @@ SCENARIOS: Mapping[str, dict[str, Any]] = {
     "oss, 2 branches": {"scenario": "oss", "branches": 2},
     "oss, 3 branches": {"scenario": "oss", "branches": 3},
 }
-# What the paper reports of its own code, which scores caption by caption and keeps everything: time and memory beyond
-# those of one branch, in percent (Table II).
+# The paper's costs with its own code, which scores caption by caption and keeps everything: additional time and memory
+# compared with one branch, in percent (Table II).
 PUBLISHED = {"oas": (120, 12), "mss": (18, 11), "oss, 2 branches": (73, 100)}
-# What a scenario may add: forwards of the same model without gradient, or all of its branches' steps times this.
+# Limits: forwards of the same model without gradient that a scenario may add, or the factor on all its branches' steps.
 FORWARDS, PER_BRANCH, ROOM_BYTES = 1.1, 1.05, 10e6
-# The peak of a process differs by some megabytes from that of another one with the same work.
+# The peak memory of two processes with the same work differs by some megabytes.
 MEMORY_RUNS = 3
 _STEPS_PER_EPOCH, _REGIONS, _SPECIAL = 1000, 36, ("<pad>", "<start>", "<end>", "<unk>", "<mask>")
 
@@ -80,7 +80,7 @@ class Setup:
     micro_batch: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Names and values, of what is set."""
+        """Return names and values of the settings that are set."""
         return attrs.asdict(self, filter=lambda _, value: value is not None)
 
 
@@ -94,9 +94,9 @@ def _model(setup: Setup) -> models.MatchingModel:
 
 
 def make_batch(setup: Setup, number: int = 0) -> Batch:
-    """Captions of COCO's lengths, 8 to 24 words with start and end, 13 on average; other images for each `number`."""
+    """Return captions of COCO's lengths, 8 to 24 words with start and end, 13 on average; other images per `number`."""
     random = torch.Generator().manual_seed(number)
-    # A gamma law of shape 5, as a sum of five exponential ones.
+    # A gamma distribution of shape 5, as a sum of five exponential ones.
     lengths = 8 - torch.rand(setup.batch, 5, generator=random).log().sum(1)
     lengths = lengths.round().long().clamp(8, 24)
     token_ids = torch.randint(len(_SPECIAL), setup.words, (setup.batch, int(lengths.max())), generator=random)
@@ -107,7 +107,7 @@ def make_batch(setup: Setup, number: int = 0) -> Batch:
 
 
 def make_vocabulary(setup: Setup) -> Vocabulary:
-    """As many words as the model reads."""
+    """Return as many words as the model reads."""
     return Vocabulary([*_SPECIAL, *(f"w{index}" for index in range(setup.words - len(_SPECIAL)))])
 
 
@@ -127,14 +127,14 @@ def _shrunk(setup: Setup, small: bool) -> Setup:
 def make_step(
     scenario: str, setup: Setup, small: bool = False, batch: Batch | None = None
 ) -> Callable[[], dict[str, float]]:
-    """One optimiser step of a scenario after another, on `batch`, by default one of the setup's own."""
+    """Return a function that takes one optimiser step of a scenario per call, on `batch` (default: a new one)."""
     setup = _shrunk(setup, small)
     stepper, given = _stepper(setup, scenario), make_batch(setup) if batch is None else batch
     return lambda: stepper(given, "hardest", 0)
 
 
 class _Counting(Stepper):
-    """Notes in `pairs` how many entries of each score matrix of a step have a gradient."""
+    """Record in `pairs` how many entries of each score matrix of a step have a gradient."""
 
     def __init__(self, pairs: list[int], *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -153,14 +153,14 @@ class _Counting(Stepper):
 
 
 def pairs_of_a_step(scenario: str, setup: Setup) -> int:
-    """Pairs whose scores have a gradient in a first step, of all branches together."""
+    """Count the pairs with a score gradient in a first step, over all branches."""
     pairs: list[int] = []
     _stepper(setup, scenario, functools.partial(_Counting, pairs))(make_batch(setup), "hardest", 0)
     return sum(pairs)
 
 
 def make_forward(setup: Setup, small: bool = False) -> Callable[[], torch.Tensor]:
-    """One forward of the model without gradient, in evaluation mode."""
+    """Return one forward of the model without gradient, in evaluation mode."""
     setup = _shrunk(setup, small)
     model, batch = _model(setup).eval(), make_batch(setup)
 
@@ -173,7 +173,7 @@ def make_forward(setup: Setup, small: bool = False) -> Callable[[], torch.Tensor
 
 
 def make_start(scenario: str, setup: Setup, small: bool = False, steps: int = 3) -> Callable[[], None]:
-    """Everything that a scenario keeps and needs: models, optimisers and some steps, of which the second has all."""
+    """Create what a scenario holds in memory: models, optimisers and some steps; the second one completes it."""
     setup = _shrunk(setup, small)
     batch = make_batch(setup)
 
@@ -187,9 +187,9 @@ def make_start(scenario: str, setup: Setup, small: bool = False, steps: int = 3)
 
 @contextlib.contextmanager
 def memory_given_back() -> Iterator[None]:
-    """Processes that start here give freed blocks of a megabyte and more back at once (glibc).
+    """Make processes that start here return freed blocks of at least a megabyte at once (glibc).
 
-    What a process keeps for later use would count as memory in use, and more or less of it from run to run.
+    Memory kept for later use would count as memory in use, in amounts that differ from run to run.
     """
     name = "MALLOC_MMAP_THRESHOLD_"
     before = os.environ.get(name)
@@ -203,7 +203,7 @@ def memory_given_back() -> Iterator[None]:
 
 
 def processor_time(call: Callable[[], Any]) -> float:
-    """Seconds of one call on all threads together."""
+    """Return the seconds of one call, over all threads."""
     start = time.process_time()
     call()
     return time.process_time() - start
@@ -217,7 +217,7 @@ def run(
     memory: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measures all scenarios of each setup, interleaved; what the JSON file holds."""
+    """Measure all scenarios of each setup, interleaved; return the content of the JSON file."""
     torch.set_num_threads(threads)
     command = f"python -m benchmarks.scenarios --runs {runs} --threads {threads}"
     where = {**environment(threads, build_info()), "command": command}
@@ -252,20 +252,20 @@ def run(
 
 
 def added_forwards(rows: Mapping[str, Mapping[str, Any]], scenario: str) -> float:
-    """What a scenario adds to a single step, in forwards without gradient: the median over the rounds of the runs."""
+    """Return a scenario's added time over a single step, in forwards without gradient: median over the rounds."""
     rounds = zip(*(rows[name]["runs_s"] for name in (scenario, "single", "forward")), strict=True)
     return statistics.median((step - single) / forward for step, single, forward in rounds)
 
 
 def per_branch(rows: Mapping[str, Mapping[str, Any]], scenario: str) -> float:
-    """Time of a step of several branches over that of as many single ones: the median over the rounds of the runs."""
+    """Return the time of a step of several branches over as many single steps: median over the rounds."""
     branches = SCENARIOS[scenario]["branches"]
     rounds = zip(*(rows[name]["runs_s"] for name in (scenario, "single")), strict=True)
     return statistics.median(step / (branches * single) for step, single in rounds)
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """The table of each model, with what the paper reports of the per-caption loop beside it."""
+    """Render the table of each model, with the paper's figures for the per-caption loop."""
     where = results["environment"]
     lines = []
     for name, measured in results["models"].items():
@@ -298,9 +298,9 @@ def markdown(results: Mapping[str, Any]) -> str:
             lines.append(f"| {' | '.join([*cells, *_added(measured, scenario)])} |")
         lines.append("")
     lines.append(
-        f"Processor time, median of {len(single['runs_s'])} interleaved runs; memory is that of fresh processes with "
-        f"their models, optimisers and three steps, the median of {MEMORY_RUNS}. Pairs are those of the first step, "
-        f"of all branches, and beside them as a multiple of what one branch has alone. {where['processor']}, "
+        f"Processor time, median of {len(single['runs_s'])} interleaved runs; memory is the peak of fresh processes "
+        f"with their models, optimisers and three steps, the median of {MEMORY_RUNS}. Pairs are those of the first "
+        f"step over all branches, in brackets as a multiple of one branch. {where['processor']}, "
         f"{where['threads']} thread(s), {where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}; made by "
         f"`{where['command']}`."
     )
@@ -308,7 +308,7 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def percent(ratio: float) -> str:
-    """How much more a ratio is than one."""
+    """Return by how much a ratio exceeds one."""
     return f"{100 * (ratio - 1):+.0f} %"
 
 
@@ -317,7 +317,7 @@ def _share(pairs: int, single: int) -> str:
 
 
 def _added(measured: Mapping[str, Any], scenario: str) -> tuple[str, str]:
-    """What a scenario adds in the units of what it may add, and that."""
+    """Render a scenario's added cost and its limit, in the limit's units."""
     rows, held = measured["rows"], measured["model_bytes"]
     if "branches" in SCENARIOS[scenario]:
         branches, ratio = SCENARIOS[scenario]["branches"], per_branch(rows, scenario)
@@ -333,16 +333,16 @@ def _added(measured: Mapping[str, Any], scenario: str) -> tuple[str, str]:
 
 
 def _allowed(limit: str, reached: float, most: float) -> str:
-    """A limit in words, and by how much it is missed."""
+    """Render a limit, and by how much it is missed."""
     return limit if reached <= most else f"{limit}, missed by {100 * (reached / most - 1):.1f} %"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What the training scenarios cost beside ordinary training.")
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser = argparse.ArgumentParser(description="Measure training scenarios compared with ordinary training.")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--runs", type=int, default=7, help="measured steps of each scenario (default 7)")
     parser.add_argument("--threads", type=int, default=1, help="threads (default 1)")
-    parser.add_argument("--quick", action="store_true", help="small sizes: seconds, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="use small sizes for a trial of seconds")
     parser.add_argument("--no-memory", action="store_true", help="times alone")
     options = parser.parse_args()
     small = {"batch": 16, "dim": 64, "features": 64, "words": 500} if options.quick else {}

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: waiting for data, encoders, scoring, loss, optimiser.
+"""Measure the time of a training step by phase: waiting for data, encoders, scoring, loss, optimiser.
 
 Inside: `PHASES`, `StepClock`, `watch`.
 """
@@ -18,8 +18,8 @@ from itm_fast.training.step import Stepper
 
 __all__ = ["PHASES", "StepClock", "watch"]
 
-# In the order of a step. Encoders, scoring and loss are there and back; the batch is augmented and copied to the
-# device; the optimiser clips gradients, too.
+# In the order of a step. Encoders, scoring and loss include their backward; the batch phase augments the batch and
+# copies it to the device; the optimiser phase includes clipping.
 PHASES = ("waiting", "batch", "encoder", "scoring", "loss", "optimizer")
 
 
@@ -28,9 +28,9 @@ class StepClock:
 
     Attributes:
         seconds: by phase, since the last `reset`.
-        synchronize: called before the time is read. Where a device works by itself a phase ends only when the device
-            has done its work.
-        since: when the present phase began, or the last one ended, by `time.perf_counter`.
+        synchronize: called before the time is read. On an asynchronous device a phase ends when the device has
+            finished its work.
+        since: when the current phase began, or the last one ended, by `time.perf_counter`.
     """
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class StepClock:
         self.reset()
 
     def reset(self) -> None:
-        """Starts anew, in no phase."""
+        """Reset the times, outside of any phase."""
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._phase: str | None = None
         self.since = 0.0
 
     def switch(self, phase: str | None) -> None:
-        """Ends the present phase and begins another one; None: none."""
+        """End the current phase and begin another one; None: no phase."""
         self.synchronize()
         now = time.perf_counter()
         if self._phase is not None:
@@ -53,10 +53,10 @@ class StepClock:
 
 
 def watch(model: MatchingModel, stepper: Stepper, clock: StepClock) -> None:
-    """Makes the steps of `stepper` on `model` switch the clock; who fetches batches switches to "waiting", "batch".
+    """Make the steps of `stepper` on `model` switch the clock; the caller switches to "waiting" and "batch".
 
-    The gradient of an embedding, or of the scores, begins the backward of what made it. Scenarios of one branch alone,
-    whose model scores as `MatchingModel.forward` does.
+    The gradient of an embedding, or of the scores, marks the start of the backward of the module that computed it. Only
+    for scenarios of one branch whose model scores as `MatchingModel.forward` does.
     """
     encode_images, encode_captions, score = model.encode_images, model.encode_captions, model.score
 
@@ -89,7 +89,7 @@ def _marked(result: Any, clock: StepClock, phase: str) -> Any:
 
 
 class _Timed(nn.Module):
-    """The loss whose `backward` is known to begin and to end."""
+    """Return a loss that marks the begin and the end of its `backward`."""
 
     def __init__(self, loss: nn.Module, clock: StepClock) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class _Timed(nn.Module):
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
         value: Tensor = self.loss(*arguments, **options)
-        # A strong reference of a tensor to itself would keep the graph of each step.
+        # A strong reference from a tensor to itself would keep the graph of each step.
         itself, clock = weakref.ref(value), self._clock
 
         def backward() -> None:

@@ -1,4 +1,4 @@
-"""Numbers of the benchmarks as text. Inside: `amount`, `seconds`."""
+"""Format numbers of the benchmarks. Inside: `amount`, `seconds`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["amount", "seconds"]
 
 
 def amount(value: float, unit: str) -> str:
-    """Operations or bytes: 1,500 "B" is 1.5 kB."""
+    """Format operations or bytes: 1,500 "B" is 1.5 kB."""
     scales = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
     return _scaled(value, [(scale, prefix + unit) for scale, prefix in scales])
 
 
 def seconds(value: float) -> str:
-    """A time: 0.0015 is 1.5 ms, 90 is 1.5 min."""
+    """Format a time: 0.0015 is 1.5 ms, 90 is 1.5 min."""
     units = [(86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")]
     return _scaled(value, units)
 

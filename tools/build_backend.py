@@ -1,9 +1,8 @@
-"""PEP 517 build backend: setuptools, with the torch that is already installed as the one to build against.
+"""PEP 517 build backend: setuptools, building against the torch that is already installed.
 
-Under build isolation pip hides the site-packages of the interpreter that it runs in, and a torch listed in
-``build-system.requires`` would be downloaded (half a gigabyte, and often another version than the one in use). These
-hooks look into the calling interpreter's own site-packages first and ask for torch, CMake and Ninja only where they
-are missing.
+Under build isolation pip hides the site-packages of its interpreter, and would download a torch listed in
+``build-system.requires`` (half a gigabyte, and often another version than the one in use). These hooks look into the
+calling interpreter's own site-packages first and request torch, CMake and Ninja only if they are missing.
 """
 
 from __future__ import annotations

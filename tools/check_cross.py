@@ -1,8 +1,8 @@
-"""Compiles the CPU code for Linux aarch64 and macOS arm64, anywhere, through CMakeLists.txt as a build there does.
+"""Compile the CPU code for Linux aarch64 and macOS arm64, on any machine, through the same CMakeLists.txt.
 
-The compiler is Zig (PyPI: ziglang), clang with the system headers of every target. Each unit of csrc/ becomes an
-object, once, of portable code, but for those that only x86-64 or only the tests have; linking would need the torch of
-that platform.
+The compiler is Zig (PyPI: ziglang), clang with the system headers of every target. Each source file of csrc/ is
+compiled once as portable code, except those that only x86-64 or only the tests use. There is no link step: it would
+need the torch of the target platform.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import pybind11
 from native_build import find_tool, find_torch
 
 ROOT = Path(__file__).resolve().parents[1]
-# The kernels that need instructions of x86-64, and what only tests of the CUDA kernels are compiled with.
+# Kernels that need x86-64 instructions, and code that is only compiled for tests of the CUDA kernels.
 LEFT_OUT = ("csrc/cpu/kernels/low_precision/", "csrc/shim/")
-# Processor as CMake names it there: system, target of the compiler, architecture of the objects.
+# Processor by its name in CMake there: system, target of the compiler, architecture of the objects.
 TARGETS = {
     "aarch64": ("Linux", "aarch64-linux-gnu", "ELF aarch64"),
     "arm64": ("Darwin", "aarch64-macos", "Mach-O arm64"),
@@ -30,7 +30,7 @@ MACH_O_PROCESSORS = {0x01000007: "x86-64", 0x0100000C: "arm64"}
 
 
 def architecture(file: Path) -> str:
-    """Format and processor of a 64-bit little-endian object file, such as "ELF aarch64"."""
+    """Return format and processor of a 64-bit little-endian object file, such as "ELF aarch64"."""
     with file.open("rb") as opened:
         header = opened.read(20)
     if header[:6] == b"\x7fELF\x02\x01":
@@ -52,7 +52,7 @@ def configure(build: Path, processor: str) -> None:
         "CMAKE_SYSTEM_NAME": system,
         "CMAKE_SYSTEM_PROCESSOR": processor,
         "CMAKE_CXX_COMPILER_TARGET": target,
-        # Zig would build its C++ library, for more than a minute, to link the programs that CMake tries compilers with.
+        # Zig would build its C++ library, for more than a minute, to link CMake's test programs.
         "CMAKE_TRY_COMPILE_TARGET_TYPE": "STATIC_LIBRARY",
         "ITM_FAST_CUDA": "off",
         "ITM_FAST_TORCH_ROOT": found[0],
@@ -66,10 +66,10 @@ def configure(build: Path, processor: str) -> None:
 
 
 def check(build: Path, processor: str) -> str:
-    """Compiles all units for one target and looks at the objects; AssertionError on a wrong one."""
+    """Compile all sources for one target and check the objects; AssertionError on a wrong one."""
     configure(build, processor)
     units = json.loads((build / "compile_commands.json").read_text(encoding="utf-8"))
-    # An x86-64 build compiles the kernels several times, each time with the instructions of another processor.
+    # An x86-64 build compiles the kernels several times, each time for another instruction set.
     not_portable = re.compile(r"\s-m(amx|avx|fma|sse)|ITM_FAST_ISA=(?!portable\b)")
     wide = [unit["file"] for unit in units if not_portable.search(unit["command"])]
     assert not wide, f"compiled for x86-64 instruction sets: {wide}"

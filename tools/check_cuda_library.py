@@ -1,9 +1,9 @@
-"""Loads an installation's `_C_cuda` under a torch with CUDA and checks which of its operators are registered.
+"""Load an installation's `_C_cuda` under a torch with CUDA and check which of its operators are registered.
 
     python tools/check_cuda_library.py
 
-Needs no GPU. Every operator that a launcher in csrc/cuda implements must be registered for CUDA; those that have a CPU
-kernel alone are listed as not built.
+Needs no GPU. Every operator that a launcher in csrc/cuda implements must be registered for CUDA; operators that only
+have a CPU kernel are listed as not built.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ LAUNCHERS = Path(__file__).resolve().parents[1] / "csrc" / "cuda"
 
 
 def implemented(folder: Path) -> set[str]:
-    """The operators that the sources in `folder` register."""
+    """Return the operators that the sources in `folder` register."""
     return {name for source in folder.glob("*.cu") for name in re.findall(r'm\.impl\("(\w+)"', source.read_text())}
 
 
 def check() -> str:
-    """What was found, in one line; raises SystemExit with the problem in one line."""
+    """Return the result in one line; SystemExit with the problem in one line."""
     if torch.version.cuda is None:
         raise SystemExit(f"check_cuda_library: torch {torch.__version__} has no CUDA")
     info = itm_fast.build_info()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs the wheel of dist/ into a new virtual environment outside the source tree and uses it there; then the same
-# with what plain `pip install .` builds, in isolation: against the installed torch, and where there is none. TORCH says
-# which torch is then fetched.
+# Install the wheel of dist/ into a new virtual environment outside the source tree and use it there. Then do the same
+# with the result of plain `pip install .`, with isolation: against the installed torch, and without one. TORCH names
+# the torch to fetch in that case.
 set -euo pipefail
 : "${TORCH:?call me by make check-dist}"
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -10,7 +10,7 @@ trap 'rm -rf "$work"' EXIT
 cp "$root/tools/check_installation.py" "$work"
 cd "$work"
 
-# Prints the folders that hold installed packages: more than one where the environment shares those of the interpreter.
+# Prints the folders of installed packages: more than one if the environment shares those of the interpreter.
 site_folders() {
   "$root/.venv/bin/python" -c '
 import site, sys
@@ -18,8 +18,8 @@ sites = {*site.getsitepackages(), site.getusersitepackages()}
 print(*(folder for folder in sys.path if folder in sites), sep="\n")'
 }
 
-# Makes the environment $1. The dependencies come from the project's environment: a .pth file makes its packages
-# visible, but not the editable install of itm_fast, whose own .pth file is not read from there.
+# Creates the environment $1. Dependencies come from the project's environment: a .pth file makes its packages visible,
+# but not the editable install of itm_fast, whose .pth file is not read from there.
 new_environment() {
   "$root/.venv/bin/python" -m venv "$work/$1"
   site_folders >"$(packages_of "$1")/dependencies.pth"
@@ -29,13 +29,13 @@ packages_of() {
   "$work/$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))'
 }
 
-# Runs the installation "$@" with a full log, $log, which is shown where it fails.
+# Runs the installation "$@" with a full log, $log, and prints the log on failure.
 install_with_log() {
   log="$work/install.log"
   "$@" -v >"$log" 2>&1 || { cat "$log" >&2; exit 1; }
 }
 
-# Checks how often pip took a torch from somewhere in that installation: for the build, and to install it.
+# Checks how many times pip fetched torch in that installation: for the build, and to install it.
 expect_fetches_of_torch() {
   local count
   count=$(grep -cE '^ *(Collecting torch\b|Processing .*/torch-[0-9])' "$log" || true)
@@ -50,7 +50,7 @@ wheel/bin/python -m itm_fast --version
 wheel/bin/itm-fast data emoji --out "$work/data"
 [ "$(wc -l <"$work/data/test_caps.txt")" -eq 2500 ]
 
-# pip hides .pth files from an isolated build, so torch must lie in the environment itself: as links.
+# pip hides .pth files from an isolated build, so link torch into the environment itself.
 new_environment isolated
 torch=$("$root/.venv/bin/python" -c '
 import sys
@@ -60,7 +60,7 @@ print(native_build.find_torch()[0])' "$root/tools")
 ln -s "$torch" "$torch"-*.dist-info "$(packages_of isolated)"
 install_with_log isolated/bin/python -m pip install --report isolated.json "$root"
 isolated/bin/python check_installation.py
-# The log shows what the isolated build asked for, the report what was installed: no torch in either.
+# The log shows what the isolated build requested, the report what was installed: no torch in either.
 grep -qE '^ *(Collecting|Processing) .*pybind11' "$log"
 expect_fetches_of_torch 0
 isolated/bin/python -c '
@@ -71,14 +71,14 @@ isolated/bin/python -m pip uninstall -q -y itm_fast
 isolated/bin/python -m pip install -q --no-deps -e "$root"
 isolated/bin/python check_installation.py "$root"
 
-# Where there is no torch, one is fetched for the build and one is installed. The sources are those of the sdist, so
-# that the source tree keeps its own build. Neither CUDA nor optimised code nor byte code matters here, and they take long.
+# Without an installed torch, one is fetched for the build and one is installed. Build from the sdist, so that the
+# source tree keeps its build. Leave out CUDA, optimised code and byte code, which are not checked here and take long.
 export PYTHONUSERBASE="$work/no_user_site"
 "$root/.venv/bin/python" -m venv "$work/bare"
 if bare/bin/python -c 'import torch' 2>/dev/null; then echo "check_dist: torch is in a new environment" >&2; exit 1; fi
 tar -xzf "$root"/dist/itm_fast-*.tar.gz
 echo "$TORCH" >constraints.txt
-# Which of the two variables reaches the isolated build depends on the version of pip.
+# The version of pip decides which of the two variables reaches the isolated build.
 export PIP_CONSTRAINT="$work/constraints.txt" PIP_BUILD_CONSTRAINT="$work/constraints.txt"
 export PIP_NO_COMPILE=1 ITM_FAST_CUDA=off CMAKE_ARGS=-DCMAKE_BUILD_TYPE=Debug
 install_with_log bare/bin/python -m pip install ./itm_fast-*/

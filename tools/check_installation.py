@@ -1,4 +1,4 @@
-"""Uses an installed itm_fast outside its source tree: native path, numbers, bundled files. Fails on a wrong one.
+"""Check an installed itm_fast outside its source tree: native path, numbers, bundled files. Fail on a wrong one.
 
 With an argument, the package must be the one in that source tree: an editable install.
 """

@@ -1,11 +1,11 @@
-"""What every CUDA kernel takes, as the compiler says: registers, shared memory, stack and spills per architecture, and
-the tensor-core instructions in its machine code.
+"""Report the resources of every CUDA kernel: registers, shared memory, stack and spills per architecture, and the
+tensor-core instructions in its machine code.
 
     python tools/cuda_resources.py            # writes docs/internals/cuda_resources.md
-    python tools/cuda_resources.py --check    # fails where a kernel spills that is not among those that may, or uses no
-                                              # tensor cores and is among those that must
+    python tools/cuda_resources.py --check    # fails if a kernel spills without permission, or lacks tensor-core
+                                              # instructions that it must have
 
-Needs nvcc and a C++ compiler, and no GPU.
+Needs nvcc and a C++ compiler, but no GPU.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from native_build import find_torch
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "internals" / "cuda_resources.md"
 ARCHITECTURES = (80, 86, 89, 90)
-# Kernels that may spill, by the beginning of their names, and why.
+# Kernels that may spill, by the prefix of their names, and why.
 MAY_SPILL: dict[str, str] = {}
-# Kernels whose machine code must hold tensor-core instructions, by the beginning of their names.
+# Kernels that must contain tensor-core instructions, by the prefix of their names.
 MUST_USE_TENSOR_CORES = ("prepare_scores<", "regulate_tiles<", "score_tile<")
-# The dynamic shared memory that launches ask for, by the beginning of the kernels' names: headers and expressions.
+# Dynamic shared memory requested by launches, by the prefix of the kernels' names: headers and expressions.
 DYNAMIC = {
     "prepare_scores<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
     "regulate_tiles<": ("regulation_launch.h", "kRegulationBytes<RegulationTile112>"),
@@ -58,7 +58,7 @@ class Usage:
 
 
 def compile_kernels(source: Path) -> tuple[str, dict[tuple[int, str], int]]:
-    """What ptxas says about the kernels of a file, for all architectures, and how many HMMA their machine code has."""
+    """Compile a file; return what ptxas reports for its kernels on all architectures, and their HMMA counts."""
     nvcc, torch = shutil.which("nvcc"), find_torch()
     if nvcc is None or torch is None:
         raise SystemExit("cuda_resources: needs nvcc on the path, and torch")
@@ -85,7 +85,7 @@ def compile_kernels(source: Path) -> tuple[str, dict[tuple[int, str], int]]:
 
 
 def dynamic_memory() -> dict[str, int]:
-    """`DYNAMIC` as numbers, which the headers of the launches hold for host code."""
+    """Evaluate `DYNAMIC`: the headers of the launches define these constants for host code."""
     headers = "".join(
         f'#include "itm_fast/cuda/{name}"\n' for name in sorted({header for header, _ in DYNAMIC.values()})
     )
@@ -103,18 +103,18 @@ def dynamic_memory() -> dict[str, int]:
 
 
 def short_name(mangled: str) -> str:
-    """The kernel's name with its template arguments, without namespaces and parameters."""
+    """Return the kernel's name with its template arguments, without namespaces and parameters."""
     name = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True).stdout.strip()
     name = re.sub(r"\(anonymous namespace\)::|itm_fast::|cuda::|^void ", "", name.removeprefix("void "))
     return re.sub(r"_kernel(<.*>)\(.*", r"\1", name).replace(" >", ">")
 
 
 def parse(report: str, tensor: dict[tuple[int, str], int]) -> list[Usage]:
-    """The kernels of a report of `ptxas -v`; `tensor`: how many HMMA each has, by architecture and mangled name."""
+    """Parse the kernels of a report of `ptxas -v`; `tensor`: HMMA count by architecture and mangled name."""
     found = []
     for part in re.split(r"(?=ptxas info\s+: Compiling entry function)", report)[1:]:
         head = re.search(r"entry function '(\S+)' for 'sm_(\d+)'", part)
-        # Of the kernel, and of the functions that it calls.
+        # For the kernel, and for the functions that it calls.
         frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part)
         used = re.search(r"Used (\d+) registers", part)
         if head is None or not frames or used is None:
@@ -130,7 +130,7 @@ def parse(report: str, tensor: dict[tuple[int, str], int]) -> list[Usage]:
 
 
 def page(usages: list[Usage]) -> str:
-    """One line per kernel; what differs between architectures stands in their order."""
+    """Return one line per kernel; values that differ between architectures are listed in their order."""
     architectures = ", ".join(f"sm_{number}" for number in ARCHITECTURES)
     lines = [
         f"| kernel | registers ({architectures}) | static shared memory | dynamic | stack | spilled | HMMA |",
@@ -146,7 +146,7 @@ def page(usages: list[Usage]) -> str:
 
 
 def spilling(usages: list[Usage]) -> list[str]:
-    """What spills and may not, one line each."""
+    """Return one line for each kernel that spills without permission."""
     return [
         f"{u.kernel} spills {u.spilled} bytes on sm_{u.architecture}"
         for u in usages
@@ -155,7 +155,7 @@ def spilling(usages: list[Usage]) -> list[str]:
 
 
 def without_tensor_cores(usages: list[Usage]) -> list[str]:
-    """What does without tensor cores and must not, one line each; and names of that list that no kernel has."""
+    """Return one line for each kernel that lacks required tensor-core instructions, and for each unknown name."""
     missing = [name for name in MUST_USE_TENSOR_CORES if not any(u.kernel.startswith(name) for u in usages)]
     return [f"there is no kernel {name}...>" for name in missing] + [
         f"{u.kernel} has no tensor-core instruction on sm_{u.architecture}"
@@ -177,7 +177,7 @@ def main() -> None:
     problems = spilling(usages) + without_tensor_cores(usages)
     if problems:
         raise SystemExit("cuda_resources: " + "\ncuda_resources: ".join(problems))
-    print(f"{len(usages)} kernels, none spills, and all use tensor cores that should")
+    print(f"{len(usages)} kernels: none spills, and all that should use tensor cores do")
 
 
 if __name__ == "__main__":

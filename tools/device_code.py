@@ -1,4 +1,4 @@
-"""Finds tensor-core instructions in the device code that nvcc writes. No CUDA tool is needed."""
+"""Find tensor-core instructions in the device code that nvcc writes. Needs no CUDA tool."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 _CONTAINER = struct.pack("<I", 0xBA55ED50)
 _MACHINE_CODE = 2
-# The lowest 12 bits of an instruction of 128 bits are what it does; this is a product of 16-bit matrices (HMMA).
+# The lowest 12 bits of a 128-bit instruction are its opcode; this is a product of 16-bit matrices (HMMA).
 _INSTRUCTION_BYTES, _OPERATION, _HMMA = 16, 0xFFF, 0x23C
 
 
 def tensor_core_instructions(fatbin: bytes) -> dict[tuple[int, str], int]:
-    """(architecture, mangled name of the kernel) -> number of HMMA instructions, of an uncompressed container."""
+    """Map (architecture, mangled kernel name) to the number of HMMA instructions, for an uncompressed container."""
     return {
         (architecture, name): count
         for architecture, elf in _elf_files(fatbin)
@@ -21,7 +21,7 @@ def tensor_core_instructions(fatbin: bytes) -> dict[tuple[int, str], int]:
 
 
 def count_instructions(elf: bytes, operation: int = _HMMA) -> dict[str, int]:
-    """Mangled name -> number of instructions of that kind, for every kernel and function of a cubin."""
+    """Map the mangled name of every kernel and function of a cubin to its number of HMMA instructions."""
     found = {}
     for name, code in _sections(elf):
         if name.startswith(".text."):
@@ -32,7 +32,7 @@ def count_instructions(elf: bytes, operation: int = _HMMA) -> dict[str, int]:
 
 
 def _elf_files(fatbin: bytes) -> Iterator[tuple[int, bytes]]:
-    """Architecture and content of every piece of machine code."""
+    """Yield architecture and content of every piece of machine code."""
     start = fatbin.find(_CONTAINER)
     while start >= 0:
         _, _, header, size = struct.unpack_from("<IHHQ", fatbin, start)
@@ -50,7 +50,7 @@ def _elf_files(fatbin: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the sections of a 64-bit ELF file."""
+    """Yield names and contents of the sections of a 64-bit ELF file."""
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     entry_size, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", elf, table + i * entry_size) for i in range(count)]
@@ -58,4 +58,4 @@ def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
     for name, kind, _, _, offset, size in headers:
         first = names + name
         text = elf[first : elf.index(b"\0", first)].decode()
-        yield text, b"" if kind == 8 else elf[offset : offset + size]  # 8: without content in the file
+        yield text, b"" if kind == 8 else elf[offset : offset + size]  # 8: no content in the file

@@ -1,4 +1,4 @@
-"""The rule that makes five captions of an emoji's English name and keywords. Run by `render_emoji.py`.
+"""Make five captions from an emoji's English name and keywords. Used by `render_emoji.py`.
 
 Inside: `captions`, `name_words`, `ranked`.
 
@@ -10,10 +10,10 @@ A name of Unicode CLDR has a base and, after a colon, modifiers: "man cook: dark
 4. the modifiers first, the base, at most two such keywords: "dark skin tone man cook chef";
 5. all keywords, then what the name has beyond them: "chef cook man dark skin tone".
 
-So every caption holds every word of the name. Keywords come in an order that differs from caption to caption. Where a
-caption would repeat an earlier one of the same picture, or another picture would have it too ("video camera" from the
-keywords of the camera), the phrase stands in a frame instead: "picture of elephant". All choices are ranks of SHA-256
-hashes of the picture's id, so they do not depend on a random number generator.
+So every caption holds every word of the name. The order of keywords differs from caption to caption. If a caption
+would repeat an earlier one of the same picture, or is also a caption of another picture ("video camera" from the
+keywords of the camera), the phrase gets a frame instead: "picture of elephant". All choices are ranks of SHA-256 hashes
+of the picture's id, so they do not depend on a random number generator.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FRAMES = ("picture of {}", "emoji of {}", "small picture of {}", "drawing of {}"
 
 
 def ranked(items: Iterable[str], *seed: object) -> list[str]:
-    """The items in an order that looks random and depends on the items and `seed` alone."""
+    """Return the items in a pseudo-random order that depends only on the items and `seed`."""
 
     def key(item: str) -> bytes:
         return hashlib.sha256("\x1f".join([*map(str, seed), item]).encode()).digest()
@@ -38,22 +38,22 @@ def ranked(items: Iterable[str], *seed: object) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Lower-case words parted by single blanks, without quotes, commas and symbols."""
+    """Return lower-case words separated by single spaces, without quotes, commas and symbols."""
     text = text.lower().translate(_ASCII)
     return " ".join(re.sub(r"[^\w\s'.#*+-]", " ", text).split())
 
 
 def name_words(name: str) -> frozenset[str]:
-    """The words of a name."""
+    """Return the words of a name."""
     return frozenset(plain(name).split())
 
 
 def captions(picture_id: str, name: str, keywords: Iterable[str], shared: Collection[str] = ()) -> list[str]:
-    """Five distinct captions, of which only the first may be in `shared`; see the rule at the top of this file."""
+    """Return five distinct captions, of which only the first may be in `shared`; see the rule above."""
     head, _, tail = name.partition(": ")
     base, modifiers = plain(head), [plain(modifier) for modifier in tail.split(", ")] if tail else []
     phrase, in_name = _phrase(base, modifiers), name_words(name)
-    # Keywords in other scripts have no Latin letter left; the skin tone is a modifier already.
+    # Keywords in other scripts have no Latin letter left; skin tones are already modifiers.
     usable = [word for word in map(plain, keywords) if re.search("[a-z0-9]", word) and not word.endswith("skin tone")]
     bringing = [keyword for keyword in usable if not set(keyword.split()) <= in_name]
     partial = [keyword for keyword in usable if set(keyword.split()) < in_name and keyword not in (base, *modifiers)]

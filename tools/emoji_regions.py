@@ -1,11 +1,11 @@
-"""Writes the bundled data with region features in the place of pixels, as detectors give them for photographs.
+"""Write the bundled data with region features instead of pixels, like the features of a detector for photographs.
 
     python tools/emoji_regions.py --out runs/emoji-regions
 
-A detector is trained on other pictures and never changes afterwards. The network that stands in for it here is the
-convolutional one of SCAN, trained on those of the bundled training pictures that the data set written here leaves out;
-what it makes of the patches of a picture are the features of its regions. The folder has the published layout, and is
-the same again from the same command on the same machine. An interrupted call goes on where it stood.
+A detector is trained on other pictures and stays fixed. Here, SCAN's convolutional network takes its role. It is
+trained on the bundled training pictures that the new data set leaves out; its outputs for the patches of a picture are
+the features of the picture's regions. The folder has the published layout. The same command on the same machine gives
+the same files. An interrupted call resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _BATCH = 64
 
 
 def write_regions(out: Path, train_images: int = TRAIN_IMAGES, **machine: Any) -> bool:
-    """Trains the stand-in and writes the folder; False where a signal stopped the training.
+    """Train the region network and write the folder; False if a signal stopped the training.
 
     Args:
-        out: the folder; its subfolder `detector` holds the data and the RUN of the stand-in.
-        train_images: how many of the training pictures the data set has; the others are the stand-in's.
-        machine: settings of the training that tell how it is done, and changes to those above.
+        out: the folder; its subfolder `detector` holds the data and the run directory of the region network.
+        train_images: number of training pictures in the data set; the others train the region network.
+        machine: training settings for this machine, and overrides of those above.
     """
     other, run = out / "detector" / "data", out / "detector" / "run"
     if not (other / "vocab.json").is_file():
@@ -68,7 +68,7 @@ def write_regions(out: Path, train_images: int = TRAIN_IMAGES, **machine: Any) -
 
 @torch.no_grad()
 def regions(network: nn.Module, patches: np.ndarray) -> np.ndarray:
-    """Patches (n, k, f) to the features of as many regions (n, k, d), float32."""
+    """Convert patches (n, k, f) to region features (n, k, d), float32."""
     encoded = [
         network(torch.from_numpy(patches[start : start + _BATCH])).values for start in range(0, len(patches), _BATCH)
     ]
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
     options = parser.parse_args(arguments)
     if not write_regions(options.out, threads=options.threads):
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        print("stopped; the same command resumes", file=sys.stderr)
         return 130
     return 0
 

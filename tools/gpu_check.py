@@ -1,8 +1,8 @@
-"""The stages of benchmarks/gpu_check.sh, in the environment that tools/gpu_environment.py made.
+"""Run the stages of benchmarks/gpu_check.sh, in the environment that tools/gpu_environment.py made.
 
-Every stage is a list of steps, each a command with a time limit whose output goes to a log; the stage's JSON is written
-whole after each of them. A step is "passed", "failed", "unavailable" (a tool that refuses the device) or "not run", and
-a stage is "failed" where one failed or was not run, else "unavailable" where one is, else "passed".
+A stage is a list of steps, each a command with a time limit and a log. The stage's JSON is written after every step. A
+step is "passed", "failed", "unavailable" (a tool does not work on the device) or "not run". A stage is "failed" if a
+step failed or was not run, else "unavailable" if a step is, else "passed".
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from gpu_environment import ROOT
 
 KIND, FORMAT_VERSION = "itm_fast GPU check", 1
 STAGES = ("build+smoke", "tests", "sanitize", "bench")
-ALONE = ("coco",)  # Only where it is named: it fills 20 GB of the disk.
-LIMIT_S = 510.0  # Of a call; half a minute is left for making the environment.
-# Seconds that a call keeps for each of these stages: the ones before must not take them.
+ALONE = ("coco",)  # Only runs if named: it fills 20 GB of the disk.
+LIMIT_S = 510.0  # For one call; half a minute is left to create the environment.
+# Seconds that a call reserves for each of these stages; earlier stages must not use them.
 KEPT_S = {"tests": 100.0, "sanitize": 120.0, "bench": 80.0}
 
 
 @dataclass
 class Stage:
-    """One stage as it is written down."""
+    """The result of one stage, as written to its JSON file."""
 
     name: str
     options: argparse.Namespace
@@ -88,13 +88,13 @@ class Stage:
         self, name: str, command: list[str], judge: Callable[[int, str], tuple[str, str]] | None = None,
         limit: float = LIMIT_S, **environment: str,
     ) -> bool:  # fmt: skip
-        """Runs a step unless the time is up; `judge(status, output)` says outcome and detail. Whether it passed."""
+        """Run a step unless the time is up; `judge(status, output)` returns outcome and detail. True if it passed."""
         outcome, detail, seconds = self._tried(name, command, judge or by_status, limit, environment)
         self.note(name, outcome, detail, seconds, " ".join(command))
         return outcome == "passed"
 
     def run_together(self, commands: dict[str, list[str]], judge: Callable[[int, str], tuple[str, str]]) -> None:
-        """Runs several steps side by side, and writes them down when the last has ended."""
+        """Run several steps side by side, and write their results when the last has ended."""
         with ThreadPoolExecutor(len(commands)) as threads:
             tried = {name: threads.submit(self._tried, name, c, judge, LIMIT_S, {}) for name, c in commands.items()}
         for name, command in commands.items():
@@ -105,7 +105,7 @@ class Stage:
         self, name: str, command: list[str], judge: Callable[[int, str], tuple[str, str]], limit: float,
         environment: dict[str, str],
     ) -> tuple[str, str, float]:  # fmt: skip
-        """Outcome, detail and seconds of a command, whose output goes to the step's log."""
+        """Return outcome, detail and seconds of a command; its output goes to the step's log."""
         limit = min(limit, self.left())
         if limit < 5:
             return "not run", "no time was left", 0.0
@@ -120,7 +120,7 @@ class Stage:
         return outcome, detail, time.monotonic() - began
 
     def finish(self) -> bool:
-        """Writes the outcome; whether nothing failed."""
+        """Write the outcome; return whether nothing failed."""
         outcomes = {step["outcome"] for step in self.content["steps"]}
         bad = bool(outcomes & {"failed", "not run"})
         outcome = "failed" if bad else "unavailable" if "unavailable" in outcomes else "passed"
@@ -131,7 +131,7 @@ class Stage:
 
 
 def run_logged(command: list[str], log: Path, limit: float, environment: dict[str, str]) -> int | None:
-    """Runs a command with its output in a file; returns its status, or None where it was stopped at the limit."""
+    """Run a command with its output in a file; return its status, or None if the time limit stopped it."""
     with log.open("w") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -154,14 +154,14 @@ def by_status(status: int, output: str) -> tuple[str, str]:
 
 
 def by_tests(status: int, output: str) -> tuple[str, str]:
-    """pytest's own status; a run that collected nothing, or skipped something, proves nothing."""
+    """Judge by pytest's status; a run that collected no test or skipped one does not pass."""
     summary = last_line(output)
     passed = status == 0 and re.search(r"\b[1-9]\d* passed", summary) and "skipped" not in summary
     return ("passed" if passed else "failed"), summary
 
 
 def described(dry: bool, options: argparse.Namespace) -> dict[str, Any]:
-    """Device and environment, as the benchmark writes them, and the packages that are missing and that were carried."""
+    """Return device and environment, as the benchmark writes them, with missing packages and those from wheels."""
     import torch
 
     from benchmarks.machine import described_device
@@ -189,7 +189,7 @@ def architecture() -> str:
 
 
 def build(options: argparse.Namespace, dry: bool, base: str) -> tuple[str, str, float]:
-    """Builds and installs for this GPU alone; returns outcome, detail and seconds."""
+    """Build and install for this GPU only; return outcome, detail and seconds."""
     if dry:
         return "passed", "a dry run builds nothing", 0.0
     wanted = os.environ.get("TORCH_CUDA_ARCH_LIST") or f"{architecture()}+PTX"
@@ -226,7 +226,7 @@ def tests(stage: Stage) -> None:
         stage.run("cuda", pytest("python_tests/operators/test_devices.py", "-k", "bit_for_bit"), by_tests)
         return
     report = stage.options.out / "gpu_check_tests.xml"
-    # In a first round wrappers and numbers have just been compared.
+    # In a first round, wrappers and numbers have just been compared.
     alone, rest = (
         ("python_tests/cuda/test_launches.py", ["-k", "not numbers"]) if stage.short else ("python_tests/cuda", [])
     )
@@ -253,7 +253,7 @@ def bench(stage: Stage) -> None:
 def benchmark(stage: Stage, preset: str, limit: float) -> None:
     results = stage.options.out / f"{stage.file.stem}_measured.json"
     results.unlink(missing_ok=True)
-    # Workloads are begun up to a while before the end, so that the last one can finish.
+    # Workloads start until shortly before the end, so that the last one can finish.
     until = max(0.0, 0.7 * min(limit, stage.left()))
     command = [
         sys.executable,
@@ -270,7 +270,7 @@ def benchmark(stage: Stage, preset: str, limit: float) -> None:
         stage.content["results"]["environment"] = stage.content["environment"]
         for workload, failed in stage.content["results"]["failed"].items():
             for variant, problem in failed.items():
-                # A baseline that does not fit the GPU is no failure of what is checked.
+                # A baseline that does not fit the GPU's memory is not a failure of the code under test.
                 stage.note(f"{workload}, {variant}", "failed" if "native" in variant else "unavailable", problem)
         left_out = stage.content["results"]["not_run"]
         if left_out:
@@ -278,7 +278,7 @@ def benchmark(stage: Stage, preset: str, limit: float) -> None:
 
 
 def coco(stage: Stage) -> None:
-    """The rehearsal at COCO's size; a further call takes the data that one before it wrote."""
+    """Run the rehearsal at COCO's size; another call reuses the data of an earlier one."""
     results = stage.options.out / f"{stage.file.stem}_measured.json"
     results.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.coco_epoch", "--json", str(results)]
@@ -309,7 +309,7 @@ def main() -> None:
     options = gpu_environment.parse(sys.argv[1:], stages=(*STAGES, *ALONE))
     dry, short = gpu_environment.is_dry(), not options.stage
     base = os.environ.get("PYTHON3", "python3")
-    # Tools of the interpreter's own environment, cmake and ninja among them, come along.
+    # Keep tools of the interpreter's environment, such as cmake and ninja, on the path.
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{Path(shutil.which(base) or base).parent}:{os.environ['PATH']}"
     deadline = time.monotonic() + LIMIT_S
     options.out.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""The environment of benchmarks/gpu_check.sh: the interpreter's own packages, those of carried wheels, and itm_fast.
+"""The environment of benchmarks/gpu_check.sh: the interpreter's packages, those of the given wheels, and itm_fast.
 
     python tools/gpu_environment.py [--wheels DIR]    # prints the path of its interpreter
 
-Runs in the interpreter that has torch, and changes nothing of it. `missing` says which packages are in neither.
+Runs in the interpreter that has torch and does not change it. `missing` lists the packages that are in neither.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEVICE_VARIABLE = "ITM_FAST_GPU_CHECK_DEVICE"
 
 
 def parse(arguments: list[str], *, stages: tuple[str, ...] = ()) -> argparse.Namespace:
-    """The command line of gpu_check.sh."""
+    """Parse the command line of gpu_check.sh."""
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Check and measure itm_fast on a GPU.")
     parser.add_argument("stage", nargs="*", help=f"{', '.join(stages)}; none: a first round")
     parser.add_argument(
@@ -32,9 +32,9 @@ def parse(arguments: list[str], *, stages: tuple[str, ...] = ()) -> argparse.Nam
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=ROOT / "build" / "gpu_check" / "results", metavar="DIR",
-        help="where JSON files and logs go (build/gpu_check/results)",
+        help="folder for JSON files and logs (build/gpu_check/results)",
     )  # fmt: skip
-    parser.add_argument("--commit", metavar="HASH", help="which commit these sources are, where their history is not")
+    parser.add_argument("--commit", metavar="HASH", help="commit of these sources, if they come without a history")
     options = parser.parse_args(arguments)
     for stage in options.stage:
         if stages and stage not in stages:
@@ -43,7 +43,7 @@ def parse(arguments: list[str], *, stages: tuple[str, ...] = ()) -> argparse.Nam
 
 
 def known(package: str) -> tuple[str, list[str]] | None:
-    """Version and requirements of a package, of this one before it is installed as its sources say; None: not there."""
+    """Return version and requirements of a package (this one: from its sources if not installed), or None."""
     try:
         distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
@@ -52,10 +52,10 @@ def known(package: str) -> tuple[str, list[str]] | None:
 
 
 def _own() -> tuple[str, list[str]]:
-    """Of the sources that this file belongs to."""
+    """Read version and requirements from the sources that this file belongs to."""
     try:
         import tomllib
-    except ImportError:  # Python 3.10; pip has the same reader.
+    except ImportError:  # Python 3.10; pip bundles the same parser.
         from pip._vendor import tomli as tomllib
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"].items()
@@ -64,7 +64,7 @@ def _own() -> tuple[str, list[str]]:
 
 
 def missing(package: str = "itm_fast", extra: str = "test") -> list[str]:
-    """What a package and its extra need, directly or not, that is not installed or too old."""
+    """Return the direct and indirect requirements of a package and its extra that are missing or too old."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
@@ -96,20 +96,20 @@ def missing(package: str = "itm_fast", extra: str = "test") -> list[str]:
 
 
 def wheels_in(folder: Path) -> list[Path]:
-    """The wheels in a folder, which need not be there."""
+    """Return the wheels in a folder; the folder may be missing."""
     return sorted(folder.glob("*.whl"))
 
 
 def prepare(wheels: Path) -> Path:
-    """Makes the environment where it is not there yet, installs the wheels into it; returns its interpreter."""
+    """Create the environment if it is missing and install the wheels into it; return its interpreter."""
     python = ENVIRONMENT / "bin" / "python"
     if not python.exists():
-        # Without pip: the interpreter's own installs into it, and Debian parts pip from python.
+        # Without pip: the interpreter's own pip installs into it, and Debian packages pip separately.
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", ENVIRONMENT], check=True)
         own = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
         where = [python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))"]
         site = subprocess.run(where, capture_output=True, text=True, check=True)
-        # A virtual environment made from one sees the packages of neither; this file makes them visible.
+        # A virtual environment made from another one sees the packages of neither; this file makes them visible.
         Path(site.stdout.strip(), "of_the_interpreter.pth").write_text("\n".join(own) + "\n")
     files = wheels_in(wheels)
     if files:
@@ -122,7 +122,7 @@ def prepare(wheels: Path) -> Path:
 
 
 def is_dry() -> bool:
-    """Whether the variable asks for a run without a GPU; raises SystemExit on other values."""
+    """Return whether the variable requests a run without a GPU; SystemExit on unknown values."""
     device = os.environ.get(DEVICE_VARIABLE, "cuda")
     if device not in ("cuda", "cpu"):
         raise SystemExit(f"gpu_check: {DEVICE_VARIABLE}: expected cuda or cpu, got '{device}'")
@@ -130,7 +130,7 @@ def is_dry() -> bool:
 
 
 def check_device() -> None:
-    """Raises SystemExit, with one line, where what the stages need is not there."""
+    """Raise SystemExit with one line if a requirement of the stages is missing."""
     try:
         import torch
     except ImportError:
@@ -145,7 +145,7 @@ def check_device() -> None:
 def main() -> None:
     options = parse(sys.argv[1:])
     if is_dry():
-        print(sys.executable)  # A dry run builds and installs nothing.
+        print(sys.executable)  # A dry run does not build or install anything.
         return
     check_device()
     print(prepare(options.wheels))

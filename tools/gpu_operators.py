@@ -1,6 +1,6 @@
-"""Runs every operator that has CUDA kernels on small ragged inputs, for compute-sanitizer, and counts them.
+"""Run every operator that has CUDA kernels on small ragged inputs, for compute-sanitizer, and count them.
 
-python tools/gpu_operators.py [DEVICE [first]]    # first: each of them in the first of its dtypes alone
+python tools/gpu_operators.py [DEVICE [first]]    # first: each operator only in the first of its dtypes
 """
 
 from __future__ import annotations

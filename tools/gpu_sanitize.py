@@ -1,7 +1,7 @@
 """compute-sanitizer over a short list of operators, for benchmarks/gpu_check.sh.
 
-Before a tool's word is taken it must find a planted fault on this device. One that does not, because it is not there,
-refuses the device or reports nothing, is "unavailable", never "passed".
+A tool must first find a planted fault on this device. A tool that does not (it is missing, refuses the device or
+reports nothing) is "unavailable", never "passed".
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import Any
 
 from gpu_environment import ROOT
 
-# torch asks the driver for what an older one lacks, and goes on without; calls that fail for good raise an error.
+# torch probes an older driver for functions that it lacks and continues; calls that fail for good raise an error.
 TOOLS = {"memcheck": ["--report-api-errors", "no"], "racecheck": []}
 PLANTED = ROOT / "python_tests/native/shim/planted.cu"
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards? displayed)")
 
 
 def found(output: str) -> int | None:
-    """How many errors or hazards the tool reports in its summary; None where there is no summary."""
+    """Return the number of errors or hazards in the tool's summary, or None without a summary."""
     summaries = SUMMARY.findall(output)
     return int(summaries[-1]) if summaries else None
 
 
 def refusal(output: str) -> str:
-    """The line that says why the tool did not work."""
+    """Return the line that says why the tool did not work."""
     lines = [line.strip("= ").strip() for line in output.splitlines()]
     telling = [line for line in lines if re.search(r"not supported|error|unable|fail", line, re.I)]
     return (telling or [line for line in lines if line] or ["no output"])[-1 if not telling else 0][:300]
 
 
 def judge_control(status: int, output: str) -> tuple[str, str]:
-    """The tool works where it reports the planted fault."""
+    """Judge the control: the tool works if it reports the planted fault."""
     count = found(output)
     if count:
         return "passed", f"the planted fault is found ({count})"
@@ -43,7 +43,7 @@ def judge_control(status: int, output: str) -> tuple[str, str]:
 
 
 def judge(status: int, output: str) -> tuple[str, str]:
-    """Passed with a summary of no errors, and only when the operators ran to their end."""
+    """Passed if the summary has no errors and the operators ran to their end."""
     count = found(output)
     if count is None:
         return "unavailable", refusal(output)
@@ -53,7 +53,7 @@ def judge(status: int, output: str) -> tuple[str, str]:
 
 
 def run(stage: Any, architecture: Callable[[], str]) -> None:
-    """The steps of the stage."""
+    """Run the steps of the stage."""
     sanitizer = shutil.which("compute-sanitizer")
     if stage.dry or sanitizer is None:
         why = "a dry run has no device" if stage.dry else "compute-sanitizer is not on the path"
@@ -67,7 +67,7 @@ def run(stage: Any, architecture: Callable[[], str]) -> None:
     for tool, options in TOOLS.items():
         command = [sanitizer, "--tool", tool, "--error-exitcode", "7", *options]
         if stage.run(f"{tool} control", [*command, str(program), tool], judge_control, limit=60):
-            # Without torch's pool an access behind a tensor's end is one behind an allocation's end.
+            # Without torch's pool, an access past a tensor's end is also past an allocation's end.
             operators = [sys.executable, str(Path(__file__).with_name("gpu_operators.py"))]
             fewer = ["cuda", "first"] if stage.short else []
             stage.run(tool, [*command, *operators, *fewer], judge, PYTORCH_NO_CUDA_MEMORY_CACHING="1")

@@ -1,4 +1,4 @@
-"""The whole suite on a machine with a GPU, for benchmarks/gpu_check.sh: in parts, and with what its tests note."""
+"""The whole test suite on a machine with a GPU, for benchmarks/gpu_check.sh: in parts, and with the tests' records."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from gpu_environment import ROOT
 
 
 def parts() -> list[list[str]]:
-    """Deal out the files that need no GPU, for a run on every second processor: some compile or start processes."""
+    """Group the files that need no GPU for runs on every second processor: some compile or start processes."""
     found = sorted((ROOT / "python_tests").rglob("test_*.py"))
     files = [str(file.relative_to(ROOT)) for file in found if file.parent.name != "cuda"]
     return dealt_out(files, max(1, (os.cpu_count() or 1) // 2))
 
 
 def dealt_out(files: list[str], most: int) -> list[list[str]]:
-    """The files of at most so many runs side by side: one after the other they would take longer than a call may."""
-    count = min(most, max(1, len(files) // 4))  # A run of few files may find no test that it is asked for.
+    """Group the files into at most `most` parallel runs: sequentially they would exceed the time limit of a call."""
+    count = min(most, max(1, len(files) // 4))  # With few files, a run might select no test.
     return [files[first::count] for first in range(count)]
 
 
 def launches(report: Path) -> dict[str, int]:
-    """The most kernels that a call of each operator launched, as test_launches.py noted them in pytest's report."""
+    """Return the most kernels that a call of each operator launched, from the report of test_launches.py."""
     found: dict[str, int] = {}
     if report.exists():
         for noted in ElementTree.parse(report).iter("property"):

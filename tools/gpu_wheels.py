@@ -1,10 +1,10 @@
-"""Fetches the wheels of Python packages that a GPU machine without a network lacks, and of all that these need.
+"""Fetch wheels of the Python packages that a GPU machine without a network lacks, with their requirements.
 
     python tools/gpu_wheels.py [--python 3.12] [--machine x86_64] [--out DIR] [NAME ...]
 
-NAMEs are what benchmarks/gpu_check.sh says is missing there, which is also where --python and --machine stand; without
-any, all that itm_fast and its tests need. torch and what it needs are there, and are not fetched. Each package gets one
-wheel in DIR (benchmarks/wheels), from where gpu_check.sh takes it.
+benchmarks/gpu_check.sh prints the missing NAMEs with the values of --python and --machine. Without NAMEs, the tool
+fetches everything that itm_fast and its tests need. torch and its requirements are already there and are not fetched.
+Each package gets one wheel in DIR (benchmarks/wheels), where gpu_check.sh reads it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import gpu_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
-# glibc up to the one of the newest distributions: pip takes a wheel for exactly the names that it is given.
+# glibc versions up to that of the newest distributions: pip only takes wheels for the given tags.
 MANYLINUX = (*(f"manylinux_2_{number}" for number in range(39, 4, -1)), "manylinux2014", "manylinux2010", "manylinux1")
 
 
 def environment(python: str, machine: str) -> dict[str, str]:
-    """What markers see on that machine."""
+    """Return the marker environment of that machine."""
     version = ".".join(python.split(".")[:2])
     return {
         "implementation_name": "cpython",
@@ -42,13 +42,13 @@ def environment(python: str, machine: str) -> dict[str, str]:
 
 
 def needed(lines: list[str], target: dict[str, str], extra: str = "") -> list[Requirement]:
-    """Those of a package's requirements that hold there for an extra, or without any."""
+    """Return the requirements of a package that apply there, for an extra or without one."""
     found = map(Requirement, lines)
     return [r for r in found if r.marker is None or r.marker.evaluate({**target, "extra": extra})]
 
 
 def there(target: dict[str, str]) -> set[str]:
-    """torch and what it needs."""
+    """Return torch and its requirements."""
     found = gpu_environment.known("torch")
     return {"torch", *(canonicalize_name(r.name) for r in needed(found[1] if found else [], target))}
 
@@ -62,7 +62,7 @@ def requirements(wheel: Path) -> list[str]:
 
 
 def download(requirement: str, python: str, machine: str, out: Path) -> Path:
-    """One wheel, in the place of any other of its package."""
+    """Fetch one wheel and remove other wheels of its package."""
     platforms = [part for name in MANYLINUX for part in ("--platform", f"{name}_{machine}")]
     pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
     pip += ["--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms]
@@ -80,7 +80,7 @@ def download(requirement: str, python: str, machine: str, out: Path) -> Path:
 
 
 def fetch(names: list[str], python: str, machine: str, out: Path) -> list[Path]:
-    """The wheels of `names` and of all that they need, directly or not, in `out`."""
+    """Fetch the wheels of `names` and of all their direct and indirect requirements into `out`."""
     out.mkdir(parents=True, exist_ok=True)
     target = environment(python, machine)
     skipped = there(target)
@@ -103,10 +103,10 @@ def fetch(names: list[str], python: str, machine: str, out: Path) -> list[Path]:
 
 
 def everything() -> list[str]:
-    """What itm_fast and its tests need, without the package itself."""
+    """Return the requirements of itm_fast and its tests, without the package itself."""
     _, lines = gpu_environment.known("itm_fast")
     extras, found = ["", "test"], []
-    for extra in extras:  # Which grow: an extra may ask for others.
+    for extra in extras:  # The list grows: an extra may request others.
         for requirement in needed(lines, {}, extra):
             if canonicalize_name(requirement.name) == "itm-fast":
                 extras += sorted(requirement.extras.difference(extras))

@@ -1,4 +1,4 @@
-"""Finds what the native build needs: torch, a C++ compiler, CMake and Ninja. Needs the standard library alone."""
+"""Find the requirements of the native build: torch, a C++ compiler, CMake and Ninja. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ OLDEST = {"torch": (2, 11), "cmake": (3, 26), "ninja": (1, 10)}
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """The first number with a dot in `text`: (3, 25) of "cmake version 3.25.1"."""
+    """Return the first number with a dot in `text`: (3, 25) for "cmake version 3.25.1"."""
     found = re.search(r"(\d+)\.(\d+)", text)
     return tuple(map(int, found.groups())) if found else ()
 
 
 def find_torch() -> tuple[Path, str] | None:
-    """Folder and version of the first usable torch: on ``sys.path``, else in the interpreter's own site-packages."""
+    """Return folder and version of the first usable torch: on ``sys.path``, else in the interpreter's site-packages."""
     own = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
     for folder in dict.fromkeys([*sys.path, *own, site.getusersitepackages()]):
         for found in importlib.metadata.distributions(name="torch", path=[folder]):
@@ -35,7 +35,7 @@ def find_torch() -> tuple[Path, str] | None:
 
 
 def _answers(command: str) -> str:
-    """What ``command --version`` prints; empty where it fails."""
+    """Return what ``command --version`` prints; empty if it fails."""
     try:
         result = subprocess.run([command, "--version"], capture_output=True, text=True)
     except OSError:
@@ -44,9 +44,10 @@ def _answers(command: str) -> str:
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler that CMake is going to take; None where there is none, and on Windows, which has no native code.
+    """Return the C++ compiler that CMake will use; None if there is none, and on Windows, which has no native code.
 
-    A file that does not answer is none: on macOS a stub named c++ stands in until the command line tools are installed.
+    A file that does not answer does not count: on macOS, a stub named c++ exists until the command line tools are
+    installed.
     """
     if platform.system() == "Windows":
         return None
@@ -55,10 +56,10 @@ def find_compiler() -> str | None:
 
 
 def find_tool(name: str) -> str | None:
-    """Path of a new enough cmake or ninja: on the PATH, else beside the interpreter."""
+    """Return the path of a new enough cmake or ninja: on the PATH, else next to the interpreter."""
     for folder in (None, sysconfig.get_path("scripts")):
         path = shutil.which(name, path=folder)
-        # Under build isolation the script of a cmake from PyPI does not find its package, so asking is needed.
+        # Under build isolation, the script of a cmake from PyPI does not find its package, so run it as a check.
         if path and _version(_answers(path)) >= OLDEST[name]:
             return path
     return None

@@ -1,14 +1,14 @@
-"""Renders the bundled emoji data from a font and the Unicode annotations.
+"""Render the bundled emoji data from a font and the Unicode annotations.
 
     python tools/render_emoji.py [--out itm_fast/data/emoji_files] [--check]
 
-Needs Pillow with the RAQM layout engine (its wheels bring it; on Debian also `libfribidi0`) and two Debian packages:
-`fonts-noto-color-emoji` 2.042-0+deb12u1 and `unicode-cldr-core` 41-0.1. `--check` writes nothing and compares what is
-rendered with the files that are there. With the same packages two runs give the same pictures and texts; the bytes of
-the WebP sheets may differ with another version of the encoder, never the pictures in them.
+Needs Pillow with the RAQM layout engine (its wheels include it; on Debian also install `libfribidi0`) and two Debian
+packages: `fonts-noto-color-emoji` 2.042-0+deb12u1 and `unicode-cldr-core` 41-0.1. `--check` writes nothing and compares
+the rendered data with the existing files. The same packages always give the same pictures and texts. The bytes of the
+WebP sheets may differ with another version of the encoder, but not their pictures.
 
-What is written: `{split}_{n}.webp` (lossless sheets), `{split}_names.tsv` (id, name, keywords), `{split}_caps.txt`
-(five lines a picture) and `index.json` (sizes, hashes of the pictures and of the source files).
+Output: `{split}_{n}.webp` (lossless sheets), `{split}_names.tsv` (id, name, keywords), `{split}_caps.txt` (five lines
+per picture) and `index.json` (sizes, hashes of the pictures and of the source files).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
 ANNOTATIONS = Path("/usr/share/unicode/cldr/common")
 DEFAULT_OUT = Path(__file__).parent.parent / "itm_fast" / "data" / "emoji_files"
 
-SIZE = 72  # pixels, of a picture
-STRIKE = 109  # the one size at which the bitmap font can be loaded
-GLYPH = (136, 128)  # pixels, of its bitmaps
-LEVELS = 64  # per colour channel; the difference from 256 cannot be seen and halves the files
-COLUMNS, ROWS = 32, 16  # of a sheet
+SIZE = 72  # pixels of a picture
+STRIKE = 109  # the only size at which the bitmap font can be loaded
+GLYPH = (136, 128)  # pixels of its bitmaps
+LEVELS = 64  # per colour channel; the difference from 256 is invisible and halves the files
+COLUMNS, ROWS = 32, 16  # per sheet
 HELD_OUT = {"test": 500, "dev": 300}
-MIN_TRAIN_PICTURES = 3  # that show each word of a held-out name
+MIN_TRAIN_PICTURES = 3  # with each word of a held-out name
 SEED = 1
 
 
@@ -51,7 +51,7 @@ class Emoji(NamedTuple):
 
 
 def read_annotations(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Name and keywords of each annotated sequence of code points."""
+    """Return name and keywords of each annotated sequence of code points."""
     names: dict[str, str] = {}
     keywords: dict[str, tuple[str, ...]] = {}
     for part in ("annotations", "annotationsDerived"):
@@ -65,13 +65,13 @@ def read_annotations(folder: Path) -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def render(sequence: str, font: ImageFont.FreeTypeFont) -> np.ndarray | None:
-    """The picture (72, 72, 3) uint8 on white, or None where the font has none for the whole sequence."""
-    # Some symbols show their picture only when the emoji variation selector follows.
+    """Render the picture (72, 72, 3) uint8 on white; None if the font has no glyph for the whole sequence."""
+    # Some symbols only show their picture if the emoji variation selector follows.
     for text in (sequence, sequence + "\ufe0f"):
         canvas = Image.new("RGBA", (2 * GLYPH[0], GLYPH[1]), (255, 255, 255, 0))
         ImageDraw.Draw(canvas).text((0, 0), text, font=font, embedded_color=True)
         alpha = np.asarray(canvas)[..., 3]
-        # Ink to the right of the first glyph: the font shows the parts of the sequence one after the other.
+        # Ink to the right of the first glyph: the font draws the parts of the sequence side by side.
         if not alpha.any() or alpha[:, GLYPH[0] :].any():
             continue
         square = Image.new("RGBA", (GLYPH[0], GLYPH[0]), (255, 255, 255, 255))
@@ -83,9 +83,9 @@ def render(sequence: str, font: ImageFont.FreeTypeFont) -> np.ndarray | None:
 
 
 def collect(font_path: Path, annotations: Path) -> list[Emoji]:
-    """All distinct pictures with their captions, sorted by id.
+    """Return all distinct pictures with their captions, sorted by id.
 
-    Of equal pictures that with the shortest name (then the lowest id) is kept.
+    Among equal pictures, the one with the shortest name (then the lowest id) is kept.
     """
     font = ImageFont.truetype(font_path, STRIKE, layout_engine=ImageFont.Layout.RAQM)
     distinct: dict[bytes, Emoji] = {}
@@ -104,10 +104,10 @@ def collect(font_path: Path, annotations: Path) -> list[Emoji]:
 
 
 def split(emojis: list[Emoji]) -> dict[str, list[Emoji]]:
-    """Holds out pictures whose names are made of words that at least three training pictures have in their captions.
+    """Hold out pictures whose names consist of words that at least three training pictures have in their captions.
 
-    A name with a word that training never shows ("flag of qatar") could not be found but by chance. What is held out
-    are new combinations of known words. Pictures are tried in a hashed order, test first; the rest is for training.
+    A name with a word that training never shows ("flag of qatar") could only be found by chance. Held-out pictures are
+    new combinations of known words. Pictures are tried in a hashed order, test first; the rest is for training.
     """
     by_id = {emoji.id: emoji for emoji in emojis}
     shown = {emoji.id: frozenset(" ".join(emoji.captions).split()) for emoji in emojis}
@@ -120,20 +120,20 @@ def split(emojis: list[Emoji]) -> dict[str, list[Emoji]]:
         if len(chosen) == len(targets):
             break
         name = name_words(by_id[picture_id].name)
-        # Taking the picture away must leave enough for its own words and for those of the pictures taken before.
+        # Removing the picture must leave enough for its own words and for those of the pictures removed before.
         if all(training[word] > MIN_TRAIN_PICTURES for word in shown[picture_id] & (needed | name)):
             chosen[picture_id] = targets[len(chosen)]
             needed |= name
             training.subtract(shown[picture_id])
     if len(chosen) < len(targets):
         raise SystemExit(f"only {len(chosen)} of {len(targets)} pictures can be held out")
-    # Another order than that of choosing, in which what is left for training would begin with all that was refused.
+    # Use another order than that of the selection, in which the refused pictures would come first in training.
     shuffled = ranked(by_id, "order", SEED)
     return {part: [by_id[i] for i in shuffled if chosen.get(i, "train") == part] for part in ("train", "dev", "test")}
 
 
 def sheets(emojis: list[Emoji]) -> list[Image.Image]:
-    """Sheets of 32 x 16 pictures, row by row, in the order of names: similar pictures side by side take less space."""
+    """Return sheets of 32 x 16 pictures, row by row, in name order: similar neighbours compress better."""
     pictures = [emoji.picture for emoji in sorted(emojis, key=lambda emoji: emoji.name)]
     result = []
     for start in range(0, len(pictures), COLUMNS * ROWS):
@@ -146,7 +146,7 @@ def sheets(emojis: list[Emoji]) -> list[Image.Image]:
 
 
 def text_files(parts: dict[str, list[Emoji]], sources: dict[str, Path]) -> dict[str, str]:
-    """Everything but the sheets, by file name."""
+    """Return everything except the sheets, by file name."""
     files = {}
     splits = {}
     for part, emojis in parts.items():
@@ -166,7 +166,7 @@ def text_files(parts: dict[str, list[Emoji]], sources: dict[str, Path]) -> dict[
 
 
 def write(path: Path, content: bytes) -> None:
-    """Writes through a temporary file, so that an interrupted run leaves no half file."""
+    """Write through a temporary file, so that an interrupted run leaves no partial file."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as temporary:
         temporary.write(content)
     Path(temporary.name).chmod(0o644)
@@ -174,7 +174,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def differing(folder: Path, files: dict[str, str]) -> list[str]:
-    """The names of those `files` that have another content in `folder`, or are missing there, which is said."""
+    """Return the names of `files` that differ in `folder`, or are missing there (marked)."""
     names = []
     for name, text in files.items():
         if not (folder / name).is_file():

@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Builds a copy of the sources with nvcc against the oldest supported torch in its CUDA build, loads both libraries there,
-# checks which CUDA operators are registered, and runs the tests that depend on torch or Python. Needs no GPU. The copy
-# holds the environment of `make test-oldest`, 7 GB with torch; all of it is removed at the end.
+# Build a copy of the sources with nvcc against the oldest supported torch with CUDA, load both libraries, check which
+# CUDA operators are registered, and run the tests that depend on torch or Python. Needs no GPU. The copy holds the
+# environment of `make test-oldest`, 7 GB with torch; all of it is removed at the end.
 set -euo pipefail
 say() { echo "test_cuda_load: $1" >&2; exit 1; }
 command -v nvcc >/dev/null || say "needs nvcc on the path"
 root=$(cd "$(dirname "$0")/.." && pwd)
 copy=$root/build/cuda-load
-# What an interrupted run left behind counts as free.
+# Remove what an interrupted run left.
 rm -rf "$copy"
 mkdir -p "$copy"
 trap 'rm -rf "$copy"' EXIT
 free_kb=$(df -Pk "$copy" | awk 'NR == 2 { print $4 }')
 [ "$free_kb" -ge $((10 * 1024 * 1024)) ] || say "needs 10 GB of free disk space, found $((free_kb / 1024 / 1024)) GB"
 
-# What stands in .gitignore, and the history, stays behind.
+# Leave out the history and the files in .gitignore.
 sed 's:/$::' "$root/.gitignore" | tar -C "$root" -c --exclude-from=- --exclude=.git . | tar -x -C "$copy"
 
-# The build must not be that of a torch which happens to be installed, and pip's cache is no place for gigabytes.
+# The build must not use a torch that happens to be installed, and pip's cache must not grow by gigabytes.
 export ITM_FAST_CUDA=on PIP_NO_CACHE_DIR=1
 make -C "$copy" OLDEST=1 build
 "$copy/.venv-oldest/bin/python" "$copy/tools/check_cuda_library.py"

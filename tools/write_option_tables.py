@@ -2,7 +2,7 @@
 
     python tools/write_option_tables.py            # writes both pages
     python tools/write_option_tables.py --check    # exit status 1 where a page is out of date
-
+    python tools/write_option_tables.py --check    # exit status 1 if a page is out of date
 Hidden options, the former names of others, are left out.
 """
 
@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
 
 def commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every command of a group with its full name, those of groups within it too."""
+    """Yield every command of a group with its full name, including commands of nested groups."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from commands(command, f"{prefix} {name}")
@@ -34,12 +34,12 @@ def commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def cell(text: str) -> str:
-    """Text for a cell of a table: one line, with the characters that Markdown would read as its own written out."""
+    """Return text for a table cell: one line, with Markdown characters escaped."""
     return escape(" ".join(text.split()), quote=False).replace("|", "&#124;")
 
 
 def command_section(name: str, command: Any) -> str:
-    """Usage, help and one table for each panel of options."""
+    """Return usage, help and one table for each panel of options."""
     context = typer.Context(command, info_name=name)
     panels: dict[str, list[str]] = {}
     arguments = []

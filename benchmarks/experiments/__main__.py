@@ -1,21 +1,25 @@
-"""Trains the runs of an experiment one after the other, and writes tables and figures of what came of them.
+"""Train the runs of an experiment one after the other, and write tables and figures of the results.
 
     python -m benchmarks.experiments run     benchmarks/experiments/rcar.yaml
     python -m benchmarks.experiments figures benchmarks/experiments/selhn.yaml
     python -m benchmarks.experiments table   FILE --page docs/performance/results/rcar.md [--check]
 
-An experiment is a YAML file: `title`, `data` (a folder, or "emoji" for the bundled data), `split` to evaluate and
-`images` of it (the first so many; all where absent), `train_images` of the bundled data to train with, `seeds`, `train`
-(settings of itm-fast train for all runs), `rows` (each with a `name`, `train` with its own settings, and perhaps its
-own `seeds`), and `equal`: pairs of rows whose results must be the same to the last digit. A row with the scenario oas
-has an `anchor_row`, the name of one above it: its runs are trained beside the models of that row, seed by seed.
-`ensembles` each have a `name`, a `row` and `seeds` of it: the mean scores of these runs are evaluated as a row of their
-own, once all of them are there. `figures` each have a `file` (SVG, for docs/images), a `text` that says what is seen,
-`rows`, perhaps a `seed`, and what it `shows` of them: their "training", or the "scores" of positive and negative pairs.
+An experiment is a YAML file with these keys:
 
-Each run leaves one JSON file, written in one step. A run that has one is not repeated; one that was interrupted, or
-killed, goes on from its RUN folder. Where a file or a folder is of other settings, or of data with other content, the
-tool refuses and says what differs: what was measured is never overwritten, and never stands for what was not.
+- `title`; `data`: a folder, or "emoji" for the bundled data; `train_images`: number of bundled training images.
+- `split` to evaluate, and the number of its first `images` to use (default: all).
+- `seeds`; `train`: settings of itm-fast train for all runs.
+- `rows`: each with a `name`, `train` with additional settings, and optionally `seeds`. A row with the scenario oas has
+  an `anchor_row`, the name of an earlier row: run by run, its anchor is the model of that row with the same seed.
+- `equal`: pairs of rows whose results must agree in every digit.
+- `ensembles`: each with a `name`, a `row` and `seeds` of it. The mean scores of these runs are evaluated as a separate
+  row once all runs are done.
+- `figures`: each with a `file` (SVG, for docs/images), a `text` that describes it, `rows`, optionally a
+  `seed`, and what it `shows`: "training", or the "scores" of positive and negative pairs.
+
+Each run writes one JSON file atomically. A run with a result is not repeated; an interrupted or killed run resumes from
+its run directory. If a file or folder belongs to other settings or other data, the tool refuses and names the
+difference: results are never overwritten or reused for other settings.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ RESULTS, RUNS = ROOT / "benchmarks" / "results" / "experiments", Path("runs/expe
 
 
 def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machine: Any) -> bool:
-    """Trains and evaluates one run and writes its result; False where a signal stopped it."""
+    """Train and evaluate one run and write its result; False if a signal stopped it."""
     import torch
 
     import itm_fast
@@ -85,11 +89,11 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
         "identity": identity,
         "environment": {**environment(torch.get_num_threads(), itm_fast.build_info()), "command": command},
         "device": config.device,
-        # By the clock, and of all threads and processes: training and evaluation, reading of data included. What a run
-        # took before it was resumed is known by the clock alone.
+        # Over all threads and processes: training and evaluation, including reading of data. For a run that was
+        # resumed, only the wall-clock time of its earlier part is known.
         "seconds": round(trained.seconds + time.monotonic() - started, 1),
         "cpu_seconds": None if resume else round(_cpu_seconds() - cpu_seconds, 2),
-        # What else the machine did: its load averages over a minute, this run's own threads included.
+        # Other work on the machine: load averages over a minute, including this run's threads.
         "load_average": {"before": round(load, 2), "after": round(os.getloadavg()[0], 2)},
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
         "steps": trained.steps,
@@ -105,9 +109,9 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
 
 
 def _anchor_weights(experiment: Experiment, run: Run, out: Path, results: Path, resume: bool) -> dict[str, Any]:
-    """The weights of the anchor among the fingerprints of a run; ValueError where its folder holds other ones.
+    """Return the anchor's weights in the fingerprints of a run; ValueError if its folder holds other ones.
 
-    The folder of the run says what they were, as a run that is resumed has the anchor that it started with.
+    The run's folder records them, because a resumed run keeps the anchor that it started with.
     """
     if run.anchor is None:
         return {}
@@ -116,15 +120,17 @@ def _anchor_weights(experiment: Experiment, run: Run, out: Path, results: Path, 
     weights, path = found.get("weights"), out / run.anchor.file_name / WEIGHTS_FILE
     kept = out / run.file_name / "anchor.txt"
     if weights is None or not path.is_file() or sha256(path) != weights:
-        raise ValueError(f"{path}: expected the weights that {result} was measured with; move that away to train anew")
+        raise ValueError(
+            f"{path}: expected the weights that {result} was measured with; move that file away to train again"
+        )
     if resume and kept.read_text(encoding="utf-8").strip() != weights:
-        raise ValueError(f"{kept.parent}: holds a run beside other weights of {run.anchor.row}; move it away")
+        raise ValueError(f"{kept.parent}: holds a run with other weights of its anchor {run.anchor.row}; move it away")
     atomic.write_text(kept, f"{weights}\n")
     return {ANCHOR: weights_of(run, found)}
 
 
 def _cpu_seconds() -> float:
-    """Time on processors so far, of all threads of this process and of the processes that it started and that ended."""
+    """Return processor time so far, of all threads of this process and of its finished child processes."""
     return sum(os.times()[:4])
 
 
@@ -143,7 +149,7 @@ def _run(options: argparse.Namespace, experiment: Experiment, results: Path) -> 
     for run in todo:
         print(f"{run.row}, seed {run.seed}: {out / run.file_name}", flush=True)
         if not execute(experiment, run, out, results, device=options.device, threads=options.threads):
-            print("stopped; the same command goes on from here", file=sys.stderr)
+            print("stopped; the same command resumes", file=sys.stderr)
             return 130
     names = {run.file_name for run in chosen}
     for ensemble in experiment.ensembles:
@@ -169,18 +175,18 @@ def _table(options: argparse.Namespace, experiment: Experiment, results: Path) -
     before = options.page.read_text(encoding="utf-8")
     after = rendered(before, experiment.path.stem, text)
     if options.check and after != before:
-        raise ValueError(f"{options.page}: is out of date; make it anew without --check")
+        raise ValueError(f"{options.page}: is out of date; write it again without --check")
     if not options.check:
         atomic.write_text(options.page, after)
     return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Runs experiments, and writes tables and figures of their results.")
+    parser = argparse.ArgumentParser(description="Run experiments, and write tables and figures of their results.")
     commands = parser.add_subparsers(required=True, metavar="run|figures|table")
-    run = commands.add_parser("run", help="train and evaluate what has no result yet")
-    run.add_argument("--out", type=Path, help=f"folder of the RUN folders (default: {RUNS}/NAME)")
-    run.add_argument("--row", action="append", help="only this row; may be given again")
+    run = commands.add_parser("run", help="train and evaluate runs without a result")
+    run.add_argument("--out", type=Path, help=f"folder of the run directories (default: {RUNS}/NAME)")
+    run.add_argument("--row", action="append", help="only this row; may be repeated")
     run.add_argument("--seed", type=int, help="only this seed")
     run.add_argument("--device", default="cpu")
     run.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
@@ -189,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     figures.set_defaults(action=_figures)
     write = commands.add_parser("table", help="print the table, or write it into a page")
     write.add_argument("--page", type=Path, help="Markdown file with the markers of the experiment")
-    write.add_argument("--check", action="store_true", help="change nothing; fail where the page is out of date")
+    write.add_argument("--check", action="store_true", help="change nothing; fail if the page is out of date")
     write.set_defaults(action=_table)
     for command in (run, figures, write):
         command.add_argument("experiment", type=Path, metavar="FILE", help="the experiment as YAML")

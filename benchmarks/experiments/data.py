@@ -1,4 +1,4 @@
-"""The data of the experiments: the bundled data, or a part of them, and fingerprints of data.
+"""The data of the experiments: the bundled data or a part of them, and fingerprints of data.
 
 Inside: `bundled_data`, `bundled_split`, `bundled_fingerprints`, `folder_fingerprints`.
 """
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Fingerprints", "bundled_data", "bundled_fingerprints", "bundled_split", "folder_fingerprints"]
 
-# What data are used for, "train", "validation" or "evaluation", to SHA-256 by file name.
+# Purpose of data ("train", "validation" or "evaluation") to SHA-256 by file name.
 Fingerprints = dict[str, dict[str, str]]
 
 
 def bundled_data(folder: Path, train_images: int | None) -> Path:
-    """The bundled data in the published layout, whole or with so many training pictures, evenly spread over all."""
+    """Write the bundled data in the published layout, with all or some training pictures, evenly spread."""
     import numpy as np
 
     from itm_fast.data import emoji
@@ -44,7 +44,7 @@ def bundled_data(folder: Path, train_images: int | None) -> Path:
 
 
 def bundled_split(split: str, train_images: int | None, *, rest: bool = False) -> tuple[np.ndarray, list[str]]:
-    """Pictures and captions of a split, of "train" so many, evenly spread over all; with `rest` those left out."""
+    """Return pictures and captions of a split, of "train" a number evenly spread over all; with `rest`, all others."""
     import numpy as np
 
     from itm_fast.data import emoji
@@ -61,7 +61,7 @@ def bundled_split(split: str, train_images: int | None, *, rest: bool = False) -
 
 
 def bundled_fingerprints(train_images: int | None, validation_split: str, split: str) -> Fingerprints:
-    """Of the features, captions and words that `bundled_data` writes, whole; nothing is written."""
+    """Return fingerprints of the features, captions and words that `bundled_data` writes, without writing them."""
     used = {"train": "train", "validation": validation_split, "evaluation": split}
     return {use: _bundled_split_fingerprints(name, train_images) for use, name in used.items()}
 
@@ -82,7 +82,7 @@ def _bundled_split_fingerprints(split: str, train_images: int | None) -> dict[st
 
 
 def folder_fingerprints(config: TrainConfig, split: str, images: int | None) -> Fingerprints:
-    """Of what a training reads from `config.data`, and of the images of `split` that it is evaluated on."""
+    """Return fingerprints of a training's inputs and of the images of `split` for its evaluation."""
     from itm_fast.data import open_split
     from itm_fast.training.fingerprint import fingerprints
     from itm_fast.training.run import load_data

@@ -1,4 +1,4 @@
-"""Ensembles of the runs of `python -m benchmarks.experiments`: their mean scores, evaluated as those of one model.
+"""Ensembles of the runs of `python -m benchmarks.experiments`: evaluate their mean scores like those of one model.
 
 Inside: `ensemble_result`, `evaluate_ensemble`.
 """
@@ -20,10 +20,10 @@ __all__ = ["ensemble_result", "evaluate_ensemble"]
 
 
 def ensemble_result(experiment: Experiment, ensemble: Ensemble, results: Path) -> dict[str, Any] | None:
-    """What an ensemble came to; None where it is not evaluated yet, or a run of it has no result.
+    """Return the result of an ensemble; None if it is not evaluated yet, or a run of it has no result.
 
     Raises:
-        ValueError: as `experiment_files.result_of`, or the runs that it was made of were others.
+        ValueError: as `experiment_files.result_of`, or it was evaluated with other runs.
     """
     path = results / f"{ensemble.file_name}.json"
     identity = _identity(experiment, ensemble, results)
@@ -31,17 +31,17 @@ def ensemble_result(experiment: Experiment, ensemble: Ensemble, results: Path) -
         return None
     result = read_json(path, MAX_SETTINGS_BYTES, "a result as JSON")
     if not isinstance(result, dict) or result.get("identity") != identity:
-        raise ValueError(f"{path}: is of other runs than those that are there; move it away to evaluate anew")
+        raise ValueError(f"{path}: belongs to other runs than the current ones; move it away to evaluate again")
     return result
 
 
 def evaluate_ensemble(
     experiment: Experiment, ensemble: Ensemble, out: Path, results: Path, *, device: str, threads: int
 ) -> None:
-    """Evaluates the mean scores of runs, whose RUN folders lie in `out`, and writes the result.
+    """Evaluate the mean scores of runs with run directories in `out`, and write the result.
 
     Raises:
-        ValueError: a RUN folder holds other weights than those that its result was measured with.
+        ValueError: a run directory holds other weights than those of its result.
     """
     import torch
 
@@ -79,7 +79,7 @@ def evaluate_ensemble(
 
 
 def _identity(experiment: Experiment, ensemble: Ensemble, results: Path) -> dict[str, Any] | None:
-    """The runs by their weights, and what they are evaluated on; None where one has no result."""
+    """Return the runs by their weights, and the evaluation data; None if a run has no result."""
     found = {run.file_name: result_of(experiment, run, results) for run in ensemble.members}
     there = [result for result in found.values() if result is not None]
     if len(there) < len(found):

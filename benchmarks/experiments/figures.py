@@ -24,10 +24,10 @@ _KEPT = {"training": "curves", "scores": "scores"}
 
 
 def draw(experiment: Experiment, figure: Figure, results: Path) -> None:
-    """Draws a figure of the results in a folder, with a last line that says what it was drawn from.
+    """Draw a figure of the results in a folder; the last line of the file identifies its inputs.
 
     Raises:
-        ValueError: as `result_of`, a run is missing, or its result keeps none of what the figure shows.
+        ValueError: as `result_of`, a run is missing, or its result lacks the data of the figure.
     """
     path = figure.path
     kept = _kept(experiment, figure, results)
@@ -40,7 +40,7 @@ def draw(experiment: Experiment, figure: Figure, results: Path) -> None:
 
 
 def figures_there(experiment: Experiment, results: Path) -> list[Figure]:
-    """The figures that can be drawn; ValueError naming one that is not, or not from the results that are there."""
+    """Return the figures that can be drawn; ValueError naming a missing one, or one of other results."""
     there = []
     for figure in experiment.figures:
         drawn = figure.path.read_text(encoding="utf-8").splitlines()[-1:] if figure.path.is_file() else None
@@ -48,7 +48,7 @@ def figures_there(experiment: Experiment, results: Path) -> list[Figure]:
             continue
         if drawn != [_source(_kept(experiment, figure, results))]:
             command = f"python -m benchmarks.experiments figures {shown_path(experiment.path)}"
-            raise ValueError(f"{shown_path(figure.path)}: is out of date; draw it anew: {command}")
+            raise ValueError(f"{shown_path(figure.path)}: is out of date; draw it again: {command}")
         there.append(figure)
     return there
 
@@ -58,7 +58,7 @@ def _kept(experiment: Experiment, figure: Figure, results: Path) -> dict[str, An
     for run in figure.runs:
         result = result_of(experiment, run, results)
         if result is None:
-            raise ValueError(f"{figure.file}: {run.row}, seed {run.seed}, is not run")
+            raise ValueError(f"{figure.file}: {run.row}, seed {run.seed}, has no result")
         kept[run.row] = result.get(_KEPT[figure.shows])
         if kept[run.row] is None:
             raise ValueError(f"{figure.file}: the result of {run.row}, seed {run.seed}, keeps no {figure.shows}")
@@ -70,7 +70,7 @@ def _source(kept: Mapping[str, Any]) -> str:
 
 
 def _write_scores(path: Path, histograms: Mapping[str, Mapping[str, Any]]) -> None:
-    """Positive pairs on the left, negative ones on the right, as shares of all of them by their score."""
+    """Draw positive pairs on the left, negative ones on the right, as shares of all of them by score."""
     with write_figure(path, list(histograms), size=(9.0, 3.6)) as figure:
         for axes, kind in zip(figure.subplots(1, 2), ("positive", "negative"), strict=True):
             _draw_scores(axes, kind, histograms)
@@ -80,7 +80,7 @@ def _draw_scores(axes: Axes, kind: str, histograms: Mapping[str, Mapping[str, An
     for number, histogram in enumerate(histograms.values()):
         counts, width = histogram[kind], histogram["width"]
         scores = [width * (histogram["first"] + index) for index in range(-1, len(counts) + 1)]
-        # Per 0.02 of the score, so that bins of several widths compare; the curve falls to zero at its ends.
+        # Per 0.02 of the score, so that bins of different widths are comparable; the curve ends at zero.
         share = 100 / max(sum(counts), 1) * 0.02 / width
         axes.plot(scores, [0.0, *(share * count for count in counts), 0.0], **line_style(number))
     axes.set_title(f"{kind.capitalize()} pairs", loc="left")

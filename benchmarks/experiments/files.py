@@ -1,4 +1,4 @@
-"""The experiments of `python -m benchmarks.experiments`: what a YAML file asks for, and the results that are there.
+"""The experiments of `python -m benchmarks.experiments`: parse YAML files and read existing results.
 
 Inside: `Run`, `Ensemble`, `Figure`, `Experiment`, `read`, `result_of`, `weights_of`, `sha256`,
 `shown_path`.
@@ -28,9 +28,9 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "docs" / "images"
-BUNDLED = "emoji"  # As `data`: those that come with the package.
+BUNDLED = "emoji"  # As `data`: the bundled data.
 
-# Settings of a run that its result does not depend on, but for rounding; the places of data and RUN are added later.
+# Settings that change a run's result at most by rounding; the paths of data and run directory are added later.
 _FREE = ("data", "out", "workers", "save_every", "tensorboard", "device", "threads")
 _KEYS = {
     "title": str,
@@ -49,13 +49,13 @@ _ROW_KEYS = {"name": str, "train": dict, "seeds": list, "anchor_row": str}
 _ENSEMBLE_KEYS = {"name": str, "row": str, "seeds": list}
 _FIGURE_KEYS = {"file": str, "shows": str, "text": str, "rows": list, "seed": int}
 _SHOWN = ("training", "scores")  # What a figure can show of its rows.
-ANCHOR = "anchor"  # Among fingerprints, beside what data are used for.
-_ADVICE = "move it away to measure anew, or undo the change"
+ANCHOR = "anchor"  # In fingerprints, next to the purposes of data.
+_ADVICE = "move it away to measure again, or undo the change"
 
 
 @attrs.frozen
 class Run:
-    """One training: a row of the table with one seed, perhaps beside the model that another run left."""
+    """One training: a row of the table with one seed, optionally with another run's model as its anchor."""
 
     row: str
     seed: int
@@ -67,13 +67,13 @@ class Run:
         return f"{_file_name(self.row)}-seed{self.seed}"
 
     def config(self, data: str, out: Path, **machine: Any) -> TrainConfig:
-        """The settings of the training into the folder `out`, beside which lies that of the anchor."""
+        """Return the settings of a training into the folder `out`; the anchor's folder is next to it."""
         anchor = {} if self.anchor is None else {"anchor": str(out.parent / self.anchor.file_name)}
         places = {"data": data, "out": str(out), **anchor}
         return settings.build(TrainConfig, {**self.train, **places, "seed": self.seed, **machine})
 
     def in_order(self) -> list[Run]:
-        """This run behind the anchor that it is trained beside."""
+        """Return this run, preceded by its anchor."""
         return [*([] if self.anchor is None else self.anchor.in_order()), self]
 
 
@@ -95,7 +95,7 @@ def _file_name(name: str) -> str:
 
 @attrs.frozen
 class Figure:
-    """A picture of the rows of an experiment with one seed, as SVG in the folder of the documentation's pictures."""
+    """A figure of rows of an experiment with one seed, as SVG in the documentation's image folder."""
 
     file: str
     shows: str
@@ -109,7 +109,7 @@ class Figure:
 
 @attrs.frozen
 class Experiment:
-    """What a YAML file asks for."""
+    """The content of a YAML file."""
 
     path: Path
     title: str
@@ -124,7 +124,7 @@ class Experiment:
     _known: dict[Any, Fingerprints] = attrs.field(factory=dict, init=False, eq=False, repr=False)
 
     def identity(self, run: Run) -> dict[str, Any]:
-        """All that the result of a run depends on, beside what the data hold and the weights of its anchor."""
+        """Return all settings that determine the result of a run; data and the anchor's weights are separate."""
         kept = _kept(run.config(self.data, Path(run.file_name)))
         found = {
             "row": run.row,
@@ -137,7 +137,7 @@ class Experiment:
         return found if run.anchor is None else {**found, "anchor": self.identity(run.anchor)}
 
     def fingerprints(self, run: Run) -> Fingerprints | None:
-        """What the data of a run hold, read once; None where their folder is not here.
+        """Return the fingerprints of a run's data, read once; None if their folder is missing.
 
         Raises:
             ValueError: the data are damaged, or lack what the run reads.
@@ -163,7 +163,7 @@ def _kept(config: TrainConfig) -> dict[str, Any]:
 
 
 def read(path: Path) -> Experiment:
-    """The experiment of a YAML file; ValueError naming it and what does not fit."""
+    """Read an experiment from a YAML file; ValueError naming the file and the problem."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     try:
@@ -173,7 +173,7 @@ def read(path: Path) -> Experiment:
         for number, entry in enumerate(content["rows"], start=1):
             row = _checked(entry, _ROW_KEYS, f"setting of row {number}", ("name",))
             if row["name"] in rows:
-                raise ValueError(f"rows: {shown(row['name'])} stands there twice")
+                raise ValueError(f"rows: {shown(row['name'])} appears twice")
             train = recipes.merge(common, row.get("train", {}))
             anchors = _anchors(row, train, rows)
             rows[row["name"]] = [Run(row["name"], seed, train, anchors.get(seed)) for seed in row.get("seeds", seeds)]
@@ -187,11 +187,11 @@ def read(path: Path) -> Experiment:
             [_figure(entry, rows) for entry in content.get("figures", [])],
         )  # fmt: skip
         if experiment.train_images is not None and experiment.data != BUNDLED:
-            raise ValueError("train_images: only the bundled data, emoji, are cut")
+            raise ValueError("train_images: only applies to the bundled data (data: emoji)")
         names = [run.file_name for runs in rows.values() for run in runs]
         names += [ensemble.file_name for ensemble in experiment.ensembles]
         if len(set(names)) != len(names):
-            raise ValueError("rows: two runs have the same name or seed, but for case and signs")
+            raise ValueError("rows: two runs would write the same result file; change a name")
         for runs in rows.values():
             for run in runs:
                 experiment.identity(run)
@@ -233,9 +233,9 @@ def _ensemble(entry: Any, rows: Mapping[str, list[Run]]) -> Ensemble:
 
 
 def _anchors(row: Mapping[str, Any], train: Mapping[str, Any], rows: Mapping[str, list[Run]]) -> dict[int, Run]:
-    """By seed, the runs whose models those of `row` are trained beside; `rows` are the ones above it."""
+    """By seed, the anchor runs of `row`; `rows` are the earlier rows."""
     if "anchor" in train:
-        raise ValueError("anchor: expected anchor_row, the name of a row, as nobody knows what a folder will hold")
+        raise ValueError("anchor: expected anchor_row, the name of a row, because the content of a folder may change")
     if "anchor_row" not in row:
         if train.get("scenario") == "oas":
             raise ValueError(f"anchor_row: the row {shown(row['name'])} with the scenario oas needs one")
@@ -260,11 +260,11 @@ def _figure(entry: Any, rows: Mapping[str, list[Run]]) -> Figure:
 
 
 def result_of(experiment: Experiment, run: Run, results: Path) -> dict[str, Any] | None:
-    """What a run came to; None where it has no result yet.
+    """Return the result of a run; None if it does not exist yet.
 
     Raises:
-        ValueError: the file is damaged, of other settings, of other data, or beside an anchor of other weights; the
-            first that differs is named.
+        ValueError: the file is damaged, or has other settings, other data, or an anchor with other weights; the
+            message names the first difference.
     """
     path = results / f"{run.file_name}.json"
     if not path.exists():
@@ -279,7 +279,7 @@ def result_of(experiment: Experiment, run: Run, results: Path) -> dict[str, Any]
         raise ValueError(f"{path}: was measured with {name} = {shown(old)}, not {shown(new)}; {_ADVICE}")
     now = experiment.fingerprints(run) or {use: content for use, content in held.items() if use != ANCHOR}
     anchor = None if run.anchor is None else result_of(experiment, run.anchor, results)
-    # Where the anchor has no result any more, nobody knows its weights.
+    # Without a result of the anchor, its weights are unknown.
     weights = held.get(ANCHOR) if anchor is None else weights_of(run, anchor)
     for name, _, _ in _differences(held, now if run.anchor is None else {**now, ANCHOR: weights}):
         raise ValueError(f"{path}: was measured with other content of {name}; {_ADVICE}")
@@ -287,7 +287,7 @@ def result_of(experiment: Experiment, run: Run, results: Path) -> dict[str, Any]
 
 
 def _with_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity with settings that came later, which had their defaults then; that of the anchor, too."""
+    """Add settings that are newer than the file, with their defaults, also to those of the anchor."""
     train = settings.with_present_names(TrainConfig, identity["train"], quiet=True)
     found = {**identity, "train": {**_kept(TrainConfig(data="", out="")), **train}}
     anchor = identity.get("anchor")
@@ -295,7 +295,7 @@ def _with_defaults(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weights_of(run: Run, anchor_result: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands among the fingerprints of a run for the anchor that has this result."""
+    """Return the fingerprint of a run's anchor that has this result."""
     return {f"the weights of {run.anchor.row}": anchor_result.get("weights")} if run.anchor else {}
 
 
@@ -309,11 +309,11 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
 
 
 def sha256(path: Path) -> str:
-    """Of a file's content, in hexadecimal."""
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def shown_path(path: Path) -> str:
-    """From the root of the sources where it lies below."""
+    """Return the path relative to the source root if it is below it."""
     resolved = path.resolve()
     return str(resolved.relative_to(ROOT)) if resolved.is_relative_to(ROOT) else str(path)

@@ -21,14 +21,14 @@ _NOT_RUN = "not run"
 
 
 def table(experiment: Experiment, results: Path) -> str:
-    """The results as Markdown: sums of recalls, mean and spread of each row, and whether equal rows are equal.
+    """Render the results as Markdown: sums of recalls, mean and spread of each row, and whether equal rows agree.
 
-    A row has a mean, a spread (the standard deviation of its seeds) and MD (the mean of its seeds' mean distances) once
-    all of its runs are there. Seconds are the median of those that are there. Ensembles stand below, with their seeds
-    in the place of the spread. Figures follow.
+    Mean, spread (the standard deviation over the seeds) and MD (the mean of the seeds' mean distances) of a row appear
+    once all of its runs are done. Seconds are the median over finished runs. Ensembles follow, with their seeds in the
+    column of the spread, then figures.
 
     Raises:
-        ValueError: as `result_of`, two results are recalls on different images or captions, or a figure is out of
+        ValueError: as `result_of`, two results have recalls on different images or captions, or a figure is out of
             date.
     """
     seeds = list(dict.fromkeys(run.seed for runs in experiment.rows.values() for run in runs))
@@ -63,7 +63,7 @@ def table(experiment: Experiment, results: Path) -> str:
 
 
 def _statistics(summaries: Sequence[Mapping[str, float]]) -> list[str]:
-    """Mean and spread of the sums of recalls of a row, and its mean distance."""
+    """Return mean and spread of a row's sums of recalls, and its mean distance."""
     sums = [summary["rsum"] for summary in summaries]
     spread = f"{statistics.stdev(sums):.1f}" if len(sums) > 1 else "one seed"
     distance = statistics.mean(summary["mean_distance"] for summary in summaries)
@@ -80,9 +80,9 @@ def _median(values: Sequence[float | None]) -> str:
 
 
 def _where(results: Sequence[Mapping[str, Any]]) -> str:
-    """On what the runs that are there were measured, what else the machine did, and the longest of them."""
+    """Describe the machines of the finished runs, their load, and the longest run."""
     if not results:
-        return "No run is measured yet."
+        return "No run has been measured yet."
     evaluated = [{**result["identity"]["fingerprints"]["evaluation"], "vocab.json": ""} for result in results]
     if any(content != evaluated[0] for content in evaluated):
         raise ValueError("results: expected recalls on the same images and captions, but their content differs")
@@ -118,7 +118,7 @@ def _agreement(first: Mapping[int, Any], second: Mapping[int, Any]) -> str:
 
 
 def rendered(page: str, name: str, text: str) -> str:
-    """`page` with `text` between the markers of an experiment."""
+    """Return `page` with `text` between the markers of an experiment."""
     begin, end = f"<!-- experiment {name} -->\n", f"<!-- end of experiment {name} -->"
     head, found, rest = page.partition(begin)
     _, closed, tail = rest.partition(end)

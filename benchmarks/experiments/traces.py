@@ -1,4 +1,4 @@
-"""What the result of a run keeps beside its recalls, so that figures need no RUN folder: small, and in plain numbers.
+"""Data that a run's result keeps in addition to recalls, so that figures need no run directory: small, plain numbers.
 
 Inside: `training_curves`, `as_metrics`, `score_histogram`, `as_text`.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 __all__ = ["as_metrics", "as_text", "score_histogram", "training_curves"]
 
-# What is kept of the log, by the kind of its lines.
+# Logged values to keep, by the kind of line.
 _CURVES = {
     "train": ("step", "loss", "image_grad_norm", "hardest_gap", "i2t_hardest_share", "t2i_hardest_share"),
     "validation": ("step", "rsum", "mean_distance"),
@@ -24,7 +24,7 @@ _BIN_WIDTH, _MAX_BINS = 0.02, 400
 
 
 def training_curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[float | None]]]:
-    """The log of a run as columns of numbers with five digits, None where a line lacks one.
+    """Return the log of a run as columns of numbers with five digits, None where a line lacks one.
 
     Args:
         metrics: the lines of `metrics.jsonl`.
@@ -40,7 +40,7 @@ def _short(value: float | None) -> float | None:
 
 
 def as_metrics(curves: Mapping[str, Mapping[str, Sequence[float | None]]]) -> list[dict[str, Any]]:
-    """Lines of a log from what `training_curves` made of them."""
+    """Return lines of a log from the output of `training_curves`."""
     lines = []
     for kind, columns in curves.items():
         for values in zip(*columns.values(), strict=True):
@@ -50,15 +50,15 @@ def as_metrics(curves: Mapping[str, Mapping[str, Sequence[float | None]]]) -> li
 
 
 def score_histogram(scores: Tensor, caption_image: Tensor) -> dict[str, Any] | None:
-    """How many positive and negative pairs have which score: Figures 6 and 7 of Deep Boosting Learning.
+    """Count positive and negative pairs by score: Figures 6 and 7 of Deep Boosting Learning.
 
     Args:
         scores: (n_images, n_captions).
         caption_image: int64 (n_captions,), the image that each caption belongs to.
 
     Returns:
-        `positive` and `negative`, counts of the bins around `width (first + index)`: bins of runs lie upon each other,
-        however far scores spread. Wider than 0.02 only where there would be too many; None where a score is not finite.
+        `positive` and `negative`, counts of the bins around `width (first + index)`. Bins of different runs coincide.
+        They are wider than 0.02 only if there would be too many; None if a score is not finite.
     """
     if not scores.numel() or not bool(scores.isfinite().all()):
         return None
@@ -76,6 +76,6 @@ def score_histogram(scores: Tensor, caption_image: Tensor) -> dict[str, Any] | N
 
 
 def as_text(result: Mapping[str, Any]) -> str:
-    """A result as JSON, each list of numbers in one line."""
+    """Return a result as JSON, each list of numbers in one line."""
     text = json.dumps(result, indent=2)
     return re.sub(r"\[[\s\d.,e+\-nul]*\]", lambda found: f"[{' '.join(found[0][1:-1].split())}]", text) + "\n"

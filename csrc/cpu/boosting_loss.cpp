@@ -1,4 +1,4 @@
-// boosting_loss on the CPU: the scan and the gradient of triplet losses over gaps, and the positive terms.
+// CPU kernels of boosting_loss: scan and gradient of triplet losses over gaps, and the positive terms.
 #include <torch/csrc/stable/library.h>
 
 #include <string>
@@ -14,13 +14,13 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Whether a view has the hardest negatives of the one before it: with fixed margins all strategies have the same.
+// Whether a view has the same hardest negatives as the one before it: with fixed margins all strategies share them.
 template <typename T>
 bool has_the_same(const BoostingProblem<T>& boosting, const typename BoostingProblem<T>::View& view) {
   return &view != &boosting.views.front() && boosting.options.mining == Mining::hardest && !boosting.options.soft;
 }
 
-// Where the results of a view begin among those of all strategies and directions.
+// Offset of a view's results among those of all strategies and directions.
 template <typename T>
 int64_t first_negative(const BoostingProblem<T>& boosting, const typename BoostingProblem<T>::View& view,
                        bool is_rows) {
@@ -28,7 +28,7 @@ int64_t first_negative(const BoostingProblem<T>& boosting, const typename Boosti
   return (view.strategy * boosting.options.n_directions() + boosting.position(is_rows)) * boosting.anchors;
 }
 
-// The losses of all directions and anchors, summed over strategies, and where their gradients go.
+// The losses of all directions and anchors, summed over strategies, and the negatives that receive their gradients.
 template <typename T>
 class BoostingLosses {
  public:
@@ -80,7 +80,7 @@ class BoostingLosses {
   std::vector<double> sums_;
 };
 
-// The gradient of the scores, view by view.
+// Computes the gradient of the scores, view by view.
 template <typename T>
 class BoostingGradient {
  public:
@@ -91,7 +91,7 @@ class BoostingGradient {
         gradient_(new_gradient<T>(scores)),
         diagonal_(boosting.anchors, T(0)) {}
 
-  // `negatives` are those of all views; `sums` as in `Gradient`.
+  // `negatives` holds the negatives of all views; `sums` as in `Gradient`.
   void add(const typename BoostingProblem<T>::View& view, const int64_t* negatives, ScanResult<T>* sums = nullptr) {
     const bool each = boosting_.options.reduction == Reduction::none, begins_with_rows = view.options.rows();
     const int64_t anchors = boosting_.anchors;
@@ -149,7 +149,7 @@ Tensor backward(const Tensor& grad_loss, const Tensor& scores, const Tensor& anc
   return gradient.result();
 }
 
-// As for triplet_loss: where all negatives take part, the pass that writes a view's gradient finds its sums.
+// As for triplet_loss: if all negatives take part, the pass that writes a view's gradient also computes its sums.
 template <typename T>
 std::tuple<Tensor, Tensor, Tensor> with_gradient(const Tensor& scores, const Tensor& anchor_scores,
                                                  const std::optional<Tensor>& positives,

@@ -1,4 +1,4 @@
-// boosting_loss on the CPU as the triplet losses that it is made of.
+// Express boosting_loss on the CPU as a set of triplet losses.
 #pragma once
 
 #include <vector>
@@ -11,7 +11,7 @@ namespace itm_fast {
 template <typename T>
 class BoostingProblem {
  public:
-  // A strategy, or one direction of it where soft margins make the gaps of rows and columns differ.
+  // One strategy, or one direction of it if soft margins make the gaps of rows and columns differ.
   struct View {
     int strategy;  // position among the strategies
     BoostingPart<T> part;
@@ -59,7 +59,7 @@ class BoostingProblem {
   BoostingProblem(const BoostingProblem&) = delete;
   BoostingProblem& operator=(const BoostingProblem&) = delete;
 
-  // Where a direction stands in results per direction.
+  // Index of a direction in results per direction.
   int64_t position(bool is_rows) const { return is_rows || options.directions != Directions::both ? 0 : 1; }
 
   // [margin1 + a_pos - s_pos]_+ of the absolute strategy.
@@ -67,7 +67,7 @@ class BoostingProblem {
     return hinge(margin_at(view.part.positive, own_[anchor]), T(0), gap_[anchor]);
   }
 
-  // How often each anchor's positive term counts.
+  // How many times each anchor's positive term counts.
   const std::vector<int64_t>& positive_counts(bool is_rows) const { return counts_[is_rows ? 0 : 1]; }
 
   const BoostingOptions options;

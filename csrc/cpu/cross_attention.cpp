@@ -1,4 +1,4 @@
-// cross_attention_scores on the CPU: the forward, tile by tile, with Gram matrices of its own or prepared ones.
+// cross_attention_scores on the CPU: the forward, tile by tile. It computes the Gram matrices or takes prepared ones.
 #include "cpu/cross_attention.h"
 
 #include <torch/csrc/stable/library.h>
@@ -36,7 +36,7 @@ Tensor forward(const Tensor& queries, const Tensor& query_offsets, const Tensor&
   const int64_t max_columns = std::max(kTileColumns, query.max_length);
   auto* out = static_cast<T*>(scores.mutable_data_ptr());
 
-  // A thread takes neighbouring tiles, so that it packs each run of queries once.
+  // A thread takes adjacent tiles, so that it packs each run of queries once.
   torch::stable::parallel_for(0, n_columns * n_rows, 1, [&](int64_t first, int64_t last) {
     Buffer<T> workspace(table.tile_workspace(max_rows, max_columns, query.view.dim));
     int64_t packed = -1;

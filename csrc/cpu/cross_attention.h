@@ -1,6 +1,5 @@
-// What forward and backward of cross_attention_scores on the CPU share: operands, runs of sets, Gram matrices, and the
-// sharing of work among threads. What a thread computes depends on the shapes alone, never on the number of threads, so
-// neither do the results.
+// Shared by forward and backward of cross_attention_scores on the CPU: operands, runs of sets, Gram matrices, and how
+// threads share the work. Each task depends only on the shapes, so results do not depend on the number of threads.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -25,7 +24,7 @@ namespace itm_fast {
 // each.
 constexpr int64_t kTileColumns = 256;
 
-// The kernels of rows stored as S: a type that is computed in serves as both.
+// The kernels for rows stored as S, a type that is also the compute type.
 inline const CrossAttentionKernels<float, float>& kernels(float) { ITM_FAST_RETURN_SELECTED(kCrossAttentionFloat32) }
 inline const CrossAttentionKernels<double, double>& kernels(double) { ITM_FAST_RETURN_SELECTED(kCrossAttentionFloat64) }
 inline const CrossAttentionKernels<BFloat16, float>& kernels(BFloat16) {
@@ -38,7 +37,7 @@ constexpr torch::headeronly::ScalarType kScalarType =
     : std::is_same_v<S, BFloat16> ? torch::headeronly::ScalarType::BFloat16
                                   : torch::headeronly::ScalarType::Float;
 
-// Null where float32 serves better than any way of making products of bfloat16.
+// Null if float32 is faster than every available way to multiply with bfloat16.
 inline const LowPrecisionProducts* low_precision_products() {
   switch (selected_isa()) {
 #ifdef ITM_FAST_HAVE_AMX
@@ -52,7 +51,7 @@ inline const LowPrecisionProducts* low_precision_products() {
   }
 }
 
-// The kernels for the precision asked for: the fastest that are at least as precise.
+// The fastest kernels that are at least as precise as requested.
 template <typename S, typename T>
 const ProductKernels<S, T>& product_kernels([[maybe_unused]] const std::string& precision) {
   const ProductKernels<S, T>& exact = kernels(S{}).products;
@@ -69,7 +68,7 @@ const ProductKernels<S, T>& product_kernels([[maybe_unused]] const std::string& 
   return exact;
 }
 
-// Calls run(S{}, T{}) for the storage type of the rows and the type of their scores.
+// Calls run(S{}, T{}) with the storage type of the rows and the type of the scores.
 template <typename Run>
 auto with_types(torch::headeronly::ScalarType dtype, Run run) {
   using torch::headeronly::ScalarType;
@@ -78,7 +77,7 @@ auto with_types(torch::headeronly::ScalarType dtype, Run run) {
   return run(float{}, float{});
 }
 
-// Fragments in the kernels' dtype, with offsets that cannot lead outside the values whatever came in.
+// Fragments in the kernels' dtype. Offsets are clamped, so that invalid ones cannot lead outside the values.
 template <typename S>
 class Operand {
  public:
@@ -110,8 +109,8 @@ class Operand {
   std::vector<int64_t> offsets_;
 };
 
-// Cuts the sets [first, last) into runs of at most `max_rows` rows, or of one longer set; returns the first set of each
-// run, and `last`.
+// Cuts the sets [first, last) into runs of at most `max_rows` rows; a longer set is a run by itself. Returns the first
+// set of each run, and `last`.
 template <typename S>
 std::vector<int64_t> cut_into_runs(const FragmentsView<S>& view, int64_t first, int64_t last, int64_t max_rows) {
   std::vector<int64_t> bounds{first};
@@ -122,7 +121,7 @@ std::vector<int64_t> cut_into_runs(const FragmentsView<S>& view, int64_t first, 
   return bounds;
 }
 
-// Runs body(task, thread_state) for all tasks; threads take the next task as they become free.
+// Runs body(task, thread_state) for all tasks; threads take the next task when they become free.
 template <typename State>
 void share_tasks(int64_t n_tasks, const std::function<State()>& make_state,
                  const std::function<void(int64_t, State&)>& body) {
@@ -142,7 +141,7 @@ struct Grams {
   std::vector<int64_t> offsets;
 };
 
-// Where the Gram matrix of each context set begins, and where the last one ends.
+// Offset of the Gram matrix of each context set, and the end of the last one.
 template <typename S>
 std::vector<int64_t> gram_offsets(const FragmentsView<S>& contexts) {
   std::vector<int64_t> offsets(contexts.n_sets + 1);

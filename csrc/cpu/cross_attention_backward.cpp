@@ -1,4 +1,4 @@
-// cross_attention_scores on the CPU: the backward, pair by pair where few pairs have a gradient, else in whole rows.
+// cross_attention_scores on the CPU: the backward, pair by pair if few pairs have a gradient, else in whole rows.
 #include "cpu/cross_attention.h"
 
 #include <torch/csrc/stable/library.h>
@@ -15,17 +15,17 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Score gradients that are kept at a time, in elements.
+// Score gradients kept at a time, in elements.
 constexpr int64_t kScoreGradientElements = int64_t{1} << 22;
-// With more than these shares of all pairs, computing all of them is faster than picking those that have a gradient:
-// measured at 128 x 128 pairs of width 1024, where products are in T, and where they are in bfloat16.
+// If more than this share of the pairs has a gradient, computing all pairs is faster than selecting. Measured at 128 x
+// 128 pairs of width 1024, with products in T and in bfloat16.
 constexpr double kDenseShare = 0.65, kLowPrecisionDenseShare = 0.45;
-// Rows of a gradient that a thread adds to at a time where the products are shared.
+// Gradient rows that a thread adds to at a time when threads share the products.
 constexpr int64_t kProductRows = 144;
 
-// The gradient of the rows of one side. Where rows are stored in a narrower type than sums, the sums of a few rows are
-// made in a thread's scratch memory and rounded once; all rows are kept in the wider type only where `in_steps` says
-// that a row is added to at several times.
+// The gradient of the rows of one side. If rows are stored in a narrower type than sums, a thread sums a few rows in
+// scratch memory and rounds them once. All rows are kept in the wider type only if `in_steps` is set: a row is then
+// added to several times.
 template <typename S, typename T>
 class RowGradient {
  public:
@@ -41,12 +41,12 @@ class RowGradient {
     std::fill(sums_.data(), sums_.data() + n_rows * dim_, T(0));
   }
 
-  // Scratch memory for at most `max_rows` rows at a time.
+  // Allocates scratch memory for at most `max_rows` rows at a time.
   Buffer<T> scratch(int64_t max_rows) const {
     return Buffer<T>(std::is_same_v<S, T> || sums_.data() != nullptr ? 0 : max_rows * dim_);
   }
 
-  // Calls add(rows) with where the gradient of rows [first, last) is to be added to.
+  // Calls add(rows) with the memory to which the gradient of rows [first, last) is added.
   template <typename Add>
   void add_to(int64_t first, int64_t last, Buffer<T>& scratch, Add add) {
     const int64_t begin = first * dim_, count = (last - first) * dim_;
@@ -76,7 +76,7 @@ class RowGradient {
   Buffer<T> sums_;
 };
 
-// The pairs whose incoming gradient is not zero (NaN counts as not zero), context by context.
+// The pairs with a non-zero incoming gradient (NaN counts as non-zero), grouped by context.
 template <typename T>
 struct PairList {
   std::vector<RecomputedPair> pairs;
@@ -118,7 +118,7 @@ bool all_finite(const FragmentsView<S>& view) {
   return kernels(S{}).all_finite(view.values, view.offsets[view.n_sets] * view.dim);
 }
 
-// Cuts the context sets into groups of at most kScoreGradientElements scores; elements(i) are those of set i.
+// Cuts the context sets into groups of at most kScoreGradientElements scores; set i has elements(i) of them.
 template <typename Elements>
 std::vector<int64_t> cut_into_groups(int64_t n_sets, Elements elements) {
   std::vector<int64_t> bounds{0};
@@ -162,7 +162,7 @@ void add_pairs(const Problem<S, T>& problem, PairList<T>& list, const std::vecto
     }
     Buffer<T> score_gradients(score_elements), query_factors(factor_elements);
 
-    // Contexts with many pairs go first, so that no thread is left with a long one at the end.
+    // Contexts with many pairs go first, so that no thread starts a long one at the end.
     std::vector<int64_t> order(groups[g + 1] - groups[g]);
     std::iota(order.begin(), order.end(), groups[g]);
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
@@ -213,7 +213,7 @@ void add_pairs(const Problem<S, T>& problem, PairList<T>& list, const std::vecto
   }
 }
 
-// Elements from one row of raw scores to the next: kernels read and write whole panels.
+// Stride between rows of raw scores, in elements: kernels read and write whole panels.
 template <typename S>
 int64_t dense_stride(const FragmentsView<S>& queries) {
   return padded_to_lanes(queries.offsets[queries.n_sets]) + 4 * kMaxLanes;

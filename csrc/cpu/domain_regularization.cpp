@@ -1,7 +1,7 @@
 // domain_regularization on the CPU: one pass over the features, each set with all discriminators that see it.
 //
-// A risk and its derivative by a discriminator are the work of one task, that of its features. So no two threads add to
-// the same number, and results do not depend on how many there are.
+// The task of a feature set computes its risks and their derivatives by each discriminator. No two threads add to the
+// same number, so results do not depend on the number of threads.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -16,7 +16,7 @@ namespace {
 
 using torch::stable::Tensor;
 
-// Writes the risks of one pair's features, and their derivatives where `sums` is not null.
+// Writes the risks of one pair's features, and their derivatives if `sums` is not null.
 template <typename S, typename T>
 void write_risks(const DomainProblem<S, T>& problem, const RisksOfFeatures& list, int64_t pair, DomainSet<S, T>& set,
                  T* scratch, T* risks, T* sums) {
@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const DomainInputs& inputs, c
   return {adversarial, regularization, risks, sums};
 }
 
-// What the results' gradient is by each risk, (kinds, pairs).
+// The gradient of the results with respect to each risk, (kinds, pairs).
 template <typename S, typename T>
 std::vector<T> risk_gradients(const DomainProblem<S, T>& problem, const T* risks, const T* grad_adversarial,
                               const T* grad_regularization) {
@@ -112,7 +112,7 @@ std::vector<T> risk_gradients(const DomainProblem<S, T>& problem, const T* risks
   for (int64_t p = 0; p < pairs; ++p) {
     for (int64_t kind = kByCaption; kind < problem.kinds; ++kind) {
       const int64_t other = problem.other(kind, p);
-      // Where a pair is its own negative both risks of the hinge are one, and would cancel but for rounding.
+      // If a pair is its own negative, both risks of the hinge are equal and would cancel up to rounding.
       if (other < 0 || other == p) continue;
       const int64_t features = problem.features(kind, p);
       if (hinge(problem.margin, risks[features], risks[kind * pairs + p]) == T(0)) continue;
@@ -145,7 +145,7 @@ void write_weight_gradients(const DomainProblem<S, T>& problem, const std::vecto
   });
 }
 
-// The gradient of one side's rows: a thread's room for a set, and the rows in the dtype that they are stored in.
+// The gradient of one side's rows: a thread's buffer for one set, and the rows in their storage dtype.
 template <typename S, typename T>
 struct RowsOut {
   RowsOut(const Tensor& values, bool wanted)

@@ -1,4 +1,4 @@
-// What forward and backward of domain_regularization on the CPU share: the operands, which discriminators see which
+// Shared by forward and backward of domain_regularization on the CPU: the operands, which discriminators see which
 // features, and the products of a set with them.
 #pragma once
 
@@ -24,7 +24,7 @@ inline const DomainKernels<float, float>& domain_kernels(float) { ITM_FAST_RETUR
 inline const DomainKernels<double, double>& domain_kernels(double) { ITM_FAST_RETURN_SELECTED(kDomainFloat64) }
 inline const DomainKernels<BFloat16, float>& domain_kernels(BFloat16) { ITM_FAST_RETURN_SELECTED(kDomainBFloat16) }
 
-// Discriminators that see a set together: so many weights are packed beside its rows.
+// Discriminators processed together for a set: the number of weights packed beside its rows.
 constexpr int64_t kDiscriminatorsTogether = 16;
 
 template <typename S, typename T>
@@ -46,7 +46,7 @@ struct DomainProblem {
     images_ = torch::stable::contiguous(*inputs.negative_images);
   }
 
-  // The other pair of a kind of risk, -1 where there is none; p itself for its own risk.
+  // The other pair of a kind of risk, or -1 if it does not exist; p itself for its own risk.
   int64_t other(int64_t kind, int64_t pair) const {
     if (kind == kOwn) return pair;
     const Tensor& negatives = is_of_caption(kind) ? *captions_ : *images_;
@@ -57,7 +57,7 @@ struct DomainProblem {
   int64_t discriminator(int64_t kind, int64_t pair) const {
     return has_foreign_features(kind) ? pair : other(kind, pair);
   }
-  // What a risk of the pair is multiplied by.
+  // The factor of the pair's risks.
   T scale(int64_t pair) const {
     const int64_t rows = regions.view.length(pair) + words.view.length(pair);
     return averages && rows > 1 ? T(1) / static_cast<T>(rows) : T(1);
@@ -78,7 +78,7 @@ struct DomainProblem {
   const T *const weights, *const biases;
 };
 
-// One risk, stored under its kind and pair.
+// One risk, with its kind and pair.
 struct Risk {
   int64_t discriminator, kind, pair;
   bool operator<(const Risk& other) const {
@@ -86,7 +86,7 @@ struct Risk {
   }
 };
 
-// The risks of the features of each pair, by discriminator: those of pair i are risks[first[i]] to risks[first[i + 1]].
+// The risks of each pair's features, by discriminator: pair i has risks[first[i]] to risks[first[i + 1]].
 struct RisksOfFeatures {
   template <typename S, typename T, typename Wanted>
   RisksOfFeatures(const DomainProblem<S, T>& problem, const Wanted& is_wanted) : first(problem.pairs + 1) {
@@ -107,7 +107,7 @@ struct RisksOfFeatures {
     for (int64_t i = 0; i < problem.pairs; ++i) std::sort(risks.begin() + first[i], risks.begin() + first[i + 1]);
   }
 
-  // Calls body(discriminators) for those that see the features of a pair, some at a time, each once.
+  // Calls body(discriminators) for the discriminators that see a pair's features: several at a time, each once.
   template <typename Body>
   void for_discriminators(int64_t pair, const Body& body) const {
     std::vector<int64_t> together;
@@ -126,7 +126,7 @@ struct RisksOfFeatures {
   std::vector<Risk> risks;
 };
 
-// A thread's memory for one set after another, and the set that it holds.
+// A thread's memory for one set at a time, and the set that it holds.
 template <typename S, typename T>
 class DomainSet {
  public:
@@ -143,7 +143,7 @@ class DomainSet {
     words = rows_of(problem_.words.view, pair, rows_.data() + n_regions * problem_.dim);
   }
 
-  // Leaves weights and factors of these discriminators: a factor is W x + b of a row, regions before words.
+  // Computes weights and factors of these discriminators: a factor is W x + b of a row, regions before words.
   void meet(const std::vector<int64_t>& discriminators) {
     const int64_t n = static_cast<int64_t>(discriminators.size()), dim = problem_.dim;
     for (int64_t e = 0; e < n; ++e) {
@@ -177,7 +177,7 @@ class DomainSet {
   Buffer<T> rows_, weights_, factors_;
 };
 
-// The loss log(1 + e^x) of one row and its derivative by x; x is W v + b for words, and its negative for regions.
+// The loss log(1 + e^x) of one row and its derivative by x. For words x is W v + b, for regions its negative.
 template <typename T>
 struct RowLoss {
   explicit RowLoss(T x) {

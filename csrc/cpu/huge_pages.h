@@ -9,8 +9,8 @@
 
 namespace itm_fast {
 
-// Asks for 2 MB pages under memory about to be written for the first time. A fresh result of many megabytes otherwise
-// costs more in page faults, one per 4 kB, than in writing. A hint: it changes no result and may be ignored.
+// Asks for 2 MB pages before memory is written for the first time. Without them, a new result of many megabytes costs
+// more in page faults, one per 4 kB, than in writing. This is a hint: it never changes a result.
 inline void prefer_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHugePage = uintptr_t{1} << 21;

@@ -17,8 +17,8 @@ namespace itm_fast {
 namespace {
 
 #if defined(ITM_FAST_HAVE_AMX)
-// Whether the processor has tiles of bfloat16 and the operating system lends them. Linux gives their memory to
-// processes that ask for it once; other systems are not known to, so they do without.
+// Whether the processor has bfloat16 tiles and the operating system allows their use. Linux grants their memory to
+// processes that request it once. No such request is known for other systems, so they do not use tiles.
 bool has_amx() {
 #if defined(__linux__)
   unsigned eax, ebx, ecx, edx;

@@ -1,4 +1,4 @@
-// The weights of the regulators as the CPU kernels take them: packed once in a call.
+// The weights of the regulators, packed once per call into the layout of the CPU kernels.
 #pragma once
 
 #include "cpu/cross_attention.h"
@@ -52,7 +52,7 @@ class PackedRegulators {
     T* packed;
   };
 
-  // Contiguous values, which live as long as this.
+  // Contiguous values that live as long as this object.
   const T* plain(const torch::stable::Tensor& tensor) {
     kept_.push_back(torch::stable::contiguous(torch::stable::to(tensor, kScalarType<T>)));
     return static_cast<const T*>(kept_.back().data_ptr());

@@ -25,7 +25,7 @@ const LowPrecisionRegulators* low_precision_regulators() {
   }
 }
 
-// The kernels for the precision asked for: the fastest that are at least as precise.
+// The fastest kernels that are at least as precise as requested.
 template <typename T>
 const RegulatorKernels<T>& regulator_kernels([[maybe_unused]] const std::string& precision) {
   if constexpr (std::is_same_v<T, float>) {
@@ -37,7 +37,7 @@ const RegulatorKernels<T>& regulator_kernels([[maybe_unused]] const std::string&
   return exact_kernels(T{});
 }
 
-// Every query set with every context set: runs of query sets, each with runs of as many context sets as fill a tile.
+// Every query set with every context set: runs of query sets, each with runs of as many context sets as fit a tile.
 template <typename T>
 std::vector<RegulatorTile> cut_into_tiles(const FragmentsView<T>& queries, const FragmentsView<T>& contexts,
                                           int64_t tile_rows, RegulatorSizes& sizes) {
@@ -97,7 +97,7 @@ Tensor alignments_of(const Tensor& queries, const Tensor& query_offsets, const T
   const RegulatorKernels<T>& kernels = regulator_kernels<T>(precision);
   const Operand<T> query(queries, query_offsets), context(contexts, context_offsets);
   const int64_t n_rows = queries.size(0);
-  // Offsets that do not end at the number of rows leave some without a set, which stay zero.
+  // If the offsets do not end at the number of rows, some rows belong to no set; they stay zero.
   Tensor alignments = torch::stable::new_zeros(queries, {context.view.n_sets, n_rows, weights.width}, kScalarType<T>);
   auto* out = static_cast<T*>(alignments.mutable_data_ptr());
   run_tiles(query, context, weights, options, kernels,
@@ -134,7 +134,7 @@ Tensor cross_attention_alignments(const Tensor& queries, const Tensor& query_off
                                   bool residual_correspondence, double temperature, const std::string& normalization,
                                   double negative_slope, const std::string& focal, const std::string& precision) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
-  // A chain that ends in alignments is one whose score nobody asks for.
+  // A chain that ends in alignments has no score.
   RegulatorOptions options =
       regulator_options({correspondences + 1, correspondences, 0, true, false, "sigmoid", false, "interleaved",
                          residual_correspondence, false, "alignment"},

@@ -1,5 +1,5 @@
-// retrieval_ranks on the CPU: finds every own score, shares the rows among threads, and corrects the counts for what
-// never counts against itself. Counts are whole numbers, so they do not depend on the number of threads.
+// retrieval_ranks on the CPU: reads every own score, shares the rows among threads, and removes an image's own captions
+// from the counts. Counts are whole numbers, so they do not depend on the number of threads.
 #include "ops/retrieval.h"
 
 #include <torch/csrc/stable/library.h>
@@ -25,13 +25,13 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Fewer scores than this are not worth a second thread.
+// With fewer scores than this, a second thread is not worth its cost.
 constexpr int64_t kElementsPerThread = int64_t{1} << 16;
 
 const RetrievalKernels<float>& kernels(float) { ITM_FAST_RETURN_SELECTED(kRetrievalFloat32) }
 const RetrievalKernels<double>& kernels(double) { ITM_FAST_RETURN_SELECTED(kRetrievalFloat64) }
 
-// The captions of every image: those of image i are captions[first[i]] up to captions[first[i + 1]].
+// The captions of every image: image i has captions[first[i]] up to captions[first[i + 1]].
 struct CaptionsByImage {
   CaptionsByImage(const int64_t* caption_image, int64_t n_captions, int64_t n_images)
       : first(n_images + 1), captions(n_captions) {
@@ -89,7 +89,7 @@ std::tuple<Tensor, Tensor> ranks(const Tensor& scores, const Tensor& caption_ima
     } else if (pessimistic && row_own[i] != row_own[i]) {
       image_out[i] = n_captions - n_own;  // everything is at least as high as NaN
     } else if (pessimistic) {
-      // Of the own captions, exactly those that share the best score were counted.
+      // Exactly the own captions that share the best score were counted.
       for (int64_t k = own.first[i]; k < own.first[i + 1]; ++k)
         image_out[i] -= column_own[own.captions[k]] == row_own[i];
     }

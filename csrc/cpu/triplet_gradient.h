@@ -10,7 +10,7 @@
 
 namespace itm_fast {
 
-// What is sent back to one of `anchors` anchors; `incoming` is one value, or one per anchor for Reduction::none.
+// The incoming gradient of one of `anchors` anchors; `incoming` is one value, or one per anchor for Reduction::none.
 template <typename T>
 T weight_of(const TripletOptions& options, const T* incoming, int64_t anchor, int64_t anchors) {
   T scale = options.halve ? T(0.5) : T(1);
@@ -19,7 +19,7 @@ T weight_of(const TripletOptions& options, const T* incoming, int64_t anchor, in
 }
 
 // The gradient of the losses with respect to the scores and to the scores of the positives. `grad_loss` and `negatives`
-// begin with the first direction of the options; the gradient is written to `out`, or added to it.
+// begin with the first direction of the options. The gradient is written to `out`, or added to it.
 template <typename T>
 class Gradient {
  public:
@@ -35,8 +35,8 @@ class Gradient {
     if (options.columns()) add_side(columns_, false, options.rows() ? 1 : 0);
   }
 
-  // Fills the gradient of the scores; returns that of the positives, one per anchor. Where all negatives take part, the
-  // pass also finds the sums of their hinges for the one who asks.
+  // Fills the gradient of the scores; returns the gradient of the positives, one per anchor. If all negatives take part
+  // and `sums` is not null, the pass also computes the sums of their hinges.
   std::vector<T> compute(ScanResult<T>* sums = nullptr) {
     std::vector<T> positive(options_.rows() ? problem_.rows : problem_.columns, T(0));
     const bool spreads = (rows_ && rows_->weights.spreads) || (columns_ && columns_->weights.spreads);
@@ -80,7 +80,7 @@ class Gradient {
 
  private:
   struct Weights {
-    std::vector<T> single;  // of the one negative that an anchor's gradient goes to
+    std::vector<T> single;  // of the one negative that receives an anchor's gradient
     std::vector<T> spread;  // of each active hinge; padded to whole vectors
     const int64_t* negatives = nullptr;
     bool spreads = false;
@@ -128,7 +128,7 @@ class Gradient {
 
   void add_counted(const Side& side, const std::vector<int64_t>& count, std::vector<T>& positive) const {
     for (int64_t i = 0; i < side.direction.anchors(); ++i) {
-      // A weight that is not finite must not turn a count of 0 into NaN.
+      // A non-finite weight must not turn a count of 0 into NaN.
       if (count[i] > 0) positive[i] -= side.weights.spread[i] * static_cast<T>(count[i]);
     }
   }
@@ -142,7 +142,7 @@ class Gradient {
   std::optional<Side> rows_, columns_;
 };
 
-// A matrix of the size of the scores for their gradient, not yet written.
+// Allocates an uninitialised matrix for the gradient of the scores.
 template <typename T>
 torch::stable::Tensor new_gradient(const torch::stable::Tensor& scores) {
   torch::stable::Tensor gradient = torch::stable::new_empty(scores, {scores.size(0), scores.size(1)});
@@ -150,8 +150,8 @@ torch::stable::Tensor new_gradient(const torch::stable::Tensor& scores) {
   return gradient;
 }
 
-// The gradients of the scores and of separate positives, which is empty where positives are on the diagonal; the rest
-// as in `Gradient`.
+// The gradients of the scores and of separate positives, which is empty if positives are on the diagonal. The arguments
+// are those of `Gradient`.
 template <typename T>
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> gradients_of(const Problem<T>& problem, const T* grad_loss,
                                                                       const int64_t* negatives,

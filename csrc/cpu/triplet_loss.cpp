@@ -1,4 +1,4 @@
-// triplet_loss and hardest_negatives on the CPU: what the scan of the scores found becomes losses.
+// triplet_loss and hardest_negatives on the CPU: scan the scores and turn the results into losses.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>

@@ -1,4 +1,4 @@
-// The gradients of triplet_loss and hardest_negatives on the CPU, for any gradient that comes in.
+// The gradients of triplet_loss and hardest_negatives on the CPU, for any incoming gradient.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>

@@ -1,5 +1,5 @@
-// triplet_loss with its gradient on the CPU, in one pass over the scores wherever the loss allows it, and what
-// multiplies that gradient by the one that came.
+// triplet_loss with its gradient on the CPU, in one pass over the scores if the loss allows it, and the operator that
+// scales this gradient by the incoming one.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -20,13 +20,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> with_gradient(const Tensor& scores, c
   const T one(1);
   Tensor loss, negatives, grad_scores, grad_positive;
   if (options.mining == Mining::all) {
-    // Every active hinge sends its gradient, known before the sums are: one pass finds both.
+    // The gradient of an active hinge does not depend on the sums, so one pass computes both.
     ScanResult<T> sums;
     std::tie(grad_scores, grad_positive) = gradients_of<T>(problem, &one, nullptr, options, scores, &sums);
     std::tie(loss, negatives) = losses_of(problem, sums, options, scores);
   } else {
-    // Where a gradient goes is known after the whole scan. A second look at the scores is for anchors of "selective"
-    // alone that take the average of their hinges.
+    // The negatives that receive a gradient are known only after the whole scan. Only anchors of "selective" that
+    // average their hinges need a second pass over the scores.
     std::tie(loss, negatives) = losses_of(problem, scan_scores(problem, options), options, scores);
     const int64_t* chosen = static_cast<const int64_t*>(negatives.const_data_ptr());
     std::tie(grad_scores, grad_positive) = gradients_of<T>(problem, &one, chosen, options, scores);

@@ -1,4 +1,4 @@
-// What the losses over a score matrix share on the CPU: the problem and its blocks of rows.
+// Shared by the losses over a score matrix on the CPU: the problem and its blocks of rows.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -18,9 +18,9 @@
 
 namespace itm_fast {
 
-// Blocks depend on the shape alone, never on the number of threads, so neither do the results.
+// Blocks depend only on the shape, so results do not depend on the number of threads.
 inline constexpr int64_t kBlockRows = 64;
-// Fewer scores than this are not worth a second thread.
+// With fewer scores than this, a second thread is not worth its cost.
 inline constexpr int64_t kElementsPerThread = int64_t{1} << 15;
 
 template <typename T>
@@ -29,14 +29,14 @@ inline constexpr T kInfinity = std::numeric_limits<T>::infinity();
 inline const TripletKernels<float>& triplet_kernels(float) { ITM_FAST_RETURN_SELECTED(kTripletFloat32) }
 inline const TripletKernels<double>& triplet_kernels(double) { ITM_FAST_RETURN_SELECTED(kTripletFloat64) }
 
-// A margin for the value r of the anchor branch.
+// The margin for the value r of the anchor branch.
 template <typename T>
 T margin_at(const Margin<T>& margin, T r) {
   if (!margin.is_soft()) return margin.size;
   return T(2) * margin.size / (T(1) + std::exp(margin.slope * (r - margin.end))) - margin.size;
 }
 
-// The score matrix, what is excluded from it, and the score of each anchor's positive.
+// The score matrix, the excluded pairs, and the score of each anchor's positive.
 template <typename T>
 class Problem {
  public:
@@ -62,7 +62,7 @@ class Problem {
     }
   }
 
-  // Of boosting_loss: what the anchors' positives stand for, up to whole vectors, and the pairs' keys.
+  // For boosting_loss: the values of the anchors' positives, padded to whole vectors, and the pairs' keys.
   Problem(const torch::stable::Tensor& scores, const std::optional<torch::stable::Tensor>& positives,
           const std::vector<T>& own, const PairKey<T>& key)
       : Problem(scores, positives, std::nullopt) {
@@ -72,7 +72,7 @@ class Problem {
 
   const T* anchors() const { return anchors_.data(); }
 
-  // What stands for the score of a pair.
+  // The value of a pair.
   T value(int64_t row, int64_t column) const {
     const int64_t at = row * columns + column;
     if (key.anchor_scores == nullptr) return scores[at];
@@ -101,7 +101,7 @@ class Problem {
             key};
   }
 
-  // Runs body(block) for all blocks, in parallel where that pays.
+  // Runs body(block) for all blocks, in parallel if there is enough work.
   template <typename Body>
   void for_blocks(const Body& body) const {
     const int64_t grain = std::max<int64_t>(1, kElementsPerThread / std::max<int64_t>(1, kBlockRows * columns));
@@ -139,7 +139,7 @@ struct Direction {
   bool is_negative(int64_t anchor, int64_t candidate) const {
     return is_rows ? problem.is_negative(anchor, candidate) : problem.is_negative(candidate, anchor);
   }
-  // -1 where there is none.
+  // Returns -1 if there is no negative.
   int64_t first_negative(int64_t anchor) const {
     for (int64_t i = 0; i < candidates(); ++i) {
       if (is_negative(anchor, i)) return i;
@@ -153,7 +153,7 @@ struct Direction {
     }
     return sum;
   }
-  // A square batch holds the anchor's positive beside its negatives; separate positives are added to them.
+  // A square batch holds the anchor's positive among its negatives; separate positives are added to them.
   T divisor(const TripletOptions& options) const {
     const int64_t batch = candidates() + (problem.has_diagonal ? 0 : 1);
     return static_cast<T>(std::max<int64_t>(1, batch - (options.selective_divisor == SelectiveDivisor::negatives)));

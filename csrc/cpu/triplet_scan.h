@@ -1,5 +1,5 @@
-// The scan of a score matrix on the CPU: shares blocks of rows among threads, merges what they found, and turns it into
-// the losses of anchors.
+// The scan of a score matrix on the CPU: shares blocks of rows among threads, merges their results, and computes the
+// losses of anchors.
 #pragma once
 
 #include <tuple>
@@ -10,7 +10,7 @@
 
 namespace itm_fast {
 
-// What the blocks found, per anchor.
+// Results of the blocks, per anchor.
 template <typename T>
 struct Found {
   std::vector<T> best;
@@ -23,7 +23,7 @@ struct ScanResult {
   Found<T> rows, columns;
 };
 
-// What the blocks' sums of columns, padded columns a block, come to.
+// Adds up the blocks' sums per column; each block has `padded_columns` of them.
 template <typename T, typename In, typename Out>
 std::vector<Out> sum_of_blocks(const Problem<T>& problem, const In* in_blocks) {
   std::vector<Out> sums(problem.columns, Out(0));
@@ -88,14 +88,14 @@ AnchorLoss<T> loss_of(const Direction<T>& direction, const Found<T>& found, int6
                       const TripletOptions& options) {
   const T positive = direction.problem.anchors()[anchor];
   double sum = options.needs_sums() ? found.sum[anchor] : 0.0;
-  // An excluded score stands as -inf in the blocks, which adds 0 to a sum except beside a positive of -inf.
+  // Excluded scores are -inf in the blocks; -inf adds 0 to a sum unless the positive is -inf, too.
   if (options.needs_sums() && positive == -kInfinity<T>) {
     sum = direction.sum_of_hinges(anchor, static_cast<T>(options.margin));
   }
   if (options.mining == Mining::all) return {positive == positive ? static_cast<T>(sum) : positive, kAllNegatives};
   const T best = found.best[anchor];
   int64_t index = found.index[anchor];
-  // Beside any other positive, a best of -inf has the loss 0 whether it is a negative or stands for none.
+  // With any other positive, a best of -inf has the loss 0, whether it is a negative or marks that there is none.
   if (best == -kInfinity<T> && !(positive > -kInfinity<T>)) {
     const bool none = options.mining == Mining::semi_hard && positive == positive;
     index = none ? -1 : direction.first_negative(anchor);
@@ -104,7 +104,7 @@ AnchorLoss<T> loss_of(const Direction<T>& direction, const Found<T>& found, int6
   return mined_loss(options, positive, best, index, static_cast<T>(sum / direction.divisor(options)));
 }
 
-// The results of triplet_loss, of the kind of `scores`.
+// The results of triplet_loss, with dtype and device of `scores`.
 template <typename T>
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> losses_of(const Problem<T>& problem,
                                                                    const ScanResult<T>& found,

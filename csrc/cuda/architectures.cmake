@@ -1,7 +1,7 @@
-# itm_fast_cuda_architectures(RESULT): what to compile for, as CMake writes it ("80-real;90"), in this order of precedence:
-# -DCMAKE_CUDA_ARCHITECTURES, the environment variable TORCH_CUDA_ARCH_LIST ("8.0 9.0a 10.0+PTX"), or the default: code
-# for 8.0, 8.6, 8.9 and 9.0, and PTX of the newest of them, from which drivers compile for every newer GPU (PTX of a newer
-# one would leave out those in between); all cut down to what this nvcc knows.
+# itm_fast_cuda_architectures(RESULT): the architectures to compile for, in CMake's syntax ("80-real;90"). In order of
+# precedence: -DCMAKE_CUDA_ARCHITECTURES, the environment variable TORCH_CUDA_ARCH_LIST ("8.0 9.0a 10.0+PTX"), or the
+# default: code for 8.0, 8.6, 8.9 and 9.0, and PTX of the newest of them, from which drivers compile for every newer GPU
+# (PTX of a newer one would exclude those in between). Architectures that this nvcc does not know are left out.
 function(itm_fast_cuda_architectures result)
   if(DEFINED CACHE{CMAKE_CUDA_ARCHITECTURES})
     set(${result} $CACHE{CMAKE_CUDA_ARCHITECTURES} PARENT_SCOPE)

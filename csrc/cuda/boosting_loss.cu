@@ -1,4 +1,4 @@
-// boosting_loss and its gradient on CUDA: one launch each, or one for both, of the kernels of triplet_loss.
+// boosting_loss and its gradient on CUDA, with the kernels of triplet_loss: one launch each, or one for both.
 #include <torch/csrc/stable/library.h>
 
 #include <string>

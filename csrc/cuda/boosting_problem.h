@@ -1,4 +1,4 @@
-// What the launchers of boosting_loss share on CUDA: dense inputs.
+// Shared by the launchers of boosting_loss on CUDA: dense inputs.
 #pragma once
 
 #include <optional>

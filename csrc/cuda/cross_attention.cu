@@ -1,4 +1,4 @@
-// The forward of cross_attention_scores on CUDA: a launch that prepares, and one over all pairs of tiles.
+// The forward of cross_attention_scores on CUDA: one launch prepares operands, one computes all pairs of tiles.
 #include <torch/csrc/stable/library.h>
 
 #include <string>
@@ -14,10 +14,10 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Products of several parts need more registers than two blocks on a multiprocessor leave each thread.
+// Products of several parts need more registers per thread than are left with two blocks per multiprocessor.
 constexpr int blocks_together(int parts) { return parts == 1 ? 2 : 1; }
 
-// The grids and who writes what stand above prepare_scores and score_tile.
+// See prepare_scores and score_tile for the grids and for which block writes what.
 template <typename S, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, blocks_together(kGramParts<S>))
     prepare_scores_kernel(const ScoreProblem<S> parameters) {

@@ -1,4 +1,4 @@
-// The backward of cross_attention_scores on CUDA: three launches, or four where pairs may be past the room for them.
+// The backward of cross_attention_scores on CUDA: three launches, or four if the pairs may exceed the list's capacity.
 #include <torch/csrc/stable/library.h>
 
 #include <string>
@@ -15,7 +15,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The grids and who writes what stand above the bodies.
+// See the kernel bodies for the grids and for which block writes what.
 template <typename S>
 __global__ void __launch_bounds__(kListThreads) list_pairs_kernel(const CrossAttentionBackward<S> parameters) {
   list_pairs(parameters.lists);
@@ -49,7 +49,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Ope
   p.lists.gradients = data_of<float>(gradients);
   p.options = PairOptions(options);
   p.dim = queries.values.size(1);
-  // Without rows there is no gradient to write, and no address of one, by which the kernels know who asks.
+  // Without rows there is no gradient to write; a null address tells the kernels so.
   const BackwardSizes sizes{p.lists.queries.n_sets,
                             p.lists.queries.n_rows,
                             p.lists.contexts.n_sets,

@@ -1,4 +1,4 @@
-// What the forward and the backward of cross_attention_scores share on CUDA: dense operands.
+// Shared by the forward and the backward of cross_attention_scores on CUDA: dense operands.
 #pragma once
 
 #include <torch/headeronly/util/Exception.h>
@@ -22,7 +22,7 @@ struct Operand {
   torch::stable::Tensor values, offsets;
 };
 
-// Calls run(S{}) for the storage type of the rows.
+// Calls run(S{}) with the storage type of the rows.
 template <typename Run>
 auto with_rows(torch::headeronly::ScalarType dtype, const Run& run) {
   using torch::headeronly::ScalarType;

@@ -1,4 +1,4 @@
-// The device and the stream in which a launcher works. The tests have another one, whose launches run on the CPU.
+// The device and the stream of a launcher. The tests replace this file by one that launches on the CPU.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,7 +17,7 @@
 namespace itm_fast::cuda {
 
 // Makes the device of a CUDA tensor the current one for its lifetime, and holds that device's current stream. (The
-// stable interface names streams by itself from torch 2.13 on only.)
+// stable interface exposes streams only from torch 2.13 on.)
 class DeviceStream {
  public:
   explicit DeviceStream(const torch::stable::Tensor& tensor) : guard_(device_index(tensor)) {
@@ -40,7 +40,7 @@ class DeviceStream {
     check(cudaGetLastError());
   }
 
-  // Runs kernel in as many blocks as are resident together, and no more than `at_most`.
+  // Runs kernel in as many blocks as are resident at once, at most `at_most`.
   template <typename Parameters>
   void launch_together(void (*kernel)(Parameters), int64_t at_most, int threads, const Parameters& parameters) const {
     const void* function = reinterpret_cast<const void*>(kernel);

@@ -1,5 +1,5 @@
-// domain_regularization on CUDA: a launch for the results, and one each for the gradients of discriminators and
-// features.
+// domain_regularization on CUDA: one launch for the results, one for the gradients of the discriminators, and one for
+// those of the features.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -17,7 +17,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The grids and who writes what stand above domain_risks, discriminator_gradients and feature_gradients.
+// See domain_risks, discriminator_gradients and feature_gradients for the grids and for which block writes what.
 template <typename S>
 __global__ void __launch_bounds__(kDomainThreads) domain_risks_kernel(const DomainForward<S> parameters) {
   domain_risks(parameters);

@@ -1,4 +1,4 @@
-// What launchers share: the device and stream of a tensor, and scratch memory from torch's allocator.
+// Shared by all launchers: the device and stream of a tensor, and scratch memory from torch's allocator.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

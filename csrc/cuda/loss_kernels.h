@@ -1,4 +1,4 @@
-// The kernels that triplet_loss and boosting_loss share on CUDA, and how they are launched.
+// The kernels that triplet_loss and boosting_loss share on CUDA, and their launches.
 #pragma once
 
 #include "cuda/launch.h"
@@ -8,32 +8,32 @@
 namespace itm_fast::cuda {
 namespace {
 
-// How many blocks of the forward a processor is to hold: as many as registers allow that spill nothing.
+// Blocks of the forward per multiprocessor: as many as fit without register spills.
 template <typename Problem>
 constexpr int kResidentBlocks = Problem::kMaxParts == 1 && sizeof(typename Problem::T) == 4 ? 4 : 2;
 
-// The grid, who writes what and the tie rule stand above triplet_forward.
+// See triplet_forward for the grid, for which block writes what, and for the tie rule.
 template <typename Problem, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, kResidentBlocks<Problem>)
     triplet_forward_kernel(const TripletForward<Problem> parameters) {
   triplet_forward<Problem, Tile>(parameters);
 }
 
-// The grid and who writes what stand above triplet_backward.
+// See triplet_backward for the grid and for which block writes what.
 template <typename Problem, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads) triplet_backward_kernel(const TripletBackward<Problem> parameters) {
   triplet_backward<Problem, Tile>(parameters);
 }
 
-// The grid and what the blocks share stand above triplet_with_gradient. One block of it at least per processor: told
-// less, the compiler spills.
+// See triplet_with_gradient for the grid and for what the blocks share. The launch bound asks for one block per
+// multiprocessor; without it, the compiler spills registers.
 template <typename Problem, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     triplet_with_gradient_kernel(const TripletWithGradient<Problem> parameters) {
   triplet_with_gradient<Problem, Tile>(parameters);
 }
 
-// `loss` and `negatives` as place_forward takes them.
+// `loss` and `negatives` as in place_forward.
 template <typename Problem, typename T = typename Problem::T>
 void run_forward(TripletForward<Problem> p, T* loss, int64_t* negatives, const torch::stable::Tensor& scores) {
   const DeviceStream device(scores);
@@ -64,7 +64,7 @@ void run_backward(TripletBackward<Problem> p, const torch::stable::Tensor& score
   });
 }
 
-// p.forward has its problem and options, p.backward the results; `loss` and `negatives` as place_forward takes them.
+// p.forward has its problem and options, p.backward the results; `loss` and `negatives` as in place_forward.
 template <typename Problem, typename T = typename Problem::T>
 void run_with_gradient(TripletWithGradient<Problem> p, T* loss, int64_t* negatives,
                        const torch::stable::Tensor& scores) {

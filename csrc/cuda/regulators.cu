@@ -1,4 +1,4 @@
-// regulated_scores and cross_attention_alignments on CUDA: a launch that prepares, and one for the whole chain.
+// regulated_scores and cross_attention_alignments on CUDA: one launch prepares operands, one computes the whole chain.
 #include <torch/csrc/stable/library.h>
 
 #include <string>
@@ -16,21 +16,21 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The grids and who writes what stand above prepare_regulation and regulate_tiles.
+// See prepare_regulation and regulate_tiles for the grids and for which block writes what.
 template <typename S, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads)
     prepare_regulation_kernel(const __grid_constant__ RegulationProblem<S> parameters) {
   prepare_regulation<Tile>(parameters);
 }
 
-// One block on a multiprocessor: two leave so few registers that steps would spill theirs around every product.
+// One block per multiprocessor: with two, threads have so few registers that they spill around every product.
 template <typename S, int kParts, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     regulate_tiles_kernel(const __grid_constant__ RegulationProblem<S> parameters) {
   regulate_tiles<kParts, Tile>(parameters);
 }
 
-// Weights in float32, which live as long as this.
+// Weights in float32 that live as long as this object.
 class Weights {
  public:
   template <typename S>
@@ -68,7 +68,7 @@ class Weights {
   std::vector<Tensor> kept_;
 };
 
-// What both operators are given.
+// The arguments of both operators.
 struct Call {
   const Tensor &queries, &query_offsets, &contexts, &context_offsets;
   const RegulatorWeights& weights;
@@ -113,7 +113,7 @@ void run(const Call& call, float* scores, float* alignments) {
   STD_TORCH_CHECK(call.queries.scalar_type() != ScalarType::Double,
                   "queries: no CUDA kernel computes the regulators in float64");
   if (call.precision == "bf16") return run<BFloat16, 1>(call, scores, alignments);
-  // Two parts hold all digits of float16, too.
+  // Two bfloat16 parts hold all digits of float16, too.
   if (call.precision == "bf16x3" || call.precision == "fp16") return run<float, 2>(call, scores, alignments);
   return run<float, 3>(call, scores, alignments);
 }
@@ -145,14 +145,14 @@ Tensor cross_attention_alignments(const Tensor& queries, const Tensor& query_off
                                   bool residual_correspondence, double temperature, const std::string& normalization,
                                   double negative_slope, const std::string& focal, const std::string& precision) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
-  // A chain that ends in alignments is one whose score nobody asks for.
+  // A chain that ends in alignments has no score.
   RegulatorOptions options =
       regulator_options({correspondences + 1, correspondences, 0, true, false, "sigmoid", false, "interleaved",
                          residual_correspondence, false, "alignment"},
                         cross_attention_options(temperature, normalization, negative_slope, focal, "mean", 1.0));
   options.scored = false;
   const RegulatorWeights checked = regulator_weights(weights, options, queries);
-  // Offsets that do not end at the number of rows leave some without a set, which stay zero.
+  // If the offsets do not end at the number of rows, some rows belong to no set; they stay zero.
   Tensor alignments = torch::stable::new_zeros(queries, {context_offsets.size(0) - 1, queries.size(0), checked.width},
                                                ScalarType::Float);
   const std::optional<Tensor> no_seed;

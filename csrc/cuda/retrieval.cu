@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kOwnThreads) best_own_scores_kernel(const Rank
   best_own_scores(parameters);
 }
 
-// The grid and who writes what stand above count_ranks.
+// See count_ranks for the grid and for which block writes what.
 template <typename T, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads) count_ranks_kernel(const Ranks<T> parameters) {
   count_ranks<T, Tile>(parameters);

@@ -13,7 +13,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The grid and who writes what stand above hardest_backward.
+// See hardest_backward for the grid and for which block writes what.
 template <typename T, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads) hardest_backward_kernel(const HardestBackward<T> parameters) {
   hardest_backward<T, Tile>(parameters);

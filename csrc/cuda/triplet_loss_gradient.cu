@@ -1,4 +1,4 @@
-// triplet_loss with its gradient on CUDA, in one launch, and what multiplies that gradient by the one that came.
+// triplet_loss with its gradient on CUDA in one launch, and the operator that scales this gradient by the incoming one.
 #include <torch/csrc/stable/library.h>
 
 #include <string>
@@ -43,7 +43,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> triplet_loss_with_gradient(
 }
 
 constexpr int kScaleThreads = 256;
-constexpr int64_t kScaleBlocks = 2048;  // Enough to fill a GPU, and soon gone where there is nothing to do.
+constexpr int64_t kScaleBlocks = 2048;  // Enough to fill a GPU; blocks without work end at once.
 
 template <typename T>
 __global__ void __launch_bounds__(kScaleThreads) scale_gradient_kernel(const GradientScale<T> parameters) {

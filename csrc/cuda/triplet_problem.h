@@ -1,4 +1,4 @@
-// What the forward and the backward of triplet_loss share on CUDA: dense inputs.
+// Shared by the forward and the backward of triplet_loss on CUDA: dense inputs.
 #pragma once
 
 #include <optional>

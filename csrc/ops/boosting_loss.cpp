@@ -53,8 +53,8 @@ void check_boosting_gradient(const Tensor& grad_loss, const Tensor& scores, cons
 }  // namespace itm_fast
 
 #ifndef ITM_FAST_WITHOUT_SCHEMAS  // Only one library may define them.
-// The second result of boosting_loss, int64 (strategies, directions, anchors), says which negative each anchor's
-// gradient goes to, -1 for none; (strategies, directions, 0) where mining is "all".
+// The second result of boosting_loss, int64 (strategies, directions, anchors), is the index of the negative that
+// receives each anchor's gradient, -1 if there is none; (strategies, directions, 0) if mining is "all".
 STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
   m.def(
       "boosting_loss(Tensor scores, Tensor anchor_scores, Tensor? positives, str strategy, str mining, float margin, "

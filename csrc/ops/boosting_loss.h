@@ -1,4 +1,4 @@
-// Checks and options that every backend of boosting_loss shares.
+// Checks and options for every backend of boosting_loss.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -13,7 +13,7 @@ namespace itm_fast {
 BoostingOptions boosting_options(const std::string& strategy, const std::string& mining, double margin, double alpha,
                                  bool soft, const std::string& directions, const std::string& reduction);
 
-// Both score matrices must be square, of one shape and of one dtype, float32 or float64.
+// Both score matrices must be square and have the same shape and dtype, float32 or float64.
 void check_boosting_scores(const torch::stable::Tensor& scores, const torch::stable::Tensor& anchor_scores,
                            const std::optional<torch::stable::Tensor>& positives);
 

@@ -85,15 +85,14 @@ void check_score_gradient(const Tensor& grad_scores, const Tensor& query_offsets
 }  // namespace itm_fast
 
 #ifndef ITM_FAST_WITHOUT_SCHEMAS  // Only one library may define them.
-// `precision` is what was asked for, as resolved in Python. The third result of the backward is the number of pairs
-// that it recomputed, int64, one element; a gradient that is not asked for by `for_queries` or `for_contexts` has no
-// rows.
+// `precision` is the requested one, resolved in Python. The third result of the backward is the number of recomputed
+// pairs, int64, one element. A gradient that `for_queries` or `for_contexts` does not request has no rows.
 STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
   m.def(
       "cross_attention_scores(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "
       "float temperature, str normalization, float negative_slope, str focal, str aggregation, "
       "float logsumexp_temperature, str precision) -> Tensor");
-  // `grams`: all that cross_attention_grams gives for the contexts, the Gram matrices in the layout of the kernels.
+  // `grams`: the result of cross_attention_grams for the contexts, Gram matrices in the layout of the kernels.
   m.def(
       "cross_attention_scores_prepared(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "
       "Tensor grams, float temperature, str normalization, float negative_slope, str focal, str aggregation, "

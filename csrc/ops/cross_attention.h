@@ -1,4 +1,4 @@
-// Checks and options that every backend of cross_attention shares.
+// Checks and options for every backend of cross_attention.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -13,20 +13,20 @@ CrossAttentionOptions cross_attention_options(double temperature, const std::str
                                               double negative_slope, const std::string& focal,
                                               const std::string& aggregation, double logsumexp_temperature);
 
-// Refuses operands whose shapes, dtypes or devices do not go together, and an unknown precision. Which of the
-// precisions that are asked for a backend has kernels of is its own business.
+// Refuses operands whose shapes, dtypes or devices do not match, and an unknown precision. Each backend decides which
+// kernels it uses for a requested precision.
 void check_operands(const torch::stable::Tensor& queries, const torch::stable::Tensor& query_offsets,
                     const torch::stable::Tensor& contexts, const torch::stable::Tensor& context_offsets,
                     const std::string& precision);
 
-// The same of contexts alone.
+// The same checks for contexts only.
 void check_contexts(const torch::stable::Tensor& contexts, const torch::stable::Tensor& context_offsets);
 
-// Refuses prepared Gram matrices of another shape, dtype or device than those of the contexts. How many values there
-// are is checked where they are read: that depends on the kernels.
+// Refuses prepared Gram matrices whose shape, dtype or device does not match the contexts. The code that reads them
+// checks the number of values, which depends on the kernels.
 void check_grams(const torch::stable::Tensor& grams, const torch::stable::Tensor& contexts);
 
-// Refuses a gradient of the scores that has another shape or device than they have.
+// Refuses a gradient of the scores whose shape or device differs from theirs.
 void check_score_gradient(const torch::stable::Tensor& grad_scores, const torch::stable::Tensor& query_offsets,
                           const torch::stable::Tensor& context_offsets);
 

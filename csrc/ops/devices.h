@@ -1,4 +1,4 @@
-// On which device a tensor is.
+// Checks of a tensor's device.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -23,8 +23,8 @@ inline std::string device_name(const torch::stable::Tensor& tensor) {
   return "another device";
 }
 
-// Refuses a tensor on another device than `other`: the dispatcher chooses a kernel by one of its arguments, and an
-// address of another device is none here.
+// Refuses a tensor on another device than `other`. The dispatcher chooses a kernel by one of its arguments, and the
+// kernel cannot use an address of another device.
 inline void check_same_device(const char* name, const torch::stable::Tensor& tensor, const char* other_name,
                               const torch::stable::Tensor& other) {
   const bool same = device_type(tensor) == device_type(other) && tensor.get_device_index() == other.get_device_index();

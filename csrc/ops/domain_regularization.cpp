@@ -87,9 +87,9 @@ void check_domain_gradient(const Tensor& grad_adversarial, const Tensor& grad_re
 }  // namespace itm_fast
 
 #ifndef ITM_FAST_WITHOUT_SCHEMAS  // Only one library may define them.
-// domain_regularization gives both results, the risks (kinds, B) and, where `for_weights`, for each risk its derivative
-// by weights and bias of its discriminator, (kinds, B, D + 1), else (0, B, D + 1). There are five kinds of risks with
-// negatives, and one without. A gradient that is not asked for has no rows.
+// domain_regularization returns both results, the risks (kinds, B) and the derivative of each risk by weights and bias
+// of its discriminator: (kinds, B, D + 1) with `for_weights`, else (0, B, D + 1). There are five kinds of risks with
+// negatives, and one without. A gradient that is not requested has no rows.
 STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
   m.def(
       "domain_regularization(Tensor regions, Tensor region_offsets, Tensor words, Tensor word_offsets, Tensor weights, "

@@ -1,4 +1,4 @@
-// Checks and options that every backend of domain_regularization shares.
+// Checks and options for every backend of domain_regularization.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -10,7 +10,7 @@
 
 namespace itm_fast {
 
-// The operands as they came. Negatives are given both or neither.
+// The operands as passed. Either both negatives are given, or neither.
 struct DomainInputs {
   torch::stable::Tensor regions, region_offsets, words, word_offsets, weights, biases;
   std::optional<torch::stable::Tensor> negative_captions, negative_images;
@@ -22,10 +22,10 @@ struct DomainInputs {
 
 DomainOptions domain_options(double margin, const std::string& aggregation);
 
-// Refuses operands whose shapes, dtypes or devices do not go together.
+// Refuses operands whose shapes, dtypes or devices do not match.
 void check_domain_inputs(const DomainInputs& inputs);
 
-// Refuses gradients of the results, or risks and sums, that do not belong to these operands.
+// Refuses gradients of the results, or risks and sums, that do not match these operands.
 void check_domain_gradient(const torch::stable::Tensor& grad_adversarial,
                            const torch::stable::Tensor& grad_regularization, const DomainInputs& inputs,
                            const torch::stable::Tensor& risks, const torch::stable::Tensor& sums, bool for_weights);

@@ -1,4 +1,4 @@
-// The results that every backend of triplet_loss and boosting_loss makes.
+// The results of every backend of triplet_loss and boosting_loss.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -13,7 +13,7 @@ namespace itm_fast {
 
 constexpr int64_t n_directions(Directions directions) { return directions == Directions::both ? 2 : 1; }
 
-// The first: one number, or one per direction and anchor.
+// The first result: one number, or one per direction and anchor.
 inline torch::stable::Tensor new_loss(Reduction reduction, Directions directions, int64_t anchors,
                                       const torch::stable::Tensor& scores) {
   std::vector<int64_t> shape;
@@ -22,8 +22,8 @@ inline torch::stable::Tensor new_loss(Reduction reduction, Directions directions
   return torch::stable::new_empty(scores, shape);
 }
 
-// The second: where each anchor's gradient goes, (strategies, directions, anchors) for several strategies; no anchors
-// where all negatives take part.
+// The second result: which negative receives each anchor's gradient, (strategies, directions, anchors) for several
+// strategies. It has no anchors if all negatives take part.
 inline torch::stable::Tensor new_negatives(Mining mining, Directions directions, int64_t anchors,
                                            const torch::stable::Tensor& scores, std::vector<int64_t> shape = {}) {
   shape.push_back(n_directions(directions));

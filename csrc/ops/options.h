@@ -1,4 +1,4 @@
-// Options that arrive as strings.
+// Options that are passed as strings.
 #pragma once
 
 #include <torch/headeronly/util/Exception.h>
@@ -10,7 +10,7 @@
 
 namespace itm_fast {
 
-// The enumerator of `value` among `names`, which stand in the order of the enumeration.
+// The enumerator of `value`; `names` has the order of the enumeration.
 template <typename Enum, size_t N>
 Enum parse_option(const char* argument, const std::string& value, const std::array<std::string_view, N>& names) {
   for (size_t i = 0; i < N; ++i) {

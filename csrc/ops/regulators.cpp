@@ -21,9 +21,9 @@ using torch::stable::Tensor;
 enum class Schedule : int32_t { interleaved, sequential };
 enum class CorrespondenceInput : int32_t { alignment, query };
 
-constexpr int64_t kUnknown = -1;  // a size that the first weight that has it decides
+constexpr int64_t kUnknown = -1;  // a size that the first weight with this dimension sets
 
-// Hands out the weights one after the other.
+// Returns the weights one after the other.
 class Reader {
  public:
   Reader(const std::vector<Tensor>& weights, const Tensor& queries) : weights_(weights), queries_(queries) {}
@@ -153,8 +153,8 @@ RegulatorWeights regulator_weights(const std::vector<Tensor>& weights, const Reg
 }  // namespace itm_fast
 
 #ifndef ITM_FAST_WITHOUT_SCHEMAS  // Only one library may define them.
-// `weights` stand in the order of `RegulatorParameters.tensors()`, in float32, or float64 for float64 rows; `precision`
-// is what was asked for, as resolved in Python.
+// `weights` has the order of `RegulatorParameters.tensors()`, in float32, or float64 for float64 rows; `precision` is
+// the requested one, resolved in Python.
 STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
   m.def(
       "regulated_scores(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "

@@ -1,4 +1,4 @@
-// Checks, options and weights that every backend of the regulators shares.
+// Checks, options and weights for every backend of the regulators.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -11,7 +11,7 @@
 
 namespace itm_fast {
 
-// What says how the weights of a call act together, as it comes in.
+// How the weights of a call are combined, as passed.
 struct RegulatorSetting {
   int64_t alignments, correspondences, aggregations;
   bool scored, learned_factors;
@@ -22,10 +22,10 @@ struct RegulatorSetting {
   std::string correspondence_input;
 };
 
-// Refuses unknown options and numbers of steps that do not fit each other.
+// Refuses unknown options and inconsistent numbers of steps.
 RegulatorOptions regulator_options(const RegulatorSetting& setting, const CrossAttentionOptions& attention);
 
-// Refuses a probability outside of [0, 1), and one without a seed. The key is left to the backend: the seed lies on its
+// Refuses a probability outside of [0, 1), or one without a seed. The backend reads the key, because the seed is on its
 // device.
 CounterDropout counter_dropout(double probability, const std::optional<torch::stable::Tensor>& seed,
                                const torch::stable::Tensor& queries);
@@ -42,7 +42,7 @@ struct AggregationWeights {
   LinearWeights a, b, v;
 };
 
-// The weights by name; score and factors are those of a call that has them.
+// The weights by name; score and factors only exist for calls that have them.
 struct RegulatorWeights {
   std::vector<LinearWeights> alignments;
   std::vector<CorrespondenceWeights> correspondences;
@@ -51,8 +51,8 @@ struct RegulatorWeights {
   int64_t width = 0, hidden = 0;  // of the alignments, and of the widest hidden layer
 };
 
-// Takes the weights in the order of `RegulatorParameters.tensors()`, and refuses other numbers, shapes, dtypes and
-// devices than fit each other and the queries.
+// Takes the weights in the order of `RegulatorParameters.tensors()`. Refuses a number of weights, or shapes, dtypes and
+// devices, that do not match each other and the queries.
 RegulatorWeights regulator_weights(const std::vector<torch::stable::Tensor>& weights, const RegulatorOptions& options,
                                    const torch::stable::Tensor& queries);
 

@@ -1,4 +1,4 @@
-// Checks that every backend of retrieval shares.
+// Checks for every backend of retrieval.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -89,10 +89,10 @@ void check_anchor_values(const char* name, const Tensor& values, const Tensor& s
 }  // namespace itm_fast
 
 #ifndef ITM_FAST_WITHOUT_SCHEMAS  // Only one library may define them.
-// The second result of triplet_loss, int64 (directions, anchors), says where each anchor's gradient goes: the index of
-// one negative, -1 for none, -2 for all of them; (directions, 0) where mining is "all". The second result of the
-// backward is empty where there are no positive scores. triplet_loss_with_gradient gives the results of both for an
-// incoming gradient of 1, and scale_gradient multiplies such a gradient by the one that came, elements of 0 left alone.
+// The second result of triplet_loss, int64 (directions, anchors), says which negative receives each anchor's gradient:
+// its index, -1 for none, -2 for all; (directions, 0) if mining is "all". The second result of the backward is empty
+// without positive scores. triplet_loss_with_gradient returns the results of both for an incoming gradient of 1.
+// scale_gradient multiplies such a gradient by the incoming one and keeps elements that are 0.
 STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
   m.def(
       "triplet_loss(Tensor scores, Tensor? positives, Tensor? positive_scores, float margin, str mining, "

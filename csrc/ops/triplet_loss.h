@@ -1,4 +1,4 @@
-// Checks and options that every backend of triplet_loss shares.
+// Checks and options for every backend of triplet_loss.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -26,12 +26,12 @@ void check_triplet_scores(const torch::stable::Tensor& scores, const std::option
 void check_triplet_gradient(const torch::stable::Tensor& grad_loss, const torch::stable::Tensor& scores,
                             const torch::stable::Tensor& negatives, const TripletOptions& options);
 
-// Of the operators that give the gradient beside the loss: there must be one loss.
+// For operators that return the gradient with the loss: the loss must be a single value.
 void check_reduced(Reduction reduction);
 
 void check_gradient_scale(const torch::stable::Tensor& gradient, const torch::stable::Tensor& factor);
 
-// One value per anchor of a square score matrix.
+// Checks one value per anchor of a square score matrix.
 void check_anchor_values(const char* name, const torch::stable::Tensor& values, const torch::stable::Tensor& scores,
                          torch::headeronly::ScalarType dtype);
 

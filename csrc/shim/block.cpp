@@ -26,9 +26,9 @@ struct Fiber {
   Thread thread;
   ucontext_t context;
   unsigned char* stack;
-  void* fake_stack = nullptr;  // AddressSanitizer's, while the fiber rests
+  void* fake_stack = nullptr;  // AddressSanitizer's, while the fiber is suspended
   Operation waits_for = Operation::none;
-  const int32_t* count = nullptr;  // rests until *count is at least `expected`
+  const int32_t* count = nullptr;  // suspended until *count is at least `expected`
   int32_t expected = 0;
   bool done = false;
 };
@@ -41,7 +41,7 @@ struct Warp {
 class Block;
 Block* running = nullptr;
 
-// Stacks stay for the next block. Pages that were never touched take no memory.
+// Keep the stacks for the next block. Pages that were never touched take no memory.
 unsigned char* stack(int index) {
   static std::vector<unsigned char*> stacks;
   while (static_cast<int>(stacks.size()) <= index) {
@@ -50,14 +50,14 @@ unsigned char* stack(int index) {
     stacks.push_back(static_cast<unsigned char*>(memory));
   }
 #if defined(__SANITIZE_ADDRESS__)
-  ASAN_UNPOISON_MEMORY_REGION(stacks[index], kStackSize);  // A fiber that never came to its end left its frames.
+  ASAN_UNPOISON_MEMORY_REGION(stacks[index], kStackSize);  // A fiber that did not finish left its frames.
 #endif
   return stacks[index];
 }
 
 class Block {
  public:
-  // `place` is that among the blocks that are under way together.
+  // `place` is the block's index among the blocks that run together.
   Block(int64_t index, int64_t n_blocks, int place, int n_threads, uint64_t seed, const std::function<void()>& body,
         int64_t dynamic_bytes)
       : index(index),
@@ -77,7 +77,7 @@ class Block {
     }
   }
 
-  // Lets one thread go on until it waits; returns whether one could.
+  // Runs one thread until it waits; returns whether a thread could run.
   bool step() {
     for (size_t i = 0; i < resting_.size();) {
       if (*resting_[i]->count < resting_[i]->expected) {
@@ -98,7 +98,7 @@ class Block {
     return true;
   }
 
-  // Once no thread of any block can go on.
+  // Reports the waiting threads when no thread of any block can continue.
   void report_waiting() {
     const auto waiting = std::find_if(fibers_.begin(), fibers_.end(), [](const Fiber& fiber) { return !fiber.done; });
     if (waiting == fibers_.end() || !problem.empty()) return;
@@ -147,7 +147,7 @@ class Block {
   const unsigned char* exchange(Operation operation, const void* bytes, size_t size) {
     const Thread& thread = current_->thread;
     Warp& warp = warps_[thread.index / kWarpSize];
-    // A lane that is ahead writes to the other half; two exchanges ahead it cannot be.
+    // A lane that is ahead writes to the other half; it cannot be two exchanges ahead.
     auto& slots = warp.slots[current_->thread.warp_operations++ % 2];
     std::memcpy(slots[thread.index % kWarpSize], bytes, size);
     wait(operation);
@@ -174,7 +174,7 @@ class Block {
   [[noreturn]] void stop(const std::string& message) {
     problem = "block " + std::to_string(index) + ", thread " + std::to_string(current_->thread.index) + ": " + message;
     leave(*current_, false);
-    __builtin_unreachable();  // run() enters no fiber once there is a problem.
+    __builtin_unreachable();  // run() enters no fiber after an error.
   }
 
   const int64_t index, n_blocks;
@@ -281,7 +281,7 @@ std::string launch_together(int64_t n_blocks, int n_threads, uint64_t seed, cons
     blocks.push_back(std::make_unique<Block>(i, n_blocks, static_cast<int>(i), n_threads, random(), body, 0));
   }
   while (true) {
-    // Any block goes on, and after it the next that can.
+    // Start at a random block and take the first one that can continue.
     const size_t first = n_blocks > 0 ? random() % blocks.size() : 0;
     Block* stepped = nullptr;
     for (size_t i = 0; i < blocks.size() && stepped == nullptr; ++i) {

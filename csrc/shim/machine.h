@@ -1,4 +1,4 @@
-// machine.h on the CPU: the same functions for the fibers of shim/block.h.
+// The functions of machine.h on the CPU, for the fibers of shim/block.h.
 #pragma once
 
 #include <bit>
@@ -24,7 +24,7 @@
 
 namespace itm_fast::cuda {
 
-// What stands for an element: reads and writes go through the checks.
+// Reference to an element: reads and writes go through the checks.
 template <typename T>
 class SharedReference {
  public:
@@ -64,7 +64,7 @@ inline void warp_sync() {
   shim::wait_for_warp(shim::Operation::warp_sync);
   ++shim::thread().warp_syncs;
 }
-inline void memory_fence() {}  // What a block writes is there at once for the others.
+inline void memory_fence() {}  // Other blocks see every write at once.
 inline void grid_barrier(int32_t* arrived, int32_t round) {
   barrier();
   if (thread_index() == 0) {
@@ -173,7 +173,7 @@ inline float fp16_value(uint16_t bits) {
   return bits >> 15 != 0 ? -value : value;
 }
 
-// Rounded to the nearest, of two to the even one; a NaN becomes the one that cvt makes.
+// Rounds to nearest, ties to even; NaN becomes the one that cvt produces.
 inline uint16_t bf16_bits(float value) {
   if (value != value) return 0x7fff;
   const uint32_t bits = std::bit_cast<uint32_t>(value);
@@ -190,14 +190,14 @@ inline uint16_t fp16_bits(float value) {
   if (size >= 65520.0f) return sign | 0x7c00;
   int exponent = 0;
   std::frexp(size, &exponent);
-  // The unit in the last place: of the numbers below 2^-14 it is 2^-24.
+  // The unit in the last place; it is 2^-24 for numbers below 2^-14.
   const int unit = (exponent > -13 ? exponent : -13) - 11;
-  const int count = static_cast<int>(std::nearbyint(std::ldexp(size, -unit)));  // To even, as the mode is by default.
+  const int count = static_cast<int>(std::nearbyint(std::ldexp(size, -unit)));  // Ties to even, the default mode.
   return sign | static_cast<uint16_t>((unit + 24) * 1024 + count);
 }
 
-// Of a 16 x 16 or 16 x 8 operand: which half of which register of which lane holds the element, as an index into the
-// slots of an exchange.
+// For an element of a 16 x 16 or 16 x 8 operand: the lane, register and register half that hold it, as an index into
+// the slots of an exchange.
 template <int kColumns>
 struct FragmentBytes {
   constexpr FragmentBytes(Place (*place_of)(int, int), int elements, int first_register) {
@@ -210,11 +210,11 @@ struct FragmentBytes {
   }
   int at[16][kColumns] = {};
 };
-// Not in a function: libraries that are loaded together would share what is static there.
+// Not in a function: libraries that are loaded together would share its static variables.
 constexpr FragmentBytes<16> kLeftBytes(mma_a_place, 8, 0);
 constexpr FragmentBytes<8> kRightBytes(mma_b_place, 4, 4);
 
-// In float32, from the lowest index of the shared dimension up.
+// Accumulates in float32, in ascending order of the shared dimension.
 inline void multiply_fragments(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                                float (*value_of)(uint16_t)) {
   uint32_t own[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};

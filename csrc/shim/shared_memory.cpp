@@ -45,7 +45,7 @@ SharedMemory::SharedMemory(const char* name, const SharedMemory& whole, int64_t 
 }
 
 void SharedMemory::check_red_zones() const {
-#if !defined(__SANITIZE_ADDRESS__)  // There they cannot be read, and a write to them has ended the process.
+#if !defined(__SANITIZE_ADDRESS__)  // There, a read is an error, and a write has already ended the process.
   const auto damaged = [](unsigned char byte) { return byte != kPoison; };
   const std::vector<unsigned char>& bytes = storage_->bytes;
   if (std::any_of(bytes.begin(), bytes.begin() + kRedZone, damaged) ||
@@ -55,7 +55,7 @@ void SharedMemory::check_red_zones() const {
 #endif
 }
 
-// Notes an access, after a look at those of other threads that nothing puts before it.
+// Records an access after comparing it with unordered accesses of other threads.
 void SharedMemory::use(int64_t index, Kind kind) {
   if (index < 0 || index >= size_) {
     fail("shared array '" + name_ + "': " + verb(kind) + " of index " + std::to_string(index) + ", expected 0 to " +
@@ -145,7 +145,7 @@ void SharedMemory::begin_copy(int64_t index, int64_t length, int64_t count, cons
 void SharedMemory::finish_copy(const Copy& copy) {
   for (int64_t i = copy.index; i < copy.index + copy.length; ++i) {
     for (size_t part = 0; part < units_per_element(); ++part) units_of(i)[part].awaited = false;
-    use(i, Kind::write);  // The write happens now, as far as other threads can tell.
+    use(i, Kind::write);  // To the other threads, the write happens now.
     mark_written(i);
   }
   const size_t bytes = copy.count * element_size_;

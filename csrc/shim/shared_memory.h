@@ -1,5 +1,5 @@
-// One array in shared memory: its bytes between red zones, and for every element who has used it since when. Arrays in
-// dynamic shared memory are views of one such array, and may lie over each other.
+// One array in shared memory: its bytes between red zones, and the accesses to each element. Arrays in dynamic shared
+// memory are views of one such array, and may overlap.
 #pragma once
 
 #include <cstdint>
@@ -14,22 +14,22 @@ namespace itm_fast::shim {
 class SharedMemory {
  public:
   SharedMemory(const char* name, int line, size_t element_size, int64_t size);
-  // A view that begins `offset` bytes into another array. It reads what was written through it, or through a view of
-  // the same name and place, and finds nothing else there.
+  // A view that begins `offset` bytes into another array. It reads values written through it, or through a view with
+  // the same name and offset; all other values count as uninitialised.
   SharedMemory(const char* name, const SharedMemory& whole, int64_t offset, size_t element_size, int64_t size, int id);
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
-  // Of the running thread. Each reports an index outside of the array, a conflict with another thread, and an element
-  // that an asynchronous copy is on its way to; a read also one that nothing has been written to.
+  // Accesses of the running thread. Each reports an index outside of the array, a conflict with another thread, and an
+  // element with a pending asynchronous copy. A read also reports an uninitialised element.
   void read(int64_t index, void* value);
   void write(int64_t index, const void* value);
-  void* update_atomically(int64_t index);  // the element, to be changed at once
+  void* update_atomically(int64_t index);  // the element, for an immediate change
 
   void begin_copy(int64_t index, int64_t length, int64_t count, const void* source);
   void finish_copy(const Copy& copy);
 
-  // From the beginning of the memory: alignments count from there.
+  // Counted from the start of the memory, as alignments are.
   int64_t byte_offset(int64_t index) const { return offset_ + index * static_cast<int64_t>(element_size_); }
   void check_red_zones() const;
   const std::string& name() const { return name_; }
@@ -45,9 +45,9 @@ class SharedMemory {
     int64_t barriers, warp_syncs;
     Kind kind;
   };
-  struct Unit {                    // an element, or the part of one that views have in common
-    std::vector<Access> accesses;  // those that another thread could conflict with
-    int written_by = 0;            // the view through which; 0: none
+  struct Unit {                    // an element, or the part of one that views share
+    std::vector<Access> accesses;  // accesses that may conflict with those of another thread
+    int written_by = 0;            // the view that wrote it; 0: none
     bool awaited = false;
   };
   struct Storage {

@@ -41,4 +41,4 @@ def test_the_table() -> None:
     ten = "1.50 s, 1.60x as fast [1.10, 2.00]"
     assert lines[3] == f"| 10 | 7.7% | {ten} | {ten} |"
     assert lines[-1].endswith("in brackets. Load of the machine: 0.2 before, 1.0 after.")
-    assert "3 batches spread over all lengths in each of 3 interleaved rounds behind one that warms up." in lines[-1]
+    assert "3 batches spread over all lengths in each of 3 interleaved rounds after a warm-up round." in lines[-1]

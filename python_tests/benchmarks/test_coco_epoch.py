@@ -292,7 +292,7 @@ def test_the_tables() -> None:
     [
         ({"dry_run": True}, "expected results of the kind 'itm_fast COCO rehearsal' in format 2, and no dry run"),
         ({"kind": "other"}, "expected results of the kind"),
-        ({}, "measured on no GPU, but on 'dry run on P'"),
+        ({}, "measured without a GPU, on 'dry run on P'"),
     ],
 )
 def test_what_is_no_measurement_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -206,8 +206,8 @@ def test_the_page_says_what_was_measured_and_what_was_not() -> None:
 @pytest.mark.parametrize(
     ("results", "message"),
     [
-        ([result(dry_run=True)], "measured on no GPU"),
-        ([result(device={"type": "cpu", "name": "dry run on H200"})], "measured on no GPU"),
+        ([result(dry_run=True)], "measured without a GPU"),
+        ([result(device={"type": "cpu", "name": "dry run on H200"})], "measured without a GPU"),
         ([result("NVIDIA T4")], "one result for each of A100, RTX 4090, H200, got 'NVIDIA T4'"),
         ([result(), result()], "one result for each of A100, RTX 4090, H200, got 'NVIDIA H200'"),
     ],

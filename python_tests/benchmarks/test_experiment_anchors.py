@@ -95,7 +95,7 @@ def test_an_anchor_is_trained_first_and_is_part_of_what_was_measured(
 
     # Another model in the place of the anchor, by its settings or by its weights, is another measurement.
     name = tmp_path / "results" / "boosted-seed0.json"
-    advice = "move it away to measure anew, or undo the change"
+    advice = "move it away to measure again, or undo the change"
     text = (tmp_path / "results" / "base-seed0.json").read_text()
     (tmp_path / "results" / "base-seed0.json").unlink()
     write(tmp_path, data, lr=3e-3)
@@ -108,10 +108,10 @@ def test_an_anchor_is_trained_first_and_is_part_of_what_was_measured(
     name.unlink()
     path = tmp_path / "runs/base-seed0/model.safetensors"
     anchor_result = tmp_path / "results" / "base-seed0.json"
-    refused(f"{path}: expected the weights that {anchor_result} was measured with; move that away to train anew")
+    refused(f"{path}: expected the weights that {anchor_result} was measured with; move that file away to train again")
     anchor_result.write_text(text)
     (tmp_path / "runs/boosted-seed0/anchor.txt").write_text("1" * 64)
-    refused(f"{tmp_path}/runs/boosted-seed0: holds a run beside other weights of base; move it away")
+    refused(f"{tmp_path}/runs/boosted-seed0: holds a run with other weights of its anchor base; move it away")
     (tmp_path / "runs/boosted-seed0/anchor.txt").write_text(weights)
     assert run(tool, experiment) == 0
     assert result(tmp_path, "boosted")["test"] == json.loads(content)["test"]
@@ -123,7 +123,7 @@ def test_what_is_kept_of_a_run_is_what_its_figures_show(
     experiment = write(tmp_path, data)
     figures = ["figures", str(experiment), "--results", str(tmp_path / "results")]
     assert tool.main(figures) == 1
-    assert capsys.readouterr().err == "experiments: error: training.svg: base, seed 0, is not run\n"
+    assert capsys.readouterr().err == "experiments: error: training.svg: base, seed 0, has no result\n"
     assert run(tool, experiment) == 0
 
     kept = {}
@@ -155,7 +155,7 @@ def test_what_is_kept_of_a_run_is_what_its_figures_show(
     capsys.readouterr()
     assert table(tool, experiment) == 1, "what could be drawn is no part of the page yet"
     assert (
-        f"{tmp_path}/images/training.svg: is out of date; draw it anew: python -m benchmarks.exp"
+        f"{tmp_path}/images/training.svg: is out of date; draw it again: python -m benchmarks.exp"
         in capsys.readouterr().err
     )
     assert tool.main(figures) == 0

@@ -156,7 +156,7 @@ def test_ensembles_are_evaluated_once_their_runs_are_there(
     capsys.readouterr()
     assert tool.main(commands(experiment)) == 1
     assert capsys.readouterr().err == (
-        f"experiments: error: {result}: is of other runs than those that are there; move it away to evaluate anew\n"
+        f"experiments: error: {result}: belongs to other runs than the current ones; move it away to evaluate again\n"
     )
     result.unlink()
     assert tool.main(commands(experiment)) == 1
@@ -228,7 +228,7 @@ def test_other_settings_are_refused(
     for arguments in (commands(experiment), ["table", str(experiment), "--results", str(result.parent)]):
         assert tool.main(arguments) == 1
         assert capsys.readouterr().err == (
-            f"experiments: error: {result}: was measured with lr = 0.002, not 0.003; move it away to measure anew, or "
+            f"experiments: error: {result}: was measured with lr = 0.002, not 0.003; move it away to measure again, or "
             "undo the change\n"
         )
     assert result.read_bytes() == content
@@ -270,7 +270,7 @@ def test_other_data_are_refused(
             assert tool.main(arguments) == 1
             assert capsys.readouterr().err == (
                 f"experiments: error: {result}: was measured with other content of {name}; move it away to measure "
-                "anew, or undo the change\n"
+                "again, or undo the change\n"
             )
         (own / name).write_bytes(before)
     assert result.read_bytes() == content
@@ -301,16 +301,16 @@ def test_other_data_are_refused(
         ({"sedes": [1]}, "unknown setting 'sedes': did you mean 'seeds'?"),
         ({"seeds": "all"}, "seeds: expected a list, got 'all'"),
         ({"rows": [{"train": {}}]}, "name: this setting of row 1 is required"),
-        ({"rows": [{"name": "a"}, {"name": "a"}]}, "rows: 'a' stands there twice"),
+        ({"rows": [{"name": "a"}, {"name": "a"}]}, "rows: 'a' appears twice"),
         ({"rows": [{"name": "a b"}, {"name": "A-B"}], "equal": []},
-         "rows: two runs have the same name or seed, but for case and signs"),
+         "rows: two runs would write the same result file; change a name"),
         ({"equal": [["SCAN", "none"]]}, "equal: expected two names of rows, got ['SCAN', 'none']"),
         ({"train": {"modle": "scan"}}, "unknown setting 'modle': did you mean 'model'?"),
-        ({"train_images": 5}, "train_images: only the bundled data, emoji, are cut"),
+        ({"train_images": 5}, "train_images: only applies to the bundled data (data: emoji)"),
         ({"rows": [{"name": "a", "train": {"scenario": "oas"}}], "equal": []},
          "anchor_row: the row 'a' with the scenario oas needs one"),
         ({"rows": [{"name": "a", "train": {"scenario": "oas", "anchor": "runs/b"}}], "equal": []},
-         "anchor: expected anchor_row, the name of a row, as nobody knows what a folder will hold"),
+         "anchor: expected anchor_row, the name of a row, because the content of a folder may change"),
         ({"rows": [{"name": "a", "anchor_row": "b", "train": {"scenario": "oas"}}, {"name": "b"}], "equal": []},
          "anchor_row: expected the name of a row above it, got 'b'"),
         ({"rows": [{"name": "a", "seeds": [0]}, {"name": "b", "anchor_row": "a", "train": {"scenario": "oas"}}],
@@ -325,7 +325,7 @@ def test_other_data_are_refused(
          "seeds of 'a': expected several seeds of the row 'fixed', got [0]"),
         ({"ensembles": [{"name": "a", "seeds": [0, 1]}]}, "row: this setting of an ensemble is required"),
         ({"ensembles": [{"name": "scan seed0", "row": "SCAN", "seeds": [0, 1]}]},
-         "rows: two runs have the same name or seed, but for case and signs"),
+         "rows: two runs would write the same result file; change a name"),
         ({"figures": [{"file": "a.svg", "shows": "losses", "text": "a", "rows": ["SCAN"]}]},
          "shows: expected training or scores, got 'losses'"),
         ({"figures": [{"file": "../a.svg", "shows": "scores", "text": "a", "rows": ["SCAN"]}]},

@@ -184,11 +184,11 @@ def test_a_dry_run_is_never_taken_for_a_gpu() -> None:
     assert name.startswith("dry run on ")
     assert costs.device_of(name) is None
     assert markdown(results).startswith("**A dry run without a GPU, whose times mean nothing.** ")
-    with pytest.raises(ValueError, match=r"^r\.json: measured on no GPU, but on 'dry run on "):
+    with pytest.raises(ValueError, match=r"^r\.json: measured without a GPU, but on 'dry run on "):
         check_is_of_a_gpu(results, "r.json")
     # Neither mark alone is enough.
     for change in ({"dry_run": False}, {"device": {"type": "cuda", "name": "NVIDIA H200"}}):
-        with pytest.raises(ValueError, match="measured on no GPU"):
+        with pytest.raises(ValueError, match="measured without a GPU"):
             check_is_of_a_gpu({**results, **change}, "r.json")
     with pytest.raises(ValueError, match="expected kind 'itm_fast GPU benchmark' in format 1, got None in format 2"):
         check_is_of_a_gpu(json.loads((ROOT / "benchmarks/results/cpu.json").read_text()), "cpu.json")

@@ -230,7 +230,7 @@ def test_what_is_measured_of_addr_is_both_of_its_phases() -> None:
     step = make_step(config, host.setup, make_model(config, host.setup))
     numbers = [step() for _ in range(4)]
     assert ["loss" in one for one in numbers] == [False, True, False, True]
-    with pytest.raises(RuntimeError, match=r"^a step of the other phase than model: each has to be measured as often$"):
+    with pytest.raises(RuntimeError, match=r"^a step of the other phase than model; both must be measured equally"):
         methods._phase(step, "model")
 
 

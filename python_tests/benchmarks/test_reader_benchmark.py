@@ -65,7 +65,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     text = markdown(found)
     assert f"Load of the machine: {found['load_before']:.1f} before, {found['load_after']:.1f} after." in text
     assert "; 227 images, each read once in random order. The disk's own rate" in text
-    assert f"(`O_DIRECT`), images {default_threads()} at a time, as the reader's threads, and in order one at" in text
+    assert f"(`O_DIRECT`): random images {default_threads()} at a time, like the reader's threads, and in order" in text
 
 
 def test_the_store_reads_three_times_as_fast_as_numpy() -> None:

@@ -10,7 +10,7 @@ namespace {
 
 int64_t gram_size(int64_t length) { return round_up(length, kMicroRows) * length; }
 
-// The values of one set in the type that is computed in; `buffer` is left alone where they are stored so.
+// The values of one set in the compute type; `buffer` is not used if they are stored in that type.
 template <typename S, typename T>
 const T* rows_of(const FragmentsView<S>& view, int64_t set, T* buffer) {
   if constexpr (std::is_same_v<S, T>) {
@@ -29,7 +29,7 @@ void gram(const FragmentsView<S>& contexts, int64_t set, T* rows, T* out) {
   gram_matrix(rows_of(contexts, set, rows), contexts.length(set), contexts.dim, out);
 }
 
-// Behind a block's arrays: the raw scores of one pair, and the converted rows of its sets.
+// After a block's arrays: the raw scores of one pair, and the converted rows of its sets.
 template <typename S, typename T>
 struct PairLayout : BlockLayout<T> {
   int64_t raw, query_rows, context_rows, end;
@@ -47,7 +47,7 @@ int64_t pair_workspace(int64_t max_contexts, int64_t max_queries, int64_t dim) {
   return PairLayout<S, T>(max_contexts, max_queries, dim).end;
 }
 
-// dX += (h P P') X with the sum that differentiate_block has left.
+// dX += (h P P') X with the sum that differentiate_block has computed.
 template <typename T>
 void add_gram_gradient(const BlockLayout<T>& layout, const T* workspace, const T* context, int64_t length, int64_t dim,
                        T* context_gradient) {
@@ -148,7 +148,7 @@ void narrow_values(const T* values, int64_t count, S* out) {
 
 template <typename S, typename T>
 bool all_finite(const S* values, int64_t count) {
-  Vector<T> zeros{};  // NaN from the first value on that is not finite
+  Vector<T> zeros{};  // NaN from the first non-finite value on
   int64_t i = 0;
   for (; i + kLanes<T> <= count; i += kLanes<T>) zeros += load(values + i) * T(0);
   T zero = sum_lanes<T>(zeros);

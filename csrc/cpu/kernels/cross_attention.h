@@ -1,5 +1,5 @@
-// The kernels of cross_attention that are compiled once per instruction set. S is the type that rows are stored in, T
-// the one of sums and scores.
+// The kernels of cross_attention, compiled once per instruction set. S is the storage type of rows, T the type of sums
+// and scores.
 #pragma once
 
 #include "itm_fast/bfloat16.h"
@@ -7,13 +7,13 @@
 
 namespace itm_fast {
 
-// All that depends on one way of making products. Sizes are in elements of T, for tiles of at most max_rows context
-// rows and max_columns query rows.
+// The functions that depend on how products are computed. Sizes are in elements of T, for tiles of at most max_rows
+// context rows and max_columns query rows.
 template <typename S, typename T>
 struct ProductKernels {
   int64_t tile_rows;  // context rows of a tile, unless one set has more
   int64_t (*tile_workspace)(int64_t max_rows, int64_t max_columns, int64_t dim);
-  // The queries [first_query, last_query) of a thread's next tiles.
+  // Packs the queries [first_query, last_query) of a thread's next tiles.
   void (*pack_queries)(const FragmentsView<S>& queries, int64_t first_query, int64_t last_query, int64_t max_rows,
                        int64_t max_columns, T* workspace);
   void (*score_tile)(const FragmentsView<S>& queries, int64_t first_query, int64_t last_query,
@@ -22,7 +22,7 @@ struct ProductKernels {
                      int64_t max_columns, T* workspace, T* scores);
 
   // Backward of whole rows of pairs, for finite values: pairs without a gradient are multiplied by zero.
-  // Raw scores of one tile, its queries packed as for the forward.
+  // Raw scores of one tile, with queries packed as for the forward.
   void (*raw_tile)(const FragmentsView<S>& queries, int64_t first_query, int64_t last_query,
                    const FragmentsView<S>& contexts, int64_t first_context, int64_t last_context, int64_t max_rows,
                    int64_t max_columns, T* workspace, T* raw, int64_t raw_stride);
@@ -32,7 +32,7 @@ struct ProductKernels {
                    const S* factors, int64_t dim, int64_t max_rows, T* workspace, T* gradient);
 };
 
-// One pair of sets that the backward recomputes, and where its results lie.
+// One pair of sets that the backward recomputes, and the offsets of its results.
 struct RecomputedPair {
   int64_t query, context;
   int64_t score_gradient;  // offset of its (n_contexts, n_queries) block
@@ -43,33 +43,33 @@ template <typename S, typename T>
 struct CrossAttentionKernels {
   ProductKernels<S, T> products;  // in T
 
-  // Gram matrix of one context set; `rows` holds a set's values where S is not T.
+  // Gram matrix of one context set; `rows` holds the set's values if S is not T.
   int64_t (*gram_size)(int64_t length);
   void (*gram)(const FragmentsView<S>& contexts, int64_t set, T* rows, T* gram);
 
-  // Backward, pair by pair. All pairs of one context set: score gradients and query factors of each, and the gradient
-  // of the context's rows unless that is null.
+  // Backward, pair by pair, for all pairs of one context set. Computes score gradients and query factors of each pair,
+  // and the gradient of the context's rows unless it is null.
   int64_t (*pair_workspace)(int64_t max_contexts, int64_t max_queries, int64_t dim);
   void (*context_backward)(const FragmentsView<S>& queries, const FragmentsView<S>& contexts, int64_t set,
                            const T* gram, const RecomputedPair* pairs, const T* gradients, int64_t n_pairs,
                            const CrossAttentionOptions& options, int64_t max_contexts, int64_t max_queries,
                            T* workspace, T* score_gradients, T* query_factors, T* context_gradient);
-  // The pairs of one query set, in the order given, added to the gradient of the query's rows.
+  // Adds the pairs of one query set, in the given order, to the gradient of the query's rows.
   void (*query_backward)(const FragmentsView<S>& queries, const FragmentsView<S>& contexts, int64_t set,
                          const RecomputedPair* const* pairs, int64_t n_pairs, const T* score_gradients,
                          const T* query_factors, T* rows, T* query_gradient);
 
-  // Backward of whole rows of pairs.
-  // Turns the raw scores of one context set with all queries into their gradient, in runs of query sets that begin at
-  // the sets query_runs[0 .. n_runs]. `gradients` are the scores' of this context, `gradient_stride` apart.
+  // Backward of whole rows of pairs. Turns the raw scores of one context set with all queries into their gradient, in
+  // runs of query sets that begin at the sets query_runs[0 .. n_runs]. `gradients` holds the gradients of this
+  // context's scores, `gradient_stride` apart.
   int64_t (*block_workspace)(int64_t max_contexts, int64_t max_columns);
   void (*differentiate_context)(const FragmentsView<S>& queries, const int64_t* query_runs, int64_t n_runs,
                                 const FragmentsView<S>& contexts, int64_t set, const T* gram, const T* gradients,
                                 int64_t gradient_stride, const CrossAttentionOptions& options, int64_t max_contexts,
                                 int64_t max_columns, T* rows, T* workspace, T* raw, int64_t raw_stride,
                                 T* query_factors, T* context_gradient);
-  // Adds to rows [first, last) of the gradient of the queries what comes through their norms: each row times the sum of
-  // its `n_factors` factors, which are factor_stride apart.
+  // Adds the part of the queries' gradient that flows through their norms to rows [first, last): each row times the sum
+  // of its `n_factors` factors, which are factor_stride apart.
   void (*add_query_factors)(const FragmentsView<S>& queries, int64_t first, int64_t last, const T* factors,
                             int64_t n_factors, int64_t factor_stride, T* gradient);
 
@@ -88,7 +88,7 @@ ITM_FAST_DECLARE(avx2)
 ITM_FAST_DECLARE(avx512)
 #undef ITM_FAST_DECLARE
 
-// Products of bfloat16, where the processor has instructions for them. A null score_tile marks a way that would be
+// Products of bfloat16, for processors with instructions for them. A null score_tile marks products that would be
 // slower than float32.
 struct LowPrecisionProducts {
   ProductKernels<float, float> bf16, bf16x3;

@@ -7,7 +7,7 @@
 namespace itm_fast::ITM_FAST_ISA {
 namespace {
 
-// What is computed in is never converted.
+// Values of the compute type are not converted.
 template <typename From, typename To>
 void converted(const From* values, int64_t count, To* out) {
   if constexpr (!std::is_same_v<From, To>) convert(values, count, out);
@@ -18,7 +18,7 @@ void products(const T* rows, int64_t n_rows, const T* weights, int64_t n_discrim
   dot_products(rows, n_rows, weights, n_discriminators, dim, factors, n_discriminators);
 }
 
-// Few discriminators see a set: none of them should read its rows alone.
+// Few discriminators see a set; process several together so that they share each read of its rows.
 template <typename T>
 void add_rows(const T* factors, int64_t n_discriminators, const T* rows, int64_t n_rows, int64_t dim, T* sums) {
   constexpr int kMost = kVectorBytes == 64 ? 4 : 2;  // times 4 accumulators, of 32 or 16 registers

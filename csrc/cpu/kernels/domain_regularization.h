@@ -1,5 +1,5 @@
-// The kernels of domain_regularization that are compiled once per instruction set. S is the type that rows are stored
-// in, T the one that is computed in.
+// The kernels of domain_regularization, compiled once per instruction set. S is the storage type of rows, T the compute
+// type.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace itm_fast {
 
-// Factors stand row by row: (n_rows, n_discriminators), dense. All arrays but those of S hold what is computed in.
+// Factors are dense and row-major: (n_rows, n_discriminators). All arrays except those of S have the compute type.
 template <typename S, typename T>
 struct DomainKernels {
   void (*widen)(const S* values, int64_t count, T* out);

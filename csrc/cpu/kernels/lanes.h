@@ -1,4 +1,4 @@
-// What kernels and their callers agree on about vectors, whatever the instruction set.
+// Vector conventions shared by kernels and their callers, independent of the instruction set.
 #pragma once
 
 #include <cstdint>
@@ -6,14 +6,14 @@
 
 namespace itm_fast {
 
-// Integers as wide as the floating point type, so that both fill a vector alike.
+// Integers as wide as the floating-point type, so that a vector holds equally many of both.
 template <typename T>
 using LaneInteger = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;
 
-// The most lanes of any instruction set. Arrays that are read and written in whole vectors have a multiple of it.
+// The most lanes of any instruction set. Arrays that are read and written in whole vectors are padded to a multiple.
 inline constexpr int64_t kMaxLanes = 16;
 
-// static: kernel files of several instruction sets must not share a function.
+// static: kernel files of different instruction sets must not share a function.
 static inline constexpr int64_t padded_to_lanes(int64_t size) { return (size + kMaxLanes - 1) / kMaxLanes * kMaxLanes; }
 
 }  // namespace itm_fast

@@ -1,4 +1,4 @@
-// The table of one way of making products: included by kernel files alone.
+// The kernel table of one way to compute products. Only kernel files include it.
 #pragma once
 
 #include "cpu/kernels/regulators.h"

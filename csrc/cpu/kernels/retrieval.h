@@ -1,4 +1,4 @@
-// The kernels of retrieval that are compiled once per instruction set.
+// The kernels of retrieval, compiled once per instruction set.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace itm_fast {
 
-// Rows of a score matrix, and the own scores that they are compared with. A NaN is lower than everything else.
+// Rows of a score matrix, and the own scores that they are compared with. NaN counts as lower than everything else.
 template <typename T>
 struct RankRows {
   const T* scores;  // row i at scores + i * stride
@@ -17,8 +17,8 @@ struct RankRows {
   bool count_equal;
   const T* row_own;              // (rows,)
   const T* column_own;           // (padded columns,)
-  int64_t* row_count;            // (rows,), written: scores of the row above (or equal to) its own
-  LaneInteger<T>* column_count;  // (padded columns,), added to: the same per column, of these rows
+  int64_t* row_count;            // (rows,), written: scores in the row above (or equal to) its own
+  LaneInteger<T>* column_count;  // (padded columns,), added to: the same per column, for these rows
 };
 
 template <typename T>

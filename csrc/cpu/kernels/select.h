@@ -1,4 +1,4 @@
-// Picks a family's kernel table of the instruction set chosen at run time.
+// Picks a family's kernel table for the instruction set chosen at run time.
 #pragma once
 
 #include "cpu/isa.h"

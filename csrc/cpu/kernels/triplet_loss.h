@@ -1,4 +1,4 @@
-// The kernels of triplet_loss that are compiled once per instruction set.
+// The kernels of triplet_loss, compiled once per instruction set.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,17 @@
 
 namespace itm_fast {
 
-// What stands for a pair's score s: s itself or, beside the scores a of an anchor branch, the gap s - a, to which a
-// soft margin is added: that of the anchor's own a minus a (one of the two arrays is given), or that of a.
+// The value of a pair with score s: s itself or, with the scores a of an anchor branch, the gap s - a plus a soft
+// margin. That margin depends on the anchor's own a minus a (one of the two arrays is given), or on a.
 template <typename T>
 struct PairKey {
   const T* anchor_scores;  // (rows, columns); null: s itself
-  Margin<T> margin;        // read where it is soft
+  Margin<T> margin;        // used if it is soft
   const T* row_own;        // (rows,)
   const T* column_own;     // (padded columns,)
 };
 
-// A block of rows of the score matrix, and what an anchor compares its negatives with.
+// A block of rows of the score matrix, and the values that an anchor's negatives are compared with.
 template <typename T>
 struct TripletBlock {
   const T* scores;           // (rows, columns)
@@ -27,36 +27,36 @@ struct TripletBlock {
   int64_t first_row, last_row;
   bool exclude_diagonal;
   T margin;
-  const T* row_positive;     // (rows,), null where rows are no anchors
-  const T* column_positive;  // (padded columns,), null where columns are no anchors
+  const T* row_positive;     // (rows,), null if rows are not anchors
+  const T* column_positive;  // (padded columns,), null if columns are not anchors
   PairKey<T> key;
 };
 
-// The best negative and its index, and the sum of the hinges; each pair of pointers may be null. Without a negative the
-// best is -inf, and its index means nothing. A NaN is the best of all.
+// The best negative with its index, and the sum of the hinges; each pair of pointers may be null. Without a negative
+// the best is -inf and its index is meaningless. NaN counts as better than every number.
 template <typename T>
 struct TripletScan {
   T* row_best;  // (rows,)
   int64_t* row_index;
   double* row_sum;
-  T* column_best;                // (padded columns,), of this block's rows alone
+  T* column_best;                // (padded columns,), of this block's rows only
   LaneInteger<T>* column_index;  // counted from first_row
   T* column_sum;
   bool semi_hard;  // only negatives below the positive are candidates of the best
 };
 
-// The gradient of sums of hinges: what each active hinge of an anchor adds at its negative, and how many are active;
-// the sums themselves where asked for, as a scan finds them.
+// The gradient of sums of hinges: what each active hinge of an anchor adds at its negative, and the number of active
+// hinges. Also computes the sums, as a scan does, if requested.
 template <typename T>
 struct TripletSpread {
   const T* row_weight;           // (rows,)
   const T* column_weight;        // (padded columns,)
   int64_t* row_count;            // (rows,)
-  LaneInteger<T>* column_count;  // (padded columns,), of this block's rows alone
+  LaneInteger<T>* column_count;  // (padded columns,), of this block's rows only
   double* row_sum;               // (rows,) or null
-  T* column_sum;                 // (padded columns,), of this block's rows alone, or null
+  T* column_sum;                 // (padded columns,), of this block's rows only, or null
   T* gradient;                   // (rows, columns), written
-  bool accumulates;              // added to what stands there
+  bool accumulates;              // adds to the gradient instead of overwriting it
 };
 
 template <typename T>

@@ -1,4 +1,4 @@
-// The 16-bit floating point type with float32's range: storage and packed operands, never arithmetic.
+// The 16-bit floating-point type with float32's range: for storage and packed operands, not for arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// Two neighbours along the shared dimension of a product, which instructions for bfloat16 multiply and add at once. The
-// one with the lower index stands in the lower half.
+// Two adjacent numbers along the shared dimension of a product, which bfloat16 instructions multiply and add at once.
+// The one with the lower index is in the lower half.
 struct BFloat16Pair {
   uint32_t bits;
 };

@@ -1,10 +1,10 @@
-// What every backend of boosting_loss shares: the options, the margins, and how a strategy becomes a triplet loss.
+// Shared by every backend of boosting_loss: the options, the margins, and how a strategy becomes a triplet loss.
 //
-// With the gap d = s - a of a pair, its score above the anchor branch's, an anchor of the relative strategy has the
-// hinges [margin + d_neg - d_pos]_+ and one of the absolute strategy [margin2 + d_neg - 0]_+: triplet losses over gaps,
-// the positive being d_pos or 0. The absolute strategy adds its positive term [margin1 - d_pos]_+. A soft margin takes
-// the place of a fixed one pair by pair, and so becomes part of the gap. Functions are constexpr so that nvcc compiles
-// them for both sides.
+// The gap d = s - a of a pair is its score minus the anchor branch's. An anchor of the relative strategy has the hinges
+// [margin + d_neg - d_pos]_+, one of the absolute strategy [margin2 + d_neg - 0]_+: triplet losses over gaps with d_pos
+// or 0 as the positive. The absolute strategy adds its positive term [margin1 - d_pos]_+. A soft margin replaces a
+// fixed one pair by pair, and so becomes part of the gap. Functions are constexpr so that nvcc compiles them for host
+// and device.
 #pragma once
 
 #include "itm_fast/triplet_loss.h"
@@ -40,14 +40,14 @@ struct BoostingPart {
   bool absolute;
   Margin<T> negative, positive;
 
-  // What is added to every gap in the hinge: soft margins are part of the gap already.
+  // Added to every gap in the hinge; soft margins are already part of the gap.
   constexpr T constant_margin() const { return negative.is_soft() ? T(0) : negative.size; }
 };
 
 // `sign` is 1 for an upper margin, which falls from `size` to 0 at r = end, and -1 for a lower one, which rises from 0.
 template <typename T>
 static constexpr Margin<T> margin_of_size(double size, bool soft, double sign, double end) {
-  constexpr double kSmallest = 1.17549435e-38;  // Float32 has no reciprocal for less: as good as 0.
+  constexpr double kSmallest = 1.17549435e-38;  // Below this, float32 has no reciprocal: treated as 0.
   if (size < kSmallest) return {T(0), T(0), T(0)};
   return {static_cast<T>(size), soft ? static_cast<T>(sign * 2.0 / size) : T(0), static_cast<T>(sign * end)};
 }
@@ -59,7 +59,7 @@ static constexpr BoostingPart<T> boosting_part(const BoostingOptions& options, b
           margin_of_size<T>(options.alpha * options.margin, options.soft, 1.0, 1.0)};
 }
 
-// The triplet loss over gaps that a strategy is. The mean of two strategies halves each.
+// The triplet loss over gaps of a strategy. The mean of two strategies halves each.
 template <typename T>
 static constexpr TripletOptions triplet_options_of(const BoostingOptions& options, const BoostingPart<T>& part) {
   TripletOptions result{};
@@ -71,7 +71,7 @@ static constexpr TripletOptions triplet_options_of(const BoostingOptions& option
   return result;
 }
 
-// The positive term, to be counted once per direction ("hardest") or once per negative ("all"). NaN stays visible.
+// The positive term, counted once per direction ("hardest") or once per negative ("all"). NaN is kept.
 template <typename T>
 static constexpr T counted_term(T term, int64_t count) {
   if (count == 0) return term == term ? T(0) : term;

@@ -1,4 +1,4 @@
-// What every backend of cross_attention shares: the options and the plain views of the operands.
+// Shared by every backend of cross_attention: the options and plain views of the operands.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +18,9 @@ struct CrossAttentionOptions {
   Aggregation aggregation;
 };
 
-inline constexpr double kNormEpsilon = 1e-8;  // beside norms in the attention, and the least denominator of a cosine
+inline constexpr double kNormEpsilon = 1e-8;  // added to norms in the attention; minimum denominator of a cosine
 
-// Sets of row vectors end to end; set i is rows offsets[i] up to offsets[i + 1].
+// Concatenated sets of row vectors; set i is rows offsets[i] up to offsets[i + 1].
 template <typename T>
 struct FragmentsView {
   const T* values;  // (rows, dim), row-major
@@ -28,7 +28,7 @@ struct FragmentsView {
   int64_t n_sets;
   int64_t dim;
 
-  // Always inlined: code of one instruction set must not end up serving another.
+  // Always inlined, so that code of one instruction set never serves another.
   __attribute__((always_inline)) int64_t length(int64_t set) const { return offsets[set + 1] - offsets[set]; }
   __attribute__((always_inline)) const T* set_values(int64_t set) const { return values + offsets[set] * dim; }
 };

@@ -1,4 +1,4 @@
-// What every backend of domain_regularization shares: the options, and which risks there are.
+// Shared by every backend of domain_regularization: the options and the kinds of risks.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct DomainOptions {
 };
 
 // The risks of pair p with the negatives q and r, R_features(f_discriminator). Arrays hold one row for each kind, or
-// the first alone where there are no negatives.
+// only the first if there are no negatives.
 enum RiskKind : int {
   kOwn,        // R_p(f_p)
   kByCaption,  // R_p(f_q)

@@ -1,13 +1,13 @@
-// Dropout by a counter-based generator: every element's mask follows from the seed and the element's place alone.
+// Counter-based dropout: an element's mask depends only on the seed and the element's position.
 #pragma once
 
 #include <cstdint>
 
 namespace itm_fast {
 
-// Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). A word is an unsigned integer
-// of 64 bits that holds 32, or a vector of them; the words of the counter become the result. It is constexpr so that
-// kernels of a GPU may call it.
+// Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). A word is a 64-bit unsigned
+// integer that holds 32 bits, or a vector of them; the words of the counter become the result. Constexpr, so that GPU
+// kernels can call it.
 template <typename Word>
 __attribute__((always_inline)) constexpr void philox4x32(Word (&words)[4], uint32_t key0, uint32_t key1) {
   constexpr uint64_t kLowHalf = 0xffffffff;
@@ -22,8 +22,8 @@ __attribute__((always_inline)) constexpr void philox4x32(Word (&words)[4], uint3
   }
 }
 
-// What is dropped, and by how much the rest grows. Channel i at a query row, a context set and a stream takes word
-// i % 4 of the counter (row, context, stream, i / 4); a word below the threshold drops it.
+// The channels to drop, and the scale of the rest. Channel i at a query row, a context set and a stream takes word i %
+// 4 of the counter (row, context, stream, i / 4); a word below the threshold drops the channel.
 struct CounterDropout {
   double probability;
   uint64_t threshold;  // floor(probability * 2^32)

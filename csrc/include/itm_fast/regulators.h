@@ -1,4 +1,4 @@
-// What every backend of the regulators shares: the setting of a call, views of the weights, and tiles.
+// Shared by every backend of the regulators: the setting of a call, views of the weights, and tiles.
 #pragma once
 
 #include "itm_fast/cross_attention.h"
@@ -9,18 +9,18 @@ namespace itm_fast {
 enum class Activation : int32_t { sigmoid, tanh };
 
 struct RegulatorOptions {
-  CrossAttentionOptions attention;  // but for its aggregation
+  CrossAttentionOptions attention;  // except its aggregation
   CounterDropout dropout;           // inside RAR
   int64_t n_alignments, n_correspondences, n_aggregations;
-  bool scored;           // by a learned layer; else the mean cosine is the score
+  bool scored;           // by a learned layer; else the score is the mean cosine
   bool learned_factors;  // of the first attention
-  bool interleaved;      // aggregations take turns with correspondences
+  bool interleaved;      // aggregations alternate with correspondences
   bool sees_query;       // RCR sees the query instead of the alignment
   bool residual_correspondence, residual_aggregation, normalize_mean;
   Activation activation;
 };
 
-// A linear layer: its weight (outputs, inputs) packed, its bias followed by zeros up to a multiple of kBiasStep.
+// A linear layer: its weight (outputs, inputs) packed, its bias padded with zeros to a multiple of kBiasStep.
 template <typename T>
 struct RegulatorLayer {
   const T* packed;
@@ -42,7 +42,7 @@ struct AggregationLayers {
   const T *v, *c;
 };
 
-// As many layers as the options say; null where there are none.
+// As many layers as the options require, or null.
 template <typename T>
 struct RegulatorLayers {
   const RegulatorLayer<T>* alignments;
@@ -52,11 +52,11 @@ struct RegulatorLayers {
   const T *channels, *temperature;
 };
 
-// The largest of all tiles.
+// The maximum over all tiles.
 struct RegulatorSizes {
-  int64_t rows;        // of a tile
-  int64_t query_rows;  // of a slice
-  int64_t contexts;    // rows of a context set
+  int64_t rows;        // per tile
+  int64_t query_rows;  // per slice
+  int64_t contexts;    // per context set
   int64_t dim, width;  // of rows and of alignments
   int64_t hidden;      // outputs of the widest hidden layer
   bool has_channels;   // factors of RCR, or learned ones

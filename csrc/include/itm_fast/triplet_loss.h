@@ -1,5 +1,5 @@
-// What every backend of triplet_loss shares: the options, the hinge, and the loss of one anchor. Functions are
-// constexpr so that nvcc compiles them for both sides.
+// Shared by every backend of triplet_loss: the options, the hinge, and the loss of one anchor. Functions are constexpr
+// so that nvcc compiles them for host and device.
 #pragma once
 
 #include <cstdint>
@@ -26,11 +26,11 @@ struct TripletOptions {
   constexpr bool needs_sums() const { return mining == Mining::all || mining == Mining::selective; }
 };
 
-// Instead of the index of the negative that an anchor's gradient goes to.
+// In place of the index of the negative that receives an anchor's gradient.
 inline constexpr int64_t kNoGradient = -1;
 inline constexpr int64_t kAllNegatives = -2;
 
-// [margin + negative - positive]_+; NaN passes, and x <= 0 alone has no gradient.
+// [margin + negative - positive]_+; NaN passes, and only x <= 0 has no gradient.
 template <typename T>
 static constexpr T hinge(T margin, T negative, T positive) {
   const T x = margin + negative - positive;
@@ -49,8 +49,8 @@ static constexpr bool pushes_hardest(const TripletOptions& options, T hardest, T
   return options.mining == Mining::contrastive && hardest >= positive;
 }
 
-// `hardest` and its index are those of the mining's candidates, of which there is at least one; `average` is the sum of
-// the hinges over the divisor, read by "selective" alone.
+// `hardest` and its index belong to the mining's candidates, of which there is at least one. `average` is the sum of
+// the hinges over the divisor; only "selective" reads it.
 template <typename T>
 static constexpr AnchorLoss<T> mined_loss(const TripletOptions& options, T positive, T hardest, int64_t index,
                                           T average) {

@@ -1,4 +1,4 @@
-// Products of bfloat16, for the instruction sets that have them.
+// Products of bfloat16, for the instruction sets that support them.
 #include "cpu/kernels/cross_attention.h"
 
 #include "cpu/kernels/product_kernels.h"
@@ -9,7 +9,7 @@ namespace itm_fast::ITM_FAST_ISA {
 const LowPrecisionProducts kLowPrecisionProducts{ProductsBy<Bf16<1>, float>::kTable, ProductsBy<Bf16<2>, float>::kTable,
                                                  ProductsBy<Bf16<1>, BFloat16>::kTable};
 #else
-// Three products of AVX-512's twice the rate of float32 would take longer than one of float32.
+// AVX-512 bfloat16 has twice the rate of float32, so three such products would take longer than one of float32.
 const LowPrecisionProducts kLowPrecisionProducts{
     ProductsBy<Bf16<1>, float>::kTable, {}, ProductsBy<Bf16<1>, BFloat16>::kTable};
 #endif

@@ -1,4 +1,4 @@
-// The regulators by products of bfloat16, for the instruction sets that have them.
+// The regulators with products of bfloat16, for the instruction sets that support them.
 #include "cpu/kernels/regulators.h"
 
 #include "cpu/kernels/regulators_by.h"
@@ -8,7 +8,7 @@ namespace itm_fast::ITM_FAST_ISA {
 #if defined(ITM_FAST_AMX)
 const LowPrecisionRegulators kLowPrecisionRegulators{RegulatorsBy<Bf16<1>>::kTable, RegulatorsBy<Bf16<2>>::kTable};
 #else
-// Three products of AVX-512's twice the rate of float32 would take longer than one of float32.
+// AVX-512 bfloat16 has twice the rate of float32, so three such products would take longer than one of float32.
 const LowPrecisionRegulators kLowPrecisionRegulators{RegulatorsBy<Bf16<1>>::kTable, {}};
 #endif
 

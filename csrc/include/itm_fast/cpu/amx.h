@@ -1,8 +1,8 @@
-// AMX tiles of bfloat16: blocks of 32 x 32 float32 sums, four tiles, from two tiles of rows and two of columns.
+// AMX tiles of bfloat16. A block has 32 x 32 float32 sums: four tiles, from two tiles of rows and two of columns.
 //
-// A tile has 16 rows of 64 bytes. A tile of rows holds 16 rows of 16 cells; a tile of columns 16 cells, each a row of
-// 16 columns; a tile of sums 16 x 16 float32. ITM_FAST_AMX_SIMULATED replaces the instructions with the arithmetic that
-// their description gives, so that the same block can be run, and tested, on any processor.
+// A tile has 16 rows of 64 bytes. A tile of rows holds 16 rows of 16 cells. A tile of columns holds 16 cells, each a
+// row of 16 columns. A tile of sums holds 16 x 16 float32. ITM_FAST_AMX_SIMULATED replaces the instructions by the
+// arithmetic of their specification, so that tests can run the same block on any processor.
 #pragma once
 
 #include "itm_fast/cpu/matrix.h"
@@ -11,7 +11,7 @@ namespace itm_fast::ITM_FAST_ISA {
 
 inline constexpr int kAmxRows = 16;
 inline constexpr int kAmxRowBytes = 64;
-inline constexpr int kAmxLine = kAmxRowBytes / static_cast<int>(sizeof(BFloat16Pair));  // cells of a tile's row
+inline constexpr int kAmxLine = kAmxRowBytes / static_cast<int>(sizeof(BFloat16Pair));  // cells in a row of a tile
 
 #if defined(ITM_FAST_AMX_SIMULATED)
 
@@ -44,7 +44,7 @@ inline float half_of_cell(uint32_t cell, int half) {
   return widen(BFloat16{static_cast<uint16_t>(half == 0 ? cell & 0xffff : cell >> 16)});
 }
 
-// TDPBF16PS: for every cell of the shared dimension in order, the lower halves' product and then the upper halves'.
+// TDPBF16PS: for each cell of the shared dimension in order, adds the product of the lower halves, then of the upper.
 inline void simulated_tile_multiply(AmxTile& sum, const AmxTile& a, const AmxTile& b) {
   for (int row = 0; row < kAmxRows; ++row) {
     float sums[kAmxLine];
@@ -64,7 +64,7 @@ struct AmxTiles {};
 
 #else
 
-// Not the compilers' intrinsics: those of GCC do not say that they read memory.
+// The compilers' intrinsics are not used: GCC's do not declare that they read memory.
 #define ITM_FAST_TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile::: "memory")
 #define ITM_FAST_TILE_LOAD(tile, source, stride_bytes) \
   asm volatile("tileloadd (%0,%1,1), %%tmm" #tile::"r"(source), "r"(int64_t{stride_bytes}) : "memory")
@@ -72,8 +72,8 @@ struct AmxTiles {};
   asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(target), "r"(int64_t{stride_bytes}) : "memory")
 #define ITM_FAST_TILE_MULTIPLY(sum, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sum::: "memory")
 
-// The tiles are those of the calling thread while this lives. Other libraries configure them in their own way before
-// they use them, so nothing is left behind.
+// Configures the calling thread's tiles for the lifetime of this object. Other libraries configure tiles before they
+// use them, so the previous configuration is not restored.
 class AmxTiles {
  public:
   ITM_FAST_INLINE AmxTiles() {
@@ -113,8 +113,8 @@ ITM_FAST_INLINE void amx_multiply_part(const BFloat16Pair* rows, int64_t row_str
   }
 }
 
-// raw (32, 32) += rows (32, depth) * panel (depth, 32), or raw = where `first`; `depth` is a multiple of kAmxLine. Two
-// parts give three products: what rounding left of both operands is too small to matter.
+// raw (32, 32) += rows (32, depth) * panel (depth, 32), or raw = if `first`; `depth` is a multiple of kAmxLine. Two
+// parts give three products: the product of the two remainders is negligible.
 template <int Parts>
 ITM_FAST_INLINE void amx_multiply_block(const BFloat16Pair* rows, int64_t row_stride, int64_t row_part,
                                         const BFloat16Pair* panel, int64_t panel_part, int64_t depth, bool first,

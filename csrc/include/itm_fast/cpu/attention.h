@@ -1,8 +1,8 @@
-// Attention of one context set over a row of queries, lanes over the queries.
+// Attention of one context set over a row of queries, with lanes over the queries.
 //
-// A block of raw scores has one row per context k and one column per query j; the columns of a query set lie side by
-// side. Blocks are padded to whole vectors, and a vector may be read or written past a set's end as long as that is
-// made good from left to right. Rows of a block are `stride` apart.
+// A block of raw scores has one row per context k and one column per query j; the columns of a query set are adjacent.
+// Blocks are padded to whole vectors. A vector may be read or written past a set's end, because work from left to right
+// overwrites the excess. Rows of a block are `stride` apart.
 #pragma once
 
 #include "itm_fast/cpu/simd.h"
@@ -27,7 +27,7 @@ ITM_FAST_INLINE Vector<T> square_root(Vector<T> x) {
   return result;
 }
 
-// The clipped scores of one vector, lanes past the set set to zero. A NaN counts as positive and stays NaN.
+// The clipped scores of one vector; lanes past the set are zero. NaN counts as positive and stays NaN.
 template <typename T>
 ITM_FAST_INLINE Vector<T> clipped_scores(const T* raw, int64_t j, int64_t n, bool clip, T slope) {
   Vector<T> x = load(raw + j);
@@ -36,7 +36,7 @@ ITM_FAST_INLINE Vector<T> clipped_scores(const T* raw, int64_t j, int64_t n, boo
   return x;
 }
 
-// The denominator that a row of one query set is divided by: the norm plus epsilon, or 1. For l2, `norm` is the norm.
+// The denominator for a row of one query set: the norm plus epsilon, or 1. For l2, `norm` receives the norm.
 template <typename T>
 ITM_FAST_INLINE T row_denominator(const T* raw, int64_t n, Normalization mode, bool clip, T slope, T& norm) {
   Vector<T> total{};
@@ -60,8 +60,8 @@ ITM_FAST_INLINE T row_denominator(const T* raw, int64_t n, Normalization mode, b
   }
 }
 
-// logits[j] = temperature * a[j] for the queries j < n of one set and one context (steps 2 and 3 of the design). Whole
-// vectors are written.
+// logits[j] = temperature * a[j] for the queries j < n of one set and one context (steps 2 and 3 of the design). Writes
+// whole vectors.
 template <typename T>
 ITM_FAST_INLINE void normalize_row(const T* raw, T* logits, int64_t n, const CrossAttentionOptions& options) {
   const bool clip = is_clipped(options.normalization);
@@ -88,7 +88,7 @@ ITM_FAST_INLINE void normalize_row(const T* raw, T* logits, int64_t n, const Cro
   }
 }
 
-// normalize_row for the `n_rows` contexts of one set. The norms of a vector's worth of rows are taken at once.
+// normalize_row for the `n_rows` contexts of one set. Computes the norms of one vector of rows at a time.
 template <typename T>
 ITM_FAST_INLINE void normalize_rows(const T* raw, int64_t raw_stride, T* logits, int64_t stride, int64_t n_rows,
                                     int64_t n, const CrossAttentionOptions& options) {
@@ -125,8 +125,8 @@ ITM_FAST_INLINE void normalize_rows(const T* raw, int64_t raw_stride, T* logits,
   }
 }
 
-// The gradient of one row's raw scores, added to `raw_gradient[j]`, from that of its logits; `logits` as normalize_row
-// left them. The derivative of a norm at the zero row is zero.
+// Adds the gradient of one row's raw scores to `raw_gradient[j]`, given the gradient of its logits; `logits` as
+// normalize_row wrote them. The derivative of a norm at the zero row is zero.
 template <typename T>
 inline void normalize_row_backward(const T* raw, const T* logits, const T* logit_gradient, T* raw_gradient, int64_t n,
                                    const CrossAttentionOptions& options) {
@@ -137,8 +137,8 @@ inline void normalize_row_backward(const T* raw, const T* logits, const T* logit
   T norm;
   const T denominator = row_denominator(raw, n, mode, clip, slope, norm);
   const T scale = temperature / denominator;
-  // Divided before they are multiplied, the terms of a set of one query cancel as they should. With the temperature 0
-  // there is nothing to divide, and no gradient.
+  // Dividing before multiplying lets the terms of a set of one query cancel exactly. With temperature 0 nothing is
+  // divided, and the gradient is zero.
   const bool softmax = mode == Normalization::softmax && temperature != T(0);
   T along = T(0);  // sum_j (gradient of a_j) * a_j, without the temperature
   for (int64_t j = 0; j < n; ++j) {
@@ -168,15 +168,15 @@ inline void normalize_row_backward(const T* raw, const T* logits, const T* logit
   }
 }
 
-// Whether the logits are so small that the softmax does without their maximum: numerators of e^-10 to e^10, and their
-// squares, are far from the ends of float32, also beside rows of norm 1e10.
+// Whether the logits are so small that the softmax needs no maximum: numerators of e^-10 to e^10 and their squares are
+// far from the limits of float32, even with rows of norm 1e10.
 ITM_FAST_INLINE bool has_small_logits(const CrossAttentionOptions& options) {
   return options.normalization != Normalization::clipped && options.normalization != Normalization::no_norm &&
          options.temperature <= 10.0 && options.temperature >= -10.0;
 }
 
-// Turns one vector of columns of logits into hard attention in place: 1 for the first of the greatest, 0 elsewhere. As
-// for argmax a NaN is the greatest. Returns the sum, 1.
+// Turns one vector of columns of logits into hard attention in place: 1 for the first maximum, 0 elsewhere. As in
+// argmax, NaN counts as the maximum. Returns the sum, 1.
 template <typename T>
 ITM_FAST_INLINE Vector<T> attend_hard(T* columns, int64_t stride, int64_t n_contexts) {
   Vector<T> best = load(columns);
@@ -195,7 +195,7 @@ ITM_FAST_INLINE Vector<T> attend_hard(T* columns, int64_t stride, int64_t n_cont
 }
 
 // Turns one vector of columns of logits into unnormalised attention in place: exp, softmax numerators over the
-// contexts, zero where the focal mode drops a context. Returns the sum of what is kept.
+// contexts, zero where the focal mode drops a context. Returns the sum over the kept contexts.
 template <typename T>
 ITM_FAST_INLINE Vector<T> attend_columns(T* columns, int64_t stride, int64_t n_contexts, bool small_logits,
                                          Focal focal) {
@@ -213,8 +213,8 @@ ITM_FAST_INLINE Vector<T> attend_columns(T* columns, int64_t stride, int64_t n_c
   }
   if (focal == Focal::none) return total;
 
-  // A context is kept where p * factor > bound; the attention p = e / total keeps the comparison that of the reference,
-  // and so does a product that is rounded before it is compared, which no subtraction can be fused with.
+  // A context is kept if p * factor > bound. With p = e / total the comparison matches the reference. The product must
+  // be rounded before the comparison, so it must not be fused with a subtraction.
   Vector<T> factor = splat(static_cast<T>(n_contexts)), bound{};
   if (focal == Focal::prob) {
     factor = Vector<T>{};
@@ -244,7 +244,7 @@ ITM_FAST_INLINE Vector<T> attend_columns(T* columns, int64_t stride, int64_t n_c
 }
 
 // log(sum_j exp(t r_j)) is t * peak + log(total), where `peak` is the cosine with the greatest t r_j. Differences are
-// taken before they are multiplied: large t would otherwise amplify the rounding of t r_j.
+// computed before they are multiplied: a large t would otherwise amplify the rounding of t r_j.
 template <typename T>
 struct LogSumExp {
   T t, peak, total = T(0);
@@ -277,7 +277,7 @@ inline T aggregate(const T* cosine, int64_t n, const CrossAttentionOptions& opti
   }
 }
 
-// The gradient of each cosine from that of the set's score.
+// The gradient of each cosine, given the gradient of the set's score.
 template <typename T>
 inline void aggregate_backward(const T* cosine, int64_t n, T gradient, const CrossAttentionOptions& options,
                                T* cosine_gradient) {

@@ -1,19 +1,18 @@
 // Backward of cross_attention_scores on the CPU.
 //
-// `differentiate_block` takes the raw scores of one context set with neighbouring query sets and leaves their gradient.
-// The rows of the context set and of the query sets are then updated by their owners, in a fixed order and without
-// atomics:
-//   dX += dS q + h P P' X   and   dQ += dS' x + (through the query's own norm) coefficient * q.
-// Where few pairs have a gradient, each is a block of its own (`differentiate_pair`); where most have one, whole rows
-// of blocks share their products (cross_attention_dense.h).
+// `differentiate_block` turns the raw scores of one context set with adjacent query sets into their gradient. The owner
+// of each context set and query set then updates its rows, in a fixed order and without atomics:
+//   dX += dS q + h P P' X   and   dQ += dS' x + (through the query's norm) coefficient * q.
+// If few pairs have a gradient, each pair is a separate block (`differentiate_pair`). If most have one, whole rows of
+// blocks share their products (cross_attention_dense.h).
 #pragma once
 
 #include "itm_fast/cpu/cross_attention_scores.h"
 
 namespace itm_fast::ITM_FAST_ISA {
 
-// What a thread needs beside the raw scores, in elements, for sets of at most `max_contexts` rows and blocks of at most
-// `max_columns` columns.
+// A thread's scratch memory in addition to the raw scores, in elements, for sets of at most `max_contexts` rows and
+// blocks of at most `max_columns` columns.
 template <typename T>
 struct BlockLayout {
   int64_t stride;       // of the blocks with one row per context
@@ -41,7 +40,7 @@ template <typename T, typename S>
 struct QueryBlock {
   const S* values;
   const int64_t* offsets;  // n_sets + 1 of them; columns are counted from the first one
-  const T* gradients;      // that of set i at gradients[i * gradient_stride]
+  const T* gradients;      // set i has gradients[i * gradient_stride]
   int64_t gradient_stride;
   int64_t n_sets;
 
@@ -51,12 +50,12 @@ struct QueryBlock {
   ITM_FAST_INLINE int64_t columns() const { return offsets[n_sets] - offsets[0]; }
 };
 
-// From the raw scores (n_contexts, block.columns()), rows `raw_stride` apart and padded to whole panels, to
+// From the raw scores (n_contexts, block.columns()), rows `raw_stride` apart and padded to whole panels, computes
 //   score_gradient (n_contexts, block.columns()), rows gradient_stride apart: of the raw scores; may be `raw` itself,
-//   query_factor (block.columns()): what the query row itself is multiplied by,
-// and adds to the workspace's gram_gradient (n_contexts, gram_stride) what multiplies the context rows. Query sets
-// whose score has no gradient get zeros, whatever their values. So do rows of zeros on either side: they have no
-// direction, and their derivative would be 1 / kNormEpsilon.
+//   query_factor (block.columns()): the factor of the query row itself,
+// and adds the factors of the context rows to the workspace's gram_gradient (n_contexts, gram_stride). Query sets whose
+// score has no gradient get zeros, whatever their values. So do zero rows of either side: they have no direction, and
+// their derivative would be 1 / kNormEpsilon.
 template <typename T, typename S>
 inline void differentiate_block(const QueryBlock<T, S>& block, T* raw, int64_t raw_stride, const S* context,
                                 int64_t n_contexts, int64_t dim, const T* gram, const CrossAttentionOptions& options,
@@ -78,7 +77,7 @@ inline void differentiate_block(const QueryBlock<T, S>& block, T* raw, int64_t r
   T* __restrict along = context_factor + stride;
   T* __restrict row_gradient = along + stride;
 
-  // Attention, as in the forward, but divided out; `mixed` is G P.
+  // Attention as in the forward, but normalised; `mixed` is G P.
   for (int64_t set = 0; set < block.n_sets; ++set) {
     const int64_t first = block.first(set);
     if (block.length(set) == 0) continue;
@@ -137,8 +136,8 @@ inline void differentiate_block(const QueryBlock<T, S>& block, T* raw, int64_t r
     aggregate_backward(cosine + first, block.length(set), block.gradient(set), options, cosine_gradient + first);
   }
 
-  // Through the cosine: `dot` becomes the gradient of the dot product; the factors are the derivatives by |q| and |c|,
-  // each divided by that norm, which is what multiplies the vectors q and c themselves.
+  // Through the cosine: `dot` becomes the gradient of the dot product. The factors are the derivatives with respect to
+  // |q| and |c|, divided by that norm; they multiply the vectors q and c themselves.
   for (int64_t j = 0; j < n_columns; ++j) {
     const T norm = std::sqrt(square[j]);
     const T product = query_norm[j] * norm;
@@ -152,14 +151,14 @@ inline void differentiate_block(const QueryBlock<T, S>& block, T* raw, int64_t r
   for (int64_t j = n_columns; j < columns; ++j) dot[j] = context_factor[j] = T(0);
   for (int64_t set = 0; set < block.n_sets; ++set) {
     if (block.gradient(set) != T(0)) continue;
-    // Not even a NaN of theirs may reach the sums over the columns.
+    // Clear them, because even a NaN in them must not reach the sums over the columns.
     for (int64_t j = block.first(set); j < block.first(set) + block.length(set); ++j) {
       dot[j] = query_factor[j] = context_factor[j] = T(0);
       for (int64_t k = 0; k < n_contexts; ++k) attention[k * stride + j] = mixed[k * stride + j] = T(0);
     }
   }
 
-  // Through the softmax over the contexts; `mixed` becomes the gradient of the logits. Hard attention has none.
+  // Through the softmax over the contexts: `mixed` becomes the gradient of the logits. It is zero for hard attention.
   const bool is_soft = options.focal != Focal::hard;
   for (int64_t k = 0; is_soft && k < n_contexts; ++k) {
     const T* __restrict p = attention + k * stride;

@@ -1,14 +1,15 @@
-// Products that the backward of cross_attention_scores shares among all pairs, where most pairs have a gradient.
+// Products that the backward of cross_attention_scores shares among all pairs, used if most pairs have a gradient.
 //
-// The raw scores of a group of context sets with all queries are one matrix. It is made tile by tile, turned into its
-// own gradient in place by differentiate_block, and multiplied with the queries and, transposed, with the contexts.
+// The raw scores of a group of context sets with all queries are one matrix. It is computed tile by tile;
+// differentiate_block turns it into its gradient in place. It is then multiplied with the queries and, transposed, with
+// the contexts.
 #pragma once
 
 #include "itm_fast/cpu/product.h"
 
 namespace itm_fast::ITM_FAST_ISA {
 
-// What add_rows_product needs for at most `max_rows` rows, in elements of the sums' type.
+// Scratch memory of add_rows_product for at most `max_rows` rows, in elements of the sums' type.
 template <typename Product>
 struct RowsProductLayout {
   using T = typename Product::Value;
@@ -30,8 +31,8 @@ struct RowsProductLayout {
   }
 };
 
-// out[r][d] += sum_k a[r][k] * b[k][d] for r < n_rows, k < depth, d < dim, where a[r][k] stands at r * stride + k, or
-// at k * stride + r if `transposed`. `b` and `out` have rows of dim values.
+// out[r][d] += sum_k a[r][k] * b[k][d] for r < n_rows, k < depth, d < dim. a[r][k] is at r * stride + k, or at
+// k * stride + r if `transposed`. `b` and `out` have rows of dim values.
 template <typename Product, typename S>
 inline void add_rows_product(const typename Product::Value* a, int64_t stride, bool transposed, int64_t n_rows,
                              int64_t depth, const S* b, int64_t dim, int64_t max_rows,

@@ -1,9 +1,9 @@
 // Forward of cross_attention_scores on the CPU.
 //
 // A tile is a run of whole query sets (columns) times a run of whole context sets (rows). Its raw scores are one matrix
-// product whose block stays in the cache, and the epilogue turns each context set's rows into cosines at once. Nothing
-// but the scores leaves the tile. The attended vector is never formed: its product with the query is `sum_k p_k s_k`
-// and its squared norm `p G p` with the context set's Gram matrix G.
+// product that stays in the cache; the epilogue turns each context set's rows into cosines at once. Only scores leave
+// the tile. The attended vector is not formed: its product with the query is `sum_k p_k s_k`, and its squared norm is
+// `p G p` with the context set's Gram matrix G.
 #pragma once
 
 #include "itm_fast/cpu/attention.h"
@@ -11,19 +11,19 @@
 
 namespace itm_fast::ITM_FAST_ISA {
 
-// Below this share of (sum_k p_k |x_k|)^2 the quadratic form p G p has lost too many digits, and the attended vector is
-// formed for that query after all.
+// Below this share of (sum_k p_k |x_k|)^2 the quadratic form p G p has lost too many digits; the attended vector of
+// that query is then formed explicitly.
 template <typename T>
 inline constexpr T kCancellation = T(1) / T(512);
 
-// What one thread's tile needs, in elements of the sums' type, which a cell of the product is as large as.
+// Scratch memory for one thread's tile, in elements of the sums' type, which has the size of a product's cell.
 template <typename Product>
 struct TileLayout {
   using T = typename Product::Value;
   static_assert(sizeof(typename Product::Cell) == sizeof(T));
 
   int64_t rows, columns;  // padded
-  int64_t panel_part;     // distance of the parts of a packed operand
+  int64_t panel_part;     // distance between the parts of a packed operand
   int64_t panels, line, raw, attention, context_chunk, query_norms, cosine, total;
 
   TileLayout(int64_t max_rows, int64_t max_columns, int64_t dim) {
@@ -40,7 +40,7 @@ struct TileLayout {
     cosine = query_norms + columns;
     total = cosine + columns + kLanes<T>;
   }
-  // One vector of padding behind each row, for loads and stores past the last query set.
+  // One vector of padding after each row, for loads and stores past the last query set.
   int64_t stride() const { return columns + kLanes<T>; }
 };
 
@@ -51,14 +51,14 @@ inline void gram_matrix(const T* values, int64_t length, int64_t dim, T* gram) {
   for (int64_t i = length * length; i < round_up(length, kMicroRows) * length; ++i) gram[i] = T(0);
 }
 
-// What a column's cosine needs of its attended vector c = sum_k e_k x_k, from the context vectors themselves.
+// The values for a column's cosine with its attended vector c = sum_k e_k x_k, computed from the context vectors.
 template <typename T>
 struct Attended {
   T square;  // |c|^2
   T dot;     // <q, c>
 };
 
-// Where `products` is given, products[k * stride] becomes <x_k, c>; `scratch` holds a vector per context then.
+// If `products` is given, products[k * stride] becomes <x_k, c>; `scratch` then holds one vector per context.
 template <typename T, typename S>
 inline Attended<T> attend_exactly(const T* column, int64_t stride, const S* context, int64_t n_contexts, int64_t dim,
                                   const S* query, T* products = nullptr, T* scratch = nullptr) {
@@ -93,8 +93,8 @@ inline Attended<T> attend_exactly(const T* column, int64_t stride, const S* cont
   return result;
 }
 
-// The quadratic forms e G e of one panel of columns. G is symmetric: what lies right of a block on its diagonal counts
-// twice, and what lies left of it not at all.
+// The quadratic forms e G e of one panel of columns. G is symmetric: elements right of a diagonal block count twice,
+// and elements left of it are skipped.
 template <typename T>
 ITM_FAST_INLINE void quadratic_forms(const T* columns, int64_t stride, const T* gram, int64_t n_contexts,
                                      Vector<T> (&squares)[kPanelVectors]) {
@@ -120,8 +120,8 @@ ITM_FAST_INLINE void quadratic_forms(const T* columns, int64_t stride, const T* 
   }
 }
 
-// Cosines of one panel of columns with their attended vectors, `n_columns` of them from the queries `query` on.
-// `attention` holds the numerators e and `totals` their sums, which cancel but for the least denominator.
+// Cosines of one panel of columns with their attended vectors: `n_columns` columns, starting at the query `query`.
+// `attention` holds the numerators e and `totals` their sums, which cancel except in the minimum denominator.
 template <typename T, typename S>
 inline void panel_cosines(const T* raw, const T* attention, int64_t stride, const Vector<T> (&totals)[kPanelVectors],
                           const S* context, const T* gram, int64_t n_contexts, const S* query, int64_t n_columns,
@@ -152,9 +152,9 @@ inline void panel_cosines(const T* raw, const T* attention, int64_t stride, cons
   }
 }
 
-// Scores of query sets [first_query, last_query) with context sets [first_context, last_context), written to
-// scores[query * n_contexts + context]. `gram` + gram_offsets[i] is the Gram matrix of context set i; the queries have
-// been packed into the workspace.
+// Writes scores of query sets [first_query, last_query) with context sets [first_context, last_context) to
+// scores[query * n_contexts + context]. `gram` + gram_offsets[i] is the Gram matrix of context set i; the queries are
+// already packed into the workspace.
 template <typename Product, typename S>
 inline void score_tile(const FragmentsView<S>& queries, int64_t first_query, int64_t last_query,
                        const FragmentsView<S>& contexts, int64_t first_context, int64_t last_context,

@@ -1,4 +1,4 @@
-// Small matrix products that the CPU kernels are made of.
+// Small matrix products for the CPU kernels.
 //
 // Three shapes: `multiply_panel` (a register tile of a large product with one packed operand), `dot_products` (both
 // operands row by row along the shared dimension) and `add_product` (a small matrix times rows, added to rows).
@@ -28,13 +28,13 @@ ITM_FAST_INLINE PairLanes load(const BFloat16Pair* source) {
 
 ITM_FAST_INLINE PairLanes splat(BFloat16Pair pair) { return PairLanes{} + pair.bits; }
 
-// Both products of each pair are added.
+// Adds both products of each pair.
 ITM_FAST_INLINE void multiply_add(Vector<float>& sum, PairLanes x, PairLanes y) {
   sum = (Vector<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
 }
 #endif
 
-// A distance that is known when the code is compiled.
+// A stride known at compile time.
 template <int64_t Value>
 struct Constant {
   constexpr operator int64_t() const { return Value; }
@@ -144,7 +144,7 @@ inline void dot_products(const T* a, int64_t rows, const T* b, int64_t columns, 
   }
 }
 
-// Columns that add_product works on at a time.
+// Columns that add_product processes at a time.
 template <typename T>
 inline constexpr int kStripColumns = 4 * kLanes<T>;
 

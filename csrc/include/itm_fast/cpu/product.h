@@ -1,13 +1,13 @@
-// The product of a tile: context rows times packed query columns, in one of several ways.
+// The product of a tile: context rows times packed query columns, for several number formats.
 //
-// A way says what a cell of a packed operand is, how a row becomes cells, and how a block of rows is multiplied with a
+// A format defines the cell of a packed operand, how a row becomes cells, and how a block of rows is multiplied with a
 // panel of columns:
 //   Exact<T>      cells are numbers of type T;
-//   Bf16<Parts>   cells are pairs of bfloat16 along the shared dimension. One part is the number rounded; two parts are
-//                 the number rounded and what the rounding left, and three of their four products are added up, which
-//                 keeps about as many digits as float32.
-// Packed columns stand in panels of kPanelColumns, cell by cell: (cells, kPanelColumns). Rows are copied piece by piece
-// into a chunk, (rows, kDepth) with a stride, so that a piece stays in the first-level cache.
+//   Bf16<Parts>   cells are pairs of bfloat16 along the shared dimension. One part is the rounded number. Two parts are
+//                 the rounded number and the remainder; three of their four products are added up, which keeps about as
+//                 many digits as float32.
+// Packed columns are stored in panels of kPanelColumns, cell by cell: (cells, kPanelColumns). Rows are copied piece by
+// piece into a chunk, (rows, kDepth) with a stride, so that a piece stays in the first-level cache.
 #pragma once
 
 #include <type_traits>
@@ -20,14 +20,14 @@
 namespace itm_fast::ITM_FAST_ISA {
 
 inline constexpr int64_t kDepth = 128;                // cells of the shared dimension at a time
-inline constexpr int64_t kDepthStride = kDepth + 16;  // keeps rows out of one another's cache sets
-inline constexpr int64_t kRowsAhead = 4;              // that are fetched while a row is copied
+inline constexpr int64_t kDepthStride = kDepth + 16;  // keeps rows in different cache sets
+inline constexpr int64_t kRowsAhead = 4;              // rows to prefetch while one is copied
 
 ITM_FAST_INLINE int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// A piece of the rows of an operand: the cells [start, start + cells), made of `count` numbers from `begin` on.
+// A piece of an operand's rows: the cells [start, start + cells), made of the `count` numbers from `begin` on.
 struct Piece {
   int64_t cells, begin, count;
 
@@ -37,8 +37,8 @@ struct Piece {
         count(dim - begin < cells * numbers ? dim - begin : cells * numbers) {}
 };
 
-// raw += chunk * panel for one block of kMicroRows rows and the first `Vectors` vectors of the panel's columns, or raw
-// = where `first`. The remaining columns become zero.
+// raw += chunk * panel for one block of kMicroRows rows and the first `Vectors` vectors of the panel's columns, or
+// raw = if `first`. The remaining columns become zero.
 template <int Vectors, typename T, typename Cell>
 ITM_FAST_INLINE void multiply_vectors(const Cell* chunk, const Cell* panel, int64_t depth, bool first, T* raw,
                                       int64_t stride) {
@@ -58,7 +58,7 @@ ITM_FAST_INLINE void multiply_vectors(const Cell* chunk, const Cell* panel, int6
   }
 }
 
-// A caption of up to kLanes words fills half a panel, which is computed alone.
+// A caption of up to kLanes words fills half a panel; compute only that half.
 template <typename T, typename Cell>
 ITM_FAST_INLINE void multiply_micro_block(const Cell* chunk, const Cell* panel, int64_t n_columns, int64_t depth,
                                           bool first, T* raw, int64_t stride) {
@@ -75,7 +75,7 @@ template <typename T>
 struct Exact {
   using Value = T;
   using Cell = T;
-  using Tiles = NoTiles;                          // what a thread must hold while it multiplies
+  using Tiles = NoTiles;                          // resource that a thread holds while it multiplies
   static constexpr int kParts = 1, kNumbers = 1;  // numbers in a cell
   static constexpr int64_t kBlockRows = kMicroRows;
   static constexpr int64_t kTileRows = 144;
@@ -90,7 +90,7 @@ struct Exact {
     for (; k < n_cells; ++k) cells[k] = Cell{};
   }
 
-  // Rows of a factor, `dim` apart, become cells of a panel: row k that of depth k. There are `count` rows.
+  // Converts `count` rows of a factor, `dim` apart, to cells of a panel: row k becomes depth k.
   template <typename S>
   ITM_FAST_INLINE static void pack_rows(const S* rows, int64_t dim, int64_t, int64_t n_cells, Cell* panel, int64_t) {
     for (int64_t k = 0; k < n_cells; ++k) {
@@ -126,7 +126,7 @@ struct Bf16 {
 
   static int64_t cells(int64_t dim) { return round_up(dim, 2 * kLineCells) / 2; }
 
-  // The first part goes to `cells`, a second one to `cells` + `part_stride`.
+  // Writes the first part to `cells`, a second one to `cells` + `part_stride`.
   template <typename S>
   ITM_FAST_INLINE static void to_cells(const S* row, int64_t count, int64_t n_cells, Cell* cells, int64_t part_stride) {
     auto* high = reinterpret_cast<BFloat16*>(cells);
@@ -146,8 +146,7 @@ struct Bf16 {
     }
   }
 
-  // Rows of a factor, `dim` apart, become cells of a panel: rows 2 k and 2 k + 1 those of depth k. There are `count`
-  // rows.
+  // Converts `count` rows of a factor, `dim` apart, to cells of a panel: rows 2 k and 2 k + 1 become depth k.
   template <typename S>
   ITM_FAST_INLINE static void pack_rows(const S* rows, int64_t dim, int64_t count, int64_t n_cells, Cell* panel,
                                         int64_t part_stride) {
@@ -189,14 +188,14 @@ struct Bf16 {
   ITM_FAST_INLINE static void split(Vector<float> x, BFloat16* high, [[maybe_unused]] BFloat16* low) {
     store(high, x);
     if constexpr (Parts == 2) {
-      // What is left of an infinite number is NaN, so its products are NaN.
+      // The remainder of an infinite number is NaN, so its products are NaN.
       store(low, x - load(static_cast<const BFloat16*>(high)));
     }
   }
 };
 #endif
 
-// Packs rows as columns, into panels whose parts are `part_stride` cells apart. `line` holds kParts * kDepth cells.
+// Packs rows as columns, into panels with parts `part_stride` cells apart. `line` holds kParts * kDepth cells.
 template <typename Product, typename S>
 inline void pack_columns(const S* values, int64_t n_rows, int64_t dim, int64_t part_stride,
                          typename Product::Cell* line, typename Product::Cell* panels) {
@@ -220,7 +219,7 @@ inline void pack_columns(const S* values, int64_t n_rows, int64_t dim, int64_t p
   }
 }
 
-// pack_columns for query rows, whose norms are taken too.
+// pack_columns for query rows; also computes their norms.
 template <typename Product, typename S>
 inline void pack_queries(const S* values, int64_t n_rows, int64_t dim, int64_t part_stride,
                          typename Product::Cell* line, typename Product::Cell* panels, typename Product::Value* norms) {
@@ -238,13 +237,13 @@ inline void multiply_tile(const S* values, int64_t row_stride, int64_t n_rows, i
   [[maybe_unused]] typename Product::Tiles tiles{};
   const int64_t n_cells = Product::cells(dim), padded_rows = round_up(n_rows, Product::kBlockRows);
   const int64_t chunk_part = padded_rows * kDepthStride;
-  // Once even where the rows have no width: the products are zero then.
+  // Run once even if the rows have no width: the products are zero then.
   for (int64_t start = 0; start == 0 || start < n_cells; start += kDepth) {
     const Piece piece(dim, n_cells, start, Product::kNumbers);
     for (int64_t r = 0; r < padded_rows; ++r) {
       typename Product::Cell* line = chunk + r * kDepthStride;
       const S* row = values + (r < n_rows ? r : 0) * row_stride + piece.begin;
-      // A row's piece is too short for the hardware to foresee the next one.
+      // A row's piece is too short for the hardware prefetcher to anticipate the next one.
       for (int64_t ahead = 0; ahead < piece.count; ahead += 64 / static_cast<int64_t>(sizeof(S))) {
         __builtin_prefetch(row + kRowsAhead * row_stride + ahead);
       }

@@ -1,4 +1,4 @@
-// The aggregation regulator: the rows of each pair become one guidance vector, step by step.
+// The aggregation regulator: reduces the rows of each pair to one guidance vector, step by step.
 #pragma once
 
 #include "itm_fast/cpu/regulator_tile.h"
@@ -7,8 +7,7 @@ namespace itm_fast::ITM_FAST_ISA {
 
 typedef uint64_t WordLanes __attribute__((vector_size(kVectorBytes)));
 
-// What the channels of one place are multiplied with: 0, or 1 / (1 - probability). Whole blocks of channels are
-// written.
+// Dropout factors for the channels at one position: 0, or 1 / (1 - probability). Writes whole blocks of channels.
 template <typename T>
 inline void dropout_factors(const CounterDropout& dropout, int64_t row, int64_t context, int64_t stream,
                             int64_t n_channels, T* factors) {
@@ -49,7 +48,7 @@ inline void softmax_of_row(T* logits, int64_t count) {
 }
 
 // One pair: its rows' alignments and their hidden layers tanh(B a + beta), its guidance and tanh(A g + alpha), and
-// where it stands among all pairs.
+// its position among all pairs.
 template <typename T>
 struct AggregatedPair {
   const T *aligned, *local;
@@ -90,7 +89,7 @@ inline void aggregate_pair(const AggregatedPair<T>& pair, const AggregationLayer
   make_unit(pair.guidance, width);
 }
 
-// The score of one pair from its last guidance.
+// The score of one pair, computed from its last guidance.
 template <typename T>
 inline T score_of_guidance(T* guidance, int64_t width, const RegulatorLayers<T>& layers,
                            const RegulatorOptions& options) {

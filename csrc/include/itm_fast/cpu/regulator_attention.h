@@ -1,4 +1,4 @@
-// The attention of one slice of a tile: the query rows, perhaps reweighted, over one context set.
+// The attention of one slice of a tile: the query rows, optionally reweighted, over one context set.
 #pragma once
 
 #include "itm_fast/cpu/regulator_tile.h"
@@ -23,7 +23,7 @@ inline void pack_context(const typename Product::Value* context, int64_t length,
       Product::pack_rows(context + d, dim, length, n_cells, panel, part);
       continue;
     }
-    // The last panel is not whole: a cell at a time, from copies of its rows.
+    // The last panel is not full: pack one cell at a time, from copies of its rows.
     for (int64_t cell = 0; cell < n_cells; ++cell) {
       T* copy = workspace + layout.line;
       for (int64_t half = 0; half < Product::kNumbers; ++half) {
@@ -38,7 +38,7 @@ inline void pack_context(const typename Product::Value* context, int64_t length,
   }
 }
 
-// The temperatures of a slice's rows: each its own, or where `each` is null the same.
+// The temperatures of a slice's rows: one per row, or the same for all if `each` is null.
 template <typename T>
 struct SliceTemperatures {
   const T* each;
@@ -47,8 +47,8 @@ struct SliceTemperatures {
   ITM_FAST_INLINE Vector<T> at(int64_t column) const { return each == nullptr ? splat(same) : load(each + column); }
 };
 
-// normalize_row without a temperature, and by division: rounding must not tell the scores of a set's only
-// query apart, which are all 1 or -1 but for the epsilon, as focal attention compares them.
+// normalize_row without a temperature, and with division. The scores of a set's only query are all 1 or -1 up to
+// the epsilon; rounding must not make them differ, because focal attention compares them.
 template <typename T>
 inline void divide_row(const T* raw, T* normalized, int64_t n, const CrossAttentionOptions& options) {
   if (options.normalization == Normalization::softmax) {
@@ -65,7 +65,7 @@ inline void divide_row(const T* raw, T* normalized, int64_t n, const CrossAttent
 }
 
 // attended (rows, dim) = the softmax over `context`, which is packed, of the products with `rows`, normalised over each
-// query set's rows; the sets are those from the offsets `first_set` to `last_set`. A set without rows attends to zero.
+// query set's rows. The sets have the offsets `first_set` to `last_set`. A set without rows attends to zero.
 template <typename Product>
 inline void attend_slice(const typename Product::Value* rows, int64_t row_stride, const int64_t* first_set,
                          const int64_t* last_set, int64_t n_contexts, int64_t dim,

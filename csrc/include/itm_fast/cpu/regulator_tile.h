@@ -1,8 +1,8 @@
-// What the steps of a tile of regulated cross-attention share: weights, rows and scratch memory.
+// Shared by the steps of a tile of regulated cross-attention: weights, rows and scratch memory.
 //
 // A tile is a run of whole query sets times a run of whole context sets. It has one row for each query row and context
-// set: slice after slice, one for each context set, of the query rows in their order. All intermediates of a tile
-// stay in the workspace of its thread.
+// set: one slice per context set, each with the query rows in order. All intermediates of a tile stay in the workspace
+// of its thread.
 #pragma once
 
 #include "itm_fast/cpu/attention.h"
@@ -13,14 +13,14 @@ namespace itm_fast::ITM_FAST_ISA {
 
 ITM_FAST_INLINE int64_t larger(int64_t a, int64_t b) { return a < b ? b : a; }
 
-// Elements of T that a matrix of weights takes once it is packed.
+// Elements of T in a packed matrix of weights.
 template <typename Product>
 inline int64_t packed_size(int64_t outputs, int64_t inputs) {
   return Product::kParts * round_up(outputs, kPanelColumns<typename Product::Value>) * Product::cells(inputs);
 }
 
-// out (rows, packed columns) = rows (n_rows, depth) times packed columns. Behind the columns of `out` come zeros up to
-// a whole panel, and behind its rows up to kBlockRows - 1 rows are overwritten.
+// out (rows, packed columns) = rows (n_rows, depth) times packed columns. The columns of `out` are padded with zeros to
+// a whole panel, and up to kBlockRows - 1 rows after its last row are overwritten.
 template <typename Product>
 inline void multiply_packed(const typename Product::Value* rows, int64_t row_stride, int64_t n_rows, int64_t depth,
                             const typename Product::Value* packed, int64_t n_columns, typename Product::Value* chunk,

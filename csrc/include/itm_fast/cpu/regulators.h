@@ -1,7 +1,7 @@
-// Regulated cross-attention on the CPU, tile by tile: nothing but scores, or the last alignments, leaves a tile.
+// Regulated cross-attention on the CPU, tile by tile: only scores, or the last alignments, leave a tile.
 //
-// The steps and their order are those of the reference, `alignment_steps` and `regulate`. Nearly all the work is in
-// products of a tile's rows with packed weights.
+// The steps and their order are those of the reference, `alignment_steps` and `regulate`. Products of a tile's rows
+// with packed weights take nearly all the time.
 #pragma once
 
 #include "itm_fast/cpu/regulator_aggregation.h"
@@ -66,10 +66,10 @@ class Regulation {
   }
 
  private:
-  // A pair of sets that both have rows. Guidance vectors stand in the order of the pairs.
+  // A pair of non-empty sets. Guidance vectors have the order of the pairs.
   struct Pair {
     int64_t query, context, n_rows;
-    int64_t row, query_row;  // its first row in the tile, and that of its queries in the call
+    int64_t row, query_row;  // its first row in the tile, and the first row of its queries in the call
     T *guidance, *guide;
   };
 
@@ -81,7 +81,7 @@ class Regulation {
   }
   int64_t n_steps() const { return larger(options_.n_alignments, options_.n_correspondences); }
 
-  // body(context set, first row of its slice)
+  // Calls body(context set, first row of its slice).
   template <typename Body>
   void for_each_slice(const Body& body) const {
     int64_t row = 0;
@@ -114,7 +114,7 @@ class Regulation {
     if (step < options_.n_correspondences) correspond(layers_.correspondences[step]);
   }
 
-  // Every row's attended vector, with the factors of now.
+  // Computes every row's attended vector with the current factors.
   void attend_all() {
     for_each_slice([&](int64_t context, int64_t row) {
       T* wide = at(layout_.wide, row, layout_.dim_stride);
@@ -172,7 +172,7 @@ class Regulation {
     }
   }
 
-  // out = tanh(seen weight^T + bias) of what RCR sees, in the hidden layer.
+  // out = tanh(seen weight^T + bias) for the input of RCR, in the hidden layer.
   void see(const RegulatorLayer<T>& layer) {
     if (!options_.sees_query) {
       hidden_layer<Product>(workspace_ + layout_.aligned, layout_.width_stride, n_rows_, layer, chunk(),
@@ -268,14 +268,14 @@ class Regulation {
   const RegulatorLayers<T>& layers_;
   const RegulatorLayout<Product> layout_;
   T* workspace_;
-  const int64_t *first_set_, *last_set_;  // offsets of the first query set, and behind the last
+  const int64_t *first_set_, *last_set_;  // offsets of the first query set and past the last
   const int64_t slice_rows_, n_rows_;
   const T* query_;
   const int64_t dim_, width_;
-  CrossAttentionOptions attention_;  // without the temperature, which is each row's own
+  CrossAttentionOptions attention_;  // without the temperature, which differs by row
   T temperature_;                    // of the first attention
-  bool changed_ = false;             // whether RCR has given factors
-  int64_t packed_ = -1;              // the context set that is packed
+  bool changed_ = false;             // whether RCR has computed factors
+  int64_t packed_ = -1;              // the packed context set
 };
 
 }  // namespace itm_fast::ITM_FAST_ISA

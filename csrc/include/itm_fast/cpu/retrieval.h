@@ -1,7 +1,7 @@
 // Counting ranks on the CPU: one pass over the scores serves both directions.
 //
-// Several rows go through the columns together, so that the columns' own scores and counts are read and written once
-// for all of them and the scores alone come from memory.
+// Several rows are processed together, so that the columns' own scores and counts are read and written once for all of
+// them, and only the scores come from memory.
 #pragma once
 
 #include "cpu/kernels/retrieval.h"
@@ -9,8 +9,8 @@
 
 namespace itm_fast::ITM_FAST_ISA {
 
-// -1 in the lanes whose score is above the own one, or equal where equal ones count. A NaN is above nothing, and a NaN
-// as the own score is below everything but NaN.
+// -1 in the lanes with a score above the own one, or equal to it if equal scores count; else 0. A NaN score is above
+// nothing; an own score of NaN is below everything except NaN.
 template <typename T, bool kCountEqual>
 ITM_FAST_INLINE Mask<T> above(Vector<T> score, Vector<T> own) {
   if constexpr (kCountEqual) {

@@ -1,9 +1,9 @@
 // Vectors of one instruction set.
 //
-// A kernel file is compiled once per instruction set, with ITM_FAST_ISA naming the namespace and the compiler's flags
-// choosing the width. Everything lives in that namespace, so the linker never mixes code of two instruction sets. The
-// compilers' vector extensions give the arithmetic, so the same source serves x86-64 and arm64; intrinsics stand only
-// where an instruction set has operations of its own on bfloat16.
+// A kernel file is compiled once per instruction set: ITM_FAST_ISA names the namespace, and the compiler flags choose
+// the width. Everything is in that namespace, so the linker never mixes code of two instruction sets. The compilers'
+// vector extensions provide the arithmetic, so the same source serves x86-64 and arm64. Intrinsics are only used for
+// bfloat16 operations of an instruction set.
 #pragma once
 
 #if defined(__AVX512BF16__)
@@ -85,7 +85,7 @@ ITM_FAST_INLINE float widen(BFloat16 value) {
   return result;
 }
 
-// A number of the type that is computed in stays as it is.
+// Values of the compute type are not converted.
 template <typename T>
 ITM_FAST_INLINE T widen(T value) {
   return value;
@@ -118,7 +118,7 @@ ITM_FAST_INLINE BFloat16 narrow(float value) {
   return {static_cast<uint16_t>(value == value ? rounded : bits >> 16 | 64)};
 }
 
-// Values of one storage type in another.
+// Converts values from one storage type to another.
 template <typename From, typename To>
 ITM_FAST_INLINE void convert(const From* source, int64_t count, To* target) {
   int64_t i = 0;
@@ -145,7 +145,7 @@ ITM_FAST_INLINE Vector<T> select(Mask<T> mask, Vector<T> yes, Vector<T> no) {
   return mask ? yes : no;
 }
 
-// A NaN in `a` is kept, one in `b` is not.
+// Keeps a NaN in `a`, but not one in `b`.
 template <typename T>
 ITM_FAST_INLINE Vector<T> maximum(Vector<T> a, Vector<T> b) {
   return a < b ? b : a;
@@ -153,7 +153,7 @@ ITM_FAST_INLINE Vector<T> maximum(Vector<T> a, Vector<T> b) {
 
 template <typename T>
 ITM_FAST_INLINE T sum_lanes(Vector<T> value) {
-  // Halving keeps the order of the additions the same for every call of one instruction set.
+  // Halving gives the same order of additions in every call of one instruction set.
   T lanes[kLanes<T>];
   store(lanes, value);
 #pragma GCC unroll 8
@@ -183,7 +183,7 @@ ITM_FAST_INLINE Vector<T> take_halves(Vector<T> a, Vector<T> b, std::index_seque
 template <typename T, int Block = kLanes<T>>
 ITM_FAST_INLINE Vector<T> sum_rows(Vector<T> (&rows)[kLanes<T>]) {
   constexpr auto kAll = std::make_index_sequence<kLanes<T>>{};
-  constexpr int kSums = Block / 2;  // vectors that are left
+  constexpr int kSums = Block / 2;  // remaining vectors
 #pragma GCC unroll 8
   for (int i = 0; i < kSums; ++i) {
     const Vector<T> a = rows[2 * i], b = rows[2 * i + 1];

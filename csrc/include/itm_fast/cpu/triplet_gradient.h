@@ -1,13 +1,13 @@
-// Row blocks of the gradient of triplet_loss on the CPU where sums of hinges send it, with those sums where asked for;
-// and what multiplies a gradient.
+// Row blocks of the gradient of triplet_loss on the CPU for sums of hinges, with those sums if requested; and the
+// scaling of a gradient.
 #pragma once
 
 #include "itm_fast/cpu/triplet_tiles.h"
 
 namespace itm_fast::ITM_FAST_ISA {
 
-// Takes rows [first_row, last_row), at most kRowsTogether, through the columns [first, first + count) and writes their
-// gradient to `targets`, which are whole vectors but for the last one.
+// Processes rows [first_row, last_row), at most kRowsTogether, over the columns [first, first + count) and writes their
+// gradient to `targets`. All vectors are whole except the last one.
 template <typename T, int kGoals, bool kAccumulates>
 inline void spread_tile(const TripletBlock<T>& block, const TripletSpread<T>& spread, const T* const* negatives,
                         T* const* targets, int64_t first_row, int64_t last_row, int64_t first, int64_t count) {
@@ -120,7 +120,7 @@ inline void spread_block(const TripletBlock<T>& block, const TripletSpread<T>& s
   }
 }
 
-// Elements of 0 stay, whatever the factor; where a group of vectors has no others nothing is written.
+// Elements that are 0 stay 0, whatever the factor; groups of vectors with zeros only are not written.
 template <typename T>
 inline void scale_elements(T* values, int64_t count, T factor) {
   constexpr int kVectors = 8;

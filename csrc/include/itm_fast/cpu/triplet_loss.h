@@ -11,7 +11,7 @@ ITM_FAST_INLINE Vector<T> hinge_vector(Vector<T> negative, Vector<T> shift) {
   return x <= splat(T(0)) ? splat(T(0)) : x;
 }
 
-// The best of the lanes, and of equal ones the lowest index.
+// The best of the lanes; among equal ones, the one with the lowest index.
 template <typename T>
 inline T best_lane(Vector<T> values, Mask<T> indices, int64_t& index) {
   T best = values[0];
@@ -25,7 +25,7 @@ inline T best_lane(Vector<T> values, Mask<T> indices, int64_t& index) {
   return best;
 }
 
-// Comparisons leave a NaN out; here it takes its place as the best of its row and of its column, the first one stays.
+// Comparisons skip NaN, so this makes NaN the best of its row and of its column; the first NaN stays.
 template <typename T>
 inline void take_nan(const TripletBlock<T>& block, const TripletScan<T>& scan, const T* negatives, int64_t row,
                      int64_t first, int64_t count) {
@@ -42,7 +42,7 @@ inline void take_nan(const TripletBlock<T>& block, const TripletScan<T>& scan, c
   }
 }
 
-// Takes rows [first_row, last_row), at most kRowsTogether, through the columns [first, first + count).
+// Processes rows [first_row, last_row), at most kRowsTogether, over the columns [first, first + count).
 template <typename T, int kGoals>
 inline void scan_tile(const TripletBlock<T>& block, const TripletScan<T>& scan, const T* const* negatives,
                       int64_t first_row, int64_t last_row, int64_t first, int64_t count) {

@@ -1,8 +1,8 @@
-// What the passes over a score matrix on the CPU share: tiles of columns, and what stands for the scores in them.
+// Shared by the passes over a score matrix on the CPU: tiles of columns, and the values that replace scores in them.
 //
-// One pass over the scores serves both directions. A block works on tiles of columns, and takes several rows through a
-// tile together, so that what belongs to the columns is read and written once for all of them. What is no negative
-// stands as -inf: a tile of a row is copied only where something must be taken out of it.
+// One pass over the scores serves both directions. A block works on tiles of columns and processes several rows of a
+// tile together, so that the data of the columns is read and written once for all of them. Pairs that are not negatives
+// are -inf; a tile of a row is copied only if it contains such a pair.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +15,7 @@ namespace itm_fast::ITM_FAST_ISA {
 template <typename T>
 inline constexpr int64_t kTileColumns = 4096 / sizeof(T);
 
-// Rows that go through a tile together; each holds a best and its lane in registers.
+// Rows processed together in a tile; each keeps a best and its lane in registers.
 #if defined(__AVX512F__)
 inline constexpr int kRowsTogether = 8;
 #else
@@ -70,8 +70,8 @@ inline void fill_gaps(const TripletBlock<T>& block, int64_t row, int64_t first, 
   }
 }
 
-// Columns [first, first + count) of a row, up to a whole vector, with -inf where no negative is: the scores themselves
-// where nothing needs to change, else what stands for them in `buffer`.
+// Columns [first, first + count) of a row, up to a whole vector, with -inf for pairs that are not negatives: the scores
+// themselves if nothing changes, else a changed copy in `buffer`.
 template <typename T>
 inline const T* negatives_of(const TripletBlock<T>& block, int64_t row, int64_t first, int64_t count, T* buffer) {
   const T* source = block.scores + row * block.columns + first;
@@ -93,7 +93,7 @@ inline const T* negatives_of(const TripletBlock<T>& block, int64_t row, int64_t 
   return buffer;
 }
 
-// What a pass looks for: bests, sums of hinges, bests among what is below the positive; of rows, of columns.
+// What a pass computes: bests, sums of hinges, bests below the positive; of rows, of columns.
 enum Goal : int { kBests = 1, kSums = 2, kBelow = 4, kOfRows = 8, kOfColumns = 16 };
 
 // Calls body(negatives, row, last_row, first, count) for every tile of columns and every group of rows in it.

@@ -1,8 +1,8 @@
 // The attention of one pair of sets on a GPU: from the raw scores of a query set with a context set to the cosines of
-// the queries and the score of the pair (steps 2 to 7 of the design), a thread per row or per column.
+// the queries and the score of the pair (steps 2 to 7 of the design), with one thread per row or per column.
 //
-// Nothing here knows where scores and attention lie: rows and columns come as functions of an index. What is computed
-// for NaN, infinities and zeros is what the CPU kernels compute.
+// This code does not know where scores and attention are stored: it accesses rows and columns through functions of an
+// index. NaN, infinities and zeros give the same results as in the CPU kernels.
 #pragma once
 
 #include <cmath>
@@ -13,8 +13,8 @@
 
 namespace itm_fast::cuda {
 
-// Below this share of (sum_k p_k |x_k|)^2 the quadratic form p G p has lost too many digits, and the attended vector is
-// formed for that query after all.
+// Below this share of (sum_k p_k |x_k|)^2 the quadratic form p G p has lost too many digits; the attended vector of
+// that query is then formed explicitly.
 inline constexpr float kCancellation = 1.0f / 512.0f;
 
 // Gram matrices are read in vectors of four: rows are padded with zeros to a multiple of this.
@@ -22,14 +22,14 @@ inline constexpr int kGramBlock = 8;
 
 constexpr int gram_stride(int n_contexts) { return (n_contexts + kGramBlock - 1) / kGramBlock * kGramBlock; }
 
-// CrossAttentionOptions in the type that is computed in.
+// CrossAttentionOptions in the compute type.
 struct PairOptions {
   float temperature, negative_slope, logsumexp_temperature;
   Normalization normalization;
   Focal focal;
   Aggregation aggregation;
   bool clips;
-  bool small_logits;  // numerators do without the maximum of the logits
+  bool small_logits;  // skip the maximum of the logits
 
   PairOptions() = default;
   explicit PairOptions(const CrossAttentionOptions& o)
@@ -44,7 +44,7 @@ struct PairOptions {
         small_logits(o.normalization != Normalization::clipped && o.normalization != Normalization::no_norm &&
                      o.temperature <= 10.0 && o.temperature >= -10.0) {}
 
-  // A NaN counts as positive and stays NaN.
+  // NaN counts as positive and stays NaN.
   ITM_FAST_DEVICE float clipped(float raw) const { return clips && raw <= 0.0f ? raw * negative_slope : raw; }
   ITM_FAST_DEVICE bool is_l2() const {
     return normalization == Normalization::l2norm || normalization == Normalization::clipped_l2norm;
@@ -56,7 +56,7 @@ struct PairOptions {
   ITM_FAST_DEVICE bool is_hard() const { return focal == Focal::hard; }
 };
 
-// What the normalisation over the queries needs of one context's row of raw scores, which may come in parts.
+// Statistics of one context's row of raw scores for the normalisation over the queries. The row may arrive in parts.
 struct RowStatistics {
   float total = 0.0f;  // of squares, of absolute values, or of exp(raw - peak)
   float peak = -HUGE_VALF;
@@ -66,7 +66,7 @@ struct RowStatistics {
       if (peak < raw) {
         total = total * expf(peak - raw) + expf(raw - raw);
         peak = raw;
-      } else if (raw != -HUGE_VALF) {  // The difference of two infinities is no number, and this one adds nothing.
+      } else if (raw != -HUGE_VALF) {  // The difference of two infinities is NaN; -inf adds nothing.
         total += expf(raw - peak);
       }
       return;
@@ -76,13 +76,13 @@ struct RowStatistics {
     if (options.is_l1()) total += fabsf(x);
   }
 
-  // The norm over the queries; 1 where there is none to divide by.
+  // The norm over the queries, or 1 without a normalisation.
   ITM_FAST_DEVICE float denominator(const PairOptions& options) const {
     const float epsilon = static_cast<float>(kNormEpsilon);
     return options.is_l2() ? sqrtf(total) + epsilon : options.is_l1() ? total + epsilon : 1.0f;
   }
 
-  // The one number with which logit() makes logits of the row.
+  // The factor with which logit() computes logits of the row.
   ITM_FAST_DEVICE float factor(const PairOptions& options) const {
     return options.is_softmax() ? peak + logf(total) : options.temperature / denominator(options);
   }
@@ -101,11 +101,11 @@ ITM_FAST_DEVICE float logit(float raw, float factor, const PairOptions& options)
   return options.is_softmax() ? options.temperature * expf(raw - factor) : options.clipped(raw) * factor;
 }
 
-// The greatest logit so far. A NaN may be lost: it comes back as a numerator.
+// The maximum logit so far. It may drop a NaN, which returns as a numerator.
 ITM_FAST_DEVICE float later_peak(float peak, float logit) { return logit < peak ? peak : logit; }
 
-// Which contexts a focal mode keeps: those where p * weight > bound, and all where that is none. `total` is the sum of
-// all numerators; `weight` and `bound` are added up over all contexts before the first is asked for.
+// The contexts that a focal mode keeps: those with p * weight > bound, or all if none meets this. `total` is the sum of
+// all numerators. `weight` and `bound` must be summed over all contexts before the first call of keeps().
 struct FocalRule {
   bool drops = false;
   float total = 1.0f, weight = 0.0f, bound = 0.0f;
@@ -115,11 +115,11 @@ struct FocalRule {
     weight += root;
     bound += p * root;
   }
-  // A product that is rounded before it is compared, as the reference's: no subtraction can be fused with it.
+  // The product is rounded before the comparison, as in the reference, so it cannot be fused with a subtraction.
   ITM_FAST_DEVICE bool keeps(float numerator) const { return !drops || (numerator / total) * weight > bound; }
 };
 
-// The first of the greatest of logits that come one after another. As for argmax a NaN is the greatest.
+// The first maximum of a sequence of logits. As in argmax, NaN counts as the maximum.
 struct GreatestLogit {
   float value = 0.0f;
   int place = -1;
@@ -131,13 +131,13 @@ struct GreatestLogit {
   }
 };
 
-// Sums over the contexts of one query, of the unnormalised attention e: what is dropped is 0.
+// Sums over the contexts of one query, of the unnormalised attention e; dropped contexts are 0.
 struct ColumnAttention {
   float total = 0.0f;  // sum_k e_k: e / total is the attention
   float dot = 0.0f;    // sum_k e_k s_k = <q, sum_k e_k x_k>
 };
 
-// attend_column for hard attention: all of it to the context with the greatest logit.
+// attend_column for hard attention: all attention goes to the context with the greatest logit.
 template <typename Raw, typename Factor, typename Store>
 ITM_FAST_DEVICE ColumnAttention attend_hard(const Raw& raw, const Factor& factor, const Store& store, int n,
                                             const PairOptions& options) {
@@ -147,14 +147,14 @@ ITM_FAST_DEVICE ColumnAttention attend_hard(const Raw& raw, const Factor& factor
   sums.total = 1.0f;
   for (int k = 0; k < n; ++k) {
     const float s = raw(k), e = k == greatest.place ? 1.0f : 0.0f;
-    sums.dot += e * s;  // NaN where a score is not finite, of whichever context.
+    sums.dot += e * s;  // NaN if the score of any context is not finite.
     store(k, e);
   }
   return sums;
 }
 
-// The attention of one query over n contexts, raw(k) being its raw scores and factor(k) their rows' factors: calls
-// store(k, e_k) for every context, after the last use of raw(k).
+// The attention of one query over n contexts, with raw scores raw(k) and row factors factor(k). Calls store(k, e_k) for
+// every context, after the last use of raw(k).
 template <typename Raw, typename Factor, typename Store>
 ITM_FAST_DEVICE ColumnAttention attend_column(const Raw& raw, const Factor& factor, const Store& store, int n,
                                               const PairOptions& options) {
@@ -188,7 +188,7 @@ ITM_FAST_DEVICE ColumnAttention attend_column(const Raw& raw, const Factor& fact
   return sums;
 }
 
-// The squared norm of sum_k e_k x_k, and what it is compared with to see whether its digits are lost.
+// The squared norm of sum_k e_k x_k, and the value it is compared with to detect lost digits.
 struct AttendedNorm {
   float square = 0.0f;  // e G e
   float scale = 0.0f;   // sum_k e_k |x_k|
@@ -196,8 +196,8 @@ struct AttendedNorm {
   ITM_FAST_DEVICE bool is_lost() const { return square < scale * scale * kCancellation; }
 };
 
-// From the Gram matrix of the contexts: symmetric, n rows `gram_stride(n)` apart, on a boundary of 16 bytes. What lies
-// right of a block on its diagonal counts twice, and what lies left of it not at all.
+// From the Gram matrix of the contexts: symmetric, n rows `gram_stride(n)` apart, aligned to 16 bytes. Elements right
+// of a diagonal block count twice, and elements left of it are skipped.
 template <typename Attention>
 ITM_FAST_DEVICE AttendedNorm attended_norm(const Attention& attention, const float* gram, int n) {
   AttendedNorm found;
@@ -231,7 +231,7 @@ ITM_FAST_DEVICE float cosine_of(float dot, float square, float total, float quer
   return dot / total / (norms < least ? least : norms);
 }
 
-// The aggregate of n cosines, which may come one after another.
+// The aggregate of n cosines, which may be added one by one.
 class CosineAggregate {
  public:
   ITM_FAST_DEVICE void add(float cosine, const PairOptions& options) {
@@ -240,7 +240,7 @@ class CosineAggregate {
         if (is_empty_ || (!(value_ != value_) && !(cosine <= value_))) value_ = cosine;
         break;
       case Aggregation::logsumexp: {
-        // Differences come first: large temperatures would amplify the rounding of a product.
+        // Subtract first: large temperatures would amplify the rounding of a product.
         const float above = options.logsumexp_temperature * (cosine - peak_);
         if (is_empty_ || above > 0.0f) {
           value_ = is_empty_ ? 1.0f : value_ * expf(-above) + 1.0f;
@@ -260,7 +260,7 @@ class CosineAggregate {
     if (options.aggregation == Aggregation::logsumexp) return logf(value_) / options.logsumexp_temperature + peak_;
     return value_;
   }
-  // The derivative of the log-sum-exp by one of its cosines.
+  // The derivative of the log-sum-exp with respect to one of its cosines.
   ITM_FAST_DEVICE float share(float cosine, const PairOptions& options) const {
     return expf(options.logsumexp_temperature * (cosine - peak_)) / value_;
   }

@@ -1,4 +1,4 @@
-// boosting_loss as the kernels of triplet_loss see it: a part per strategy, a triplet loss over gaps.
+// boosting_loss in the form of the triplet_loss kernels: one part per strategy, each a triplet loss over gaps.
 #pragma once
 
 #include "itm_fast/boosting_loss.h"
@@ -45,7 +45,7 @@ struct BoostingProblem {
   ITM_FAST_DEVICE bool is_negative(int64_t row, int64_t column) const {
     return row != column && !(positives != nullptr && positives[row * columns + column]);
   }
-  // Of "selective" alone, which boosting does not know.
+  // Only "selective" uses it, which boosting_loss does not offer.
   ITM_FAST_DEVICE T divisor(const TripletOptions&, int64_t) const { return T(1); }
 
  private:

@@ -1,10 +1,9 @@
 // cross_attention_scores on a GPU: two launches.
 //
-// prepare_scores packs the sets of both sides into tiles, and computes the Gram matrix of every context set that fits
-// a tile and the norms of the queries. score_tile then computes all scores of a tile of contexts with a tile of
-// queries: raw scores on tensor cores (tile_product.h), the rest in shared memory, where the attention takes the place
-// of the raw scores. Nothing but scores leaves the chip. Every score is computed by one block, in an order that shapes
-// decide.
+// prepare_scores packs the sets of both sides into tiles, and computes the Gram matrix of every context set that fits a
+// tile and the norms of the queries. score_tile then computes all scores of a tile of contexts with a tile of queries:
+// raw scores on tensor cores (tile_product.h), the rest in shared memory, where the attention replaces the raw scores.
+// Only scores leave the chip. One block computes each score, in an order that depends only on shapes.
 #pragma once
 
 #include "itm_fast/cuda/attention_pair.h"
@@ -14,7 +13,7 @@
 
 namespace itm_fast::cuda {
 
-// Query tiles whose blocks stand beside each other, so that one reading of a context tile serves all of them.
+// Query tiles of adjacent blocks, so that one read of a context tile serves all of them.
 inline constexpr int64_t kQueryTilesTogether = 8;
 
 template <typename S>
@@ -22,14 +21,14 @@ struct ScoreProblem {
   SetRows<S> queries, contexts;
   int64_t dim;
   PairOptions options;
-  bool is_aligned;                      // rows begin on boundaries of 16 bytes
+  bool is_aligned;                      // rows are aligned to 16 bytes
   TilePlan query_tiles, context_tiles;  // written by prepare_scores, as are:
-  float* grams;                         // (contexts.n_rows, Tile::kRows): from the first row of a set on, its matrix
+  float* grams;                         // (contexts.n_rows, Tile::kRows): a set's matrix starts at its first row
   float* query_norms;                   // (queries.n_rows,)
   float* scores;                        // (queries.n_sets, contexts.n_sets)
 };
 
-// Of every precision: no digit of a norm may be lost.
+// For every precision: a norm must keep all its digits.
 template <typename S>
 inline constexpr int kGramParts = std::is_same_v<S, float> ? 3 : 1;
 
@@ -37,7 +36,7 @@ inline constexpr int kGramParts = std::is_same_v<S, float> ? 3 : 1;
 template <typename Tile, typename S>
 ITM_FAST_DEVICE void write_gram(const ScoreProblem<S>& p, int64_t set) {
   const int64_t length = p.contexts.length(set), row = p.contexts.offset(set);
-  if (length == 0 || length > Tile::kRows) return;  // Nobody asks for a longer one.
+  if (length == 0 || length > Tile::kRows) return;  // Longer sets do not use one.
   const int n = static_cast<int>(length), stride = gram_stride(n);
   const RowRun<S> rows{p.contexts.values + row * p.dim, n, p.dim};
   multiply_tile<kGramParts<S>, Tile, true>(rows, rows, p.dim, p.is_aligned);
@@ -80,7 +79,7 @@ ITM_FAST_DEVICE void prepare_scores(const ScoreProblem<S>& p) {
   }
 }
 
-// What the threads of a warp find of the attended vector of a query, sum_k e_k x_k, from the contexts themselves.
+// Sums of a warp's threads over a query's attended vector, sum_k e_k x_k, computed from the contexts themselves.
 struct ExactAttention {
   float square, dot;
 };
@@ -101,7 +100,7 @@ ITM_FAST_DEVICE ExactAttention attend_exactly(const Attention& attention, const 
   return found;
 }
 
-// The shared memory of a block of score_tile: the products first, then what follows.
+// The shared memory of a block of score_tile: the products, then the remaining arrays.
 template <typename Tile>
 struct ScoreMemory {
   static constexpr int kFactors = Tile::kProductBytes, kFactorCount = kTileSets * Tile::kRows;
@@ -111,7 +110,7 @@ struct ScoreMemory {
   static constexpr int kBytes = kColumnSets + Tile::kColumns * 4;
 };
 
-// The scores of a tile whose sets all fit. Rows are contexts, columns are queries.
+// The scores of a tile of sets that all fit. Rows are contexts, columns are queries.
 template <int kParts, typename Tile, typename S>
 ITM_FAST_DEVICE void score_short_sets(const ScoreProblem<S>& p, const TileSets& contexts, const TileSets& queries) {
   using Memory = ScoreMemory<Tile>;
@@ -183,7 +182,7 @@ ITM_FAST_DEVICE void score_short_sets(const ScoreProblem<S>& p, const TileSets& 
   }
   barrier();
 
-  // A thread per pair of sets.
+  // One thread per pair of sets.
   for (int i = thread_index(); i < queries.n_sets * contexts.n_sets; i += Tile::kThreads) {
     const int set = i % contexts.n_sets, query = i / contexts.n_sets;
     const int row = context_starts[set], first = query_starts[query], last = query_starts[query + 1];
@@ -197,7 +196,7 @@ ITM_FAST_DEVICE void score_short_sets(const ScoreProblem<S>& p, const TileSets& 
   }
 }
 
-// The scores of tiles of which one is a set that is longer than a tile.
+// The scores of two tiles if one of them is a set that is longer than a tile.
 template <typename Tile, typename S>
 ITM_FAST_DEVICE_APART void score_long_sets(const ScoreProblem<S>& p, int64_t context_tile, int64_t query_tile) {
   const TileSets contexts = open_tile(p.contexts, p.context_tiles, context_tile, Tile::kRows);
@@ -209,7 +208,7 @@ ITM_FAST_DEVICE_APART void score_long_sets(const ScoreProblem<S>& p, int64_t con
   }
 }
 
-// Grid: a block per pair of tiles, as many as there can be of them; those that are too many leave at once.
+// Grid: a block per pair of tiles, up to the maximum number of pairs; surplus blocks return at once.
 template <int kParts, typename Tile, typename S>
 ITM_FAST_DEVICE void score_tile(const ScoreProblem<S>& p) {
   const int64_t context_tiles = *p.context_tiles.n_tiles, query_tiles = *p.query_tiles.n_tiles;

@@ -1,17 +1,18 @@
 // The backward of cross_attention_scores on a GPU: three launches, or four.
 //
-// list_pairs (pair_lists.h) finds the pairs whose score has a gradient. differentiate_pairs computes each of them anew
-// and keeps what its rows have to be multiplied by. accumulate_gradients then makes the gradient of every row, each by
-// the one thread that owns it, from its set's list in order: no atomics, and no order of blocks or threads shows.
-// With K contexts, n queries and width d, a pair takes 8 K n d multiply-adds: three in differentiate_pairs, three for
-// its contexts and two for its queries, for both of which the attended vectors are formed once more.
+// list_pairs (pair_lists.h) finds the pairs with a score gradient. differentiate_pairs recomputes each of them and
+// keeps the factors of its rows. accumulate_gradients then computes the gradient of every row. One thread owns a row
+// and adds the pairs of its set's list in order, without atomics, so results do not depend on the order of blocks or
+// threads. With K contexts, n queries and width d, a pair takes 8 K n d multiply-adds: three in differentiate_pairs,
+// three for its contexts and two for its queries. The contexts and the queries each form the attended vectors once
+// more.
 //
-// What a pair keeps is 3 K n + 4 n numbers, and there is room for a given number of them. The pairs past it (only where
-// the product of all rows exceeds the room, which the host knows) are left to finish_pairs, which takes set after set,
-// computes the pairs of its list one by one, and adds them to the sums so far: a pair is then computed twice.
+// A pair keeps 3 K n + 4 n numbers, and the memory for them is limited. Pairs beyond the limit are left to
+// finish_pairs; the host knows whether the product of all rows exceeds it. finish_pairs takes set after set, computes
+// the pairs of its list one by one, and adds them to the sums so far. Each such pair is computed twice.
 //
-// A list as long as there are sets is no hot spot: its pairs are differentiated by as many blocks as there are pairs,
-// and its sums are split by columns, so that one block has two or three parts in 8 d / 32 of the list's work.
+// A list with a pair for every set is no bottleneck. Each of its pairs is a separate task of differentiate_pairs, and
+// its sums are split by columns: one block does two or three parts in 8 d / 32 of the list's work.
 #pragma once
 
 #include "itm_fast/cuda/pair_gradient.h"
@@ -19,7 +20,7 @@
 
 namespace itm_fast::cuda {
 
-// Columns of a slice, a lane each, and rows of a set that a thread adds up at a time.
+// Columns of a slice, one per lane, and rows of a set that a thread accumulates at a time.
 inline constexpr int kSliceColumns = 32, kSumRows = 8, kTileRows = kGradientWarps * kSumRows;
 // Attended vectors that a block forms at a time.
 inline constexpr int kAttendedWords = 16;
@@ -31,10 +32,10 @@ struct CrossAttentionBackward {
   PairOptions options;
   int64_t dim;
   PairNumbers numbers;
-  int64_t room_for_scores, room_for_rows;  // of pairs that are kept
+  int64_t room_for_scores, room_for_rows;  // for kept pairs
   float* attended;                         // kAttendedQueries vectors per block
-  S *query_gradients, *context_gradients;  // null where nobody asks
-  float *query_sums, *context_sums;        // where pairs may be past the room: gradients so far
+  S *query_gradients, *context_gradients;  // null if not requested
+  float *query_sums, *context_sums;        // gradients so far, if pairs may exceed the room
   int64_t differentiating_blocks, finishing_blocks;
 
   ITM_FAST_DEVICE bool keeps(const ListedPair& pair) const {
@@ -52,13 +53,13 @@ struct CrossAttentionBackward {
   ITM_FAST_DEVICE float* attended_of_block() const { return attended + block_index() * kAttendedQueries * dim; }
 };
 
-// Grid: differentiating_blocks; each takes every so many-th pair of those that are kept.
+// Grid: differentiating_blocks; the blocks share the kept pairs in turn.
 template <typename S>
 ITM_FAST_DEVICE void differentiate_pairs(const CrossAttentionBackward<S>& p) {
   const int64_t n_pairs = *p.lists.total;
   for (int64_t number = block_index(); number < n_pairs; number += p.differentiating_blocks) {
     const ListedPair pair = numbered_pair(p.lists, number);
-    if (!p.keeps(pair)) return;  // Nor are those after it.
+    if (!p.keeps(pair)) return;  // Later pairs are not kept either.
     differentiate_pair(p.rows_of(pair), p.gradient_of(pair), p.options, p.attended_of_block(),
                        p.numbers.at(pair.row, pair.score));
   }
@@ -71,7 +72,7 @@ struct RowSums {
   ITM_FAST_DEVICE void add(const RowSums& other) {
     for (int i = 0; i < kSumRows; ++i) values[i] += other.values[i];
   }
-  // Calls body(value, row) for those that there are.
+  // Calls body(value, row) for the existing rows.
   template <typename Body>
   ITM_FAST_DEVICE void each(int first_row, int n_rows, const Body& body) {
     for (int i = 0; i < kSumRows; ++i) {
@@ -81,8 +82,8 @@ struct RowSums {
   }
 };
 
-// What a pair adds to rows of its context set: sum_j (scores_jk q_j + p_jk (dot_j q_j + square_j c_j)), the attended
-// vectors c being formed anew for the slice. All threads of the block.
+// Adds a pair's part of the gradient to rows of its context set: sum_j (scores_jk q_j + p_jk (dot_j q_j + square_j
+// c_j)). The attended vectors c are recomputed for the slice. For all threads of the block.
 template <typename S>
 ITM_FAST_DEVICE RowSums sums_of_contexts(const PairRows<S>& rows, const PairNumbers& numbers, int first_row,
                                          int64_t column) {
@@ -113,7 +114,7 @@ ITM_FAST_DEVICE RowSums sums_of_contexts(const PairRows<S>& rows, const PairNumb
   return sums;
 }
 
-// What a pair adds to rows of its query set: sum_k scores_jk x_k + dot_j c_j + norm_j q_j.
+// A pair's part of the gradient of rows of its query set: sum_k scores_jk x_k + dot_j c_j + norm_j q_j.
 template <typename S>
 ITM_FAST_DEVICE RowSums sums_of_queries(const PairRows<S>& rows, const PairNumbers& numbers, int first_row,
                                         int64_t column) {
@@ -132,7 +133,7 @@ ITM_FAST_DEVICE RowSums sums_of_queries(const PairRows<S>& rows, const PairNumbe
   return sums;
 }
 
-// Whether a row is all zeros: such a row has no direction, and receives no gradient. All lanes of a warp.
+// Whether a row is all zeros: such a row has no direction and receives no gradient. For all lanes of a warp.
 template <typename S>
 ITM_FAST_DEVICE bool is_zero_row(const S* row, int64_t dim) {
   for (int64_t first = 0; first < dim; first += 32) {
@@ -153,10 +154,10 @@ struct Destination {
   int32_t n_pairs;
   const int32_t* list;
   S* gradients;
-  float* sums;  // null where the room is certain to do
+  float* sums;  // null if all pairs are certain to fit
 };
 
-// Set `number` of those that need a gradient: the context sets come first.
+// Set `number` of those that need a gradient, context sets first.
 template <typename S>
 ITM_FAST_DEVICE Destination<S> destination(const CrossAttentionBackward<S>& p, int64_t number) {
   const PairLists<S>& lists = p.lists;
@@ -203,8 +204,9 @@ ITM_FAST_DEVICE RowSums sums_of(const CrossAttentionBackward<S>& p, const Destin
 
 constexpr int64_t slices_of(int64_t dim) { return tiles_of(dim, kSliceColumns); }
 
-// Grid: one block per set that needs a gradient and slice of the columns, the slices of a set beside each other. The
-// pairs of a set's list are added up one by one, each after its own sum: as many roundings as a pair at a time has.
+// Grid: one block per set that needs a gradient and per slice of the columns; the slices of a set are adjacent. Adds
+// the pairs of a set's list one by one, each after its own sum, so there are as many roundings as with one pair at a
+// time.
 template <typename S>
 ITM_FAST_DEVICE void accumulate_gradients(const CrossAttentionBackward<S>& p) {
   const int64_t n_slices = slices_of(p.dim);
@@ -214,7 +216,7 @@ ITM_FAST_DEVICE void accumulate_gradients(const CrossAttentionBackward<S>& p) {
     RowSums totals;
     for (int32_t entry = 0; entry < to.n_pairs; ++entry) {
       const ListedPair pair = pair_of(p, to, entry);
-      if (!p.keeps(pair)) break;  // Nor are those after it.
+      if (!p.keeps(pair)) break;  // Later pairs are not kept either.
       const PairNumbers numbers = p.numbers.at(pair.row, pair.score);
       totals.add(sums_of(p, to, pair, numbers, first_row, column));
     }
@@ -232,8 +234,8 @@ ITM_FAST_DEVICE void accumulate_gradients(const CrossAttentionBackward<S>& p) {
   }
 }
 
-// Adds the pairs of a set that have not been kept, computed in the given memory with room for so many query rows and
-// raw scores.
+// Adds the pairs of a set that were not kept. They are computed in the given memory, which holds the given numbers of
+// query rows and raw scores.
 template <typename S>
 ITM_FAST_DEVICE void add_remaining(const CrossAttentionBackward<S>& p, const Destination<S>& to,
                                    const PairNumbers& numbers, int64_t row_room, int64_t score_room) {
@@ -254,12 +256,12 @@ ITM_FAST_DEVICE void add_remaining(const CrossAttentionBackward<S>& p, const Des
                   [&](float sum, int row) { to.sums[row * p.dim + column] += has_room ? sum : kNotANumber; });
       }
     }
-    barrier();  // The numbers are read before those of the next pair take their place.
+    barrier();  // Read the numbers before those of the next pair replace them.
   }
 }
 
-// Grid: finishing_blocks, which share the memory of the pairs' numbers; fewer of them work where pairs are large. A
-// single pair too large for all of it makes its sets' gradients NaN.
+// Grid: finishing_blocks, which share the memory of the pairs' numbers; fewer of them work if pairs are large. If a
+// single pair exceeds all of it, the gradients of its sets become NaN.
 template <typename S>
 ITM_FAST_DEVICE void finish_pairs(const CrossAttentionBackward<S>& p) {
   const PairLists<S>& lists = p.lists;

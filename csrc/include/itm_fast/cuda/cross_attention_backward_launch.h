@@ -1,5 +1,5 @@
-// How the backward of cross_attention_scores is launched: grids and workspaces. Host code, shared by the launcher and
-// the tests.
+// Launch of the backward of cross_attention_scores: grids and workspaces. Host code, shared by the launcher and the
+// tests.
 #pragma once
 
 #include <algorithm>
@@ -9,14 +9,14 @@
 
 namespace itm_fast::cuda {
 
-// Raw scores of pairs that are kept at most, 12 bytes each and up to 16 per query row: at most 900 MiB, and 92 MB for a
-// dense gradient of 128 images of 36 regions with 128 captions of 13 words.
+// Maximum number of raw scores of kept pairs, 12 bytes each and up to 16 per query row: at most 900 MiB. A dense
+// gradient of 128 images of 36 regions with 128 captions of 13 words takes 92 MB.
 inline constexpr int64_t kRoomForScores = int64_t{1} << 25;
-// Blocks that differentiate pairs, of which each has kAttendedQueries float32 vectors: two or more for every
-// multiprocessor of any GPU so far.
+// Blocks that differentiate pairs, each with kAttendedQueries float32 vectors: at least two per multiprocessor on every
+// GPU so far.
 inline constexpr int64_t kDifferentiatingBlocks = 512, kFinishingBlocks = 256;
 
-// What a call asks for, in numbers that the host knows.
+// The sizes of a call, known on the host.
 struct BackwardSizes {
   int64_t query_sets, query_rows, context_sets, context_rows, dim;
   bool for_queries, for_contexts;
@@ -27,7 +27,7 @@ struct BackwardSizes {
   int64_t rows() const { return query_rows * context_sets; }
   int64_t scores() const { return query_rows * context_rows; }
   bool needs_gradients() const { return for_queries || for_contexts; }
-  // Whether pairs may be past the room, which costs one more launch and float32 sums of all gradients.
+  // Whether pairs may exceed the room. If so, the call needs one more launch and float32 sums of all gradients.
   bool needs_finish() const { return needs_gradients() && std::max(rows(), scores()) > room; }
 
   int64_t list_blocks() const {
@@ -40,7 +40,7 @@ struct BackwardSizes {
   int64_t finishing_blocks() const { return std::min(differentiating_blocks(), kFinishingBlocks); }
 };
 
-// Lays out what p needs beside its operands, options and results; returns the leading bytes that must be zero.
+// Lays out p's workspace, apart from operands, options and results; returns the leading bytes that must be zero.
 template <typename S>
 int64_t place_backward(CrossAttentionBackward<S>& p, const BackwardSizes& sizes, Workspace& workspace) {
   PairLists<S>& lists = p.lists;

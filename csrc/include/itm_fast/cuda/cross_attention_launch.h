@@ -1,5 +1,5 @@
-// How the kernels of cross_attention_scores are launched: grids and workspace. Host code, shared by the launchers and
-// the tests.
+// Launch of the kernels of cross_attention_scores: grids and workspace. Host code, shared by the launchers and the
+// tests.
 #pragma once
 
 #include "itm_fast/cuda/cross_attention.h"
@@ -7,8 +7,8 @@
 
 namespace itm_fast::cuda {
 
-// 112 rows are the regions of three images, 128 columns about ten captions. The ring of stages takes 60 KB and all
-// 75 KB: two blocks on a multiprocessor of compute capability 8.0 or 9.0, one on those of 8.6 and 8.9.
+// The tile: 112 rows are the regions of three images, 128 columns about ten captions. The ring of stages takes 60 KB,
+// all shared memory 75 KB: two blocks per multiprocessor of compute capability 8.0 or 9.0, one on 8.6 and 8.9.
 using ScoreTile112 = ProductTile<112, 128, 2, 4, 4, 256>;
 
 template <typename Tile>
@@ -21,7 +21,7 @@ inline void place_plan(TilePlan& plan, int64_t capacity, Workspace& workspace) {
   plan.n_tiles = workspace.take<int64_t>(1);
 }
 
-// Lays out what p needs beside its operands, options and scores. Nothing of it needs to be zero.
+// Lays out p's workspace, apart from operands, options and scores. It need not be zero.
 template <typename Tile, typename S>
 void place_scores(ScoreProblem<S>& p, Workspace& workspace) {
   place_plan(p.context_tiles, most_tiles(p.contexts.n_sets, p.contexts.n_rows, Tile::kRows), workspace);
@@ -30,7 +30,7 @@ void place_scores(ScoreProblem<S>& p, Workspace& workspace) {
   p.query_norms = workspace.take<float>(p.queries.n_rows);
 }
 
-// Whether all rows begin on boundaries of 16 bytes, as asynchronous copies need them to.
+// Whether all rows are aligned to 16 bytes, as asynchronous copies require.
 template <typename S>
 bool rows_are_aligned(const ScoreProblem<S>& p) {
   const auto is_aligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; };

@@ -18,7 +18,7 @@ namespace itm_fast::cuda {
 
 inline constexpr unsigned kWholeWarp = 0xffffffffu;
 
-// What the launch asks for, from a boundary of 16 bytes on.
+// The dynamic shared memory of the launch, aligned to 16 bytes.
 ITM_FAST_DEVICE unsigned char* dynamic_shared_memory() {
   extern __shared__ __align__(16) unsigned char itm_fast_dynamic_memory[];
   return itm_fast_dynamic_memory;
@@ -62,7 +62,7 @@ ITM_FAST_DEVICE float exponential(float x) { return expf(x); }
 ITM_FAST_DEVICE double exponential(double x) { return exp(x); }
 ITM_FAST_DEVICE float logarithm_of_one_plus(float x) { return log1pf(x); }
 
-// The value before.
+// Returns the previous value.
 ITM_FAST_DEVICE int32_t atomic_add(int32_t* target, int32_t value) { return atomicAdd(target, value); }
 ITM_FAST_DEVICE int64_t atomic_add(int64_t* target, int64_t value) {
   return static_cast<int64_t>(

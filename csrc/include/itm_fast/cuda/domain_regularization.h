@@ -1,8 +1,8 @@
 // The forward of domain_regularization on a GPU: one launch for the risks, their derivatives and both results.
 //
-// A block takes one risk: a warp takes one row at a time against the weights of the discriminator, then a thread takes
-// one column at a time for what all rows add to the derivative by the weights. So each number is one block's work, in
-// one order. The last block to finish forms the results of all pairs from the risks.
+// A block computes one risk. A warp multiplies one row at a time with the weights of the discriminator; then a thread
+// takes one column at a time and sums the derivative with respect to the weights over all rows. So one block computes
+// each number, in a fixed order. The last block to finish computes the results of all pairs from the risks.
 #pragma once
 
 #include "itm_fast/cuda/elements.h"
@@ -15,7 +15,7 @@ namespace itm_fast::cuda {
 
 inline constexpr int kDomainThreads = 256;
 inline constexpr int kDomainWarps = kDomainThreads / 32;
-// Rows whose factors are held at a time.
+// Rows with factors in shared memory at a time.
 inline constexpr int kDomainRows = 64;
 
 template <typename S>
@@ -23,20 +23,20 @@ struct DomainProblem {
   SetRows<S> regions, words;
   const float* weights;     // (pairs, dim)
   const float* biases;      // (pairs,)
-  const int64_t* captions;  // (pairs,) negatives, null where there are none
+  const int64_t* captions;  // (pairs,) negatives, or null
   const int64_t* images;
   int64_t pairs, dim;
   int kinds;
   float margin;
   bool averages;
 
-  // The other pair of a kind of risk, -1 where there is none; p itself for its own risk.
+  // The other pair of a kind of risk, or -1 if it does not exist; p itself for its own risk.
   ITM_FAST_DEVICE int64_t other(int kind, int64_t pair) const {
     if (kind == kOwn) return pair;
     const int64_t found = (is_of_caption(kind) ? captions : images)[pair];
     return found >= 0 && found < pairs ? found : -1;
   }
-  // What a risk of so many rows is multiplied by.
+  // The factor of a risk of `rows` rows.
   ITM_FAST_DEVICE float scale(int64_t rows) const {
     return averages && rows > 1 ? 1.0f / static_cast<float>(rows) : 1.0f;
   }
@@ -46,10 +46,10 @@ template <typename S>
 struct DomainForward {
   DomainProblem<S> problem;
   float* risks;           // (kinds, pairs)
-  float* sums;            // (kinds, pairs, dim + 1), the derivatives by weights and bias; null where not asked for
+  float* sums;            // (kinds, pairs, dim + 1), the derivatives by weights and bias; null if not requested
   float* adversarial;     // (pairs,)
   float* regularization;  // (pairs,)
-  int32_t* finished;      // zero: blocks that are done
+  int32_t* finished;      // zero: finished blocks
 };
 
 // The rows of one pair, regions before words.
@@ -72,7 +72,7 @@ struct PairRows {
   ITM_FAST_DEVICE float sign(int64_t index) const { return index < n_regions ? -1.0f : 1.0f; }
 };
 
-// W x + b; every lane of the warp gets it.
+// W x + b, for every lane of the warp.
 template <typename S>
 ITM_FAST_DEVICE float discriminate(const S* row, const float* weights, float bias, int64_t dim) {
   float sum = 0.0f;
@@ -87,7 +87,7 @@ ITM_FAST_DEVICE float slope_of(float x) {
   return (x > 0.0f ? 1.0f : small) / (1.0f + small);
 }
 
-// The risk of the rows under one discriminator, and its derivative; the whole block works on it.
+// The risk of the rows under one discriminator, and its derivative; computed by the whole block.
 template <typename S>
 ITM_FAST_DEVICE float risk_of(const PairRows<S>& rows, const float* weights, float bias, float scale, float* sums) {
   ITM_FAST_SHARED(float, factors, kDomainRows);
@@ -121,7 +121,7 @@ ITM_FAST_DEVICE float risk_of(const PairRows<S>& rows, const float* weights, flo
   return static_cast<float>(scale * risk);
 }
 
-// Both results of the pairs that a thread takes, for the last block.
+// Both results of the pairs that a thread takes; called by the last block.
 template <typename S>
 ITM_FAST_DEVICE void finish_pairs_of(const DomainForward<S>& p) {
   const int64_t pairs = p.problem.pairs;
@@ -157,7 +157,7 @@ ITM_FAST_DEVICE void domain_risks(const DomainForward<S>& p) {
       sums = nullptr;
     }
   }
-  // What nothing was added to is zero.
+  // Sums without a term are zero.
   if (sums != nullptr) {
     for (int64_t column = thread_index(); column <= problem.dim; column += block_threads()) sums[column] = 0.0f;
   }
@@ -167,7 +167,7 @@ ITM_FAST_DEVICE void domain_risks(const DomainForward<S>& p) {
     is_last[0] = atomic_add(p.finished, 1) == grid_blocks() - 1;
   }
   barrier();
-  if (is_last[0] == 0) return;  // The whole block leaves.
+  if (is_last[0] == 0) return;  // The whole block returns.
   memory_fence();
   finish_pairs_of(p);
 }

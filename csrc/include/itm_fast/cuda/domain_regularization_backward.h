@@ -1,7 +1,7 @@
 // The backward of domain_regularization on a GPU: one launch for the discriminators, and one for the features.
 //
-// Every block owns what it writes: a discriminator's gradient in some columns, or some rows of one pair. It looks
-// through the negatives of all pairs for those that its pair takes part in, in their order, however often it does.
+// Every block owns the memory it writes: some columns of a discriminator's gradient, or some rows of one pair. It
+// searches the negatives of all pairs for its pair, in order and including repetitions.
 #pragma once
 
 #include "itm_fast/cuda/domain_regularization.h"
@@ -15,13 +15,13 @@ struct DomainBackward {
   const float* sums;                 // (kinds, pairs, dim + 1)
   const float* grad_adversarial;     // (pairs,)
   const float* grad_regularization;  // (pairs,)
-  float* grad_regions;               // (rows, dim); null where not asked for
+  float* grad_regions;               // (rows, dim); null if not requested
   float* grad_words;
   float* grad_weights;  // (pairs, dim)
   float* grad_biases;   // (pairs,)
 
-  // The gradient by the own risk in the hinge that a kind of risk stands in; that risk has the negative of it. Where a
-  // pair is its own negative both are one, and would cancel but for rounding.
+  // The gradient with respect to the own risk, through the hinge of a kind of risk; the risk of that kind has the
+  // negative of it. If a pair is its own negative, both risks are equal and would cancel up to rounding.
   ITM_FAST_DEVICE float through_hinge(int kind, int64_t pair) const {
     const int64_t other = problem.other(kind, pair);
     if (other < 0 || other == pair) return 0.0f;
@@ -31,17 +31,18 @@ struct DomainBackward {
   }
 };
 
-// Blocks of rows: so many for each pair, which take turns with its rows.
+// Blocks per pair; they share its rows in turn.
 inline constexpr int kDomainShares = 4;
 
-// Pairs whose negatives a block looks at together: a thread looks at one of the two.
+// Pairs whose negatives a block examines together: each thread examines one of a pair's two negatives.
 inline constexpr int kDomainWindow = kDomainThreads / 2;
 
 ITM_FAST_DEVICE int lowest_bit(uint32_t bits) { return count_trailing_ones(~bits); }
 
-// Calls body(kind, p, own, crossed) for each pair p that has `pair` as a negative, kDomainWindow pairs after another,
-// captions before images. The risk of that kind and p has the features of `pair` where kOfFeatures, else its
-// discriminator; `crossed` is the gradient by it, and `own` what comes to the own risk of `pair`.
+// Calls body(kind, p, own, crossed) for each pair p that has `pair` as a negative, kDomainWindow pairs at a time,
+// captions before images. The risk of that kind and p has the features of `pair` if kOfFeatures, else its
+// discriminator. `crossed` is the gradient with respect to that risk, and `own` the gradient with respect to the own
+// risk of `pair`.
 template <bool kOfFeatures, typename S, typename Body>
 ITM_FAST_DEVICE void for_negatives_of(const DomainBackward<S>& p, int64_t pair, const Body& body) {
   ITM_FAST_SHARED(float, owns, kDomainThreads);
@@ -76,7 +77,7 @@ ITM_FAST_DEVICE void for_negatives_of(const DomainBackward<S>& p, int64_t pair, 
   }
 }
 
-// What comes to the own risk of a pair from its own hinges.
+// The gradient with respect to the own risk of a pair, through its own hinges.
 template <typename S>
 ITM_FAST_DEVICE float own_gradient(const DomainBackward<S>& p, int64_t pair) {
   float own = p.grad_adversarial[pair];
@@ -112,8 +113,8 @@ ITM_FAST_DEVICE void discriminator_gradients(const DomainBackward<S>& p) {
   }
 }
 
-// Adds to the gradient of this block's rows of a pair what comes from its risk under one discriminator, or begins with
-// it. A warp takes a row at a time, a lane always the same columns.
+// Adds to the gradient of this block's rows of a pair the part of its risk under one discriminator, or writes it if it
+// is the first. A warp takes one row at a time, a lane always the same columns.
 template <typename S>
 ITM_FAST_DEVICE void add_to_rows(const DomainBackward<S>& p, const PairRows<S>& rows, int64_t pair, int64_t share,
                                  int64_t discriminator, float factor, bool begins) {
@@ -122,7 +123,7 @@ ITM_FAST_DEVICE void add_to_rows(const DomainBackward<S>& p, const PairRows<S>& 
   for (int64_t i = share * kDomainWarps + warp(); i < rows.n_rows; i += kDomainShares * kDomainWarps) {
     const bool is_region = i < rows.n_regions;
     float* side = is_region ? p.grad_regions : p.grad_words;
-    if (side == nullptr) continue;  // The whole warp goes on.
+    if (side == nullptr) continue;  // The whole warp continues.
     const int64_t at = is_region ? problem.regions.offset(pair) + i : problem.words.offset(pair) + i - rows.n_regions;
     float* out = side + at * problem.dim;
     float slope = 0.0f;
@@ -146,7 +147,7 @@ ITM_FAST_DEVICE void feature_gradients(const DomainBackward<S>& p) {
   float own = own_gradient(p, pair);
   bool begins = true;
   const auto add = [&](int64_t discriminator, float factor) {
-    if (factor == 0.0f && !begins) return;  // What nothing comes to is zero.
+    if (factor == 0.0f && !begins) return;  // Without a term the gradient is zero.
     add_to_rows(p, rows, pair, share, discriminator, factor, begins);
     begins = false;
   };

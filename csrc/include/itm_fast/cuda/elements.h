@@ -1,4 +1,4 @@
-// How rows are stored on a GPU: float32, bfloat16 or float16. All are computed with in float32.
+// Storage formats of rows on a GPU: float32, bfloat16 or float16. All arithmetic is in float32.
 #pragma once
 
 #include "itm_fast/bfloat16.h"
@@ -14,7 +14,7 @@ ITM_FAST_DEVICE float widen(float value) { return value; }
 ITM_FAST_DEVICE float widen(BFloat16 value) { return bf16_value(value.bits); }
 ITM_FAST_DEVICE float widen(Half value) { return fp16_value(value.bits); }
 
-// The nearest value, of two the even one.
+// Rounds to nearest, ties to even.
 ITM_FAST_DEVICE void narrow(float value, float& stored) { stored = value; }
 ITM_FAST_DEVICE void narrow(float value, BFloat16& stored) { stored.bits = bf16_bits(value); }
 ITM_FAST_DEVICE void narrow(float value, Half& stored) { stored.bits = fp16_bits(value); }

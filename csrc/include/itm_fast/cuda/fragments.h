@@ -1,5 +1,5 @@
-// Which lane and which register hold which element: the one table for the shim's tensor cores and for kernels that read
-// or write fragments. From the PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type" (16-bit operands,
+// The lane and the register that hold each element: one table for the shim's tensor cores and for kernels that read or
+// write fragments. From the PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type" (16-bit operands,
 // float32 sums) and "Warp-level matrix load instruction: ldmatrix".
 //
 // A register of 16-bit elements holds two of them, the first in its lower half; element 2r + h is half h of register r.
@@ -31,10 +31,10 @@ constexpr Place mma_sum_place(int lane, int element) {
 // Half h of a register that load_matrix fills, in the 8 x 8 matrix of that register.
 constexpr Place load_matrix_place(int lane, int half) { return {lane / 4, lane % 4 * 2 + half}; }
 
-// The same for load_matrix_transposed: the place in the matrix as it stands in memory.
+// The same for load_matrix_transposed: the position in the matrix in memory.
 constexpr Place load_matrix_transposed_place(int lane, int half) { return {lane % 4 * 2 + half, lane / 4}; }
 
-// The lane whose address is that of a row of matrix 0 to 3, for both.
+// The lane with the address of a row of matrix 0 to 3, for both.
 constexpr int load_matrix_address_lane(int matrix, int row) { return matrix * 8 + row; }
 
 }  // namespace itm_fast::cuda

@@ -1,9 +1,9 @@
-// The score of a pair of sets of which one is longer than a tile: by one block, on the plain cores.
+// The score of a pair of sets if one is longer than a tile: computed by one block, without tensor cores.
 //
-// kLongColumns queries at a time with a piece of the contexts, as many as there is room for. Where one piece holds all
-// of them, its raw scores are computed once per run of queries, and once more for the factors of the rows, which take
-// all runs; else every step of the softmax and of the focal mode comes back to every piece. The attended vectors are
-// formed, a thread at an element of each.
+// It processes kLongColumns queries at a time with a piece of the contexts, as many contexts as fit. If one piece holds
+// all contexts, its raw scores are computed once per run of queries, and once more for the factors of the rows, which
+// depend on all runs. Otherwise every step of the softmax and of the focal mode recomputes every piece. The attended
+// vectors are formed, one element of each per thread.
 #pragma once
 
 #include "itm_fast/cuda/attention_pair.h"
@@ -14,7 +14,7 @@ namespace itm_fast::cuda {
 
 inline constexpr int kLongColumns = 16;
 
-// What a block keeps in shared memory.
+// A block's shared memory.
 template <typename Tile>
 struct LongMemory {
   static constexpr int kPiece = Tile::kProductBytes / (kLongColumns * 4);  // contexts
@@ -24,7 +24,7 @@ struct LongMemory {
   static constexpr int kBytes = kCosines + kLongColumns * 4;
 };
 
-// The sums over a warp of every lane's kLongColumns numbers: of column lane / 2.
+// Sums every lane's kLongColumns numbers over the warp; a lane receives column lane / 2.
 ITM_FAST_DEVICE float add_columns(float (&numbers)[kLongColumns]) {
   for (int half = kLongColumns / 2; half > 0; half /= 2) {
     const bool takes_upper = (lane() & half * 2) != 0;
@@ -54,7 +54,7 @@ class LongPair {
         pieces_((n_contexts + Memory::kPiece - 1) / Memory::kPiece),
         runs_((n_queries + kLongColumns - 1) / kLongColumns) {}
 
-  // The first thread has the score.
+  // The first thread returns the score.
   ITM_FAST_DEVICE float score() {
     ITM_FAST_DYNAMIC_SHARED(float, long_cosines, Memory::kCosines, kLongColumns);
     CosineAggregate aggregate;
@@ -71,11 +71,11 @@ class LongPair {
  private:
   ITM_FAST_DEVICE int columns_of(int run) const { return part_of(n_queries_ - run * kLongColumns, kLongColumns); }
   ITM_FAST_DEVICE int rows_of(int piece) const { return part_of(n_contexts_ - piece * Memory::kPiece, Memory::kPiece); }
-  // Within a run, 32 bits lead everywhere.
+  // Within a run, offsets fit 32 bits.
   ITM_FAST_DEVICE const S* first_query(int run) const { return queries_ + int64_t{run} * kLongColumns * dim_; }
   ITM_FAST_DEVICE static int part_of(int left, int most) { return left < most ? left : most; }
 
-  // Raw scores of a piece with a run of queries: a warp per context, lanes over the dimensions. Behind a barrier.
+  // Raw scores of a piece with a run of queries: a warp per context, lanes over the dimensions. Ends with a barrier.
   ITM_FAST_DEVICE void multiply(int piece, int run) {
     ITM_FAST_DYNAMIC_SHARED(float, long_scores, 0, Memory::kPiece* kLongColumns);
     const int columns = columns_of(run);
@@ -96,14 +96,14 @@ class LongPair {
     barrier();
   }
 
-  // Raw scores and the factors of their rows: what the steps of a run work on.
+  // Computes raw scores and the factors of their rows, the input of a run's steps.
   ITM_FAST_DEVICE void open(int piece, int run) {
     ITM_FAST_DYNAMIC_SHARED(float, long_scores, 0, Memory::kPiece* kLongColumns);
     ITM_FAST_DYNAMIC_SHARED(float, long_factors, Memory::kFactors, Memory::kPiece);
     ITM_FAST_DYNAMIC_SHARED(float, long_peaks, Memory::kPeaks, Memory::kPiece);
     if (piece == open_piece_ && run == open_run_) return;
-    // The factors of the rows take all queries; until they are known their totals stand there. The run that is asked
-    // for comes last, and stays.
+    // The factors of the rows depend on all queries; until they are complete, their totals are stored in their place.
+    // The requested run comes last and stays.
     const bool needs_factors = piece != factors_of_;
     for (int i = needs_factors ? 0 : runs_ - 1; i < runs_; ++i) {
       const int each = (run + 1 + i) % runs_;
@@ -122,7 +122,7 @@ class LongPair {
     open_run_ = run;
   }
 
-  // The steps to the attention of a run, each over all pieces; then come the dimensions of the attended vectors.
+  // The steps to the attention of a run, each over all pieces; the dimensions of the attended vectors follow.
   enum Step { kPeak, kTotal, kRule, kAny, kAttend };
 
   ITM_FAST_DEVICE bool is_needed(int step) const {
@@ -145,7 +145,7 @@ class LongPair {
       if (step == kAttend) rule.drops = any;
       float attended[kLongColumns] = {};
       for (int piece = 0; piece < pieces_; ++piece) {
-        // The only piece keeps its attention from one step to the next.
+        // A single piece keeps its attention from one step to the next.
         if (step <= kAttend || pieces_ > 1) {
           open(piece, run);
           for (int k = 0; k < rows_of(piece) && thread_index() < columns_of(run); ++k) {
@@ -209,7 +209,7 @@ class LongPair {
     }
   }
 
-  // Adds up what the warps have, and writes the cosines. Behind a barrier.
+  // Adds up the sums of the warps and writes the cosines. Ends with a barrier.
   ITM_FAST_DEVICE void finish(int run, float total) const {
     ITM_FAST_DYNAMIC_SHARED(float, long_sums, Memory::kSums, Tile::kWarps * kLongColumns * 2);
     ITM_FAST_DYNAMIC_SHARED(float, long_cosines, Memory::kCosines, kLongColumns);
@@ -234,7 +234,7 @@ class LongPair {
   int open_piece_ = -1, open_run_ = -1, factors_of_ = -1;
 };
 
-// The first thread of the block has the score of two sets.
+// The first thread of the block returns the score of two sets.
 template <typename Tile, typename S>
 ITM_FAST_DEVICE float score_long_pair(const SetRows<S>& queries, int64_t query, const SetRows<S>& contexts,
                                       int64_t context, int64_t dim, const float* query_norms,

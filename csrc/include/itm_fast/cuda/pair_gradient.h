@@ -1,9 +1,9 @@
-// The gradient of one pair of sets on a GPU, by one block: from the rows of both sets and the gradient of their score
-// to what multiplies those rows.
+// The gradient of one pair of sets on a GPU, computed by one block: from the rows of both sets and the gradient of
+// their score to the factors of those rows.
 //
-// All is computed anew in float32. The attended vectors are formed, kAttendedQueries of them at a time, so that their
-// norms have all their digits: with K contexts, n queries and width d, K n d multiply-adds for the raw scores, for the
-// attended vectors and for their products with the contexts each.
+// Everything is recomputed in float32. The attended vectors are formed, kAttendedQueries of them at a time, so that
+// their norms keep all digits. With K contexts, n queries and width d, the raw scores, the attended vectors, and their
+// products with the contexts take K n d multiply-adds each.
 #pragma once
 
 #include "itm_fast/cuda/attention_pair.h"
@@ -17,12 +17,12 @@ inline constexpr int kAttendedQueries = 8;
 
 // The numbers of one pair in global memory: matrices (queries, contexts) and vectors with one number per query.
 struct PairNumbers {
-  float* scores;     // raw; in the end their gradients through the attention
+  float* scores;     // raw; at the end their gradients through the attention
   float* attention;  // p
   float* mixed;      // <x_k, c_j> of the attended vectors c; then the gradients of the logits
-  float* dot;        // <q, c>; in the end what multiplies c in the gradient of q, and q in that of c
-  float* square;     // |c|^2; in the end what multiplies c in its own gradient
-  float* norm;       // |q|; in the end what multiplies q in its own gradient
+  float* dot;        // <q, c>; at the end the factor of c in the gradient of q, and of q in that of c
+  float* square;     // |c|^2; at the end the factor of c in its own gradient
+  float* norm;       // |q|; at the end the factor of q in its own gradient
   float* cosine;
 
   ITM_FAST_DEVICE PairNumbers at(int64_t row, int64_t score) const {
@@ -38,7 +38,7 @@ struct PairRows {
 };
 
 // Adds each of kCount values (a power of two up to 32) over the lanes. A lane gets the sum of value
-// lane() / (32 / kCount). Each step adds what two halves of the lanes have, and leaves either half the values.
+// lane() / (32 / kCount). Each step adds the values of two halves of the lanes, and leaves each half half of the sums.
 template <int kCount>
 ITM_FAST_DEVICE float sum_over_lanes(float (&values)[kCount]) {
   int distance = 16;
@@ -53,7 +53,7 @@ ITM_FAST_DEVICE float sum_over_lanes(float (&values)[kCount]) {
   return values[0];
 }
 
-// products[i * n_right + k] = <left_i, right_k>: a warp takes 4 x 4 of them, its lanes the width.
+// products[i * n_right + k] = <left_i, right_k>: a warp computes 4 x 4 of them, with lanes over the width.
 template <typename L, typename R>
 ITM_FAST_DEVICE void dot_products(const L* left, int n_left, const R* right, int n_right, int64_t dim,
                                   float* products) {
@@ -64,7 +64,7 @@ ITM_FAST_DEVICE void dot_products(const L* left, int n_left, const R* right, int
     const int first_left = tile / tiles_right * kSide, first_right = tile % tiles_right * kSide;
     const L* left_rows[kSide];
     const R* right_rows[kSide];
-    for (int i = 0; i < kSide; ++i) {  // Past the end the last row once more.
+    for (int i = 0; i < kSide; ++i) {  // Past the end, repeat the last row.
       left_rows[i] = left + smaller(first_left + i, n_left - 1) * dim;
       right_rows[i] = right + smaller(first_right + i, n_right - 1) * dim;
     }
@@ -81,7 +81,7 @@ ITM_FAST_DEVICE void dot_products(const L* left, int n_left, const R* right, int
   }
 }
 
-// What all queries of a set share about one context: the statistics of its row of raw scores.
+// Shared by all queries of a set for one context: the statistics of its row of raw scores.
 struct RowNorm {
   float norm, denominator, peak;
 
@@ -90,13 +90,13 @@ struct RowNorm {
         denominator(options.is_softmax() ? statistics.total : statistics.denominator(options)),
         peak(statistics.peak) {}
 
-  // The normalised score a; exact where the softmax has one query.
+  // The normalised score a; exact if the softmax has one query.
   ITM_FAST_DEVICE float normalized(float raw, const PairOptions& options) const {
     return (options.is_softmax() ? expf(raw - peak) : options.clipped(raw)) / denominator;
   }
 };
 
-// Calls body(j's place, norm) for a context's scores, a thread per context.
+// Calls body(position of j, norm) for a context's scores, one thread per context.
 template <typename Body>
 ITM_FAST_DEVICE void each_row(const PairNumbers& numbers, int n_queries, int n_contexts, const PairOptions& options,
                               const Body& body) {
@@ -109,7 +109,7 @@ ITM_FAST_DEVICE void each_row(const PairNumbers& numbers, int n_queries, int n_c
   }
 }
 
-// Raw scores and attention: a thread per row, then per column.
+// Raw scores and attention: one thread per row, then per column.
 template <typename S>
 ITM_FAST_DEVICE void attend_pair(const PairRows<S>& rows, const PairOptions& options, const PairNumbers& numbers) {
   const int n = rows.n_queries, n_contexts = rows.n_contexts;
@@ -123,10 +123,10 @@ ITM_FAST_DEVICE void attend_pair(const PairRows<S>& rows, const PairOptions& opt
     }
   });
   barrier();
-  PairOptions of_logits = options;  // They are ready to be attended to.
+  PairOptions of_logits = options;  // They are ready for the attention.
   of_logits.normalization = Normalization::no_norm;
   of_logits.clips = false;
-  of_logits.small_logits = false;  // The greatest numerator is exactly 1, which vectors that cancel need.
+  of_logits.small_logits = false;  // The greatest numerator must be exactly 1, so that opposite vectors cancel.
   for (int j = thread_index(); j < n; j += kGradientThreads) {
     const int64_t at = static_cast<int64_t>(j) * n_contexts;
     float* attention = numbers.attention + at;
@@ -183,7 +183,7 @@ ITM_FAST_DEVICE void compare_with_attended(const PairRows<S>& rows, float* atten
   }
 }
 
-// The gradient of cosine j from that of the aggregate of all n.
+// The gradient of cosine j, given the gradient of the aggregate of all n.
 ITM_FAST_DEVICE float cosine_gradient(const float* cosine, int j, int n, float gradient, const PairOptions& options) {
   if (options.aggregation == Aggregation::sum) return gradient;
   if (options.aggregation == Aggregation::mean) return gradient / static_cast<float>(n);
@@ -199,8 +199,8 @@ ITM_FAST_DEVICE float cosine_gradient(const float* cosine, int j, int n, float g
   return gradient * aggregate.share(cosine[j], options);
 }
 
-// Through the aggregate and the cosines, whose derivatives by |q| and |c| are divided by those norms, which makes them
-// what multiplies the vectors q and c themselves. A query of zeros has no gradient.
+// Through the aggregate and the cosines. The derivatives with respect to |q| and |c| are divided by those norms, which
+// makes them the factors of the vectors q and c themselves. A query of zeros has no gradient.
 ITM_FAST_DEVICE void differentiate_cosines(const PairNumbers& numbers, int n, float gradient,
                                            const PairOptions& options) {
   for (int j = thread_index(); j < n; j += kGradientThreads) {
@@ -216,7 +216,7 @@ ITM_FAST_DEVICE void differentiate_cosines(const PairNumbers& numbers, int n, fl
   }
 }
 
-// Through the softmax over the contexts: `mixed` becomes the gradient of the logits; a warp per query.
+// Through the softmax over the contexts: `mixed` becomes the gradient of the logits; one warp per query.
 ITM_FAST_DEVICE void differentiate_attention(const PairNumbers& numbers, int n_queries, int n_contexts) {
   for (int j = warp(); j < n_queries; j += kGradientWarps) {
     const int64_t at = static_cast<int64_t>(j) * n_contexts;
@@ -234,12 +234,12 @@ ITM_FAST_DEVICE void differentiate_attention(const PairNumbers& numbers, int n_q
   }
 }
 
-// Through the normalisation over the queries and the clip: the raw scores become their gradients; a thread per context.
-// The derivative of a norm at the zero row is zero.
+// Through the normalisation over the queries and the clip: the raw scores become their gradients; one thread per
+// context. The derivative of a norm at the zero row is zero.
 //
-// With the norm N of the clipped scores x, and u = x / N, the derivative of x / (N + e) leaves, divided by N + e,
-// g - v t + (e / (N + e)) v t of the incoming g: t = sum g u, and v = u for l2, the signs of x for l1. Written so, the
-// terms of a set of one query, where u = v = 1 or -1, cancel to the last digit.
+// With the norm N of the clipped scores x, and u = x / N, the derivative of x / (N + e) maps the incoming gradient g,
+// divided by N + e, to g - v t + (e / (N + e)) v t, with t = sum g u, and v = u for l2, the signs of x for l1. In this
+// form the terms of a set of one query, with u = v = 1 or -1, cancel exactly.
 ITM_FAST_DEVICE void differentiate_rows(const PairNumbers& numbers, int n_queries, int n_contexts,
                                         const PairOptions& options) {
   each_row(numbers, n_queries, n_contexts, options, [&](int k, const RowNorm& row) {
@@ -262,7 +262,7 @@ ITM_FAST_DEVICE void differentiate_rows(const PairNumbers& numbers, int n_querie
       if (softmax) {
         gradient = unit(raw) * (gradient - along);
       } else if (is_divided) {
-        const float sign = clipped > 0.0f ? 1.0f : clipped < 0.0f ? -1.0f : clipped;  // A NaN stays.
+        const float sign = clipped > 0.0f ? 1.0f : clipped < 0.0f ? -1.0f : clipped;  // NaN stays NaN.
         const float direction = options.is_l2() ? unit(raw) : sign;
         gradient = gradient - direction * along + rest * direction * along;
       }
@@ -273,16 +273,17 @@ ITM_FAST_DEVICE void differentiate_rows(const PairNumbers& numbers, int n_querie
   });
 }
 
-// Hard attention is a constant: no gradient comes to the raw scores through it.
+// Hard attention is a constant: the raw scores receive no gradient through it.
 ITM_FAST_DEVICE void clear_scores(const PairNumbers& numbers, int n_queries, int n_contexts) {
   const int64_t count = static_cast<int64_t>(n_queries) * n_contexts;
   for (int64_t i = thread_index(); i < count; i += kGradientThreads) numbers.scores[i] = 0.0f;
 }
 
-// Leaves in `numbers` what the sides of the pair need, c_j = sum_k p_jk x_k being the attended vectors:
-// dX_k = sum_j (scores_jk q_j + p_jk (dot_j q_j + square_j c_j)) and dQ_j = sum_k scores_jk x_k + dot_j c_j + norm_j
-// q_j. What goes through the attention and what does not stay apart, since where the contexts cancel dot_j c_j is a
-// product of a large number and a short vector.
+// Stores in `numbers` the factors for both sides of the pair. With the attended vectors c_j = sum_k p_jk x_k:
+// dX_k = sum_j (scores_jk q_j + p_jk (dot_j q_j + square_j c_j)) and
+// dQ_j = sum_k scores_jk x_k + dot_j c_j + norm_j q_j.
+// The part through the attention stays separate from the rest: if the contexts cancel, dot_j c_j is a product of a
+// large number and a short vector.
 template <typename S>
 ITM_FAST_DEVICE void differentiate_pair(const PairRows<S>& rows, float gradient, const PairOptions& options,
                                         float* attended, const PairNumbers& numbers) {

@@ -1,9 +1,9 @@
-// The pairs of a score matrix whose incoming gradient is not zero, listed on the device in one launch.
+// The pairs of a score matrix with a non-zero incoming gradient, listed on the device in one launch.
 //
 // A block lists the pairs of 32 context sets (lanes over the contexts, warps over runs of query sets) or of one query
-// set per warp, each list from the lowest set up; the last block to finish adds the lists up, so that a pair knows its
-// number and where its numbers stand. Lists have room for all pairs at fixed distances, so that nothing needs to be
-// known on the host. A NaN counts as not zero; a pair with an empty set has no gradient.
+// set per warp. Each list is in ascending order of sets. The last block to finish sums the lists, so that a pair knows
+// its index and the offset of its numbers. Lists have room for all pairs at fixed distances, so the host needs no
+// counts. NaN counts as non-zero; a pair with an empty set has no gradient.
 #pragma once
 
 #include "itm_fast/cuda/machine.h"
@@ -20,13 +20,13 @@ struct PairLists {
   int32_t* context_counts;  // pairs of each context set
   int64_t* query_starts;  // (context sets, query sets), of listed pairs: query rows of the pairs before it in the list
   int64_t* context_rows;  // query rows of all pairs of each context set
-  int32_t* query_lists;   // (query sets, context sets); null where no query set needs its list
+  int32_t* query_lists;   // (query sets, context sets); null if no query set needs its list
   int32_t* query_counts;
-  // Before each context set, and of all: pairs, their query rows, and their raw scores.
+  // Totals before each context set, and of all: pairs, their query rows, and their raw scores.
   int64_t *first_pair, *first_row, *first_score;
   int64_t* total;         // pairs: a result of the operator
-  uint64_t* most_scores;  // zero; then the most raw scores of a pair
-  uint64_t* most_rows;    // zero; then the most query rows of a pair
+  uint64_t* most_scores;  // zero at first; then the most raw scores of a pair
+  uint64_t* most_rows;    // zero at first; then the most query rows of a pair
   int32_t* finished;      // zero
 
   ITM_FAST_DEVICE bool has_gradient(int64_t query, int64_t context) const {
@@ -34,7 +34,7 @@ struct PairLists {
   }
 };
 
-// A pair: its sets, and how many query rows and raw scores of listed pairs come before its own.
+// A pair: its sets, and the query rows and raw scores of listed pairs before it.
 struct ListedPair {
   int64_t query, context;
   int64_t n_queries, n_contexts;
@@ -50,10 +50,10 @@ ITM_FAST_DEVICE ListedPair listed_pair(const PairLists<S>& p, int64_t query, int
   return pair;
 }
 
-// The pair of a number below *p.total.
+// The pair with an index below *p.total.
 template <typename S>
 ITM_FAST_DEVICE ListedPair numbered_pair(const PairLists<S>& p, int64_t number) {
-  int64_t context = 0, end = p.contexts.n_sets;  // The last context set whose first pair is not behind the number.
+  int64_t context = 0, end = p.contexts.n_sets;  // The last context set whose first pair is not past the number.
   while (context + 1 < end) {
     const int64_t middle = (context + end) / 2;
     if (p.first_pair[middle] <= number) {
@@ -66,8 +66,8 @@ ITM_FAST_DEVICE ListedPair numbered_pair(const PairLists<S>& p, int64_t number) 
   return listed_pair(p, query, context);
 }
 
-// Warps share the query sets among themselves: each looks at its own one after another. What they found is added up by
-// fewer threads, because each of these reads what all before it have.
+// Warps share the query sets, and each examines its own in order. Fewer threads sum up the results, because each
+// of these threads reads the results of all before it.
 inline constexpr int kListWarps = 16, kListThreads = 32 * kListWarps, kListedContexts = 32, kAddingThreads = 128;
 
 // Lists the pairs of context sets [first, first + 32).
@@ -115,7 +115,7 @@ ITM_FAST_DEVICE void list_contexts(const PairLists<S>& p, int64_t first) {
   }
 }
 
-// Lists the pairs of one query set; the whole warp.
+// Lists the pairs of one query set; for the whole warp.
 template <typename S>
 ITM_FAST_DEVICE void list_query(const PairLists<S>& p, int64_t query) {
   const bool present = p.queries.length(query) > 0;
@@ -132,7 +132,7 @@ ITM_FAST_DEVICE void list_query(const PairLists<S>& p, int64_t query) {
   if (lane() == 0) p.query_counts[query] = count;
 }
 
-// Adds up the lists of the context sets: thread t those of a run of sets, then each run those before it.
+// Sums the lists of the context sets: thread t sums a run of sets, then each run adds the runs before it.
 template <typename S>
 ITM_FAST_DEVICE void add_up_lists(const PairLists<S>& p) {
   ITM_FAST_SHARED(int64_t, pairs_of_runs, kAddingThreads);
@@ -175,7 +175,7 @@ ITM_FAST_DEVICE void add_up_lists(const PairLists<S>& p) {
 
 constexpr int64_t list_blocks_of_contexts(int64_t n_contexts) { return tiles_of(n_contexts, kListedContexts); }
 
-// Grid: list_blocks_of_contexts, then, where query sets need their lists, one block per kListWarps query sets.
+// Grid: list_blocks_of_contexts, then, if query sets need their lists, one block per kListWarps query sets.
 template <typename S>
 ITM_FAST_DEVICE void list_pairs(const PairLists<S>& p) {
   ITM_FAST_SHARED(int32_t, is_last, 1);

@@ -1,8 +1,8 @@
 // regulated_scores and cross_attention_alignments on a GPU: the second launch, the whole chain for all pairs.
 //
 // A block takes a tile of query sets with one context set after another. Only scores, or the last alignments, leave it:
-// what lies between two products is in shared memory or in the block's slab (regulation_problem.h). The steps and their
-// order are those of the reference, `alignment_steps` and `regulate`. Products are on tensor cores, all else is in
+// data between two products is in shared memory or in the block's slab (regulation_problem.h). The steps and their
+// order are those of the reference, `alignment_steps` and `regulate`. Products run on tensor cores, everything else is
 // float32.
 #pragma once
 
@@ -90,11 +90,10 @@ class Regulation {
   }
 
   const RegulationProblem<S>& p_;
-  int corresponded_ = 0;  // correspondences that have been passed
+  int corresponded_ = 0;  // finished correspondences
 };
 
-// The sets of a tile with a context set of which one is longer than the kernel takes: NaN, which nobody who asks for
-// the limits beforehand sees.
+// If a set of the tile or the context set exceeds the kernel's limits, writes NaN. Callers check the limits beforehand.
 template <typename S>
 ITM_FAST_DEVICE void refuse_sets(const RegulationProblem<S>& p, const TileSets& sets, int64_t context) {
   const float nan = HUGE_VALF - HUGE_VALF;
@@ -111,8 +110,7 @@ ITM_FAST_DEVICE void refuse_sets(const RegulationProblem<S>& p, const TileSets& 
   }
 }
 
-// Grid: any number of blocks, as many as there are slabs; each takes every grid_blocks()-th pair of a query tile and a
-// context set.
+// Grid: any number of blocks, one per slab; each takes every grid_blocks()-th pair of a query tile and a context set.
 template <int kParts, typename Tile, typename S>
 ITM_FAST_DEVICE void regulate_tiles(const RegulationProblem<S>& p) {
   const int64_t n_tiles = *p.query_tiles.n_tiles;

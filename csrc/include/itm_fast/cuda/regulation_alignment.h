@@ -1,8 +1,9 @@
 // The attention and the alignments of a tile of regulated cross-attention on a GPU.
 //
-// Everything d wide comes in chunks: attended vectors are products of the attention with a chunk of the transposed
-// contexts, and become squared differences, which the alignment's weight is multiplied with at once; with RCR, channels
-// are made from its hidden layers for a chunk of queries just before these are multiplied with the contexts.
+// Everything of width d is processed in chunks. Attended vectors are products of the attention with a chunk of the
+// transposed contexts; they become squared differences, which are multiplied with the alignment's weight at once. With
+// RCR, the channels for a chunk of queries are computed from its hidden layers just before the product with the
+// contexts.
 #pragma once
 
 #include "itm_fast/cuda/regulation_tile.h"
@@ -13,7 +14,7 @@ template <int kParts, typename Tile, typename S>
 class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
   ITM_FAST_REGULATION_STEP;
 
-  // Leaves the attention of every row in the slab, from the factors of now.
+  // Writes the attention of every row to the slab, with the current factors.
   ITM_FAST_DEVICE void attend() {
     if (s_.n_contexts == 0) return;
     const S* contexts = p_.context_operand + p_.contexts.offset(s_.context) * dim_stride_;
@@ -100,7 +101,7 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
   }
 
  private:
-  // Adds the raw scores of the chunks before, and keeps the sums where others follow.
+  // Adds the raw scores of the previous chunks, and keeps the sums if more chunks follow.
   ITM_FAST_DEVICE void add_chunk(int first) {
     ITM_FAST_TILE_SCORES(Tile);
     const bool is_last = first + kChunk >= dim_;
@@ -116,8 +117,8 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
     barrier();
   }
 
-  // Fills columns of the chunk of queries that begins with channel `first`: e * q, where e comes from the hidden layers
-  // of all correspondences so far, one after the other (Eq 8).
+  // Fills columns of the chunk of queries that begins with channel `first` with e * q. The factor e is computed from
+  // the hidden layers of all correspondences so far, one after the other (Eq 8).
   ITM_FAST_DEVICE void reweight(int first, int block, int count) {
     const bool residual = p_.options.residual_correspondence;
     if (corresponded_ == 0) {
@@ -126,7 +127,7 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
       });
       return;
     }
-    // Without a residual, the last one alone counts.
+    // Without a residual, only the last one counts.
     for (int step = residual ? 0 : corresponded_ - 1; step < corresponded_; ++step) {
       const LayerOperand<S>& layer = p_.correspondence(step, 1);
       multiply_operands<kParts, Tile>(hidden_of(step), s_.n_rows, operand_stride(p_.hidden),
@@ -148,7 +149,7 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
     narrow(query(row)[first + column] * channel, of_block(p_.slab.chunk)[row * kChunk + column]);
   }
 
-  // Leaves `count` columns of every row's attended vector, from `first` on, for attended_at.
+  // Prepares `count` columns of every row's attended vector, from `first` on, for attended_at.
   ITM_FAST_DEVICE void load_attended(int first, int count) const {
     if (s_.n_contexts == 0) return;
     const int64_t stride = operand_stride(s_.n_contexts);

@@ -1,5 +1,5 @@
-// Softmax and norms of regulated cross-attention on a GPU, wherever the numbers lie: they come as functions of an
-// index.
+// Softmax and norms of regulated cross-attention on a GPU, independent of storage: numbers are accessed through
+// functions of an index.
 #pragma once
 
 #include "itm_fast/cuda/attention_pair.h"
@@ -11,9 +11,9 @@ ITM_FAST_DEVICE float add_lanes(float value) {
   return value;
 }
 
-// Normalises the raw scores at(row), of the rows from `first` to `last` with one context, over these rows. By division:
-// rounding must not tell the scores of a set's only query apart, which are all 1 or -1 but for the epsilon, as focal
-// attention compares them.
+// Normalises the raw scores at(row), of the rows from `first` to `last` with one context, over these rows. Uses
+// division: the scores of a set's only query are all 1 or -1 up to the epsilon, and rounding must not make them differ,
+// because focal attention compares them.
 template <typename At>
 ITM_FAST_DEVICE void normalize_over_queries(const At& at, int first, int last, const PairOptions& options) {
   RowStatistics statistics;
@@ -28,7 +28,7 @@ ITM_FAST_DEVICE void normalize_over_queries(const At& at, int first, int last, c
 }
 
 // The softmax of temperature * at(k) over the n contexts of one row, with its focal reassignment: calls store(k, p).
-// For a warp; lanes take every 32nd context, at most kPerLane.
+// For a warp; a lane takes every 32nd context, at most kPerLane.
 template <int kPerLane, typename At, typename Store>
 ITM_FAST_DEVICE void attend_row(const At& at, const Store& store, int n, float temperature, Focal focal) {
   float e[kPerLane];
@@ -75,7 +75,7 @@ ITM_FAST_DEVICE void attend_row(const At& at, const Store& store, int n, float t
   }
 }
 
-// The softmax of at(first) to at(last - 1), in their place.
+// The softmax of at(first) to at(last - 1), in place.
 template <typename At>
 ITM_FAST_DEVICE void softmax_of_rows(const At& at, int first, int last) {
   if (first == last) return;

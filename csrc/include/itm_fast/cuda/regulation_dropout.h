@@ -1,4 +1,4 @@
-// Dropout by place on a GPU.
+// Counter-based dropout on a GPU: the mask depends on the seed and the position.
 #pragma once
 
 #include "itm_fast/cuda/machine.h"
@@ -6,7 +6,7 @@
 
 namespace itm_fast::cuda {
 
-// Where a mask belongs: a query row and a context set of the whole call, and a stream.
+// The position of a mask: a query row and a context set of the whole call, and a stream.
 struct DropoutPlace {
   int64_t row, context;
   int stream;
@@ -14,7 +14,7 @@ struct DropoutPlace {
 
 class ChannelDropout {
  public:
-  // `seed` is on the device, and null where nothing is dropped.
+  // `seed` is on the device, and null without dropout.
   ITM_FAST_DEVICE ChannelDropout(const CounterDropout& dropout, const int64_t* seed)
       : dropout_(dropout),
         drops_(seed != nullptr),
@@ -22,8 +22,8 @@ class ChannelDropout {
     if (drops_) dropout_.set_key(*seed);
   }
 
-  // body(c, factor) for `count` channels from `first` on, a multiple of 4: the factor is 0 or 1 / (1 - probability),
-  // or 1 where nothing is dropped. For a warp; a lane takes the four channels of a counter.
+  // Calls body(c, factor) for `count` channels from `first` on, a multiple of 4: the factor is 0 or 1 / (1 -
+  // probability), or 1 without dropout. For a warp; a lane takes the four channels of a counter.
   template <typename Body>
   ITM_FAST_DEVICE void for_each_channel(const DropoutPlace& place, int first, int count, const Body& body) const {
     for (int four = 4 * lane(); four < count; four += 4 * 32) {

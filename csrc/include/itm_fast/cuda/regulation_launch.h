@@ -1,5 +1,5 @@
-// How the kernels of regulated cross-attention are launched: grids, workspace and layers. Host code, shared by the
-// launcher and the tests.
+// Launch of the kernels of regulated cross-attention: grids, workspace and layers. Host code, shared by the launcher
+// and the tests.
 #pragma once
 
 #include "itm_fast/cuda/cross_attention_launch.h"
@@ -7,8 +7,8 @@
 
 namespace itm_fast::cuda {
 
-// Query sets of at most 112 rows, three images of 36 regions or the words of about eight captions, with context sets of
-// at most 128 rows.
+// Query sets of at most 112 rows (three images of 36 regions, or the words of about eight captions), with context sets
+// of at most 128 rows.
 struct RegulationTile112 : ScoreTile112 {
   static constexpr int kChunk = 512;
 };
@@ -16,14 +16,14 @@ struct RegulationTile112 : ScoreTile112 {
 template <typename Tile>
 constexpr int64_t kRegulationBytes = RegulationMemory<Tile>::kBytes;
 
-// What decides the room that a call needs beside its operands.
+// The sizes that determine a call's workspace.
 struct RegulationSizes {
   int64_t width, hidden;
   int64_t blocks;  // of the second launch, each with a slab
 };
 
-// Lays out what p needs beside its inputs, options and results; the layers are there but for `packed`. Nothing of it
-// needs to be zero.
+// Lays out p's workspace, apart from inputs, options and results. The layers are already set, except `packed`. The
+// workspace need not be zero.
 template <typename Tile, typename S>
 void place_regulation(RegulationProblem<S>& p, const RegulationSizes& sizes, Workspace& workspace) {
   const int64_t stride = operand_stride(p.dim), width = operand_stride(sizes.width);
@@ -60,7 +60,7 @@ int64_t preparing_blocks(const RegulationProblem<S>& p) {
   return 1 + p.contexts.n_sets + (rows + kPackedRows - 1) / kPackedRows;
 }
 
-// As many as there can be pairs of a tile and a context set, and no more than `at_most`.
+// As many blocks as there are pairs of a tile and a context set, at most `at_most`.
 template <typename Tile, typename S>
 int64_t regulating_blocks(const RegulationProblem<S>& p, int64_t at_most) {
   const int64_t tiles = most_tiles(p.queries.n_sets, p.queries.n_rows, Tile::kRows);

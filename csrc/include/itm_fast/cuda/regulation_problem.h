@@ -1,8 +1,8 @@
-// Regulated cross-attention on a GPU: what the two launches share, and the first of them.
+// Regulated cross-attention on a GPU: shared code of the two launches, and the first of them.
 //
-// prepare_regulation packs the query sets into tiles, and lays out everything that is an operand of a product: queries,
-// contexts, contexts transposed, and weights, in the type that is multiplied in and with rows on boundaries of 16
-// bytes. The second launch is in regulation.h.
+// prepare_regulation packs the query sets into tiles, and converts all operands of products: queries, contexts,
+// transposed contexts, and weights, in the multiplication type and with rows aligned to 16 bytes. The second launch is
+// in regulation.h.
 #pragma once
 
 #include "itm_fast/cuda/attention_pair.h"
@@ -13,11 +13,12 @@
 
 namespace itm_fast::cuda {
 
-// Alignments, correspondences and aggregations of a call, of each: they travel among a launch's parameters.
+// Maximum number each of alignments, correspondences and aggregations in a call: they are part of a launch's
+// parameters.
 inline constexpr int kMostSteps = 8;
 inline constexpr int kMostLayers = 6 * kMostSteps;
 
-// Elements from one row of an operand to the next: whole 16 bytes in every type.
+// Elements between rows of an operand: a multiple of 16 bytes in every type.
 constexpr int64_t operand_stride(int64_t columns) { return (columns + 7) / 8 * 8; }
 
 // A linear layer. `packed` is its weight as an operand.
@@ -35,9 +36,9 @@ struct VectorLayer {
   const float *weight, *bias;
 };
 
-// What a block of the second launch keeps beside its shared memory: of block 0; those of the others follow, `bytes`
-// apart. A row is one query row with one context set. Nothing here grows with the number of rows, sets or columns of
-// queries and contexts.
+// Global memory of a block of the second launch: pointers of block 0; those of the other blocks follow `bytes` apart. A
+// row is one query row with one context set. The size does not depend on the number of rows, sets or columns of queries
+// and contexts.
 template <typename S>
 struct RegulationSlab {
   int64_t bytes;
@@ -59,12 +60,12 @@ struct RegulationProblem {
   int64_t dim, width, hidden;  // of rows, of alignments, of the widest W1
   RegulatorOptions options;
   PairOptions attention;
-  const int64_t* seed;  // of the dropout; null: none
+  const int64_t* seed;  // of the dropout; null: no dropout
   LayerOperand<S> layers[kMostLayers];
   VectorLayer shifts[kMostSteps];         // w4, b4
   VectorLayer attentiveness[kMostSteps];  // v, c
   VectorLayer score;                      // u, u0
-  const float *channels, *temperature;    // where factors are learned
+  const float *channels, *temperature;    // if factors are learned
   // Written by the first launch:
   TilePlan query_tiles;
   S *query_operand, *context_operand;  // (rows, operand_stride(dim))
@@ -73,8 +74,7 @@ struct RegulationProblem {
   float* scores;      // (queries.n_sets, contexts.n_sets), or null and
   float* alignments;  // (contexts.n_sets, queries.n_rows, width)
 
-  // The layers in their order: the alignments', then w1, w2 and w3 of each correspondence, then a and b of each
-  // aggregation.
+  // The layers in order: the alignments', then w1, w2 and w3 of each correspondence, then a and b of each aggregation.
   ITM_FAST_DEVICE const LayerOperand<S>& alignment(int step) const { return layers[step]; }
   ITM_FAST_DEVICE const LayerOperand<S>& correspondence(int step, int which) const {
     return layers[options.n_alignments + 3 * step + which];
@@ -86,13 +86,13 @@ struct RegulationProblem {
     return options.n_alignments + 3 * options.n_correspondences + 2 * options.n_aggregations;
   }
 
-  // Where the columns of a set's transposed rows begin, in a matrix that has room for `transposed_columns` of them:
-  // whole eights, which leave every set the room for its own.
+  // First column of a set's transposed rows, in a matrix with `transposed_columns` columns. Columns are rounded up to
+  // multiples of eight, so every set has enough.
   constexpr int64_t transposed_columns() const { return operand_stride(contexts.n_rows + 7 * contexts.n_sets); }
   ITM_FAST_DEVICE int64_t transposed_start(int64_t set) const { return (contexts.offset(set) + 7 * set) / 8 * 8; }
 };
 
-// Stores numbers as an operand, and zeros behind them.
+// Stores numbers as an operand, padded with zeros.
 template <typename S>
 ITM_FAST_DEVICE void pack_row(const float* source, int64_t columns, S* target) {
   for (int64_t c = lane(); c < operand_stride(columns); c += 32) narrow(c < columns ? source[c] : 0.0f, target[c]);
@@ -101,7 +101,7 @@ ITM_FAST_DEVICE void pack_row(const float* source, int64_t columns, S* target) {
 template <typename S>
 ITM_FAST_DEVICE void transpose_set(const RegulationProblem<S>& p, int64_t set, int max_contexts) {
   const int64_t length = p.contexts.length(set);
-  if (length > max_contexts) return;  // Nobody asks for it.
+  if (length > max_contexts) return;  // The result is never read.
   const int64_t stride = operand_stride(length);
   const float* rows = p.contexts.values + p.contexts.offset(set) * p.dim;
   S* target = p.transposed + p.transposed_start(set) * p.dim;
@@ -111,7 +111,7 @@ ITM_FAST_DEVICE void transpose_set(const RegulationProblem<S>& p, int64_t set, i
   }
 }
 
-inline constexpr int64_t kPackedRows = 64;  // of a block
+inline constexpr int64_t kPackedRows = 64;  // per block
 
 // Grid: a block for the plan, one per context set, then one per kPackedRows rows of all other operands together.
 template <typename Tile, typename S>

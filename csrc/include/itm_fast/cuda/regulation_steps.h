@@ -10,7 +10,7 @@ template <int kParts, typename Tile, typename S>
 class RegulatorSteps : private RegulationStep<kParts, Tile, S> {
   ITM_FAST_REGULATION_STEP;
 
-  // Eq 8: the temperature of every row, and the hidden layer from which reweight makes its channels.
+  // Eq 8: the temperature of every row, and the hidden layer from which reweight computes its channels.
   ITM_FAST_DEVICE void correspond(int step) {
     ITM_FAST_DYNAMIC_SHARED(float, temperatures, Memory::kTemperatures, Tile::kRows);
     ITM_FAST_DYNAMIC_SHARED(float, dots, Memory::kDots, Tile::kRows);
@@ -48,7 +48,7 @@ class RegulatorSteps : private RegulationStep<kParts, Tile, S> {
     });
   }
 
-  // Eq 5. A row's cosine takes the place of its product.
+  // Eq 5. A row's cosine replaces its product.
   ITM_FAST_DEVICE void write_mean_cosines() {
     ITM_FAST_DYNAMIC_SHARED(float, squares, Memory::kSquares, Tile::kRows);
     ITM_FAST_DYNAMIC_SHARED(float, dots, Memory::kDots, Tile::kRows);
@@ -80,7 +80,7 @@ class RegulatorSteps : private RegulationStep<kParts, Tile, S> {
     });
   }
 
-  // guidance = the mean of each set's alignments. Behind a barrier.
+  // guidance = the mean of each set's alignments. Ends with a barrier.
   ITM_FAST_DEVICE void take_means() {
     ITM_FAST_DYNAMIC_SHARED(int32_t, starts, Memory::kStarts, Memory::kStartCount);
     barrier();

@@ -1,7 +1,8 @@
-// One tile of regulated cross-attention on a GPU: what its steps share.
+// One tile of regulated cross-attention on a GPU: the code that its steps share.
 //
-// A tile is a run of whole query sets with one context set, a row for each query row. A row is a warp's, a lane takes
-// every 32nd column: sums over a row have one order. What a product leaves in shared memory goes to the block's slab.
+// A tile is a run of whole query sets with one context set, with one row for each query row. A warp takes a row, and a
+// lane every 32nd column, so sums over a row have a fixed order. Results of a product in shared memory are copied to
+// the block's slab.
 #pragma once
 
 #include "itm_fast/cuda/regulation_attention.h"
@@ -9,8 +10,8 @@
 
 namespace itm_fast::cuda {
 
-// The shared memory of a block: the products first, then what follows. A Tile is a ProductTile with kChunk, the columns
-// of a chunk: products that go on from chunk to chunk read and write their sums as often.
+// The shared memory of a block: the products, then the remaining arrays. A Tile is a ProductTile with kChunk, the
+// columns of a chunk: products that continue from chunk to chunk read and write their sums once per chunk.
 template <typename Tile>
 struct RegulationMemory {
   static constexpr int kStarts = Tile::kProductBytes, kStartCount = kTileSets + 4;
@@ -22,8 +23,8 @@ struct RegulationMemory {
   static constexpr int kBytes = kState + kStateCount * 8;
 };
 
-// Rows times columns, which stay in ITM_FAST_TILE_SCORES. Apart from its callers, so that their registers are not its
-// own and there is one copy of it in a kernel.
+// Rows times columns, stored in ITM_FAST_TILE_SCORES. A separate function, so that it does not share its callers'
+// registers and a kernel holds one copy of it.
 template <int kParts, typename Tile, typename S>
 ITM_FAST_DEVICE_APART void multiply_operands(const S* rows, int n_rows, int64_t row_stride, const S* columns,
                                              int n_columns, int64_t column_stride, int depth) {
@@ -32,7 +33,7 @@ ITM_FAST_DEVICE_APART void multiply_operands(const S* rows, int n_rows, int64_t 
                               true);
 }
 
-// Which sets a tile holds. It is kept in shared memory, where each step finds it.
+// The sets of a tile. Kept in shared memory, where each step finds it.
 struct RegulationState {
   int64_t first_set, first_row, context;
   int n_sets, n_rows, n_contexts;
@@ -45,7 +46,7 @@ ITM_FAST_DEVICE RegulationState state_of_tile() {
       state[0], state[1], state[2], static_cast<int>(state[3]), static_cast<int>(state[4]), static_cast<int>(state[5])};
 }
 
-// A step of a tile. Steps stand apart from each other (ITM_FAST_DEVICE_APART): none has another's registers.
+// A step of a tile. Steps are separate functions (ITM_FAST_DEVICE_APART), so that they do not share registers.
 template <int kParts, typename Tile, typename S>
 class RegulationStep {
  protected:
@@ -54,7 +55,7 @@ class RegulationStep {
   static_assert(Tile::kRows >= kTileSets);  // Guidance vectors are rows of products.
 
  public:
-  // `corresponded`: correspondences that the tile has passed.
+  // `corresponded`: correspondences that the tile has finished.
   ITM_FAST_DEVICE RegulationStep(const RegulationProblem<S>& problem, int corresponded)
       : p_(problem),
         s_(state_of_tile<Tile>()),
@@ -73,12 +74,12 @@ class RegulationStep {
   ITM_FAST_DEVICE static int part(int first, int size, int most) { return size - first < most ? size - first : most; }
   ITM_FAST_DEVICE const float* query(int row) const { return p_.queries.values + (s_.first_row + row) * p_.dim; }
 
-  // body(row) for the rows of each warp.
+  // Calls body(row) for the rows of each warp.
   template <typename Body>
   ITM_FAST_DEVICE static void for_each_row(int n_rows, const Body& body) {
     for (int row = warp(); row < n_rows; row += Tile::kWarps) body(row);
   }
-  // body(row, column of the tile, product) for what a product left, `count` columns of it.
+  // Calls body(row, column of the tile, product) for `count` columns of a finished product.
   template <typename Body>
   ITM_FAST_DEVICE static void for_each_product(int n_rows, int count, const Body& body) {
     ITM_FAST_TILE_SCORES(Tile);
@@ -86,8 +87,8 @@ class RegulationStep {
       for (int c = lane(); c < count; c += 32) body(row, c, static_cast<float>(scores[row * kStride + c]));
     });
   }
-  // body(first output, number of outputs) for blocks of a layer's outputs, times whose weights the rows have been
-  // multiplied. A layer without outputs is one block of none: what sums them up has a sum nevertheless.
+  // Calls body(first output, number of outputs) for each block of a layer's outputs, after the product of the rows with
+  // its weights. A layer without outputs has one empty block, so that code that sums up outputs still gets a sum.
   template <typename Body>
   ITM_FAST_DEVICE static void for_each_output(const S* rows, int n_rows, int64_t stride, const LayerOperand<S>& layer,
                                               const Body& body) {
@@ -109,7 +110,7 @@ class RegulationStep {
     return of_block(p_.slab.hidden) + int64_t{step} * Tile::kRows * operand_stride(p_.hidden);
   }
 
-  // Divides a vector of alignments by its norm, for a warp; the operand gets the same.
+  // Divides a vector of alignments by its norm and writes the result to the operand, too. For a warp.
   ITM_FAST_DEVICE void make_unit(float* vector, S* operand) const {
     float square = 0.0f;
     for (int i = lane(); i < width_; i += 32) square += vector[i] * vector[i];
@@ -120,7 +121,7 @@ class RegulationStep {
     }
   }
 
-  // score_of(set) for a thread per set of the tile; 0 where a side is empty.
+  // Writes score_of(set), one thread per set of the tile; 0 if a side is empty.
   template <typename ScoreOf>
   ITM_FAST_DEVICE void write_scores(const ScoreOf& score_of) const {
     ITM_FAST_DYNAMIC_SHARED(int32_t, starts, Memory::kStarts, Memory::kStartCount);
@@ -134,10 +135,10 @@ class RegulationStep {
   const RegulationState s_;
   const int corresponded_, dim_, width_;
   const int64_t dim_stride_, width_stride_;
-  const int64_t slab_;  // bytes from the slab of block 0 to that of this one
+  const int64_t slab_;  // bytes from the slab of block 0 to this block's slab
 };
 
-// What a class template that is derived from RegulationStep uses of it.
+// Names that a class template derived from RegulationStep uses.
 #define ITM_FAST_REGULATION_STEP                                                                          \
   using Step = RegulationStep<kParts, Tile, S>;                                                           \
   using typename Step::Memory;                                                                            \

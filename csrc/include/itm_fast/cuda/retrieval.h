@@ -1,8 +1,8 @@
 // retrieval_ranks on a GPU by counting: two launches over integers, no sort.
 //
-// best_own_scores finds the best score among every image's own captions; count_ranks then counts, in one pass over the
-// scores, what is above it in the image's row, and above each caption's own score in its column. Maxima of integers and
-// sums of counts do not depend on the order of the blocks.
+// best_own_scores finds the best score among every image's own captions. count_ranks then counts, in one pass over the
+// scores, the higher scores in the image's row, and those above each caption's own score in its column. Maxima of
+// integers and sums of counts do not depend on the order of the blocks.
 #pragma once
 
 #include "itm_fast/cuda/machine.h"
@@ -10,13 +10,13 @@
 
 namespace itm_fast::cuda {
 
-// Scores as integers in the same order: 0 stands for none, 1 for NaN, which is below every number.
+// Scores as integers in the same order: 0 means no score, 1 means NaN, which is below every number.
 inline constexpr uint64_t kNoScore = 0, kNanScore = 1;
 
 template <typename T>
 struct Ranks {
   const T* scores;               // (n_images, n_captions), dense
-  const int64_t* caption_image;  // an image out of range belongs to nobody
+  const int64_t* caption_image;  // an index out of range belongs to no image
   int64_t n_images, n_captions;
   bool pessimistic;
   uint64_t* best_own;      // kNoScore, one per image
@@ -28,8 +28,8 @@ struct Ranks {
   }
 };
 
-// The bits of a float64, with negative numbers turned over and positive ones moved above them, and room for 0 and 1
-// below: those two would be the bits of NaNs.
+// The bits of a float64, with negative numbers inverted and positive ones moved above them. The values 0 and 1 remain
+// free: they would be the bits of NaNs.
 ITM_FAST_DEVICE uint64_t ordered_score(double score) {
   if (score != score) return kNanScore;
   uint64_t bits;
@@ -45,7 +45,7 @@ ITM_FAST_DEVICE double score_of_order(uint64_t order) {
   return score;
 }
 
-// Whether a foreign score counts as higher than the own one. NaN is the lowest value and equal to NaN.
+// Whether a score of another image counts as higher than the own one. NaN is the lowest value and equal to NaN.
 template <typename T>
 ITM_FAST_DEVICE bool is_above(T score, T own, bool pessimistic) {
   const bool score_is_nan = score != score, own_is_nan = own != own;
@@ -53,7 +53,7 @@ ITM_FAST_DEVICE bool is_above(T score, T own, bool pessimistic) {
   return score > own || (pessimistic && score == own);
 }
 
-// Grid: a thread per caption.
+// Grid: one thread per caption.
 template <typename T>
 ITM_FAST_DEVICE void best_own_scores(const Ranks<T>& p) {
   const int64_t caption = block_index() * block_threads() + thread_index();
@@ -62,7 +62,7 @@ ITM_FAST_DEVICE void best_own_scores(const Ranks<T>& p) {
   atomic_max(p.best_own + image, ordered_score(static_cast<double>(p.scores[image * p.n_captions + caption])));
 }
 
-// Grid: one block per tile, those of a strip of rows beside each other.
+// Grid: one block per tile; tiles of a strip of rows are adjacent.
 template <typename T, typename Tile>
 ITM_FAST_DEVICE void count_ranks(const Ranks<T>& p) {
   ITM_FAST_SHARED(int32_t, counts, Tile::kColumns);
@@ -82,7 +82,7 @@ ITM_FAST_DEVICE void count_ranks(const Ranks<T>& p) {
   }
   for (int r = 0; r < Tile::kRowsPerWarp; ++r) {
     const int64_t image = first_image + warp() * Tile::kRowsPerWarp + r;
-    if (image >= p.n_images) break;  // The whole warp leaves.
+    if (image >= p.n_images) break;  // The whole warp leaves the loop.
     const uint64_t order = p.best_own[image];
     const T best = static_cast<T>(score_of_order(order));
     int32_t image_count = 0;

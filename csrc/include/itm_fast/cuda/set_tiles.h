@@ -1,14 +1,14 @@
-// Ragged sets on a GPU: offsets that cannot lead outside of the rows, and the tiles that whole sets are packed into.
+// Ragged sets on a GPU: offsets clamped to the rows, and the tiles that whole sets are packed into.
 //
-// A tile is a run of sets with at most `max_rows` rows together, or one longer set alone. Offsets that the contract
-// forbids give wrong tiles, and no access outside of any array.
+// A tile is a run of sets with at most `max_rows` rows together, or one longer set by itself. Invalid offsets give
+// wrong tiles, but no access outside of any array.
 #pragma once
 
 #include "itm_fast/cuda/machine.h"
 
 namespace itm_fast::cuda {
 
-// Of a tile: as many as a warp has lanes, so that a lane looks at each.
+// Sets per tile: as many as a warp has lanes, so that each lane examines one.
 inline constexpr int kTileSets = 32;
 
 template <typename S>
@@ -37,7 +37,8 @@ struct TilePlan {
   int64_t capacity;
 };
 
-// No plan has more tiles: two neighbours have more than `max_rows` rows together, or one of them kTileSets sets.
+// Maximum number of tiles of a plan: two adjacent tiles have more than `max_rows` rows together, or one has kTileSets
+// sets.
 constexpr int64_t most_tiles(int64_t n_sets, int64_t n_rows, int64_t max_rows) {
   const int64_t bound = 2 * n_rows / (max_rows + 1) + n_sets / kTileSets + 1;
   return bound < n_sets ? bound : n_sets;
@@ -45,20 +46,21 @@ constexpr int64_t most_tiles(int64_t n_sets, int64_t n_rows, int64_t max_rows) {
 
 ITM_FAST_DEVICE int count_trailing_ones(uint32_t bits) { return count_bits(bits & (bits ^ (bits + 1))); }
 
-// Writes the plan; for the threads of one block. kWindow sets at a time are held in shared memory.
+// Writes the plan; for the threads of one block. Shared memory holds kWindow sets at a time.
 template <int kWindow, typename S>
 ITM_FAST_DEVICE void plan_tiles(const SetRows<S>& sets, int64_t max_rows, const TilePlan& plan) {
   static_assert(kWindow >= kTileSets);
   ITM_FAST_SHARED(int64_t, window, kWindow + 1);
   ITM_FAST_SHARED(int64_t, planned, 1);
-  int64_t tiles = 0;  // of the first warp
+  int64_t tiles = 0;  // counted by the first warp
   for (int64_t first = 0; first < sets.n_sets;) {
     const int64_t left = sets.n_sets - first, held = left < kWindow ? left : kWindow;
     for (int64_t i = thread_index(); i <= held; i += block_threads()) window[i] = sets.offset(first + i);
     barrier();
     if (warp() == 0) {
       int64_t set = 0;
-      // A tile may reach up to kTileSets sets further; where the window ends before, the next one begins with it.
+      // A tile may extend over up to kTileSets more sets; if the window ends before that, the next window starts with
+      // it.
       while (set < held && (set + kTileSets <= held || held == left)) {
         const int64_t last = set + lane();
         const bool fits = last < held && window[last < held ? last + 1 : held] - window[set] <= max_rows;
@@ -80,7 +82,7 @@ ITM_FAST_DEVICE void plan_tiles(const SetRows<S>& sets, int64_t max_rows, const 
   }
 }
 
-// What a block knows of its tile on one side.
+// The sets of a block's tile on one side.
 struct TileSets {
   int64_t first_set, first_row;
   int n_sets;

@@ -1,14 +1,14 @@
-// The products of a run of rows with another one, on tensor cores: the raw scores of a tile, left in shared memory.
+// The products of two runs of rows on tensor cores: the raw scores of a tile, written to shared memory.
 //
-// Slices of the rows, 64 bytes of each, come by asynchronous copies into a ring of stages; rows of another stride than
-// whole 16 bytes are copied element by element. Every fourth row starts with another of its four 16-byte parts, so that
-// eight rows that load_matrix reads lie in different banks.
+// Asynchronous copies load slices of the rows, 64 bytes each, into a ring of stages. Rows with a stride that is not a
+// multiple of 16 bytes are copied element by element. Every fourth row starts with a different one of its four 16-byte
+// parts, so that the eight rows of a load_matrix are in different banks.
 //
-// Rows of 16 bits are multiplied as they are. Rows of float32 are split on their way into kParts numbers of bfloat16,
-// rounded to the nearest, x = x_0 + x_1 + x_2: with one part that is a product of bfloat16, with two (three products,
-// x_1 y_1 left out) errors are about 2^-17 of the terms, with three (six products, those of the order 2^-27 left out)
-// it is float32's own accuracy, with the products of a slice added up by themselves, the smallest first. Three TF32
-// products take the tensor cores as long as six of bfloat16, but keep 22 bits of 24.
+// Rows of 16 bits are multiplied without conversion. Rows of float32 are split into kParts bfloat16 numbers, rounded to
+// nearest, x = x_0 + x_1 + x_2. One part gives a bfloat16 product. Two parts (three products, without x_1 y_1) give
+// errors of about 2^-17 of the terms. Three parts (six products, without those of the order 2^-27) give the accuracy of
+// float32; the products of a slice are added up separately, smallest first. Three TF32 products take as long on tensor
+// cores as six of bfloat16, but keep 22 bits of 24.
 #pragma once
 
 #include <type_traits>
@@ -19,21 +19,21 @@
 
 namespace itm_fast::cuda {
 
-// kRows x kColumns products; kWarpRows x kWarpColumns warps take every kWarpRows-th 16 rows and every kWarpColumns-th
-// 8 columns. kWindow is that of plan_tiles.
+// kRows x kColumns products. Of the kWarpRows x kWarpColumns warps, each takes every kWarpRows-th group of 16 rows and
+// every kWarpColumns-th group of 8 columns. kWindow is that of plan_tiles.
 template <int kTileRows, int kTileColumns, int kRowWarps, int kColumnWarps, int kRing, int kPlanWindow>
 struct ProductTile {
   static constexpr int kRows = kTileRows, kColumns = kTileColumns, kStages = kRing, kWindow = kPlanWindow;
   static constexpr int kWarpRows = kRowWarps, kWarpColumns = kColumnWarps;
   static constexpr int kWarps = kWarpRows * kWarpColumns, kThreads = 32 * kWarps;
-  static constexpr int kRowTiles = (kRows / 16 + kWarpRows - 1) / kWarpRows;  // of a warp; the last may lie outside
+  static constexpr int kRowTiles = (kRows / 16 + kWarpRows - 1) / kWarpRows;  // per warp; the last may lie outside
   static constexpr int kColumnTiles = kColumns / 8 / kWarpColumns;
   // Gram matrices are products of the rows with themselves.
   static_assert(kRows % 16 == 0 && kColumns % (16 * kWarpColumns) == 0 && kRows <= kColumns && kStages >= 2);
 
-  static constexpr int kSlice = 32;  // of a row, in halves of 32 bits: 64 bytes
+  static constexpr int kSlice = 32;  // of a row, in 16-bit units: 64 bytes
   static constexpr int kStage = (kRows + kColumns) * kSlice;
-  // Odd, so that neighbouring rows and neighbouring columns alike lie in different banks.
+  // Odd, so that adjacent rows and adjacent columns are in different banks.
   static constexpr int kScoreStride = kColumns + 1;
   static constexpr int kScores = kRows * kScoreStride;
   static constexpr int kProductBytes =
@@ -49,13 +49,13 @@ struct RowRun {
   int64_t stride;  // elements from one row to the next
 };
 
-// Where a 16-byte part of a row begins in its stage.
+// Offset of a 16-byte part of a row in its stage.
 template <typename Tile>
 ITM_FAST_DEVICE int part_place(int row, int part) {
   return row * Tile::kSlice + (part ^ (row / 2 % 4)) * 8;
 }
 
-// Begins to copy slice `slice` of both runs to its stage. What lies outside of them becomes zero.
+// Starts copying slice `slice` of both runs to its stage. Elements outside of the runs become zero.
 template <typename Tile, typename S>
 ITM_FAST_DEVICE void copy_slice(SharedArray<uint16_t> stages, const RowRun<S>& rows, const RowRun<S>& columns,
                                 int64_t dim, bool is_aligned, int slice) {
@@ -66,7 +66,7 @@ ITM_FAST_DEVICE void copy_slice(SharedArray<uint16_t> stages, const RowRun<S>& r
     const int row = i / 4, part = i % 4;
     const int at = stage + part_place<Tile>(row, part);
     const bool is_row = row < Tile::kRows;
-    // Of its parts and not one of the two, whose address would keep both out of registers.
+    // Copy the members: taking the address of one of the two runs would keep both out of registers.
     const RowRun<S> run{is_row ? rows.first : columns.first, is_row ? rows.count : columns.count,
                         is_row ? rows.stride : columns.stride};
     const int of_run = is_row ? row : row - Tile::kRows;
@@ -86,7 +86,7 @@ ITM_FAST_DEVICE void copy_slice(SharedArray<uint16_t> stages, const RowRun<S>& r
   }
 }
 
-// Two floats as kParts pairs of bfloat16, which add up to them.
+// Two floats as kParts pairs of bfloat16 that add up to them.
 template <int kParts>
 ITM_FAST_DEVICE void split_pair(uint32_t first, uint32_t second, uint32_t (&parts)[kParts]) {
   float low, high;
@@ -127,8 +127,8 @@ ITM_FAST_DEVICE void load_columns(ColumnFragment<1> (&columns)[2], SharedArray<u
   for (int i = 0; i < 4; ++i) columns[i / 2].parts[0][i % 2] = loaded[i];
 }
 
-// Eight rows of a slice of float32, as fragments hold them but for the order of the depth, which is the same for rows
-// and columns: register p holds elements l and l + 4 of parts 2 p and 2 p + 1, for lane % 4 == l.
+// Eight rows of a slice of float32, in the layout of fragments except for the order of the depth, which is the same for
+// rows and columns: register p holds elements l and l + 4 of parts 2 p and 2 p + 1, for lane % 4 == l.
 template <typename Tile, int kParts>
 ITM_FAST_DEVICE void load_floats(uint32_t (&pairs)[2][kParts], SharedArray<uint16_t> stages, int stage, int first) {
   uint32_t loaded[4];
@@ -169,8 +169,8 @@ ITM_FAST_DEVICE void multiply_parts(float (&sums)[4], const RowFragment<kParts>&
   }
 }
 
-// Rows times the columns of two fragments, whose products stand in turn: neither waits for the other. `kBySlice`: these
-// products are added up by themselves and join the sums in float32 proper.
+// Rows times the columns of two fragments, whose products alternate so that neither waits for the other. `kBySlice`:
+// the products of a slice are added up separately, then added to the sums in true float32.
 template <bool kHalf, bool kBySlice, int kParts>
 ITM_FAST_DEVICE void multiply_pair(float (&first_sums)[4], float (&second_sums)[4], const RowFragment<kParts>& rows,
                                    const ColumnFragment<kParts>& first, const ColumnFragment<kParts>& second) {
@@ -183,7 +183,7 @@ ITM_FAST_DEVICE void multiply_pair(float (&first_sums)[4], float (&second_sums)[
     }
   } else {
     constexpr int kProducts = kParts == 3 ? 6 : kParts == 2 ? 3 : 1;
-    constexpr int kOrder[6][2] = {{0, 2}, {2, 0}, {1, 1}, {0, 1}, {1, 0}, {0, 0}};  // the last ones of fewer parts
+    constexpr int kOrder[6][2] = {{0, 2}, {2, 0}, {1, 1}, {0, 1}, {1, 0}, {0, 0}};  // fewer parts use the last ones
     for (int i = 6 - kProducts; i < 6; ++i) {
       multiply_parts<kHalf>(first_sums, rows, first, kOrder[i][0], kOrder[i][1]);
       multiply_parts<kHalf>(second_sums, rows, second, kOrder[i][0], kOrder[i][1]);
@@ -191,10 +191,10 @@ ITM_FAST_DEVICE void multiply_pair(float (&first_sums)[4], float (&second_sums)[
   }
 }
 
-// Leaves <row r, column c> in ITM_FAST_TILE_SCORES at r * kScoreStride + c, for all rows and columns of the tile that
-// the runs have, behind a barrier, from `dim` elements of each. `is_aligned`: rows begin on boundaries of 16 bytes.
-// `kBySlice`: every slice's products are added up by themselves, because tensor cores cut digits off from running sums:
-// where all terms have one sign, as on the diagonal of a Gram matrix, what is cut off adds up.
+// Writes <row r, column c> to ITM_FAST_TILE_SCORES at r * kScoreStride + c, for all rows and columns of the tile that
+// the runs have, from `dim` elements of each. Ends with a barrier. `is_aligned`: rows are aligned to 16 bytes.
+// `kBySlice`: the products of each slice are added up separately, because tensor cores truncate running sums. If all
+// terms have the same sign, as on the diagonal of a Gram matrix, the truncation errors add up.
 template <int kParts, typename Tile, bool kBySlice = kParts == 3, typename S>
 ITM_FAST_DEVICE void multiply_tile(const RowRun<S>& rows, const RowRun<S>& columns, int64_t dim, bool is_aligned) {
   constexpr bool kFloat = std::is_same_v<S, float>, kHalf = std::is_same_v<S, Half>;
@@ -203,7 +203,7 @@ ITM_FAST_DEVICE void multiply_tile(const RowRun<S>& rows, const RowRun<S>& colum
   ITM_FAST_DYNAMIC_SHARED(uint16_t, stages, 0, Tile::kStages* Tile::kStage);
   const int slices = static_cast<int>((dim * static_cast<int64_t>(sizeof(S)) + 63) / 64);
   const int warp_row = warp() / Tile::kWarpColumns, warp_column = warp() % Tile::kWarpColumns;
-  // Tiles are dealt out in turn, so that short runs leave no warp with all of the work.
+  // Tiles are assigned round-robin, so that short runs do not leave all work to one warp.
   const auto row_of = [&](int m) { return (warp_row + m * Tile::kWarpRows) * 16; };
   const auto column_of = [&](int n) { return (warp_column + n * Tile::kWarpColumns) * 8; };
 
@@ -217,7 +217,7 @@ ITM_FAST_DEVICE void multiply_tile(const RowRun<S>& rows, const RowRun<S>& colum
     barrier();  // The copies of all threads have landed, and all are done with the stage that is filled next.
     const int next = slice + Tile::kStages - 1;
     if (next < slices) copy_slice<Tile>(stages, rows, columns, dim, is_aligned, next);
-    commit_copies();  // An empty group counts, too: the same number is always left under way.
+    commit_copies();  // An empty group counts, too: the number of pending groups stays the same.
 
     const int stage = slice % Tile::kStages * Tile::kStage;
     const int column_stage = stage + Tile::kRows * Tile::kSlice;

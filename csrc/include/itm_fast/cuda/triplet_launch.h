@@ -1,5 +1,5 @@
-// How the kernels of triplet_loss and boosting_loss are launched: grids and workspaces. Host code, shared by the
-// launchers and the tests.
+// Launch of the kernels of triplet_loss and boosting_loss: grids and workspaces. Host code, shared by the launchers and
+// the tests.
 #pragma once
 
 #include "itm_fast/cuda/boosting_problem.h"
@@ -11,7 +11,7 @@
 
 namespace itm_fast::cuda {
 
-// Matrices of at most this many rows and columns have their loss and its gradient in one launch.
+// Up to this many rows and columns, one launch computes the loss and its gradient.
 inline constexpr int64_t kOneLaunchUpTo = 8192;
 
 template <typename Tile>
@@ -36,8 +36,8 @@ void place_partials(TripletPartials<T>& partials, const TripletOptions& options,
   if (options.needs_hardest()) partials.index = workspace.take<int32_t>(size);
 }
 
-// Lays out what p needs beside its problem, options and results; returns the leading bytes that must be zero. `loss` is
-// the first result of the operator, `negatives` the second; both are null for hardest_negatives.
+// Lays out p's workspace, apart from problem, options and results; returns the leading bytes that must be zero. `loss`
+// is the first result of the operator, `negatives` the second; both are null for hardest_negatives.
 template <typename Tile, typename Problem, typename T = typename Problem::T>
 int64_t place_forward(TripletForward<Problem>& p, T* loss, int64_t* negatives, Workspace& workspace) {
   const TripletOptions& options = p.options;
@@ -58,7 +58,7 @@ int64_t place_forward(TripletForward<Problem>& p, T* loss, int64_t* negatives, W
   return zeros;
 }
 
-// The same for the backward, whose whole workspace must be zero.
+// The same for the backward; its whole workspace must be zero.
 template <typename Problem>
 void place_backward(TripletBackward<Problem>& p, Workspace& workspace) {
   const bool counts = p.options.needs_sums();
@@ -68,7 +68,7 @@ void place_backward(TripletBackward<Problem>& p, Workspace& workspace) {
   p.finished = workspace.take<int32_t>(1);
 }
 
-// The same for value and gradient together; the leading bytes must be zero.
+// The same for loss and gradient together; the leading bytes must be zero.
 template <typename Tile, typename Problem, typename T = typename Problem::T>
 int64_t place_with_gradient(TripletWithGradient<Problem>& p, T* loss, int64_t* negatives, Workspace& workspace) {
   p.arrived = workspace.take<int32_t>(1);

@@ -1,10 +1,10 @@
 // triplet_loss, boosting_loss and hardest_negatives on a GPU: one launch, one pass over the scores for both directions.
 //
-// A block takes one tile of the score matrix: warps over rows, lanes over columns. It leaves, for every row and every
-// column of the tile, the best negative and the sum of the hinges in a workspace. The last block of a strip of tiles to
-// finish merges the strip's tiles in their order and turns them into results per anchor; the last of these adds the
-// losses up. So neither the order of the blocks nor of the threads shows in a result, and of equal negatives the one
-// with the lowest index is taken: partial results are merged from the lowest tile up, and within a tile by index.
+// A block takes one tile of the score matrix, with warps over rows and lanes over columns. For every row and every
+// column of the tile, it writes the best negative and the sum of the hinges to a workspace. The last block of a strip
+// of tiles to finish merges the strip's tiles in order and computes the results per anchor; the last of these adds the
+// losses up. Results therefore do not depend on the order of blocks or threads. Among equal negatives the one with the
+// lowest index is taken: partial results are merged from the lowest tile up, and within a tile by index.
 #pragma once
 
 #include "itm_fast/cuda/machine.h"
@@ -13,7 +13,7 @@
 
 namespace itm_fast::cuda {
 
-// What the tiles found for the anchors of one direction, [part][tile][anchor].
+// Partial results of the tiles for the anchors of one direction, [part][tile][anchor].
 template <typename T>
 struct TripletPartials {
   T* best;
@@ -23,8 +23,8 @@ struct TripletPartials {
 
 template <typename T>
 struct AnchorResults {
-  T* values;         // the anchors' losses, not yet halved or added up; or the hardest negatives' scores
-  int64_t* indices;  // [part] where their gradients go (null for Mining::all); or the hardest negatives
+  T* values;         // the anchors' losses, not yet halved or summed; or the hardest negatives' scores
+  int64_t* indices;  // [part] negatives that receive gradients (null for Mining::all); or the hardest negatives
   int64_t stride;    // from part to part
 };
 
@@ -33,20 +33,20 @@ struct TripletForward {
   using T = typename Problem::T;
   Problem problem;
   TripletOptions options;
-  bool keeps_hardest;  // hardest_negatives: no loss is formed
+  bool keeps_hardest;  // hardest_negatives: no loss is computed
   TripletPartials<T> row_partials, column_partials;
   AnchorResults<T> rows, columns;
-  T* loss;            // the sum or mean; null where each anchor's is kept
+  T* loss;            // the sum or mean; null if each anchor's loss is kept
   int32_t* counters;  // zero: one per strip of rows, then one per strip of columns, then one for all strips
 };
 
 template <typename T>
 struct Candidate {
   T score;
-  int32_t index;  // -1: none
+  int32_t index;  // -1: no negative
 };
 
-// NaN is above everything, as in torch.max; of equal scores the lower index wins.
+// NaN is above everything, as in torch.max; among equal scores the lower index wins.
 template <typename T>
 ITM_FAST_DEVICE bool is_harder(const Candidate<T>& candidate, const Candidate<T>& held) {
   if (candidate.index < 0) return false;
@@ -72,7 +72,7 @@ ITM_FAST_DEVICE double sum_of_warp(double value) {
   return value;
 }
 
-// What one anchor has found so far among the candidates in its row or column.
+// Running result of one anchor over the candidates in its row or column.
 template <typename T>
 struct Found {
   T positive = T(0), margin = T(0), own = T(0);
@@ -116,7 +116,7 @@ ITM_FAST_DEVICE void scan_tile(const TripletForward<Problem>& p, int part, int64
   }
   for (int r = 0; r < Tile::kRowsPerWarp; ++r) {
     const int64_t row = first_row + warp() * Tile::kRowsPerWarp + r;
-    if (row >= problem.rows) break;  // The whole warp leaves.
+    if (row >= problem.rows) break;  // The whole warp leaves the loop.
     Found<T> found;
     if (options.rows()) found.begin(problem, options, part, row);
     ITM_FAST_UNROLLED
@@ -185,7 +185,7 @@ template <typename Problem, typename T = typename Problem::T>
 ITM_FAST_DEVICE AnchorLoss<T> loss_of_anchor(const TripletForward<Problem>& p, int part, int64_t anchor,
                                              const Candidate<T>& hardest, double sum, int64_t candidates) {
   const T positive = p.problem.positive(part, anchor), term = p.problem.positive_term(part, anchor);
-  // A positive that is NaN stays visible where there is nothing to compare it with.
+  // A positive that is NaN stays visible if it has no negative to be compared with.
   const T visible = positive != positive ? positive : term != term ? term : T(0);
   if (p.options.mining == Mining::all) {
     return {visible == visible ? static_cast<T>(sum) : visible, kAllNegatives};
@@ -199,7 +199,7 @@ ITM_FAST_DEVICE AnchorLoss<T> loss_of_anchor(const TripletForward<Problem>& p, i
   return {mined.value + term, mined.negative};
 }
 
-// Merges what `tiles` tiles found for anchors [first, last) of one direction.
+// Merges the results of `tiles` tiles for anchors [first, last) of one direction.
 template <typename Problem, typename T = typename Problem::T>
 ITM_FAST_DEVICE void finish_anchors(const TripletForward<Problem>& p, const TripletPartials<T>& partials,
                                     const AnchorResults<T>& results, int64_t tiles, int64_t first, int64_t last,
@@ -230,7 +230,7 @@ ITM_FAST_DEVICE void finish_anchors(const TripletForward<Problem>& p, const Trip
   }
 }
 
-// The last block adds up the losses: thread t takes every kThreads-th, and halves of the threads are added in turn.
+// The last block adds up the losses: thread t takes every kThreads-th loss, then the threads are summed by halves.
 template <typename Problem, typename Tile>
 ITM_FAST_DEVICE void add_losses(const TripletForward<Problem>& p) {
   ITM_FAST_SHARED(double, sums, Tile::kThreads);
@@ -252,7 +252,7 @@ ITM_FAST_DEVICE void add_losses(const TripletForward<Problem>& p) {
   }
 }
 
-// Grid: one block per tile, those of a strip of rows beside each other.
+// Grid: one block per tile; tiles of a strip of rows are adjacent.
 template <typename Problem, typename Tile>
 ITM_FAST_DEVICE void triplet_forward(const TripletForward<Problem>& p) {
   ITM_FAST_SHARED(int32_t, is_last, 3);
@@ -269,7 +269,7 @@ ITM_FAST_DEVICE void triplet_forward(const TripletForward<Problem>& p) {
   }
   barrier();
   const int32_t finishes_rows = is_last[0], finishes_columns = is_last[1];
-  if (finishes_rows + finishes_columns == 0) return;  // The whole block leaves.
+  if (finishes_rows + finishes_columns == 0) return;  // The whole block returns.
   memory_fence();
   if (finishes_rows != 0) {
     const int64_t first = row_tile * Tile::kRows;

@@ -1,10 +1,10 @@
 // The gradients of triplet_loss, boosting_loss and hardest_negatives on a GPU: one launch each, which writes the dense
 // gradient once.
 //
-// Every element of the gradient is written by the thread that owns it, from its row's and its column's anchor. What a
-// positive receives follows from its anchor alone where each anchor has one negative; where all negatives with an
-// active hinge take part, they are counted (whole numbers: their order is of no consequence), and the last block to
-// finish turns the counts into the gradients of the positives.
+// The thread that owns an element of the gradient writes it, from its row's and its column's anchor. If each anchor has
+// one negative, the gradient of a positive depends only on its anchor. If all negatives with an active hinge take part,
+// they are counted (whole numbers, so their order does not matter), and the last block to finish turns the counts into
+// the gradients of the positives.
 #pragma once
 
 #include "itm_fast/cuda/machine.h"
@@ -21,13 +21,13 @@ struct TripletBackward {
   const T* grad_loss;        // one, or one per direction and anchor for Reduction::none; null: 1
   const int64_t* negatives;  // of the forward, per part, direction and anchor; null for Mining::all
   T* grad_scores;            // dense
-  T* grad_positive;          // null where the positives stand on the diagonal
-  int32_t* row_counts;       // zero, one per part and row; null where no hinges need to be counted
+  T* grad_positive;          // null if the positives are on the diagonal
+  int32_t* row_counts;       // zero, one per part and row; null if no hinges are counted
   int32_t* column_counts;    // the same for columns
   int32_t* finished;         // zero
 };
 
-// What one anchor of one direction sends to its negatives, and what its keys and hinges are made with.
+// The gradient that an anchor of one direction sends to its negatives, and the values for its keys and hinges.
 template <typename T>
 struct AnchorGradient {
   T positive = T(0), margin = T(0), own = T(0);
@@ -60,8 +60,8 @@ ITM_FAST_DEVICE AnchorGradient<T> anchor_gradient(const TripletBackward<Problem>
   return gradient;
 }
 
-// What the anchor's positive receives; `count` is the number of its active hinges, or, where the positive has a term of
-// its own, of its negatives.
+// The gradient of the anchor's positive. `count` is the number of its active hinges or, if the positive has its own
+// term, of its negatives.
 template <typename Problem, typename T = typename Problem::T>
 ITM_FAST_DEVICE T positive_gradient(const TripletBackward<Problem>& p, int part, bool is_rows, int64_t anchor,
                                     int32_t count) {
@@ -69,7 +69,7 @@ ITM_FAST_DEVICE T positive_gradient(const TripletBackward<Problem>& p, int part,
   const int64_t candidates = is_rows ? p.problem.columns : p.problem.rows;
   const bool own_term = p.problem.has_positive_term(part);
   if (own_term && p.problem.positive_term(part, anchor) == T(0)) return T(0);
-  // A weight that is not finite must not turn a count of 0 into NaN.
+  // A non-finite weight must not turn a count of 0 into NaN.
   if (gradient.spreads()) return count > 0 ? -gradient.weight * static_cast<T>(count) : T(0);
   if (own_term) return -gradient.weight;
   if (gradient.negative < 0 || gradient.negative >= candidates) return T(0);
@@ -78,7 +78,7 @@ ITM_FAST_DEVICE T positive_gradient(const TripletBackward<Problem>& p, int part,
   return pushes_hardest(p.options, hardest, gradient.positive) ? T(0) : -gradient.weight;
 }
 
-// The gradient of the positive of `anchor`, of all parts and both directions.
+// The gradient of the positive of `anchor`, over all parts and both directions.
 template <typename Problem>
 ITM_FAST_DEVICE void write_positive(const TripletBackward<Problem>& p, int64_t anchor) {
   typename Problem::T sum = 0;
@@ -100,8 +100,8 @@ ITM_FAST_DEVICE void write_positive(const TripletBackward<Problem>& p, int64_t a
   }
 }
 
-// The last of `blocks` blocks writes what counts decide, and what no tile holds: positives that do not stand on the
-// diagonal.
+// The last of `blocks` blocks writes the gradients that depend on counts, and those outside of the tiles: positives
+// that are not on the diagonal.
 template <typename Problem>
 ITM_FAST_DEVICE void finish_positives(const TripletBackward<Problem>& p, int64_t blocks) {
   ITM_FAST_SHARED(int32_t, is_last, 1);
@@ -115,13 +115,13 @@ ITM_FAST_DEVICE void finish_positives(const TripletBackward<Problem>& p, int64_t
   for (int64_t anchor = thread_index(); anchor < anchors; anchor += block_threads()) write_positive(p, anchor);
 }
 
-// Whether finish_positives has something to do.
+// Whether finish_positives has work to do.
 template <typename Problem>
 ITM_FAST_DEVICE bool leaves_positives(const TripletBackward<Problem>& p) {
   return p.row_counts != nullptr || p.column_counts != nullptr || !p.problem.has_diagonal();
 }
 
-// Writes one tile of the gradient, but for positives that finish_positives writes.
+// Writes one tile of the gradient, except positives that finish_positives writes.
 template <typename Problem, typename Tile>
 ITM_FAST_DEVICE void write_gradient_tile(const TripletBackward<Problem>& p, int64_t row_tile, int64_t column_tile) {
   using T = typename Problem::T;
@@ -148,7 +148,7 @@ ITM_FAST_DEVICE void write_gradient_tile(const TripletBackward<Problem>& p, int6
   }
   for (int r = 0; r < Tile::kRowsPerWarp; ++r) {
     const int64_t row = first_row + warp() * Tile::kRowsPerWarp + r;
-    if (row >= problem.rows) break;  // The whole warp leaves.
+    if (row >= problem.rows) break;  // The whole warp leaves the loop.
     AnchorGradient<T> of_row[kParts];
     int32_t row_count[kParts] = {};
     ITM_FAST_UNROLLED
@@ -215,7 +215,7 @@ ITM_FAST_DEVICE void write_gradient_tile(const TripletBackward<Problem>& p, int6
   }
 }
 
-// Grid: one block per tile, those of a strip of rows beside each other.
+// Grid: one block per tile; tiles of a strip of rows are adjacent.
 template <typename Problem, typename Tile>
 ITM_FAST_DEVICE void triplet_backward(const TripletBackward<Problem>& p) {
   const int64_t column_tiles = tiles_of(p.problem.columns, Tile::kColumns);

@@ -1,9 +1,9 @@
 // triplet_loss and boosting_loss with the gradient of their sum or mean in one launch.
 //
-// The blocks of the grid are resident together, and share the tiles among themselves. The grid comes to a barrier
-// twice: after the scan of the scores, and after the losses of the anchors, when each knows where its gradient goes. So
-// the scores are read once, and the gradient is written once; where all negatives take part, the scores are read again
-// for it. The gradient is that for an incoming gradient of 1.
+// The blocks of the grid are resident together and share the tiles. There are two grid barriers: after the scan of the
+// scores, and after the losses of the anchors, when each anchor knows which negatives receive its gradient. So the
+// scores are read once, and the gradient is written once. If all negatives take part, the scores are read again for the
+// gradient. The gradient is that for an incoming gradient of 1.
 #pragma once
 
 #include "itm_fast/cuda/machine.h"
@@ -16,10 +16,10 @@ template <typename Problem>
 struct TripletWithGradient {
   TripletForward<Problem> forward;
   TripletBackward<Problem> backward;
-  int32_t* arrived;  // zero: blocks that have come to the grid's barriers
+  int32_t* arrived;  // zero: blocks that have reached the grid's barriers
 };
 
-// Hands the anchors of one direction out among all blocks.
+// Distributes the anchors of one direction over all blocks.
 template <typename Problem, typename Partials, typename Results>
 ITM_FAST_DEVICE void finish_shared(const TripletForward<Problem>& p, const Partials& partials, const Results& results,
                                    int64_t tiles, int64_t anchors, int64_t candidates) {
@@ -56,7 +56,7 @@ ITM_FAST_DEVICE void triplet_with_gradient(const TripletWithGradient<Problem>& p
   if (leaves_positives(p.backward)) finish_positives(p.backward, grid_blocks());
 }
 
-// Multiplies the elements of a gradient that are not 0 by the incoming gradient, and leaves at once where that is 1.
+// Multiplies the non-zero elements of a gradient by the incoming gradient; returns at once if that is 1.
 template <typename T>
 struct GradientScale {
   T* gradient;

@@ -1,4 +1,4 @@
-// The memory that a launch needs beside its results, cut into arrays. Host code.
+// The memory of a launch in addition to its results, cut into arrays. Host code.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace itm_fast::cuda {
 
-// Arrays one after another, each on a boundary of 16 bytes. Without memory it only adds up what they need.
+// Consecutive arrays, each aligned to 16 bytes. Without memory it only computes the required size.
 class Workspace {
  public:
   explicit Workspace(void* memory = nullptr) : memory_(static_cast<unsigned char*>(memory)) {}
