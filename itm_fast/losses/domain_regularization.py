@@ -13,16 +13,16 @@ from itm_fast.reference import validation
 class DomainRegularization(nn.Module):
     """Adversarial discriminative domain regularization (ADDR): one domain discriminator per training image.
 
-    The two losses belong to two phases. Discriminators learn to tell regions from words, each its own pair's better
-    than those of the hardest negatives; the generators (encoders) learn to leave them nothing to tell. Risks, hinges
-    and the readings of the paper's misprints are those of `itm_fast.functional.domain_regularization`. The caller holds
-    the discriminators: row p of `weights` and `biases` is that of pair p's image, gathered with `index_select` from a
-    row for each image, so that what the captions of one image contribute adds up.
+    The two losses belong to two phases. Discriminators learn to distinguish regions from words, better for their own
+    pair than for the hardest negatives. The generators (encoders) learn to make regions and words indistinguishable.
+    See `itm_fast.functional.domain_regularization` for the risks and hinges, and for how we read the paper's misprints.
+    The caller holds the discriminators: row p of `weights` and `biases` belongs to pair p's image. Gather the rows with
+    `index_select` from one row per image, so that the gradients of several captions of one image add up.
 
-    Readings: a batch gives the negatives, the scores decide without gradient, and pairs of the same image are none (a
-    term without a negative is 0). Features are detached for the discriminators, W and b for the generators, whose loss
-    has no regularisation (the last sentence of section IV-B suggests one, Eq 11 has none). Both losses average over the
-    batch; the ranking loss beside the generators' has to do so, too.
+    Where the paper is ambiguous, we chose: the negatives come from the batch, selected by the scores without gradient.
+    Pairs of the same image are not negatives, and a term without a negative is 0. Features are detached in the
+    discriminators' loss, W and b in the generators' loss. The latter has no regularisation: the last sentence of
+    section IV-B suggests one, Eq 11 has none. Both losses average over the batch, so the ranking loss must do so, too.
 
     Args:
         margin: alpha of Eq 8 and 9, finite.
@@ -64,14 +64,14 @@ class DomainRegularization(nn.Module):
             words: as `itm_fast.functional.domain_regularization` takes them.
             weights: as `itm_fast.functional.domain_regularization` takes them.
             biases: as `itm_fast.functional.domain_regularization` takes them.
-            scores: `(B, B)` scores of the batch, image-to-text over a row; needed unless gamma is 0.
-            positives: bool `(B, B)`, True for pairs of the same image; None: the diagonal alone.
+            scores: `(B, B)` scores of the batch, images are rows; needed unless gamma is 0.
+            positives: bool `(B, B)`, True for pairs of the same image; None: only the diagonal.
 
         Returns:
-            Scalar, float32 (float64 for float64 features). It has a gradient in `weights` and `biases` alone.
+            Scalar, float32 (float64 for float64 features). It has a gradient only in `weights` and `biases`.
 
         Raises:
-            ValueError: gamma is not 0 and there are no scores, or `domain_regularization` and `hardest_negatives` say.
+            ValueError: gamma is not 0 and `scores` is None, or as in `domain_regularization` and `hardest_negatives`.
         """
         captions = images = None
         if self.gamma != 0.0:
@@ -95,7 +95,7 @@ class DomainRegularization(nn.Module):
         """`-(beta / B) sum_p R_p(f_p)`, which Eq 11 adds to the mean of the ranking loss.
 
         Returns:
-            Scalar, float32 (float64 for float64 features). It has a gradient in the features alone.
+            Scalar, float32 (float64 for float64 features). It has a gradient only in the features.
         """
         adversarial, _ = domain_regularization(
             regions, words, weights.detach(), biases.detach(), margin=self.margin, aggregation=self.aggregation

@@ -64,14 +64,14 @@ class PolynomialLoss(ScoreLoss):
 
         Args:
             scores: float32, float64, bfloat16 or float16, positives on the diagonal.
-            positives: bool (B, B), True for further pairs that are no negatives, such as captions of the same image.
+            positives: bool (B, B), True for further pairs that are not negatives, such as captions of the same image.
 
         Returns:
             Scalar, or with reduction "none" (2, B) with image-to-text in row 0 (one direction alone: (B,)). float32, or
             float64 for float64 scores.
 
         Raises:
-            TypeError: an argument is no tensor of a supported dtype.
+            TypeError: an argument is not a tensor of a supported dtype.
             ValueError: `scores` is not square, or `positives` does not fit it.
         """
         (rows, _), (columns, _) = F_itm.hardest_negatives(scores, positives)

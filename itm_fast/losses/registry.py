@@ -47,7 +47,7 @@ def register(name: str, *, mining: tuple[str, ...] | None = None) -> Callable[[L
     """Class decorator: make a loss known to training under `name`.
 
     An instance is called with the scores (B, B), image i and caption i being a pair, and the keyword `positives`: bool
-    (B, B), True for further pairs that are no negatives, or None. It returns a scalar.
+    (B, B), True for further pairs that are not negatives, or None. It returns a scalar.
 
     The constructor gets those settings of the run that it has a parameter for: `margin`, `mining`, `epsilon`,
     `selective_divisor`, `halve`, `scale` and `reduction` ("sum" or "mean"). Its other parameters need a default; the

@@ -64,7 +64,7 @@ class DistillationLoss(ScoreLoss):
             float64 for float64 scores.
 
         Raises:
-            TypeError: an argument is no tensor of a supported dtype.
+            TypeError: an argument is not a tensor of a supported dtype.
             ValueError: a shape or device does not fit.
         """
         check_scores(scores, positives, square=True)

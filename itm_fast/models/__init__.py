@@ -1,4 +1,4 @@
-"""The published models, by name: `create`, `load`, and `save` on every model."""
+"""Published models by name: `create`, `load`, and `save` on every model."""
 
 from itm_fast.models.base import MatchingModel, config_class, create, load, names, register
 from itm_fast.models.bfan import BFAN, BFANConfig

@@ -1,4 +1,4 @@
-"""What every model shares: encode, score, save and load.
+"""The base class of all models: encode, score, save and load.
 
 Inside: `MatchingModel`, `register`, `create`, `load`, `names`, `model_class`, `config_class`.
 """
@@ -42,13 +42,14 @@ Embeddings = Fragments | Tensor
 class MatchingModel(nn.Module, abc.ABC):
     """An image-text matching model: two encoders and a score.
 
-    Encoders give `Fragments`, or a tensor (n, d) for a model of one vector per item, so that a gallery is encoded once.
+    The encoders return `Fragments`, or a tensor (n, d) for a model with one vector per item. A gallery can be encoded
+    once and scored many times.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str] = ""  # One line: what the model is, and its paper.
     Config: ClassVar[type]
-    # The parts that `score` runs, whose batch statistics, if any, are those of all images beside one caption.
+    # The submodules that `score` runs. Their batch statistics, if any, cover all images with one caption.
     scoring_parts: ClassVar[tuple[str, ...]] = ()
     config: Any
     # The vocabulary of the captions; `load` sets it if the folder holds one.
@@ -120,42 +121,42 @@ class MatchingModel(nn.Module, abc.ABC):
     def encode(
         self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor, micro_batch: int | None = None
     ) -> tuple[Any, Any]:
-        """The embeddings of images and of captions.
+        """Encode images and captions.
 
-        With `micro_batch` so many images, and so many captions, are encoded at a time, and nothing of it is kept but
-        the embeddings: `itm_fast.nn.micro_batches.encode`.
+        With `micro_batch`, that many images or captions are encoded at a time, and only the embeddings are kept: see
+        `itm_fast.nn.micro_batches.encode`.
         """
         sides = {"encode_images": (features,), "encode_captions": (token_ids, lengths)}
         images, captions = micro_batches.encode(self, sides, micro_batch)
         return images, captions
 
     def first_image_weight(self) -> nn.Parameter:
-        """The weight of the layer that image features meet first, in whose gradient a vanishing one shows.
+        """Return the weight of the first layer for image features; its gradient shows vanishing gradients.
 
-        The first parameter of `image_encoder`, or of the model where it has none of that name.
+        This is the first parameter of `image_encoder`, or of the model if it has no such part.
         """
         encoder: nn.Module = getattr(self, "image_encoder", self)
         return next(encoder.parameters())
 
     @property
     def encoder_config(self) -> Any:
-        """The settings that have the encoders' sizes: those of the model, or of the one that it is built around."""
+        """Return the settings with the encoders' sizes: those of the model, or of its host."""
         return self.config
 
     @property
     def scores_within_one(self) -> bool:
-        """Whether scores lie within [-1, 1] whatever the weights, as those of cosines and their means do."""
+        """Return whether all scores lie within [-1, 1], as cosines and their means do."""
         return True
 
     @property
     def max_caption_length(self) -> int | None:
-        """Tokens in the longest caption that the model reads; None where any length will do."""
+        """Return the maximum number of tokens per caption; None if there is no limit."""
         return None
 
     def forward(
         self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor, micro_batch: int | None = None
     ) -> Tensor:
-        """Scores (n_images, n_captions) of all images with all captions; `micro_batch` as in `encode`."""
+        """Score all images with all captions: (n_images, n_captions), images are rows. `micro_batch` as in `encode`."""
         return self.score(*self.encode(features, token_ids, lengths, micro_batch))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -169,7 +170,7 @@ class MatchingModel(nn.Module, abc.ABC):
             atomic.write_bytes(Path(directory) / name, content)
 
     def file_contents(self) -> dict[str, bytes]:
-        """What `save` writes, by name, in this order: a folder without its last file is no saved model."""
+        """Return the files that `save` writes, by name; without the last one, a folder is not a saved model."""
         content = {"format_version": FORMAT.newest, "model": self.name, "config": settings.to_dict(self.config)}
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         # Bytes, not save_file, whose exceptions do not say in a readable way that a disk is full.
@@ -221,7 +222,7 @@ Model = TypeVar("Model", bound=type[MatchingModel])
 
 
 def register(model: Model) -> Model:
-    """Class decorator: make a subclass of `MatchingModel` known to training and to `create` and `load` by its `name`.
+    """Register a subclass of `MatchingModel` by its `name`, for training, `create` and `load` (a class decorator).
 
     Raises:
         ValueError: another model has this name.
@@ -262,7 +263,7 @@ def _load_built_in() -> None:
 
 
 def create(name: str, /, **config: Any) -> MatchingModel:
-    """Builds a model by name with fresh weights from torch's random state.
+    """Create a model by name, with weights from torch's random state.
 
     Raises:
         ValueError: the model or a setting is unknown, a required one is missing, or a value is out of bounds.
@@ -298,14 +299,14 @@ def load(directory: str | os.PathLike[str], device: torch.device | str = "cpu") 
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight of a model by its name."""
+    """Return the shape of each weight of a model by name."""
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def planned_shapes(name: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes that the weights of a model will have, at no cost in memory, however large it is.
+    """Return the shapes of a model's weights without allocating them.
 
-    Real memory is taken once a file is known to fill it. Raises ValueError as `create` does.
+    Memory is allocated only after the file is known to have these shapes. Raises ValueError as `create` does.
     """
     try:
         with torch.device("meta"):
@@ -315,7 +316,7 @@ def planned_shapes(name: str, config: Mapping[str, Any]) -> dict[str, tuple[int,
 
 
 def check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """ValueError naming `source` and the first weight that is unknown, missing or of another shape."""
+    """Raise ValueError naming `source` and the first weight that is unknown, missing or of another shape."""
     for name in found:
         if name not in expected:
             raise ValueError(f"{source}: the weight {shortened(name)} is unknown to the model")
@@ -327,7 +328,7 @@ def check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tu
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> None:
-    """Copies `weights` into `model` after checking names, shapes and values; errors name `source`."""
+    """Copy `weights` into `model` after checking names, shapes and values. Errors name `source`."""
     for name, tensor in weights.items():
         if not isinstance(name, str):
             raise ValueError(f"{source}: expected names of weights as strings, got {shown(name)}")
@@ -345,7 +346,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> N
 
 
 def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
-    """Name and settings of a saved model, whatever version of the format they were written in."""
+    """Return the name and settings of a saved model, in any supported version of the format."""
     try:
         content = read_json(path, MAX_SETTINGS_BYTES)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The local folder of a BERT model: `config.json`, the weights, and the vocabulary that `itm_fast.data` reads.
+"""Read the local folder of a BERT model: `config.json`, the weights and the vocabulary.
 
 Inside: `bert_options`, `bert_vocabulary_file`, `load_bert`. Nothing is downloaded, and nothing in the folder is
 executed.
@@ -57,11 +57,10 @@ def bert_vocabulary_file(folder: str | os.PathLike[str]) -> Path:
 
 
 def bert_options(folder: str | os.PathLike[str], vocab_size: int) -> dict[str, Any]:
-    """The settings of a model that reads captions with the BERT in `folder`.
+    """Return the settings of a model that encodes captions with the BERT in `folder`.
 
     Raises:
-        ValueError: `config.json` is missing or damaged, is not of a BERT model, or of one with another vocabulary; one
-            line names it.
+        ValueError: `config.json` is missing or damaged, is not that of a BERT model, or has another vocabulary size.
     """
     path = Path(folder) / "config.json"
     try:
@@ -84,9 +83,9 @@ def bert_options(folder: str | os.PathLike[str], vocab_size: int) -> dict[str, A
 
 
 def load_bert(bert: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Copies the weights in `folder` (`model.safetensors`) into a BERT of the same sizes.
+    """Copy the weights in `folder` (`model.safetensors`) into a BERT of the same sizes.
 
-    Those of other parts, such as the heads of the pretraining, are left out.
+    Weights of other parts, such as pretraining heads, are ignored.
 
     Raises:
         ValueError: the file is missing or damaged, or its weights do not fit; one line names the file and the weight.
@@ -108,6 +107,6 @@ def load_bert(bert: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def _own_name(name: str) -> str:
-    """The name of a weight in `BertModel`: models with heads hold it as their part `bert`, old files in other words."""
+    """Return the name in `BertModel`: models with heads add the prefix `bert`, old files use other names."""
     plain = name.removeprefix("bert.")
     return plain.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

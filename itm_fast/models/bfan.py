@@ -39,7 +39,7 @@ class BFANConfig(RegulatedConfig):
 
 @register
 class BFAN(FragmentModel):
-    """Words attend to regions and regions to words, irrelevant fragments lose their attention; the scores add up."""
+    """Score by focal attention in both directions, and add the scores. Irrelevant fragments lose their attention."""
 
     name = "bfan"
     summary = "BFAN: bidirectional focal attention (Liu et al., ACM MM 2019)."
@@ -67,30 +67,30 @@ class BFAN(FragmentModel):
         )
 
     def encode_images(self, features: Tensor | Fragments) -> Fragments:
-        """Region features (n, k, f), or Fragments of rows (N, f), to Fragments of rows (n * k or N, d)."""
+        """Encode region features (n, k, f), or Fragments of rows (N, f), as Fragments of rows (n * k or N, d)."""
         return self.image_encoder(features)
 
     def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
-        """Padded token ids (n, L) int64 and lengths (n,) to Fragments of rows (sum of lengths, d)."""
+        """Encode padded token ids (n, L) int64 and lengths (n,) as Fragments of rows (sum of lengths, d)."""
         return self.text_encoder(token_ids, lengths)
 
     @property
     def scores_within_one(self) -> bool:
-        """No: a score is the sum of two."""
+        """Return False: a score is the sum of two cosines."""
         return False
 
     def score(self, images: Fragments, captions: Fragments) -> Tensor:
-        """Regions and words to scores (n_images, n_captions) float32: the sum of both directions."""
+        """Score regions and words: (n_images, n_captions) float32, images are rows. The sum of both directions."""
         return self.text_to_image(captions, images).t() + self.image_to_text(images, captions)
 
     def word_attention(self, images: Fragments, captions: Fragments) -> list[Tensor]:
-        """How the words of caption i attend to the regions of image i, float32 (n_words, n_regions) for each i.
+        """Return the attention of caption i over image i for each i, float32 (n_words, n_regions).
 
         Raises:
-            ValueError: there are not equally many images and captions.
+            ValueError: the numbers of images and captions differ.
         """
         return pairwise_weights(self.text_to_image, images, captions)
 
     def pair_steps(self, images: Fragments, captions: Fragments) -> dict[str, PairSteps]:
-        """What happens inside the pair of one image and one caption, in both directions; ValueError for more."""
+        """Return the intermediate results of one image and one caption in both directions; ValueError for more."""
         return pair_steps(images, captions, self.text_to_image, self.image_to_text)

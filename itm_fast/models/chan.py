@@ -1,9 +1,8 @@
 """CHAN: each word aligned with the one region that fits it best (Pan et al., CVPR 2023).
 
-"Fine-grained Image-text Matching by Cross-modal Hard Aligning Network", whose published models score words against
-regions: the greatest cosine over the regions for each word, and over the words log-sum-exp where a GRU reads captions,
-the mean where BERT does. The self-attention over regions that its public code has beside a GRU is left out; with BERT
-it has none.
+"Fine-grained Image-text Matching by Cross-modal Hard Aligning Network". The published models take the greatest cosine
+over the regions for each word, and aggregate over the words: by log-sum-exp with a GRU, by the mean with BERT. The
+official code adds self-attention over regions if the text encoder is a GRU; this is left out here.
 """
 
 from __future__ import annotations
@@ -66,34 +65,34 @@ class CHAN(FragmentModel):
 
     @property
     def max_caption_length(self) -> int | None:
-        """Tokens in the longest caption that BERT reads; None with a GRU, which reads any."""
+        """Return the maximum number of tokens per caption of BERT; None with a GRU."""
         return self.text_encoder.max_length if isinstance(self.text_encoder, BertTextEncoder) else None
 
     def encode_images(self, features: Tensor | Fragments) -> Fragments:
-        """Region features (n, k, f), or Fragments of rows (N, f), to Fragments of rows (n * k or N, d)."""
+        """Encode region features (n, k, f), or Fragments of rows (N, f), as Fragments of rows (n * k or N, d)."""
         return self.image_encoder(features)
 
     def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
-        """Padded token ids (n, L) int64 and lengths (n,) to Fragments of rows (sum of lengths, d)."""
+        """Encode padded token ids (n, L) int64 and lengths (n,) as Fragments of rows (sum of lengths, d)."""
         return self.text_encoder(token_ids, lengths)
 
     @property
     def scores_within_one(self) -> bool:
-        """Of means and greatest cosines."""
+        """Return whether scores are means or maxima of cosines."""
         return self.config.aggregation in ("mean", "max")
 
     def score(self, images: Fragments, captions: Fragments) -> Tensor:
-        """Regions and words to scores (n_images, n_captions) float32."""
+        """Score regions and words: (n_images, n_captions) float32, images are rows."""
         return self.text_to_image(captions, images).t()
 
     def word_attention(self, images: Fragments, captions: Fragments) -> list[Tensor]:
-        """Which region each word of caption i takes of image i: float32 (n_words, n_regions) for each i, 1 or 0.
+        """Return which region of image i each word of caption i selects: float32 (n_words, n_regions) each, 1 or 0.
 
         Raises:
-            ValueError: there are not equally many images and captions.
+            ValueError: the numbers of images and captions differ.
         """
         return pairwise_weights(self.text_to_image, images, captions)
 
     def pair_steps(self, images: Fragments, captions: Fragments) -> dict[str, PairSteps]:
-        """What happens inside the pair of one image and one caption, words to regions; ValueError for more of them."""
+        """Return the intermediate results of one image and one caption, words to regions; ValueError for more."""
         return pair_steps(images, captions, self.text_to_image, None)

@@ -32,7 +32,7 @@ class DBLConfig(EncoderConfig):
 
 @register
 class DBL(FragmentModel):
-    """Words attend to regions; what each differs in from what it attends to is averaged and scored by a layer.
+    """Score the mean alignment of the words with their attended regions by a linear layer.
 
     Eq 1 and 2: `tanh(u^T a + u0)` with the mean `a` of the words' alignments.
     """
@@ -61,25 +61,25 @@ class DBL(FragmentModel):
         )
 
     def encode_images(self, features: Tensor | Fragments) -> Fragments:
-        """Region features (n, k, f), or Fragments of rows (N, f), to Fragments of rows (n * k or N, d)."""
+        """Encode region features (n, k, f), or Fragments of rows (N, f), as Fragments of rows (n * k or N, d)."""
         return self.image_encoder(features)
 
     def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
-        """Padded token ids (n, L) int64 and lengths (n,) to Fragments of rows (sum of lengths, d)."""
+        """Encode padded token ids (n, L) int64 and lengths (n,) as Fragments of rows (sum of lengths, d)."""
         return self.text_encoder(token_ids, lengths)
 
     def score(self, images: Fragments, captions: Fragments) -> Tensor:
-        """Regions and words to scores (n_images, n_captions) float32, in (-1, 1)."""
+        """Score regions and words: (n_images, n_captions) float32 in (-1, 1), images are rows."""
         return self.similarity(captions, images).t()
 
     def word_attention(self, images: Fragments, captions: Fragments) -> list[Tensor]:
-        """How the words of caption i attend to the regions of image i, float32 (n_words, n_regions) for each i.
+        """Return the attention of caption i over image i for each i, float32 (n_words, n_regions).
 
         Raises:
-            ValueError: there are not equally many images and captions.
+            ValueError: the numbers of images and captions differ.
         """
         return pairwise_weights(self.similarity, images, captions)
 
     def pair_steps(self, images: Fragments, captions: Fragments) -> dict[str, PairSteps]:
-        """What happens inside the pair of one image and one caption, words to regions; ValueError for more of them."""
+        """Return the intermediate results of one image and one caption, words to regions; ValueError for more."""
         return pair_steps(images, captions, self.similarity, None)

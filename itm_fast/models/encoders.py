@@ -48,7 +48,7 @@ class EncoderConfig:
 
 @attrs.frozen(kw_only=True)
 class BertEncoderConfig(EncoderConfig):
-    """Settings of models that read captions by a GRU or by BERT; `itm-fast train --bert DIR` sets those of BERT."""
+    """Settings of models with a GRU or BERT as text encoder; `itm-fast train --bert DIR` sets those of BERT."""
 
     text_encoder: str = setting(
         "gru", help="Text encoder: a GRU over word vectors (gru), or BERT (bert).", choices=("gru", "bert")
@@ -62,12 +62,12 @@ class BertEncoderConfig(EncoderConfig):
 
 
 def make_image_encoder(config: EncoderConfig, *, no_imgnorm: bool) -> nn.Module:
-    """The encoder that `config.image_encoder` names: region features to Fragments of region embeddings."""
+    """Create the image encoder named by `config.image_encoder`: region features to Fragments of embeddings."""
     return _IMAGE_ENCODERS[config.image_encoder](config.feature_dim, config.embed_dim, no_imgnorm=no_imgnorm)
 
 
 def make_text_encoder(config: EncoderConfig, *, bidirectional: bool = True, no_txtnorm: bool) -> TextEncoder:
-    """Token ids to Fragments of word embeddings."""
+    """Create a text encoder: token ids to Fragments of word embeddings."""
     return TextEncoder(
         config.vocab_size,
         config.embed_dim,
@@ -80,7 +80,7 @@ def make_text_encoder(config: EncoderConfig, *, bidirectional: bool = True, no_t
 
 
 def make_bert_encoder(config: BertEncoderConfig, *, no_txtnorm: bool) -> BertTextEncoder:
-    """Token ids of a `BertVocabulary` to Fragments of embeddings of its pieces; BERT's weights are random."""
+    """Create a BERT encoder with random weights: token ids of a `BertVocabulary` to Fragments of embeddings."""
     return BertTextEncoder(
         config.vocab_size,
         config.embed_dim,

@@ -1,11 +1,12 @@
-"""FDF around a host: N conversions of one extracted feature in the place of the host's encoder heads.
+"""FDF around a host: N conversions of one extracted feature replace the host's encoder heads.
 
 Source: Zhou et al., "Achieving Ensemble-Like Performance in a Single Model: A Feature Diversification Framework for
-Image-Text Matching" (AAAI 2025); the readings of its equations stand in `itm_fast.nn.feature_diversification`. Split
-into extractor and heads: base features of an image are its regions as they come (with `image_encoder` patches what the
-last convolution sees of each patch), those of a caption the states of its GRU or of BERT. What the host has above, a
-linear layer, a perceptron, pooling, becomes part of each conversion; above a GRU that is nothing. The host's similarity
-scores fused features, which alone are used outside of training.
+Image-Text Matching" (AAAI 2025); see `itm_fast.nn.feature_diversification` for how we read its equations.
+
+The host is split into extractor and heads. The base features of an image are its regions, or with
+`image_encoder: patches` the input of the last convolution for each patch. Those of a caption are the states of its GRU
+or BERT. The layers of the host above them (linear layer, perceptron, pooling) become part of each conversion; a GRU has
+none. The host's similarity scores the fused features. Outside of training, only the fused features are used.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FDF_HOSTS = ("chan", "scan", "vse_infty")
 
 @attrs.frozen(kw_only=True)
 class FDFConfig:
-    """Settings of the feature conversions and of their host; `itm-fast train --conversions N` makes them."""
+    """Settings of the feature conversions and their host; `itm-fast train --conversions N` creates them."""
 
     host: str = setting(help="Host model, whose encoder heads the conversions replace.", choices=FDF_HOSTS)
     host_options: Mapping[str, Any] = setting(factory=dict, help="Settings of the host by name.")
@@ -52,10 +53,10 @@ class FDFConfig:
 
 @register
 class FDF(FragmentModel):
-    """A host whose embeddings are the fused feature of N conversions.
+    """A host model whose embeddings are the fused features of N conversions.
 
-    Attributes: `image_encoder` (None where regions come from the data) and `text_encoder`, the extractors; `images` and
-    `captions`, the conversions of either side; `host`, whose encoders are taken out of it.
+    Attributes: `image_encoder` (None if regions come from the data) and `text_encoder`, the extractors; `images` and
+    `captions`, the conversions of each side; `host`, the host without its encoders.
     """
 
     name = "fdf"
@@ -116,7 +117,7 @@ class FDF(FragmentModel):
 
     @property
     def yields_fragments(self) -> bool:
-        """Those of a host that compares fragments, fused."""
+        """Return whether the host compares fragments."""
         return isinstance(self.host, FragmentModel)
 
     @property
@@ -134,42 +135,41 @@ class FDF(FragmentModel):
         return self.text_encoder.max_length if isinstance(self.text_encoder, BertTextEncoder) else None
 
     def base_images(self, features: Tensor | Fragments) -> Fragments:
-        """Region features (n, k, f), or Fragments of rows (N, f), to base features, rows (n * k or N, any width)."""
+        """Return base features, rows (n * k or N, any width), of (n, k, f) or Fragments of rows (N, f)."""
         if isinstance(self.image_encoder, PatchEncoder):
             return self.image_encoder.neighbourhoods(features)
         return as_regions(features, self.host.config.feature_dim)
 
     def base_captions(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
-        """Padded token ids (n, L) int64 and lengths (n,) to base features, rows (sum of lengths, any width)."""
+        """Return base features, rows (sum of lengths, any width), of token ids (n, L) int64 and lengths (n,)."""
         if isinstance(self.text_encoder, BertTextEncoder):
             return self.text_encoder.states(token_ids, lengths)
         states: Fragments = self.text_encoder(token_ids, lengths)
         return states
 
     def encode_images(self, features: Tensor | Fragments) -> Fragments | Tensor:
-        """Region features (n, k, f), or Fragments of rows (N, f), to the host's embeddings of n images, fused."""
+        """Encode region features (n, k, f), or Fragments of rows (N, f), as fused embeddings of n images."""
         fused: Fragments | Tensor = self.images(self.base_images(features))
         return fused
 
     def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Fragments | Tensor:
-        """Padded token ids (n, L) int64 and lengths (n,) to the host's embeddings of n captions, fused."""
+        """Encode padded token ids (n, L) int64 and lengths (n,) as fused embeddings of n captions."""
         fused: Fragments | Tensor = self.captions(self.base_captions(token_ids, lengths))
         return fused
 
     @property
     def scores_within_one(self) -> bool:
-        """As those of the host."""
+        """Return what the host returns."""
         return self.host.scores_within_one
 
     def score(self, images: Any, captions: Any) -> Tensor:
-        """The host's scores (n_images, n_captions) of embeddings."""
+        """Score embeddings by the host's similarity: (n_images, n_captions), images are rows."""
         return self.host.score(images, captions)
 
     def pair_scores(self, images: Any, captions: Any, *, block: int = 8) -> Tensor:
-        """The host's scores (n,) of image i with caption i, for embeddings of n of each.
+        """Score image i with caption i by the host's similarity: (n,), for n images and n captions.
 
-        Pairs are scored `block` at a time, all images of a block with all its captions: the similarity of a host is an
-        operator over all pairs.
+        The similarity is an operator over all pairs, so `block` images are scored with `block` captions at a time.
         """
         blocks = zip(_blocks(images, block), _blocks(captions, block), strict=True)
         return torch.cat([self.score(*of_both).diagonal() for of_both in blocks])
@@ -186,7 +186,7 @@ class FDF(FragmentModel):
 
 
 def _blocks(embeddings: Fragments | Tensor, size: int) -> Sequence[Fragments | Tensor]:
-    """Embeddings of one set after the other, `size` sets at a time: views, whose gradients are put together once."""
+    """Split embeddings into blocks of `size` sets: views, so that their gradients are joined only once."""
     if not isinstance(embeddings, Fragments):
         return embeddings.split(size)
     starts, offsets = range(0, max(len(embeddings), 1), size), embeddings.offsets

@@ -1,4 +1,4 @@
-"""How a model yields the regions and words that enter its similarity, for methods that look at each of them.
+"""Access to the regions and words that enter a model's similarity.
 
 Inside: `Encoded`, `FragmentModel`.
 """
@@ -19,11 +19,11 @@ __all__ = ["Encoded", "FragmentModel"]
 
 @attrs.frozen(eq=False)
 class Encoded:
-    """n images and n captions after the encoders.
+    """n encoded images and n encoded captions.
 
     Attributes:
-        images, captions: the embeddings, as `model.score` takes them.
-        regions, words: Fragments of n sets each, l2-normalised rows (N, d): what enters the similarity.
+        images, captions: the embeddings that `model.score` takes.
+        regions, words: the fragments that enter the similarity, n sets each, l2-normalised rows (N, d).
     """
 
     images: Any
@@ -33,33 +33,33 @@ class Encoded:
 
 
 class FragmentModel(MatchingModel):
-    """A model whose embeddings are the fragments that it compares: both encoders give `Fragments` of one width.
+    """A model that compares fragments: both encoders return `Fragments` of the same width.
 
-    A model of one vector per item that has fragments on the way to it overrides `encode_fragments`, as VSRN does, and
-    `fragment_dim` where their width is not `config.embed_dim`; one whose settings decide overrides `yields_fragments`.
+    A model with one vector per item but intermediate fragments overrides `encode_fragments`, as VSRN does, and
+    `fragment_dim` if their width is not `config.embed_dim`. Override `yields_fragments` if it depends on the settings.
     """
 
     @property
     def yields_fragments(self) -> bool:
-        """Whether there are fragments with the settings of this model."""
+        """Return whether the model has fragments with its settings."""
         return True
 
     @property
     def fragment_dim(self) -> int:
-        """Width d of the regions and words."""
+        """Return the width d of the regions and words."""
         return int(self.encoder_config.embed_dim)
 
     @property
     def normalized_embeddings(self) -> tuple[bool, bool]:
-        """Whether the embeddings of images and those of captions are l2-normalised."""
+        """Return whether the embeddings of images, and those of captions, are l2-normalised."""
         return not self.config.no_imgnorm, not self.config.no_txtnorm
 
     def encode_fragments(
         self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor, micro_batch: int | None = None
     ) -> Encoded:
-        """Both sides of a batch, with what enters the similarity; the arguments are those of `forward`."""
+        """Encode both sides of a batch and return the fragments, too. Arguments as in `forward`."""
         images, captions = self.encode(features, token_ids, lengths, micro_batch)
-        # Normalised twice would be the same but for rounding.
+        # Normalising twice would only add rounding.
         of_images, of_captions = self.normalized_embeddings
         regions = images if of_images else _normalized(images)
         words = captions if of_captions else _normalized(captions)

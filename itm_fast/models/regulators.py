@@ -1,4 +1,4 @@
-"""The settings of the regulators, for models whose similarity is cross-attention, and what happens inside one pair.
+"""Settings of the regulators for models with cross-attention, and the intermediate results of one pair.
 
 Inside: `RegulatedConfig`, `steps_of`, `make_similarity`, `pairwise_weights`; `PairSteps`, `pair_steps`,
 `directed_steps`, `check_pair`.
@@ -70,10 +70,10 @@ class RegulatedConfig(EncoderConfig):
 
 
 def steps_of(config: RegulatedConfig) -> tuple[int, int]:
-    """Steps of RCR and of RAR.
+    """Return the numbers of steps of RCR and RAR.
 
     Raises:
-        ValueError: steps, or a setting of how they go, are given without a regulator.
+        ValueError: steps or other regulator settings are given without a regulator.
     """
     if config.regulator is None:
         if config.steps is not None:
@@ -91,7 +91,7 @@ def steps_of(config: RegulatedConfig) -> tuple[int, int]:
 def make_similarity(
     config: RegulatedConfig, *, temperature: float, negative_slope: float, focal: str | None
 ) -> RegulatedSimilarity:
-    """The similarity of one direction with the regulator that `config` names."""
+    """Create the similarity of one direction with the regulator named by `config`."""
     correspondence_steps, aggregation_steps = steps_of(config)
     return RegulatedSimilarity(
         config.embed_dim,
@@ -114,10 +114,10 @@ def pairwise_weights(
     images: Fragments,
     captions: Fragments,
 ) -> list[Tensor]:
-    """The attention of the words of caption i over the regions of image i, float32 (n_words, n_regions) for each i.
+    """Return the attention of caption i over image i for each i, float32 (n_words, n_regions).
 
     Raises:
-        ValueError: there are not equally many images and captions.
+        ValueError: the numbers of images and captions differ.
     """
     if len(images) != len(captions):
         raise ValueError(f"captions: expected one for each of {len(images)} images, got {len(captions)}")
@@ -128,13 +128,16 @@ def pairwise_weights(
 
 @attrs.frozen(eq=False)
 class PairSteps:
-    """What happens inside one pair of an image and a caption in one direction, step by step, without dropout.
+    """Intermediate results of one image and one caption in one direction, without dropout. All float32.
 
-    Queries attend to contexts: words to regions ("t2i"), or regions to words ("i2t"). attention: (n_queries,
-    n_contexts) for each attention, rows sum to one. temperatures: (n_queries,) for each attention, the inverse
-    temperature of each query. aggregation: name of what aggregates to its weights at each step, each (n_queries,) or,
-    where the pair as a whole is aggregated beside its words, (1 + n_words,) with the whole first; they sum to one.
-    score: that of the direction, a scalar. All float32.
+    Queries attend to contexts: words to regions ("t2i"), or regions to words ("i2t").
+
+    Attributes:
+        attention: (n_queries, n_contexts) for each attention. Rows sum to one.
+        temperatures: (n_queries,) for each attention, the inverse temperature of each query.
+        aggregation: for each aggregation by name, its weights at each step: (n_queries,), or (1 + n_words,) with the
+            global alignment first. They sum to one.
+        score: the score of the direction, a scalar.
     """
 
     attention: list[Tensor]
@@ -149,10 +152,10 @@ def pair_steps(
     text_to_image: CrossAttentionScores | RegulatedSimilarity | None,
     image_to_text: CrossAttentionScores | RegulatedSimilarity | None,
 ) -> dict[str, PairSteps]:
-    """The steps of one image and one caption for each similarity that there is, "t2i" and "i2t".
+    """Return the steps of one image and one caption for each direction of the model, "t2i" and "i2t".
 
     Raises:
-        ValueError: there is not one image and one caption.
+        ValueError: there is not exactly one image and one caption.
     """
     check_pair(images, captions)
     steps = {}
@@ -169,7 +172,7 @@ def directed_steps(
     contexts: Fragments,
     score: Tensor,
 ) -> PairSteps:
-    """The steps of the first set of queries and the first of contexts, whose `score` (1, 1) is known."""
+    """Return the steps of the first query set with the first context set, whose `score` (1, 1) is given."""
     with torch.autocast(queries.device.type, enabled=False):
         steps = similarity.steps(queries[0].float(), contexts[0].float())
     aggregation = {"RAR": steps.aggregation} if steps.aggregation else {}
@@ -177,6 +180,6 @@ def directed_steps(
 
 
 def check_pair(images: Fragments, captions: Fragments) -> None:
-    """ValueError where there is not one image and one caption."""
+    """Raise ValueError unless there is exactly one image and one caption."""
     if (len(images), len(captions)) != (1, 1):
         raise ValueError(f"images: expected one, and one caption, got {len(images)} and {len(captions)}")

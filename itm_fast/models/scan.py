@@ -63,7 +63,7 @@ _TEMPERATURES = {"t2i": (9.0, 10.0), "i2t": (4.0, 3.0)}
 
 @register
 class SCAN(FragmentModel):
-    """Regions and words in one space, scored by attention of the one over the other."""
+    """Score regions and words by cross-attention in one or both directions."""
 
     name = "scan"
     summary = "SCAN: stacked cross-attention between regions and words (Lee et al., ECCV 2018)."
@@ -85,7 +85,7 @@ class SCAN(FragmentModel):
     def _similarity(
         self, direction: str, temperature: float | None, logsumexp_temperature: float
     ) -> CrossAttentionScores | RegulatedSimilarity | None:
-        """The similarity of one direction; None for one that is not used."""
+        """Create the similarity of one direction; None if the direction is not used."""
         if self.config.direction not in (direction, "mean"):
             return None
         if temperature is None:
@@ -107,20 +107,20 @@ class SCAN(FragmentModel):
         )
 
     def encode_images(self, features: Tensor | Fragments) -> Fragments:
-        """Region features (n, k, f), or Fragments of rows (N, f), to Fragments of rows (n * k or N, d)."""
+        """Encode region features (n, k, f), or Fragments of rows (N, f), as Fragments of rows (n * k or N, d)."""
         return self.image_encoder(features)
 
     def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
-        """Padded token ids (n, L) int64 and lengths (n,) to Fragments of rows (sum of lengths, d)."""
+        """Encode padded token ids (n, L) int64 and lengths (n,) as Fragments of rows (sum of lengths, d)."""
         return self.text_encoder(token_ids, lengths)
 
     @property
     def scores_within_one(self) -> bool:
-        """Of means and greatest cosines."""
+        """Return whether scores are means or maxima of cosines."""
         return self.config.aggregation in ("mean", "max")
 
     def score(self, images: Fragments, captions: Fragments) -> Tensor:
-        """Regions and words to scores (n_images, n_captions) float32."""
+        """Score regions and words: (n_images, n_captions) float32, images are rows."""
         scores = []
         if self.text_to_image is not None:
             scores.append(self.text_to_image(captions, images).t())
@@ -129,7 +129,7 @@ class SCAN(FragmentModel):
         return scores[0] if len(scores) == 1 else (scores[0] + scores[1]) / 2
 
     def word_attention(self, images: Fragments, captions: Fragments) -> list[Tensor]:
-        """How the words of caption i attend to the regions of image i, float32 (n_words, n_regions) for each i.
+        """Return the attention of caption i over image i for each i, float32 (n_words, n_regions).
 
         With a regulator it is the last attention. Rows sum to one; the first is that of `<start>`, the last that of
         `<end>`.
@@ -143,9 +143,9 @@ class SCAN(FragmentModel):
         return pairwise_weights(self.text_to_image, images, captions)
 
     def pair_steps(self, images: Fragments, captions: Fragments) -> dict[str, PairSteps]:
-        """What happens inside the pair of one image and one caption, for each direction that the model has.
+        """Return the intermediate results of one image and one caption for each direction of the model.
 
         Raises:
-            ValueError: there is not one of each.
+            ValueError: there is not exactly one image and one caption.
         """
         return pair_steps(images, captions, self.text_to_image, self.image_to_text)

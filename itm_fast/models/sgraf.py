@@ -50,7 +50,7 @@ class SGRAFConfig(EncoderConfig):
 
 @register
 class SGRAF(FragmentModel):
-    """Words attend to regions; the vectors of similarity, a global one and one per word, are reasoned about."""
+    """Score the alignments of the words and of the global vectors by graph reasoning and attention filtration."""
 
     name = "sgraf"
     summary = "SGRAF: similarity graph reasoning and attention filtration (Diao et al., AAAI 2021)."
@@ -78,17 +78,17 @@ class SGRAF(FragmentModel):
         )
 
     def encode_images(self, features: Tensor | Fragments) -> Fragments:
-        """Region features (n, k, f), or Fragments of rows (N, f), to Fragments of rows (n * k or N, d)."""
+        """Encode region features (n, k, f), or Fragments of rows (N, f), as Fragments of rows (n * k or N, d)."""
         return self.image_encoder(features)
 
     def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
-        """Padded token ids (n, L) int64 and lengths (n,) to Fragments of rows (sum of lengths, d)."""
+        """Encode padded token ids (n, L) int64 and lengths (n,) as Fragments of rows (sum of lengths, d)."""
         return self.text_encoder(token_ids, lengths)
 
     def score(self, images: Fragments, captions: Fragments) -> Tensor:
-        """Regions and words to scores (n_images, n_captions) float32, in (0, 1).
+        """Score regions and words: (n_images, n_captions) float32 in (0, 1), images are rows.
 
-        In training the batch normalisation of SAF sees one caption with all images at a time, as published.
+        In training, the batch normalisation of SAF sees one caption with all images, as in the official code.
         """
         widest = max(self.config.embed_dim, self.config.alignment_dim * max(captions.max_length, 1))
         return F_itm.gradient_sparse_scores(
@@ -99,20 +99,20 @@ class SGRAF(FragmentModel):
         )
 
     def word_attention(self, images: Fragments, captions: Fragments) -> list[Tensor]:
-        """How the words of caption i attend to the regions of image i, float32 (n_words, n_regions) for each i.
+        """Return the attention of caption i over image i for each i, float32 (n_words, n_regions).
 
         With a regulator it is the last attention.
 
         Raises:
-            ValueError: there are not equally many images and captions.
+            ValueError: the numbers of images and captions differ.
         """
         return pairwise_weights(self.similarity.local_alignments, images, captions)
 
     def pair_steps(self, images: Fragments, captions: Fragments) -> dict[str, PairSteps]:
-        """What happens inside the pair of one image and one caption, words to regions; ValueError for more of them.
+        """Return the intermediate results of one image and one caption, words to regions; ValueError for more.
 
-        Aggregated are the pair as a whole and its words: by SAF's gates, and by the edges over which the whole, whose
-        node tells the result of SGR, gathers messages in each round.
+        The aggregation has the weights of the global alignment and of the words: the gates of SAF, and in each round of
+        SGR the edges into the node of the global alignment, which is the result.
         """
         check_pair(images, captions)
         steps = directed_steps(self.similarity.local_alignments, captions, images, self.score(images, captions))

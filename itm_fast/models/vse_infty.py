@@ -1,8 +1,8 @@
-"""Models of one vector per item with generalized pooling: VSE-infinity, and those of the SelHN paper.
+"""Models with one vector per item and generalized pooling: VSE-infinity, and those of the SelHN paper.
 
 VSE-infinity is Chen et al., "Learning the Best Pooling Strategy for Visual Semantic Embedding" (CVPR 2021); RVSE++,
 with VSE (FC), VSE (MLP) and RVSE (MLP), is Li et al., "Selectively Hard Negative Mining for Alleviating Gradient
-Vanishing in Image-Text Matching" (2023). They differ from VSE++ and from each other by settings alone.
+Vanishing in Image-Text Matching" (2023). They differ from VSE++ and from each other only in their settings.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RVSEPPConfig(VSEInftyConfig):
 
 @register
 class VSEInfty(VSEPP):
-    """VSE-infinity: a residual image encoder and a bidirectional GRU, each under generalized pooling."""
+    """VSE-infinity: a residual image encoder and a bidirectional GRU, each with generalized pooling."""
 
     name = "vse_infty"
     summary = "VSE-infinity: one vector per item, generalized pooling (Chen et al., CVPR 2021)."
@@ -44,7 +44,7 @@ class VSEInfty(VSEPP):
 
 @register
 class RVSEPP(VSEPP):
-    """RVSE++: VSE-infinity whose perceptron sees the projected features."""
+    """RVSE++: VSE-infinity with a perceptron on the projected features."""
 
     name = "rvsepp"
     summary = "RVSE++: VSE-infinity with a projected residual image encoder, for SelHN (Li et al., 2023)."

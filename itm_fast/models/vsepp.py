@@ -44,7 +44,7 @@ class VSEPPConfig(BertEncoderConfig):
 
 @register
 class VSEPP(MatchingModel):
-    """The mean of an image's regions and the last state of a caption's GRU in one space, scored by their cosine."""
+    """Score the mean of an image's regions and the last GRU state of a caption by their cosine."""
 
     name = "vsepp"
     summary = "VSE++: one vector per item (Faghri et al., BMVC 2018)."
@@ -66,13 +66,13 @@ class VSEPP(MatchingModel):
 
     @property
     def max_caption_length(self) -> int | None:
-        """Tokens in the longest caption that BERT reads; None with a GRU, which reads any."""
+        """Return the maximum number of tokens per caption of BERT; None with a GRU."""
         return self.text_encoder.max_length if isinstance(self.text_encoder, BertTextEncoder) else None
 
     def encode_images(self, features: Tensor | Fragments) -> Tensor:
-        """Region features (n, k, f), or Fragments of rows (N, f), to (n, d).
+        """Encode region features (n, k, f), or Fragments of rows (N, f), as (n, d).
 
-        An image without regions is zero; generalized pooling refuses it as a ValueError.
+        An image without regions becomes zero; generalized pooling raises ValueError for it.
         """
         if self.image_pool is not None:
             images = self.image_pool(self.image_encoder(features))
@@ -87,9 +87,9 @@ class VSEPP(MatchingModel):
         return images if self.config.no_imgnorm else l2norm(images)
 
     def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Tensor:
-        """Padded token ids (n, L) int64 and lengths (n,) to (n, d).
+        """Encode padded token ids (n, L) int64 and lengths (n,) as (n, d).
 
-        A caption without words is zero; generalized pooling refuses it as a ValueError.
+        A caption without words becomes zero; generalized pooling raises ValueError for it.
         """
         if isinstance(self.text_encoder, TextEncoder) and self.config.text_pooling == "last":
             states = self.text_encoder.states(token_ids, lengths)
@@ -101,9 +101,9 @@ class VSEPP(MatchingModel):
 
     @property
     def scores_within_one(self) -> bool:
-        """Of normalised embeddings."""
+        """Return whether the embeddings are normalised."""
         return not (self.config.no_imgnorm or self.config.no_txtnorm)
 
     def score(self, images: Tensor, captions: Tensor) -> Tensor:
-        """Embeddings (n, d) and (m, d) to scores (n, m) float32."""
+        """Score images (n, d) and captions (m, d): (n, m) float32, images are rows."""
         return inner_products(images, captions)

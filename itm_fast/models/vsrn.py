@@ -1,8 +1,8 @@
-"""VSRN: visual semantic reasoning (Li et al., ICCV 2019): regions reason about each other, then make one vector.
+"""VSRN: visual semantic reasoning (Li et al., ICCV 2019).
 
-Built are the two reasoning steps and the matching; the paper's second branch, which generates captions from the image
-and takes part in training alone, is left out. Regions are l2-normalised each for itself, as in the paper; the public
-code normalises each channel over the regions of an image.
+The two reasoning steps and the matching are implemented. The paper's second branch, which generates captions during
+training, is left out. Each region is l2-normalised, as in the paper; the official code normalises each channel over the
+regions of an image.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class VSRNConfig(EncoderConfig):
 
 @register
 class VSRN(FragmentModel):
-    """Regions in a graph and a GRU over them make the image, the last state of a GRU the caption; scored by cosine."""
+    """Score images, encoded by a graph and a GRU over their regions, with captions, encoded by a GRU, by cosine."""
 
     name = "vsrn"
     summary = "VSRN: region relationship reasoning, one vector per item (Li et al., ICCV 2019)."
@@ -53,39 +53,39 @@ class VSRN(FragmentModel):
         self.text_encoder = make_text_encoder(config, bidirectional=False, no_txtnorm=True)
 
     def encode_images(self, features: Tensor | Fragments) -> Tensor:
-        """Region features (n, k, f), or Fragments of rows (N, f), to (n, d); an image without regions is zero."""
+        """Encode (n, k, f), or Fragments of rows (N, f), as (n, d); an image without regions becomes zero."""
         return self.image_fragments(features)[0]
 
     def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Tensor:
-        """Padded token ids (n, L) int64 and lengths (n,) to (n, d); a caption without words is zero."""
+        """Encode padded token ids (n, L) int64 and lengths (n,) as (n, d); a caption without words becomes zero."""
         return self._caption(self.text_encoder.states(token_ids, lengths))
 
     def encode_fragments(
         self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor, micro_batch: int | None = None
     ) -> Encoded:
-        """Both sides of a batch; fragments are the regions after they reasoned and all states of the captions' GRU."""
+        """Encode both sides of a batch; fragments are the regions after reasoning and all states of the GRU."""
         sides = {"image_fragments": (features,), "caption_fragments": (token_ids, lengths)}
         (images, regions), (captions, words) = micro_batches.encode(self, sides, micro_batch)
         return Encoded(images, captions, regions, words)
 
     def image_fragments(self, features: Tensor | Fragments) -> tuple[Tensor, Fragments]:
-        """Images (n, d) and their regions after they reasoned."""
+        """Encode images (n, d), and return their regions after reasoning, too."""
         reasoned: Fragments = self.graph(self.image_encoder(features))
         regions = reasoned.with_values(l2norm(reasoned.values))
         return self._image(regions), regions
 
     def caption_fragments(self, token_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Fragments]:
-        """Captions (n, d) and all states of their GRU."""
+        """Encode captions (n, d), and return all states of their GRU, too."""
         states = self.text_encoder.states(token_ids, lengths)
         return self._caption(states), states.with_values(l2norm(states.values))
 
     @property
     def scores_within_one(self) -> bool:
-        """Of normalised embeddings."""
+        """Return whether the embeddings are normalised."""
         return not (self.config.no_imgnorm or self.config.no_txtnorm)
 
     def score(self, images: Tensor, captions: Tensor) -> Tensor:
-        """Embeddings (n, d) and (m, d) to scores (n, m) float32."""
+        """Score images (n, d) and captions (m, d): (n, m) float32, images are rows."""
         return inner_products(images, captions)
 
     def _image(self, regions: Fragments) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights on disk: safetensors files, whose header is checked before anything of the size that it claims is made.
+"""Read safetensors files. The header is checked before memory of the size that it claims is allocated.
 
 Inside: `read_shapes`, `read_weights`, `check_finite`.
 """
@@ -23,7 +23,7 @@ _MAX_HEADER_BYTES = 2**20
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor, from the header alone.
+    """Read the shape of each tensor from the header.
 
     Raises:
         ValueError: the file is missing, its header is damaged or too large, or the file is shorter than the header
@@ -54,7 +54,7 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file whose header `read_shapes` has accepted; ValueError naming the file where it is damaged."""
+    """Read all tensors of a file that `read_shapes` accepted; raise ValueError naming the file if it is damaged."""
     try:
         with regular.open_file(path) as file:
             return load_file(regular.native_path(file.fileno(), path))
@@ -63,7 +63,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def check_finite(tensor: Tensor, name: str) -> None:
-    """ValueError naming the first row (index of the first dimension) of a tensor with a value that is not finite."""
+    """Raise ValueError naming the first row (first dimension) of a tensor with a value that is not finite."""
     finite = tensor.isfinite()
     if not bool(finite.all()):
         row = f"row {int(finite.logical_not().nonzero()[0, 0])} holds" if tensor.ndim else "holds"
