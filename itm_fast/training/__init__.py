@@ -1,6 +1,6 @@
-"""Training: settings, schedule, trainer, RUN folder. `train(TrainConfig(...))` does it all.
+"""Training: settings, schedule, trainer, run directory. `train(TrainConfig(...))` runs a whole training.
 
-The trainer is imported on first use, so that listing the settings (`itm-fast train --help`) stays quick.
+The trainer is imported on first use, so that `itm-fast train --help` is fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One model that learns: its optimiser, its learning rate, and what they keep from step to step.
+"""A model that learns, with its optimiser and learning rate.
 
 Inside: `Branch`, `finite`.
 """
@@ -22,7 +22,7 @@ __all__ = ["Branch", "finite"]
 
 
 class Branch:
-    """Changes the weights of `model`, which lies on its device already, as `config` says."""
+    """Train the weights of `model`, which is on its device already, with the settings `config`."""
 
     def __init__(self, config: TrainConfig, model: MatchingModel, per_epoch: int) -> None:
         self.config, self.model = config, model
@@ -33,11 +33,11 @@ class Branch:
 
     @property
     def steps(self) -> int:
-        """Steps that were done."""
+        """Return the number of steps done."""
         return int(self.scheduler.last_epoch)
 
     def backward(self, loss: Tensor, number: int) -> dict[str, float]:
-        """Clipped gradients of `loss`; its value and the norm before clipping as `loss` and `grad_norm`.
+        """Compute and clip the gradients of `loss`. Return `loss`, and the norm before clipping as `grad_norm`.
 
         Raises:
             ValueError: the loss or the norm of step `number` is not finite.
@@ -51,14 +51,14 @@ class Branch:
         return {"loss": value, "grad_norm": finite("norm of the gradient", norm, number)}
 
     def update(self) -> float:
-        """One step of the optimiser by the gradients that are there; the learning rate that it had."""
+        """Run one step of the optimiser with the present gradients. Return the learning rate."""
         rate: float = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.scheduler.step()
         return rate
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on beside the weights and the loss."""
+        """Return everything that the next step depends on, except the weights and the loss."""
         return {"optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict()}
 
     def expected_state(self, steps: int) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Branch:
 
 
 def finite(what: str, tensor: Tensor, number: int) -> float:
-    """The number in `tensor`; ValueError that calls it `what` of step `number` where it is not finite."""
+    """Return the number in `tensor`. If it is not finite, raise ValueError naming `what` and step `number`."""
     value = float(tensor.detach())
     if not math.isfinite(value):
         raise ValueError(f"the {what} became {value} at step {number}; lower --lr, or look at the features")

@@ -1,7 +1,6 @@
-"""Settings that a run takes although they do not do there what they are for.
+"""Warn of settings that have no effect in a configuration.
 
-They are warned of and not refused: the ablations of a method share a recipe or a list of settings with it, and some
-outcome is defined for each.
+They are not refused, because the ablations of a method share its recipe or settings.
 
 Inside: `cautions`.
 """
@@ -28,7 +27,7 @@ _IDLE = {
 
 
 def cautions(config: TrainConfig, model: MatchingModel) -> Iterator[str]:
-    """One line for each such setting of a run that trains `model`."""
+    """Yield one line for each such setting of a run that trains `model`."""
     if config.scenario == "addr":
         fields = settings.fields_of(TrainConfig)
         for name in _IDLE.get(config.addr or "full", ()):

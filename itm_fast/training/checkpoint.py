@@ -1,4 +1,4 @@
-"""The last state of a run: all that `--resume` needs, in one file that is replaced in one step.
+"""The last state of a run: everything that `--resume` needs, in one file that is replaced atomically.
 
 Inside: `save_state`, `load_state`, `random_states`, `restore_random_states`, `restore_random_state`, `seed_process`.
 """
@@ -43,7 +43,7 @@ _KINDS: Mapping[str, type] = {
 
 
 def save_state(run: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Writes tensors and plain values to `RUN/last/checkpoint.pt`; until it is whole the one before stays.
+    """Write tensors and plain values to `RUN/last/checkpoint.pt`, atomically.
 
     Raises:
         OSError: the disk is full; one line that names the file.
@@ -53,10 +53,10 @@ def save_state(run: str | os.PathLike[str], state: dict[str, Any]) -> None:
 
 
 def load_state(run: str | os.PathLike[str], keys: Iterable[str] = ()) -> dict[str, Any]:
-    """Reads what `save_state` wrote; no pickled code is ever executed.
+    """Read what `save_state` wrote. No pickled code is executed.
 
     Raises:
-        ValueError: there is none, it is damaged, its format is newer, or one of `keys` is missing or of another kind.
+        ValueError: the file is missing or damaged, its format is newer, or one of `keys` is missing or of another kind.
     """
     path = Path(run) / STATE_FILE
     if not regular.is_file(path):
@@ -81,7 +81,7 @@ def load_state(run: str | os.PathLike[str], keys: Iterable[str] = ()) -> dict[st
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of torch's generators that training draws from."""
+    """Return the state of torch's random generators that training uses."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -89,19 +89,19 @@ def random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def random_states(world: World, device: torch.device) -> dict[str, Any]:
-    """The entries of a state that hold the random numbers of all processes; of one alone there are no others."""
+    """Return the entries of a state for the random generators of all processes."""
     first, *others = world.objects(random_state(device))
     return {"random": first, **({"other_random": others} if others else {})}
 
 
 def restore_random_states(state: Mapping[str, Any], world: World, seed: int, device: torch.device) -> str:
-    """Takes up the random numbers of this process, or begins new ones where there were more or fewer processes.
+    """Restore the random generators of this process, or seed new ones if the number of processes changed.
 
     Returns:
-        What the user should know of it; nothing where all goes on as it was.
+        A note for the user if the generators were seeded again, else an empty string.
 
     Raises:
-        ValueError: an entry is no state of torch's generators.
+        ValueError: an entry is not a state of torch's generators.
     """
     others = state.get("other_random", [])
     if not isinstance(others, list) or not all(isinstance(one, dict) for one in others):
@@ -111,18 +111,16 @@ def restore_random_states(state: Mapping[str, Any], world: World, seed: int, dev
         restore_random_state(states[world.rank], device)
         return ""
     seed_process(seed, step, world.rank)
-    return (
-        f"random numbers: those of {world.size} begin anew from the seed and step {step}, the state is of {len(states)}"
-    )
+    return f"random numbers: seeded again from the seed and step {step}, as the state is of {len(states)} processes"
 
 
 def seed_process(seed: int, step: int, rank: int) -> None:
-    """Random numbers of one of several processes, a function of the seed of the run, the step and the rank."""
+    """Seed the generators of one of several processes from the seed of the run, the step and the rank."""
     torch.manual_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)[0]))
 
 
 def restore_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Takes what `random_state` gave; ValueError where it is no state of torch's generators."""
+    """Restore what `random_state` returned; ValueError if it is not a state of torch's generators."""
     check_like({"cpu": state.get("cpu")}, {"cpu": torch.get_rng_state()}, "random")
     try:
         torch.set_rng_state(state["cpu"])

@@ -1,4 +1,4 @@
-"""The settings of a training run, from which the command line, YAML files and the documentation are generated.
+"""The settings of a training run. The command line, YAML files and documentation are generated from them.
 
 Inside: `TrainConfig`, `GROUPS`, `read_yaml`, `to_yaml`.
 """
@@ -33,7 +33,7 @@ MAX_SEED = 2**64 - 1  # the largest that torch takes
 
 @attrs.frozen(kw_only=True)
 class TrainConfig:
-    """Everything that a training run depends on. Numbers of steps are optimiser steps."""
+    """All settings of a training run. Steps are optimiser steps."""
 
     data: str = setting(group=DATA, metavar="DIR", help="Data folder or feature store.", free_on_resume=True)
     out: str = setting(group=OUTPUT, metavar="RUN", help="Run directory: best model, state, log.", free_on_resume=True)
@@ -363,7 +363,7 @@ class TrainConfig:
 
     @property
     def trains_discriminators(self) -> bool:
-        """Whether some of the steps change discriminators, not the model."""
+        """Return whether some of the steps train discriminators instead of the model."""
         return self.scenario == "addr" and self.addr != "base"
 
 
@@ -373,7 +373,7 @@ def read_yaml(path: str | os.PathLike[str], *, quiet: bool = False) -> dict[str,
     Former names become the present ones, with a `FutureWarning` unless `quiet`.
 
     Raises:
-        ValueError: the file is missing, is no YAML mapping, or holds a name that `TrainConfig` does not have.
+        ValueError: the file is missing, is not a YAML mapping, or has a name that `TrainConfig` does not have.
     """
     try:
         text = read_text(path, MAX_SETTINGS_BYTES)
@@ -400,5 +400,5 @@ def read_yaml(path: str | os.PathLike[str], *, quiet: bool = False) -> dict[str,
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """The configuration as YAML that `read_yaml` reads back."""
+    """Return the configuration as YAML for `read_yaml`."""
     return yaml.safe_dump(settings.to_dict(config), sort_keys=False)

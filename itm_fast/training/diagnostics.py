@@ -1,4 +1,4 @@
-"""Whether a gradient vanishes, and which negatives a loss takes: what SelHN and RVSE++ looks at during training.
+"""Diagnostics of SelHN and RVSE++: vanishing gradients, and the negatives that a loss uses.
 
 Inside: `mining_diagnostics`, `image_gradient_norm`.
 """
@@ -20,20 +20,20 @@ __all__ = ["image_gradient_norm", "mining_diagnostics"]
 
 
 def mining_diagnostics(scores: Tensor, positives: Tensor | None, mining: str, epsilon: float) -> dict[str, float]:
-    """How far the hardest negatives score from the positives, and how many anchors take theirs.
+    """Measure the gap of the hardest negatives to the positives, and the share of anchors that use them.
 
     Args:
-        scores: (B, B) without gradient, positives on the diagonal, image-to-text over a row.
-        positives: bool (B, B), True for pairs that are no negatives; None: the diagonal alone.
-        mining: as of `itm_fast.functional.triplet_loss`. "hardest" and "sct" always take the hardest negative,
-            "all" never does, "semi_hard" does where that scores below the positive, "selective" where it scores further
-            than epsilon from it.
+        scores: (B, B) without gradient: images are rows, positives are on the diagonal.
+        positives: bool (B, B), True for pairs that are not negatives; None: only the diagonal.
+        mining: as in `itm_fast.functional.triplet_loss`. "hardest" and "sct" always use the hardest negative, "all"
+            never does. "semi_hard" does if it scores below the positive, "selective" if its score differs from the
+            positive's by more than epsilon.
         epsilon: threshold of "selective".
 
     Returns:
         `i2t_hardest_share` and `t2i_hardest_share`, within [0, 1], and `hardest_gap`, the mean of
-        `|s_hardest - s_positive|` over the anchors of both directions. Anchors without a negative count in neither; a
-        number that no anchor is left for is missing.
+        `|s_hardest - s_positive|` over the anchors of both directions. Anchors without a negative do not count; a
+        number without any anchor is missing.
 
     Source: Figures 3d, 5d and 7 of SelHN and RVSE++ (delta s, Eq 10; the share of Eq 9's first line).
     """
@@ -66,12 +66,12 @@ def mining_diagnostics(scores: Tensor, positives: Tensor | None, mining: str, ep
 def image_gradient_norm(
     model: MatchingModel, *, enabled: bool = True, after_backward: list[Callable[[], None]] | None = None
 ) -> Iterator[dict[str, float]]:
-    """Fills the dictionary that it gives with `image_grad_norm` when the block ends, if that has a backward pass.
+    """Measure the gradient norm of the first image layer in a block with a backward pass.
 
-    It is the norm of the gradient of `model.first_image_weight()` as the backward pass leaves it, whatever clips it
-    then. It is missing where no gradient came (the weight may be frozen), or one that is not finite; and always where
-    not `enabled`. `after_backward` are calls that the caller makes after a backward pass, where the gradient is whole
-    then alone: several processes add it up.
+    The yielded dictionary gets `image_grad_norm` at the end of the block: the norm of the gradient of
+    `model.first_image_weight()` before clipping. It stays empty if there is no gradient (the weight may be frozen), if
+    the norm is not finite, or if not `enabled`. With several processes, the gradient is complete only after they have
+    added it up: `after_backward` then lists the functions that the caller calls at that point.
 
     Source: Figures 3b and 5b of SelHN and RVSE++ ("gradient of the FC layer").
     """

@@ -1,4 +1,4 @@
-"""Noticing that the data of a resumed run are not those it was started with.
+"""Detect that the data of a resumed run have changed.
 
 Inside: `fingerprints`, `model_fingerprint`, `check_fingerprints`.
 """
@@ -16,9 +16,9 @@ __all__ = ["check_fingerprints", "fingerprints", "model_fingerprint"]
 
 
 def fingerprints(data: PrecomputedDataset) -> dict[str, str]:
-    """SHA-256 by file name: all captions with their images, features (size and blocks of the file), the vocabulary.
+    """Return SHA-256 digests by file name: captions with their images, features (file size and blocks), vocabulary.
 
-    A feature store that holds every number of its source has the digests of the source.
+    A lossless feature store has the digests of its source.
     """
     return {
         f"{data.split}_caps.txt": sha256_of_parts(
@@ -30,7 +30,7 @@ def fingerprints(data: PrecomputedDataset) -> dict[str, str]:
 
 
 def model_fingerprint(config: TrainConfig, model: MatchingModel) -> dict[str, str]:
-    """What the shapes of the weights do not say: the heads of a BERT from a folder, and the weights that are frozen."""
+    """Return what weight shapes do not show: the heads of a BERT, and which weights are frozen."""
     found = {}
     if config.bert is not None:
         found["config.json of the BERT model"] = f"num_attention_heads {model.encoder_config.bert_heads}"
@@ -42,7 +42,7 @@ def model_fingerprint(config: TrainConfig, model: MatchingModel) -> dict[str, st
 
 
 def check_fingerprints(before: dict[str, str], now: dict[str, str], source: Path) -> None:
-    """ValueError naming the first file whose content is not the one that the state `source` was made with."""
+    """Raise ValueError naming the first file that differs from the one that the state `source` was saved with."""
     for name in {**now, **before}:
         if before.get(name) != now.get(name):
             raise ValueError(f"{name}: its content is not what the run to resume was started with ({source})")

@@ -19,9 +19,9 @@ LOCK_FILE = Path("last") / "lock"
 
 @contextlib.contextmanager
 def lock(run: str | os.PathLike[str]) -> Iterator[None]:
-    """Keeps other trainings out of `run`, whose folder is created where it does not exist; readers need no lock.
+    """Lock the run directory `run` against other trainings; it is created if it is missing. Readers need no lock.
 
-    The file stays. Without flock (Windows, some network file systems) nothing is kept out.
+    The lock file stays. Without flock (Windows, some network file systems), there is no protection.
 
     Raises:
         ValueError: another training holds the lock; its process is named.

@@ -1,4 +1,4 @@
-"""Which settings of losses and scenarios go together.
+"""Rules for combining settings of losses and scenarios.
 
 The functions take a `TrainConfig`.
 """
@@ -42,7 +42,7 @@ ADVERSARIAL = (
     "addr", "adversarial_weight", "regularization_weight", "model_regularization_weight", "domain_margin",
     "risk_aggregation", "alternation", "discriminator_lr", "discriminator_precision", "discriminators_on_disk",
 )  # fmt: skip
-# Settings that mean something with some values of another setting alone.
+# Settings that have an effect only with some values of another setting.
 _DEPENDENT: Sequence[tuple[str, str, tuple[str, ...]]] = (
     ("epsilon", "mining", ("selective",)),
     ("selective_divisor", "mining", ("selective",)),
@@ -59,7 +59,7 @@ _DEPENDENT: Sequence[tuple[str, str, tuple[str, ...]]] = (
     ("ema_decay", "scenario", ("mss",)),
     *((name, "scenario", ("addr",)) for name in ADVERSARIAL),
 )
-# As these, but only where a setting of a recipe gives way: a run is refused otherwise.
+# The same, for dropping settings of a recipe; a run with them is refused.
 _OF_REALIGNMENT = tuple((name, "realignment", (True,)) for name in ("other_batches", "online_weight"))
 _OF_CONVERSIONS = (
     "conversion_layer", "conversion_residual", "reweighting", "normalize_fused", "realignment", "other_batches",
@@ -68,7 +68,7 @@ _OF_CONVERSIONS = (
 
 
 def check_loss(config: Any) -> None:
-    """Refuse settings that have no effect together: ValueError that names the setting."""
+    """Raise ValueError naming the first setting that has no effect with the others."""
     loss = registry.find(config.loss)
     if loss.mining is not None and config.mining not in loss.mining:
         raise ValueError(f"mining: the loss {config.loss} takes {loss.mining[0]}, got {config.mining!r}")
@@ -76,7 +76,7 @@ def check_loss(config: Any) -> None:
         registry.create(config.loss, loss_settings(config), config.loss_options)
     fields = settings.fields_of(type(config))
     boosting = boosting_of(config)
-    # Boosting has the margin, too, whatever the branch's own loss, unless it has one of its own.
+    # Boosting uses --margin, too, unless --boosting-margin is given.
     boosted = config.scenario in ANCHORED and boosting in BOOSTED and config.boosting_margin is None
     of_loss = [name for name in _OF_LOSS if not (boosted and name == "margin")]
     for name, other, values in (*map(_with_losses, of_loss), *_DEPENDENT):
@@ -98,9 +98,9 @@ def default_warmup(config: Any) -> int:
 
 
 def without_idle(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a recipe but for those that mean nothing with what was `given` beside it.
+    """Return the settings of a recipe, except those that have no effect with the `given` ones.
 
-    `--mining hardest` leaves out what a recipe says of selectively hard negatives, unless that is given, too.
+    For example, `--mining hardest` drops a recipe's settings of selectively hard negatives, unless they are given, too.
     """
     together, asked, idle = {**recipe, **given}, dict(given), set()
     loss = str(given.get("loss"))
@@ -164,26 +164,26 @@ def _check_conversions(config: Any, fields: Mapping[str, Any]) -> None:
 
 
 def boosting_weight(config: Any) -> float:
-    """What a boosting loss is multiplied with, beside a branch's own loss that is halved or not.
+    """Return the factor of the boosting loss, which is halved if the branch's own loss is.
 
-    Section III-C of the paper adds both as they are: both sum over both directions. The losses that boosting is
-    compared with have scales of their own.
+    In section III-C of the paper, both losses are sums over both directions. The losses that boosting is compared with
+    have their own scales.
     """
     halved = config.halve_loss and boosting_of(config) in BOOSTED
     return config.boosting_weight * (0.5 if halved else 1.0)
 
 
 def described_boosting(config: Any) -> str:
-    """The loss beside an anchor in words: its name, and what chooses its form."""
+    """Describe the boosting loss: its name, and the setting of its form."""
     boosting = boosting_of(config)
     return f"{boosting} ({config.boosting_mining if boosting in BOOSTED else config.boosting_form})"
 
 
 def boosting_of(config: Any) -> str:
-    """The name of the loss beside an anchor."""
+    """Return the name of the boosting loss."""
     return config.boosting or BOOSTED[0]
 
 
 def is_mutual(config: Any) -> bool:
-    """Whether branches that train together learn each from all others: Deep Mutual Learning, as its paper has it."""
+    """Return whether each branch learns from all others, as in the paper on Deep Mutual Learning."""
     return boosting_of(config) == "dml" and config.boosting_form == "paper"

@@ -23,7 +23,7 @@ _NUMBERS = (
 
 
 class MetricsLog:
-    """Appends one JSON object per line to `metrics.jsonl`; each line is flushed as it is written."""
+    """Append one JSON object per line to `metrics.jsonl`. Each line is flushed at once."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -33,18 +33,18 @@ class MetricsLog:
             file.write((json.dumps(values) + "\n").encode())
 
     def flush_to_disk(self) -> None:
-        """Waits until what was written would survive a power cut."""
+        """Wait until the lines are on disk."""
         if self.path.exists():
             with atomic.naming_full_disk(self.path), atomic.open_in_place(self.path, "r+b") as file:
                 os.fsync(file.fileno())
 
     @property
     def size(self) -> int:
-        """Bytes written so far: what `truncate` takes."""
+        """Return the size of the log in bytes, as `truncate` takes it."""
         return self.path.stat().st_size if self.path.exists() else 0
 
     def line_at(self, position: int) -> tuple[dict[str, Any], int] | None:
-        """The line that starts at byte `position`, and where the next one starts; None where none is whole."""
+        """Return the line at byte `position` and the start of the next line; None if there is no complete line."""
         if position >= self.size:
             return None
         with regular.open_file(self.path) as file:
@@ -57,7 +57,7 @@ class MetricsLog:
         return (values, position + len(line)) if isinstance(values, dict) else None
 
     def truncate(self, size: int) -> None:
-        """Drops what was logged after the state that a run resumes from, and a last line that is not whole."""
+        """Cut the log to `size` bytes, and drop an incomplete last line."""
         if not self.path.exists():
             return
         with atomic.open_in_place(self.path, "r+b") as file:
@@ -66,10 +66,10 @@ class MetricsLog:
 
 
 def read_metrics(path: str | os.PathLike[str], required: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The lines of a log as dictionaries of numbers and texts.
+    """Read the lines of a log as dictionaries of numbers and texts.
 
     Raises:
-        ValueError: a line is anything else, or lacks one of `required`; file and line are named.
+        ValueError: a line is damaged or lacks one of `required`; the message names file and line.
     """
     lines = []
     for number, line in enumerate(regular.read_bytes(path).splitlines(), start=1):

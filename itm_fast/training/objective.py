@@ -24,7 +24,7 @@ def make_losses(config: TrainConfig) -> dict[str, nn.Module]:
 
 
 def make_realignment_losses(config: TrainConfig) -> dict[str, nn.Module]:
-    """The losses with the negatives of another batch, by the negatives that a step asks for, as `make_losses`."""
+    """Return the losses with negatives of another batch, by the negatives of a step, as `make_losses`."""
     realignment = partial(
         losses.RealignmentLoss, config.margin, halve=config.halve_loss, reduction="mean" if config.mean_loss else "sum"
     )
@@ -33,10 +33,10 @@ def make_realignment_losses(config: TrainConfig) -> dict[str, nn.Module]:
 
 
 def make_boosting_loss(config: TrainConfig) -> nn.Module:
-    """The loss of a branch's scores beside those of an anchor.
+    """Return the boosting loss of a branch with an anchor.
 
-    What boosting is compared with has the scales and means over the batch of DBL's public code, of which the paper says
-    nothing; where that code parts from what the paper says, `config.boosting_form` chooses.
+    The losses that boosting is compared with have the scales and batch means of DBL's official code, which the paper
+    does not state. Where that code differs from the paper, `config.boosting_form` selects the form.
     """
     code = config.boosting_form == "code"
     dino = partial(losses.DINOLoss, scale=10.0, anchor_scale=10.0, reduction="mean")

@@ -1,4 +1,4 @@
-"""Which phase each step of a run belongs to, and which batch it takes.
+"""The phase and the batch of each step of a run.
 
 Inside: `Phases`, `Pass`.
 """
@@ -15,20 +15,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Pass", "Phases"]
 
-# Passes for discriminators have orders of their own, far from those of the model's passes, which are so the ones that
-# ordinary training has.
+# Passes for discriminators use other orders than the model's passes, which keep the orders of ordinary training.
 _DISCRIMINATOR_ORDERS = 2**32
 
 
 @attrs.frozen
 class Pass:
-    """A pass over the training captions, or what is left of it.
+    """A pass over the training captions, or its remaining part.
 
     Attributes:
-        order: what the sampler calls epoch: determines the batches.
-        start: how many batches are left out.
-        repeats: how many steps each batch serves.
-        done: how many of them the first batch has served.
+        order: the sampler's epoch, which determines the batches.
+        start: number of batches to skip.
+        repeats: number of steps per batch.
+        done: number of steps that the first batch has been used for.
     """
 
     order: int
@@ -39,12 +38,12 @@ class Pass:
 
 @attrs.frozen
 class Phases:
-    """The course of a run. Steps count from 0.
+    """The order of the steps of a run, counted from 0.
 
     Attributes:
-        batches: of one pass over the training captions.
-        alternation: None where all steps change the model. "epoch": in each epoch a pass for the discriminators and
-            then one for the model (ADDR, Algorithm 1). "step": each batch serves the discriminators and then the model.
+        batches: batches in one pass over the training captions.
+        alternation: None: all steps train the model. "epoch": each epoch has a pass for the discriminators and then one
+            for the model (ADDR, Algorithm 1). "step": each batch trains the discriminators and then the model.
     """
 
     batches: int
@@ -52,16 +51,16 @@ class Phases:
 
     @classmethod
     def of(cls, config: TrainConfig, batches: int) -> Phases:
-        """Those of a run."""
+        """Create the phases of a run."""
         return cls(batches, config.alternation if config.trains_discriminators else None)
 
     @property
     def steps_per_epoch(self) -> int:
-        """An epoch has one pass that changes the model."""
+        """Return the steps per epoch. An epoch has one pass that trains the model."""
         return self.batches * (1 if self.alternation is None else 2)
 
     def discriminator_steps(self, steps: int) -> int:
-        """How many of the first `steps` steps change discriminators; the others change the model."""
+        """Return how many of the first `steps` steps train discriminators; the others train the model."""
         if self.alternation is None:
             return 0
         if self.alternation == "step":
@@ -70,11 +69,11 @@ class Phases:
         return epochs * self.batches + min(rest, self.batches)
 
     def trains_discriminators(self, step: int) -> bool:
-        """Whether step `step` changes discriminators."""
+        """Return whether step `step` trains discriminators."""
         return self.discriminator_steps(step + 1) > self.discriminator_steps(step)
 
     def passes(self, step: int) -> Iterator[Pass]:
-        """The passes from step `step` on, without end."""
+        """Yield the passes from step `step` on, without end."""
         repeats = 2 if self.alternation == "step" else 1
         taken, done = divmod(step, repeats)
         number, start = divmod(taken, self.batches)

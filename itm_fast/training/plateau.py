@@ -13,7 +13,7 @@ _STEPS = 20
 
 
 class PlateauWarning(UserWarning):
-    """The loss is what it is when all scores are equal."""
+    """All scores are nearly equal, and nothing is learned."""
 
 
 class PlateauMonitor:

@@ -1,4 +1,4 @@
-"""Where a run stands: what it keeps beside the weights and what the steps depend on.
+"""The progress of a run: position, best validation, losses, time.
 
 Inside: `Progress`, `TrainResult`.
 """
@@ -16,7 +16,7 @@ __all__ = ["Progress", "TrainResult"]
 
 @attrs.frozen
 class TrainResult:
-    """What a run came to. `best` is the best validation's summary; `finished` is False where a signal stopped it."""
+    """The result of a run. `best` is the summary of the best validation; `finished` is False if a signal stopped it."""
 
     best: dict[str, float]
     best_step: int
@@ -27,15 +27,15 @@ class TrainResult:
 
 @attrs.define
 class Progress:
-    """The course of a run so far, as its state keeps it.
+    """The progress of a run, as saved in its state.
 
     Attributes:
-        position: steps that were done when the run started or ended here.
-        best, best_step: summary and step of the best validation; an empty one before the first.
+        position: number of steps done when the run started or ended.
+        best, best_step: summary and step of the best validation; an empty summary before the first.
         validated_step: the step of the last validation.
         window: losses since the last line of the log.
         log_size: bytes of the log that belong to the run.
-        KEYS: the entries of a state that all this comes from.
+        KEYS: the entries of a state that hold these values.
     """
 
     KEYS: ClassVar = ("position", "best", "best_step", "validated_step", "window", "seconds", "log_size")
@@ -51,7 +51,7 @@ class Progress:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Progress:
-        """That of a state."""
+        """Create the progress from a state."""
         return cls(
             position=state["position"],
             best=state["best"],
@@ -63,7 +63,7 @@ class Progress:
         )
 
     def state(self) -> dict[str, Any]:
-        """The entries of a state but for position and size of the log, which are those of the moment."""
+        """Return the entries of a state, except the position and the size of the log."""
         return {
             "best": self.best,
             "best_step": self.best_step,
@@ -73,25 +73,25 @@ class Progress:
         }
 
     def start(self) -> None:
-        """The time of the run goes on from here."""
+        """Start the clock of the run."""
         self._started = time.monotonic()
 
     @property
     def seconds_before(self) -> float:
-        """Time that the run had taken before it was resumed here."""
+        """Return the seconds of the run before it was resumed."""
         return self._seconds_before
 
     @property
     def seconds(self) -> float:
-        """Time spent in the run so far, what came before a resume included."""
+        """Return the seconds of the run so far, including the time before a resume."""
         return self._seconds_before + time.monotonic() - self._started
 
     def result(self, total: int) -> TrainResult:
-        """What a run of `total` steps has come to."""
+        """Return the result of a run of `total` steps."""
         return TrainResult(self.best, self.best_step, self.position, self.seconds, self.position >= total)
 
     def judge(self, summary: dict[str, float], step: int) -> bool:
-        """Notes a validation of the weights after `step`; whether they are the best so far."""
+        """Record a validation after `step`, and return whether it is the best so far."""
         self.validated_step = step
         better = not self.best or summary["rsum"] > self.best["rsum"]
         if better:
@@ -99,7 +99,7 @@ class Progress:
         return better
 
     def mean_loss(self) -> float:
-        """The mean of the window, which is empty then."""
+        """Return the mean of the window, and clear it."""
         mean = sum(self.window) / len(self.window)
         self.window.clear()
         return mean

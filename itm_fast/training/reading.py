@@ -1,4 +1,4 @@
-"""The batches of a run in their order, from any step on.
+"""Read the batches of a run in order, from any step on.
 
 Inside: `read_batches`.
 """
@@ -29,18 +29,18 @@ def read_batches(
     world: World,
     pin_memory: bool = False,
 ) -> Generator[Batch, None, None]:
-    """The own part of the batches from step `position` on, epoch after epoch, without end.
+    """Yield this process's part of the batches from step `position` on, epoch after epoch, without end.
 
     Args:
         config: the settings of the run.
         data: the training split.
-        phases: which batch a step takes.
+        phases: the batch of each step.
         position: the first step, from 0.
         world: the processes that share each batch.
         pin_memory: read into page-locked memory.
 
     Raises:
-        ValueError: a row cannot be read, or holds what is refused.
+        ValueError: a row cannot be read, or has a value that is not finite.
     """
     checked = not world.first
     for part in phases.passes(position):

@@ -1,7 +1,7 @@
 """Recipes: the published settings of a model on a data set, by name.
 
-Each is a file `itm_fast/recipes/NAME.yaml` with its description, its source and the settings that the source states;
-everything else keeps its default. Inside: `Recipe`, `names`, `load`, `merge`, `markdown_table`.
+Each recipe is a file `itm_fast/recipes/NAME.yaml` with a description, a source and the settings that the source states.
+Other settings keep their defaults. Inside: `Recipe`, `names`, `load`, `merge`, `markdown_table`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FOLDER = files("itm_fast").joinpath("recipes")
 
 @attrs.frozen
 class Recipe:
-    """`settings` are names and values of a `TrainConfig`, `source` says where they come from."""
+    """A recipe: `settings` are names and values of a `TrainConfig`, `source` names the paper and code."""
 
     name: str
     description: str
@@ -31,12 +31,12 @@ class Recipe:
     settings: dict[str, Any]
 
     def to_yaml(self) -> str:
-        """The settings as a configuration file, under two lines that say what they are."""
+        """Return the settings as a configuration file, with two comment lines at the top."""
         return f"# {self.description}\n# {self.source}\n" + yaml.safe_dump(self.settings, sort_keys=False)
 
 
 def names() -> list[str]:
-    """The names that `load` takes."""
+    """Return the names of all recipes."""
     return sorted(entry.name.removesuffix(".yaml") for entry in _FOLDER.iterdir() if entry.name.endswith(".yaml"))
 
 
@@ -66,7 +66,7 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def markdown_table() -> str:
-    """All recipes as a Markdown table for the documentation."""
+    """Return all recipes as a Markdown table for the documentation."""
     lines = ["| recipe | what it trains |", "| --- | --- |"]
     lines += [f"| `{name}` | {load(name).description} |" for name in names()]
     return "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
-"""One model in several processes: each encodes its part of a batch, and all have the scores of the whole.
+"""Train one model in several processes: each encodes its part of a batch, and all get the scores of the whole batch.
 
-A process scores all images beside its own captions: whole columns, so that a score that sees one caption with all
-images at a time, as SAF's in training, is that of one process. The loss of the gathered scores is the same everywhere;
-each process differentiates its own columns, and the sum of the gradients over all is that of the whole batch.
+Each process scores all images with its own captions, that is, whole columns. A score that depends on one caption with
+all images, such as SAF's in training, therefore equals that of a single process. The loss of the gathered scores is the
+same in all processes. Each differentiates its own columns, and the gradients add up to those of the whole batch.
 
 Inside: `Replicas`, `GatheredScores`, `check_shared`.
 """
@@ -37,7 +37,7 @@ _NO_BUFFERS: dict[str, Any] = {
 
 
 def check_shared(models: Iterable[MatchingModel], world: World) -> None:
-    """ValueError where several processes cannot score a batch together by one of `models`."""
+    """Raise ValueError if several processes cannot share a batch with one of `models`."""
     if world.size == 1:
         return
     for model in models:
@@ -48,15 +48,15 @@ def check_shared(models: Iterable[MatchingModel], world: World) -> None:
 
 
 class GatheredScores(nn.Module):
-    """The scores (B, B) of a whole batch, of which each process encodes and scores its part.
+    """Compute the scores (B, B) of a whole batch; each process encodes and scores its part.
 
-    Running statistics that a process takes from its own part become their mean over all items.
+    Running statistics of the parts are averaged over all items.
 
     Args:
         model: encodes and scores; a column of its scores may depend on all images, but on no other caption
             (`check_shared`).
         world: the processes.
-        micro_batch: what is encoded at a time of a process's part, as in `MatchingModel.encode`.
+        micro_batch: number of items of a process's part to encode at a time, as in `MatchingModel.encode`.
     """
 
     def __init__(self, model: MatchingModel, world: World, micro_batch: int | None = None) -> None:
@@ -67,17 +67,17 @@ class GatheredScores(nn.Module):
         self._apart = [part for part in model.modules() if not any(part is one for one in self._norms)]
 
     def forward(self, batch: SharedBatch, work: Callable[[], Any]) -> Any:
-        """What `work` gives, in which the model works on the own part of `batch`."""
+        """Return the result of `work`, in which the model processes this process's part of `batch`."""
         for norm in self._norms:
             norm.counted = batch.counts[self.world.rank] > 0
         return work()
 
     def scores_of(self, batch: SharedBatch) -> Tensor:
-        """The scores of the whole batch."""
+        """Return the scores of the whole batch."""
         return self.scores(*self.model.encode(*self._own(batch)), batch.counts)[0]
 
     def fragments_of(self, batch: SharedBatch) -> tuple[Tensor, Fragments, Fragments]:
-        """The scores, regions and words of the whole batch, through which gradients go."""
+        """Return the scores, regions and words of the whole batch, with gradients."""
         encoded = cast(FragmentModel, self.model).encode_fragments(*self._own(batch))
         scores, images = self.scores(encoded.images, encoded.captions, batch.counts)
         regions = images if encoded.regions is encoded.images else self.gathered(encoded.regions, batch.counts)
@@ -87,17 +87,17 @@ class GatheredScores(nn.Module):
         return batch.features, batch.token_ids, batch.lengths, self.encoded_at_a_time(batch.counts)
 
     def encoded_at_a_time(self, counts: Sequence[int]) -> int | None:
-        """`micro_batch`, or one less where some processes would encode their items at once and others in parts.
+        """Return `micro_batch`, or one less if some processes would encode their items at once and others in parts.
 
-        Gradients of weights come at other times in the backward of the one and of the other, and processes must send
-        theirs in one order. The counts differ by one at most.
+        The gradients of weights arrive at different times in these two cases, but all processes must send them in the
+        same order. The numbers of items differ by at most one.
         """
         if self.micro_batch is None or not min(counts) <= self.micro_batch < max(counts):
             return self.micro_batch
         return self.micro_batch - 1 or None
 
     def scores(self, images: Any, captions: Any, counts: Sequence[int]) -> tuple[Tensor, Any]:
-        """Scores (B, B) of all embeddings, of which the arguments are the own ones, or a stand-in; and all images."""
+        """Return scores (B, B) of the whole batch, and all images, from this process's embeddings or a stand-in."""
         # After both encoders, so that in the backward the gradients of images travel before any weight's.
         everything = self.gathered(images, counts)
         own = self.model.score(everything, captions)
@@ -107,7 +107,7 @@ class GatheredScores(nn.Module):
         return scores, everything
 
     def gathered(self, sets: Any, counts: Sequence[int]) -> Any:
-        """The sets of the whole batch, of which `sets` are the own ones, or a stand-in."""
+        """Return the sets of the whole batch; `sets` are those of this process, or a stand-in."""
         return gather_sets(sets if counts[self.world.rank] else none_of(sets), counts, self.world)
 
     @torch.no_grad()
@@ -126,13 +126,13 @@ class GatheredScores(nn.Module):
 
 
 class Replicas:
-    """The scores of a batch by any model of a run, whose weights are the same in all processes.
+    """Compute the scores of a batch by any model of a run. Its weights are the same in all processes.
 
     Args:
         world: the processes.
-        learning: the models that learn. Each gets a wrapper of its own that sums its gradients over the processes; all
-            its parameters take part in every step, so that nothing searches for others.
-        micro_batch: what a process encodes at a time of its part, as in `MatchingModel.encode`.
+        learning: the models that learn. Each gets a wrapper that sums its gradients over the processes. All parameters
+            take part in every step, so the wrapper need not search for unused ones.
+        micro_batch: number of items of a process's part to encode at a time, as in `MatchingModel.encode`.
     """
 
     def __init__(self, world: World, learning: Sequence[MatchingModel], micro_batch: int | None = None) -> None:
@@ -141,7 +141,7 @@ class Replicas:
         self._reduced: dict[MatchingModel, DistributedDataParallel] = {}
 
     def scores(self, model: MatchingModel, batch: Batch) -> Tensor:
-        """Scores (B, B) of the whole batch."""
+        """Return scores (B, B) of the whole batch."""
         if not isinstance(batch, SharedBatch):
             return model(batch.features, batch.token_ids, batch.lengths, self.micro_batch)
         found: Tensor = self.run(model, batch, lambda: self._gathered(model).scores_of(batch))
@@ -150,9 +150,9 @@ class Replicas:
     def fragments(
         self, model: FragmentModel, batch: Batch, *, scored: bool = True
     ) -> tuple[Tensor | None, Fragments, Fragments]:
-        """Scores (B, B), and l2-normalised regions and words of B sets each, of the whole batch.
+        """Return scores (B, B), and l2-normalised regions and words of B sets each, of the whole batch.
 
-        One process leaves the scores out where they are not to be `scored`.
+        A single process leaves out the scores unless `scored`.
         """
         if isinstance(batch, SharedBatch):
             found: tuple[Tensor, Fragments, Fragments]
@@ -163,40 +163,40 @@ class Replicas:
         return scores, encoded.regions, encoded.words
 
     def sum(self, values: Tensor, batch: Batch) -> Tensor:
-        """The sum of a number (B,) of each pair of the whole batch; each process differentiates its own pairs."""
+        """Sum a number (B,) over the pairs of the whole batch. Each process differentiates its own pairs."""
         if not isinstance(batch, SharedBatch):
             return values.sum()
         first = sum(batch.counts[: self.world.rank])
         return sum_of_all(values[first : first + batch.counts[self.world.rank]].sum(), self.world)
 
     def run(self, model: MatchingModel, batch: Batch, work: Callable[[], Any]) -> Any:
-        """What `work` gives, in which `model` works on the own part of a batch.
+        """Return the result of `work`, in which `model` processes this process's part of a batch.
 
         Gradients of its weights are added up over the processes.
         """
         return self._wrapped(model, batch)(batch, work) if isinstance(batch, SharedBatch) else work()
 
     def whole_scores(self, model: MatchingModel, images: Any, captions: Any, batch: Batch) -> Tensor:
-        """Scores (B, B) of the whole batch by embeddings of its own part, or of a stand-in; within `run`."""
+        """Within `run`, return scores (B, B) of the whole batch from this process's embeddings or a stand-in."""
         if not isinstance(batch, SharedBatch):
             return model.score(images, captions)
         return self._gathered(model).scores(images, captions, batch.counts)[0]
 
     def whole(self, model: MatchingModel, sets: Any, batch: Batch) -> Any:
-        """The sets of the whole batch, without derivative; `sets` are those of its own part, or of a stand-in."""
+        """Return the sets of the whole batch without gradient; `sets` are those of this process, or a stand-in."""
         if not isinstance(batch, SharedBatch):
             return sets.detach()
         return self._gathered(model).gathered(sets.detach(), batch.counts)
 
     def whole_loss(self, loss: Tensor, batch: Batch, *, mean: bool) -> Tensor:
-        """The sum or the `mean` over the pairs of the whole batch; `loss` is that of its own part, or of a stand-in."""
+        """Return the sum or `mean` over the pairs of the whole batch; `loss` is that of this process, or a stand-in."""
         if not isinstance(batch, SharedBatch):
             return loss
         own, everyone = batch.counts[self.world.rank], sum(batch.counts)
         return sum_of_all(loss * (own / everyone if mean else float(own > 0)), self.world)
 
     def _gathered(self, model: MatchingModel) -> GatheredScores:
-        """What gathers for `model`, made on first use, when all processes are at the same place."""
+        """Return the module that gathers for `model`, created when all processes first use it."""
         if model not in self._plain:
             # Processes encode different numbers of micro-batches, and would wait for each other's statistics. What
             # scores has all images in every process already.
@@ -206,7 +206,7 @@ class Replicas:
         return self._plain[model]
 
     def _wrapped(self, model: MatchingModel, batch: SharedBatch) -> nn.Module:
-        """The same, within what adds up the gradients where the model learns."""
+        """Return the same module, wrapped to add up the gradients if the model learns."""
         gathered = self._gathered(model)
         if not torch.is_grad_enabled() or not any(model is one for one in self._learning):
             return gathered
@@ -220,11 +220,11 @@ class Replicas:
 
 
 def _settle(wrapped: nn.Module, batch: SharedBatch) -> None:
-    """Brings gradients into the order in memory that they keep.
+    """Run a first backward pass of zeros, so that the wrapper fixes the memory layout of the gradients.
 
-    The wrapper orders them anew after its first backward pass. In which order processes are added up depends on the
-    place in memory: a resumed run, whose wrapper is new, would round a step otherwise than one that was not
-    interrupted. Here that first pass is one of zeros, the same whatever a step does.
+    The wrapper reorders gradients after its first backward pass, and the order in which processes are added up depends
+    on the position in memory. Without this pass, a resumed run, whose wrapper is new, would round a step differently
+    from an uninterrupted run.
     """
     weights = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     wrapped(batch, lambda: torch.stack([weight.sum() for weight in weights]).sum() * 0.0).backward()
@@ -233,6 +233,6 @@ def _settle(wrapped: nn.Module, batch: SharedBatch) -> None:
 
 
 def _sum(group: dist.ProcessGroup | None, bucket: Any) -> Any:
-    """The loss is one of the whole batch: gradients are added up, not averaged."""
+    """Add gradients up instead of averaging them: the loss is that of the whole batch."""
     work: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])

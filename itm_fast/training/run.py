@@ -1,4 +1,4 @@
-"""From a configuration to a trained model: everything that stands around the trainer.
+"""Run a training from its configuration: load the data, create the model, train.
 
 Inside: `train`, `load_data`, `vocabulary_path`, `create_model`, `device_of`, `warn_of_unknown_words`.
 """
@@ -37,17 +37,17 @@ _FROM_DATA = ("vocab_size", "feature_dim", "n_regions")
 
 
 def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -> TrainResult:
-    """Trains a model and leaves it in the folder `config.out`, in all processes that a launcher started.
+    """Train a model and save it in the run directory `config.out`, in all processes of a launcher.
 
     Args:
         config: the settings of the run.
         resume: continue the run in `config.out` from its last state.
-        progress: say what the run works on, show a progress bar where there is a terminal, and a line per validation.
+        progress: print a summary, a progress bar if there is a terminal, and a line per validation.
 
     Raises:
-        ValueError: a setting, the data, or the folder's earlier content does not fit, or another process trains there;
-            nothing is written then.
-        OSError: the disk is full; what was saved before is kept, and `resume` goes on from there.
+        ValueError: a setting, the data or the content of the run directory does not fit, or another process trains
+            there. Nothing is written.
+        OSError: the disk is full. Earlier saves are kept, and `resume` continues from them.
     """
     set_threads(config.threads)
     check_count("workers", config.workers)
@@ -73,7 +73,7 @@ def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -
 
 
 def _trainer(config: TrainConfig, world: World, *, resume: bool, progress: bool) -> tuple[Vocabulary, Trainer]:
-    """The trainer of a run, on its data, and the vocabulary."""
+    """Create the trainer of a run, and return the vocabulary, too."""
     # Trainers agree on where features lie: all processes make one, or none does.
     with world.together():
         vocabulary, train_data, validation_data = load_data(config, resume=resume)
@@ -87,7 +87,7 @@ def _trainer(config: TrainConfig, world: World, *, resume: bool, progress: bool)
 
 
 def _open(trainer: Trainer, vocabulary: Vocabulary, *, resume: bool, progress: bool) -> None:
-    """Makes the folder of a run ready and says what it works on."""
+    """Prepare the run directory and print a summary."""
     config = trainer.config
     run = run_folder.prepare(config, resume=resume)
     path = vocabulary_path(config, resume=resume)
@@ -105,7 +105,7 @@ def _open(trainer: Trainer, vocabulary: Vocabulary, *, resume: bool, progress: b
 def load_data(
     config: TrainConfig, *, resume: bool = False
 ) -> tuple[Vocabulary, PrecomputedDataset, PrecomputedDataset]:
-    """The vocabulary, the training split and the validation split; a resumed run keeps its own vocabulary."""
+    """Load the vocabulary, the training split and the validation split. A resumed run keeps its vocabulary."""
     check_data(config.data, "train")
     path = vocabulary_path(config, resume=resume)
     default = settings.fields_of(TrainConfig)["min_count"].default
@@ -129,7 +129,7 @@ def load_data(
 
 
 def vocabulary_path(config: TrainConfig, *, resume: bool = False) -> Path | None:
-    """The vocabulary file that `load_data` reads; None where it builds a vocabulary from the training captions."""
+    """Return the vocabulary file for `load_data`; None if the vocabulary is built from the training captions."""
     own = Path(config.out) / run_folder.VOCABULARY
     if resume and regular.is_present(own):
         return own
@@ -141,7 +141,7 @@ def vocabulary_path(config: TrainConfig, *, resume: bool = False) -> Path | None
 
 
 def _opening(trainer: Trainer, vocabulary: Vocabulary, vocabulary_source: Path | str) -> Iterator[str]:
-    """What a run works on, in lines for its user."""
+    """Yield the lines of the summary."""
     config = trainer.config
     sizes = [
         f"{data.split} {data.n_images:,} images, {len(data):,} captions"
@@ -168,7 +168,7 @@ def _opening(trainer: Trainer, vocabulary: Vocabulary, vocabulary_source: Path |
 
 
 def warn_of_unknown_words(data: PrecomputedDataset) -> None:
-    """Warns where most words of the captions are unknown: then the vocabulary is that of other data."""
+    """Warn if most words of the captions are unknown, as with a vocabulary of other data."""
     if data.unknown_share > 0.5:
         warnings.warn(
             f"{data.directory}: the vocabulary lacks {data.unknown_share:.0%} of the words in the captions of "
@@ -178,7 +178,7 @@ def warn_of_unknown_words(data: PrecomputedDataset) -> None:
 
 
 def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedDataset) -> models.MatchingModel:
-    """The model that `config` names, with its sizes from the data and weights from torch's random state."""
+    """Create the model named by `config`, with sizes from the data and weights from torch's random state."""
     for name in _FROM_DATA:
         if name in config.model_options:
             raise ValueError(f"model_options: {name} follows from the data and cannot be given")
@@ -199,7 +199,7 @@ def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedD
 
 
 def _model(config: TrainConfig, options: dict[str, Any]) -> models.MatchingModel:
-    """The model that `config` names, or FDF around it where there are to be conversions."""
+    """Create the model named by `config`, with FDF around it if there are conversions."""
     if config.conversions is None:
         return models.create(config.model, **options)
     if config.model not in models.FDF_HOSTS:
@@ -217,7 +217,7 @@ def _model(config: TrainConfig, options: dict[str, Any]) -> models.MatchingModel
 
 
 def _bert_options(config: TrainConfig, vocabulary: Vocabulary, known: Collection[str]) -> dict[str, Any]:
-    """The settings of the model that follow from the folder of its BERT."""
+    """Return the settings of the model that follow from the BERT folder."""
     if config.bert is None:
         if config.model_options.get("text_encoder") == "bert":
             raise ValueError("bert: text_encoder bert needs the folder of a BERT model: --bert DIR")
@@ -233,7 +233,7 @@ def _bert_options(config: TrainConfig, vocabulary: Vocabulary, known: Collection
 
 
 def device_of(name: str) -> torch.device:
-    """The device called `name`; ValueError where torch knows no such device or cannot use it on this machine."""
+    """Return the device `name`; ValueError if torch does not know it or cannot use it here."""
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The RUN folder, whose files `itm_fast.files.run_files` names: when a run may write into it.
+"""The run directory: when a run may write into it. `itm_fast.files.run_files` lists its files.
 
 Inside: `check`, `missing_model_file`, `prepare`, `saved_config`, `save_models`.
 """
@@ -35,7 +35,7 @@ _BRANCH_FILES = (VOCABULARY, WEIGHTS_FILE, CONFIG_FILE)
 
 
 def saved_config(run: str | Path) -> TrainConfig:
-    """The settings that a run was started with; ValueError naming their file where they are none."""
+    """Read the settings that a run was started with; ValueError naming the file if it is missing or damaged."""
     path = Path(run) / CONFIG
     if not regular.is_file(path):
         raise ValueError(f"{run}: holds no {CONFIG}; there is no run to resume")
@@ -47,11 +47,11 @@ def saved_config(run: str | Path) -> TrainConfig:
 
 
 def check(config: TrainConfig, *, resume: bool) -> None:
-    """Checks that the run may write into its folder. Writes nothing.
+    """Check that the run may write into its directory. Nothing is written.
 
     Raises:
-        ValueError: the folder is that of the data, or holds files that no run of these settings made; or, with
-            `resume`, it holds no run, or one of other settings (the first that differs is named).
+        ValueError: the directory is that of the data, or has files that are not from a run with these settings. With
+            `resume`: it has no run, or one with other settings (the first difference is named).
     """
     run = Path(config.out)
     if run.exists() and not run.is_dir():
@@ -84,9 +84,9 @@ def check(config: TrainConfig, *, resume: bool) -> None:
 
 
 def prepare(config: TrainConfig, *, resume: bool) -> Path:
-    """Creates the folder of a run that `check` has let through and writes its settings; a new run starts a new log.
+    """Create the run directory after `check`, and write the settings; a new run starts a new log.
 
-    What writers that were killed left unfinished is removed, so that they never fill a disk: `lock` must be held.
+    Temporary files of killed writers are removed, so `lock` must be held.
     """
     run = Path(config.out)
     for name in (CONFIG, VOCABULARY, WEIGHTS_FILE, CONFIG_FILE, STATE_FILE):
@@ -102,9 +102,9 @@ def prepare(config: TrainConfig, *, resume: bool) -> Path:
 
 
 def save_models(run: str | Path, target: MatchingModel, others: Sequence[MatchingModel], words: Vocabulary) -> None:
-    """Writes the best model into a RUN folder, and `others` of the same moment into its `branches/1`, `branches/2`, ...
+    """Write the best model into the run directory, and `others` of the same step into `branches/1`, `branches/2`, ...
 
-    The model itself comes last: until its validation is in the log, a resumed run writes all of them again.
+    The model itself is written last. Until its validation is in the log, a resumed run writes all of them again.
     """
     for number, model in enumerate(others, start=1):
         folder = Path(run) / BRANCHES / str(number)
@@ -114,14 +114,14 @@ def save_models(run: str | Path, target: MatchingModel, others: Sequence[Matchin
 
 
 def missing_model_file(run: str | Path, others: int) -> Path | None:
-    """Return the first file of the best model, or of the `others` saved with it, that the RUN folder lacks."""
+    """Return the first missing file of the best model or of the `others` saved with it; None if all exist."""
     folders = [Path(run), *(Path(run) / BRANCHES / str(number) for number in range(1, others + 1))]
     files = [folder / name for folder in folders for name in (CONFIG_FILE, WEIGHTS_FILE)]
     return next((file for file in files if not regular.is_file(file)), None)
 
 
 def _written(run: Path) -> list[Path]:
-    """The paths in `run` that a run writes."""
+    """Return the paths in `run` that a run writes."""
     last, branches = STATE_FILE.parent, Path(BRANCHES)
     return [
         *map(Path, (CONFIG, VOCABULARY, METRICS, TENSORBOARD, BRANCHES, WEIGHTS_FILE, CONFIG_FILE)),

@@ -1,4 +1,4 @@
-"""What a run writes down while it goes: `metrics.jsonl`, and its curves for TensorBoard.
+"""The log of a run: `metrics.jsonl`, and curves for TensorBoard.
 
 Inside: `RunLog`.
 """
@@ -22,7 +22,7 @@ _PLACE = ("kind", "split", "step", "epoch", "seconds")
 
 
 class RunLog:
-    """The log in the folder `run`; with `tensorboard` curves, too. Of several processes one alone `writes`.
+    """The log in the directory `run`, with curves if `tensorboard`. Only one of several processes `writes`.
 
     Raises:
         ValueError: the package tensorboard, which is optional, is not installed.
@@ -34,7 +34,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def open(self, size: int, seconds: float) -> Iterator[None]:
-        """Writes behind the first `size` bytes of the log, for the time of the block; `seconds` were spent before."""
+        """Open the log for a block, after its first `size` bytes; `seconds` is the earlier time of the run."""
         if self._writes:
             self.lines.truncate(size)
         if self.curves is None:
@@ -54,10 +54,10 @@ class RunLog:
             self.curves.write(line)
 
     def validation_at(self, position: int, step: int) -> tuple[dict[str, float], int] | None:
-        """The summary of a validation after `step` that the log has at byte `position`, and where its line ends.
+        """Return the validation after `step` at byte `position` of the log, and the end of its line.
 
         Raises:
-            ValueError: it is no summary.
+            ValueError: the line is not a summary.
         """
         found = self.lines.line_at(position)
         if found is None:

@@ -1,4 +1,4 @@
-"""A step of branches that learn from the same batch, each beside those before it.
+"""A training step of one or more branches that learn from the same batch.
 
 Inside: `Scenario`, `BatchFunctions`, `StepResult`, `Sets`.
 """
@@ -28,24 +28,24 @@ Sets = Any
 
 @attrs.frozen
 class BatchFunctions:
-    """What a scenario does with the batch of a step.
+    """Functions of a scenario on the batch of a step.
 
     Attributes:
-        scores: the scores (B, B) of the batch by a model.
-        loss: of a branch's scores alone.
-        boosting_loss: of a branch's scores beside the scores of an anchor, which receive no gradient.
-        realignment_loss: of pairs with the negatives of another batch, as `itm_fast.losses.RealignmentLoss`; each of
-            several processes gives its own pairs, and gets the loss of all.
-        fragments: by a model of regions and words, the scores and the regions and words of B sets each; scores that are
-            not asked for (`scored=False`) may be None.
-        run: by a model, what a function gives that works on this process's part of the batch.
-        whole_scores: within it the scores (B, B) of the batch, from the embeddings of that part.
-        whole: within it the sets of the batch, from those of that part, without derivative.
-        total: the sum of a number of each pair, (B,). Each of several processes has all of them and differentiates its
-            own pairs.
+        scores: returns the scores (B, B) of the batch by a model; images are rows.
+        loss: returns the loss of a branch's scores.
+        boosting_loss: returns the boosting loss of a branch's scores and the scores of an anchor, which receive no
+            gradient.
+        realignment_loss: returns the loss of pairs with the negatives of another batch, as
+            `itm_fast.losses.RealignmentLoss`. Each process passes its own pairs and gets the loss of all.
+        fragments: returns the scores of a model, and regions and words of B sets each. Scores may be None with
+            `scored=False`.
+        run: calls a function that applies a model to this process's part of the batch.
+        whole_scores: within `run`, returns the scores (B, B) of the batch from the embeddings of that part.
+        whole: within `run`, returns the sets of the batch without gradient, from those of that part.
+        total: sums a number of each pair, (B,). Each process has all numbers and differentiates its own pairs.
         images: (B,) int64, the image of each pair.
-        batch: what this process has of the batch: all of it where it is alone.
-        autocast: the precision of a forward pass.
+        batch: this process's part of the batch; a single process has all of it.
+        autocast: sets the precision of a forward pass.
     """
 
     scores: Callable[[MatchingModel], Tensor]
@@ -64,14 +64,14 @@ class BatchFunctions:
 
 @attrs.frozen(eq=False)
 class StepResult:
-    """What a step came to for the target.
+    """The result of a step for the target.
 
     Attributes:
-        scores: its scores (B, B) before the step, without gradient; None where the step was not the target's.
-        own_loss: its loss alone, without that beside its anchors; None where the step was not the target's.
-        numbers: for the log: `loss`, all that was minimised; `grad_norm` before clipping; `lr`; and where it has
-            anchors `boosting_loss`, the mean over them; where conversions are realigned `online_loss`, of the fused
-            feature, and `realignment_loss`. A scenario with other phases has numbers of its own in them.
+        scores: the target's scores (B, B) before the step, without gradient; None if the step did not train it.
+        own_loss: the target's loss without the boosting loss; None if the step did not train it.
+        numbers: for the log: `loss`, the total that was minimised; `grad_norm` before clipping; `lr`; with anchors,
+            `boosting_loss`, the mean over them; with realignment, `online_loss` of the fused feature and
+            `realignment_loss`. Other phases of a scenario have other numbers.
     """
 
     scores: Tensor | None
@@ -80,13 +80,12 @@ class StepResult:
 
 
 class Scenario:
-    """Branches that learn together; without an anchor and with one branch alone, ordinary training.
+    """Branches that learn together. A single branch without an anchor is ordinary training.
 
-    In a step all forwards come before any change of a weight. Branch k minimises its own loss and, where it has
-    anchors, `boosting_weight` times the mean of the boosting losses beside each of them: the model that is an anchor
-    to all branches, where there is one, and the branches before it (Diao et al., Deep Boosting Learning, section
-    III-C), or all others (Zhang et al., Deep Mutual Learning, CVPR 2018). The last branch is the target: the model that
-    is validated and kept.
+    All forward passes of a step come before any update. Branch k minimises its own loss plus `boosting_weight` times
+    the mean of its boosting losses with its anchors. The anchors are the frozen model, if any, and the branches before
+    it (Diao et al., Deep Boosting Learning, section III-C), or all other branches (Zhang et al., Deep Mutual Learning,
+    CVPR 2018). The last branch is the target: the model that is validated and saved.
 
     Args:
         branches: at least one.
@@ -108,25 +107,25 @@ class Scenario:
 
     @property
     def target(self) -> Branch:
-        """The branch that is validated and kept."""
+        """Return the branch that is validated and saved."""
         return self.branches[-1]
 
     @property
     def models(self) -> list[MatchingModel]:
-        """All that score a batch: those that learn, and the anchor."""
+        """Return all models that score a batch: the learning ones and the anchor."""
         return [*(branch.model for branch in self.branches), *([] if self.anchor is None else [self.anchor])]
 
     def companions(self) -> list[MatchingModel]:
-        """The models that are kept beside the target: the branches before it."""
+        """Return the models that are saved with the target: the branches before it."""
         return [branch.model for branch in self.branches[:-1]]
 
     @property
     def has_state(self) -> bool:
-        """Whether a state has an entry `scenario`: that of ordinary training has none."""
+        """Return whether a state has an entry `scenario`; ordinary training has none."""
         return len(self.branches) > 1 or self.anchor is not None
 
     def step(self, batch: BatchFunctions, number: int) -> StepResult:
-        """One step of all branches; `number` is what messages call it.
+        """Run one step of all branches; messages name it by `number`.
 
         Raises:
             ValueError: a loss or the norm of a gradient is not finite; no weight is changed then.
@@ -150,9 +149,9 @@ class Scenario:
         return results[-1]
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on beside the weights of the target, by name.
+        """Return everything that the next step depends on, except the weights of the target.
 
-        The state of its optimiser and, as `scenario` where there are any, the other branches and the anchor.
+        This is the state of its optimiser, and as `scenario` that of the other branches and the anchor, if any.
         """
         others = [{"model": branch.model.state_dict(), **branch.state_dict()} for branch in self.branches[:-1]]
         return {**self.target.state_dict(), **self._scenario_part(others)}
@@ -177,16 +176,16 @@ class Scenario:
             self.anchor.load_state_dict(state["scenario"]["anchor"])
 
     def save_files(self, run: str | os.PathLike[str], data: str) -> None:
-        """Writes what does not fit into a state, before the state is saved; `data` tells the data of the run."""
+        """Write what does not fit into a state, before the state is saved; `data` identifies the data of the run."""
 
     def load_files(self, run: str | os.PathLike[str], data: str) -> None:
-        """Reads what `save_files` wrote, after `load_state_dict`; ValueError naming the file that does not fit."""
+        """Read what `save_files` wrote, after `load_state_dict`; ValueError naming a file that does not fit."""
 
     def forget_files(self, run: str | os.PathLike[str]) -> None:
-        """Removes what `save_files` wrote for earlier states, after the state is saved."""
+        """Remove what `save_files` wrote for earlier states, after the state is saved."""
 
     def _scenario_part(self, others: list[dict[str, Any]]) -> dict[str, Any]:
-        """The entry of a state that ordinary training does not have."""
+        """Return the entry `scenario` of a state."""
         parts: dict[str, Any] = {"branches": others} if others else {}
         if self.anchor is not None:
             parts["anchor"] = self.anchor.state_dict()

@@ -231,7 +231,7 @@ def test_another_number_of_processes_goes_on(
 ) -> None:
     assert [(status, error) for status, _, error in outcomes[name]] == [(0, "")] * size
     stopped = int(re.findall(r"stopped after step (\d)", outcomes["stopped"][0][2])[0])
-    note = f"random numbers: those of {size} begin anew from the seed and step {stopped}, the state is of 2\n"
+    note = f"random numbers: seeded again from the seed and step {stopped}, as the state is of 2 processes\n"
     assert note in outcomes[name][0][1]
     assert load_state(folder / name)["position"] == 6
     # What came before the stop is as it was; what came after it drew other numbers.
