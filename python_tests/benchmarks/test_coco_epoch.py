@@ -307,7 +307,7 @@ def test_memory_of_the_host_is_flat_over_an_epoch(tmp_path: Path) -> None:
     store, packing = _store(plan, tmp_path, lambda _: None)
     assert packing is not None
     assert _store(plan, tmp_path, lambda _: None) == (store, None)
-    with pytest.raises(ValueError, match=r"store: expected \(57, 36, 2048\) images, regions and numbers of a region"):
+    with pytest.raises(ValueError, match=r"store: expected \(57, 36, 2048\) images, regions and numbers per region"):
         _store(attrs.evolve(plan, scale=0.0005), tmp_path, lambda _: None)
     epoch = _apart(measure_epoch, "VSE-infinity", plan, store, "cpu", 1)
     assert (epoch["steps"], epoch["captions"]) == (31, 1000)

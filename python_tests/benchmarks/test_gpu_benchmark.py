@@ -184,7 +184,7 @@ def test_a_dry_run_is_never_taken_for_a_gpu() -> None:
     assert name.startswith("dry run on ")
     assert costs.device_of(name) is None
     assert markdown(results).startswith("**A dry run without a GPU, whose times mean nothing.** ")
-    with pytest.raises(ValueError, match=r"^r\.json: measured without a GPU, but on 'dry run on "):
+    with pytest.raises(ValueError, match=r"^r\.json: measured without a GPU, on 'dry run on "):
         check_is_of_a_gpu(results, "r.json")
     # Neither mark alone is enough.
     for change in ({"dry_run": False}, {"device": {"type": "cuda", "name": "NVIDIA H200"}}):
