@@ -24,9 +24,8 @@ def phrases() -> list[tuple[re.Pattern[str], str]]:
     """The patterns and the advice for each. Spaces in a pattern match line breaks and comment marks, too."""
     lines = [line for line in PHRASES.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     pairs = [line.split(" => ") for line in lines]
-    return [
-        (re.compile(pattern.replace(" ", r"\s+(?:(?://|#)\s*)?"), re.IGNORECASE), advice) for pattern, advice in pairs
-    ]
+    blank = r"\s+(?:(?://|#)\s*)?"
+    return [(re.compile(pattern.replace(" ", blank), re.IGNORECASE), advice) for pattern, advice in pairs]
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:

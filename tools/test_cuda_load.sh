@@ -22,5 +22,5 @@ export ITM_FAST_CUDA=on PIP_NO_CACHE_DIR=1
 make -C "$copy" OLDEST=1 build
 "$copy/.venv-oldest/bin/python" "$copy/tools/check_cuda_library.py"
 # Simulated kernels, the build, benchmarks and docs do not depend on the version of torch.
-skipped=$(printf -- ' --ignore=python_tests/%s' shim tools benchmarks docs operators/test_instruction_sets.py)
+skipped=$(printf -- ' --ignore=python_tests/%s' shim tools benchmarks docs fuzz operators/test_instruction_sets.py)
 make -C "$copy" OLDEST=1 PROCESSES=1 test ARGS="-q -x $skipped $*"

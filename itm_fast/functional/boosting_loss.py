@@ -1,4 +1,4 @@
-"""The loss of Deep Boosting Learning: margins that the scores of an anchor branch set."""
+"""The loss of Deep Boosting Learning, whose margins depend on the scores of an anchor branch."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ def boosting_loss(
 
     Mining "hardest" (RM and AM) takes the negative with the largest hinge, with fixed margins the one with the largest
     `s_neg - a_neg`, and the positive's hinge once per direction; "all" (RS and AS) adds both up over the negatives, so
-    that the positive's counts once per negative. Of equal negatives the lowest index is taken. An anchor without a
-    negative has no loss but the positive's hinge of "absolute" with "hardest". A NaN score makes the loss of its
-    anchors NaN. The hinge has the derivative 0 at 0. Add it to the triplet loss of the target branch.
+    that the positive's counts once per negative. Of equal negatives the lowest index is taken. Without a negative, an
+    anchor has only the positive's hinge of "absolute" with "hardest", and otherwise no loss. A NaN score makes the
+    loss of its anchors NaN. The hinge has the derivative 0 at 0. Add it to the triplet loss of the target branch.
 
-    Soft margins fall where the anchor branch leaves less to be gained:
+    Soft margins are smaller where the anchor branch has already separated a pair:
     `upper(r, m, e) = 2 m / (1 + exp((2 / m) (r - e))) - m` and
     `lower(r, m, e) = 2 m / (1 + exp(-(2 / m) (r + e))) - m`, 0 for m = 0.
     "relative" has `upper(a_pos - a_neg, margin, 2)` in the place of its margin, "absolute"
     `upper(a_pos, alpha margin, 1)` and `lower(a_neg, (1 - alpha) margin, 1)`; scores are taken to lie within [-1, 1].
 
     Args:
-        scores: `(B, B)` float32, float64, bfloat16 or float16 scores of the target branch, image-to-text over a row and
-            text-to-image over a column, positives on the diagonal.
+        scores: `(B, B)` float32, float64, bfloat16 or float16 scores of the target branch: **images are rows**,
+            positives are on the diagonal.
         anchor_scores: `(B, B)` scores of the anchor branch in the dtype of `scores`. They receive no gradient.
         strategy: "relative", "absolute" or "both".
         mining: "hardest" or "all".
         margin: finite and not negative.
         alpha: the positives' share of the margin of "absolute", within [0, 1].
         soft: soft margins instead of fixed ones.
-        positives: bool `(B, B)`, True for pairs that are no negatives, such as captions of the same image. The diagonal
-            never is one. None: the diagonal alone.
+        positives: bool `(B, B)`, True for pairs that are not negatives, such as captions of the same image. The
+            diagonal never is. None: only the diagonal.
         directions: "both", "rows" (image-to-text: an anchor per row) or "columns" (text-to-image).
         reduction: "sum"; "mean" divides the sum by B; "none" keeps the anchors apart.
 
@@ -62,7 +62,7 @@ def boosting_loss(
         float64 for float64 scores.
 
     Raises:
-        TypeError: `scores`, `anchor_scores` or `positives` is no tensor of a supported dtype.
+        TypeError: `scores`, `anchor_scores` or `positives` is not a tensor of a supported dtype.
         ValueError: a shape or device does not fit, an option is unknown, or a number is out of bounds.
 
     Examples:

@@ -71,7 +71,8 @@ def cross_attention_scores(
     The forward keeps only the scores. The backward recomputes pairs with a non-zero gradient: at most 3 B of B x B with
     a hardest-negative loss. Where most pairs have a gradient (on a CPU 65 %, 45 % in bfloat16), it computes all of
     them, which is faster; pairs without a gradient still contribute exactly 0. Gradients are computed in float32
-    (float64 for float64 inputs), or, where all pairs are computed, in the precision of the scores.
+    (float64 for float64 inputs). If all pairs are computed, they are computed in the precision of the scores. A row of
+    zeros, such as padding, receives no gradient.
 
     Args:
         queries: `(N, d)` rows in any number of sets; float32, float64, bfloat16 or float16.
@@ -87,7 +88,9 @@ def cross_attention_scores(
         logsumexp_temperature: the `t` of "logsumexp", finite and not zero.
 
     Returns:
-        `(len(queries), len(contexts))` float32 scores (float64 for float64 inputs). A set without rows scores 0.
+        `(len(queries), len(contexts))` float32 scores (float64 for float64 inputs): **queries are rows**. For
+        text-to-image, the queries are captions; transpose the result for losses and ranks, which take images as rows. A
+        set without rows scores 0.
 
     Raises:
         TypeError: an argument has another type, or the dtypes differ.

@@ -1,4 +1,4 @@
-"""Cross-attention that regulates itself: the alignments and the scores of every query set with every context set."""
+"""Cross-attention with regulators: alignments and scores of every query set with every context set."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def cross_attention_alignments(
     correspondences: Sequence[CorrespondenceWeights] = (),
     residual_correspondence: bool = True,
 ) -> Tensor:
-    """Compute how each query row differs from what it attends to in each context set.
+    """Compute the alignment of each query row with its attended vector in each context set.
 
-    `l2norm(weight |q - l2norm(c)|^2 + bias)` for every query row `q` and the vector `c` that it attends to, as in
-    `cross_attention_scores`, with `l2norm(v) = v / (|v| + 1e-8)`. With `correspondences` the alignments after the last
-    step of the correspondence regulator, each step changing the attention of the next.
+    The alignment is `l2norm(weight |q - l2norm(c)|^2 + bias)` of a query row `q` and its attended vector `c` from
+    `cross_attention_scores`, with `l2norm(v) = v / (|v| + 1e-8)`. With `correspondences`, these are the alignments
+    after the last step of the correspondence regulator. Each step changes the attention of the next.
 
     Args:
         queries: `(N, d)` rows in any number of sets; float32, float64, bfloat16 or float16.
@@ -42,12 +42,12 @@ def cross_attention_alignments(
         negative_slope: as in `cross_attention_scores`.
         focal: as in `cross_attention_scores`.
         correspondences: one `(W1 (2m, m), b1, W2 (d, 2m), b2, W3 (m/2, m), b3, w4 (1, m/2), b4)` for each step.
-        residual_correspondence: a step changes the factors before it, or replaces them.
+        residual_correspondence: whether a step adds to the factors of the previous step, or replaces them.
 
     Returns:
         `(len(contexts), N, m)` float32 (float64 for float64 inputs). The attended vector of an empty set is zero.
-        Native without gradient; with it packed PyTorch, which keeps what autograd needs of all pairs: a module that
-        trains on alignments goes into `gradient_sparse_scores`.
+        The native kernel runs if no gradient is needed. Otherwise PyTorch computes the result and keeps the
+        intermediates of all pairs; wrap a module that trains on alignments in `gradient_sparse_scores`.
 
     Raises:
         TypeError: an argument is of the wrong kind, or the dtypes differ.
@@ -102,7 +102,7 @@ def regulated_scores(
        `g = l2norm(sum_j w_j a_j)`, with `g = mean_j a_j` at first;
     5. the score `sigmoid(u^T g + u0)`, or without RAR the mean cosine of the queries with what they attend to last.
 
-    Which steps there are, how many and in which order follows from `parameters`. Steps share no weights.
+    `parameters` determine the steps, their number and their order. Steps share no weights.
 
     Args:
         queries: `(N, d)` rows in any number of sets; float32, float64, bfloat16 or float16.
@@ -113,11 +113,12 @@ def regulated_scores(
         focal: None, "equal" or "prob": BFAN's reassignment of attention.
         dropout: probability in [0, 1) with which RAR drops each channel of its hidden layers (published: 0.4 in
             training).
-        seed: an int of 64 bits, or an int64 tensor of one element; None draws one where there is dropout. The mask
-            follows from the seed and from the place of the pair alone, whatever the tiling: equal seeds, equal masks.
+        seed: an int of 64 bits, or an int64 tensor of one element; None draws one if there is dropout. The mask depends
+            only on the seed and the position of the pair: equal seeds give equal masks.
 
     Returns:
-        `(len(queries), len(contexts))` float32 scores (float64 for float64 inputs). A set without rows scores 0.
+        `(len(queries), len(contexts))` float32 scores (float64 for float64 inputs): **queries are rows**. A set without
+        rows scores 0.
 
     Raises:
         TypeError: an argument is of the wrong kind, or the dtypes differ.

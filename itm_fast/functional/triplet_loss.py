@@ -1,4 +1,4 @@
-"""Triplet losses over a matrix of scores, and the hardest negatives that they look for."""
+"""Triplet losses of a score matrix, and its hardest negatives."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def triplet_loss(
     gradient is exactly zero except at the positives and the chosen negatives.
 
     Args:
-        scores: `(n, m)` float32, float64, bfloat16 or float16. Square, with the positives on the diagonal, unless
-            `positive_scores` is given.
+        scores: `(n, m)` float32, float64, bfloat16 or float16: **images are rows**, captions are columns. Square, with
+            the positives on the diagonal, unless `positive_scores` is given.
         margin: finite.
         mining: see above.
         epsilon: threshold of "selective", finite and not negative.
         selective_divisor: of "selective": "batch" divides by the batch size B, "negatives" by B - 1. Where
             `positive_scores` is given, B is the number of an anchor's candidates plus one.
         halve: halve the loss: the average of the two directions rather than their sum (as SelHN's public code).
-        positives: bool `(n, m)`, True for pairs that are no negatives, such as captions of the same image. The diagonal
-            never is one. None: the diagonal alone.
+        positives: bool `(n, m)`, True for pairs that are not negatives, such as captions of the same image. The
+            diagonal never is. None: only the diagonal.
         positive_scores: the anchors' positive scores, `(n,)` for directions "rows", `(m,)` for "columns", in the dtype
             of `scores`, which then holds negatives only.
         directions: "both", "rows" (image-to-text: an anchor per row) or "columns" (text-to-image).
@@ -58,7 +58,7 @@ def triplet_loss(
         float64 for float64 scores.
 
     Raises:
-        TypeError: `scores`, `positives` or `positive_scores` is no tensor of a supported dtype.
+        TypeError: `scores`, `positives` or `positive_scores` is not a tensor of a supported dtype.
         ValueError: a shape or device does not fit, an option is unknown, or a number is not finite.
 
     Examples:
@@ -85,8 +85,8 @@ def hardest_negatives(
     """Find the highest-scoring negative of every row (image) and of every column (caption).
 
     Args:
-        scores: `(n, n)` float32, float64, bfloat16 or float16, positives on the diagonal.
-        positives: bool `(n, n)`, True for further pairs that are no negatives; None: the diagonal alone.
+        scores: `(n, n)` float32, float64, bfloat16 or float16: **images are rows**, positives are on the diagonal.
+        positives: bool `(n, n)`, True for further pairs that are not negatives; None: only the diagonal.
 
     Returns:
         `((values, indices), (values, indices))` of the rows and of the columns, each `(n,)`. Values are float32
@@ -94,7 +94,7 @@ def hardest_negatives(
         counts as the hardest, and an anchor without a negative has the value -inf and the index -1.
 
     Raises:
-        TypeError: an argument is no tensor of a supported dtype.
+        TypeError: an argument is not a tensor of a supported dtype.
         ValueError: `scores` is not square, or `positives` does not fit it.
 
     Examples:

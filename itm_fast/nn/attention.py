@@ -1,4 +1,4 @@
-"""Cross-attention scores as a module: the options of one direction, held together."""
+"""Cross-attention scores as a module that holds the options of one direction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["CrossAttentionScores"]
 class CrossAttentionScores(nn.Module):
     """`itm_fast.functional.cross_attention_scores` with its options fixed; it has no parameters.
 
-    Text-to-image: call it with words as queries and regions as contexts; image-to-text: the other way round.
+    Text-to-image: call it with words as queries and regions as contexts. Image-to-text: swap them. Queries are the rows
+    of the scores.
     """
 
     def __init__(
@@ -49,16 +50,16 @@ class CrossAttentionScores(nn.Module):
         )
 
     def weights(self, queries: Tensor, contexts: Tensor) -> Tensor:
-        """The attention behind the scores, to look at: queries `(n, d)` and contexts `(k, d)` of one pair to `(n, k)`.
+        """Compute the attention of one pair, for inspection: queries `(n, d)` and contexts `(k, d)` to `(n, k)`.
 
-        Rows sum to one. Where scores never leave their tile, weights are written out, by the plain PyTorch form.
+        Rows sum to one. The kernels never store these weights, so plain PyTorch computes them.
         """
         return reference.cross_attention_weights(
             queries[None], contexts[None], self.temperature, self.normalization, self.negative_slope, self.focal
         )[0]
 
     def steps(self, queries: Tensor, contexts: Tensor) -> reference.RegulationSteps:
-        """As `RegulatedSimilarity.steps`: one attention of one temperature, and no aggregation."""
+        """Return what `RegulatedSimilarity.steps` does: one attention with one temperature, and no aggregation."""
         weights = self.weights(queries, contexts)
         return reference.RegulationSteps([weights], [weights.new_full((len(queries),), self.temperature)], [])
 

@@ -14,16 +14,16 @@ __all__ = ["BertTextEncoder"]
 
 
 class BertTextEncoder(nn.Module):
-    """BERT, a linear layer and l2 normalisation per token, as VSE-infinity and RVSE++.
+    """Encode captions by BERT, a linear layer and l2 normalisation per token, as VSE-infinity and RVSE++ do.
 
-    BERT is the transformer encoder of Devlin et al. (NAACL 2019) as the package transformers has it; the defaults are
-    the sizes of its base model. It starts with random weights: `itm_fast.models.bert_folder` reads pretrained ones.
+    BERT (Devlin et al., NAACL 2019) comes from the package transformers. The defaults are the sizes of BERT base. The
+    weights start random; `itm_fast.models.bert_folder` reads pretrained ones.
 
     Args:
         vocab_size: number of pieces in the vocabulary.
         embed_dim: width d of the embeddings.
         bert_dim: width of BERT's states. layers, heads: of its transformer. hidden_dim: width of its perceptrons.
-        max_length: the longest caption in tokens, `[CLS]` and `[SEP]` counted.
+        max_length: maximum tokens per caption, including `[CLS]` and `[SEP]`.
         dropout: of BERT's states and attention weights in training.
         no_txtnorm: leave the l2 normalisation out.
 

@@ -1,14 +1,17 @@
-"""FDF's feature conversions, their reweighting and the fused feature, of one modality.
+"""FDF for one modality: feature conversions, their reweighting and the fused feature.
 
 Inside: `FeatureConversions`, `FeatureReweighting`, `FeatureDiversification`, and what they may be made of, `HEADS`,
 `CONVERSIONS`, `POOLINGS`.
 
 Source: Zhou et al., "Achieving Ensemble-Like Performance in a Single Model: A Feature Diversification Framework for
-Image-Text Matching" (AAAI 2025), Eq 4 and 5. Readings of what the paper leaves open: base features are what the shared
-extractor gives (regions as they come, states of a GRU or of BERT), and the encoder head is what the host has above,
-once for each conversion; `FFN = Linear(d, 2d), ReLU, Linear(2d, d)` without a residual, by which the parameters grow by
-the tenth that the paper names; sigma is l2norm, of each fragment for a local host, of the pooled vector for a global
-one; weights start at zero, that is with the mean; a global host weighs each item by the mean of its base features.
+Image-Text Matching" (AAAI 2025), Eq 4 and 5. Where the paper is ambiguous, we chose:
+
+- Base features are the output of the shared extractor: the regions, or the states of a GRU or BERT. The encoder head is
+  everything the host has above it. Each conversion has its own head.
+- `FFN = Linear(d, 2d), ReLU, Linear(2d, d)` without a residual. It adds the 10 % of parameters that the paper states.
+- sigma is l2norm: of each fragment for a local host, of the pooled vector for a global host.
+- The weights of the conversions start at zero, which is the mean.
+- A global host weighs each item by the mean of its base features.
 """
 
 from __future__ import annotations
@@ -39,23 +42,23 @@ __all__ = [
 HEADS = ("identity", "linear", "residual", "projected_residual", "mlp")
 CONVERSIONS = ("ffn", "adapter", "none")
 POOLINGS = (None, "mean", "gpo")
-# Generalized pooling has a module of its own for each conversion; all other weights have the conversion in front.
+# Generalized pooling has one module per conversion; all other weights have the conversions as their first dimension.
 _POOLS = "pool.pools."
 
 
 class FeatureConversions(nn.Module):
-    """N conversions of a base feature: encoder head, feed-forward network, l2norm (Eq 4), computed together.
+    """Convert a base feature N times by encoder head, feed-forward network and l2norm (Eq 4), all at once.
 
     Args:
         count: the number N of conversions.
         feature_dim: width of the base features.
-        embed_dim: width d of what they are converted to.
+        embed_dim: width d of the converted features.
         head: the encoder of the host above the base features: "identity" (`feature_dim` is d then), "linear", or with a
             perceptron as `ResidualImageEncoder`: "residual", "projected_residual", "mlp".
-        conversion: what follows the head: "ffn"; "adapter" (d to d / 4 to d with a residual); "none" (Table 4). A head
-            that is the identity has a linear layer with "none", for nothing would be left to learn.
-        residual: add what the network saw to the result of "ffn".
-        pooling: None for a local host, which keeps fragments; "mean" or "gpo" makes one vector of each set before the
+        conversion: layer after the head: "ffn"; "adapter" (d to d / 4 to d with a residual); "none" (Table 4). With
+            "none", an identity head is replaced by a linear layer, so that there is something to learn.
+        residual: add the input of "ffn" to its output.
+        pooling: None for a local host, which keeps fragments; "mean" or "gpo" pools each set to one vector before the
             network.
 
     Raises:
@@ -111,15 +114,15 @@ class FeatureConversions(nn.Module):
             self.network = nn.ModuleList(GroupedLinear(count, *pair, xavier=True) for pair in widths)
 
     def forward(self, base: Fragments, only: int | None = None) -> Tensor:
-        """The converted features of all sets.
+        """Convert the features of all sets.
 
         Args:
             base: rows (R, feature_dim).
-            only: the number, from 0, of the one conversion to compute; its batch normalisation takes the running
-                statistics, so that sets do not depend on each other. None: all.
+            only: compute only this conversion, counted from 0. Its batch normalisation uses the running statistics, so
+                that sets do not depend on each other. None: all conversions.
 
         Returns:
-            (N, R, d), or (N, n_sets, d) for a global host; 1 in the place of N with `only`.
+            (N, R, d), or (N, n_sets, d) for a global host; N is 1 with `only`.
         """
         if base.values.shape[1] != self.feature_dim:
             raise ValueError(f"base: expected rows of width {self.feature_dim}, got {base.values.shape[1]}")
@@ -140,20 +143,20 @@ class FeatureConversions(nn.Module):
         return l2norm(rows if self.pool is None else rows.to(torch.promote_types(rows.dtype, torch.float32)))
 
     def of_others(self, others: Sequence[Fragments], first: int = 1) -> list[Tensor]:
-        """Conversion `first + i`, from 0, of `others[i]`, whose base features receive no gradient.
+        """Convert `others[i]` by conversion `first + i`, counted from 0. The base features receive no gradient.
 
-        Nothing of the forward is kept but the results; the backward converts the sets again that a gradient reaches.
-        Batch normalisation takes the running statistics, which stay as they are.
+        The forward keeps only the results. The backward converts the sets with a gradient again. Batch normalisation
+        uses the running statistics and does not change them.
 
         Args:
-            others: of each the rows (R, feature_dim), as many as there are conversions from `first` on, or fewer.
-            first: the conversion of the first of them.
+            others: rows (R, feature_dim) of each; at most as many as there are conversions from `first` on.
+            first: the conversion of `others[0]`.
 
         Returns:
-            Of each (R, d), or (n_sets, d) for a global host.
+            For each, (R, d), or (n_sets, d) for a global host.
 
         Raises:
-            ValueError: there are not so many conversions.
+            ValueError: `others` has more entries than there are conversions.
         """
         if not 0 <= first <= self.count - len(others):
             raise ValueError(
@@ -173,7 +176,7 @@ class FeatureConversions(nn.Module):
         return converted
 
     def _of_other(self, base: Fragments, number: int, own: Mapping[str, Tensor]) -> Tensor:
-        """Conversion `number` by its own weights, those of groups as (1, ...)."""
+        """Apply conversion `number` with its own weights; weights of groups have shape (1, ...)."""
         buffers = {name: of_group(buffer, number).clone() for name, buffer in self.named_buffers()}
 
         def convert(weights: Sequence[Tensor], _: Any, sets: Fragments) -> Fragments | Tensor:
@@ -186,12 +189,12 @@ class FeatureConversions(nn.Module):
 
 
 class FeatureReweighting(nn.Module):
-    """The weights of the conversions, `softmax_n(l2norm(f) E)` (Eq 5), of each fragment or of each item.
+    """Compute the weights of the conversions, `softmax_n(l2norm(f) E)` (Eq 5), for each fragment or item.
 
     Args:
         count: the number N of conversions.
         feature_dim: width of the base features f.
-        pooled: one row of weights for each set, from the mean of its base features, and not for each fragment.
+        pooled: compute one row of weights per set, from the mean of its base features, instead of one per fragment.
     """
 
     def __init__(self, count: int, feature_dim: int, *, pooled: bool = False) -> None:
@@ -200,14 +203,14 @@ class FeatureReweighting(nn.Module):
         self.embedding = nn.Parameter(torch.zeros(feature_dim, count))
 
     def forward(self, base: Fragments) -> Tensor:
-        """Rows (R, feature_dim) to weights (R, N), or (n_sets, N), that sum to one in each row."""
+        """Compute weights (R, N), or (n_sets, N), from rows (R, feature_dim). Each row sums to one."""
         features = mean_pool(base) if self.pooled else base.values
         logits = l2norm(features) @ self.embedding
         return torch.softmax(logits, dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 class FeatureDiversification(nn.Module):
-    """Base features to the conversions, and to the fused feature `l2norm(sum_n gamma_n V_n)`, which scores.
+    """Convert base features, and fuse the conversions to `l2norm(sum_n gamma_n V_n)`, which the host scores.
 
     Args:
         count: number N of conversions.
@@ -217,8 +220,8 @@ class FeatureDiversification(nn.Module):
         conversion: as in `FeatureConversions`.
         residual: as in `FeatureConversions`.
         pooling: as in `FeatureConversions`.
-        reweighting: weights of `FeatureReweighting`; False: the plain mean of the conversions (Table 3, "+ FC").
-        normalize_fused: the l2norm of the sum, which the paper does not print.
+        reweighting: use the weights of `FeatureReweighting`; False: the mean of the conversions (Table 3, "+ FC").
+        normalize_fused: l2-normalise the sum; the paper does not print this.
     """
 
     def __init__(
@@ -242,11 +245,11 @@ class FeatureDiversification(nn.Module):
         self.reweighting = FeatureReweighting(count, feature_dim, pooled=self.is_global) if reweighting else None
 
     def forward(self, base: Fragments) -> Fragments | Tensor:
-        """Base features (R, feature_dim) to fused embeddings: Fragments (R, d), or (n_sets, d) for a global host."""
+        """Fuse base features (R, feature_dim) to embeddings: Fragments (R, d), or (n_sets, d) for a global host."""
         return self.fuse(base, self.conversions(base))
 
     def fuse(self, base: Fragments, converted: Sequence[Tensor] | Tensor) -> Fragments | Tensor:
-        """As `forward`, from what the conversions gave for `base` already: (N, R, d), (N, n_sets, d), or its parts."""
+        """Fuse the converted features of `base`: (N, R, d), (N, n_sets, d), or a sequence of their parts."""
         first, *others = converted
         if self.reweighting is None:
             fused = sum(others, first) / self.count
@@ -258,5 +261,5 @@ class FeatureDiversification(nn.Module):
         return self.embeddings(base, l2norm(fused) if self.normalize_fused else fused)
 
     def embeddings(self, base: Fragments, rows: Tensor) -> Fragments | Tensor:
-        """The rows of one conversion as the embeddings that a host scores."""
+        """Return the rows of one conversion in the form that the host scores."""
         return rows if self.is_global else base.with_values(rows)

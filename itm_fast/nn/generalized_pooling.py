@@ -1,4 +1,4 @@
-"""A learned pooling of sets: weights over the sorted values of each channel."""
+"""Learned pooling of sets by weights over the sorted values of each channel."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["GeneralizedPooling"]
 
 
 class GeneralizedPooling(nn.Module):
-    """GPO: the values of each channel of a set are sorted, the largest first, and summed with learned weights.
+    """Pool by GPO: sort each channel of a set in descending order, and sum with learned weights.
 
-    The weights of a set with L members are `softmax(w^T h_p / temperature)` over the places p = 0 ... L - 1, where
-    `h_p` is the mean of both directions' states of a GRU that reads sinusoidal encodings of the places. Weights
-    (1, 0, ...) are the maximum, equal ones the mean. Source: Chen et al., "Learning the Best Pooling Strategy for
-    Visual Semantic Embedding" (CVPR 2021), section 3, and its code, from which the temperature is.
+    The weights of a set with L members are `softmax(w^T h_p / temperature)` over the positions p = 0 ... L - 1, where
+    `h_p` is the mean of both directions' states of a GRU that reads sinusoidal encodings of the positions. The weights
+    (1, 0, ...) give the maximum, equal weights the mean. Source: Chen et al., "Learning the Best Pooling Strategy for
+    Visual Semantic Embedding" (CVPR 2021), section 3; the temperature is that of its code.
 
-    The weights depend on L alone. In evaluation mode, where no gradient is wanted, they are computed once for each L
-    and kept until a parameter changes.
+    The weights depend only on L. In evaluation mode without gradient, they are computed once for each L and cached
+    until a parameter changes.
 
     Args:
-        position_dim: width of the encodings of the places, even.
+        position_dim: width of the position encodings, even.
         hidden_dim: width of the GRU's state per direction.
         temperature: of the softmax.
 
@@ -50,11 +50,11 @@ class GeneralizedPooling(nn.Module):
         self._kept_for: tuple[float, Tensor] | None = None
 
     def forward(self, features: Fragments | Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Sets of vectors to one vector each, `(n_sets, d)` float32 (float64 for float64), under autocast, too.
+        """Pool each set to one vector: `(n_sets, d)` float32 (float64 for float64), also under autocast.
 
         Args:
             features: Fragments of rows `(N, d)`, or padded sets `(n_sets, max_len, d)`.
-            lengths: with padded sets the rows of each, int `(n_sets,)`; None: all. Reading them waits for a GPU.
+            lengths: number of rows of each padded set, int `(n_sets,)`; None: all. Reading them waits for a GPU.
 
         Raises:
             TypeError, ValueError: a type or shape does not fit, or a set is empty.
@@ -78,7 +78,7 @@ class GeneralizedPooling(nn.Module):
             return torch.einsum("nk,ndk->nd", weights.flip(1), ordered)
 
     def weights(self, lengths: Sequence[int]) -> Tensor:
-        """The weights of sets of each of `lengths`, from 1: `(len(lengths), max(lengths))`, 0 behind a set's own."""
+        """Return the weights for sets of each length: `(len(lengths), max(lengths))`, padded with 0."""
         # Training keeps nothing, so that a run goes the same way whatever was evaluated between its steps.
         wanted = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
         if self.training or wanted:
@@ -93,7 +93,7 @@ class GeneralizedPooling(nn.Module):
             return pad_sequence([self._kept[length] for length in lengths], batch_first=True)
 
     def _drop_what_is_old(self) -> None:
-        """Drops the kept weights where a parameter has another value: fused optimisers count up no version of them."""
+        """Clear the cache if a parameter value changed; fused optimisers do not increase its version counter."""
         present = torch.cat([parameter.flatten() for parameter in self.parameters()])
         if self._kept_for is not None:
             temperature, before = self._kept_for
@@ -114,7 +114,7 @@ class GeneralizedPooling(nn.Module):
 
 
 def _ascending(values: Tensor) -> Tensor:
-    """The values of each last dimension from the smallest to the largest, NaN behind them."""
+    """Sort the last dimension in ascending order, NaN last."""
     if values.device.type != "cpu" or torch.compiler.is_compiling():
         return values.sort(dim=-1).values
     # NumPy sorts many short rows several times as fast as torch.
@@ -125,7 +125,7 @@ def _ascending(values: Tensor) -> Tensor:
 
 
 def _encodings(length: int, width: int) -> Tensor:
-    """Sines and cosines in turn of the places 0 ... length - 1, float64 `(length, width)` (Vaswani et al., 2017)."""
+    """Return sinusoidal position encodings, float64 `(length, width)` (Vaswani et al., 2017)."""
     rates = 10000 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.arange(length, dtype=torch.float64)[:, None] * rates
     return torch.stack([angles.sin(), angles.cos()], dim=-1).reshape(length, width)

@@ -1,4 +1,4 @@
-"""Gradient sparsity around a module that scores pairs."""
+"""Gradient sparsity for a module that scores pairs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["GradientSparseScores"]
 
 
 class GradientSparseScores(nn.Module):
-    """`itm_fast.functional.gradient_sparse_scores` of the module it holds.
+    """Apply `itm_fast.functional.gradient_sparse_scores` to a module.
 
     Args:
-        module: scores pairs, called as `module(images, captions)`; its `coupling` says which scores depend on each
-            other.
-        chunk_pairs: pairs that are scored at once, about.
+        module: scores pairs, called as `module(images, captions)`. Its attribute `coupling` declares which scores
+            depend on each other.
+        chunk_pairs: approximate number of pairs that are scored at once.
     """
 
     def __init__(self, module: nn.Module, *, chunk_pairs: int = 512) -> None:
@@ -24,7 +24,7 @@ class GradientSparseScores(nn.Module):
         self.module, self.chunk_pairs = module, chunk_pairs
 
     def forward(self, images: Sets, captions: Sets) -> Tensor:
-        """Scores `(n_images, n_captions)`."""
+        """Compute scores `(n_images, n_captions)`: images are rows."""
         return F_itm.gradient_sparse_scores(self.module, images, captions, chunk_pairs=self.chunk_pairs)
 
     def extra_repr(self) -> str:

@@ -1,8 +1,7 @@
-"""Layers of several groups at once, each with weights of its own: one product for all in place of one for each.
+"""Layers that compute several groups with separate weights in one product.
 
-Inside: `GroupedLinear`, `GroupedRowNorm`, `GroupedPooling`, `of_group`. Activations are `(groups, rows, width)`, so
-that those of one group lie together. `only`, where given, is the one group to compute, whose result is
-`(1, rows, width)`.
+Inside: `GroupedLinear`, `GroupedRowNorm`, `GroupedPooling`, `of_group`. Activations are `(groups, rows, width)`:
+those of one group are contiguous. With `only`, that group alone is computed; the result is `(1, rows, width)`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class GroupedLinear(nn.Module):
     Args:
         groups: number of groups.
         in_features, out_features: widths.
-        xavier: start Xavier-uniform with a bias of zeros, as the projections of the field; else as `nn.Linear`.
+        xavier: initialise Xavier-uniform with zero bias, as the image encoders do; otherwise as `nn.Linear`.
     """
 
     def __init__(self, groups: int, in_features: int, out_features: int, *, xavier: bool = False) -> None:
@@ -41,9 +40,9 @@ class GroupedLinear(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, rows: Tensor, only: int | None = None) -> Tensor:
-        """Rows (R, in), the same for all groups, or (groups, R, in), to (groups, R, out).
+        """Map rows (R, in), shared by all groups, or (groups, R, in), to (groups, R, out).
 
-        The same rows for all make one wide product, others one batched product.
+        Shared rows take one wide product, others one batched product.
         """
         weight, bias = of_group(self.weight, only), of_group(self.bias, only)
         if rows.dim() == 2:
@@ -55,8 +54,8 @@ class GroupedLinear(nn.Module):
 class GroupedRowNorm(nn.Module):
     """Batch normalisation of the rows of each group.
 
-    In training mode the statistics are those of the rows, and the running ones follow them by a tenth; one group alone,
-    and fewer than two rows, take the running ones and change nothing.
+    In training mode, the statistics are those of the rows; the running statistics follow with momentum 0.1. A single
+    group (`only`), or fewer than two rows, use the running statistics and do not change them.
     """
 
     running_mean: Tensor
@@ -82,7 +81,7 @@ class GroupedRowNorm(nn.Module):
 
 
 class GroupedPooling(nn.Module):
-    """From the rows of each set to one vector: their mean ("mean"), or by each group's generalized pooling ("gpo")."""
+    """Pool the rows of each set to one vector: by the mean ("mean"), or by each group's GPO ("gpo")."""
 
     def __init__(self, groups: int, kind: str) -> None:
         super().__init__()
@@ -99,5 +98,5 @@ class GroupedPooling(nn.Module):
 
 
 def of_group(tensor: Tensor, only: int | None) -> Tensor:
-    """All groups of `tensor` (groups, ...), or one of them as (1, ...), which a tensor of one group is already."""
+    """Return all groups of `tensor` (groups, ...), or one of them as (1, ...)."""
     return tensor if only is None or len(tensor) == 1 else tensor[only : only + 1]

@@ -11,7 +11,7 @@ __all__ = ["ImageEncoder"]
 
 
 class ImageEncoder(nn.Module):
-    """A linear layer and l2 normalisation per region, as SCAN publishes it.
+    """Encode regions by a linear layer and l2 normalisation, as SCAN does.
 
     The weight is Xavier-uniform, the bias starts at zero.
 
@@ -34,7 +34,7 @@ class ImageEncoder(nn.Module):
 
 
 def linear_layer(feature_dim: int, embed_dim: int) -> nn.Linear:
-    """The projection of the field's image encoders: a Xavier-uniform weight and a bias of zeros."""
+    """Create a linear layer with a Xavier-uniform weight and zero bias."""
     layer = nn.Linear(feature_dim, embed_dim)
     nn.init.xavier_uniform_(layer.weight)
     nn.init.zeros_(layer.bias)
@@ -42,7 +42,7 @@ def linear_layer(feature_dim: int, embed_dim: int) -> nn.Linear:
 
 
 def as_regions(features: Tensor | Fragments, feature_dim: int) -> Fragments:
-    """Checks region features `(n, k, f)` or Fragments of rows `(N, f)`, and gives them as Fragments."""
+    """Check region features `(n, k, f)` or Fragments of rows `(N, f)`, and return them as Fragments."""
     if isinstance(features, Tensor):
         if features.dim() != 3 or not features.is_floating_point():
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Encoding a batch a micro-batch at a time, with the gradients of the whole.
+"""Encode a batch in micro-batches, with the gradients of the whole batch.
 
 Inside: `encode`.
 """
@@ -22,24 +22,24 @@ __all__ = ["encode"]
 
 
 def encode(module: nn.Module, sides: Mapping[str, tuple[Any, ...]], micro_batch: int | None) -> list[Sets]:
-    """What encoders of a module make of both sides of a batch.
+    """Encode both sides of a batch by methods of a module.
 
-    With a micro-batch, so many sets of a side are encoded at a time, without a graph, and all that is kept are the
-    embeddings; the backward encodes again, as many at a time and with gradient, the sets whose embeddings have one
-    that is not zero. Embeddings and gradients are those of encoding all at once, but for rounding, where sets do not
-    depend on each other and nothing is drawn. Random numbers (dropout) are drawn micro-batch by micro-batch, the same
-    ones again in the backward; batch normalisation sees a micro-batch, and its running statistics follow each of them,
-    once. Under torch.compile the call stands outside of the graph.
+    With a micro-batch, `micro_batch` sets are encoded at a time without a graph, and only the embeddings are kept. The
+    backward encodes the sets whose embeddings have a non-zero gradient again, this time with a graph. If sets do not
+    depend on each other and nothing is random, embeddings and gradients equal those of encoding all sets at once, up to
+    rounding. Random numbers (dropout) are drawn for each micro-batch, and the backward draws the same ones. Batch
+    normalisation sees one micro-batch at a time and updates its running statistics once for each. Under torch.compile,
+    the call breaks the graph.
 
     Args:
-        module: holds the encoders; all of its parameters that need a gradient get one, zeros where none of them took
+        module: holds the encoders. Each of its parameters with `requires_grad` gets a gradient, zeros if it took no
             part.
-        sides: the names of methods, and what each is called with: tensors whose first dimension counts the sets, and
-            Fragments; they receive no gradient. The methods give Fragments, tensors of one row per set, or tuples.
-        micro_batch: sets that are encoded at a time; None, or as many as there are: each method is called once.
+        sides: names of methods and the arguments of each: tensors whose first dimension counts the sets, or Fragments.
+            The arguments receive no gradient. A method returns Fragments, a tensor with one row per set, or a tuple.
+        micro_batch: number of sets to encode at a time; None, or the number of sets: call each method once.
 
     Raises:
-        ValueError: `micro_batch` is no whole number of at least 1.
+        ValueError: `micro_batch` is not a whole number of at least 1.
     """
     if micro_batch is not None:
         check_steps("micro_batch", micro_batch, minimum=1)
@@ -60,7 +60,7 @@ def _in_parts(module: nn.Module, sides: Mapping[str, tuple[Any, ...]], micro_bat
 
 
 class _Method(nn.Module):
-    """A method of a module as a module of its own, whose weights can be replaced for a call."""
+    """Wrap a method of a module as a module, so that its weights can be replaced for a call."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__()

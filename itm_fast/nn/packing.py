@@ -1,4 +1,4 @@
-"""Sets of different lengths as torch's recurrent networks read them: no work is done on padding."""
+"""Pack sets of different lengths for torch's recurrent networks, so that padding costs no work."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Packing"]
 
 
 class Packing:
-    """Where each row of n sets lies: in a padded tensor, in a network's time-major packing, and end to end.
+    """The positions of the rows of n sets in a padded tensor, in a time-major packing, and end to end.
 
-    Empty sets have no rows anywhere, which is why this is not `pack_padded_sequence`.
+    Empty sets are allowed and have no rows; `pack_padded_sequence` refuses them.
 
     Args:
-        lengths: (n,) integers, the rows of each set.
-        device: where the rows lie.
+        lengths: (n,) integers, the number of rows of each set.
+        device: device of the rows.
     """
 
     def __init__(self, lengths: Tensor, device: torch.device) -> None:
@@ -41,13 +41,13 @@ class Packing:
         self.packed_row = packed_row
 
     def pack(self, values: Tensor) -> PackedSequence:
-        """Rows (N, d) that lie end to end as the input of a recurrent network."""
+        """Pack rows (N, d), stored end to end, for a recurrent network."""
         return PackedSequence(values[self._row], self.batch_sizes)
 
     def unpack(self, packed: Tensor) -> Fragments:
-        """Packed rows as Fragments: end to end, in the order of the sets."""
+        """Return packed rows as Fragments: end to end, in the order of the sets."""
         return Fragments(packed[self.packed_row], self.offsets, check=False, max_length=len(self.batch_sizes))
 
     def padded_index(self, width: int) -> Tensor:
-        """The position of each packed row in a padded tensor of `width` columns, read as one row."""
+        """Return the index of each packed row in a flattened padded tensor of `width` columns."""
         return self._set * width + self._step

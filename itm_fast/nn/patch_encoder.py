@@ -1,4 +1,4 @@
-"""Raw patches of pictures to region embeddings."""
+"""Encode raw image patches as regions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _WIDTHS = (32, 64, 128)
 
 
 class PatchEncoder(nn.Module):
-    """A small convolutional network over a picture that comes cut into square patches; a patch is a region.
+    """Encode an image that is cut into square patches by a small convolutional network; each patch is a region.
 
-    Features of a detector know what they show, raw pixels do not: this stands in for the detector where the "features"
-    are the pixels themselves. The patches are put together again, and convolutions whose strides multiply to the
-    patch's side give one embedding per patch, which has seen its surroundings.
+    Use it if the features are raw pixels instead of detector features. The patches are joined to the image again.
+    The strides of the convolutions multiply to the side of a patch, so that each patch gets one embedding, which also
+    depends on its surroundings.
 
     Args:
         feature_dim: values per patch, rows x columns x 3 colours; the patch is square.
@@ -52,16 +52,16 @@ class PatchEncoder(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, features: Tensor | Fragments) -> Fragments:
-        """`features` (n, k, f), or Fragments of equally many patches an image, to Fragments of rows (n * k, d).
+        """Encode (n, k, f), or Fragments with the same number of patches per image, as Fragments of rows (n * k, d).
 
-        The k patches of a picture are a square grid, row by row.
+        The k patches of an image are a square grid, row by row.
         """
         return self._encoded(features, self.layers, self.embed_dim, normalize=not self.no_imgnorm)
 
     def neighbourhoods(self, features: Tensor | Fragments) -> Fragments:
-        """As `forward`, but what the last convolution sees of each patch: rows (n * k, `neighbourhood_dim`).
+        """Return the input of the last convolution for each patch: rows (n * k, `neighbourhood_dim`).
 
-        That convolution is a linear layer over them.
+        The last convolution is a linear layer on these rows.
         """
         below = nn.Sequential(*list(self.layers)[:-1], nn.Unfold(3, padding=1))
         return self._encoded(features, below, self.neighbourhood_dim, normalize=False)
@@ -83,7 +83,7 @@ class PatchEncoder(nn.Module):
 
 
 def _factors(number: int) -> list[int]:
-    """The prime factors of `number`, the largest first: a large first stride leaves the fewest pixels to the rest."""
+    """Return the prime factors in descending order: a large first stride leaves few pixels to the later layers."""
     factors, divisor = [], 2
     while number > 1:
         while number % divisor == 0:

@@ -1,4 +1,4 @@
-"""From the vectors of a set to one vector.
+"""Pool the vectors of a set to one vector.
 
 Inside: `mean_pool`, `final_states`.
 """
@@ -14,17 +14,17 @@ __all__ = ["final_states", "mean_pool"]
 
 
 def mean_pool(fragments: Fragments) -> Tensor:
-    """The mean of each set, `(n_sets, d)` float32 (float64 for float64); zero for an empty set."""
+    """Return the mean of each set, `(n_sets, d)` float32 (float64 for float64); zero for an empty set."""
     values = fragments.values.to(torch.promote_types(fragments.dtype, torch.float32))
     sums = values.new_zeros(len(fragments), values.shape[1]).index_add(0, fragments.set_index(), values)
     return sums / fragments.lengths.clamp(min=1)[:, None]
 
 
 def final_states(states: Fragments, *, bidirectional: bool = False) -> Tensor:
-    """The states in which a recurrent network ends, `(n_sets, d)` float32 (float64 for float64); zero for an empty set.
+    """Return the final state for each set, `(n_sets, d)` float32 (float64 for float64); zero for an empty set.
 
     Args:
-        states: rows `(N, d)` in the order of the words; `(N, 2 d)` where `bidirectional`, forward before backward.
+        states: rows `(N, d)` in the order of the words; `(N, 2 d)` if `bidirectional`, forward before backward.
         bidirectional: take the mean of the forward state after the last word and the backward state after the first.
     """
     rows, dim = states.values.shape

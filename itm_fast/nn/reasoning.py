@@ -1,7 +1,7 @@
-"""What SGRAF does with the alignments of a pair (Diao et al., "Similarity Reasoning and Filtration", AAAI 2021).
+"""The similarity of SGRAF from the alignments of a pair (Diao et al., AAAI 2021).
 
 Inside: `RegionSelfAttention`, `WordSelfAttention`, `SimilarityGraphReasoning`, `SimilarityAttentionFiltration`, and
-`SimilarityReasoning`, which holds what scores a pair. Linear layers start Xavier-uniform with a bias of zeros.
+`SimilarityReasoning`, which scores pairs with the others. Linear layers start Xavier-uniform with zero bias.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = [
 
 
 class RegionSelfAttention(nn.Module):
-    """One vector per image: its regions, weighted by how they go with their mean, with batch normalisation.
+    """Pool the regions of each image by attention to their mean, with batch normalisation.
 
-    The statistics are those of each region's place, so every image must have `n_regions` of them.
+    Each region position has its own statistics, so every image must have `n_regions` regions.
 
     Args:
         embed_dim: width d of the embeddings.
@@ -67,7 +67,7 @@ class RegionSelfAttention(nn.Module):
 
 
 class WordSelfAttention(nn.Module):
-    """One vector per caption: its words, weighted by how they go with their mean.
+    """Pool the words of each caption by attention to their mean.
 
     Args:
         embed_dim: width d of the embeddings.
@@ -92,7 +92,7 @@ class WordSelfAttention(nn.Module):
 
 
 class SimilarityGraphReasoning(nn.Module):
-    """SGR: alignments are the nodes of a full graph and pass messages; the first node tells the result.
+    """SGR: the alignments are nodes of a complete graph and exchange messages; the first node is the result.
 
     Args:
         alignment_dim: width m of the alignments.
@@ -112,7 +112,7 @@ class SimilarityGraphReasoning(nn.Module):
         return alignments[:, 0]
 
     def shares(self, alignments: Tensor) -> list[Tensor]:
-        """For each round the share of each node in the message to the first one, (B, nodes); they sum to one."""
+        """Return for each round the share of each node in the message to the first one, (B, nodes)."""
         shares = []
         for step in range(len(self.query)):
             edges, alignments = self._round(step, alignments)
@@ -120,7 +120,7 @@ class SimilarityGraphReasoning(nn.Module):
         return shares
 
     def _round(self, step: int, alignments: Tensor) -> tuple[Tensor, Tensor]:
-        """The edges (B, nodes, nodes) of a round, and the alignments after it."""
+        """Run one round: return the edges (B, nodes, nodes) and the new alignments."""
         query, key, graph = self.query[step], self.key[step], self.graph[step]
         logits = torch.bmm(query(alignments), key(alignments).transpose(1, 2))
         edges = torch.softmax(logits, dim=2, dtype=_wide(logits))
@@ -128,9 +128,9 @@ class SimilarityGraphReasoning(nn.Module):
 
 
 class SimilarityAttentionFiltration(nn.Module):
-    """SAF: alignments are summed by gates, with batch normalisation over all gates of a call.
+    """SAF: sum the alignments with gates; batch normalisation runs over all gates of a call.
 
-    In training a call must hold what belongs together: one caption with all images of the batch, as published.
+    In training, a call must hold one caption with all images of the batch, as in the official code.
     """
 
     def __init__(self, alignment_dim: int = 256) -> None:
@@ -143,7 +143,7 @@ class SimilarityAttentionFiltration(nn.Module):
         return l2norm(torch.bmm(self._gates(alignments).to(alignments.dtype), alignments).squeeze(1))
 
     def shares(self, alignments: Tensor) -> list[Tensor]:
-        """The share of each alignment in the sum, (B, nodes); they sum to one."""
+        """Return the share of each alignment in the sum, (B, nodes). Shares sum to one."""
         return [self._gates(alignments).squeeze(1)]
 
     def _gates(self, alignments: Tensor) -> Tensor:
@@ -156,17 +156,17 @@ _Head = SimilarityGraphReasoning | SimilarityAttentionFiltration
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """What sums and denominators of 16-bit numbers are computed in."""
+    """Return the dtype for sums and denominators."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _weighted_sum(weights: Tensor, vectors: Tensor) -> Tensor:
-    """Vectors (n, k, d) by weights (n, k), added up in float32 at least and l2-normalised: (n, d)."""
+    """Sum vectors (n, k, d) with weights (n, k) in at least float32, and l2-normalise: (n, d)."""
     return l2norm((weights[:, :, None].to(vectors.dtype) * vectors).sum(dim=1, dtype=_wide(vectors)))
 
 
 class SimilarityReasoning(nn.Module):
-    """The similarity of SGRAF: of a pair's global vectors and of each word with what it attends to.
+    """Score pairs as SGRAF does: from the alignments of the global vectors and of each word.
 
     Args:
         embed_dim: width d of the embeddings.
@@ -213,20 +213,20 @@ class SimilarityReasoning(nn.Module):
 
     @property
     def coupling(self) -> str:
-        """In training the batch normalisation of SAF sees one caption with all images at a time, as published."""
+        """Return "caption" in training with SAF, whose batch normalisation sees one caption with all images."""
         return "caption" if self.training and "saf" in self.heads else "pair"
 
     def forward(self, images: tuple[Fragments, Tensor], captions: tuple[Fragments, Tensor]) -> Tensor:
-        """Regions and words, each with the global vectors (n, d) of their sets, to scores (n_images, n_captions).
+        """Score regions and words, each with the global vectors (n, d) of their sets: (n_images, n_captions).
 
-        float32, in (0, 1); 0 for an empty caption.
+        Images are rows. Scores are float32, in (0, 1); 0 for an empty caption.
         """
         return torch.stack([self._score(*parts) for parts in self._alignments(images, captions)], dim=1)
 
     def shares(self, images: tuple[Fragments, Tensor], captions: tuple[Fragments, Tensor]) -> dict[str, list[Tensor]]:
-        """How one image and one caption are aggregated: for each of "sgr" and "saf" its weights at each step.
+        """Return the weights of "sgr" and "saf" at each step for one image and one caption.
 
-        Weights (1 + n_words,): of the pair as a whole, then of each word. The arguments are those of `forward`.
+        Weights (1 + n_words,): of the global alignment, then of each word. Arguments as in `forward`.
         """
         ((whole, parts),) = self._alignments(images, captions)
         nodes = torch.cat([whole[:, None], parts], dim=1)
@@ -235,7 +235,7 @@ class SimilarityReasoning(nn.Module):
     def _alignments(
         self, images: tuple[Fragments, Tensor], captions: tuple[Fragments, Tensor]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each caption the global alignments (n_images, m) and those of its words (n_images, n_words, m)."""
+        """Yield for each caption its global alignments (n_images, m) and those of its words (n_images, n_words, m)."""
         (regions, image_vectors), (words, caption_vectors) = images, captions
         # Vectors that are nearly parallel leave small differences: they are taken before anything is rounded.
         differences = (image_vectors[:, None] - caption_vectors[None]).square()
@@ -244,7 +244,7 @@ class SimilarityReasoning(nn.Module):
         return zip(whole.unbind(1), parts, strict=True)
 
     def _score(self, global_alignment: Tensor, alignments: Tensor) -> Tensor:
-        """The scores (n_images,) of one caption."""
+        """Return the scores (n_images,) of one caption."""
         if alignments.shape[1] == 0:
             return alignments.new_zeros(alignments.shape[0], dtype=torch.promote_types(alignments.dtype, torch.float32))
         nodes = torch.cat([global_alignment[:, None], alignments], dim=1)

@@ -1,4 +1,4 @@
-"""What VSRN does with the regions of an image: relations between them, then one vector read from all.
+"""VSRN's reasoning over the regions of an image: relations between regions, then one vector for all.
 
 Inside: `RegionReasoning`, `RegionReader`.
 
@@ -19,15 +19,15 @@ __all__ = ["RegionReader", "RegionReasoning"]
 
 
 class RegionReasoning(nn.Module):
-    """One layer of region relationship reasoning: a graph convolution over all regions of an image, with a residual.
+    """Apply one layer of region relationship reasoning: a residual graph convolution over the regions of an image.
 
-    `V + BN(W_r ((theta(V) phi(V)^T / K) g(V)))` (Eqs 2 to 4) for the K regions V of an image, where the affinities are
-    divided by K, as the public code does, and no softmax is taken. The batch normalisation, over the regions of all
-    images, starts with a weight of zero, so that a fresh layer is the identity. `theta`, `phi`, `g` and `W_r` are
+    `V + BN(W_r ((theta(V) phi(V)^T / K) g(V)))` (Eqs 2 to 4) for the K regions V of an image. The affinities are
+    divided by K, without a softmax, as in the official code. The batch normalisation over the regions of all images
+    starts with a weight of zero, so that a new layer is the identity. `theta`, `phi`, `g` and `W_r` are
     linear with a bias.
 
     Args:
-        dim: width D of the regions, which none of the linear layers changes.
+        dim: width D of the regions, input and output of all linear layers.
     """
 
     def __init__(self, dim: int) -> None:
@@ -37,7 +37,7 @@ class RegionReasoning(nn.Module):
         nn.init.zeros_(self.norm.weight)
 
     def forward(self, regions: Fragments) -> Fragments:
-        """Regions of rows (N, D) to as many of the same width; an image without regions has none after it."""
+        """Map regions (N, D) to regions (N, D). An image without regions stays empty."""
         # What pads an image to the longest is zero in all three, and so neither has affinities nor a message.
         theta, phi, g = (_padded(regions, layer(regions.values)) for layer in (self.theta, self.phi, self.g))
         affinities = torch.bmm(theta, phi.transpose(1, 2)) / regions.lengths.clamp(min=1)[:, None, None]
@@ -46,7 +46,7 @@ class RegionReasoning(nn.Module):
 
 
 class RegionReader(nn.Module):
-    """Global semantic reasoning: a GRU reads the regions of an image in their order and ends in the image's vector.
+    """Read the regions of an image in order by a GRU (global semantic reasoning); its final state is the result.
 
     Args:
         dim: width D of the regions and of the vector.
@@ -57,7 +57,7 @@ class RegionReader(nn.Module):
         self.rnn = nn.GRU(dim, dim)
 
     def forward(self, regions: Fragments) -> Tensor:
-        """Regions of rows (N, D) in n sets to (n, D); zero for an image without regions."""
+        """Map regions (N, D) of n images to (n, D); zero for an image without regions."""
         packing = Packing(regions.lengths, regions.device)
         if packing.n_rows == 0:
             return regions.values.new_zeros(len(regions), regions.values.shape[1])
@@ -65,7 +65,7 @@ class RegionReader(nn.Module):
 
 
 def _is_full(regions: Fragments) -> bool:
-    """Whether all images have equally many regions, so that a padded form is the same memory."""
+    """Return whether all images have the same number of regions, so that padding costs no memory."""
     return regions.values.shape[0] == len(regions) * regions.max_length
 
 

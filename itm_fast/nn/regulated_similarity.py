@@ -1,4 +1,4 @@
-"""The similarity of RCAR as a module, in the place of `CrossAttentionScores`."""
+"""The similarity of RCAR as a module that replaces `CrossAttentionScores`."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ FACTORS = ("fixed", "learnable", "query", "alignment")
 
 
 class RegulatedSimilarity(nn.Module):
-    """`itm_fast.functional.regulated_scores` with weights of its own; called as `CrossAttentionScores` is.
+    """`itm_fast.functional.regulated_scores` with learned weights. Call it like `CrossAttentionScores`.
 
-    Text-to-image: call it with words as queries and regions as contexts; image-to-text: the other way round.
+    Text-to-image: call it with words as queries and regions as contexts. Image-to-text: swap them. Queries are the rows
+    of the scores.
 
     Args:
         embed_dim: width d of the embeddings.
         alignment_dim: width m of the alignments.
-        correspondence_steps: steps of RCR; alone, the score is the mean cosine of the last attention.
-        aggregation_steps: steps of RAR. Beside RCR one more than its steps, unless the schedule is "sequential".
-        score_mean: without RAR, score the mean alignment by a learned layer.
+        correspondence_steps: steps of RCR. Without RAR, the score is the mean cosine of the last attention.
+        aggregation_steps: steps of RAR. With RCR, one more than its steps, unless the schedule is "sequential".
+        score_mean: without RAR, score the mean alignment with a learned layer.
         temperature: inverse temperature of the first attention (published: 10 text-to-image, 3 image-to-text).
         negative_slope: as in `cross_attention_scores`.
         focal: as in `cross_attention_scores`.
         dropout: inside RAR, in training.
-        schedule: "interleaved": RCR and RAR in turns; "sequential": RAR after the last attention.
-        factors: where the factors of attention come from: "alignment" (published), "query", "learnable" (one pair
-            of factors for all) or "fixed"; the latter two have no RCR, so that "fixed" with RAR is RAR alone.
+        schedule: "interleaved": alternate RCR and RAR; "sequential": RAR after the last attention.
+        factors: source of the attention factors: "alignment" (published), "query", "learnable" (one pair of factors for
+            all) or "fixed". The last two have no RCR, so "fixed" with RAR is RAR alone.
         residual_correspondence: as in the regulators.
         residual_aggregation: as in the regulators.
         activation: of the score, "sigmoid" or "tanh".
-        normalize_mean: l2-normalise the mean alignment before it is scored.
+        normalize_mean: l2-normalise the mean alignment before scoring it.
 
     Source: Diao et al., "Plug-and-Play Regulators for Image-Text Matching" (IEEE TIP 2023).
     """
@@ -112,7 +113,7 @@ class RegulatedSimilarity(nn.Module):
         self.regulator_parameters()  # Checks the rest: what fits together is known there.
 
     def regulator_parameters(self) -> RegulatorParameters:
-        """The weights as the function takes them; they are those of the module, not copies."""
+        """Return the weights in the form that `regulated_scores` takes. They are not copied."""
         factors = None
         if self.initial_channels is not None and self.initial_temperature is not None:
             factors = FactorWeights(self.initial_channels, self.initial_temperature)
@@ -131,7 +132,7 @@ class RegulatedSimilarity(nn.Module):
         )
 
     def forward(self, queries: Fragments, contexts: Fragments, *, seed: int | Tensor | None = None) -> Tensor:
-        """Scores `(len(queries), len(contexts))`; `seed` of the dropout, None: from torch's random state."""
+        """Compute scores `(len(queries), len(contexts))`; `seed` seeds the dropout, None: from torch's random state."""
         return F_itm.regulated_scores(
             queries,
             contexts,
@@ -144,7 +145,7 @@ class RegulatedSimilarity(nn.Module):
         )
 
     def steps(self, queries: Tensor, contexts: Tensor) -> reference.RegulationSteps:
-        """What happens inside one pair, to look at: queries `(n, d)`, contexts `(k, d)`; without dropout.
+        """Return the intermediate results of one pair, without dropout: queries `(n, d)`, contexts `(k, d)`.
 
         Returns:
             Attention `(n, k)` and temperatures `(n,)` of each attention, and the weights `(n,)` of each aggregation.
@@ -159,7 +160,7 @@ class RegulatedSimilarity(nn.Module):
         )
 
     def weights(self, queries: Tensor, contexts: Tensor) -> Tensor:
-        """The last attention of one pair: queries `(n, d)` and contexts `(k, d)` to `(n, k)`; rows sum to one."""
+        """Return the last attention of one pair: queries `(n, d)` and contexts `(k, d)` to `(n, k)`."""
         return self.steps(queries, contexts).attention[-1]
 
     def extra_repr(self) -> str:

@@ -1,8 +1,8 @@
-"""The regulators of RCAR as modules, to plug into models whose similarity is cross-attention.
+"""The regulators of RCAR as modules for models with a cross-attention similarity.
 
 Inside: `RecurrentCorrespondenceRegulator`, `RecurrentAggregationRegulator`, `CrossAttentionAlignments`.
 
-Every linear layer starts Xavier-uniform with a bias of zeros, as published. Source: Diao et al., "Plug-and-Play
+Every linear layer starts Xavier-uniform with zero bias, as published. Source: Diao et al., "Plug-and-Play
 Regulators for Image-Text Matching" (IEEE TIP 2023).
 """
 
@@ -31,14 +31,14 @@ __all__ = ["CrossAttentionAlignments", "RecurrentAggregationRegulator", "Recurre
 
 
 class RecurrentCorrespondenceRegulator(nn.Module):
-    """RCR: from alignments, the factors of the next attention. Steps share no weights.
+    """RCR: compute the factors of the next attention from alignments. Steps share no weights.
 
     Args:
         embed_dim: width d of the embeddings.
         alignment_dim: width m of the alignments; the hidden layers have 2m and m/2.
-        steps: how often attention is regulated.
-        seen_dim: width of what the layers see: m by default, d where they see the queries.
-        residual: a step changes the factors before it (published), or replaces them.
+        steps: number of regulations of the attention.
+        seen_dim: input width of the layers: m by default, d if the input is the queries.
+        residual: add to the factors of the previous step (published), or replace them.
     """
 
     def __init__(
@@ -63,26 +63,26 @@ class RecurrentCorrespondenceRegulator(nn.Module):
         self.temperature = nn.ModuleList(_perceptron(seen_dim, narrow, 1) for _ in range(steps))
 
     def weights(self) -> list[CorrespondenceWeights]:
-        """The weights of each step, as `RegulatorParameters.correspondences` takes them."""
+        """Return the weights of each step in the form of `RegulatorParameters.correspondences`."""
         return [
             CorrespondenceWeights(*_tensors(channels.children()), *_tensors(temperature.children()))
             for channels, temperature in zip(self.channels, self.temperature, strict=True)
         ]
 
     def forward(self, step: int, seen: Tensor, channels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        """One step (Eq 8), for hosts with an attention of their own.
+        """Run one step (Eq 8), for hosts with their own attention.
 
         Args:
             step: number of the step, from 0.
             seen: alignments (..., m), one for each query.
-            channels: e of the attention before, (..., d); ones at first.
-            temperature: lambda of the attention before, (..., 1).
+            channels: e of the previous attention, (..., d); ones at first.
+            temperature: lambda of the previous attention, (..., 1).
 
         Returns:
-            Channels (..., d) in [-1, 1], by which the queries are multiplied, and temperature (..., 1), not negative.
+            Channels (..., d) in [-1, 1], factors of the queries, and temperature (..., 1), not negative.
 
         Raises:
-            ValueError: there is no such step, or what it sees or `channels` is of another width.
+            ValueError: the step does not exist, or `seen` or `channels` has another width.
         """
         count = len(self.channels)
         if step not in range(count):
@@ -96,12 +96,12 @@ class RecurrentCorrespondenceRegulator(nn.Module):
 
 
 class RecurrentAggregationRegulator(nn.Module):
-    """RAR: from the alignments of a pair, one vector, whose weights each step sharpens. Steps share no weights.
+    """RAR: aggregate the alignments of a pair to one vector; each step refines the weights. Steps share no weights.
 
     Args:
         alignment_dim: width m of the alignments.
-        steps: how often the weights are regulated.
-        residual: a step averages with the vector before it; published without.
+        steps: number of refinements of the weights.
+        residual: average with the vector of the previous step; the paper does not.
         dropout: in training, on both hidden layers (published: 0.4).
     """
 
@@ -119,17 +119,18 @@ class RecurrentAggregationRegulator(nn.Module):
         self.weight = nn.ModuleList(linear_layer(alignment_dim, 1) for _ in range(steps))
 
     def weights(self) -> list[AggregationWeights]:
-        """The weights of each step, as `RegulatorParameters.aggregations` takes them."""
+        """Return the weights of each step in the form of `RegulatorParameters.aggregations`."""
         steps = zip(self.guidance, self.local, self.weight, strict=True)
         return [AggregationWeights(*_tensors(layers)) for layers in steps]
 
     def forward(self, alignments: Fragments) -> Tensor:
-        """Alignments (N, m), a set of them for each pair, to one vector for each pair, (pairs, m) (Eq 14 to 16).
+        """Aggregate alignments (N, m), one set per pair, to one vector per pair, (pairs, m) (Eq 14 to 16).
 
-        For hosts with alignments of their own. An empty set gives zeros.
+        Use it in hosts with their own alignments. An empty set gives zeros.
 
         Raises:
-            TypeError: alignments are no Fragments. ValueError: they are of another width.
+            TypeError: `alignments` is not Fragments.
+            ValueError: the width is not `alignment_dim`.
         """
         if not isinstance(alignments, Fragments):
             raise TypeError(f"alignments: expected Fragments, got {validation.describe(alignments)}")
@@ -146,7 +147,7 @@ class RecurrentAggregationRegulator(nn.Module):
 
 
 class _DroppedRows(PackedRows):
-    """Rows whose dropout is that of a module, from torch's generator."""
+    """Rows with the dropout of a module, drawn from torch's generator."""
 
     def __init__(self, sets: Fragments, dropout: nn.Dropout) -> None:
         super().__init__(sets)
@@ -160,9 +161,9 @@ class _DroppedRows(PackedRows):
 
 
 class CrossAttentionAlignments(nn.Module):
-    """`itm_fast.functional.cross_attention_alignments` with weights of its own, and with RCR where `steps` says so.
+    """`itm_fast.functional.cross_attention_alignments` with learned weights, and with RCR if `steps` is above 0.
 
-    The first half of a host that aggregates alignments in its own way, such as SGRAF.
+    Use it in a host with its own aggregation of alignments, such as SGRAF.
 
     Args:
         embed_dim: width d of the embeddings.
@@ -196,7 +197,7 @@ class CrossAttentionAlignments(nn.Module):
         self.alignments = nn.ModuleList(linear_layer(embed_dim, alignment_dim) for _ in range(steps + 1))
 
     def forward(self, queries: Fragments, contexts: Fragments) -> Tensor:
-        """Alignments `(len(contexts), N_queries, m)`."""
+        """Compute alignments `(len(contexts), N_queries, m)`."""
         weights = alignment_weights(self.alignments)
         return F_itm.cross_attention_alignments(
             queries,
@@ -211,7 +212,7 @@ class CrossAttentionAlignments(nn.Module):
         )
 
     def steps(self, queries: Tensor, contexts: Tensor) -> reference.RegulationSteps:
-        """As `RegulatedSimilarity.steps`, without an aggregation."""
+        """Return what `RegulatedSimilarity.steps` does, without an aggregation."""
         parameters = RegulatorParameters(
             alignment_weights(self.alignments)[:-1],
             self.correspondence.weights(),
@@ -227,7 +228,7 @@ class CrossAttentionAlignments(nn.Module):
         )
 
     def weights(self, queries: Tensor, contexts: Tensor) -> Tensor:
-        """The last attention of one pair: queries `(n, d)` and contexts `(k, d)` to `(n, k)`; rows sum to one."""
+        """Return the last attention of one pair: queries `(n, d)` and contexts `(k, d)` to `(n, k)`."""
         return self.steps(queries, contexts).attention[-1]
 
     def extra_repr(self) -> str:
@@ -235,18 +236,18 @@ class CrossAttentionAlignments(nn.Module):
 
 
 def alignment_weights(layers: nn.ModuleList) -> list[AlignmentWeights]:
-    """The weights of linear layers, as `RegulatorParameters.alignments` takes them."""
+    """Return the weights of linear layers in the form of `RegulatorParameters.alignments`."""
     return [AlignmentWeights(*_tensors([layer])) for layer in layers]
 
 
 def check_steps(name: str, steps: object, minimum: int = 0) -> None:
-    """ValueError where `steps`, a number of steps or a width, is no whole number of at least `minimum`."""
+    """Raise ValueError if `steps`, a number of steps or a width, is not a whole number of at least `minimum`."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < minimum:
         raise ValueError(f"{name}: expected a whole number of at least {minimum}, got {steps!r}")
 
 
 def checked_dropout(dropout: object) -> float:
-    """A probability of dropout as a float; ValueError where it is not within [0, 1)."""
+    """Return a dropout probability as a float; raise ValueError if it is not within [0, 1)."""
     probability = validation.finite_number("dropout", dropout, minimum=0.0)
     if probability >= 1.0:
         raise ValueError(f"dropout: expected a probability below 1, got {probability}")
@@ -263,6 +264,6 @@ def _perceptron(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
 
 
 def _tensors(layers: Iterable[nn.Module]) -> list[Tensor]:
-    """Weight and bias of each linear layer among `layers`, in their order."""
+    """Return the weight and bias of each linear layer among `layers`, in order."""
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
     return [tensor for layer in linear for tensor in (layer.weight, layer.bias)]

@@ -1,4 +1,4 @@
-"""Region features to region embeddings through a linear layer with a small network beside it."""
+"""Encode region features by a linear layer with a residual perceptron."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ __all__ = ["ResidualImageEncoder"]
 
 
 class ResidualImageEncoder(nn.Module):
-    """`l2norm(fc(x) + MLP(x))` per region: a linear layer, and a residual that a two-layer perceptron adds.
+    """Encode regions as `l2norm(fc(x) + MLP(x))`: a linear layer plus a two-layer perceptron.
 
     The perceptron has a hidden layer of half the embedding's width with batch normalisation and ReLU. Sources: Chen et
-    al., "Learning the Best Pooling Strategy for Visual Semantic Embedding" (CVPR 2021), and RCAR, where it sees the
-    features; RVSE++ has it on the projected features, `fc(x) + MLP(fc(x))`, and VSE (MLP), which it is compared with,
-    in a row, `MLP(fc(x))` (Li et al., "Selectively Hard Negative Mining for Alleviating Gradient Vanishing in
-    Image-Text Matching", Figure 2). Its appendix A counts two batch normalisations; its public code makes the second,
-    behind the last layer, and never calls it: there is none here. The statistics of the batch normalisation are those
-    of regions alone: padding never enters them.
+    al., "Learning the Best Pooling Strategy for Visual Semantic Embedding" (CVPR 2021), and RCAR. RVSE++ applies it
+    to the projected features, `fc(x) + MLP(fc(x))`, and its baseline VSE (MLP) has no sum, `MLP(fc(x))` (Li et al.,
+    "Selectively Hard Negative Mining for Alleviating Gradient Vanishing in Image-Text Matching", Figure 2). Appendix A
+    of RVSE++ counts two batch normalisations. Its official code creates the second one, after the last layer, but never
+    calls it, so it is left out here. Padding does not enter the statistics of the batch normalisation.
 
     Args:
         feature_dim: width f of the region features.
         embed_dim: width d of the embeddings.
-        projected: the perceptron sees `fc(x)` (RVSE++) in place of `x`.
-        residual: False leaves the sum out, so that the perceptron's output is the embedding (VSE (MLP)).
+        projected: the input of the perceptron is `fc(x)` (RVSE++) instead of `x`.
+        residual: False leaves out the sum: the perceptron's output is the embedding (VSE (MLP)).
         no_imgnorm: leave the l2 normalisation out.
     """
 
@@ -63,7 +62,7 @@ class ResidualImageEncoder(nn.Module):
 
 
 class RowNorm(nn.BatchNorm1d):
-    """Batch normalisation of rows; fewer than two have no variance and take the running statistics, which they keep."""
+    """Batch normalisation of rows. Fewer than two rows use the running statistics and do not change them."""
 
     def forward(self, rows: Tensor) -> Tensor:
         if self.training and rows.shape[0] < 2:

@@ -1,4 +1,4 @@
-"""Scores of embeddings that are one vector per item."""
+"""Scores of embeddings with one vector per item."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["inner_products"]
 
 
 def inner_products(images: Tensor, captions: Tensor) -> Tensor:
-    """Scores `(n, m)` of images `(n, d)` with captions `(m, d)`: cosines where the embeddings have length 1.
+    """Score images `(n, d)` with captions `(m, d)`: `(n, m)`, images are rows. Unit vectors give cosines.
 
-    They are computed in float32 (float64 for float64 embeddings) under autocast, too: bfloat16 would make ties of what
-    is merely close.
+    Scores are computed in float32 (float64 for float64 embeddings), also under autocast: bfloat16 would turn close
+    scores into ties.
     """
     for name, embeddings in (("images", images), ("captions", captions)):
         if not isinstance(embeddings, Tensor) or embeddings.dim() != 2 or not embeddings.is_floating_point():

@@ -14,7 +14,7 @@ __all__ = ["TextEncoder"]
 
 
 class TextEncoder(nn.Module):
-    """Word vectors, a GRU whose two directions are averaged, and l2 normalisation per word, as SCAN.
+    """Encode words by word vectors, a GRU with averaged directions, and l2 normalisation, as SCAN does.
 
     Args:
         vocab_size: number of words.
@@ -22,7 +22,7 @@ class TextEncoder(nn.Module):
         word_dim: width of the word vectors, which start uniform in [-0.1, 0.1].
         num_layers: layers of the GRU.
         word_dropout: probability of dropping each value of a word vector in training (0.4 in SGRAF and RCAR).
-        bidirectional: read the words in both directions (SCAN), or forwards alone (VSE++).
+        bidirectional: read the words in both directions (SCAN), or only forwards (VSE++).
         no_txtnorm: leave the l2 normalisation out.
     """
 
@@ -53,7 +53,7 @@ class TextEncoder(nn.Module):
         return packing.unpack(states if self.no_txtnorm else l2norm(states))
 
     def states(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
-        """The GRU's state after each word: rows (sum of lengths, d), or (..., 2 d) of both directions, forward first.
+        """Return the GRU's state after each word: rows (sum of lengths, d), or (..., 2 d), forward first.
 
         Arguments as in `forward`; the states are not normalised.
         """
@@ -61,7 +61,7 @@ class TextEncoder(nn.Module):
         return packing.unpack(states)
 
     def _packed_states(self, token_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Packing]:
-        """No work is done on padding: the GRU runs on the packed words, longest captions first."""
+        """Run the GRU on packed words, longest captions first, so that padding costs no work."""
         check_captions(token_ids, lengths, self.embed.num_embeddings)
         packing = Packing(lengths, token_ids.device)
         if packing.n_rows == 0:
@@ -72,7 +72,7 @@ class TextEncoder(nn.Module):
 
 
 def check_captions(token_ids: Tensor, lengths: Tensor, vocab_size: int) -> None:
-    """ValueError where padded ids (n, L) and lengths (n,) do not fit; values are looked at on the CPU alone."""
+    """Raise ValueError if padded ids (n, L) and lengths (n,) do not fit. Values are checked only on the CPU."""
     if token_ids.dim() != 2 or token_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"token_ids: expected an integer tensor (n, L), got {token_ids.dtype} of shape {tuple(token_ids.shape)}"
