@@ -65,7 +65,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     if results["epoch"] is not None:
         parts.append(_epoch(results))
     if results["not_run"]:
-        parts.append(f"Not run, for lack of time: {', '.join(results['not_run'])}.")
+        parts.append(f"Not run because of the time limit: {', '.join(results['not_run'])}.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -90,8 +90,8 @@ def _where(results: Mapping[str, Any]) -> str:
         f"{100 * plan['scale']:g} % of COCO's. Load of the machine: {results['load_before']:.1f} before, "
         f"{results['load_after']:.1f} after. A step is the median of {plan['rounds']} rounds of {plan['steps']}, the "
         f"loop's of as many rounds of {plan['loop_steps']} in between; memory is the peak of the process"
-        + (" and what torch had on the GPU." if on_gpu else ".")
-        + (" Shares are those of steps that wait for the GPU in each phase." if on_gpu else "")
+        + (" and torch's peak on the GPU." if on_gpu else ".")
+        + (" Shares are those of steps that synchronise with the GPU after each phase." if on_gpu else "")
     )
 
 
@@ -149,9 +149,9 @@ def _epoch(results: Mapping[str, Any]) -> str:
     waited = f"{100 * epoch['waiting_share']:.2f} % of the time was spent waiting for data (goal: {found[0]})"
     grown = f"memory of the process grew by {100 * epoch['growth']:+.2f} % (goal: {found[1]})"
     return (
-        f"{epoch['model']} was trained for a whole epoch of these data, {epoch['steps']:,} steps in "
-        f"{seconds(epoch['seconds'])}: {waited}, and {grown}, by the least of the third and of the last "
-        f"quarter's readings after a step, without what the allocator had free. {_memory(epoch['memory_bytes'])} "
-        f"Without steps a batch of {batch} is read in {seconds(epoch['reading_seconds'])}. Captions "
+        f"{epoch['model']} was trained for a whole epoch on these data, {epoch['steps']:,} steps in "
+        f"{seconds(epoch['seconds'])}: {waited}, and {grown}, from the third to the last "
+        f"quarter's minimum after a step, without free memory of the allocator. {_memory(epoch['memory_bytes'])} "
+        f"Without steps, reading a batch of {batch} takes {seconds(epoch['reading_seconds'])}. Captions "
         f"take {epoch['caption_bytes']:.0f} bytes each in memory."
     )

@@ -25,11 +25,12 @@ def markdown(results: Mapping[str, Any]) -> str:
     """Render the machine, the peaks of the device, and a line for every variant of every workload."""
     parts = [_where(results), _workloads(results["workloads"])]
     for name, missing in results["not_built"].items():
-        parts.append(f"{name}: the native variants were not run, for lack of CUDA kernels of {', '.join(missing)}.")
+        kernels = ", ".join(missing)
+        parts.append(f"{name}: the native variants were not run, because there are no CUDA kernels of {kernels}.")
     for name, failed in results["failed"].items():
         parts += [f"{name}: {variant} failed with {problem}" for variant, problem in failed.items()]
     if results["not_run"]:
-        parts.append(f"Not run, for lack of time: {', '.join(results['not_run'])}.")
+        parts.append(f"Not run because of the time limit: {', '.join(results['not_run'])}.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -43,7 +44,7 @@ def _where(results: Mapping[str, Any]) -> str:
         f"{dry}Measured on {environment['date'][:10]} with `{environment['command']}` at {commit}{changed}: "
         f"{device['name']}{driver}, torch {environment['torch']}. In the same run a product of random bf16 matrices "
         f"reached {reached['gemm_bf16']['flop_per_s'] / 1e12:.3g} TFLOP/s and a copy "
-        f"{reached['copy']['bytes_per_s'] / 1e12:.3g} TB/s, read and written; shares below are of these, by the "
+        f"{reached['copy']['bytes_per_s'] / 1e12:.3g} TB/s, read and written; shares below refer to these, with the "
         "operations and bytes of the cost model. Medians, smallest and largest in brackets; memory above the inputs."
     )
 

@@ -68,7 +68,7 @@ def _fresh(host: Mapping[str, Any]) -> str:
     ((count, fresh),) = host["fresh"].items()
     rows = {"host alone": alone, "`kept`": host["rows"][count], "`fresh`": fresh}
     seconds = {name: row["step"]["median_s"] for name, row in rows.items()}
-    lines = [[f"N = {count}", "a step", "beside the host alone", "peak memory", "beside the host alone"]]
+    lines = [[f"N = {count}", "a step", "compared with the host", "peak memory", "compared with the host"]]
     for name, row in rows.items():
         beside = ["", ""]
         if row is not alone:
@@ -160,7 +160,7 @@ def _where(results: Mapping[str, Any]) -> str:
     turns = min(len(timing["runs_s"]) for host in results["addr"].values() for timing in host["rows"].values())
     return (
         "Processor time, one thread; medians of interleaved runs, in brackets the range, for percentages "
-        f"over single rounds; rows with one run come after the others of their host, and ADDR has {turns} runs. "
+        f"over single rounds; rows with one run come after the others of their host; runs for ADDR: {turns}. "
         f"The machine's load was {before:.1f} at the start and {after:.1f} at the end. Errors are relative, of float32 "
         f"against float64. {where['processor']}, {where['date'][:10]}, commit {(where['commit'] or 'unknown')[:12]}; "
         f"made by `{where['command']}`."

@@ -136,13 +136,13 @@ def _consequences() -> str:
     encoders, steps = costs.encoders(128), costs.EPOCH_IMAGES * costs.EPOCH_CAPTIONS / 128
     read, read_in_all = amount(encoders.bytes, "B"), amount(encoders.bytes * steps, "B")
     return (
-        f"- A COCO-5K evaluation scores {pairs / 1e6:.0f} million pairs. Published code takes 3 to 55 µs a pair, "
+        f"- A COCO-5K evaluation scores {pairs / 1e6:.0f} million pairs. Published code takes 3 to 55 µs per pair, "
         f"{seconds(low)} to {seconds(high)} in all. Predicted here, after encoding: {', '.join(times)}. Only the "
         "scores, 500 MB, are kept.\n"
         f"- The steps of an epoch are predicted to take {', '.join(epochs)}, without encoders. SCAN's encoders need "
-        f"{amount(encoders.tensor, 'FLOP')} a step, {encoders.tensor / step.tensor:.0f} times as much as scores, loss "
-        f"and their gradients, and read {read} of features a step, {read_in_all} an epoch. Reading and encoding, not "
-        "scoring, therefore determine the time of an epoch.\n"
+        f"{amount(encoders.tensor, 'FLOP')} per step, {encoders.tensor / step.tensor:.0f} times as much as scores, "
+        f"loss and their gradients, and read {read} of features per step, {read_in_all} per epoch. Reading and "
+        "encoding, not scoring, therefore determine the time of an epoch.\n"
         f"- {_blocks('a COCO-5K evaluation', 5000, 25000)} {_blocks('a batch of 128', 128, 128)}"
     )
 

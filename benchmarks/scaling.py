@@ -213,7 +213,7 @@ def _measured(rehearsal: Mapping[str, Any], reader: Mapping[str, Any], per_core:
         f"operations that the model counts, encoders included ({'; '.join(found)}); the reader, {per_core:,.0f} images "
         f"per second of processor time from a warm cache ({amount(per_core * FEATURE_BYTES, 'B/s')} in bf16), and "
         f"{amount(cold['bytes_per_second'], 'B/s')} at random from a cache that was cold throughout; "
-        f"{rehearsal['epoch']['caption_bytes']:.0f} bytes of memory a caption. All that follows is computed."
+        f"{rehearsal['epoch']['caption_bytes']:.0f} bytes of memory per caption. All figures below are computed."
     )
 
 

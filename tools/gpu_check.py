@@ -300,8 +300,8 @@ RUN = {"build+smoke": build_and_smoke, "tests": tests, "sanitize": sanitize, "be
 def missing_line(packages: list[str], wheels: Path) -> str:
     names, version = " ".join(package.split()[0] for package in packages), platform.python_version()
     return (
-        f"missing Python packages: {', '.join(packages)}; put wheels of them into {wheels}, where there is a network, "
-        f"by python tools/gpu_wheels.py --python {version} --machine {platform.machine()} --out {wheels} {names}"
+        f"missing Python packages: {', '.join(packages)}; fetch wheels for {wheels} on a machine with a network: "
+        f"python tools/gpu_wheels.py --python {version} --machine {platform.machine()} --out {wheels} {names}"
     )
 
 

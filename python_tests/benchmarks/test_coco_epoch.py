@@ -274,17 +274,17 @@ def test_the_tables() -> None:
         "| SCAN t2i | 1.23 h | 20 | 1.02 days | 8 s | 9.84 h | 8.2 days | **8.0x** | 6 GB |",
         "| VSE-infinity | 1.23 h | 25, 1 of them with all negatives | 1.33 days | no loop |  |  |  |  |",
         "",
-        "VSE-infinity was trained for a whole epoch of these data, "
+        "VSE-infinity was trained for a whole epoch on these data, "
         "44 steps in 1.1 min: 0.10 % of the time was spent waiting for data (goal: less than 5 %, met), and memory of "
-        "the process grew by -2.50 % (goal: less than 2 %, missed), by the least of the third and of the last "
-        "quarter's readings after a step, without what the allocator had free. It was 1 GB to 1.2 GB in the third and "
-        "1.1 GB to 1.5 GB in the last, 1.07 GB and 1.33 GB on average (+25.0 %). Without steps a batch of 128 is read "
-        "in 50 ms. Captions take 180 bytes each in memory.",
+        "the process grew by -2.50 % (goal: less than 2 %, missed), from the third to the last quarter's "
+        "minimum after a step, without free memory of the allocator. It was 1 GB to 1.2 GB in the third and "
+        "1.1 GB to 1.5 GB in the last, 1.07 GB and 1.33 GB on average (+25.0 %). Without steps, reading a batch of 128 "
+        "takes 50 ms. Captions take 180 bytes each in memory.",
     ]
     on_gpu = gpu_markdown({**results("cuda"), "not_run": ["SGR"], "epoch": None})
     assert "on NVIDIA H200, torch 2.0" in on_gpu
     assert "25.0 % | 1.5 GB, GPU 20 GB |" in on_gpu
-    assert on_gpu.endswith("\n\nNot run, for lack of time: SGR.\n")
+    assert on_gpu.endswith("\n\nNot run because of the time limit: SGR.\n")
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_memory_of_the_host_is_flat_over_an_epoch(tmp_path: Path) -> None:
     store, packing = _store(plan, tmp_path, lambda _: None)
     assert packing is not None
     assert _store(plan, tmp_path, lambda _: None) == (store, None)
-    with pytest.raises(ValueError, match=r"store: expected \(57, 36, 2048\) images, regions and numbers of a region"):
+    with pytest.raises(ValueError, match=r"store: expected \(57, 36, 2048\) images, regions and numbers per region"):
         _store(attrs.evolve(plan, scale=0.0005), tmp_path, lambda _: None)
     epoch = _apart(measure_epoch, "VSE-infinity", plan, store, "cpu", 1)
     assert (epoch["steps"], epoch["captions"]) == (31, 1000)

@@ -73,7 +73,7 @@ def test_an_experiment_from_nothing_to_its_table(
     ]
     assert empty[6] == (
         "Sum of the six recalls on all images of dev, of 600; spread is the standard deviation of the seeds, MD the "
-        "mean score of positives minus that of negatives. No run is measured yet."
+        "mean score of positives minus that of negatives. No run has been measured yet."
     )
     assert empty[8] == "fixed equals SCAN + RAR, recall by recall: not run."
 

@@ -147,7 +147,7 @@ def test_kernels_that_are_not_registered_are_not_built(monkeypatch: pytest.Monke
     assert results["not_built"] == of_scores | regulated | boosting
     assert list(results["workloads"]["step 4"]["variants"]) == ["loop", "packed", "packed bf16"]
     assert "native" in results["workloads"]["ranks 2 x 10"]["variants"]
-    line = "scores 4: the native variants were not run, for lack of CUDA kernels of cross_attention_scores."
+    line = "scores 4: the native variants were not run, because there are no CUDA kernels of cross_attention_scores."
     assert line in markdown(results)
 
 
@@ -174,7 +174,7 @@ def test_what_the_limit_leaves_out_is_listed() -> None:
     names = ["scores 4", "step 4", "regulated scores 4", "regulated step 4", "loss hardest 8", "loss all 8"]
     names += ["loss selective 8", "boosting hardest 8", "boosting all 8", "ranks 2 x 10", "evaluation 2 x 10"]
     assert results["not_run"] == names
-    assert f"Not run, for lack of time: {', '.join(names)}." in markdown(results)
+    assert f"Not run because of the time limit: {', '.join(names)}." in markdown(results)
 
 
 def test_a_dry_run_is_never_taken_for_a_gpu() -> None:
@@ -184,7 +184,7 @@ def test_a_dry_run_is_never_taken_for_a_gpu() -> None:
     assert name.startswith("dry run on ")
     assert costs.device_of(name) is None
     assert markdown(results).startswith("**A dry run without a GPU, whose times mean nothing.** ")
-    with pytest.raises(ValueError, match=r"^r\.json: measured without a GPU, but on 'dry run on "):
+    with pytest.raises(ValueError, match=r"^r\.json: measured without a GPU, on 'dry run on "):
         check_is_of_a_gpu(results, "r.json")
     # Neither mark alone is enough.
     for change in ({"dry_run": False}, {"device": {"type": "cuda", "name": "NVIDIA H200"}}):

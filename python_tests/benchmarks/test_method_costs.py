@@ -110,10 +110,10 @@ def test_the_tables() -> None:
     ]
     assert "multiplies every region by 6.3 million weights: the features of pairs take +100 % multiply-adds" in lines[7]
     assert lines[9:18] == [
-        "Steps in the table above are those with `--other-batches kept`. `fresh` encodes N - 1 batches of captions "
-        "more, without gradient:",
+        "Steps in the table above are those with `--other-batches kept`. `fresh` encodes N - 1 more batches of "
+        "captions, without gradient:",
         "",
-        "| N = 2 | a step | beside the host alone | peak memory | beside the host alone |",
+        "| N = 2 | a step | compared with the host | peak memory | compared with the host |",
         "| --- | ---: | ---: | ---: | ---: |",
         "| host alone | 20.0 s (19.5 to 21) |  | 3,000 MB |  |",
         "| `kept` | 26.0 s (25 to 26.5) | +30 % (+19 % to +36 %) | 3,300 MB | +10 % |",
@@ -134,8 +134,8 @@ def test_the_tables() -> None:
         "| VSRN, batches of 128, width 1024 | 10.0 s | +1 % | +10 % | 0.40 of the host's | +50 % | 3.0e-08 | 4.0e-07 |",
     ]
     assert lines[-1] == (
-        "Processor time, one thread; medians of interleaved runs, in brackets the least and the most, of percentages "
-        "those of single rounds; rows of one run come after the others of their host, and ADDR's runs are 1. The "
+        "Processor time, one thread; medians of interleaved runs, in brackets the range, for percentages over "
+        "single rounds; rows with one run come after the others of their host; runs for ADDR: 1. The "
         "machine's load was 1.0 at the start and 2.2 at the end. Errors are relative, of float32 against float64. P, "
         "2026-01-02, commit 0123456789ab; made by `c`."
     )

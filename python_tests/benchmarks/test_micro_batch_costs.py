@@ -38,7 +38,7 @@ def test_the_table() -> None:
         "| scan, 1024, 256 | plain | 2,000 MB | 1.00 | 2.0 s | 1.00 |",
         "| scan, 1024, 256 | 128 | 500 MB | 0.25 | 2.5 s | 1.25 |",
         "",
-        "Processor time, median of interleaved runs (1 of batches of 1024, width 256); memory is that of a fresh "
+        "Processor time, median of interleaved runs (1 of batches of 1024, width 256); memory is the peak of a fresh "
         "process with its model, optimiser and two steps, without the features of the batch. P, 1 thread(s), "
         "2026-01-02, commit 0123456789ab; made by `c`.",
     ]

@@ -116,7 +116,7 @@ def test_the_tables_say_what_was_measured_and_compute_the_rest() -> None:
     text = markdown(rehearsal, json.loads((results / "reader.json").read_text()))
     parts = text.split("\n\n")
     assert parts[0].startswith(f"Measured, on {rehearsal['environment']['processor']} with ")
-    assert parts[0].endswith("All that follows is computed.")
+    assert parts[0].endswith("All figures below are computed.")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in parts[1].splitlines()]
     assert [row[:3] for row in rows[2:]] == [
         ["1", "128", "nothing"],

@@ -72,9 +72,9 @@ def test_the_table() -> None:
         "| oss, 2 branches | +104 % | +73 % | +95 % | +100 % | 840 (2.4 x) | 1.02 x 2 steps | 1.05 x 2 steps |",
         "| oss, 3 branches | +200 % |  | +190 % |  | 1,400 (4.0 x) | 1.00 x 3 steps | 1.05 x 3 steps |",
         "",
-        "Processor time, median of 3 interleaved runs; memory is that of fresh processes with their models, optimisers "
-        "and three steps, the median of 3. Pairs are those of the first step, of all branches, and beside them as a "
-        "multiple of what one branch has alone. P, 1 thread(s), 2026-01-02, commit 0123456789ab; made by `c`.",
+        "Processor time, median of 3 interleaved runs; memory is the peak of fresh processes with their models, "
+        "optimisers and three steps, the median of 3. Pairs are those of the first step over all branches, in brackets "
+        "as a multiple of one branch. P, 1 thread(s), 2026-01-02, commit 0123456789ab; made by `c`.",
     ]
     without = copy.deepcopy(results)
     for row in without["models"]["scan"]["rows"].values():

@@ -82,7 +82,7 @@ def test_a_dry_run_leaves_results_that_say_so(tmp_path: Path) -> None:
     assert bench["outcome"] == "dry run, passed"
     assert bench["results"]["workloads"]["scores 4"]["variants"]["native"]["flop_per_s"] > 0
     for results in (bench, bench["results"]):
-        with pytest.raises(ValueError, match=r"expected kind 'itm_fast GPU benchmark'|measured on no GPU"):
+        with pytest.raises(ValueError, match=r"expected kind 'itm_fast GPU benchmark'|measured without a GPU"):
             check_is_of_a_gpu(results, "bench.json")
     coco = json.loads((tmp_path / "gpu_check_coco_dry_run.json").read_text())
     assert coco["outcome"] == "dry run, passed"
@@ -497,8 +497,8 @@ def test_missing_packages_are_named_with_those_they_need(tmp_path: Path, monkeyp
     assert found == ["gone-a", "gone-b", "old-one >=3 (found 2.5)", "wing"]
     line = gpu_check.missing_line(found, Path("wheels"))
     assert line == (
-        "missing Python packages: gone-a, gone-b, old-one >=3 (found 2.5), wing; put wheels of them into wheels, where "
-        f"there is a network, by python tools/gpu_wheels.py --python {platform.python_version()} "
+        "missing Python packages: gone-a, gone-b, old-one >=3 (found 2.5), wing; fetch wheels for wheels on a "
+        f"machine with a network: python tools/gpu_wheels.py --python {platform.python_version()} "
         f"--machine {platform.machine()} --out wheels gone-a gone-b old-one wing"
     )
     assert gpu_environment.missing("not-installed") == ["not-installed"]
