@@ -1,7 +1,7 @@
 """`Fragments`: the variable-length sets that every operator of the package takes.
 
-An image is a set of region vectors, a caption a set of word vectors. `Fragments` holds the vectors of many sets end
-to end, without padding, and the offsets that part them.
+An image is a set of region vectors; a caption is a set of word vectors. `Fragments` concatenates the vectors of many
+sets without padding and stores the offset at which each set starts.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Fragments:
-    """Vectors of `n_sets` sets, end to end: the regions of images or the words of captions.
+    """Concatenated vectors of `n_sets` sets: the regions of images or the words of captions.
 
     Args:
         values: `(N, d)` floating point, the vectors of all sets in order.
         offsets: `(n_sets + 1,)` int32 or int64 on the device of `values`; set `i` is
-            `values[offsets[i]:offsets[i + 1]]`. Offsets start at 0, never fall and end at `N`.
-        check: look at the values of `offsets` when they lie on the CPU. Shapes, dtypes and devices are always checked.
-        max_length: the length of the longest set where the caller knows it; computed on first use otherwise.
+            `values[offsets[i]:offsets[i + 1]]`. Offsets start at 0, never decrease and end at `N`.
+        check: check the values of `offsets` if they are on the CPU. Shapes, dtypes and devices are always checked.
+        max_length: length of the longest set, if the caller knows it; otherwise computed on first use.
 
     Raises:
         TypeError: `values` is not a floating point tensor or `offsets` is not an int32 or int64 tensor.
-        ValueError: a shape, device or offset does not fit.
+        ValueError: a shape, a device or an offset is wrong.
     """
 
     __slots__ = ("_max_length", "offsets", "values")
@@ -59,25 +59,29 @@ class Fragments:
         self._max_length = max_length
 
     def check_offsets(self) -> None:
-        """Raises ValueError where an offset falls or leads outside the values; waits for a GPU if they lie on one."""
+        """Raise ValueError if offsets decrease or do not span the values. Synchronizes with a GPU."""
         _check_offsets(self.offsets, self.values.shape[0])
 
     @classmethod
     def from_padded(cls, padded: Tensor, lengths: Tensor | None = None, *, mask: Tensor | None = None) -> Fragments:
         """Pack padded sets.
 
-        It traces under `torch.compile(fullgraph=True)`. There the rows of padding are not removed but moved behind the
-        last set, because the number of rows in a graph must not depend on values.
+        Works under `torch.compile(fullgraph=True)`. There, padding rows are moved behind the last set instead of
+        removed, because the number of rows in a graph must not depend on values.
 
         Args:
             padded: `(n_sets, max_len, d)` floating point.
-            lengths: integer `(n_sets,)`, the rows of each set, which stand first. None: all rows, or those of `mask`.
-            mask: bool or integer `(n_sets, max_len)`, non-zero at the rows that belong to a set, as tokenizers return
-                it. Padding may stand anywhere, also on the left. Give either `lengths` or `mask`.
+            lengths: integer `(n_sets,)`, number of rows of each set, counted from the left. None: all rows, or the
+                rows that `mask` selects.
+            mask: bool or integer `(n_sets, max_len)`, non-zero for the rows that belong to a set, as tokenizers return
+                it. Padding may be anywhere, also on the left. Pass either `lengths` or `mask`.
+
+        Returns:
+            `Fragments` of `n_sets` sets.
 
         Raises:
             TypeError: `lengths` is not an integer tensor, or `mask` is not a bool or integer tensor.
-            ValueError: a shape or a length does not fit, or both `lengths` and `mask` are given.
+            ValueError: a shape or a length is wrong, or both `lengths` and `mask` are given.
         """
         if not isinstance(padded, Tensor) or padded.dim() != 3:
             raise ValueError(f"padded: expected a tensor of shape (n_sets, max_len, d), got {_describe(padded)}")
@@ -100,7 +104,7 @@ class Fragments:
 
     @classmethod
     def from_list(cls, tensors: Iterable[Tensor]) -> Fragments:
-        """Packs a non-empty list of `(n_i, d)` tensors, one per set."""
+        """Pack a non-empty list of `(n_i, d)` tensors, one per set."""
         tensors = list(tensors)
         if not tensors:
             raise ValueError("tensors: expected at least one tensor (an empty list has no width d)")
@@ -113,7 +117,7 @@ class Fragments:
 
     @classmethod
     def cat(cls, fragments: Iterable[Fragments]) -> Fragments:
-        """The sets of all `fragments`, one after the other; they must agree in width, dtype and device."""
+        """Concatenate the sets of all `fragments`, which must have the same width, dtype and device."""
         fragments = list(fragments)
         if not fragments:
             raise ValueError("fragments: expected at least one Fragments")
@@ -125,18 +129,18 @@ class Fragments:
         return cls(torch.cat([part.values for part in fragments]), _offsets_of(lengths), check=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write values and offsets to a safetensors file, atomically and with their dtypes."""
+        """Write values and offsets to a safetensors file, atomically. Dtypes are kept."""
         tensors = {"offsets": self.offsets, "values": self.values}
         content = safetensors.torch.save({name: one.detach().cpu().contiguous() for name, one in tensors.items()})
         atomic.write_bytes(path, content)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Fragments:
-        """Read what `save` wrote, to the CPU.
+        """Read a file that `save` wrote. The tensors are on the CPU.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: the file is damaged or holds no `Fragments`; the message names it.
+            ValueError: the file is damaged or contains no `Fragments`; the message names the file.
         """
         try:
             tensors = safetensors.torch.load(read_bytes(path))
@@ -150,7 +154,7 @@ class Fragments:
             raise ValueError(f"{path}: {error}") from None
 
     def to_padded(self, fill: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Returns `(n_sets, max_length, d)` with `fill` behind each set's rows, and the lengths `(n_sets,)`."""
+        """Return the sets padded on the right with `fill`, `(n_sets, max_length, d)`, and their lengths `(n_sets,)`."""
         rows = torch.arange(self.values.shape[0], device=self.values.device)
         sets = self.set_index()
         padded = self.values.new_full((len(self), self.max_length, self.values.shape[1]), fill)
@@ -158,17 +162,25 @@ class Fragments:
         return padded, self.lengths
 
     def set_index(self) -> Tensor:
-        """The set that each row belongs to, int64 `(N,)`."""
+        """Return the index of the set that each row belongs to, int64 `(N,)`."""
         sets = torch.arange(len(self), device=self.values.device)
         return torch.repeat_interleave(sets, self.lengths, output_size=self.values.shape[0])
 
     def index_select(self, indices: Tensor) -> Fragments:
-        """The sets `indices` (int64 `(m,)` from 0; any order, repeats allowed) as new Fragments."""
+        """Return the sets `indices` as new Fragments.
+
+        Args:
+            indices: int32 or int64 `(m,)`, each from 0 to `n_sets - 1`, in any order; repeats are allowed.
+
+        Raises:
+            TypeError: `indices` has a wrong dtype or shape.
+            ValueError: an index on the CPU is out of range.
+        """
         rows = self.row_index(indices)
         return Fragments(self.values[rows], _offsets_of(self.lengths[indices.to(self.device)]), check=False)
 
     def row_index(self, indices: Tensor) -> Tensor:
-        """The rows of the sets `indices` (int64 `(m,)` from 0), one set after the other, int64."""
+        """Return the row numbers of the sets `indices` as `index_select` orders them, int64 `(n_rows,)`."""
         if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"indices: expected an int32 or int64 tensor of shape (m,), got {_describe(indices)}")
         indices = indices.to(device=self.offsets.device, dtype=torch.int64)
@@ -182,17 +194,17 @@ class Fragments:
 
     @property
     def lengths(self) -> Tensor:
-        """Rows of each set, `(n_sets,)` in the offsets' dtype."""
+        """Number of rows of each set, `(n_sets,)` in the dtype of the offsets."""
         return self.offsets[1:] - self.offsets[:-1]
 
     @property
     def knows_max_length(self) -> bool:
-        """Whether `max_length` needs no look at the offsets, for which a GPU would be waited for."""
+        """Whether `max_length` is known. If not, its first use synchronizes with a GPU."""
         return self._max_length is not None
 
     @property
     def max_length(self) -> int:
-        """Rows of the longest set; the first use reads the offsets on the host."""
+        """Number of rows of the longest set. The first use reads the offsets on the host."""
         if self._max_length is None:
             self._max_length = int(self.lengths.max()) if len(self) else 0
         return self._max_length
@@ -206,13 +218,13 @@ class Fragments:
         return self.values.device
 
     def with_values(self, values: Tensor) -> Fragments:
-        """The same sets with other vectors: `values` `(N, any width)`."""
+        """Return the same sets with other vectors: `values` `(N, any width)`."""
         if values.shape[0] != self.values.shape[0]:
             raise ValueError(f"values: expected {self.values.shape[0]} rows, got {tuple(values.shape)}")
         return Fragments(values, self.offsets, check=False, max_length=self._max_length)
 
     def to(self, *args: Any, **kwargs: Any) -> Fragments:
-        """`Tensor.to` on the values; the offsets follow to the device and keep their dtype."""
+        """Apply `Tensor.to` to the values. The offsets move to the same device and keep their dtype."""
         values = self.values.to(*args, **kwargs)
         non_blocking = bool(kwargs.get("non_blocking", False))
         offsets = self.offsets.to(values.device, non_blocking=non_blocking)
@@ -228,7 +240,7 @@ class Fragments:
         return self.offsets.shape[0] - 1
 
     def __getitem__(self, index: int) -> Tensor:
-        """Set `index` as `(n_i, d)`; negative indices count from the end."""
+        """Return set `index`, `(n_i, d)`. Negative indices count from the end."""
         if not isinstance(index, int):
             raise TypeError(f"index: expected an int (index_select takes several sets), got {_describe(index)}")
         if not -len(self) <= index < len(self):
@@ -300,7 +312,7 @@ def _flatten(fragments: Fragments) -> tuple[list[Any], Any]:
 
 
 def _unflatten(children: Iterable[Any], _context: Any) -> Fragments:
-    # tree_map may put anything in the place of the tensors, so the constructor's checks must not run here.
+    # tree_map may replace the tensors by any object, so the constructor's checks must not run here.
     fragments = object.__new__(Fragments)
     fragments.values, fragments.offsets = children
     fragments._max_length = None

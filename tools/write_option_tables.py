@@ -1,7 +1,7 @@
 """Write docs/reference/cli.md and docs/reference/recipes.md from the options, settings and recipes of the package.
 
     python tools/write_option_tables.py            # writes both pages
-    python tools/write_option_tables.py --check    # exit status 1 where a page is out of date
+    python tools/write_option_tables.py --check    # exit status 1 if a page is out of date
     python tools/write_option_tables.py --check    # exit status 1 if a page is out of date
 Hidden options, the former names of others, are left out.
 """
