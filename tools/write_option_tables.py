@@ -2,7 +2,7 @@
 
     python tools/write_option_tables.py            # writes both pages
     python tools/write_option_tables.py --check    # exit status 1 if a page is out of date
-    python tools/write_option_tables.py --check    # exit status 1 if a page is out of date
+
 Hidden options, the former names of others, are left out.
 """
 
