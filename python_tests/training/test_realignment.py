@@ -472,7 +472,7 @@ def test_a_damaged_queue_is_named(data: Path, tmp_path: Path) -> None:
     )
     augmented = attrs.evolve(settings, region_augmentation=0.3)
     assert refused(lambda part: None, augmented) == (
-        f"{first}.images: missing; they are not those of the data, which could be read again"
+        f"{first}.images: missing; they cannot be read from the data, because training changed them"
     )
     assert refused(lambda part: part["queue"][0].update(image_index=torch.arange(33))) == (
         f"{first}.image_index: expected 1 to 32 images, got 33"
