@@ -349,7 +349,9 @@ def test_a_process_may_see_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("changes", [{"momentum": None}, {"track_running_stats": False}])
 def test_a_normalisation_that_processes_cannot_share_is_named(changes: dict) -> None:
     model = torch.nn.ModuleDict({"norm": torch.nn.BatchNorm1d(3, **changes)})
-    with pytest.raises(ValueError, match=r"^norm: processes share batch normalisation with a momentum and running"):
+    with pytest.raises(
+        ValueError, match=r"^norm: several processes need batch normalization with a momentum and running"
+    ):
         share_norms(model, World(Launch(0, 2)))
 
 

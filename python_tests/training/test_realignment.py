@@ -398,8 +398,8 @@ def test_bad_settings_are_one_line_and_write_nothing(
         return message
 
     assert refused("--conversions", "5") == (
-        "conversions: 5 conversions learn from as many batches, but an epoch has 4; fewer conversions, or a smaller "
-        "--batch-size, fit"
+        "conversions: 5 conversions need as many batches per epoch, but there are 4; use fewer conversions or "
+        "a smaller --batch-size"
     )
     assert refused("--conversions", "0") == "conversions: expected a number at least 1 and at most 64, got 0"
     assert refused("--conversions", "2", "--model", "sgraf") == (

@@ -190,7 +190,7 @@ class AddrScenario(Scenario):
         )
 
     def _negatives(self, batch: BatchFunctions, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the hardest caption and the hardest image of other images for each pair, -1 if there is no negative."""
+        """Return the hardest caption and the hardest image of other images for each pair; -1 without a negative."""
         same_image = batch.images[:, None] == batch.images
         rows, columns = F_itm.hardest_negatives(scores, same_image)
         return rows[1], columns[1]
