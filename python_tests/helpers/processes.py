@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# After so many seconds a process hangs, on a machine that does other things, too.
+# A process that takes longer than this number of seconds hangs, even on a busy machine.
 HANGS = 3600
 
 

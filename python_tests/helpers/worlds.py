@@ -71,7 +71,7 @@ def train_job(size: int, data: Path, out: Path, *options: object, **more: Any) -
 
 
 def _free_port() -> int:
-    """A port that nobody takes before the first process does: below those that systems give to who asks for any."""
+    """A port that stays free until the first process takes it: below the range from which systems assign ports."""
     while True:
         port = random.SystemRandom().randrange(20_000, 30_000)
         with socket.socket() as found, contextlib.suppress(OSError):
