@@ -16,7 +16,7 @@ from PIL import Image
 
 __all__ = ["png_uri", "render"]
 
-# Characters that HTML and XML forbid. Captions and labels may hold them.
+# Characters that HTML and XML forbid. Captions and labels may contain them.
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 

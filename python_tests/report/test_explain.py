@@ -172,7 +172,7 @@ def test_the_page_holds_the_weights_of_the_scores(data: Path, tmp_path: Path, ca
         ("pair", f"{score:.4f}"),
         *zip(("words", "regions") if len(parts) == 2 else (), (f"{part:.4f}" for part in parts), strict=False),
     ]
-    assert html.count("There are no learned weights of aggregation") == sum(
+    assert html.count("There are no learned aggregation weights") == sum(
         not found["aggregation"] for found in content["directions"].values()
     )
     assert (WHOLE in html) == (name == "sgraf")
