@@ -108,12 +108,12 @@ def test_images_travel_once_and_their_gradients_once(found: dict[int, list[dict[
 
 
 # The rows of the page that each collective of a step is one of, in the order of the step.
-WORD, WEIGHTS = "a word on errors and stops", "gradients of the weights"
+WORD, WEIGHTS = "flags for errors and stop requests", "gradients of the weights"
 OF_SETS, OF_IMAGES, OF_EMBEDDINGS = "sizes of sets of fragments", "embeddings of images", "gradients of the embeddings"
 DENSE = [OF_IMAGES, "scores"]
 RAGGED = [OF_SETS, *DENSE]
 AFTER = [OF_EMBEDDINGS, WEIGHTS]
-OF_PAIRS, BASE = "losses of the own pairs, added up", "base features of {}, `{}` numbers"
+OF_PAIRS, BASE = "sums of each process's losses", "base features of {}, `{}` numbers"
 # By the fused feature and by the first conversion, and of the pairs with one batch of before.
 REALIGNED = [WORD, *RAGGED, *RAGGED, OF_PAIRS, OF_EMBEDDINGS, *AFTER]
 RUNNING = "running statistics, `r` numbers"
@@ -129,7 +129,7 @@ ROWS = {
     "normalised in micro-batches": [WORD, *DENSE, RUNNING, *AFTER],
     "addr": [WORD, *RAGGED, OF_SETS, "words, `m` numbers", OF_PAIRS, "gradients of the words", *AFTER],
     "realigned": [*REALIGNED, OF_SETS, BASE.format("images", "b"), OF_SETS, BASE.format("captions", "t")],
-    "realigned, anew": [*REALIGNED, OF_SETS, BASE.format("images", "b"), "in their place `l` token ids"],
+    "realigned, anew": [*REALIGNED, OF_SETS, BASE.format("images", "b"), "`l` token ids instead"],
 }  # fmt: skip
 
 
@@ -349,7 +349,9 @@ def test_a_process_may_see_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("changes", [{"momentum": None}, {"track_running_stats": False}])
 def test_a_normalisation_that_processes_cannot_share_is_named(changes: dict) -> None:
     model = torch.nn.ModuleDict({"norm": torch.nn.BatchNorm1d(3, **changes)})
-    with pytest.raises(ValueError, match=r"^norm: processes share batch normalisation with a momentum and running"):
+    with pytest.raises(
+        ValueError, match=r"^norm: several processes need batch normalization with a momentum and running"
+    ):
         share_norms(model, World(Launch(0, 2)))
 
 

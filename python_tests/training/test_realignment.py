@@ -398,8 +398,8 @@ def test_bad_settings_are_one_line_and_write_nothing(
         return message
 
     assert refused("--conversions", "5") == (
-        "conversions: 5 conversions learn from as many batches, but an epoch has 4; fewer conversions, or a smaller "
-        "--batch-size, fit"
+        "conversions: 5 conversions need as many batches per epoch, but there are 4; use fewer conversions or "
+        "a smaller --batch-size"
     )
     assert refused("--conversions", "0") == "conversions: expected a number at least 1 and at most 64, got 0"
     assert refused("--conversions", "2", "--model", "sgraf") == (
@@ -472,7 +472,7 @@ def test_a_damaged_queue_is_named(data: Path, tmp_path: Path) -> None:
     )
     augmented = attrs.evolve(settings, region_augmentation=0.3)
     assert refused(lambda part: None, augmented) == (
-        f"{first}.images: missing; they are not those of the data, which could be read again"
+        f"{first}.images: missing; they cannot be read from the data, because training changed them"
     )
     assert refused(lambda part: part["queue"][0].update(image_index=torch.arange(33))) == (
         f"{first}.image_index: expected 1 to 32 images, got 33"
