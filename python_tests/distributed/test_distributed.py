@@ -285,7 +285,7 @@ def test_what_scores_captions_together_is_refused(anchor: bool) -> None:
         ),
         (
             {"WORLD_SIZE": "2", "RANK": "1"},
-            "MASTER_ADDR: expected in the environment beside WORLD_SIZE, as torchrun sets it",
+            "MASTER_ADDR: missing in the environment; torchrun sets it together with WORLD_SIZE",
         ),
     ],
 )
@@ -308,8 +308,8 @@ def test_each_process_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     assert World().device("cuda:1") == "cuda:1"
     assert World(Launch(1, 4)).device("cpu") == "cpu"
     messages = {
-        "cuda:1": "device: each process takes a GPU of its own; expected cuda without a number, got cuda:1",
-        "cuda": "device: 4 processes need as many GPUs, and torch sees 2",
+        "cuda:1": "device: each process uses its own GPU; expected cuda without a number, got cuda:1",
+        "cuda": "device: 4 processes need one GPU each, but torch finds 2",
     }
     for name, message in messages.items():
         with pytest.raises(ValueError, match=f"^{message}$"):
@@ -320,7 +320,7 @@ def test_a_process_may_see_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) ->
     """As launchers of batch systems have it; where two see the same one, both are named."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(ValueError, match=r"^device: 4 processes need as many GPUs, and torch sees 1$"):
+    with pytest.raises(ValueError, match=r"^device: 4 processes need one GPU each, but torch finds 1$"):
         World(Launch(1, 4, 1, 4)).device("cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert World(Launch(1, 4, 1, 4)).device("cuda") == "cuda:0"

@@ -29,8 +29,8 @@ from python_tests.helpers.worlds import Outcome, run_jobs, train_job
 STEPS = ("--batch-size", "59", "--epochs", "2", "--save-every", "2")
 DRAWN = (*STEPS, "--model-option", "word_dropout=0.3", "--text-augmentation", "0.2")
 ANOTHER = (
-    "another of the 2 processes of this run has ended{}; what was saved last is whole, and a training goes on from "
-    "there with --resume\n"
+    "another of the 2 processes of this run has ended{}; the last saved state is complete, continue a training run "
+    "with --resume\n"
 )
 LOST = "itm-fast: error: " + ANOTHER.format(", or did not answer within {} s")
 

@@ -135,7 +135,7 @@ def _step_case(name: str, reduction: str, loss: tuple[str, str]) -> Case:
 
 
 def past_the_room(rows: int = 100) -> Case:
-    """Sets of `rows` rows on both sides. With 60, the pairs have more than the 2^25 raw scores that the CUDA backward keeps."""
+    """Sets of `rows` rows on both sides. With 60, the CUDA backward cannot keep all raw scores of the pairs (2^25)."""
 
     def make(seed: int, size: int) -> Inputs:
         sides = [random_fragments([rows] * size, 8, seed=seed + i) for i in range(2)]

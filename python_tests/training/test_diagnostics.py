@@ -214,7 +214,7 @@ def test_the_report_draws_what_the_log_has() -> None:
     assert list(curves) == [
         "Loss with selectively hard negatives",
         "Gradient of the first image layer",
-        "Hardest negatives from their positives",
+        "Gap to the hardest negative",
         "Anchors that took their hardest negative",
     ]
     shares = curves["Anchors that took their hardest negative"]
@@ -224,7 +224,7 @@ def test_the_report_draws_what_the_log_has() -> None:
     )
     assert "text to image, first 50 at step 30; last 50 at step 50" in shares
     assert ">image to text</text>" in shares
-    gap = curves["Hardest negatives from their positives"]
+    gap = curves["Gap to the hardest negative"]
     assert "first 0.125 at step 10; last 0.125 at step 50" in gap
     assert "first 3 at step 10; last 3 at step 50" in curves["Gradient of the first image layer"]
     # Where the mining chooses nothing, the share says nothing; a log of before has none of the numbers.
