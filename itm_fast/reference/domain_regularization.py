@@ -4,8 +4,8 @@
 - `domain_regularization_packed`: multiplies all rows with all discriminators in bounded memory, then selects the risks.
   It runs where no native kernel is available, and is the baseline of the benchmarks.
 
-Both have the signature of `itm_fast.functional.domain_regularization`, and support derivatives of any order and float64.
-They do not check their arguments.
+Both have the signature of `itm_fast.functional.domain_regularization`. They support derivatives of any order and
+float64, and do not check their arguments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def domain_regularization(
     margin: float = 0.05,
     aggregation: str = "sum",
 ) -> tuple[Tensor, Tensor]:
-    """Compute the adversarial loss and the regularization of each pair; see `itm_fast.functional.domain_regularization`."""
+    """Compute adversarial loss and regularization of each pair; see `itm_fast.functional.domain_regularization`."""
     dtype = torch.promote_types(regions.dtype, torch.float32)
     weights, biases = weights.to(dtype), biases.to(dtype)
 
