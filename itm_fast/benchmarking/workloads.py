@@ -73,7 +73,7 @@ SCORES: dict[str, Callable[[Fragments, Fragments], Tensor]] = {
 
 @attrs.frozen
 class Sizes:
-    """How large a workload is, and on which device."""
+    """Sizes and device of a workload."""
 
     images: int
     captions: int
@@ -263,5 +263,5 @@ def accuracy_of(scores: Tensor, exact: Tensor) -> dict[str, float]:
 
 
 def warm_up_sizes(variant: str, sizes: Sizes) -> Sizes:
-    """The sizes of a first call: small, but for what torch.compile makes for one size alone."""
+    """Return the sizes of the warm-up call: small, except for code that torch.compile specializes to one size."""
     return sizes if variant.endswith("compiled") else attrs.evolve(sizes, images=2, captions=2)
