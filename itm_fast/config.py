@@ -1,11 +1,7 @@
-"""Typed settings: what a model's or a training run's configuration is made of.
+"""Typed configurations of models and training runs.
 
-Inside: `setting` (a field with its help text and bounds), `other_default` (a field of another class with a default of
-its own), `build` (from names and values, unknown names refused), `with_present_names` (former names replaced),
-`renamed` (the note for one), `to_dict`, `from_text` (a value from the command line), `fields_of`, `unknown_name`.
-
-A configuration is a frozen attrs class whose fields are all made by `setting`. Values come as Python objects, from YAML
-or from the command line; nothing in a configuration is ever imported or evaluated.
+A configuration is a frozen attrs class. Define each of its fields with `setting`. Values are Python objects, or come
+from YAML or the command line. A configuration never imports or evaluates its values.
 """
 
 from __future__ import annotations
@@ -46,19 +42,19 @@ def setting(
     former: str | None = None,
     former_choices: Mapping[str, str] | None = None,
 ) -> Any:
-    """A field of a configuration class.
+    """Define a field of a configuration class.
 
     Args:
-        default: the value where none is given; without one the field is required.
+        default: value if none is given; without a default the field is required.
         help: one sentence for `--help` and the documentation.
         choices: the allowed strings.
         minimum, above, maximum, below: bounds of a number; `above` and `below` exclude the bound itself.
-        factory: makes the default where it is a container.
+        factory: creates the default if it is a container.
         group: the heading under which `--help` and the documentation list the field.
         metavar: what `--help` shows as the value; by default a word for the type.
         free_on_resume: a resumed training run may change this field.
-        former: the name of the field in the release before; `with_present_names` reads it.
-        former_choices: allowed strings by their names in the release before; they still work, with a `FutureWarning`.
+        former: deprecated name of the field; `with_present_names` replaces it.
+        former_choices: deprecated names of choices; they still work, with a `FutureWarning`.
     """
     metadata = {
         "help": help,
@@ -77,7 +73,7 @@ def setting(
 
 
 def renamed(old: str, new: str) -> str:
-    """The note for a name that still works in this release."""
+    """Return the message for a deprecated name."""
     return f"{old} is now {new}; the old name goes away in the next release"
 
 
@@ -89,11 +85,11 @@ def with_present_names(
     Args:
         cls: the configuration class.
         values: names and values.
-        prefix: stands before the names in messages; with one, they are options such as `--batch-size`.
-        quiet: give no `FutureWarning` for a former name, as for files that the package itself has written.
+        prefix: prefix of the names in messages, such as `--` for options (`--batch-size`).
+        quiet: issue no `FutureWarning` for former names (for files that the package wrote).
 
     Raises:
-        ValueError: `values` has a field under both of its names.
+        ValueError: `values` contains both names of a field.
     """
 
     def replaced(old: str, new: str) -> str:
@@ -128,19 +124,19 @@ def _present_choice(former: Mapping[str, str], value: Any) -> Any:
 
 
 def other_default(cls: type, name: str, default: Any) -> Any:
-    """The field `name` of the configuration class `cls` with another default, for a class that derives from it."""
+    """Return the field `name` of the configuration class `cls` with another default, for a derived class."""
     field = fields_of(cls)[name]
     return attrs.field(default=default, validator=field.validator, metadata=field.metadata, converter=field.converter)
 
 
 def fields_of(cls: type) -> dict[str, attrs.Attribute[Any]]:
-    """The fields of a configuration class by name, in their order."""
+    """Return the fields of a configuration class by name, in order of definition."""
     return {field.name: field for field in attrs.fields(cls)}
 
 
 @functools.cache
 def type_of(cls: type, name: str) -> tuple[type, bool]:
-    """The plain type of a field, and whether it may be None."""
+    """Return the type of a field without None, and whether it may be None."""
     hint = typing.get_type_hints(cls)[name]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (inner,) = (part for part in typing.get_args(hint) if part is not type(None))
@@ -149,10 +145,10 @@ def type_of(cls: type, name: str) -> tuple[type, bool]:
 
 
 def build(cls: type[Config], values: Mapping[str, Any], what: str = "setting") -> Config:
-    """Makes a configuration from names and values.
+    """Build a configuration from names and values.
 
     Raises:
-        ValueError: a name is unknown (the nearest known one is named), a required one is missing, or a value is bad.
+        ValueError: a name is unknown (the message suggests the nearest), a required one is missing, or a value is bad.
     """
     known = fields_of(cls)
     for name in values:
@@ -165,19 +161,19 @@ def build(cls: type[Config], values: Mapping[str, Any], what: str = "setting") -
 
 
 def unknown_name(what: str, name: str, known: Sequence[str]) -> str:
-    """The error text for a name that nobody knows, with the nearest known one, or all where none is near."""
+    """Return the error message for an unknown name: it suggests the nearest known name, or lists all."""
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
     return f"unknown {what} {shown(name)}: {hint}"
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Names and values of a configuration, ready for JSON or YAML."""
+    """Return names and values of a configuration, ready for JSON or YAML."""
     return attrs.asdict(config)
 
 
 def from_text(text: str) -> Any:
-    """A value written on the command line: a number, true, false, null or a string, as YAML reads it."""
+    """Parse a command-line value as YAML: a number, true, false, null or a string."""
     try:
         value = parse_yaml(text)
     except ValueError:
@@ -186,7 +182,7 @@ def from_text(text: str) -> Any:
 
 
 def _number_from_text(cls: type, name: str, value: Any) -> Any:
-    """YAML reads `2e-4` (no dot) as a string; where a number is wanted it becomes one."""
+    """Convert a string such as `2e-4`, which YAML does not parse as a number, to a number if the field is numeric."""
     plain, _ = type_of(cls, name)
     if plain in (int, float) and isinstance(value, str):
         try:

@@ -1,8 +1,4 @@
-"""Times and peak memory of several ways to compute the same thing.
-
-Inside: `interleave` for times, `peak_memory` for memory in a fresh process, `reset_peak`, `kept_bytes` and
-`status_bytes` for that of this one, `Timing`, and what a device needs of both: `CpuMeter` and `CudaMeter`.
-"""
+"""Measure time and peak memory of several variants of a computation, on the CPU and on CUDA devices."""
 
 from __future__ import annotations
 
@@ -59,7 +55,7 @@ def interleave(
     time_of: Callable[[Callable[[], Any]], float] = wall_time,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Timing]:
-    """Runs all variants once unmeasured, then in turn, A B C A B C, so that a drift of the machine's speed hits all.
+    """Time all variants in turn (A B C A B C) after one warm-up each, so that changes in machine speed affect all.
 
     Args:
         variants: name to call.
@@ -85,11 +81,11 @@ def interleave(
 
 
 def peak_memory(make: Callable[..., Callable[[], Any]], *arguments: Any, threads: int) -> int | None:
-    """Bytes by which the memory of a fresh process rises above its inputs while it runs a call once.
+    """Return the peak memory in bytes of one call in a fresh process, without its inputs.
 
-    `make(*arguments)` runs in the new process and returns the call; inputs that it creates do not count, nor does what
-    a first call sets up: that of `make(*arguments, small=True)` runs before. None where the system does not tell (other
-    systems than Linux).
+    `make(*arguments)` runs in the new process and returns the call. Its inputs do not count. The call of
+    `make(*arguments, small=True)` runs first, so that one-time initialization does not count either. Return None on
+    systems other than Linux, which do not report peak memory.
     """
     if not _STATUS.exists():
         return None
@@ -121,22 +117,22 @@ def _measure_peak(
 
 
 def reset_peak() -> None:
-    """Sets the high-water mark of this process's memory, `VmHWM`, to its present size (Linux)."""
+    """Reset the peak memory of this process, `VmHWM`, to its current memory (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 class Meter(Protocol):
-    """How times and memory are taken on one kind of device."""
+    """Measure time and memory on one type of device."""
 
     @property
     def device(self) -> str:
-        """The device type, such as "cuda"."""
+        """Device type, such as "cuda"."""
 
     def time_of(self, call: Callable[[], Any]) -> float:
-        """Seconds that the device takes for one call."""
+        """Return the device time of one call in seconds."""
 
     def peak_bytes(self, make: Callable[..., Callable[[], Any]], *arguments: Any) -> int | None:
-        """Bytes by which `make(*arguments)()` raises the memory in use above what is there before."""
+        """Return the peak memory of `make(*arguments)()` in bytes, above the memory in use before."""
 
 
 @attrs.frozen
@@ -160,7 +156,7 @@ class CudaMeter:
     launches what is measured, so that the time is the device's unless launching takes longer than that.
 
     Raises:
-        RuntimeError: no CUDA device is there.
+        RuntimeError: no CUDA device is available.
     """
 
     FLUSH_BYTES = 1 << 28
@@ -182,7 +178,7 @@ class CudaMeter:
 
     def peak_bytes(self, make: Callable[..., Callable[[], Any]], *arguments: Any) -> int | None:
         call = make(*arguments)
-        call()  # What a first call sets up does not count.
+        call()  # Exclude one-time initialization.
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

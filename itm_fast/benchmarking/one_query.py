@@ -1,7 +1,4 @@
-"""One caption against a gallery of images, as a search scores it: with and without what depends on the images alone.
-
-Inside: `make_query` and `accuracy`.
-"""
+"""Workload of a search: score one caption against a gallery of images, with and without prepared images."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ def _sides(sizes: Sizes) -> tuple[Fragments, Fragments]:
 
 
 def make_query(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], Tensor]:
-    """Scores of one caption with all images; what depends on the images alone is computed before."""
+    """Score one caption with all images; precompute the parts that depend only on the images."""
     words, regions = _sides(warm_up_sizes(variant, sizes) if small else sizes)
     if variant.endswith("bf16"):
         words, regions = words.to(torch.bfloat16), regions.to(torch.bfloat16)
@@ -81,7 +78,7 @@ def make_query(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], 
 
 
 def accuracy(variant: str, sizes: Sizes) -> dict[str, float]:
-    """Largest error of a score against float64."""
+    """Return the largest error of a score against float64."""
     words, regions = (part.to(torch.float64) for part in _sides(sizes))
     exact = reference.cross_attention_scores_packed(words, regions)
     return {"max_score_error": accuracy_of(make_query(variant, sizes)(), exact)["max_score_error"]}

@@ -1,6 +1,6 @@
-"""The workloads of the regulators: text-to-image RCAR of two aggregations and one correspondence step, width 256.
+"""Workloads of the regulators: text-to-image RCAR with two aggregations and one correspondence step, width 256.
 
-Inputs are those of `workloads`. There is no dropout: the baselines would mostly make random numbers.
+The inputs are those of `workloads`. Dropout is off, because the baselines would mostly measure random numbers.
 """
 
 from __future__ import annotations

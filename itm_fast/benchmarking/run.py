@@ -1,4 +1,4 @@
-"""The benchmark as a whole: which workloads are measured how often, and what is written down about the run."""
+"""Run the benchmark: choose workloads and repeats, and record the environment of the run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FORMAT_VERSION = 2
 
 @attrs.frozen
 class Preset:
-    """How much is measured: sizes, the runs of the fast variants and of the loop, and what beside the times."""
+    """Extent of a benchmark: sizes, repeats of the fast variants and of the loop, and optional measurements."""
 
     batch: int
     dim: int
@@ -62,7 +62,7 @@ def run(preset: Preset, meter: Meter, progress: Callable[[str], None] = lambda _
     """Measure everything of `preset` on the meter's device; return the content of the JSON file.
 
     Raises:
-        RuntimeError: no native kernel serves that device, so there is nothing to measure.
+        RuntimeError: there are no native kernels for the device.
     """
     info, device = build_info(), meter.device
     if not info["dispatch"]["cross_attention_scores"][device].startswith("native"):
@@ -133,7 +133,7 @@ def measure_variants(
     memory: bool,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Times of all variants, interleaved, and with `memory` the peak memory of each."""
+    """Time all variants interleaved; with `memory`, also measure the peak memory of each."""
     what = make.__name__.removeprefix("make_")
     calls = {name: make(name, *arguments) for name in repeats}
     timings = interleave(calls, repeats, meter.time_of, progress=lambda name: progress(f"{what}: {name}"))
@@ -153,7 +153,7 @@ def compiler_found() -> bool:
 
 
 def environment(threads: int, info: Mapping[str, Any]) -> dict[str, Any]:
-    """Where, when and with what the figures were measured."""
+    """Return machine, time and software versions of the measurement."""
     commit, dirty = _commit()
     return {
         "commit": commit,
@@ -192,7 +192,7 @@ def _commit() -> tuple[str | None, bool | None]:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        # Results of earlier measurements are not part of what is measured.
+        # Ignore result files of earlier measurements.
         return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--", ".", ":!benchmarks/results"))
     except (OSError, subprocess.CalledProcessError):
         return None, None

@@ -44,7 +44,7 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def time(variant: Mapping[str, Any] | None) -> str:
-    """The median, smallest and largest time in brackets, as text."""
+    """Format the median time, with minimum and maximum in brackets."""
     if variant is None:
         return "not run"
     median, low, high = (variant[key] for key in ("median_s", "min_s", "max_s"))
@@ -54,12 +54,12 @@ def time(variant: Mapping[str, Any] | None) -> str:
 
 
 def megabytes(variant: Mapping[str, Any] | None) -> str:
-    """The peak memory, as text."""
+    """Format the peak memory."""
     return f"{variant['peak_bytes'] / 1e6:,.0f} MB" if variant and variant.get("peak_bytes") else "not run"
 
 
 def table(rows: list[list[str]]) -> str:
-    """Rows of cells as a table, the first row its header; all columns but the first stand to the right."""
+    """Format rows of cells as a table. The first row is the header; align all columns except the first to the right."""
     header, *body = rows
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

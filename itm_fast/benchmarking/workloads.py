@@ -1,7 +1,7 @@
-"""The workloads of the benchmark: inputs of COCO's shape and the variants that compute them.
+"""Workloads of the benchmark: inputs with the sizes of COCO, and the variants of each computation.
 
-Images have 36 regions, captions 8 to 24 words with start and end, 13 on average, and vectors 1024 components, as the
-encoders give them: of length one. A variant is named by a string, so that a fresh process can make it too.
+Images have 36 regions. Captions have 8 to 24 words including start and end tokens, 13 on average. Features have 1024
+components and norm 1, like the output of the encoders. Variants have names, so that a fresh process can create them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ SCORES: dict[str, Callable[[Fragments, Fragments], Tensor]] = {
 
 @attrs.frozen
 class Sizes:
-    """How large a workload is, and on which device."""
+    """Sizes and device of a workload."""
 
     images: int
     captions: int
@@ -263,5 +263,5 @@ def accuracy_of(scores: Tensor, exact: Tensor) -> dict[str, float]:
 
 
 def warm_up_sizes(variant: str, sizes: Sizes) -> Sizes:
-    """The sizes of a first call: small, but for what torch.compile makes for one size alone."""
+    """Return the sizes of the warm-up call: small, except for code that torch.compile specializes to one size."""
     return sizes if variant.endswith("compiled") else attrs.evolve(sizes, images=2, captions=2)

@@ -57,7 +57,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-# The commands whose work several processes share; of the others each process would do all of it.
+# Commands that distribute their work over processes. In other commands, each process would do all work.
 _SHARED = ("train", "evaluate")
 
 
@@ -75,7 +75,7 @@ def _root(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command and exits; the entry point of `itm-fast` and of `python -m itm_fast`."""
+    """Run the command and exit. This is the entry point of `itm-fast` and of `python -m itm_fast`."""
     # Python has None for a stream that was closed at the start, as some daemons leave them; progress bars want a file.
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
+    """Run the command and return its exit status."""
     try:
         status = app(args=arguments, prog_name="itm-fast", standalone_mode=False)
         return status if isinstance(status, int) else 0

@@ -118,7 +118,7 @@ def demo(
 
 
 def _clear_earlier_demo(config: TrainConfig) -> None:
-    """Removes the run of an earlier demo in the same folder; anything else that lies in the way is an error."""
+    """Remove the run of an earlier demo in the same folder. Raise if the folder holds anything else."""
     from itm_fast.training import run_folder
     from itm_fast.training.checkpoint import STATE_FILE
     from itm_fast.training.lock import lock
@@ -258,7 +258,7 @@ def _facts(
 
 
 def _negatives(config: TrainConfig) -> str:
-    """The negatives of all epochs, those of the warm-up first."""
+    """Return the negatives of all epochs, starting with the warm-up."""
     warmup = min(config.warmup_epochs or 0, config.epochs)
     kinds = ["all"] * warmup + [config.mining] * (config.epochs > warmup)
     return ", then ".join(dict.fromkeys(kind.replace("_", "-") for kind in kinds))

@@ -1,7 +1,4 @@
-"""Trained models and the data that they are asked to look at, as commands take them.
-
-Inside: `check_run`, `load_run`, `dataset_of`.
-"""
+"""Load trained models and their data for commands."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def check_run(run: Path) -> None:
 
 
 def load_run(run: Path, device: torch.device, vocab: Path | None) -> tuple[MatchingModel, Vocabulary, Path]:
-    """The model in `run`, its vocabulary, and the file of that."""
+    """Return the model in `run`, its vocabulary, and the path of the vocabulary file."""
     from itm_fast import models
     from itm_fast.data import Vocabulary
     from itm_fast.training import run_folder

@@ -1,7 +1,4 @@
-"""What the autograd Functions of the package share: first derivatives in reverse mode, and a clear word on the rest.
-
-Inside: `first_order`, `is_differentiated`, `refuse_transforms`.
-"""
+"""Helpers of the autograd Functions, which support first derivatives in reverse mode and raise for all others."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ _ADVICE = "use itm_fast.reference, which is plain PyTorch"
 
 
 def is_differentiated(*tensors: Tensor) -> bool:
-    """Whether a result of these tensors will have a derivative of any kind, or a `torch.func` transform is active."""
+    """Return whether a result of these tensors needs a derivative, or a `torch.func` transform is active."""
     if torch.is_grad_enabled() and any(part.requires_grad for part in tensors):
         return True
-    # torch.compile does not trace these questions.
+    # torch.compile cannot trace these calls.
     return not torch.compiler.is_compiling() and (_transformed() or _has_tangent(tensors))
 
 
@@ -35,8 +32,8 @@ def _has_tangent(tensors: Iterable[Tensor]) -> bool:
 
 
 def refuse_transforms(operator: str, *tensors: Tensor) -> None:
-    """Raises inside `torch.func` transforms and for forward-mode tangents, which native operators do not support."""
-    # torch.compile does not trace the questions, and refuses such transforms of autograd Functions by itself.
+    """Raise inside `torch.func` transforms and for forward-mode tangents, which native operators do not support."""
+    # torch.compile cannot trace these checks, and itself rejects such transforms of autograd Functions.
     if torch.compiler.is_compiling():
         return
     if _transformed():
@@ -46,7 +43,7 @@ def refuse_transforms(operator: str, *tensors: Tensor) -> None:
 
 
 class _SecondDerivative(torch.autograd.Function):
-    """The identity on gradients; its own derivative is the error that a second derivative deserves."""
+    """Return gradients unchanged; raise in the backward, so that second derivatives are an error."""
 
     @staticmethod
     def forward(ctx: Any, operator: str, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -59,11 +56,11 @@ class _SecondDerivative(torch.autograd.Function):
 
 
 def first_order(operator: str) -> Callable[[Callable[..., Any]], Callable[..., tuple[Tensor | None, ...]]]:
-    """Decorates a `backward` whose result must not be differentiated again.
+    """Decorate a `backward` whose result must not be differentiated again.
 
-    Unlike `torch.autograd.function.once_differentiable`, which lets a gradient pass as a constant where the incoming
-    gradient needs none itself, this marks the result as a function of the saved inputs too, so that a gradient penalty
-    is an error and never a silently missing term. The inputs must have been saved by `ctx.save_for_backward`.
+    `torch.autograd.function.once_differentiable` treats the result as a constant if the incoming gradient requires no
+    gradient. This decorator also marks the result as a function of the saved inputs. A gradient penalty then raises an
+    error instead of missing a term. The inputs must be saved with `ctx.save_for_backward`.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., tuple[Tensor | None, ...]]:

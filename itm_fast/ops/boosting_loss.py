@@ -21,7 +21,7 @@ MINING = ("all", "hardest")
 def check_options(
     strategy: str, mining: str, margin: float, alpha: float, soft: bool, directions: str, reduction: str
 ) -> tuple[float, float]:
-    """Refuses bad options; returns margin and alpha as floats."""
+    """Check the options and return margin and alpha as floats."""
     validation.check_option("strategy", strategy, STRATEGIES)
     validation.check_option("mining", mining, MINING)
     validation.check_flag("soft", soft)

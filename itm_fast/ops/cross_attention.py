@@ -21,7 +21,7 @@ AGGREGATIONS = ("mean", "sum", "max", "logsumexp")
 
 
 def check_fragments(queries: Fragments, contexts: Fragments) -> None:
-    """Refuses what is no `Fragments` of a floating dtype."""
+    """Raise unless the argument is `Fragments` with a floating point dtype."""
     for name, fragments in (("queries", queries), ("contexts", contexts)):
         if not isinstance(fragments, Fragments):
             raise TypeError(f"{name}: expected Fragments, got {validation.describe(fragments)}")
@@ -31,7 +31,7 @@ def check_fragments(queries: Fragments, contexts: Fragments) -> None:
 
 
 def check_same_space(queries: Fragments, contexts: Fragments) -> None:
-    """Refuses rows of different dtypes, widths or devices."""
+    """Raise if the dtypes, widths or devices of the rows differ."""
     if queries.dtype != contexts.dtype:
         raise TypeError(f"contexts: expected the dtype of the queries, {queries.dtype}, got {contexts.dtype}")
     if queries.values.shape[1] != contexts.values.shape[1]:
@@ -93,7 +93,7 @@ def cross_attention_scores(
         logsumexp_temperature,
         compute_precision(queries.values),
     )
-    # Autocast may have rounded the contexts since: their Gram matrices are other ones then.
+    # Autocast may have rounded the contexts after `prepare`; the Gram matrices are then invalid.
     if grams is not None and contexts.dtype == prepared_dtype:
         scores: Tensor = torch.ops.itm_fast.cross_attention_scores_prepared(*operands, grams, *options)
     else:
@@ -102,7 +102,7 @@ def cross_attention_scores(
 
 
 class _CrossAttentionScores(torch.autograd.Function):
-    """Keeps the operands alone; the backward recomputes the pairs whose incoming gradient is not zero."""
+    """Save only the operands; the backward recomputes the pairs with a non-zero incoming gradient."""
 
     @staticmethod
     def forward(
@@ -132,7 +132,7 @@ class _CrossAttentionScores(torch.autograd.Function):
 
 
 def score_dtype(queries: Tensor) -> torch.dtype:
-    """Scores are float32, or float64 for float64 queries."""
+    """Return the dtype of the scores: float64 for float64 queries, float32 otherwise."""
     return torch.float64 if queries.dtype == torch.float64 else torch.float32
 
 

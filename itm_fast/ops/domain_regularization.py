@@ -22,7 +22,7 @@ RISKS = 5
 
 
 def check_options(margin: float, aggregation: str) -> float:
-    """Refuses bad options; returns the margin as a float."""
+    """Check the options and return the margin as a float."""
     validation.check_option("aggregation", aggregation, AGGREGATIONS)
     return validation.finite_number("margin", margin)
 
@@ -87,7 +87,7 @@ def _check_fragments(regions: Fragments, words: Fragments) -> None:
 
 
 def _pairs_of(regions: Fragments) -> int:
-    # Not `len`, which would make torch.compile take the number for a constant.
+    # With `len`, torch.compile would treat the number as a constant.
     return regions.offsets.shape[0] - 1
 
 
@@ -117,7 +117,7 @@ def _check_negatives(regions: Fragments, negative_captions: Tensor | None, negat
         assert part is not None
         validation.check_shape(name, part, (pairs,), "for the pairs of regions")
         validation.check_same_device(name, part, "regions", regions.values)
-        # Reading values would stop torch.compile and make a GPU wait; kernels take what is no pair as none.
+        # Reading values would break the torch.compile graph and synchronize the GPU. Kernels ignore invalid pairs.
         if not torch.compiler.is_compiling() and (part.device.type == "cpu" or validation.debugging()):
             _check_pairs(name, part, pairs)
 
@@ -132,7 +132,7 @@ def _check_pairs(name: str, negatives: Tensor, pairs: int) -> None:
 
 
 class _DomainRegularization(torch.autograd.Function):
-    """Keeps, beside the operands, the risks and for each of them what it contributes to the weights' gradient."""
+    """Save the operands, the risks, and the contribution of each risk to the gradient of the weights."""
 
     @staticmethod
     def forward(

@@ -1,16 +1,14 @@
 """Gradient sparsity: score all pairs without a graph, and differentiate only the pairs that the loss needs.
 
-A loss that mines hard negatives sends a gradient to about three pairs per anchor out of all of them. So the forward
-scores the matrix in bounded blocks without gradient, and the backward scores again, with gradient, what has a gradient
-that is not zero. The result is that of the dense computation: the pairs left out would have contributed exactly 0.
+A loss over hard negatives has a non-zero gradient for about three pairs per anchor. The forward scores the matrix in
+blocks without a graph. The backward scores the pairs with a non-zero gradient again, with a graph. The gradients equal
+those of the dense computation: the other pairs would contribute exactly 0.
 
-What is scored again is the smallest part that gives the same numbers: single pairs, whole columns where the pairs of a
-column depend on each other, or the whole matrix (`COUPLINGS`). A block that drew random numbers is scored again whole,
-from the state that the generators had. What a call changes beside its result (running statistics) changes in the
-forward alone; the backward starts from what it was then. Single pairs are scored again in parts of one row or column,
-or, by who can do so, as a list (`Listed`): a few large steps instead of many small ones.
-
-Inside: `gradient_sparse_scores`, `Listed`, `Sets`, `COUPLINGS`.
+The backward recomputes the smallest part that gives the same values: single pairs, whole columns if the pairs of a
+column depend on each other, or the whole matrix (`COUPLINGS`). A block that drew random numbers is recomputed as a
+whole, from its original generator states. Only the forward has side effects (running statistics); the backward starts
+from the state before them. Single pairs are recomputed in parts of one row or column or, if the score supports it, as a
+list (`Listed`): a few large steps instead of many small ones.
 """
 
 from __future__ import annotations
@@ -29,22 +27,22 @@ from itm_fast.ops.sets import Sets, Side, side_of
 
 __all__ = ["COUPLINGS", "Listed", "Score", "Sets", "gradient_sparse_scores"]
 
-# Which scores depend on each other: none, those of one column, all.
+# Scores that depend on each other: none, those of one column, all.
 COUPLINGS = ("pair", "caption", "batch")
-# Pairs of a row or column, on average, from which on the CPU takes these together: measured with RCAR at full width.
+# Mean number of pairs per row or column from which the CPU scores a row or column together (measured with RCAR).
 LIST_RUN = 16
-# (weights, state, rows, columns, numbers of the rows, numbers of the columns) -> scores (n_rows, n_columns). The state
-# is None in the forward; in the backward it is what `snapshot` gave before the block was scored.
+# (weights, state, rows, columns, row indices, column indices) -> scores (n_rows, n_columns). The state is None in the
+# forward. In the backward it is the result of `snapshot` before the block was scored.
 Score = Callable[[Sequence[Tensor], Any, Sets, Sets, Tensor, Tensor], Tensor]
 
 
 @attrs.frozen
 class Listed:
-    """How a list of pairs is scored, which need not make a rectangle of rows and columns.
+    """Score function for an arbitrary list of pairs.
 
     Attributes:
-        score: as a `Score`, for as many rows as columns, one of each for each pair and repeats among them: scores (n,).
-        chunk_pairs: pairs of a call, at most.
+        score: like `Score`, but scores row i with column i and returns (n,). Rows and columns may repeat.
+        chunk_pairs: maximum number of pairs per call.
     """
 
     score: Score
@@ -63,18 +61,21 @@ def gradient_sparse_scores(
     whole: Score | None = None,
     listed: Listed | None = None,
 ) -> Tensor:
-    """Scores `(n_rows, n_columns)` of all pairs, whose backward scores again only what has a gradient.
+    """Score all pairs; the backward recomputes only the pairs with a non-zero gradient.
 
     Args:
         score: scores a block of the matrix.
-        weights: what it depends on beside rows and columns, and may have gradients.
-        rows, columns: the two kinds of sets.
-        coupling: which scores depend on each other, one of `COUPLINGS`.
-        chunk_pairs: pairs of a block, about; a block has at least one whole unit of the coupling.
-        snapshot: copies what a call of `score` changes beside its result; called before each block.
-        whole: takes the place of `score` in the forward, where it scores all pairs at once in bounded memory; for a
-            score that draws no random numbers and changes nothing beside its result.
-        listed: takes the place of `score` in the backward, for such a score whose pairs do not depend on each other.
+        weights: tensors on which `score` depends, in addition to rows and columns. They may require gradients.
+        rows, columns: the sets of the two sides.
+        coupling: scores that depend on each other, one of `COUPLINGS`.
+        chunk_pairs: approximate number of pairs per block. A block holds at least one unit of the coupling.
+        snapshot: copies the state that `score` changes as a side effect; called before each block.
+        whole: replaces `score` in the forward and scores all pairs in one call in bounded memory. Requires a score
+            without random numbers and side effects.
+        listed: replaces `score` in the backward. Requires a score without random numbers, side effects and coupling.
+
+    Returns:
+        Scores `(n_rows, n_columns)`.
     """
     row_side, row_tensors = side_of("images", rows)
     column_side, column_tensors = side_of("captions", columns)
@@ -88,27 +89,27 @@ def gradient_sparse_scores(
 class _Block:
     rows: range
     columns: range
-    state: Any  # what `snapshot` gave before the block was scored
-    random: Any  # the states of the generators before it, where it drew from them
+    state: Any  # result of `snapshot` before the block was scored
+    random: Any  # generator states before the block, if it drew random numbers
 
 
 @attrs.frozen
 class _Part:
-    """What is scored again at once."""
+    """Pairs that the backward scores together."""
 
     rows: Tensor
     columns: Tensor
     state: Any
     random: Any
-    listed: bool  # a pair of each row and column number; else all pairs of a row and a column
+    listed: bool  # True: row i with column i. False: all rows with all columns
 
     def of(self, grad: Tensor) -> Tensor:
         return grad[self.rows, self.columns] if self.listed else grad[self.rows[:, None], self.columns]
 
     def add(self, gradient: Tensor, place: Any, total: Tensor) -> None:
-        """Adds the gradient of a tensor's chosen rows to those of all, in the same order whenever it is done."""
+        """Add the gradient of selected rows to the gradient of the whole tensor, in a deterministic order."""
         if not self.listed or place is ...:
-            # The rows of one part differ from each other: no two threads of a GPU add to the same one.
+            # The rows of one part are unique, so no two GPU threads add to the same row.
             total[place] += gradient
         elif total.is_cuda:
             total.index_put_((place,), gradient.to(total.dtype), accumulate=True)  # Sorts; index_add_ would race.
@@ -128,7 +129,7 @@ class _Plan:
     listed: Listed | None
 
     def blocks(self) -> Iterator[tuple[range, range]]:
-        """The parts of the matrix that are scored together, row and column numbers."""
+        """Yield the row and column indices of each block of the matrix."""
         n_rows, n_columns = self.rows.count, self.columns.count
         if n_rows == 0 or n_columns == 0:
             return
@@ -139,14 +140,14 @@ class _Plan:
                 yield range(row, min(row + row_step, n_rows)), range(column, min(column + column_step, n_columns))
 
     def again(self, blocks: Sequence[_Block], grad: Tensor) -> Iterator[_Part]:
-        """What must be scored again."""
-        pairs = (grad != 0).nonzero()  # A NaN is not equal to 0, either: it counts as a gradient.
-        # On a GPU every part costs hundreds of launches, and sums over packed rows race.
+        """Yield the parts that the backward must score."""
+        pairs = (grad != 0).nonzero()  # NaN != 0, so NaN counts as a gradient.
+        # On a GPU, each part costs hundreds of launches, and sums over packed rows are not deterministic.
         if self.listed is not None and (not grad.is_cpu or _is_sparse(pairs)):
             for side, numbers in ((self.columns, 1), (self.rows, 0)):
                 lengths = side.lengths()
                 if lengths is not None:
-                    # Pairs of similar sizes stand together: they are padded to the longest of a list.
+                    # Group pairs of similar sizes, because a list is padded to its longest pair.
                     pairs = pairs[torch.argsort(lengths[pairs[:, numbers]], stable=True)]
             for start in range(0, len(pairs), self.listed.chunk_pairs):
                 part = pairs[start : start + self.listed.chunk_pairs]
@@ -157,7 +158,7 @@ class _Plan:
                 yield _Part(rows, columns, block.state, block.random, listed=False)
 
     def _of_block(self, block: _Block, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Row and column numbers of each part of a block that must be scored again."""
+        """Yield the row and column indices of each part of a block that the backward must score."""
         rows, columns = _numbers(block.rows, grad.device), _numbers(block.columns, grad.device)
         needed = grad[block.rows.start : block.rows.stop, block.columns.start : block.columns.stop] != 0
         of_rows, of_columns = (needed.any(dim=dim).nonzero()[:, 0] for dim in (1, 0))
@@ -184,7 +185,7 @@ class _Plan:
         columns: Tensor,
         listed: bool = False,
     ) -> tuple[Tensor, list[Tensor], list[Any]]:
-        """Scores of a part, the leaves of its graph, one per tensor, and which rows of the tensor each stands for."""
+        """Return the scores of a part, the leaves of its graph (one per tensor), and the source rows of each leaf."""
         middle, end = len(self.rows.parts), len(self.rows.parts) + len(self.columns.parts)
         row_sets, row_values, row_places = self.rows.select(rows, tensors[:middle], not listed)
         column_sets, column_values, column_places = self.columns.select(columns, tensors[middle:end], not listed)
@@ -232,7 +233,7 @@ class _GradientSparse(torch.autograd.Function):
     @first_order("gradient_sparse_scores")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
-        # Sums of many parts are taken in float32 at least.
+        # Accumulate in float32 or higher.
         sums = [
             torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) if wanted else None
             for tensor, wanted in zip(tensors, needed, strict=True)
@@ -258,7 +259,7 @@ class _GradientSparse(torch.autograd.Function):
 
 
 def _is_sparse(pairs: Tensor) -> bool:
-    """Whether a list of pairs costs less than parts of one row or one column each, in which pairs share a set."""
+    """Return whether scoring a list of pairs is cheaper than scoring parts of one row or one column."""
     runs = min(len(numbers.unique()) for numbers in pairs.unbind(1))
     return len(pairs) < LIST_RUN * runs
 

@@ -1,16 +1,12 @@
 """Gradient sparsity of encoders: encode sets without a graph, and differentiate only those that the loss needs.
 
-A loss over hard negatives sends a gradient to few of the sets that it looked at. So the forward encodes all of them,
-some at a time, and keeps nothing but the result, and the backward encodes again, with gradient, some at a time, the
-sets whose gradient is not zero. The others would have contributed exactly 0. It is the counterpart of
-`ops.gradient_sparse`, which does so for pairs; a batch of any size then takes the memory of its embeddings, and of the
-graph of one chunk.
+A loss over hard negatives has a non-zero gradient for only a few sets. The forward encodes all sets in chunks without a
+graph and stores only the result. The backward re-encodes the sets with a non-zero gradient in chunks, with a graph. The
+other sets would contribute exactly 0. A batch then needs memory for its embeddings and for the graph of one chunk.
+`ops.gradient_sparse` does the same for pairs.
 
-A chunk that drew random numbers, or changed a buffer (running statistics), is encoded again whole, from the random
-state and the buffers that it found: batch normalisation sees a chunk. What a call changes beside its result changes in
-the forward alone.
-
-Inside: `gradient_sparse_sets`, `Encode`.
+A chunk that drew random numbers or changed a buffer (running statistics) is re-encoded as a whole, from its original
+random state and buffers: batch normalization sees the whole chunk. Only the forward has side effects.
 """
 
 from __future__ import annotations
@@ -30,9 +26,9 @@ from itm_fast.ops.sets import Sets, Side, form_of, leaves_of, rows_of, side_of, 
 
 __all__ = ["Encode", "gradient_sparse_sets"]
 
-# (weights, buffers, sets) -> as many sets of other rows: Fragments, tensors of one row per set, tuples, lists and dicts
-# of these. The buffers are None in the forward, which may change those of a module; the backward must leave them alone
-# and start from the ones that it gets.
+# (weights, buffers, sets) -> the same number of encoded sets: Fragments, tensors with one row per set, or tuples, lists
+# and dicts of these. In the forward, buffers is None, and the encoder may change those of its module. In the backward,
+# the encoder must use the given buffers and must not change those of its module.
 Encode = Callable[[Sequence[Tensor], Mapping[str, Tensor] | None, Sets], Sets]
 
 
@@ -43,16 +39,17 @@ def gradient_sparse_sets(
     chunk_sets: int | None = None,
     buffers: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> list[Sets]:
-    """What each encoder makes of its sets, with gradients for `weights` alone, zeros where a weight took no part.
+    """Encode the sets of each side. Only `weights` receive gradients; unused weights receive zeros.
 
     Args:
-        sides: encoders, and the sets of each, which receive no gradient.
-        weights: what the encoders depend on beside the sets.
-        chunk_sets: sets that are encoded at a time; None: all.
-        buffers: what the encoders may change, by name; of buffers that did not change the same tensors again.
+        sides: pairs of an encoder and its sets. The sets receive no gradient.
+        weights: tensors on which the encoders depend, in addition to the sets.
+        chunk_sets: number of sets to encode at a time. None: all.
+        buffers: returns the buffers that the encoders may change, by name. An unchanged buffer must be the same tensor
+            in each call.
 
     Returns:
-        Of each side what its encoder gives, in the dtypes that it gives.
+        The output of the encoder of each side, with its dtypes.
     """
     forms = [side_of("sets", sets) for _, sets in sides]
     inputs = [tensor for _, tensors in forms for tensor in tensors]
@@ -73,14 +70,14 @@ def gradient_sparse_sets(
 @attrs.frozen
 class _Chunk:
     numbers: range
-    buffers: Mapping[str, Tensor]  # before it was encoded
-    random: tuple[Tensor, ...] | None  # the states of the generators before it, where it drew from them
-    whole: bool  # its sets depend on each other, or on the random numbers of the others
+    buffers: Mapping[str, Tensor]  # before the chunk was encoded
+    random: tuple[Tensor, ...] | None  # generator states before the chunk, if it drew random numbers
+    whole: bool  # the sets depend on each other, or share a random stream
 
 
 @attrs.frozen
 class _Part:
-    """What is encoded again at once."""
+    """Sets that the backward re-encodes together."""
 
     numbers: Tensor
     buffers: Mapping[str, Tensor]
@@ -89,7 +86,7 @@ class _Part:
 
 @attrs.define
 class _Encoder:
-    """One side: what encodes it, the form of its sets and, once they were encoded, its chunks and the result's."""
+    """One side: its encoder, the structure of its sets and, once encoded, its chunks and the result structure."""
 
     encode: Encode
     sets: Side
@@ -102,8 +99,8 @@ class _Encoder:
         return self.result
 
     def again(self, hit: Tensor, chunk_sets: int) -> Iterator[_Part]:
-        """What must be encoded again where a gradient reaches the sets that `hit` (n_sets,) bool says."""
-        # Sets that stand alone make full chunks of their own, as long as they saw the same buffers.
+        """Yield the sets to re-encode; `hit` (n_sets,) bool marks the sets with a gradient."""
+        # Merge independent sets into full chunks if they used the same buffers.
         alone: list[tuple[Mapping[str, Tensor], list[Tensor]]] = []
         for chunk in self.chunks:
             found = hit[chunk.numbers.start : chunk.numbers.stop].nonzero()[:, 0] + chunk.numbers.start
@@ -120,12 +117,12 @@ class _Encoder:
                 yield _Part(part, buffers, None)
 
     def hit(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """Which sets (n_sets,) have a gradient in one of the results; None: no result has any."""
+        """Return a mask (n_sets,) of the sets with a gradient in any result, or None if no result has a gradient."""
         found: Tensor | None = None
         for form, grad in zip(self.results().parts, grads, strict=True):
             if grad is None:
                 continue
-            # A NaN is not equal to 0, either: it counts as a gradient.
+            # NaN != 0, so NaN counts as a gradient.
             rows = grad != 0
             rows = rows.flatten(1).any(dim=1) if rows.dim() > 1 else rows
             if form is not None:
@@ -144,7 +141,7 @@ class _Plan:
     differentiated: bool
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Sequence[Tensor]]]:
-        """Weights, and the tensors of each side."""
+        """Split the tensors into the weights and the tensors of each side."""
         sides, start = [], self.n_weights
         for encoder in self.encoders:
             sides.append(tensors[start : start + encoder.n_tensors])
@@ -159,7 +156,7 @@ class _GradientSparseSets(torch.autograd.Function):
         ctx.plan, ctx.autocast = plan, autocast_state(tensors[0].device.type)
         ctx.save_for_backward(*tensors)
         weights, sides = plan.split(tensors)
-        # Autocast would keep the casts of weights that may have a gradient, made without one, for the rest of the step.
+        # Without this, autocast would cache casts of the weights that have no graph for the rest of the step.
         weights = [weight.detach() for weight in weights]
         return tuple(
             value
@@ -193,7 +190,7 @@ class _GradientSparseSets(torch.autograd.Function):
 
 
 def _encoded(plan: _Plan, encoder: _Encoder, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The values of all sets of a side; its chunks and the form of the result are noted."""
+    """Encode all sets of a side and return the values; store its chunks and the structure of the result."""
     count, device = encoder.sets.count, inputs[0].device
     step = max(plan.chunk_sets or count, 1)
     chunks, spec = [], None
@@ -215,7 +212,7 @@ def _encoded(plan: _Plan, encoder: _Encoder, weights: Sequence[Tensor], inputs: 
 
 
 def _joined(parts: Sequence[Fragments | Tensor]) -> Fragments | Tensor:
-    """The sets of all chunks, one after the other."""
+    """Concatenate the sets of all chunks."""
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], Tensor):
@@ -236,7 +233,7 @@ def _add(
     form: Side,
     numbers: Tensor,
 ) -> None:
-    """Adds what the sets `numbers`, encoded again as `found`, contribute to the gradients of the weights."""
+    """Add the contribution of the sets `numbers`, re-encoded as `found`, to the gradients of the weights."""
     outputs, outer = [], []
     for leaf, grad, part in zip(leaves_of(found)[0], grads, form.parts, strict=True):
         values = values_of(leaf)
@@ -250,13 +247,13 @@ def _add(
     gradients = torch.autograd.grad(outputs, [leaves[place] for place in learning], outer, allow_unused=True)
     for place, gradient in zip(learning, gradients, strict=True):
         if gradient is not None:
-            # Sums of many parts are taken in float32 at least; a gradient may be that of another weight as well.
+            # Accumulate in float32 or higher, and out of place: two weights may share one gradient tensor.
             wide, total = gradient.to(torch.promote_types(gradient.dtype, torch.float32)), sums[place]
             sums[place] = wide if total is None else total + wide
 
 
 def _differ(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> bool:
-    """Whether a buffer changed between two looks at them."""
+    """Return whether a buffer changed between two snapshots."""
     return any(before.get(name) is not buffer for name, buffer in after.items())
 
 

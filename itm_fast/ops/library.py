@@ -1,9 +1,10 @@
-"""Loads the native libraries and says which path serves what.
+"""Load the native libraries and choose the implementation of each operator.
 
-Every operator asks `use_native`; `build_info` reports what was found. Environment variables, read at import:
+Every operator calls `use_native`; `build_info` reports the libraries and the choices. Environment variables, read at
+import:
 
-- `ITM_FAST_NATIVE=0` leaves the native libraries alone: the packed reference serves everything.
-- `ITM_FAST_CPU_ISA=portable|avx2|avx512|avx512_bf16|amx` forces the instruction set of the CPU kernels.
+- `ITM_FAST_NATIVE=0`: do not load the native libraries; use the packed reference for all operators.
+- `ITM_FAST_CPU_ISA=portable|avx2|avx512|avx512_bf16|amx`: force the instruction set of the CPU kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ OPERATORS = (
     "triplet_loss",
 )
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# On a GPU float64 is there for comparisons alone: of scores, which tensor cores make, and of risks.
+# Operators without float64 CUDA kernels: their scores or risks need float64 only for comparisons.
 _WITHOUT_FLOAT64_ON_CUDA = frozenset(
     {"cross_attention_alignments", "cross_attention_scores", "domain_regularization", "regulated_scores"}
 )
@@ -45,7 +46,7 @@ _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
 
 
 class FallbackWarning(UserWarning):
-    """The packed reference serves an operator because no native kernel can. Issued once per cause."""
+    """An operator runs on the packed reference because no native kernel is available. Issued once per cause."""
 
 
 def constant_in_graphs(function: Constant) -> Constant:
@@ -62,7 +63,7 @@ def _registered() -> list[str]:
 
 
 def _refuse_a_second_library(path: Path) -> None:
-    """Raises ImportError where another file has registered our operators: a second definition aborts the process."""
+    """Raise ImportError if another file has registered the operators: a second registration aborts the process."""
     if _registered():
         ours = sorted(file for file in torch.ops.loaded_libraries if Path(file).name.startswith(path.name))
         if ours != [str(path)]:
@@ -73,7 +74,7 @@ def _refuse_a_second_library(path: Path) -> None:
 
 
 def _load_cpu_library() -> str | None:
-    """Loads `_C_cpu`; returns None, or in a few words why there is no native library."""
+    """Load `_C_cpu`; return None, or the reason why the native library is missing."""
     if os.environ.get("ITM_FAST_NATIVE", "1") == "0":
         return "ITM_FAST_NATIVE=0"
     path = library_folder() / "_C_cpu.so"
@@ -92,9 +93,9 @@ def _load_cpu_library() -> str | None:
 
 
 def _load_cuda_library() -> str | None:
-    """Loads `_C_cuda`, whose schemas are those of `_C_cpu`; returns None, or in a few words why CUDA has no kernels."""
+    """Load `_C_cuda`, which uses the schemas of `_C_cpu`; return None, or the reason why CUDA has no kernels."""
     if torch.version.cuda is None:
-        return None  # Without CUDA in torch nobody asks.
+        return None  # The reason is not needed if torch has no CUDA.
     path = library_folder() / "_C_cuda.so"
     if not path.exists():
         return "the CUDA library was not built (install nvcc, then install itm_fast again)"
@@ -106,7 +107,7 @@ def _load_cuda_library() -> str | None:
 
 
 def _instruction_sets() -> tuple[str | None, list[str], str | None]:
-    """The instruction set in use, all available ones, and what is wrong where `ITM_FAST_CPU_ISA` names another."""
+    """Return the instruction set in use, the available ones, and the error if `ITM_FAST_CPU_ISA` is not available."""
     available = torch.ops.itm_fast.available_cpu_instruction_sets().split(", ")
     try:
         return torch.ops.itm_fast.cpu_instruction_set(), available, None
@@ -115,7 +116,7 @@ def _instruction_sets() -> tuple[str | None, list[str], str | None]:
 
 
 def _native_devices() -> dict[str, frozenset[str]]:
-    """For every operator found, the device types that have a kernel of it and, where there is one, of its backward."""
+    """Return for each operator the device types with a kernel for it and for its backward, if it has one."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     found = {
         name.removeprefix("itm_fast::"): frozenset(d for d, key in _DISPATCH_KEYS.items() if has_kernel(name, key))
@@ -132,23 +133,23 @@ _instruction_set_problem: str | None = None
 if _library_problem is None:
     _cuda_problem = _load_cuda_library()
     _selected, _available, _instruction_set_problem = _instruction_sets()
-# Empty without a library. Listing the dispatcher's operators takes a millisecond, so it is done once.
+# Empty without a library. Listing the operators of the dispatcher takes a millisecond, so do it once.
 _native = _native_devices() if _library_problem is None else {}
 _warned: set[str] = set()
 
 
 def operators_of(device: str) -> frozenset[str]:
-    """The native operators, backward ones included, that have a kernel for a device type."""
+    """Return the native operators, including backward operators, with a kernel for a device type."""
     return frozenset(name for name, devices in _native.items() if device in devices)
 
 
 def register_fake(operator: str) -> Callable[[Fake], Fake]:
-    """`torch.library.register_fake` for an operator of the native library; does nothing where that is not loaded."""
+    """Register a fake kernel with `torch.library.register_fake`; do nothing if the native library is not loaded."""
     return torch.library.register_fake(f"itm_fast::{operator}") if operator in _native else lambda fake: fake
 
 
 def _build_information() -> dict[str, Any]:
-    """What the build noted down in `_host`; empty where that is missing."""
+    """Return the build information in `_host`, or an empty dictionary if it is missing."""
     host = host_module()
     return {} if host is None else dict(host.build_information())
 
@@ -156,7 +157,7 @@ def _build_information() -> dict[str, Any]:
 @constant_in_graphs
 @functools.cache
 def _gpu_problem(index: int) -> str | None:
-    """Why the CUDA kernels cannot run on the GPU `index`: it is older than all that they were compiled for."""
+    """Return why the CUDA kernels cannot run on GPU `index` (it is older than all compiled architectures), or None."""
     compiled = [int("".join(filter(str.isdigit, name))) for name in _build_information().get("cuda_architectures", [])]
     major, minor = torch.cuda.get_device_capability(index)
     oldest = min(compiled, default=80)
@@ -166,11 +167,11 @@ def _gpu_problem(index: int) -> str | None:
 
 
 def _fallback_cause(operator: str, device: str, dtype: torch.dtype, gpu: int | None = None) -> str | None:
-    """Why the packed reference serves `operator`, on the GPU `gpu` where one is asked for; None where a kernel does.
+    """Return why `operator` runs on the packed reference (on GPU `gpu`, if given), or None if a kernel is available.
 
     Raises:
-        ValueError: `ITM_FAST_CPU_ISA` names an instruction set that this processor lacks. Said where it is needed and
-            not at import, so that a command can say it in one line.
+        ValueError: this processor lacks the instruction set in `ITM_FAST_CPU_ISA`. Raised here rather than at import,
+            so that a command can report it in one line.
     """
     if _instruction_set_problem is not None and device == "cpu":
         raise ValueError(_instruction_set_problem)
@@ -190,10 +191,10 @@ def _fallback_cause(operator: str, device: str, dtype: torch.dtype, gpu: int | N
 
 
 def use_native(operator: str, tensor: torch.Tensor, beyond: str | None = None) -> bool:
-    """Whether a native kernel of `operator` serves the device and dtype of `tensor`.
+    """Return whether `operator` has a native kernel for the device and dtype of `tensor`.
 
-    Where none does, the caller takes the packed reference, and a `FallbackWarning` says why, once per cause. `beyond`
-    is why the kernels of that device do not take these operands, where the caller knows a reason.
+    If not, issue a `FallbackWarning` once per cause; the caller must use the packed reference. `beyond` is a reason of
+    the caller why the kernels do not support these operands, or None.
     """
     gpu = tensor.device.index if tensor.device.type == "cuda" else None
     cause = _fallback_cause(operator, tensor.device.type, tensor.dtype, gpu) or beyond
@@ -205,10 +206,10 @@ def use_native(operator: str, tensor: torch.Tensor, beyond: str | None = None) -
 
 @constant_in_graphs
 def _warn_once(cause: str) -> None:
-    """Warns where `cause` is new; while `torch.compile` traces, this runs as plain Python."""
+    """Warn if `cause` is new. Under `torch.compile`, this runs as plain Python during tracing."""
     if cause not in _warned:
         _warned.add(cause)
-        # It points at the caller of the public function: _warn_once <- use_native <- ops <- functional <- caller.
+        # Point at the caller of the public function: _warn_once <- use_native <- ops <- functional <- caller.
         warnings.warn(f"itm_fast runs on the packed reference: {cause}", FallbackWarning, stacklevel=5)
 
 
@@ -221,21 +222,21 @@ def _path_of(operator: str, device: str) -> str:
 
 
 def build_info() -> dict[str, Any]:
-    """What this installation is made of, and which path serves what.
+    """Return the native libraries, their build settings, and the implementation of each operator.
 
     Raises:
-        ValueError: `ITM_FAST_CPU_ISA` names an instruction set that this processor lacks.
+        ValueError: this processor lacks the instruction set in `ITM_FAST_CPU_ISA`.
 
     Returns:
-        A dictionary that JSON can hold:
+        A JSON-serializable dictionary:
 
         - "version": the version of itm_fast.
-        - "libraries": for "_C_cpu", "_C_cuda" and "_host" the path of the file found, or None.
-        - "compiler", "build_type": of the native libraries; None without `_host`.
+        - "libraries": path of the file of "_C_cpu", "_C_cuda" and "_host", or None.
+        - "compiler", "build_type": compiler and build type of the native libraries; None without `_host`.
         - "torch": {"built": version that the libraries were built against or None, "running": version in use}.
-        - "instruction_sets": {"compiled": list or None, "available": those that this processor can use, "selected":
-          the one in use or None}.
-        - "cuda_architectures": those compiled, such as ["90"].
+        - "instruction_sets": {"compiled": list or None, "available": list for this processor, "selected": the one in
+          use or None}.
+        - "cuda_architectures": compiled architectures, such as ["90"].
         - "dispatch": {operator: {device: "native avx512" or "packed reference: <cause>"}}, for float32.
     """
     built = _build_information()

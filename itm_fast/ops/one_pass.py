@@ -1,7 +1,4 @@
-"""Losses whose forward writes their gradient too, for an incoming gradient of 1: one call, and on CUDA one launch.
-
-Inside: `in_one_pass`, `taken_gradients`.
-"""
+"""Losses whose forward also computes the gradient for an incoming gradient of 1: one call, and on CUDA one launch."""
 
 from __future__ import annotations
 
@@ -13,15 +10,15 @@ from torch import Tensor
 
 __all__ = ["in_one_pass", "taken_gradients"]
 
-# Rows and columns that the kernels of CUDA take; for larger matrices the backward writes the gradient.
+# Limit of the CUDA kernels in rows and columns. For larger matrices, the backward computes the gradient.
 UP_TO_ON_CUDA = 8192
 _DEVICES = ("cpu", "cuda")
 
 
 def in_one_pass(reduction: str, scores: Tensor, *others: Tensor | None) -> bool:
-    """Whether the loss of `scores` and its gradient come from one call: where it is one number to be differentiated.
+    """Return whether one call computes the loss of `scores` and its gradient: for a scalar loss that needs a gradient.
 
-    Not under `torch.compile`, whose graphs may run a backward as often as they like: the gradient is there once.
+    Return False under `torch.compile`: its graphs may run a backward repeatedly, but the gradient is stored once.
     """
     if torch.compiler.is_compiling() or scores.device.type not in _DEVICES or reduction == "none":
         return False
@@ -33,12 +30,12 @@ def in_one_pass(reduction: str, scores: Tensor, *others: Tensor | None) -> bool:
 def taken_gradients(ctx: Any, grad_loss: Tensor, compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor] | None:
     """Return the gradients for an incoming gradient of 1, multiplied in place by the incoming gradient.
 
-    They are handed out as they are, so those that the forward left in `ctx.gradients` can be taken once. A further
-    backward through a retained graph calls `compute`, and gives the same numbers.
+    The gradients are not copied, so those that the forward stored in `ctx.gradients` can be used once. Another backward
+    through a retained graph calls `compute` and returns the same values.
 
     Returns:
-        None if the loss was not computed in one pass, or if several incoming gradients come at once
-        (`torch.autograd.grad(..., is_grads_batched=True)`), which do not fit into one gradient.
+        The gradients. None if the loss was not computed in one pass, or if the incoming gradients are batched
+        (`torch.autograd.grad(..., is_grads_batched=True)`).
     """
     if not ctx.one_pass or _is_batched(grad_loss):
         return None

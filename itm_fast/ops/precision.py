@@ -1,4 +1,4 @@
-"""The one place that decides in which precision an operator computes."""
+"""Choose the precision in which an operator computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from itm_fast.ops.library import constant_in_graphs
 
 __all__ = ["autocast", "autocast_state", "compute_precision", "without_autocast"]
 
-# Asked once: torch.compile would record the question as a step of the graph.
+# Query once: torch.compile would record the call in the graph.
 _AUTOCAST_DEVICES = frozenset(name for name in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(name))
 _BY_DTYPE = {torch.float64: "float64", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _BY_FLOAT32_SETTING = {
@@ -29,7 +29,7 @@ _BY_FLOAT32_SETTING = {
 
 
 def autocast(*fragments: Fragments) -> tuple[Fragments, ...]:
-    """Casts all to the autocast dtype of their device where autocast is on; nothing where one is float64."""
+    """Cast all to the autocast dtype of their device if autocast is enabled and none is float64."""
     device = fragments[0].device.type
     if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
         return fragments
@@ -39,14 +39,14 @@ def autocast(*fragments: Fragments) -> tuple[Fragments, ...]:
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """A context in which plain PyTorch computes in the dtypes of its inputs."""
+    """Return a context in which plain PyTorch computes in the dtypes of its inputs (autocast disabled)."""
     if device in _AUTOCAST_DEVICES:
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
 
 
 def autocast_state(device: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Makes contexts in which autocast is what it is now, for a backward that computes the forward again."""
+    """Return a factory of contexts with the current autocast state, for a backward that recomputes the forward."""
     if device not in _AUTOCAST_DEVICES:
         return contextlib.nullcontext
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -54,10 +54,10 @@ def autocast_state(device: str) -> Callable[[], contextlib.AbstractContextManage
 
 
 def compute_precision(tensor: Tensor) -> str:
-    """The precision asked for: "float64", "float32", "bf16x3", "bf16" or "fp16".
+    """Return the requested precision: "float64", "float32", "bf16x3", "bf16" or "fp16".
 
-    The dtype of the (autocast) input decides; for float32 the user's setting of the float32 matrix products does, and
-    is read in PyTorch's older and newer form. A kernel may compute more precisely where that is faster.
+    It follows from the dtype of the (autocast) input. For float32 it follows from PyTorch's setting of the float32
+    matrix product precision, in its older or newer form. A kernel may compute more precisely if that is faster.
     """
     if tensor.dtype != torch.float32:
         return _BY_DTYPE[tensor.dtype]

@@ -1,4 +1,4 @@
-"""`PreparedContexts`: contexts with what `cross_attention_scores` computes from them alone."""
+"""`PreparedContexts`: contexts with the intermediate results that depend only on the contexts."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["PreparedContexts", "prepare"]
 
 
 def _version(values: Tensor) -> int | None:
-    """The number of in-place changes so far; None for an inference tensor, which does not count them."""
+    """Return the version counter (in-place changes), or None for an inference tensor, which has none."""
     return None if torch.compiler.is_compiling() or values.is_inference() else values._version
 
 
 @attrs.frozen(eq=False, repr=False)
 class PreparedContexts:
-    """Contexts for many calls of `cross_attention_scores`, made by `itm_fast.functional.prepare`.
+    """Contexts for repeated calls of `cross_attention_scores`, returned by `itm_fast.functional.prepare`.
 
     Attributes:
         fragments: the contexts. Their values are not copied.
         grams: the Gram matrices of all sets in the layout of the CPU kernels, float32 (float64 for float64 contexts);
-            None where no kernel takes them.
+            None if no kernel uses them.
 
     Examples:
         >>> import torch
@@ -52,7 +52,7 @@ class PreparedContexts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this object holds in addition to the contexts."""
+        """Memory of this object in bytes, without the contexts."""
         return 0 if self.grams is None else self.grams.nbytes
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class PreparedContexts:
         return f"PreparedContexts({self.fragments!r}, nbytes={self.nbytes})"
 
     def check_usable(self, queries: Tensor) -> None:
-        """Refuses a gradient through this object, and contexts that were modified since they were prepared."""
+        """Raise if a gradient is needed, or if the contexts were modified after `prepare`."""
         if is_differentiated(queries, self.fragments.values):
             raise RuntimeError(
                 "contexts: prepared contexts support no gradient; pass the Fragments, or call under torch.no_grad()"

@@ -1,8 +1,8 @@
 """`cross_attention_alignments` and `regulated_scores`: argument checks, native forward, autograd and fallback.
 
-The native kernels compute without gradient. The derivative of scores is that of the reference's formulas, computed
-again for the pairs that have a gradient. Alignments that need a derivative are those of the packed form, and so are
-scores that need one under `torch.compile`.
+The native kernels have no backward. The backward of the scores recomputes the pairs with a non-zero gradient with the
+formulas of the reference. Alignments that need a gradient use the packed form; so do scores that need a gradient under
+`torch.compile`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from itm_fast.reference.regulators_listed import regulated_scores_listed
 from itm_fast.reference.regulators_packed import BLOCK_ELEMENTS, Places, regulated_scores_block
 
 _SEEDS = 2**63
-# Hard attention sees no difference that a regulator could learn from.
+# Hard attention has no gradient, so the regulators could not learn from it.
 FOCAL_MODES = (None, "equal", "prob")
-# Elements of the widest tensor of a list of pairs in the backward, of which about fifteen are kept at a time: where a
-# CPU is fastest; elsewhere larger lists, as each takes several hundred launches.
+# Elements of the widest tensor of a list of pairs in the backward, which holds about fifteen such tensors. The value is
+# the fastest on a CPU. Other devices use larger lists, because each list costs several hundred launches.
 _LISTED_ELEMENTS, _LISTED_ON_DEVICES = 1 << 19, 4
-# What the CUDA kernels take: query sets and context sets of so many rows, and so many steps of each kind.
+# Limits of the CUDA kernels: rows per query set, rows per context set, and steps of each kind.
 CUDA_QUERY_ROWS, CUDA_CONTEXT_ROWS, CUDA_STEPS = 112, 128, 8
 
 
@@ -134,10 +134,10 @@ def regulated_scores(
 
 
 def beyond_kernels(device: str, queries: Fragments, contexts: Fragments, parameters: RegulatorParameters) -> str | None:
-    """Why the kernels of a device type do not take these operands; None where they do, as the CPU's always.
+    """Return why the kernels of a device do not support these operands, or None. The CPU kernels support all.
 
-    On a GPU this waits for lengths that nobody knows yet; it is asked before autocast, so that the caller's own
-    Fragments keep them.
+    On a GPU this synchronizes if the lengths are unknown. Call it before autocast, so that the caller's own Fragments
+    cache the lengths.
     """
     if device != "cuda":
         return None
@@ -168,9 +168,9 @@ def _native_scores(
     negative_slope: float,
     focal: str | None,
 ) -> Tensor:
-    """Scores of all pairs by the native kernel: the setting of `parameters` with other weights."""
+    """Score all pairs with the native kernel, with the options of `parameters` and other weights."""
     if seed is not None and not isinstance(seed, Tensor):
-        seed = torch.full((1,), seed, dtype=torch.int64, device=queries.device)  # Nothing to wait for.
+        seed = torch.full((1,), seed, dtype=torch.int64, device=queries.device)  # No synchronization.
     scores: Tensor = torch.ops.itm_fast.regulated_scores(
         queries.values,
         queries.offsets,
@@ -235,7 +235,7 @@ def _gradient_sparse(
     options: dict[str, Any],
     whole: Score | None,
 ) -> Tensor:
-    """Scores by `whole`, or by the packed form; the backward recomputes the pairs that have a gradient."""
+    """Score with `whole` or with the packed form; the backward recomputes the pairs with a non-zero gradient."""
     sets = queries.with_values(queries.values.detach()[:, :0])
 
     def score(
@@ -277,7 +277,7 @@ def _gradient_sparse(
 
 
 def check_parameters(parameters: RegulatorParameters, queries: Fragments) -> None:
-    """Refuses weights that are not for rows of this width, dtype and device."""
+    """Raise unless the weights match the width, dtype and device of the rows."""
     width = queries.values.shape[1]
     if parameters.embed_dim not in (None, width):
         raise ValueError(f"parameters: expected weights for rows of width {width}, got {parameters.embed_dim}")
@@ -300,7 +300,7 @@ def _check_attention(temperature: float, negative_slope: float, focal: str | Non
 def _check_weights(
     weight: Tensor | Sequence[Tensor], bias: Tensor | Sequence[Tensor] | None, correspondences: Sequence[object]
 ) -> None:
-    """Refuses what is not one weight, and where given one bias, for each attention."""
+    """Raise unless there is one weight, and one bias if biases are given, per attention."""
     if not isinstance(correspondences, list | tuple):
         raise TypeError(
             f"correspondences: expected a list, one entry per step, got {validation.describe(correspondences)}"

@@ -1,7 +1,4 @@
-"""What a computation that is done again must see as it was: random numbers, autocast, and the buffers of a module.
-
-Inside: `Buffers`, `random_state`, `drew`, `as_it_was`.
-"""
+"""Save and restore the state of a recomputed forward: random number generators, autocast, and module buffers."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ __all__ = ["Buffers", "as_it_was", "drew", "random_state"]
 
 
 class Buffers:
-    """Copies of a module's buffers, such as running statistics, each made when its values have changed."""
+    """Snapshots of a module's buffers, such as running statistics. A buffer is copied only if its values changed."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._kept: dict[str, Tensor] = {}
 
     def __call__(self) -> dict[str, Tensor]:
-        """What they are now, by name; a buffer that is as it was at the call before is the same tensor."""
-        # By value: a buffer may be replaced by another, or changed behind autograd's back.
+        """Return the current buffers by name. An unchanged buffer is the same tensor as in the previous call."""
+        # Compare values: code may replace a buffer, or change it without incrementing its version.
         for name, buffer in self._module.named_buffers():
             if name not in self._kept or not torch.equal(self._kept[name], buffer):
                 self._kept[name] = buffer.clone()
@@ -32,22 +29,22 @@ class Buffers:
 
 
 def random_state(device: torch.device) -> tuple[Tensor, ...]:
-    """The states of torch's own generators: the CPU's and the device's."""
+    """Return the states of the default generators of the CPU and of the device."""
     if device.type == "cpu":
         return (torch.get_rng_state(),)
     of_device = torch.get_device_module(device.type).get_rng_state
-    # There is one such device, which its functions do not name.
+    # There is only one MPS device, and its functions take no device argument.
     return torch.get_rng_state(), of_device() if device.type == "mps" else of_device(device)
 
 
 def drew(before: tuple[Tensor, ...], device: torch.device) -> bool:
-    """Whether a random number was drawn since `random_state` gave `before`."""
+    """Return whether a random number was drawn since `random_state` returned `before`."""
     return any(not torch.equal(*states) for states in zip(before, random_state(device), strict=True))
 
 
 @contextlib.contextmanager
 def as_it_was(autocast: Any, random: tuple[Tensor, ...] | None, device: torch.device) -> Iterator[None]:
-    """Autocast, and the generators where `random` holds their states, as they were in the forward."""
+    """Restore autocast, and the generators if `random` holds their states, as they were in the forward."""
     with autocast():
         if random is None:
             yield

@@ -18,7 +18,7 @@ def retrieval_ranks(scores: Tensor, caption_image: Tensor, ties: str) -> tuple[T
     validation.check_tensor("caption_image", caption_image, ("n_captions",), validation.INTEGER)
     validation.check_shape("caption_image", caption_image, scores.shape[1:], "as many as scores has columns")
     validation.check_same_device("caption_image", caption_image, "scores", scores)
-    # Reading values would stop torch.compile and make a GPU wait; the CPU kernel checks them once more.
+    # Reading values would break the torch.compile graph and synchronize the GPU. The CPU kernel checks them again.
     if not torch.compiler.is_compiling() and (scores.device.type == "cpu" or validation.debugging()):
         check_caption_image(caption_image, scores.shape[0])
     if not use_native("retrieval_ranks", scores):
@@ -32,7 +32,7 @@ def retrieval_ranks(scores: Tensor, caption_image: Tensor, ties: str) -> tuple[T
 
 
 def check_caption_image(caption_image: Tensor, n_images: int) -> None:
-    """Refuses an image index outside of 0 to n_images - 1, naming the caption."""
+    """Raise for an image index outside 0 to n_images - 1; the message names the caption."""
     outside = ((caption_image < 0) | (caption_image >= n_images)).nonzero()
     if len(outside):
         caption = int(outside[0])

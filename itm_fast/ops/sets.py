@@ -1,7 +1,4 @@
-"""The sets that functions over whole sides of a batch take, whatever holds them, and the choice of some of them.
-
-Inside: `Sets`, `Side`, `side_of`, and `leaves_of`, `form_of`, `values_of` and `rows_of` of its parts.
-"""
+"""Sets of one side of a batch in any supported container (`Sets`), and the selection of some of these sets."""
 
 from __future__ import annotations
 
@@ -16,27 +13,27 @@ from itm_fast.fragments import Fragments
 
 __all__ = ["Sets", "Side", "form_of", "leaves_of", "rows_of", "side_of", "values_of"]
 
-# Fragments, tensors whose first dimension counts the sets, and tuples, lists and dicts of them.
+# Fragments, tensors with one row per set, and tuples, lists and dicts of these.
 Sets = Any
 
 
 @attrs.frozen
 class Side:
-    """The form of one kind of sets; their values travel beside it, for autograd to see."""
+    """Structure of the sets of one side. Their values are passed separately, so that autograd sees them."""
 
     count: int
-    parts: list[Fragments | None]  # of each tensor, as `form_of`
+    parts: list[Fragments | None]  # one per tensor, see `form_of`
     spec: Any
 
     def select(self, numbers: Tensor, values: Sequence[Tensor], rising: bool) -> tuple[Sets, list[Tensor], list[Any]]:
-        """The sets `numbers`, their tensors cut off from any graph, and where the rows of these come from.
+        """Return the sets with indices `numbers`, their detached tensors, and the source rows of each tensor.
 
-        `rising`: the numbers rise, none stands twice.
+        `rising`: the indices are strictly increasing.
         """
         leaves: list[Any] = []
         chosen, places = [], []
         for part, value in zip(self.parts, values, strict=True):
-            # All sets are themselves: looking for their rows would wait for a GPU.
+            # With all sets, skip the search for their rows: it would synchronize the GPU.
             every = rising and len(numbers) == self.count
             place: Any = ... if every else rows_of(part, numbers)
             value = value.detach()[place]
@@ -49,21 +46,21 @@ class Side:
         return _pytree.tree_unflatten(leaves, self.spec), chosen, places
 
     def joined(self, values: Sequence[Tensor]) -> Sets:
-        """All sets, with the tensors `values`."""
+        """Return all sets with the tensors `values`."""
         pairs = zip(self.parts, values, strict=True)
         leaves = [value if part is None else part.with_values(value) for part, value in pairs]
         return _pytree.tree_unflatten(leaves, self.spec)
 
     def lengths(self) -> Tensor | None:
-        """Rows of each set in the first tensor that has several for each."""
+        """Return the number of rows per set in the first tensor with several rows per set."""
         return next((part.lengths for part in self.parts if part is not None), None)
 
 
 def side_of(name: str, sets: Sets) -> tuple[Side, list[Tensor]]:
-    """The form of `sets`, which messages call `name`, and their tensors.
+    """Return the structure of `sets` and their tensors; error messages call the sets `name`.
 
     Raises:
-        TypeError: something else is among them, or nothing.
+        TypeError: a part has an unsupported type, or there are no parts.
         ValueError: parts differ in the number of sets.
     """
     leaves, spec = leaves_of(sets)
@@ -83,22 +80,22 @@ def side_of(name: str, sets: Sets) -> tuple[Side, list[Tensor]]:
 
 
 def leaves_of(sets: Sets) -> tuple[list[Any], Any]:
-    """The Fragments and tensors in `sets`, and the form that holds them."""
+    """Return the Fragments and tensors in `sets`, and the structure of their container."""
     return _pytree.tree_flatten(sets, is_leaf=lambda leaf: isinstance(leaf, Fragments))
 
 
 def form_of(leaf: Fragments | Tensor) -> Fragments | None:
-    """Which rows make a set, in Fragments without channels, which hold no memory; None: one row does."""
+    """Return which rows form each set, as Fragments without channels (no memory). None: one row per set."""
     if isinstance(leaf, Tensor):
         return None
     return leaf.with_values(leaf.values.new_empty(leaf.values.shape[0], 0))
 
 
 def values_of(leaf: Fragments | Tensor) -> Tensor:
-    """The rows of one part."""
+    """Return the rows of one part."""
     return leaf.values if isinstance(leaf, Fragments) else leaf
 
 
 def rows_of(part: Fragments | None, numbers: Tensor) -> Tensor:
-    """The rows of the sets `numbers` in a tensor of the form `part`."""
+    """Return the rows of the sets with indices `numbers` in a tensor with structure `part`."""
     return numbers if part is None else part.row_index(numbers)

@@ -15,9 +15,9 @@ from itm_fast.ops.one_pass import in_one_pass, taken_gradients
 from itm_fast.reference import validation
 
 MINING = ("all", "hardest", "selective", "semi_hard", "sct")
-# Names of the release before; `present_mining` replaces them.
+# Deprecated names; `present_mining` replaces them.
 _FORMER_MINING = {"contrastive": "sct"}
-# What the kernels call a mining where they have another name for it.
+# Names of the minings in the kernels, if they differ from the public names.
 _KERNEL_MINING = {"sct": "contrastive"}
 SELECTIVE_DIVISORS = ("batch", "negatives")
 DIRECTIONS = ("both", "rows", "columns")
@@ -25,7 +25,7 @@ REDUCTIONS = ("sum", "mean", "none")
 
 
 def present_mining(mining: str) -> str:
-    """The present name of `mining`; a `FutureWarning` for a former one."""
+    """Return the current name of `mining`; issue a `FutureWarning` for a deprecated name."""
     if not isinstance(mining, str) or mining not in _FORMER_MINING:
         return mining
     new = _FORMER_MINING[mining]
@@ -47,7 +47,7 @@ def check_options(
     directions: str,
     reduction: str,
 ) -> tuple[float, float]:
-    """Refuses bad options; returns margin and epsilon as floats."""
+    """Check the options and return margin and epsilon as floats."""
     validation.check_option("mining", mining, MINING)
     validation.check_option("selective_divisor", selective_divisor, SELECTIVE_DIVISORS)
     validation.check_flag("halve", halve)
@@ -107,7 +107,7 @@ def hardest_negatives(scores: Tensor, positives: Tensor | None) -> tuple[tuple[T
 
 
 def check_scores(scores: Tensor, positives: Tensor | None, square: bool) -> None:
-    """Refuses scores, and a mask beside them, of a wrong kind, shape or device."""
+    """Raise if the scores or their mask have a wrong type, dtype, shape or device."""
     validation.check_tensor("scores", scores, ("n", "m"))
     if square and scores.shape[0] != scores.shape[1]:
         raise ValueError(
@@ -120,7 +120,7 @@ def check_scores(scores: Tensor, positives: Tensor | None, square: bool) -> None
 
 
 def check_beside(name: str, other: Tensor, scores: Tensor) -> None:
-    """Refuses a second matrix of scores that does not lie beside `scores`."""
+    """Raise if a second score matrix does not match `scores`."""
     validation.check_tensor(name, other, ("n", "m"), (scores.dtype,))
     validation.check_shape(name, other, scores.shape, "like scores")
     validation.check_same_device(name, other, "scores", scores)
@@ -140,12 +140,12 @@ def _check_positive_scores(scores: Tensor, positive_scores: Tensor, directions: 
 
 
 def upcast(scores: Tensor) -> Tensor:
-    """Losses are computed in float32 (autocast or not), or in float64 for float64 scores."""
+    """Cast scores to the dtype of the loss: float64 for float64 scores, float32 otherwise (also under autocast)."""
     return scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
 
 
 def loss_shape(anchors: int, directions: str, reduction: str) -> tuple[int, ...]:
-    """Of the result of a loss with `anchors` anchors in each direction."""
+    """Return the shape of the loss with `anchors` anchors in each direction."""
     if reduction != "none":
         return ()
     return (2, anchors) if directions == "both" else (anchors,)

@@ -1,6 +1,6 @@
-"""Every operator in plain PyTorch: obvious, differentiable, float64-capable.
+"""Reference implementation of every operator in plain PyTorch. It is differentiable and supports float64.
 
-The truth of the tests, the baseline of the benchmarks, and what serves where no native kernel does.
+Tests and benchmarks compare against it, and it runs where no native kernel is available.
 """
 
 from itm_fast.reference.boosting_loss import boosting_loss

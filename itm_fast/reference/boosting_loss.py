@@ -1,7 +1,7 @@
-"""Boosting losses beside the scores of an anchor branch in plain PyTorch: the formulae, written down.
+"""Reference implementation in plain PyTorch of the boosting losses, which use the scores of an anchor branch.
 
-`boosting_loss` has the signature of `itm_fast.functional`. It is differentiable as often as PyTorch is, takes float64,
-and serves where no native kernel does. Arguments are expected to be valid.
+`boosting_loss` has the signature of `itm_fast.functional.boosting_loss`. It supports derivatives of any order and
+float64, and runs where no native kernel is available. It does not check its arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def boosting_loss(
     directions: str = "both",
     reduction: str = "sum",
 ) -> Tensor:
-    """Boosting loss; see `itm_fast.functional.boosting_loss`."""
+    """Compute the boosting loss; see `itm_fast.functional.boosting_loss`."""
     scores, anchor_scores = upcast(scores), upcast(anchor_scores).detach()
     negatives = negatives_of(scores, positives, diagonal=True)
 
@@ -49,7 +49,7 @@ def boosting_loss(
 
 
 def _relative_of_rows(s: Tensor, a: Tensor, negatives: Tensor, mining: str, margin: float, soft: bool) -> Tensor:
-    # margin + (a_pos - a_neg) - (s_pos - s_neg), with every pair's s - a together, so that rounding does not decide
+    # margin + (a_pos - a_neg) - (s_pos - s_neg). Subtract a from s per pair first, so that rounding does not change
     # which negative is the hardest.
     gap, own = s - a, a.diagonal()[:, None]
     margins = _upper(own - a, margin, 2.0) if soft else margin
@@ -66,32 +66,32 @@ def _absolute_of_rows(
     margins = _lower(a, margin_2, 1.0) if soft else margin_2
     negative_terms = _mined(margins + gap, gap + margins if soft else gap, negatives, mining, torch.zeros_like(own))
     counts = negatives.sum(dim=1) if mining == "all" else torch.ones_like(own)
-    # Counted no time, a term is 0 even where it is infinite, but a NaN stays visible.
+    # A term with count 0 is 0, even if it is infinite. A NaN propagates.
     never = (counts == 0) & ~own.isnan()
     return negative_terms + torch.where(never, 0.0, positive_terms) * torch.where(counts == 0, 1, counts)
 
 
 def _mined(terms: Tensor, keys: Tensor, negatives: Tensor, mining: str, positive: Tensor) -> Tensor:
-    """Hinges of each row's negatives: their sum, or that of the negative with the highest key."""
+    """Return per row the sum of the hinges over its negatives, or the hinge of the negative with the highest key."""
     hinges = torch.where(negatives, torch.relu(terms), 0.0)
     if mining == "all" or terms.shape[1] == 0:
         losses = hinges.sum(dim=1)
     else:
         losses = hinges.gather(1, hardest_of_rows(keys, negatives)[1].clamp(min=0)[:, None])[:, 0]
-    # Without a negative the loss is 0, but a NaN stays visible.
+    # A row without negatives has loss 0. A NaN propagates.
     without = torch.where(positive.isnan(), positive, 0.0).detach()
     return torch.where(negatives.any(dim=1), losses, without)
 
 
 def _upper(r: Tensor, margin: float, end: float) -> Tensor:
-    """A soft margin that falls from `margin` to 0 where r comes to `end`, its greatest value."""
+    """Return a soft margin that falls from `margin` to 0 as r approaches its maximum `end`."""
     if margin < torch.finfo(torch.float32).tiny:
         return torch.zeros_like(r)
     return 2 * margin / (1 + torch.exp(2 / margin * (r - end))) - margin
 
 
 def _lower(r: Tensor, margin: float, end: float) -> Tensor:
-    """A soft margin that rises from 0 where r leaves `-end`, its least value."""
+    """Return a soft margin that rises from 0 as r increases from its minimum `-end`."""
     if margin < torch.finfo(torch.float32).tiny:
         return torch.zeros_like(r)
     return 2 * margin / (1 + torch.exp(-2 / margin * (r + end))) - margin

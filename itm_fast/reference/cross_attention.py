@@ -1,11 +1,11 @@
-"""Cross-attention scores in plain PyTorch: the published loop, and a packed form in bounded memory.
+"""Reference implementation of the cross-attention scores: a loop over captions, and a packed form.
 
-- `cross_attention_scores`: one caption at a time, attended vectors written out, as published (SCAN, Lee et al. 2018,
-  Eq 1 to 8). It is the truth of the tests and the baseline of the benchmarks.
-- `cross_attention_scores_packed`: all words end to end, no attended vectors (the Gram matrix gives their norms). It is
-  what serves where no native kernel does.
+- `cross_attention_scores`: scores one caption at a time with explicit attended vectors, as in SCAN (Lee et al. 2018,
+  Eq 1 to 8). Tests and benchmarks compare against it.
+- `cross_attention_scores_packed`: scores concatenated captions in bounded memory. It computes the norms of the attended
+  vectors from the Gram matrix instead of forming the vectors. It runs where no native kernel is available.
 
-Both are differentiable and take float64. Signatures are those of `itm_fast.functional.cross_attention_scores`.
+Both are differentiable and support float64. Signatures match `itm_fast.functional.cross_attention_scores`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itm_fast.fragments import Fragments
 
 CLIPPED = ("clipped_l2norm", "clipped_l1norm", "clipped")
 EPSILON = 1e-8
-# Share of its terms' squared length below which an attended vector's squared norm has lost its digits in the Gram form.
+# The Gram form loses precision if |sum_k p_k x_k|^2 is smaller than this fraction of (sum_k p_k |x_k|)^2.
 CANCELLATION = 1 / 512
 
 # Elements of one (contexts, queries) block of the packed form: 64 MB in float32.
@@ -40,7 +40,7 @@ def cross_attention_scores(
     aggregation: str = "mean",
     logsumexp_temperature: float = 6.0,
 ) -> Tensor:
-    """Scores `(len(queries), len(contexts))` by the published loop."""
+    """Compute scores `(len(queries), len(contexts))` with the published loop."""
     queries, contexts = detach_zero_rows(queries), detach_zero_rows(contexts)
     scores = queries.values.new_zeros(len(queries), len(contexts))
     for query, context, i, j in pair_batches(queries, contexts):
@@ -52,10 +52,10 @@ def cross_attention_scores(
 
 
 def detach_zero_rows(fragments: Fragments) -> Fragments:
-    """Return the same rows, where rows of exact zeros receive no gradient.
+    """Return the same rows; rows that are exactly zero receive no gradient.
 
-    Such a row (padding, a blank image) has no direction. Norms and cosines divide by it plus `EPSILON`, so that its
-    derivative would be of the order of `1 / EPSILON` and drown all others.
+    A zero row (padding, a blank image) has no direction. Norms and cosines divide by its norm plus `EPSILON`, so its
+    derivative would be of the order of `1 / EPSILON` and dominate all others.
     """
     values = fragments.values
     if not (torch.is_grad_enabled() and values.requires_grad):
@@ -65,10 +65,10 @@ def detach_zero_rows(fragments: Fragments) -> Fragments:
 
 
 def pair_batches(queries: Fragments, contexts: Fragments) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """All pairs in batches of equal sizes: query (B, n, d), context (B, k, d), and their numbers (B,) and (B,).
+    """Yield all pairs in batches of equal sizes: query (B, n, d), context (B, k, d), and their indices (B,) and (B,).
 
-    The loop runs over the ragged side, the captions, and treats the other side, where every image has the same number
-    of regions, as one batch; where both are ragged it runs over both.
+    If the sets of one side (the images) have equal lengths, that side is one batch and the loop runs over the other
+    side. If both sides are ragged, the loop runs over all pairs.
     """
     query_numbers = torch.arange(len(queries), device=queries.device)
     context_numbers = torch.arange(len(contexts), device=contexts.device)
@@ -122,12 +122,12 @@ def _batch_scores(
 def cross_attention_weights(
     query: Tensor,  # (B, n, d)
     context: Tensor,  # (B, k, d)
-    temperature: float | Tensor = 9.0,  # (B, n, 1) where the queries differ in it
+    temperature: float | Tensor = 9.0,  # (B, n, 1) if it differs between queries
     normalization: str = "clipped_l2norm",
     negative_slope: float = 0.1,
     focal: str | None = None,
 ) -> Tensor:  # (B, n, k)
-    """The attention of each query row over the rows of its context, which sums to one (SCAN, Eq 1 to 3)."""
+    """Return the attention of each query row over the rows of its context; it sums to 1 (SCAN, Eq 1 to 3)."""
     raw = torch.bmm(context, query.transpose(1, 2))  # (B, k, n)
     if normalization in CLIPPED:
         raw = torch.nn.functional.leaky_relu(raw, negative_slope)
@@ -142,24 +142,24 @@ def cross_attention_weights(
 
 
 def hard_attention(logits: Tensor) -> Tensor:
-    """All attention to the first of the greatest `logits` (..., k), without derivative (CHAN, Pan et al., 2023)."""
+    """Return one-hot attention to the first maximum of `logits` (..., k), without gradient (CHAN, Pan et al., 2023)."""
     if logits.shape[-1] == 0:
         return logits.detach()
     return torch.zeros_like(logits).scatter_(-1, logits.detach().argmax(-1, keepdim=True), 1.0)
 
 
 def _soft_attention(logits: Tensor, focal: str | None, count: Tensor | int) -> Tensor:
-    """The softmax over the last dimension, of which `count` are contexts, and BFAN's reassignment."""
+    """Return the softmax over the last dimension, reassigned as in BFAN; `count` is the number of unpadded contexts."""
     attention = torch.softmax(logits, dim=2)
     return attention if focal is None else reassign_attention(attention, focal, 2, count)
 
 
 def reassign_attention(attention: Tensor, focal: str, dim: int, count: Tensor | int) -> Tensor:
-    """BFAN's reassignment (Liu et al. 2019, Eq 5 to 8) along `dim`: irrelevant contexts lose their attention.
+    """Set the attention to irrelevant contexts to zero along `dim`, as in BFAN (Liu et al. 2019, Eq 5 to 8).
 
-    "equal" keeps a context where its attention times `count`, the number of contexts, exceeds the sum; "prob" weighs
-    the comparison with the square roots of the attentions. The kept are renormalised; where none is kept the attention
-    stays as it was.
+    "equal" keeps a context if its attention times `count`, the number of contexts, exceeds the sum of the attention.
+    "prob" weights this comparison with the square roots of the attention. The remaining attention is renormalized. If
+    no context is kept, the attention does not change.
     """
     with torch.no_grad():
         if focal == "equal":
@@ -184,9 +184,9 @@ def cross_attention_scores_packed(
     logsumexp_temperature: float = 6.0,
     block_elements: int = _BLOCK_ELEMENTS,
 ) -> Tensor:
-    """Scores `(len(queries), len(contexts))` in blocks of at most about `block_elements` attention weights.
+    """Compute scores `(len(queries), len(contexts))` in blocks of about `block_elements` attention weights.
 
-    Where that takes several blocks, the backward recomputes the intermediates of each: its memory is bounded too.
+    With several blocks, the backward recomputes the intermediates of each block, which bounds its memory too.
     """
     queries, contexts = detach_zero_rows(queries), detach_zero_rows(contexts)
     options: dict[str, Any] = {
@@ -220,7 +220,7 @@ def cross_attention_scores_packed(
 
 
 def blocks_of(fragments: Fragments, size: int) -> list[Fragments]:
-    """The sets in runs of `size`."""
+    """Split `fragments` into blocks of `size` consecutive sets."""
     if size >= len(fragments):
         return [fragments]
     bounds = [*range(0, len(fragments), size), len(fragments)]
@@ -247,7 +247,7 @@ def _packed_block(
 ) -> Tensor:  # (n_queries, n_contexts)
     sets = Fragments(query, query_offsets, check=False, max_length=max_query_length)
     set_index = sets.set_index()
-    # An empty context set attends to one zero vector; its scores are replaced by 0 at the end.
+    # Treat an empty context set as one zero vector. Its scores are set to 0 at the end.
     present = torch.arange(context.shape[1], device=context.device) < context_lengths.clamp(min=1)[:, None]
 
     dots = torch.einsum("nd,ckd->nck", query, context)
@@ -264,10 +264,10 @@ def _packed_block(
     mixed = torch.bmm(attention.transpose(0, 1), gram).transpose(0, 1)
     squared = (attention * mixed).sum(dim=2)
     dot = (attention * dots).sum(dim=2)
-    # torch.compile cannot follow a choice that depends on values.
+    # torch.compile does not support branches that depend on tensor values.
     if not torch.compiler.is_compiling():
         squared, dot = _form_where_lost(query, context, attention, gram, squared, dot)
-    # The root of a squared norm that is zero has no derivative; it is taken as zero.
+    # The square root has no derivative at 0. Use 0 as the gradient there.
     attended_norm = torch.where(squared > 0, squared, 1.0).sqrt() * (squared > 0)
     norms = torch.linalg.vector_norm(query, dim=1)[:, None] * attended_norm
     cosine = dot / norms.clamp(min=EPSILON)  # (N, n_contexts)
@@ -283,9 +283,9 @@ def _form_where_lost(
     squared: Tensor,  # (N, n_contexts)
     dot: Tensor,  # (N, n_contexts)
 ) -> tuple[Tensor, Tensor]:
-    """Replaces `squared` and `dot` where the context vectors cancel and the Gram form has lost its digits.
+    """Recompute `squared` and `dot` from the attended vectors where the Gram form loses precision.
 
-    There, where the attended vector is short beside its terms, it is formed after all.
+    The Gram form loses precision if the weighted context vectors cancel each other.
     """
     with torch.no_grad():
         norms = gram.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
@@ -300,7 +300,7 @@ def _form_where_lost(
 
 
 def normalize_over_queries(raw: Tensor, normalization: str, set_index: Tensor, n_sets: int) -> Tensor:
-    """Normalises `raw` `(N, n_contexts, k)` over the rows of each query set."""
+    """Normalize `raw` `(N, n_contexts, k)` over the rows of each query set."""
 
     def total(terms: Tensor) -> Tensor:
         return terms.new_zeros(n_sets, *terms.shape[1:]).index_add(0, set_index, terms)
@@ -320,7 +320,7 @@ def normalize_over_queries(raw: Tensor, normalization: str, set_index: Tensor, n
 
 
 def _aggregate(sets: Fragments, cosine: Tensor, aggregation: str, logsumexp_temperature: float) -> Tensor:
-    """Aggregates each set's rows: `(N, n_contexts)` to `(n_sets, n_contexts)`; an empty set gives any finite value."""
+    """Aggregate the rows of each set, `(N, n_contexts)` to `(n_sets, n_contexts)`. An empty set gets a finite value."""
     if aggregation in ("mean", "sum"):
         total = sets.with_values(cosine).to_padded()[0].sum(dim=1)
         return total / sets.lengths.clamp(min=1)[:, None] if aggregation == "mean" else total

@@ -1,11 +1,11 @@
-"""Domain discriminators of ADDR in plain PyTorch: the formulae pair by pair, and a packed form in bounded memory.
+"""Reference implementation of the domain discriminators of ADDR: a loop over pairs, and a packed form.
 
-- `domain_regularization`: one risk after another, as the equations stand. It is the truth of the tests.
-- `domain_regularization_packed`: all rows against all discriminators by matrix products, then the risks that are
-  needed. It is what serves where no native kernel does, and the baseline of the benchmarks.
+- `domain_regularization`: computes one risk at a time, as in the equations. Tests compare against it.
+- `domain_regularization_packed`: multiplies all rows with all discriminators in bounded memory, then selects the risks.
+  It runs where no native kernel is available, and is the baseline of the benchmarks.
 
-Both have the signature of `itm_fast.functional.domain_regularization`, are differentiable as often as PyTorch is, and
-take float64. Arguments are expected to be valid.
+Both have the signature of `itm_fast.functional.domain_regularization`. They support derivatives of any order and
+float64, and do not check their arguments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def domain_regularization(
     margin: float = 0.05,
     aggregation: str = "sum",
 ) -> tuple[Tensor, Tensor]:
-    """Adversarial loss and regularisation of each pair; see `itm_fast.functional.domain_regularization`."""
+    """Compute adversarial loss and regularization of each pair; see `itm_fast.functional.domain_regularization`."""
     dtype = torch.promote_types(regions.dtype, torch.float32)
     weights, biases = weights.to(dtype), biases.to(dtype)
 
@@ -69,7 +69,7 @@ def domain_regularization_packed(
     margin: float = 0.05,
     aggregation: str = "sum",
 ) -> tuple[Tensor, Tensor]:
-    """The same; no block has more than 2^24 elements where the rows alone do not."""
+    """Compute the same as `domain_regularization` in blocks of at most 2^24 elements (or one column of all rows)."""
     dtype = torch.promote_types(regions.dtype, torch.float32)
     weights, biases = weights.to(dtype), biases.to(dtype)
     sides = [(regions.values.to(dtype), regions.set_index(), -1.0), (words.values.to(dtype), words.set_index(), 1.0)]
@@ -88,7 +88,7 @@ def domain_regularization_packed(
         return aggregated(risk), torch.zeros_like(risk)
 
     def risks_of(first: int, last: int) -> Tensor:
-        """(features, discriminators first to last)"""
+        """Return the risks (pairs, last - first) of all features under discriminators `first` to `last - 1`."""
         found = weights.new_zeros(pairs, last - first)
         for values, sets, sign in sides:
             logits = torch.addmm(biases[first:last], values, weights[first:last].t())
@@ -101,7 +101,7 @@ def domain_regularization_packed(
         risks = risks_of(0, pairs)
     else:
         blocks = [(first, min(first + step, pairs)) for first in range(0, pairs, step)]
-        # Logits of a block are computed again in the backward rather than kept.
+        # Recompute the logits of a block in the backward instead of storing them.
         risks = torch.cat([checkpoint(risks_of, *block, use_reentrant=False) for block in blocks], dim=1)
     risks = aggregated(risks)
     of_own = risks[own, own]

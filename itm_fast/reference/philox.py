@@ -1,7 +1,6 @@
-"""Dropout by a counter-based generator: every element's mask follows from the seed and the element's place alone.
+"""Dropout with a counter-based generator: the mask depends only on the seed and the position of each element.
 
-So the mask is the same whatever the tiling, the number of threads or chunks, and whenever it is made again. Inside:
-`philox4x32`, `CounterDropout`.
+Tiling, threads, chunks and recomputation do not change the mask.
 """
 
 from __future__ import annotations
@@ -20,14 +19,16 @@ _WORD = 0xFFFFFFFF
 
 
 def philox4x32(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) in int64 arithmetic.
+    """Generate random words with Philox4x32-10 in int64 arithmetic.
 
     Args:
-        counter: four int64 tensors of values below 2^32, which broadcast against each other.
-        key: two such tensors.
+        counter: four int64 tensors with values in [0, 2^32); their shapes broadcast.
+        key: two int64 tensors with values in [0, 2^32).
 
     Returns:
         Four int64 tensors of the broadcast shape, each uniform in [0, 2^32).
+
+    Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011).
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -41,23 +42,23 @@ def philox4x32(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """The upper and the lower half of a product of 64 bits, which a signed integer of 64 bits could not hold."""
+    """Return the upper and the lower 32 bits of a 64-bit product, which would overflow int64."""
     low = (word & 0xFFFF) * multiplier
     high = (word >> 16) * multiplier
     return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & _WORD
 
 
 class CounterDropout:
-    """Inverted dropout: an element is dropped with `probability`, and else divided by `1 - probability`.
+    """Inverted dropout: drop an element with `probability`, otherwise divide it by `1 - probability`.
 
-    The mask of channel `i` at a query row, a context set and a stream is word `i % 4` of
-    Philox4x32-10 with the counter `(row, context, stream, i // 4)`, all modulo 2^32, and the lower and upper half of
-    the seed as the key; a word below `floor(probability * 2^32)` drops the element.
+    Channel `i` at a given query row, context set and stream uses word `i % 4` of Philox4x32-10. The counter is
+    `(row, context, stream, i // 4)` modulo 2^32; the key is the lower and the upper half of the seed. A word below
+    `floor(probability * 2^32)` drops the element.
 
     Args:
-        probability: in [0, 1).
-        seed: an int, or an int64 tensor of one element.
-        device: of the masks.
+        probability: dropout probability in [0, 1).
+        seed: an int, or an int64 tensor with one element.
+        device: device of the masks.
     """
 
     def __init__(self, probability: float, seed: int | Tensor, device: torch.device) -> None:
@@ -65,19 +66,22 @@ class CounterDropout:
         if isinstance(seed, Tensor):
             key = seed.to(device).reshape(())
         else:
-            # Unlike torch.tensor, this does not wait for a GPU.
+            # Unlike torch.tensor, torch.full does not synchronize with the GPU.
             key = torch.full((), seed, dtype=torch.int64, device=device)
         self._key = (key & _WORD, (key >> 32) & _WORD)
 
     def factors(self, rows: Tensor, contexts: Tensor, stream: int, channels: int, dtype: torch.dtype) -> Tensor:
-        """What elements are multiplied with: `(..., channels)` for the broadcast shape of `rows` and `contexts`.
+        """Return the factors to multiply elements with: 0 or `1 / (1 - probability)`.
 
         Args:
-            rows: numbers of query rows in the whole call, not in a chunk of it.
-            contexts: numbers of context sets in the whole call.
-            stream: tells apart what is dropped at one place: twice the step, plus 1 for the guidance of RAR.
+            rows: indices of the query rows in the whole call, not in one chunk of it.
+            contexts: indices of the context sets in the whole call; broadcast with `rows`.
+            stream: distinguishes masks at the same position: twice the step, plus 1 for the guidance of RAR.
             channels: number of channels.
-            dtype: of the result.
+            dtype: dtype of the result.
+
+        Returns:
+            `(..., channels)`, where `...` is the broadcast shape of `rows` and `contexts`.
         """
         blocks = torch.arange((channels + 3) // 4, device=rows.device)
         places = [numbers.long()[..., None] & _WORD for numbers in (rows, contexts)]

@@ -1,4 +1,4 @@
-"""`RegulatorParameters`: the weights of the correspondence and aggregation regulators, and how they act together."""
+"""`RegulatorParameters`: weights and options of the correspondence (RCR) and aggregation (RAR) regulators."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CORRESPONDENCE_INPUTS = ("alignment", "query")
 
 
 class AlignmentWeights(NamedTuple):
-    """`l2norm(weight |q - l2norm(c)|^2 + bias)`: weight (m, d), bias (m,)."""
+    """Weights of one alignment `l2norm(weight |q - l2norm(c)|^2 + bias)`: weight (m, d), bias (m,)."""
 
     weight: Tensor
     bias: Tensor
 
 
 class CorrespondenceWeights(NamedTuple):
-    """One step of RCR; its input has width m (the alignment) or d (the query), its hidden layers h = 2m and g = m/2."""
+    """Weights of one RCR step. The input width is m (alignment) or d (query); the hidden widths are h = 2m, g = m/2."""
 
     w1: Tensor  # (h, m)
     b1: Tensor  # (h,)
@@ -39,7 +39,7 @@ class CorrespondenceWeights(NamedTuple):
 
 
 class AggregationWeights(NamedTuple):
-    """One step of RAR: `v^T(drop(tanh(a guidance + alpha)) * drop(tanh(b alignment + beta))) + c`."""
+    """Weights of one RAR step: `v^T(drop(tanh(a guidance + alpha)) * drop(tanh(b alignment + beta))) + c`."""
 
     a: Tensor  # (m, m)
     alpha: Tensor  # (m,)
@@ -50,14 +50,14 @@ class AggregationWeights(NamedTuple):
 
 
 class ScoreWeights(NamedTuple):
-    """The score `activation(u^T guidance + u0)`."""
+    """Weights of the score `activation(u^T guidance + u0)`."""
 
     u: Tensor  # (1, m)
     u0: Tensor  # (1,)
 
 
 class FactorWeights(NamedTuple):
-    """The factors of the first attention where they are learned."""
+    """Learned factors of the first attention."""
 
     channels: Tensor  # (d,)
     temperature: Tensor  # (1,)
@@ -67,34 +67,37 @@ Group = TypeVar("Group", bound=tuple[Any, ...])
 
 
 class RegulatorParameters:
-    """The weights of `itm_fast.functional.regulated_scores`; what they hold decides the setting.
+    """Weights of `itm_fast.functional.regulated_scores`. The number of weights of each kind selects the model.
 
-    - RCR alone: no `score`, as many `alignments` as `correspondences` (none where these see the query); the score is
-      the mean cosine of the last attention. With neither it is SCAN with the mean.
-    - RAR alone: one alignment, any number of `aggregations`, and the `score`.
-    - RCR and RAR, schedule "interleaved": N alignments, N - 1 correspondences, N aggregations, and the `score`;
-      "sequential": one alignment more than correspondences, any number of aggregations, all after the last attention.
-    - No aggregations but a `score`: the mean of the last alignments is scored.
+    - Only RCR: no `score` and as many `alignments` as `correspondences` (no alignments if the correspondences see the
+      query). The score is the mean cosine of the last attention.
+    - No weights: SCAN with mean aggregation.
+    - Only RAR: one alignment, any number of `aggregations`, and the `score`.
+    - RCR and RAR, schedule "interleaved": N alignments, N - 1 correspondences, N aggregations, and the `score`.
+    - RCR and RAR, schedule "sequential": N alignments, N - 1 correspondences, any number of aggregations after the last
+      attention, and the `score`.
+    - A `score` without aggregations: score the mean of the last alignments.
 
     Args:
-        alignments: one `(weight (m, d), bias (m,))` for each attention that is aligned.
-        correspondences: one `(W1 (2m, m), b1, W2 (d, 2m), b2, W3 (m/2, m), b3, w4 (1, m/2), b4)` for each step; the
-            hidden widths may be others.
+        alignments: one `(weight (m, d), bias (m,))` for each aligned attention.
+        correspondences: one `(W1 (2m, m), b1, W2 (d, 2m), b2, W3 (m/2, m), b3, w4 (1, m/2), b4)` for each step; other
+            hidden widths are allowed.
         aggregations: one `(A (m, m), alpha (m,), B (m, m), beta (m,), v (1, m), c (1,))` for each step.
         score: `(u (1, m), u0 (1,))`, or None.
-        activation: of the score, "sigmoid" or "tanh".
-        normalize_mean: l2-normalise the mean alignment before it is scored; for no aggregations alone.
+        activation: activation of the score, "sigmoid" or "tanh".
+        normalize_mean: l2-normalize the mean alignment before scoring; only without aggregations.
         schedule: "interleaved" or "sequential".
-        residual_correspondence: a step of RCR changes the factors before it (published), or replaces them.
-        residual_aggregation: a step of RAR averages with the guidance before it; published without.
-        correspondence_input: what RCR sees: the "alignment" (published), or the "query", whose width d W1 and W3 then
-            have.
-        initial_factors: `(e (d,), lambda (1,))` of the first attention where they are learned; None: ones, and the
-            `temperature` of the call.
+        residual_correspondence: add the output of each RCR step to the previous factors (as in the paper), or replace
+            them.
+        residual_aggregation: average the output of each RAR step with the previous guidance (not in the paper).
+        correspondence_input: input of RCR: the "alignment" (as in the paper) or the "query". With "query", W1 and W3
+            have input width d.
+        initial_factors: learned `(e (d,), lambda (1,))` of the first attention. None: ones, and the `temperature` of
+            the call.
 
     Raises:
-        TypeError: something is no floating point tensor, or the tensors differ in dtype.
-        ValueError: numbers of steps or shapes do not fit each other, devices differ, or an option is unknown.
+        TypeError: an argument is not a floating point tensor, or the dtypes differ.
+        ValueError: numbers of steps or shapes are inconsistent, devices differ, or an option is unknown.
 
     Examples:
         >>> import torch
@@ -194,12 +197,12 @@ class RegulatorParameters:
                     )
 
     def _shapes(self) -> Iterable[tuple[str, str]]:
-        """The sizes of every tensor by letters; equal letters stand for equal sizes."""
+        """Yield the name of each tensor and its shape as letters; equal letters mean equal sizes."""
         for index in range(len(self.alignments)):
             yield from _named(f"alignments[{index}]", AlignmentWeights, ("md", "m"))
         seen = "m" if self.correspondence_input == "alignment" else "d"
         for index in range(len(self.correspondences)):
-            # The hidden widths of each step are its own: letters that no other tensor has.
+            # Hidden widths may differ between steps, so each step uses its own letters.
             wide, narrow = chr(0x100 + index), chr(0x1000 + index)
             shapes = (wide + seen, wide, "d" + wide, "d", narrow + seen, narrow, "1" + narrow, "1")
             yield from _named(f"correspondences[{index}]", CorrespondenceWeights, shapes)
@@ -217,7 +220,7 @@ class RegulatorParameters:
 
     @property
     def embed_dim(self) -> int | None:
-        """The width d of the rows that the weights are for; None without weights, which are for any."""
+        """Width d of the query and context rows, or None without weights (any width is accepted)."""
         if self.initial_factors is not None:
             return self.initial_factors.channels.shape[0]
         if self.alignments:
@@ -225,17 +228,17 @@ class RegulatorParameters:
         return self.correspondences[0].w2.shape[0] if self.correspondences else None
 
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Every tensor with its name, such as `correspondences[0].w1`, in the order of the fields."""
+        """Return every tensor with its name, such as `correspondences[0].w1`, in the order of the fields."""
         return zip((name for name, _ in self._shapes()), self.tensors(), strict=True)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor, in the order of `named_tensors`."""
+        """Return every tensor, in the order of `named_tensors`."""
         groups = [*self.alignments, *self.correspondences, *self.aggregations]
         groups += [group for group in (self.score, self.initial_factors) if group is not None]
         return list(chain.from_iterable(groups))
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> RegulatorParameters:
-        """The same setting with other tensors, in the order of `tensors()`."""
+        """Return a copy with the same options and other tensors, given in the order of `tensors()`."""
         rest = iter(tensors)
 
         def taken(group: tuple[Tensor, ...]) -> list[Tensor]:
@@ -256,12 +259,12 @@ class RegulatorParameters:
         )
 
     def to(self, *args: Any, **kwargs: Any) -> RegulatorParameters:
-        """`Tensor.to` on every tensor."""
+        """Return a copy with `Tensor.to` applied to every tensor."""
         return self.with_tensors([tensor.to(*args, **kwargs) for tensor in self.tensors()])
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the tensors; None without any."""
+        """Dtype of the tensors, or None without tensors."""
         tensors = self.tensors()
         return tensors[0].dtype if tensors else None
 

@@ -1,11 +1,10 @@
-"""Cross-attention alignments and regulated scores in plain PyTorch, by the published loop.
+"""Reference implementation of cross-attention alignments and regulated scores with the published loop.
 
-`cross_attention_alignments` and `regulated_scores` take one query set and its contexts at a time, or one pair; they are
-the truth of the tests. `regulation_steps` shows what happens inside one pair. The formulas, `align`, `correspond`,
-`aggregate` and the order in which `regulate` takes them, are written once, for this form and the packed one: the two
-differ in how they lay rows out (`Rows`, `Layout`).
+`cross_attention_alignments` and `regulated_scores` loop over query sets or over pairs; tests compare against them.
+`regulation_steps` returns the intermediate values of one pair. The loop and the packed form share the formulas `align`,
+`correspond`, `aggregate` and `regulate`; they differ in the memory layout of the rows (`Rows`, `Layout`).
 
-All are differentiable and take float64.
+All functions are differentiable and support float64.
 """
 
 from __future__ import annotations
@@ -33,53 +32,66 @@ Temperature = float | Tensor
 
 
 class Rows(Protocol):
-    """Where the rows of the pairs lie: `...` are batch dimensions, `rows` all query rows, `sets` the pairs."""
+    """Memory layout of the rows: `...` are batch dimensions, `rows` the query rows and `sets` the pairs."""
 
     def mean(self, rows: Tensor) -> Tensor:
-        """(..., rows, m) or (..., rows) to the mean over each pair's rows, (..., sets, m) or (..., sets)."""
+        """Average over each pair's rows: (..., rows, m) or (..., rows) to (..., sets, m) or (..., sets)."""
 
     def spread(self, sets: Tensor) -> Tensor:
-        """(..., sets, m) to (..., rows, m): each row gets what is its pair's."""
+        """Copy the value of each pair to its rows: (..., sets, m) to (..., rows, m)."""
 
     def softmax(self, logits: Tensor) -> Tensor:
-        """Softmax of (..., rows) over each pair's rows."""
+        """Apply the softmax over each pair's rows to (..., rows)."""
 
     def sum(self, rows: Tensor) -> Tensor:
-        """(..., rows, m) to the sum over each pair's rows, (..., sets, m)."""
+        """Sum over each pair's rows: (..., rows, m) to (..., sets, m)."""
 
     def drop_guidance(self, guidance: Tensor, step: int) -> Tensor:
-        """Dropout on (..., sets, m): a mask for each pair, step and channel."""
+        """Apply dropout to (..., sets, m), with one mask per pair, step and channel."""
 
     def drop_rows(self, rows: Tensor, step: int) -> Tensor:
-        """Dropout on (..., rows, m): a mask for each pair, step, row and channel."""
+        """Apply dropout to (..., rows, m), with one mask per pair, step, row and channel."""
 
 
 class Layout(Rows, Protocol):
-    """Rows that attend to their contexts."""
+    """Layout of rows that attend to their contexts."""
 
     query: Tensor  # (..., rows, d)
 
     def attend(self, channels: Tensor | None, temperature: Temperature) -> Tensor:
-        """Attended vectors (..., rows, d); `channels` (..., rows, d) or (d,), `temperature` (..., rows, 1) or (1,)."""
+        """Return attended vectors (..., rows, d).
+
+        Args:
+            channels: channel factors of the query (..., rows, d) or (d,), or None for ones.
+            temperature: a number, or a tensor (..., rows, 1) or (1,).
+        """
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """Return `v / (|v| + 1e-8)` over the last dimension. A vector of zeros receives no gradient."""
+    """Return `v / (|v| + 1e-8)` over the last dimension. A zero vector receives no gradient."""
     norm = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     return vectors / (norm + EPSILON).masked_fill(norm == 0, torch.inf)
 
 
 def align(query: Tensor, attended: Tensor, weights: AlignmentWeights) -> Tensor:
-    """Eq 7, `l2norm(W |q - l2norm(c)|^2 + b)`: (..., d) and (..., d) to (..., m)."""
+    """Compute `l2norm(W |q - l2norm(c)|^2 + b)` (Eq 7): (..., d) and (..., d) to (..., m)."""
     return unit(F.linear((query - unit(attended)).square(), weights.weight, weights.bias))
 
 
 def correspond(
     seen: Tensor, channels: Tensor | None, temperature: Temperature, weights: CorrespondenceWeights, residual: bool
 ) -> tuple[Tensor, Tensor]:
-    """Eq 8, one step of RCR: from `seen` (..., m) and the factors before to those after.
+    """Compute one step of RCR (Eq 8).
 
-    `channels` (..., d), where None stands for ones, and `temperature` (..., 1).
+    Args:
+        seen: the alignment (..., m), or the query (..., d).
+        channels: channel factors before the step (..., d), or None for ones.
+        temperature: temperature before the step (..., 1).
+        weights: weights of the step.
+        residual: add the change to the previous factors instead of replacing them.
+
+    Returns:
+        The channel factors (..., d) and the temperature (..., 1) after the step.
     """
     change = torch.tanh(F.linear(torch.tanh(F.linear(seen, weights.w1, weights.b1)), weights.w2, weights.b2))
     shift = F.linear(torch.tanh(F.linear(seen, weights.w3, weights.b3)), weights.w4, weights.b4)
@@ -92,7 +104,7 @@ def correspond(
 def aggregate(
     layout: Rows, aligned: Tensor, guidance: Tensor, weights: AggregationWeights, step: int, residual: bool
 ) -> tuple[Tensor, Tensor]:
-    """Eq 15 and 16, one step of RAR: the next guidance (..., sets, m), and the weights of the rows (..., rows)."""
+    """Compute one step of RAR (Eq 15, 16): the next guidance (..., sets, m) and the row weights (..., rows)."""
     guide = layout.drop_guidance(torch.tanh(F.linear(guidance, weights.a, weights.alpha)), step)
     local = layout.drop_rows(torch.tanh(F.linear(aligned, weights.b, weights.beta)), step)
     share = layout.softmax(F.linear(layout.spread(guide) * local, weights.v, weights.c).squeeze(-1))
@@ -101,7 +113,7 @@ def aggregate(
 
 
 def mean_cosine(layout: Layout, attended: Tensor) -> Tensor:
-    """Eq 5: the mean over each pair's rows of the cosine with what they attend to, (..., sets)."""
+    """Return the mean cosine between each pair's rows and their attended vectors (Eq 5), (..., sets)."""
     norms = torch.linalg.vector_norm(layout.query, dim=-1) * torch.linalg.vector_norm(attended, dim=-1)
     return layout.mean((layout.query * attended).sum(dim=-1) / norms.clamp(min=EPSILON))
 
@@ -109,12 +121,12 @@ def mean_cosine(layout: Layout, attended: Tensor) -> Tensor:
 def alignment_steps(
     layout: Layout, parameters: RegulatorParameters, temperature: float
 ) -> Iterator[tuple[Tensor, tuple[Tensor | None, Temperature]]]:
-    """The alignments (..., rows, m) of each attention, with the factors of the next one."""
+    """Yield the alignments (..., rows, m) of each attention and the factors of the next attention."""
     channels: Tensor | None = None
     now: Temperature = temperature
     if parameters.initial_factors is not None:
         channels, now = parameters.initial_factors
-    aligned = layout.query  # What RCR sees where nothing is aligned.
+    aligned = layout.query  # Input of RCR if there is no alignment.
     for step in range(max(len(parameters.alignments), len(parameters.correspondences))):
         if step < len(parameters.alignments):
             aligned = align(layout.query, layout.attend(channels, now), parameters.alignments[step])
@@ -129,7 +141,7 @@ def alignment_steps(
 def regulate(
     layout: Layout, parameters: RegulatorParameters, temperature: float, shares: list[Tensor] | None = None
 ) -> Tensor:
-    """The scores (..., sets), Algorithm 1 and its variants; the weights of each aggregation are added to `shares`."""
+    """Compute the scores (..., sets) with Algorithm 1 or a variant; append the row weights of each step to `shares`."""
     factors: tuple[Tensor | None, Temperature] = (None, temperature)
     if parameters.initial_factors is not None:
         factors = parameters.initial_factors
@@ -159,7 +171,7 @@ def regulate(
 
 
 class PairRows:
-    """`Layout` of B pairs of equal sizes: rows (B, n, ·), one set in each pair (B, 1, ·)."""
+    """`Layout` of B pairs of equal sizes: rows are (B, n, ·), and each pair has one set, (B, 1, ·)."""
 
     def __init__(
         self,
@@ -169,8 +181,8 @@ class PairRows:
         negative_slope: float,
         focal: str | None,
         dropout: CounterDropout | None = None,
-        rows: Tensor | None = None,  # (B, n): numbers of the query rows
-        contexts: Tensor | None = None,  # (B,): numbers of the context sets
+        rows: Tensor | None = None,  # (B, n): indices of the query rows
+        contexts: Tensor | None = None,  # (B,): indices of the context sets
     ) -> None:
         self.query, self.context = query, context
         self.options = (normalization, negative_slope, focal)
@@ -220,7 +232,7 @@ def regulated_scores(
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
 ) -> Tensor:
-    """Scores `(len(queries), len(contexts))` by the published loop; with `dropout` the `seed` must be given."""
+    """Compute scores `(len(queries), len(contexts))` with the published loop; `dropout` needs a `seed`."""
     queries, contexts = detach_zero_rows(queries), detach_zero_rows(contexts)
     mask = counter_dropout(dropout, seed, queries.device)
     scores = queries.values.new_zeros(len(queries), len(contexts))
@@ -246,7 +258,7 @@ def cross_attention_alignments(
     correspondences: Sequence[CorrespondenceWeights] = (),
     residual_correspondence: bool = True,
 ) -> Tensor:
-    """Alignments `(len(contexts), N_queries, m)` by the published loop."""
+    """Compute alignments `(len(contexts), N_queries, m)` with the published loop."""
     queries, contexts = detach_zero_rows(queries), detach_zero_rows(contexts)
     parameters = alignment_parameters(weight, bias, correspondences, residual_correspondence)
     width = parameters.alignments[0].weight.shape[0]
@@ -265,7 +277,7 @@ def alignment_parameters(
     correspondences: Sequence[CorrespondenceWeights],
     residual_correspondence: bool,
 ) -> RegulatorParameters:
-    """The parameters of a chain that ends in alignments: its score is never asked for."""
+    """Return parameters for computing alignments only. Their score layer is a placeholder and is not used."""
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [bias] if isinstance(bias, Tensor) else list(bias or (part.new_zeros(len(part)) for part in weights))
     width = weights[0].shape[0]
@@ -278,7 +290,7 @@ def alignment_parameters(
 
 
 def counter_dropout(probability: float, seed: int | Tensor | None, device: torch.device) -> CounterDropout | None:
-    """The dropout of a call; None where nothing is dropped."""
+    """Return the dropout of a call, or None if the probability is 0."""
     if probability == 0.0:
         return None
     if seed is None:
@@ -287,9 +299,9 @@ def counter_dropout(probability: float, seed: int | Tensor | None, device: torch
 
 
 class RegulationSteps(NamedTuple):
-    """What the regulators do inside one pair, step by step."""
+    """Intermediate values of the regulators for one pair."""
 
-    attention: list[Tensor]  # (n, k) for each attention: how each query attends to the contexts
+    attention: list[Tensor]  # (n, k) for each attention: attention of each query over the contexts
     temperatures: list[Tensor]  # (n,) for each attention: lambda of each query
     aggregation: list[Tensor]  # (n,) for each aggregation: the weight of each query's alignment
 
@@ -303,7 +315,16 @@ def regulation_steps(
     negative_slope: float = 0.1,
     focal: str | None = None,
 ) -> RegulationSteps:
-    """Attention, temperatures and aggregation weights of one pair, `query` (n, d) and `context` (k, d), no dropout."""
+    """Return attention, temperatures and aggregation weights of one pair, without dropout.
+
+    Args:
+        query: (n, d).
+        context: (k, d).
+        parameters: weights of the regulators.
+        temperature: initial temperature of the attention.
+        negative_slope: slope of the leaky ReLU for negative values.
+        focal: reassignment of the attention, or None.
+    """
     layout = PairRows(query[None], context[None], "clipped_l2norm", negative_slope, focal)
     shares: list[Tensor] = []
     regulate(layout, parameters, temperature, shares)

@@ -1,7 +1,7 @@
-"""Regulated scores of a list of pairs at once, each of which has sizes of its own.
+"""Regulated scores of a list of pairs of different sizes, computed in one batch.
 
-What the backward of `regulated_scores` is made of: the pairs that have a gradient. They are padded to the longest, so
-that every step is one operation on all of them, and sums over the rows of a pair have one order on every device.
+The backward of `regulated_scores` uses this module for the pairs with a non-zero gradient. Pairs are padded to the
+longest, so that each step is one batched operation and sums over rows have the same order on every device.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["regulated_scores_listed"]
 
 
 class _ListedPairs(PairRows):
-    """`Layout` of P pairs: rows (P, n, ·), behind those of each pair padding, one set in each pair (P, 1, ·)."""
+    """`Layout` of P padded pairs: rows are (P, n, ·), and each pair has one set, (P, 1, ·)."""
 
     def __init__(
         self,
         queries: Fragments,
         contexts: Fragments,
-        first_rows: Tensor,  # (P,): numbers of the first query rows
-        numbers: Tensor,  # (P,): of the context sets
+        first_rows: Tensor,  # (P,): indices of the first query rows
+        numbers: Tensor,  # (P,): indices of the context sets
         negative_slope: float,
         focal: str | None,
         dropout: CounterDropout | None,
@@ -38,14 +38,14 @@ class _ListedPairs(PairRows):
         super().__init__(query, context, "clipped_l2norm", negative_slope, focal, dropout, of_call, numbers)
         self.negative_slope, self.focal = negative_slope, focal
         self.empty = (lengths == 0) | (counts == 0)
-        # An empty set is one zero vector.
+        # Treat an empty set as one zero vector.
         self.lengths, self.counts = lengths.clamp(min=1)[:, None], counts.clamp(min=1)[:, None, None]
         self.is_row = rows < self.lengths  # (P, n)
         self.is_context = torch.arange(context.shape[1], device=query.device) < self.counts  # (P, 1, k)
 
     def attend(self, channels: Tensor | None, temperature: Temperature) -> Tensor:
         reweighted = self.query if channels is None else self.query * channels
-        # Padded queries are zero, and so are their raw scores: they add nothing to the norms.
+        # Padded queries are zero, so their raw scores are zero and do not change the norms.
         raw = leaky_relu(torch.bmm(reweighted, self.context.transpose(1, 2)), self.negative_slope)  # (P, n, k)
         normalized = raw / (torch.linalg.vector_norm(raw, dim=1, keepdim=True) + EPSILON)
         attention = torch.softmax((temperature * normalized).masked_fill(~self.is_context, -torch.inf), dim=2)
@@ -76,10 +76,21 @@ def regulated_scores_listed(
     focal: str | None,
     dropout: CounterDropout | None,
 ) -> Tensor:
-    """Scores (P,) of the pairs of query set i and context set i.
+    """Score each query set i against context set i.
 
-    `first_rows` and `numbers` (P,): where the first row of a query set, and a context set, stand in the whole call,
-    which the dropout is keyed by.
+    Args:
+        queries: P query sets.
+        contexts: P context sets.
+        parameters: weights of the regulators.
+        first_rows: (P,), index of the first row of each query set in the whole call. The dropout mask depends on it.
+        numbers: (P,), index of each context set in the whole call. The dropout mask depends on it.
+        temperature: initial temperature of the attention.
+        negative_slope: slope of the leaky ReLU for negative values.
+        focal: reassignment of the attention, or None.
+        dropout: the dropout of the call, or None.
+
+    Returns:
+        Scores (P,).
     """
     layout = _ListedPairs(queries, contexts, first_rows, numbers, negative_slope, focal, dropout)
     return regulate(layout, parameters, temperature).squeeze(1).masked_fill(layout.empty, 0.0)

@@ -1,7 +1,7 @@
-"""Cross-attention alignments and regulated scores with all rows end to end, in bounded memory.
+"""Cross-attention alignments and regulated scores of concatenated rows, in bounded memory.
 
-What serves where no native kernel does. Each block of query sets and context sets is scored at once; where there are
-several, the backward recomputes the intermediates of each, so that its memory is bounded too.
+This form runs where no native kernel is available. It scores one block of query sets and context sets at a time. With
+several blocks, the backward recomputes the intermediates of each block, which bounds its memory too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BLOCK_ELEMENTS = 1 << 24
 
 
 class PackedRows:
-    """What `Layout` asks of rows that lie end to end: (C, N, ·) rows of S sets each, and (C, S, ·)."""
+    """`Rows` of concatenated sets: rows are (C, N, ·) and sets (C, S, ·)."""
 
     def __init__(self, sets: Fragments) -> None:
         self.sets, self.set_index = sets, sets.set_index()
@@ -75,15 +75,15 @@ class PackedRows:
 
 
 class Places(NamedTuple):
-    """Where a block lies in the whole, which the dropout is keyed by."""
+    """Position of a block in the whole call. The dropout mask depends on it."""
 
-    first_rows: Tensor  # (S,), of each query set
-    rows: Tensor  # (N,), of each query row
-    contexts: Tensor  # (C,), of each context set
+    first_rows: Tensor  # (S,): first row of each query set
+    rows: Tensor  # (N,): index of each query row
+    contexts: Tensor  # (C,): index of each context set
 
 
 class _Packed(PackedRows):
-    """`Layout` of all pairs of a block: C context sets x N query rows, of which S sets are made."""
+    """`Layout` of all pairs of a block: C context sets and N query rows in S sets."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class _Packed(PackedRows):
         super().__init__(Fragments(query, query_offsets, check=False))
         self.query, self.context = query[None], context
         self.counts = context_lengths.clamp(min=1)[:, None, None]
-        # An empty context set attends to one zero vector.
+        # Treat an empty context set as one zero vector.
         self.present = torch.arange(context.shape[1], device=context.device) < self.counts
         self.empty = (self.sets.lengths == 0) | (context_lengths == 0)[:, None]  # (C, S)
         self.normalization, self.negative_slope, self.focal = normalization, negative_slope, focal
@@ -144,7 +144,7 @@ def regulated_scores_packed(
     seed: int | Tensor | None = None,
     block_elements: int = BLOCK_ELEMENTS,
 ) -> Tensor:
-    """Scores `(len(queries), len(contexts))` in blocks of about `block_elements` values per tensor."""
+    """Compute scores `(len(queries), len(contexts))` in blocks of about `block_elements` values per tensor."""
     queries, contexts = detach_zero_rows(queries), detach_zero_rows(contexts)
     mask = counter_dropout(dropout, seed, queries.device)
 
@@ -176,7 +176,7 @@ def cross_attention_alignments_packed(
     residual_correspondence: bool = True,
     block_elements: int = BLOCK_ELEMENTS,
 ) -> Tensor:
-    """Alignments `(len(contexts), N_queries, m)` in blocks of about `block_elements` values per tensor."""
+    """Compute alignments `(len(contexts), N_queries, m)` in blocks of about `block_elements` values per tensor."""
     queries, contexts = detach_zero_rows(queries), detach_zero_rows(contexts)
     parameters = alignment_parameters(weight, bias, correspondences, residual_correspondence)
 
@@ -208,7 +208,7 @@ def regulated_scores_block(
     focal: str | None,
     dropout: CounterDropout | None,
 ) -> Tensor:
-    """Scores `(len(queries), len(contexts))` at once of sets that lie at `places` of a whole."""
+    """Compute scores `(len(queries), len(contexts))` of one block at position `places` of the whole call."""
     layout = _Packed(
         queries.values,
         queries.offsets,
@@ -240,8 +240,8 @@ def _in_blocks(
     block_elements: int,
     options: dict[str, Any],
 ) -> Iterator[Iterator[Tensor]]:
-    """`result` of each block: for each block of query sets, one tensor for each block of context sets."""
-    # torch.compile cannot follow a choice that depends on lengths: what it compiles is one block.
+    """Yield for each block of query sets an iterator over the `result` of each block of context sets."""
+    # torch.compile does not support branches that depend on lengths, so compiled code uses one block.
     whole_at_once = torch.compiler.is_compiling()
     if not whole_at_once:
         width = max(queries.values.shape[1], contexts.max_length, *(max(t.shape) for t in parameters.tensors()), 1)

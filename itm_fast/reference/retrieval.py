@@ -1,7 +1,7 @@
-"""Ranks and recalls in plain PyTorch.
+"""Reference implementation of ranks and recalls in plain PyTorch.
 
-Inside: `retrieval_ranks`, `recall_summary`, with the signatures of `itm_fast.functional`. Ranks are counted in chunks
-of bounded memory. Arguments are expected to be valid.
+`retrieval_ranks` and `recall_summary` have the signatures of `itm_fast.functional`. Ranks are counted in chunks, which
+bounds memory. The functions do not check their arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _CHUNK_ELEMENTS = 1 << 24
 
 
 def retrieval_ranks(scores: Tensor, caption_image: Tensor, ties: str = "pessimistic") -> tuple[Tensor, Tensor]:
-    """Ranks of every image and of every caption; see `itm_fast.functional.retrieval_ranks`."""
+    """Return the ranks of every image and of every caption; see `itm_fast.functional.retrieval_ranks`."""
     n_images, n_captions = scores.shape
     scores = scores if scores.dtype == torch.float64 else scores.float()
     caption_image = caption_image.to(torch.int64)
@@ -27,7 +27,7 @@ def retrieval_ranks(scores: Tensor, caption_image: Tensor, ties: str = "pessimis
         chunk = scores[first : first + rows]
         own = caption_image == torch.arange(first, first + len(chunk), device=scores.device)[:, None]
         text_to_image += (_counts_above(chunk, own_score, ties) & ~own).sum(dim=0)
-        # The best of an image's own captions, NaN being the lowest of all.
+        # The highest score among the image's own captions. NaN is the lowest value.
         comparable = own & ~chunk.isnan()
         best = torch.where(comparable, chunk, -torch.inf).max(dim=1, keepdim=True).values
         best = torch.where(comparable.any(dim=1, keepdim=True), best, torch.nan)
@@ -37,7 +37,7 @@ def retrieval_ranks(scores: Tensor, caption_image: Tensor, ties: str = "pessimis
 
 
 def _counts_above(scores: Tensor, own: Tensor, ties: str) -> Tensor:
-    """True where a score counts as higher than the own score; NaN is the lowest value and equal to NaN."""
+    """Return True where a score counts as higher than the own score. NaN is the lowest value and equals NaN."""
     higher = (scores > own) | (own.isnan() & ~scores.isnan())
     if ties == "optimistic":
         return higher
@@ -45,13 +45,13 @@ def _counts_above(scores: Tensor, own: Tensor, ties: str) -> Tensor:
 
 
 def recall_summary(image_to_text: Tensor, text_to_image: Tensor) -> dict[str, float]:
-    """Recalls in percent, median and mean ranks; see `itm_fast.functional.recall_summary`."""
+    """Return recalls in percent, median and mean ranks; see `itm_fast.functional.recall_summary`."""
     summary: dict[str, float] = {}
     for direction, ranks in (("i2t", image_to_text), ("t2i", text_to_image)):
         ranks = ranks[ranks >= 0].to(torch.float64)
         for k in (1, 5, 10):
             summary[f"{direction}_r{k}"] = 100.0 * float((ranks < k).to(torch.float64).mean())
-        # The middle of an even number of ranks lies between two of them and is rounded down, as published code does.
+        # For an even number of ranks, average the middle two and round down, as published implementations do.
         middle = torch.stack([ranks.kthvalue(k).values for k in ((len(ranks) + 1) // 2, len(ranks) // 2 + 1)]).mean()
         summary[f"{direction}_medr"] = float(middle.floor()) + 1.0
         summary[f"{direction}_meanr"] = float(ranks.mean()) + 1.0

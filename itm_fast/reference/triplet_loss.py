@@ -1,7 +1,7 @@
-"""Triplet losses over a score matrix in plain PyTorch: the formulae, written down.
+"""Reference implementation in plain PyTorch of the triplet losses over a score matrix.
 
-Inside: `hardest_negatives`, `triplet_loss`, with the signatures of `itm_fast.functional`. Both are differentiable as
-often as PyTorch is, take float64, and serve where no native kernel does. Arguments are expected to be valid.
+`hardest_negatives` and `triplet_loss` have the signatures of `itm_fast.functional`. They support derivatives of any
+order and float64, and run where no native kernel is available. They do not check their arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Extreme = tuple[Tensor, Tensor]
 
 
 def hardest_negatives(scores: Tensor, positives: Tensor | None = None) -> tuple[Extreme, Extreme]:
-    """Values and indices of the hardest negative of every row, and of every column."""
+    """Return values and indices of the hardest negative of every row and of every column."""
     scores = upcast(scores)
     negatives = negatives_of(scores, positives, diagonal=True)
     return hardest_of_rows(scores, negatives), hardest_of_rows(scores.t(), negatives.t())
@@ -32,13 +32,13 @@ def triplet_loss(
     directions: str = "both",
     reduction: str = "sum",
 ) -> Tensor:
-    """Triplet loss; see `itm_fast.functional.triplet_loss`."""
+    """Compute the triplet loss; see `itm_fast.functional.triplet_loss`."""
     scores = upcast(scores)
     negatives = negatives_of(scores, positives, diagonal=positive_scores is None)
     anchors = scores.diagonal() if positive_scores is None else upcast(positive_scores)
 
     def of_rows(scores: Tensor, negatives: Tensor) -> Tensor:
-        # A square batch holds one positive per anchor beside the negatives; separate positives are added to them.
+        # A square batch includes one positive per anchor. Separate positives add one to the batch size.
         batch = scores.shape[1] + (positive_scores is not None)
         divisor = max(batch - (selective_divisor == "negatives"), 1)
         return _losses_of_rows(scores, negatives, anchors, margin, mining, epsilon, divisor)
@@ -64,7 +64,7 @@ def _losses_of_rows(
     divisor: int,
 ) -> Tensor:  # (B,)
     if mining == "semi_hard":
-        # Written as "not at least" so that a NaN stays a candidate and reaches the loss.
+        # `~(a >= b)` rather than `a < b`, so that a NaN remains a candidate and reaches the loss.
         negatives = negatives & ~(scores >= positive[:, None])
     if mining in ("all", "selective"):
         hinges = torch.relu(margin + scores - positive[:, None])
@@ -79,26 +79,26 @@ def _losses_of_rows(
         far = (hardest - positive).abs() > epsilon
         losses = hinge if epsilon == 0 else torch.where(far, hinge, average)
     elif mining == "sct":
-        # Asked this way round, a NaN takes the hinge and stays visible.
+        # A NaN fails this comparison, selects the hinge and so propagates.
         losses = torch.where(hardest >= positive, hardest, hinge)
     else:
         losses = hinge
-    # Without a negative the loss is 0, but a NaN stays visible.
+    # A row without negatives has loss 0. A NaN propagates.
     without = torch.where(positive.isnan(), positive, 0.0).detach()
     return torch.where(negatives.any(dim=1), losses, without)
 
 
 def best_of_rows(scores: Tensor, negatives: Tensor) -> Extreme:
-    # torch.max returns the first of equal values, and NaN before everything else.
+    # torch.max returns the first of equal values, and treats NaN as the maximum.
     if scores.shape[1] == 0:
-        # The sum of nothing keeps the values connected to the scores.
+        # An empty sum keeps the values in the autograd graph of the scores.
         return scores.sum(dim=1) - torch.inf, scores.new_zeros(scores.shape[0], dtype=torch.int64)
     return torch.where(negatives, scores, -torch.inf).max(dim=1)
 
 
 def hardest_of_rows(scores: Tensor, negatives: Tensor) -> Extreme:
     values, indices = best_of_rows(scores, negatives)
-    # Where the best is -inf, a masked pair may stand before the first negative.
+    # If the maximum is -inf, its first occurrence may be a masked pair. Take the first negative instead.
     if scores.shape[1] > 0:
         indices = torch.where(values.isneginf(), negatives.to(torch.uint8).argmax(dim=1), indices)
     return values, torch.where(negatives.any(dim=1), indices, -1)
@@ -112,5 +112,5 @@ def negatives_of(scores: Tensor, positives: Tensor | None, diagonal: bool) -> Te
 
 
 def upcast(scores: Tensor) -> Tensor:
-    """Losses are computed in float32, or in float64 for float64 scores."""
+    """Cast scores to the dtype of the loss: float64 for float64 scores, float32 otherwise."""
     return scores if scores.dtype == torch.float64 else scores.float()

@@ -1,11 +1,8 @@
 """Argument checks shared by the public functions.
 
-Inside: `check_tensor`, `check_shape`, `check_same_device`, `finite_number`, `check_option`, `check_flag`, `describe`,
-`debug_checks`.
-
-Every error is one line, "<argument>: expected <what>, got <what came>": `TypeError` for a wrong kind or dtype,
-`ValueError` for a wrong shape, device or value. The checks read shapes and dtypes, never tensor values, so that nothing
-waits for a GPU and `torch.compile` traces them.
+Every error is one line, "<argument>: expected <requirement>, got <value>": `TypeError` for a wrong type or dtype,
+`ValueError` for a wrong shape, device or value. The checks read shapes and dtypes, never tensor values. They do not
+synchronize with the GPU, and `torch.compile` traces them.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def describe(value: object) -> str:
-    """What came, for an error message: dtype and shape of a tensor, else the value and its type."""
+    """Describe a value for an error message: dtype and shape of a tensor, otherwise the value and its type."""
     if isinstance(value, Tensor):
         dtype = _name(value.dtype)
         return f"{'an' if dtype.startswith('int') else 'a'} {dtype} tensor of shape {tuple(value.shape)}"
@@ -47,7 +44,7 @@ def describe(value: object) -> str:
 
 
 def check_tensor(name: str, value: object, shape: tuple[str, ...], dtypes: Sequence[torch.dtype] = FLOATING) -> None:
-    """Refuses what is no dense tensor of one of `dtypes` with the dimensions named in `shape`: `("n", "m")`."""
+    """Raise unless `value` is a dense tensor of one of `dtypes`, with the dimensions named in `shape`: `("n", "m")`."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor of shape {_shape(shape)}, got {describe(value)}")
     if value.dtype not in dtypes:
@@ -60,13 +57,13 @@ def check_tensor(name: str, value: object, shape: tuple[str, ...], dtypes: Seque
 
 
 def check_shape(name: str, value: Tensor, expected: Sequence[int], meaning: str) -> None:
-    """Refuses a shape other than `expected`; `meaning` says where the expectation comes from."""
+    """Raise unless the shape is `expected`; `meaning` explains the expected shape in the message."""
     if tuple(value.shape) != tuple(expected):
         raise ValueError(f"{name}: expected shape {tuple(expected)} {meaning}, got {tuple(value.shape)}")
 
 
 def check_same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
-    """Refuses two tensors on different devices."""
+    """Raise if the two tensors are on different devices."""
     if value.device != other.device:
         raise ValueError(f"{name}: expected it on {other.device} like {other_name}, got {value.device}")
 
@@ -79,15 +76,15 @@ def finite_number(
     maximum: float | None = None,
     non_zero: bool = False,
 ) -> float:
-    """`value` as a float; refuses what is no real number, NaN, infinities, and what lies outside of the bounds."""
-    # The exact types come first: they are the usual ones, and the only ones that torch.compile makes symbolic.
+    """Return `value` as a float. Raise unless it is a finite real number within the bounds."""
+    # Test for float first: it is the usual type, and torch.compile may make it symbolic.
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise TypeError(f"{name}: expected a finite number, got {describe(value)}")
     try:
         number = float(value)
     except OverflowError:  # an integer beyond float64
         number = float("inf")
-    # NaN and infinities minus themselves are NaN. math.isfinite would say the same, but not of a symbolic number.
+    # NaN or infinity minus itself is NaN. math.isfinite does not accept symbolic numbers.
     if number - number != 0.0:
         raise ValueError(f"{name}: expected a finite number, got {number}")
     if number > _LARGEST or number < -_LARGEST:
@@ -102,14 +99,14 @@ def finite_number(
 
 
 def check_option(name: str, value: object, options: Sequence[str | None]) -> None:
-    """Refuses a value that is not one of `options`."""
+    """Raise unless `value` is one of `options`."""
     if not (value is None or isinstance(value, str)) or value not in options:
         error = ValueError if isinstance(value, str) else TypeError
         raise error(f"{name}: expected one of {', '.join(map(repr, options))}, got {describe(value)}")
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuses what is neither True nor False."""
+    """Raise unless `value` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {describe(value)}")
 
@@ -126,12 +123,12 @@ _debugging = False
 
 
 def debug_checks(enabled: bool) -> None:
-    """Switches on checks that read tensor values in every operator, and so wait for a GPU: offsets, image indices."""
+    """Enable or disable checks of tensor values (offsets, image indices) in all operators. They synchronize the GPU."""
     global _debugging
     check_flag("enabled", enabled)
     _debugging = enabled
 
 
 def debugging() -> bool:
-    """Whether `debug_checks(True)` is in force."""
+    """Return whether `debug_checks` is enabled."""
     return _debugging
