@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 
 def ended(process: int) -> bool:
-    """Whether a process has ended; one that nobody waits for may remain as a zombie."""
+    """Whether a process has ended. It may remain as a zombie if its parent does not wait for it."""
     try:
         return "\nState:\tZ" in Path(f"/proc/{process}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):

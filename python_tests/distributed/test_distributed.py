@@ -129,7 +129,7 @@ ROWS = {
     "normalised in micro-batches": [WORD, *DENSE, RUNNING, *AFTER],
     "addr": [WORD, *RAGGED, OF_SETS, "words, `m` numbers", OF_PAIRS, "gradients of the words", *AFTER],
     "realigned": [*REALIGNED, OF_SETS, BASE.format("images", "b"), OF_SETS, BASE.format("captions", "t")],
-    "realigned, anew": [*REALIGNED, OF_SETS, BASE.format("images", "b"), "in their place `l` token ids"],
+    "realigned, fresh": [*REALIGNED, OF_SETS, BASE.format("images", "b"), "in their place `l` token ids"],
 }  # fmt: skip
 
 

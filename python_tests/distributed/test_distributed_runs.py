@@ -154,7 +154,7 @@ def validations(run: Path) -> list[dict[str, Any]]:
 
 
 def numbers(values: dict[str, Any]) -> dict[str, float]:
-    """What was measured, but for the time."""
+    """The measured values without the times."""
     return {name: value for name, value in values.items() if isinstance(value, int | float) and name != "seconds"}
 
 
@@ -167,7 +167,7 @@ def test_a_training_is_that_of_one_process(
 ) -> None:
     for status, _, error in outcomes[shared]:
         assert (status, error) == (0, "")
-    # One process talks, and says the same but for the number of processes.
+    # Only one process prints. Its output is the same except for the number of processes.
     texts = [text for _, text, _ in outcomes[shared]]
     assert texts[1:] == [""] * (len(texts) - 1)
     assert f"processes: {len(texts)}, which share each batch of 59\n" in texts[0]

@@ -88,8 +88,8 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "oss, dml": ("scan", SIZES, {"scenario": "oss", "boosting": "dml", "branches": 3}),
     "conversions": ("scan", SIZES, {"conversions": 3, "realignment": False}),
     "realigned": ("scan", SIZES, {"conversions": 3}),
-    "realigned, anew": ("scan", SIZES, {"conversions": 3, "other_batches": "fresh"}),
-    "realigned patches, anew": (
+    "realigned, fresh": ("scan", SIZES, {"conversions": 3, "other_batches": "fresh"}),
+    "realigned patches, fresh": (
         "scan", {**SIZES, "feature_dim": 12, "image_encoder": "patches"},
         {"conversions": 3, "other_batches": "fresh"},
     ),

@@ -37,7 +37,7 @@ from python_tests.distributed.world_cases import (
 # Of the first ones steps of a model alone are counted, of the others those of a scenario.
 TRAVELS = (
     "scan", "vsepp", "saf", "normalised", "scan in micro-batches", "normalised in micro-batches", "addr", "realigned",
-    "realigned, anew",
+    "realigned, fresh",
 )  # fmt: skip
 # Captions of a batch that two and four processes share evenly, and tokens of each, so that shares are of one size.
 EVEN, LENGTH = 8, 5

@@ -1,4 +1,4 @@
-"""Boosting losses by plain Python loops over Python floats, from the paper's equations: the truth of the tests.
+"""Boosting losses in plain Python loops over Python floats, from the paper's equations: the reference for tests.
 
 Inside: `upper`, `lower`, `loop_boosting`, `STRATEGIES`, `MINING`, `random_pair`, `with_gradient`.
 """

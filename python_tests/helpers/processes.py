@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# After so many seconds a process hangs, on a machine that does other things, too.
+# Seconds after which a process counts as hung, even on a busy machine.
 HANGS = 3600
 
 

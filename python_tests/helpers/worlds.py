@@ -71,7 +71,7 @@ def train_job(size: int, data: Path, out: Path, *options: object, **more: Any) -
 
 
 def _free_port() -> int:
-    """A port that nobody takes before the first process does: below those that systems give to who asks for any."""
+    """A free port below the ephemeral range, so that no other program gets it before the first process binds it."""
     while True:
         port = random.SystemRandom().randrange(20_000, 30_000)
         with socket.socket() as found, contextlib.suppress(OSError):

@@ -129,7 +129,7 @@ def test_the_first_image_layer_of_a_model(name: str, options: dict[str, Any], we
         torch.nn.utils.clip_grad_norm_(model.parameters(), norm / 10)
     assert norm > 0
     assert measured == {"image_grad_norm": pytest.approx(norm, rel=1e-5)}
-    # Nothing is left behind, and nothing is measured where nobody asked or no gradient came.
+    # No state remains, and nothing is measured without a request or without a gradient.
     assert not first._post_accumulate_grad_hooks
     for enabled in (False, True):
         with image_gradient_norm(model, enabled=enabled) as measured:

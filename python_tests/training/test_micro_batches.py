@@ -219,7 +219,7 @@ def in_parts(model: MatchingModel, sides: tuple[Any, ...], size: int) -> Tensor:
     ],
 )
 def test_dropout_and_batch_normalisation_see_micro_batches(name: str, changes: dict[str, Any]) -> None:
-    """As plain PyTorch on the parts: masks are drawn anew for each, statistics are its own and followed once."""
+    """Matches plain PyTorch per part: each part draws its own masks and updates running statistics once."""
     model, sides = make(name, **changes), batch()
     beside = copy.deepcopy(model)
     # A fresh graph convolution is the identity until its normalisation has a weight.

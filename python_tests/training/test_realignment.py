@@ -94,7 +94,7 @@ def test_a_step_minimises_the_loss_of_the_paper(
     """Values, and the gradient of each weight, while the queue fills and when it is full; the step, too, in float64.
 
     In float32 the norms over words in SCAN's attention magnify a rounding so much that some gradients differ visibly.
-    The pairs of the helper leave out CHAN's division by norms, which are one but for 1e-8.
+    The helper's pairs omit CHAN's division by norms, which are one up to 1e-8.
     """
     trainer = make_trainer(
         config(data, tmp_path, model=host, model_options={**OPTIONS, **options}, conversions=3, online_weight=0.7,
@@ -245,7 +245,7 @@ def test_pair_scores_are_the_diagonal(data: Path, tmp_path: Path) -> None:
 
 
 def test_other_batches_have_the_features_of_now_or_of_then(data: Path, tmp_path: Path) -> None:
-    """Once the extractor has learned, those of then differ; encoding them anew moves no running statistics."""
+    """After the extractor has trained, old embeddings differ; encoding again changes no running statistics."""
     options = {**OPTIONS, "image_encoder": "patches"}
     settings = config(data, tmp_path, model_options=OPTIONS, conversions=2, other_batches="fresh", lr=0.02)
     trainer = make_trainer(settings)

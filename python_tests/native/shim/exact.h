@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-// A vector would do, but for bool.
+// std::vector would suffice, except that std::vector<bool> packs its elements.
 template <typename T>
 struct Exact {
   Exact(const T* source, int64_t size) : memory(source == nullptr ? nullptr : new T[size]) {
