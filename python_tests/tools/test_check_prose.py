@@ -34,7 +34,7 @@ def test_prose_is_read_and_code_is_not(
     assert said == f"{path}:{line}: {PHRASE!r}: write except\n"
     # Identifiers are not prose.
     if path.suffix != ".md":
-        path.write_text("an" "ew = so_many = 1;\n")
+        path.write_text("an" + "ew = so_many = 1;\n")
         assert check_prose.main([str(path)]) == 0
 
 
