@@ -99,7 +99,7 @@ def test_a_finished_run_can_go_on_for_more_epochs(data: Path, tmp_path: Path) ->
 
 
 def test_ctrl_c_with_workers_finishes_the_step(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in a terminal also reaches the worker processes, which ignore it."""
+    """Ctrl-C in a terminal also reaches the workers; the training process still finishes its step."""
     settings = config(data, tmp_path / "run", epochs=2, workers=1)
     after_step, others = trainer_module.Trainer._after_step, set(multiprocessing.active_children())
 
