@@ -105,7 +105,7 @@ def run(arguments: list[str] | None = None) -> int:
         if str(error).startswith("DataLoader worker"):
             # torch raises it anywhere in the training process, which other errors of reading reach as they are.
             said = next(iter(str(error).splitlines())).strip(" .")
-            kept = "what was saved last is whole, and a training goes on from there with --resume"
+            kept = "the last saved state is complete; continue a training run with --resume"
             _print_error(f"a process of --workers has ended ({said}); {kept}")
             return 1
         if not _is_out_of_memory(error):

@@ -1,10 +1,10 @@
-"""Importers of checkpoints that published code wrote: one file per source.
+"""Convert checkpoints of official code into models of this library.
 
 Inside: `convert`, `SOURCES`, `Source`.
 
-A source has a function from an `OfficialCheckpoint` and the size of its vocabulary to one of `itm_fast.models`. It
-names the keys and the options of that code; reading files, the options of the encoders, weights and error messages are
-shared. A new source is one file beside `scan.py` and its line in `SOURCES`.
+Each source has a module with a function `read`, which builds a model from an `OfficialCheckpoint` and the vocabulary
+size. The module maps the keys and options of the official code. File reading, encoder options, weights and error
+messages are shared. To add a source, add a module next to `scan.py` and an entry in `SOURCES`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ __all__ = ["SOURCES", "Source", "convert"]
 
 @attrs.frozen
 class Source:
-    """Published code: how its checkpoints are read, and whether it had added `<mask>` to the vocabulary of one.
+    """The official code that writes a kind of checkpoint.
 
-    With `bert` the reader takes the setting `bert_heads`.
+    Attributes:
+        read: function that builds a model from a checkpoint and the vocabulary size.
+        has_mask: function that returns whether the official code added `<mask>` to the vocabulary of a checkpoint.
+        bert: whether `read` takes the argument `bert_heads`.
     """
 
     read: Callable[..., MatchingModel]
@@ -59,33 +62,33 @@ def convert(
     ignored_options: Iterable[str] = (),
     bert_heads: int | None = None,
 ) -> OfficialCheckpoint:
-    """Converts an official checkpoint into a RUN folder that `itm_fast.models.load` and `itm-fast evaluate` take.
+    """Convert an official checkpoint into a run directory for `itm_fast.models.load` and `itm-fast evaluate`.
 
     Args:
-        source: the published code that wrote it, one of `SOURCES`.
-        checkpoint: its file, such as `model_best.pth.tar`; nothing in it is executed.
-        vocabulary: the vocabulary JSON it was trained with, or `vocab.txt` or `tokenizer.json` of BERT; `out` gets it
-            as JSON, with `<mask>` behind its words where the published code put it there.
-        out: the folder to write; it must not hold another model. What a conversion of the same files that was killed
-            left there is no hindrance.
-        ignored_options: names of unknown options of the checkpoint that do not change its scores; of others the
+        source: the official code that wrote the checkpoint, one of `SOURCES`.
+        checkpoint: the file, such as `model_best.pth.tar`. No code in it is executed.
+        vocabulary: the vocabulary of the training: JSON, or `vocab.txt` or `tokenizer.json` of BERT. `out` gets a copy
+            as JSON; `<mask>` is appended if the official code did so.
+        out: the directory to write. It must not contain another model. Files of an interrupted conversion of the same
+            checkpoint are replaced.
+        ignored_options: names of unknown options that do not change scores. For all other unknown options the
             conversion warns.
-        bert_heads: attention heads of the checkpoint's BERT, at least 1, where they are not the published ones of its
-            width (64 channels a head): neither weights nor options tell them.
+        bert_heads: number of BERT's attention heads, at least 1, which a checkpoint does not contain. None: one per 64
+            channels, as in all published BERT models.
 
     Returns:
-        What the checkpoint holds beside the weights: epoch, best sum of recalls, options.
+        The checkpoint with its epoch, best sum of recalls and options.
 
     Raises:
-        ValueError: a file is missing, damaged or holds code; keys, shapes, values, options or the size of the
-            vocabulary do not fit. One line names the file and the key. Nothing is written then.
+        ValueError: a file is missing, damaged or contains code, or keys, shapes, values, options or the vocabulary size
+            do not fit. The message names the file and the key. No file is written.
     """
     if source not in SOURCES:
         raise ValueError(settings.unknown_name("source", source, list(SOURCES)))
     more = {}
     if bert_heads is not None:
         if not SOURCES[source].bert:
-            raise ValueError(f"bert_heads: {bert_heads} goes with the source vse_infty or rvsepp, not {source}")
+            raise ValueError(f"bert_heads: expected only for vse_infty and rvsepp, got {bert_heads} for {source}")
         more = {"bert_heads": bert_heads}
     folder, vocabulary = Path(out), Path(vocabulary)
     if folder.exists() and not folder.is_dir():
@@ -105,8 +108,8 @@ def convert(
     with_bert = getattr(model.config, "text_encoder", None) == "bert"
     if with_bert != isinstance(words, BertVocabulary):
         kind = "vocab.txt or tokenizer.json of a BERT model" if with_bert else "a vocabulary of words"
-        raise ValueError(f"{vocabulary}: expected {kind}, by which the checkpoint reads captions")
-    # The model's own files come last: until they are whole the folder is no saved model.
+        raise ValueError(f"{vocabulary}: expected {kind}, as in the training of the checkpoint")
+    # Write the model's own files last: an interrupted conversion then leaves no loadable model.
     as_it_is = words is known and not isinstance(words, BertVocabulary)
     vocabulary_bytes = regular.read_bytes(vocabulary) if as_it_is else words.to_json().encode()
     contents = {VOCABULARY: vocabulary_bytes, **model.file_contents()}

@@ -1,10 +1,9 @@
-"""Official checkpoints: files of `torch.save` that hold state dicts and the options of the command line.
+"""Read official checkpoints: files of `torch.save` with state dicts and command-line options.
 
 Inside: `OfficialCheckpoint`, `StateDict`, `Weight`, `read_checkpoint`.
 
-Both containers of torch are read, the zip file and the older stream of pickles that Python 2 wrote, too. Of Python
-objects only tensors, plain containers and `argparse.Namespace` come through; whatever else a file names is refused
-before it could run.
+Both formats of torch are supported: zip files, and the older pickle streams, also those written by Python 2. Only
+tensors, plain containers and `argparse.Namespace` are loaded. Any other Python object is refused before it can run.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = ["OfficialCheckpoint", "StateDict", "Weight", "read_checkpoint"]
 
 @attrs.frozen(eq=False)
 class Weight:
-    """A tensor of a checkpoint, and the key that messages name it by."""
+    """A tensor of a checkpoint, and its key in messages."""
 
     key: str
     tensor: Tensor
@@ -36,19 +35,32 @@ class Weight:
 
 @attrs.frozen(eq=False)
 class StateDict:
-    """The weights of a module by their official names, and what messages call it: `model[0]`, or `model` if alone."""
+    """The weights of a module by their official names.
+
+    Attributes:
+        label: name of the state dict in messages: `model[0]`, or `model` if there is only one.
+        weights: the weights by name.
+    """
 
     label: str
     weights: Mapping[str, Weight]
 
     def key(self, name: str) -> str:
-        """What messages call a weight that may be missing."""
+        """Return the key of a weight in messages, for one that may be missing."""
         return f"{self.label}[{name!r}]"
 
 
 @attrs.frozen(eq=False)
 class OfficialCheckpoint:
-    """What an official checkpoint holds: one state dict per module, in the file's order, and the options."""
+    """The content of an official checkpoint.
+
+    Attributes:
+        path: the file.
+        parts: one state dict per module, in the order of the file.
+        options: the options of the training script.
+        epoch: epoch of the weights, if known.
+        best_rsum: best sum of recalls on the validation split, if known.
+    """
 
     path: Path
     parts: list[StateDict]
@@ -57,7 +69,7 @@ class OfficialCheckpoint:
     best_rsum: float | None
 
     def modules(self, *names: str) -> list[StateDict]:
-        """The state dicts of the modules `names`; ValueError where the checkpoint has another number of them."""
+        """Return the state dicts of the modules `names`; ValueError if the checkpoint has more or fewer."""
         if len(self.parts) != len(names):
             wanted = "1 state dict" if len(names) == 1 else f"{len(names)} state dicts"
             raise ValueError(
@@ -68,11 +80,15 @@ class OfficialCheckpoint:
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, ignored_options: Iterable[str] = ()) -> OfficialCheckpoint:
-    """Reads a checkpoint without executing anything in it.
+    """Read a checkpoint without executing any code in it.
+
+    Args:
+        path: the file.
+        ignored_options: unknown options that cause no warning.
 
     Raises:
-        ValueError: the file is missing, damaged, holds anything but tensors and plain values, or is no checkpoint of
-            the official layout; one line names the file and the key.
+        ValueError: the file is missing or damaged, contains anything except tensors and plain values, or does not have
+            the official layout. The message names the file and the key.
     """
     path = Path(path)
     if not regular.is_file(path):
@@ -107,7 +123,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, ignored_options: Iterable[s
 
 
 def _weights(path: Path, part: str, state: Any, room: int) -> dict[str, Weight]:
-    """The tensors of one state dict, `room` bytes at most, without the `module.` of DataParallel before names."""
+    """Return the tensors of a state dict, at most `room` bytes, and strip the prefix `module.` of DataParallel."""
     if not isinstance(state, Mapping):
         raise ValueError(f"{path}: {part}: expected a state dict, got {type(state).__name__}")
     weights: dict[str, Weight] = {}
@@ -117,23 +133,23 @@ def _weights(path: Path, part: str, state: Any, room: int) -> dict[str, Weight]:
         key = f"{part}[{shown(name)}]"
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{path}: {key}: expected a tensor, got {type(tensor).__name__}")
-        # Strides of zero, a storage that the file lacks, or one for many weights: a few bytes for any number of values.
+        # Zero strides, a missing storage or a shared one can claim any number of values with few bytes in the file.
         weight = Weight(key, tensor.detach())
         room -= _room(weight)
         if room < 0:
             raise ValueError(f"{path}: {key}: claims {tensor.numel()} values, more than the file holds")
         plain = name.removeprefix("module.")
         if plain in weights:
-            raise ValueError(f"{path}: {key}: stands there twice, with and without 'module.'")
+            raise ValueError(f"{path}: {key}: appears twice, with and without 'module.'")
         weights[plain] = weight
     return weights
 
 
 def _room(weight: Weight) -> int:
-    """Bytes that a weight takes in its file at least; its name is one."""
+    """Return the minimum number of bytes of a weight in its file, with at least one for its name."""
     return weight.tensor.numel() * weight.tensor.element_size() + 1
 
 
 def _number(value: Any, kinds: tuple[type, ...]) -> Any:
-    # Integers beyond those that a float can tell apart are no epochs, and too large ones cannot be written out.
+    # Larger integers are not epochs: they exceed the exact range of a float, and printing them may fail.
     return value if type(value) in kinds and abs(value) < 2**53 else None

@@ -1,7 +1,8 @@
-"""Checkpoints of the official code of Deep Boosting Learning (Diao et al., IEEE TIP 2024): its baseline model.
+"""Convert checkpoints of the official code of Deep Boosting Learning (Diao et al., IEEE TIP 2024).
 
-All of its training scenarios save the same model, a branch of OSS and the target of OAS and MSS included. Inside:
-`read`, `has_mask`.
+All its training scenarios save the same baseline model, including the branches of OSS and the targets of OAS and MSS.
+
+Inside: `read`, `has_mask`.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ _NAMES: Names = {
 
 
 def has_mask(checkpoint: OfficialCheckpoint) -> bool:
-    """Whether `<mask>` is among the model's words: the script of OAS puts it behind those of the vocabulary file."""
+    """Return whether the vocabulary has `<mask>`: the official script of OAS appends it to the vocabulary file."""
     return checkpoint.options.has("if_boost")
 
 
 def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
-    """The model of an official checkpoint: one state dict of encoders and similarity.
+    """Build the model of a checkpoint with one state dict of encoders and similarity.
 
     Args:
         checkpoint: the checkpoint.
-        vocab_size: number of words of the vocabulary that the model is to be used with.
+        vocab_size: number of words in the vocabulary of the model.
 
     Raises:
-        ValueError: keys, shapes, values, options or the vocabulary do not fit; one line names the file and the key.
+        ValueError: keys, shapes, values, options or the vocabulary do not fit. The message names the file and the key.
     """
     (weights,) = checkpoint.modules("the whole model")
     options = checkpoint.options

@@ -1,4 +1,4 @@
-"""What the official scripts of the field share: a GRU over word vectors, and options that say how wide all of it is.
+"""Encoder settings that the official scripts share: a GRU over word vectors, and options for sizes.
 
 Inside: `encoder_config`.
 """
@@ -15,17 +15,17 @@ __all__ = ["encoder_config"]
 def encoder_config(
     checkpoint: OfficialCheckpoint, part: StateDict, embedding: str, vocab_size: int, *, masked: bool = False
 ) -> dict[str, Any]:
-    """The settings of both encoders by the options, but for the number of the GRU's directions.
+    """Return the settings of both encoders from the options, except the number of GRU directions.
 
     Args:
         checkpoint: the checkpoint.
-        part: the state dict that holds the word vectors.
-        embedding: their key in it.
-        vocab_size: number of words of the vocabulary that the model is to be used with.
-        masked: `<mask>` is among them, whether its file has it or not.
+        part: the state dict with the word vectors.
+        embedding: key of the word vectors in `part`.
+        vocab_size: number of words in the vocabulary of the model.
+        masked: the official code added `<mask>` to the vocabulary; `vocab_size` includes it.
 
     Raises:
-        ValueError: an option is of the wrong type, or the word vectors are not as many as the vocabulary's words.
+        ValueError: an option has the wrong type, or there are more or fewer word vectors than words.
     """
     options = checkpoint.options
     words = part.weights[embedding].tensor.shape[:1] if embedding in part.weights else ()
@@ -33,7 +33,7 @@ def encoder_config(
     if words and words[0] != vocab_size:
         raise ValueError(
             f"{checkpoint.path}: {part.weights[embedding].key}: {words[0]} words, but the vocabulary has {known}; "
-            "name the one that the model was trained with"
+            "pass the vocabulary that the model was trained with"
         )
     if options.get("vocab_size", vocab_size) != vocab_size:
         raise options.error(

@@ -1,4 +1,4 @@
-"""The options that an official training script was started with.
+"""The options of an official training script, as a checkpoint stores them.
 
 Inside: `Options`.
 """
@@ -18,15 +18,15 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a finite number"
 
 
 class Options:
-    """Names and values from a checkpoint's 'opt', read with the published defaults.
+    """Names and values of a checkpoint's 'opt'.
 
     Args:
         values: the options by name.
         source: the file, for messages.
-        ignored: names that `unknown` leaves out although nobody reads them.
+        ignored: names that `unknown` does not return.
 
     Raises:
-        ValueError: a name is no string.
+        ValueError: a name is not a string.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str, ignored: Iterable[str] = ()) -> None:
@@ -37,7 +37,7 @@ class Options:
                 raise ValueError(f"{source}: opt: expected names as strings, got {shown(name)}")
 
     def get(self, name: str, default: Value) -> Value:
-        """The value of an option, of the type of `default`, which stands for one that is absent."""
+        """Return the value of an option, by default `default`; ValueError if its type is not that of `default`."""
         self._known.add(name)
         value = self._values.get(name, default)
         kind = type(default)
@@ -49,24 +49,24 @@ class Options:
         return value
 
     def has(self, name: str) -> bool:
-        """Whether the script that wrote the checkpoint has this option."""
+        """Return whether the checkpoint has this option."""
         return name in self._values
 
     def choice(self, name: str, default: str, choices: Mapping[str, str]) -> str:
-        """What `choices` gives for the value of an option; ValueError naming all for one that it lacks."""
+        """Map the value of an option through `choices`; ValueError with all choices if it is not one of them."""
         value = self.get(name, default)
         if value not in choices:
             raise self.error(name, f"expected one of {', '.join(choices)}, got {shown(value)}")
         return choices[value]
 
     def unknown(self) -> list[str]:
-        """The options that nobody read, that do not concern training alone, and that are not ignored."""
+        """Return the options that were neither read, marked as known, nor ignored."""
         return sorted(set(self._values) - self._known - self._ignored)
 
     def mark_known(self, training: Iterable[str]) -> None:
-        """Take note of options that do not change the scores of a trained model."""
+        """Mark options that do not change the scores of a trained model."""
         self._known.update(training)
 
     def error(self, name: str, what: str) -> ValueError:
-        """The error for an option."""
+        """Return the error for an option."""
         return ValueError(f"{self._source}: opt.{shortened(name)}: {what}")

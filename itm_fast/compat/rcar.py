@@ -1,4 +1,4 @@
-"""Checkpoints of RCAR's official code (Diao et al., IEEE TIP 2023): SCAN with RAR, with RCR, or with both.
+"""Convert checkpoints of RCAR's official code (Diao et al., IEEE TIP 2023): SCAN with RAR, RCR, or both.
 
 Inside: `read`.
 """
@@ -21,7 +21,7 @@ _TRAINING = (
     "vse_mean_warmup_epochs", "reset_start_epoch", "max_violation",
 )  # fmt: skip
 
-# The regulator that each value of the option stands for, and the option with its steps.
+# Our regulator for each value of `self_regulator`, and the option with its number of steps.
 _REGULATORS = {
     "only_rar": ("rar", "rar_step"),
     "only_rcr": ("rcr", "rcr_step"),
@@ -33,20 +33,20 @@ _ENCODER_NAMES: Names = {
     "img_enc.mlp.layers.0.": "image_encoder.mlp.0.",
     "img_enc.mlp.bns.0.": "image_encoder.mlp.1.",
     "img_enc.mlp.layers.1.": "image_encoder.mlp.3.",
-    "img_enc.mlp.bns.1.": None,  # Of the last layer, which is not normalised.
+    "img_enc.mlp.bns.1.": None,  # not used: the last layer has no normalisation
     "txt_enc.": "text_encoder.",
 }
 
 
 def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
-    """The model of an official checkpoint: one state dict of encoders and similarity.
+    """Build the model of a checkpoint with one state dict of encoders and similarity.
 
     Args:
         checkpoint: the checkpoint.
-        vocab_size: number of words of the vocabulary that the model is to be used with, `<mask>` among them.
+        vocab_size: number of words in the vocabulary of the model, with `<mask>`.
 
     Raises:
-        ValueError: keys, shapes, values, options or the vocabulary do not fit; one line names the file and the key.
+        ValueError: keys, shapes, values, options or the vocabulary do not fit. The message names the file and the key.
     """
     (weights,) = checkpoint.modules("the whole model")
     options = checkpoint.options
@@ -56,7 +56,7 @@ def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
     official = options.choice("self_regulator", "coop_rcar", {name: name for name in _REGULATORS})
     regulator, counted = _REGULATORS[official]
     steps = {name: options.get(name, 0) for name in _STEPS}[counted]
-    # RCR with no steps is SCAN, the baseline of the paper; the other two need one for what they score.
+    # RCR with zero steps is SCAN, the baseline of the paper. RAR and RCAR need at least one step for their score.
     least = 0 if regulator == "rcr" else 1
     if not least <= steps <= 64:
         raise options.error(counted, f"expected a whole number from {least} to 64 with {official}, got {steps}")
@@ -78,7 +78,7 @@ def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
 
 
 def _similarity_names(similarity: str, steps: int, *, scored: bool) -> Names:
-    """Names of the regulators' weights. RCR alone scores by cosines and leaves the official score layer unused."""
+    """Return the names of the regulators' weights. RCR scores by cosine and does not use the official score layer."""
     names: dict[str, str | None] = {"sim_enc.sim_eval_w.": f"{similarity}.score." if scored else None}
     for step in range(steps):
         official, own = f"sim_enc.rar_modules.{step}", f"{similarity}.aggregation"

@@ -1,4 +1,6 @@
-"""Checkpoints of RVSE++'s official code (Li et al., "Selectively Hard Negative Mining", 2023), built on VSE-infinity's.
+"""Convert checkpoints of RVSE++'s official code (Li et al., "Selectively Hard Negative Mining", 2023).
+
+The official code extends that of VSE-infinity.
 
 Inside: `read`.
 """
@@ -11,19 +13,19 @@ from itm_fast.models import MatchingModel
 
 __all__ = ["read"]
 
-# The official encoders hold the names in `model` and `img_encoder` and do the same whatever they are.
+# The official encoders store `model` and `img_encoder`, but do not depend on them.
 _TRAINING = (*TRAINING, "model", "img_encoder", "loss", "epsilon")
 
 
 def read(checkpoint: OfficialCheckpoint, vocab_size: int, bert_heads: int | None = None) -> MatchingModel:
-    """The model of an official checkpoint: state dicts of the image encoder and the text encoder.
+    """Build the model of a checkpoint with state dicts of the image encoder and the text encoder.
 
     Args:
         checkpoint: the checkpoint.
-        vocab_size: number of words of the vocabulary that the model is to be used with, `<mask>` among them.
-        bert_heads: as `vse_infty.read`.
+        vocab_size: number of words in the vocabulary of the model, with `<mask>`.
+        bert_heads: as in `vse_infty.read`.
 
     Raises:
-        ValueError: keys, shapes, values, options or the vocabulary do not fit; one line names the file and the key.
+        ValueError: keys, shapes, values, options or the vocabulary do not fit. The message names the file and the key.
     """
     return read_pooled(checkpoint, vocab_size, bert_heads, "rvsepp", _TRAINING)

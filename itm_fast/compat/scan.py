@@ -1,4 +1,4 @@
-"""Checkpoints of SCAN's official code (Lee et al., ECCV 2018).
+"""Convert checkpoints of SCAN's official code (Lee et al., ECCV 2018).
 
 Inside: `read`.
 """
@@ -23,14 +23,14 @@ _TRAINING = (
 
 
 def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
-    """The model of an official checkpoint: state dicts of the image encoder and the text encoder.
+    """Build the model of a checkpoint with state dicts of the image encoder and the text encoder.
 
     Args:
         checkpoint: the checkpoint.
-        vocab_size: number of words of the vocabulary that the model is to be used with.
+        vocab_size: number of words in the vocabulary of the model.
 
     Raises:
-        ValueError: keys, shapes, values, options or the vocabulary do not fit; one line names the file and the key.
+        ValueError: keys, shapes, values, options or the vocabulary do not fit. The message names the file and the key.
     """
     image, text = checkpoint.modules("image encoder", "text encoder")
     options = checkpoint.options

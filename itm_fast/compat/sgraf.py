@@ -1,4 +1,4 @@
-"""Checkpoints of SGRAF's official code (Diao et al., AAAI 2021): a model of SGR, or one of SAF.
+"""Convert checkpoints of SGRAF's official code (Diao et al., AAAI 2021): models of SGR or SAF.
 
 Inside: `read`.
 """
@@ -19,18 +19,18 @@ _TRAINING = (
 )  # fmt: skip
 
 _TEXT_NAMES = {"embed.": "text_encoder.embed.", "cap_rnn.": "text_encoder.rnn."}
-_REGIONS = "v_global_w.embedding_local.1.weight"  # Its batch normalisation has a channel for each place of a region.
+_REGIONS = "v_global_w.embedding_local.1.weight"  # batch normalisation with one channel per region
 
 
 def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
-    """The model of an official checkpoint: state dicts of the image encoder, the text encoder and the similarity.
+    """Build the model of a checkpoint with state dicts of the image encoder, the text encoder and the similarity.
 
     Args:
         checkpoint: the checkpoint.
-        vocab_size: number of words of the vocabulary that the model is to be used with.
+        vocab_size: number of words in the vocabulary of the model.
 
     Raises:
-        ValueError: keys, shapes, values, options or the vocabulary do not fit; one line names the file and the key.
+        ValueError: keys, shapes, values, options or the vocabulary do not fit. The message names the file and the key.
     """
     image, text, similarity = checkpoint.modules("image encoder", "text encoder", "similarity")
     options = checkpoint.options

@@ -1,6 +1,6 @@
-"""Checkpoints of VSE-infinity's official code (Chen et al., CVPR 2021): region features, captions by BiGRU or BERT.
+"""Convert checkpoints of VSE-infinity's official code (Chen et al., CVPR 2021): region features, BiGRU or BERT.
 
-Inside: `read`; and `TRAINING`, `read_pooled`, which the code of RVSE++, built on it, shares.
+Inside: `read`; `TRAINING` and `read_pooled`, which `rvsepp` also uses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IMAGE_NAMES: Names = {
     "mlp.layers.0.": "image_encoder.mlp.0.",
     "mlp.bns.0.": "image_encoder.mlp.1.",
     "mlp.layers.1.": "image_encoder.mlp.3.",
-    "mlp.bns.1.": None,  # Of the last layer, which is not normalised.
+    "mlp.bns.1.": None,  # not used: the last layer has no normalisation
     "gpool.": "image_pool.",
 }
 _GRU_NAMES: Names = {"embed.": "text_encoder.embed.", "rnn.": "text_encoder.rnn.", "gpool.": "text_pool."}
@@ -44,16 +44,16 @@ _PIECES = "bert.embeddings.word_embeddings.weight"
 
 
 def read(checkpoint: OfficialCheckpoint, vocab_size: int, bert_heads: int | None = None) -> MatchingModel:
-    """The model of an official checkpoint: state dicts of the image encoder and the text encoder.
+    """Build the model of a checkpoint with state dicts of the image encoder and the text encoder.
 
     Args:
         checkpoint: the checkpoint.
-        vocab_size: number of words of the vocabulary that the model is to be used with, `<mask>` among them.
-        bert_heads: attention heads of its BERT, of which weights and options say nothing. None: as many as the BERTs of
-            that width were published with, 64 channels each.
+        vocab_size: number of words in the vocabulary of the model, with `<mask>`.
+        bert_heads: number of BERT's attention heads, which a checkpoint does not contain. None: one per 64 channels, as
+            in all published BERT models.
 
     Raises:
-        ValueError: keys, shapes, values, options or the vocabulary do not fit; one line names the file and the key.
+        ValueError: keys, shapes, values, options or the vocabulary do not fit. The message names the file and the key.
     """
     return read_pooled(checkpoint, vocab_size, bert_heads, "vse_infty", TRAINING)
 
@@ -61,28 +61,36 @@ def read(checkpoint: OfficialCheckpoint, vocab_size: int, bert_heads: int | None
 def read_pooled(
     checkpoint: OfficialCheckpoint, vocab_size: int, bert_heads: int | None, model: str, training: Iterable[str]
 ) -> MatchingModel:
-    """As `read`, for our `model`; options in `training` do not change scores."""
+    """Build a model like `read`.
+
+    Args:
+        checkpoint: as in `read`.
+        vocab_size: as in `read`.
+        bert_heads: as in `read`.
+        model: name of our model.
+        training: options that do not change the scores of a trained model.
+    """
     image, text = checkpoint.modules("image encoder", "text encoder")
     options = checkpoint.options
     with_bert = _PIECES in text.weights
     config = encoder_config(
         checkpoint, text, _PIECES if with_bert else "embed.weight", vocab_size, masked=not with_bert
     )
-    # With "backbone" the features are those of a convolutional network that was trained with the rest.
+    # "backbone" is not supported: its features are from a convolutional network that was trained with the model.
     options.choice("precomp_enc_type", "basic", {"basic": "basic"})
     options.mark_known(training)
     if with_bert:
         config.update(_bert_sizes(text, bert_heads))
     elif bert_heads is not None:
-        raise ValueError(f"{checkpoint.path}: bert_heads: {bert_heads}, but it reads captions with a GRU")
+        raise ValueError(f"{checkpoint.path}: bert_heads: got {bert_heads}, but the text encoder is a GRU")
     parts = [(image, _IMAGE_NAMES), (text, _BERT_NAMES if with_bert else _GRU_NAMES)]
     return build_model(model, config, parts, checkpoint.path)
 
 
 def _bert_sizes(part: StateDict, heads: int | None) -> dict[str, Any]:
-    """The settings of BERT by its weights, in which heads leave no trace.
+    """Return the settings of BERT from the shapes of its weights, which do not depend on the number of heads.
 
-    A weight that is missing is named later, whatever its size is taken for.
+    A missing weight counts as size 1 here; `build_model` reports it.
     """
 
     def size(name: str, dim: int) -> int:

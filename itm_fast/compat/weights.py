@@ -1,4 +1,4 @@
-"""Weights of an official checkpoint into one of our models.
+"""Load the weights of an official checkpoint into one of our models.
 
 Inside: `Names`, `build_model`, `without_weight_norm`.
 """
@@ -18,18 +18,27 @@ from itm_fast.models.weights_file import check_finite
 
 __all__ = ["Names", "build_model", "without_weight_norm"]
 
-# Beginnings of official keys to those of our names, None for weights that the official model holds but never uses.
+# Prefixes of official keys and of our names. None: weights that the official model contains but never uses.
 Names = Mapping[str, str | None]
 
 
 def build_model(
     name: str, config: Mapping[str, Any], parts: Sequence[tuple[StateDict, Names]], source: Path
 ) -> MatchingModel:
-    """The model `name` with the weights of `parts`: the state dicts of the file, and what their keys are called here.
+    """Build a model with the weights of a checkpoint. Memory is allocated only after all shapes have been checked.
+
+    Args:
+        name: name of the model.
+        config: settings of the model.
+        parts: each state dict of the file with the names of its keys.
+        source: the file, for messages.
+
+    Returns:
+        The model in evaluation mode.
 
     Raises:
-        ValueError: a weight is missing, unknown, of another shape or type, or not finite; the message names its key in
-            the file `source`. Nothing of the model's size is allocated before shapes are known to fit.
+        ValueError: a weight is missing or unknown, has another shape or type, or is not finite. The message names its
+            key in the file.
     """
     try:
         expected = planned_shapes(name, config)
@@ -45,7 +54,7 @@ def build_model(
                 raise ValueError(f"{source}: {weight.key}: this weight is unknown to {name}")
             if weight.tensor.shape != expected[own]:
                 raise ValueError(
-                    f"{source}: {weight.key}: expected shape {expected[own]} by the options, "
+                    f"{source}: {weight.key}: expected shape {expected[own]} from the options, "
                     f"got {tuple(weight.tensor.shape)}"
                 )
             counts = own.endswith("num_batches_tracked")
@@ -59,7 +68,7 @@ def build_model(
 
 
 def _own_name(key: str, names: Names) -> str | None:
-    """Our name for an official key, "" for an unknown one, None for one whose weight the official model never uses."""
+    """Return our name for an official key: "" for an unknown key, None for a weight that the model never uses."""
     for prefix, own in names.items():
         if key.startswith(prefix):
             return None if own is None else own + key.removeprefix(prefix)
@@ -67,7 +76,7 @@ def _own_name(key: str, names: Names) -> str | None:
 
 
 def _official_key(own: str, parts: Sequence[tuple[StateDict, Names]]) -> str:
-    """The key of one of our weights in the file, as messages show it."""
+    """Return the key in the file of one of our weights, for messages."""
     for part, names in parts:
         for prefix, ours in names.items():
             if ours is not None and own.startswith(ours):
@@ -76,10 +85,19 @@ def _official_key(own: str, parts: Sequence[tuple[StateDict, Names]]) -> str:
 
 
 def without_weight_norm(part: StateDict, name: str, source: Path) -> StateDict:
-    """`part` with the weight `name` in place of its weight-normalised form: `name_v * name_g / |name_v|`.
+    """Replace the weight-normalised form of the weight `name` with `name_v * name_g / |name_v|`.
 
-    The norm is that of all values together, as in the official image encoder (`weight_norm(..., dim=None)`; Salimans
-    and Kingma, NeurIPS 2016, Eq 2). It is computed in float64.
+    The norm is taken over all values, as in the official image encoder (`weight_norm(..., dim=None)`), in float64.
+
+    Source: Salimans and Kingma, NeurIPS 2016, Eq 2.
+
+    Args:
+        part: the state dict.
+        name: name of the weight without the suffixes `_g` and `_v`.
+        source: the file, for messages.
+
+    Raises:
+        ValueError: a part of the weight is missing, has the wrong shape or type, is not finite, or has norm zero.
     """
     for suffix in ("_g", "_v"):
         if name + suffix not in part.weights:
@@ -91,7 +109,7 @@ def without_weight_norm(part: StateDict, name: str, source: Path) -> StateDict:
         _as_float32(weight, source)
     norm = torch.linalg.vector_norm(direction.tensor.double())
     if norm == 0:
-        raise ValueError(f"{source}: {direction.key}: all values are zero, so that it has no direction")
+        raise ValueError(f"{source}: {direction.key}: all values are zero, so it has no direction")
     folded = direction.tensor.double() * (gain.tensor.double().reshape(()) / norm)
     rest = {key: weight for key, weight in part.weights.items() if weight not in (gain, direction)}
     return StateDict(part.label, {**rest, name: Weight(direction.key, folded)})

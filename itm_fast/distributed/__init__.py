@@ -1,4 +1,4 @@
-"""One run in several processes: who they are, and what they gather from each other."""
+"""Runs with several processes: rank and size, collectives with gradients, and a common end."""
 
 from itm_fast.distributed.gathering import gather_columns, gather_rows, gather_sets, none_of, sum_of_all
 from itm_fast.distributed.launch import Launch, launched

@@ -1,4 +1,4 @@
-"""How one of several processes ends by an error: which of them tells the user, and what it knows of the others.
+"""End several processes after an error: one of them reports it, and names the cause if another process has it.
 
 Inside: `ended`.
 """
@@ -19,30 +19,32 @@ from itm_fast.files.messages import shortened
 
 __all__ = ["ended"]
 
-# What gloo says where a process that it waits for has gone, or says nothing.
+# Parts of gloo's error messages for a process that has ended or does not answer.
 _LOST = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "timeout")
-# How many processes have ended, how many of them by an error of their own, and what it was, by rank.
+# Keys of the store: number of ended processes, number of those with their own error, and the error of each rank.
 _ENDED, _OWN, _CAUSE = "itm_fast/ended", "itm_fast/own", "itm_fast/cause"
-# Seconds that the first process stays for the others to see who reported, and that a process may take to end.
+# Seconds that rank 0 keeps the store for the others, and seconds that a process may take to end.
 _LOOKING, _ENDING = 3.0, 0.5
 _LONGEST = 500
 
 
 def ended(error: BaseException, store: Any, launch: Launch, seconds: float) -> BaseException:
-    """What a process raises that `error` ends, in a run of several.
+    """Return the exception that this process raises after `error`, so that one process reports to the user.
 
-    Of the processes that end by an error of their own, the first raises it, and leaves a word of it for the others.
-    One whose error is that another does not answer tells that, with the word where there is one; but only where no
-    other process has told anything before. All others end with status 1, silently. A launcher that has seen one of them
-    end sends SIGTERM to the others, which has no effect from here on.
+    A process ends with its own error, or because another process was lost: it ended or does not answer. Every own error
+    is stored for the other processes, and the first process with one raises it. A process that lost another raises a
+    ValueError with the stored error as the cause, unless a process has reported before. All others exit with status 1
+    without a message.
+
+    SIGTERM is ignored from here on, because a launcher sends it to all processes after the first one ends.
 
     Args:
-        error: what was raised.
-        store: by which the processes met.
-        launch: which of them this one is.
-        seconds: how long they wait for an answer.
+        error: the exception raised in this process.
+        store: the store of the rendezvous.
+        launch: rank and size of this process.
+        seconds: timeout of the processes.
     """
-    # For good: what this process says comes after this. Only a main thread can do it.
+    # Not restored: the error is reported later. Python sets signal handlers only in the main thread.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return _ended(error, store, launch, seconds)
@@ -51,21 +53,21 @@ def ended(error: BaseException, store: Any, launch: Launch, seconds: float) -> B
 def _ended(error: BaseException, store: Any, launch: Launch, seconds: float) -> BaseException:
     lost = isinstance(error, Exception) and _is_lost(error)
     if lost:
-        # Who ended may be about to say why, or its sockets about to close.
+        # The lost process may still store its error or close its sockets.
         time.sleep(_ENDING)
     try:
-        # torch would print where it fails if the store had gone.
+        # Test the connection first: torch prints to stderr if the store is gone.
         socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), _LOOKING).close()
         if not lost:
             store.set(f"{_CAUSE}/{launch.rank}", _word(error))
         if not isinstance(error, Exception):
-            # An interrupted process is not to wait for anything.
+            # An interrupted process must not wait.
             return error
-        # Before others learn that this one ends: the store may be that of one of them.
+        # Read the cause before the others learn that this process ends: one of them may own the store.
         cause = _cause(store, launch)
         tells = _tells(store, launch, own=not lost)
     except (OSError, RuntimeError):
-        # Nobody can tell any more who has reported.
+        # The store is gone, so it is unknown whether a process has reported.
         tells, cause = True, ""
     if not tells:
         return SystemExit(1)
@@ -73,8 +75,8 @@ def _ended(error: BaseException, store: Any, launch: Launch, seconds: float) -> 
         return error
     silent = f" ({cause})" if cause else f", or did not answer within {seconds:g} s"
     return ValueError(
-        f"another of {launch.everyone} has ended{silent}; what was saved last is whole, and a training goes on from "
-        "there with --resume"
+        f"another of {launch.everyone} has ended{silent}; the last saved state is complete, continue a training run "
+        "with --resume"
     )
 
 
@@ -84,7 +86,7 @@ def _is_lost(error: Exception) -> bool:
 
 
 def _word(error: BaseException) -> str:
-    """The first line of an error, behind the name of its class where that says what kind of error it is."""
+    """Return the first line of an error, with the class name for errors other than ValueError and OSError."""
     line = shortened(next(iter(str(error).splitlines()), ""), _LONGEST)
     name = type(error).__name__
     if isinstance(error, ValueError | OSError):
@@ -93,7 +95,7 @@ def _word(error: BaseException) -> str:
 
 
 def _cause(store: Any, launch: Launch) -> str:
-    """What the first of the others by rank that has left a word ended by."""
+    """Return the stored error of the lowest other rank that has one, else an empty string."""
     for rank in range(launch.size):
         key = f"{_CAUSE}/{rank}"
         if rank != launch.rank and store.check([key]):
@@ -102,16 +104,16 @@ def _cause(store: Any, launch: Launch) -> str:
 
 
 def _tells(store: Any, launch: Launch, *, own: bool) -> bool:
-    """Whether this process tells the user why it ends.
+    """Return whether this process reports to the user.
 
-    The store that knows may be the first process's own: it stays until the others have looked, or for some seconds.
+    Rank 0 may own the store, so it waits until the others have read it, for a few seconds at most.
     """
-    # That this process has ended comes last: from then on the store may be gone.
+    # Count this process as ended last: the store may be gone afterwards.
     first = store.add(_OWN, int(own)) == int(own)
     if store.add(_ENDED, 1) > 1 and not own:
         first = False
     if dist.get_backend() == "gloo":
-        # Who waits for this process learns at once that it ends.
+        # Processes that wait for this one fail at once instead of at the timeout.
         dist.destroy_process_group()
     end = time.monotonic() + _LOOKING
     while launch.rank == 0 and store.add(_ENDED, 0) < launch.size and time.monotonic() < end:

@@ -1,7 +1,7 @@
-"""Sets and scores of all processes, differentiable, with exact gradients.
+"""Gather sets and scores of all processes, with exact gradients.
 
-Each process holds some of the items of a batch, as many as `World.counts` says or any other number, none included. All
-must call these functions in the same order. Rows travel as bytes, so that any dtype does.
+Each process holds any number of items of a batch, also zero; `World.counts` gives equal shares. All processes call
+these functions in the same order. Rows are sent as bytes, so that every dtype works.
 
 Inside: `gather_sets`, `gather_columns`, `gather_rows`, `sum_of_all`, `none_of`.
 """
@@ -25,15 +25,18 @@ Sets = TypeVar("Sets", Fragments, Tensor)
 
 
 def gather_sets(sets: Sets, counts: Sequence[int], world: World) -> Sets:
-    """The sets of all processes, by rank.
+    """Gather the sets of all processes in the order of the ranks.
 
-    In the backward each process sends the gradients of the others' sets to their owners, once, and adds up what it gets
-    for its own, in float32 and in the order of the ranks.
+    In the backward pass each process sends the gradients of the other processes' sets to their owners, in one
+    exchange. It sums the gradients of its own sets in float32 (float64 for float64) in the order of the ranks.
 
     Args:
-        sets: Fragments of `counts[rank]` sets, or a tensor of as many rows.
-        counts: how many each process has.
+        sets: Fragments of `counts[rank]` sets, or a tensor `(counts[rank], ...)`.
+        counts: number of sets of each process.
         world: the processes.
+
+    Returns:
+        Fragments of `sum(counts)` sets, or a tensor `(sum(counts), ...)`.
     """
     if world.size == 1:
         return sets
@@ -50,15 +53,33 @@ def gather_sets(sets: Sets, counts: Sequence[int], world: World) -> Sets:
 
 
 def gather_columns(own: Tensor, counts: Sequence[int], world: World) -> Tensor:
-    """The columns of all processes side by side: (n, counts[rank]) to (n, sum of counts).
+    """Gather the columns of all processes side by side.
 
-    All processes then compute the same of them; in the backward each takes the gradient of its own columns alone.
+    All processes must compute the same loss from the result: in the backward pass each uses only the gradient of its
+    own columns, without communication.
+
+    Args:
+        own: columns of this process, `(n, counts[rank])`.
+        counts: number of columns of each process.
+        world: the processes.
+
+    Returns:
+        `(n, sum(counts))`.
     """
     return own if world.size == 1 else _GatherColumns.apply(own, tuple(counts), world)
 
 
 def gather_rows(own: Tensor, counts: Sequence[int], world: World) -> Tensor:
-    """The rows of all processes, (counts[rank], ...) to (sum of counts, ...), without derivative."""
+    """Gather the rows of all processes, without gradient.
+
+    Args:
+        own: rows of this process, `(counts[rank], ...)`.
+        counts: number of rows of each process.
+        world: the processes.
+
+    Returns:
+        `(sum(counts), ...)`, in the order of the ranks.
+    """
     own = own.detach()
     if world.size == 1:
         return own
@@ -75,12 +96,19 @@ def gather_rows(own: Tensor, counts: Sequence[int], world: World) -> Tensor:
 
 
 def sum_of_all(own: Tensor, world: World) -> Tensor:
-    """The sum of a number of each process, the same in all; in the backward each takes the gradient for its own."""
+    """Sum a tensor over all processes.
+
+    All processes must compute the same loss from the sum: in the backward pass each uses its own gradient of the sum.
+
+    Args:
+        own: tensor of this process; shape and dtype are the same in all processes.
+        world: the processes.
+    """
     return own if world.size == 1 else _Sum.apply(own, world)
 
 
 def none_of(sets: Sets) -> Sets:
-    """No set of the same kind, with the same graph."""
+    """Return zero sets of the same type, connected to the same autograd graph."""
     if isinstance(sets, Tensor):
         return sets[:0]
     return Fragments(sets.values[:0], sets.offsets[:1], check=False, max_length=0)
@@ -130,5 +158,5 @@ class _Sum(torch.autograd.Function):
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory, (n, bytes of a row)."""
+    """View a tensor as bytes, (n, bytes of a row)."""
     return tensor.view(len(tensor), -1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)

@@ -1,6 +1,6 @@
-"""What torchrun, or another launcher, tells the processes that it starts: numbers in their environment.
+"""Read rank and size from the environment variables of torchrun or another launcher.
 
-Inside: `Launch`, `launched`. Nothing here needs torch.
+Inside: `Launch`, `launched`. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ __all__ = ["Launch", "launched"]
 
 @attrs.frozen
 class Launch:
-    """Which of the processes of a run this one is.
+    """Rank of this process and number of processes.
 
     Attributes:
-        rank, size: its number among all, from 0, and how many they are.
-        local_rank, local_size: the same among those of its machine.
+        rank: rank among all processes, from 0.
+        size: number of all processes.
+        local_rank: rank among the processes of this machine, from 0.
+        local_size: number of processes on this machine.
     """
 
     rank: int = 0
@@ -28,20 +30,20 @@ class Launch:
 
     @property
     def everyone(self) -> str:
-        """All of them, in messages."""
+        """Return the phrase for all processes in messages."""
         return f"the {self.size} processes of this run"
 
     @property
     def address(self) -> str:
-        """Where the processes meet."""
+        """Return host and port of the rendezvous."""
         return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def launched() -> Launch:
-    """What the environment says: the only process where it does not have both RANK and WORLD_SIZE.
+    """Read the environment; without RANK or WORLD_SIZE return a single process.
 
     Raises:
-        ValueError: a variable is missing or no number that fits; it is named.
+        ValueError: a variable is missing or is not a number within its range.
     """
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return Launch()
@@ -51,7 +53,7 @@ def launched() -> Launch:
     local_rank = _number("LOCAL_RANK", 0, local_size - 1, default=rank)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if size > 1 and not os.environ.get(name):
-            raise ValueError(f"{name}: expected in the environment beside WORLD_SIZE, as torchrun sets it")
+            raise ValueError(f"{name}: missing in the environment; torchrun sets it together with WORLD_SIZE")
     return Launch(rank, size, local_rank, local_size)
 
 

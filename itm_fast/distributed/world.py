@@ -1,4 +1,4 @@
-"""The processes of one run: how they meet, share out their work, and end together.
+"""The processes of one run: rendezvous, shares of the work, agreement, and a common end.
 
 Inside: `World`, `joined`, `joined_before`.
 """
@@ -25,19 +25,19 @@ __all__ = ["World", "joined", "joined_before"]
 TIMEOUT = "ITM_FAST_TIMEOUT"
 _SECONDS = 1800
 _joined = False
-# Which GPU a process sees that sees one alone, by rank.
+# Key of the store, by rank: the GPU of a process that sees only one.
 _GPU = "itm_fast/gpu"
 
 
 @attrs.frozen(eq=False)
 class World:
-    """The processes that work on one run; one alone by default, whose methods then have nothing to do.
+    """The processes of one run. By default there is only one, and methods do not communicate.
 
-    Every process calls the same methods in the same order.
+    All processes call the same methods in the same order.
 
     Attributes:
-        launch: which of them this one is.
-        group: the process group; None: torch's default one.
+        launch: rank and size of this process.
+        group: the process group; None: torch's default group.
     """
 
     launch: Launch = attrs.field(factory=Launch)
@@ -53,39 +53,42 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that writes files and talks to the user."""
+        """Return whether this process has rank 0, which writes files and prints messages."""
         return self.rank == 0
 
     def device(self, name: str) -> str:
-        """The device of this process where `name` was asked for: of several processes each takes a GPU of its own.
+        """Return the device of this process: each of several processes uses its own GPU.
+
+        Args:
+            name: the device of the settings, such as "cpu" or "cuda".
 
         Raises:
-            ValueError: `name` is one certain GPU, or there are fewer GPUs than processes on this machine, none of which
-                is the only one that CUDA_VISIBLE_DEVICES shows.
+            ValueError: there are several processes and `name` has a number, or there are fewer GPUs than processes on
+                this machine and CUDA_VISIBLE_DEVICES does not select one GPU per process.
         """
         if self.size == 1 or not name.startswith("cuda"):
             return name
         if name != "cuda":
-            raise ValueError(f"device: each process takes a GPU of its own; expected cuda without a number, got {name}")
+            raise ValueError(f"device: each process uses its own GPU; expected cuda without a number, got {name}")
         count = torch.cuda.device_count()
         if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
-            # A launcher that shows each process its own alone; `joined` sees that it is.
+            # The launcher shows each process only its own GPU; `joined` checks that they differ.
             return "cuda:0"
         if count < self.launch.local_size:
-            raise ValueError(f"device: {self.launch.local_size} processes need as many GPUs, and torch sees {count}")
+            raise ValueError(f"device: {self.launch.local_size} processes need one GPU each, but torch finds {count}")
         return f"cuda:{self.launch.local_rank}"
 
     def counts(self, n: int) -> list[int]:
-        """How many of `n` items each process takes: they differ by one at most, and none is first to have nothing."""
+        """Return how many of `n` items each process takes. Counts differ by one at most, lower ranks take more."""
         return [n // self.size + (rank < n % self.size) for rank in range(self.size)]
 
     def share(self, n: int) -> slice:
-        """Which of `n` items in a row this process takes."""
+        """Return the slice of `n` consecutive items that this process takes."""
         ends = [0, *itertools.accumulate(self.counts(n))]
         return slice(ends[self.rank], ends[self.rank + 1])
 
     def objects(self, value: Any) -> list[Any]:
-        """What each process gave, by rank; small things, which are pickled."""
+        """Gather a small Python object from each process, by rank. Objects are pickled."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -93,10 +96,11 @@ class World:
         return found
 
     def agree(self, error: Exception | None = None, *, stop: bool = False) -> bool:
-        """Whether any process gave `stop`; where one gave an error all raise.
+        """Return whether any process passes `stop`. If any process passes an error, all raise.
 
         Raises:
-            Exception: `error`, or in a process that has none a ValueError with the message of the first that has one.
+            Exception: `error`. A process without an error raises ValueError with the message of the lowest rank that
+                has one.
         """
         if self.size > 1:
             flags = torch.tensor([error is not None, stop], dtype=torch.int32)
@@ -112,7 +116,7 @@ class World:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """No process leaves the block before all have done it; an error (ValueError, OSError) of one is one of all."""
+        """Wait at the end of a block for all processes. If one raises ValueError or OSError, all raise."""
         error: Exception | None = None
         try:
             yield
@@ -123,20 +127,22 @@ class World:
 
 @contextlib.contextmanager
 def joined(device: str) -> Iterator[World]:
-    """The processes that a launcher started, with its environment, for the time of the block.
+    """Connect the processes of a launcher for the duration of a block.
 
-    Where there is one process alone, nothing happens; where a process group is there already, it is taken. Otherwise
-    the processes meet: on GPUs they exchange tensors by NCCL, on CPUs, and all that is no tensor, by gloo. Of the
-    processes that leave the block with an error the first raises it, and the others end with status 1 without a word,
-    so that the user reads one message; warnings come from the first process alone.
+    A single process does nothing, and an existing process group is used as it is. Otherwise the processes connect as
+    the environment of the launcher says. They use NCCL for tensors on GPUs, and gloo for tensors on the CPU and for
+    Python objects.
+
+    If processes leave the block with an error, one raises it and the others exit with status 1 without a message, so
+    that the user sees one message. Only rank 0 issues warnings.
 
     Args:
-        device: the kind of device that tensors are on, such as "cpu" or "cuda".
+        device: the device of tensors, such as "cpu" or "cuda".
 
     Raises:
-        ValueError: the environment is not as a launcher makes it, the processes do not meet, two of them see one and
-            the same GPU alone, or one of them ended or did not answer within the seconds of ITM_FAST_TIMEOUT (1800);
-            why it ended is said where it is known.
+        ValueError: a variable of the launcher is missing or wrong, the processes cannot connect, two of them see the
+            same single GPU, or one ended or did not answer within ITM_FAST_TIMEOUT seconds (default: 1800). The message
+            has the cause if it is known.
     """
     global _joined
     if dist.is_available() and dist.is_initialized():
@@ -153,21 +159,22 @@ def joined(device: str) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if own_device.startswith("cuda") else "gloo"
     timeout = timedelta(seconds=seconds)
     try:
-        # Not at import: it is missing where torch was built without torch.distributed, which one process does not need.
+        # Imported here: torch may lack torch.distributed, and a single process does not need it.
         from torch.distributed.rendezvous import rendezvous
 
         store, rank, size = next(rendezvous("env://", launch.rank, launch.size, timeout=timeout))
         store.set_timeout(timeout)
         shared = _shared_gpu(store, launch) if own_device.startswith("cuda") else None
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        # One that had met all others could end while another has yet to meet it.
+        # Wait for all: a process could connect and end before another has connected.
         world.agree()
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{launch.everyone} do not meet at {launch.address}: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{launch.everyone} cannot connect at {launch.address}: {reason}") from None
     _joined = True
     try:
         if shared is not None:
-            raise ValueError(f"device: processes {shared[0]} and {shared[1]} see one GPU, the same; each takes its own")
+            raise ValueError(f"device: processes {shared[0]} and {shared[1]} see the same GPU; each needs its own")
         with warnings.catch_warnings():
             if not world.first:
                 warnings.simplefilter("ignore")
@@ -182,7 +189,7 @@ def joined(device: str) -> Iterator[World]:
 
 
 def _shared_gpu(store: Any, launch: Launch) -> tuple[int, int] | None:
-    """The first two processes of which each sees one GPU, and both the same; all must call this."""
+    """Return the first two ranks that see the same single GPU, or None. All processes must call this."""
     own = str(torch.cuda.get_device_properties(0).uuid) if torch.cuda.device_count() == 1 else ""
     store.set(f"{_GPU}/{launch.rank}", own)
     found: dict[str, int] = {}
@@ -194,7 +201,7 @@ def _shared_gpu(store: Any, launch: Launch) -> tuple[int, int] | None:
 
 
 def joined_before() -> bool:
-    """Whether this process met others: an error that reaches the user is then the one that all of them have."""
+    """Return whether this process has connected to others: then only one process reports an error to the user."""
     return _joined
 
 
@@ -210,5 +217,5 @@ def _timeout() -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 10**9:
-        raise ValueError(f"{TIMEOUT}: expected seconds above 0, got {text!r}")
+        raise ValueError(f"{TIMEOUT}: expected a number of seconds above 0, got {text!r}")
     return seconds

@@ -1,6 +1,6 @@
-"""Retrieval evaluation: scores in tiles, ranks without sorting, the field's protocols, a table of the recalls.
+"""Retrieval evaluation: scores in tiles, ranks without sorting, the field's protocols, recall tables.
 
-Also where the words of a caption look, `word_attention`, and one pair from the inside, `explain`.
+`word_attention` returns the attention of words over regions, `explain` all intermediate results of one pair.
 """
 
 from itm_fast.evaluation.attention import word_attention

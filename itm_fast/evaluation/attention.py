@@ -1,4 +1,4 @@
-"""Where the words of a caption look: their attention over the regions of its image.
+"""Attention of the words of a caption over the regions of an image.
 
 Inside: `word_attention`.
 """
@@ -14,19 +14,19 @@ __all__ = ["word_attention"]
 
 
 def word_attention(model: Scorer, dataset: Gallery, captions: Tensor, *, images: Tensor | None = None) -> list[Tensor]:
-    """The attention of each word of some captions over the regions of an image, as the model's scores use it.
+    """Compute the attention weights of words over regions that the model's scores use.
 
     The model runs in evaluation mode without gradients, on the device of its parameters.
 
     Args:
-        model: a model whose words attend to regions: SCAN, but for its direction "i2t".
+        model: a model whose words attend to regions, such as SCAN with direction "t2i".
         dataset: as in `score_matrix`.
         captions: indices of captions, int64 `(n,)`.
-        images: index of the image that each of them looks at, int64 `(n,)`; None: its own.
+        images: index of the image for each caption, int64 `(n,)`; None: the caption's own image.
 
     Returns:
-        For each caption float32 `(n_words, n_regions)` on the CPU: weights that sum to one in each row. The first row
-        is that of `<start>`, the last that of `<end>`.
+        One float32 tensor `(n_words, n_regions)` per caption, on the CPU. Each row sums to one. The first row belongs
+        to `<start>`, the last to `<end>`.
 
     Raises:
         ValueError: the words of this model do not attend to regions.

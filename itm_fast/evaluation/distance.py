@@ -1,4 +1,4 @@
-"""How far apart a model keeps positives and negatives.
+"""Mean distance between the scores of positives and negatives.
 
 Inside: `MeanDistance`.
 """
@@ -16,10 +16,11 @@ __all__ = ["MeanDistance"]
 
 
 class MeanDistance:
-    """The mean score of the positives minus that of the negatives, summed up tile by tile in float64.
+    """Mean score of the positives minus mean score of the negatives, accumulated tile by tile in float64.
 
-    Unlike a recall it sees more than ranks: how well the scores are separated (MD in Diao et al., Deep Boosting
-    Learning, section IV-A).
+    It measures how well the scores are separated, which recalls do not show.
+
+    Source: MD in Diao et al., Deep Boosting Learning, section IV-A.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,12 @@ class MeanDistance:
         self._positives = self._negatives = 0
 
     def add(self, tile: Tensor, positives: Tensor) -> None:
-        """Takes some scores, `(n, m)`, and which of them are of an image with its own caption, bool `(n, m)`."""
+        """Add the scores of a tile.
+
+        Args:
+            tile: scores `(n, m)`.
+            positives: bool `(n, m)`, True for pairs of an image and its own caption.
+        """
         own = tile[positives].double()
         positive, count = float(own.sum()), own.numel()
         self._positive += positive
@@ -36,7 +42,7 @@ class MeanDistance:
         self._negatives += tile.numel() - count
 
     def add_others(self, world: World) -> None:
-        """Takes what all processes were given, each of them other scores."""
+        """Add the sums of all other processes, which hold the scores of other pairs."""
         if world.size > 1:
             sums = world.objects((self._positive, self._negative))
             counts = world.objects((self._positives, self._negatives))
@@ -45,7 +51,7 @@ class MeanDistance:
 
     @property
     def value(self) -> float | None:
-        """None where there is no positive or no negative pair, or a score is not finite."""
+        """Return the distance; None without positives or negatives, or if a score is not finite."""
         if not self._positives or not self._negatives:
             return None
         distance = self._positive / self._positives - self._negative / self._negatives
@@ -53,7 +59,7 @@ class MeanDistance:
 
     @staticmethod
     def of_mean(members: Iterable[MeanDistance]) -> float | None:
-        """The mean distance of the mean of several score matrices of the same pairs: the mean of theirs."""
+        """Return the distance of the mean of several score matrices of the same pairs: the mean of their distances."""
         values = [member.value for member in members]
         known = [value for value in values if value is not None]
         return sum(known) / len(known) if known and len(known) == len(values) else None

@@ -1,4 +1,4 @@
-"""What happens inside the pair of one image and one caption: attention, regulation, aggregation, score.
+"""Intermediate results of one image-caption pair: attention, regulation, aggregation, score.
 
 Inside: `Explanation`, `explain`.
 """
@@ -18,12 +18,13 @@ __all__ = ["Explanation", "explain"]
 
 @attrs.frozen(eq=False)
 class Explanation:
-    """A pair from the inside.
+    """Intermediate results of one pair. Tensors are float32 on the CPU.
 
-    words: the caption's words, `<start>` and `<end>` among them; those that the vocabulary lacks end in " (unknown)".
-    directions: what happens step by step where words attend to regions ("t2i"), and where regions attend to words
-    ("i2t"), for each of the two that the model has; the rows of attention, temperatures and weights of aggregation are
-    the words' or the regions'. score: that of the pair. Tensors are float32 on the CPU.
+    Attributes:
+        words: the caption's words with `<start>` and `<end>`; words outside the vocabulary end in " (unknown)".
+        directions: the steps of each direction that the model has: "t2i" if words attend to regions, "i2t" if regions
+            attend to words. The rows of attention, temperatures and aggregation weights are the words or the regions.
+        score: score of the pair.
     """
 
     words: list[str]
@@ -32,14 +33,22 @@ class Explanation:
 
 
 def explain(model: Scorer, dataset: CaptionDataset, caption: int, image: int) -> Explanation:
-    """What the model does with one caption and one image of a split, in evaluation mode, on the device of the model.
+    """Record what the model computes for one caption and one image.
+
+    The model runs in evaluation mode without gradients, on the device of its parameters.
+
+    Args:
+        model: a model with attention between words and regions.
+        dataset: the split.
+        caption: index of the caption in the split.
+        image: index of the image in the split.
 
     Raises:
-        ValueError: an index is out of range, or in this model neither words nor regions attend to the other.
+        ValueError: an index is out of range, or the model has no attention between words and regions.
     """
     steps_of = getattr(model, "pair_steps", None)
     if steps_of is None:
-        raise ValueError(f"model: in {type(model).__name__} neither words nor regions attend to the other")
+        raise ValueError(f"model: {type(model).__name__} has no attention between words and regions")
     for name, index, size in (("caption", caption, len(dataset)), ("image", image, dataset.n_images)):
         if not 0 <= index < size:
             raise ValueError(f"{name}: expected a number from 0 to {size - 1}, got {index}")

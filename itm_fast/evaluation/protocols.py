@@ -1,13 +1,13 @@
 """The field's evaluation protocols.
 
-Inside: `evaluate` for a model and a data set, `evaluate_ensemble` for several models, `evaluate_scores` for a finished
+Inside: `evaluate` for a model and a data set, `evaluate_ensemble` for several models, `evaluate_scores` for a given
 score matrix.
 
 | protocol | call |
 | --- | --- |
 | full (Flickr30K 1K, COCO 5K) | `folds=1` |
-| COCO 1K, as most papers report it: the mean over five folds of 1000 images | `folds=5` |
-| the first 1000 images alone | `first_images=1000` |
+| COCO 1K, as in most papers: the mean over five folds of 1000 images | `folds=5` |
+| the first 1000 images only | `first_images=1000` |
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from itm_fast.functional import recall_summary, retrieval_ranks
 
 __all__ = ["evaluate", "evaluate_ensemble", "evaluate_scores"]
 
-_ROWS = 256  # Of a finished score matrix, whose mean distance is taken in parts of so many rows.
+_ROWS = 256  # rows of a given score matrix that the mean distance takes at a time
 
 
 def evaluate(
@@ -42,28 +42,29 @@ def evaluate(
     description: str = "scores",
     world: World | None = None,
 ) -> dict[str, float]:
-    """Recalls of a model on a data set; only pairs within a fold are scored.
+    """Compute the recalls of a model on a data set. Only pairs within a fold are scored.
 
     Args:
         model: as in `score_matrix`.
         dataset: as in `score_matrix`.
-        folds: number of equal runs of consecutive images, each retrieved from alone; the result is their mean.
-        first_images: use only that many images and their captions.
+        folds: number of folds of consecutive images, equal in size. Retrieval runs within each fold.
+        first_images: use only that many images and their captions; None: all.
         ties: "pessimistic" or "optimistic", as in `retrieval_ranks`.
-        tile_images: images that are scored at a time.
-        tile_captions: captions that are scored at a time.
-        progress: show a progress bar where there is a terminal.
+        tile_images: images in a tile.
+        tile_captions: captions in a tile.
+        progress: show a progress bar if stderr is a terminal.
         description: label of the progress bar.
-        world: the processes that share the work; None: this one alone.
-        streaming: count ranks tile by tile, as `stream_ranks` does, and never hold the score matrix.
+        world: the processes that share the work; None: only this one.
+        streaming: count ranks tile by tile with `stream_ranks`, without a score matrix.
 
     Returns:
-        The keys of `itm_fast.functional.recall_summary`, and `mean_distance`: the mean score of the positives minus
-        that of the negatives, left out where there are none of either or a score is not finite. Each is the mean over
-        the folds.
+        The keys of `itm_fast.functional.recall_summary`, and `mean_distance`, the mean score of the positives minus
+        that of the negatives. `mean_distance` is missing without positives or negatives, or if a score is not finite.
+        All values are means over the folds.
 
     Raises:
-        ValueError: `folds` does not divide the number of images, or a fold has no captions.
+        ValueError: `first_images` is out of range, `folds` does not divide the number of images, or a fold has no
+            captions.
     """
     members, _ = evaluate_ensemble(
         [(model, dataset)],
@@ -93,26 +94,27 @@ def evaluate_ensemble(
     description: str = "scores",
     world: World | None = None,
 ) -> tuple[list[dict[str, float]], dict[str, float]]:
-    """Recalls of several models, each alone, and of the mean of their scores.
+    """Compute the recalls of each of several models, and of their ensemble, the mean of their scores.
 
     Args:
-        members: each model with the data set as it sees it: the same images and captions, which the vocabulary of a
-            model turns into its own token ids.
-        folds: number of equal runs of consecutive images, as in `evaluate`.
-        first_images: use only that many images and their captions.
+        members: each model with its data set. All data sets have the same images and captions; token ids differ if
+            the models have different vocabularies.
+        folds: number of folds, as in `evaluate`.
+        first_images: use only that many images and their captions; None: all.
         ties: "pessimistic" or "optimistic", as in `retrieval_ranks`.
-        tile_images: images that are scored at a time.
-        tile_captions: captions that are scored at a time.
-        streaming: count ranks tile by tile, as `stream_ranks` does.
-        progress: show a progress bar where there is a terminal.
+        tile_images: images in a tile.
+        tile_captions: captions in a tile.
+        streaming: count ranks tile by tile with `stream_ranks`, without a score matrix.
+        progress: show a progress bar if stderr is a terminal.
         description: label of the progress bar.
-        world: the processes that share the work; None: this one alone.
+        world: the processes that share the work; None: only this one.
 
     Returns:
-        One summary per member, in their order, and that of the ensemble.
+        One summary per member, in their order, and the summary of the ensemble.
 
     Raises:
-        ValueError: there is no member, the data sets differ in their images or captions, or as in `evaluate`.
+        ValueError: there is no member, the data sets differ in their images or captions, `folds` does not divide the
+            number of images, or a fold has no captions.
     """
     if not members:
         raise ValueError("members: expected at least one model with its data set")
@@ -162,7 +164,7 @@ def evaluate_ensemble(
             alone[index].append(_summary(recalls, distances[index].value))
             total = scores if total is None else _add(total, scores)
         if total is not None and len(members) > 1:
-            # The sum ranks as the mean does, without the ties that a division may round into being.
+            # The sum gives the same ranks as the mean, and has no ties from rounding in a division.
             recalls = _recalls(total, first.caption_image, images, captions, ties)
             together.append(_summary(recalls, MeanDistance.of_mean(distances)))
     summaries = [_mean(summary) for summary in alone]
@@ -170,7 +172,7 @@ def evaluate_ensemble(
 
 
 def _add(total: Tensor, scores: Tensor) -> Tensor:
-    """The sum, in the memory of the one with the wider dtype: a score matrix may be large."""
+    """Add in place, into the tensor with the wider dtype: a score matrix may be large."""
     wider = torch.promote_types(total.dtype, scores.dtype)
     return total.add_(scores) if total.dtype == wider else scores.add_(total)
 
@@ -183,16 +185,25 @@ def evaluate_scores(
     first_images: int | None = None,
     ties: str = "pessimistic",
 ) -> dict[str, float]:
-    """Recalls of a score matrix; arguments and result as in `evaluate`.
+    """Compute the recalls of a score matrix.
 
     Args:
         scores: `(n_images, n_captions)`.
-        caption_image: int64 `(n_captions,)`, the image that each caption belongs to.
+        caption_image: index of the image of each caption, int64 `(n_captions,)`.
+        folds: as in `evaluate`.
+        first_images: as in `evaluate`.
+        ties: as in `evaluate`.
+
+    Returns:
+        The summary, as in `evaluate`.
+
+    Raises:
+        ValueError: as in `evaluate`.
     """
     summaries = []
     for images, captions in _folds(caption_image, scores.shape[0], folds, first_images):
         block = scores[int(images[0]) : int(images[-1]) + 1]
-        # Captions mostly stand in the order of their images; then a slice serves and nothing is copied.
+        # Captions are mostly in the order of their images; a slice then avoids a copy.
         if len(captions) and int(captions[-1]) - int(captions[0]) + 1 == len(captions):
             block = block[:, int(captions[0]) : int(captions[-1]) + 1]
         else:
@@ -206,7 +217,7 @@ def evaluate_scores(
 
 
 def _folds(caption_image: Tensor, n_images: int, folds: int, first_images: int | None) -> list[tuple[Tensor, Tensor]]:
-    """Indices of the images and of the captions of each fold, in rising order."""
+    """Return the indices of the images and of the captions of each fold, in ascending order."""
     if first_images is not None:
         if not 1 <= first_images <= n_images:
             raise ValueError(f"first_images: expected 1 to {n_images}, the number of images, got {first_images}")
@@ -234,6 +245,6 @@ def _summary(recalls: dict[str, float], distance: float | None) -> dict[str, flo
 
 
 def _mean(summaries: list[dict[str, float]]) -> dict[str, float]:
-    """The means of what all summaries have."""
+    """Average the keys that all summaries have."""
     common = [key for key in summaries[0] if all(key in summary for summary in summaries)]
     return {key: sum(summary[key] for summary in summaries) / len(summaries) for key in common}

@@ -1,6 +1,6 @@
-"""Scores of a whole split: every image and caption is encoded once, pairs are scored tile by tile.
+"""Score a whole split: encode every image and caption once, then score pairs tile by tile.
 
-Inside: `score_matrix`, and what it asks of a model (`Scorer`) and of a data set (`Gallery`).
+Inside: `score_matrix`, and the protocols of its model (`Scorer`) and data set (`Gallery`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Gallery", "Scorer", "check_tiles", "evaluation_mode", "score_matrix"
 
 
 class Gallery(Protocol):
-    """Images and captions to retrieve from; `itm_fast.data.PrecomputedDataset` is one."""
+    """Images and captions to retrieve, such as `itm_fast.data.PrecomputedDataset`."""
 
     caption_image: Tensor  # (n_captions,) int64
     n_images: int
@@ -33,7 +33,7 @@ class Gallery(Protocol):
 
 
 class Scorer(Protocol):
-    """A model that encodes both sides once and scores all pairs; every model of `itm_fast.models` is one."""
+    """A model that encodes images and captions separately and scores all pairs, such as those of `itm_fast.models`."""
 
     def modules(self) -> Iterator[nn.Module]: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
@@ -55,29 +55,30 @@ def score_matrix(
     distance: MeanDistance | None = None,
     world: World | None = None,
 ) -> Tensor:
-    """Scores of all images with all captions of a split, or of chosen ones.
+    """Score all images against all captions of a split, or chosen ones.
 
-    The model runs in evaluation mode without gradients, on the device of its parameters; its mode is put back
-    afterwards. What lives at a time is the encoded gallery, one tile of scores, and the result.
+    The model runs in evaluation mode without gradients, on the device of its parameters; its mode is restored
+    afterwards. Memory holds the encoded captions, one tile of encoded images and scores, and the result.
 
     Args:
-        model: encodes and scores, such as a model of `itm_fast.models`.
+        model: the model, such as one of `itm_fast.models`.
         dataset: the gallery, such as `itm_fast.data.PrecomputedDataset`.
         images: indices of the images to score, int64 `(n,)`; None: all.
         captions: indices of the captions to score, int64 `(m,)`; None: all.
-        tile_images: images encoded together, and rows of a tile.
-        tile_captions: captions encoded together, and columns of a tile.
-        progress: show a progress bar where there is a terminal; it vanishes at the end.
-        description: stands before the bar.
-        distance: takes every tile as it is scored.
-        world: the processes that share the work, each the encoding of some captions and the scores of some images; all
-            have the result, which is that of one process but for the rounding of other tiles. None: this one alone.
+        tile_images: images encoded at a time, and rows of a tile.
+        tile_captions: captions encoded at a time, and columns of a tile.
+        progress: show a progress bar if stderr is a terminal; it disappears at the end.
+        description: label of the progress bar.
+        distance: accumulates the scores of all tiles.
+        world: the processes that share the work; None: only this one. Each encodes a share of the captions and scores a
+            share of the images, and all get the result. It may differ from the result of one process by rounding,
+            because the tiles differ.
 
     Returns:
         `(n, m)` float32 (float64 from a model in float64) on the CPU.
 
     Raises:
-        ValueError: a tile size is below 1, or what the data set raises for bad features.
+        ValueError: a tile size is below 1, or the data set finds bad features.
     """
     check_tiles(tile_images, tile_captions)
     world = world or World()
@@ -123,7 +124,7 @@ def score_matrix(
 
 
 def check_tiles(tile_images: int, tile_captions: int) -> None:
-    """Raises ValueError where a tile has no images or no captions."""
+    """Raise ValueError if a tile size is below 1."""
     for name, size in (("tile_images", tile_images), ("tile_captions", tile_captions)):
         if size < 1:
             raise ValueError(f"{name}: expected at least 1, got {size}")
@@ -135,7 +136,7 @@ def _bar(steps: int, description: str, progress: bool) -> Any:
 
 @contextlib.contextmanager
 def evaluation_mode(model: Scorer) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each module is back in its own mode, frozen parts included."""
+    """Run a block in evaluation mode without gradients, then restore the mode of each module."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in modes:

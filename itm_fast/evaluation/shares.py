@@ -1,4 +1,4 @@
-"""What several processes do of one evaluation: each encodes some captions and scores some images.
+"""Distribute an evaluation: each process encodes a share of the captions and scores a share of the images.
 
 Inside: `split_tiles`, `encoded_tiles`, `gathered_scores`.
 """
@@ -18,22 +18,28 @@ __all__ = ["encoded_tiles", "gathered_scores", "split_tiles"]
 
 
 def split_tiles(indices: Tensor, size: int) -> list[Tensor]:
-    """Tiles of `size` indices; no indices make no tile."""
+    """Split indices into tiles of `size`; return an empty list for no indices."""
     return list(indices.split(size)) if len(indices) else []
 
 
 def encoded_tiles(encode: Callable[[Tensor], Any], captions: Tensor, size: int, world: World) -> list[Any]:
-    """What `encode` makes of tiles of `size` of the captions, in all processes.
+    """Encode captions in tiles of `size`; every process gets all tiles.
 
-    Each encodes its share, where embeddings are Fragments or tensors; what else a model makes of captions, each makes
-    of all.
+    If embeddings are Fragments or tensors, each process encodes its share and gathers the others. Any other type cannot
+    be gathered, so each process encodes all captions.
+
+    Args:
+        encode: function from caption indices, int64 `(k,)`, to their embeddings.
+        captions: indices of the captions, int64 `(m,)`.
+        size: captions in a tile.
+        world: the processes.
     """
     tiles = split_tiles(captions, size)
     if world.size == 1 or not tiles:
         return [encode(tile) for tile in tiles]
     own = split_tiles(captions[world.share(len(captions))], size)
     with world.together():
-        # Without a share of its own a process must still know what embeddings look like.
+        # A process with an empty share still needs the type and shape of embeddings.
         parts = [encode(tile) for tile in own] or [none_of(encode(captions[:1]))]
     if not isinstance(parts[0], Fragments | Tensor):
         with world.together():
@@ -44,7 +50,17 @@ def encoded_tiles(encode: Callable[[Tensor], Any], captions: Tensor, size: int, 
 
 
 def gathered_scores(own: Tensor | None, n_images: int, n_captions: int, world: World) -> Tensor:
-    """The scores (n_images, n_captions) whose rows are those of each process; None: it has none."""
+    """Gather the rows of all processes.
+
+    Args:
+        own: rows of this process; None if it has none.
+        n_images: number of images of all processes.
+        n_captions: number of captions.
+        world: the processes.
+
+    Returns:
+        Scores `(n_images, n_captions)` in the order of the ranks.
+    """
     if world.size == 1:
         return torch.empty(n_images, n_captions) if own is None else own
     dtypes = [dtype for dtype in world.objects(None if own is None else own.dtype) if dtype is not None]

@@ -1,10 +1,10 @@
-"""Ranks and best matches by tiles: what a score matrix would be needed for, without one.
+"""Compute ranks and best matches tile by tile, without a score matrix.
 
 Inside: `stream_ranks`, `Ranks`, `top_k`.
 
-A rank counts the scores above that of the own item, which must be known before the first of them is looked at. So the
-tiles that hold own scores are computed first; with captions in the order of their images these are few. They are kept
-until their turn, so that no pair is scored twice.
+A rank counts the scores above the score of the matching pair, so that score must be known first. Tiles that contain
+matching pairs are therefore scored first. Captions are sorted by image, so these tiles are few. They are kept until
+they are counted, so that no pair is scored twice.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from itm_fast.evaluation.shares import encoded_tiles, split_tiles
 
 __all__ = ["Ranks", "stream_ranks", "top_k"]
 
-# Captions that are encoded at a time: 0.4 GB for 13 words of 1,024 float32 numbers each.
+# Captions encoded at a time: 0.4 GB of embeddings for 13 words per caption and 1,024 float32 values per word.
 CHUNK_CAPTIONS = 8192
 
 
 class _Member:
-    """A model and its data set, encoded tile by tile."""
+    """A model and its data set; encodes tiles."""
 
     def __init__(self, model: Scorer, dataset: Gallery) -> None:
         self.model, self.dataset = model, dataset
@@ -45,12 +45,18 @@ class _Member:
 
 
 class Ranks:
-    """Ranks of images and captions, and the mean distance, from tiles of scores in any order.
+    """Count ranks and the mean distance from tiles of scores in any order.
 
     Args:
-        owners: (n_captions,) int64, the place of each caption's image among the images; for several processes rising.
-        n_images: how many images there are.
+        owners: position of each caption's image among the images, int64 `(n_captions,)`; in ascending order if there
+            are several processes.
+        n_images: number of images.
         ties: "pessimistic" or "optimistic", as in `itm_fast.functional.retrieval_ranks`.
+
+    Attributes:
+        image_to_text: int64 `(n_images,)`: rank from 0 of the best own caption; -1 without captions.
+        text_to_image: int64 `(n_captions,)`: rank from 0 of the own image.
+        distance: the mean distance.
     """
 
     def __init__(self, owners: Tensor, n_images: int, ties: str) -> None:
@@ -63,7 +69,7 @@ class Ranks:
         self.distance = MeanDistance()
 
     def note_own(self, tile: Tensor, row: int, column: int) -> None:
-        """Takes the own scores of a tile that starts at image `row` and caption `column`; before any `add`."""
+        """Store the matching scores of a tile that starts at image `row` and caption `column`, before `add`."""
         owners = self._owners[column : column + tile.shape[1]]
         inside = (owners >= row) & (owners < row + tile.shape[0])
         columns = inside.nonzero().squeeze(1)
@@ -71,7 +77,7 @@ class Ranks:
         if self._own is None:
             self._own = torch.full((len(self._owners),), torch.nan, dtype=torch.float64)
         self._own[column + columns] = scores
-        # The best of an image's own captions, NaN being the lowest of all.
+        # The best score of an image with its own captions; NaN is the lowest value.
         comparable = ~scores.isnan()
         lowest = self._best.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
         lowest.scatter_reduce_(0, owners[columns][comparable], scores[comparable], "amax")
@@ -80,7 +86,7 @@ class Ranks:
         self._best = torch.where(known, lowest, torch.nan)
 
     def note_others(self, world: World) -> None:
-        """Takes the own scores that other processes noted, each those of its share of the images."""
+        """Gather the matching scores of the other processes, each for its share of the images."""
         if world.size == 1:
             return
         own = torch.full((len(self._owners),), torch.nan, dtype=torch.float64) if self._own is None else self._own
@@ -90,7 +96,7 @@ class Ranks:
         self._own = gather_rows(own[places[world.rank] : places[world.rank + 1]], counts, world)
 
     def add_others(self, world: World) -> None:
-        """Takes what other processes counted."""
+        """Add the counts of the other processes."""
         if world.size == 1:
             return
         self.text_to_image = sum_of_all(self.text_to_image, world)
@@ -99,19 +105,19 @@ class Ranks:
         self.distance.add_others(world)
 
     def add(self, tile: Tensor, row: int, column: int) -> None:
-        """Counts the scores of a tile."""
+        """Count the scores of a tile that starts at image `row` and caption `column`."""
         rows, columns = slice(row, row + tile.shape[0]), slice(column, column + tile.shape[1])
         own = torch.arange(row, row + tile.shape[0])[:, None] == self._owners[columns]
         self.distance.add(tile, own)
         if self._own is None:
-            raise ValueError("tiles: expected the own scores of all captions first")
+            raise ValueError("tiles: call note_own for all captions before add")
         numbers = tile.to(torch.float64)
         self.text_to_image[columns] += (self._above(numbers, self._own[columns]) & ~own).sum(0)
         counts = (self._above(numbers, self._best[rows, None]) & ~own).sum(1)
         self.image_to_text[rows] += torch.where(self.image_to_text[rows] >= 0, counts, 0)
 
     def _above(self, scores: Tensor, own: Tensor) -> Tensor:
-        """True where a score counts as higher than the own one; NaN is the lowest and equal to NaN."""
+        """Return True where a score outranks the matching one. NaN is the lowest value and ties with NaN."""
         higher = (scores > own) | (own.isnan() & ~scores.isnan())
         if self._pessimistic:
             higher |= (scores == own) | (scores.isnan() & own.isnan())
@@ -131,26 +137,29 @@ def stream_ranks(
     description: str = "scores",
     world: World | None = None,
 ) -> tuple[list[Ranks], Ranks]:
-    """Ranks of each model, and of the mean of their scores, without a score matrix.
+    """Compute the ranks of each model, and of the mean of their scores, without a score matrix.
 
-    What lives at a time is a chunk of encoded captions, a tile of encoded images, the tiles with own scores, which grow
-    with the number of captions alone, and one tile of scores; the chunk is gone before the next one is encoded. Images
-    are encoded once more for each chunk, and once for the own scores.
+    Memory holds one chunk of encoded captions, one tile of encoded images, one tile of scores, and the tiles with
+    matching pairs, which grow linearly with the number of captions. Images are encoded again for each chunk, and once
+    for the matching pairs.
 
     Args:
-        members: each model with the data set as it sees it.
-        images: indices of the images, int64 (n,), consecutive.
-        captions: indices of their captions, int64 (m,).
+        members: each model with its data set, as in `evaluate_ensemble`.
+        images: indices of the images, int64 `(n,)`, consecutive.
+        captions: indices of their captions, int64 `(m,)`.
         ties: "pessimistic" or "optimistic", as in `retrieval_ranks`.
-        tile_images: images that are scored at a time.
-        tile_captions: captions that are scored at a time.
-        progress: show a progress bar where there is a terminal.
+        tile_images: images in a tile.
+        tile_captions: captions in a tile.
+        progress: show a progress bar if stderr is a terminal.
         description: label of the progress bar.
-        world: the processes that share the work; None: this one alone.
-        chunk_captions: captions that are encoded at a time, at least one tile.
+        world: the processes that share the work; None: only this one.
+        chunk_captions: captions encoded at a time, at least one tile.
 
     Returns:
-        The ranks of each member and of the ensemble; those of captions are in the order of `captions`.
+        The ranks of each member, and those of the ensemble. Ranks of captions are in the order of `captions`.
+
+    Raises:
+        ValueError: a tile size is below 1.
     """
     check_tiles(tile_images, tile_captions)
     world = world or World()
@@ -203,7 +212,7 @@ Tiles = list[tuple[int, Tensor]]
 def _own_tiles(
     parts: Sequence[_Member], image_tiles: Tiles, caption_tiles: Tiles, owners: Tensor
 ) -> dict[tuple[int, int], list[Tensor]]:
-    """The scores of the tiles that hold own scores, by their first image and caption."""
+    """Score the tiles that contain matching pairs; the keys are positions of the first image and caption."""
     kept: dict[tuple[int, int], list[Tensor]] = {}
     known: tuple[int, list[Any]] = (-1, [])
     for row, images in image_tiles:
@@ -211,7 +220,7 @@ def _own_tiles(
         inside = [(column, tile) for column, tile in caption_tiles if column < last and column + len(tile) > first]
         queries = [part.encode_images(images) for part in parts] if inside else []
         for column, tile in inside:
-            # The last tile of captions is the first of the next images, too.
+            # The last tile of captions is often also the first one for the next images.
             if known[0] != column:
                 known[1].clear()
                 known = (column, [part.encode_captions(tile) for part in parts])
@@ -232,9 +241,10 @@ def _score_chunk(
     world: World,
     add: Callable[[int, int, list[Tensor]], None],
 ) -> None:
-    """Hands `add` the first image, the first caption and the scores of each tile of a chunk, `kept` ones taken from it.
+    """Call `add` with the first image, the first caption and the scores of each tile of a chunk.
 
-    Encodings are names of this function alone, so that they are gone before the next chunk is encoded.
+    Tiles in `kept` are taken from there and not scored again. The encodings are local variables, so that they are freed
+    before the next chunk is encoded.
     """
     captions = torch.cat([tile for _, tile in chunk])
     encoded = [encoded_tiles(part.encode_captions, captions, tile_captions, world) for part in parts]
@@ -253,7 +263,7 @@ def _score_chunk(
 
 
 def _sum(tiles: Sequence[Tensor]) -> Tensor:
-    """The sum ranks as the mean does; it is made as that of whole matrices is."""
+    """Add scores in the order of the members, as for whole matrices. The sum gives the same ranks as the mean."""
     total = tiles[0]
     for tile in tiles[1:]:
         total = total + tile
@@ -281,26 +291,26 @@ def top_k(
     progress: bool = False,
     description: str = "scores",
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The best captions of each image and the best images of each caption, without a score matrix.
+    """Find the best captions of each image and the best images of each caption, without a score matrix.
 
-    What lives at a time is a chunk of encoded captions, a tile of encoded images, one tile of scores, and the best of
-    each so far. Images are encoded anew for each chunk.
+    Memory holds one chunk of encoded captions, one tile of encoded images, one tile of scores, and the best results so
+    far. Images are encoded again for each chunk.
 
     Args:
         model: as in `score_matrix`.
         dataset: as in `score_matrix`.
-        images: indices of the images, int64 (n,); None: all.
-        captions: indices of the captions, int64 (m,); None: all.
-        tile_images: images that are scored at a time.
-        tile_captions: captions that are scored at a time.
-        progress: show a progress bar where there is a terminal.
+        images: indices of the images, int64 `(n,)`; None: all.
+        captions: indices of the captions, int64 `(m,)`; None: all.
+        tile_images: images in a tile.
+        tile_captions: captions in a tile.
+        progress: show a progress bar if stderr is a terminal.
         description: label of the progress bar.
-        k: how many; all there are where they are fewer.
-        chunk_captions: captions that are encoded at a time, at least one tile.
+        k: number of results per query; fewer if there are fewer candidates.
+        chunk_captions: captions encoded at a time, at least one tile.
 
     Returns:
-        For images, then for captions: scores `(n, k)`, falling, and int64 indices `(n, k)` into the data set, on the
-        CPU. Of equal scores the lower index comes first; NaN comes last.
+        For images `(n, k)`, then for captions `(m, k)`: scores in descending order, and int64 indices into the data
+        set, on the CPU. Equal scores are in ascending order of their index; NaN is last.
 
     Raises:
         ValueError: `k` or a tile size is below 1.
@@ -333,11 +343,11 @@ def top_k(
 
 
 def _merged(best: tuple[Tensor, Tensor] | None, scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The best of `best` and of scores (n, m) of the items `indices` (m,)."""
+    """Merge `best` with the scores (n, m) of the items `indices` (m,), and keep the best `k`."""
     places = indices.expand(scores.shape)
     if best is not None:
         scores, places = torch.cat([best[0], scores], 1), torch.cat([best[1], places], 1)
-    # Stable, so that of equal ones those that came first stay first; NaN is put behind infinity, too.
+    # A stable sort keeps equal scores in their order. NaN is placed behind minus infinity.
     order = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     chosen = order.sort(dim=1, descending=True, stable=True).indices
     lost = scores.gather(1, chosen).isnan().to(torch.uint8)

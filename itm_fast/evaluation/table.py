@@ -1,4 +1,4 @@
-"""The table that papers print, as text.
+"""Recall tables as text, in the layout of papers.
 
 Inside: `recall_table`.
 """
@@ -16,15 +16,15 @@ _WIDTH = 8
 
 
 def recall_table(summaries: Mapping[str, Mapping[str, float]]) -> str:
-    """One line per summary, as `itm_fast.functional.recall_summary` and `evaluate` return them, under two header lines.
+    """Format recall summaries as a table: two header lines, then one line per summary.
 
-    Where one of them has a mean distance, it stands in a last column, MD, with two decimals.
+    If a summary has a mean distance, the last column MD shows it with two decimals. All other numbers have one decimal.
 
     Args:
-        summaries: the summaries by the name that stands before each line.
+        summaries: summaries of `itm_fast.functional.recall_summary` or `evaluate`, by row name.
 
     Returns:
-        Lines of equal length joined by newlines, every other number with one decimal.
+        Lines of equal length, joined by newlines.
     """
     first = max([len(name) for name in summaries] + [0])
     group = _WIDTH * len(_COLUMNS)
@@ -37,7 +37,7 @@ def recall_table(summaries: Mapping[str, Mapping[str, float]]) -> str:
     for name, summary in summaries.items():
         keys = [f"{direction}_{key}" for direction, _ in _DIRECTIONS for key, _ in _COLUMNS]
         cells = [f"{summary[key]:.1f}" for key in [*keys, "rsum"]]
-        # Adding zero takes the sign from a zero.
+        # Adding zero turns -0.0 into 0.0.
         cells += [f"{round(summary[_DISTANCE], 2) + 0.0:.2f}" if _DISTANCE in summary else ""] * (len(last) - 1)
         lines.append(f"{name:<{first}}" + "".join(f"{cell:>{_WIDTH}}" for cell in cells))
     return "\n".join(lines)

@@ -64,7 +64,7 @@ def cross_attention_scores(
 
     1. `s_jk = <q_j, x_k>`, clipped by a leaky ReLU for the "clipped*" normalisations;
     2. normalised over `j` for each `k`, giving `a_jk`;
-    3. `p_jk = softmax_k(temperature * a_jk)`, reassigned where `focal` says so;
+    3. `p_jk = softmax_k(temperature * a_jk)`, reassigned according to `focal`;
     4. `c_j = sum_k p_jk x_k` and `r_j = <q_j, c_j> / max(|q_j| |c_j|, 1e-8)`;
     5. `r_j` aggregated over `j`.
 

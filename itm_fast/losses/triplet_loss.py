@@ -23,7 +23,7 @@ class TripletLoss(nn.Module):
         selective_divisor: "batch" or "negatives".
         halve: the average of the two directions rather than their sum.
         directions: "both", "rows" or "columns".
-        reduction: "sum" (published, but for SelHN's code, which takes the mean), "mean" over B or "none".
+        reduction: "sum" (as published, except in SelHN's code, which takes the mean), "mean" over B or "none".
 
     Raises:
         TypeError, ValueError: a setting is of the wrong kind or out of bounds.

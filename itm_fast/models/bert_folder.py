@@ -100,7 +100,7 @@ def load_bert(bert: nn.Module, folder: str | os.PathLike[str]) -> None:
     known = shapes_of(bert)
     taken = {name: plain for name, plain in own.items() if plain in known}
     if len(set(taken.values())) != len(taken):
-        raise ValueError(f"{path}: a weight of BERT stands there twice, with and without 'bert.'")
+        raise ValueError(f"{path}: a weight of BERT appears twice, with and without 'bert.'")
     check_shapes(known, {plain: shapes[name] for name, plain in taken.items()}, str(path))
     weights = read_weights(path)
     load_weights(bert, {plain: weights[name] for name, plain in taken.items()}, str(path))

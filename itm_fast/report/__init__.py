@@ -1,4 +1,4 @@
-"""HTML pages: of a run, `write_report(path, Report(...))`, and of one pair, `write_pair(path, PairReport(...))`."""
+"""HTML reports of a run, `write_report(path, Report(...))`, and of one pair, `write_pair(path, PairReport(...))`."""
 
 from itm_fast.report.content import Hit, ImageQuery, PairDirection, PairReport, Report, TextQuery, WordAttention
 from itm_fast.report.pair import render_pair, write_pair

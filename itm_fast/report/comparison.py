@@ -1,6 +1,6 @@
-"""Several runs in one figure, as SelHN and RVSE++ compares losses (Figures 3, 5 and 7).
+"""Training curves of several runs in one figure, as in Figures 3, 5 and 7 of SelHN and RVSE++.
 
-Inside: `write_comparison`; `write_figure`, `line_style` and `point_style`, which other figures of several runs share.
+Inside: `write_comparison`; `write_figure`, `line_style` and `point_style` for other figures of several runs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SUFFIXES = (".svg", ".png", ".pdf")
 
 Metrics = Sequence[Mapping[str, Any]]
 
-# More points than this are drawn as means of neighbouring ones: single batches scatter widely.
+# Maximum number of points in a line. More are averaged over neighbours, because single batches are noisy.
 _POINTS = 60
-# Okabe and Ito's colours, which the colour-blind tell apart too; the styles do so in print.
+# Okabe and Ito's colour-blind safe palette; line styles also distinguish the runs in black and white.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 _STYLES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "^", "s", "D")
@@ -93,16 +93,16 @@ def write_comparison(path: str | os.PathLike[str], runs: Mapping[str, Metrics]) 
 def write_figure(
     path: str | os.PathLike[str], names: Sequence[str], *, size: tuple[float, float], points: bool = False
 ) -> Iterator[Figure]:
-    """An empty figure, written atomically with a legend of `names` once it is drawn.
+    """Yield an empty figure to draw on; at the end of the block add a legend and write the file atomically.
 
     Args:
-        path: file to write; its suffix says in which format.
-        names: of the runs, in the order of `line_style`.
+        path: file to write; the suffix selects the format.
+        names: names of the runs for the legend, in the order of `line_style`.
         size: width and height in inches.
-        points: runs are clouds of points, in `point_style`.
+        points: draw runs as points in `point_style`, instead of lines.
 
     Raises:
-        ValueError: the suffix is none of `SUFFIXES`.
+        ValueError: the suffix is not one of `SUFFIXES`.
     """
     suffix = _check_suffix(path)
     with mpl.rc_context(_STYLE):
@@ -117,11 +117,11 @@ def write_figure(
 
 
 def _add_legend(figure: Figure, handles: Sequence[mpl.lines.Line2D], names: Sequence[str]) -> None:
-    """Add a legend below, in as many columns as the width of the figure has room for, at most four."""
+    """Add a legend below the figure, in as many columns as fit its width, at most four."""
     for columns in range(min(len(handles), 4), 0, -1):
         numbers = [str(number) for number in range(len(names))]
         legend = figure.legend(handles, numbers, loc="outside lower center", ncols=columns, frameon=False)
-        # Matplotlib would leave out labels that begin with an underscore.
+        # Set the names afterwards: Matplotlib skips labels that begin with an underscore.
         for text, name in zip(legend.get_texts(), names, strict=True):
             text.set_parse_math(False)
             text.set_text(shortened(printable(name), _MAX_NAME))
@@ -148,7 +148,7 @@ def _draw(axes: Axes, title: str, label: str, kind: str, keys: tuple[str, ...], 
             lowest.append(float(y.min()))
             highest.append(float(y.max()))
             axes.plot(x, y, marker="o" * (len(x) < 3), clip_on=factor == 1, **line_style(number))
-    # Losses sum over few negatives or many, so runs differ by powers of ten.
+    # Losses sum over different numbers of negatives, so runs may differ by powers of ten.
     logarithmic = label in ("loss", "norm") and 0 < 10 * min(lowest, default=0.0) < max(highest, default=0.0)
     axes.set_yscale("log" if logarithmic else "linear")
     axes.set_title(title, loc="left")
@@ -170,19 +170,19 @@ def _points(metrics: Metrics, kind: str, keys: tuple[str, ...]) -> tuple[list[fl
 
 
 def _means(values: Sequence[float]) -> np.ndarray:
-    """Means of equally many neighbours, so few that there are not too many points to draw."""
+    """Average groups of neighbours, equal in size, so that at most `_POINTS` points remain."""
     parts = math.ceil(len(values) / math.ceil(len(values) / _POINTS))
     return np.array([part.mean() for part in np.array_split(np.asarray(values, float), parts)])
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Colour and style of the line of run `number` (from 0) in all figures."""
+    """Return the colour and line style of run `number` (from 0), as Matplotlib options."""
     style = _STYLES[number % len(_STYLES)]
     return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": style, "linewidth": 1.7, "markersize": 5}
 
 
 def point_style(number: int) -> dict[str, Any]:
-    """Colour and shape of the points of run `number` (from 0), as of a line that is not drawn."""
+    """Return the colour and marker of run `number` (from 0), as Matplotlib options without a line."""
     marker = _MARKERS[number % len(_MARKERS)]
     style: dict[str, Any] = {"marker": marker, "markersize": 3, "markeredgewidth": 0, "alpha": 0.6}
     return {"color": _COLOURS[number % len(_COLOURS)], "linestyle": "none", **style}

@@ -1,4 +1,4 @@
-"""What a report shows, as plain data.
+"""The content of reports, as plain data.
 
 Inside: `Report`, `TextQuery`, `ImageQuery`, `Hit`, `WordAttention`; `PairReport`, `PairDirection`.
 """
@@ -16,7 +16,7 @@ __all__ = ["Hit", "ImageQuery", "PairDirection", "PairReport", "Report", "TextQu
 
 @attrs.frozen
 class Hit:
-    """One result: `item` is an index into the report's pictures or captions, `rank` counts from 1."""
+    """A search result: `item` is an index into the report's pictures or captions, `rank` counts from 1."""
 
     item: int
     rank: int
@@ -25,7 +25,7 @@ class Hit:
 
 @attrs.frozen
 class TextQuery:
-    """A caption and the pictures found for it, best first; a right picture further down stands at the end."""
+    """A caption and the pictures found for it, best first. If its own picture ranks lower, it is added at the end."""
 
     caption: str
     hits: Sequence[Hit]
@@ -33,7 +33,10 @@ class TextQuery:
 
 @attrs.frozen
 class ImageQuery:
-    """A picture and the captions found for it, best first; its best own caption stands at the end if further down."""
+    """A picture and the captions found for it, best first.
+
+    If all own captions of the picture rank lower, the best of them is added at the end.
+    """
 
     picture: int
     hits: Sequence[Hit]
@@ -41,7 +44,7 @@ class ImageQuery:
 
 @attrs.frozen(eq=False)
 class WordAttention:
-    """A caption and where each of its words looks in a picture: weights (n_words, rows, columns), a grid for each."""
+    """Attention of a caption's words over a picture: `weights` (n_words, rows, columns), one grid per word."""
 
     caption: str
     picture: int
@@ -51,13 +54,26 @@ class WordAttention:
 
 @attrs.frozen(eq=False)
 class Report:
-    """Everything that one report shows.
+    """The content of a report of a run.
 
-    pictures: index to uint8 (height, width, 3), for the pictures that the queries name; names: index to a short text.
-    captions: index to text. trained, untrained: summaries of `recall_summary`. metrics: the lines of the run's log.
-    facts: label and value, in the order shown. split: name of the split that was searched. top: hits shown of each
-    query; one of a lower rank is set apart. attention: captions drawn over their pictures, word by word; may be empty.
-    credits: source and licence of pictures and texts, for the foot of the page; none if empty.
+    Attributes:
+        title: heading of the page.
+        lead: paragraph below the heading.
+        pictures: pixels of the pictures that the queries show, uint8 (height, width, 3), by index.
+        names: short description of each picture, by index.
+        captions: text of each caption.
+        text_queries: results of text-to-image search.
+        image_queries: results of image-to-text search.
+        attention: captions whose words are drawn over their pictures; may be empty.
+        trained: summary of `recall_summary` for the trained model.
+        untrained: the same for the untrained model.
+        metrics: lines of the run's log.
+        facts: labels and values, in the order shown.
+        n_images: number of images searched.
+        n_captions: number of captions searched.
+        split: name of the split searched.
+        top: number of hits shown for each query; a hit of a lower rank is shown separately.
+        credits: source and licence of pictures and texts, shown in the footer; empty: no footer.
     """
 
     title: str
@@ -81,11 +97,14 @@ class Report:
 
 @attrs.frozen(eq=False)
 class PairDirection:
-    """What the page of a pair shows where words attend to regions ("t2i"), or regions to words ("i2t").
+    """One direction of attention on the page of a pair.
 
-    attention: at each step (n_queries, n_contexts), rows sum to one. temperatures: at each step the inverse temperature
-    of each query, (n_queries,). aggregation: the weights at each step by the name of what aggregates, (n_queries,) or
-    (1 + n_words,) with the pair as a whole first.
+    Attributes:
+        direction: "t2i" if words attend to regions, "i2t" if regions attend to words.
+        attention: weights at each step, (n_queries, n_contexts); rows sum to one.
+        temperatures: inverse temperature of each query at each step, (n_queries,).
+        aggregation: weights at each step by the name of the aggregation, (n_queries,), or (1 + n_words,) with the pair
+            as a whole first.
     """
 
     direction: str
@@ -96,12 +115,19 @@ class PairDirection:
 
 @attrs.frozen(eq=False)
 class PairReport:
-    """Everything that the page of one pair of image and caption shows.
+    """The content of the page of one image-caption pair.
 
-    words: the caption's words. directions: one or both. regions: numbers, from 0, of the regions whose attention over
-    the words is shown, in this order. picture: uint8 (height, width, 3), whose regions are the squares of `grid`, its
-    rows and columns; None where only the regions' features are known. facts: label and value, in the order shown.
-    credits: source and licence of pictures and texts, for the foot of the page; none if empty.
+    Attributes:
+        title: heading of the page.
+        caption: text of the caption.
+        lead: paragraph below the heading.
+        words: the caption's words.
+        directions: one or both directions of attention.
+        regions: numbers, from 0, of the regions whose attention over the words is shown, in this order.
+        picture: pixels, uint8 (height, width, 3); the cells of `grid` are its regions. None: there are only features.
+        grid: rows and columns of the regions.
+        facts: labels and values, in the order shown.
+        credits: source and licence of pictures and texts, shown in the footer; empty: no footer.
     """
 
     title: str

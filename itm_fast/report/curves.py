@@ -1,4 +1,4 @@
-"""Training curves as inline SVG that takes its colours from the page."""
+"""Training curves as inline SVG in the colours of the page."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["curves_svg", "without_rest"]
 
 Line = Mapping[str, Any]
 
-# Matplotlib wants concrete colours; each stands for a variable of the page, so that light and dark both fit.
+# Placeholder colours for Matplotlib. Each is replaced with a CSS variable of the page, for light and dark themes.
 _INK, _LINE, _FAINT = "#010203", "#040506", "#070809"
 _VARIABLES = {_INK: "var(--soft)", _LINE: "var(--accent)", _FAINT: "var(--line)"}
-# Told apart by more than their colour, and both seen where one lies on the other.
+# Lines differ in width and dashes as well as colour, so that both are visible where they overlap.
 _LINES: Sequence[dict[str, Any]] = (
     {"color": _LINE, "linewidth": 1.8},
     {"color": _INK, "linewidth": 1.4, "linestyle": "--"},
@@ -46,16 +46,16 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-# What the loss of a step is called, by the negatives that it took.
+# Titles of the loss curve by the `mining` entry of the log.
 _LOSSES = {
     "all": "Loss with all negatives",
     "hardest": "Loss with the hardest negatives",
     "selective": "Loss with selectively hard negatives",
     "semi_hard": "Loss with semi-hard negatives",
     "sct": "Selectively contrastive triplet loss",
-    "contrastive": "Selectively contrastive triplet loss",  # The former name, in older logs.
+    "contrastive": "Selectively contrastive triplet loss",  # former name, in older logs
 }
-# With the others every anchor takes its hardest negative, or none does.
+# Other kinds of mining use the hardest negative of every anchor, or of no anchor.
 _SELECTING = ("selective", "semi_hard")
 
 Points = Sequence[tuple[float, float]]
@@ -63,7 +63,7 @@ Points = Sequence[tuple[float, float]]
 
 @attrs.frozen
 class _Curve:
-    """One diagram: lines by their names, where there are several, over steps or epochs."""
+    """A diagram of one or more lines over steps or epochs; a single line has no name."""
 
     title: str
     lines: Mapping[str, Points]
@@ -74,11 +74,17 @@ class _Curve:
 
 
 def curves_svg(metrics: Sequence[Line]) -> list[tuple[str, str]]:
-    """Title and SVG text of each curve, as far as the log has its numbers.
+    """Plot the training curves of a run.
 
-    The loss, the validation's sum of recalls, and what SelHN and RVSE++ (Figures 3, 5 and 7) looks at: the gradient of
-    the first image layer, the distance of the hardest negatives from the positives, and where the mining chooses
-    between anchors, the share of anchors that took their hardest negative.
+    The curves are the loss, the sum of recalls on the validation split, and the diagnostics of SelHN and RVSE++
+    (Figures 3, 5 and 7): the gradient norm of the first image layer, the score gap between the hardest negatives and
+    the positives, and, for selective mining, the share of anchors that use their hardest negative.
+
+    Args:
+        metrics: lines of the run's log.
+
+    Returns:
+        The title and SVG text of each curve that the log has numbers for.
     """
     return [(curve.title, _plot(curve)) for curve in _curves(metrics)]
 
@@ -87,7 +93,7 @@ def _curves(metrics: Sequence[Line]) -> Iterator[_Curve]:
     train = [line for line in metrics if line["kind"] == "train"]
     validation = [line for line in metrics if line["kind"] == "validation" and "epoch" in line and "rsum" in line]
     if train:
-        # Losses of several kinds of mining sum over different negatives, so that only one of them makes a curve.
+        # Losses of different kinds of mining are not comparable, so only those of the last kind are drawn.
         mining = train[-1].get("mining")
         points = _points([line for line in train if line.get("mining") == mining], "loss")
     if train and points:
@@ -98,7 +104,7 @@ def _curves(metrics: Sequence[Line]) -> Iterator[_Curve]:
         yield _Curve(f"Sum of recalls on {split}", {"": points}, "epoch", "sum of recalls", max)
     for name, title, label in (
         ("image_grad_norm", "Gradient of the first image layer", "norm of the gradient"),
-        ("hardest_gap", "Hardest negatives from their positives", "mean difference of the scores"),
+        ("hardest_gap", "Gap to the hardest negative", "mean score difference"),
     ):
         points = _points(train, name)
         if points:
@@ -113,9 +119,9 @@ def _curves(metrics: Sequence[Line]) -> Iterator[_Curve]:
 
 
 def without_rest(lines: Sequence[Line]) -> Sequence[Line]:
-    """The lines of a log but for a last one that stands closer to the one before than the others do.
+    """Drop the last line of a log if it covers fewer steps than the lines before it.
 
-    It is that of the run's last step: of the few steps since the line before, and of a batch that is not full.
+    A run logs its last step in any case. That line averages few steps, and its batch may be smaller.
     """
     steps = [line["step"] for line in lines[-3:]]
     return lines[:-1] if len(steps) == 3 and steps[2] - steps[1] < steps[1] - steps[0] else lines
@@ -131,7 +137,7 @@ def _plot(curve: _Curve) -> str:
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         for (name, points), style in zip(curve.lines.items(), _LINES, strict=False):
-            # Few points are shown as such: one alone would make no line at all.
+            # Mark points if there are few: a single point has no line.
             marker = "o" * (len(points) < 40)
             axes.plot(
                 *zip(*points, strict=True), label=name, marker=marker, markersize=4, clip_on=curve.top is None, **style
@@ -151,7 +157,7 @@ def _plot(curve: _Curve) -> str:
 
 
 def _spoken(name: str, points: Points, curve: _Curve) -> str:
-    """A line in words, for those who hear the page."""
+    """Describe a line in words, for screen readers."""
     values = {"first": points[0], "last": points[-1]}
     if curve.best is not None:
         values = {"first": points[0], "best": curve.best(points, key=lambda point: point[1]), "last": points[-1]}
@@ -160,7 +166,7 @@ def _spoken(name: str, points: Points, curve: _Curve) -> str:
 
 
 def _part_of_page(svg: str, prefix: str, label: str) -> str:
-    """The element alone, in the page's colours: no prologue, no metadata, no rules for the page, ids of its own."""
+    """Return only the SVG element, with the page's colours and unique ids, without prologue, metadata and styles."""
     svg = re.sub(
         r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL
     )

@@ -1,4 +1,4 @@
-"""Features of several models in one plane, as FDF compares them (Figure 2a), by principal components.
+"""Embeddings of several models in one plane by principal components, as in Figure 2a of FDF.
 
 Inside: `principal_components`, `write_features`.
 """
@@ -17,9 +17,16 @@ __all__ = ["principal_components", "write_features"]
 
 
 def principal_components(rows: Tensor, count: int = 2) -> Tensor:
-    """The rows (n, d) by their first `count` principal components, (n, count), in float64.
+    """Project rows onto their first principal components.
 
-    A component's sign is that which makes its entry of the largest size positive, so that figures repeat.
+    The sign of a component is chosen so that its entry of the largest magnitude is positive; figures are reproducible.
+
+    Args:
+        rows: `(n, d)`.
+        count: number of components.
+
+    Returns:
+        float64 `(n, count)`.
     """
     centred = rows.double() - rows.double().mean(0)
     axes = torch.linalg.svd(centred, full_matrices=False).Vh[:count]
@@ -28,11 +35,13 @@ def principal_components(rows: Tensor, count: int = 2) -> Tensor:
 
 
 def write_features(path: str | os.PathLike[str], features: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Draws images and captions of several models, each in the plane of the first two components of all of them.
+    """Plot the images and the captions of several models, each in the plane of the first two principal components.
+
+    The components are those of all models together.
 
     Args:
         path: figure to write, atomically; its suffix is one of `SUFFIXES`.
-        features: images (n, d) and captions (m, d) of each model by the name that the legend shows.
+        features: embeddings of images (n, d) and captions (m, d) of each model, by the name for the legend.
 
     Raises:
         ValueError: the suffix is unknown.

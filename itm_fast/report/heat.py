@@ -1,4 +1,4 @@
-"""Attention over the regions of a picture, drawn as light: what a word looks at keeps its brightness and its colours.
+"""Draw attention over the regions of a picture: attended regions keep their colours, others become dark and grey.
 
 Inside: `heat`, `peak`.
 """
@@ -9,17 +9,27 @@ import numpy as np
 
 __all__ = ["heat", "peak"]
 
-# A patch without attention: grey of two fifths of its brightness, a little blue.
+# A patch without attention: bluish grey with 40 % of its brightness.
 _UNLIT = 0.4 * np.array([0.92, 0.98, 1.15])
 _LUMA = np.array([0.299, 0.587, 0.114])
 
 
 def heat(picture: np.ndarray, weights: np.ndarray, *, largest: float | None = None, power: float = 0.5) -> np.ndarray:
-    """The picture uint8 (height, width, 3), each patch lit by its share of the largest weight, to the given power.
+    """Light each patch of a picture by its attention weight.
 
-    `weights` (rows, columns), not negative, lie over the picture as a grid; its height and width are multiples of them.
-    `largest` is that of all pictures that are to be compared; None: that of these weights. The square root shows what
-    shares of a few percent look like, which would be all dark otherwise; the first power shows small differences.
+    The brightness of a patch is `(weight / largest) ** power`.
+
+    Args:
+        picture: pixels, uint8 `(height, width, 3)`; height and width are multiples of rows and columns.
+        weights: weight of each patch, at least 0, `(rows, columns)`.
+        largest: weight of full brightness, for pictures that are compared; None: the largest of `weights`.
+        power: 0.5 keeps weights of a few percent visible, 1 shows small differences.
+
+    Returns:
+        Pixels, uint8 `(height, width, 3)`.
+
+    Raises:
+        ValueError: the size of the picture does not fit the grid.
     """
     rows, columns = weights.shape
     height, width = picture.shape[0] // rows, picture.shape[1] // columns
@@ -32,6 +42,6 @@ def heat(picture: np.ndarray, weights: np.ndarray, *, largest: float | None = No
 
 
 def peak(weights: np.ndarray) -> tuple[int, int, float]:
-    """Row and column of the largest weight, counted from 1, and that weight."""
+    """Return row and column of the largest weight, counted from 1, and the weight."""
     row, column = np.unravel_index(int(weights.argmax()), weights.shape)
     return int(row) + 1, int(column) + 1, float(weights[row, column])

@@ -16,8 +16,8 @@ from PIL import Image
 
 __all__ = ["png_uri", "render"]
 
-# Characters that HTML and XML forbid. Captions and labels may hold them.
-_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+# Characters that HTML and XML forbid but captions and labels may contain. Surrogates of paths are escaped on writing.
+_FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffe\uffff]")
 
 
 def render(template: str, **values: Any) -> str:

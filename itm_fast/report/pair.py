@@ -1,4 +1,4 @@
-"""Renders one pair of image and caption from the inside as one HTML file that needs nothing beside it.
+"""Render the intermediate results of one image-caption pair as one self-contained HTML file.
 
 Inside: `render_pair`, `write_pair`.
 """
@@ -20,31 +20,31 @@ __all__ = ["render_pair", "write_pair"]
 
 WHOLE = "picture and caption as a whole"
 
-# Of a weight's share of the largest: how strongly it is drawn in each direction.
+# Exponent from a weight, relative to the largest, to its brightness, by direction.
 _POWERS = {"t2i": 0.5, "i2t": 1.0}
 
-# What the weights of each kind of aggregation are; those of RAR are the queries'.
+# Explanation of the weights of each aggregation.
 _RAR = (
-    "The similarities of the {queries} to what they attend to are gathered into one vector, which the score is read "
-    "from. Each step weighs the {queries} anew, led by the vector of the step before."
+    "The similarity vectors of the {queries} are combined with these weights into one vector, from which the score is "
+    "computed. Each step computes new weights from the vector of the previous step."
 )
 _AGGREGATIONS = {
     "RAR": _RAR,
     "SGR": (
-        "Picture and caption as a whole and each word are the nodes of a graph. In each round the node of the whole, "
-        "which the score is read from in the end, gathers messages from all nodes with these weights."
+        "The nodes of a graph are the words and picture and caption as a whole. The score is computed from the node "
+        "of the whole, which combines messages from all nodes with these weights in each step."
     ),
-    "SAF": "The similarities of picture and caption as a whole and of each word are summed up with these weights.",
+    "SAF": "The similarity vectors of the words and of picture and caption as a whole are summed with these weights.",
 }
 
 
 def write_pair(path: str | os.PathLike[str], report: PairReport) -> None:
-    """Writes the page of `report` as HTML, atomically."""
+    """Write the page of `report` as HTML, atomically."""
     atomic.write_text(path, render_pair(report))
 
 
 def render_pair(report: PairReport) -> str:
-    """The page. Weights stand in it as percentages with one decimal."""
+    """Return the page. Weights are percentages with one decimal."""
     return render(
         "pair.html.j2",
         report=report,
@@ -58,7 +58,7 @@ def _percent(weight: float) -> str:
 
 
 def _direction(report: PairReport, part: PairDirection) -> dict[str, Any]:
-    """What the template shows of one direction."""
+    """Return the values of one direction for the template."""
     of_words = part.direction == "t2i"
     regions = [_region(report, number) for number in range(part.attention[0].shape[1 if of_words else 0])]
     queries = [{"name": word, "image": None} for word in report.words] if of_words else regions
@@ -79,7 +79,7 @@ def _direction(report: PairReport, part: PairDirection) -> dict[str, Any]:
 
 
 def _region(report: PairReport, number: int) -> dict[str, Any]:
-    """What a region is called, counted from 1, and what is seen in it where there is a picture."""
+    """Return the name of a region, counted from 1, and its patch if there is a picture."""
     region: dict[str, Any] = {"number": number + 1, "name": f"region {number + 1}", "image": None}
     if report.picture is not None:
         rows, columns = report.grid
@@ -92,7 +92,7 @@ def _region(report: PairReport, number: int) -> dict[str, Any]:
 
 
 def _over_picture(report: PairReport, weights: np.ndarray, what: str, **scale: float) -> dict[str, Any]:
-    """The weights of the regions (n_regions,) as light on the picture, and where it is brightest."""
+    """Light the picture by the weights of the regions (n_regions,); return it with the brightest patch."""
     assert report.picture is not None
     cells = weights.reshape(report.grid)
     row, column, weight = peak(cells)
@@ -102,7 +102,7 @@ def _over_picture(report: PairReport, weights: np.ndarray, what: str, **scale: f
 
 
 def _word_cards(report: PairReport, part: PairDirection) -> list[dict[str, Any]]:
-    """Each word with its temperature and where it looks at each step, drawn over the picture where there is one."""
+    """Return the temperature and attention of each word at each step, drawn over the picture if there is one."""
     drawn = []
     for index, word in enumerate(report.words):
         looks = []
@@ -118,10 +118,10 @@ def _word_cards(report: PairReport, part: PairDirection) -> list[dict[str, Any]]
 
 
 def _shares_of_words(report: PairReport, part: PairDirection) -> list[dict[str, Any]]:
-    """For each word the share that it has of the attention of every region, over the picture where there is one.
+    """Return, for each word, the attention that it gets from every region, drawn over the picture if there is one.
 
-    The pictures of a step have one scale: what is brightest in them is the largest share that any word has. Words are
-    fewer than regions, and their shares less different.
+    All pictures of a step have one scale: full brightness is the largest weight of the step. The scale is linear,
+    because weights over words vary less than weights over regions.
     """
     if report.picture is None:
         return []
@@ -149,7 +149,7 @@ def _shares_of_words(report: PairReport, part: PairDirection) -> list[dict[str, 
 def _table(
     weights: np.ndarray, temperatures: np.ndarray, queries: Sequence[tuple[int, dict[str, Any]]], power: float
 ) -> list[dict[str, Any]]:
-    """For each query that is shown the weights in percent and how strongly their cells are tinted, 0 to 50."""
+    """Return, for each query shown, the weights in percent and the tint of their cells, 0 to 50."""
     tint = np.rint(50 * (weights / max(float(weights.max()), 1e-12)) ** power).astype(int)
     return [
         {
@@ -166,7 +166,7 @@ def _table(
 def _aggregation(
     report: PairReport, part: PairDirection, name: str, queries: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The weights of each query at each step with the length of their bars, 0 to 100, and regions' on the picture."""
+    """Return the weights of each query at each step with bar lengths, 0 to 100; also draw those of regions."""
     steps = part.aggregation[name]
     of_words = part.direction == "t2i"
     labels = [{"name": WHOLE, "image": None}, *queries] if len(steps[0]) == len(queries) + 1 else list(queries)

@@ -1,4 +1,4 @@
-"""Search results for a report, from a matrix of scores.
+"""Search results of a report, from a score matrix.
 
 Inside: `text_query`, `image_query`.
 """
@@ -14,9 +14,14 @@ __all__ = ["image_query", "text_query"]
 
 
 def text_query(scores: Tensor, caption_image: Tensor, captions: list[str], caption: int, top: int = 5) -> TextQuery:
-    """The `top` pictures for one caption, and its own picture behind them where it ranks lower.
+    """Return the `top` pictures for one caption; if its own picture ranks lower, add it at the end.
 
-    scores: (n_images, n_captions); caption_image: (n_captions,), the image of each caption.
+    Args:
+        scores: `(n_images, n_captions)`.
+        caption_image: index of the image of each caption, int64 `(n_captions,)`.
+        captions: texts of the captions.
+        caption: index of the caption.
+        top: number of pictures.
     """
     own = torch.zeros(scores.shape[0], dtype=torch.bool)
     own[caption_image[caption]] = True
@@ -24,7 +29,7 @@ def text_query(scores: Tensor, caption_image: Tensor, captions: list[str], capti
 
 
 def image_query(scores: Tensor, caption_image: Tensor, image: int, top: int = 5) -> ImageQuery:
-    """The `top` captions for one picture, and the best of its own behind them where none is among them."""
+    """Return the `top` captions for one picture; if all its own captions rank lower, add the best one at the end."""
     return ImageQuery(image, _hits(scores[image], caption_image == image, top))
 
 

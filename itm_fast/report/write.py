@@ -1,4 +1,4 @@
-"""Renders a report as one HTML file that needs nothing beside it."""
+"""Render a report as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _DIRECTIONS = (("i2t", "Image to text"), ("t2i", "Text to image"))
 
 
 def write_report(path: str | os.PathLike[str], report: Report) -> None:
-    """Writes `report` as HTML, atomically."""
+    """Write `report` as HTML, atomically."""
     atomic.write_text(path, render_report(report))
 
 
 def render_report(report: Report) -> str:
-    """The page. Every text of the data is escaped by the template engine; the curves' SVG is our own."""
+    """Return the page. The template engine escapes all texts of the data; `curves_svg` escapes its own."""
     return render(
         "report.html.j2",
         report=report,
@@ -37,7 +37,7 @@ def render_report(report: Report) -> str:
 
 
 def _attention(report: Report) -> list[dict[str, Any]]:
-    """Each picture with its words, and for each word the picture in its light and where it is brightest."""
+    """Return each picture and, for each word, the picture lit by its attention and the brightest patch."""
     drawn = []
     for example in report.attention:
         tiles = []
@@ -51,7 +51,7 @@ def _attention(report: Report) -> list[dict[str, Any]]:
 
 
 def _table(report: Report) -> list[dict[str, Any]]:
-    """The two directions, each with a row of values per summary."""
+    """Return the rows of the recall table: one group per direction, one row per summary."""
     table = []
     for prefix, direction in _DIRECTIONS:
         rows = []

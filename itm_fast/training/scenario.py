@@ -157,10 +157,11 @@ class Scenario:
         return {**self.target.state_dict(), **self._scenario_part(others)}
 
     def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
-        """Takes what `state_dict` gave after `steps` steps, among other things in `state`, before the first step here.
+        """Restore the part of `state` that `state_dict` returned after `steps` steps, before the first step here.
 
         Raises:
-            ValueError: the state is not that of this configuration after as many steps; the entry is named.
+            ValueError: the state does not belong to this configuration after `steps` steps. The message names the
+                entry.
         """
         self.target.load_state_dict(state, steps)
         others = [{"model": branch.model.state_dict(), **branch.expected_state(steps)} for branch in self.branches[:-1]]

@@ -8,7 +8,7 @@
 | mss, momentum synchronous | the target | its moving average |
 | addr, adversarial | the target, in turns with discriminators | none |
 
-A model with feature conversions whose realignment is asked for has a scenario of its own, `realignment.py`.
+Training with realigned feature conversions is another scenario, in `fdf/realignment.py`.
 
 Inside: `make_scenario`, `frozen_anchor`, and the parts of `base.py`, `momentum.py`, `realignment.py` and `addr.py`.
 
@@ -57,20 +57,20 @@ def make_scenario(
     n_images: int = 1,
     room: int | None = None,
 ) -> Scenario:
-    """The scenario that `config` names, around the target `model`, which lies on its device already.
+    """Return the scenario that `config` names for the target `model`, which is already on its device.
 
     Args:
         config: the settings of the run.
         model: the target.
-        per_epoch: optimiser steps of the target in an epoch.
+        per_epoch: optimiser steps of the target per epoch.
         anchor: the frozen model of the scenario oas.
-        image_rows: regions (n, k, f) of images by their rows in the training data, for a realignment that is resumed.
-        n_images: images of the training split, each of which has a discriminator in the scenario addr.
-        room: bytes of memory that the discriminators may take; None: any number.
+        image_rows: returns the regions (n, k, f) of images by their rows in the training data, to resume a realignment.
+        n_images: number of images in the training split; each has a discriminator in the scenario addr.
+        room: memory in bytes that the discriminators may take; None: no limit.
 
     Raises:
-        ValueError: the scenario oas has no anchor, the scenario addr a model without fragments, or conversions that are
-            realigned outnumber the batches.
+        ValueError: the scenario oas has no anchor, the model of the scenario addr has no fragments, or there are more
+            realigned conversions than batches in an epoch.
     """
     if config.scenario == "addr":
         check_model(model)
@@ -78,20 +78,20 @@ def make_scenario(
     if config.conversions is not None and config.realignment:
         if config.conversions > per_epoch:
             raise ValueError(
-                f"conversions: {config.conversions} conversions learn from as many batches, but an epoch has "
-                f"{per_epoch}; fewer conversions, or a smaller --batch-size, fit"
+                f"conversions: {config.conversions} conversions need as many batches per epoch, but there "
+                f"are {per_epoch}; use fewer conversions or a smaller --batch-size"
             )
-        # Regions that augmentation left cannot be read again.
+        # Augmented regions cannot be read from the data.
         stored = None if config.region_augmentation else image_rows
         return RealignmentScenario(
             target, config.online_weight, config.batch_size, stored, fresh=config.other_batches == "fresh"
         )
     if config.scenario == "oss":
         device = next(model.parameters()).device
-        # Each branch has weights of its own, from torch's random state (section III-C: randomly initialised).
+        # Each branch draws its own weights from torch's random state (section III-C: randomly initialised).
         fresh = [type(model)(model.config).to(device) for _ in range(config.branches - 1)]
         if config.bert is not None:
-            # What was pretrained is no fresh weight: every branch starts from the same BERT.
+            # BERT is pretrained, so every branch starts from the same BERT.
             pretrained = model.get_submodule("text_encoder.bert").state_dict()
             for one in fresh:
                 one.get_submodule("text_encoder.bert").load_state_dict(pretrained)

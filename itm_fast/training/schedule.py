@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step alone, so that a resumed run needs nothing but its position."""
+"""The learning rate as a function of only the step, so that a resumed run needs nothing but its position."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ __all__ = ["learning_rate"]
 
 
 def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
-    """The learning rate of optimiser step `step` (from 0).
+    """Return the learning rate of optimiser step `step` (from 0).
 
-    A linear rise over the first `lr_warmup_steps` steps multiplies the schedule; the floor bounds the schedule.
+    During the first `lr_warmup_steps` steps a linear ramp multiplies the schedule. The floor is a lower bound of the
+    schedule.
     """
     if config.lr_schedule == "step":
         unit = steps_per_epoch if config.lr_decay_unit == "epoch" else 1

@@ -1,7 +1,7 @@
-"""Batch normalisation by the rows of all processes, wherever they run and however many rows each has.
+"""Batch normalization over the rows of all processes, on any device and with any number of rows per process.
 
-Statistics and gradients are those of one process with all rows. torch's own SyncBatchNorm has GPUs alone, and counts
-the rows that stand in where a process has none.
+Statistics and gradients equal those of one process with all rows. torch's SyncBatchNorm runs only on GPUs, and it would
+count the placeholder row of a process without data.
 
 Inside: `SharedBatchNorm`, `SharedGroupedNorm`, `share_norms`, `shared_norms`.
 """
@@ -24,12 +24,12 @@ __all__ = ["SharedBatchNorm", "SharedGroupedNorm", "share_norms", "shared_norms"
 
 
 class SharedBatchNorm(_BatchNorm):
-    """As `norm`, whose weights and running statistics it takes, but by the rows of all processes in training mode.
+    """Replace `norm`, with the same weights and running statistics, but normalize over all processes in training mode.
 
-    Fewer than two rows in all of them take the running statistics, which they keep.
+    If all processes together have fewer than two rows, the running statistics are used and kept.
 
     Attributes:
-        counted: whether the rows of this process count; False where they only stand in for none.
+        counted: whether the rows of this process count. False if they are placeholders.
     """
 
     def __init__(self, norm: _BatchNorm, world: World) -> None:
@@ -41,7 +41,7 @@ class SharedBatchNorm(_BatchNorm):
         self.world, self.counted = world, True
 
     def forward(self, values: Tensor) -> Tensor:
-        """Values (n, c) or (n, c, ...) to the same shape."""
+        """Normalize values (n, c) or (n, c, ...)."""
         mean, variance = self.running_mean, self.running_var
         assert mean is not None
         assert variance is not None
@@ -63,7 +63,7 @@ class SharedBatchNorm(_BatchNorm):
 
 
 class SharedGroupedNorm(GroupedRowNorm):
-    """As `SharedBatchNorm`, of the rows of each group; one group alone takes the running statistics."""
+    """Like `SharedBatchNorm`, separately for each group of rows. A single group uses the running statistics."""
 
     def __init__(self, norm: GroupedRowNorm, world: World) -> None:
         super().__init__(*norm.weight.shape, eps=norm.eps, momentum=norm.momentum)
@@ -73,7 +73,7 @@ class SharedGroupedNorm(GroupedRowNorm):
         self.world, self.counted = world, True
 
     def forward(self, rows: Tensor, only: int | None = None) -> Tensor:
-        """Rows (groups, R, width) to the same shape."""
+        """Normalize rows (groups, R, width)."""
         if not self.training or only is not None:
             return super().forward(rows, only)
         groups, count, width = rows.shape
@@ -89,10 +89,10 @@ class SharedGroupedNorm(GroupedRowNorm):
 
 
 def share_norms(model: nn.Module, world: World, but: Collection[str] = ()) -> None:
-    """Puts shared batch normalisations into the places of those in `model`; `but`: names of parts to leave alone.
+    """Replace the batch normalizations in `model` by shared ones, except in the modules named in `but`.
 
     Raises:
-        ValueError: one has no momentum, or keeps no running statistics.
+        ValueError: a batch normalization has no momentum or no running statistics.
     """
     for name, part in list(model.named_children()):
         if name in but:
@@ -101,7 +101,9 @@ def share_norms(model: nn.Module, world: World, but: Collection[str] = ()) -> No
             continue
         if isinstance(part, _BatchNorm):
             if part.momentum is None or part.running_mean is None:
-                raise ValueError(f"{name}: processes share batch normalisation with a momentum and running statistics")
+                raise ValueError(
+                    f"{name}: several processes need batch normalization with a momentum and running statistics"
+                )
             setattr(model, name, SharedBatchNorm(part, world))
         elif isinstance(part, GroupedRowNorm):
             setattr(model, name, SharedGroupedNorm(part, world))
@@ -110,7 +112,7 @@ def share_norms(model: nn.Module, world: World, but: Collection[str] = ()) -> No
 
 
 def shared_norms(model: nn.Module) -> list[SharedBatchNorm | SharedGroupedNorm]:
-    """Those in `model`."""
+    """Return the shared batch normalizations in `model`."""
     return [part for part in model.modules() if isinstance(part, SharedBatchNorm | SharedGroupedNorm)]
 
 
@@ -122,7 +124,9 @@ def _normalized(
     momentum: float,
     norm: SharedBatchNorm | SharedGroupedNorm,
 ) -> tuple[Tensor, Tensor]:
-    """Rows (n, c) normalised, and whether there were several of them; `running` statistics follow then, in place."""
+    """Return rows (n, c) normalized, and whether there were at least two. If so, update the `running` statistics in
+    place.
+    """
     normed, mean, variance, count = _Normalize.apply(rows, *affine, *running, eps, norm.counted, norm.world)
     several = count > 1
     with torch.no_grad():
@@ -133,7 +137,9 @@ def _normalized(
 
 
 class _Normalize(torch.autograd.Function):
-    """Values by mean and variance of all rows, and these two and the number of rows, which nobody waits for."""
+    """Normalize by the mean and variance of all rows, and return these and the row count, which nothing needs to wait
+    for.
+    """
 
     @staticmethod
     def forward(
@@ -172,7 +178,7 @@ class _Normalize(torch.autograd.Function):
         of_bias, of_weight = (None, None) if weight is None else (own[0].to(weight.dtype), own[1].to(weight.dtype))
         if not ctx.needs_input_grad[0]:
             return None, of_weight, of_bias, None, None, None, None, None
-        # What the statistics owe to the rows of all: this process has the derivatives by its own rows alone.
+        # The statistics depend on all rows; this process has only the derivatives with respect to its own rows.
         total = own.clone()
         dist.all_reduce(total, group=ctx.world.group)
         change = wide
@@ -184,13 +190,15 @@ class _Normalize(torch.autograd.Function):
 
 
 def _moments(rows: Tensor) -> Tensor:
-    """Number, means and sums of squared distances from the means, of columns: (1 + 2 c,)."""
+    """Return the count, means and sums of squared deviations of the columns as one tensor (1 + 2 c,)."""
     mean = rows.mean(0) if len(rows) else rows.new_zeros(rows.shape[1])
     return torch.cat([rows.new_full((1,), len(rows)), mean, (rows - mean).square().sum(0)])
 
 
 def _together(own: Tensor, world: World) -> tuple[Tensor, Tensor, Tensor]:
-    """Number (1,), means (c,) and sums of squared distances (c,) of the rows of all, bit for bit the same in each."""
+    """Return the count (1,), means (c,) and sums of squared deviations (c,) over all processes, bit for bit equal in
+    each.
+    """
     found = gather_rows(own[None], [1] * world.size, world)
     counts = found[:, :1]
     means, squares = found[:, 1:].tensor_split(2, dim=1)

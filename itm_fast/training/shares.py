@@ -1,6 +1,6 @@
-"""Which part of each batch a process reads, where several train together.
+"""The part of each batch that a process reads if several train together.
 
-The order of the data is that of one process: each takes a run of consecutive items of each batch of the one sampler.
+The data order is that of a single process: each process takes consecutive items of each batch of the same sampler.
 
 Inside: `SharedBatch`, `Shares`, `shared`, `images_of`.
 """
@@ -22,12 +22,12 @@ __all__ = ["SharedBatch", "Shares", "images_of", "shared"]
 
 @attrs.frozen(eq=False)
 class SharedBatch(Batch):
-    """The own part of a batch that several processes share.
+    """This process's part of a batch that several processes share.
 
     Attributes:
         all_images: (B,) int64, `image_index` of the whole batch.
-        counts: how many items of it each process has; where this one has none, the first item of the batch stands in,
-            so that there is something to run the model on, and counts nowhere.
+        counts: number of items of each process. A process without items runs the model on the first item of the batch,
+            which is not counted.
     """
 
     all_images: Tensor
@@ -39,7 +39,7 @@ class SharedBatch(Batch):
 
 
 class Shares:
-    """The own part of each of `batches` of indices, or the first item of a batch of which the process has none."""
+    """This process's part of each of `batches` of indices, or the first item of a batch if it has no part."""
 
     def __init__(self, batches: Iterable[np.ndarray], world: World) -> None:
         self.batches, self.world = batches, world
@@ -56,7 +56,7 @@ class Shares:
 def shared(
     parts: Iterable[Batch], batches: Iterable[np.ndarray], caption_image: Tensor, world: World
 ) -> Iterator[Batch]:
-    """What was read by `Shares(batches, world)`, beside what each process knows of the whole batch."""
+    """Wrap the batches read by `Shares(batches, world)` with what every process knows about the whole batch."""
     if world.size == 1:
         yield from parts
         return
@@ -65,7 +65,7 @@ def shared(
 
 
 def images_of(batch: Batch) -> Tensor:
-    """(B,) int64, the images of the whole batch."""
+    """Return the images of the whole batch, (B,) int64."""
     return batch.all_images if isinstance(batch, SharedBatch) else batch.image_index
 
 

@@ -1,4 +1,4 @@
-"""Ending a run in good order when the user or the system asks for it."""
+"""Stop a run cleanly at SIGINT or SIGTERM."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["on_stop_signals"]
 
 @contextlib.contextmanager
 def on_stop_signals(action: Callable[[], None], *, repeated: bool = False) -> Iterator[None]:
-    """Calls `action` on the first SIGINT or SIGTERM; a second one acts as usual. Only a main thread can do this.
+    """Call `action` on the first SIGINT or SIGTERM; a second one acts as usual. Works only in a main thread.
 
-    With `repeated` it is called on each: a launcher hands on to its processes what some of them had already. Where
-    these met by `itm_fast.distributed.joined` an error then leaves SIGTERM without effect, as a launcher sends it to
-    those that have yet to say why they end.
+    With `repeated`, `action` is called on each signal, because a launcher forwards a signal to processes that may
+    already have received it. After an error, processes that met by `itm_fast.distributed.joined` ignore SIGTERM: the
+    launcher sends it to those that have yet to report why they end.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

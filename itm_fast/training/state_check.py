@@ -1,8 +1,8 @@
-"""Comparing a training state that was read from a file with what this configuration itself would save.
+"""Compare a training state from a file with the state that this configuration would save.
 
 Inside: `check_like`, `check_equal`, `check_progress`, `check_summary`.
 
-Every difference is a ValueError of one line that names the entry, such as `optimizer.param_groups.0.eps`.
+Every difference raises a ValueError with one line that names the entry, such as `optimizer.param_groups.0.eps`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["check_equal", "check_like", "check_progress", "check_summary"]
 
 
 def check_like(value: Any, expected: Any, name: str) -> None:
-    """Checks that `value` has the same keys, lengths, types, shapes and strides as `expected`, and finite numbers.
+    """Check that `value` has the keys, lengths, types, shapes and strides of `expected`, and finite numbers.
 
-    Tensors of the file lie on the CPU; those of `expected` may lie anywhere.
+    The tensors of `value` are on the CPU; those of `expected` may be on any device.
     """
     if isinstance(expected, Tensor):
         _check_tensor(value, expected, name)
@@ -47,14 +47,14 @@ def check_like(value: Any, expected: Any, name: str) -> None:
 
 
 def check_equal(values: Mapping[str, Any], expected: Mapping[str, Any], name: str, free: Iterable[str] = ()) -> None:
-    """Checks plain values by name; those in `free` may differ."""
+    """Check that plain values are equal by name; those in `free` may differ."""
     for key, value in expected.items():
         if key not in free and values[key] != value:
             raise ValueError(f"{name}.{key}: expected {shown(value)}, got {shown(values[key])}")
 
 
 def check_progress(state: Mapping[str, Any]) -> None:
-    """Checks what the trainer itself keeps: the losses since the last line of the log, and the validations."""
+    """Check the trainer's own entries: the losses since the last line of the log, and the validations."""
     for index, loss in enumerate(state["window"]):
         check_like(loss, 0.0, f"window.{index}")
     for name in ("best_step", "validated_step"):
@@ -65,7 +65,7 @@ def check_progress(state: Mapping[str, Any]) -> None:
 
 
 def check_summary(summary: Mapping[Any, Any], name: str) -> None:
-    """Checks that a validation's summary has numbers by name, among them the sum of recalls."""
+    """Check that the summary of a validation maps names to numbers and includes the sum of recalls."""
     for key, value in summary.items():
         fits = isinstance(key, str) and type(value) in (int, float) and abs(value) < math.inf
         if not fits:
@@ -77,7 +77,7 @@ def check_summary(summary: Mapping[Any, Any], name: str) -> None:
 def _check_tensor(value: Any, expected: Tensor, name: str) -> None:
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {shown(value)}")
-    # Kernels trust sizes and strides: torch compares neither when it takes up the state of an optimiser.
+    # Kernels trust sizes and strides, and torch checks neither when it loads the state of an optimiser.
     for what in ("dtype", "shape"):
         found, wanted = getattr(value, what), getattr(expected, what)
         if found != wanted:

@@ -1,4 +1,4 @@
-"""One optimiser step on a batch: what the branches of the scenario learn from it.
+"""One optimiser step on a batch: builds the losses of the batch and runs the step of the scenario.
 
 Inside: `Stepper`.
 """
@@ -31,15 +31,15 @@ __all__ = ["Stepper"]
 
 
 class Stepper:
-    """Changes the weights of `model`, batch by batch, as `config` says; the model lies on its device already.
+    """Update the weights of `model` batch by batch as `config` says. The model is already on its device.
 
-    `per_epoch` are the model's steps of an epoch, `anchor` is the frozen model of the scenario oas; `image_rows` gives
-    the regions (n, k, f) of images by their rows in the training data, `n_images` how many these are; `world` are the
-    processes that share each batch; `room` is the memory of the host, in bytes, that the scenario addr may take for its
-    discriminators (None: any).
+    `per_epoch` is the number of model steps per epoch and `anchor` the frozen model of the scenario oas. `image_rows`
+    returns the regions (n, k, f) of images by their rows in the training data, and `n_images` is the number of images.
+    `world` describes the processes that share each batch. `room` is the host memory in bytes that the discriminators of
+    the scenario addr may take (None: no limit).
 
     Raises:
-        ValueError: the settings, the model and the number of processes do not go together.
+        ValueError: the settings, the model and the number of processes cannot be combined.
     """
 
     def __init__(
@@ -71,16 +71,17 @@ class Stepper:
         )
 
     def __call__(self, batch: Batch, mining: str, number: int, *, diagnose: bool = False) -> dict[str, float]:
-        """Loss with the negatives `mining`, norm of the gradient before clipping, and learning rate of step `number`.
+        """Run step `number` with the negatives `mining`; return the loss, the gradient norm before clipping and the
+        learning rate.
 
-        All are those of the target. Beside anchors there is also the boosting loss, which is part of the loss; with
-        `diagnose`, `mining_diagnostics` of the scores and `image_gradient_norm` before clipping as well. A step that
-        does not change the target has numbers of its own instead.
+        All are those of the target. With anchors, the boosting loss, which is part of the loss, is returned too. With
+        `diagnose`, so are the `mining_diagnostics` of the scores and `image_gradient_norm` before clipping. A step that
+        does not change the target returns other numbers.
 
         Raises:
-            ValueError: a loss or norm is not finite; no weight is changed then.
+            ValueError: a loss or norm is not finite. No weight is changed in that case.
         """
-        # Its changes come from torch's generator, whose state is saved: a resumed run draws the same ones.
+        # Augmentation draws from torch's generator, whose state is saved, so a resumed run draws the same.
         batch = self.augmentation(batch, self.device, non_blocking=True)
         images, positives = images_of(batch), None
         if self.config.exclude_same_image:
@@ -128,18 +129,19 @@ class Stepper:
         )
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The precision of the forward pass."""
+        """Set the precision of the forward pass."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16")
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on beside the weights of the target and the batch."""
+        """Return everything that the next step depends on, except the weights of the target and the batch."""
         return {**self.scenario.state_dict(), "plateau": self.plateau.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
-        """Takes what `state_dict` gave after `steps` steps, among other things in `state`, before the first step here.
+        """Restore the part of `state` that `state_dict` returned after `steps` steps, before the first step here.
 
         Raises:
-            ValueError: the state is not that of this configuration after as many steps; the entry is named.
+            ValueError: the state does not belong to this configuration after `steps` steps. The message names the
+                entry.
         """
         self.scenario.load_state_dict(state, steps)
         check_like(state["plateau"], self.plateau.state_dict(), "plateau")

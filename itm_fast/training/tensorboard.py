@@ -1,4 +1,4 @@
-"""The numbers of a run's log as curves for TensorBoard.
+"""The numbers of a run's log as TensorBoard curves.
 
 Inside: `TensorBoardLog`.
 """
@@ -15,15 +15,15 @@ from itm_fast.files import atomic
 
 __all__ = ["TensorBoardLog"]
 
-# Where a line belongs, not what was measured; `kind` stands before the names of its curves.
+# These locate a line and are not measurements; `kind` is the prefix of the curves' names.
 _POSITION = ("kind", "step", "epoch", "seconds")
 
 
 class TensorBoardLog:
-    """Event files in `folder`: a curve for each number in the lines of `metrics.jsonl`, such as `train/loss`.
+    """Write event files to `folder`: a curve, such as `train/loss`, for each number in the lines of `metrics.jsonl`.
 
     Raises:
-        ValueError: the package tensorboard, which is optional, is not installed.
+        ValueError: the optional package tensorboard is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -40,22 +40,22 @@ class TensorBoardLog:
         self.folder = Path(folder)
 
     def start(self, lines: Iterable[Mapping[str, Any]], seconds: float) -> None:
-        """Writes the curves of a run anew from `lines`, what its log holds so far; `seconds` it has taken so far.
+        """Write the curves of a run from `lines`, the content of its log so far; `seconds` is its training time so far.
 
-        Event files can only grow, and those of a run that was killed hold steps that its log has lost and lack others.
-        A new file therefore says everything again and tells TensorBoard to forget what the earlier ones said.
+        Event files can only grow. Those of a killed run may contain steps that its log has lost, and lack others. A new
+        file therefore contains all lines and tells TensorBoard to discard those of earlier files.
         """
         with atomic.naming_full_disk(self.folder):
             self._opened = atomic.open_folder(self.folder, self.folder.parent)
             self._writer = self._make_writer(self._opened.native_path(), purge_step=0)
-        # Times of earlier parts are moved up, as if the run had never paused.
+        # Shift the times of earlier parts as if the run had not paused.
         self._started = time.time() - seconds
         for line in lines:
             self.write(line)
         self._writer.flush()
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Adds the numbers of one line of the log."""
+        """Add the numbers of one line of the log."""
         numbers = {name: value for name, value in line.items() if name not in _POSITION and not isinstance(value, str)}
         with atomic.naming_full_disk(self.folder):
             for name, value in numbers.items():
@@ -64,7 +64,7 @@ class TensorBoardLog:
                 )
 
     def close(self) -> None:
-        """Writes what is still in memory."""
+        """Flush buffered events and close the file."""
         if self._writer is not None:
             with atomic.naming_full_disk(self.folder):
                 self._writer.close()

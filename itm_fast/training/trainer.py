@@ -1,4 +1,4 @@
-"""The training loop: what happens around the optimiser steps.
+"""The training loop: batches, logging, validation and saving around the optimiser steps.
 
 Inside: `Trainer`.
 """
@@ -40,19 +40,19 @@ from itm_fast.training.step import Stepper
 
 __all__ = ["Trainer"]
 
-# Seconds between two lines that replace the progress bar.
+# Minimum seconds between two lines that replace the progress bar.
 _LINE_SECONDS = 5.0
 _STATE_KEYS = ("data", "model", "optimizer", "scheduler", "plateau", "random", *Progress.KEYS)
 
 
 class Trainer:
-    """Trains `model` as `config` says and keeps the RUN folder `config.out`, which must exist when `run` is called.
+    """Train `model` as `config` says. `run` writes to the run directory `config.out`, which must exist.
 
-    `anchor` is the frozen model that the scenario oas trains beside. Where several processes train together, `world`,
-    each has a trainer of the same arguments, and the first alone writes.
+    `anchor` is the frozen model of the scenario oas. If several processes (`world`) train together, each has a trainer
+    with the same arguments, and only the first writes files.
 
-    The order of the data depends on (seed, epoch) alone and the learning rate on the step alone, so that a run that is
-    interrupted and resumed ends bit for bit where an uninterrupted one does.
+    The data order depends only on (seed, epoch) and the learning rate only on the step, so that an interrupted and
+    resumed run gives bit for bit the result of an uninterrupted one.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class Trainer:
             world=self.world,
             room=host_room(self.world) if config.trains_discriminators else None,
         )
-        # Models start the same everywhere, and what is drawn from here on differs.
+        # Models start equal in all processes; random numbers drawn from here on differ.
         if self.world.rank > 0:
             checkpoint.seed_process(config.seed, 0, self.world.rank)
         self.log = RunLog(config.out, tensorboard=config.tensorboard, writes=self.world.first)
-        # What a resumed run says of its random numbers.
+        # Notes of a resumed run about its random numbers.
         self.random_note = ""
         self.progress = Progress()
         self._total = config.epochs * self.steps_per_epoch
@@ -105,11 +105,11 @@ class Trainer:
         self._bar = tqdm(disable=True)
         self._started, self._printed = (0, time.monotonic()), 0.0
         self.engine = self._make_engine()
-        # A product in bfloat16 takes them as they are. The data are the caller's: this comes last, and is taken back.
+        # bfloat16 products need no float32 copy. The data belong to the caller, so this is undone after the run.
         train_data.source.keep_bfloat16 = config.precision == "bfloat16"
 
     def restore(self) -> None:
-        """Takes up the last state of the run in `config.out`; `run` then goes on from there. Writes nothing.
+        """Restore the last state of the run in `config.out`, from which `run` then continues. Writes nothing.
 
         Raises:
             ValueError: the state is missing or damaged, or does not fit the model, the data or the epochs.
@@ -119,7 +119,7 @@ class Trainer:
 
     def _restore(self) -> None:
         path = Path(self.config.out) / checkpoint.STATE_FILE
-        # Ordinary training has no such entry, nor had any state before there were scenarios.
+        # Ordinary training has no such entry.
         scenario = ("scenario",) if self.stepper.scenario.has_state else ()
         state = checkpoint.load_state(self.config.out, (*_STATE_KEYS, *scenario))
         check_fingerprints(state["data"], self._fingerprints, path)
@@ -138,7 +138,7 @@ class Trainer:
             raise ValueError(f"{path}: the training state is damaged: {error}") from None
         self.stepper.scenario.load_files(self.config.out, self._data)
         self.progress = Progress.of(state)
-        # A validation of the very state that was read stands in the log first (see `_validate`).
+        # A validation of the restored state is already in the log (see `_validate`).
         found = self.log.validation_at(self.progress.log_size, self.progress.position)
         if found is not None:
             summary, self.progress.log_size = found
@@ -159,10 +159,10 @@ class Trainer:
         progress.best, progress.best_step, progress.validated_step = {}, 0, 0
 
     def run(self) -> TrainResult:
-        """Trains to the end, or until SIGINT or SIGTERM asks for a stop, and leaves a state to resume from.
+        """Train to the end, or until SIGINT or SIGTERM requests a stop, and save a state to resume from.
 
         Raises:
-            ValueError: the loss is not finite, or a batch is bad.
+            ValueError: the loss is not finite, or a batch is invalid.
         """
         self._warn_without_negatives()
         self.progress.start()
@@ -171,7 +171,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _own_data(self, *, after: bool = True) -> Iterator[None]:
-        """The training data give what they gave before this trainer, `after` the block or after an error in it."""
+        """Restore the original output of the training data `after` the block, or after an error in it."""
         try:
             yield
         except BaseException:
@@ -182,7 +182,7 @@ class Trainer:
                 self.train_data.source.keep_bfloat16 = self._kept_before
 
     def _run(self) -> TrainResult:
-        # A run that ended in the middle of a validation makes up for it.
+        # Run a validation that the previous run did not finish.
         progress = self.progress
         if self._validation_due(progress.position):
             self._validate(progress.position)
@@ -190,7 +190,7 @@ class Trainer:
             self.engine.load_state_dict(
                 {"iteration": progress.position, "epoch_length": self.steps_per_epoch, "max_epochs": self.config.epochs}
             )
-            # Without a terminal there are lines instead of a bar: one per validation and per logged step.
+            # Without a terminal, print lines instead of a bar: one per validation and per logged step.
             hidden = None if self._talks else True
             with (
                 on_stop_signals(self._request_stop, repeated=self.world.size > 1),
@@ -203,9 +203,9 @@ class Trainer:
         return progress.result(self._total)
 
     def seconds_per_step(self, mining: str, steps: int = 5) -> float:
-        """Measures steps with the negatives `mining` on the first batches.
+        """Measure steps with the negatives `mining` on the first batches.
 
-        The steps change the weights: only for a trainer that will not train.
+        The steps change the weights, so use this only on a trainer that will not train.
         """
         times = []
         with contextlib.closing(self._batches(0)) as batches:
@@ -218,15 +218,16 @@ class Trainer:
 
     def _make_engine(self) -> Engine:
         engine = Engine(lambda _engine, batch: self._step(batch))
-        # Ignite would log every exception to stderr beside the one clear line that the user gets.
+        # Ignite would log every exception to stderr, in addition to the one line that the user gets.
         engine.logger.setLevel(logging.CRITICAL)
         engine.add_event_handler(Events.ITERATION_COMPLETED, self._after_step)
         return engine
 
     def _batches(self, position: int) -> Generator[Batch, None, None]:
-        """The batches from step `position` on; where one process cannot read its part, or shall stop, all know.
+        """Yield the batches from step `position` on. If one process cannot read its part or must stop, all processes
+        learn of it.
 
-        Nothing reads on once it is closed, whatever keeps it.
+        Closing the generator stops all reading.
         """
         batches = read_batches(
             self.config, self.train_data, self.phases, position, world=self.world, pin_memory=self.device.type == "cuda"
@@ -249,7 +250,7 @@ class Trainer:
 
     @property
     def mining(self) -> str:
-        """The negatives of the present epoch; epochs count from 1 once the run has started."""
+        """The negatives of the current epoch; epochs count from 1 once the run has started."""
         return "all" if max(self.engine.state.epoch, 1) <= (self.config.warmup_epochs or 0) else self.config.mining
 
     def _after_step(self, engine: Engine) -> None:
@@ -271,37 +272,37 @@ class Trainer:
         self._bar.set_postfix(loss=f"{loss:.2f}", rsum=f"{self.progress.best.get('rsum', 0.0):.1f}", refresh=False)
         self._bar.update()
         due = self._validation_due(step)
-        # What a validation that fails would lose is saved before it.
+        # Save first, so that a failing validation loses nothing.
         save = due or self._stopping or step % self.steps_per_epoch == 0 or step % self.config.save_every == 0
         if save:
             self._save(step)
         if due:
             self._validate(step)
-        # A stop that was asked for after the choice to save waits for the next step.
+        # A stop requested after this decision waits for the next step.
         if save and self._stopping:
             engine.terminate()
 
     @property
     def _stopping(self) -> bool:
-        """Whether this step is the last: of several processes all must know it before the step."""
+        """Whether this step is the last. With several processes, all must know before the step."""
         return self._stop_agreed or (self.world.size == 1 and self._stop_requested)
 
     def _log_due(self, step: int) -> bool:
         return step > 0 and (step % self.config.log_every == 0 or step == self._total)
 
     def _validation_due(self, step: int) -> bool:
-        """Whether a validation belongs after `step` and has not been done."""
+        """Whether a validation is due after `step` and has not run yet."""
         unit = self.steps_per_epoch if self.config.validate_unit == "epoch" else 1
         regular = step % (self.config.validate_every * unit) == 0
         return step > 0 and step != self.progress.validated_step and (regular or step == self._total)
 
     def _log(self, **line: Any) -> None:
-        """Writes a line; where the first process cannot, all end."""
+        """Write a line; if the first process cannot, all end."""
         with self.world.together():
             self.log.write(**line)
 
     def _log_window(self, output: dict[str, float]) -> None:
-        # A step of a phase that is not the model's has none: what came before it waits for the model's next line.
+        # Steps of the discriminators have no loss of the model: earlier losses wait for the model's next line.
         loss = {"loss": self.progress.mean_loss()} if "loss" in output else {}
         self._print_step(output)
         self._log(
@@ -342,8 +343,8 @@ class Trainer:
             if better and self.world.first:
                 others = self.stepper.scenario.companions()
                 run_folder.save_models(self.config.out, self.model, others, self.train_data.vocabulary)
-        # Last, because a validation that the log has is not repeated on a resume: the state is large, and writing it a
-        # second time for the validation's sake would double the cost of saving.
+        # Last, because a resumed run does not repeat a logged validation: the state is large, and writing it a
+        # second time after the validation would double the cost of saving.
         position = {"split": self.validation_data.split, "step": step, "epoch": epoch}
         self._log(kind="validation", **position, seconds=round(self.progress.seconds, 3), **summary)
         if self._talks:
@@ -361,7 +362,7 @@ class Trainer:
                 self._write_state(step, random)
 
     def _write_state(self, step: int, random: dict[str, Any]) -> None:
-        # The state says how long the log is, and must not be on disk before it.
+        # The state contains the length of the log, so the log must be on disk first.
         self.log.lines.flush_to_disk()
         state = {
             "position": step,
@@ -379,7 +380,7 @@ class Trainer:
 
     @property
     def _data(self) -> str:
-        """Tells the training split from any other, for what is saved beside the state."""
+        """Return an identifier of the training split for files that are saved beside the state."""
         return self._fingerprints[f"{self.train_data.split}_caps.txt"]
 
     @functools.cached_property

@@ -103,7 +103,7 @@ def test_an_anchor_is_trained_first_and_is_part_of_what_was_measured(
     write(tmp_path, data)
     (tmp_path / "results" / "base-seed0.json").write_text(text.replace(weights, "0" * 64))
     refused(f"{name}: was measured with other content of the weights of base; {advice}")
-    # A repeated training must have the same weights as the measured anchor, from the first step to the last.
+    # A new training needs exactly the weights with which the anchor was measured, from its first step to its last.
     content = name.read_bytes()
     name.unlink()
     path = tmp_path / "runs/base-seed0/model.safetensors"

@@ -1,4 +1,4 @@
-"""The experiment runner resumes killed runs, keeps finished results and reports experiments that did not run."""
+"""The runner of experiments resumes killed runs, keeps measured ones and reports missing ones."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ experiments.main({arguments!r})
 
 
 def test_a_killed_run_goes_on_where_it_stood(tool: ModuleType, data: Path, tmp_path: Path) -> None:
-    """A killed and resumed experiment gives exactly the result of an uninterrupted one."""
+    """The result equals that of an uninterrupted run to the last digit."""
     train = {"model": "scan", "model_options": TINY, "epochs": 2, "batch_size": 32, "lr": 2e-3, "save_every": 2}
     rows = [{"name": "one", "seeds": [3]}]
     for name in ("killed", "whole"):

@@ -97,7 +97,7 @@ def results() -> dict[str, object]:
 
 
 def test_the_tables() -> None:
-    """The report states for each target whether it is met; for a missed one, also by how much and why."""
+    """The table states whether each target is met and, if not, by how much and why."""
     lines = markdown(results()).splitlines()
     assert lines[0] == "FDF on CHAN with BERT, batches of 128, width 1024, recipe `r`:"
     assert lines[2:6] == [
@@ -264,7 +264,7 @@ def test_the_committed_figures_are_those_of_the_bar() -> None:
             assert row["accuracy"]["gradient_error"] < (
                 1.01 * jump_of_the_gradient(name, int(count)) if jumps else 1e-3
             )
-    # The cost of encoding captions again is visible if the text encoder takes much of the step time.
+    # The cost of encoding captions again is visible if their encoder takes much of a step.
     assert bar["fresh"]["2"]["step"]["median_s"] > bar["rows"]["2"]["step"]["median_s"]
     for host in found["addr"].values():
         rows = {name: row["median_s"] for name, row in host["rows"].items()}

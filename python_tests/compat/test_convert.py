@@ -199,7 +199,7 @@ def test_command_converts_and_evaluate_takes_the_run(
 
 
 class Killed(BaseException):
-    """An exception that no code catches."""
+    """An exception that nothing catches."""
 
 
 @pytest.mark.parametrize("written", [0, 1, 2])

@@ -124,7 +124,7 @@ def test_sizes_in_the_options_are_not_allocated(tmp_path: Path, vocab: Path) -> 
     opt = options(embed_size=10**7, img_dim=10**8)
     path = write_checkpoint(tmp_path / "c.pth.tar", random_model(options()), opt)
     assert refused(tmp_path, path, vocab) == (
-        f"{path}: model[0]['fc.weight']: expected shape (10000000, 100000000) by the options, got (8, 6)"
+        f"{path}: model[0]['fc.weight']: expected shape (10000000, 100000000) from the options, got (8, 6)"
     )
 
 
@@ -146,13 +146,13 @@ def part(index: int, **changes: object) -> Callable[[list], list]:
         (part(1, rnn__bias_ih_l0_reverse=None), "model[1]['rnn.bias_ih_l0_reverse']: this weight is missing"),
         (part(0, fc2__weight=torch.zeros(1)), "model[0]['fc2.weight']: this weight is unknown to scan"),
         (part(0, fc__weight=torch.zeros(8, 7)),
-         "model[0]['fc.weight']: expected shape (8, 6) by the options, got (8, 7)"),
+         "model[0]['fc.weight']: expected shape (8, 6) from the options, got (8, 7)"),
         (part(0, fc__weight=torch.zeros(8, 6, dtype=torch.int64)),
          "model[0]['fc.weight']: expected floating point values, got torch.int64"),
         (part(0, module__fc__weight=torch.zeros(8, 6)),
-         "model[0]['module.fc.weight']: stands there twice, with and without 'module.'"),
+         "model[0]['module.fc.weight']: appears twice, with and without 'module.'"),
         (part(1, embed__weight=torch.zeros(())),
-         "model[1]['embed.weight']: expected shape (16, 5) by the options, got ()"),
+         "model[1]['embed.weight']: expected shape (16, 5) from the options, got ()"),
         (part(0, fc__weight=3), "model[0]['fc.weight']: expected a tensor, got int"),
         (part(1, rnn__bias_hh_l0=torch.full((24,), math.nan)),
          "model[1]['rnn.bias_hh_l0']: row 0 holds values that are not finite"),
@@ -199,12 +199,12 @@ def test_options_that_do_not_fit_are_named(tmp_path: Path, vocab: Path, changes:
     ("changes", "message"),
     [
         ({"weight_g": torch.ones(8)}, "model[0]['fc.weight_g']: expected one value, got shape (8,)"),
-        ({"weight_v": torch.zeros(8, 6)}, "model[0]['fc.weight_v']: all values are zero, so that it has no direction"),
+        ({"weight_v": torch.zeros(8, 6)}, "model[0]['fc.weight_v']: all values are zero, so it has no direction"),
         (
             {"weight_v": torch.full((8, 6), float("inf"))},
             "model[0]['fc.weight_v']: row 0 holds values that are not finite",
         ),
-        ({"weight_v": torch.ones(8, 5)}, "model[0]['fc.weight_v']: expected shape (8, 6) by the options, got (8, 5)"),
+        ({"weight_v": torch.ones(8, 5)}, "model[0]['fc.weight_v']: expected shape (8, 6) from the options, got (8, 5)"),
     ],
 )
 def test_weight_norm_that_does_not_fit(tmp_path: Path, vocab: Path, changes: dict, message: str) -> None:
@@ -219,8 +219,8 @@ def test_a_vocabulary_of_another_size(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "c.pth.tar", random_model(options()), options())
     other = write_vocabulary(tmp_path / "coco_precomp_vocab.json", WORDS[:-2])
     assert refused(tmp_path, path, other) == (
-        f"{path}: model[1]['embed.weight']: 16 words, but the vocabulary has 14; name the one that the model was "
-        "trained with"
+        f"{path}: model[1]['embed.weight']: 16 words, but the vocabulary has 14; pass the vocabulary that the model "
+        "was trained with"
     )
 
 

@@ -127,14 +127,14 @@ def test_every_weight_counts(official: ModuleType, source: str, changes: dict[st
         (2, {"SAF_module__bn__weight": torch.zeros(1)},
          "model[2]['SAF_module.bn.weight']: this weight is unknown to sgraf"),
         (2, {"sim_tranloc_w__weight": torch.zeros(6, 9)},
-         "model[2]['sim_tranloc_w.weight']: expected shape (6, 8) by the options, got (6, 9)"),
+         "model[2]['sim_tranloc_w.weight']: expected shape (6, 8) from the options, got (6, 9)"),
         (2, {"v_global_w__embedding_local__1__running_var": torch.full((36,), float("nan"))},
          "model[2]['v_global_w.embedding_local.1.running_var']: row 0 holds values that are not finite"),
         (2, {"v_global_w__embedding_local__1__num_batches_tracked": torch.zeros(())},
          "model[2]['v_global_w.embedding_local.1.num_batches_tracked']: expected torch.int64 values, got "
          "torch.float32"),
         (2, {"v_global_w__embedding_local__1__weight": torch.ones(3, 3)},
-         "model[2]['v_global_w.embedding_local.1.weight']: expected shape (36,) by the options, got (3, 3)"),
+         "model[2]['v_global_w.embedding_local.1.weight']: expected shape (36,) from the options, got (3, 3)"),
     ],
 )  # fmt: skip
 def test_weights_of_sgraf_that_do_not_fit(
@@ -157,11 +157,11 @@ def test_weights_of_sgraf_that_do_not_fit(
         ({"module__sim_enc__rar_modules__2__rar_v_w__0__bias": torch.zeros(1)},
          "model['module.sim_enc.rar_modules.2.rar_v_w.0.bias']: this weight is unknown to scan"),
         ({"module__sim_enc__alv_modules__1__sim_transform_w__weight": torch.zeros(6, 9)},
-         "model['module.sim_enc.alv_modules.1.sim_transform_w.weight']: expected shape (6, 8) by the options, got "
+         "model['module.sim_enc.alv_modules.1.sim_transform_w.weight']: expected shape (6, 8) from the options, got "
          "(6, 9)"),
         ({"module__txt_enc__embed__weight": torch.zeros(16, 5)},
-         "model['module.txt_enc.embed.weight']: 16 words, but the vocabulary has 17 with <mask>; name the one that "
-         "the model was trained with"),
+         "model['module.txt_enc.embed.weight']: 16 words, but the vocabulary has 17 with <mask>; pass the vocabulary "
+         "that the model was trained with"),
     ],
 )  # fmt: skip
 def test_weights_of_rcar_that_do_not_fit(tmp_path: Path, vocab: Path, changes: dict[str, object], message: str) -> None:
@@ -177,10 +177,10 @@ def test_weights_of_rcar_that_do_not_fit(tmp_path: Path, vocab: Path, changes: d
         ({"module__txt_enc__cap_rnn__weight_ih_l1": torch.zeros(24, 8)},
          "model['module.txt_enc.cap_rnn.weight_ih_l1']: this weight is unknown to dbl"),
         ({"module__sim_enc__sim_eval_w__weight": torch.zeros(1, 7)},
-         "model['module.sim_enc.sim_eval_w.weight']: expected shape (1, 6) by the options, got (1, 7)"),
+         "model['module.sim_enc.sim_eval_w.weight']: expected shape (1, 6) from the options, got (1, 7)"),
         ({"module__txt_enc__embed__weight": torch.zeros(17, 5)},
-         "model['module.txt_enc.embed.weight']: 17 words, but the vocabulary has 16; name the one that the model was "
-         "trained with"),
+         "model['module.txt_enc.embed.weight']: 17 words, but the vocabulary has 16; pass the vocabulary that the "
+         "model was trained with"),
     ],
 )  # fmt: skip
 def test_weights_of_dbl_that_do_not_fit(tmp_path: Path, vocab: Path, changes: dict[str, object], message: str) -> None:
@@ -194,7 +194,7 @@ def test_weights_of_dbl_that_do_not_fit(tmp_path: Path, vocab: Path, changes: di
     [
         ("dbl", {"bi_gru": "yes"}, "opt.bi_gru: expected true or false, got 'yes'"),
         ("dbl", {"scenario": "oas"}, "model['module.txt_enc.embed.weight']: 16 words, but the vocabulary has 17 with "
-         "<mask>; name the one that the model was trained with"),
+         "<mask>; pass the vocabulary that the model was trained with"),
         ("sgraf", {"module_name": "AVE"}, "opt.module_name: expected one of SGR, SAF, got 'AVE'"),
         ("sgraf", {"module_name": "SAF"}, "model[2]['SGR_module.0.graph_query_w.weight']: this weight is unknown to "
          "sgraf"),

@@ -79,10 +79,10 @@ def test_the_two_codes_differ(tmp_path: Path, vocab: Path) -> None:
     """A checkpoint of the one is none of the other: the perceptron sees another width."""
     opt = rvsepp_options()
     message = refused(tmp_path, "vse_infty", random_model(opt), options(), vocab)
-    assert message == "model[0]['mlp.layers.0.weight']: expected shape (4, 6) by the options, got (4, 8)"
+    assert message == "model[0]['mlp.layers.0.weight']: expected shape (4, 6) from the options, got (4, 8)"
     opt = options()
     message = refused(tmp_path, "rvsepp", random_model(opt), rvsepp_options(), vocab)
-    assert message == "model[0]['mlp.layers.0.weight']: expected shape (4, 8) by the options, got (4, 6)"
+    assert message == "model[0]['mlp.layers.0.weight']: expected shape (4, 8) from the options, got (4, 6)"
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_the_two_codes_differ(tmp_path: Path, vocab: Path) -> None:
         (0, {"mlp__layers__2__bias": torch.zeros(8)},
          "model[0]['mlp.layers.2.bias']: this weight is unknown to vse_infty"),
         (1, {"embed__weight": torch.zeros(16, 5)},
-         "model[1]['embed.weight']: 16 words, but the vocabulary has 17 with <mask>; name the one that the model was "
-         "trained with"),
+         "model[1]['embed.weight']: 16 words, but the vocabulary has 17 with <mask>; pass the vocabulary that the "
+         "model was trained with"),
         (1, {"gpool__gru__weight_ih_l0": torch.full((96, 32), float("inf"))},
          "model[1]['gpool.gru.weight_ih_l0']: row 0 holds values that are not finite"),
     ],

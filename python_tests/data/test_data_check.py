@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tracemalloc
+import warnings
 from pathlib import Path
 
 import attrs
@@ -210,6 +211,17 @@ def test_values_beyond_float32_are_not_finite(folder: Path) -> None:
     images[2, 0, 0] = 1e39
     np.save(folder / "train_ims.npy", images)
     assert problems(folder) == [Problem("train_ims.npy", "values that are not finite in float32", 1, ("row 2",))]
+
+
+def test_signalling_nans_are_problems_and_no_warnings(folder: Path) -> None:
+    path = folder / "train_ims.npy"
+    features = np.load(path).astype(np.float32)
+    features.view(np.uint32)[2] = 0x7FA00000
+    np.save(path, features)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = problems(folder)
+    assert found == [Problem("train_ims.npy", "values that are not finite in float32", 1, ("row 2",))]
 
 
 def test_repetitions_are_compared_in_every_row(folder: Path) -> None:

@@ -456,7 +456,7 @@ def test_a_kept_batch_is_not_overwritten(data: Path, tmp_path: Path) -> None:
         assert torch.equal(kept[image][0], stored[image])
         assert torch.equal(views[image], stored[image, 1])
     place = dataset.image_batch([0]).data_ptr()
-    assert dataset.image_batch([1]).data_ptr() == place, "an unreferenced buffer is used again"
+    assert dataset.image_batch([1]).data_ptr() == place, "memory without references is reused"
 
 
 def test_folders_that_cannot_be_packed_are_refused(

@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 
 def ended(process: int) -> bool:
-    """Whether a process has ended. It may remain as a zombie if its parent does not wait for it."""
+    """Whether a process has ended. Without a waiting parent it may remain as a zombie."""
     try:
         return "\nState:\tZ" in Path(f"/proc/{process}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):

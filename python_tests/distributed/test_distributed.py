@@ -108,12 +108,12 @@ def test_images_travel_once_and_their_gradients_once(found: dict[int, list[dict[
 
 
 # The rows of the page that each collective of a step is one of, in the order of the step.
-WORD, WEIGHTS = "a word on errors and stops", "gradients of the weights"
+WORD, WEIGHTS = "flags for errors and stop requests", "gradients of the weights"
 OF_SETS, OF_IMAGES, OF_EMBEDDINGS = "sizes of sets of fragments", "embeddings of images", "gradients of the embeddings"
 DENSE = [OF_IMAGES, "scores"]
 RAGGED = [OF_SETS, *DENSE]
 AFTER = [OF_EMBEDDINGS, WEIGHTS]
-OF_PAIRS, BASE = "losses of the own pairs, added up", "base features of {}, `{}` numbers"
+OF_PAIRS, BASE = "sums of each process's losses", "base features of {}, `{}` numbers"
 # By the fused feature and by the first conversion, and of the pairs with one batch of before.
 REALIGNED = [WORD, *RAGGED, *RAGGED, OF_PAIRS, OF_EMBEDDINGS, *AFTER]
 RUNNING = "running statistics, `r` numbers"
@@ -129,7 +129,7 @@ ROWS = {
     "normalised in micro-batches": [WORD, *DENSE, RUNNING, *AFTER],
     "addr": [WORD, *RAGGED, OF_SETS, "words, `m` numbers", OF_PAIRS, "gradients of the words", *AFTER],
     "realigned": [*REALIGNED, OF_SETS, BASE.format("images", "b"), OF_SETS, BASE.format("captions", "t")],
-    "realigned, fresh": [*REALIGNED, OF_SETS, BASE.format("images", "b"), "in their place `l` token ids"],
+    "realigned, fresh": [*REALIGNED, OF_SETS, BASE.format("images", "b"), "`l` token ids instead"],
 }  # fmt: skip
 
 
@@ -285,7 +285,7 @@ def test_what_scores_captions_together_is_refused(anchor: bool) -> None:
         ),
         (
             {"WORLD_SIZE": "2", "RANK": "1"},
-            "MASTER_ADDR: expected in the environment beside WORLD_SIZE, as torchrun sets it",
+            "MASTER_ADDR: missing in the environment; torchrun sets it together with WORLD_SIZE",
         ),
     ],
 )
@@ -308,8 +308,8 @@ def test_each_process_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     assert World().device("cuda:1") == "cuda:1"
     assert World(Launch(1, 4)).device("cpu") == "cpu"
     messages = {
-        "cuda:1": "device: each process takes a GPU of its own; expected cuda without a number, got cuda:1",
-        "cuda": "device: 4 processes need as many GPUs, and torch sees 2",
+        "cuda:1": "device: each process uses its own GPU; expected cuda without a number, got cuda:1",
+        "cuda": "device: 4 processes need one GPU each, but torch finds 2",
     }
     for name, message in messages.items():
         with pytest.raises(ValueError, match=f"^{message}$"):
@@ -320,7 +320,7 @@ def test_a_process_may_see_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) ->
     """As launchers of batch systems have it; where two see the same one, both are named."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(ValueError, match=r"^device: 4 processes need as many GPUs, and torch sees 1$"):
+    with pytest.raises(ValueError, match=r"^device: 4 processes need one GPU each, but torch finds 1$"):
         World(Launch(1, 4, 1, 4)).device("cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert World(Launch(1, 4, 1, 4)).device("cuda") == "cuda:0"
@@ -349,7 +349,9 @@ def test_a_process_may_see_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("changes", [{"momentum": None}, {"track_running_stats": False}])
 def test_a_normalisation_that_processes_cannot_share_is_named(changes: dict) -> None:
     model = torch.nn.ModuleDict({"norm": torch.nn.BatchNorm1d(3, **changes)})
-    with pytest.raises(ValueError, match=r"^norm: processes share batch normalisation with a momentum and running"):
+    with pytest.raises(
+        ValueError, match=r"^norm: several processes need batch normalization with a momentum and running"
+    ):
         share_norms(model, World(Launch(0, 2)))
 
 

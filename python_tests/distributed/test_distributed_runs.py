@@ -29,8 +29,8 @@ from python_tests.helpers.worlds import Outcome, run_jobs, train_job
 STEPS = ("--batch-size", "59", "--epochs", "2", "--save-every", "2")
 DRAWN = (*STEPS, "--model-option", "word_dropout=0.3", "--text-augmentation", "0.2")
 ANOTHER = (
-    "another of the 2 processes of this run has ended{}; what was saved last is whole, and a training goes on from "
-    "there with --resume\n"
+    "another of the 2 processes of this run has ended{}; the last saved state is complete, continue a training run "
+    "with --resume\n"
 )
 LOST = "itm-fast: error: " + ANOTHER.format(", or did not answer within {} s")
 
@@ -154,7 +154,7 @@ def validations(run: Path) -> list[dict[str, Any]]:
 
 
 def numbers(values: dict[str, Any]) -> dict[str, float]:
-    """The measured values without the times."""
+    """The measured numbers except the time."""
     return {name: value for name, value in values.items() if isinstance(value, int | float) and name != "seconds"}
 
 
@@ -167,7 +167,7 @@ def test_a_training_is_that_of_one_process(
 ) -> None:
     for status, _, error in outcomes[shared]:
         assert (status, error) == (0, "")
-    # Only one process prints. Its output is the same except for the number of processes.
+    # One process prints, and its output differs only in the number of processes.
     texts = [text for _, text, _ in outcomes[shared]]
     assert texts[1:] == [""] * (len(texts) - 1)
     assert f"processes: {len(texts)}, which share each batch of 59\n" in texts[0]

@@ -20,22 +20,24 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from python_tests.helpers import official_scan
 from python_tests.helpers.concepts import write_concepts
 
 SECONDS, MORE_BYTES = 60, 4 * 2**30
 SMALL = ["--model-option", "embed_dim=16", "--model-option", "word_dim=12", "--batch-size", "32"]
-LINKS = ("link", "dangling link", "loop", "pipe", "folder", "missing")
+REPLACED = ("link", "dangling link", "loop", "pipe", "folder", "missing", "unreadable")
 CONTENTS = ("bits", "head bits", "cut", "grown", "chunk", "empty", "numbers", "words", "lines")
 
 _NUMBERS = (b"-1", b"0", b"99999999999999999999", b"1e999", b"nan", b"null", b'"x"', b"[[[[1]]]]")
 _WORDS = (b"", b"\0", b"\xff\xfe", b"true", b"..", b"$(x)", b"{" * 500, "\u202e\U0001f600".encode())
 
-# What is attacked: a file below the base folder, and the commands that read it.
+# The files that are attacked, and the commands that read them.
 DATA = [f"data/{split}_{part}" for split in ("train", "dev", "test") for part in ("ims.npy", "caps.txt")]
 OPTIONAL = [f"data/{split}_{part}" for split in ("train", "test") for part in ("cap2im.txt", "regions.txt", "ids.txt")]
 ON_DATA = ("check", "pack", "train", "evaluate")
 ON_STORE = ("check store", "evaluate store")
 ON_RUN = ("resume", "evaluate", "curves")
+OFFICIAL, WORDS = "official.pth.tar", "words.json"
 RUN = ["run/config.json", "run/model.safetensors", "run/vocab.json", "run/train.yaml", "run/metrics.jsonl"]
 
 
@@ -51,12 +53,16 @@ def commands(base: Path) -> dict[str, list[str]]:
         "evaluate store": ["evaluate", "--checkpoint", run, "--data", store, *on_test],
         "resume": ["train", "--resume", "--out", run, "--data", data, "--epochs", "2"],
         "curves": ["curves", run, "--out", str(base / "new.svg")],
+        "convert": ["convert", str(base / OFFICIAL), "--source", "scan", "--vocab", str(base / WORDS), "--out", new],
     }
 
 
 def make_base(folder: Path) -> Path:
-    """A data folder, a store of it and a run of one epoch; and what the commands on them give."""
+    """Write a data folder, a store of it, a run of one epoch and an official checkpoint, and the results on them."""
     write_concepts(folder / "data")
+    settings = official_scan.options()
+    official_scan.write_checkpoint(folder / OFFICIAL, official_scan.random_model(settings), settings)
+    official_scan.write_vocabulary(folder / WORDS)
     for split, images in (("train", 24), ("test", 10)):
         captions = 5 * images
         (folder / "data" / f"{split}_cap2im.txt").write_text("".join(f"{i // 5}\n" for i in range(captions)))
@@ -90,6 +96,7 @@ def run_case(seed: int, number: int, base: Path, folder: Path) -> str:
         (random.choice(store), ON_STORE),
         (random.choice(RUN), ON_RUN),
         ("run/last/checkpoint.pt", ("resume",)),
+        (random.choice([OFFICIAL, WORDS]), ("convert",)),
     ]
     name, known = random.choice(targets)
     command = random.choice(known)
@@ -103,8 +110,8 @@ def run_case(seed: int, number: int, base: Path, folder: Path) -> str:
             _judge(status, said)
         assert _digests(outside) == before, "a file outside was changed"
         expected = json.loads((base / "expected.json").read_text())
-        # Digests and checksums protect these: what is accepted gives the same numbers. Only `data check` reads the
-        # digests of shards, which may have hundreds of gigabytes.
+        # Digests and checksums protect these files: if one is accepted, the numbers are the same. Only `data check`
+        # computes the digests of shards, which may have hundreds of gigabytes.
         exact = name.endswith((".json", "index.safetensors")) or name == "run/last/checkpoint.pt"
         if command == "check store" and how in CONTENTS and (copy / name).read_bytes() != original:
             assert status == 1, "the check found nothing"
@@ -137,9 +144,12 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _mutate(random: Random, path: Path, outside: Path) -> str:
-    how = random.choice([*LINKS, *CONTENTS * 3])
+    how = random.choice([*REPLACED, *CONTENTS * 3])
     content = path.read_bytes() if path.exists() else b""
-    if how in LINKS:
+    if how == "unreadable" and content:
+        path.chmod(0)  # Has no effect for root.
+        return how
+    if how in REPLACED:
         path.unlink(missing_ok=True)
         if how == "link":
             (outside / path.name).write_bytes(content)
@@ -173,15 +183,9 @@ def _changed(random: Random, how: str, content: bytes) -> bytes:
     elif how == "empty":
         data.clear()
     elif how == "numbers":
-        replaced = random.choice(
-            [b"-1", b"0", b"99999999999999999999", b"1e999", b"nan", b"null", b'"x"', b"[[[[1]]]]"]
-        )
-        data = bytearray(_replace_one(random, rb"-?\d+(?:\.\d+)?", replaced, bytes(data)))
+        data = bytearray(_replace_one(random, rb"-?\d+(?:\.\d+)?", random.choice(_NUMBERS), bytes(data)))
     elif how == "words":
-        replaced = random.choice(
-            [b"", b"\0", b"\xff\xfe", b"true", b"..", b"$(x)", b"{" * 500, "\u202e\U0001f600".encode()]
-        )
-        data = bytearray(_replace_one(random, rb"[A-Za-z_]+", replaced, bytes(data)))
+        data = bytearray(_replace_one(random, rb"[A-Za-z_]+", random.choice(_WORDS), bytes(data)))
     elif how == "lines":
         lines = bytes(data).splitlines(keepends=True)
         random.shuffle(lines)
@@ -198,7 +202,7 @@ def _replace_one(random: Random, pattern: bytes, new: bytes, content: bytes) -> 
 
 
 def _in_child(arguments: list[str]) -> tuple[int | None, str]:
-    """Exit status (negative for a signal, None if it hangs) and standard error of a command."""
+    """Return the exit status of a command (negative for a signal, None if it hangs) and its standard error."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "itm_fast.cli", "itm_fast.training", "itm_fast.report.comparison"])
     with tempfile.NamedTemporaryFile("r", errors="replace") as said:

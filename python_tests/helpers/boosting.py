@@ -1,4 +1,4 @@
-"""Boosting losses in plain Python loops over Python floats, from the paper's equations: the reference for tests.
+"""Boosting losses by plain Python loops over Python floats, from the paper's equations: the reference for the tests.
 
 Inside: `upper`, `lower`, `loop_boosting`, `STRATEGIES`, `MINING`, `random_pair`, `with_gradient`.
 """

@@ -135,7 +135,7 @@ def _step_case(name: str, reduction: str, loss: tuple[str, str]) -> Case:
 
 
 def past_the_room(rows: int = 100) -> Case:
-    """Sets of the given number of rows on both sides. With 60, raw scores exceed the 2^25 of the CUDA backward."""
+    """Sets of `rows` rows on both sides. With 60, the CUDA backward cannot keep all raw scores of the pairs (2^25)."""
 
     def make(seed: int, size: int) -> Inputs:
         sides = [random_fragments([rows] * size, 8, seed=seed + i) for i in range(2)]
@@ -341,7 +341,7 @@ def captured(device: str, call: Callable[[], list[Tensor]]) -> Callable[[], list
 
 
 def kernel_names(events: Iterable[Any]) -> list[str]:
-    """The kernels in a profile, in order: all GPU events except memory copies and fills."""
+    """The kernels in a profile, in order: everything that ran on the GPU except copies and fills of memory."""
     on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     return [event.name for event in on_device if not event.name.startswith(("Memcpy", "Memset"))]
 

@@ -1,4 +1,4 @@
-"""ADDR's risks in plain Python loops over float64 numbers, from the paper's equations: the reference for tests.
+"""ADDR's risks by plain Python loops over float64 numbers, from the paper's equations: the reference for the tests.
 
 Inside: `Batch`, `random_batch`, `loop_regularization`, `run`, `NAMES`, `nearest_edge`, `plain_form`.
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Seconds after which a process counts as hung, even on a busy machine.
+# A process that takes longer than this number of seconds hangs, even on a busy machine.
 HANGS = 3600
 
 

@@ -71,7 +71,7 @@ def train_job(size: int, data: Path, out: Path, *options: object, **more: Any) -
 
 
 def _free_port() -> int:
-    """A free port below the ephemeral range, so that no other program gets it before the first process binds it."""
+    """A port that stays free until the first process takes it: below the range from which systems assign ports."""
     while True:
         port = random.SystemRandom().randrange(20_000, 30_000)
         with socket.socket() as found, contextlib.suppress(OSError):

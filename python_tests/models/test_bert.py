@@ -434,7 +434,7 @@ def test_official_checkpoints_with_bert_give_the_official_scores(
     Vocabulary(["<pad>", "<start>", "<end>", "<unk>", "<mask>", *PIECES[5:]]).save(words)
     path = write_checkpoint(tmp_path / "other.pth", [image, text], opt)
     with pytest.raises(
-        ValueError, match=r"words\.json: expected vocab\.txt or tokenizer\.json of a BERT model, by which"
+        ValueError, match=r"words\.json: expected vocab\.txt or tokenizer\.json of a BERT model, as in the training"
     ):
         compat.convert(source, path, words, tmp_path / "other")
     del text["bert.encoder.layer.1.output.dense.bias"]
@@ -466,9 +466,9 @@ def test_heads_of_a_checkpoint(folder: Path, tmp_path: Path, capsys: pytest.Capt
     words = write_vocabulary(tmp_path / "words.json")
     assert (
         error_of(capsys, "convert", gru, "--source", "vse_infty", "--vocab", words, "--out", out, "--bert-heads", 12)
-        == f"{gru}: bert_heads: 12, but it reads captions with a GRU"
+        == f"{gru}: bert_heads: got 12, but the text encoder is a GRU"
     )
     assert error_of(capsys, "convert", gru, "--source", "scan", "--vocab", words, "--out", out, "--bert-heads", 12) == (
-        "bert_heads: 12 goes with the source vse_infty or rvsepp, not scan"
+        "bert_heads: expected only for vse_infty and rvsepp, got 12 for scan"
     )
     assert not out.exists()

@@ -1,4 +1,4 @@
-"""Generalized pooling: values against the definition in float64, gradients, and caching of its weights."""
+"""Generalized pooling against its definition in float64, its gradients, and when its weights are recomputed."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_weights_are_computed_once_for_each_length(pool: GeneralizedPooling, run
     assert runs == [1] * 5
     pool(ragged(values))
     pool(ragged(values))
-    assert runs == [1] * 5 + [4, 4], "a gradient needs them computed again"
+    assert runs == [1] * 5 + [4, 4], "a gradient recomputes them"
     for parameter in pool.parameters():
         parameter.requires_grad_(False)
     assert torch.equal(pool(ragged(values)), first)

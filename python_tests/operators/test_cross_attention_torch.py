@@ -151,7 +151,7 @@ def test_compiled_code_follows_the_precision_setting() -> None:
 
     compiled = torch.compile(F_itm.cross_attention_scores, fullgraph=True, backend=keep)
     before = compiled(queries, contexts)
-    # torch.compile guards on the setting, so changing it compiles again.
+    # The setting is among torch.compile's guards, so changing it recompiles.
     torch.set_float32_matmul_precision("medium")
     after = compiled(queries, contexts)
     assert torch.allclose(after, before, atol=1e-2)

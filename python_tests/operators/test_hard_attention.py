@@ -111,7 +111,7 @@ def test_what_is_no_number_stays_where_plain_pytorch_has_it(place: str, value: f
 @settings(max_examples=25)
 @given(st.data())
 def test_native_is_as_accurate_as_plain_pytorch(data: st.DataObject) -> None:
-    """float32 on ragged sets matches float64, except for pairs in which rounding changes the selected context."""
+    """float32 on ragged sets against float64, except pairs in which rounding decides about a context."""
     queries, contexts = (
         random_fragments(
             data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=5)),

@@ -172,7 +172,7 @@ def test_the_page_holds_the_weights_of_the_scores(data: Path, tmp_path: Path, ca
         ("pair", f"{score:.4f}"),
         *zip(("words", "regions") if len(parts) == 2 else (), (f"{part:.4f}" for part in parts), strict=False),
     ]
-    assert html.count("There are no learned weights of aggregation") == sum(
+    assert html.count("There are no learned aggregation weights") == sum(
         not found["aggregation"] for found in content["directions"].values()
     )
     assert (WHOLE in html) == (name == "sgraf")
@@ -340,7 +340,7 @@ def test_errors_are_one_line(data: Path, tmp_path: Path, capsys: pytest.CaptureF
         ((run, "--caption", 15), "--caption: expected a number from 0 to 14 in test, got 15"),
         ((run, "--caption", -1), "--caption: expected a number from 0 to 14 in test, got -1"),
         ((run, "--caption", 0, "--image", 3), "--image: expected a number from 0 to 2 in test, got 3"),
-        ((whole, "--caption", 0), f"{whole}: model: in VSEPP neither words nor regions attend to the other"),
+        ((whole, "--caption", 0), f"{whole}: model: VSEPP has no attention between words and regions"),
         ((run, "--caption", 0, "--split", "dev"), f"{data / 'dev_ims.npy'}: no such file, so there is no split 'dev'"),
         ((tmp_path / "none", "--caption", 0), f"{tmp_path / 'none' / 'config.json'}: no such file"),
     ):  # fmt: skip

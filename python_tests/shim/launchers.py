@@ -24,7 +24,7 @@ def compile_launchers(folder: Path) -> Path:
     """Compiles all of csrc/cuda with the checks of csrc/ops; returns the library."""
     found = find_torch()
     assert found is not None
-    # The flags that CMake uses, except those that only nvcc accepts.
+    # The flags of CMake, except those that only nvcc has.
     target = re.search(r"ITM_FAST_TORCH_TARGET (0x\w+)", (ROOT / "CMakeLists.txt").read_text())[1]
     defined = ("__global__=", "__launch_bounds__(...)=", "__grid_constant__=", "ITM_FAST_WITHOUT_SCHEMAS")
     flags = [*(f"-D{name}" for name in defined), f"-DTORCH_TARGET_VERSION={target}", "-O0", "-fvisibility=hidden"]

@@ -126,7 +126,7 @@ def check_alignments(
 
 
 def chain_of(parameters: RegulatorParameters) -> RegulatorParameters:
-    """The parameters up to the last alignments, as the operator passes them, with an unused score."""
+    """The parameters up to the last alignments, as the operator has them: with an unused score."""
     weight = parameters.alignments[0].weight
     return RegulatorParameters(
         parameters.alignments,

@@ -127,7 +127,7 @@ def test_the_launches(kernels: BackwardKernels) -> None:
     assert run(kernels, queries, contexts, gradients).launches == 3
     assert run(kernels, queries, contexts, gradients, room=24).launches == 4
     assert run(kernels, queries, contexts, gradients, room=25).launches == 3
-    # If no gradient is requested, the pairs are only counted.
+    # Pairs are counted even without a gradient.
     found = run(kernels, queries, contexts, gradients, for_queries=False, for_contexts=False)
     assert (found.launches, found.pairs, found.queries, found.contexts) == (1, 4, None, None)
 

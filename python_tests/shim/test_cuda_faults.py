@@ -187,7 +187,7 @@ FAULTS = {
         ("boosting", BOOSTING, "return scores[at] - anchor_scores[at];", "return scores[at];"),
         r"^boosting_loss, both, hardest: loss: wrong numbers",
     ),
-    "a grid barrier that does not wait": (
+    "a barrier of the grid that does not wait": (
         ("one_launch", TOGETHER, "grid_barrier(p.arrived, 1);", "grid_barrier(p.arrived, 0);"),
         r"^(triplet|boosting)_loss in one launch: (loss|gradient): wrong numbers",
     ),

@@ -200,7 +200,7 @@ def test_zero_vectors_are_as_in_the_reference(kernels: RegulatorKernels) -> None
 
 
 def test_longer_sets_than_the_kernel_takes_are_nan(kernels: RegulatorKernels) -> None:
-    """A query of the limits beforehand does not show them; pairs of other sets do not change."""
+    """Callers that check the limits first never see these; the pairs of other sets do not change."""
     queries, contexts = random_fragments([3, 33, 4], 9), random_fragments([5, 33, 2], 9, seed=1)
     for setting, aligns in (("rcar2", False), ("rcr1, mean", True)):
         parameters = random_parameters(setting, 9, 6)
@@ -262,8 +262,8 @@ def test_what_the_kernels_do_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -
     assert beyond_kernels("cuda", queries, contexts, deep) == start + "at most 8 steps"
     empty = Fragments(torch.zeros(112, 0), queries.offsets)
     assert beyond_kernels("cuda", empty, contexts, parameters) == start + "rows of at least one component"
-    with pytest.warns(FallbackWarning, match=r"^itm_fast runs on the packed reference: set by a test$"):
-        assert not use_native("regulated_scores", queries.values, "set by a test")
+    with pytest.warns(FallbackWarning, match=r"^itm_fast runs on the packed reference: as tested$"):
+        assert not use_native("regulated_scores", queries.values, "as tested")
     assert use_native("regulated_scores", queries.values)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     unknown = Fragments(contexts.values, contexts.offsets)

@@ -154,7 +154,7 @@ print(json.dumps([build_backend.get_requires_for_build_wheel(), build_backend.bu
 
 
 def assert_runs_on_the_reference(target, cause, patch=""):
-    """The package in `target` gives correct values from the reference, with one fallback warning."""
+    """The package in `target` gives the right numbers from the reference, with one warning."""
     report = json.loads(run_python(patch + USE_INSTALLED, cwd=target))
     assert report["file"] == str(target / "itm_fast" / "__init__.py")
     # Image 0: its best caption scores .9 and no foreign one is above. Caption 2 of image 0: image 1 scores higher.

@@ -19,7 +19,7 @@ KERNELS = {"triplet_loss", "triplet_loss_backward", "retrieval_ranks"}
 @pytest.fixture
 def _loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch with CUDA that has loaded both libraries, with three operators for CUDA and a fourth for the CPU."""
-    info = {"libraries": LIBRARIES, "dispatch": {"triplet_loss": {"cuda": "packed reference: set by a test"}}}
+    info = {"libraries": LIBRARIES, "dispatch": {"triplet_loss": {"cuda": "packed reference: as tested"}}}
     registered = {"cuda": frozenset(KERNELS), "cpu": frozenset(KERNELS | {"regulated_scores"})}
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.ops, "loaded_libraries", {"/a/_C_cpu.so", "/a/_C_cuda.so"})
@@ -49,7 +49,7 @@ def test_the_check_fails_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_cuda_library, "implemented", lambda folder: set())
     assert problem() == "check_cuda_library: not registered for CUDA: all"
     monkeypatch.setattr(torch.ops, "loaded_libraries", {"/a/_C_cpu.so"})
-    assert problem() == "check_cuda_library: _C_cuda is not loaded: packed reference: set by a test"
+    assert problem() == "check_cuda_library: _C_cuda is not loaded: packed reference: as tested"
     monkeypatch.setattr(torch.version, "cuda", None)
     assert problem() == f"check_cuda_library: torch {torch.__version__} has no CUDA"
 

@@ -52,7 +52,7 @@ def test_the_table_has_a_line_for_each_kernel() -> None:
 
 def test_a_spill_is_a_problem_unless_it_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_resources.spilling(USAGES) == ["work<float> spills 56 bytes on sm_90"]
-    monkeypatch.setattr(cuda_resources, "MAY_SPILL", {"work<": "set by a test"})
+    monkeypatch.setattr(cuda_resources, "MAY_SPILL", {"work<": "as tested"})
     assert cuda_resources.spilling(USAGES) == []
 
 

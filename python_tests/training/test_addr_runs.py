@@ -192,11 +192,11 @@ def test_the_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--scenario addr --model vsepp", "scenario: addr looks at regions and words, but the model vsepp yields none"),
-        ("--scenario addr --addr base --model rvsepp", "scenario: addr looks at regions and words, but the model "
-         "rvsepp yields none"),
+        ("--scenario addr --model vsepp", "scenario: addr needs regions and words, but the model vsepp has none"),
+        ("--scenario addr --addr base --model rvsepp", "scenario: addr needs regions and words, but the model "
+         "rvsepp has none"),
         ("--scenario addr --conversions 2 --no-realignment --model vse_infty --model-option text_pooling=mean",
-         "scenario: addr looks at regions and words, but the model vse_infty yields none"),
+         "scenario: addr needs regions and words, but the model vse_infty has none"),
         ("--scenario addr --conversions 2", "scenario: the realignment of conversions takes single, got 'addr'; "
          "--no-realignment trains the fused feature alone"),
         ("--addr full", "addr: 'full' goes with the scenario addr, not single"),

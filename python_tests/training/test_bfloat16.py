@@ -205,7 +205,7 @@ def test_what_training_keeps_is_float32(data: Path, tmp_path: Path, model: str, 
 
 
 def test_attention_to_look_at_is_float32(data: Path, tmp_path: Path) -> None:
-    """Results under autocast differ only by the rounding of the embeddings."""
+    """Results with and without autocast differ only in the rounding of the embeddings."""
     trainer = make_trainer(config(data, tmp_path))
     captions = torch.arange(4)
     expected = word_attention(trainer.model, trainer.validation_data, captions)

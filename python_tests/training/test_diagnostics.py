@@ -129,7 +129,7 @@ def test_the_first_image_layer_of_a_model(name: str, options: dict[str, Any], we
         torch.nn.utils.clip_grad_norm_(model.parameters(), norm / 10)
     assert norm > 0
     assert measured == {"image_grad_norm": pytest.approx(norm, rel=1e-5)}
-    # No state remains, and nothing is measured without a request or without a gradient.
+    # No hook remains, and nothing is measured without a request or a gradient.
     assert not first._post_accumulate_grad_hooks
     for enabled in (False, True):
         with image_gradient_norm(model, enabled=enabled) as measured:
@@ -214,7 +214,7 @@ def test_the_report_draws_what_the_log_has() -> None:
     assert list(curves) == [
         "Loss with selectively hard negatives",
         "Gradient of the first image layer",
-        "Hardest negatives from their positives",
+        "Gap to the hardest negative",
         "Anchors that took their hardest negative",
     ]
     shares = curves["Anchors that took their hardest negative"]
@@ -224,7 +224,7 @@ def test_the_report_draws_what_the_log_has() -> None:
     )
     assert "text to image, first 50 at step 30; last 50 at step 50" in shares
     assert ">image to text</text>" in shares
-    gap = curves["Hardest negatives from their positives"]
+    gap = curves["Gap to the hardest negative"]
     assert "first 0.125 at step 10; last 0.125 at step 50" in gap
     assert "first 3 at step 10; last 3 at step 50" in curves["Gradient of the first image layer"]
     # Where the mining chooses nothing, the share says nothing; a log of before has none of the numbers.

@@ -137,7 +137,7 @@ def test_low_precision_moves_like_float32() -> None:
 
 @pytest.mark.parametrize("scale", [1e-2, 1e-6])
 def test_low_precision_takes_no_longer_steps_where_gradients_are_small(scale: float) -> None:
-    """Scale the gradients of every other column by `scale`: Adam's steps do not depend on the scale."""
+    """Every other column's gradients are `scale` of the others': neither Adam's steps nor theirs depend on it."""
     exact, low = Discriminators(2, 64), Discriminators(2, 64, precision="low", seed=3)
     random = torch.Generator().manual_seed(0)
     sizes = torch.tensor([1.0, scale]).repeat(32)

@@ -219,7 +219,7 @@ def in_parts(model: MatchingModel, sides: tuple[Any, ...], size: int) -> Tensor:
     ],
 )
 def test_dropout_and_batch_normalisation_see_micro_batches(name: str, changes: dict[str, Any]) -> None:
-    """Matches plain PyTorch per part: each part draws its own masks and updates running statistics once."""
+    """Equal to plain PyTorch on the parts: each part draws its masks and has its statistics, which are tracked once."""
     model, sides = make(name, **changes), batch()
     beside = copy.deepcopy(model)
     # A fresh graph convolution is the identity until its normalisation has a weight.

@@ -44,7 +44,7 @@ def test_plateau_follows_the_batch_size_and_is_kept_in_a_state() -> None:
 
 
 def test_equal_scores_lie_on_the_plateau(data: Path, tmp_path: Path) -> None:
-    """With constant features all regions score alike, and the trainer warns."""
+    """With features without content, all regions score alike, and the trainer warns."""
     trainer = make_trainer(config(data, tmp_path))
     make_scores_equal(trainer)
     trainer.stepper.plateau.patience = 1

@@ -94,7 +94,7 @@ def test_a_step_minimises_the_loss_of_the_paper(
     """Values, and the gradient of each weight, while the queue fills and when it is full; the step, too, in float64.
 
     In float32 the norms over words in SCAN's attention magnify a rounding so much that some gradients differ visibly.
-    The helper's pairs omit CHAN's division by norms, which are one up to 1e-8.
+    The pairs of the helper leave out CHAN's division by norms, which differ from one by 1e-8.
     """
     trainer = make_trainer(
         config(data, tmp_path, model=host, model_options={**OPTIONS, **options}, conversions=3, online_weight=0.7,
@@ -245,7 +245,7 @@ def test_pair_scores_are_the_diagonal(data: Path, tmp_path: Path) -> None:
 
 
 def test_other_batches_have_the_features_of_now_or_of_then(data: Path, tmp_path: Path) -> None:
-    """After the extractor has trained, old embeddings differ; encoding again changes no running statistics."""
+    """After the extractor has learned, old features differ; encoding them again changes no running statistics."""
     options = {**OPTIONS, "image_encoder": "patches"}
     settings = config(data, tmp_path, model_options=OPTIONS, conversions=2, other_batches="fresh", lr=0.02)
     trainer = make_trainer(settings)
@@ -398,8 +398,8 @@ def test_bad_settings_are_one_line_and_write_nothing(
         return message
 
     assert refused("--conversions", "5") == (
-        "conversions: 5 conversions learn from as many batches, but an epoch has 4; fewer conversions, or a smaller "
-        "--batch-size, fit"
+        "conversions: 5 conversions need as many batches per epoch, but there are 4; use fewer conversions or "
+        "a smaller --batch-size"
     )
     assert refused("--conversions", "0") == "conversions: expected a number at least 1 and at most 64, got 0"
     assert refused("--conversions", "2", "--model", "sgraf") == (
@@ -472,7 +472,7 @@ def test_a_damaged_queue_is_named(data: Path, tmp_path: Path) -> None:
     )
     augmented = attrs.evolve(settings, region_augmentation=0.3)
     assert refused(lambda part: None, augmented) == (
-        f"{first}.images: missing; they are not those of the data, which could be read again"
+        f"{first}.images: missing; they cannot be read from the data, because training changed them"
     )
     assert refused(lambda part: part["queue"][0].update(image_index=torch.arange(33))) == (
         f"{first}.image_index: expected 1 to 32 images, got 33"

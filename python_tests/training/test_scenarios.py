@@ -234,7 +234,7 @@ def test_the_average_follows_its_schedule(data: Path, tmp_path: Path) -> None:
 
 
 def test_the_weights_of_the_average_lie_together(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flatten GRU weights for cuDNN, which otherwise copies them together at every call."""
+    """Otherwise cuDNN gathers those of a GRU at every call."""
     gathered = []
     flatten = nn.GRU.flatten_parameters
     monkeypatch.setattr(nn.GRU, "flatten_parameters", lambda gru: (gathered.append(id(gru)), flatten(gru))[1])

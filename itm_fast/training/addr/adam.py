@@ -1,4 +1,4 @@
-"""Adam on some rows of a table, each with a number of steps of its own.
+"""Adam on selected rows of a table, with a step count for each row.
 
 Inside: `adam_rows`.
 """
@@ -25,18 +25,18 @@ def adam_rows(
     beta2: float,
     eps: float,
 ) -> None:
-    """One step in place, on float32 tensors (U, d): what `torch.optim.Adam` does to each row, bit for bit.
+    """Run one step in place on float32 tensors (U, d), bit for bit as `torch.optim.Adam` would on each row.
 
     Args:
         values: the parameters.
-        gradients: theirs.
-        exp_avg, exp_avg_sq: their moments before the step.
-        steps: of each row, how many it has done when this one is counted, from 1.
+        gradients: the gradients of the parameters.
+        exp_avg, exp_avg_sq: Adam's moments before the step.
+        steps: for each row, the number of its step, counted from 1.
         lr, beta1, beta2, eps: as in `torch.optim.Adam`.
     """
     exp_avg.lerp_(gradients, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
-    # Corrections in Python's numbers, rounded to float32 once, as torch does it.
+    # Like torch, compute the corrections in Python floats and round them to float32 once.
     rates = _column([-(lr / (1 - beta1**step)) for step in steps])
     corrections = _column([(1 - beta2**step) ** 0.5 for step in steps])
     values.add_((rates * exp_avg).div_((exp_avg_sq.sqrt() / corrections).add_(eps)))

@@ -1,4 +1,4 @@
-"""The discriminators of a training set: gathered for a batch, changed by its gradients, kept in a file.
+"""The discriminators of a training set: gathered for a batch, updated by its gradients, saved to a file.
 
 Inside: `Discriminators`, `GatheredRows`.
 """
@@ -27,8 +27,8 @@ class GatheredRows:
     """The discriminators of the images of a batch, on the device of the batch.
 
     Attributes:
-        images: (U,) int64 on the CPU, the distinct images in rising order.
-        places: (B,) int64, which of them each pair's image is.
+        images: (U,) int64 on the CPU, the distinct images in ascending order.
+        places: (B,) int64, the index in `images` of each pair's image.
         weights: (U, d) float32.
         biases: (U,) float32.
     """
@@ -40,30 +40,31 @@ class GatheredRows:
 
 
 class Discriminators:
-    """`n_images` logistic discriminators `sigmoid(W_i x + b_i)`, zero at first, and the Adam that trains them.
+    """Train `n_images` logistic discriminators `sigmoid(W_i x + b_i)`, which start at zero, with a lazy Adam.
 
-    The Adam is lazy: a row that is not in a batch stays as it is, its moments, too, and each row counts its own steps.
-    In float32 every row goes where `torch.optim.Adam` would take it, bit for bit.
+    Adam is lazy: rows outside the batch keep their values and moments, and each row counts its own steps. In float32
+    each row is updated bit for bit as by `torch.optim.Adam`.
 
     Source: Ren et al., "Beyond the Deep Metric Learning: Enhance the Cross-Modal Matching with Adversarial
-    Discriminative Domain Regularization" (ADDR), sections IV and V-A; where the paper is silent, a discriminator starts
-    at zero, so that its risk starts at log 2 a fragment, and counts its own steps.
+    Discriminative Domain Regularization" (ADDR), sections IV and V-A. The paper specifies neither the start value nor
+    the step counts: here a discriminator starts at zero, so that its risk starts at log 2 per fragment, and counts its
+    own steps.
 
     Args:
-        n_images: at least 1; one where all images share a discriminator.
+        n_images: at least 1; 1 if all images share a discriminator.
         dim: width d of the fragments.
-        precision: "float32" (12 d + 16 bytes an image), or "low" (5 d + 20 bytes): bfloat16 parameters and second
-            moments and 8-bit first moments, rounded at random; biases stay in float32.
-        folder: where to keep the rows in files that the system maps into memory, for more rows than fit; None: in
-            memory. The files have no names and are gone with the process.
+        precision: "float32" (12 d + 16 bytes per image) or "low" (5 d + 20 bytes per image): bfloat16 parameters and
+            second moments and 8-bit first moments, with stochastic rounding. Biases stay in float32.
+        folder: folder for memory-mapped files, if the rows do not fit in memory. The files have no names and disappear
+            with the process. None: keep the rows in memory.
         root: the run directory above `folder`, below which no symbolic link is followed; None: `folder` itself.
-        betas, eps: Adam's.
-        seed: of the rounding.
+        betas, eps: as in `torch.optim.Adam`.
+        seed: seed of the stochastic rounding.
 
-    Attributes: `n_images`, `dim`, `precision`; `updates`, how often `update` was called.
+    Attributes: `n_images`, `dim`, `precision`; `updates`, the number of calls of `update`.
 
     Raises:
-        OSError: there is no room in `folder`.
+        OSError: `folder` has too little space.
     """
 
     def __init__(
@@ -92,14 +93,14 @@ class Discriminators:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows with what Adam keeps of them."""
+        """Size of all rows and their Adam moments in bytes."""
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def gather(self, images: Tensor) -> GatheredRows:
-        """The discriminators of `images` (B,), integers on any device, which may repeat.
+        """Return the discriminators of `images`: (B,) integers on any device, possibly repeated.
 
         Raises:
-            ValueError: an image is none of the store.
+            ValueError: an image id is out of range.
         """
         if images.dim() != 1 or images.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"images: expected integers of shape (B,), got {images.dtype} of {tuple(images.shape)}")
@@ -114,10 +115,10 @@ class Discriminators:
         return GatheredRows(distinct, places.to(device), weights.to(device), biases.to(device))
 
     def update(self, rows: GatheredRows, weight_gradients: Tensor, bias_gradients: Tensor, lr: float) -> None:
-        """One step of the rows that were gathered, by gradients (U, d) and (U,), summed over the pairs of each image.
+        """Run one step on gathered rows with gradients (U, d) and (U,), summed over the pairs of each image.
 
         Raises:
-            ValueError: a gradient has another shape, or is not finite; nothing is changed then.
+            ValueError: a gradient has a wrong shape or is not finite. Nothing is changed in that case.
         """
         gradients = []
         for name, given, like in (
@@ -143,19 +144,20 @@ class Discriminators:
         self.updates += 1
 
     def save(self, path: str | os.PathLike[str], data: str, root: str | os.PathLike[str] | None = None) -> None:
-        """Writes all rows and their moments as safetensors, in one step; `data` tells the data set that they belong to.
+        """Write all rows and their moments to a safetensors file, atomically; `data` identifies their data set.
 
         Raises:
-            OSError: the disk is full; one line that names the file.
+            OSError: the disk is full. The one-line message names the file.
         """
         write_snapshot(Path(path), self._tensors(), self._identity(data, self.updates), root)
 
     def load(self, path: str | os.PathLike[str], data: str, updates: int) -> None:
-        """Takes what `save` wrote after so many updates, for as many images of the same `data`, width and precision.
+        """Read a file that `save` wrote after `updates` updates for the same `data`, number of images, width and
+        precision.
 
         Raises:
-            ValueError: the file is missing or damaged, or one of those is another; it is named, and no row has changed
-                unless the file was found to be damaged on the way.
+            ValueError: the file is missing or damaged, or it belongs to other data, sizes or updates. The message names
+                the file. Rows change only if the damage is found while the values are read.
         """
         read_snapshot(Path(path), self._tensors(), self._identity(data, updates))
         self.updates = updates

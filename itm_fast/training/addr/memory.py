@@ -1,4 +1,4 @@
-"""Where the rows of the discriminators lie: in memory, or in files that the system maps into it.
+"""Storage for the rows of the discriminators: memory, or memory-mapped files.
 
 Inside: `in_memory`, `mapped`.
 """
@@ -21,17 +21,17 @@ __all__ = ["in_memory", "mapped"]
 
 
 def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros; the system gives memory for a row when it is first written."""
+    """Return zeros. The operating system allocates memory for a row when it is first written."""
     return torch.zeros(shape, dtype=dtype)
 
 
 def mapped(
     folder: Path, root: str | os.PathLike[str] | None = None
 ) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
-    """Makes tensors of zeros in files of `folder`, which have no names: they end with the process, however it ends.
+    """Return a function that makes zero tensors in unnamed files of `folder`, which disappear when the process ends.
 
     Raises:
-        OSError: there is no room for a file; one line that names the folder.
+        OSError: the disk is full. The one-line message names the folder.
     """
 
     def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -41,7 +41,7 @@ def mapped(
             atomic.open_folder(folder, root) as opened,
             tempfile.TemporaryFile(dir=opened.native_path()) as file,
         ):
-            # Without room of its own a mapped file ends the process when the disk is full.
+            # Without reserved space, writing to a mapped file on a full disk kills the process.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, size)
             content = np.memmap(file, dtype=np.uint8, mode="w+", shape=size)

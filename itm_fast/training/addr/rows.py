@@ -1,4 +1,4 @@
-"""How the weights of the discriminators and Adam's moments of them lie in memory, in float32 or in fewer bits.
+"""How discriminator weights and their Adam moments are stored: in float32 or in fewer bits.
 
 Inside: `Rows`, `Float32Rows`, `LowPrecisionRows`, `PRECISIONS`.
 """
@@ -14,34 +14,34 @@ from torch import Tensor
 
 __all__ = ["PRECISIONS", "Float32Rows", "LowPrecisionRows", "Rows"]
 
-# Gives a contiguous tensor of zeros of a shape and dtype.
+# Returns a contiguous zero tensor of the given shape and dtype.
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 class Rows(abc.ABC):
-    """Parameters (n, d) and both moments of each, all zero at first, read and written some rows at a time in float32.
+    """Parameters (n, d) and their two Adam moments, initially zero. Selected rows are read and written in float32.
 
     Attributes:
-        tensors: what holds them, by name, to be saved as it is.
+        tensors: the stored tensors by name, in the form in which they are saved.
     """
 
     tensors: dict[str, Tensor]
 
     @abc.abstractmethod
     def weights(self, index: Tensor) -> Tensor:
-        """The parameters of the rows `index` (U,) int64, (U, d) float32."""
+        """Return the parameters of the rows `index` ((U,) int64) as (U, d) float32."""
 
     @abc.abstractmethod
     def moments(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Adam's first and second moments of these rows, (U, d) float32 each."""
+        """Return Adam's first and second moments of these rows, each (U, d) float32."""
 
     @abc.abstractmethod
     def write(self, index: Tensor, weights: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, draw: tuple[int, int]) -> None:
-        """Keeps rows; where they are rounded, at random as the two numbers `draw` determine."""
+        """Store rows. The two numbers `draw` seed the stochastic rounding, if the storage rounds."""
 
 
 class Float32Rows(Rows):
-    """As they are: 12 bytes a parameter."""
+    """Store everything in float32: 12 bytes per parameter."""
 
     def __init__(self, n_rows: int, dim: int, allocate: Allocate) -> None:
         self.tensors = {name: allocate((n_rows, dim), torch.float32) for name in ("weight", "exp_avg", "exp_avg_sq")}
@@ -58,13 +58,13 @@ class Float32Rows(Rows):
 
 
 class LowPrecisionRows(Rows):
-    """Parameters and second moments in bfloat16, first moments in 8 bits with a scale per row: 5 bytes a parameter.
+    """Store parameters and second moments in bfloat16 and first moments in 8 bits with a scale per row: 5 bytes each.
 
-    A step changes a parameter, and a second moment, by less than the distance of two neighbours in bfloat16, and
-    rounding to the nearest would lose it. All three are therefore rounded at random, up or down by how near each
-    neighbour is, so that the mean is exact. Of a first moment its ratio to the root of the second is kept, which is
-    what a step goes by: it is of one size whatever that of the gradient, and 127 levels up to the largest of its row
-    do. A first moment keeps half of itself at a step (beta1 0.5), so that what rounding adds to it is gone after a few.
+    One step changes a parameter or a second moment by less than the distance between neighbouring bfloat16 values, so
+    rounding to nearest would lose the change. Stochastic rounding of all three keeps their mean exact. Instead of a
+    first moment, its ratio to the root of the second moment is stored. Adam's step depends on this ratio, whose size
+    does not depend on that of the gradient, so 127 levels up to the row's maximum are enough. With beta1 = 0.5, a first
+    moment halves at each step, so that rounding errors fade after a few steps.
     """
 
     def __init__(self, n_rows: int, dim: int, allocate: Allocate) -> None:
@@ -102,10 +102,10 @@ class LowPrecisionRows(Rows):
 
 
 def _rounded_to_bfloat16(values: Tensor, noise: Tensor) -> Tensor:
-    """Finite float32 to a neighbour in bfloat16, the farther one with the probability that keeps the mean.
+    """Round finite float32 values stochastically to one of the two neighbouring bfloat16 values, keeping the mean.
 
-    bfloat16 has the upper 16 bits of a float32, whose bits but for the sign count its size up: noise of 16 bits carries
-    into the upper ones as often as the lower ones ask for.
+    A bfloat16 value is the upper half of a float32 value. Adding 16 random bits to the lower half carries into the
+    upper half with exactly the probability that stochastic rounding needs.
     """
     bits = (values.contiguous().view(torch.int32) + noise).bitwise_and_(-(1 << 16))
     return bits.view(torch.float32).to(torch.bfloat16)

@@ -1,22 +1,23 @@
-"""The scenario of ADDR: discriminators of image and text, one per training image, and a model that deceives them.
+"""The scenario of ADDR: one image-text discriminator per training image, and a model that learns to deceive them.
 
 Source: Ren et al., "Beyond the Deep Metric Learning: Enhance the Cross-Modal Matching with Adversarial Discriminative
-Domain Regularization", Algorithm 1 and Eqs 10 and 11. Readings of what the paper leaves open, beside those of Eq 2 to 9
-in `itm_fast.functional.domain_regularization`; docs/methods/addr.md has all of them:
+Domain Regularization", Algorithm 1 and Eqs 10 and 11. Where the paper leaves a choice open, this scenario uses the
+following readings. `itm_fast.functional.domain_regularization` describes those of Eqs 2 to 9, and docs/methods/addr.md
+has all of them:
 
-- Fragments are the vectors that enter the similarity, l2-normalised; of VSRN the regions before its GRU, and the states
-  of the captions' GRU.
-- A discriminator belongs to an image, starts at zero and serves all captions of it; what several pairs of a batch
-  contribute to it is one update of a lazy Adam, which counts steps for every row. Batches stay random pairs.
-- q and r are the hardest negatives of the batch, by scores without gradient; pairs of the same image are none. A pair
-  without one has no regularisation.
-- Eq 10 is a mean over the pairs, on features without gradient of a model in evaluation mode, whose batch normalisation
-  so stays as it is.
-- Eq 11 holds W and b fixed: encoders learn from both terms, the similarity from the ranking loss alone. Both terms are
-  sums over the batch, or means. The regularisation, of which the last sentence of section IV-B speaks in this phase, is
-  left out as in Eq 11 unless `model_regularization_weight` is given.
-- Algorithm 1: one pass over the data for the discriminators and one for the model are an epoch; the rate of each
-  follows the schedule by its own steps.
+- Fragments are the l2-normalised vectors that enter the similarity. For VSRN these are the regions before its GRU and
+  the states of the captions' GRU.
+- A discriminator belongs to an image, starts at zero and serves all captions of the image. All pairs of a batch that
+  share an image contribute to one update of a lazy Adam, which counts steps per row. Batches remain random pairs.
+- q and r are the hardest negatives of the batch, chosen by scores without gradient; pairs of the same image are
+  excluded. A pair without a negative has no regularization term.
+- Eq 10 is a mean over the pairs. Its features come without gradient from the model in evaluation mode, so that batch
+  normalization does not change.
+- Eq 11 holds W and b fixed. Encoders learn from both terms, the similarity only from the ranking loss. Both terms are
+  sums or means over the batch. The last sentence of section IV-B adds the regularization to this phase; as in Eq 11, it
+  is left out unless `model_regularization_weight` is given.
+- Algorithm 1: an epoch is one pass over the data for the discriminators and one for the model. The learning rate of
+  each follows the schedule according to its own step count.
 
 Inside: `AddrScenario`, `check_model`, `snapshot_path`.
 """
@@ -51,27 +52,27 @@ __all__ = ["AddrScenario", "check_model", "snapshot_path"]
 
 
 def check_model(model: MatchingModel) -> FragmentModel:
-    """The model as one that yields fragments; ValueError where it has none."""
+    """Return `model` as a `FragmentModel`. Raises ValueError if it has no fragments."""
     if isinstance(model, FragmentModel) and model.yields_fragments:
         return model
     name = model.config.host if isinstance(model, FDF) else model.name
-    raise ValueError(f"scenario: addr looks at regions and words, but the model {name} yields none")
+    raise ValueError(f"scenario: addr needs regions and words, but the model {name} has none")
 
 
 class AddrScenario(Scenario):
-    """Steps of the discriminators, which tell regions from words, and steps of the model, which makes them alike.
+    """Alternate steps of discriminators that tell regions from words and steps of a model that makes them alike.
 
-    A step of the discriminators changes those of the images in the batch alone, by `mean_p (R_p(f_p) + gamma L_reg)`;
-    the model scores in evaluation mode, without gradients. A step of the model changes its weights alone, by
-    `sum_p (L_rank - beta R_p(f_p) + delta L_reg)`, or the mean with `mean_loss`: what yields the fragments learns from
-    all terms, the similarity from the first. delta is 0 unless asked for.
+    A discriminator step changes only the discriminators of the images in the batch, with the loss `mean_p (R_p(f_p) +
+    gamma L_reg)`; the model scores in evaluation mode, without gradients. A model step changes only the model's
+    weights, with the loss `sum_p (L_rank - beta R_p(f_p) + delta L_reg)`, or the mean with `mean_loss`. The layers that
+    produce the fragments learn from all terms, the similarity only from the first. delta is 0 by default.
 
     Args:
-        target: the branch that learns, of a `FragmentModel`.
+        target: the branch that learns; its model is a `FragmentModel`.
         config: the settings of the run.
-        phases: which step is whose.
-        n_images: images of the training split.
-        room: bytes of memory that the discriminators may take; None: any number. Those that need more lie on the disk.
+        phases: says which steps belong to the discriminators and which to the model.
+        n_images: number of images in the training split.
+        room: memory in bytes that the discriminators may take; None: no limit. Larger ones are kept on disk.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class AddrScenario(Scenario):
         self._saved: int | None = None
 
     def _placement(self, room: int | None) -> Placement:
-        """Where the discriminators lie, and why."""
+        """Decide where the discriminators are kept, and give the reason."""
         if self.config.discriminators_on_disk:
             return Placement("disk", "as asked for")
         with torch.device("meta"):
@@ -108,7 +109,7 @@ class AddrScenario(Scenario):
 
     @functools.cached_property
     def discriminators(self) -> Discriminators:
-        """Made on first use, so that a run that is refused has taken no room on a disk."""
+        """The discriminators, created on first use so that a refused run takes no disk space."""
         folder = snapshot_path(self.config.out, 0).parent if self.placement.where == "disk" else None
         precision, seed = self.config.discriminator_precision, self.config.seed
         return Discriminators(
@@ -121,10 +122,10 @@ class AddrScenario(Scenario):
         )
 
     def step(self, batch: BatchFunctions, number: int) -> StepResult:
-        """One step of the phase that is due; `number` is what messages call it.
+        """Run one step of the current phase; messages name the step by `number`.
 
         Raises:
-            ValueError: a loss or the norm of a gradient is not finite; nothing is changed then.
+            ValueError: a loss or a gradient norm is not finite. Nothing is changed in that case.
         """
         if self.phases.trains_discriminators(self._steps):
             result = self._discriminator_step(batch, number)
@@ -174,8 +175,8 @@ class AddrScenario(Scenario):
         negative_captions: Tensor | None = None,
         negative_images: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """R_p(f_p) and the regularisation of each pair."""
-        # Autocast may leave the encoders in different dtypes.
+        """Return R_p(f_p) and the regularization of each pair."""
+        # Under autocast the two encoders may return different dtypes.
         dtype = torch.promote_types(regions.dtype, words.dtype)
         return F_itm.domain_regularization(
             regions.to(dtype),
@@ -189,7 +190,7 @@ class AddrScenario(Scenario):
         )
 
     def _negatives(self, batch: BatchFunctions, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each pair the hardest caption and the hardest image of other images, -1 where there are none."""
+        """Return the hardest caption and the hardest image of other images for each pair; -1 without a negative."""
         same_image = batch.images[:, None] == batch.images
         rows, columns = F_itm.hardest_negatives(scores, same_image)
         return rows[1], columns[1]
@@ -203,12 +204,12 @@ class AddrScenario(Scenario):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """As `Scenario.state_dict`; the discriminators are in a file of their own, `save_files`."""
+        """Like `Scenario.state_dict`; `save_files` writes the discriminators to a separate file."""
         scenario = {"updates": self.phases.discriminator_steps(self._steps), "discriminator_loss": self._loss}
         return {**self.target.state_dict(), "scenario": scenario}
 
     def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
-        """As `Scenario.load_state_dict`; the discriminators come by `load_files`."""
+        """Like `Scenario.load_state_dict`; `load_files` reads the discriminators."""
         updates = self.phases.discriminator_steps(steps)
         self.target.load_state_dict(state, steps - updates)
         expected = {"updates": updates, "discriminator_loss": 0.0}
@@ -217,10 +218,11 @@ class AddrScenario(Scenario):
         self._steps, self._loss = steps, state["scenario"]["discriminator_loss"]
 
     def save_files(self, run: str | os.PathLike[str], data: str) -> None:
-        """Writes the discriminators beside the state that is about to be saved, under a name that is theirs alone.
+        """Write the discriminators beside the state that is about to be saved, in a file named after their update
+        count.
 
-        The state of before and its discriminators stay as they are, and so one of both is always whole. Between two
-        changes of the discriminators there is nothing to write.
+        The previous state and its discriminators remain until the new state exists, so that one of the two is always
+        complete. Nothing is written if the discriminators have not changed since the last call.
         """
         updates = self.discriminators.updates
         if updates != self._saved:
@@ -228,17 +230,17 @@ class AddrScenario(Scenario):
             self._saved = updates
 
     def load_files(self, run: str | os.PathLike[str], data: str) -> None:
-        """Takes the discriminators that belong to the state of `load_state_dict`; ValueError naming their file."""
+        """Read the discriminators that belong to the state passed to `load_state_dict`; ValueErrors name their file."""
         updates = self.phases.discriminator_steps(self._steps)
         self.discriminators.load(snapshot_path(run, updates), data, updates)
         self._saved = updates
 
     def forget_files(self, run: str | os.PathLike[str]) -> None:
-        """Removes the discriminators of earlier states."""
+        """Remove the discriminators of earlier states."""
         kept = snapshot_path(run, self.discriminators.updates)
         atomic.remove_matching(kept.with_name(DISCRIMINATORS), run, kept=kept.name)
 
 
 def snapshot_path(run: str | os.PathLike[str], updates: int) -> Path:
-    """The file of the discriminators of a run after so many steps of theirs."""
+    """Return the path of a run's discriminators after `updates` updates."""
     return (Path(run) / STATE_FILE).with_name(DISCRIMINATORS.replace("*", str(updates)))

@@ -1,4 +1,4 @@
-"""The file of the discriminators: safetensors, written in one step, read some rows at a time.
+"""The file of the discriminators: safetensors, written atomically, read a few rows at a time.
 
 Inside: `write_snapshot`, `read_snapshot`.
 """
@@ -23,11 +23,11 @@ from itm_fast.models.weights_file import check_finite, read_shapes
 __all__ = ["read_snapshot", "write_snapshot"]
 
 _VERSION = 1
-# One entry: the library writes several in any order, and equal discriminators would not make equal files.
+# A single entry, because the library writes several entries in arbitrary order.
 _METADATA = "discriminators"
-# Rows that are read at once: some megabytes of any width in use.
+# Number of rows read at once: a few megabytes at usual widths.
 _ROWS = 4096
-# Counts, sizes and squares.
+# Counts, scales and squares.
 _NEVER_NEGATIVE = ("steps", "_scale", "_sq")
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int32: "I32", torch.int8: "I8"}
 
@@ -38,15 +38,15 @@ def write_snapshot(
     metadata: Mapping[str, int | str],
     root: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Replace `path` by a safetensors file of `tensors` without copying them, with `metadata` in its header.
+    """Replace `path` by a safetensors file of `tensors` with `metadata` in its header, without copying the tensors.
 
     `root` is as in `atomic.atomic_file`.
 
     Raises:
-        OSError: the disk is full; one line that names the file, whose earlier content is kept.
+        OSError: the disk is full. The one-line message names the file, whose previous content is kept.
     """
     header: dict[str, Any] = {"__metadata__": {_METADATA: json.dumps({"format_version": _VERSION, **metadata})}}
-    # As the library orders them: larger numbers first, so that each tensor is aligned.
+    # The library's order: larger items first, so that every tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     end = 0
     for name, tensor in ordered:
@@ -54,7 +54,7 @@ def write_snapshot(
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    # The library itself needs a path to write to, or memory for a copy.
+    # The library needs either a path to write to or memory for a copy.
     with atomic.atomic_file(path, root) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
@@ -62,11 +62,11 @@ def write_snapshot(
 
 
 def read_snapshot(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, int | str]) -> None:
-    """Fills `tensors` from a file whose metadata is what is `expected`.
+    """Fill `tensors` from a file whose metadata equals `expected`.
 
     Raises:
-        ValueError: the file is missing or damaged, or its metadata, names, shapes or dtypes are others; one line names
-            it. Nothing is filled unless the numbers themselves turn out to be damaged.
+        ValueError: the file is missing or damaged, or its metadata, names, shapes or dtypes differ. The one-line
+            message names the file. Tensors change only if the damage is found while the values are read.
     """
     if not regular.is_file(path):
         raise ValueError(f"{path}: no such file; the discriminators of the run are missing")

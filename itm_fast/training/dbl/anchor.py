@@ -1,4 +1,4 @@
-"""The frozen anchor of the offline asynchronous scenario, from the RUN folder of its training.
+"""The frozen anchor of the offline asynchronous scenario (OAS), loaded from the run directory of its training.
 
 Inside: `frozen_anchor`.
 """
@@ -23,13 +23,13 @@ __all__ = ["frozen_anchor"]
 def frozen_anchor(
     config: TrainConfig, model: MatchingModel, vocabulary: Vocabulary, *, resume: bool = False
 ) -> MatchingModel | None:
-    """The anchor that `config` names, whose weights `model` starts with unless `anchor_start` is off.
+    """Return the anchor that `config` names; `model` starts from its weights unless `anchor_start` is off.
 
-    None where the scenario of `config` has no frozen anchor. A run that is resumed has the anchor's weights in its own
-    state: the folder is not read, and the model has any weights.
+    Returns None if the scenario of `config` has no frozen anchor. The state of a resumed run contains the anchor's
+    weights, so the directory is not read and the model may have any weights.
 
     Raises:
-        ValueError: the anchor is missing, damaged, or another model than `model` or of another vocabulary.
+        ValueError: the anchor is missing or damaged, or its model or vocabulary differs from that of `model`.
     """
     if config.scenario != "oas":
         return None
@@ -48,7 +48,7 @@ def frozen_anchor(
 
 
 def _check_same_vocabulary(path: Path, vocabulary: Vocabulary) -> None:
-    # Before the settings, among which a vocabulary of another size would only be a number.
+    # Compare vocabularies first: among the settings, a different size would only be a number.
     if not regular.is_file(path):
         raise ValueError(f"anchor: {path.parent} holds no {VOCABULARY}; name the RUN folder of its training")
     kept = Vocabulary.from_file(path)

@@ -19,29 +19,31 @@ __all__ = ["MomentumScenario", "kept_share", "momentum_at"]
 
 
 def momentum_at(step: int, steps: int, first: float) -> float:
-    """The share of itself that the average keeps at step `step` (from 0) of `steps`: `first` at the start, then 1.
+    """Return the momentum of the average at step `step` (from 0) of `steps`: it rises from `first` to 1.
 
-    `1 - (1 - first) (1 + cos(pi step / steps)) / 2`: the cosine schedule of Deep Boosting Learning, section III-C.
+    `1 - (1 - first) (1 + cos(pi step / steps)) / 2`, the cosine schedule of Deep Boosting Learning, section III-C.
     """
     return 1.0 - (1.0 - first) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
 
 
 def kept_share(steps: int, first: float) -> float:
-    """The share of its first weights that the average still has after `steps` steps, by which one sees if it moves."""
+    """Return the weight that the initial weights still have in the average after `steps` steps, which shows whether it
+    moves.
+    """
     return math.prod(momentum_at(step, steps, first) for step in range(steps))
 
 
 class MomentumScenario(Scenario):
-    """MSS: the anchor starts as a copy of the target and after each step moves a little towards it (Eq 22).
+    """MSS: the anchor starts as a copy of the target and moves slightly towards it after each step (Eq 22).
 
-    Averaged are parameters and buffers, so that the statistics of batch normalisation are those of the average, too;
-    buffers of integers are the target's.
+    Parameters and floating point buffers are averaged, including the statistics of batch normalization. Integer buffers
+    are copied from the target.
 
     Args:
         target: the branch that learns.
         boosting_weight: as in `Scenario`.
-        momentum: the share of itself that the average keeps at the first step, within [0, 1].
-        steps: optimiser steps of the whole training.
+        momentum: momentum of the average at the first step, within [0, 1].
+        steps: number of optimiser steps of the whole training.
 
     Raises:
         ValueError: the momentum is out of bounds.
@@ -53,13 +55,13 @@ class MomentumScenario(Scenario):
         self.average = copy.deepcopy(target.model)
         for module in self.average.modules():
             if isinstance(module, nn.RNNBase):
-                # Copies of its weights lie apart in memory; cuDNN would gather them anew, and warn, at every call.
+                # Copied weights are not contiguous, so cuDNN would gather them, with a warning, at every call.
                 module.flatten_parameters()
         super().__init__([target], boosting_weight, self.average)
         self.momentum, self.steps = momentum, steps
 
     def companions(self) -> list[MatchingModel]:
-        """The average is kept beside the target."""
+        """Return the average, which is saved with the target."""
         return [self.average]
 
     def step(self, batch: BatchFunctions, number: int) -> StepResult:

@@ -1,9 +1,9 @@
-"""FDF's cross-model realignment: one model's feature extractor below the encoder heads of another.
+"""FDF's cross-model realignment: the feature extractor of one model below the encoder heads of another.
 
-Two models of the same settings and other seeds learn features that have little to do with each other. The experiment
-asks where they part: the extractor of the first is copied and frozen, in evaluation mode, the heads start from the
-second and are trained on, with the second's settings, its seed and so the order of its data. Epochs and steps of
-warm-up come again: what the heads see is new to them. Then images of each model are compared with the texts of each.
+Two models trained with the same settings and different seeds learn unrelated features. This experiment asks where they
+diverge. It copies the extractor of the first model and freezes it in evaluation mode. The heads start from the second
+model and are trained with its settings, its seed and thus its data order. Schedule and warm-up start again, because the
+heads see new features. Afterwards, the images of each model are compared with the texts of each model.
 
 Source: Zhou et al., "Achieving Ensemble-Like Performance in a Single Model: A Feature Diversification Framework for
 Image-Text Matching" (AAAI 2025), Eq 3 and Figure 2.
@@ -41,13 +41,13 @@ __all__ = ["cross_table", "extractor_of", "pooled_features", "realign"]
 
 
 def extractor_of(model: MatchingModel) -> dict[str, nn.Module]:
-    """The parts of a model that are its feature extractor, by name; all others are encoder heads.
+    """Return the modules of a model that form its feature extractor, by name; all other modules are encoder heads.
 
-    Word vectors, their dropout and the GRU, or BERT; of the encoder of patches all but the last convolution. Regions
-    come from the data otherwise, and have none.
+    For captions, these are word vectors, their dropout and the GRU, or BERT. For images, these are all layers of the
+    patch encoder except the last convolution; region features come from the data and have no extractor.
 
     Raises:
-        ValueError: the model reads captions by something else.
+        ValueError: the captions of the model have another kind of encoder.
     """
     words, images = getattr(model, "text_encoder", None), getattr(model, "image_encoder", None)
     parts: dict[str, nn.Module] = {}
@@ -56,7 +56,7 @@ def extractor_of(model: MatchingModel) -> dict[str, nn.Module]:
     elif isinstance(words, TextEncoder):
         parts |= {f"text_encoder.{name}": getattr(words, name) for name in ("embed", "dropout", "rnn")}
     else:
-        raise ValueError(f"model: {model.name} has no extractor of captions that could be shared")
+        raise ValueError(f"model: {model.name} has no caption extractor that could be shared")
     if isinstance(images, PatchEncoder):
         parts |= {f"image_encoder.layers.{index}": layer for index, layer in enumerate(list(images.layers)[:-1])}
     return parts
@@ -73,20 +73,20 @@ def realign(
     progress: bool = True,
     **machine: Any,
 ) -> TrainResult:
-    """Trains the heads of the run `second` above the extractor of the run `first`, and leaves the model in `out`.
+    """Train the heads of the run `second` on the extractor of the run `first`, and write the model to `out`.
 
     Args:
-        first, second: RUN folders of trainings that differ in their seeds alone.
-        out: the RUN folder to write.
-        data: the folder of their data.
-        epochs: passes over the training captions; None: as many as the second run had.
-        resume: continue in `out` from the last state there; it ends bit for bit where an uninterrupted one does.
+        first, second: run directories of trainings that differ only in their seeds.
+        out: the run directory to write.
+        data: the data directory.
+        epochs: number of passes over the training captions; None: as many as the second run had.
+        resume: continue from the last state in `out`. The result is bit for bit that of an uninterrupted run.
         progress: as in `itm_fast.training.train`.
-        machine: other settings that a result does not depend on but for rounding, such as `device` and `threads`.
+        machine: settings that change results only by rounding, such as `device` and `threads`.
 
     Raises:
-        ValueError: a folder holds no run, the runs differ in more than the seed, or `out` holds something already, or
-            with `resume` no state of this realignment; nothing is written then.
+        ValueError: a directory contains no run, the runs differ in more than the seed, `out` is not empty, or, with
+            `resume`, `out` has no state of this realignment. Nothing is written in that case.
     """
     config = _config(first, second, out, data, epochs, machine)
     set_threads(config.threads)
@@ -109,7 +109,7 @@ def realign(
 
 
 def freeze(part: nn.Module) -> None:
-    """No gradient, and evaluation mode whatever the mode of what it is part of."""
+    """Disable gradients and keep evaluation mode, whatever the mode of the parent module."""
     part.requires_grad_(False).eval()
     for module in part.modules():
         object.__setattr__(module, "train", lambda mode=True, module=module: module)
@@ -126,10 +126,10 @@ def _config(
                 f"{first}: was trained with {name} = {shown(getattr(before, name))}, {second} with {value}"
             )
     if config.scenario != "single" or config.conversions is not None:
-        raise ValueError(f"{second}: expected a model that was trained alone, without conversions")
+        raise ValueError(f"{second}: expected a model without companions and conversions")
     words = [Path(run) / run_folder.VOCABULARY for run in (first, second)]
     if Vocabulary.from_file(words[0]) != Vocabulary.from_file(words[1]):
-        raise ValueError(f"{words[1]}: is another vocabulary than {words[0]}")
+        raise ValueError(f"{words[1]}: differs from the vocabulary {words[0]}")
     vocab = str(words[1]) if config.bert is None else None
     defaults = {"min_count": settings.fields_of(TrainConfig)["min_count"].default}
     changes = {"data": data, "out": out, "vocab": vocab, "epochs": epochs or config.epochs, "tensorboard": False}
@@ -137,7 +137,7 @@ def _config(
 
 
 class _Crossed:
-    """Images by one model and captions by another."""
+    """The images of one model with the captions of another."""
 
     def __init__(self, images: MatchingModel, captions: MatchingModel) -> None:
         self.images, self.captions = images, captions
@@ -156,7 +156,9 @@ class _Crossed:
 
 
 def cross_table(members: Mapping[str, MatchingModel], dataset: Gallery) -> dict[str, dict[str, float]]:
-    """The sum of recalls of the images of each model (outer) with the captions of each (inner): Figure 2b."""
+    """Return the sum of recalls for the images of each model (outer) and the captions of each model (inner), as in
+    Figure 2b.
+    """
     return {
         images: {
             captions: evaluation.evaluate(_Crossed(first, second), dataset)["rsum"]
@@ -169,7 +171,9 @@ def cross_table(members: Mapping[str, MatchingModel], dataset: Gallery) -> dict[
 def pooled_features(
     members: Mapping[str, MatchingModel], dataset: PrecomputedDataset, count: int = 200
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of each model vectors (n, d) of the first `count` images and of their first captions; means of fragments."""
+    """Return, for each model, vectors (n, d) of the first `count` images and of their first captions: means of
+    fragments.
+    """
     images = torch.arange(min(count, dataset.n_images))
     captions = torch.tensor([int((dataset.caption_image == image).nonzero()[0]) for image in images])
     found = {}

@@ -1,6 +1,7 @@
-"""Earlier batches, as FDF's realignment keeps them from step to step and in a run's state.
+"""Earlier batches that FDF's realignment keeps between steps and in the state of a run.
 
-Inside: `QueuedBatch`, their base features; `QueuedInputs`, what extractors make these of; `read_queue`.
+Inside: `QueuedBatch`, which holds base features; `QueuedInputs`, which holds the inputs of the extractors;
+`read_queue`.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from itm_fast.training.scenario import Sets
 
 __all__ = ["QueuedBatch", "QueuedInputs", "read_queue"]
 
-# Of features in training, with autocast and without.
+# Dtypes of features in training, with and without autocast.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @attrs.frozen(eq=False)
 class QueuedBatch:
-    """Base features of a batch without gradient.
+    """Base features of a batch, without gradient.
 
     images: rows (R, f). captions: rows (Q, t). image_index: (n,) int64, the row of each image in the training data.
-    from_data: the regions stand in the data as they are, so that a state holds the rows of `image_index` alone.
+    from_data: whether the regions equal those in the data, so that a state needs only `image_index`.
     """
 
     images: Fragments
@@ -49,31 +50,32 @@ class QueuedBatch:
         image_index: Tensor,
         whole: Callable[[Sets], Sets],
     ) -> QueuedBatch:
-        """The batch of a step with its base features.
+        """Keep the batch of a step as its base features.
 
         Args:
-            batch: this process's part of it. images, captions: its base features.
-            from_data: its regions are those of the data, unchanged.
-            image_index: (n,) int64, the images of all of it.
-            whole: makes of base features of the part those of all, without gradient.
+            batch: this process's part of the batch.
+            images, captions: the base features of `batch`.
+            from_data: whether its regions are those of the data, unchanged.
+            image_index: (n,) int64, the images of the whole batch.
+            whole: collects the base features of all parts, without gradient.
         """
-        # Base features that come from no network are a view of the batch's own regions.
+        # Base features that no network computes are a view of the batch's regions.
         regions = batch.features.values if isinstance(batch.features, Fragments) else batch.features
         unchanged = from_data and images.values.data_ptr() == regions.data_ptr()
         return cls(whole(images), whole(captions), image_index, unchanged)
 
     def to(self, device: torch.device) -> QueuedBatch:
-        """The same on `device`."""
+        """Move the batch to `device`."""
         return QueuedBatch(
             self.images.to(device), self.captions.to(device), self.image_index.to(device), self.from_data
         )
 
     def base(self, _: FDF) -> tuple[Fragments, Fragments]:
-        """The base features of images and captions."""
+        """Return the base features of images and captions."""
         return self.images, self.captions
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors that `read_queue` makes it from."""
+        """Return the tensors from which `read_queue` restores the batch."""
         images = {} if self.from_data else {"images": self.images.values, "image_offsets": self.images.offsets}
         return {
             "image_index": self.image_index,
@@ -85,7 +87,7 @@ class QueuedBatch:
 
 @attrs.frozen(eq=False)
 class QueuedInputs:
-    """What a batch was before the extractors saw it, for base features by the extractors of a later step.
+    """The inputs of a batch, for base features from the extractors of a later step.
 
     regions: (n, k, f), or Fragments of rows (R, f). token_ids: (n, L) int64, padded. lengths: (n,) int64. image_index
     and from_data: as in `QueuedBatch`.
@@ -99,21 +101,23 @@ class QueuedInputs:
 
     @classmethod
     def of(cls, batch: Batch, *, from_data: bool, image_index: Tensor, whole: Callable[[Sets], Sets]) -> QueuedInputs:
-        """The batch of a step; the arguments are those of `QueuedBatch.of`."""
+        """Keep the inputs of the batch of a step; the arguments are those of `QueuedBatch.of`."""
         lengths: Tensor = whole(batch.lengths)
         longest = int(lengths.max())
-        # Processes pad their captions to the longest of their own.
+        # Each process pads to the longest of its own captions.
         own = torch.nn.functional.pad(batch.token_ids, (0, max(longest - batch.token_ids.shape[1], 0)))
         return cls(whole(batch.features), whole(own[:, :longest]), lengths, image_index, from_data)
 
     def to(self, device: torch.device) -> QueuedInputs:
-        """The same on `device`."""
+        """Move the batch to `device`."""
         tensors = (self.token_ids.to(device), self.lengths.to(device), self.image_index.to(device))
         return QueuedInputs(self.regions.to(device), *tensors, self.from_data)
 
     @torch.no_grad()
     def base(self, model: FDF) -> tuple[Fragments, Fragments]:
-        """The base features of images and captions, in the model's mode; running statistics stay as they are."""
+        """Compute the base features of images and captions in the model's current mode. Running statistics do not
+        change.
+        """
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         found = model.base_images(self.regions), model.base_captions(self.token_ids, self.lengths)
         for name, buffer in model.named_buffers():
@@ -121,7 +125,7 @@ class QueuedInputs:
         return found
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors that `read_queue` makes it from."""
+        """Return the tensors from which `read_queue` restores the batch."""
         state = {"image_index": self.image_index, "token_ids": self.token_ids, "lengths": self.lengths}
         if self.from_data:
             return state
@@ -138,18 +142,18 @@ def read_queue(
     words: int | None,
     image_rows: Callable[[Tensor], Tensor | Fragments] | None,
 ) -> list[QueuedBatch | QueuedInputs]:
-    """The batches of a state's entry `scenario`, the latest first.
+    """Return the batches in the entry `scenario` of a state, the latest first.
 
     Args:
-        state: what was read from the file.
-        expected: their number.
-        batch_size: the most pairs of one.
-        widths: of the base features of images and of captions; of regions where `words` is given.
-        words: the number of words in the vocabulary, for `QueuedInputs`; None for `QueuedBatch`.
-        image_rows: the regions of images by their rows in the training data; None where a state holds them.
+        state: the entry as read from the file.
+        expected: the expected number of batches.
+        batch_size: the maximum number of pairs in a batch.
+        widths: widths of the base features of images and captions; with `words`, the first is the width of the regions.
+        words: vocabulary size, for `QueuedInputs`; None for `QueuedBatch`.
+        image_rows: returns the regions of images by their rows in the training data; None if states contain them.
 
     Raises:
-        ValueError: the entry that is missing, damaged or does not fit is named.
+        ValueError: an entry is missing, damaged or inconsistent. The message names it.
     """
     name = "scenario.queue"
     queue = state.get("queue") if isinstance(state, dict) else None
@@ -181,7 +185,7 @@ def _read(
             kept["images"], kept["image_offsets"], len(index), widths[0], f"{name}.images"
         )
     elif image_rows is None:
-        raise ValueError(f"{name}.images: missing; they are not those of the data, which could be read again")
+        raise ValueError(f"{name}.images: missing; they cannot be read from the data, because training changed them")
     else:
         images = image_rows(index)
     if words is not None:

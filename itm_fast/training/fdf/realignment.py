@@ -1,17 +1,18 @@
-"""FDF's realignment training strategy: each feature conversion learns from the negatives of a batch of its own.
+"""FDF's realignment training strategy: each feature conversion learns from the negatives of a different batch.
 
 Source: Zhou et al., "Achieving Ensemble-Like Performance in a Single Model: A Feature Diversification Framework for
-Image-Text Matching" (AAAI 2025), Algorithm 1 and Eq 6. Readings of what the paper leaves open:
+Image-Text Matching" (AAAI 2025), Algorithm 1 and Eq 6. Where the paper leaves a choice open:
 
-- B_1 is the batch of the step and B_n the one of n - 1 steps before, so that a queue holds the base features of the
-  last N - 1 batches; conversion n always meets lag n - 1. Terms whose batch is not there yet are left out. Where an
-  extractor learns quickly, as a GRU from random weights, the features of then differ from those of now in what has
-  nothing to do with their content, and conversions learn that difference: `fresh` encodes the batches anew.
-- Pairs of B_n with the image of a pair of B_1 are no negatives of it.
-- The side of B_1 reaches conversion n and the shared extractor, whose backward runs once on the sum of all gradients;
-  the side of B_n reaches conversion n alone. B_n is converted and scored without gradient, and what the loss then needs
-  of it again with gradient; batch normalisation takes the running statistics for it, which it does not change.
-- Of several processes each has all of B_n, and the terms of its own pairs of B_1 with it.
+- B_1 is the batch of the current step and B_n that of n - 1 steps before. A queue holds the base features of the last N
+  - 1 batches, and conversion n always sees lag n - 1. Terms are left out until their batch exists. If an extractor
+  learns quickly, such as a GRU from random weights, old features differ from new ones in ways that have nothing to do
+  with their content, and the conversions learn that difference. With `fresh`, the earlier batches are encoded again.
+- Pairs of B_n that show the image of a pair of B_1 are not negatives of this pair.
+- Gradients of B_1 reach conversion n and the shared extractor, whose backward runs once on the sum of all gradients.
+  Gradients of B_n reach only conversion n. B_n is converted and scored without gradient; the part that the loss needs
+  is then computed again with gradient. Batch normalization uses the running statistics for B_n and does not change
+  them.
+- With several processes, each has the whole of B_n and computes the terms between it and its own pairs of B_1.
 
 Inside: `RealignmentScenario`.
 """
@@ -40,7 +41,7 @@ __all__ = ["RealignmentScenario"]
 class _Side:
     """The images or the captions of a step, as embeddings that the host scores.
 
-    fused: of the batch. own: of the batch under each conversion, from 0. others: of each queued batch under its own
+    fused: of the batch. own: of the batch under each conversion, from 0. others: of each queued batch under its
     conversion, from 1.
     """
 
@@ -50,8 +51,8 @@ class _Side:
 
     @classmethod
     def of(cls, side: FeatureDiversification, base: Fragments, queued: Sequence[Fragments]) -> _Side:
-        """All that a step needs of the base features of its batch and of those before."""
-        # Parted once: the backward of each part by itself would make a gradient of the whole.
+        """Compute the embeddings of a step from the base features of its batch and of the queued batches."""
+        # Unbind once: the backward of each index would allocate a gradient of full size.
         converted = side.conversions(base).unbind()
         others = side.conversions.of_others(queued)
         return cls(
@@ -63,10 +64,10 @@ class _Side:
 
 @attrs.frozen(eq=False)
 class _Forward:
-    """What a step needs of the model.
+    """The results of the model that a step needs.
 
     images, captions: base features of this process's part of the batch. fused, own: scores (B, B) of the batch by the
-    fused feature and by conversion 0. others: of each queued batch the scores of `RealignmentScenario._scores`.
+    fused feature and by conversion 0. others: the scores of `RealignmentScenario._scores` for each queued batch.
     """
 
     images: Fragments
@@ -77,16 +78,15 @@ class _Forward:
 
 
 class RealignmentScenario(Scenario):
-    """A model with N conversions; `L = L_realign + online_weight L_online` of the fused feature (Eq 6).
+    """Train a model with N conversions by `L = L_realign + online_weight L_online` of the fused feature (Eq 6).
 
     Args:
         target: the branch that learns; its model is an `FDF`.
         online_weight: the paper's lambda_1.
-        batch_size: the most pairs of a batch.
-        image_rows: the regions of images by their rows in the training data, as a batch has them, for a queue that is
-            restored; None where batches have others, so that a state holds them.
-        fresh: other batches have the base features that the extractors of the step give them, and not those that they
-            had in their own step.
+        batch_size: the maximum number of pairs in a batch.
+        image_rows: returns the regions of images by their rows in the training data, as batches contain them, to
+            restore a queue. None if batches change them, so that a state contains the regions.
+        fresh: encode the other batches with the current extractors instead of keeping the features of their own step.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class RealignmentScenario(Scenario):
         return True
 
     def step(self, batch: BatchFunctions, number: int) -> StepResult:
-        """One step on the batch, whose base features then join the queue; `number` is what messages call it.
+        """Run one step on the batch, whose base features then enter the queue; messages name the step by `number`.
 
         Raises:
-            ValueError: a loss or the norm of the gradient is not finite; nothing is changed then.
+            ValueError: a loss or the gradient norm is not finite. Nothing is changed in that case.
         """
         given = batch.batch
         with batch.autocast():
@@ -133,7 +133,7 @@ class RealignmentScenario(Scenario):
         return StepResult(found.fused.detach(), numbers["online_loss"], numbers)
 
     def _queued(self, batch: BatchFunctions, found: _Forward) -> QueuedBatch | QueuedInputs:
-        """What the queue keeps of the batch: of all of it, where this process has a part."""
+        """Return what the queue keeps of the whole batch; every process contributes its part."""
 
         def whole(sets: Sets) -> Sets:
             return batch.whole(self.model, sets)
@@ -145,7 +145,7 @@ class RealignmentScenario(Scenario):
 
     def _forward(self, batch: BatchFunctions) -> _Forward:
         model, given = self.model, batch.batch
-        # Before the batch's own, whose backward needs the running statistics as they were left.
+        # Queued batches come first: the backward of this batch needs the running statistics that it left.
         of_others = [queued.base(model) for queued in self.queue]
         images = model.base_images(given.features)
         captions = model.base_captions(given.token_ids, given.lengths)

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-// std::vector would suffice, except that std::vector<bool> packs its elements.
+// Not a std::vector, because of std::vector<bool>.
 template <typename T>
 struct Exact {
   Exact(const T* source, int64_t size) : memory(source == nullptr ? nullptr : new T[size]) {
