@@ -1,4 +1,4 @@
-"""Wrong or hostile files, given to the commands: one line that names the file, nothing run, nothing written."""
+"""Malformed or hostile input files: one error line that names the file, and nothing runs or is written."""
 
 from __future__ import annotations
 

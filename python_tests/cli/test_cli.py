@@ -1,4 +1,4 @@
-"""The command line: what it prints, writes and returns, and the one line that each user error becomes."""
+"""The command line: output, files, exit status, and one line for each user error."""
 
 from __future__ import annotations
 

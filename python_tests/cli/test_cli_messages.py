@@ -1,4 +1,4 @@
-"""What the command line says about files, folders and numbers that do not fit, and about a run at its start."""
+"""Messages of the command line about unsuitable files, folders and numbers, and at the start of a run."""
 
 from __future__ import annotations
 

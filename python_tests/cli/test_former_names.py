@@ -1,4 +1,4 @@
-"""Names of the release before: options, configuration files, saved runs and arguments that still have them."""
+"""Names of the previous release are accepted: options, configuration files, saved runs and arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that claim more than they hold: refused by their size or their header, before memory is taken for the claim."""
+"""Files that declare more data than they hold are rejected before memory is allocated."""
 
 from __future__ import annotations
 

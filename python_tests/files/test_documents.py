@@ -1,4 +1,4 @@
-"""JSON and YAML documents that mean different things to different readers are refused by name."""
+"""JSON and YAML documents that parsers read differently are rejected with the file's name."""
 
 from __future__ import annotations
 

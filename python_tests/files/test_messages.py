@@ -1,4 +1,4 @@
-"""What files say is shown in a few words, however large or tangled it is."""
+"""File contents in messages are shortened, however large or nested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The losses that the papers compare with: values and gradients against loops, and what they do at the edges."""
+"""The comparison losses of the papers: values and gradients against loops, and edge cases."""
 
 from __future__ import annotations
 

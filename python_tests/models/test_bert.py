@@ -1,4 +1,4 @@
-"""Captions read by BERT: pieces of words, the encoder against its equations, training, saving, and what is refused."""
+"""BERT as text encoder: word pieces, the equations, training, saving, and rejected input."""
 
 from __future__ import annotations
 

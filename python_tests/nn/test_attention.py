@@ -1,4 +1,4 @@
-"""The attention of words over regions: against the published equations in float64, and through a whole model."""
+"""The attention of words over regions: the published equations in float64, and a whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTML pages taken apart. Inside: `Page`."""
+"""Parse HTML pages. Inside: `Page`."""
 
 from __future__ import annotations
 

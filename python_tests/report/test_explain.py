@@ -1,4 +1,4 @@
-"""`itm-fast explain`: the weights in the page are those of the scores, drawn over the picture or as tables."""
+"""`itm-fast explain`: the page shows the weights of the scores, over the picture or as tables."""
 
 from __future__ import annotations
 

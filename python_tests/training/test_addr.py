@@ -1,4 +1,4 @@
-"""ADDR's scenario: what a step of each phase minimises and changes, and the course of the phases."""
+"""ADDR's scenario: the objective and the updates of each phase, and the order of the phases."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rows_of(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def stir(trainer: Trainer) -> None:
-    """Discriminators as after some training: fresh ones are zero and all alike."""
+    """Perturb the discriminators as training would: new ones are zero and identical."""
     store, random = trainer.stepper.scenario.discriminators, torch.Generator().manual_seed(6)
     for _ in range(3):
         rows = store.gather(torch.arange(store.n_images))
@@ -218,7 +218,7 @@ def test_both_terms_share_one_reduction(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("captions", [[3], [0, 1, 2]])
 def test_a_batch_in_which_an_image_has_no_other_image(data: Path, tmp_path: Path, captions: list[int]) -> None:
-    """Its regularisation is zero: both phases take their risks alone."""
+    """The regularisation is zero: both phases use only their risks."""
     trainer = trainer_of(data, tmp_path, alternation="step", model_options={**OPTIONS, "word_dropout": 0.0})
     stir(trainer)
     batch = trainer.train_data.batch(captions)

@@ -1,4 +1,4 @@
-"""Whole runs of ADDR: the ablations, that they resume bit for bit in either phase, and what they refuse."""
+"""Whole runs of ADDR: ablations, bit-exact resume in both phases, and rejected settings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def settings_of(data: Path, out: Path, **changes: object) -> TrainConfig:
 def test_a_resumed_run_equals_an_uninterrupted_one(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: int, changes: dict
 ) -> None:
-    """State, discriminators, log and saved model, bit for bit, wherever in its phases it was stopped."""
+    """The resumed run equals the uninterrupted one bit for bit: state, discriminators, log and saved model."""
     settings = settings_of(data, tmp_path / "whole", log_every=3, **changes)
     assert run(settings).steps == 16
     parts = attrs.evolve(settings, out=str(tmp_path / "parts"))
@@ -82,7 +82,7 @@ def test_a_run_that_is_killed_ends_like_one_that_is_left_alone(data: Path, tmp_p
 
 
 def test_a_kill_between_both_files_of_a_save(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state of before still has its discriminators; those of the save that was cut off are removed later."""
+    """The previous state keeps its discriminators. Files of the interrupted save are removed later."""
     settings = settings_of(data, tmp_path / "whole", epochs=1, save_every=2)
     run(settings)
     parts = attrs.evolve(settings, out=str(tmp_path / "parts"))
@@ -121,7 +121,7 @@ def test_a_full_disk_loses_only_the_steps_since_the_last_save(data: Path, tmp_pa
 
 
 def test_base_is_ordinary_training(data: Path, tmp_path: Path) -> None:
-    """And so are discriminators whose risk weighs nothing: their phases change no weight and no order of the data."""
+    """Discriminators with zero risk weight change neither the weights nor the data order."""
     plain = {"text_augmentation": 0.0, "log_every": 1}
     run(settings_of(data, tmp_path / "single", scenario="single", **plain))
     assert run(settings_of(data, tmp_path / "base", addr="base", **plain)).steps == 8
@@ -138,7 +138,7 @@ def test_base_is_ordinary_training(data: Path, tmp_path: Path) -> None:
 
 
 def test_ablations_part_ways(data: Path, tmp_path: Path) -> None:
-    """Each of the four is a training of its own."""
+    """The four ablations give different weights."""
     found = []
     for addr in ("base", "united", "multiple", "full"):
         run(settings_of(data, tmp_path / addr, addr=addr, adversarial_weight=0.5))
@@ -234,7 +234,7 @@ def refuses(settings: TrainConfig, message: str) -> None:
 
 
 def test_discriminators_of_another_run(data: Path, tmp_path: Path) -> None:
-    """Another data set of the same size, other sizes, and none at all."""
+    """Reject discriminators of another data set or of other sizes, and missing ones."""
     other = write_concepts(tmp_path / "concepts")
     lines = (other / "train_caps.txt").read_text().splitlines()
     (other / "train_caps.txt").write_text("\n".join([*lines[1:], lines[0]]) + "\n")

@@ -1,4 +1,4 @@
-"""Settings that a run takes although they do not do there what they are for: what it says, and that it is so."""
+"""Settings that have no effect in a configuration: the warning, and that it is true."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_without_discriminators_none_of_their_settings_has_an_effect() -> None:
 
 @pytest.mark.parametrize("addr", ["base", "multiple"])
 def test_what_is_said_to_have_no_effect_has_none(data: Path, tmp_path: Path, addr: str) -> None:
-    """A run says it, and ends bit for bit where one without these settings does."""
+    """The run warns and ends bit for bit like a run without these settings."""
     settings = {"scenario": "addr", "addr": addr, "epochs": 1}
     run(config(data, tmp_path / "plain", **settings))
     with pytest.warns(UserWarning, match=rf"^regularization_weight: 0\.7 has no effect with addr {addr}$"):

@@ -1,4 +1,4 @@
-"""A damaged training state is refused by the name of the entry, before a step is done; nothing is written."""
+"""A damaged training state is rejected with the name of the entry, before any step and without writing."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_a_state_with_code_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_changed_bit_of_a_tensor_is_noticed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every value would still be a number."""
+    """The checksum detects a changed bit even if every value is still a number."""
     path = run / "last" / "checkpoint.pt"
     weight = torch.load(path, weights_only=True)["model"]["image_encoder.fc.weight"].numpy().tobytes()
     content = bytearray(path.read_bytes())

@@ -1,4 +1,4 @@
-"""What is measured of mining and gradients during training, against loops, and that measuring changes nothing."""
+"""Diagnostics of mining and gradients match loops, and measuring does not change training."""
 
 from __future__ import annotations
 

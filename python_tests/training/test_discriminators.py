@@ -1,4 +1,4 @@
-"""The store of discriminators: Adam row by row as torch has it, low precision, files, and what is refused."""
+"""The store of discriminators: Adam per row as in torch, low precision, files, and rejected input."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_low_precision_rounds_to_a_neighbour_and_keeps_the_mean() -> None:
 
 @pytest.mark.parametrize("precision", ["float32", "low"])
 def test_files_in_the_place_of_memory(tmp_path: Path, precision: str) -> None:
-    """The same numbers; the files have no names and leave nothing behind."""
+    """A store in files gives the same numbers as one in memory and leaves no files."""
     folder = tmp_path / "store"
     in_memory, on_disk = (Discriminators(N, DIM, precision=precision, folder=where) for where in (None, folder))
     for store in (in_memory, on_disk):

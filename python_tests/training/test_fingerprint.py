@@ -1,4 +1,4 @@
-"""What of the data a resumed run looks at, and how little of large files."""
+"""The data fingerprint that a resumed run compares, and how little it reads of large files."""
 
 from __future__ import annotations
 

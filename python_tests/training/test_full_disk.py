@@ -1,4 +1,4 @@
-"""A disk that takes no more: one clear line, everything of before is kept, nothing half-written stays."""
+"""A full disk gives one clear error line; earlier files are kept, and no partial file remains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An interrupted run ends bit for bit where an uninterrupted one does."""
+"""An interrupted and resumed run equals an uninterrupted one bit for bit."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_finished_run_can_go_on_for_more_epochs(data: Path, tmp_path: Path) ->
 
 
 def test_ctrl_c_with_workers_finishes_the_step(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal interrupts the worker processes, too; they leave it to the training process."""
+    """Ctrl-C in a terminal also reaches the workers; the training process still finishes its step."""
     settings = config(data, tmp_path / "run", epochs=2, workers=1)
     after_step, others = trainer_module.Trainer._after_step, set(multiprocessing.active_children())
 
@@ -122,7 +122,7 @@ def test_ctrl_c_with_workers_finishes_the_step(data: Path, tmp_path: Path, monke
 def test_worker_processes_end_with_a_run_that_fails(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while somebody keeps the error, as a notebook does."""
+    """Workers end even if the caller keeps the exception, as a notebook does."""
     others = set(multiprocessing.active_children())
 
     def failing(*_: object) -> None:

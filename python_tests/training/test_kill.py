@@ -1,4 +1,4 @@
-"""A training that is killed and resumed again and again ends bit for bit like one that was left alone."""
+"""A training that is killed and resumed repeatedly equals an uninterrupted one bit for bit."""
 
 from __future__ import annotations
 

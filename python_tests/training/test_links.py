@@ -1,4 +1,4 @@
-"""Symbolic links and special files in a run directory from someone else: nothing outside is written, nothing hangs."""
+"""Symbolic links and special files in an untrusted run directory cause no outside writes and no hangs."""
 
 from __future__ import annotations
 

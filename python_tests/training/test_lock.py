@@ -1,4 +1,4 @@
-"""Two trainings never write to one folder, and a lock ends with its process."""
+"""Two trainings never write to one folder, and a lock is released when its process ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def processes() -> Iterator[list[int]]:
-    """Processes to end after the test, whatever happens in it."""
+    """Child processes, killed after the test."""
     started: list[int] = []
     yield started
     for process in started:

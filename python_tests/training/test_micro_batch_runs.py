@@ -1,4 +1,4 @@
-"""Training with micro-batches: every scenario as without them, whole runs, and what is refused."""
+"""Training with micro-batches: equal to plain batches in every scenario, whole runs, and rejected settings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def anchor(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trainer_of(data: Path, out: Path, dtype: torch.dtype, **changes: object) -> Trainer:
-    """A trainer all of whose models are `dtype`."""
+    """A trainer with all models in `dtype`."""
     trainer = make_trainer(config(data, out, **changes))
     scenario = trainer.stepper.scenario
     for model in (*(branch.model for branch in scenario.branches), scenario.anchor):

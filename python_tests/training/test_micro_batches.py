@@ -1,4 +1,4 @@
-"""Encoding a batch a micro-batch at a time: equal to the plain batch, on no more sets than the loss needs."""
+"""Encoding in micro-batches equals the plain batch and recomputes only the sets that the loss needs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_in_float32_the_error_is_that_of_the_whole_batch(name: str) -> None:
 
 @pytest.mark.parametrize("micro_batch", [COUNT, 50])
 def test_a_micro_batch_that_holds_all_is_the_plain_batch(micro_batch: int) -> None:
-    """Bit for bit, dropout and batch normalisation included."""
+    """The results are equal bit for bit, with dropout and batch normalisation."""
     found = []
     for size in (None, micro_batch):
         model = make("sgr", word_dropout=0.4, image_encoder="residual").float()
@@ -112,7 +112,7 @@ def test_images_that_differ_in_regions() -> None:
 
 
 class Calls:
-    """Which images and captions of a batch a model encodes, with and without gradient, call by call."""
+    """Record which images and captions a model encodes in each call, with and without gradient."""
 
     def __init__(self, model: MatchingModel, sides: tuple[Any, ...], patch: pytest.MonkeyPatch) -> None:
         self.of: dict[tuple[str, bool], list[list[int]]] = {}

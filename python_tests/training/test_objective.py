@@ -1,4 +1,4 @@
-"""The loss of a run: what settings may be combined, and that a step has the loss that they name."""
+"""The training loss: allowed combinations of settings, and that a step uses the configured loss."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_warm_up_has_the_triplet_loss_of_all_negatives(data: Path, tmp_path: P
 
 
 def test_a_run_with_selhn_is_resumed_exactly(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and log, diagnostics included, are those of a run that was never stopped."""
+    """Weights and log, with diagnostics, equal those of an uninterrupted run."""
     settings = config(data, tmp_path / "whole", mining="selective", epsilon=0.05, warmup_epochs=1, log_every=2)
     run(settings)
     parts = attrs.evolve(settings, out=str(tmp_path / "parts"))

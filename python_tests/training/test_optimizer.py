@@ -1,4 +1,4 @@
-"""What the settings of optimiser and steps do, number by number."""
+"""Settings of the optimiser and of steps, checked against their equations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warning of the plateau on which all scores are equal."""
+"""The warning if all scores are equal."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_equal_scores_lie_on_the_plateau(data: Path, tmp_path: Path) -> None:
 
 
 def test_equal_scores_warn_after_twenty_steps() -> None:
-    """Scores that are seen to be equal need no hundred steps; scores that differ do."""
+    """Equal scores warn after 20 steps; different scores warn later."""
     monitor = PlateauMonitor(margin=0.2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

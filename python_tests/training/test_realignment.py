@@ -1,4 +1,4 @@
-"""FDF's training: Algorithm 1 and Eq 6 in float64, the queue, whole runs, and what is refused."""
+"""FDF's training: Algorithm 1 and Eq 6 in float64, the queue, whole runs, and rejected settings."""
 
 from __future__ import annotations
 

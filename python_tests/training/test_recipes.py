@@ -1,4 +1,4 @@
-"""Recipes: the published numbers, what overrides what, and how they reach a training."""
+"""Recipes: published values, precedence of options, and the resulting training settings."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained_with(data: Path, out: Path, *arguments: object) -> dict[str, object]:
-    """The settings of a run by its own account."""
+    """The settings that a trained run records."""
     assert cli.run(["train", "--data", str(data), "--out", str(out), *map(str, arguments)]) == 0
     return read_yaml(out / "train.yaml")
 

@@ -1,4 +1,4 @@
-"""What a resumed run accepts, and what it makes up for."""
+"""Settings that a resumed run accepts, and work that it repeats."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_another_vocabulary_is_refused(data: Path, tmp_path: Path) -> None:
 def test_a_validation_that_fails_loses_no_step(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit: str
 ) -> None:
-    """The steps before it are kept, and the resumed run starts with the validation that is missing."""
+    """The steps before a failed validation are kept. The resumed run starts with the missing validation."""
     every = {"epoch": 1, "step": 3}[unit]
     settings = config(data, tmp_path / "whole", validate_unit=unit, validate_every=every)
     run(settings)

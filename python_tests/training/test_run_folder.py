@@ -1,4 +1,4 @@
-"""What a new run may write over, and what it leaves alone."""
+"""Which files a new run may overwrite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs of the training scenarios: what they leave, that they resume bit for bit, and what they refuse."""
+"""Whole runs of the training scenarios: their files, bit-exact resume, and rejected settings."""
 
 from __future__ import annotations
 

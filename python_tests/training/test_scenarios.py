@@ -1,4 +1,4 @@
-"""One step of each training scenario: what the branches minimise, what the anchors are, and what changes."""
+"""One step of each training scenario: objectives of the branches, anchors, and changed weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RESIDUAL = {**OPTIONS, "image_encoder": "residual"}
 
 @pytest.fixture(scope="module")
 def anchor(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained model to be the frozen one."""
+    """A trained model for use as the frozen anchor."""
     out = tmp_path_factory.mktemp("anchor") / "run"
     run(config(data, out, epochs=1, seed=5, model_options=RESIDUAL))
     return out
@@ -40,7 +40,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def scores_of(trainer: Trainer, model: nn.Module, *, training: bool) -> Tensor:
-    """The scores of the batch by a copy of a model, which stays as it is."""
+    """Scores of the batch by a copy of a model, which itself does not change."""
     batch = trainer.train_data.batch(CAPTIONS)
     with torch.no_grad():
         return copy.deepcopy(model).train(training)(batch.features, batch.token_ids, batch.lengths)

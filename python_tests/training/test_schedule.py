@@ -1,4 +1,4 @@
-"""The learning rate and the kind of negatives, step by step."""
+"""Learning rate and kind of negatives at each step."""
 
 from __future__ import annotations
 

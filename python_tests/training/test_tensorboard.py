@@ -1,4 +1,4 @@
-"""The curves for TensorBoard hold what the log holds, each number once, however often a run was resumed."""
+"""TensorBoard curves match the log, with each value once, after any number of resumes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def curves(reader: EventAccumulator) -> dict[str, list[tuple[int, float]]]:
 
 
 def expected(out: Path) -> dict[str, list[tuple[int, object]]]:
-    """The same from the log; TensorBoard keeps float32."""
+    """The same values from the log, in TensorBoard's float32."""
     result: dict[str, list[tuple[int, object]]] = {}
     for line in read_metrics(out / "metrics.jsonl"):
         for name in line.keys() - {"kind", "step", "epoch", "seconds", "mining", "split"}:

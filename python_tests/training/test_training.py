@@ -1,4 +1,4 @@
-"""The trainer: what a run learns, logs and leaves behind."""
+"""The trainer: what a run learns, its log and its files."""
 
 from __future__ import annotations
 
