@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from itm_fast.fragments import Fragments
+from itm_fast.reference.half_precision import float16_in_float32
 
 CLIPPED = ("clipped_l2norm", "clipped_l1norm", "clipped")
 EPSILON = 1e-8
@@ -29,6 +30,7 @@ CANCELLATION = 1 / 512
 _BLOCK_ELEMENTS = 1 << 24
 
 
+@float16_in_float32
 def cross_attention_scores(
     queries: Fragments,
     contexts: Fragments,
@@ -172,6 +174,7 @@ def reassign_attention(attention: Tensor, focal: str, dim: int, count: Tensor | 
     return focused / focused.sum(dim=dim, keepdim=True)
 
 
+@float16_in_float32
 def cross_attention_scores_packed(
     queries: Fragments,
     contexts: Fragments,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from itm_fast.fragments import Fragments
 from itm_fast.reference.cross_attention import EPSILON, cross_attention_weights, detach_zero_rows, pair_batches
+from itm_fast.reference.half_precision import float16_in_float32
 from itm_fast.reference.philox import CounterDropout
 from itm_fast.reference.regulator_parameters import (
     AggregationWeights,
@@ -221,6 +222,7 @@ class PairRows:
         return rows * self.dropout.factors(self.rows, self.contexts[:, None], 2 * step, rows.shape[-1], rows.dtype)
 
 
+@float16_in_float32
 def regulated_scores(
     queries: Fragments,
     contexts: Fragments,
@@ -245,6 +247,7 @@ def regulated_scores(
     return scores
 
 
+@float16_in_float32
 def cross_attention_alignments(
     queries: Fragments,
     contexts: Fragments,

@@ -21,6 +21,7 @@ from itm_fast.reference.cross_attention import (
     normalize_over_queries,
     reassign_attention,
 )
+from itm_fast.reference.half_precision import float16_in_float32
 from itm_fast.reference.philox import CounterDropout
 from itm_fast.reference.regulator_parameters import CorrespondenceWeights, RegulatorParameters
 from itm_fast.reference.regulators import (
@@ -132,6 +133,7 @@ class _Packed(PackedRows):
         return rows * self.dropout.factors(*places, 2 * step, rows.shape[-1], rows.dtype)
 
 
+@float16_in_float32
 def regulated_scores_packed(
     queries: Fragments,
     contexts: Fragments,
@@ -162,6 +164,7 @@ def regulated_scores_packed(
     )
 
 
+@float16_in_float32
 def cross_attention_alignments_packed(
     queries: Fragments,
     contexts: Fragments,

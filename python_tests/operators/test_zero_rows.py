@@ -111,6 +111,29 @@ def test_regulators(make: Callable[[Any, torch.dtype], Operator], dtype: torch.d
         )
 
 
+def reference_operators(dtype: torch.dtype) -> dict[str, Operator]:
+    parameters = random_parameters("rcar2", 16, 8, seed=4).to(dtype)
+    step = parameters.correspondences[0]
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
+    return {
+        "scores": reference.cross_attention_scores,
+        "packed scores": reference.cross_attention_scores_packed,
+        "regulated": lambda q, c: reference.regulated_scores(q, c, parameters),
+        "packed regulated": lambda q, c: reference.regulated_scores_packed(q, c, parameters),
+        "alignments": lambda q, c: reference.cross_attention_alignments(q, c, [weight] * 2, correspondences=[step]),
+        "packed alignments": lambda q, c: reference.cross_attention_alignments_packed(q, c, [weight]),
+    }
+
+
+@pytest.mark.parametrize("name", reference_operators(torch.float64))
+def test_the_reference_in_float16(name: str) -> None:
+    """The constant that keeps quotients finite is below the smallest float16."""
+    exact = gradients(reference_operators(torch.float64)[name], torch.float64)
+    for found, expected in zip(gradients(reference_operators(torch.float16)[name], torch.float16), exact, strict=True):
+        assert found.dtype == torch.float16
+        assert torch.linalg.vector_norm(found.double() - expected) < 0.05 * torch.linalg.vector_norm(expected)
+
+
 def test_a_row_without_direction_is_exactly_zero() -> None:
     """The smallest row that is not zero keeps its gradient."""
     queries, contexts = sets(torch.float64)
