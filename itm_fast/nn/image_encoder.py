@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
@@ -29,7 +30,7 @@ class ImageEncoder(nn.Module):
     def forward(self, features: Tensor | Fragments) -> Fragments:
         """`features` (n, k, f), or Fragments of rows (N, f), to Fragments of rows (n * k or N, d)."""
         regions = as_regions(features, self.fc.in_features)
-        embedded = self.fc(regions.values)
+        embedded = detach_blank_rows(self.fc(regions.values), regions.values)
         return regions.with_values(embedded if self.no_imgnorm else l2norm(embedded))
 
 
@@ -39,6 +40,25 @@ def linear_layer(feature_dim: int, embed_dim: int) -> nn.Linear:
     nn.init.xavier_uniform_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
+
+
+def detach_blank_rows(embedded: Tensor, rows: Tensor) -> Tensor:
+    """Return `embedded`, without gradient for rows that are exactly zero: padding and blank pictures.
+
+    A layer turns such a row into its bias, which is zero at first and then tiny. The direction of a tiny vector has a
+    huge derivative, which would dominate those of all other rows.
+
+    Args:
+        embedded: `(N, d)`, what the layers make of `rows`.
+        rows: `(N, f)`.
+    """
+    if not (torch.is_grad_enabled() and embedded.requires_grad):
+        return embedded
+    blank = ~rows.any(dim=1, keepdim=True)
+    # Most batches have none. On a GPU, asking would cost more than the selection.
+    if rows.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(blank.any()):
+        return embedded
+    return torch.where(blank, embedded.detach(), embedded)
 
 
 def as_regions(features: Tensor | Fragments, feature_dim: int) -> Fragments:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
-from itm_fast.nn.image_encoder import as_regions, linear_layer
+from itm_fast.nn.image_encoder import as_regions, detach_blank_rows, linear_layer
 from itm_fast.nn.normalization import l2norm
 
 __all__ = ["ResidualImageEncoder"]
@@ -57,7 +57,7 @@ class ResidualImageEncoder(nn.Module):
         regions = as_regions(features, self.fc.in_features)
         embedded = self.fc(regions.values)
         added = self.mlp(embedded if self.projected else regions.values)
-        embedded = embedded + added if self.residual else added
+        embedded = detach_blank_rows(embedded + added if self.residual else added, regions.values)
         return regions.with_values(embedded if self.no_imgnorm else l2norm(embedded))
 
 

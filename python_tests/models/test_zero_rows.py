@@ -16,19 +16,25 @@ SIZES = {"vocab_size": 30, "feature_dim": 12, "embed_dim": 16, "word_dim": 8}
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("scan", {}), ("scan", {"direction": "i2t"}), ("scan", {"regulator": "rcar", "steps": 2}), ("bfan", {}),
     ("chan", {}), ("vsrn", {}), ("sgraf", {"n_regions": 5}), ("dbl", {}), ("vsepp", {}), ("vse_infty", {}),
+    ("scan", {"image_encoder": "residual"}), ("vsepp", {"image_encoder": "projected_residual"}),
 ]  # fmt: skip
 
 
 def gradient_norm(name: str, settings: dict[str, Any], features: Tensor) -> float:
-    """The norm of the gradient of all weights after the first step on three pairs."""
+    """The largest norm of the gradient of all weights in the first three steps on three pairs."""
     torch.manual_seed(0)
     model = models.create(name, **SIZES, **settings)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-5)
     token_ids, lengths = torch.randint(4, 30, (3, 6)), torch.tensor([6, 4, 3])
-    F_itm.triplet_loss(model(features, token_ids, lengths), margin=0.2, mining="hardest").backward()
-    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in gradients])))
-    assert norm == norm
-    return norm
+    norms = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        F_itm.triplet_loss(model(features, token_ids, lengths), margin=0.2, mining="hardest").backward()
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        norms.append(float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in gradients]))))
+        optimizer.step()
+    assert all(norm == norm for norm in norms)
+    return max(norms)
 
 
 @pytest.mark.parametrize(("name", "settings"), MODELS)
@@ -39,7 +45,7 @@ def test_zero_regions_and_images_leave_gradients_as_they_are(name: str, settings
     padded[:, 3:] = 0
     blank[1] = 0
     for changed in (padded, blank):
-        assert 0 < gradient_norm(name, settings, changed) < 1e3 * ordinary
+        assert 0 < gradient_norm(name, settings, changed) < 100 * ordinary
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
