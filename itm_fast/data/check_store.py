@@ -17,7 +17,7 @@ from itm_fast.data import store_format
 from itm_fast.data.check_split import Problem, without_path
 from itm_fast.data.digests import sha256_of_file
 from itm_fast.data.store_format import SplitRecord
-from itm_fast.data.store_index import check_token_ids
+from itm_fast.data.store_index import check_captions, check_token_ids
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.files import regular
 
@@ -68,6 +68,7 @@ def check_store(
                 index = store_format.read_index(path, split)
                 if vocabulary is not None:
                     check_token_ids(path, index, vocabulary)
+                    check_captions(path, index, vocabulary)
 
             _check(folder / split.index, problems, check_index)
             for shard in split.shards:

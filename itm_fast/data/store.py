@@ -21,7 +21,7 @@ from itm_fast.data.features import Features, as_regions
 from itm_fast.data.precomputed import PrecomputedDataset
 from itm_fast.data.reader import BufferPool, ShardReader, default_threads
 from itm_fast.data.store_format import DTYPES, Manifest, SplitRecord
-from itm_fast.data.store_index import check_token_ids
+from itm_fast.data.store_index import check_token_ids, texts
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.files import regular
 from itm_fast.files.processors import check_count
@@ -202,8 +202,8 @@ class StoreDataset(PrecomputedDataset):
         known = _is_of(manifest, self.directory, vocabulary)
         if known:
             check_token_ids(index_path, index, vocabulary)
-        captions, caption_image = _texts(index, "text"), index["caption_image"]
-        image_ids = _texts(index, "ids") if "ids" in index else None
+        captions, caption_image = texts(index, "text"), index["caption_image"]
+        image_ids = texts(index, "ids") if "ids" in index else None
         token_ids, lengths, counts = index["token_ids"], index["caption_lengths"], index.get("region_counts")
         features = StoreFeatures(self.directory, manifest.dtype, record, counts)
         if max_images is not None and max_images < record.images:
@@ -238,11 +238,6 @@ class StoreDataset(PrecomputedDataset):
         # Open files and threads cannot be pickled: a worker process opens the store again.
         opened = functools.partial(StoreDataset, max_images=self._max_images)
         return opened, (self.directory, self.split, self.vocabulary)
-
-
-def _texts(index: dict[str, np.ndarray], name: str) -> list[str]:
-    content, ends = index[name].tobytes(), np.cumsum(index[f"{name}_lengths"]).tolist()
-    return [content[start:end].decode() for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def _is_of(manifest: Manifest, directory: Path, vocabulary: Vocabulary) -> bool:

@@ -40,6 +40,8 @@ _SAFETENSORS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _MAX_MANIFEST_BYTES = 16 * 2**20
 # More shards would not fit into the manifest or into the notes of an unfinished store.
 MOST_SHARDS = 2**16
+# Sizes of models may depend on it, but no file of a ragged split does.
+_MOST_REGIONS = 2**16
 _NAME = re.compile(r"(?!\.{1,2}$)[^/\\\0]{1,200}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -161,15 +163,15 @@ def _check_manifest(manifest: Manifest) -> None:
     if len({split.name for split in manifest.splits}) < len(manifest.splits):
         raise ValueError("splits: a name occurs twice")
     for split in manifest.splits:
-        names = [split.index, *(shard.file for shard in split.shards)]
+        names = [split.name, split.index, *(shard.file for shard in split.shards)]
         if not all(_NAME.fullmatch(name) for name in names) or not _DIGEST.fullmatch(split.index_sha256):
-            raise ValueError(f"{split.name}: names of files or digests")
+            raise ValueError(f"{split.name}: its name, names of files or digests")
         images = sum(shard.images for shard in split.shards)
         regions, full = sum(shard.regions for shard in split.shards), split.images * split.regions
         if not images or images != split.images or not (regions == full or (split.ragged and regions < full)):
             raise ValueError(f"{split.name}: images of the shards")
-        if not split.width or not split.captions:
-            raise ValueError(f"{split.name}: its width or its captions")
+        if not split.width or not split.captions or split.regions > _MOST_REGIONS:
+            raise ValueError(f"{split.name}: its width, captions or regions per image")
         for shard in split.shards:
             size = len(shard_header(manifest.dtype, shard.regions, split.width))
             size += shard.regions * split.width * DTYPES[manifest.dtype].itemsize

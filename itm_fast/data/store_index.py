@@ -1,6 +1,6 @@
 """Check the index of a feature store against its manifest before anything uses it.
 
-Inside: `check_index`, `check_token_ids`.
+Inside: `check_index`, `check_token_ids`, `check_captions`, `texts`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from itm_fast.data.vocabulary import Vocabulary
+from itm_fast.files.messages import shown
 
-__all__ = ["check_index", "check_token_ids"]
+__all__ = ["check_captions", "check_index", "check_token_ids", "texts"]
 
 _DTYPES = {"token_ids": "int32", "text": "uint8", "ids": "uint8"}  # All other arrays are int64.
 # Arrays of lengths, and the arrays whose parts they delimit.
@@ -94,6 +95,25 @@ def check_token_ids(path: Path, arrays: Mapping[str, np.ndarray], vocabulary: Vo
             f"{path}: caption_lengths: caption {wrong[0]} does not begin with {vocabulary.words[vocabulary.start]} and "
             f"end with {vocabulary.words[vocabulary.end]}"
         )
+
+
+def check_captions(path: Path, arrays: Mapping[str, np.ndarray], vocabulary: Vocabulary) -> None:
+    """Check that the token ids of a checked index are those of the captions' texts. Takes as long as tokenising them.
+
+    Raises:
+        ValueError: a caption has other token ids than its text.
+    """
+    starts = [0, *np.cumsum(arrays["caption_lengths"]).tolist()]
+    for number, text in enumerate(texts(arrays, "text")):
+        found = arrays["token_ids"][starts[number] : starts[number + 1]].tolist()
+        if found != vocabulary.encode(text):
+            raise ValueError(f"{path}: token_ids: those of caption {number} are not those of its text, {shown(text)}")
+
+
+def texts(arrays: Mapping[str, np.ndarray], name: str) -> list[str]:
+    """Return the texts `name` of a checked index: "text", the captions, or "ids", the names of images."""
+    content, ends = arrays[name].tobytes(), np.cumsum(arrays[f"{name}_lengths"]).tolist()
+    return [content[start:end].decode() for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def _check_type(path: Path, name: str, array: np.ndarray | None, size: int | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -20,6 +19,10 @@ _NUMBERS = (
     "step", "epoch", "seconds", "loss", "lr", "rsum", "image_grad_norm", "hardest_gap", "i2t_hardest_share",
     "t2i_hardest_share",
 )  # fmt: skip
+
+
+# Larger numbers cannot be plotted.
+_LARGEST = 1e100
 
 
 class MetricsLog:
@@ -82,7 +85,7 @@ def read_metrics(path: str | os.PathLike[str], required: Collection[str] = ()) -
             raise ValueError(f"{where}: expected names and values, got {shown(values)}")
         for name, value in values.items():
             if not _fits(name, value):
-                wanted = "a finite number" + ("" if name in _NUMBERS else " or a text")
+                wanted = f"a number below {_LARGEST:g} in size" + ("" if name in _NUMBERS else " or a text")
                 raise ValueError(f"{where}: {shortened(name)}: expected {wanted}, got {shown(value)}")
         missing = [name for name in required if name not in values]
         if missing:
@@ -94,4 +97,4 @@ def read_metrics(path: str | os.PathLike[str], required: Collection[str] = ()) -
 def _fits(name: str, value: Any) -> bool:
     if isinstance(value, str):
         return name not in _NUMBERS
-    return type(value) in (int, float) and abs(value) < (2**53 if type(value) is int else math.inf)
+    return type(value) in (int, float) and abs(value) < (2**53 if type(value) is int else _LARGEST)

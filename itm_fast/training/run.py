@@ -185,6 +185,12 @@ def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedD
     if config.model == "fdf":
         raise ValueError("model: fdf is what --conversions N makes of another model; name that one")
     known = settings.fields_of(models.config_class(config.model))
+    counts = data.source.counts
+    if "n_regions" in known and counts is not None and bool((counts < data.features.shape[1]).any()):
+        raise ValueError(
+            f"model: {config.model} needs {data.features.shape[1]} regions for each image, but some images of split "
+            f"{data.split} have fewer"
+        )
     from_data = {
         "vocab_size": len(vocabulary),
         "feature_dim": int(data.features.shape[2]),

@@ -1,6 +1,6 @@
 """The run directory: when a run may write into it. `itm_fast.files.run_files` lists its files.
 
-Inside: `check`, `missing_model_file`, `prepare`, `saved_config`, `save_models`.
+Inside: `check`, `lost_model`, `prepare`, `saved_config`, `save_models`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from itm_fast import config as settings
+from itm_fast import models
 from itm_fast.data import Vocabulary
 from itm_fast.files import atomic, regular
 from itm_fast.files.messages import shown
@@ -24,7 +25,7 @@ __all__ = [
     "TENSORBOARD",
     "VOCABULARY",
     "check",
-    "missing_model_file",
+    "lost_model",
     "prepare",
     "save_models",
     "saved_config",
@@ -113,11 +114,17 @@ def save_models(run: str | Path, target: MatchingModel, others: Sequence[Matchin
     target.save(run)
 
 
-def missing_model_file(run: str | Path, others: int) -> Path | None:
-    """Return the first missing file of the best model or of the `others` saved with it; None if all exist."""
-    folders = [Path(run), *(Path(run) / BRANCHES / str(number) for number in range(1, others + 1))]
-    files = [folder / name for folder in folders for name in (CONFIG_FILE, WEIGHTS_FILE)]
-    return next((file for file in files if not regular.is_file(file)), None)
+def lost_model(run: str | Path, others: int) -> str | None:
+    """Return why the best model, or one of the `others` saved with it, cannot be read; None if all can."""
+    for folder in (Path(run), *(Path(run) / BRANCHES / str(number) for number in range(1, others + 1))):
+        for name in (CONFIG_FILE, WEIGHTS_FILE):
+            if not regular.is_present(folder / name):
+                return f"{folder / name}: gone"
+        try:
+            models.load(folder)
+        except (ValueError, OSError) as error:
+            return str(error)
+    return None
 
 
 def _written(run: Path) -> list[Path]:

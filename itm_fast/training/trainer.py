@@ -143,17 +143,18 @@ class Trainer:
         if found is not None:
             summary, self.progress.log_size = found
             self.progress.judge(summary, self.progress.position)
-        missing = run_folder.missing_model_file(self.config.out, len(self.stepper.scenario.companions()))
-        if self.progress.best and missing is not None:
-            self._forget_best(missing)
+        if self.progress.best:
+            lost = run_folder.lost_model(self.config.out, len(self.stepper.scenario.companions()))
+            if lost is not None:
+                self._forget_best(lost)
 
-    def _forget_best(self, missing: Path) -> None:
-        """Let the next validation save the model, as the best one is gone."""
+    def _forget_best(self, reason: str) -> None:
+        """Let the next validation save the model, as the best one is lost."""
         progress = self.progress
         if self.world.first:
             warnings.warn(
-                f"{missing}: gone, and with it the best model (step {progress.best_step}, rsum "
-                f"{progress.best['rsum']:.1f}); the best one from step {progress.position} on replaces it",
+                f"{reason}; the best model (step {progress.best_step}, rsum {progress.best['rsum']:.1f}) is lost, "
+                f"and the best one from step {progress.position} on replaces it",
                 stacklevel=2,
             )
         progress.best, progress.best_step, progress.validated_step = {}, 0, 0

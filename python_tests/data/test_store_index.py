@@ -114,8 +114,31 @@ def test_a_manifest_with_another_count_is_refused(store: Path) -> None:
         open_split(store, "train", VOCABULARY)
     assert check_store(store).problems == [Problem(path.name, message)]
     rewrite(store, dict, captions=0)
-    with pytest.raises(ValueError, match=r"store\.json: not a readable manifest of a feature store \(.*its captions"):
+    with pytest.raises(ValueError, match=r"store\.json: not a readable manifest of a feature store \(.*its width, captions"):
         check_store(store)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"regions": 10**9}, "its width, captions or regions per image"),
+        ({"name": "../train"}, "its name, names of files or digests"),
+        ({"name": "a\0b"}, "its name, names of files or digests"),
+    ],
+)
+def test_a_split_that_nothing_limits_is_refused(store: Path, changed: dict[str, object], message: str) -> None:
+    """Models may have a weight for each of the regions; names of splits are parts of file names."""
+    rewrite(store, dict, **changed)
+    with pytest.raises(ValueError, match=rf"store\.json: not a readable manifest of a feature store \(.*{message}"):
+        check_store(store)
+
+
+def test_token_ids_of_other_captions_are_found(store: Path) -> None:
+    """They are valid, so that only the text of the captions reveals them."""
+    path = rewrite(store, put("token_ids", 1, VOCABULARY.unk))
+    (problem,) = check_store(store).problems
+    assert problem.what.startswith("token_ids: those of caption 0 are not those of its text, ")
+    assert problem.file == path.name
 
 
 def test_counts_of_images_that_all_have_as_many_regions_are_refused(tmp_path: Path) -> None:

@@ -191,13 +191,17 @@ def test_a_run_that_ends_where_it_was_stopped_is_validated(
 
 @pytest.mark.parametrize("scenario", ["single", "mss"])
 @pytest.mark.parametrize("epochs", [2, 4])
-def test_a_best_model_that_is_gone_is_replaced(data: Path, tmp_path: Path, scenario: str, epochs: int) -> None:
+@pytest.mark.parametrize("damaged", ["", "not a readable"])
+def test_a_lost_best_model_is_replaced(data: Path, tmp_path: Path, scenario: str, epochs: int, damaged: str) -> None:
     """With the state's own weights where the run has ended, else with the best of the steps to come."""
     settings = config(data, tmp_path / "run", scenario=scenario)
     run(settings)
     name = "branches/1/model.safetensors" if scenario == "mss" else "model.safetensors"
-    (tmp_path / "run" / name).unlink()
-    with pytest.warns(UserWarning, match=rf"{name}: gone, and with it the best model \(step \d, rsum .*from step 8 on"):
+    if damaged:
+        (tmp_path / "run" / name).write_bytes(b"x" * 100)
+    else:
+        (tmp_path / "run" / name).unlink()
+    with pytest.warns(UserWarning, match=rf"{name}: {damaged or 'gone'}.*; the best model \(step \d, .*from step 8 on"):
         result = run(attrs.evolve(settings, epochs=epochs), resume=True)
     assert result.best_step >= 8
     assert result.finished
