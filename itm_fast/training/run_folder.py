@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from itm_fast import config as settings
 from itm_fast import models
 from itm_fast.data import Vocabulary
@@ -121,7 +123,8 @@ def lost_model(run: str | Path, others: int) -> str | None:
             if not regular.is_present(folder / name):
                 return f"{folder / name}: gone"
         try:
-            models.load(folder)
+            with torch.random.fork_rng(devices=[]):  # The run goes on from the state of torch's generator.
+                models.load(folder)
         except (ValueError, OSError) as error:
             return str(error)
     return None
