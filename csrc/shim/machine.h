@@ -118,6 +118,10 @@ template <typename T>
 inline T load_coherent(const T* source) {
   return *source;
 }
+inline void load_four(float (&values)[4], const float* source) {
+  if (reinterpret_cast<uintptr_t>(source) % 16 != 0) shim::fail("load_four: the address is not aligned to 16 bytes");
+  std::memcpy(values, source, sizeof(values));
+}
 
 template <typename T>
 inline void copy_async(SharedArray<T> target, int64_t index, const T* source, int count) {
