@@ -256,14 +256,16 @@ struct WarpSums {
   ITM_FAST_DEVICE static int column_of(int n) { return (warp() % Tile::kWarpColumns + n * Tile::kWarpColumns) * 8; }
 };
 
-// Adds the products of one stage. Fragments are loaded one tile ahead of their use.
+// Adds the products of one stage. Fragments of 16-bit rows are loaded one tile ahead of their use.
 template <int kParts, typename Tile, bool kFloat, bool kHalf, bool kBySlice, bool kWhole>
 ITM_FAST_DEVICE void add_stage(WarpSums<Tile>& warp_sums, SharedArray<uint16_t> stages, int rows_at, int columns_at,
                                int n_rows, int n_columns) {
   constexpr int kRowTiles = Tile::kRowTiles, kColumnTiles = Tile::kColumnTiles, kSteps = kFloat ? 1 : 2;
   constexpr int kNextRows = 16 * Tile::kWarpRows * Tile::kSlice, kNextColumns = 8 * Tile::kWarpColumns * Tile::kSlice;
   ColumnFragment<kParts> columns[kSteps][kColumnTiles];
-  RowFragment<kParts> rows[2];
+  // Conversions of float32 hide the latency of loads themselves, and need the registers.
+  constexpr int kAhead = kFloat ? 0 : 1;
+  RowFragment<kParts> rows[kAhead + 1];
   const auto load_next_columns = [&](int step) {
     const int at = step == 0 ? columns_at : second_step(columns_at);
     ITM_FAST_UNROLLED
@@ -279,17 +281,17 @@ ITM_FAST_DEVICE void add_stage(WarpSums<Tile>& warp_sums, SharedArray<uint16_t> 
   const auto load_next_rows = [&](int item) {
     const int at = (item < kRowTiles ? rows_at : second_step(rows_at)) + item % kRowTiles * kNextRows;
     if constexpr (kFloat) {
-      load_float_rows<Tile>(rows[item % 2], stages, at);
+      load_float_rows<Tile>(rows[item % (kAhead + 1)], stages, at);
     } else {
-      load_rows(rows[item % 2], stages, at);
+      load_rows(rows[item % (kAhead + 1)], stages, at);
     }
   };
   load_next_columns(0);
-  load_next_rows(0);
+  if (kAhead > 0) load_next_rows(0);
   ITM_FAST_UNROLLED
   for (int item = 0; item < kSteps * kRowTiles; ++item) {
     const int step = item / kRowTiles, m = item % kRowTiles;
-    if (item + 1 < kSteps * kRowTiles) load_next_rows(item + 1);
+    if (item + kAhead < kSteps * kRowTiles) load_next_rows(item + kAhead);
     if (m == 0 && step + 1 < kSteps) load_next_columns(step + 1);
     // Tiles that lie outside are the same for the whole warp.
     if (kWhole ? (m + 1) * 16 * Tile::kWarpRows > Tile::kRows && WarpSums<Tile>::row_of(m) >= Tile::kRows
@@ -298,8 +300,8 @@ ITM_FAST_DEVICE void add_stage(WarpSums<Tile>& warp_sums, SharedArray<uint16_t> 
     ITM_FAST_UNROLLED
     for (int n = 0; n < kColumnTiles; n += 2) {
       if (kWhole || WarpSums<Tile>::column_of(n) < n_columns) {
-        multiply_pair<kHalf, kBySlice>(warp_sums.sums[m][n], warp_sums.sums[m][n + 1], rows[item % 2], columns[step][n],
-                                       columns[step][n + 1]);
+        multiply_pair<kHalf, kBySlice>(warp_sums.sums[m][n], warp_sums.sums[m][n + 1], rows[item % (kAhead + 1)],
+                                       columns[step][n], columns[step][n + 1]);
       }
     }
   }
@@ -345,8 +347,9 @@ ITM_FAST_DEVICE void multiply_tile(const RowRun<S>& rows, const RowRun<S>& colum
   static_assert(std::is_same_v<S, float> || kParts == 1);
   WarpSums<Tile> of_warp;
   // Most tiles reach into the last tiles of all warps: they need no comparison per product. Kernels of one part that
-  // convert rows or add up slices have no registers left for this path.
-  constexpr bool kMayBeWhole = kParts > 1 || (!kBySlice && !std::is_same_v<S, float>);
+  // convert rows or add up slices have no registers left for this path, nor do those of three parts that are cut.
+  constexpr bool kMayBeWhole = kParts == 1 ? !kBySlice && !std::is_same_v<S, float>
+                                           : kParts == 2 || kAlignedCopies == Copies::whole_parts;
   if (kMayBeWhole && is_aligned && rows.count > Tile::kRows - 16 &&
       columns.count > Tile::kColumns - 16 * Tile::kWarpColumns) {
     multiply_slices<kParts, Tile, kBySlice, kAlignedCopies, true>(of_warp, rows, columns, dim);
