@@ -38,12 +38,12 @@ BUDGETS = {
     "prepare_scores<Half,": (150, 12),
     "prepare_scores<float,": (70, 12),
     "regulate_tiles<BFloat16, 1,": (60, 16),
-    "regulate_tiles<float, 2,": (85, 16),
+    "regulate_tiles<float, 2,": (105, 16),
     "regulate_tiles<float, 3,": (100, 18),
     "score_tile<BFloat16, 1,": (40, 12),
     "score_tile<Half, 1,": (40, 12),
     "score_tile<float, 1,": (120, 12),
-    "score_tile<float, 2,": (75, 12),
+    "score_tile<float, 2,": (95, 12),
     "score_tile<float, 3,": (70, 12),
 }
 # Dynamic shared memory requested by launches, by the prefix of the kernels' names: headers and expressions.

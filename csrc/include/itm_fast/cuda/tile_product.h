@@ -7,7 +7,7 @@
 // Rows of 16 bits are multiplied without conversion. Rows of float32 are split into kParts bfloat16 numbers, rounded to
 // nearest, x = x_0 + x_1 + x_2. One part gives a bfloat16 product. Two parts (three products, without x_1 y_1) give
 // errors of about 2^-17 of the terms. Three parts (six products, without those of the order 2^-27) give the accuracy of
-// float32; the products of a slice are added up separately, smallest first. Three TF32 products take as long on tensor
+// float32. With several parts, the products of a slice are added up separately, smallest first. Three TF32 products take as long on tensor
 // cores as six of bfloat16, but keep 22 bits of 24.
 #pragma once
 
@@ -341,7 +341,7 @@ ITM_FAST_DEVICE void multiply_slices(WarpSums<Tile>& sums, const RowRun<S>& rows
 // be copied as kAlignedCopies says. `kBySlice`: the products of each slice are added up separately, because tensor
 // cores truncate running sums. If all terms have the same sign, as on the diagonal of a Gram matrix, the truncation
 // errors add up.
-template <int kParts, typename Tile, bool kBySlice = kParts == 3, Copies kAlignedCopies = Copies::whole_parts,
+template <int kParts, typename Tile, bool kBySlice = kParts >= 2, Copies kAlignedCopies = Copies::whole_parts,
           typename S>
 ITM_FAST_DEVICE void multiply_tile(const RowRun<S>& rows, const RowRun<S>& columns, int64_t dim, bool is_aligned) {
   static_assert(std::is_same_v<S, float> || kParts == 1);
