@@ -1,11 +1,11 @@
-"""Report the resources of every CUDA kernel: registers, shared memory, stack and spills per architecture, and the
-tensor-core instructions in its machine code.
+"""Report the resources of every CUDA kernel: registers, shared memory, stack and spills per architecture, the
+tensor-core instructions in its machine code, and what its main loop issues beside them.
 
     python tools/cuda_resources.py            # writes docs/internals/cuda_resources.md
-    python tools/cuda_resources.py --check    # fails if a kernel spills without permission, or lacks tensor-core
-                                              # instructions that it must have
+    python tools/cuda_resources.py --check    # fails if a kernel spills without permission, lacks tensor-core
+                                              # instructions that it must have, or exceeds the budget of its loop
 
-Needs nvcc and a C++ compiler, but no GPU.
+Needs nvcc, nvdisasm and a C++ compiler, but no GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import device_code
+from device_loops import Loop, main_loops
 from native_build import find_torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +30,22 @@ ARCHITECTURES = (80, 86, 89, 90)
 MAY_SPILL: dict[str, str] = {}
 # Kernels that must contain tensor-core instructions, by the prefix of their names.
 MUST_USE_TENSOR_CORES = ("prepare_scores<", "regulate_tiles<", "score_tile<")
+# What main loops may issue, by the prefix of the kernels' names: other instructions per 16 HMMA, and instructions per
+# asynchronous copy of 16 bytes. Rows of float32 are split into bfloat16 parts there, and some products are added up by
+# slice.
+BUDGETS = {
+    "prepare_scores<BFloat16,": (150, 12),
+    "prepare_scores<Half,": (150, 12),
+    "prepare_scores<float,": (70, 12),
+    "regulate_tiles<BFloat16, 1,": (60, 16),
+    "regulate_tiles<float, 2,": (105, 16),
+    "regulate_tiles<float, 3,": (100, 18),
+    "score_tile<BFloat16, 1,": (40, 12),
+    "score_tile<Half, 1,": (40, 12),
+    "score_tile<float, 1,": (120, 12),
+    "score_tile<float, 2,": (95, 12),
+    "score_tile<float, 3,": (70, 12),
+}
 # Dynamic shared memory requested by launches, by the prefix of the kernels' names: headers and expressions.
 DYNAMIC = {
     "prepare_scores<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
@@ -43,6 +60,16 @@ should use tensor cores has no HMMA instructions. Registers are per thread, of 6
 is per block: static, and dynamic as launches request it. Stack and spills are per thread. All sizes are in bytes.
 
 """
+LOOPS = """
+## Main loops
+
+The innermost loop of a kernel that multiplies matrices and copies the operands of a later product, counted from the
+disassembly. Longer loops for rare cases, such as unaligned rows, are left out. The instructions per copy are the copy
+itself and those that compute its addresses and conditions. Loads from global memory are scalar if they have at most 4
+bytes. Slow accesses go to local memory, or to memory of unknown kind. `.ci/run` fails if a loop exceeds its budget.
+Values that differ between architectures are listed in the order above.
+
+"""
 
 
 @dataclass(frozen=True)
@@ -55,10 +82,11 @@ class Usage:
     spilled: int
     tensor: int = 0  # HMMA instructions
     dynamic: int = 0
+    loop: Loop | None = None
 
 
-def compile_kernels(source: Path) -> tuple[str, dict[tuple[int, str], int]]:
-    """Compile a file; return what ptxas reports for its kernels on all architectures, and their HMMA counts."""
+def compile_kernels(source: Path) -> tuple[str, dict[tuple[int, str], int], dict[tuple[int, str], Loop]]:
+    """Compile a file; return the report of ptxas, and for each kernel and architecture the HMMA and the main loop."""
     nvcc, torch = shutil.which("nvcc"), find_torch()
     if nvcc is None or torch is None:
         raise SystemExit("cuda_resources: needs nvcc on the path, and torch")
@@ -81,7 +109,13 @@ def compile_kernels(source: Path) -> tuple[str, dict[tuple[int, str], int]]:
         result = subprocess.run([*command, "-o", str(code), str(source)], capture_output=True, text=True)
         if result.returncode != 0:
             raise SystemExit(f"cuda_resources: {source.name} does not compile\n{result.stderr}")
-        return result.stderr, device_code.tensor_core_instructions(code.read_bytes())
+        fatbin = code.read_bytes()
+    loops = {
+        (architecture, name): loop
+        for architecture, elf in device_code.elf_files(fatbin)
+        for name, loop in main_loops(elf).items()
+    }
+    return result.stderr, device_code.tensor_core_instructions(fatbin), loops
 
 
 def dynamic_memory() -> dict[str, int]:
@@ -109,8 +143,13 @@ def short_name(mangled: str) -> str:
     return re.sub(r"_kernel(<.*>)\(.*", r"\1", name).replace(" >", ">")
 
 
-def parse(report: str, tensor: dict[tuple[int, str], int]) -> list[Usage]:
-    """Parse the kernels of a report of `ptxas -v`; `tensor`: HMMA count by architecture and mangled name."""
+def parse(
+    report: str, tensor: dict[tuple[int, str], int], loops: dict[tuple[int, str], Loop] | None = None
+) -> list[Usage]:
+    """Parse the kernels of a report of `ptxas -v`.
+
+    `tensor` and `loops` map architecture and mangled name to the HMMA count and the main loop.
+    """
     found = []
     for part in re.split(r"(?=ptxas info\s+: Compiling entry function)", report)[1:]:
         head = re.search(r"entry function '(\S+)' for 'sm_(\d+)'", part)
@@ -125,7 +164,8 @@ def parse(report: str, tensor: dict[tuple[int, str], int]) -> list[Usage]:
         size = int(shared[1]) if shared else 0
         architecture = int(head[2])
         counted = tensor[architecture, head[1]]
-        found.append(Usage(short_name(head[1]), architecture, int(used[1]), size, stack, spilled, counted))
+        loop = (loops or {}).get((architecture, head[1]))
+        found.append(Usage(short_name(head[1]), architecture, int(used[1]), size, stack, spilled, counted, loop=loop))
     return found
 
 
@@ -142,7 +182,53 @@ def page(usages: list[Usage]) -> str:
         cells = ["/".join(str(getattr(u, name)) for u in rows) for name in names]
         cells[1:] = [cell.split("/")[0] if len(set(cell.split("/"))) == 1 else cell for cell in cells[1:]]
         lines.append(f"| `{kernel}` | {' | '.join(cells)} |")
-    return HEAD + "\n".join(lines) + "\n"
+    return HEAD + "\n".join(lines) + "\n" + _loop_table(usages)
+
+
+def _loop_table(usages: list[Usage]) -> str:
+    lines = [
+        "| kernel | HMMA | copies | other instructions per 16 HMMA | budget | instructions per copy | budget "
+        "| scalar loads | slow accesses |",
+        "| --- | " + " | ".join(["---:"] * 8) + " |",
+    ]
+    for kernel in sorted({usage.kernel for usage in usages if usage.loop}):
+        loops = [u.loop for u in sorted(usages, key=lambda u: u.architecture) if u.kernel == kernel and u.loop]
+
+        def cell(text: str, loops: list[Loop] = loops) -> str:
+            values = [text.format(loop=loop) for loop in loops]
+            return "/".join(values if len(set(values)) > 1 else values[:1])
+
+        beside, copying = map(str, budget(kernel) or ("", ""))
+        cells = [f"`{kernel}`", cell("{loop.tensor}"), cell("{loop.copies}"), cell("{loop.beside_tensor:.1f}"), beside]
+        cells += [cell("{loop.per_copy:.1f}"), copying, cell("{loop.scalar_loads}"), cell("{loop.slow_loads}")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return LOOPS + "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
+def budget(kernel: str) -> tuple[int, int] | None:
+    return next((found for name, found in BUDGETS.items() if kernel.startswith(name)), None)
+
+
+def over_budget(usages: list[Usage]) -> list[str]:
+    """Return one line for each main loop that exceeds its budget or loads slowly, and for each without a budget."""
+    problems = []
+    for usage in usages:
+        loop, allowed, where = usage.loop, budget(usage.kernel), f"{usage.kernel} on sm_{usage.architecture}"
+        if loop is None:
+            if allowed:
+                problems.append(f"{where}: no loop multiplies matrices and copies their operands")
+        elif allowed is None:
+            problems.append(f"{where}: its main loop has no budget")
+        else:
+            for what, found, limit in (
+                ("other instructions per 16 HMMA", loop.beside_tensor, allowed[0]),
+                ("instructions per copy", loop.per_copy, allowed[1]),
+                ("scalar loads", loop.scalar_loads, 0),
+                ("slow accesses", loop.slow_loads, 0),
+            ):
+                if found > limit:
+                    problems.append(f"{where}: {found:.4g} {what} in the main loop, budget {limit}")
+    return problems
 
 
 def spilling(usages: list[Usage]) -> list[str]:
@@ -174,10 +260,10 @@ def main() -> None:
     usages = [with_dynamic(usage, dynamic) for usage in usages]
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(page(usages))
-    problems = spilling(usages) + without_tensor_cores(usages)
+    problems = spilling(usages) + without_tensor_cores(usages) + over_budget(usages)
     if problems:
         raise SystemExit("cuda_resources: " + "\ncuda_resources: ".join(problems))
-    print(f"{len(usages)} kernels: none spills, and all that should use tensor cores do")
+    print(f"{len(usages)} kernels: none spills, all that should use tensor cores do, and main loops keep their budgets")
 
 
 if __name__ == "__main__":

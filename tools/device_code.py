@@ -15,7 +15,7 @@ def tensor_core_instructions(fatbin: bytes) -> dict[tuple[int, str], int]:
     """Map (architecture, mangled kernel name) to the number of HMMA instructions, for an uncompressed container."""
     return {
         (architecture, name): count
-        for architecture, elf in _elf_files(fatbin)
+        for architecture, elf in elf_files(fatbin)
         for name, count in count_instructions(elf).items()
     }
 
@@ -31,7 +31,7 @@ def count_instructions(elf: bytes, operation: int = _HMMA) -> dict[str, int]:
     return found
 
 
-def _elf_files(fatbin: bytes) -> Iterator[tuple[int, bytes]]:
+def elf_files(fatbin: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield architecture and content of every piece of machine code."""
     start = fatbin.find(_CONTAINER)
     while start >= 0:

@@ -6,13 +6,21 @@
 #include "cuda/launch.h"
 #include "itm_fast/cuda/elements.h"
 #include "itm_fast/cuda/set_tiles.h"
+#include "itm_fast/cuda/tile_product.h"
 
 namespace itm_fast::cuda {
+
+inline void check_width(const torch::stable::Tensor& values) {
+  STD_TORCH_CHECK(values.size(1) <= kWidestRow, "queries: the CUDA kernels take rows of at most ", kWidestRow,
+                  " numbers, got ", values.size(1));
+}
 
 template <typename S>
 struct Operand {
   Operand(const torch::stable::Tensor& values, const torch::stable::Tensor& offsets)
-      : values(torch::stable::contiguous(values)), offsets(torch::stable::contiguous(offsets)) {}
+      : values(torch::stable::contiguous(values)), offsets(torch::stable::contiguous(offsets)) {
+    check_width(values);
+  }
 
   SetRows<S> rows() const {
     return {data_of<S>(values), offsets.const_data_ptr(), offsets.scalar_type() == torch::headeronly::ScalarType::Long,

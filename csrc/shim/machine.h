@@ -118,6 +118,10 @@ template <typename T>
 inline T load_coherent(const T* source) {
   return *source;
 }
+inline void load_four(float (&values)[4], const float* source) {
+  if (reinterpret_cast<uintptr_t>(source) % 16 != 0) shim::fail("load_four: the address is not aligned to 16 bytes");
+  std::memcpy(values, source, sizeof(values));
+}
 
 template <typename T>
 inline void copy_async(SharedArray<T> target, int64_t index, const T* source, int count) {
@@ -214,7 +218,39 @@ struct FragmentBytes {
 constexpr FragmentBytes<16> kLeftBytes(mma_a_place, 8, 0);
 constexpr FragmentBytes<8> kRightBytes(mma_b_place, 4, 4);
 
-// Accumulates in float32, in ascending order of the shared dimension.
+#if defined(ITM_FAST_SHIM_TRUNCATES)
+// As tensor cores add: terms are aligned to the largest one, eight products at a time, and the digits below the last
+// place are cut off, of the terms and of the sum.
+inline float add_products(float sum, const float* products) {
+  for (int first = 0; first < 16; first += 8) {
+    float plain = sum, largest = std::fabs(sum);
+    for (int k = first; k < first + 8; ++k) {
+      plain += products[k];
+      largest = std::fmax(largest, std::fabs(products[k]));
+    }
+    if (!std::isfinite(plain) || largest == 0.0f) {
+      sum = plain;
+      continue;
+    }
+    int exponent = 0, size = 0;
+    std::frexp(largest, &exponent);
+    double total = std::trunc(std::ldexp(static_cast<double>(sum), 24 - exponent));
+    for (int k = first; k < first + 8; ++k)
+      total += std::trunc(std::ldexp(static_cast<double>(products[k]), 24 - exponent));
+    std::frexp(total, &size);
+    const int dropped = size > 24 ? size - 24 : 0;
+    sum = static_cast<float>(std::ldexp(std::trunc(std::ldexp(total, -dropped)), dropped + exponent - 24));
+  }
+  return sum;
+}
+#else
+// In float32, in ascending order of the shared dimension.
+inline float add_products(float sum, const float* products) {
+  for (int k = 0; k < 16; ++k) sum += products[k];
+  return sum;
+}
+#endif
+
 inline void multiply_fragments(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                                float (*value_of)(uint16_t)) {
   uint32_t own[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
@@ -226,7 +262,11 @@ inline void multiply_fragments(float (&sums)[4], const uint32_t (&a)[4], const u
   };
   for (int i = 0; i < 4; ++i) {
     const Place place = mma_sum_place(lane(), i);
-    for (int k = 0; k < 16; ++k) sums[i] += value(kLeftBytes.at[place.row][k]) * value(kRightBytes.at[k][place.column]);
+    float products[16];
+    for (int k = 0; k < 16; ++k) {
+      products[k] = value(kLeftBytes.at[place.row][k]) * value(kRightBytes.at[k][place.column]);
+    }
+    sums[i] = add_products(sums[i], products);
   }
 }
 inline void mma_bf16(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {

@@ -30,6 +30,7 @@ WRAPPERS = (
     "count_bits",
     "atomics",
     "load_coherent",
+    "load_four",
     "widen",
     "narrow",
 )
@@ -156,6 +157,11 @@ def _load_coherent(random: np.random.Generator) -> Case:
     return words, np.zeros(32, np.uint32), words
 
 
+def _load_four(random: np.random.Generator) -> Case:
+    numbers = random.standard_normal(128).astype(np.float32).view(np.uint32)
+    return numbers, np.zeros(128, np.uint32), numbers
+
+
 def _widen(random: np.random.Generator) -> Case:
     """All but the NaNs of float16, whose bits are free."""
     bits = random.integers(0, 2**16, 32 * 16).astype(np.uint16)
@@ -194,6 +200,7 @@ CASES: dict[str, Callable[[np.random.Generator], Case]] = {
     "count_bits": _count_bits,
     "atomics": _atomics,
     "load_coherent": _load_coherent,
+    "load_four": _load_four,
     "widen": _widen,
     "narrow": _narrow,
 }

@@ -66,10 +66,18 @@ FAULTS = {
     "swapped parts where rows are read": (
         (
             PRODUCT,
-            "part_place<Tile>(first + lane() % 8, lane() / 8)",
-            "part_place<Tile>(first + lane() / 4, lane() % 4)",
+            "lane_of_rows(int first) {\n  const int matrix = lane() / 8,",
+            "lane_of_rows(int first) {\n  const int matrix = lane() % 4,",
         ),
         r"^short sets: error",
+    ),
+    "copies that do not advance": (
+        (PRODUCT, "    rows_ += Tile::kSlice;\n", ""),
+        r"^short sets: error",
+    ),
+    "a stage read twice": (
+        (PRODUCT, "stage = stage + Tile::kStage < kEnd ?", "stage = stage + Tile::kStage < kEnd - Tile::kStage ?"),
+        r"^short sets: error|shared array 'stages'",
     ),
     "dropped tail of the depth": (
         (PRODUCT, "sizeof(S)) + 63) / 64);", "sizeof(S))) / 64);"),
@@ -143,7 +151,7 @@ def test_the_kernels_pass_the_sanitizers_with_the_same_results(shim: list[Path],
 
 def test_the_sanitizers_see_what_lies_outside(tmp_path: Path) -> None:
     """A row too many of the rows that are copied one by one."""
-    root = planted(tmp_path / "faulty", PRODUCT, "left = of_run < run.count ?", "left = of_run <= run.count ?")
+    root = planted(tmp_path / "faulty", PRODUCT, "is_row_[i] = row < run.count;", "is_row_[i] = row <= run.count;")
     compile_driver("cross_attention", tmp_path, "-O0", *SANITIZERS, root=root)
     result = run_sanitized(tmp_path, "cross_attention")
     assert result.returncode != 0

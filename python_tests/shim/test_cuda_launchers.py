@@ -92,6 +92,12 @@ def test_sets_without_rows_and_no_sets(lengths: tuple[list[int], list[int]]) -> 
         check_as_on_the_cpu(OPERATORS.cross_attention_scores_backward, gradient, *operands, *ATTENTION, *asked)
 
 
+def test_rows_too_wide_for_32_bit_places_are_refused() -> None:
+    rows, offsets = torch.zeros(1, 2**24 + 8, dtype=torch.float16), torch.tensor([0, 1])
+    with on_the_shim(), pytest.raises(RuntimeError, match="rows of at most 16777216 numbers, got 16777224"):
+        OPERATORS.cross_attention_scores(rows, offsets, rows, offsets, *ATTENTION)
+
+
 def test_operands_that_are_not_dense_and_small_offsets() -> None:
     sides = [random_fragments([2, 5, 1], 16, torch.float32, seed=seed) for seed in (0, 1)]
     operands: list[torch.Tensor] = []

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import cuda_resources
 import device_code
+import device_loops
 import pytest
 from cuda_resources import Usage
+from device_loops import Loop
 
 from python_tests.helpers.processes import ROOT
 
@@ -104,3 +106,69 @@ def test_the_page_names_every_kernel_and_no_spill() -> None:
     assert len(kernels) == 18
     assert {name for name, _, _ in rows} == kernels
     assert {(stack, spilled) for _, stack, spilled in rows} == {("0", "0")}
+
+
+SASS = """\
+.text.work:
+        /*0000*/                   IADD3 R9, R9, 0x40, RZ ;
+.L_x_1:
+        /*0010*/                   IADD3 R2, P1, R4, 0x40, RZ ;
+        /*0020*/                   IMAD.X R3, RZ, RZ, R5, P1 ;
+        /*0030*/                   ISETP.GT.AND P0, PT, R8, RZ, PT ;
+        /*0040*/              @!P2 LDGSTS.E.BYPASS.128.ZFILL [R7+0x40], desc[UR4][R2.64], P0 ;
+        /*0050*/                   LDG.E.U16 R20, desc[UR4][R4.64] ;
+        /*0060*/                   LDG.E.128 R24, desc[UR4][R4.64] ;
+        /*0070*/                   LDSM.16.M88.4 R12, [R10] ;
+        /*0080*/                   STL [R1], R20 ;
+        /*0090*/                   HMMA.16816.F32.BF16 R32, R12, R28, R32 ;
+        /*00a0*/                   IADD3 R8, R8, -0x1, RZ ;
+        /*00b0*/                   HMMA.16816.F32.BF16 R36, R12, R28, R36 ;
+        /*00c0*/                   ISETP.NE.AND P3, PT, R10, RZ, PT ;
+        /*00d0*/               @P3 BRA `(.L_x_1) ;
+.L_x_2:
+        /*00e0*/                   HMMA.16816.F32.BF16 R36, R12, R28, R36 ;
+        /*00f0*/               @P3 BRA `(.L_x_2) ;
+        /*0100*/                   EXIT ;
+.text.idle:
+        /*0000*/                   EXIT ;
+"""
+
+
+def test_the_main_loop_is_counted() -> None:
+    """The second loop has no copies. Each copy depends on four instructions, one of them in the iteration before."""
+    found = {name: device_loops.main_loop(code, labels) for name, code, labels in device_loops.functions(SASS)}
+    loop = Loop(instructions=14, tensor=2, copies=1, copying=5, scalar_loads=1, slow_loads=1)
+    assert found == {"work": loop, "idle": None}
+    assert (loop.beside_tensor, loop.per_copy) == (96.0, 5.0)
+
+
+def test_a_main_loop_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(instructions=14, tensor=2, copies=1, copying=5, scalar_loads=1, slow_loads=0)
+    usage = replace(USAGES[1], loop=loop)
+    assert cuda_resources.over_budget([usage]) == ["work<float> on sm_90: its main loop has no budget"]
+    monkeypatch.setattr(cuda_resources, "BUDGETS", {"work<": (96, 4)})
+    assert cuda_resources.over_budget([usage]) == [
+        "work<float> on sm_90: 5 instructions per copy in the main loop, budget 4",
+        "work<float> on sm_90: 1 scalar loads in the main loop, budget 0",
+    ]
+    assert cuda_resources.over_budget(USAGES[:1]) == [
+        "work<float> on sm_80: no loop multiplies matrices and copies their operands"
+    ]
+    page = cuda_resources.page([replace(USAGES[0], loop=replace(loop, tensor=4)), usage])
+    assert page.splitlines()[-1] == "| `work<float>` | 4/2 | 1 | 40.0/96.0 | 96 | 5.0 | 4 | 1 | 0 |"
+
+
+def test_the_page_has_the_budgets_of_all_tensor_core_kernels() -> None:
+    """The committed page: no loop above its budget, and the goals of 40 and 12 kept by kernels of 16-bit rows."""
+    _, _, table = cuda_resources.PAGE.read_text(encoding="utf-8").partition("## Main loops")
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines() if line.startswith("| `")
+    ]
+    kernels = {row[0].strip("`"): row for row in rows}
+    for prefix, (beside, copying) in cuda_resources.BUDGETS.items():
+        (row,) = (row for name, row in kernels.items() if name.startswith(prefix))
+        assert [row[4], row[6]] == [str(beside), str(copying)]
+        assert max(map(float, row[3].split("/"))) <= beside
+        assert max(map(float, row[5].split("/"))) <= copying
+    assert len(kernels) == len(cuda_resources.BUDGETS)
+    assert cuda_resources.BUDGETS["score_tile<BFloat16, 1,"] == (40, 12)

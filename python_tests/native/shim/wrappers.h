@@ -26,6 +26,7 @@ enum Wrapper : int {
   kCountBits,             // in: [lane]; out: [lane]
   kAtomics,               // in: [lane][2]; out: sums as int32 (global, shared), as int64 (two words), maximum as uint64
   kLoadCoherent,          // in: [lane]; out: [lane]
+  kLoadFour,              // in: [lane][4]; out: [lane][4]
   kWiden,                 // in: [lane][16], 16 bits each; out: [lane][16][2], as bfloat16 and as float16 in float32
   kNarrow,  // in: [lane][16][2] float32; out: [lane][16][3], both as bfloat16, the same by bf16_pair, both as float16
   kWrappers
@@ -159,6 +160,11 @@ ITM_FAST_DEVICE void call_wrapper(const uint32_t* in, uint32_t* out) {
   if constexpr (kWrapper == kLoadCoherent) {
     memory_fence();
     out[lane()] = load_coherent(in + lane());
+  }
+  if constexpr (kWrapper == kLoadFour) {
+    float values[4];
+    load_four(values, reinterpret_cast<const float*>(in) + 4 * lane());
+    __builtin_memcpy(out + 4 * lane(), values, sizeof(values));
   }
   if constexpr (kWrapper == kWiden) call_widen(in, out);
   if constexpr (kWrapper == kNarrow) call_narrow(in, out);

@@ -56,12 +56,37 @@ struct PairOptions {
   ITM_FAST_DEVICE bool is_hard() const { return focal == Focal::hard; }
 };
 
+// The published defaults, known at compile time: inner loops do not branch on options.
+struct DefaultPairOptions {
+  float temperature, negative_slope;
+  static constexpr float logsumexp_temperature = 1.0f;  // not used
+  static constexpr Focal focal = Focal::none;
+  static constexpr Aggregation aggregation = Aggregation::mean;
+  static constexpr bool small_logits = true;
+
+  ITM_FAST_DEVICE explicit DefaultPairOptions(const PairOptions& options)
+      : temperature(options.temperature), negative_slope(options.negative_slope) {}
+  ITM_FAST_DEVICE static bool are(const PairOptions& options) {
+    return options.normalization == Normalization::clipped_l2norm && options.focal == focal &&
+           options.aggregation == aggregation && options.small_logits;
+  }
+
+  ITM_FAST_DEVICE float clipped(float raw) const { return raw <= 0.0f ? raw * negative_slope : raw; }
+  static constexpr bool is_l2() { return true; }
+  static constexpr bool is_l1() { return false; }
+  static constexpr bool is_softmax() { return false; }
+  static constexpr bool is_hard() { return false; }
+};
+
+// Functions below take either of the two types of options.
+
 // Statistics of one context's row of raw scores for the normalisation over the queries. The row may arrive in parts.
 struct RowStatistics {
   float total = 0.0f;  // of squares, of absolute values, or of exp(raw - peak)
   float peak = -HUGE_VALF;
 
-  ITM_FAST_DEVICE void add(float raw, const PairOptions& options) {
+  template <typename Options>
+  ITM_FAST_DEVICE void add(float raw, const Options& options) {
     if (options.is_softmax()) {
       if (peak < raw) {
         total = total * expf(peak - raw) + expf(raw - raw);
@@ -77,27 +102,30 @@ struct RowStatistics {
   }
 
   // The norm over the queries, or 1 without a normalisation.
-  ITM_FAST_DEVICE float denominator(const PairOptions& options) const {
+  template <typename Options>
+  ITM_FAST_DEVICE float denominator(const Options& options) const {
     const float epsilon = static_cast<float>(kNormEpsilon);
     return options.is_l2() ? sqrtf(total) + epsilon : options.is_l1() ? total + epsilon : 1.0f;
   }
 
   // The factor with which logit() computes logits of the row.
-  ITM_FAST_DEVICE float factor(const PairOptions& options) const {
+  template <typename Options>
+  ITM_FAST_DEVICE float factor(const Options& options) const {
     return options.is_softmax() ? peak + logf(total) : options.temperature / denominator(options);
   }
 };
 
 // The factor of the row raw(0) to raw(n - 1).
-template <typename Raw>
-ITM_FAST_DEVICE float row_factor(const Raw& raw, int n, const PairOptions& options) {
+template <typename Raw, typename Options>
+ITM_FAST_DEVICE float row_factor(const Raw& raw, int n, const Options& options) {
   RowStatistics statistics;
   for (int j = 0; j < n; ++j) statistics.add(raw(j), options);
   return statistics.factor(options);
 }
 
 // temperature * a of one raw score.
-ITM_FAST_DEVICE float logit(float raw, float factor, const PairOptions& options) {
+template <typename Options>
+ITM_FAST_DEVICE float logit(float raw, float factor, const Options& options) {
   return options.is_softmax() ? options.temperature * expf(raw - factor) : options.clipped(raw) * factor;
 }
 
@@ -138,9 +166,9 @@ struct ColumnAttention {
 };
 
 // attend_column for hard attention: all attention goes to the context with the greatest logit.
-template <typename Raw, typename Factor, typename Store>
+template <typename Raw, typename Factor, typename Store, typename Options>
 ITM_FAST_DEVICE ColumnAttention attend_hard(const Raw& raw, const Factor& factor, const Store& store, int n,
-                                            const PairOptions& options) {
+                                            const Options& options) {
   GreatestLogit greatest;
   for (int k = 0; k < n; ++k) greatest.add(logit(raw(k), factor(k), options), k);
   ColumnAttention sums;
@@ -155,9 +183,9 @@ ITM_FAST_DEVICE ColumnAttention attend_hard(const Raw& raw, const Factor& factor
 
 // The attention of one query over n contexts, with raw scores raw(k) and row factors factor(k). Calls store(k, e_k) for
 // every context, after the last use of raw(k).
-template <typename Raw, typename Factor, typename Store>
+template <typename Raw, typename Factor, typename Store, typename Options>
 ITM_FAST_DEVICE ColumnAttention attend_column(const Raw& raw, const Factor& factor, const Store& store, int n,
-                                              const PairOptions& options) {
+                                              const Options& options) {
   if (options.is_hard()) return attend_hard(raw, factor, store, n, options);
   float peak = 0.0f;
   if (!options.small_logits) {
@@ -206,9 +234,12 @@ ITM_FAST_DEVICE AttendedNorm attended_norm(const Attention& attention, const flo
     float sums[kGramBlock] = {};
     const auto add_row = [&](int l) {
       const float e = attention(l);
-      float row[kGramBlock];
-      __builtin_memcpy(row, __builtin_assume_aligned(gram + l * stride + first, 16), sizeof(row));
-      for (int i = 0; i < kGramBlock; ++i) sums[i] += row[i] * e;
+      ITM_FAST_UNROLLED
+      for (int part = 0; part < kGramBlock; part += 4) {
+        float row[4];
+        load_four(row, gram + l * stride + first + part);
+        for (int i = 0; i < 4; ++i) sums[part + i] += row[i] * e;
+      }
     };
     for (int l = first + kGramBlock; l < n; ++l) add_row(l);
     for (int i = 0; i < kGramBlock; ++i) sums[i] *= 2.0f;
@@ -234,7 +265,8 @@ ITM_FAST_DEVICE float cosine_of(float dot, float square, float total, float quer
 // The aggregate of n cosines, which may be added one by one.
 class CosineAggregate {
  public:
-  ITM_FAST_DEVICE void add(float cosine, const PairOptions& options) {
+  template <typename Options>
+  ITM_FAST_DEVICE void add(float cosine, const Options& options) {
     switch (options.aggregation) {
       case Aggregation::max:  // The first NaN stays.
         if (is_empty_ || (!(value_ != value_) && !(cosine <= value_))) value_ = cosine;
@@ -255,7 +287,8 @@ class CosineAggregate {
     }
     is_empty_ = false;
   }
-  ITM_FAST_DEVICE float result(int64_t n, const PairOptions& options) const {
+  template <typename Options>
+  ITM_FAST_DEVICE float result(int64_t n, const Options& options) const {
     if (options.aggregation == Aggregation::mean) return value_ / static_cast<float>(n);
     if (options.aggregation == Aggregation::logsumexp) return logf(value_) / options.logsumexp_temperature + peak_;
     return value_;

@@ -110,32 +110,27 @@ struct ScoreMemory {
   static constexpr int kBytes = kColumnSets + Tile::kColumns * 4;
 };
 
-// The scores of a tile of sets that all fit. Rows are contexts, columns are queries.
-template <int kParts, typename Tile, typename S>
-ITM_FAST_DEVICE void score_short_sets(const ScoreProblem<S>& p, const TileSets& contexts, const TileSets& queries) {
+// From the raw scores of a tile in shared memory to the scores of its pairs of sets. `options`: those of p, or the
+// defaults.
+template <typename Tile, typename S, typename Options>
+ITM_FAST_DEVICE void score_products(const ScoreProblem<S>& p, const TileSets& contexts, const TileSets& queries,
+                                    const Options& options) {
   using Memory = ScoreMemory<Tile>;
   constexpr int kStride = Tile::kScoreStride;
   ITM_FAST_DYNAMIC_SHARED(float, factors, Memory::kFactors, Memory::kFactorCount);
   ITM_FAST_DYNAMIC_SHARED(int32_t, context_starts, Memory::kContextStarts, Memory::kStartCount);
   ITM_FAST_DYNAMIC_SHARED(int32_t, query_starts, Memory::kQueryStarts, Memory::kStartCount);
   ITM_FAST_DYNAMIC_SHARED(int32_t, column_sets, Memory::kColumnSets, Tile::kColumns);
-  if (warp() == 0) find_starts(p.contexts, contexts, Tile::kRows, context_starts);
-  if (warp() == Tile::kWarps - 1) find_starts(p.queries, queries, Tile::kColumns, query_starts);
-  barrier();
   const int n_rows = context_starts[contexts.n_sets], n_columns = query_starts[queries.n_sets];
   const S* rows = p.contexts.values + contexts.first_row * p.dim;
   const S* columns = p.queries.values + queries.first_row * p.dim;
-  if (n_rows > 0 && n_columns > 0) {
-    multiply_tile<kParts, Tile>(RowRun<S>{rows, n_rows, p.dim}, RowRun<S>{columns, n_columns, p.dim}, p.dim,
-                                p.is_aligned);
-  }
   ITM_FAST_TILE_SCORES(Tile);
 
   // A thread per context and query set: the factor of the row, from its scores with the queries of the set.
   for (int i = thread_index(); i < n_rows * queries.n_sets; i += Tile::kThreads) {
     const int row = i % n_rows, set = i / n_rows, first = query_starts[set], last = query_starts[set + 1];
     const auto raw = [&](int j) { return static_cast<float>(scores[row * kStride + first + j]); };
-    if (last > first) factors[set * Tile::kRows + row] = row_factor(raw, last - first, p.options);
+    if (last > first) factors[set * Tile::kRows + row] = row_factor(raw, last - first, options);
   }
   for (int set = thread_index(); set < queries.n_sets; set += Tile::kThreads) {
     const int last = query_starts[set + 1];
@@ -161,7 +156,7 @@ ITM_FAST_DEVICE void score_short_sets(const ScoreProblem<S>& p, const TileSets& 
       const int factors_at = column_sets[column] * Tile::kRows + row;
       const auto factor = [&](int k) { return static_cast<float>(factors[factors_at + k]); };
       const auto store = [&](int k, float e) { scores[(row + k) * kStride + column] = e; };
-      sums = attend_column(attention, factor, store, n, p.options);
+      sums = attend_column(attention, factor, store, n, options);
       norm = attended_norm(attention, p.grams + (contexts.first_row + row) * Tile::kRows, n);
     }
     const uint32_t lost = ballot(n > 0 && norm.is_lost());
@@ -188,11 +183,34 @@ ITM_FAST_DEVICE void score_short_sets(const ScoreProblem<S>& p, const TileSets& 
     const int row = context_starts[set], first = query_starts[query], last = query_starts[query + 1];
     CosineAggregate aggregate;
     if (context_starts[set + 1] > row) {
-      for (int j = first; j < last; ++j) aggregate.add(scores[row * kStride + j], p.options);
+      for (int j = first; j < last; ++j) aggregate.add(scores[row * kStride + j], options);
     }
     const bool is_empty = context_starts[set + 1] == row || last == first;
     p.scores[(queries.first_set + query) * p.contexts.n_sets + contexts.first_set + set] =
-        is_empty ? 0.0f : aggregate.result(last - first, p.options);
+        is_empty ? 0.0f : aggregate.result(last - first, options);
+  }
+}
+
+// The scores of a tile of sets that all fit. Rows are contexts, columns are queries.
+template <int kParts, typename Tile, typename S>
+ITM_FAST_DEVICE void score_short_sets(const ScoreProblem<S>& p, const TileSets& contexts, const TileSets& queries) {
+  using Memory = ScoreMemory<Tile>;
+  ITM_FAST_DYNAMIC_SHARED(int32_t, context_starts, Memory::kContextStarts, Memory::kStartCount);
+  ITM_FAST_DYNAMIC_SHARED(int32_t, query_starts, Memory::kQueryStarts, Memory::kStartCount);
+  if (warp() == 0) find_starts(p.contexts, contexts, Tile::kRows, context_starts);
+  if (warp() == Tile::kWarps - 1) find_starts(p.queries, queries, Tile::kColumns, query_starts);
+  barrier();
+  const int n_rows = context_starts[contexts.n_sets], n_columns = query_starts[queries.n_sets];
+  const S* rows = p.contexts.values + contexts.first_row * p.dim;
+  const S* columns = p.queries.values + queries.first_row * p.dim;
+  if (n_rows > 0 && n_columns > 0) {
+    multiply_tile<kParts, Tile>(RowRun<S>{rows, n_rows, p.dim}, RowRun<S>{columns, n_columns, p.dim}, p.dim,
+                                p.is_aligned);
+  }
+  if (DefaultPairOptions::are(p.options)) {
+    score_products<Tile>(p, contexts, queries, DefaultPairOptions(p.options));
+  } else {
+    score_products<Tile>(p, contexts, queries, p.options);
   }
 }
 

@@ -80,6 +80,11 @@ ITM_FAST_DEVICE T load_coherent(const T* source) {
   return *const_cast<const volatile T*>(source);
 }
 
+ITM_FAST_DEVICE void load_four(float (&values)[4], const float* source) {
+  const float4 loaded = *reinterpret_cast<const float4*>(source);
+  values[0] = loaded.x, values[1] = loaded.y, values[2] = loaded.z, values[3] = loaded.w;
+}
+
 ITM_FAST_DEVICE void grid_barrier(int32_t* arrived, int32_t round) {
   __syncthreads();
   if (threadIdx.x == 0) {

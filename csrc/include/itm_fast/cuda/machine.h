@@ -16,6 +16,7 @@
 // - atomic_add, atomic_max: only for integers, whose sums and maxima do not depend on the order.
 // - exponential (float and double), logarithm_of_one_plus (float): with the accuracy of the platform's library.
 // - memory_fence, load_coherent: to read what other blocks of the same launch wrote.
+// - load_four: four floats at an address aligned to 16 bytes, in one load.
 // - copy_async, commit_copies, wait_copies: copy 16 bytes from global to shared memory, see below.
 // - bf16_value, fp16_value, bf16_bits, fp16_bits: 16-bit numbers to float32 and back, to nearest; bf16_pair: two.
 // - load_matrix, load_matrix_transposed, mma_bf16, mma_fp16: tensor cores; fragments.h says which lane holds what.

@@ -29,8 +29,8 @@ template <int kParts, typename Tile, typename S>
 ITM_FAST_DEVICE_APART void multiply_operands(const S* rows, int n_rows, int64_t row_stride, const S* columns,
                                              int n_columns, int64_t column_stride, int depth) {
   barrier();  // The operands have been written, and what lies in the products' shared memory has been read.
-  multiply_tile<kParts, Tile>(RowRun<S>{rows, n_rows, row_stride}, RowRun<S>{columns, n_columns, column_stride}, depth,
-                              true);
+  multiply_tile<kParts, Tile, kParts >= 2, Copies::parts>(RowRun<S>{rows, n_rows, row_stride},
+                                                          RowRun<S>{columns, n_columns, column_stride}, depth, true);
 }
 
 // The sets of a tile. Kept in shared memory, where each step finds it.

@@ -7,7 +7,7 @@
 // Rows of 16 bits are multiplied without conversion. Rows of float32 are split into kParts bfloat16 numbers, rounded to
 // nearest, x = x_0 + x_1 + x_2. One part gives a bfloat16 product. Two parts (three products, without x_1 y_1) give
 // errors of about 2^-17 of the terms. Three parts (six products, without those of the order 2^-27) give the accuracy of
-// float32; the products of a slice are added up separately, smallest first. Three TF32 products take as long on tensor
+// float32. With several parts, the products of a slice are added up separately, smallest first. Three TF32 products take as long on tensor
 // cores as six of bfloat16, but keep 22 bits of 24.
 #pragma once
 
@@ -55,36 +55,78 @@ ITM_FAST_DEVICE int part_place(int row, int part) {
   return row * Tile::kSlice + (part ^ (row / 2 % 4)) * 8;
 }
 
-// Starts copying slice `slice` of both runs to its stage. Elements outside of the runs become zero.
+// Wider rows are refused, so that places within a tile fit 32 bits.
+inline constexpr int64_t kWidestRow = int64_t{1} << 24;
+
+// How slices are copied: asynchronously in parts of 16 bytes, for aligned rows, or else element by element. Rows may
+// end within a part, or only at the end of one.
+enum class Copies { whole_parts, parts, elements };
+
+// Copies the slices of both runs to their stages, one after another. A thread copies the same parts of every slice, so
+// that pointers only advance. Elements outside of the runs become zero.
 template <typename Tile, typename S>
-ITM_FAST_DEVICE void copy_slice(SharedArray<uint16_t> stages, const RowRun<S>& rows, const RowRun<S>& columns,
-                                int64_t dim, bool is_aligned, int slice) {
-  constexpr int kHalves = sizeof(S) / 2;
-  const int64_t width = dim * kHalves;
-  const int stage = slice % Tile::kStages * Tile::kStage;
-  for (int i = thread_index(); i < (Tile::kRows + Tile::kColumns) * 4; i += Tile::kThreads) {
-    const int row = i / 4, part = i % 4;
-    const int at = stage + part_place<Tile>(row, part);
-    const bool is_row = row < Tile::kRows;
-    // Copy the members: taking the address of one of the two runs would keep both out of registers.
-    const RowRun<S> run{is_row ? rows.first : columns.first, is_row ? rows.count : columns.count,
-                        is_row ? rows.stride : columns.stride};
-    const int of_run = is_row ? row : row - Tile::kRows;
-    const int64_t half = int64_t{slice} * Tile::kSlice + part * 8, left = of_run < run.count ? width - half : 0;
-    const int count = left >= 8 ? 8 : left > 0 ? static_cast<int>(left) : 0;
-    const uint16_t* source =
-        reinterpret_cast<const uint16_t*>(run.first) + (count > 0 ? of_run * run.stride * kHalves + half : 0);
-    if (is_aligned) {
-      copy_async(stages, at, source, count);
-    } else {
-      for (int h = 0; h < 8; ++h) {
-        uint16_t bits = 0;
-        if (h < count) __builtin_memcpy(&bits, source + h, sizeof(bits));
-        stages[at + h] = bits;
-      }
+class SliceCopies {
+  // Rows between two parts of a thread. The parts lie at the same place of their rows.
+  static constexpr int kApart = Tile::kThreads / 4;
+  static_assert(kApart % 8 == 0);
+  static constexpr int kOfRows = (Tile::kRows + kApart - 1) / kApart;
+  static constexpr int kOfBoth = kOfRows + (Tile::kColumns + kApart - 1) / kApart;
+  static constexpr int kHalves = sizeof(S) / 2;
+
+ public:
+  ITM_FAST_DEVICE SliceCopies(const RowRun<S>& rows, const RowRun<S>& columns, int64_t dim)
+      : rows_(reinterpret_cast<const uint16_t*>(rows.first)),
+        columns_(reinterpret_cast<const uint16_t*>(columns.first)),
+        place_(part_place<Tile>(thread_index() / 4, thread_index() % 4)),
+        left_(static_cast<int>(dim * kHalves) - thread_index() % 4 * 8) {
+    ITM_FAST_UNROLLED
+    for (int i = 0; i < kOfBoth; ++i) {
+      const RowRun<S>& run = i < kOfRows ? rows : columns;
+      const int row = row_of(i);
+      is_row_[i] = row < run.count;
+      offsets_[i] = static_cast<uint32_t>((is_row_[i] ? row * run.stride * kHalves : 0) + thread_index() % 4 * 8);
     }
   }
-}
+
+  // Starts copying the next slice to the stage at `stage`.
+  template <Copies kCopies>
+  ITM_FAST_DEVICE void start(SharedArray<uint16_t> stages, int stage) {
+    constexpr int kRowsEnd = Tile::kRows * Tile::kSlice;
+    const int at = stage + place_;
+    ITM_FAST_UNROLLED
+    for (int i = 0; i < kOfBoth; ++i) {
+      const bool of_rows = i < kOfRows;
+      const int before = (of_rows ? i : i - kOfRows) * kApart, n_rows = of_rows ? Tile::kRows : Tile::kColumns;
+      const int target = at + (of_rows ? 0 : kRowsEnd) + before * Tile::kSlice;
+      const uint16_t* source = (of_rows ? rows_ : columns_) + offsets_[i];
+      if (before + kApart <= n_rows || row_of(i) < n_rows) {
+        if constexpr (kCopies == Copies::whole_parts) {
+          copy_async(stages, target, source, is_row_[i] && left_ > 0 ? 8 : 0);
+        } else if constexpr (kCopies == Copies::parts) {
+          const int count = left_ >= 8 ? 8 : left_ > 0 ? left_ : 0;
+          copy_async(stages, target, source, is_row_[i] ? count : 0);
+        } else {
+          for (int h = 0; h < 8; ++h) {
+            uint16_t bits = 0;
+            if (is_row_[i] && h < left_) __builtin_memcpy(&bits, source + h, sizeof(bits));
+            stages[target + h] = bits;
+          }
+        }
+      }
+    }
+    rows_ += Tile::kSlice;
+    columns_ += Tile::kSlice;
+    left_ -= Tile::kSlice;
+  }
+
+ private:
+  ITM_FAST_DEVICE static int row_of(int i) { return thread_index() / 4 + (i < kOfRows ? i : i - kOfRows) * kApart; }
+
+  const uint16_t *rows_, *columns_;  // of the next slice
+  int place_, left_;                 // of the first part in a stage; 16-bit units that its row still has
+  bool is_row_[kOfBoth];
+  uint32_t offsets_[kOfBoth];  // of the parts, from the first row of their run
+};
 
 // Two floats as kParts pairs of bfloat16 that add up to them.
 template <int kParts>
@@ -109,39 +151,53 @@ struct ColumnFragment {
   uint32_t parts[kParts][2];
 };
 
-// Rows of 16 bits: `step` is the half of the slice.
-template <typename Tile>
-ITM_FAST_DEVICE void load_rows(RowFragment<1>& rows, SharedArray<uint16_t> stages, int stage, int first, int step) {
-  const int matrix = lane() / 8;
-  const int row = first + matrix % 2 * 8 + lane() % 8;
-  load_matrix(rows.parts[0], stages, stage + part_place<Tile>(row, step * 2 + matrix / 2));
+// Where a lane reads fragments in the first step of a slice: its row of a matrix, in the first tile of rows, or in the
+// first two tiles of columns. Other tiles lie a multiple of eight rows away, at the same place of their rows.
+template <typename Tile, bool kFloat>
+ITM_FAST_DEVICE int lane_of_rows(int first) {
+  const int matrix = lane() / 8, row = first + lane() % 8;
+  return kFloat ? part_place<Tile>(row, matrix) : part_place<Tile>(row + matrix % 2 * 8, matrix / 2);
 }
 
-template <typename Tile>
-ITM_FAST_DEVICE void load_columns(ColumnFragment<1> (&columns)[2], SharedArray<uint16_t> stages, int stage, int first,
-                                  int second, int step) {
-  const int matrix = lane() / 8;
-  const int row = (matrix < 2 ? first : second) + lane() % 8;
+template <typename Tile, bool kFloat>
+ITM_FAST_DEVICE int lane_of_columns(int first) {
+  const int matrix = lane() / 8, row = first + lane() % 8;
+  return kFloat ? part_place<Tile>(row, matrix)
+                : part_place<Tile>(row + matrix / 2 * 8 * Tile::kWarpColumns, matrix % 2);
+}
+
+// The same place in the second half of a slice of 16-bit rows.
+constexpr int second_step(int place) { return place ^ 16; }
+
+ITM_FAST_DEVICE void load_rows(RowFragment<1>& rows, SharedArray<uint16_t> stages, int at) {
+  load_matrix(rows.parts[0], stages, at);
+}
+
+ITM_FAST_DEVICE void load_columns(ColumnFragment<1>& first, ColumnFragment<1>& second, SharedArray<uint16_t> stages,
+                                  int at) {
   uint32_t loaded[4];
-  load_matrix(loaded, stages, stage + part_place<Tile>(row, step * 2 + matrix % 2));
-  for (int i = 0; i < 4; ++i) columns[i / 2].parts[0][i % 2] = loaded[i];
+  load_matrix(loaded, stages, at);
+  for (int i = 0; i < 2; ++i) {
+    first.parts[0][i] = loaded[i];
+    second.parts[0][i] = loaded[2 + i];
+  }
 }
 
 // Eight rows of a slice of float32, in the layout of fragments except for the order of the depth, which is the same for
 // rows and columns: register p holds elements l and l + 4 of parts 2 p and 2 p + 1, for lane % 4 == l.
-template <typename Tile, int kParts>
-ITM_FAST_DEVICE void load_floats(uint32_t (&pairs)[2][kParts], SharedArray<uint16_t> stages, int stage, int first) {
+template <int kParts>
+ITM_FAST_DEVICE void load_floats(uint32_t (&pairs)[2][kParts], SharedArray<uint16_t> stages, int at) {
   uint32_t loaded[4];
-  load_matrix(loaded, stages, stage + part_place<Tile>(first + lane() % 8, lane() / 8));
+  load_matrix(loaded, stages, at);
   split_pair(loaded[0], loaded[1], pairs[0]);
   split_pair(loaded[2], loaded[3], pairs[1]);
 }
 
 template <typename Tile, int kParts>
-ITM_FAST_DEVICE void load_float_rows(RowFragment<kParts>& rows, SharedArray<uint16_t> stages, int stage, int first) {
+ITM_FAST_DEVICE void load_float_rows(RowFragment<kParts>& rows, SharedArray<uint16_t> stages, int at) {
   for (int half = 0; half < 2; ++half) {
     uint32_t pairs[2][kParts];
-    load_floats<Tile>(pairs, stages, stage, first + half * 8);
+    load_floats(pairs, stages, at + half * 8 * Tile::kSlice);
     for (int part = 0; part < kParts; ++part) {
       rows.parts[part][half] = pairs[0][part];
       rows.parts[part][half + 2] = pairs[1][part];
@@ -149,11 +205,10 @@ ITM_FAST_DEVICE void load_float_rows(RowFragment<kParts>& rows, SharedArray<uint
   }
 }
 
-template <typename Tile, int kParts>
-ITM_FAST_DEVICE void load_float_columns(ColumnFragment<kParts>& columns, SharedArray<uint16_t> stages, int stage,
-                                        int first) {
+template <int kParts>
+ITM_FAST_DEVICE void load_float_columns(ColumnFragment<kParts>& columns, SharedArray<uint16_t> stages, int at) {
   uint32_t pairs[2][kParts];
-  load_floats<Tile>(pairs, stages, stage, first);
+  load_floats(pairs, stages, at);
   for (int part = 0; part < kParts; ++part) {
     for (int i = 0; i < 2; ++i) columns.parts[part][i] = pairs[i][part];
   }
@@ -191,76 +246,128 @@ ITM_FAST_DEVICE void multiply_pair(float (&first_sums)[4], float (&second_sums)[
   }
 }
 
-// Writes <row r, column c> to ITM_FAST_TILE_SCORES at r * kScoreStride + c, for all rows and columns of the tile that
-// the runs have, from `dim` elements of each. Ends with a barrier. `is_aligned`: rows are aligned to 16 bytes.
-// `kBySlice`: the products of each slice are added up separately, because tensor cores truncate running sums. If all
-// terms have the same sign, as on the diagonal of a Gram matrix, the truncation errors add up.
-template <int kParts, typename Tile, bool kBySlice = kParts == 3, typename S>
-ITM_FAST_DEVICE void multiply_tile(const RowRun<S>& rows, const RowRun<S>& columns, int64_t dim, bool is_aligned) {
-  constexpr bool kFloat = std::is_same_v<S, float>, kHalf = std::is_same_v<S, Half>;
-  static_assert(kFloat || kParts == 1);
-  constexpr int kRowTiles = Tile::kRowTiles, kColumnTiles = Tile::kColumnTiles;
-  ITM_FAST_DYNAMIC_SHARED(uint16_t, stages, 0, Tile::kStages* Tile::kStage);
-  const int slices = static_cast<int>((dim * static_cast<int64_t>(sizeof(S)) + 63) / 64);
-  const int warp_row = warp() / Tile::kWarpColumns, warp_column = warp() % Tile::kWarpColumns;
-  // Tiles are assigned round-robin, so that short runs do not leave all work to one warp.
-  const auto row_of = [&](int m) { return (warp_row + m * Tile::kWarpRows) * 16; };
-  const auto column_of = [&](int n) { return (warp_column + n * Tile::kWarpColumns) * 8; };
+// The sums of a warp: products of its tiles of rows and of columns. Tiles are assigned round-robin, so that short runs
+// do not leave all work to one warp.
+template <typename Tile>
+struct WarpSums {
+  float sums[Tile::kRowTiles][Tile::kColumnTiles][4] = {};
 
-  float sums[kRowTiles][kColumnTiles][4] = {};
-  for (int slice = 0; slice < Tile::kStages - 1; ++slice) {
-    if (slice < slices) copy_slice<Tile>(stages, rows, columns, dim, is_aligned, slice);
-    commit_copies();
-  }
-  for (int slice = 0; slice < slices; ++slice) {
-    wait_copies<Tile::kStages - 2>();
-    barrier();  // The copies of all threads have landed, and all are done with the stage that is filled next.
-    const int next = slice + Tile::kStages - 1;
-    if (next < slices) copy_slice<Tile>(stages, rows, columns, dim, is_aligned, next);
-    commit_copies();  // An empty group counts, too: the number of pending groups stays the same.
+  ITM_FAST_DEVICE static int row_of(int m) { return (warp() / Tile::kWarpColumns + m * Tile::kWarpRows) * 16; }
+  ITM_FAST_DEVICE static int column_of(int n) { return (warp() % Tile::kWarpColumns + n * Tile::kWarpColumns) * 8; }
+};
 
-    const int stage = slice % Tile::kStages * Tile::kStage;
-    const int column_stage = stage + Tile::kRows * Tile::kSlice;
-    for (int step = 0; step < (kFloat ? 1 : 2); ++step) {
-      ColumnFragment<kParts> of_columns[kColumnTiles];
-      for (int n = 0; n < kColumnTiles; n += 2) {
-        if constexpr (kFloat) {
-          load_float_columns<Tile>(of_columns[n], stages, column_stage, column_of(n));
-          load_float_columns<Tile>(of_columns[n + 1], stages, column_stage, column_of(n + 1));
-        } else {
-          ColumnFragment<1> pair[2];
-          load_columns<Tile>(pair, stages, column_stage, column_of(n), column_of(n + 1), step);
-          of_columns[n] = pair[0];
-          of_columns[n + 1] = pair[1];
-        }
+// Adds the products of one stage. Fragments of 16-bit rows are loaded one tile ahead of their use.
+template <int kParts, typename Tile, bool kFloat, bool kHalf, bool kBySlice, bool kWhole>
+ITM_FAST_DEVICE void add_stage(WarpSums<Tile>& warp_sums, SharedArray<uint16_t> stages, int rows_at, int columns_at,
+                               int n_rows, int n_columns) {
+  constexpr int kRowTiles = Tile::kRowTiles, kColumnTiles = Tile::kColumnTiles, kSteps = kFloat ? 1 : 2;
+  constexpr int kNextRows = 16 * Tile::kWarpRows * Tile::kSlice, kNextColumns = 8 * Tile::kWarpColumns * Tile::kSlice;
+  ColumnFragment<kParts> columns[kSteps][kColumnTiles];
+  // Conversions of float32 hide the latency of loads themselves, and need the registers.
+  constexpr int kAhead = kFloat ? 0 : 1;
+  RowFragment<kParts> rows[kAhead + 1];
+  const auto load_next_columns = [&](int step) {
+    const int at = step == 0 ? columns_at : second_step(columns_at);
+    ITM_FAST_UNROLLED
+    for (int n = 0; n < kColumnTiles; n += 2) {
+      if constexpr (kFloat) {
+        load_float_columns(columns[step][n], stages, at + n * kNextColumns);
+        load_float_columns(columns[step][n + 1], stages, at + (n + 1) * kNextColumns);
+      } else {
+        load_columns(columns[step][n], columns[step][n + 1], stages, at + n * kNextColumns);
       }
-      for (int m = 0; m < kRowTiles; ++m) {
-        if (row_of(m) < Tile::kRows && row_of(m) < rows.count) {  // The same for the whole warp.
-          RowFragment<kParts> of_rows;
-          if constexpr (kFloat) {
-            load_float_rows<Tile>(of_rows, stages, stage, row_of(m));
-          } else {
-            load_rows<Tile>(of_rows, stages, stage, row_of(m), step);
-          }
-          for (int n = 0; n < kColumnTiles; n += 2) {
-            if (column_of(n) < columns.count) {
-              multiply_pair<kHalf, kBySlice>(sums[m][n], sums[m][n + 1], of_rows, of_columns[n], of_columns[n + 1]);
-            }
-          }
-        }
+    }
+  };
+  const auto load_next_rows = [&](int item) {
+    const int at = (item < kRowTiles ? rows_at : second_step(rows_at)) + item % kRowTiles * kNextRows;
+    if constexpr (kFloat) {
+      load_float_rows<Tile>(rows[item % (kAhead + 1)], stages, at);
+    } else {
+      load_rows(rows[item % (kAhead + 1)], stages, at);
+    }
+  };
+  load_next_columns(0);
+  if (kAhead > 0) load_next_rows(0);
+  ITM_FAST_UNROLLED
+  for (int item = 0; item < kSteps * kRowTiles; ++item) {
+    const int step = item / kRowTiles, m = item % kRowTiles;
+    if (item + kAhead < kSteps * kRowTiles) load_next_rows(item + kAhead);
+    if (m == 0 && step + 1 < kSteps) load_next_columns(step + 1);
+    // Tiles that lie outside are the same for the whole warp.
+    if (kWhole ? (m + 1) * 16 * Tile::kWarpRows > Tile::kRows && WarpSums<Tile>::row_of(m) >= Tile::kRows
+               : WarpSums<Tile>::row_of(m) >= n_rows)
+      continue;
+    ITM_FAST_UNROLLED
+    for (int n = 0; n < kColumnTiles; n += 2) {
+      if (kWhole || WarpSums<Tile>::column_of(n) < n_columns) {
+        multiply_pair<kHalf, kBySlice>(warp_sums.sums[m][n], warp_sums.sums[m][n + 1], rows[item % (kAhead + 1)],
+                                       columns[step][n], columns[step][n + 1]);
       }
     }
   }
+}
+
+template <int kParts, typename Tile, bool kBySlice, Copies kCopies, bool kWhole, typename S>
+ITM_FAST_DEVICE void multiply_slices(WarpSums<Tile>& sums, const RowRun<S>& rows, const RowRun<S>& columns,
+                                     int64_t dim) {
+  constexpr bool kFloat = std::is_same_v<S, float>, kHalf = std::is_same_v<S, Half>;
+  constexpr int kEnd = Tile::kStages * Tile::kStage;
+  ITM_FAST_DYNAMIC_SHARED(uint16_t, stages, 0, kEnd);
+  const int slices = static_cast<int>((dim * static_cast<int64_t>(sizeof(S)) + 63) / 64);
+  const int rows_at = lane_of_rows<Tile, kFloat>(sums.row_of(0));
+  const int columns_at = lane_of_columns<Tile, kFloat>(sums.column_of(0)) + Tile::kRows * Tile::kSlice;
+  SliceCopies<Tile, S> copies(rows, columns, dim);
+  for (int slice = 0; slice < Tile::kStages - 1; ++slice) {
+    if (slice < slices) copies.template start<kCopies>(stages, slice * Tile::kStage);
+    commit_copies();
+  }
+  int stage = 0, filled = (Tile::kStages - 1) * Tile::kStage;  // the stages that are multiplied and filled next
+  for (int slice = 0; slice < slices; ++slice) {
+    wait_copies<Tile::kStages - 2>();
+    barrier();  // The copies of all threads have landed, and all are done with the stage that is filled next.
+    if (slice + Tile::kStages - 1 < slices) copies.template start<kCopies>(stages, filled);
+    commit_copies();  // An empty group counts, too: the number of pending groups stays the same.
+    add_stage<kParts, Tile, kFloat, kHalf, kBySlice, kWhole>(sums, stages, stage + rows_at, stage + columns_at,
+                                                             rows.count, columns.count);
+    filled = stage;
+    stage = stage + Tile::kStage < kEnd ? stage + Tile::kStage : 0;
+  }
   wait_copies<0>();
   barrier();  // The scores lie where the stages were.
+}
 
+// Writes <row r, column c> to ITM_FAST_TILE_SCORES at r * kScoreStride + c, for all rows and columns of the tile that
+// the runs have, from `dim` elements of each. Ends with a barrier. `is_aligned`: rows are aligned to 16 bytes and can
+// be copied as kAlignedCopies says. `kBySlice`: the products of each slice are added up separately, because tensor
+// cores truncate running sums. If all terms have the same sign, as on the diagonal of a Gram matrix, the truncation
+// errors add up.
+template <int kParts, typename Tile, bool kBySlice = kParts >= 2, Copies kAlignedCopies = Copies::whole_parts,
+          typename S>
+ITM_FAST_DEVICE void multiply_tile(const RowRun<S>& rows, const RowRun<S>& columns, int64_t dim, bool is_aligned) {
+  static_assert(std::is_same_v<S, float> || kParts == 1);
+  WarpSums<Tile> of_warp;
+  // Most tiles reach into the last tiles of all warps: they need no comparison per product. Kernels of one part that
+  // convert rows or add up slices have no registers left for this path, nor do those of three parts that are cut.
+  constexpr bool kMayBeWhole = kParts == 1 ? !kBySlice && !std::is_same_v<S, float>
+                                           : kParts == 2 || kAlignedCopies == Copies::whole_parts;
+  if (kMayBeWhole && is_aligned && rows.count > Tile::kRows - 16 &&
+      columns.count > Tile::kColumns - 16 * Tile::kWarpColumns) {
+    multiply_slices<kParts, Tile, kBySlice, kAlignedCopies, true>(of_warp, rows, columns, dim);
+  } else if (is_aligned) {
+    multiply_slices<kParts, Tile, kBySlice, kAlignedCopies, false>(of_warp, rows, columns, dim);
+  } else {
+    multiply_slices<kParts, Tile, kBySlice, Copies::elements, false>(of_warp, rows, columns, dim);
+  }
   ITM_FAST_TILE_SCORES(Tile);
-  for (int m = 0; m < kRowTiles; ++m) {
-    if (row_of(m) >= Tile::kRows || row_of(m) >= rows.count) continue;
-    for (int n = 0; n < kColumnTiles; ++n) {
+  ITM_FAST_UNROLLED
+  for (int m = 0; m < Tile::kRowTiles; ++m) {
+    if (of_warp.row_of(m) >= Tile::kRows || of_warp.row_of(m) >= rows.count) continue;
+    ITM_FAST_UNROLLED
+    for (int n = 0; n < Tile::kColumnTiles; ++n) {
       for (int i = 0; i < 4; ++i) {
         const Place place = mma_sum_place(lane(), i);
-        scores[(row_of(m) + place.row) * Tile::kScoreStride + column_of(n) + place.column] = sums[m][n][i];
+        scores[(of_warp.row_of(m) + place.row) * Tile::kScoreStride + of_warp.column_of(n) + place.column] =
+            of_warp.sums[m][n][i];
       }
     }
   }

@@ -1,0 +1,180 @@
+"""Count the instructions in the main loops of tensor-core kernels, from the disassembly of their machine code."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_GUARD = re.compile(r"@!?(U?P\w+) ")
+_REGISTER = re.compile(r"\b(?:UR|UP|R|P)\d+\b")
+# Instructions that write no register: their first operand is read.
+_WITHOUT_RESULT = (
+    "LDGSTS",
+    "STG",
+    "STS",
+    "STL",
+    "ST",
+    "BRA",
+    "BAR",
+    "DEPBAR",
+    "LDGDEPBAR",
+    "WARPSYNC",
+    "BSSY",
+    "BSYNC",
+)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The instructions of a loop that multiplies matrices.
+
+    Attributes:
+        instructions: all of them.
+        tensor: HMMA.
+        copies: LDGSTS, asynchronous copies of 16 bytes.
+        copying: copies and the instructions that compute their addresses and conditions.
+        scalar_loads: loads of at most 4 bytes from global memory.
+        slow_loads: accesses to local memory, or to memory of unknown kind.
+    """
+
+    instructions: int
+    tensor: int
+    copies: int
+    copying: int
+    scalar_loads: int
+    slow_loads: int
+
+    @property
+    def beside_tensor(self) -> float:
+        """Other instructions per 16 HMMA."""
+        return 16 * (self.instructions - self.tensor) / self.tensor
+
+    @property
+    def per_copy(self) -> float:
+        return self.copying / self.copies
+
+
+def disassembler() -> str:
+    """Return the path of nvdisasm, from the PyPI package nvidia-cuda-nvdisasm or the CUDA toolkit."""
+    places = [Path(folder, "nvidia", "cu13", "bin") for folder in sys.path]
+    found = shutil.which("nvdisasm", path=":".join(map(str, places))) or shutil.which("nvdisasm")
+    if found is None:
+        raise SystemExit("device_loops: needs nvdisasm: pip install nvidia-cuda-nvdisasm, or the CUDA toolkit's")
+    return found
+
+
+def main_loops(cubin: bytes) -> dict[str, Loop]:
+    """Map the mangled name of each kernel to its main loop, if it has one."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernels.cubin")
+        path.write_bytes(cubin)
+        command = [disassembler(), "-c", str(path)]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {name: loop for name, code, labels in functions(text) if (loop := main_loop(code, labels))}
+
+
+def main_loop(code: list[str], labels: dict[str, int]) -> Loop | None:
+    """Return the shortest innermost loop with HMMA and asynchronous copies.
+
+    Longer ones are for rare cases, such as unaligned rows. `labels` maps the labels to positions in `code`.
+    """
+    innermost: list[tuple[int, int]] = []
+    for first, last in sorted(_loops(code, labels), key=lambda ends: ends[1] - ends[0]):
+        if not any(first <= start and end <= last for start, end in innermost):
+            innermost.append((first, last))
+    found = [_count(code[first : last + 1]) for first, last in innermost]
+    return min(
+        (loop for loop in found if loop.tensor and loop.copies), key=lambda loop: loop.instructions, default=None
+    )
+
+
+def functions(text: str) -> Iterator[tuple[str, list[str], dict[str, int]]]:
+    """Yield the name, the instructions and the labels of every function in a disassembly."""
+    for part in re.split(r"(?m)^\.text\.(?=\S+:$)", text)[1:]:
+        code: list[str] = []
+        labels: dict[str, int] = {}
+        for line in part.splitlines():
+            if label := re.match(r"(\.L_x_\d+):", line):
+                labels[label[1]] = len(code)
+            elif instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?)\s*;", line):
+                code.append(instruction[1])
+        yield part.split(":", 1)[0], code, labels
+
+
+def _loops(code: list[str], labels: dict[str, int]) -> set[tuple[int, int]]:
+    """Return the first and the last position of every loop: a branch to an earlier label closes it."""
+    jumps = ((place, re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", text)) for place, text in enumerate(code))
+    return {(labels[jump[1]], place) for place, jump in jumps if jump and labels.get(jump[1], len(code)) <= place}
+
+
+def _name(instruction: str) -> str:
+    return _GUARD.sub("", instruction, count=1).split()[0]
+
+
+def _count(body: list[str]) -> Loop:
+    names = [_name(text) for text in body]
+
+    def count(*starts: str) -> int:
+        return sum(name.split(".")[0] in starts for name in names)
+
+    scalar = sum(name.split(".")[0] == "LDG" and ".64" not in name and ".128" not in name for name in names)
+    copies = count("LDGSTS")
+    return Loop(len(body), count("HMMA"), copies, _copying(body), scalar, count("LDL", "STL", "LD", "ST"))
+
+
+def _copying(body: list[str]) -> int:
+    """Count the copies and the instructions of the loop that compute their operands."""
+    chosen: set[int] = set()
+    open_places = [place for place, text in enumerate(body) if _name(text).startswith("LDGSTS")]
+    while open_places:
+        place = open_places.pop()
+        if place in chosen:
+            continue
+        chosen.add(place)
+        for register in _parse(body[place])[1]:
+            open_places += _writers(body, place, register)
+    return len(chosen)
+
+
+def _writers(body: list[str], place: int, register: str) -> Iterator[int]:
+    """Yield the latest instruction before `place` that writes `register`, and those after it on another condition."""
+    for back in range(1, len(body) + 1):
+        earlier = (place - back) % len(body)
+        if register in _parse(body[earlier])[0]:
+            yield earlier
+            if _guard(body[earlier]) in ("", _guard(body[place])):
+                return
+
+
+def _guard(instruction: str) -> str:
+    return instruction.split()[0] if instruction.startswith("@") else ""
+
+
+def _parse(instruction: str) -> tuple[set[str], set[str]]:
+    """Return the registers that an instruction writes and those that it reads."""
+    rest = _GUARD.sub("", instruction, count=1).partition(" ")[2]
+    operands = [_registers(part) for part in rest.split(",")]
+    results = 0
+    if _name(instruction).split(".")[0] not in _WITHOUT_RESULT:
+        # Comparisons and additions with carry also write a predicate.
+        results = 2 if len(operands) > 1 and any(one.lstrip("U").startswith("P") for one in operands[1]) else 1
+    written = {one for part in operands[:results] for one in part}
+    if "WIDE" in _name(instruction) or ".64" in _name(instruction):
+        written |= _pair(operands[0])
+    return written, {one for part in operands[results:] for one in part} | set(_GUARD.findall(instruction))
+
+
+def _registers(operand: str) -> set[str]:
+    found = set(_REGISTER.findall(operand))
+    return found | _pair(found) if ".64" in operand else found
+
+
+def _pair(registers: set[str]) -> set[str]:
+    """Return the second registers of pairs, which are named by their first."""
+    return {f"R{int(one[1:]) + 1}" for one in registers if one.startswith("R")}
