@@ -7,8 +7,8 @@
 // Rows of 16 bits are multiplied without conversion. Rows of float32 are split into kParts bfloat16 numbers, rounded to
 // nearest, x = x_0 + x_1 + x_2. One part gives a bfloat16 product. Two parts (three products, without x_1 y_1) give
 // errors of about 2^-17 of the terms. Three parts (six products, without those of the order 2^-27) give the accuracy of
-// float32. With several parts, the products of a slice are added up separately, smallest first. Three TF32 products take as long on tensor
-// cores as six of bfloat16, but keep 22 bits of 24.
+// float32. With several parts, the products of a slice are added up separately, smallest first. Three TF32 products
+// take as long on tensor cores as six of bfloat16, but keep 22 bits of 24.
 #pragma once
 
 #include <type_traits>
@@ -348,8 +348,8 @@ ITM_FAST_DEVICE void multiply_tile(const RowRun<S>& rows, const RowRun<S>& colum
   WarpSums<Tile> of_warp;
   // Most tiles reach into the last tiles of all warps: they need no comparison per product. Kernels of one part that
   // convert rows or add up slices have no registers left for this path, nor do those of three parts that are cut.
-  constexpr bool kMayBeWhole = kParts == 1 ? !kBySlice && !std::is_same_v<S, float>
-                                           : kParts == 2 || kAlignedCopies == Copies::whole_parts;
+  constexpr bool kMayBeWhole =
+      kParts == 1 ? !kBySlice && !std::is_same_v<S, float> : kParts == 2 || kAlignedCopies == Copies::whole_parts;
   if (kMayBeWhole && is_aligned && rows.count > Tile::kRows - 16 &&
       columns.count > Tile::kColumns - 16 * Tile::kWarpColumns) {
     multiply_slices<kParts, Tile, kBySlice, kAlignedCopies, true>(of_warp, rows, columns, dim);
