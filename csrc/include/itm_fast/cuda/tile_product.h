@@ -347,7 +347,7 @@ ITM_FAST_DEVICE void multiply_tile(const RowRun<S>& rows, const RowRun<S>& colum
   static_assert(std::is_same_v<S, float> || kParts == 1);
   WarpSums<Tile> of_warp;
   // Most tiles reach into the last tiles of all warps: they need no comparison per product. Kernels of one part that
-  // convert rows or add up slices have no registers left for this path, nor do those of three parts that are cut.
+  // convert rows or add up slices have no registers left for this path. The same holds for three parts that are cut.
   constexpr bool kMayBeWhole =
       kParts == 1 ? !kBySlice && !std::is_same_v<S, float> : kParts == 2 || kAlignedCopies == Copies::whole_parts;
   if (kMayBeWhole && is_aligned && rows.count > Tile::kRows - 16 &&
