@@ -1,4 +1,4 @@
-"""The `itm-fast` command: one file per command, put together in `app`."""
+"""The `itm-fast` command: one module per command, assembled in `app`."""
 
 from itm_fast.cli.app import app, main, run
 

@@ -1,7 +1,7 @@
-"""The commands put together, and the one way for errors to reach the user.
+"""Assemble the commands, and report all user errors in one way.
 
-Every user error becomes one line `itm-fast: error: …` on stderr: exit status 2 where the command line itself is wrong,
-1 otherwise. Modules that need long to import are imported inside the commands.
+Every user error becomes one line `itm-fast: error: …` on stderr. The exit status is 2 for errors of the command line
+itself and 1 otherwise. Modules with long import times are imported inside the commands.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ for command in (demo, train, recipes, models, evaluate, explain, curves, realign
     app.command(cls=TrainCommand if command is train else Command)(command)
 app.add_typer(data.app, name="data")
 
-# The base class of usage errors is not public in every version of typer, but the public one derives from it.
+# Not every version of typer exports the base class of usage errors, from which the public one derives.
 _UsageError: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 
 
@@ -76,11 +76,11 @@ def _root(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command and exit. This is the entry point of `itm-fast` and of `python -m itm_fast`."""
-    # Python has None for a stream that was closed at the start, as some daemons leave them; progress bars want a file.
+    # A stream that was closed before the start, as by some daemons, is None. Progress bars need a file.
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
-    # Paths that are not UTF-8 hold lone surrogates, which stdout refuses by default.
+    # Paths that are not UTF-8 contain lone surrogates, which stdout refuses by default.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     warnings.showwarning = _show_warning
@@ -103,7 +103,7 @@ def run(arguments: list[str] | None = None) -> int:
         return 1
     except (RuntimeError, MemoryError) as error:
         if str(error).startswith("DataLoader worker"):
-            # torch raises it anywhere in the training process, which other errors of reading reach as they are.
+            # torch raises this error anywhere in the training process. Other reading errors arrive unchanged.
             said = next(iter(str(error).splitlines())).strip(" .")
             kept = "the last saved state is complete; continue a training run with --resume"
             _print_error(f"a process of --workers has ended ({said}); {kept}")
@@ -121,7 +121,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _with_value(error: Any) -> str:
-    """The message of a usage error, with the value that does not fit, which some versions of typer leave out."""
+    """Return the message of a usage error with the wrong value, which some versions of typer leave out."""
     message: str = error.format_message()
     details = getattr(error.__cause__, "errors", None)
     value = details()[0].get("input") if callable(details) else None
@@ -135,7 +135,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _print_error(message: str) -> None:
-    # Before processes have met, all on a machine make the same mistake, and the first tells of it.
+    # Until the processes have met, all processes on a machine fail in the same way; the first reports it.
     if os.environ.get("LOCAL_RANK", "0") != "0" and not joined_before():
         return
     typer.echo(f"itm-fast: error: {_one_line(message)}", err=True)
@@ -146,5 +146,5 @@ def _show_warning(message: Warning | str, *_where: Any, **_more: Any) -> None:
 
 
 def _one_line(message: str) -> str:
-    # What files say is cut where messages quote it; this is for what libraries quote.
+    # Our messages shorten quotations of files. This shortens those of libraries.
     return printable(shortened(" ".join(message.split()), 10_000))

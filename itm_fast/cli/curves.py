@@ -37,13 +37,13 @@ def curves(
         raise ValueError(f"--label: expected one for each of the {len(runs)} runs, got {len(names)}")
     doubled = next((name for number, name in enumerate(names) if name in names[:number]), None)
     if doubled is not None:
-        raise ValueError(f"--label: expected a name of its own for each run, got {doubled!r} twice")
+        raise ValueError(f"--label: expected a different name for each run, got {doubled!r} twice")
     atomic.check_target(out)
     logs = {}
     for name, run in zip(names, runs, strict=True):
         check_run(run)
         if not regular.is_file(run / METRICS):
-            raise ValueError(f"{run}: holds no {METRICS}; it is no training run")
+            raise ValueError(f"{run}: contains no {METRICS}, so it is not a training run")
         logs[name] = read_metrics(run / METRICS, ("kind", "step"))
     write_comparison(out, logs)
     typer.echo(f"figure: {out}")

@@ -139,7 +139,7 @@ def check_command(
     report: Report | StoreReport
     if is_store(directory):
         if vocab is not None:
-            raise ValueError(f"--vocab: the feature store {directory} has a vocabulary of its own")
+            raise ValueError(f"--vocab: the feature store {directory} contains its own vocabulary")
         report = check_store(directory, split or (), progress=True)
     else:
         report = check_folder(directory, split or (), vocabulary_file=vocab, progress=True)

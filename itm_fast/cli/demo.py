@@ -1,4 +1,4 @@
-"""`itm-fast demo`: the whole job on the bundled emoji data, from pictures to a report."""
+"""`itm-fast demo`: train and evaluate on the bundled emoji data, and write a report."""
 
 from __future__ import annotations
 
@@ -118,7 +118,9 @@ def demo(
 
 
 def _clear_earlier_demo(config: TrainConfig) -> None:
-    """Remove the run of an earlier demo in the same folder. Raise if the folder holds anything else."""
+    """Remove the run of an earlier demo from the same directory. Raise ValueError if the directory contains anything
+    else.
+    """
     from itm_fast.training import run_folder
     from itm_fast.training.checkpoint import STATE_FILE
     from itm_fast.training.lock import lock
@@ -126,7 +128,7 @@ def _clear_earlier_demo(config: TrainConfig) -> None:
     out = Path(config.out)
     if (out / run_folder.CONFIG).exists():
         if Path(run_folder.saved_config(out).data).resolve() != Path(config.data).resolve():
-            raise ValueError(f"{out}: holds a run that is no demo; choose another --out")
+            raise ValueError(f"{out}: contains a run that is not a demo; choose another --out")
         names = (run_folder.CONFIG, run_folder.METRICS, run_folder.VOCABULARY, "model.safetensors", "config.json")
         with lock(out):
             for name in (STATE_FILE, *names):
@@ -135,7 +137,7 @@ def _clear_earlier_demo(config: TrainConfig) -> None:
 
 
 def _fit_into(config: TrainConfig, minutes: float) -> TrainConfig:
-    """The settings with fewer epochs where this machine would need longer than `minutes` for all of them."""
+    """Return the settings with fewer epochs if all of them would take longer than `minutes` on this machine."""
     import attrs
 
     from itm_fast.training import Trainer
@@ -146,7 +148,7 @@ def _fit_into(config: TrainConfig, minutes: float) -> TrainConfig:
     seconds = {mining: trainer.seconds_per_step(mining) for mining in ("all", config.mining)}
 
     def needed_for(epochs: int) -> float:
-        # A tenth more for the validations.
+        # Validations take about a tenth more.
         warmup = min(epochs, config.warmup_epochs or 0)
         return 1.1 * trainer.steps_per_epoch * (warmup * seconds["all"] + (epochs - warmup) * seconds[config.mining])
 
@@ -213,7 +215,7 @@ def _report(
 
 
 def _attention(model: MatchingModel, test: PrecomputedDataset, captions: list[int]) -> list[WordAttention]:
-    """Where each word of these captions looks in its own picture, a grid of patches."""
+    """Return the attention of each word of these captions over the patches of its picture."""
     import torch
 
     from itm_fast import evaluation

@@ -128,5 +128,5 @@ def _check_distinct(checkpoints: list[Path]) -> None:
     seen = set()
     for run in checkpoints:
         if run.resolve() in seen:
-            raise ValueError(f"--checkpoint: {run} was given twice; an ensemble is of different models")
+            raise ValueError(f"--checkpoint: {run} was given twice; an ensemble needs different models")
         seen.add(run.resolve())

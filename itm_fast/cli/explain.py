@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from itm_fast.evaluation import Explanation
     from itm_fast.models import MatchingModel
 
-# By the directions that a model has.
+# Headings by the direction of the model.
 _TITLES = {
-    ("t2i",): "Where the words look",
-    ("i2t",): "Where the regions look",
-    ("t2i", "i2t"): "Where words and regions look",
+    ("t2i",): "What the words attend to",
+    ("i2t",): "What the regions attend to",
+    ("t2i", "i2t"): "What words and regions attend to",
 }
 
 
@@ -49,8 +49,8 @@ def explain(
     """Write an HTML page of the attention between one image and one caption.
 
     The page shows the attention of words over regions and of regions over words at each step of the regulator, and the
-    aggregation weights. A model with one direction has that one alone. Features that are pixel patches, such as the
-    bundled emoji, are drawn as a picture, others as tables.
+    aggregation weights. For a model with one direction, it shows only this one. Features that are pixel patches, such
+    as the bundled emoji, are drawn as a picture, others as tables.
     """
     import json
 
@@ -127,9 +127,9 @@ def explain(
 
 
 def _picture(dataset: PrecomputedDataset, image: int) -> tuple[np.ndarray | None, tuple[int, int], str]:
-    """The picture, the rows and columns of its patches, and its credits if it is a bundled emoji.
+    """Return the picture, the rows and columns of its patches, and its credits if it is a bundled emoji.
 
-    The picture is None if the features are no pixels.
+    The picture is None if the features are not pixels.
     """
     from itm_fast.data import emoji
 

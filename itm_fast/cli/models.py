@@ -34,7 +34,7 @@ def load_run(run: Path, device: torch.device, vocab: Path | None) -> tuple[Match
     own = run / run_folder.VOCABULARY
     path = vocab or own
     if not regular.is_file(path):
-        raise ValueError(f"{path}: no such vocabulary file; name the one of the training with --vocab FILE")
+        raise ValueError(f"{path}: no such vocabulary file; pass the vocabulary of the training with --vocab FILE")
     vocabulary = Vocabulary.from_file(path)
     expected = getattr(model.encoder_config, "vocab_size", len(vocabulary))
     if len(vocabulary) != expected:
@@ -52,7 +52,7 @@ def dataset_of(
     run: Path,
     known: Sequence[PrecomputedDataset] = (),
 ) -> PrecomputedDataset:
-    """The split as the model of `run` sees it; one of `known` with the same vocabulary serves, too."""
+    """Return the split as the model of `run` sees it. A data set of `known` with the same vocabulary is reused."""
     from itm_fast.data import open_split
 
     dataset = next((other for other in known if other.vocabulary == vocabulary), None)
@@ -62,7 +62,7 @@ def dataset_of(
     expected = getattr(model.encoder_config, "feature_dim", width)
     if width != expected:
         raise ValueError(
-            f"{dataset.features_path}: regions of {width} channels, but the model in {run} takes {expected}"
+            f"{dataset.features_path}: regions have {width} channels, but the model in {run} needs {expected}"
         )
     dataset.check_caption_lengths(model.max_caption_length)
     return dataset

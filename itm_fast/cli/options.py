@@ -84,7 +84,7 @@ def with_config_options(
 
 
 def given_options(values: dict[str, Any]) -> dict[str, Any]:
-    """Keep the options that stand on the command line."""
+    """Return the options that the command line contains."""
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -389,5 +389,5 @@ def test_time_per_step_is_measured_with_the_negatives_asked_for(
 
 def test_demo_leaves_other_runs_alone(data: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, message = error(capsys, "demo", "--out", trained)
-    assert (status, message) == (1, f"{trained}: holds a run that is no demo; choose another --out")
+    assert (status, message) == (1, f"{trained}: contains a run that is not a demo; choose another --out")
     assert (trained / "model.safetensors").exists()

@@ -55,7 +55,7 @@ def test_evaluate_needs_features_of_the_width_of_the_model(
     wide = write_concepts(tmp_path / "wide", width=9)
     assert error(capsys, "evaluate", "--checkpoint", trained, "--data", wide) == (
         1,
-        f"{wide / 'test_ims.npy'}: regions of 9 channels, but the model in {trained} takes 8",
+        f"{wide / 'test_ims.npy'}: regions have 9 channels, but the model in {trained} needs 8",
     )
 
 

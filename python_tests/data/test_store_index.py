@@ -114,7 +114,9 @@ def test_a_manifest_with_another_count_is_refused(store: Path) -> None:
         open_split(store, "train", VOCABULARY)
     assert check_store(store).problems == [Problem(path.name, message)]
     rewrite(store, dict, captions=0)
-    with pytest.raises(ValueError, match=r"store\.json: not a readable manifest of a feature store \(.*its width, captions"):
+    with pytest.raises(
+        ValueError, match=r"store\.json: not a readable manifest of a feature store \(.*its width, captions"
+    ):
         check_store(store)
 
 

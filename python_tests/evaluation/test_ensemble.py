@@ -145,10 +145,10 @@ def test_errors_are_one_line(data: Path, runs: list[Path], tmp_path: Path, capsy
     OTHER_ORDER.save(narrow / "vocab.json")
     twice = runs[0].parent / "." / "scan"
     for second, more, message in (
-        (twice, [], f"--checkpoint: {twice} was given twice; an ensemble is of different models"),
+        (twice, [], f"--checkpoint: {twice} was given twice; an ensemble needs different models"),
         (runs[1], ["--vocab", runs[0] / "vocab.json"],
          f"{runs[0] / 'vocab.json'}: not the vocabulary that the model was trained with, {runs[1] / 'vocab.json'}"),
-        (narrow, [], f"{data / 'test_ims.npy'}: regions of 8 channels, but the model in {narrow} takes 5"),
+        (narrow, [], f"{data / 'test_ims.npy'}: regions have 8 channels, but the model in {narrow} needs 5"),
         (tmp_path, [], f"{tmp_path / 'config.json'}: no such file; {tmp_path} is not a saved model"),
     ):  # fmt: skip
         capsys.readouterr()

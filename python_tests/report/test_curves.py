@@ -156,8 +156,8 @@ def test_what_cannot_be_drawn_is_one_line(trained: Path, tmp_path: Path, capsys:
     empty.mkdir()
     shutil.copytree(trained, tmp_path / "run")
     for arguments, message in (
-        ([empty], f"{empty}: holds no metrics.jsonl; it is no training run"),
-        ([trained, tmp_path / "run"], "--label: expected a name of its own for each run, got 'run' twice"),
+        ([empty], f"{empty}: contains no metrics.jsonl, so it is not a training run"),
+        ([trained, tmp_path / "run"], "--label: expected a different name for each run, got 'run' twice"),
         ([trained, "--label", "a", "--label", "b"], "--label: expected one for each of the 1 runs, got 2"),
         ([trained, "--out", tmp_path / "curves.gif"],
          f"{tmp_path / 'curves.gif'}: expected a name that ends in .svg, .png or .pdf"),

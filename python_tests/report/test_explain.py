@@ -176,7 +176,7 @@ def test_the_page_holds_the_weights_of_the_scores(data: Path, tmp_path: Path, ca
         not found["aggregation"] for found in content["directions"].values()
     )
     assert (WHOLE in html) == (name == "sgraf")
-    for direction, heading in (("t2i", "Words look at regions"), ("i2t", "Regions look at words")):
+    for direction, heading in (("t2i", "Words attend to regions"), ("i2t", "Regions attend to words")):
         assert (f"<h2>{heading}</h2>" in html) == (direction in similarities)
 
 

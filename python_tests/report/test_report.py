@@ -141,8 +141,8 @@ def test_each_word_has_its_picture_and_says_where_it_looks(report: Report) -> No
         assert np.array_equal(pixels, heat(report.pictures[3], weights))
     shares = re.findall(r'<span class="share">(\d+) %</span>', html)
     assert shares == [f"{100 * weights.max():.0f}" for _, weights in expected.values()]
-    assert "Where the words look" in html
-    assert "Where the words look" not in render_report(attrs.evolve(report, attention=[]))
+    assert "What the words attend to" in html
+    assert "What the words attend to" not in render_report(attrs.evolve(report, attention=[]))
 
 
 def test_right_and_wrong_are_marked_by_more_than_colour(report: Report) -> None:
