@@ -32,7 +32,7 @@ OPTIONS = {
     for name, command in write_option_tables.commands(typer.main.get_command(app), "itm-fast")
 }
 # Options of torchrun that pages mention, too.
-OTHERS = {"--shutdown-timeout"}
+OTHERS = {"--shutdown-timeout", "--only"}
 
 
 def short(page: Path) -> str:
