@@ -31,7 +31,7 @@ OPTIONS = {
     name: {"--help", *(o for p in command.params if not p.hidden for o in [*p.opts, *p.secondary_opts])}
     for name, command in write_option_tables.commands(typer.main.get_command(app), "itm-fast")
 }
-# Options of torchrun that pages mention, too.
+# Options of torchrun and of the fuzzer that pages mention, too.
 OTHERS = {"--shutdown-timeout", "--only"}
 
 
