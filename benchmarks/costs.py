@@ -43,7 +43,7 @@ WORDS, REGIONS, DIM, ELEMENT = 13.0, 36, 1024, 2
 ALIGNMENT, STEPS = 256, 2
 # The backward of its step on a GPU: pairs per list, for captions of up to 24 words at full width, and PyTorch launches
 # per list, forward and backward (operators that are not views, as counted by its dispatcher).
-LIST_PAIRS, LIST_LAUNCHES = 85, 460
+LIST_PAIRS, LIST_LAUNCHES = 682, 460
 # COCO's training split, and its five captions per image.
 EPOCH_IMAGES, EPOCH_CAPTIONS = 113_287, 5
 

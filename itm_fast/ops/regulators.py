@@ -32,8 +32,9 @@ _SEEDS = 2**63
 # Hard attention has no gradient, so the regulators could not learn from it.
 FOCAL_MODES = (None, "equal", "prob")
 # Elements of the widest tensor of a list of pairs in the backward, which holds about fifteen such tensors. The value is
-# the fastest on a CPU. Other devices use larger lists, because each list costs several hundred launches.
-_LISTED_ELEMENTS, _LISTED_ON_DEVICES = 1 << 19, 4
+# the fastest on a CPU. Other devices use larger lists, about 1 GB for all tensors, because each list costs several
+# hundred launches: a step with 128 pairs and hardest negatives needs one list.
+_LISTED_ELEMENTS, _LISTED_ON_DEVICES = 1 << 19, 32
 # Limits of the CUDA kernels: rows per query set, rows per context set, and steps of each kind.
 CUDA_QUERY_ROWS, CUDA_CONTEXT_ROWS, CUDA_STEPS = 112, 128, 8
 

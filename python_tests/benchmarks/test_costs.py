@@ -86,7 +86,8 @@ def test_rcar_is_counted_as_by_hand() -> None:
     assert step.bytes - scores.bytes - loss.bytes == 2 * 2 * (4 * 41) * 10 + 4 * 16 + 8 * weights
     # Preparation and pairs; value and gradient; its handing out, and one list.
     assert step.launches == 2 + 1 + 1 + costs.LIST_LAUNCHES
-    assert costs.regulated_step(128).launches == 2 + 1 + 1 + 5 * costs.LIST_LAUNCHES
+    assert costs.regulated_step(128).launches == 2 + 1 + 1 + costs.LIST_LAUNCHES
+    assert costs.regulated_step(1024).launches == 2 + 1 + 1 + 5 * costs.LIST_LAUNCHES
 
 
 def test_launches_of_a_list_of_pairs_are_those_that_pytorch_makes(monkeypatch: pytest.MonkeyPatch) -> None:
