@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from itm_fast import models
-from itm_fast.benchmarking.run import environment
 from itm_fast.benchmarking.table import table
 from itm_fast.data import EpochSampler, load_vocabulary, open_split
 from itm_fast.data.synthetic import write_synthetic
+from itm_fast.files.environment import environment
 from itm_fast.losses import TripletLoss
 from itm_fast.ops.library import build_info
 

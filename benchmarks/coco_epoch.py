@@ -29,14 +29,13 @@ import attrs
 import torch
 
 from benchmarks.coco_table import FORMAT_VERSION, KIND, markdown
-from benchmarks.machine import described_device
+from benchmarks.machine import described_device, kept_bytes
 from benchmarks.published_loop import HAS_LOOP, published_loop
 from benchmarks.rehearsal import RECIPES, Training
-from itm_fast.benchmarking.measure import kept_bytes
-from itm_fast.benchmarking.run import environment
 from itm_fast.data import pack, store_format
 from itm_fast.data.synthetic import COCO_IMAGES, write_synthetic
 from itm_fast.files.atomic import write_text
+from itm_fast.files.environment import environment
 from itm_fast.ops.library import build_info
 
 __all__ = ["PLANS", "Plan", "growth", "measure", "measure_epoch", "run"]

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from itm_fast.benchmarking.run import FORMAT_VERSION, environment
+from itm_fast.benchmarking.run import FORMAT_VERSION
 from itm_fast.benchmarking.table import table
+from itm_fast.files.environment import environment
 from itm_fast.ops.library import build_info
 from itm_fast.training.addr.discriminators import Discriminators
 

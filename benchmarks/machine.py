@@ -1,11 +1,24 @@
-"""Describe the GPU of this machine, for reports."""
+"""Describe the GPU of this machine for reports, and measure the memory of this process.
+
+Inside: `described_device`, `gpu_description`, `kept_bytes`.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 from typing import Any
 
-from itm_fast.benchmarking.run import processor_name
+from itm_fast.benchmarking.measure import status_bytes
+from itm_fast.files.environment import processor_name
+
+
+def kept_bytes() -> int:
+    """Return the memory of this process in bytes, without free memory of the allocator if that is glibc's."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    return status_bytes("RssAnon")
 
 
 def described_device(device: str) -> dict[str, Any]:

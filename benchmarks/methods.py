@@ -46,7 +46,8 @@ from benchmarks.methods_table import markdown
 from benchmarks.scenarios import Setup, make_batch, memory_given_back, processor_time
 from itm_fast import models, reference
 from itm_fast.benchmarking.measure import interleave, peak_memory
-from itm_fast.benchmarking.run import FORMAT_VERSION, environment
+from itm_fast.benchmarking.run import FORMAT_VERSION
+from itm_fast.files.environment import environment
 from itm_fast.models import FDF
 from itm_fast.ops.library import build_info
 from itm_fast.training import TrainConfig, recipes

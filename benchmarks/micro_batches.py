@@ -28,7 +28,8 @@ from benchmarks.scenarios import (
     processor_time,
 )
 from itm_fast.benchmarking.measure import interleave, peak_memory
-from itm_fast.benchmarking.run import FORMAT_VERSION, environment
+from itm_fast.benchmarking.run import FORMAT_VERSION
+from itm_fast.files.environment import environment
 from itm_fast.ops.library import build_info
 
 __all__ = ["SETUPS", "markdown", "run"]

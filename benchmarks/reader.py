@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from itm_fast.benchmarking.run import environment
 from itm_fast.data import BatchLoader, CaptionDataset, layout, load_vocabulary, open_split, pack
 from itm_fast.data.reader import default_threads
 from itm_fast.data.synthetic import write_synthetic
+from itm_fast.files.environment import environment
 from itm_fast.ops.library import build_info
 
 __all__ = ["FORMAT_VERSION", "markdown", "run"]

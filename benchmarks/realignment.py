@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from itm_fast import build_info, models
-from itm_fast.benchmarking.run import environment
 from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
 from itm_fast.files import atomic
+from itm_fast.files.environment import environment
 from itm_fast.report.features import write_features
 from itm_fast.training import TrainConfig, run_folder, train
 from itm_fast.training.fdf.cross_model import cross_table, pooled_features, realign

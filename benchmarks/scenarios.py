@@ -28,8 +28,9 @@ import torch
 
 from itm_fast import models
 from itm_fast.benchmarking.measure import interleave, peak_memory
-from itm_fast.benchmarking.run import FORMAT_VERSION, environment
+from itm_fast.benchmarking.run import FORMAT_VERSION
 from itm_fast.data import Batch, Vocabulary
+from itm_fast.files.environment import environment
 from itm_fast.ops.library import build_info
 from itm_fast.training import TrainConfig
 from itm_fast.training.scenarios import BatchFunctions

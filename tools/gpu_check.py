@@ -165,7 +165,7 @@ def described(dry: bool, options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from benchmarks.machine import described_device
-    from itm_fast.benchmarking.run import environment
+    from itm_fast.files.environment import environment
     from itm_fast.ops.library import build_info
 
     found = environment(torch.get_num_threads(), build_info())

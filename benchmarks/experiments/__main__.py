@@ -62,8 +62,8 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
 
     import itm_fast
     from itm_fast import evaluation, models
-    from itm_fast.benchmarking.run import environment
     from itm_fast.data import PrecomputedDataset, Vocabulary
+    from itm_fast.files.environment import environment
     from itm_fast.training import checkpoint, run_folder, train
     from itm_fast.training.metrics_log import read_metrics
 

@@ -47,8 +47,8 @@ def evaluate_ensemble(
 
     import itm_fast
     from itm_fast import evaluation, models
-    from itm_fast.benchmarking.run import environment
     from itm_fast.data import PrecomputedDataset, Vocabulary
+    from itm_fast.files.environment import environment
     from itm_fast.training import run_folder
 
     identity = _identity(experiment, ensemble, results)

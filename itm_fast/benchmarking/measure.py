@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import statistics
 import time
@@ -19,7 +18,6 @@ __all__ = [
     "Meter",
     "Timing",
     "interleave",
-    "kept_bytes",
     "peak_memory",
     "reset_peak",
     "status_bytes",
@@ -187,16 +185,8 @@ class CudaMeter:
         return max(0, torch.cuda.max_memory_allocated() - before)
 
 
-def kept_bytes() -> int:
-    """This process's own memory without what the allocator of the C library has free (that of glibc alone says)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-    return status_bytes("RssAnon")
-
-
 def status_bytes(key: str) -> int:
-    """What the system says of this process's memory under `key`, such as `VmRSS` (Linux)."""
+    """Return the entry `key` of this process's memory, such as `VmRSS`, in bytes (Linux)."""
     for line in _STATUS.read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024

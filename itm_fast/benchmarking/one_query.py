@@ -11,7 +11,15 @@ from torch.nn import functional
 
 import itm_fast.functional as F_itm
 from itm_fast import Fragments, reference
-from itm_fast.benchmarking.workloads import REGIONS, Sizes, accuracy_of, inputs, warm_up_sizes
+from itm_fast.benchmarking.workloads import (
+    REGIONS,
+    Sizes,
+    accuracy_of,
+    in_precision,
+    inputs,
+    warm_up_sizes,
+    without_gradient,
+)
 
 __all__ = ["QUERIES", "WORDS", "accuracy", "make_query"]
 
@@ -63,18 +71,10 @@ def _sides(sizes: Sizes) -> tuple[Fragments, Fragments]:
 
 
 def make_query(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], Tensor]:
-    """Score one caption with all images; precompute the parts that depend only on the images."""
-    words, regions = _sides(warm_up_sizes(variant, sizes) if small else sizes)
-    if variant.endswith("bf16"):
-        words, regions = words.to(torch.bfloat16), regions.to(torch.bfloat16)
+    """Scores of one caption with all images. Everything that depends only on the images is computed before."""
+    words, regions = in_precision(variant, _sides(warm_up_sizes(variant, sizes) if small else sizes))
     with torch.no_grad():
-        score = QUERIES[variant](regions)
-
-    def run() -> Tensor:
-        with torch.no_grad():
-            return score(words)
-
-    return run
+        return without_gradient(QUERIES[variant](regions), words)
 
 
 def accuracy(variant: str, sizes: Sizes) -> dict[str, float]:

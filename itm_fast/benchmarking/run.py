@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import os
-import platform
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -19,6 +14,7 @@ import torch
 from itm_fast.benchmarking import one_query, regulated, workloads
 from itm_fast.benchmarking.measure import CpuMeter, Meter, interleave
 from itm_fast.benchmarking.workloads import Sizes
+from itm_fast.files.environment import environment
 from itm_fast.ops.library import build_info
 
 __all__ = [
@@ -26,9 +22,7 @@ __all__ = [
     "PRESETS",
     "Preset",
     "compiler_found",
-    "environment",
     "measure_variants",
-    "processor_name",
     "run",
 ]
 
@@ -107,12 +101,13 @@ def run(preset: Preset, meter: Meter, progress: Callable[[str], None] = lambda _
         for batch in preset.loss_batches:
             for mining in ("hardest", "all"):
                 both = {"plain": preset.runs, "native": preset.runs}
-                measured[f"loss {mining} {batch}"] = measure(workloads.make_loss, both, (batch, mining, device))
-                boosting = measured[f"boosting {mining} {batch}"] = measure(
-                    workloads.make_boosting, both, (batch, mining, device)
-                )
-                for name, variant in boosting["variants"].items():
-                    variant["accuracy"] = workloads.boosting_accuracy(name, batch, mining, device)
+                for loss, title, make in (
+                    ("triplet", "loss", workloads.make_loss),
+                    ("boosting", "boosting", workloads.make_boosting),
+                ):
+                    found = measured[f"{title} {mining} {batch}"] = measure(make, both, (batch, mining, device))
+                    for name, variant in found["variants"].items():
+                        variant["accuracy"] = workloads.loss_accuracy(loss, name, batch, mining, device)
     finally:
         torch.set_num_threads(before)
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
@@ -150,49 +145,3 @@ def measure_variants(
 
 def compiler_found() -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if name)
-
-
-def environment(threads: int, info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return machine, time and software versions of the measurement."""
-    commit, dirty = _commit()
-    return {
-        "commit": commit,
-        "uncommitted_changes": dirty,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["itm-fast", *sys.argv[1:]]),
-        "processor": processor_name(),
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "system": platform.platform(terse=True),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "itm_fast": info["version"],
-        "instruction_set": info["dispatch"]["cross_attention_scores"]["cpu"].removeprefix("native "),
-    }
-
-
-def processor_name() -> str:
-    """Return the name of the processor if the system tells it, else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
-
-
-def _commit() -> tuple[str | None, bool | None]:
-    """The commit of the source tree that the package runs from, and whether it was changed since."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None, None
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        # Ignore result files of earlier measurements.
-        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--", ".", ":!benchmarks/results"))
-    except (OSError, subprocess.CalledProcessError):
-        return None, None

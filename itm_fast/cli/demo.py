@@ -60,9 +60,9 @@ def demo(
     import torch
 
     from itm_fast import build_info, evaluation, models
-    from itm_fast.benchmarking.run import environment
     from itm_fast.data import PrecomputedDataset, emoji
     from itm_fast.files import atomic
+    from itm_fast.files.environment import environment
     from itm_fast.files.processors import set_threads
     from itm_fast.report import write_report
     from itm_fast.training import TrainConfig, run_folder, train
@@ -237,7 +237,7 @@ def _facts(
     import torch
 
     import itm_fast
-    from itm_fast.benchmarking.run import processor_name
+    from itm_fast.files.environment import processor_name
 
     info = itm_fast.build_info()
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -83,7 +83,7 @@ def test_all_variants_compute_the_same() -> None:
         plain, native = (workloads.make_boosting(name, 16, mining)() for name in ("plain", "native"))
         assert torch.equal(plain, native)
         assert bool(native.any())
-        assert workloads.boosting_accuracy("native", 16, mining)["relative_loss_error"] < 1e-6
+        assert workloads.loss_accuracy("boosting", "native", 16, mining)["relative_loss_error"] < 1e-6
     assert workloads.accuracy("native", sizes)["max_score_error"] < 1e-6
 
 

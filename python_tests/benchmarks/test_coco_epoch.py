@@ -28,11 +28,11 @@ from benchmarks.coco_table import (
     markdown,
     projected,
 )
+from benchmarks.machine import kept_bytes
 from benchmarks.published_loop import HAS_LOOP, published_loop
 from benchmarks.rehearsal import RECIPES
 from benchmarks.step_clock import PHASES, StepClock, watch
 from itm_fast import Fragments, models, reference
-from itm_fast.benchmarking.measure import kept_bytes
 from itm_fast.losses import triplet_loss as triplet_loss_module
 from itm_fast.training import recipes
 from python_tests.helpers.concepts import write_concepts

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ignite.engine import Engine
 
-from itm_fast.benchmarking.measure import kept_bytes
+from benchmarks.machine import kept_bytes
 from itm_fast.training import Trainer, checkpoint
 from itm_fast.training.metrics_log import read_metrics
 from python_tests.helpers.runs import config, run, weights
