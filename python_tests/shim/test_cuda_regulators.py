@@ -37,6 +37,13 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> RegulatorKernels:
     return RegulatorKernels(compile_driver("regulators", tmp_path_factory.mktemp("regulators")))
 
 
+@pytest.fixture(scope="module")
+def truncating(tmp_path_factory: pytest.TempPathFactory) -> RegulatorKernels:
+    """Tensor cores that cut sums off instead of rounding them."""
+    folder = tmp_path_factory.mktemp("truncating")
+    return RegulatorKernels(compile_driver("regulators", folder, "-DITM_FAST_SHIM_TRUNCATES"))
+
+
 def rcar(setting: str = "rcar2", dim: int = DIM, width: int = WIDTH) -> tuple[Fragments, Fragments, Any]:
     queries, contexts = random_fragments(QUERIES, dim), random_fragments(CONTEXTS, dim, seed=1)
     return queries, contexts, random_parameters(setting, dim, width)
@@ -128,8 +135,10 @@ def test_hidden_layers_of_any_width(kernels: RegulatorKernels, setting: str, wid
 
 
 @pytest.mark.parametrize("setting", ["rcr1", "rcar2"])
-def test_the_precisions(kernels: RegulatorKernels, setting: str) -> None:
+@pytest.mark.parametrize("cores", ["kernels", "truncating"])
+def test_the_precisions(request: pytest.FixtureRequest, cores: str, setting: str) -> None:
     """Products in two parts keep 16 bits; in bfloat16 errors are at most twice those of PyTorch's own autocast."""
+    kernels = request.getfixturevalue(cores)
     queries, contexts, parameters = single(*rcar(setting))
     exact = reference.regulated_scores(*double(queries, contexts, parameters))
     high = result_of(kernels, queries, contexts, parameters, "bf16x3")
