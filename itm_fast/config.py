@@ -74,7 +74,7 @@ def setting(
 
 def renamed(old: str, new: str) -> str:
     """Return the message for a deprecated name."""
-    return f"{old} is now {new}; the old name goes away in the next release"
+    return f"{old} is now {new}; the old name will be removed in the next release"
 
 
 def with_present_names(

@@ -87,7 +87,7 @@ class Folder:
             return None
         if stat.S_ISLNK(status.st_mode):
             raise ValueError(
-                f"{self.path / name}: is a symbolic link, and no link is followed for writing; put the file or folder "
+                f"{self.path / name}: is a symbolic link, which is not followed for writing; put the file or folder "
                 "itself there"
             )
         return status

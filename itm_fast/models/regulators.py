@@ -82,7 +82,7 @@ def steps_of(config: RegulatedConfig) -> tuple[int, int]:
         for name in _OF_REGULATORS:
             value = getattr(config, name)
             if value != fields[name].default:
-                raise ValueError(f"{name}: {shown(value)} goes with a regulator; set regulator to rcr, rar or rcar")
+                raise ValueError(f"{name}: {shown(value)} needs a regulator; set regulator to rcr, rar or rcar")
         return 0, 0
     steps = DEFAULT_STEPS if config.steps is None else config.steps
     return {"rcr": (steps, 0), "rar": (0, steps), "rcar": (steps - 1, steps)}[config.regulator]

@@ -87,9 +87,9 @@ class FeatureConversions(nn.Module):
             if value not in known:
                 raise ValueError(f"{name}: expected one of {', '.join(map(str, known))}, got {value!r}")
         if head == "identity" and feature_dim != embed_dim:
-            raise ValueError(f"feature_dim: expected embed_dim, {embed_dim}, below no head, got {feature_dim}")
+            raise ValueError(f"feature_dim: expected embed_dim, {embed_dim}, without a head, got {feature_dim}")
         if residual and conversion != "ffn":
-            raise ValueError(f"residual: goes with the conversion ffn, not {conversion}")
+            raise ValueError(f"residual: belongs to the conversion ffn, not {conversion}")
         self.count, self.feature_dim, self.head = count, feature_dim, head
         self.residual = residual or conversion == "adapter"
         linear = head != "identity" or conversion == "none"

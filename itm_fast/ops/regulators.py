@@ -143,16 +143,16 @@ def beyond_kernels(device: str, queries: Fragments, contexts: Fragments, paramet
     if device != "cuda":
         return None
     if torch.compiler.is_compiling() and not (queries.knows_max_length and contexts.knows_max_length):
-        return "under torch.compile the CUDA kernels of the regulators take Fragments made with max_length"
+        return "under torch.compile the CUDA kernels of the regulators need Fragments made with max_length"
     if queries.values.shape[1] == 0:
-        return "the CUDA kernels of the regulators take rows of at least one component"
+        return "the CUDA kernels of the regulators support rows of at least one component"
     if queries.max_length > CUDA_QUERY_ROWS:
-        return f"the CUDA kernels of the regulators take query sets of at most {CUDA_QUERY_ROWS} rows"
+        return f"the CUDA kernels of the regulators support query sets of at most {CUDA_QUERY_ROWS} rows"
     if contexts.max_length > CUDA_CONTEXT_ROWS:
-        return f"the CUDA kernels of the regulators take context sets of at most {CUDA_CONTEXT_ROWS} rows"
+        return f"the CUDA kernels of the regulators support context sets of at most {CUDA_CONTEXT_ROWS} rows"
     steps = (parameters.alignments, parameters.correspondences, parameters.aggregations)
     if max(map(len, steps)) > CUDA_STEPS:
-        return f"the CUDA kernels of the regulators take at most {CUDA_STEPS} steps"
+        return f"the CUDA kernels of the regulators support at most {CUDA_STEPS} steps"
     return None
 
 

@@ -29,7 +29,9 @@ def present_mining(mining: str) -> str:
     if not isinstance(mining, str) or mining not in _FORMER_MINING:
         return mining
     new = _FORMER_MINING[mining]
-    warnings.warn(f"mining {mining!r} is now {new!r}; the old name goes away in the next release", FutureWarning, 4)
+    warnings.warn(
+        f"mining {mining!r} is now {new!r}; the old name will be removed in the next release", FutureWarning, 4
+    )
     return new
 
 
@@ -129,7 +131,7 @@ def check_beside(name: str, other: Tensor, scores: Tensor) -> None:
 def _check_positive_scores(scores: Tensor, positive_scores: Tensor, directions: str) -> None:
     if directions == "both":
         raise ValueError(
-            "directions: expected 'rows' or 'columns' beside positive_scores, which belong to one direction, got 'both'"
+            "directions: expected 'rows' or 'columns' with positive_scores, which belong to one direction, got 'both'"
         )
     validation.check_tensor(
         "positive_scores", positive_scores, ("n",) if directions == "rows" else ("m",), (scores.dtype,)

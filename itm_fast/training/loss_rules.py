@@ -144,17 +144,15 @@ def _check_conversions(config: Any, fields: Mapping[str, Any]) -> None:
     if config.conversions is None:
         for name in _OF_CONVERSIONS:
             if getattr(config, name) != fields[name].default:
-                raise ValueError(
-                    f"{name}: {shown(getattr(config, name))} goes with conversions, of which there are none"
-                )
+                raise ValueError(f"{name}: {shown(getattr(config, name))} needs conversions, but there are none")
         return
     if not config.realignment:
         for name in ("other_batches", "online_weight"):
             if getattr(config, name) != fields[name].default:
-                raise ValueError(f"{name}: goes with realignment; without it the online loss stands alone")
+                raise ValueError(f"{name}: needs realignment; without it there is only the online loss")
         return
     if config.conversions == 1 and config.other_batches != fields["other_batches"].default:
-        raise ValueError("other_batches: goes with several conversions; one meets no other batch")
+        raise ValueError("other_batches: needs several conversions; a single one sees no other batch")
     for name, wanted in (("loss", "triplet"), ("scenario", "single"), ("micro_batch", None)):
         if getattr(config, name) != wanted:
             raise ValueError(

@@ -135,7 +135,7 @@ def vocabulary_path(config: TrainConfig, *, resume: bool = False) -> Path | None
         return own
     if config.bert is not None:
         if config.vocab is not None:
-            raise ValueError(f"vocab: the BERT model in {config.bert} has a vocabulary of its own; expected no other")
+            raise ValueError(f"vocab: the BERT model in {config.bert} contains its own vocabulary; expected no other")
         return bert_vocabulary_file(config.bert)
     return find_vocabulary(config.data) if config.vocab is None else Path(config.vocab)
 

@@ -75,7 +75,7 @@ def check(config: TrainConfig, *, resume: bool) -> None:
     if resume:
         return
     if started and has_state:
-        raise ValueError(f"{run}: holds a run already; continue it with --resume or choose another --out")
+        raise ValueError(f"{run}: already contains a run; continue it with --resume or choose another --out")
     # A run that ended before its first state left nothing worth keeping: its settings, vocabulary and log.
     model = [WEIGHTS_FILE, CONFIG_FILE, *[BRANCHES] * (config.scenario in ("oss", "mss"))]
     kept = model if started else [*model, VOCABULARY, METRICS, str(STATE_FILE), *[TENSORBOARD] * config.tensorboard]

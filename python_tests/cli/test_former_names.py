@@ -20,7 +20,7 @@ from python_tests.helpers.commands import SMALL, error, train_small
 
 
 def note(old: str, new: str) -> str:
-    return f"{old} is now {new}; the old name goes away in the next release"
+    return f"{old} is now {new}; the old name will be removed in the next release"
 
 
 def notes(caught: list[warnings.WarningMessage]) -> list[str]:
@@ -106,7 +106,7 @@ def test_quietly_upgraded_values() -> None:
 
 def test_arguments_of_the_losses_and_settings() -> None:
     scores = torch.randn(5, 5, generator=torch.Generator().manual_seed(0))
-    message = "^mining 'contrastive' is now 'sct'; the old name goes away in the next release$"
+    message = "^mining 'contrastive' is now 'sct'; the old name will be removed in the next release$"
     with pytest.warns(FutureWarning, match=message):
         old = F_itm.triplet_loss(scores, mining="contrastive")
     assert old == F_itm.triplet_loss(scores, mining="sct") != F_itm.triplet_loss(scores, mining="hardest")

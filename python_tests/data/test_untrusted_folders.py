@@ -16,7 +16,7 @@ from itm_fast.files.documents import read_json
 from python_tests.data.test_store import write_data
 from python_tests.helpers.commands import error
 
-LINK = "is a symbolic link, and no link is followed for writing; put the file or folder itself there"
+LINK = "is a symbolic link, which is not followed for writing; put the file or folder itself there"
 PIPE = "expected a regular file, found a named pipe"
 SHARD = "train-00000.safetensors"
 

@@ -285,7 +285,7 @@ def test_what_one_process_cannot_read_ends_all_with_one_line(outcomes: dict[str,
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("again", "{}/two: holds a run already; continue it with --resume or choose another --out"),
+        ("again", "{}/two: already contains a run; continue it with --resume or choose another --out"),
         ("coupled", "model: scan scores the captions of a batch together, which 2 processes share"),
         ("demo", "demo: runs in one process, got 2; several can train or evaluate"),
     ],

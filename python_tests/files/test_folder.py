@@ -9,7 +9,7 @@ import pytest
 from itm_fast.files import atomic, folder, regular
 from itm_fast.files.folder import Folder
 
-LINK = "is a symbolic link, and no link is followed for writing; put the file or folder itself there"
+LINK = "is a symbolic link, which is not followed for writing; put the file or folder itself there"
 
 
 @pytest.fixture(params=[True, False], ids=["handles", "paths"], autouse=True)

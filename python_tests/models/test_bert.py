@@ -343,7 +343,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["--model", "vse_infty", "--bert", "BERT", "--model-option", "bert_layers=3"],
          "model_options: bert_layers: expected 2 with the BERT in BERT, got 3"),
         (["--model", "vse_infty", "--bert", "BERT", "--vocab", "v.json"],
-         "vocab: the BERT model in BERT has a vocabulary of its own; expected no other"),
+         "vocab: the BERT model in BERT contains its own vocabulary; expected no other"),
         (["--model", "vse_infty", "--bert", "nowhere"],
          "nowhere: no such folder; --bert needs a local folder of a BERT model, as nothing is downloaded: write one "
          "with save_pretrained of a BertModel and its tokenizer in transformers"),

@@ -223,7 +223,7 @@ def test_word_attention_sums_to_one(name: str, options: dict) -> None:
         ("scan", {"steps": 2}, "steps: 2 steps of which regulator? Set regulator to rcr, rar or rcar"),
         ("bfan", {"steps": 1}, "steps: 1 steps of which regulator? Set regulator to rcr, rar or rcar"),
         ("sgraf", {"steps": 1}, "steps: 1 steps of which regulator? Set regulator to rcr"),
-        ("scan", {"factors": "query"}, "factors: 'query' goes with a regulator; set regulator to rcr, rar or rcar"),
+        ("scan", {"factors": "query"}, "factors: 'query' needs a regulator; set regulator to rcr, rar or rcar"),
         ("scan", {"regulator": "rcar", "steps": -1}, "steps: expected a number at least 1 and at most 64, got -1"),
         ("scan", {"regulator": "rcra"},
          "regulator: expected one of rcr, rar, rcar, got 'rcra' (did you mean 'rcr'?)"),

@@ -238,8 +238,8 @@ def test_the_last_convolution_over_patches_is_linear_over_neighbourhoods() -> No
         ({"head": "conv"}, "head: expected one of identity, linear, residual, projected_residual, mlp, got 'conv'"),
         ({"conversion": "mlp"}, "conversion: expected one of ffn, adapter, none, got 'mlp'"),
         ({"pooling": "max"}, "pooling: expected one of None, mean, gpo, got 'max'"),
-        ({"head": "identity"}, "feature_dim: expected embed_dim, 6, below no head, got 5"),
-        ({"conversion": "none", "residual": True}, "residual: goes with the conversion ffn, not none"),
+        ({"head": "identity"}, "feature_dim: expected embed_dim, 6, without a head, got 5"),
+        ({"conversion": "none", "residual": True}, "residual: belongs to the conversion ffn, not none"),
     ],
 )
 def test_bad_settings_are_named(options: dict, message: str) -> None:

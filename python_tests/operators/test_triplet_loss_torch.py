@@ -266,8 +266,7 @@ GOOD = torch.zeros(3, 3)
         (
             {"positive_scores": GOOD[0]},
             ValueError,
-            "directions: expected 'rows' or 'columns' beside positive_scores, which belong to one direction, "
-            "got 'both'",
+            "directions: expected 'rows' or 'columns' with positive_scores, which belong to one direction, got 'both'",
         ),
         (
             {"positive_scores": GOOD[0, :2], "directions": "rows"},

@@ -265,7 +265,7 @@ def test_what_the_kernels_do_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -
     longer, wider = random_fragments([113], 4), random_fragments([129], 4)
     assert beyond_kernels("cuda", queries, contexts, parameters) is None
     assert [beyond_kernels("cpu", longer, wider, steps) for steps in (parameters, deep)] == [None, None]
-    start = "the CUDA kernels of the regulators take "
+    start = "the CUDA kernels of the regulators support "
     assert beyond_kernels("cuda", longer, contexts, parameters) == start + "query sets of at most 112 rows"
     assert beyond_kernels("cuda", queries, wider, parameters) == start + "context sets of at most 128 rows"
     assert beyond_kernels("cuda", queries, contexts, deep) == start + "at most 8 steps"
@@ -276,6 +276,6 @@ def test_what_the_kernels_do_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -
     assert use_native("regulated_scores", queries.values)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     unknown = Fragments(contexts.values, contexts.offsets)
-    reason = "under torch.compile the CUDA kernels of the regulators take Fragments made with max_length"
+    reason = "under torch.compile the CUDA kernels of the regulators need Fragments made with max_length"
     assert beyond_kernels("cuda", queries, unknown, parameters) == reason
     assert beyond_kernels("cuda", queries, contexts, parameters) is None

@@ -114,7 +114,7 @@ def test_an_interrupted_realignment_goes_on_exactly(
     other = (
         f"frozen weights (itm-fast realign): its content is not what the run to resume was started with ({checkpoint})"
     )
-    again = f"{parts}: holds a run already; continue it with --resume or choose another --out"
+    again = f"{parts}: already contains a run; continue it with --resume or choose another --out"
     assert error(capsys, *arguments(data, runs, parts, *epochs)) == (1, again)
     # Training would change all weights; heads of the first model's own training would go elsewhere.
     assert error(capsys, "train", "--out", parts, "--resume") == (1, other)

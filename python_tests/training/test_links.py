@@ -13,7 +13,7 @@ from itm_fast.files import atomic
 from python_tests.helpers.commands import error, train_small
 from python_tests.helpers.concepts import write_concepts
 
-LINK = "is a symbolic link, and no link is followed for writing; put the file or folder itself there"
+LINK = "is a symbolic link, which is not followed for writing; put the file or folder itself there"
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:

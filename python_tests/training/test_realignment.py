@@ -407,25 +407,23 @@ def test_bad_settings_are_one_line_and_write_nothing(
     )
     assert refused("--model", "fdf") == "model: fdf is what --conversions N makes of another model; name that one"
     assert refused("--conversion-layer", "adapter") == (
-        "conversion_layer: 'adapter' goes with conversions, of which there are none"
+        "conversion_layer: 'adapter' needs conversions, but there are none"
     )
-    assert refused("--no-realignment") == "realignment: False goes with conversions, of which there are none"
+    assert refused("--no-realignment") == "realignment: False needs conversions, but there are none"
     assert refused("--conversions", "2", "--scenario", "mss") == (
         "scenario: the realignment of conversions takes single, got 'mss'; --no-realignment trains the fused feature "
         "alone"
     )
     assert refused("--conversions", "2", "--no-realignment", "--online-weight", "1") == (
-        "online_weight: goes with realignment; without it the online loss stands alone"
+        "online_weight: needs realignment; without it there is only the online loss"
     )
     assert refused("--conversions", "2", "--no-realignment", "--other-batches", "fresh") == (
-        "other_batches: goes with realignment; without it the online loss stands alone"
+        "other_batches: needs realignment; without it there is only the online loss"
     )
     assert refused("--conversions", "1", "--other-batches", "fresh") == (
-        "other_batches: goes with several conversions; one meets no other batch"
+        "other_batches: needs several conversions; a single one sees no other batch"
     )
-    assert refused("--other-batches", "fresh") == (
-        "other_batches: 'fresh' goes with conversions, of which there are none"
-    )
+    assert refused("--other-batches", "fresh") == ("other_batches: 'fresh' needs conversions, but there are none")
     assert refused("--conversions", "2", "--model-option", "no_imgnorm=true") == (
         "no_imgnorm: feature conversions are l2-normalised, and take no true"
     )

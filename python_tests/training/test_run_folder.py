@@ -85,7 +85,7 @@ def test_a_folder_with_a_run_is_refused(data: Path, tmp_path: Path) -> None:
     settings = config(data, tmp_path / "run", epochs=1)
     run(settings)
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match="run: holds a run already; continue it with --resume or choose another --out"):
+    with pytest.raises(ValueError, match="already contains a run; continue it with --resume or choose another --out"):
         run(settings)
     with pytest.raises(ValueError, match=r"run: holds a run with lr = 0.002, not 0.001; choose another --out"):
         run(attrs.evolve(settings, lr=1e-3))

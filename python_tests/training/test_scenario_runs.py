@@ -189,7 +189,7 @@ def test_an_anchor_of_another_model_or_vocabulary(
 ) -> None:
     out, oas = tmp_path / "run", ["--scenario", "oas", "--anchor"]
     assert refused(capsys, data, out, *oas, trained, "--model", "vsepp") == (
-        f"anchor: {trained} holds the model scan, but vsepp is trained"
+        f"anchor: {trained} contains the model scan, but this run trains vsepp"
     )
     assert refused(capsys, data, out, *oas, trained, "--model-option", "direction=i2t") == (
         f"anchor: the model in {trained} has direction = 't2i', but 'i2t' is trained"
@@ -202,7 +202,7 @@ def test_an_anchor_of_another_model_or_vocabulary(
     Vocabulary([*words[:5], *words[:4:-1]]).save(other / "vocab.json")
     file = other / "vocab.json"
     assert refused(capsys, data, out, *oas, other) == (
-        f"anchor: {file} is another vocabulary than that of this run, for which --vocab {file} could stand"
+        f"anchor: {file} differs from the vocabulary of this run; pass --vocab {file}"
     )
     Vocabulary([word for word in words if word != "<mask>"]).save(file)
     assert refused(capsys, data, out, *oas, other, "--vocab", file, "--text-augmentation", 0.2) == (
@@ -211,7 +211,7 @@ def test_an_anchor_of_another_model_or_vocabulary(
     )
     file.unlink()
     assert refused(capsys, data, out, *oas, other) == (
-        f"anchor: {other} holds no vocab.json; name the RUN folder of its training"
+        f"anchor: {other} contains no vocab.json; pass the run directory of its training"
     )
 
 

@@ -39,7 +39,7 @@ def frozen_anchor(
         return copy.deepcopy(model)
     anchor = models.load(config.anchor)
     if anchor.name != model.name:
-        raise ValueError(f"anchor: {config.anchor} holds the model {anchor.name}, but {model.name} is trained")
+        raise ValueError(f"anchor: {config.anchor} contains the model {anchor.name}, but this run trains {model.name}")
     _check_same_vocabulary(Path(config.anchor) / VOCABULARY, vocabulary)
     _check_same_settings(anchor, model, config.anchor)
     if config.anchor_start:
@@ -50,7 +50,7 @@ def frozen_anchor(
 def _check_same_vocabulary(path: Path, vocabulary: Vocabulary) -> None:
     # Compare vocabularies first: among the settings, a different size would only be a number.
     if not regular.is_file(path):
-        raise ValueError(f"anchor: {path.parent} holds no {VOCABULARY}; name the RUN folder of its training")
+        raise ValueError(f"anchor: {path.parent} contains no {VOCABULARY}; pass the run directory of its training")
     kept = Vocabulary.from_file(path)
     if kept == vocabulary:
         return
@@ -59,9 +59,7 @@ def _check_same_vocabulary(path: Path, vocabulary: Vocabulary) -> None:
             f"anchor: {path} has no {Vocabulary.mask_word}, which --text-augmentation needs: train without it, or "
             "beside an anchor that was trained with it"
         )
-    raise ValueError(
-        f"anchor: {path} is another vocabulary than that of this run, for which --vocab {path} could stand"
-    )
+    raise ValueError(f"anchor: {path} differs from the vocabulary of this run; pass --vocab {path}")
 
 
 def _check_same_settings(anchor: MatchingModel, model: MatchingModel, folder: str) -> None:
