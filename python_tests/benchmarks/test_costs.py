@@ -63,7 +63,7 @@ def test_products_of_rcar_are_those_that_pytorch_makes(steps: int) -> None:
 
 
 def test_rcar_is_counted_as_by_hand() -> None:
-    """The bytes include the weights of one RCR step and two RAR steps. The sizes are 6 pairs, 24 rows and 36 regions."""
+    """The bytes include the weights of one RCR step and two RAR steps; 6 pairs, 24 rows, 36 regions."""
     cost = costs.regulated_scores(images=2, captions=3, dim=10, words=4, element=2, alignment=6, steps=2)
     row = 2 * (8 * 36)  # two softmaxes over regions
     row += 2 * (2 * 10 + 10 + 10 + 10)  # two attended vectors: norm, division, difference, square

@@ -32,7 +32,7 @@ def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 
 
 def write(folder: Path, data: Path, lr: float = 2e-3) -> Path:
-    """Write an experiment of two rows: a base model, and a model that starts from it and is trained with it as anchor."""
+    """Write an experiment of two rows: a base model, and a model that is trained with it as start and anchor."""
     rows = [
         {"name": "base", "train": {"lr": lr}},
         {"name": "boosted", "anchor_row": "base", "train": {"scenario": "oas", "lr": 1e-3}},

@@ -98,7 +98,7 @@ def test_what_is_missed_is_said() -> None:
 
 
 def test_pairs_are_counted() -> None:
-    """A branch has at most three pairs per anchor: the positive and its hardest negatives. Boosting adds its own pairs."""
+    """A branch has at most three pairs per anchor: its positive and its hardest negatives. Boosting adds pairs."""
     single, several = (scenarios.pairs_of_a_step(name, TINY) for name in ("single", "oss, 3 branches"))
     assert 6 <= single <= 18
     assert 3 * single * 0.8 < several <= 3 * 18 + 2 * 12
