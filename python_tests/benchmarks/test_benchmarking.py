@@ -1,4 +1,4 @@
-"""What the benchmark measures and writes, and that the README shows just that."""
+"""The CPU benchmark: timings, equal results of all variants, the written results, and the figures in the README."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_variants_run_in_turn() -> None:
     order: list[str] = []
     calls = {name: (lambda name=name: order.append(name)) for name in ("slow", "a", "b")}
     timings = interleave(calls, {"slow": 2, "a": 4, "b": 4})
-    # One warm-up of each, then the slow one in every second round.
+    # One warm-up of each variant. Then the slow variant runs in every second round.
     assert order == ["slow", "a", "b", "a", "b", "slow", "a", "b", "a", "b", "slow", "a", "b"]
     assert {name: len(timing.runs) for name, timing in timings.items()} == {"slow": 2, "a": 4, "b": 4}
     assert all(second >= 0 for timing in timings.values() for second in timing.runs)
@@ -57,14 +57,14 @@ def test_inputs_are_those_of_coco() -> None:
 
 
 def test_all_variants_compute_the_same() -> None:
-    """A baseline that computed something else, or less, would make any ratio."""
+    """Every variant gives the same scores and gradients, so that speed ratios compare equal work."""
     sizes = Sizes(images=6, captions=6, dim=32)
     exact = reference.cross_attention_scores(*(part.to(torch.float64) for part in workloads.inputs(sizes)))
     steps = {}
     for name in workloads.SCORES:
         low = name.endswith(("bf16", "medium"))
         assert torch.allclose(workloads.make_scores(name, sizes)().double(), exact, atol=2e-2 if low else 1e-6)
-        # The loss of all negatives is smooth enough to compare precisions; that of the hardest picks other pairs.
+        # In low precision, the hardest negative may be another pair. The loss over all negatives is smooth.
         steps[name] = workloads.make_step(name, sizes, "all" if low else "hardest")()
     all_negatives = workloads.make_step("loop", sizes, "all")()
     for name, gradients in steps.items():

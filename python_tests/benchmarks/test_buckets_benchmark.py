@@ -1,4 +1,4 @@
-"""The benchmark of batches of like length: which batches it takes, what it measures, and its table."""
+"""The benchmark of length bucketing: the chosen batches, what it measures, and its table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_batches_are_full_and_spread_over_all_lengths() -> None:
     lengths = np.random.default_rng(0).integers(8, 25, 1000)
     (plain, padding), (like, less) = (chosen_batches(lengths, window, 32, 4) for window in (0, 50))
     assert [len(one) for one in [*plain, *like]] == [32] * 8
-    # Within a window all lengths come in order: a batch has one or two of them, and the four are far apart.
+    # A window is sorted by length: a batch spans one or two lengths, and the four batches are far apart.
     assert all(np.ptp(lengths[one]) <= 2 for one in like)
     assert np.ptp([lengths[one].mean() for one in like]) > 8
     assert padding > 0.3

@@ -1,4 +1,4 @@
-"""The rehearsal at COCO's size: clocks and loops that say what they should, projections, tables, and memory."""
+"""The benchmark of training at COCO scale: clocks, the loop baseline, projections, tables, and memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FIGURES = ROOT / "benchmarks" / "results" / "coco_epoch.json"
 
 
 class Clock:
-    """Goes on where it is told to alone: other work of the machine takes no time by it."""
+    """A clock that moves only when told to, so that other work on the machine adds no time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -57,14 +57,14 @@ class Clock:
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The time that a `StepClock` reads."""
+    """Replace the clock that `StepClock` reads."""
     clock = Clock()
     monkeypatch.setattr(step_clock, "time", clock)
     return clock
 
 
 class Slowly(torch.autograd.Function):
-    """Nothing, that takes some seconds there and twice as many back."""
+    """An identity that takes `seconds` in the forward and twice as long in the backward."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, seconds: float, time: Clock) -> torch.Tensor:
@@ -89,7 +89,7 @@ def slowed(function: Callable[..., Any], seconds: float, time: Clock) -> Callabl
 
 
 def test_each_phase_has_its_time(tmp_path: Path, time: Clock) -> None:
-    """What was counted elsewhere would be missing where it belongs."""
+    """Every second is counted in the phase that spent it."""
     trainer = make_trainer(config(write_concepts(tmp_path / "data"), tmp_path / "run"))
     model, stepper, clock = trainer.model, trainer.stepper, StepClock()
     model.encode_images = slowed(model.encode_images, 0.01, time)
@@ -129,7 +129,7 @@ def test_a_phase_ends_when_the_device_has_done_its_work(time: Clock) -> None:
 
 
 def test_the_loss_of_a_watched_step_is_not_kept(tmp_path: Path) -> None:
-    """Nothing refers to itself: the graph of a step goes with its last name."""
+    """There is no reference cycle: deleting the loss frees the graph of its step."""
     trainer = make_trainer(config(write_concepts(tmp_path / "data"), tmp_path / "run"))
     watch(trainer.model, trainer.stepper, StepClock())
     scores = torch.rand(4, 4, requires_grad=True)
@@ -154,7 +154,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_loop_computes_the_same_step(tmp_path: Path, name: str) -> None:
-    """Loss and every gradient in float64, of native or packed scores and of the loop's."""
+    """Native or packed scores and the loop give the same loss and gradients in float64."""
     data = write_concepts(tmp_path / "data")
     settings = config(data, tmp_path / "run", model=name.split()[0], model_options=MODELS[name])
     assert settings.model in HAS_LOOP
@@ -180,7 +180,7 @@ def test_the_loop_computes_the_same_step(tmp_path: Path, name: str) -> None:
     (native, gradients), (loop_loss, loop_gradients) = found
     torch.testing.assert_close(native, loop_loss, rtol=1e-12, atol=0)
     assert native > 0
-    # What a softmax does not see has a gradient of zero, of which rounding is all there is.
+    # Parameters that cancel in a softmax have an exact gradient of zero: only rounding is left.
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     for key, gradient in gradients.items():
         torch.testing.assert_close(gradient, loop_gradients[key], rtol=1e-8, atol=1e-12 * largest)
@@ -204,10 +204,10 @@ def test_outside_of_the_loop_everything_is_as_before() -> None:
 
 
 def test_growth_is_what_every_step_leaves_behind() -> None:
-    # Not what the first half takes, nor what some steps have for themselves.
+    # The first half and temporary peaks do not count.
     assert growth([*range(10), *[100] * 10]) == 0
     assert growth([0, 0, 0, 0, 100, 180, 150, 100]) == 0
-    # One byte a step beside 1,000, over all of twenty steps, whatever else comes and goes.
+    # One byte per step, relative to 1,000, over all twenty steps, whatever temporary memory adds.
     assert growth([*[0] * 10, *range(1000, 1010)]) == pytest.approx(20 / 1004.5)
     busy = [1000 + step + 70 * (step % 5 > 0) for step in range(20)]
     assert growth(busy) == pytest.approx(20 / (sum(busy[10:]) / 10))
@@ -302,7 +302,7 @@ def test_what_is_no_measurement_is_refused(changes: dict[str, Any], message: str
 
 
 def test_memory_of_the_host_is_flat_over_an_epoch(tmp_path: Path) -> None:
-    """31 batches of 9.4 MB of features, four times the bound in all, through the trainer from a store on the disk."""
+    """The trainer reads 31 batches of 9.4 MB from a store on the disk. All together exceed the bound four times."""
     plan = attrs.evolve(PLANS["dry"], scale=200 / 113_287, regions=36, width=2048, batch=32)
     store, packing = _store(plan, tmp_path, lambda _: None)
     assert packing is not None
@@ -318,7 +318,7 @@ def test_memory_of_the_host_is_flat_over_an_epoch(tmp_path: Path) -> None:
 
 
 def test_a_leak_shows_in_what_is_kept_and_freed_memory_does_not() -> None:
-    """A tenth of the blocks is left behind by every round; the others would stay with the allocator, between them."""
+    """Every round keeps a tenth of its blocks. The allocator could retain the freed blocks between them."""
     gc.collect()
     kept, readings = [], []
     for _ in range(16):
@@ -338,7 +338,9 @@ def test_readings_are_few_however_long_the_epoch(monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_model_of_a_training_from_scratch_is_rehearsed(tmp_path: Path) -> None:
-    """CHAN and its conversions read pretrained weights. Those of the GPU alone take their steps at a small size."""
+    """All models are measured except CHAN and FDF, which read pretrained weights. Models that only the GPU plan
+    measures run here at a small size.
+    """
     assert {recipes.load(name).settings["model"] for name in RECIPES.values()} == {*models.names()} - {"chan", "fdf"}
     plan = attrs.evolve(PLANS["dry"], rounds=1)
     store, _ = _store(plan, tmp_path, lambda _: None)
@@ -353,7 +355,9 @@ def test_every_model_of_a_training_from_scratch_is_rehearsed(tmp_path: Path) -> 
 
 
 def test_the_committed_figures() -> None:
-    """Of real steps of the published recipes; less than 5 % of a step waits, and memory stays within 2 %."""
+    """The committed figures are real steps of the published recipes. They wait for data for less than 5 % of a step,
+    and memory stays within 2 %.
+    """
     found = json.loads(FIGURES.read_text())
     assert (found["kind"], found["dry_run"], found["not_run"]) == (KIND, False, [])
     assert (found["plan"]["regions"], found["plan"]["width"], found["images"]) == (36, 2048, 1133)

@@ -1,4 +1,4 @@
-"""The cost model and its tables: counts by hand, floors, and which results count as measured on a GPU."""
+"""The cost model and its tables: counts by hand, lower bounds, and which results count as measured on a GPU."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from python_tests.helpers.processes import ROOT
 
 def test_scores_are_counted_as_by_hand() -> None:
     cost = costs.scores(images=2, captions=3, dim=10, words=4, element=2)
-    # 72 regions by 12 words and 10 components, and two Gram matrices of 36 x 36; a multiply-add is two.
+    # 72 regions by 12 words and 10 components, and two 36 x 36 Gram matrices; a multiply-add is 2 operations.
     assert cost.tensor == 2 * 72 * 12 * 10 + 2 * 2 * 36 * 36 * 10
-    # For each of two images and 12 words: 666 multiply-adds, and eight operations for each of 36 regions.
+    # For each of 2 images and 12 words: 666 multiply-adds, and 8 operations for each of 36 regions.
     assert cost.other == 2 * 12 * (2 * 666 + 8 * 36)
     assert cost.bytes == 2 * (72 + 12) * 10 + 2 * 4 * 2 * 36 * 36 + 4 * 2 * 3
     assert costs.gemm(2, 3, 5) == Cost(tensor=60, bytes=2 * (10 + 15 + 6), launches=1)
@@ -31,18 +31,18 @@ def test_scores_are_counted_as_by_hand() -> None:
 
 def test_a_step_adds_loss_and_backward() -> None:
     step, scores, loss = costs.step(4, dim=10, words=5), costs.scores(4, 4, 10, 5), costs.loss(4)
-    # Twelve pairs, eight products of 36 x 5 x 10 each, and the softmax forward and backward.
+    # Twelve pairs with eight products of 36 x 5 x 10 each, and the softmax forward and backward.
     assert step.tensor == scores.tensor
     assert step.other - scores.other - loss.other == 12 * (8 * 2 * 36 * 5 * 10 + 2 * 5 * 8 * 36)
     assert step.bytes - scores.bytes - loss.bytes == 2 * 2 * (4 * 41) * 10 + 4 * 16
     assert loss == Cost(other=64, bytes=128, launches=1)
-    # Preparation and pairs; value and gradient; its handing out, lists, pairs and sums.
+    # Preparation and pairs; loss value and gradient; scatter of the gradient, lists, pairs and sums.
     assert step.launches == 2 + 1 + 4
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_products_of_rcar_are_those_that_pytorch_makes(steps: int) -> None:
-    """Counted by torch itself, in the published loop and in its backward."""
+    """The counts equal those of torch's FLOP counter for the published loop, forward and backward."""
     images, captions, dim, words, width = 2, 3, 10, 4, 6
     module = RegulatedSimilarity(dim, width, correspondence_steps=steps - 1, aggregation_steps=steps, dropout=0.0)
     torch.manual_seed(0)
@@ -54,16 +54,16 @@ def test_products_of_rcar_are_those_that_pytorch_makes(steps: int) -> None:
         scores.sum().backward()
     pairs, rows = images * captions, images * captions * words
     cost = costs.regulated_scores(images, captions, dim, words, alignment=width, steps=steps)
-    # Of single rows: the weight of each word and RCR's temperature, of every row, and the score of every pair.
+    # Matrix-vector products: the weight of each word and the temperature for every row, the score for every pair.
     single = 2 * rows * (steps * width + (steps - 1) * (width // 2)) + 2 * pairs * width
     assert cost.tensor + single == forward.get_total_flops()
-    # Two for each one.
+    # The backward has two products for each product of the forward.
     assert backward.get_total_flops() == 2 * forward.get_total_flops()
     assert sum(tensor.numel() for tensor in module.parameters()) == costs._weights(dim, width, steps)
 
 
 def test_rcar_is_counted_as_by_hand() -> None:
-    """With the weights of one step of RCR and two of RAR; six pairs, 24 rows, 36 regions."""
+    """The bytes include the weights of one RCR step and two RAR steps; 6 pairs, 24 rows, 36 regions."""
     cost = costs.regulated_scores(images=2, captions=3, dim=10, words=4, element=2, alignment=6, steps=2)
     row = 2 * (8 * 36)  # two softmaxes over regions
     row += 2 * (2 * 10 + 10 + 10 + 10)  # two attended vectors: norm, division, difference, square
@@ -80,18 +80,20 @@ def test_rcar_is_counted_as_by_hand() -> None:
 
     step, scores, loss = costs.regulated_step(4, 10, 5, 2, 6), costs.regulated_scores(4, 4, 10, 5, 2, 6), costs.loss(4)
     assert step.tensor == scores.tensor
-    # Twelve pairs: those of three images and four captions. Once more forward, and back with twice as much.
+    # Twelve pairs (three images and four captions): one more forward, and a backward of twice its work.
     again = costs.regulated_scores(3, 4, 10, 5, 2, 6).operations
     assert step.other - scores.other - loss.other == pytest.approx(3 * again)
     assert step.bytes - scores.bytes - loss.bytes == 2 * 2 * (4 * 41) * 10 + 4 * 16 + 8 * weights
-    # Preparation and pairs; value and gradient; its handing out, and one list.
+    # Preparation and pairs; loss value and gradient; scatter of the gradient, and one list.
     assert step.launches == 2 + 1 + 1 + costs.LIST_LAUNCHES
     assert costs.regulated_step(128).launches == 2 + 1 + 1 + costs.LIST_LAUNCHES
     assert costs.regulated_step(1024).launches == 2 + 1 + 1 + 5 * costs.LIST_LAUNCHES
 
 
 def test_launches_of_a_list_of_pairs_are_those_that_pytorch_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a tenth: versions of PyTorch differ. The lists are those of a GPU for captions of up to 24 words."""
+    """The count is within 10 %, since versions of PyTorch differ. Lists have the size used on a GPU for captions of up
+    to 24 words.
+    """
     longest, channels = 24, costs.DIM
     assert regulators._LISTED_ELEMENTS * regulators._LISTED_ON_DEVICES // (longest * channels) == costs.LIST_PAIRS
 
@@ -123,19 +125,19 @@ def test_ranks_evaluation_and_epoch() -> None:
     assert ranks.bytes == 4 * 500 + 8 * 110
     assert costs.evaluation(10, 50) == costs.scores(10, 50) + ranks
     assert costs.epoch(128).tensor == pytest.approx(113_287 * 5 / 128 * costs.step(128).tensor)
-    # 36 regions of 2048 components into 1024, and a GRU of 3 gates in 2 directions over 13 words; three products.
+    # 36 regions of 2048 components into 1024; a GRU of 3 gates, 2 directions and 13 words; three products each.
     encoders = 3 * 2 * 128 * (36 * 2048 * 1024 + 13 * 6 * 1324 * 1024)
     assert costs.encoders(128).tensor == encoders
 
 
 def test_blocks_are_counted_as_by_hand() -> None:
-    # Three images of 36 regions fill a tile of 112 rows; captions fill one of 128 words, or of 32 sets.
+    # Three images of 36 regions fill a tile of 112 rows. Captions fill a tile of 128 words or 32 sets.
     assert costs.tiles([36] * 7, 112) == 3
     assert costs.tiles([100, 28, 1, 127, 1], 128) == 3
     assert costs.tiles([1] * 65, 128) == 3
     assert costs.tiles([5, 200, 0, 3], 128) == 3
     assert costs.tiles([], 128) == 0
-    # Two neighbours have 113 rows at least: seven images of 36, three such pairs and one more tile.
+    # Two neighbouring tiles have at least 113 rows together, so 252 rows need at most two such pairs and a tile.
     assert costs.most_tiles(7, 252, 112) == 2 * 252 // 113 + 1 == 5
     assert costs.pairs_of_tiles([36] * 7, [100, 28, 1, 127, 1]) == (9, 5 * (2 * 257 // 129 + 1))
     kernels = ROOT / "csrc/include/itm_fast/cuda"
@@ -183,7 +185,7 @@ def result(name: str = "NVIDIA H200", **changes: Any) -> dict[str, Any]:
 
 
 def lines(text: str, device: str) -> dict[str, list[str]]:
-    """Cells by workload, of the table of one GPU."""
+    """Return the cells by workload from the table of one GPU."""
     [part] = [part for part in text.split("\n\n") if part.startswith(f"| on {device} |")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines()]
     return {row[0]: row[1:] for row in rows}

@@ -1,4 +1,4 @@
-"""Experiments whose runs are trained beside the models of another row, and what is kept of each run for figures."""
+"""Experiments that train rows with the model of another row as anchor, and the traces kept for figures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 
 
 def write(folder: Path, data: Path, lr: float = 2e-3) -> Path:
-    """A model, and another that starts from it and is trained beside it."""
+    """Write an experiment of two rows: a base model, and a model that is trained with it as start and anchor."""
     rows = [
         {"name": "base", "train": {"lr": lr}},
         {"name": "boosted", "anchor_row": "base", "train": {"scenario": "oas", "lr": 1e-3}},
@@ -82,7 +82,7 @@ def test_an_anchor_is_trained_first_and_is_part_of_what_was_measured(
     assert boosted["identity"]["fingerprints"] == {
         **base["identity"]["fingerprints"], "anchor": {"the weights of base": weights},
     }  # fmt: skip
-    # It was trained beside that very model.
+    # The anchor is exactly the base model.
     assert boosted["curves"]["train"]["step"] == [2, 4, 6, 8]
     before = torch.load(tmp_path / "runs/boosted-seed0/last/checkpoint.pt", weights_only=True)["scenario"]["anchor"]
     kept = models.load(tmp_path / "runs/base-seed0").state_dict()
@@ -93,7 +93,7 @@ def test_an_anchor_is_trained_first_and_is_part_of_what_was_measured(
         assert run(tool, experiment, "--row", "boosted") == 1
         assert capsys.readouterr().err == f"experiments: error: {message}\n"
 
-    # Another model in the place of the anchor, by its settings or by its weights, is another measurement.
+    # Other settings or weights of the anchor make a different measurement.
     name = tmp_path / "results" / "boosted-seed0.json"
     advice = "move it away to measure again, or undo the change"
     text = (tmp_path / "results" / "base-seed0.json").read_text()
@@ -103,7 +103,7 @@ def test_an_anchor_is_trained_first_and_is_part_of_what_was_measured(
     write(tmp_path, data)
     (tmp_path / "results" / "base-seed0.json").write_text(text.replace(weights, "0" * 64))
     refused(f"{name}: was measured with other content of the weights of base; {advice}")
-    # A new training needs exactly the weights with which the anchor was measured, from its first step to its last.
+    # A new training needs exactly the weights that the anchor was measured with, for its whole duration.
     content = name.read_bytes()
     name.unlink()
     path = tmp_path / "runs/base-seed0/model.safetensors"
@@ -177,14 +177,14 @@ def test_what_is_kept_of_a_run_is_what_its_figures_show(
     assert capsys.readouterr().out.splitlines()[7:10] == [
         "![The training](../../images/training.svg)", "", "![The scores](../../images/scores.svg)",
     ]  # fmt: skip
-    # A figure of other results is out of date.
+    # A figure drawn from other results is out of date.
     path = tmp_path / "results" / "base-seed0.json"
     path.write_text(text.replace('"width": 0.02', '"width": 0.04'))
     assert table(tool, experiment) == 1
     assert f"{tmp_path}/images/scores.svg: is out of date" in capsys.readouterr().err
     assert tool.main(figures) == 0
     assert table(tool, experiment) == 0
-    # Bins of twice the width have half as much in a bin of the width that the axis speaks of.
+    # Bins of twice the width are drawn at half the height: the axis shows the share per bin of the default width.
     positive = kept["base"]["scores"]["positive"]
     assert max(drawn[-1].axes[0].lines[0].get_ydata()) == pytest.approx(50 * max(positive) / sum(positive))
 

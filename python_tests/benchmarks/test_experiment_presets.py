@@ -1,4 +1,4 @@
-"""The experiments that come with the sources: equal budgets, and a result for every run."""
+"""The bundled experiments: equal budgets, and a result for every run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from itm_fast.training.config import DATA, MACHINE, OPTIMIZER, OUTPUT
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted(path.stem for path in (ROOT / "benchmarks" / "experiments").glob("*.yaml"))
-# Experiments whose every run has a result; those of the others, one for a GPU, say of a cell that it was not run.
+# Experiments with a result for every run. The others need a GPU and show missing cells as not run.
 COMPLETE = ["addr", "dbl", "dbl-imitation", "fdf", "rcar", "selhn", "selhn-models"]
-# Rows that say that their budget is another one.
+# Rows that state a different budget.
 OTHER_BUDGETS = {"dbl": {"Baseline, twice the epochs"}}
 
 
@@ -43,7 +43,7 @@ def test_each_run_of_a_complete_experiment_has_a_result(tool: ModuleType, name: 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_all_rows_have_the_same_budget(tool: ModuleType, name: str) -> None:
-    """Data, steps, optimiser, schedule and widths; rows differ in the model, the loss and what they train beside."""
+    """Rows share data, steps, optimiser, schedule and widths. They differ in the model, the loss and the anchor."""
     experiment = tool.read(preset(name))
     groups = {setting: field.metadata["group"] for setting, field in settings.fields_of(TrainConfig).items()}
     budgets, widths = [], set()

@@ -1,4 +1,4 @@
-"""The runner of experiments resumes killed runs, keeps measured ones and reports missing ones."""
+"""The experiment runner resumes killed runs, keeps existing results and reports missing ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def write(path: Path, data: Path, **changes: object) -> Path:
-    """An experiment of two rows, two seeds and four steps a run, and a row that must equal another."""
+    """Write an experiment of two rows, two seeds and four steps per run, and a row that must equal another row."""
     content: dict[str, object] = {
         "title": "tiny", "data": str(data), "split": "dev", "seeds": [0, 1],
         "train": {"model": "scan", "model_options": TINY, "epochs": 1, "batch_size": 32, "lr": "2e-3"},
@@ -92,7 +92,7 @@ def test_an_experiment_from_nothing_to_its_table(
     same, distance = f"{fixed['test']['rsum']:.1f}", f"{fixed['test']['mean_distance']:.2f}"
     times = f"{fixed['seconds']:.0f} | {fixed['cpu_seconds']:.0f}"
     assert partial[4] == f"| fixed | {same} |  | {same} | one seed | {distance} | {times} |"
-    # The first of several in the order of the rows.
+    # If several runs took equally long, the table names the first one in the order of the rows.
     in_order = [found[f"{name}-seed0"] for name in ("scan", "scan-rar", "fixed")]
     longest = max(in_order, key=lambda result: result["cpu_seconds"])
     cpu, clock = f"{longest['cpu_seconds']:.0f} CPU seconds", f"{longest['seconds']:.0f} by the clock."
@@ -138,13 +138,13 @@ def test_ensembles_are_evaluated_once_their_runs_are_there(
     scores = [evaluation.score_matrix(models.load(folder), dataset) for folder in folders]
     expected = evaluation.evaluate_scores(sum(scores) / 2, dataset.caption_image)
     found = measured(tmp_path)["scan-two-models"]
-    # The mean distance is a difference of scores in float32, which lie within one.
+    # The mean distance is a difference of float32 scores within [-1, 1], so it needs an absolute tolerance.
     assert found["test"] == pytest.approx(expected, rel=1e-6, abs=1e-7)
     mean, distance = f"{found['test']['rsum']:.1f}", f"{found['test']['mean_distance']:.2f}"
     line = f"| SCAN, two models |  |  | {mean} | seeds 0, 1 | {distance} |  |  |"
     assert the_table(tool, experiment)[3] == line
 
-    # What was evaluated stays, and stands for the runs that it was made of alone.
+    # An existing evaluation is kept. It is valid only for the runs that it was made from.
     result = tmp_path / "results" / "scan-two-models.json"
     content = result.read_bytes()
     assert tool.main(commands(experiment)) == 0
@@ -183,7 +183,7 @@ experiments.main({arguments!r})
 
 
 def test_a_killed_run_goes_on_where_it_stood(tool: ModuleType, data: Path, tmp_path: Path) -> None:
-    """The result equals that of an uninterrupted run to the last digit."""
+    """A run that was killed and resumed gives exactly the result of an uninterrupted run."""
     train = {"model": "scan", "model_options": TINY, "epochs": 2, "batch_size": 32, "lr": 2e-3, "save_every": 2}
     rows = [{"name": "one", "seeds": [3]}]
     for name in ("killed", "whole"):
@@ -206,7 +206,7 @@ def test_a_killed_run_goes_on_where_it_stood(tool: ModuleType, data: Path, tmp_p
     )  # fmt: skip
     assert first["cpu_seconds"] is None, "what the killed process took is not known"
     assert the_table(tool, killed)[2].endswith(f"| {first['seconds']:.0f} | not known |")
-    # The run is whole, but its result is lost: it is evaluated again, not trained.
+    # A complete run without a result is evaluated again, not trained again.
     (tmp_path / "killed" / "results" / "one-seed3.json").unlink()
     before = (run / "model.safetensors").read_bytes()
     assert tool.main(commands(killed)) == 0
@@ -232,11 +232,11 @@ def test_other_settings_are_refused(
             "undo the change\n"
         )
     assert result.read_bytes() == content
-    # Without the result the RUN folder still is one of other settings.
+    # Without the result, the RUN folder still holds a run with other settings.
     result.unlink()
     assert tool.main(commands(experiment)) == 1
     assert "one-seed0: holds a run with lr = 0.002, not 0.003" in capsys.readouterr().err
-    # What a result does not depend on may change, and a setting that came later had its default.
+    # Settings that cannot change the result may differ. A setting missing from an older result had its default.
     write(experiment, data, rows=rows, seeds=[0], equal=[])
     older = json.loads(content)
     del older["identity"]["train"]["text_augmentation"]
@@ -250,7 +250,7 @@ def test_other_settings_are_refused(
 def test_other_data_are_refused(
     tool: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was measured stands for the data that it was measured on alone."""
+    """A result is valid only for the data that it was measured on."""
     own = tmp_path / "data"
     shutil.copytree(data, own)
     experiment = write(tmp_path / "e.yaml", own, rows=[{"name": "one"}, {"name": "two"}], seeds=[0], equal=[])
@@ -275,7 +275,7 @@ def test_other_data_are_refused(
         (own / name).write_bytes(before)
     assert result.read_bytes() == content
     assert tool.main(commands(experiment)) == 0
-    # A result that does not say what its data held is of no data that are known.
+    # A result without fingerprints of its data is rejected.
     silent = json.loads(content)
     del silent["identity"]["fingerprints"]
     result.write_text(json.dumps(silent))
@@ -283,7 +283,7 @@ def test_other_data_are_refused(
     assert "one-seed0.json: expected a result of an experiment, with its settings and what its data held" in (
         capsys.readouterr().err
     )
-    # Without the data the results must agree at least about what they were evaluated on.
+    # If the data are missing, the results must agree at least on the evaluation data.
     shutil.rmtree(own)
     result.write_bytes(content)
     assert tool.main(table) == 0
@@ -362,7 +362,7 @@ def test_bundled_data_can_be_cut(tool: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^train_images: expected a number from 1 to 2821, got 2822$"):
         tool.bundled_data(tmp_path, 2822)
 
-    # What the bundled data hold is known without writing them.
+    # The fingerprints of the bundled data are computed without writing files.
     path = tmp_path / "e.yaml"
     path.write_text("{title: t, data: emoji, train_images: 7, split: dev, rows: [{name: a}], train: {model: scan}}")
     experiment = tool.read(path)

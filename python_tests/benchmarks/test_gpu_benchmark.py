@@ -1,4 +1,4 @@
-"""The benchmark of GPUs, as far as a machine without one goes: clock, memory, rates, what is written and refused."""
+"""The GPU benchmark on a machine without a GPU: clock, memory, rates, written results and rejected ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRY = attrs.evolve(gpu.PRESETS["dry"], runs=2)
 
 
 class FakeCuda:
-    """A device whose clock moves by what runs on it: a call of `work` seconds, one of `allocate` bytes."""
+    """A device with a simulated clock and memory: `work` advances the clock, `allocate` raises the peak."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.used, self.peak = 100.0, 5000, 5000
@@ -69,7 +69,7 @@ def test_a_gpu_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     meter._flush.fill_(7)
     assert meter.time_of(lambda: cuda.work(0.25)) == pytest.approx(0.25)
     assert cuda.order == ["record", "work", "record", "synchronize"]
-    assert meter._flush.tolist() == [0] * 16  # The caches were emptied.
+    assert meter._flush.tolist() == [0] * 16  # The caches were flushed.
     calls = {"slow": lambda: cuda.work(2.0), "fast": lambda: cuda.work(0.5)}
     timings = interleave(calls, {"slow": 1, "fast": 3}, meter.time_of)
     assert {name: timing.runs for name, timing in timings.items()} == {"slow": [2.0], "fast": [0.5] * 3}
@@ -77,7 +77,7 @@ def test_a_gpu_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_of_a_gpu_is_the_peak_above_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
-    sizes = iter([9000, 700])  # A first call sets up more than later ones need.
+    sizes = iter([9000, 700])  # The first call allocates more than later ones.
     peak = CudaMeter(device="cpu").peak_bytes(lambda name: lambda: cuda.allocate(next(sizes)), "variant")
     assert peak == 700
 
@@ -186,7 +186,7 @@ def test_a_dry_run_is_never_taken_for_a_gpu() -> None:
     assert markdown(results).startswith("**A dry run without a GPU, whose times mean nothing.** ")
     with pytest.raises(ValueError, match=r"^r\.json: measured without a GPU, on 'dry run on "):
         check_is_of_a_gpu(results, "r.json")
-    # Neither mark alone is enough.
+    # Each of the two marks is enough to reject the results.
     for change in ({"dry_run": False}, {"device": {"type": "cuda", "name": "NVIDIA H200"}}):
         with pytest.raises(ValueError, match="measured without a GPU"):
             check_is_of_a_gpu({**results, **change}, "r.json")

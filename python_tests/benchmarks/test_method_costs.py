@@ -1,4 +1,4 @@
-"""What the benchmark of FDF and ADDR measures, and the tables that it makes of it."""
+"""The benchmark of FDF and ADDR: what it measures, and its tables."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ WHERE = {
 }  # fmt: skip
 
 
-# The input of a ReLU that rounds to the other side of zero on some processors.
+# On some processors, the input of a ReLU rounds to the other side of zero for this host and N.
 JUMPING = ("VSE-infinity", "4")
 
 
 def jump_of_the_gradient(name: str, conversions: int) -> float:
-    """The most by which the gradient in float64 changes when every weight moves by about its last digit of float32."""
+    """Return the largest change of the float64 gradient if every weight moves by about one float32 rounding error."""
     host = FDF_HOSTS[name]
     setup = attrs.evolve(host.setup, batch=methods.COMPARED)
     config = make_config(host, conversions=conversions, text_augmentation=0.0, region_augmentation=0.0, grad_clip=0.0)
@@ -150,7 +150,7 @@ def test_the_tables() -> None:
 
 @pytest.mark.parametrize("name", FDF_HOSTS)
 def test_what_is_measured_of_fdf_is_its_training(name: str) -> None:
-    """The recipe's settings, a full queue from the first step on, and a loss that falls."""
+    """The measured steps use the recipe's settings, a full queue from the first step on, and lower the loss."""
     host = attrs.evolve(quick(FDF_HOSTS[name]), runs={0: 1, 3: 1}, fresh=None)
     config = make_config(host, conversions=3)
     assert (config.model, config.model_options["embed_dim"]) == (host.setup.model, 32)
@@ -171,7 +171,7 @@ def test_what_is_measured_of_fdf_is_its_training(name: str) -> None:
         assert row["accuracy"]["loss_error"] < 1e-5
     features, width = host.setup.features, host.setup.dim
     if name == "SCAN":
-        # A linear layer; three of them, and three networks of twice the width.
+        # The host has one linear layer. Three conversions have one each, and three networks of twice the width.
         regions = 36
         assert measured["rows"]["0"]["multiply_adds"]["images"] == regions * features * width
         assert measured["rows"]["3"]["weights"] == features * width + width + 4 * width * width + 3 * width
@@ -183,7 +183,7 @@ def test_what_is_measured_of_fdf_is_its_training(name: str) -> None:
 @pytest.mark.parametrize("name", FDF_HOSTS)
 @pytest.mark.parametrize(("other_batches", "encoded"), [("kept", [10]), ("fresh", [10, 10, 10])])
 def test_other_batches_are_encoded_anew_in_fresh_steps_alone(name: str, other_batches: str, encoded: list[int]) -> None:
-    """From the first measured step on, whose queue is full."""
+    """The queue is full from the first measured step on."""
     host = quick(FDF_HOSTS[name])
     model = make_model(config := make_config(host, conversions=3, other_batches=other_batches), host.setup)
     step = make_step(config, host.setup, model)
@@ -202,7 +202,7 @@ def test_other_batches_are_encoded_anew_in_fresh_steps_alone(name: str, other_ba
 
 
 def test_memory_and_time_with_other_batches_kept_and_fresh_are_of_one_run() -> None:
-    """The peak of a step has at least weights, gradients and both moments, of the size that was asked for."""
+    """Both modes are measured in the same rounds. The peak holds at least weights, gradients and both Adam moments."""
     host = quick(FDF_HOSTS["SCAN"])
     assert host.fresh == 2
     host = attrs.evolve(host, setup=attrs.evolve(host.setup, dim=256), runs={0: 1, 2: 2}, fresh=2)
@@ -241,7 +241,7 @@ def test_errors_are_relative_to_all_numbers() -> None:
 
 
 def test_the_committed_figures_are_those_of_the_bar() -> None:
-    """Two conversions on CHAN with BERT-base, with rows of accuracy from the same run."""
+    """The committed figures are for two conversions on CHAN with BERT-base, with accuracy from the same run."""
     found = json.loads((RESULTS / "methods.json").read_text())
     assert found["published"] == {"host": "CHAN with BERT", "conversions": 2, "step": 14.0, "features": 4.9}
     bar = found["fdf"]["CHAN with BERT"]
@@ -264,7 +264,7 @@ def test_the_committed_figures_are_those_of_the_bar() -> None:
             assert row["accuracy"]["gradient_error"] < (
                 1.01 * jump_of_the_gradient(name, int(count)) if jumps else 1e-3
             )
-    # The cost of encoding captions again is visible if their encoder takes much of a step.
+    # Encoding captions again has a visible cost if the text encoder takes a large part of a step.
     assert bar["fresh"]["2"]["step"]["median_s"] > bar["rows"]["2"]["step"]["median_s"]
     for host in found["addr"].values():
         rows = {name: row["median_s"] for name, row in host["rows"].items()}
@@ -273,7 +273,7 @@ def test_the_committed_figures_are_those_of_the_bar() -> None:
 
 
 def test_the_stores_table() -> None:
-    """A store of a few images, measured, and the committed one of COCO within 600 MB in low precision."""
+    """A small store is measured. The committed COCO store in low precision stays below 600 MB."""
     measured = json.loads(json.dumps(discriminators.run(50, 8, 4, 2, None)))
     assert list(measured["rows"]) == ["float32", "float32, on disk", "low precision"]
     assert measured["rows"]["float32"]["bytes"] == 50 * (12 * 8 + 16)

@@ -1,4 +1,4 @@
-"""The benchmark of reading: what each of its parts does, and what the committed figures have to show."""
+"""The reader benchmark: what each part measures, and the bounds that the committed figures meet."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_cold_pass_has_each_image_once(images: int, sizes: list[int]) -> None:
 
 
 def test_the_rate_leaves_the_first_batches_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that goes on with the batches alone; that of the processor is read around the whole pass."""
+    """The wall-clock rate skips the first batches. The processor time covers the whole pass."""
     now = 3.0
 
     def slow_at_first() -> Iterator[list[int]]:
@@ -41,7 +41,7 @@ def test_the_rate_leaves_the_first_batches_out(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(reader, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(reader, "_processor_seconds", lambda: now / 2)
-    # Four batches of ten rows, 10 ms each; all twelve take 440 ms, half of which is the processor's.
+    # Four batches of ten rows take 10 ms each. All twelve take 440 ms; half of it is processor time.
     assert reader._rate(slow_at_first) == pytest.approx((1000, 120 / 0.22))
 
 
@@ -53,7 +53,7 @@ def test_rows_read_twice_are_no_cold_pass(tmp_path: Path) -> None:
 
 
 def test_a_small_run(tmp_path: Path) -> None:
-    """227 images: batches of the three ways are compared by `run` itself; the tables have what it measured."""
+    """A run on 227 images compares the batches of the three readers itself, and the tables show its measurements."""
     found = run(tmp_path, scale=0.002, batches=9, rounds=1, progress=lambda _: None)
     assert (found["images"], found["row_bytes"]) == (227, 36 * 2048 * 4)
     for kind in ("warm_rows_per_second", "warm_rows_per_processor_second"):
@@ -69,7 +69,9 @@ def test_a_small_run(tmp_path: Path) -> None:
 
 
 def test_the_store_reads_three_times_as_fast_as_numpy() -> None:
-    """By the clock as a median, which another process may disturb; by processor time in every round."""
+    """The median of the wall-clock ratios is at least 3, since other processes may disturb a round. Every ratio of
+    processor time is at least 3.
+    """
     for name in ("fp32", "bf16"):
         for kind in ("warm_rows_per_second", "warm_rows_per_processor_second"):
             rates: dict[str, Any] = FIGURES[kind]

@@ -1,4 +1,4 @@
-"""The cost model of many GPUs and large data: bytes and seconds by hand, and the page that it makes."""
+"""The cost model of many GPUs and large data: bytes and seconds by hand, and its page."""
 
 from __future__ import annotations
 
@@ -30,24 +30,26 @@ def test_one_gpu_exchanges_nothing() -> None:
 def test_bytes_that_a_rank_receives(gathered: str, rows: int, gpus: int) -> None:
     found = step(gpus, PARAMETERS, gathered=gathered)
     others = gpus - 1
-    # Vectors of 1024 numbers of two bytes of all others, whose gradients have as many; other columns of the scores.
+    # Vectors of 1024 two-byte numbers from all other ranks, as many for their gradients; columns of the scores.
     assert found.gathered == others * 128 * rows * 1024 * 2
     assert found.scattered == found.gathered
     assert found.matrix == (128 * gpus) * (128 * others) * 4
-    # A ring passes everything but its own part twice: sums, then what they came to.
+    # A ring all-reduce passes all parts but one twice: for the sums, then for the results.
     assert found.reduced == pytest.approx(2 * PARAMETERS * 4 * others / gpus)
     rate = 0.7 * (450e9 if gpus == 8 else 50e9)
     exchanged = found.gathered + found.scattered + found.matrix + found.reduced
     assert found.exchanging == pytest.approx(4 * 20e-6 + exchanged / rate)
     assert found.batch == 128 * gpus
-    # Of the gradients of at most three pairs for each of 128, as many for each owner.
+    # Sparse: gradients of at most three pairs for each of 128 anchors, spread evenly over the owners.
     few = step(gpus, PARAMETERS, gathered=gathered, sparse=True)
     assert few.scattered == pytest.approx(3 * 128 * rows * 1024 * 2 * others / gpus)
     assert (few.gathered, few.scoring) == (found.gathered, found.scoring)
 
 
 def test_ranks_score_slices() -> None:
-    """64 ranks have 64 times the pairs for each, whichever side is gathered; the Gram matrices are those of images."""
+    """With 64 ranks, each rank scores 64 times as many pairs, whichever side is gathered. The Gram matrices depend on
+    the number of images.
+    """
     one, images, captions = step(1, PARAMETERS), step(64, PARAMETERS), step(64, PARAMETERS, gathered="captions")
     assert images.encoding == captions.encoding == one.encoding
     pairs = 2 * (64 * 128 * 36) * (128 * 13) * 1024
@@ -63,11 +65,11 @@ def test_what_data_need() -> None:
     found = need(Data(pairs=1e6, images=2e5), of, 200.0, 20_000.0)
     assert FEATURE_BYTES == 36 * 2048 * 2
     assert found.features == 2e5 * 147_456
-    # Two orders of the captions, and where each image lies; one process alone has one.
+    # Two orders of the captions, and the location of each image. A single process needs one order only.
     assert found.index == 1e6 * 216 + 2e5 * 16
     alone = need(Data(pairs=1e6, images=2e5), step(1, PARAMETERS), 200.0, 20_000.0)
     assert alone.index == 1e6 * 208 + 2e5 * 16
-    # 29.5 GB lie on each GPU.
+    # 29.5 GB of features on each GPU.
     assert (found.epoch, found.bound) == (pytest.approx(1e6 / of.rate), "computing")
     assert found.reading == pytest.approx(of.rate / 8 * 147_456)
     assert found.cores == pytest.approx(of.rate / 8 / 20_000)
@@ -76,12 +78,12 @@ def test_what_data_need() -> None:
 @pytest.mark.parametrize(
     ("gpus", "pairs", "per_core", "bound", "epoch"),
     [
-        # 128 images are copied at 70 % of 64 GB/s after each step, and read by eight threads beside it.
+        # 128 images are copied at 70 % of 64 GB/s after each step. Eight threads read in parallel.
         (1, 1e7, 1e6, "computing", lambda of: 1e7 / 128 * (of.seconds + 128 * 147_456 / (0.7 * 64e9))),
         (1, 1e7, 1e3, "the reader", lambda _: 1e7 / (8 * 1e3)),
         (64, 1e9, 1e6, "the drives", lambda _: 1e9 * 147_456 / (8 * 7e9)),
         (8, 1e9, 1e6, "the drives", lambda _: 1e9 * 147_456 / 7e9),
-        # A slice for each GPU would be enough, but no sampler draws from one.
+        # A slice per GPU would fit in memory, but no sampler draws from a slice.
         (64, 3e7, 1e6, "the drives", lambda _: 3e7 * 147_456 / (8 * 7e9)),
     ],
 )
@@ -91,7 +93,7 @@ def test_what_takes_an_epoch(
     of = step(gpus, PARAMETERS, gathered="captions", sparse=True)
     found = need(Data(pairs, pairs), of, 200.0, per_core)
     assert (found.bound, found.epoch) == (bound, pytest.approx(epoch(of)))
-    # What keeps up with steps and their copies.
+    # Rows per second that keep up with the steps and their copies.
     each = 128 / (of.seconds + 128 * 147_456 / (0.7 * 64e9))
     assert (found.reading, found.cores) == pytest.approx((each * 147_456, each / per_core))
 

@@ -1,4 +1,4 @@
-"""What the benchmark of the training scenarios measures, and the table that it makes of it."""
+"""The benchmark of the training scenarios: what it measures, and its table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TINY = Setup("scan", batch=6, dim=8, features=10, words=30)
 
 
 def rows() -> dict[str, dict]:
-    """Three rounds on a machine that is twice as slow in the second one."""
+    """Return the results of three rounds; the machine is twice as slow in the second round."""
     speed = (1.0, 2.0, 1.0)
     seconds = {"forward": 0.2, "single": 0.5, "oas": 0.7, "mss": 0.72, "oss, 2 branches": 1.02, "oss, 3 branches": 1.5}
     made = {
@@ -98,7 +98,7 @@ def test_what_is_missed_is_said() -> None:
 
 
 def test_pairs_are_counted() -> None:
-    """Three an anchor at most of a branch alone: its positive, and its hardest negatives; those of boosting beside."""
+    """A branch has at most three pairs per anchor: its positive and its hardest negatives. Boosting adds pairs."""
     single, several = (scenarios.pairs_of_a_step(name, TINY) for name in ("single", "oss, 3 branches"))
     assert 6 <= single <= 18
     assert 3 * single * 0.8 < several <= 3 * 18 + 2 * 12
@@ -106,7 +106,7 @@ def test_pairs_are_counted() -> None:
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_what_is_measured_is_training(scenario: str) -> None:
-    """Steps that lower the loss of the batch; nothing is left out that a run has."""
+    """Measured steps lower the loss of the batch and contain every part of a training step."""
     step = make_step(scenario, TINY)
     losses = [step() for _ in range(15)]
     assert losses[-1]["loss"] < losses[0]["loss"]
@@ -115,7 +115,7 @@ def test_what_is_measured_is_training(scenario: str) -> None:
 
 
 def test_all_of_it_in_one_run() -> None:
-    """As many runs as asked for of every scenario."""
+    """Every scenario is run as often as asked for."""
     names: list[str] = []
     results = run([TINY], 1, 2, memory=False, progress=names.append)
     assert names == [*SCENARIOS, "forward"] * 3, "the first round warms up"
@@ -132,7 +132,9 @@ def test_all_of_it_in_one_run() -> None:
 
 @pytest.mark.parametrize("model", ["dbl", "scan"])
 def test_the_committed_figures_stay_near_what_a_scenario_may_add(model: str) -> None:
-    """A tenth more than a forward without gradient, a copy of the model and 10 MB, 5 percent more than M branches."""
+    """OAS and MSS add at most 1.1 forwards without gradient and a copy of the model plus 10 MB. OSS takes at most 5 %
+    more than M single steps.
+    """
     measured = json.loads(FIGURES.read_text())["models"][model]
     assert measured["setup"] == {"model": model, "batch": 128, "dim": 1024, "features": 2048, "words": 10_000}
     rows = measured["rows"]

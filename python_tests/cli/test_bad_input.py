@@ -1,4 +1,4 @@
-"""Malformed or hostile input files: one error line that names the file, and nothing runs or is written."""
+"""Malformed or hostile input files give one error line that names the file; no code runs and nothing is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from python_tests.helpers.commands import SMALL, error
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of a trained run, to be damaged."""
+    """Copy a trained run, to be damaged by the test."""
     return shutil.copytree(trained, tmp_path / "run")
 
 
@@ -38,7 +38,7 @@ def resume_error(capsys: pytest.CaptureFixture[str], run: Path) -> str:
 
 
 def test_weights_of_another_model(data: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each model's configuration with the other's weights, and the same model in another size."""
+    """The weights of another model, or of the same model in another size, are rejected."""
     sizes = {"vocab_size": models.load(run).config.vocab_size, "feature_dim": 8, "embed_dim": 16, "word_dim": 12}
     models.create("vsepp", **sizes).save(tmp_path / "vsepp")
     models.create("scan", **{**sizes, "embed_dim": 20}).save(tmp_path / "wide")
@@ -79,7 +79,7 @@ def test_truncated_weights(data: Path, run: Path, capsys: pytest.CaptureFixture[
 def test_a_weight_that_is_not_finite(
     data: Path, run: Path, capsys: pytest.CaptureFixture[str], name: str, row: int, value: float
 ) -> None:
-    """The first row is named."""
+    """The message names the first such row."""
     path = run / "model.safetensors"
     weights = load_file(path)
     weights[name].view(-1)[21] = value
@@ -111,13 +111,13 @@ def test_a_vocabulary_of_another_size(
         1,
         f"{given}: {expected}",
     )
-    # The same where the run's own file was replaced.
+    # A vocabulary that replaces the one in the run gives the same message.
     shutil.copy(given, run / "vocab.json")
     assert evaluate_error(capsys, run, data) == f"{run / 'vocab.json'}: {expected}"
 
 
 class Attack:
-    """Unpickled as Python does it, this makes a folder."""
+    """An object that makes a folder when Python unpickles it."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -145,7 +145,7 @@ def test_features_that_hold_code(data: Path, tmp_path: Path, capsys: pytest.Capt
     status, message = error(capsys, "train", "--data", broken, "--out", tmp_path / "run", *SMALL)
     assert (status, message.startswith(f"{path}: not a readable .npy array of numbers (")) == (1, True)
     assert not mark.exists()
-    # The file does what it says when it is trusted.
+    # numpy.load with pickles allowed runs the attack, so the test can fail.
     np.load(path, allow_pickle=True)
     assert mark.is_dir()
 

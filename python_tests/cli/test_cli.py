@@ -107,7 +107,7 @@ def test_help_cuts_no_name_and_shows_flags_without_a_value(
     for columns in (80, 240):
         monkeypatch.setenv("COLUMNS", str(columns))
         text = helped(capsys, *command, *([] if "--help-all" in command else ["--help"]))
-        # Option names stand near the border, those in help texts further inside.
+        # Option names start near the border. Names inside help texts stand further right.
         shown[columns] = re.findall(r"^│[ *]{1,5}(--[\w-]+)", text, re.MULTILINE)
         assert "…" not in text
         assert "<bool>" not in text
@@ -296,7 +296,7 @@ def test_exit_status_and_no_traceback(tmp_path: Path) -> None:
 def test_demo_trains_evaluates_and_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole command on twenty pictures, which are all three splits: few steps learn them by heart."""
+    """The whole command runs on twenty pictures, which serve as all three splits, so that few steps suffice."""
 
     def write_part(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -311,9 +311,9 @@ def test_demo_trains_evaluates_and_reports(
     out = tmp_path / "demo"
     with monkeypatch.context() as patch:
         terminal = every_step(patch, scoring)
-        for _ in range(2):  # A second demo replaces the first one.
+        for _ in range(2):  # The second demo replaces the first.
             assert cli.run(["demo", "--out", str(out), "--seed", "1", "--json", str(tmp_path / "demo.json")]) == 0
-    for evaluated in ("test, untrained", "dev", "test"):  # A tile of images, one of captions, one of scores.
+    for evaluated in ("test, untrained", "dev", "test"):  # One tile each: images, captions, scores.
         assert re.search(rf"\r{evaluated}: 100%[^\r]* 3/3 ", terminal.getvalue()), evaluated
     text = capsys.readouterr().out
     lines = [line.split() for line in text.splitlines() if line.startswith(("trained", "untrained"))]
@@ -332,10 +332,10 @@ def test_demo_trains_evaluates_and_reports(
     html = (out / "report.html").read_text(encoding="utf-8")
     assert f"<b>{test_line['rsum']:.1f}</b>" in html
     assert html.count('<article class="card pair">') == demo_command.QUERIES
-    # The loss, the recalls, the gradient of the first image layer and the distance of the hardest negatives.
+    # Loss, recalls, gradient norm of the first image layer, and distance of the hardest negatives.
     assert html.count("<svg ") == 4
 
-    # What SelHN chooses is drawn where it chooses.
+    # The share of anchors with hardest negatives is only drawn for selective mining.
     share = "Anchors that took their hardest negative"
     assert share not in html
     assert cli.run(["demo", "--out", str(out), "--seed", "1", "--mining", "selective"]) == 0
@@ -357,7 +357,7 @@ def test_demo_plans_fewer_epochs_on_a_slow_machine(data: Path, tmp_path: Path, m
     config = TrainConfig(
         data=str(data), out=str(tmp_path), epochs=24, batch_size=32, warmup_epochs=2, model_options={"embed_dim": 8}
     )
-    # Four steps an epoch and a tenth for validations: two epochs of 26.4 seconds, the others of 13.2.
+    # Four steps per epoch, and 10 % for validation: two epochs of 26.4 seconds, the others of 13.2 seconds.
     fitting = {
         seconds: demo_command._fit_into(config, seconds / 60).epochs for seconds in (1, 52, 53, 105, 106, 343, 344)
     }
@@ -368,7 +368,7 @@ def test_demo_plans_fewer_epochs_on_a_slow_machine(data: Path, tmp_path: Path, m
 def test_time_per_step_is_measured_with_the_negatives_asked_for(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the warm-up: the budget of a demo is that of its later epochs."""
+    """The time is measured with the given negatives, even if the first epochs are a warm-up with all negatives."""
     from itm_fast.training import Trainer
     from itm_fast.training.run import create_model, load_data
 

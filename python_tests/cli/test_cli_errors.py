@@ -1,4 +1,4 @@
-"""User errors of the command line give one clear line each and leave no files."""
+"""User errors on the command line give one clear line each and leave no files."""
 
 from __future__ import annotations
 

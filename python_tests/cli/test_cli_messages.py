@@ -1,4 +1,4 @@
-"""Messages of the command line about unsuitable files, folders and numbers, and at the start of a run."""
+"""Messages about unsuitable files, folders and numbers, and messages at the start of a run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_validation_shows_its_progress_on_a_terminal(
     assert "tile" not in capsys.readouterr().err
     terminal = every_step(monkeypatch, scoring)
     assert cli.run(["train", "--data", str(data), "--out", str(tmp_path / "terminal"), *SMALL]) == 0
-    # Ten images and fifty captions: a tile of each, and one of their scores.
+    # Ten images and fifty captions: one tile of each, and one tile of scores.
     assert re.search(r"dev: 100%[^\r]* 3/3 ", terminal.getvalue())
 
 
@@ -63,7 +63,7 @@ def test_truncated_features_are_called_so(data: Path, tmp_path: Path, capsys: py
     broken = write_concepts(tmp_path / "broken")
     features = broken / "train_ims.npy"
     features.write_bytes(features.read_bytes()[:1000])
-    # 128 bytes of header and 24 x 4 x 8 numbers of four bytes.
+    # 128 bytes of header and 24 x 4 x 8 four-byte numbers.
     assert np.load(data / "train_ims.npy").shape == (24, 4, 8)
     assert error(capsys, "train", "--data", broken, "--out", tmp_path / "run", *SMALL) == (
         1,
@@ -75,7 +75,7 @@ def test_a_json_target_is_looked_at_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message = f"{tmp_path}: expected a file to write, found a folder"
-    # The model does not exist either, so that what comes first is what is reported.
+    # The model is missing, too, so the message shows which check runs first.
     evaluate = ("evaluate", "--checkpoint", tmp_path / "no", "--data", tmp_path / "no", "--json", tmp_path)
     assert error(capsys, *evaluate) == (1, message)
     monkeypatch.setattr("itm_fast.benchmarking.run.run", lambda *_: pytest.fail("measured before the target was seen"))

@@ -1,4 +1,4 @@
-"""The demo learns from the training split alone and reports on the test split."""
+"""The demo learns from the training split only and reports on the test split."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ PARTS = {"train": slice(0, 16), "dev": slice(16, 26), "test": slice(26, 40)}
 
 
 def test_demo_trains_on_the_training_split_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three splits without a picture in common: which the steps saw, and which the reported numbers are of."""
+    """The splits share no picture. The steps see only training pictures, and the reported numbers are of the test
+    split.
+    """
     pictures, captions = emoji.patches(emoji.pictures("test")[:40]), emoji.captions("test")[:200]
 
     def write_parts(directory: Path) -> None:

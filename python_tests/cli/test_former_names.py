@@ -1,4 +1,4 @@
-"""Names of the previous release are accepted: options, configuration files, saved runs and arguments."""
+"""Names of the previous release still work: options, configuration files, saved runs and arguments."""
 
 from __future__ import annotations
 

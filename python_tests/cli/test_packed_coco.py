@@ -1,4 +1,4 @@
-"""Published files, packed and trained on in several processes; and what the committed demo reached."""
+"""Published files, packed and used for training in several processes; and the figures of the committed demo."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_coco_from_its_files_to_a_training_in_several_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU, with two processes, small sizes and few captions."""
+    """Two processes train on the CPU, with small sizes and few captions."""
     write_concepts(tmp_path / "data" / "coco_precomp")
     monkeypatch.chdir(tmp_path)
     small = ["--epochs", "1", "--batch-size", "59", "--log-every", "1", "--model-option", "embed_dim=16"]
@@ -38,7 +38,7 @@ def test_coco_from_its_files_to_a_training_in_several_processes(
     assert done.stdout.count("best model: ") == 1
     options[options.index("--out") + 1] = "runs/alone"
     assert cli.run(options) == 0
-    # 120 captions, two of them in a batch of their own; weights and batches are those of one process.
+    # 120 captions make batches of 59, 59 and 2. Initial weights and batches equal those of a single process.
     assert len(losses("runs/scan-coco")) == 3
     assert losses("runs/scan-coco")[0] == pytest.approx(losses("runs/alone")[0], rel=1e-5)
 

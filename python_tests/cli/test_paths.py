@@ -20,7 +20,7 @@ ESCAPED = "\\udcff"
 
 
 def command(*arguments: object) -> str:
-    """The output of a command whose stdout takes nothing but UTF-8."""
+    """Run a command with stdout in strict UTF-8, and return its output."""
     words = [sys.executable, "-m", "itm_fast", *arguments]
     done = run_process(words, cwd=ROOT, PYTHONIOENCODING="utf-8:strict", OMP_NUM_THREADS=1)
     assert done.returncode == 0, done.stderr
@@ -30,7 +30,7 @@ def command(*arguments: object) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with such a name, which holds the data set `data` and the run `run`."""
+    """Make a folder with such a name that holds the data set `data` and the run `run`."""
     folder = tmp_path_factory.mktemp("paths") / ODD
     folder.mkdir()
     data = write_concepts(folder / "data")
@@ -49,7 +49,7 @@ def test_a_run_is_resumed_and_evaluated(folder: Path) -> None:
     command("explain", "--checkpoint", run, "--data", data, "--split", "dev", "--image", 0, "--caption", 0,
             "--out", folder / "pair.html")  # fmt: skip
     assert ESCAPED in (folder / "pair.html").read_text(encoding="utf-8")
-    # The legend shows the name of the run.
+    # The legend shows the run name.
     command("curves", run, "--out", folder / "curves.svg")
 
 

@@ -1,6 +1,6 @@
-"""Checkpoints of Deep Boosting Learning's official code, and its scores in float64, pair by pair.
+"""The official Deep Boosting Learning code: random checkpoints, and its scores in float64, pair by pair.
 
-Nothing of the package is used here. Inside: `options`, `random_model`, `official_scores`.
+The module does not import the package. Inside: `options`, `random_model`, `official_scores`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from python_tests.compat.official_rcar import attended, linear
 from python_tests.helpers.official_scan import WORDS, caption_states, gru_weights, l2norm, pairwise
 
-# The options that only the script of one scenario has.
+# Options that exist in the script of one scenario only.
 OF_SCENARIO: Mapping[str, dict[str, object]] = {
     "oas": {"resume": "", "if_boost": True, "val_step": 1000},
     "oss": {"num_branch": 2, "if_boost_manner": False},
@@ -24,7 +24,7 @@ OF_SCENARIO: Mapping[str, dict[str, object]] = {
 
 
 def options(scenario: str = "mss", **changes: object) -> argparse.Namespace:
-    """What the official command line of a scenario parses, with small sizes; None removes an option."""
+    """Return the parsed options of a scenario's official command line, with small sizes; None removes an option."""
     values: dict[str, object] = {
         "data_path": "./data", "data_name": "f30k_precomp", "vocab_path": "./vocab/", "save_path": "./runs/test",
         "gpuid": "0", "batch_size": 128, "num_epochs": 40, "lr_update": 30, "loss_name": "birank",
@@ -37,7 +37,7 @@ def options(scenario: str = "mss", **changes: object) -> argparse.Namespace:
 
 
 def random_model(opt: argparse.Namespace, seed: int = 0) -> OrderedDict[str, torch.Tensor]:
-    """The state dict of an official model with random weights, as its DataParallel names them."""
+    """Return the state dict of an official model with random weights and the key names of its DataParallel."""
     random = torch.Generator().manual_seed(seed)
 
     def tensor(*shape: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ def official_scores(
     features: np.ndarray,
     captions: list[list[int]],
 ) -> np.ndarray:
-    """(n_images, n_captions), in evaluation: no dropout."""
+    """Return scores (n_images, n_captions) in evaluation mode: no dropout."""
     w = {name.removeprefix("module."): value.double().numpy() for name, value in model.items()}
     regions = []
     for picture in features.astype(np.float64):

@@ -1,7 +1,7 @@
-"""RCAR's official checkpoints, and that code's scores in float64, pair by pair.
+"""The official RCAR code: random checkpoints, and its scores in float64, pair by pair.
 
-Nothing of the package is used here. Inside: `options`, `random_model`, `official_scores`; and what SGRAF's code shares
-with it: `attended`, `linear`, `batch_norm`, `batch_norm_weights`, `softmax`, `sigmoid`.
+The module does not import the package. Inside: `options`, `random_model`, `official_scores`; shared with
+`official_sgraf`: `attended`, `linear`, `batch_norm`, `batch_norm_weights`, `softmax`, `sigmoid`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from python_tests.helpers.official_scan import WORDS, caption_states, gru_weights, l2norm, pairwise
 
 Weights = Mapping[str, np.ndarray]
-MASK = "<mask>"  # The official script adds it behind the words of the vocabulary file.
+MASK = "<mask>"  # The official script appends it to the words of the vocabulary file.
 
 
 def options(**changes: object) -> argparse.Namespace:
-    """What the official command line parses, with small sizes; None removes an option."""
+    """Return the parsed options of the official command line, with small sizes; None removes an option."""
     values: dict[str, object] = {
         "data_path": "./data/f30k", "data_name": "f30k_precomp", "vocab_path": "./data/vocab", "gpuid": "0",
         "margin": 0.2, "num_epochs": 40, "batch_size": 128, "word_dim": 5, "sim_dim": 6, "img_dim": 6,
@@ -34,7 +34,7 @@ def options(**changes: object) -> argparse.Namespace:
 
 
 def steps_of(opt: argparse.Namespace) -> tuple[int, int, int]:
-    """Numbers of RAR, RCR and alignment modules."""
+    """Return the numbers of RAR, RCR and alignment modules."""
     if opt.self_regulator == "only_rar":
         return opt.rar_step, 0, 1
     if opt.self_regulator == "only_rcr":
@@ -50,7 +50,7 @@ def batch_norm_weights(size: int, tensor: Callable[..., torch.Tensor]) -> dict[s
 
 
 def random_model(opt: argparse.Namespace, seed: int = 0) -> OrderedDict[str, torch.Tensor]:
-    """The state dict of an official model with random weights, as its DataParallel names them."""
+    """Return the state dict of an official model with random weights and the key names of its DataParallel."""
     random = torch.Generator().manual_seed(seed)
 
     def tensor(*shape: int) -> torch.Tensor:
@@ -92,7 +92,7 @@ def linear(w: Weights, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def batch_norm(w: Weights, name: str, x: np.ndarray) -> np.ndarray:
-    """In evaluation, with channels in the last dimension."""
+    """Apply batch normalisation in evaluation mode; channels are the last dimension."""
     scaled = (x - w[f"{name}.running_mean"]) / np.sqrt(w[f"{name}.running_var"] + 1e-5)
     return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
 
@@ -109,7 +109,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 def attended(
     query: np.ndarray, context: np.ndarray, matrix: np.ndarray | float, smooth: np.ndarray | float
 ) -> np.ndarray:
-    """What each query (n, d) attends to, of length one; `matrix` (n, d) and `smooth` (n, 1), or one number for all."""
+    """Return the attended context of each query (n, d), normalised; `matrix` (n, d) and `smooth` (n, 1) or numbers."""
     raw = context @ (query * matrix).T  # (contexts, queries)
     raw = l2norm(np.where(raw > 0, raw, 0.1 * raw))
     return l2norm(softmax(raw.T * smooth) @ context)
@@ -121,7 +121,7 @@ def official_scores(
     features: np.ndarray,
     captions: list[list[int]],
 ) -> np.ndarray:
-    """(n_images, n_captions), in evaluation: no dropout, batch normalisation by its running statistics."""
+    """Return scores (n_images, n_captions) in evaluation mode: no dropout, running statistics in the norms."""
     w = {name.removeprefix("module."): value.double().numpy() for name, value in model.items()}
     regions = []
     for picture in features.astype(np.float64):

@@ -1,6 +1,6 @@
-"""SGRAF's official checkpoints, and that code's scores in float64, pair by pair.
+"""The official SGRAF code: random checkpoints, and its scores in float64, pair by pair.
 
-Nothing of the package is used here. Inside: `options`, `random_model`, `official_scores`.
+The module does not import the package. Inside: `options`, `random_model`, `official_scores`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from python_tests.compat.official_rcar import attended, batch_norm, batch_norm_w
 from python_tests.helpers.official_scan import WORDS, caption_states, gru_weights, l2norm, pairwise
 
 Weights = Mapping[str, np.ndarray]
-REGIONS = 36  # As the official code has it.
+REGIONS = 36  # fixed in the official code
 
 
 def options(**changes: object) -> argparse.Namespace:
-    """What the official command line parses, with small sizes; None removes an option."""
+    """Return the parsed options of the official command line, with small sizes; None removes an option."""
     values: dict[str, object] = {
         "data_path": "./data", "data_name": "f30k_precomp", "vocab_path": "./vocab/", "model_name": "runs/checkpoint",
         "logger_name": "runs/log", "batch_size": 128, "num_epochs": 40, "lr_update": 30, "learning_rate": 0.0002,
@@ -32,7 +32,7 @@ def options(**changes: object) -> argparse.Namespace:
 
 
 def random_model(opt: argparse.Namespace, seed: int = 0) -> list[OrderedDict[str, torch.Tensor]]:
-    """The three state dicts of an official model with random weights: images, text, similarity."""
+    """Return the three state dicts of an official model with random weights: images, text, similarity."""
     random = torch.Generator().manual_seed(seed)
 
     def tensor(*shape: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ def official_scores(
     features: np.ndarray,
     captions: list[list[int]],
 ) -> np.ndarray:
-    """(n_images, n_captions), in evaluation: no dropout, batch normalisation by its running statistics."""
+    """Return scores (n_images, n_captions) in evaluation mode: no dropout, running statistics in the norms."""
     image, text, w = ({key: value.double().numpy() for key, value in part.items()} for part in model)
     regions = [linear(image, "fc", picture) for picture in features.astype(np.float64)]
     regions = regions if opt.no_imgnorm else [l2norm(picture) for picture in regions]
@@ -86,11 +86,11 @@ def official_scores(
 
 
 def _whole(w: Weights, side: str, rows: np.ndarray) -> np.ndarray:
-    """One vector for a picture ("v") or a caption ("t"), whose layers have no batch normalisation."""
+    """Return one vector (d,) for a picture ("v") or a caption ("t"); only pictures use batch normalisation."""
     local = linear(w, f"{side}_global_w.embedding_local.0", rows)
     mean = linear(w, f"{side}_global_w.embedding_global.0", rows.mean(axis=0))
     if side == "v":
-        local = batch_norm(w, f"{side}_global_w.embedding_local.1", local.T).T  # a channel for each region
+        local = batch_norm(w, f"{side}_global_w.embedding_local.1", local.T).T  # one channel per region
         mean = batch_norm(w, f"{side}_global_w.embedding_global.1", mean)
     shares = softmax(linear(w, f"{side}_global_w.embedding_common.0", np.tanh(local) * np.tanh(mean))[:, 0])
     return l2norm(shares @ rows)

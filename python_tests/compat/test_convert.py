@@ -1,4 +1,4 @@
-"""Converted checkpoints give the official scores, and what is no such checkpoint is refused in one line."""
+"""Converted checkpoints give the official scores; other files are rejected with one error line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def token_ids(caption: str) -> list[int]:
 
 
 def converted_scores(run: Path) -> np.ndarray:
-    """Scores of the converted model for captions in an order that is not that of their lengths."""
+    """Return the scores of the converted model for captions that are not sorted by length."""
     encoded = [Vocabulary.from_file(run / "vocab.json").encode(caption) for caption in CAPTIONS]
     padded = torch.zeros(len(encoded), max(map(len, encoded)), dtype=torch.int64)
     for row, ids in zip(padded, encoded, strict=True):
@@ -57,7 +57,7 @@ def converted_scores(run: Path) -> np.ndarray:
 
 def assert_official(run: Path, model: list, opt: argparse.Namespace) -> None:
     expected = official_scores(model, opt, features(), [token_ids(caption) for caption in CAPTIONS])
-    # Nothing but the rounding of float32 lies between the two.
+    # The two differ only by float32 rounding.
     np.testing.assert_allclose(converted_scores(run), expected, rtol=0, atol=2e-6 * max(1, np.abs(expected).max()))
 
 
@@ -89,7 +89,7 @@ def test_converted_models_give_the_official_scores(tmp_path: Path, vocab: Path, 
 
 
 def test_different_options_give_different_scores() -> None:
-    """What the comparisons above could miss if an option had no effect on the random model."""
+    """Every option changes the scores of the random model, so the comparisons above detect a missing option."""
     ids = [token_ids(caption) for caption in CAPTIONS]
     plain = options()
     base = official_scores(random_model(plain), plain, features(), ids)
@@ -104,7 +104,7 @@ def test_different_options_give_different_scores() -> None:
 
 
 def test_published_defaults_stand_for_absent_options(tmp_path: Path, vocab: Path) -> None:
-    """Published: t2i, LogSumExp at 6, softmax at 9, clipped l2norm, widths 300 and 1024 and 2048, one layer."""
+    """Published defaults: t2i, LogSumExp at 6, softmax at 9, clipped l2norm, widths 300, 1024 and 2048, one layer."""
     full = options(word_dim=300, embed_size=1024, img_dim=2048, agg_func="LogSumExp")
     model = random_model(full)
     sparse = argparse.Namespace(bi_gru=True)
@@ -130,7 +130,7 @@ def test_forms_of_the_same_checkpoint(tmp_path: Path, vocab: Path, form: str) ->
     if form == "mixed":
         written = [OrderedDict((f"module.{k}" if "weight" in k else k, v) for k, v in part.items()) for part in model]
     if form == "float16":
-        # The official scores then are those of the rounded weights.
+        # The official scores use the rounded weights, too.
         model = written = [OrderedDict((key, value.half()) for key, value in part.items()) for part in model]
     if form == "float64":
         written = [OrderedDict((key, value.double()) for key, value in part.items()) for part in model]
@@ -150,7 +150,9 @@ def test_forms_of_the_same_checkpoint(tmp_path: Path, vocab: Path, form: str) ->
 def test_weights_from_a_gpu_are_read_without_one(
     tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    """Nearly all official files say that their tensors lie on cuda:0; before zip files their class said so, too."""
+    """Nearly all official files place tensors on cuda:0. Before the zip format, the storage class was also a CUDA
+    class.
+    """
     opt = options()
     model = random_model(opt)
     with monkeypatch.context() as patch:
@@ -168,7 +170,7 @@ def test_weights_from_a_gpu_are_read_without_one(
 def test_command_converts_and_evaluate_takes_the_run(
     tmp_path: Path, vocab: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From official files to recalls: those of the official scores, counted by hand."""
+    """The recalls of a converted official file equal those counted by hand from the official scores."""
     opt = options(agg_func="LogSumExp")
     model = random_model(opt, seed=3)
     path = write_checkpoint(tmp_path / "model_best.pth.tar", model, opt, "legacy")
@@ -199,14 +201,14 @@ def test_command_converts_and_evaluate_takes_the_run(
 
 
 class Killed(BaseException):
-    """An exception that nothing catches."""
+    """A `BaseException`, which no handler of the package catches."""
 
 
 @pytest.mark.parametrize("written", [0, 1, 2])
 def test_a_conversion_that_was_killed_is_made_up_for(
     tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, written: int
 ) -> None:
-    """After any number of the three files; what is there until then is taken for no model."""
+    """A conversion killed after 0, 1 or 2 of its 3 files leaves no loadable model, and can be run again."""
     opt, run = options(), tmp_path / "run"
     model = random_model(opt)
     path = write_checkpoint(tmp_path / "c.pth.tar", model, opt)

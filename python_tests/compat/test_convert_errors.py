@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be converted are refused in one line that names the key; nothing is run, nothing written."""
+"""Checkpoints that cannot be converted: one error line names the key; no code runs, and nothing is written."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def refused(tmp_path: Path, checkpoint: Path, vocab: Path, **arguments: object) 
 
 
 class Attack:
-    """Unpickled as Python does it, this makes a file."""
+    """An object that makes a folder when Python unpickles it."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -62,7 +62,7 @@ def test_a_foreign_pickle_is_refused_without_running_it(tmp_path: Path, vocab: P
     expected = f"{path}: not a readable checkpoint: {FOREIGN}"
     assert refused(tmp_path, path, vocab) == expected
     assert not mark.exists()
-    # The file does what it says when it is trusted.
+    # torch.load without protection runs the attack, so the test can fail.
     torch.load(path, weights_only=False)
     assert mark.is_dir()
 
@@ -73,7 +73,7 @@ def test_a_foreign_pickle_is_refused_without_running_it(tmp_path: Path, vocab: P
         b"",
         b"no checkpoint at all",
         b"PK\x03\x04 broken",
-        # The end of an archive that says it goes on in a second file.
+        # The end of an archive that claims to continue in a second file.
         b"PK\x06\x07" + b"\1" + bytes(15) + b"PK\x05\x06" + bytes(18),
     ],
 )
@@ -129,7 +129,7 @@ def test_sizes_in_the_options_are_not_allocated(tmp_path: Path, vocab: Path) -> 
 
 
 def part(index: int, **changes: object) -> Callable[[list], list]:
-    """Changes one state dict; a name is that of the key with `__` for a dot, and None removes it."""
+    """Return a function that changes one state dict: names are keys with `__` for a dot, and None removes the key."""
 
     def change(model: list) -> list:
         named = {name.replace("__", "."): value for name, value in changes.items()}

@@ -1,4 +1,4 @@
-"""Official checkpoints of SGRAF, RCAR and DBL give the official scores; what does not fit is refused in one line."""
+"""Official checkpoints of SGRAF, RCAR and DBL give the official scores; others are rejected with one error line."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_converted_models_give_the_official_scores(
     np.testing.assert_allclose(converted(tmp_path / "run", features()), expected, rtol=0, atol=1e-5)
 
 
-# What shifts all logits of a softmax, or what the official model holds but never uses.
+# Weights that shift all logits of a softmax, or that the official model holds but never uses.
 WITHOUT_EFFECT = {
     "sgraf": {"_global_w.embedding_common.0.bias", "graph_key_w.bias", "num_batches_tracked"},
     "rcar": {"rar_v_w.0.bias", ".mlp.bns.1.", "num_batches_tracked"},
@@ -100,7 +100,7 @@ WITHOUT_EFFECT = {
     ids=["sgr", "saf", "rcar", "rcr", "dbl"],
 )
 def test_every_weight_counts(official: ModuleType, source: str, changes: dict[str, object]) -> None:
-    """What the comparisons above could miss if a weight had no effect on the scores of the random model."""
+    """Every weight changes the scores of the random model, so the comparisons above detect a missing weight."""
     opt = official.options(**changes)
     model = official.random_model(opt)
     parts = model if isinstance(model, list) else [model]
@@ -261,7 +261,7 @@ def test_the_checkpoint_of_another_model(
 def test_the_vocabulary_has_a_mask(
     tmp_path: Path, vocab: Path, official: ModuleType, source: str, changes: dict[str, object], has_mask: bool
 ) -> None:
-    """The scripts of RCAR and of DBL's OAS put `<mask>` behind the words of a vocabulary file that lacks it."""
+    """The scripts of RCAR and of DBL (OAS) append `<mask>` to a vocabulary file that lacks it."""
     if has_mask:
         write_vocabulary(vocab, [*WORDS, official_rcar.MASK])
     opt = official.options(**changes)

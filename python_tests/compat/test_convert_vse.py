@@ -1,4 +1,4 @@
-"""Official checkpoints of VSE-infinity and RVSE++ give the official scores; what does not fit is refused."""
+"""Official checkpoints of VSE-infinity and RVSE++ give the official scores; other checkpoints are rejected."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_converted_models_give_the_official_scores(
 
 @pytest.mark.parametrize("source", OPTIONS)
 def test_every_weight_counts(source: str) -> None:
-    """What the comparisons above could miss if a weight had no effect on the scores of the random model."""
+    """Every weight changes the scores of the random model, so the comparisons above detect a missing weight."""
     opt = OPTIONS[source]()
     model = random_model(opt)
     before = official_scores(model, opt, features(), IDS)
@@ -76,7 +76,7 @@ def test_every_weight_counts(source: str) -> None:
 
 
 def test_the_two_codes_differ(tmp_path: Path, vocab: Path) -> None:
-    """A checkpoint of the one is none of the other: the perceptron sees another width."""
+    """A checkpoint of one code is rejected as the other one: the widths of the perceptron differ."""
     opt = rvsepp_options()
     message = refused(tmp_path, "vse_infty", random_model(opt), options(), vocab)
     assert message == "model[0]['mlp.layers.0.weight']: expected shape (4, 6) from the options, got (4, 8)"

@@ -1,4 +1,4 @@
-"""The documentation: rendered parts are up to date, examples run, links lead somewhere, public names are listed."""
+"""The documentation: generated parts are up to date, examples run, links resolve, public names are listed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
 PYTHON = {
     page: re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE) for page, text in TEXTS.items()
 }
-# The options of each command, without the former names of options, which are hidden.
+# The options of each command, without the hidden former names.
 OPTIONS = {
     name: {"--help", *(o for p in command.params if not p.hidden for o in [*p.opts, *p.secondary_opts])}
     for name, command in write_option_tables.commands(typer.main.get_command(app), "itm-fast")
@@ -53,7 +53,7 @@ def test_the_table_of_an_experiment_is_up_to_date(experiment: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if PYTHON[page]], ids=short)
 def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks of a page in one namespace, in order; what they claim, they assert."""
+    """The code blocks of a page run in order in one namespace; their assertions hold."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "page"}
     for block in PYTHON[page]:
@@ -82,7 +82,7 @@ def test_the_commands_of_a_page_exist_with_their_options(page: Path) -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of the headings of a page, as the Markdown renderers name them."""
+    """Return the heading anchors of a page, as Markdown renderers name them."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 

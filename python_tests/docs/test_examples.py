@@ -1,4 +1,4 @@
-"""The scripts in examples/ run, learn and say so; the notebook's cells run in order."""
+"""The scripts in examples/ run, learn and report their results; the notebook cells run in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(script: str, *arguments: object, cwd: Path) -> str:
-    """What a script prints, run from `cwd` in a process of its own."""
+    """Run a script in its own process from `cwd`, and return what it prints."""
     command = [sys.executable, EXAMPLES / script, *arguments]
     done = run_process(command, cwd=cwd, OMP_NUM_THREADS=1, PYTHONPATH=ROOT)
     assert done.returncode == 0, done.stderr
@@ -28,7 +28,7 @@ def run(script: str, *arguments: object, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A part of the emoji in the published layout: 40 pictures to train on, 20 to validate and 20 to test."""
+    """Write a part of the emoji data in the published layout: 40 training, 20 validation and 20 test pictures."""
     folder = tmp_path_factory.mktemp("emoji")
     for split, n in (("train", 40), ("dev", 20), ("test", 20)):
         source = "test" if split == "train" else split
@@ -40,7 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recalls(printed: str) -> list[float]:
-    """The numbers of the row of the test split."""
+    """Return the numbers in the row of the test split."""
     (row,) = (line for line in printed.splitlines() if line.split()[:1] == ["test"])
     return [float(number) for number in re.findall(r"\d+\.\d+", row)]
 

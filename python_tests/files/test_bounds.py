@@ -25,7 +25,7 @@ SMALL_MODEL = {"vocab_size": 9, "feature_dim": 6, "embed_dim": 4, "word_dim": 5}
 
 
 def refused(call: Callable[[], object], message: str) -> None:
-    """`call` raises ValueError with `message`, one line, and never takes a megabyte."""
+    """Check that `call` raises ValueError with `message` in one line and allocates less than a megabyte."""
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -36,7 +36,7 @@ def refused(call: Callable[[], object], message: str) -> None:
 
 
 def sparse(path: Path, start: bytes, size: int) -> Path:
-    """A file of `size` bytes that takes next to no room on the disk."""
+    """Write a sparse file of `size` bytes, which takes almost no disk space."""
     with path.open("wb") as file:
         file.write(start)
         file.truncate(size)
@@ -57,7 +57,7 @@ def npy_header(text: str, version: int = 1, length: int | None = None) -> bytes:
     [
         ((10**15, 1, 1), "<f4", 4 * 10**15),
         ((10**6, 36, 2048), "<f4", 4 * 36 * 2048 * 10**6),
-        # Products that wrap around to a small number in 64 bits.
+        # Products that overflow to a small 64-bit number.
         ((2**32, 2**32, 1), "<f4", 2**66),
         ((2**63, 2, 1), "<f8", 2**67),
     ],
@@ -151,7 +151,7 @@ def test_a_shape_that_its_bytes_do_not_fill(tmp_path: Path) -> None:
         lambda: models.load(tmp_path),
         f"{path}: image_encoder.fc.weight: expected shape (4, 6), got (1000000000000000,)",
     )
-    # Even where the configuration agrees with the header, safetensors compares it with the bytes.
+    # If the configuration agrees with the header, safetensors still compares the header with the bytes.
     change_header(path, lambda header: header["image_encoder.fc.weight"].update(shape=[4, 10**15]))
     change_config(tmp_path, feature_dim=10**15)
     with pytest.raises(ValueError, match=r"model.safetensors: not a readable safetensors file \(.*"):
@@ -187,7 +187,7 @@ def test_truncated_weights(tmp_path: Path, kept: int, what: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        # Sixteen terabytes: were they asked for, the message would be that there is not so much memory.
+        # Sixteen terabytes: allocating them would fail with another message, about too little memory.
         ({"feature_dim": 10**12}, "image_encoder.fc.weight: expected shape (4, 1000000000000), got (4, 6)"),
         ({"vocab_size": 10**12}, "text_encoder.embed.weight: expected shape (1000000000000, 5), got (9, 5)"),
     ],
@@ -256,7 +256,7 @@ def test_json_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> No
 
 
 def bomb() -> str:
-    """A billion values in ten lines."""
+    """Return a YAML document of ten lines that expands to ten billion values."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
     return "\n".join(lines)
@@ -270,7 +270,7 @@ def bomb() -> str:
         ("seed: " + "[" * 10_000, "nested more than 20 deep"),
         ("seed: " + "{a: " * 10_000, "nested more than 20 deep"),
         ("\n".join(f"{' ' * n}a:" for n in range(400)), "nested more than 20 deep"),
-        ("seed: " + "9" * 5000, "Exceeds the limit (4300"),  # The rest depends on the version of Python.
+        ("seed: " + "9" * 5000, "Exceeds the limit (4300"),  # The rest of the message depends on the Python version.
         ("seed: 2001-99-99", "month must be in 1..12"),
         ("seed: !!python/name:os.system", "could not determine a constructor"),
     ],
@@ -328,6 +328,6 @@ def test_a_device_is_refused_before_it_is_read() -> None:
 
 
 def test_a_file_with_more_bytes_than_its_size_says_is_refused() -> None:
-    """Files of /proc have size 0."""
+    """Files in /proc report a size of 0."""
     path = "/proc/self/status"
     refused(lambda: read_yaml(path), f"{path}: expected 0 bytes, as the size of the file says, found more")

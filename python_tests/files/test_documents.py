@@ -1,4 +1,4 @@
-"""JSON and YAML documents that parsers read differently are rejected with the file's name."""
+"""JSON and YAML documents that different parsers read differently are rejected; the message names the file."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_a_target_that_cannot_be_written_is_found_before(tmp_path, monkeypatch):
 
 
 def test_content_is_on_disk_before_the_name_changes(tmp_path, monkeypatch):
-    """The file is flushed under its temporary name, then it is renamed, then the folder is flushed."""
+    """The temporary file is flushed, then renamed, and then the folder is flushed."""
     path = tmp_path / "file"
     write_bytes(path, b"old")
     events = []
@@ -82,7 +82,7 @@ def test_content_is_on_disk_before_the_name_changes(tmp_path, monkeypatch):
 
 
 def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path):
-    """A file that is being written, left there as by a kill, beside files that only look like it."""
+    """Only the temporary file of a killed writer is removed. Files with similar names stay."""
     kept = [tmp_path / name for name in (".state.notes.tmp.pt", ".other.abcdefgh.tmp.pt", "state.pt")]
     for path in kept:
         path.write_bytes(b"mine")

@@ -1,4 +1,4 @@
-"""Work below an open folder: links are refused on the way, and errors name the whole path."""
+"""Work below an open folder: links in the path are rejected, and errors name the whole path."""
 
 import os
 import re
@@ -14,7 +14,7 @@ LINK = "is a symbolic link, which is not followed for writing; put the file or f
 
 @pytest.fixture(params=[True, False], ids=["handles", "paths"], autouse=True)
 def handles(request, monkeypatch):
-    """Both ways to work: by handles, and by paths as on Windows."""
+    """Run each test in both modes: with folder handles, and with paths as on Windows."""
     if not request.param:
         monkeypatch.setattr(folder, "_HANDLES", False)
 

@@ -1,4 +1,4 @@
-"""Files of older versions are migrated, files of newer ones refused in one line."""
+"""Files of older versions are migrated; files of newer versions are rejected in one line."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_saved_model_says_its_version_and_one_without_is_the_first(tmp_path: P
 
 
 def test_an_older_model_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version in which the setting `direction` was called `cross_attn`."""
+    """In the older version, the setting `direction` was called `cross_attn`."""
 
     def name_direction(content: dict[str, Any]) -> dict[str, Any]:
         content["config"]["direction"] = content["config"].pop("cross_attn")
@@ -128,7 +128,7 @@ def test_a_run_of_a_newer_version_is_refused_in_one_line(
 
 
 def test_a_run_goes_on_from_an_older_state(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version in which the position was called `step`; the result is that of a run that never stopped."""
+    """In the older version, the position was called `step`. The result equals that of an uninterrupted run."""
 
     def name_position(content: dict[str, Any]) -> dict[str, Any]:
         content["position"] = content.pop("step")
@@ -154,7 +154,7 @@ def test_a_run_goes_on_from_an_older_state(data: Path, tmp_path: Path, monkeypat
 
 
 def test_settings_without_newer_names_still_make_a_run(trained: Path, tmp_path: Path) -> None:
-    """train.yaml needs no version: what it lacks has its default."""
+    """train.yaml has no version: missing settings get their defaults."""
     older = shutil.copytree(trained, tmp_path / "older")
     lines = (older / "train.yaml").read_text().splitlines()
     (older / "train.yaml").write_text("\n".join(line for line in lines if not line.startswith("min_count:")) + "\n")

@@ -1,4 +1,4 @@
-"""Sources without libraries use those of the installed package, or say what happened; imports stay light."""
+"""Sources without libraries use the libraries of the installed package, or report why not; imports stay light."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print(json.dumps({"file": itm_fast.__file__, "libraries": info["libraries"], "ho
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A source folder without libraries, and a folder with the package as pip installs it."""
+    """Make a source folder without libraries, and a folder with the package as installed by pip."""
     sources, site = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "itm_fast", sources / "itm_fast", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copytree(ROOT / "itm_fast", site / "itm_fast", ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""File contents in messages are shortened, however large or nested."""
+"""File contents in messages are shortened, however large or deeply nested they are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from python_tests.helpers.official_scan import FORMS, options, random_model, wri
 
 @pytest.fixture
 def frugal() -> Iterator[None]:
-    """The test takes little processor time and memory, which a value that is written out whole would not."""
+    """Check that the test takes little processor time and memory; writing out a whole value would take more."""
     tracemalloc.start()
     start = time.process_time()
     yield
@@ -39,7 +39,9 @@ def frugal() -> Iterator[None]:
 
 
 def tangle(depth: int, kind: type = list) -> object:
-    """Of `depth` containers, each ten times in the next: small, but endless when it is written out."""
+    """Return `depth` nested containers that each repeat the previous one ten times: small, but endless when written
+    out.
+    """
     value: object = kind([1])
     for _ in range(depth):
         value = kind([value] * 10)
@@ -47,7 +49,7 @@ def tangle(depth: int, kind: type = list) -> object:
 
 
 def shortened_id(value: object) -> str | None:
-    """pytest itself cannot write out the largest of these."""
+    """Return a test id for all values except strings: pytest cannot write out the largest values."""
     return None if isinstance(value, str) else type(value).__name__
 
 
@@ -111,7 +113,7 @@ def test_an_option_that_is_endless(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("form", FORMS[:2])
 @pytest.mark.parametrize("place", ["model", "opt"])
 def test_a_key_whose_hash_is_endless(tmp_path: Path, form: str, place: str) -> None:
-    """Reading it would take minutes, or years, uninterruptibly: it is refused before."""
+    """Hashing the key would take minutes to years and could not be interrupted, so the file is rejected before."""
     vocabulary, message = write_vocabulary(tmp_path / "vocab.json"), "holds nested tuples that are far larger than"
     model, key = random_model(options()), _Key(tangle(9, tuple))
     model, opt = ([model[0], key], options()) if place == "model" else (model, key)
@@ -122,7 +124,7 @@ def test_a_key_whose_hash_is_endless(tmp_path: Path, form: str, place: str) -> N
 
 
 class _Key:
-    """Read back, this is a dictionary with the key `value`, which is not hashed for writing it."""
+    """An object that unpickles to a dictionary with the key `value`. Pickling it does not hash the key."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -179,7 +181,7 @@ def test_long_words_and_endless_ids_of_a_vocabulary(tmp_path: Path) -> None:
 
 
 def test_long_names_and_shapes_of_weights(tmp_path: Path) -> None:
-    """The header of a file of weights may say anything of any length."""
+    """The header of a weights file may hold names and shapes of any length."""
     models.create("scan", vocab_size=9, feature_dim=6, embed_dim=4, word_dim=5).save(tmp_path)
     path = tmp_path / "model.safetensors"
     shapes = read_shapes(path)

@@ -1,6 +1,6 @@
-"""Pickles that torch would read, and that harm without naming foreign code: each is refused before it is unpickled.
+"""Harmful pickles that name no foreign code and that torch would read: each is rejected before it is unpickled.
 
-They are written operation by operation; the sizes are such that reading one would show, and still end.
+They are written opcode by opcode. Reading one would take noticeably long, but still end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DAMAGED = "damaged, or not written by torch.save"
 COPIES = "copies far more values than it holds"
 ENDLESS = "holds nested tuples that are far larger than the file"
 START, STOP = b"\x80\x02", b"."
-# 2**60 values for a hash: t = (t, t), sixty times over, then {t: 1}.
+# Hashing takes 2**60 values: t = (t, t), sixty times over, then {t: 1}.
 TUPLES = START + b")q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b"}h\x00K\x01s" + STOP
 
 
@@ -38,7 +38,7 @@ def number(value: int) -> bytes:
 
 
 def tensor(key: str, count: int) -> bytes:
-    """A tensor of `count` float32 in the storage `key`."""
+    """Return the pickle of a tensor of `count` float32 values in the storage `key`."""
     storage = b"(" + text("storage") + name("torch", "FloatStorage") + text(key) + text("cpu") + number(count) + b"tQ"
     hooks = name("collections", "OrderedDict") + b")R"
     arguments = storage + number(0) + number(count) + b"\x85" + number(1) + b"\x85\x89" + hooks
@@ -54,7 +54,7 @@ def archive(pickled: bytes, *others: tuple[str, bytes], file: str = "c/data.pkl"
 
 
 def stream(pickled: bytes, keys: list[str] | None = None) -> bytes:
-    """The container that torch wrote before archives."""
+    """Return a pickle in the container that torch used before zip archives."""
     magic = (0x1950A86A20F9469CFC6C, 1001, {"protocol_version": 1001, "little_endian": True, "type_sizes": {}})
     return b"".join(pickle.dumps(one, 2) for one in magic) + pickled + pickle.dumps(keys or [], 2)
 
@@ -100,7 +100,7 @@ def test_containers_that_are_copied_over_and_over(tmp_path: Path, put_in: type) 
 
 
 def test_a_storage_is_read_under_its_own_key_alone(tmp_path: Path) -> None:
-    # The reader of archives does not tell capitals from small letters, but keeps what it read by the key.
+    # The archive reader ignores the case of names, but caches what it reads by the exact key.
     values = torch.arange(4.0)
     record = ("c/data/abc", values.numpy().tobytes())
     path = tmp_path / "c.pt"
@@ -117,7 +117,7 @@ def test_a_storage_is_read_under_its_own_key_alone(tmp_path: Path) -> None:
         archive(TUPLES),
         archive(TUPLES, file="c/DATA.PKL"),
         stream(TUPLES),
-        # By its first bytes a stream, by its last ones an archive.
+        # The first bytes make it a stream, the last bytes an archive.
         stream(TUPLES) + archive(START + b"}" + STOP),
     ],
     ids=["archive", "capitals", "stream", "both"],
@@ -134,7 +134,7 @@ def test_archives_whose_directory_others_would_look_for_elsewhere(tmp_path: Path
     bomb = content.getvalue()
     assert refused(tmp_path, bomb) == f"claims to hold 1,000,010 bytes, but has only {len(bomb):,}"
     assert refused(tmp_path, bomb + b"PK\x05\x06") == DAMAGED
-    # Python counts places from the directory at the end, torch from the start of the file.
+    # Python counts offsets from the directory at the end, torch from the start of the file.
     assert refused(tmp_path, bomb + archive(START + b"}" + STOP)) == DAMAGED
     saved = tmp_path / "saved.pt"
     torch.save({"a": torch.ones(3)}, saved)

@@ -1,1 +1,1 @@
-"""A standing adversary: `make fuzz MINUTES=10` attacks operators, files and interrupted runs with random cases."""
+"""A fuzzer: `make fuzz MINUTES=10` attacks operators, files and interrupted runs with random cases."""

@@ -1,6 +1,6 @@
 """Run random attacks for some minutes: `python -m python_tests.fuzz --minutes 10`.
 
-Each finding prints the command that repeats it. The exit status is 1 if there is any.
+Each finding prints the command that repeats it. The exit status is 1 if there are findings.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from python_tests.fuzz import files, kills, operators
 from python_tests.helpers.processes import ROOT
 
 KINDS = ("operators", "files", "kills")
-# Cases are drawn in this order, so that each kind takes its share of the time.
+# The order of kinds: cases of different kinds take different times, so their counts differ.
 ORDER = ("operators",) * 20 + ("files",) * 10 + ("kills",)
 VARIABLE = "ITM_FAST_CPU_ISA"
 
 
 class Operators:
-    """A process for each instruction set, which is chosen when the library is loaded."""
+    """One process per instruction set, since loading the library chooses the instruction set."""
 
     def __init__(self) -> None:
         self._pools: dict[str, ProcessPoolExecutor] = {}
@@ -46,7 +46,7 @@ class Operators:
         if name:
             os.environ[VARIABLE] = name
         pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        pool.submit(os.getpid).result()  # The process starts now, with this environment.
+        pool.submit(os.getpid).result()  # Starts the process now, with this environment.
         os.environ.pop(VARIABLE, None)
         if before is not None:
             os.environ[VARIABLE] = before
@@ -70,7 +70,7 @@ class Operators:
 
 @contextlib.contextmanager
 def attacks(only: str | None) -> Iterator[dict[str, Callable[[int, int], str]]]:
-    """What runs a case of each kind from a seed and a number."""
+    """Yield the function of each kind that runs a case from a seed and a number."""
     folder = Path(tempfile.mkdtemp(prefix="itm_fast_fuzz_"))
     of_sets = Operators() if only in (None, "operators") else None
     try:
@@ -89,7 +89,7 @@ def attacks(only: str | None) -> Iterator[dict[str, Callable[[int, int], str]]]:
 def attack(
     seed: int, only: str | None, numbers: Iterator[int], until: Callable[[int], bool]
 ) -> tuple[Counter[str], list[str]]:
-    """Run cases until `until(done)`, print findings as they come, and return the counts and the findings."""
+    """Run cases until `until(done)`, print findings when they occur, and return the counts and the findings."""
     counts, findings, next_of = Counter[str](), list[str](), dict.fromkeys(KINDS, 0)
     order = (only,) if only else ORDER
     with attacks(only) as run, tqdm(unit="case") as bar:

@@ -31,7 +31,7 @@ CONTENTS = ("bits", "head bits", "cut", "grown", "chunk", "empty", "numbers", "w
 _NUMBERS = (b"-1", b"0", b"99999999999999999999", b"1e999", b"nan", b"null", b'"x"', b"[[[[1]]]]")
 _WORDS = (b"", b"\0", b"\xff\xfe", b"true", b"..", b"$(x)", b"{" * 500, "\u202e\U0001f600".encode())
 
-# The files that are attacked, and the commands that read them.
+# The attacked files, and the commands that read them.
 DATA = [f"data/{split}_{part}" for split in ("train", "dev", "test") for part in ("ims.npy", "caps.txt")]
 OPTIONAL = [f"data/{split}_{part}" for split in ("train", "test") for part in ("cap2im.txt", "regions.txt", "ids.txt")]
 ON_DATA = ("check", "pack", "train", "evaluate")
@@ -58,7 +58,7 @@ def commands(base: Path) -> dict[str, list[str]]:
 
 
 def make_base(folder: Path) -> Path:
-    """Write a data folder, a store of it, a run of one epoch and an official checkpoint, and the results on them."""
+    """Write a data folder, a store of it, a run of one epoch, an official checkpoint, and the expected results."""
     write_concepts(folder / "data")
     settings = official_scan.options()
     official_scan.write_checkpoint(folder / OFFICIAL, official_scan.random_model(settings), settings)
@@ -84,7 +84,7 @@ def make_base(folder: Path) -> Path:
 
 
 def run_case(seed: int, number: int, base: Path, folder: Path) -> str:
-    """Run a case in `folder`, which is removed afterwards; raises AssertionError with the description."""
+    """Run a case in `folder` and remove the folder; raise AssertionError with the description if the case fails."""
     random = Random(f"{seed} files {number}")
     copy = Path(shutil.copytree(base, folder / "base", symlinks=True))
     outside = folder / "outside"
@@ -106,12 +106,12 @@ def run_case(seed: int, number: int, base: Path, folder: Path) -> str:
     before = _digests(outside)
     try:
         status, said = _in_child(commands(copy)[command])
-        if not (command.startswith("check") and (status, said) == (1, "")):  # Problems are listed on stdout.
+        if not (command.startswith("check") and (status, said) == (1, "")):  # Problems are printed on stdout.
             _judge(status, said)
         assert _digests(outside) == before, "a file outside was changed"
         expected = json.loads((base / "expected.json").read_text())
-        # Digests and checksums protect these files: if one is accepted, the numbers are the same. Only `data check`
-        # computes the digests of shards, which may have hundreds of gigabytes.
+        # Digests and checksums protect these files: if a command accepts one, the result must be unchanged. Only
+        # `data check` computes the digests of shards, which may have hundreds of gigabytes.
         exact = name.endswith((".json", "index.safetensors")) or name == "run/last/checkpoint.pt"
         if command == "check store" and how in CONTENTS and (copy / name).read_bytes() != original:
             assert status == 1, "the check found nothing"
@@ -147,7 +147,7 @@ def _mutate(random: Random, path: Path, outside: Path) -> str:
     how = random.choice([*REPLACED, *CONTENTS * 3])
     content = path.read_bytes() if path.exists() else b""
     if how == "unreadable" and content:
-        path.chmod(0)  # Has no effect for root.
+        path.chmod(0)  # No effect for root.
         return how
     if how in REPLACED:
         path.unlink(missing_ok=True)

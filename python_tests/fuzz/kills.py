@@ -1,4 +1,4 @@
-"""Trainings and packs killed at random moments: what is continued ends like what was left alone, and no process stays.
+"""Kill trainings and packs at random moments: the continued result equals the uninterrupted one, and no process stays.
 
 Inside: `run_case`.
 """
@@ -26,7 +26,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def run_case(seed: int, number: int, base: Path, folder: Path) -> str:
-    """Run a case in `folder`, which is removed afterwards; raises AssertionError with the description."""
+    """Run a case in `folder` and remove the folder; raise AssertionError with the description if the case fails."""
     random = Random(f"{seed} kills {number}")
     kind = random.choice([_training_at_calls, _command, _command])
     folder.mkdir(parents=True)
@@ -37,7 +37,7 @@ def run_case(seed: int, number: int, base: Path, folder: Path) -> str:
 
 
 def _training_at_calls(random: Random, base: Path, folder: Path) -> str:
-    """Four kills at calls of Python functions, during saves and validations, and after random times."""
+    """Kill a training four times: at function calls, during saves and validations, and after random times."""
     chosen = random.randrange(2**31)
     arguments = ["-m", "python_tests.training.kills", base / "data", folder, "4", str(chosen)]
     done = subprocess.run(
@@ -52,7 +52,7 @@ def _training_at_calls(random: Random, base: Path, folder: Path) -> str:
 
 
 def _command(random: Random, base: Path, folder: Path) -> str:
-    """A whole command with its worker processes, ended by a signal after a random time, and run again."""
+    """End a command and its workers with a signal after a random time, and run it again."""
     name = random.choice(["train", "train", "pack"])
     data, out, whole = base / "data", folder / "out", folder / "whole"
     workers = random.choice(["0", "2"])
@@ -99,7 +99,7 @@ def _start(arguments: list[object]) -> subprocess.Popen[str]:
 def _finish(
     process: subprocess.Popen[str], how: signal.Signals | None, seconds: float = 0.0
 ) -> subprocess.CompletedProcess[str]:
-    """Wait for a command and for all processes that it started, after sending it a signal if there is one."""
+    """Wait for a command and all processes that it started; send it the signal `how` after `seconds` if given."""
     if how is not None:
         try:
             process.wait(seconds)

@@ -23,17 +23,17 @@ from python_tests.helpers.triplet_cases import MINING, assert_equals_loops, rand
 from python_tests.shim.backward_checks import clear_of_thresholds
 
 LENGTHS = (0, 1, 1, 2, 3, 5, 8, 13, 36, 50)
-# In one dimension, cosines are 1 or -1, and gradients nothing but rounding.
+# No single dimension: cosines are 1 or -1 there, and gradients are only rounding.
 DIMS = (3, 8, 16, 31, 40, 64)
 
 
 def instruction_sets() -> list[str]:
-    """The instruction sets that the kernels are built for and this processor has."""
+    """Return the instruction sets that the kernels are built for and that this processor supports."""
     return list(itm_fast.build_info()["instruction_sets"]["available"])
 
 
 def run_case(seed: int, number: int) -> str:
-    """Run a case and return its description; raises AssertionError with the description if a number is wrong."""
+    """Run a case and return its description; raise AssertionError with the description if a result is wrong."""
     torch.set_num_threads(1)
     random = Random(f"{seed} operators {number}")
     kind = random.choice([_scores, _scores, _scores, _scores_16, _regulators, _triplet, _boosting, _ranks, _domain])
@@ -46,7 +46,7 @@ def run_case(seed: int, number: int) -> str:
 
 
 def _sets(random: Random, description: dict[str, Any], dtype: torch.dtype) -> tuple[Fragments, Fragments]:
-    """Ragged sets with special rows: zeros, copies, and rows that cancel."""
+    """Return ragged sets, some with special rows: zeros, copies, or rows that cancel."""
     dim, seed = random.choice(DIMS), random.randrange(2**31)
     lengths = [[random.choice(LENGTHS) for _ in range(random.randint(1, 5))] for _ in range(2)]
     special = random.choice(["none", "none", "zeros", "copies", "cancel"])
@@ -78,7 +78,7 @@ def _options(random: Random, description: dict[str, Any]) -> dict[str, Any]:
 
 
 def _incoming(random: Random, queries: Fragments, contexts: Fragments, options: dict[str, Any]) -> Tensor:
-    """Gradients of some of the scores; of none whose focal attention stands on its threshold."""
+    """Return gradients of the scores, zero for some scores and for those with focal attention near its threshold."""
     generator = torch.Generator().manual_seed(random.randrange(2**31))
     shape = (len(queries), len(contexts))
     incoming = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -98,7 +98,7 @@ def _scores_and_gradients(
 
 
 def _scores(random: Random, description: dict[str, Any]) -> None:
-    """`cross_attention_scores` in float32 or float64, at most twice as wrong as plain PyTorch."""
+    """Check `cross_attention_scores`: in float64 closely, in float32 with at most twice the error of plain PyTorch."""
     dtype = random.choice([torch.float32, torch.float64])
     queries, contexts = _sets(random, description, dtype)
     options = _options(random, description)
@@ -117,7 +117,7 @@ def _scores(random: Random, description: dict[str, Any]) -> None:
 
     forms = [form(reference.cross_attention_scores), form(reference.cross_attention_scores_packed)]
     if dtype == torch.float64:
-        # The exact values have the same rounding: a few hundred units of it, of the largest value.
+        # The reference rounds in float64, too, so the tolerance depends on its largest value.
         for found, expected in zip(actual, exact, strict=True):
             bound = 1e-9 * max(1.0, float(expected.abs().max()) if expected.numel() else 0.0)
             assert torch.allclose(found, expected, rtol=1e-7, atol=bound), f"error {(found - expected).abs().max():.2e}"
@@ -126,7 +126,7 @@ def _scores(random: Random, description: dict[str, Any]) -> None:
 
 
 def _scores_16(random: Random, description: dict[str, Any]) -> None:
-    """16-bit rows: within a few percent of the largest score or gradient."""
+    """Check 16-bit rows: the error norm is at most 10 % of the exact norm plus a small constant."""
     dtype = random.choice([torch.bfloat16, torch.float16])
     queries, contexts = _sets(random, description, dtype)
     options = {**_options(random, description), "focal": None, "logsumexp_temperature": 6.0}
@@ -136,7 +136,7 @@ def _scores_16(random: Random, description: dict[str, Any]) -> None:
     wide = [part.to(torch.float64) for part in (queries, contexts)]
     exact = _scores_and_gradients(reference.cross_attention_scores, *wide, incoming, clear, **options)
     if options["aggregation"] == "max" or description["special"] != "none":
-        actual, exact = actual[:1], exact[:1]  # Rounding decides which cosine is the greatest, or what cancels.
+        actual, exact = actual[:1], exact[:1]  # Rounding changes which cosine is the largest, or what cancels.
     for found, expected in zip(actual, exact, strict=True):
         assert torch.isfinite(found).all()
         error = torch.linalg.vector_norm((found - expected).double())
@@ -145,14 +145,14 @@ def _scores_16(random: Random, description: dict[str, Any]) -> None:
 
 
 def _regulators(random: Random, description: dict[str, Any]) -> None:
-    """`regulated_scores` in float64: values and the gradients of sets and weights."""
+    """Check `regulated_scores` in float64: values, and the gradients of sets and weights."""
     queries, contexts = _sets(random, description, torch.float64)
     setting, width = random.choice(list(SETTINGS)), random.choice([4, 8, 16])
     description.update(setting=setting, width=width)
     dim = queries.values.shape[1]
     parameters = random_parameters(setting, dim, width, seed=random.randrange(2**31))
     if description["special"] in ("zeros", "cancel"):
-        parameters = random_parameters("scan", dim, width)  # The l2norm of nearly nothing has no stable gradient.
+        parameters = random_parameters("scan", dim, width)  # The l2norm of near-zero values has no stable gradient.
     options = {"temperature": random.choice([4.0, 9.0]), "negative_slope": random.choice([0.1, 0.0])}
     weights = torch.randn(len(queries), len(contexts), dtype=torch.float64)
 
@@ -188,7 +188,7 @@ def _positives(random: Random, size: int) -> Tensor | None:
 
 
 def _triplet(random: Random, description: dict[str, Any]) -> None:
-    """`triplet_loss` with every mining, by loops over Python floats; and the hardest negatives."""
+    """Check `triplet_loss` with every mining against loops over Python floats, and `hardest_negatives`."""
     size = random.choice([1, 2, 3, 5, 9, 17, 40])
     scores, positives = _matrix(random, size), _positives(random, size)
     mining = random.choice(MINING)
@@ -205,7 +205,7 @@ def _triplet(random: Random, description: dict[str, Any]) -> None:
 
 
 def _boosting(random: Random, description: dict[str, Any]) -> None:
-    """`boosting_loss` in float64."""
+    """Check `boosting_loss` in float64."""
     size = random.choice([1, 2, 3, 5, 9, 33])
     scores, anchor, positives = _matrix(random, size), _matrix(random, size), _positives(random, size)
     options = {
@@ -230,7 +230,7 @@ def _boosting(random: Random, description: dict[str, Any]) -> None:
 
 
 def _ranks(random: Random, description: dict[str, Any]) -> None:
-    """`retrieval_ranks`, equal values, NaN and infinities included."""
+    """Check `retrieval_ranks`, with ties, NaN and infinities."""
     images, captions = random.randint(1, 30), random.randint(1, 60)
     dtype, ties = random.choice([torch.float32, torch.float64]), random.choice(["pessimistic", "optimistic"])
     generator = torch.Generator().manual_seed(random.randrange(2**31))
@@ -249,7 +249,7 @@ def _ranks(random: Random, description: dict[str, Any]) -> None:
 
 
 def _domain(random: Random, description: dict[str, Any]) -> None:
-    """`domain_regularization` in float64."""
+    """Check `domain_regularization` in float64."""
     pairs = random.randint(1, 5)
     lengths = [[random.choice((0, 1, 2, 5, 9)) for _ in range(pairs)] for _ in range(2)]
     options = {"margin": random.choice([0.0, 0.05, 2.0]), "aggregation": random.choice(["sum", "mean"])}

@@ -1,4 +1,4 @@
-"""The adversary itself: a fixed set of cases finds nothing, planted faults are found, and a finding can be repeated."""
+"""The fuzzer: a fixed set of cases finds nothing, planted faults are found, and a finding can be repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison losses of the papers: values and gradients against loops, and edge cases."""
+"""The losses that the papers compare with: values and gradients against loops, and edge cases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from itm_fast import losses
 from python_tests.helpers.comparison_loops import loop_losses, numerical_gradient
 
-# Name of the module and settings, at least once each form.
+# Module name and settings; every form of a loss appears at least once.
 FORMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("CMPMLoss", {}),
     ("CMPMLoss", {"scale": 16.0}),
@@ -48,7 +48,7 @@ def make(name: str, **options: Any) -> Any:
 
 
 def random_matrices(name: str, n: int, seed: int = 0) -> list[np.ndarray]:
-    """Scores within [-1, 1], and those of an anchor branch for the losses that take them."""
+    """Return scores in [-1, 1] (n, n), and a second matrix for losses that take the scores of an anchor branch."""
     random = np.random.default_rng(seed)
     return [np.tanh(0.5 * random.standard_normal((n, n))) for _ in range(2 if name in DISTILLATION else 1)]
 
@@ -102,7 +102,7 @@ def by_hand(name: str, *matrices: list[list[float]], **options: Any) -> list[flo
 
 
 def test_examples_by_hand() -> None:
-    """Two pairs, where the formulae can be written out; ln 3 makes the odds of the first anchor 3 to 1."""
+    """Two pairs for which the formulae are written out; ln 3 gives the first anchor odds of 3 to 1."""
     scores, anchor = [[math.log(3.0), 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, math.log(3.0)]]
     own = 0.75 * math.log(0.75 / (1 + 1e-8)) + 0.25 * math.log(0.25 / 1e-8)
     even = 0.5 * math.log(0.5 / (1 + 1e-8)) + 0.5 * math.log(0.5 / 1e-8)
@@ -110,27 +110,27 @@ def test_examples_by_hand() -> None:
     to_target = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
     to_even = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
     assert by_hand("DMLLoss", scores, anchor) == pytest.approx([to_target, to_even], rel=1e-12)
-    # Lists of two: the permutations' probabilities are the softmax.
+    # For lists of two, the probabilities of the permutations are the softmax.
     assert by_hand("SoftRankLoss", scores, anchor) == pytest.approx([to_target, to_even], rel=1e-12)
     crossed = [-(math.log(0.75) + math.log(0.25)) / 2, math.log(2.0)]
     assert by_hand("DINOLoss", scores, anchor, scale=1.0, anchor_scale=1.0) == pytest.approx(crossed, rel=1e-12)
     inverse = [math.log(2.0), -(math.log(0.75) + math.log(0.25)) / 2]
     values = by_hand("DINOLoss", scores, anchor, scale=1.0, anchor_scale=1.0, inverse=True)
     assert values == pytest.approx(inverse, rel=1e-12)
-    # 1 - s: 0.5, 1, 1, 1.5, whose mean is 1, and 0, 2, 2, 4 with the mean 2: differences 0.5, 0, 0, -0.5.
+    # 1 - s is 0.5, 1, 1, 1.5 (mean 1) and 0, 2, 2, 4 (mean 2); the differences are 0.5, 0, 0, -0.5.
     distances = by_hand("RKDLoss", [[0.5, 0.0], [0.0, -0.5]], [[1.0, -1.0], [-1.0, -3.0]])
     assert distances == pytest.approx([0.125 / 2, 0.125 / 2], rel=1e-12)
-    # Without normalisation they are 0.5, -1, -1, -2.5; Huber's loss is linear beyond 1.
+    # Without normalisation, the differences are 0.5, -1, -1, -2.5; the Huber loss is linear beyond 1.
     distances = by_hand("RKDLoss", [[0.5, 0.0], [0.0, -0.5]], [[1.0, -1.0], [-1.0, -3.0]], normalize=False)
     assert distances == pytest.approx([(0.125 + 0.5) / 2, (0.5 + 2.0) / 2], rel=1e-12)
-    # The first negative is informative by the margin alone, the second is not.
+    # The first negative is informative only due to the margin, the second is not informative.
     polynomials = by_hand("PolynomialLoss", [[0.5, 0.4], [0.1, 0.5]])
     positive, negative = 0.5 - 0.7 * 0.5 + 0.2 * 0.25, 0.03 - 0.4 * 0.4 + 0.9 * 0.16
     assert polynomials == pytest.approx([positive + negative, 0.0], rel=1e-12)
 
 
 def test_projections_of_embeddings_give_cmpm_as_published() -> None:
-    """Each direction projects one modality, unnormalised, on the other one's unit vectors."""
+    """Each direction projects unnormalised embeddings of one modality onto unit vectors of the other."""
     generator = torch.Generator().manual_seed(0)
     images, captions = 2 * torch.randn(2, 6, 4, generator=generator, dtype=torch.float64)
     rows = images @ torch.nn.functional.normalize(captions, dim=1).t()
@@ -166,12 +166,12 @@ def test_equal_branches_have_nothing_to_learn(name: str) -> None:
 def test_rkd_hands_on_proportions_alone() -> None:
     target, anchor = tensors(random_matrices("RKDLoss", 5))
     plain = losses.RKDLoss()(target, anchor)
-    # Distances half as long: 1 - s becomes (1 - s) / 2.
+    # Halves the distances: 1 - s becomes (1 - s) / 2.
     assert losses.RKDLoss()(target, (1 + anchor) / 2).item() == pytest.approx(plain.item(), rel=1e-12)
 
 
 def test_equal_scores_are_ranked_by_their_index() -> None:
-    """The list of the anchor branch is cut among equal scores: the lowest indices stay in it."""
+    """If the list of the anchor branch ends among equal scores, it keeps the lowest indices."""
     anchor = torch.tensor([[0.5, 0.5, 0.5, 0.5]] * 4, dtype=torch.float64)
     target = torch.tensor([[0.9, 0.1, -0.3, 0.7]] * 4, dtype=torch.float64)
     each = losses.SoftRankLoss(length=2, directions="rows", reduction="none")(target, anchor)
@@ -183,7 +183,7 @@ def test_equal_scores_are_ranked_by_their_index() -> None:
 @settings(max_examples=25)
 @given(st.data())
 def test_ties_and_masks(name: str, options: dict[str, Any], data: st.DataObject) -> None:
-    """Few values, so that many are equal; the mask may lack its diagonal, cover rows and be anything."""
+    """Few distinct values cause many ties. The mask is arbitrary: it may miss diagonal entries or cover whole rows."""
     n = data.draw(st.integers(1, 4))
     count = 2 if name in DISTILLATION else 1
     drawn = data.draw(st.lists(st.sampled_from([-0.5, 0.0, 0.25, 0.5]), min_size=count * n * n, max_size=count * n * n))
@@ -194,10 +194,11 @@ def test_ties_and_masks(name: str, options: dict[str, Any], data: st.DataObject)
     torch.testing.assert_close(each, torch.from_numpy(exact), rtol=1e-12, atol=1e-12)
 
 
-# What is left of each loss where no pair is a negative: nothing but what the formula says of the positive alone.
 @every_form
 def test_no_negatives(name: str, options: dict[str, Any]) -> None:
-    """A batch of one, and one whose pairs are all positive: no term of a negative, and finite gradients."""
+    """If no pair is a negative (a batch of one, or all pairs positive), only the terms of the positives remain, and
+    gradients are finite.
+    """
     for n, positives in ((1, None), (4, torch.ones(4, 4, dtype=torch.bool))):
         matrices = random_matrices(name, n, seed=3)
         mask = None if positives is None else positives.numpy()
@@ -240,7 +241,7 @@ def test_a_score_that_is_not_a_number_shows(name: str) -> None:
     matrices = random_matrices(name, 4)
     matrices[0][1, 2] = math.nan
     if name in DISTILLATION:
-        # Lists of rankings hold the best of the anchor branch alone.
+        # Ranking lists hold the best scores of the anchor branch: put this pair among them.
         matrices[1][1, 2] = 0.999
     each = make(name, reduction="none")(*tensors(matrices))
     assert bool(each[0, 1].isnan())
@@ -249,7 +250,7 @@ def test_a_score_that_is_not_a_number_shows(name: str) -> None:
 
 @pytest.mark.parametrize("transfer", ["soft", "hard", "dbl"])
 def test_an_anchor_score_that_is_not_a_number_shows_in_every_form(transfer: str) -> None:
-    """Also where the anchor gives no more than an order; in both directions, and in no other row."""
+    """The loss is NaN in both directions and in no other row, even if the anchor branch only gives an order."""
     target, anchor = tensors(random_matrices("SoftRankLoss", 5))
     anchor[1, 2] = math.nan
     each = make("SoftRankLoss", reduction="none", transfer=transfer)(target, anchor)
@@ -257,7 +258,7 @@ def test_an_anchor_score_that_is_not_a_number_shows_in_every_form(transfer: str)
 
 
 def test_large_scores_stay_finite() -> None:
-    """Softmax of scores that a float32 exponential cannot hold."""
+    """The softmax stays finite for scores whose exponential overflows float32."""
     target = (1e3 * torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0))).requires_grad_()
     for name in ("CMPMLoss", "DMLLoss", "DINOLoss", "SoftRankLoss"):
         inputs = (target[0],) if name == "CMPMLoss" else (target[0], target[1].detach())

@@ -1,4 +1,4 @@
-"""What DBL's paper compares with as its public code computes it, over whole matrices: switches of the modules."""
+"""The baseline losses of the DBL paper as its public code computes them over whole matrices."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def log_softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def divergence(p: np.ndarray, q: np.ndarray) -> float:
-    """KL(p || q) of the rows, as a mean."""
+    """Return KL(p || q) as a mean over rows; p and q are log probabilities."""
     return float((np.exp(p) * (p - q)).sum(axis=1).mean())
 
 
 def both(loss: Callable[..., float], *scores: np.ndarray) -> float:
-    """The sum of both directions."""
+    """Return the sum of a loss over both directions."""
     return loss(*scores) + loss(*(one.T for one in scores))
 
 
@@ -49,7 +49,7 @@ def dark_rank(target: np.ndarray, anchor: np.ndarray) -> float:
 
 
 def test_rkd() -> None:
-    """Huber's loss of the scores as they are, tenfold."""
+    """The Huber loss of the unnormalised scores, times 10."""
     target, anchor = matrices()
     gaps = np.abs(target - anchor)
     assert gaps.max() > 1
@@ -65,7 +65,7 @@ def test_dml_and_dino() -> None:
     dino = {"scale": SCALE, "anchor_scale": SCALE, "reduction": "mean"}
     expected = both(lambda s, a: -float((np.exp(log_softmax(a)) * log_softmax(s)).sum(axis=1).mean()), *matrices())
     assert losses.DINOLoss(**dino)(target, anchor).item() == pytest.approx(expected, rel=1e-12)
-    # DINO*: the divergence of the target from the anchor, where the paper has the cross-entropy.
+    # DINO*: the divergence of the target from the anchor; the paper states the cross-entropy.
     expected = both(lambda s, a: divergence(log_softmax(s), log_softmax(a)), *matrices())
     inverse = losses.DINOLoss(inverse=True, divergence=True, **dino)
     assert inverse(target, anchor).item() == pytest.approx(expected, rel=1e-12)
@@ -73,7 +73,7 @@ def test_dml_and_dino() -> None:
 
 
 def test_dark_rank() -> None:
-    """Four candidates behind the lowest score, from low to high."""
+    """The list holds the four scores above the lowest one, in ascending order."""
     target, anchor = map(torch.from_numpy, matrices())
     loss = losses.SoftRankLoss(length=4, transfer="dbl", reduction="mean")
     assert loss(target, anchor).item() == pytest.approx(both(dark_rank, *matrices()), rel=1e-12)
@@ -85,12 +85,12 @@ def test_dark_rank() -> None:
 def test_cmpm() -> None:
     loss = losses.CMPMLoss(scale=SCALE, reduction="mean")
     scores = matrices()[0]
-    # The code adds its 1e-8 to the ratio, too.
+    # The public code also adds 1e-8 to the ratio.
     assert loss(torch.from_numpy(scores)).item() == pytest.approx(both(cmpm, scores), rel=1e-6)
 
 
 def test_the_polynomial_loss() -> None:
-    """Anchors whose positives are all but 1 have no loss; the mean is over all, these included."""
+    """Anchors whose positive scores almost 1 have no loss. The mean includes these anchors."""
     scores = matrices()[0]
     scores[2, 2], scores[2, 3], scores[5, 5] = 1.0, 0.9, 1 - 2e-5
     total = 0.0
@@ -108,9 +108,9 @@ def test_the_polynomial_loss() -> None:
 
 
 def test_hard_transfer_of_an_example_by_hand() -> None:
-    """DarkRank's own hard transfer: the order of the anchor branch, from high to low, is the one right permutation."""
+    """The hard transfer of DarkRank: only the descending order of the anchor branch is the correct permutation."""
     target = torch.tensor([[0.5, 0.0, -0.5]] * 3, dtype=torch.float64)
     anchor = torch.tensor([[0.1, 0.9, 0.2]] * 3, dtype=torch.float64)
     loss = losses.SoftRankLoss(length=2, transfer="hard", directions="rows", reduction="none", scale=2.0)
-    # The list holds the scores 0.0 and -0.5, doubled.
+    # The list holds the scores 0.0 and -0.5, scaled by 2.
     assert loss(target, anchor).tolist() == pytest.approx([np.log(1 + np.exp(-1.0))] * 3, rel=1e-12)

@@ -50,7 +50,7 @@ class Tiny(models.VSEPP):
 
 @pytest.fixture
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers is gone afterwards."""
+    """Remove everything that a test registers."""
     monkeypatch.setattr(registry, "_LOSSES", dict(registry._LOSSES))
     monkeypatch.setattr(models.base, "_MODELS", dict(models.base._MODELS))
 

@@ -1,6 +1,6 @@
-"""SGRAF by its published equations, one caption after the other, in numpy and float64.
+"""SGRAF by its published equations, caption by caption, in numpy and float64.
 
-Nothing of the package is used. Inside: `sgraf_scores`.
+The module does not import the package. Inside: `sgraf_scores`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 Weights = Mapping[str, np.ndarray]
-EPS = 1e-5  # of batch normalisation
+EPS = 1e-5  # Batch normalisation.
 MOMENTUM = 0.1
 
 
@@ -28,7 +28,7 @@ def _linear(w: Weights, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def _norm(w: dict[str, np.ndarray], name: str, x: np.ndarray, axis: int, training: bool) -> np.ndarray:
-    """Batch normalisation of the channels on `axis`; in training the running statistics in `w` move on."""
+    """Apply batch normalisation to the channels on `axis`; in training, update the running statistics in `w`."""
     others = tuple(i for i in range(x.ndim) if i != axis)
     shape = [1] * x.ndim
     shape[axis] = -1
@@ -75,12 +75,12 @@ def sgraf_scores(
     steps: int = 0,
     training: bool = False,
 ) -> np.ndarray:
-    """Scores (n_images, n_captions) of regions (n_images, k, d) and words; no dropout.
+    """Return scores (n_images, n_captions) of regions (n_images, k, d) and words, without dropout.
 
     Args:
-        w: the weights by their names in the model; in training its running statistics change.
+        w: weights by their names in the model; in training, its running statistics are updated.
         module: "sgr" or "saf".
-        steps: steps of RCR.
+        steps: number of RCR steps.
     """
     local = _part(w, "similarity.local_alignments.")
     hidden = np.tanh(_norm(w, "region_pool.local.1", _linear(w, "region_pool.local.0", images), 1, training))

@@ -1,4 +1,4 @@
-"""BERT as text encoder: word pieces, the equations, training, saving, and rejected input."""
+"""BERT as text encoder: word pieces, equations, training, saving, and rejected input."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
     return write_bert(tmp_path / "bert")
 
 
-# Pieces
+# Word pieces
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_tokenizers_that_cut_otherwise_are_refused(folder: Path, settings: str, 
 
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_a_tokenizer_as_transformers_writes_it(tmp_path: Path, lowercase: bool) -> None:
-    """Version 5 of transformers leaves `tokenizer.json` alone: the ids are those that the package tokenizers gives."""
+    """Version 5 of transformers writes only `tokenizer.json`. The ids equal those of the tokenizers package."""
     path = tmp_path / "tokenizer.json"
     own = BertWordPieceTokenizer(vocab={piece: index for index, piece in enumerate(PIECES)}, lowercase=lowercase)
     own.save(str(path))
@@ -171,7 +171,7 @@ def test_damaged_vocabularies(tmp_path: Path, content: str, message: str) -> Non
 
 
 def test_pieces_of_a_word_change_together() -> None:
-    """20,000 times "boat red": how many pieces are left tells which of the two words is there."""
+    """Augment "boat red" 20,000 times. The number of remaining pieces tells how the word "boat" was changed."""
     vocabulary = BertVocabulary([*PIECES, *(f"word{index}" for index in range(500))])
     boat, red = [PIECES.index("bo"), PIECES.index("##at")], PIECES.index("red")
     row = [CLS, *boat, red, SEP]
@@ -191,10 +191,10 @@ def test_pieces_of_a_word_change_together() -> None:
             assert not {PAD, UNK, CLS, SEP} & set(left[:2])
             same = [one == other for one, other in zip(left, boat, strict=False)]
             counts["kept" if all(same) else "half" if any(same) else "replaced"] += 1
-    # By chance a random piece is the one that stood there.
+    # A random piece may equal the original one by chance.
     assert counts.pop("half", 0) < 20
     shares = {change: count / 20000 for change, count in counts.items()}
-    both = 0.16 * 0.16  # Both words would be deleted, and therefore stay.
+    both = 0.16 * 0.16  # If both words would be deleted, both are kept.
     wanted = {"kept": 0.6 + both, "masked": 0.2, "replaced": 0.04, "deleted": 0.16 - both}
     # The standard deviation of a share is at most 0.0035.
     assert shares == pytest.approx(wanted, abs=0.014)
@@ -250,7 +250,7 @@ def test_settings_that_do_not_fit() -> None:
 
 
 def test_a_training_with_bert(data: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From the folder to recalls; the run that is left needs it no more, and --resume ends where one run does."""
+    """Train from a BERT folder. The saved run does not need the folder, and --resume gives the same as one run."""
     settings = config(
         data, tmp_path / "whole", model="vse_infty", bert=str(folder), text_augmentation=0.2, bert_lr_factor=0.5
     )
@@ -279,7 +279,7 @@ def test_a_training_with_bert(data: Path, folder: Path, tmp_path: Path, capsys: 
 
 
 def test_a_resumed_run_keeps_its_heads(data: Path, folder: Path, tmp_path: Path) -> None:
-    """Their number changes no shape of a weight, but the scores."""
+    """The number of heads changes the scores but no weight shape, so the resumed run compares it."""
     settings = config(data, tmp_path / "run", model="vse_infty", bert=str(folder), epochs=1)
     run(settings)
     other = write_bert(tmp_path / "other", num_attention_heads=6)
@@ -290,7 +290,7 @@ def test_a_resumed_run_keeps_its_heads(data: Path, folder: Path, tmp_path: Path)
 def test_captions_that_bert_cannot_read_are_found_at_the_start(
     data: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """14 pieces, [CLS] and [SEP] fit, and no more."""
+    """At most 14 pieces fit, next to [CLS] and [SEP]."""
     data = shutil.copytree(data, tmp_path / "data")
     train = ["train", "--data", data, "--model", "vse_infty", "--bert", folder, "--epochs", "1", "--out"]
     evaluate = ["evaluate", "--data", data, "--checkpoint", tmp_path / "run"]
@@ -406,7 +406,7 @@ def test_without_transformers_one_line_says_what_to_install(
 # Official checkpoints
 
 
-# The weights of 24 channels do not tell their heads: one for up to 64 channels, as published, unless it is said.
+# Weights of 24 channels do not show the number of heads: one for up to 64 channels, as published, by default.
 @pytest.mark.parametrize(
     ("source", "make", "given", "heads"), [("vse_infty", options, None, 1), ("rvsepp", rvsepp_options, 12, 12)]
 )
@@ -443,7 +443,7 @@ def test_official_checkpoints_with_bert_give_the_official_scores(
 
 
 def test_heads_of_a_checkpoint(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As published unless said otherwise, on the command line, too; refused where they do not fit."""
+    """The number of heads is the published one, or set on the command line. A number that does not fit is rejected."""
     opt = options(vocab_size=len(PIECES))
     image, text = random_model(opt)
     pool = {name: weight for name, weight in text.items() if name.startswith("gpool.")}

@@ -1,4 +1,4 @@
-"""Raw inputs at inference: strings and arrays, without a graph."""
+"""Raw inputs at inference: strings and arrays, without an autograd graph."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_loaded_model_reads_strings_and_arrays(data: Path, trained: Path) -> N
     assert torch.equal(values(captions), values(model.encode_captions(*test.caption_batch(range(7)))))
     images = model.encode_images(np.asarray(test.image_batch(range(3))))
     assert torch.equal(values(images), values(model.encode_images(test.image_batch(range(3)))))
-    # SGRAF scores with weights of its own.
+    # Scoring with SGRAF uses trainable weights.
     scores = model.score(images, captions)
     assert not any(values(part).requires_grad for part in (images, captions, scores))
     assert scores.numpy().shape == (3, 7)

@@ -1,4 +1,4 @@
-"""Encoders, SCAN and saved models against evaluations written out sequence by sequence in float64."""
+"""Encoders, SCAN and saved models against float64 evaluations of one sequence at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def unit(rows: Tensor) -> Tensor:
 
 
 def scan_score(words: Tensor, regions: Tensor, temperature: float, lse: float | None = None) -> Tensor:
-    """The score of one pair by the formula, words attending to regions (swap them for the other direction)."""
+    """Return the score of one pair by the formula; words attend to regions (swap them for the other direction)."""
     raw = words @ regions.T
     raw = torch.where(raw > 0, raw, 0.1 * raw)
     raw = raw / (raw.square().sum(0).sqrt() + 1e-8)
@@ -47,7 +47,7 @@ def test_l2norm_values_and_gradient_at_zero() -> None:
     expected = torch.tensor([[0.6, 0.8], [0, 0], [1e-9 / 1.1e-8, 0]], dtype=torch.float64)
     torch.testing.assert_close(normed, expected, rtol=1e-7, atol=0)
     normed[:2].sum().backward()
-    # At (3, 4) the projection (I - u u^T) / 5; a zero vector receives no gradient.
+    # The gradient at (3, 4) is the projection (I - u u^T) / 5; a zero vector receives no gradient.
     torch.testing.assert_close(rows.grad[0], torch.tensor([0.032, -0.024], dtype=torch.float64))
     assert rows.grad[1].tolist() == [0.0, 0.0]
 
@@ -354,7 +354,7 @@ def test_a_failed_save_leaves_the_old_model(saved, monkeypatch) -> None:
 
 
 def test_patch_encoder_sees_the_picture_that_the_patches_make() -> None:
-    """One patch of the grid depends on its surroundings as a convolution over the whole picture does."""
+    """The encoder equals convolutions over the whole picture, so a patch also depends on its neighbours."""
     torch.manual_seed(0)
     encoder = PatchEncoder(4 * 4 * 3, 8).eval()
     picture = torch.rand(2, 3, 12, 12)  # 3 x 3 patches of 4 x 4 pixels

@@ -1,4 +1,4 @@
-"""SCAN, BFAN and SGRAF, with regulators and without: scores by hand, saved models, training, the command line."""
+"""SCAN, BFAN and SGRAF with and without regulators, and DBL: scores by hand, saved models, training, command line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def inputs(lengths: tuple[int, ...] = (4, 1, 6)) -> tuple[Tensor, Tensor, Tensor
 
 
 def make(name: str, **options: object) -> models.MatchingModel:
-    """A model with weights away from their start, in evaluation mode."""
+    """Return a model in evaluation mode; its biases and norms are moved from their initial values."""
     torch.manual_seed(0)
     model = models.create(name, **SIZES, **options)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def one_direction(
     ("regulator", "steps"), [("rcr", 1), ("rcr", None), ("rar", 3), ("rcar", None), ("rcar", 3), ("rcar", 1)]
 )
 def test_scan_with_a_regulator_by_hand(direction: str, regulator: str, steps: int | None) -> None:
-    """The published temperatures of a regulator's start: 10 text-to-image, 3 image-to-text."""
+    """Regulators start from the published temperatures: 10 text-to-image, 3 image-to-text."""
     model = make("scan", regulator=regulator, steps=steps, direction=direction)
     images, captions, regions, words = encoded(model)
     scores = model.score(images, captions).detach()
@@ -94,7 +94,7 @@ def test_scan_with_other_settings_of_the_regulators_by_hand() -> None:
 @pytest.mark.parametrize("focal", ["equal", "prob"])
 @pytest.mark.parametrize(("regulator", "steps"), [(None, None), ("rar", 3), ("rcar", 2)])
 def test_bfan_by_hand(focal: str, regulator: str | None, steps: int | None) -> None:
-    """The sum of both directions; without a regulator mean cosines, which are RCR of no steps."""
+    """BFAN sums both directions. Without a regulator, it takes mean cosines, which equal RCR with no steps."""
     model = make("bfan", focal=focal, regulator=regulator, steps=steps)
     images, captions, regions, words = encoded(model)
     scores = model.score(images, captions).detach()
@@ -111,7 +111,7 @@ def test_bfan_by_hand(focal: str, regulator: str | None, steps: int | None) -> N
 @pytest.mark.parametrize("steps", [None, 1, 2])
 @pytest.mark.parametrize("training", [False, True])
 def test_sgraf_by_hand(module: str, steps: int | None, training: bool) -> None:
-    """Also in training mode, without dropout: the statistics are those of one caption with all images."""
+    """In training mode without dropout, too: the batch statistics are those of one caption with all images."""
     options = {"regulator": "rcr", "steps": steps} if steps else {}
     model = make(
         "sgraf", module=module, n_regions=5, word_dropout=0.0, attention_dropout=0.0, temperature=7.0, **options
@@ -156,7 +156,9 @@ def test_sgraf_in_chunks_and_with_an_empty_caption(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("normalize_mean", [True, False])
 def test_dbl_by_hand(normalize_mean: bool) -> None:
-    """Eq 1 and 2 of Deep Boosting Learning, with the published code's slope and its norm of the mean, or without."""
+    """Eq. 1 and 2 of Deep Boosting Learning, with the slope of the published code, and with or without its norm of the
+    mean.
+    """
     model = make("dbl", normalize_mean=normalize_mean)
     images, captions, regions, words = encoded(model)
     parameters = model.similarity.regulator_parameters()
@@ -248,7 +250,7 @@ def test_bad_settings_are_named(name: str, options: dict, message: str) -> None:
 )
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_training_lowers_the_loss(data: Path, tmp_path: Path, name: str, options: dict, precision: str) -> None:
-    """Twelve steps on one batch of concepts with all negatives."""
+    """Twelve steps on one batch with all negatives lower the loss."""
     settings = config(
         data,
         tmp_path / "run",
@@ -265,7 +267,7 @@ def test_training_lowers_the_loss(data: Path, tmp_path: Path, name: str, options
 
 
 def test_a_run_repeats_bit_for_bit(data: Path, tmp_path: Path) -> None:
-    """Dropout inside RAR comes from torch's random state, which the seed sets."""
+    """The dropout in RAR uses torch's random state, which the seed sets."""
     options = {"embed_dim": 16, "word_dim": 12, "alignment_dim": 8, "regulator": "rar"}
     for out in ("a", "b"):
         assert run(config(data, tmp_path / out, epochs=1, model_options=options)).finished
@@ -315,7 +317,7 @@ def test_the_command_line_takes_regulators(data: Path, tmp_path: Path, capsys: p
 def test_every_host_is_trained_with_its_regulators(
     data: Path, tmp_path: Path, name: str, regulator: str, steps: int, more: list[str], counts: dict[str, tuple]
 ) -> None:
-    """Numbers of attentions with an alignment, of steps of RCR and of RAR in each direction of the saved model."""
+    """The saved model has the expected numbers of alignments, RCR steps and RAR steps in each direction."""
     options = [part for option in ["alignment_dim=8", *more] for part in ("--model-option", option)]
     arguments = ["--regulator", regulator, "--regulator-steps", str(steps), *options]
     out = train_small(data, tmp_path / "run", "--model", name, *arguments)

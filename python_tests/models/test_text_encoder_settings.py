@@ -1,4 +1,4 @@
-"""The settings of SCAN's text encoder: layers of the GRU and dropout of words."""
+"""Settings of the SCAN text encoder: GRU layers and word dropout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LENGTHS = torch.tensor([4, 2, 3])
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3])
 def test_layers_run_on_top_of_each_other(num_layers: int) -> None:
-    """One layer after the other by networks of one layer: both directions of a layer are the input of the next."""
+    """Several layers equal a chain of one-layer networks: both directions of a layer are the input of the next."""
     torch.manual_seed(3)
     encoder = TextEncoder(10, 6, word_dim=5, num_layers=num_layers)
     layers = []
@@ -50,7 +50,7 @@ def test_word_dropout_drops_its_share_in_training_alone() -> None:
     model.train().encode_captions(IDS, LENGTHS)
     words, dropped = seen.pop()
     kept = dropped != 0
-    # 9 words of 500 values: the share of dropped ones has a standard deviation of 0.0073.
+    # 9 words of 500 values: the dropped share has a standard deviation of 0.0073.
     assert float((~kept).double().mean()) == pytest.approx(0.4, abs=0.03)
     torch.testing.assert_close(dropped[kept], words[kept] / 0.6)
     model.eval().encode_captions(IDS, LENGTHS)

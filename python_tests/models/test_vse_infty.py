@@ -33,7 +33,7 @@ def unit(row: Tensor) -> Tensor:
 
 
 def regions(model: models.MatchingModel, rows: Tensor, kind: str) -> Tensor:
-    """The embeddings of one image's regions, in evaluation."""
+    """Return the embeddings of the regions of one image, in evaluation mode."""
     encoder = model.image_encoder
     projected = rows @ encoder.fc.weight.T + encoder.fc.bias
     if kind == "VSE (FC)":
@@ -60,7 +60,7 @@ def test_scores_and_gradients_equal_the_definition(kind: str) -> None:
     name, options = KINDS[kind]
     torch.manual_seed(0)
     model = models.create(name, **SIZES, **options)
-    model(2 * torch.randn(6, 4, 10) + 1, IDS, LENGTHS)  # Statistics that are not those of the start.
+    model(2 * torch.randn(6, 4, 10) + 1, IDS, LENGTHS)  # Moves the running statistics from their initial values.
     model.eval()
     exact = models.create(name, **SIZES, **options).double().eval()
     exact.load_state_dict(model.state_dict())
@@ -134,7 +134,7 @@ def test_save_and_load_give_equal_scores(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["VSE-infinity", "VSE (MLP)"])
 def test_training_and_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
-    """Learns with both augmentations, and tiles of images and captions score as all of them together."""
+    """A run with both augmentations learns, and tiles give the same scores as one call."""
     name, options = KINDS[kind]
     data, out = write_concepts(tmp_path / "data"), tmp_path / "run"
     settings = config(

@@ -1,4 +1,4 @@
-"""VSE++ against float64 evaluations written out item by item, and through training, saving and evaluation."""
+"""VSE++ against float64 evaluations of one item at a time, and through training, saving and evaluation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def vars_of(model: models.MatchingModel) -> dict[str, object]:
 
 
 def expected_caption(model: models.MatchingModel, ids: Tensor) -> Tensor:
-    """One caption by the definition, in the dtype of the model."""
+    """Return one caption embedding by the definition, in the dtype of the model."""
     encoder = model.text_encoder
     states = directions(encoder.rnn, encoder.embed.weight[ids])
     if model.config.text_pooling == "mean":
@@ -156,7 +156,7 @@ def test_patches_are_averaged_too() -> None:
 
 
 def test_scores_stay_float32_under_autocast() -> None:
-    """Scores of embeddings that bfloat16 cannot part stay apart."""
+    """Scores stay distinct for embeddings that are equal in bfloat16."""
     torch.manual_seed(0)
     captions = torch.nn.functional.normalize(torch.randn(1, 64), dim=1)
     images = torch.nn.functional.normalize(captions + 1e-4 * torch.randn(20, 64), dim=1)
@@ -176,9 +176,9 @@ def test_pooling_of_ragged_sets() -> None:
     sets = Fragments(rows, torch.tensor([0, 0, 1, 4, 6, 6]))
     assert mean_pool(sets).tolist() == [[0, 0], [0, 1], [4, 5], [9, 10], [0, 0]]
     assert final_states(sets).tolist() == [[0, 0], [0, 1], [6, 7], [10, 11], [0, 0]]
-    # Forward in the first column, backward in the second: the last of the one and the first of the other.
+    # The first column is the forward direction, which ends at the last row; the second is the backward direction.
     assert final_states(sets, bidirectional=True).tolist() == [[0], [0.5], [4.5], [9.5], [0]]
-    # Summed in bfloat16, 300 ones would stop at 256.
+    # A bfloat16 sum of 300 ones would stop at 256.
     ones = Fragments(torch.ones(300, 1, dtype=torch.bfloat16), torch.tensor([0, 300]))
     assert mean_pool(ones).tolist() == [[1.0]]
 

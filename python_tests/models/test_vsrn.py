@@ -1,4 +1,4 @@
-"""VSRN against float64 evaluations written out image by image, and through training, saving and evaluation."""
+"""VSRN against float64 evaluations of one image at a time, and through training, saving and evaluation."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def affine(layer: nn.Linear, rows: Tensor) -> Tensor:
 
 
 def normalized(norm: nn.BatchNorm1d, rows: Tensor) -> Tensor:
-    """Batch normalisation in training: by the mean and the biased variance of all rows."""
+    """Apply batch normalisation in training mode: with the mean and the biased variance of all rows."""
     centred = rows - rows.mean(0)
     return centred / (centred.square().mean(0) + norm.eps).sqrt() * norm.weight + norm.bias
 
 
 def reasoned(layer: RegionReasoning, images: list[Tensor]) -> list[Tensor]:
-    """Region relationship reasoning by its equations, pair of regions by pair of regions."""
+    """Apply region relationship reasoning by its equations, one pair of regions at a time."""
     messages = []
     for regions in images:
         theta, phi, g = (affine(one, regions) for one in (layer.theta, layer.phi, layer.g))
@@ -52,7 +52,7 @@ def reasoned(layer: RegionReasoning, images: list[Tensor]) -> list[Tensor]:
 
 
 def stirred(model: nn.Module) -> nn.Module:
-    """Batch normalisations that do something: a fresh graph changes nothing."""
+    """Give all batch normalisations random weights: at initialisation, the graph adds nothing."""
     random = torch.Generator().manual_seed(8)
     with torch.no_grad():
         for part in model.modules():
@@ -64,7 +64,7 @@ def stirred(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("lengths", [[5, 5, 5], [3, 1, 6], [4]])
 def test_region_reasoning_equals_its_equations(lengths: list[int]) -> None:
-    """Values and gradients of full and of ragged images, in float64 and, as close as rounding allows, in float32."""
+    """Full and ragged images: values and gradients agree in float64, and values agree in float32 within rounding."""
     torch.manual_seed(0)
     layer = stirred(RegionReasoning(6)).double()
     images = [torch.randn(length, 6, dtype=torch.float64, requires_grad=True) for length in lengths]
@@ -98,7 +98,7 @@ def test_the_reader_ends_in_the_last_state_of_its_gru(lengths: list[int]) -> Non
 
 @pytest.mark.parametrize(("normalize_regions", "image_batch_norm"), [(True, False), (False, True)])
 def test_scores_fragments_and_gradients_equal_the_definition(normalize_regions: bool, image_batch_norm: bool) -> None:
-    """The settings of the public code on both data sets; batch normalisation in training."""
+    """The settings of the public code for both data sets, with batch normalisation in training mode."""
     torch.manual_seed(0)
     options = {"normalize_regions": normalize_regions, "image_batch_norm": image_batch_norm, "graph_layers": 2}
     model = stirred(models.create("vsrn", **SIZES, **options))
@@ -174,7 +174,7 @@ def test_settings_that_do_not_fit() -> None:
 
 
 def test_training_saving_and_evaluating(data: Path, tmp_path: Path) -> None:
-    """A run learns, what it leaves gives its scores again, and the command line evaluates it."""
+    """A run learns, the saved model gives the same scores, and the command line evaluates it."""
     out = tmp_path / "run"
     settings = config(data, out, model="vsrn", model_options={"embed_dim": 32, "word_dim": 12}, epochs=16)
     trainer = make_trainer(settings)

@@ -1,4 +1,4 @@
-"""Rows of exact zeros, such as padding or blank pictures, leave gradients at their ordinary size."""
+"""Rows of exact zeros, such as padding or blank pictures, do not inflate gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 
 
 def gradient_norm(name: str, settings: dict[str, Any], features: Tensor) -> float:
-    """The largest norm of the gradient of all weights in the first three steps on three pairs."""
+    """Return the largest norm of the gradient of all weights in the first three steps on three pairs."""
     torch.manual_seed(0)
     model = models.create(name, **SIZES, **settings)
     optimizer = torch.optim.Adam(model.parameters(), 1e-5)

@@ -16,7 +16,7 @@ from python_tests.helpers.concepts import write_concepts
 
 
 def attention_in_numpy(words: np.ndarray, regions: np.ndarray, temperature: float, slope: float) -> np.ndarray:
-    """SCAN's clipped_l2norm, one number after the other, in float64."""
+    """Return the weights of SCAN with clipped_l2norm, element by element in float64."""
     n, k = len(words), len(regions)
     clipped = np.empty((n, k))
     for j in range(n):
@@ -64,7 +64,7 @@ def test_weights_are_those_of_the_equations(data: Path, direction: str) -> None:
 
 
 def test_weights_are_those_behind_the_scores(data: Path) -> None:
-    """The score of a pair follows from its weights."""
+    """The score of a pair can be computed from its attention weights."""
     model, dev = model_and_data(data)
     model.eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""FDF's conversions, reweighting and fused feature against loops over the paper's equations in float64."""
+"""The conversions, reweighting and fused feature of FDF against loops over the equations of the paper in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def base(width: int, lengths: list[int] = LENGTHS, seed: int = 0) -> Fragments:
 
 
 def shaken(module: nn.Module, seed: int = 1) -> nn.Module:
-    """In float64, with no weight or statistic where it starts."""
+    """Convert a module to float64 and move all weights and statistics from their initial values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for value in module.double().state_dict().values():
@@ -39,9 +39,9 @@ def gradients(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("conversion", ["ffn", "adapter"])
 def test_conversions_tell_small_features_apart_from_the_start(conversion: str) -> None:
-    """As the states of a GRU are: with random biases, all that differs would vanish beside what all have in common.
+    """Conversions start with zero biases: for small inputs such as GRU states, random biases would make all rows alike.
 
-    Rows that are orthogonal before a ReLU have a cosine of 1 / pi behind it.
+    Rows that are orthogonal before a ReLU have a cosine of 1 / pi after it.
     """
     torch.manual_seed(0)
     conversions = FeatureConversions(2, 64, 64, head="identity", conversion=conversion)
@@ -56,7 +56,7 @@ def test_conversions_tell_small_features_apart_from_the_start(conversion: str) -
 @pytest.mark.parametrize("conversion", CONVERSIONS)
 @pytest.mark.parametrize("head", ["identity", "linear", "residual", "projected_residual", "mlp"])
 def test_conversions_and_the_fused_feature_equal_the_equations(head: str, conversion: str, pooling: str | None) -> None:
-    """Values and gradients of all weights and of the base features."""
+    """Values and the gradients of all weights and of the base features equal those of the equations."""
     dims = (6, 6) if head == "identity" else (5, 6)
     side = shaken(
         FeatureDiversification(
@@ -89,7 +89,7 @@ def test_weights_start_with_the_mean() -> None:
 
 
 def products(conversions: FeatureConversions, sets: Fragments) -> dict[str, int]:
-    """How often each kind of matrix product runs in a forward and a backward."""
+    """Count each kind of matrix product in a forward and a backward."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
         conversions(sets).square().sum().backward()
     names = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
@@ -106,7 +106,9 @@ def test_eight_conversions_take_the_products_of_one(head: str, conversion: str) 
 
 
 def test_heads_start_and_compute_as_those_of_the_hosts() -> None:
-    """One conversion of the form "none" is the host's own image encoder, and each starts with numbers of its own."""
+    """One conversion of the form "none" equals the image encoder of the host. Each conversion has its own initial
+    weights.
+    """
     torch.manual_seed(0)
     conversions = FeatureConversions(3, 5, 8, head="linear", conversion="none")
     bound = (6 / 13) ** 0.5
@@ -142,7 +144,9 @@ def test_heads_start_and_compute_as_those_of_the_hosts() -> None:
 
 @pytest.mark.parametrize("pooling", [None, "gpo"])
 def test_conversions_of_another_batch_are_differentiated_where_the_loss_looks(pooling: str | None) -> None:
-    """The gradient is that of all sets; only those are converted again that have one, and statistics stay."""
+    """The gradient equals that of converting all sets. Only sets with a gradient are converted again, and the running
+    statistics do not change.
+    """
     torch.manual_seed(0)
     conversions = shaken(FeatureConversions(3, 5, 6, head="residual", pooling=pooling))
     lengths = [2, 4, 1, 3, 2]
@@ -173,7 +177,7 @@ def test_conversions_of_another_batch_are_differentiated_where_the_loss_looks(po
 
 @pytest.mark.parametrize("pooling", [None, "gpo"])
 def test_each_of_several_batches_has_a_conversion_of_its_own(pooling: str | None) -> None:
-    """Values and gradients are those of the conversions by themselves, added up where they share no weight."""
+    """Values equal those of the separate conversions. The gradients of the batches add up."""
     torch.manual_seed(0)
     conversions = shaken(FeatureConversions(4, 5, 6, head="residual", pooling=pooling)).eval()
     others = [base(5, [2, 3], seed=7), base(5, [1, 4, 2], seed=8)]

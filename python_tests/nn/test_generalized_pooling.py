@@ -21,7 +21,7 @@ def pool() -> GeneralizedPooling:
     torch.manual_seed(0)
     module = GeneralizedPooling(8, 6)
     with torch.no_grad():
-        module.linear.weight.mul_(3)  # Weights that are far from equal.
+        module.linear.weight.mul_(3)  # Makes the weights far from equal.
     return module
 
 
@@ -39,7 +39,7 @@ def definition(pool: GeneralizedPooling, values: Tensor) -> Tensor:
 
 @pytest.fixture
 def runs(pool: GeneralizedPooling) -> Iterator[list[int]]:
-    """An entry for every run of the GRU, with the number of sequences that it read."""
+    """Record the number of sequences in every run of the GRU."""
     counted: list[int] = []
     handle = pool.gru.register_forward_hook(
         lambda _module, inputs, _output: counted.append(int(inputs[0].batch_sizes[0]))
@@ -98,7 +98,7 @@ def test_the_order_of_the_members_does_not_matter(pool: GeneralizedPooling) -> N
 
 
 def test_equal_members_share_their_weights(pool: GeneralizedPooling) -> None:
-    """Of equal values each place is one of theirs, so that together they get the weights of all of these places."""
+    """Equal values share their places in the order: each gets the weight of one of these places, in any order."""
     full = torch.tensor([3.0, 1.0, 3.0, 1.0, 1.0])[None, :, None].requires_grad_()
     (gradient,) = torch.autograd.grad(pool(full).sum(), full)
     weights = pool.weights([5])[0].detach()

@@ -1,4 +1,4 @@
-"""The regulators as modules: values by hand, their start, their sizes, and how they plug into another host."""
+"""The regulators as modules: values by hand, initial weights, sizes, and their use in another host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from python_tests.helpers.regulators import alignments_by_hand, score_by_hand
 
 QUERIES = random_fragments([3, 1], 6, torch.float32, seed=1)
 CONTEXTS = random_fragments([2, 4], 6, torch.float32, seed=2)
-# Steps of RCR and RAR, and options: the rows of Tables III to VIII and the two schedules.
+# RCR steps, RAR steps, options: the rows of Tables III to VIII and the two schedules.
 SIMILARITIES = {
     "scan": (0, 0, {}),
     "rcr2": (2, 0, {}),
@@ -71,13 +71,13 @@ def test_every_weight_learns_and_the_state_is_whole(name: str) -> None:
     if list(module.parameters()):
         (module(QUERIES, CONTEXTS) * torch.tensor([[1.0, -2.0], [3.0, 0.5]])).sum().backward()
     for part, parameter in module.named_parameters():
-        constant = part.startswith("aggregation.weight") and part.endswith("bias")  # It cancels in the softmax.
+        constant = part.startswith("aggregation.weight") and part.endswith("bias")  # This bias cancels in the softmax.
         assert parameter.grad is not None, part
         assert constant or float(parameter.grad.abs().max()) > 0, part
 
 
 def test_fixed_factors_are_rar_alone_and_learnable_ones_start_there() -> None:
-    """Table VIII: "fixed" has the numbers, and here the weights, of RAR alone (Table VI)."""
+    """In Table VIII, "fixed" has the numbers of RAR without RCR (Table VI). Here it also has the same weights."""
     fixed, alone = make("rcar2", factors="fixed").eval(), make("rar3")
     alone = RegulatedSimilarity(6, 4, correspondence_steps=0, aggregation_steps=2).eval()
     shapes = {name: tensor.shape for name, tensor in fixed.state_dict().items()}
@@ -106,7 +106,7 @@ def parameters_of(correspondence: int, aggregation: int) -> int:
 def test_each_step_has_the_published_number_of_weights() -> None:
     """The paper: "each step of RAR, RCR, or RCAR brings the extra parameters of nearly 0.13M, 0.95M, or 1.12M".
 
-    The first two are exact; the third would be their sum, 1.08.
+    The first two numbers are exact. The sum of the two is 1.08M, not the third number.
     """
     assert round((parameters_of(0, 3) - parameters_of(0, 2)) / 1e6, 2) == 0.13
     assert round((parameters_of(3, 0) - parameters_of(2, 0)) / 1e6, 2) == 0.95
@@ -185,7 +185,7 @@ def test_alignments_by_hand(steps: int) -> None:
 
 @torch.no_grad()
 def test_a_host_with_its_own_attention_takes_the_regulators_step_by_step() -> None:
-    """A host in plain PyTorch, one pair at a time, gives what `RegulatedSimilarity` gives for all pairs at once."""
+    """A host in plain PyTorch that scores one pair at a time gives the scores of `RegulatedSimilarity`."""
     whole = make("sequential").eval()
     correspondence = RecurrentCorrespondenceRegulator(6, 4, 2)
     correspondence.load_state_dict(whole.correspondence.state_dict())

@@ -17,7 +17,7 @@ KINDS = pytest.mark.parametrize("kind", SETTINGS)
 
 
 def moments(encoder: ResidualImageEncoder, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the hidden layer makes of rows before the normalisation, its mean and its biased variance, in float64."""
+    """Return the hidden rows before the normalisation, their mean and their biased variance, in float64."""
     weights = {name: value.detach().double() for name, value in encoder.state_dict().items()}
     rows = rows.double()
     projected = rows @ weights["fc.weight"].T + weights["fc.bias"]
@@ -68,7 +68,7 @@ def test_values_in_training_and_evaluation(kind: str) -> None:
 
 @KINDS
 def test_normalisation_sees_no_padding(kind: str) -> None:
-    """Whatever stands behind the regions, results, statistics and gradients are those of the regions alone."""
+    """Results, statistics and gradients do not depend on the padding."""
     lengths, ends = torch.tensor([3, 0, 5, 1]), [0, 3, 3, 8, 9]
     real = torch.randn(9, 10)
     results = []

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 
 class Page(HTMLParser):
-    """The elements of a page with their attributes, and the text of each kind of element."""
+    """The elements of a page with their attributes, and the texts of each kind of element."""
 
     VOID = ("meta", "img", "path", "br")
 

@@ -61,11 +61,11 @@ def test_each_panel_has_a_line_of_each_run_that_has_its_numbers(tmp_path: Path, 
         "Learning rate": [[[s, pytest.approx(1e-4 * s)] for s in (10, 20, 30, 40, 50)]],
         GRADIENT: [[[s, 0.5 * s] for s in (10, 20, 30, 40, 50)], [[25, 6.25], [50, 12.5]]],
         GAP: [[[s, pytest.approx(0.001 * s)] for s in (10, 20, 30, 40, 50)]],
-        # The mean of both directions, in percent.
+        # The mean of both directions in percent.
         "Anchors with hardest negative": [[[s, pytest.approx(1.5 * s)] for s in (10, 20, 30, 40, 50)]],
     }
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["SelHN", "older"]
-    # The second run looks the same in every panel, whatever the first one lacks.
+    # The second run keeps its colour in every panel, even if the first run has no curve there.
     colours = {panels(figure)[title].lines[1].get_color() for title in ("Loss", "Validation", GRADIENT)}
     assert len(colours) == 1
 
@@ -100,7 +100,7 @@ def test_many_points_become_means_of_neighbours(tmp_path: Path, drawn: list[Figu
     write_comparison(tmp_path / "figure.svg", {"a": log(*range(1, 121), hardest_gap=1.0)})
     points = panels(drawn[0])[GAP].lines[0].get_xydata().tolist()
     assert points == [[step + 0.5, step + 0.5] for step in range(1, 121, 2)]
-    # Equally many of them up to the end, where points of single batches would scatter more than the others.
+    # Every point is the mean of equally many batches, up to the end: means of fewer batches would scatter more.
     write_comparison(tmp_path / "figure.svg", {"a": log(*range(1, 105), hardest_gap=1.0)})
     assert panels(drawn[1])[GAP].lines[0].get_xdata().tolist() == [step + 0.5 for step in range(1, 105, 2)]
 

@@ -1,4 +1,4 @@
-"""`itm-fast explain`: the page shows the weights of the scores, over the picture or as tables."""
+"""`itm-fast explain`: the page shows the weights behind the scores, over the picture or as tables."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three pictures of the bundled data, with a caption that means harm, and three images of other features."""
+    """Write three pictures of the bundled data with a hostile caption, and three images of other features."""
     folder = tmp_path_factory.mktemp("data")
     np.save(folder / "test_ims.npy", emoji.patches(emoji.pictures("test")[:3]))
     captions = [*emoji.captions("test")[:14], HOSTILE]
@@ -58,7 +58,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_run(folder: Path, data: Path, name: str, options: dict[str, object], regions: int = 36) -> Path:
-    """A model with random weights, large enough that weights differ."""
+    """Save a model with random weights, scaled so that its attention weights differ."""
     torch.manual_seed(3)
     sizes = {"vocab_size": len(Vocabulary.from_file(data / "vocab.json")), "feature_dim": 432, **SIZES}
     more = {"n_regions": regions} if name == "sgraf" else {}
@@ -72,7 +72,7 @@ def make_run(folder: Path, data: Path, name: str, options: dict[str, object], re
 
 
 def explain(run: Path, data: Path, out: Path, *more: object) -> tuple[str, dict]:
-    """The page and the JSON."""
+    """Run `itm-fast explain`; return the page and the JSON."""
     content = out.with_suffix(".json")
     arguments = ["explain", "--checkpoint", run, "--data", data, "--out", out, "--json", content, *more]
     assert cli.run([str(argument) for argument in arguments]) == 0
@@ -80,7 +80,7 @@ def explain(run: Path, data: Path, out: Path, *more: object) -> tuple[str, dict]
 
 
 def encoded(run: Path, data: Path, split: str, caption: int, image: int) -> tuple:
-    """The model, and regions and words of the pair, without `evaluation.explain`."""
+    """Return the model, the regions and the words of the pair, without using `evaluation.explain`."""
     model = models.load(run)
     dataset = PrecomputedDataset(data, split, Vocabulary.from_file(run / "vocab.json"))
     with torch.no_grad():
@@ -92,7 +92,7 @@ def encoded(run: Path, data: Path, split: str, caption: int, image: int) -> tupl
 
 
 def tables(html: str, kind: str) -> list[list[list[str]]]:
-    """The texts of the cells of each table of a class, row by row, without their row's heading."""
+    """Return the cell texts of each table of a class, row by row, without the row headings."""
     found = re.findall(rf'<table class="{kind}">.*?<tbody>(.*?)</tbody>', html, re.DOTALL)
     rows = [re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL) for body in found]
     return [[re.findall(r"<td[^>]*>([\d.]+)", row) for row in body] for body in rows]
@@ -103,7 +103,7 @@ def percent(weights: torch.Tensor) -> list[list[str]]:
 
 
 def reference_steps(similarity: torch.nn.Module, queries: torch.Tensor, contexts: torch.Tensor) -> tuple[list, ...]:
-    """Attention, temperatures and weights of RAR by the reference in float64, from a similarity's weights alone."""
+    """Return attention, temperatures and RAR weights of the float64 reference, from the weights of a similarity."""
     options = {"negative_slope": similarity.negative_slope, "focal": similarity.focal}
     if not isinstance(similarity, RegulatedSimilarity):
         steps = getattr(similarity, "correspondence", None)
@@ -181,7 +181,7 @@ def test_the_page_holds_the_weights_of_the_scores(data: Path, tmp_path: Path, ca
 
 
 def test_weights_of_the_regions_give_the_score(data: Path, tmp_path: Path) -> None:
-    """The alignments of the regions, summed by the weights of the page, lead to the model's score."""
+    """The region alignments, weighted by the weights in the JSON, give the model's score."""
     run = make_run(tmp_path / "run", data, "scan", {**RCAR, "direction": "i2t", "regulator": "rar", "steps": 1})
     _, content = explain(run, data, tmp_path / "page.html", "--caption", 4)
     model, images, captions = encoded(run, data, "test", 4, 0)
@@ -200,7 +200,7 @@ def test_weights_of_the_regions_give_the_score(data: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("module", ["sgr", "saf"])
 def test_shares_of_sgraf_give_its_score(data: Path, tmp_path: Path, module: str) -> None:
-    """The nodes of the pair, summed by the weights of the page, lead to the model's score."""
+    """The nodes of the pair, weighted by the weights in the JSON, give the model's score."""
     options = {"alignment_dim": 6, "module": module, "graph_steps": 1}
     run = make_run(tmp_path / "run", data, "sgraf", options)
     _, content = explain(run, data, tmp_path / "page.html", "--caption", 4)
@@ -223,7 +223,7 @@ def test_shares_of_sgraf_give_its_score(data: Path, tmp_path: Path, module: str)
 
 
 def pictures_in(html: str) -> tuple[list[dict], list[np.ndarray]]:
-    """The attributes and the pixels of each picture of a page."""
+    """Return the attributes and the pixels of each picture of a page."""
     images = [attributes for tag, attributes in Page(html).elements if tag == "img"]
     return images, [np.asarray(Image.open(io.BytesIO(base64.b64decode(i["src"].partition(",")[2])))) for i in images]
 
@@ -250,7 +250,9 @@ def test_words_are_drawn_over_the_picture(data: Path, tmp_path: Path) -> None:
 
 
 def test_regions_are_drawn_on_the_picture(data: Path, tmp_path: Path) -> None:
-    """What each word gets of the regions' attention, the regions beside their attention, and what each counts for."""
+    """The page draws how the regions attend to each word, each region next to its attention, and the weight of each
+    region.
+    """
     run = make_run(tmp_path / "run", data, *CASES["scan i2t rcar"])
     html, content = explain(run, data, tmp_path / "page.html", "--caption", 6)
     images, pixels = pictures_in(html)
@@ -367,7 +369,7 @@ def test_pictures_of_half_precision_are_recognised() -> None:
 
 
 def test_pictures_in_a_store_of_bfloat16_are_recognised(tmp_path: Path) -> None:
-    """Every picture exactly; dark pixels are rounded by up to 0.6 of 255."""
+    """Every picture is recognised exactly, although bfloat16 rounds dark pixels by up to 0.6 of 255."""
     for split in emoji.SPLITS:
         pictures = emoji.pictures(split)[::7]
         rounded = torch.from_numpy(emoji.patches(pictures)).to(torch.bfloat16).to(torch.float32).numpy()
@@ -387,7 +389,7 @@ def test_pictures_in_a_store_of_bfloat16_are_recognised(tmp_path: Path) -> None:
 
 
 def test_only_bundled_emoji_are_credited(data: Path, tmp_path: Path) -> None:
-    """Pictures of the user's own are drawn, too, but come from elsewhere."""
+    """The user's own pictures are drawn, too, but without the credit for the bundled emoji."""
     run = make_run(tmp_path / "run", data, "scan", {})
     pictures = emoji.pictures("dev")[:3]
     for name, shown, credited in (("bundled", pictures, True), ("own", pictures[:, ::-1], False)):

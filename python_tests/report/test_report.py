@@ -1,4 +1,4 @@
-"""The HTML report: escaping, self-containment, pictures, marks and numbers."""
+"""The HTML report: escaping, no external resources, pictures, marks and numbers."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_pictures_are_the_given_pixels(report: Report) -> None:
 
 
 def test_attention_is_drawn_as_light() -> None:
-    """The brightest patch is the picture itself, one without attention a dark grey, one of a quarter lies half way."""
+    """The brightest patch keeps its colours, one without attention is dark grey, one with a quarter is halfway."""
     picture = np.random.default_rng(1).integers(0, 256, (72, 72, 3), dtype=np.uint8)
     weights = np.zeros((6, 6))
     weights[1, 4], weights[5, 0] = 0.4, 0.1
@@ -166,7 +166,7 @@ def test_number_of_hits_follows_the_report(report: Report) -> None:
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of `#rrggbb` (WCAG 2.2)."""
+    """Return the relative luminance of `#rrggbb` (WCAG 2.2)."""
     channels = (int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5))
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -208,7 +208,7 @@ def test_curves_show_the_log_in_the_colours_of_the_page(report: Report) -> None:
     assert html.count("<svg ") == 2
     assert "var(--accent)" in html
     assert not re.search("#01020[3]|#04050[6]|#07080[9]", html)
-    # The loss of the hardest negatives starts at step 50; the warm-up's 900 would press it flat.
+    # The curve starts at step 50, with the hardest negatives: the warm-up value of 900 would flatten it.
     assert "900" not in re.sub(r'base64,[^"]*|<path[^>]*>', "", html[html.index("<svg") : html.index("</svg>")])
     assert render_report(attrs.evolve(report, metrics=[])).count("<svg ") == 0
 

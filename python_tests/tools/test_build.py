@@ -1,4 +1,4 @@
-"""What the build makes: symbols of the native library, and installs without a compiler or with a broken source."""
+"""The build: symbols of the native library, and installs without a compiler or with a broken source."""
 
 import json
 import platform
@@ -25,7 +25,7 @@ PIP = [sys.executable, "-m", "pip", "install", "-v", "--no-deps", "--no-index", 
 
 
 def symbols(file, *options):
-    """Lines (kind, mangled name) of `nm`, without versions and, on macOS, without the leading underscore."""
+    """Return the lines (kind, mangled name) of `nm`, without versions and, on macOS, without the leading underscore."""
     lines = subprocess.run(["nm", *options, file], capture_output=True, text=True, check=True).stdout.splitlines()
     rows = [line.split()[-2:] for line in lines if len(line.split()) >= 2]
     prefix = "_" if platform.system() == "Darwin" else ""
@@ -45,7 +45,7 @@ def test_the_library_needs_the_stable_interface_alone():
     needed = needed_symbols()
     assert "aoti_torch_library_init_fragment" in needed
     assert [name for name in needed if name.startswith(("Py", "_Py"))] == []
-    # at::, c10:: and torch:: as the Itanium C++ name mangling writes them.
+    # The namespaces at, c10, torch and caffe, in Itanium C++ name mangling.
     assert [name for name in needed if re.match(r"_ZN[VKRO]*(2at|3c10|5torch|5caffe)", name)] == []
 
 
@@ -60,7 +60,7 @@ def test_the_libraries_do_not_name_the_folder_that_they_were_built_in():
     assert LIBRARY in libraries
     torch_root, _ = find_torch()
     assert b"csrc/cpu/triplet_loss.cpp" in LIBRARY.read_bytes()
-    # Device code names its source as the compiler found it, for profilers.
+    # Device code keeps the absolute path of its source, for profilers.
     contents = {file.name: without_device_code(file.read_bytes()) for file in libraries}
     for folder in (ROOT, torch_root):
         assert [name for name, content in contents.items() if bytes(folder) in content] == []
@@ -106,7 +106,7 @@ def test_the_cross_check_reads_what_an_object_is_for(tmp_path):
 
 @pytest.fixture
 def source_tree(tmp_path):
-    """A copy of the sources without the operator families, so that it builds in seconds."""
+    """Copy the sources without the operator families, so that the build takes seconds."""
     tree = tmp_path / "source"
     leave_out = shutil.ignore_patterns("*.so", "__pycache__", "emoji_files", "kernels")
     for folder in ("csrc", "itm_fast", "licenses", "tools"):
@@ -129,7 +129,7 @@ def source_tree(tmp_path):
 
 
 PURE_PYTHON = "itm_fast: no C++ compiler found (or Windows): installing pure Python, which runs on the packed reference"
-# Uses an operator three times and prints its numbers, its path, and every warning.
+# Run an operator three times and print its results, its code path and every warning.
 USE_INSTALLED = """
 import json, warnings
 import torch
@@ -154,10 +154,10 @@ print(json.dumps([build_backend.get_requires_for_build_wheel(), build_backend.bu
 
 
 def assert_runs_on_the_reference(target, cause, patch=""):
-    """The package in `target` gives the right numbers from the reference, with one warning."""
+    """Check that the package in `target` gives the right numbers from the reference, with one warning."""
     report = json.loads(run_python(patch + USE_INSTALLED, cwd=target))
     assert report["file"] == str(target / "itm_fast" / "__init__.py")
-    # Image 0: its best caption scores .9 and no foreign one is above. Caption 2 of image 0: image 1 scores higher.
+    # Image 0: its best caption scores 0.9, more than any foreign caption. Caption 2 of image 0: image 1 scores higher.
     assert report["ranks"] == [[0, 0], [0, 0, 1]]
     assert report["dispatch"] == f"packed reference: {cause}"
     assert report["warnings"] == [["FallbackWarning", f"itm_fast runs on the packed reference: {cause}"]]

@@ -1,4 +1,4 @@
-"""The build backend builds against the torch that is there, and asks for a download only where there is none."""
+"""The build backend builds against an installed torch, and asks for a download only if none is installed."""
 
 import subprocess
 import sys
@@ -13,21 +13,21 @@ import torch
 
 @pytest.fixture(autouse=True)
 def without_setuptools_own_answer(monkeypatch):
-    """setuptools answers by running setup.py, which is not what these tests are about."""
+    """Replace setuptools' own answer, which would run setup.py."""
     for kind in ("wheel", "editable"):
         monkeypatch.setattr(build_backend.build_meta, f"get_requires_for_build_{kind}", lambda settings: ["setuptools"])
 
 
 @pytest.fixture
 def isolated(monkeypatch):
-    """What pip's build isolation does: site-packages are not on the path, but still those of the interpreter."""
+    """Imitate pip's build isolation: sys.path lacks site-packages, but sysconfig still names them."""
     hidden = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in hidden])
 
 
 @pytest.fixture
 def site_packages(tmp_path, monkeypatch):
-    """An empty folder as the interpreter's only site-packages."""
+    """Make an empty folder the only site-packages of the interpreter."""
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(native_build.site, "getsitepackages", lambda: [str(tmp_path)])

@@ -1,4 +1,4 @@
-"""The linter for prose: what it reads in each kind of file, and what it reports."""
+"""The prose linter: what it reads in each kind of file, and what it reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import check_prose
 import pytest
 
-# The phrase of these cases, written so that the linter does not find it in this file.
+# Written so that the linter does not report this file.
 PHRASE = " ".join(["but", "for"])
 BAD = f"This comes {PHRASE}".replace(" for", "\nfor") + " the rest."
 
@@ -31,7 +31,7 @@ def test_prose_is_read_and_code_is_not(
     assert check_prose.main([str(path)]) == 1
     said = capsys.readouterr().out.replace("// ", "").replace("# ", "")
     assert said == f"{path}:{line}: '{PHRASE}': write except\n"
-    # As code the same words mean nothing.
+    # The same words are not reported in code.
     if path.suffix != ".md":
         path.write_text(f"{PHRASE.replace(' ', '_')} = 1;\n")
         assert check_prose.main([str(path)]) == 0

@@ -1,6 +1,6 @@
-"""What the build makes of csrc/cuda: what `_C_cuda` needs, holds and does not show, and the choice of architectures.
+"""The build of csrc/cuda: dependencies, contents and symbols of `_C_cuda`, and the choice of architectures.
 
-Where there is no nvcc there is no `_C_cuda` either, which is then what the tests check. No GPU is needed.
+Without nvcc, the tests check that there is no `_C_cuda`. No GPU is needed.
 """
 
 import re
@@ -42,7 +42,7 @@ PRODUCT = ROOT / "python_tests/native/shim/product.cu"
 
 
 def is_built() -> bool:
-    """Whether there is a library to look at: exactly where there is an nvcc."""
+    """Check that the library exists if and only if nvcc does, and return whether it exists."""
     assert LIBRARY.exists() == (NVCC is not None)
     assert itm_fast.build_info()["libraries"]["_C_cuda"] == (str(LIBRARY) if LIBRARY.exists() else None)
     return LIBRARY.exists()
@@ -72,7 +72,7 @@ def test_the_library_implements_and_defines_nothing() -> None:
 
 
 def test_no_launcher_calls_a_function_of_the_device() -> None:
-    """nvcc lets a template on the host call one without a word, and puts a call of exit in its place."""
+    """If a host template calls a device function, nvcc replaces the call with `exit` and gives no warning."""
     if is_built():
         needed = [line.split()[-1].split("@")[0] for line in lines("nm", "-D", "-u", LIBRARY) if line]
         assert "exit" not in needed
@@ -92,7 +92,7 @@ def test_every_source_holds_code_for_every_architecture() -> None:
 
 
 def test_the_wrappers_become_the_instructions_they_stand_for(tmp_path) -> None:
-    """Compiled to machine code for the oldest and the newest GPU, which proves the PTX well-formed."""
+    """Compiling to machine code for the oldest and the newest GPU proves that the PTX is well-formed."""
     if is_built():
         options = ["-std=c++20", "--expt-relaxed-constexpr", "-I", ROOT / "csrc/include", "-Werror", "all-warnings"]
         for number in (80, 90):
@@ -122,7 +122,7 @@ def test_the_wrappers_become_the_instructions_they_stand_for(tmp_path) -> None:
 
 @pytest.fixture
 def choose(tmp_path):
-    """What CMake would compile for with an nvcc that knows the given architectures."""
+    """Return the architectures that CMake chooses if nvcc supports the given ones."""
 
     def choose(known: str, *options: str, wanted: str | None = None) -> tuple[int, str]:
         nvcc = tmp_path / "nvcc"
@@ -205,7 +205,7 @@ def test_a_cuda_library_that_cannot_be_loaded_is_named(monkeypatch, tmp_path) ->
 
 
 def test_every_operator_is_registered() -> None:
-    """Under a torch without CUDA, the stub of libtorch_cuda that the library was linked with takes its place."""
+    """If torch has no CUDA, the stub of libtorch_cuda that the library was linked with replaces libtorch_cuda."""
     if not is_built():
         return
     stubs = [str(stub) for stub in sorted((ROOT / "build").glob("native-*/torch_cuda_stub/libtorch_cuda.so"))[:1]]

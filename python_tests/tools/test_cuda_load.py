@@ -1,4 +1,4 @@
-"""What `make test-cuda-load` is made of: the check of the CUDA library, and its script where there is no nvcc."""
+"""`make test-cuda-load`: the check of the CUDA library, and the script on a machine without nvcc."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KERNELS = {"triplet_loss", "triplet_loss_backward", "retrieval_ranks"}
 
 @pytest.fixture
 def _loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch with CUDA that has loaded both libraries, with three operators for CUDA and a fourth for the CPU."""
+    """Imitate a torch with CUDA and both libraries loaded: three operators for CUDA, a fourth for the CPU."""
     info = {"libraries": LIBRARIES, "dispatch": {"triplet_loss": {"cuda": "packed reference: as tested"}}}
     registered = {"cuda": frozenset(KERNELS), "cpu": frozenset(KERNELS | {"regulated_scores"})}
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -45,7 +45,7 @@ def test_the_check_fails_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(check_cuda_library, "implemented", lambda folder: KERNELS | {"hardest_negatives"})
     assert problem() == "check_cuda_library: not registered for CUDA: hardest_negatives"
-    # Sources in which no registration is recognised prove nothing.
+    # If no registration is recognised in the sources, the check fails.
     monkeypatch.setattr(check_cuda_library, "implemented", lambda folder: set())
     assert problem() == "check_cuda_library: not registered for CUDA: all"
     monkeypatch.setattr(torch.ops, "loaded_libraries", {"/a/_C_cpu.so"})

@@ -1,4 +1,4 @@
-"""The table of what the CUDA kernels take: how the compiler is read, what fails, and that no kernel is missing."""
+"""The table of resources that the CUDA kernels use: parsing of compiler output, failures, and completeness."""
 
 import re
 import struct
@@ -69,7 +69,7 @@ def test_a_kernel_without_tensor_cores_is_a_problem_where_it_is_listed(monkeypat
 
 
 def elf_file(name: bytes, code: bytes) -> bytes:
-    """A 64-bit ELF file with the section `.text.<name>`."""
+    """Return a 64-bit ELF file with the section `.text.<name>`."""
     names = b"\0.text." + name + b"\0.shstrtab\0"
     header = b"\x7fELF\x02\x01".ljust(0x28, b"\0") + struct.pack("<Q", 64 + len(code) + len(names))
     header = header.ljust(0x3A, b"\0") + struct.pack("<HHH", 64, 3, 2)
@@ -135,7 +135,7 @@ SASS = """\
 
 
 def test_the_main_loop_is_counted() -> None:
-    """The second loop has no copies. Each copy depends on four instructions, one of them in the iteration before."""
+    """The second loop has no copies. Each copy depends on four instructions, one of them in the previous iteration."""
     found = {name: device_loops.main_loop(code, labels) for name, code, labels in device_loops.functions(SASS)}
     loop = Loop(instructions=13, tensor=2, copies=1, copying=5, scalar_loads=1, slow_loads=1)
     assert found == {"work": loop, "idle": None}
@@ -159,7 +159,7 @@ def test_a_main_loop_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_has_the_budgets_of_all_tensor_core_kernels() -> None:
-    """The committed page: no loop above its budget, and the goals of 40 and 12 kept by kernels of 16-bit rows."""
+    """On the committed page, no loop exceeds its budget. Kernels of 16-bit rows meet the goals of 40 and 12."""
     _, _, table = cuda_resources.PAGE.read_text(encoding="utf-8").partition("## Main loops")
     rows = [
         [cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines() if line.startswith("| `")

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.sh as far as a machine without a GPU goes: stages, limits, outcomes, wheels, and dry runs."""
+"""benchmarks/gpu_check.sh on a machine without a GPU: stages, limits, outcomes, wheels, and dry runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SCRIPT = ROOT / "benchmarks" / "gpu_check.sh"
 
 
 def script(*arguments: object, device: str | None = None) -> Any:
-    # One thread, as in all tests: several take many times as long on a machine that does other things, too.
+    # One thread, as in all tests: more threads are many times slower on a busy machine.
     environment = {"PYTHON3": sys.executable, "ITM_FAST_GPU_CHECK_DEVICE": device, "OMP_NUM_THREADS": 1}
     return run([SCRIPT, *arguments], cwd=ROOT, **environment)
 
@@ -74,7 +74,7 @@ def test_a_dry_run_leaves_results_that_say_so(tmp_path: Path) -> None:
         assert content["seconds"] > 0
         assert (content["wheels"], content["missing_packages"]) == ([carried], [])
         assert content["steps"][0]["detail"] in ("a dry run builds nothing", "as before")
-    # Nothing found fault with anything, but nothing looked either.
+    # No step failed, but no sanitizer ran either.
     sanitize = json.loads((tmp_path / "gpu_check_sanitize_dry_run.json").read_text())
     assert sanitize["outcome"] == "dry run, unavailable"
     assert [step["outcome"] for step in sanitize["steps"]] == ["passed", "unavailable", "unavailable"]
@@ -90,9 +90,9 @@ def test_a_dry_run_leaves_results_that_say_so(tmp_path: Path) -> None:
 
 
 def check_rehearsal(results: dict[str, Any]) -> None:
-    """All of a dry rehearsal: two models and an epoch, whose figures are those of real steps."""
+    """Check a dry run of the COCO stage: two models and an epoch, with figures of real steps."""
     assert (results["dry_run"], results["not_run"]) == (True, [])
-    # 0.0005 of COCO's 113,287 images, with five captions of four regions of eight numbers in bf16, and a header.
+    # 0.0005 of the 113,287 images of COCO, with five captions and four bf16 regions of width 8 each, and a header.
     assert (results["images"], results["captions"]) == (57, 285)
     assert 0 < results["store_bytes"] - 57 * 4 * 8 * 2 < 200
     assert results["packing"]["source_bytes"] == (57 + 2) * 4 * 8 * 4 + 2 * 128
@@ -102,7 +102,7 @@ def check_rehearsal(results: dict[str, Any]) -> None:
         assert len(native["seconds"]) == len(native["waiting"]) == 2
         assert min(native["phases"].values()) > 0
         assert all(0 < share < 1 for share in native["waiting"])
-        # On the CPU the phases are those of the very steps that were timed, two in each of two rounds.
+        # On the CPU, the phases cover the timed steps: two in each of two rounds.
         assert sum(native["phases"].values()) == pytest.approx(2 * sum(native["seconds"]), rel=1e-9)
         assert sum(shares(native).values()) == pytest.approx(1)
         assert 1e8 < native["peak_host_bytes"] < 4e9
@@ -110,11 +110,11 @@ def check_rehearsal(results: dict[str, Any]) -> None:
     assert len(scan["loop"]["seconds"]) == 2
     assert (scan["warm_up"], vse["loop"]) == (None, None)
     assert len(vse["warm_up"]["seconds"]) == 1
-    # The last batch of 285 captions is not full, and left out.
+    # The last batch of the 285 captions is incomplete and dropped.
     epoch = results["epoch"]
     assert (epoch["model"], epoch["steps"], len(epoch["memory_bytes"])) == ("VSE-infinity", 17, 17)
     assert growth(epoch["memory_bytes"]) == epoch["growth"]
-    # 13 tokens of four bytes and four numbers of eight; a text of 49 bytes and about seven a word; its address.
+    # 13 tokens of 4 bytes, 4 numbers of 8 bytes, a string of 49 bytes and about 7 per word, and its pointer.
     assert 150 < epoch["caption_bytes"] < 250
     with pytest.raises(ValueError, match=r"and no dry run$"):
         markdown(results)
@@ -123,7 +123,7 @@ def check_rehearsal(results: dict[str, Any]) -> None:
 def test_the_rehearsal_is_of_coco_s_size_where_there_is_a_gpu(
     stage: gpu_check.Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a folder that the next call finds; what there was no time for is not run, and the stage has failed."""
+    """The folder is kept for the next call. Parts without time are listed as not run, and the stage fails."""
     left_out = {"results": 1, "environment": {}, "not_run": ["SGR", "a whole epoch"]}
     ran: list[list[str]] = []
 
@@ -161,7 +161,7 @@ def test_a_stage_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[st
 
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu_check.Stage:
-    """A stage of ten minutes on a GPU that is not there."""
+    """Return a stage of ten minutes on a simulated GPU."""
     device = {"type": "cuda", "name": "NVIDIA H200"}
     monkeypatch.setattr(gpu_check, "described", lambda dry, commit: {"device": device, "environment": {}})
     options = argparse.Namespace(out=tmp_path, commit=None)
@@ -203,7 +203,7 @@ subprocess.run([sys.executable, "-c", started, *sys.argv[1:]])
 def test_a_step_is_stopped_at_its_limit_with_what_it_started(
     stage: gpu_check.Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit passes once a process that the step started has a pipe open, which ends when that process does."""
+    """The limit passes once a child process of the step has opened a pipe. The pipe closes when the child ends."""
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     limits: list[float] = []
@@ -232,7 +232,7 @@ def test_a_step_is_stopped_at_its_limit_with_what_it_started(
     ]
 
 
-# Ends when another step has begun that does the same.
+# Ends when another step that runs this code has begun.
 MEETING = """
 import pathlib, sys, time
 own, other, said = sys.argv[1:]
@@ -285,7 +285,7 @@ def test_the_whole_suite_runs_in_parts(stage: gpu_check.Stage, monkeypatch: pyte
 
 
 def commands_of(stage: gpu_check.Stage, monkeypatch: pytest.MonkeyPatch, *, short: bool) -> dict[str, list[str]]:
-    """What the steps of the first two stages would run, by name; each file that they name is there."""
+    """Return the commands of the first two stages by name; check that every file they name exists."""
     ran: dict[str, list[str]] = {}
     stage.content["missing_packages"], stage.short = [], short
     monkeypatch.setattr(stage, "run", lambda name, command, *judged, **limits: ran.setdefault(name, command))
@@ -335,7 +335,7 @@ def test_a_stage_leaves_time_to_those_after_it(
     monkeypatch.setattr(gpu_check, "described", lambda dry, options: {"device": device, "environment": {}})
     monkeypatch.setattr(gpu_check, "build", lambda options, dry, base: ("passed", "for 9.0+PTX", 1.0))
     monkeypatch.setattr(gpu_check, "RUN", dict.fromkeys(gpu_check.STAGES, run))
-    # No time passes by this clock.
+    # This clock stands still.
     monkeypatch.setattr(gpu_check, "time", SimpleNamespace(monotonic=lambda: 7.0))
     with pytest.raises(SystemExit) as error:
         gpu_check.main()
@@ -399,7 +399,7 @@ NO_RACES = "9 operators ran: a\n========= RACECHECK SUMMARY: 0 hazards displayed
         (0, NO_RACES, "passed"),
         (7, RACES, "failed"),
         (7, NOTHING.replace("0 errors", "4 errors"), "failed"),
-        (1, NOTHING, "failed"),  # The operators failed by themselves.
+        (1, NOTHING, "failed"),  # The operators failed themselves.
         (0, NOTHING.replace("9 operators ran: a\n", ""), "failed"),
         (0, BARE_REFUSAL, "unavailable"),
         (0, "9 operators ran: a\n", "unavailable"),
@@ -443,7 +443,7 @@ def test_the_operators_are_sanitized_where_the_control_passes(
     outcome: str,
     steps: list[str],
 ) -> None:
-    """With a compiler and a sanitizer that only say what they would say."""
+    """The compiler and the sanitizer are scripts that only print."""
     tools = {"compute-sanitizer": SANITIZER.format(control=control), "nvcc": '#!/bin/sh\necho "compiled $*"\n'}
     for name, text in tools.items():
         (tmp_path / name).write_text(text)
@@ -459,9 +459,9 @@ def test_the_operators_are_sanitized_where_the_control_passes(
     assert [step["name"] for step in content["steps"]] == names
     if outcome == "passed":
         assert content["steps"][2]["detail"] == "no errors or hazards; 2 operators ran: a, b"
-        # In a first round one dtype of each operator.
+        # The short run uses one dtype per operator.
         assert content["steps"][4]["command"].endswith("gpu_operators.py cuda first")
-        # What the driver answers torch is no access out of bounds.
+        # Errors that the driver returns to torch are not out-of-bounds accesses.
         commands = [step["command"] for step in content["steps"]]
         assert ["--report-api-errors no" in command for command in commands] == [False, True, True, False, False]
 

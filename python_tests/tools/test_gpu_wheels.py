@@ -1,4 +1,4 @@
-"""tools/gpu_wheels.py: wheels for another interpreter and machine, with all that they need, from an index on disk."""
+"""tools/gpu_wheels.py: wheels for another interpreter and machine, with all dependencies, from an index on disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ NEEDS = (
 
 @pytest.fixture
 def index(tmp_path: Path) -> Path:
-    """carried, and what it needs, more or less directly, in several versions and for several interpreters."""
+    """Write an index: carried and its direct and indirect dependencies, in several versions and for several
+    interpreters.
+    """
     folder = tmp_path / "index"
     folder.mkdir()
     write_wheel(folder, "carried", "1.0", *NEEDS)
@@ -50,7 +52,7 @@ FAST = "fast-1.1-cp312-cp312-manylinux_2_28_x86_64.whl"
 def test_what_a_package_needs_comes_along_once(index: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    write_wheel(out, "deeper", "1.5")  # Of an earlier time: two versions would stop the installation.
+    write_wheel(out, "deeper", "1.5")  # From an earlier run: two versions would break the installation.
     write_wheel(out, "another", "1.0")
     result = fetched(index, "--machine", "x86_64", "--out", out, "carried[quick]")
     assert (result.returncode, result.stderr) == (0, "")

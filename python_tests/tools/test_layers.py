@@ -1,4 +1,4 @@
-"""The imports of the package: no circle, only downward, and no private name of another folder."""
+"""The imports of the package: no cycles, only downward, and no private name of another folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from python_tests.helpers.processes import ROOT
 
-# From the top down: a folder imports only folders to its right.
+# From top to bottom: a folder may import only the folders to its right.
 ORDER = [
     "__main__", "__init__", "cli", "benchmarking", "compat", "report", "training", "evaluation", "models",
     "data", "distributed", "losses", "nn", "functional", "ops", "reference", "fragments", "config", "files", "version",
@@ -20,7 +20,7 @@ Import = tuple[str, str, str]
 
 
 def imports(package: Path) -> list[Import]:
-    """Every import of the package's own modules: importing module, imported module, imported name."""
+    """Return every import of the package's own modules: importing module, imported module, imported name."""
     files = {".".join(path.relative_to(package.parent).with_suffix("").parts): path for path in package.rglob("*.py")}
     modules = {name.removesuffix(".__init__"): path for name, path in files.items()}
     found = []

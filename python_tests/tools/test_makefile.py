@@ -1,4 +1,4 @@
-"""The Makefile decides whether to take the interpreter's torch, and builds nothing where no compiler is."""
+"""The Makefile decides whether to use the interpreter's torch, and builds nothing without a compiler."""
 
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ if [ "$1" = -m ]; then echo "python $*"; else exec "{python}" "$@"; fi
 
 @pytest.fixture
 def interpreter(tmp_path):
-    """Returns a function that makes an interpreter with a torch of some version; its `-m` commands are only printed."""
+    """Return a function that makes an interpreter with a given version of torch; its `-m` commands are only printed."""
 
     def make(version):
         folder = tmp_path / "interpreter"
@@ -75,7 +75,7 @@ def test_the_oldest_environment_takes_the_oldest_torch_alone(interpreter, tmp_pa
 
 def test_without_a_compiler_a_build_says_so_in_one_line(tmp_path):
     stamp = tmp_path / "venv" / ".set-up"
-    # No cmake either: what ran it would fail.
+    # cmake is missing too, so any attempt to run it fails.
     nothing = {"PATH": tmp_path / "empty", "CXX": "/nowhere/c++"}
     result = make(tmp_path, "-s", "-o", stamp, f"PYTHON={sys.executable}", "build", **nothing)
     assert (result.returncode, result.stderr) == (0, "")

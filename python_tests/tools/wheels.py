@@ -1,4 +1,4 @@
-"""Wheels that are made on the spot, for what installs or fetches them."""
+"""Write wheels for tests that install or fetch them. Inside: `write_wheel`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 def write_wheel(
     folder: Path, name: str, version: str, *requires: str, tag: str = "py3-none-any", code: str = ""
 ) -> Path:
-    """A wheel of one module, `name`, that holds `code`."""
+    """Write a wheel with one module, `name`, that holds `code`."""
     wheel, described = folder / f"{name}-{version}-{tag}.whl", f"{name}-{version}.dist-info"
     needs = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
     pure = str(tag.endswith("-any")).lower()
