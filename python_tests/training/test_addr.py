@@ -21,10 +21,10 @@ from itm_fast.training.phases import Pass, Phases
 from python_tests.helpers.runs import OPTIONS, config, make_trainer, same
 from python_tests.helpers.triplets import loop_losses
 
-# Captions 0 to 4 are of image 0, and so on: two pairs of image 0, and three more images.
+# Captions 0 to 4 belong to image 0, and so on: two pairs of image 0, and three more images.
 CAPTIONS = [0, 1, 7, 20, 31]
 RESIDUAL = {**OPTIONS, "image_encoder": "residual", "word_dropout": 0.3}
-# The fused features of FDF are regions and words, too; beta1 is the model's alone.
+# The fused features of FDF are also regions and words. beta1 applies only to the model.
 FUSED = {"model": "scan", "conversions": 2, "realignment": False, "beta1": 0.8}
 GAMMA, ALPHA, BETA = 0.6, 0.1, 0.3
 
@@ -55,7 +55,7 @@ def stir(trainer: Trainer) -> None:
 
 
 def encoded_by(trainer: Trainer, *, training: bool) -> tuple[Encoded, Tensor]:
-    """The batch after the encoders of a copy of the model in float64, and its scores."""
+    """Return the batch after the encoders of a float64 copy of the model, and its scores."""
     model = copy.deepcopy(trainer.model).double().train(training)
     batch = trainer.train_data.batch(CAPTIONS)
     encoded = model.encode_fragments(batch.features.double(), batch.token_ids, batch.lengths)
@@ -63,7 +63,7 @@ def encoded_by(trainer: Trainer, *, training: bool) -> tuple[Encoded, Tensor]:
 
 
 def risk(encoded: Encoded, pair: int, weight: Tensor, bias: Tensor) -> Tensor:
-    """R of a discriminator on a pair, Eq 2: regions are labelled 1, words 0."""
+    """Compute R of a discriminator on a pair (Eq 2): regions have label 1, words 0."""
     total = torch.zeros((), dtype=torch.float64)
     for region in encoded.regions[pair]:
         total = total - torch.sigmoid(weight @ region + bias).log()
@@ -77,7 +77,7 @@ def hinge(value: Tensor) -> Tensor:
 
 
 def regularization_of(encoded: Encoded, scores: Tensor, images: list[int], weights: Tensor, biases: Tensor) -> Tensor:
-    """Eqs 8 and 9 by loops, summed over the pairs; weights and biases are those of the pairs' images."""
+    """Compute Eqs 8 and 9 by loops, summed over the pairs; weights and biases belong to the images of the pairs."""
     size, total, scores = len(images), torch.zeros((), dtype=torch.float64), scores.detach()
 
     def of(pair: int, judge: int) -> Tensor:
@@ -97,7 +97,7 @@ def regularization_of(encoded: Encoded, scores: Tensor, images: list[int], weigh
 def discriminator_loss(
     encoded: Encoded, scores: Tensor, images: list[int], weights: Tensor, biases: Tensor, gamma: float
 ) -> Tensor:
-    """Eq 10 by loops."""
+    """Compute Eq 10 by loops."""
     risks = sum(risk(encoded, p, weights[p], biases[p]) for p in range(len(images)))
     return (risks + gamma * regularization_of(encoded, scores, images, weights, biases)) / len(images)
 
@@ -106,7 +106,7 @@ def discriminator_loss(
     ("addr", "gamma", "host"), [("full", GAMMA, {}), ("multiple", 0.0, {}), ("united", 0.0, {}), ("full", GAMMA, FUSED)]
 )
 def test_a_step_of_the_discriminators(data: Path, tmp_path: Path, addr: str, gamma: float, host: dict) -> None:
-    """The rows of the batch's images take the step of Adam by the gradient of Eq 10; nothing else moves."""
+    """The rows of the batch's images take Adam's step with the gradient of Eq 10; nothing else changes."""
     trainer = trainer_of(data, tmp_path, addr=addr, **host)
     assert trainer.stepper.scenario.target.optimizer.param_groups[0]["betas"] == (host.get("beta1", 0.5), 0.999)
     stir(trainer)
@@ -201,12 +201,12 @@ def test_a_step_of_the_model(data: Path, tmp_path: Path, aggregation: str, delta
 
 
 def own_of(trainer: Trainer, scores: Tensor, images: Tensor) -> Tensor:
-    """The ranking loss with a gradient, captions of one image left out."""
+    """Compute the ranking loss with gradient, without captions of the same image as negatives."""
     return trainer.stepper.losses["hardest"](scores, positives=images[:, None] == images)
 
 
 def test_both_terms_share_one_reduction(data: Path, tmp_path: Path) -> None:
-    """The mean of the model's loss is its sum, divided by the batch."""
+    """The mean of the model's loss equals its sum divided by the batch size."""
     values = []
     for mean_loss in (False, True):
         trainer = trainer_of(data, tmp_path, mean_loss=mean_loss, alternation="step", addr="multiple")
@@ -218,7 +218,7 @@ def test_both_terms_share_one_reduction(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("captions", [[3], [0, 1, 2]])
 def test_a_batch_in_which_an_image_has_no_other_image(data: Path, tmp_path: Path, captions: list[int]) -> None:
-    """The regularisation is zero: both phases use only their risks."""
+    """Without negatives the regularization is zero: both phases use only their risks."""
     trainer = trainer_of(data, tmp_path, alternation="step", model_options={**OPTIONS, "word_dropout": 0.0})
     stir(trainer)
     batch = trainer.train_data.batch(captions)

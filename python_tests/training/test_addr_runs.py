@@ -25,13 +25,13 @@ from python_tests.helpers.full_disk import no_file_above
 from python_tests.helpers.runs import OPTIONS, config, differences, run, same, stop_at, weights, what_a_run_leaves
 from python_tests.training.kills import Calls, start, was_killed
 
-# Batch normalisation, dropout and changed captions: buffers and random states.
+# Batch normalisation, dropout and text augmentation: buffers and random states.
 DRAWING = {"model_options": {**OPTIONS, "image_encoder": "residual", "word_dropout": 0.3}, "text_augmentation": 0.2}
 SNAPSHOT = "last/discriminators-8.safetensors"
 
 
 def settings_of(data: Path, out: Path, **changes: object) -> TrainConfig:
-    """Two epochs of four steps for the discriminators and four for the model."""
+    """Return settings with two epochs of four discriminator steps and four model steps."""
     return config(data, out, **{"scenario": "addr", "beta1": 0.5, **DRAWING, **changes})
 
 
@@ -68,7 +68,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 
 def test_a_run_that_is_killed_ends_like_one_that_is_left_alone(data: Path, tmp_path: Path) -> None:
-    """SIGKILL early and late in saves, which write two files: one of the discriminators and the state."""
+    """SIGKILL early and late in saves, which write two files: the discriminators and the state."""
 
     def settings(out: str) -> TrainConfig:
         return settings_of(data, tmp_path / out, epochs=1, save_every=3)
@@ -107,7 +107,7 @@ def test_a_kill_between_both_files_of_a_save(data: Path, tmp_path: Path, monkeyp
 
 
 def test_a_full_disk_loses_only_the_steps_since_the_last_save(data: Path, tmp_path: Path) -> None:
-    """A store that no longer fits beside the state: one line, and the run goes on once there is room."""
+    """If the discriminators no longer fit on the disk: one error line, and the run continues once there is space."""
     wide = {"model_options": {"embed_dim": 512, "word_dim": 4, "bidirectional": False}, "text_augmentation": 0.0}
     settings = settings_of(data, tmp_path / "run", epochs=1, addr="full", **wide)
     run(settings)
@@ -147,7 +147,7 @@ def test_ablations_part_ways(data: Path, tmp_path: Path) -> None:
 
 
 def test_discriminators_and_model_learn(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The log has the numbers of both phases, the discriminators' risk falls, and the model still learns to match."""
+    """The log has the numbers of both phases, the discriminators' risk falls, and the model learns to match."""
     out = tmp_path / "run"
     result = run(config(data, out, scenario="addr", addr="multiple", epochs=6, log_every=1, lr=1e-2))
     lines = [line for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "train"]
@@ -173,7 +173,7 @@ def test_bfloat16(data: Path, tmp_path: Path, model: str) -> None:
 
 @pytest.mark.parametrize("model", ["bfan", "sgraf", "vsrn", "fdf"])
 def test_other_hosts(data: Path, tmp_path: Path, model: str) -> None:
-    """A run of both phases; what it leaves is an ordinary model."""
+    """A run of both phases leaves an ordinary model."""
     host = {"model": "chan", "conversions": 2, "realignment": False} if model == "fdf" else {"model": model}
     run(settings_of(data, tmp_path / "run", model_options=OPTIONS, epochs=1, **host))
     assert models.load(tmp_path / "run").name == model
@@ -226,7 +226,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def refuses(settings: TrainConfig, message: str) -> None:
-    """A resume is refused by a message that holds this one, and writes nothing."""
+    """Check that a resume is refused with a message containing `message`, and writes nothing."""
     before = contents(Path(settings.out))
     with pytest.raises(ValueError, match=re.escape(message)):
         run(attrs.evolve(settings, epochs=2), resume=True)
@@ -289,7 +289,7 @@ def test_discriminators_of_others_are_not_overwritten(data: Path, tmp_path: Path
 def test_discriminators_that_memory_has_no_room_for_lie_on_the_disk(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], room: object
 ) -> None:
-    """The run says where and why, and ends bit for bit where one in memory does; room is what a training leaves."""
+    """The run reports where they are kept and why, and ends bit for bit like a run in memory."""
     total, made, mapped = 64 * 2**30, [], store.mapped
     if room != "enough":
         free = None if room is None else (16 * 2**30 + room, total)

@@ -1,4 +1,4 @@
-"""Every model in bfloat16: what is computed in which type, how far losses and gradients are from float32, recalls."""
+"""Every model in bfloat16: dtypes of results, errors of losses and gradients against float32, and recalls."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _plain_l2norm(x: Tensor, dim: int = -1, eps: float = 1e-8) -> Tensor:
 
 
 def moved(model: MatchingModel, features: Tensor, seed: int) -> tuple[MatchingModel, Tensor]:
-    """The model in float64 with weights and features moved by the last digit of bfloat16, up or down."""
+    """Return the model in float64 with weights and features moved up or down by the last digit of bfloat16."""
     random = torch.Generator().manual_seed(seed)
     eps = torch.finfo(torch.bfloat16).eps
 
@@ -132,7 +132,7 @@ def test_one_vector_an_item_is_float32(name: str) -> None:
 
 
 def test_norms_are_computed_in_float32_and_rounded_once() -> None:
-    """Whatever autocast does on a device; a row of bfloat16 stays one."""
+    """This holds whatever autocast does on a device. A bfloat16 row stays bfloat16."""
     x = torch.randn(40, 1000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     wanted = _plain_l2norm(x.double()).to(torch.float32).to(torch.bfloat16)
     for enabled in (False, True):
@@ -146,7 +146,7 @@ def test_norms_are_computed_in_float32_and_rounded_once() -> None:
 
 
 def test_pooled_vectors_are_float32() -> None:
-    """Means, last states and the global vectors of SGRAF, so that their differences are not lost."""
+    """Means, last states and the global vectors of SGRAF are float32, so that their differences are kept."""
     sets = random_fragments([6, 6, 6], 32, torch.float32)
     low = sets.to(torch.bfloat16)
     assert final_states(low).dtype == torch.float32
@@ -176,7 +176,7 @@ def test_gates_sum_to_one_in_float32() -> None:
     ("model", "scenario"), [("scan", "mss"), ("sgraf", "single"), ("vsrn", "single"), ("rvsepp", "mss")]
 )
 def test_what_training_keeps_is_float32(data: Path, tmp_path: Path, model: str, scenario: str) -> None:
-    """Weights, running statistics, gradients, Adam's moments and the moving average; products are bfloat16."""
+    """Weights, running statistics, gradients, Adam's moments and the moving average are float32, products bfloat16."""
     options = {"embed_dim": 16, "word_dim": 12, "image_encoder": "residual"}
     trainer = make_trainer(
         config(data, tmp_path, model=model, scenario=scenario, precision="bfloat16", model_options=options)
@@ -216,7 +216,7 @@ def test_attention_to_look_at_is_float32(data: Path, tmp_path: Path) -> None:
     for weights, wanted in zip(found, expected, strict=True):
         assert weights.dtype == torch.float32
         torch.testing.assert_close(weights.sum(dim=1), torch.ones(len(weights)), rtol=1e-6, atol=1e-6)
-        # A digit of the embeddings moves a normalised score by as much, and the logit by nine times that.
+        # A digit of the embeddings changes a normalised score by as much, and the logit by nine times that.
         torch.testing.assert_close(weights, wanted, rtol=0, atol=2**-8 * 9)
     assert torch.equal(low.directions["t2i"].attention[0], found[0])
     assert low.score == pytest.approx(explained.score, abs=2**-7)
@@ -228,7 +228,7 @@ def test_attention_to_look_at_is_float32(data: Path, tmp_path: Path) -> None:
 def test_features_of_a_bfloat16_store_stay_as_they_are(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, features: str, native: bool
 ) -> None:
-    """A run on them ends bit for bit where one on their float32 copies does, by two bytes a number."""
+    """A run on them ends bit for bit like one on float32 copies, with two bytes per number."""
     pack(data, tmp_path / "store", dtype="bf16", shard_bytes=200)
     if not native:
         monkeypatch.setattr(reader, "_host", lambda: None)
@@ -247,14 +247,14 @@ def test_features_of_a_bfloat16_store_stay_as_they_are(
         ends.append(trainer.model.state_dict())
     assert dtypes == [torch.bfloat16, torch.float32]
     assert same(*ends)
-    # Validation, and training in float32, see float32.
+    # Validation and float32 training read float32.
     assert trainer.validation_data.image_batch([0]).dtype == torch.float32
     single = make_trainer(config(tmp_path / "store", tmp_path / "run", features=features))
     assert single.train_data.batch([0]).features.dtype == torch.float32
 
 
 def test_the_data_of_the_caller_give_float32_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a run, after one that failed, and where there was nothing to run or to resume."""
+    """This holds after a run, after a failed run, and if there was nothing to run or resume."""
     pack(data, tmp_path / "store", dtype="bf16")
     settings = config(tmp_path / "store", tmp_path / "run", precision="bfloat16", epochs=1)
     vocabulary, train_data, dev_data = load_data(settings)
@@ -298,7 +298,7 @@ def test_patches_in_bfloat16_are_normalised_in_float32() -> None:
 
 
 def test_recalls_on_the_bundled_pictures_are_nearly_those_of_float32() -> None:
-    """Of a model that a few steps in bfloat16 taught something: one query of a hundred changes at most."""
+    """For a model trained for a few steps in bfloat16, at most one query in a hundred changes."""
     words = emoji.vocabulary()
     dev = emoji.load("dev", words)
     torch.manual_seed(0)
@@ -313,10 +313,10 @@ def test_recalls_on_the_bundled_pictures_are_nearly_those_of_float32() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             scores = evaluation.score_matrix(model, dev, images=torch.arange(100), captions=torch.arange(500))
             found[low] = scores, evaluation.evaluate(model, dev, first_images=100)
-    # Both vectors of a pair moved by a digit of bfloat16 each.
+    # Both vectors of a pair move by one digit of bfloat16.
     assert found[False][0].dtype == found[True][0].dtype == torch.float32
     assert 0 < float((found[True][0] - found[False][0]).abs().max()) < 2 * torch.finfo(torch.bfloat16).eps
     assert found[False][1]["rsum"] > 60, "chance has about 32"
     for name in ("i2t_r1", "i2t_r5", "i2t_r10", "t2i_r1", "t2i_r5", "t2i_r10"):
-        # Of a hundred images one is a percent.
+        # One of a hundred images is one percent.
         assert found[True][1][name] == pytest.approx(found[False][1][name], abs=2.0), name

@@ -1,4 +1,4 @@
-"""Settings that have no effect in a configuration: the warning, and that it is true."""
+"""Settings that have no effect in a configuration cause a warning, and they really have none."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_what_is_said_to_have_no_effect_has_none(data: Path, tmp_path: Path, add
     ],
 )
 def test_soft_margins_are_for_scores_up_to_one(name: str, options: dict, within: bool) -> None:
-    """Scores of what is most alike, images with themselves, lie where the model says."""
+    """The scores of identical images and captions are within the bound that the model states."""
     model = make(name, **options)
     assert model.scores_within_one == within
     with torch.no_grad():

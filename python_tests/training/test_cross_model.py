@@ -31,7 +31,7 @@ WARM_UP = {"warmup_epochs": 1, "lr_warmup_steps": 4}
 
 @pytest.fixture(scope="module")
 def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two trainings of a global model that differ in their seeds."""
+    """Two trainings of a global model that differ only in their seeds."""
     folder = tmp_path_factory.mktemp("runs")
     options = {**OPTIONS, "text_pooling": "mean", "image_pooling": "mean", "word_dropout": 0.2}
     for seed in (0, 1):
@@ -47,7 +47,7 @@ def arguments(data: Path, runs: list[Path], out: Path, *more: object) -> list[st
 def test_heads_are_trained_above_the_other_extractor(
     data: Path, runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The extractor is the first model's bit for bit; heads start from the second; every entry of the table."""
+    """The extractor equals the first model's bit for bit, heads start from the second; every table entry is checked."""
     out, table, figure = tmp_path / "out", tmp_path / "table.json", tmp_path / "features.png"
     assert cli.run(arguments(data, runs, out, "--json", table, "--figure", figure)) == 0
     members = dict(zip(("model 1", "model 2", "realigned"), map(models.load, (*runs, out)), strict=True))
@@ -59,7 +59,7 @@ def test_heads_are_trained_above_the_other_extractor(
             assert torch.equal(value, first.state_dict()[name]), name
         elif name.endswith("weight"):
             moved = float((value - second.state_dict()[name]).abs().mean())
-            # Four steps of Adam, each of at most about the rate.
+            # Four steps of Adam, each at most about as large as the rate.
             assert 0 < moved < 4.1 * 2e-3, name
     settings = read_yaml(out / "train.yaml")
     assert (settings["seed"], settings["epochs"], settings["lr"]) == (1, 1, 2e-3)
@@ -89,7 +89,7 @@ def test_an_interrupted_realignment_goes_on_exactly(
     data: Path, runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     by: str,
 ) -> None:  # fmt: skip
-    """In its second epoch, after a validation; the model of before is replaced by the better one."""
+    """The interruption is in the second epoch, after a validation. A better model replaces the earlier one."""
     whole, parts, epochs = tmp_path / "whole", tmp_path / "parts", ("--epochs", "3")
     assert cli.run(arguments(data, runs, whole, *epochs)) == 0
     step = Trainer._step
@@ -116,7 +116,7 @@ def test_an_interrupted_realignment_goes_on_exactly(
     )
     again = f"{parts}: already contains a run; continue it with --resume or choose another --out"
     assert error(capsys, *arguments(data, runs, parts, *epochs)) == (1, again)
-    # Training would change all weights; heads of the first model's own training would go elsewhere.
+    # Training would change all weights, and heads trained with the first model would differ.
     assert error(capsys, "train", "--out", parts, "--resume") == (1, other)
     assert error(capsys, *arguments(data, [runs[1], runs[1]], parts, *epochs, "--resume")) == (1, other)
     nothing = tmp_path / "nothing"
@@ -163,7 +163,7 @@ def test_components_are_those_of_the_covariance() -> None:
 
 
 def test_the_legend_of_features_shows_points_as_they_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each model by one colour and one shape in both panels and the legend, and no line anywhere."""
+    """Each model has one colour and one shape in both panels and the legend; there are no lines."""
     figures: list[Figure] = []
     save = Figure.savefig
     monkeypatch.setattr(
@@ -194,7 +194,7 @@ def test_the_legend_of_features_shows_points_as_they_are_drawn(tmp_path: Path, m
 def test_the_committed_comparison_is_one_of_such_runs(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the page of FDF's results shows: two seeds of one model, the realigned one, and every pair of them."""
+    """The committed result has two seeds of one model, the realigned model, and every pair of them."""
     monkeypatch.setattr(emoji, "write_dataset", lambda _folder: data)
     shared = {"model": "vse_infty", "epochs": 1, "batch_size": 32}
     hosts = {
@@ -210,7 +210,7 @@ def test_the_committed_comparison_is_one_of_such_runs(
             name: evaluation.evaluate(models.load(folder), test)["rsum"] for name, folder in folders.items()
         }
         assert [read_yaml(folder / "train.yaml")["seed"] for folder in folders.values()] == [0, 1, 1]
-    # Both trainings start from one BERT, as they do from one that is published.
+    # Both trainings start from the same BERT.
     assert read_yaml(tmp_path / "BERT-model-1" / "train.yaml")["bert"] == str(tmp_path / "bert")
     assert (results["images"], list(results["rsum"])) == (10, ["GRU", "BERT"])
     assert (tmp_path / "features.svg").read_text().startswith("<?xml")

@@ -24,7 +24,7 @@ FOREIGN = "not a readable training state: names the Python object {}, which is n
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of a trained run, to be damaged."""
+    """A copy of a trained run, to be damaged by a test."""
     return shutil.copytree(trained, tmp_path / "run")
 
 
@@ -101,7 +101,7 @@ def test_weights(run: Path, capsys: pytest.CaptureFixture[str], change: Callable
 
 
 def group(**changes: object) -> Callable[[dict], object]:
-    """Changes the optimiser's settings."""
+    """Return a function that changes the optimiser's settings."""
     return lambda state: state["optimizer"]["param_groups"][0].update(changes)
 
 
@@ -184,7 +184,7 @@ def test_a_damaged_validation_in_the_log(
 
 
 def test_log_lines_that_are_no_validation_are_made_again(run: Path) -> None:
-    """What follows the state in the log is rubbish: the validation is repeated."""
+    """If invalid lines follow the state's position in the log, the validation is repeated."""
     state = torch.load(run / "last" / "checkpoint.pt", weights_only=True)
     log = run / "metrics.jsonl"
     for rubbish in (b"[1]\n", b"[" * 100_000 + b"\n"):
@@ -217,7 +217,7 @@ def test_a_log_shorter_than_the_state_says_is_kept(run: Path) -> None:
 def test_what_every_configuration_saves_is_accepted(
     data: Path, tmp_path: Path, changes: dict[str, object], options: dict[str, object]
 ) -> None:
-    """No weight goes without a gradient, and so none without moments."""
+    """Every weight has a gradient and thus moments."""
     settings = config(data, tmp_path / "run", **changes, model_options={**OPTIONS, **options})
     train(settings)
     trainer = make_trainer(settings)

@@ -69,7 +69,7 @@ def test_shares_and_distances_are_those_of_loops(mining: str) -> None:
 
 
 def test_an_example_by_hand() -> None:
-    # Hardest of the rows 0.5, 0.75, 0.25: 0.25, 0.25 and 0.125 from the positives; of the columns 0.75, 0.25 and 0.5.
+    # Hardest of the rows 0.5, 0.75, 0.25: gaps to the positives 0.25, 0.25 and 0.125. Of the columns: 0.75, 0.25, 0.5.
     scores = torch.tensor([[0.75, 0.25, 0.5], [0.75, 0.5, 0.25], [0.25, 0.0, 0.375]])
     shares = {
         mining: mining_diagnostics(scores, None, mining, 0.125)
@@ -91,7 +91,7 @@ def test_an_example_by_hand() -> None:
 def test_where_there_is_nothing_to_measure_the_number_is_missing() -> None:
     assert mining_diagnostics(torch.ones(1, 1), None, "hardest", 0.01) == {}
     assert mining_diagnostics(torch.ones(3, 3), torch.ones(3, 3, dtype=torch.bool), "selective", 0.01) == {}
-    # A row without a negative, and one whose negatives are infinitely far away, count in neither.
+    # A row without a negative and a row with only infinitely distant negatives count in neither number.
     scores = torch.tensor([[0.5, 0.25], [-math.inf, 0.5]])
     assert mining_diagnostics(scores, torch.tensor([[False, True], [False, False]]), "hardest", 0.01) == {}
     assert mining_diagnostics(scores, None, "hardest", 0.01) == {
@@ -159,7 +159,7 @@ def test_every_model_has_a_first_image_layer() -> None:
 def test_the_log_has_them_at_its_steps(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """Scores of the very step, the gradient before clipping; in between nothing is measured."""
+    """Logged scores and gradients (before clipping) are those of the logged step; other steps measure nothing."""
     trainer = make_trainer(config(data, tmp_path, log_every=2, grad_clip=1e-3, epochs=1, **options))
     seen: list[dict[str, float]] = []
     step = trainer.stepper.__class__.__call__
@@ -227,9 +227,9 @@ def test_the_report_draws_what_the_log_has() -> None:
     gap = curves["Gap to the hardest negative"]
     assert "first 0.125 at step 10; last 0.125 at step 50" in gap
     assert "first 3 at step 10; last 3 at step 50" in curves["Gradient of the first image layer"]
-    # Where the mining chooses nothing, the share says nothing; a log of before has none of the numbers.
+    # If the mining selects nothing, there is no share. Older logs lack all these numbers.
     assert "Anchors that took their hardest negative" not in dict(curves_svg(lines_of("hardest", 10, 20, **numbers)))
     assert list(dict(curves_svg(lines_of("sct", 10)))) == ["Selectively contrastive triplet loss"]
-    # Each drawing has ids of its own: they share one page.
+    # Each drawing has unique ids, because all are on one page.
     ids = [identifier for svg in curves.values() for identifier in re.findall(r' id="([^"]+)"', svg)]
     assert len(ids) == len(set(ids))

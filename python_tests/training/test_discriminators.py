@@ -20,14 +20,14 @@ N, DIM = 9, 37
 
 
 def gradients(step: int, shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Values of very different sizes, some of them zero."""
+    """Return values of very different sizes, some of them zero."""
     random = torch.Generator().manual_seed(1000 * seed + step)
     values = torch.randn(shape, generator=random) * torch.logspace(-6, 3, shape[-1])
     return values.masked_fill(torch.rand(shape, generator=random) < 0.1, 0.0)
 
 
 def batches(steps: int, size: int = 4) -> list[Tensor]:
-    """Images of a batch each, with repeats; the last image is never among them."""
+    """Return the images of several batches, with repeats; the last image is never included."""
     random = np.random.default_rng(5)
     return [torch.from_numpy(random.integers(0, N - 1, size)) for _ in range(steps)]
 
@@ -49,7 +49,7 @@ def everything(store: Discriminators) -> dict[str, Tensor]:
 
 
 def test_every_row_goes_where_adam_takes_it() -> None:
-    """Against one torch Adam a row, which steps when the row is in a batch: bit for bit, of different step counts."""
+    """Each row equals, bit for bit, one torch Adam that steps when the row is in a batch."""
     store = Discriminators(N, DIM)
     weights = [torch.zeros(DIM, requires_grad=True) for _ in range(N)]
     biases = [torch.zeros(1, requires_grad=True) for _ in range(N)]
@@ -78,7 +78,7 @@ def test_every_row_goes_where_adam_takes_it() -> None:
 
 
 def test_a_dense_adam_is_the_same_where_every_row_is_in_every_batch() -> None:
-    """One torch Adam on the whole table at a width in use."""
+    """If every row is in every batch, one torch Adam on a table of usual width gives the same."""
     store, weight = Discriminators(5, 1024), torch.zeros(5, 1024, requires_grad=True)
     adam = torch.optim.Adam([weight], betas=(0.5, 0.999), foreach=False)
     for step in range(20):
@@ -91,7 +91,7 @@ def test_a_dense_adam_is_the_same_where_every_row_is_in_every_batch() -> None:
 
 
 def test_contributions_to_one_image_add_up() -> None:
-    """Five pairs of two images are two gradients, each the sum of what its pairs contribute."""
+    """Five pairs of two images give two gradients, each the sum of the contributions of its pairs."""
     store = Discriminators(N, DIM)
     images = torch.tensor([7, 2, 7, 7, 2])
     rows = store.gather(images)
@@ -108,7 +108,7 @@ def test_bytes(precision: str, size: int) -> None:
 
 
 def test_low_precision_holds_the_training_set_of_coco() -> None:
-    """113,287 images at a width of 1024 within 600 MB."""
+    """113,287 images of width 1024 take less than 600 MB."""
     small = Discriminators(3, 1024, precision="low")
     assert small.nbytes / 3 * 113_287 == 582_295_180 < 600e6
 
@@ -130,7 +130,7 @@ def test_low_precision_moves_like_float32() -> None:
     wanted, found = (store.gather(torch.arange(4)) for store in (exact, low))
     difference = found.weights - wanted.weights
     assert float(difference.norm() / wanted.weights.norm()) < 0.02
-    # The errors have no direction: their mean is that of as many random signs.
+    # The errors are unbiased: their mean is that of equally many random signs.
     assert abs(float(difference.mean())) < 4 * float(difference.std()) / math.sqrt(difference.numel())
     assert torch.equal(found.biases, wanted.biases), "biases are in float32"
 
@@ -149,7 +149,7 @@ def test_low_precision_takes_no_longer_steps_where_gradients_are_small(scale: fl
             store.update(before, changed, changed[:, 0], 1e-3)
             step = store.gather(torch.arange(2)).weights - before.weights
             longest[id(store)] = max(longest[id(store)], float(step[:, 1::2].abs().max()))
-    # A float32 step, and what rounding to a neighbour in bfloat16 adds to a weight below 1/4.
+    # A float32 step, plus the rounding of a weight below 1/4 to a neighbour.
     assert longest[id(low)] < 1.3 * longest[id(exact)] + 2.0**-10
 
 
@@ -158,7 +158,7 @@ def test_low_precision_rounds_to_a_neighbour_and_keeps_the_mean() -> None:
     random = torch.Generator().manual_seed(1)
     weights, ratios = torch.randn(1, 64, generator=random), torch.randn(1, 64, generator=random)
     exp_avg_sq = torch.rand(1, 64, generator=random) * torch.logspace(-12, 0, 64)
-    # As Adam makes them: with its betas a first moment is at most 18.3 times the root of the second.
+    # As Adam computes them: with its betas a first moment is at most 18.3 times the root of the second.
     exp_avg = ratios * exp_avg_sq.sqrt()
     index = torch.tensor([0])
     totals, draws = [torch.zeros(1, 64, dtype=torch.float64) for _ in range(3)], 2000
@@ -174,7 +174,7 @@ def test_low_precision_rounds_to_a_neighbour_and_keeps_the_mean() -> None:
             assert bool(((value - wanted).abs() < wanted.abs() / 128).all())
         assert bool(((kept[1] - exp_avg).abs() <= quantum * 1.001).all())
         assert bool((kept[2] >= 0).all())
-    # A mean of 2000 values that differ by at most one step lies within four standard errors of it.
+    # The mean of 2000 values that differ by at most one step is within four standard errors of the exact value.
     for total, wanted, step in zip(
         totals, (weights, exp_avg, exp_avg_sq), (weights.abs() / 128, quantum, exp_avg_sq / 128), strict=True
     ):
@@ -278,7 +278,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_the_file_of_before(saved: Path) -> None:
-    """One line, for the file and for rows that are mapped from one; nothing half-written stays."""
+    """One error line, for the file and for mapped rows; no partial file remains."""
     store, content = Discriminators(N, DIM), saved.read_bytes()
     train(store, range(8))
     with no_file_above(1000), pytest.raises(OSError, match="cannot be written: File too large") as caught:

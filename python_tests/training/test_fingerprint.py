@@ -14,7 +14,7 @@ from itm_fast.data import digests
 
 
 def features(path: Path, rows: int) -> int:
-    """Writes rows of 1,000 float32 and returns the size of the file."""
+    """Write rows of 1,000 float32 numbers and return the size of the file."""
     np.save(path, np.random.default_rng(0).standard_normal((rows, 10, 100)).astype(np.float32))
     return path.stat().st_size
 
@@ -76,7 +76,7 @@ def test_size_counts_and_times_and_names_do_not(tmp_path: Path) -> None:
 
 
 def test_little_of_a_file_of_33_gigabytes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of COCO's size, whose zeros take no place on the disk."""
+    """The file has COCO's size, but its zeros take no space on the disk."""
     path = tmp_path / "f.npy"
     path.touch()
     os.truncate(path, 33 * 10**9)

@@ -24,7 +24,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_full_disk_loses_only_the_steps_since_the_last_save(data: Path, tmp_path: Path) -> None:
-    """The disk is full after any number of bytes; once there is room the run ends as if nothing had happened."""
+    """The disk becomes full after any number of bytes. Once there is space, the run ends like an uninterrupted one."""
     run(config(data, tmp_path / "whole", save_every=3, log_every=1))
     out = tmp_path / "run"
     settings = config(data, out, epochs=1, save_every=3, log_every=1)
@@ -33,7 +33,7 @@ def test_a_full_disk_loses_only_the_steps_since_the_last_save(data: Path, tmp_pa
     size = len(before["last/checkpoint.pt"])
     assert size > 30_000
     named = set()
-    # Settings that fit leave the log to be the first that does not.
+    # If the settings fit, the log is the first file that does not.
     log = max(len(before[name]) for name in ("metrics.jsonl", "train.yaml"))
     for limit in (0, 100, log, 10_000, size // 2, size - 1):
         with no_file_above(limit), pytest.raises(OSError, match="cannot be written: File too large") as caught:
@@ -53,7 +53,7 @@ def test_a_full_disk_loses_only_the_steps_since_the_last_save(data: Path, tmp_pa
 
 
 def test_a_state_is_whole_or_the_one_before(tmp_path: Path) -> None:
-    """Every length at which torch's own writer may be cut off: in the headers, in the tensors, in the directory."""
+    """torch's writer is cut off at every length: in the headers, in the tensors, in the directory."""
     save_state(tmp_path, {"position": 1})
     size = (tmp_path / "last" / "checkpoint.pt").stat().st_size
     for limit in range(0, size, 53):

@@ -27,7 +27,7 @@ from python_tests.helpers.runs import OPTIONS, config, run, same, weights
 def test_interrupted_and_resumed_equals_uninterrupted(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
 ) -> None:
-    """Four steps an epoch: a stop in the middle of an epoch, at its end and in the next, with dropout and momentum."""
+    """With four steps per epoch: a stop within an epoch, at its end and in the next one, with dropout and momentum."""
     settings = config(
         data, tmp_path / "whole", epochs=3, model_options={**OPTIONS, "word_dropout": 0.3}, warmup_epochs=1, log_every=3
     )
@@ -139,13 +139,13 @@ def test_worker_processes_end_with_a_run_that_fails(
 def test_a_worker_process_that_is_killed_ends_the_run_with_one_line(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As by the kernel, where memory is short; the state of the first epoch is whole."""
+    """The kernel does this if memory is short. The state of the first epoch remains complete."""
     out, after_step = tmp_path / "run", trainer_module.Trainer._after_step
     others = set(multiprocessing.active_children())
 
     def kill(self: Trainer, engine: object) -> None:
         if self.engine.state.iteration == 6:
-            # That of the pass before may be about to end.
+            # A worker of the previous pass may be about to end.
             for worker in set(multiprocessing.active_children()) - others:
                 os.kill(worker.pid, signal.SIGKILL)
             time.sleep(HANGS)

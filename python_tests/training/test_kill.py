@@ -17,7 +17,7 @@ KILLS = 20
 
 
 def test_killed_at_random_moments_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    """SIGKILL twenty times: at calls anywhere, during saves, during validations, and after times that pass outside."""
+    """SIGKILL twenty times: at random calls, during saves, during validations, and after random times."""
     seed = random.SystemRandom().randrange(2**32)
     arguments = ["-m", "python_tests.training.kills", write_concepts(tmp_path / "data"), tmp_path, KILLS, seed]
     done = run_process([sys.executable, *arguments], cwd=ROOT, PYTHONPATH=ROOT, OMP_NUM_THREADS=1)

@@ -36,14 +36,14 @@ def processes() -> Iterator[list[int]]:
 
 
 def hold(folder: Path, *, worker: bool = False) -> tuple[int, int]:
-    """Forks a process that locks `folder` and waits; with `worker` it has forked one that waits, too."""
+    """Fork a process that locks `folder` and waits. With `worker`, it has forked a waiting process too."""
     reader, writer = os.pipe()
     holder = os.fork()
     if holder == 0:
         with lock(folder):
             child = os.fork() if worker else 0
             if not child:
-                # The worker itself: by then it has given back what a fork shares.
+                # The worker has closed what a fork shares by then.
                 os.write(writer, f"{os.getpid()}\n".encode())
             while True:
                 signal.pause()
@@ -95,7 +95,7 @@ def test_a_new_folder_belongs_to_who_comes_first(data: Path, tmp_path: Path) -> 
 def test_a_run_that_another_process_has_finished_meanwhile_is_not_overwritten(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both looked at an empty folder; the one that comes late looks again once it has the lock."""
+    """Both processes saw an empty folder; the second looks again once it has the lock."""
     settings = config(data, tmp_path / "run", epochs=1)
     make_model = run_module.create_model
 
