@@ -1,8 +1,8 @@
-"""Kills trainings at random moments and has them resumed: `python -m python_tests.training.kills DATA OUT KILLS SEED`.
+"""Kill trainings at random moments and resume them: `python -m python_tests.training.kills DATA OUT KILLS SEED`.
 
-A process of its own, in which torch is loaded once: every training is a fork of it that ends by SIGKILL, as by kill -9
-or the kernel's out-of-memory killer, or at the end of the run. `OUT/whole` is trained without a kill; `OUT/0`, `OUT/1`,
-and so on are each killed and resumed until they are finished. Prints how often and where each one was killed, as JSON.
+This process loads torch once. Every training is a fork of it that ends at the end of the run or by SIGKILL, like one
+ended by kill -9 or the kernel's out-of-memory killer. `OUT/whole` is trained without a kill; `OUT/0`, `OUT/1` and so on
+are each killed and resumed until they finish. Prints as JSON how often and where each one was killed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def settings_of(data: Path, out: Path) -> TrainConfig:
 
 
 class Calls:
-    """Counts calls and returns, of C functions too, and kills the process at one of them."""
+    """Count calls and returns, including C functions, and kill the process at one of them."""
 
     def __init__(self, place: str = "anywhere", fatal: int = 0) -> None:
         self.place, self.fatal = place, fatal
@@ -60,13 +60,13 @@ class Calls:
 
 
 def start(settings: TrainConfig, calls: Calls, report: Path | None = None) -> int:
-    """Forks a process that trains, or goes on training where a state is there, as a user would."""
+    """Fork a process that trains, or resumes if there is a state."""
     child = os.fork()
     if child:
         return child
     status = 1
     try:
-        # tqdm's own is one semaphore of all forks: killed while it has that, the child would stop this process, too.
+        # All forks share tqdm's semaphore: a child killed while holding it would stop this process, too.
         tqdm.set_lock(threading.RLock())
         sys.setprofile(calls)
         result = run(settings, resume=(Path(settings.out) / checkpoint.STATE_FILE).exists())

@@ -148,9 +148,9 @@ def test_a_step_of_the_discriminators(data: Path, tmp_path: Path, addr: str, gam
 
 @pytest.mark.parametrize(("aggregation", "delta"), [("sum", 0.0), ("mean", 0.0), ("sum", 0.7)])
 def test_a_step_of_the_model(data: Path, tmp_path: Path, aggregation: str, delta: float) -> None:
-    """Encoders learn from both terms of Eq 11, the similarity from the ranking loss alone; no discriminator changes.
+    """Encoders learn from both terms of Eq 11, the similarity only from the ranking loss; no discriminator changes.
 
-    The regularisation of Eqs 8 and 9, where it is asked for, is one more term of the encoders.
+    The regularization of Eqs 8 and 9, if requested, is a third term of the encoders.
     """
     options = {**RESIDUAL, "word_dropout": 0.0}
     trainer = trainer_of(

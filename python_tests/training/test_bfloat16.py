@@ -69,7 +69,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def stepped(model: MatchingModel, features: Tensor, low: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, the loss of all negatives with every hinge open, and its gradient for all weights as one vector."""
+    """Return scores, the loss of all negatives with active hinges, and its gradient for all weights as one vector."""
     _, token_ids, lengths = batch()
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
         scores = model(features, token_ids, lengths)
@@ -100,11 +100,11 @@ def moved(model: MatchingModel, features: Tensor, seed: int) -> tuple[MatchingMo
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_is_as_near_to_float32_as_rounding_lets_it(name: str) -> None:
-    """The error of scores is at most that of moving weights and features by a digit of bfloat16, of gradients twice.
+    """Moving weights and features by a digit of bfloat16 bounds the error of scores, and half that of gradients.
 
-    Autocast rounds the operands of a product by half a digit; moving weights and features by a whole one, in float64,
-    is twice that, and stands for what is rounded between products. A backward rounds as often again as the forward. The
-    loss is linear in the scores, as every hinge is open, and its error follows from theirs.
+    Autocast rounds the operands of a product by half a digit. Moving weights and features by a whole digit, in float64,
+    is twice that and accounts for rounding between products. A backward rounds as often again as the forward. The loss
+    is linear in the scores, because every hinge is active, so its error follows from theirs.
     """
     model, features = make(name), batch()[0]
     exact = stepped(copy.deepcopy(model).double(), features.double(), low=False)

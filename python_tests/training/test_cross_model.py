@@ -1,4 +1,4 @@
-"""FDF's cross-model realignment: what is frozen and trained, the table of all three models, the figure, bad input."""
+"""FDF's cross-model realignment: frozen and trained parts, the table of all models, the figure, rejected input."""
 
 from __future__ import annotations
 

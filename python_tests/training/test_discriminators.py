@@ -114,10 +114,11 @@ def test_low_precision_holds_the_training_set_of_coco() -> None:
 
 
 def test_low_precision_moves_like_float32() -> None:
-    """Gradients of one size, as unit fragments have: after 200 steps the rows lie within two hundredths of float32's.
+    """With gradients of one size, like those of unit fragments, rows differ by at most 2 % from float32 after 200
+    steps.
 
-    Steps of 2e-4 are a fourth of the distance of two neighbours in bfloat16 at the end, and would be lost if they were
-    rounded to the nearest.
+    Steps of 2e-4 are a fourth of the distance between neighbouring bfloat16 values at the end. Rounding to the nearest
+    would lose them.
     """
     exact, low = Discriminators(4, 512), Discriminators(4, 512, precision="low", seed=3)
     random = torch.Generator().manual_seed(0)
@@ -137,7 +138,7 @@ def test_low_precision_moves_like_float32() -> None:
 
 @pytest.mark.parametrize("scale", [1e-2, 1e-6])
 def test_low_precision_takes_no_longer_steps_where_gradients_are_small(scale: float) -> None:
-    """Every other column's gradients are `scale` of the others': neither Adam's steps nor theirs depend on it."""
+    """Every other column's gradients are scaled; neither Adam's steps nor those in low precision depend on it."""
     exact, low = Discriminators(2, 64), Discriminators(2, 64, precision="low", seed=3)
     random = torch.Generator().manual_seed(0)
     sizes = torch.tensor([1.0, scale]).repeat(32)

@@ -31,20 +31,20 @@ SCENARIOS: dict[str, dict[str, object]] = {
     "oss": {"branches": 3, "boosting": "both"},
     "mss": {"ema_decay": 0.9, "boosting": "relative", "soft": True},
 }
-# Dropout, batch normalisation and changed captions.
+# Dropout, batch normalisation and text augmentation.
 DRAWING = {"model_options": {**OPTIONS, "image_encoder": "residual", "word_dropout": 0.3}, "text_augmentation": 0.2}
 
 
 @pytest.fixture(scope="module")
 def anchor(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained model to be the frozen one."""
+    """A trained model for use as the frozen anchor."""
     out = tmp_path_factory.mktemp("anchor") / "run"
     run(config(data, out, epochs=1, seed=5))
     return out
 
 
 def trainer_of(data: Path, out: Path, dtype: torch.dtype, **changes: object) -> Trainer:
-    """A trainer with all models in `dtype`."""
+    """Return a trainer with all models in `dtype`."""
     trainer = make_trainer(config(data, out, **changes))
     scenario = trainer.stepper.scenario
     for model in (*(branch.model for branch in scenario.branches), scenario.anchor):
@@ -89,7 +89,7 @@ def test_a_scenario_trains_as_with_the_plain_batch(data: Path, tmp_path: Path, a
     ids=["scan", "vsrn", "fdf"],
 )
 def test_both_phases_of_addr(data: Path, tmp_path: Path, more: dict[str, object]) -> None:
-    """Discriminators and model by turns. In float32, sums over the rows of a batch in another order."""
+    """Discriminators and model take turns. In float32, sums over the rows of a batch have another order."""
     changes = {"scenario": "addr", "alternation": "step", "grad_clip": 0.0, **more}
     trainers = [trainer_of(data, tmp_path, torch.float32, micro_batch=size, **changes) for size in (None, 7)]
     for one in trainers:
@@ -132,7 +132,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 
 def test_the_command_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run takes micro-batches, and is resumed with others, whose weights differ by rounding alone."""
+    """A run accepts micro-batches and is resumed with others, whose weights differ only by rounding."""
     command = ["train", "--data", str(data), *SMALL, "--batch-size", "60"]
     for name, first, second in (("same", "16", []), ("other", "16", ["--micro-batch", "7"])):
         assert cli.run([*command, "--out", str(tmp_path / name), "--micro-batch", first]) == 0

@@ -21,7 +21,7 @@ BERT = {
     "text_encoder": "bert", "bert_dim": 12, "bert_layers": 2, "bert_heads": 2, "bert_hidden_dim": 10,
     "bert_max_length": 16, "bert_dropout": 0.0,
 }  # fmt: skip
-# Models whose sets do not depend on each other while they are encoded, and that draw nothing there.
+# Models that encode each set independently and without random numbers.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "scan t2i": ("scan", WORDS),
     "scan i2t": ("scan", {**WORDS, "direction": "i2t", "aggregation": "logsumexp", "no_imgnorm": True}),
@@ -35,7 +35,7 @@ COUNT = 11
 
 
 def make(name: str, seed: int = 0, **changes: Any) -> MatchingModel:
-    """A model in float64 and training mode."""
+    """Return a model in float64 and training mode."""
     kind, options = MODELS.get(name, (name, {}))
     torch.manual_seed(seed)
     return models.create(kind, **{**SIZES, **options, **changes}).double().train()
@@ -54,7 +54,7 @@ def batch(count: int = COUNT, *, ragged: bool = False, seed: int = 0) -> tuple[T
 def gradients(
     model: MatchingModel, sides: tuple[Any, ...], micro_batch: int | None, loss: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Scores, and the gradients of all weights, which all must have one."""
+    """Return scores and the gradients of all weights, none of which may be missing."""
     torch.manual_seed(5)
     model.zero_grad()
     scores = model(*sides, micro_batch)
@@ -89,7 +89,7 @@ def test_in_float32_the_error_is_that_of_the_whole_batch(name: str) -> None:
     single = (sides[0].float(), *sides[1:])
     _, plain = gradients(model.float(), single, None, hardest)
     _, found = gradients(model, single, 4, hardest)
-    # Errors of a tensor are compared, not of its entries: which of these is hit worst is a matter of luck.
+    # Compare errors of whole tensors: which entry has the largest error is random.
     largest = max(max_error(one, wanted) for one, wanted in zip(plain, exact, strict=True))
     for (weight, _), own, one, wanted in zip(model.named_parameters(), found, plain, exact, strict=True):
         assert_close_to_exact(own, one, wanted, floor=largest, name=weight)
@@ -136,7 +136,7 @@ class Calls:
 
 @pytest.mark.parametrize("name", ["scan t2i", "vse_infty", "chan bert"])
 def test_only_sets_with_a_gradient_are_encoded_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four pairs of images 0, 3, 10 and captions 0, 5, 8: full micro-batches of those; the forward takes all."""
+    """Four pairs of images 0, 3, 10 and captions 0, 5, 8: only these are encoded again, in full micro-batches."""
     model, sides = make(name), batch()
     grad = torch.zeros(COUNT, COUNT, dtype=torch.float64)
     for place, value in (((0, 0), 1.0), ((3, 0), -2.0), ((3, 5), 0.5), ((10, 8), 3.0)):
@@ -152,7 +152,7 @@ def test_only_sets_with_a_gradient_are_encoded_again(name: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("easy", [0, 16])
 def test_the_sets_that_hardest_negatives_need(easy: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those whose embeddings have a gradient in the plain batch: fewer once many pairs keep the margin."""
+    """These are the sets whose embeddings have a gradient in the plain batch: fewer once many pairs keep the margin."""
     model, sides = make("vse_infty"), batch(24)
     bonus = torch.diag(torch.arange(24) < easy).double() * 5
 
@@ -177,7 +177,7 @@ def test_the_sets_that_hardest_negatives_need(easy: int, monkeypatch: pytest.Mon
 
 
 def test_a_loss_without_gradient_encodes_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights still get the zeros of a plain batch: an optimiser's moments decay by them."""
+    """Weights still get zero gradients as in a plain batch, because an optimiser's moments decay with them."""
     model, sides = make("scan t2i"), batch()
     calls = Calls(model, sides, monkeypatch)
     _, found = gradients(model, sides, 3, lambda scores: scores.sum() * 0)
@@ -186,7 +186,7 @@ def test_a_loss_without_gradient_encodes_nothing_again(monkeypatch: pytest.Monke
 
 
 def test_without_gradient_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An anchor encodes as many at a time, to the same scores."""
+    """An anchor encodes in the same micro-batches and gives the same scores."""
     model, sides = make("scan t2i").eval(), batch()
     calls = Calls(model, sides, monkeypatch)
     with torch.no_grad():
@@ -197,7 +197,7 @@ def test_without_gradient_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def in_parts(model: MatchingModel, sides: tuple[Any, ...], size: int) -> Tensor:
-    """Plain scores of embeddings that were encoded `size` at a time, images first, with their graph."""
+    """Return scores of embeddings that were encoded `size` at a time, images first, with their graph."""
     features, token_ids, lengths = sides
     images = [model.encode_images(part) for part in features.split(size)]
     captions = [model.encode_captions(*part) for part in zip(token_ids.split(size), lengths.split(size), strict=True)]
@@ -222,7 +222,7 @@ def test_dropout_and_batch_normalisation_see_micro_batches(name: str, changes: d
     """Equal to plain PyTorch on the parts: each part draws its masks and has its statistics, which are tracked once."""
     model, sides = make(name, **changes), batch()
     beside = copy.deepcopy(model)
-    # A fresh graph convolution is the identity until its normalisation has a weight.
+    # A new graph convolution is the identity until its normalisation has a weight.
     for one in (model, beside):
         for module in one.modules():
             if isinstance(module, nn.BatchNorm1d):
@@ -247,7 +247,7 @@ def test_dropout_and_batch_normalisation_see_micro_batches(name: str, changes: d
 
 
 def kept_bytes(model: nn.Module, call: Callable[[], Tensor]) -> int:
-    """Bytes that a forward keeps for its backward, each memory once, without the weights."""
+    """Return the bytes that a forward keeps for its backward, without the weights; shared memory counts once."""
     held: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def kept_bytes(model: nn.Module, call: Callable[[], Tensor]) -> int:
 
 
 def test_a_batch_keeps_its_inputs_and_embeddings_alone() -> None:
-    """What scoring keeps of embeddings, and the inputs; the plain batch keeps all that BERT computed."""
+    """Only the inputs and what scoring keeps of the embeddings remain; the plain batch keeps all of BERT's results."""
     model, sides = make("chan bert"), batch(64)
     with torch.no_grad():
         embeddings = model.encode_images(sides[0]), model.encode_captions(*sides[1:])
@@ -277,7 +277,7 @@ def test_a_batch_keeps_its_inputs_and_embeddings_alone() -> None:
 
 
 def test_autocast_is_what_it_was_and_keeps_no_casts() -> None:
-    """A plain forward in the same region of autocast still differentiates the weights."""
+    """A plain forward in the same autocast region still has gradients for the weights."""
     model = make("scan t2i", image_encoder="mlp").float()
     sides = (batch()[0].float(), *batch()[1:])
     with torch.autocast("cpu", torch.bfloat16):

@@ -23,7 +23,7 @@ from python_tests.helpers.comparison_loops import loop_losses
 from python_tests.helpers.runs import config, make_trainer, run, same, weights
 from python_tests.helpers.triplets import loop_losses as loop_triplets
 
-# Settings of a loss, and what the loops make of them.
+# Settings of a loss, and the loops that compute it.
 LOSSES: tuple[dict[str, Any], ...] = (
     {"mining": "selective", "epsilon": 0.05, "margin": 0.3},
     {"mining": "selective", "epsilon": 0.05, "selective_divisor": "negatives", "halve_loss": True},
@@ -109,7 +109,7 @@ def test_the_command_line_says_it_in_one_line(data: Path, tmp_path: Path, capsys
 
 @pytest.mark.parametrize("options", LOSSES, ids=str)
 def test_every_loss_learns_the_concepts(data: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    """Twelve steps on one batch; the hinges start with a step of all negatives where they need one."""
+    """Twelve steps on one batch; hinge losses start with a step of all negatives if they need one."""
     changes = {name: value for name, value in options.items() if name not in ("epsilon", "margin")}
     trainer = make_trainer(config(data, tmp_path, lr=1e-2, **changes))
     batch = trainer.train_data.batch(torch.arange(0, 40, 5))
@@ -122,7 +122,7 @@ def test_a_warm_up_has_the_triplet_loss_of_all_negatives(data: Path, tmp_path: P
     run(settings)
     lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
     assert [line["mining"] for line in lines] == ["all"] * 4 + ["hardest"] * 4
-    # All negatives of 32 captions cost many margins; two polynomials of an anchor are below 2.
+    # All negatives of 32 captions cost many margins; the two polynomials of an anchor are below 2.
     assert min(line["loss"] for line in lines[:4]) > 2 * 2 * 32 > max(line["loss"] for line in lines[4:])
 
 
@@ -156,7 +156,7 @@ def test_a_run_with_selhn_is_resumed_exactly(data: Path, tmp_path: Path, monkeyp
 def test_a_boosting_loss_weighs_as_much_as_the_branch_s_own(
     data: Path, tmp_path: Path, scenario: str, halve: bool, mean: bool
 ) -> None:
-    """Halved or a mean where that is: with equal scores of both branches each is the margin, for both directions."""
+    """If the branch's loss is halved or a mean, so is the boosting loss: with equal scores, each equals the margin."""
     changes = {"boosting": "relative", "margin": 0.3}
     trainer = make_trainer(config(data, tmp_path, scenario=scenario, halve_loss=halve, mean_loss=mean, **changes))
     for branch in trainer.stepper.scenario.models:

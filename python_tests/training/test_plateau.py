@@ -76,7 +76,7 @@ def make_scores_equal(trainer: Trainer) -> None:
 
 
 def test_a_collapsed_run_says_so_early_and_a_healthy_one_never(data: Path, tmp_path: Path) -> None:
-    """The warning comes after 20 of 32 steps, on the terminal and in the log, once."""
+    """The warning comes once, after 20 of 32 steps, on the terminal and in the log."""
     trainer = make_trainer(config(data, tmp_path, epochs=8, lr=1e-12, log_every=5))
     make_scores_equal(trainer)
     with pytest.warns(PlateauWarning, match="for 20 steps") as caught:

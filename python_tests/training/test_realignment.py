@@ -32,10 +32,10 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "chan": fdf.chan_pair,
     "vse_infty": fdf.vse_pair,
 }
-# Entries of a queued batch in a state, and those of regions that the data do not have.
+# Entries of a queued batch in a state, and entries of regions that the data do not contain.
 OF_A_BATCH, OF_IMAGES = {"image_index", "captions", "caption_offsets"}, {"images", "image_offsets"}
 OF_INPUTS = {"image_index", "token_ids", "lengths"}
-# Captions of some images stand in several batches, and the last batch is smaller.
+# Captions of some images are in several batches, and the last batch is smaller.
 BATCHES = [[0, 7, 20, 31], [3, 40, 57, 90], [1, 21, 60, 75], [2, 44, 100]]
 
 
@@ -44,7 +44,7 @@ def sets_of(fragments: Fragments) -> Sequence[Tensor]:
 
 
 def others_of(model: FDF, queued: QueuedBatch | QueuedInputs) -> tuple[Fragments, Fragments]:
-    """Base features of another batch: those of its own step, or by the extractors of `model`, without gradient."""
+    """Return base features of another batch without gradient: of its own step, or by the extractors of `model`."""
     if isinstance(queued, QueuedBatch):
         return queued.images, queued.captions
     with torch.no_grad():
@@ -54,7 +54,7 @@ def others_of(model: FDF, queued: QueuedBatch | QueuedInputs) -> tuple[Fragments
 def by_hand(
     model: FDF, trainer: Trainer, captions: list[int], queue: list[QueuedBatch | QueuedInputs], every: bool
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Eq 6 and its last term, by a model in float64, and the gradients of its weights."""
+    """Compute Eq 6 and its last term by a model in float64, and the gradients of its weights."""
     settings, batch = trainer.config, trainer.train_data.batch(captions)
     sides = (
         (model.images, sets_of(model.base_images(batch.features.double()))),
@@ -91,9 +91,9 @@ def by_hand(
 def test_a_step_minimises_the_loss_of_the_paper(
     data: Path, tmp_path: Path, host: str, options: dict, mining: str, others: str
 ) -> None:
-    """Values, and the gradient of each weight, while the queue fills and when it is full; the step, too, in float64.
+    """Values and the gradient of each weight agree in float64, while the queue fills and when it is full.
 
-    In float32 the norms over words in SCAN's attention magnify a rounding so much that some gradients differ visibly.
+    In float32, the norms over words in SCAN's attention magnify rounding so much that some gradients differ visibly.
     The pairs of the helper leave out CHAN's division by norms, which differ from one by 1e-8.
     """
     trainer = make_trainer(
@@ -106,7 +106,7 @@ def test_a_step_minimises_the_loss_of_the_paper(
         assert len(queue) == min(step, 2)
         batch = trainer.train_data.batch(captions)
         output = trainer.stepper(attrs.evolve(batch, features=batch.features.double()), mining, step)
-        # Other batches meet the running statistics after those of the step's own.
+        # Other batches use the running statistics after those of the current step.
         exact.load_state_dict({**exact.state_dict(), **dict(trainer.model.named_buffers())})
         total, online, expected = by_hand(exact, trainer, captions, queue, every=mining == "all")
         assert output["loss"] == pytest.approx(total.item(), rel=1e-7)
@@ -122,11 +122,11 @@ def test_a_step_minimises_the_loss_of_the_paper(
 
 
 def test_gradients_in_bfloat16_are_as_near_to_float64_as_rounding_lets_them(data: Path, tmp_path: Path) -> None:
-    """Of each of three conversions and of what they share, beside a full queue; all negatives, every hinge open.
+    """Gradients of three conversions and of their shared weights, with a full queue, all negatives and active hinges.
 
     Autocast rounds the operands of a product by half a digit of bfloat16. Moving weights, regions and the queue by a
-    whole one, in float64, is twice that, and stands for what is rounded between products; a backward rounds as often
-    again as the forward. So the error is at most twice that of such a move, of which several are drawn.
+    whole digit, in float64, is twice that and accounts for rounding between products. A backward rounds as often again
+    as the forward. So the error is at most twice that of such a move, of which several are drawn.
     """
     options = {**OPTIONS, "word_dropout": 0.0}
     low, plain, double = (
@@ -145,7 +145,7 @@ def test_gradients_in_bfloat16_are_as_near_to_float64_as_rounding_lets_them(data
     assert 0 < len(grouped) < len(names)
 
     def gradients(trainer: Trainer, changed: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Of one more batch: each conversion's and the shared ones, as vectors in float64."""
+        """Return the gradients of one more batch: each conversion's and the shared ones, as float64 vectors."""
         trainer.model.load_state_dict({name: changed(value) for name, value in weights.items()})
         trainer.stepper.scenario.queue.clear()
         for kept in queue:
@@ -172,7 +172,7 @@ def test_gradients_in_bfloat16_are_as_near_to_float64_as_rounding_lets_them(data
 
 
 def test_without_realignment_the_fused_feature_learns_alone(data: Path, tmp_path: Path) -> None:
-    """Table 3, "+ FC": the plain mean of the conversions and its own loss."""
+    """Table 3, "+ FC": the plain mean of the conversions, with only its own loss."""
     settings = {"conversions": 2, "realignment": False, "reweighting": False}
     trainer = make_trainer(config(data, tmp_path, model_options=OPTIONS, **settings))
     exact = copy.deepcopy(trainer.model).double()
@@ -185,7 +185,7 @@ def test_without_realignment_the_fused_feature_learns_alone(data: Path, tmp_path
 
 @pytest.mark.parametrize("mining", ["hardest", "all"])
 def test_the_loss_with_another_batch_equals_its_loops(mining: str) -> None:
-    """In float64, values and gradients, of batches of different sizes; a pair without a negative has no loss."""
+    """Values and gradients in float64, for batches of different sizes; a pair without a negative has no loss."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((3,), (3, 5), (5, 3))
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -213,7 +213,7 @@ def test_the_loss_with_another_batch_equals_its_loops(mining: str) -> None:
     ],
 )
 def test_the_loss_with_another_batch_takes_every_mining(mining: str, options: dict) -> None:
-    """As the triplet loss of each direction by loops; SelHN's threshold lies between the anchors."""
+    """Each direction equals the triplet loss by loops; SelHN's threshold separates the anchors."""
     generator = torch.Generator().manual_seed(1)
     shapes = ((6,), (6, 5), (5, 6))
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -289,7 +289,7 @@ def settings_of(data: Path, out: Path, **changes: object):
 def test_a_resumed_run_equals_an_uninterrupted_one(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict
 ) -> None:
-    """Queue included: regions that stand in the data are read again, those that augmentation left are kept."""
+    """The queue is restored: unchanged regions are read from the data, augmented ones from the state."""
     settings = settings_of(data, tmp_path / "whole", **changes)
     run(settings)
     parts = attrs.evolve(settings, out=str(tmp_path / "parts"))
@@ -308,7 +308,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 
 def test_images_of_fewer_regions_are_read_again_from_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their regions are no part of a state, and a resumed run equals an uninterrupted one."""
+    """The state does not contain their regions, and a resumed run equals an uninterrupted one."""
     data = write_concepts(tmp_path / "data")
     (data / "train_regions.txt").write_text("".join(f"{1 + image % 4}\n" for image in range(24)))
     run(settings_of(data, tmp_path / "whole"))
@@ -332,12 +332,12 @@ def test_images_of_fewer_regions_are_read_again_from_the_data(tmp_path: Path, mo
 def test_a_run_resumed_after_validation_equals_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict
 ) -> None:
-    """Weights of generalized pooling that validation left are those that a resumed run computes for itself."""
+    """A resumed run recomputes the weights of generalized pooling that the validation had cached."""
     data = write_concepts(tmp_path / "data", width=16)
     for split in ("train", "dev"):
         path = data / f"{split}_caps.txt"
         lines = path.read_text().splitlines()
-        # Three sorts of lengths: rows of weights round differently beside others.
+        # Three groups of lengths, because the batch affects the rounding of the weights.
         repeated = [
             " ".join(line.split() * (1 + number % 7))[: 8 + 11 * (number % 9)] for number, line in enumerate(lines)
         ]
@@ -355,7 +355,7 @@ def test_a_run_resumed_after_validation_equals_an_uninterrupted_one(
 
 @pytest.fixture(scope="module")
 def realigned(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three conversions of SCAN, trained for an epoch by the command line."""
+    """Three conversions of SCAN, trained for one epoch by the command line."""
     out = tmp_path_factory.mktemp("realigned") / "run"
     command = ["train", "--data", str(data), "--out", str(out), *SMALL, "--conversions", "3"]
     assert cli.run(command) == 0
@@ -363,7 +363,7 @@ def realigned(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_is_evaluated_and_looked_into_like_any_other(data: Path, realigned: Path, tmp_path: Path) -> None:
-    """By its fused features: what was saved scores as the float64 evaluation of the equations."""
+    """The saved model scores by its fused features, as the float64 evaluation of the equations does."""
     model = models.load(realigned)
     assert isinstance(model, FDF)
     assert (model.config.host, model.config.conversions) == ("scan", 3)

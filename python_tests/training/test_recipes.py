@@ -14,7 +14,7 @@ from itm_fast.training.schedule import learning_rate
 from python_tests.helpers.concepts import write_concepts
 
 SMALL = ["--model-option", "embed_dim=16", "--model-option", "word_dim=12", "--batch-size", "60", "--epochs", "1"]
-# What the papers' code has by default, in the names of this package.
+# The defaults of the papers' code, in the names of this package.
 EVERYWHERE = {
     "batch_size": 128, "drop_last": False, "optimizer": "adam", "lr_schedule": "step", "lr_decay_unit": "epoch",
     "lr_decay_factor": 0.1, "grad_clip": 2.0, "margin": 0.2, "mining": "hardest", "exclude_same_image": False,
@@ -53,7 +53,7 @@ VSRN = {
     "coco": {**SIZES, "embed_dim": 2048, "graph_layers": 4, "image_encoder": "linear", "normalize_regions": True,
              "image_batch_norm": False},
 }  # fmt: skip
-# Rate by 0.2 each 8000 steps down to 1e-5, Adam with beta1 0.5; the epochs are not stated.
+# The rate falls by 0.2 every 8000 steps to 1e-5, with Adam's beta1 0.5; the paper does not state the epochs.
 ADDR = {
     "beta1": 0.5, "beta2": 0.999, "lr_decay_every": 8000, "lr_decay_unit": "step", "lr_decay_factor": 0.2,
     "lr_floor": 1e-5, "scenario": "addr", "addr": "full", "adversarial_weight": 0.1, "domain_margin": 0.05,
@@ -184,7 +184,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained_with(data: Path, out: Path, *arguments: object) -> dict[str, object]:
-    """The settings that a trained run records."""
+    """Return the settings that a training run records."""
     assert cli.run(["train", "--data", str(data), "--out", str(out), *map(str, arguments)]) == 0
     return read_yaml(out / "train.yaml")
 

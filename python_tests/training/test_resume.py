@@ -117,7 +117,7 @@ def test_a_validation_that_fails_loses_no_step(
 def test_a_validation_that_the_log_has_is_not_repeated(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
-    """The state is saved once, before the validation; a line that was cut off does not count."""
+    """The state is saved once, before the validation; an incomplete line does not count."""
     settings = config(data, tmp_path / "whole")
     saved: list[int] = []
     save = trainer_module.checkpoint.save_state
@@ -193,7 +193,7 @@ def test_a_run_that_ends_where_it_was_stopped_is_validated(
 @pytest.mark.parametrize("epochs", [2, 4])
 @pytest.mark.parametrize("damaged", ["", "not a readable"])
 def test_a_lost_best_model_is_replaced(data: Path, tmp_path: Path, scenario: str, epochs: int, damaged: str) -> None:
-    """With the state's own weights where the run has ended, else with the best of the steps to come."""
+    """If the run has ended, the state's weights replace it, else the best model of the following steps."""
     settings = config(data, tmp_path / "run", scenario=scenario)
     run(settings)
     name = "branches/1/model.safetensors" if scenario == "mss" else "model.safetensors"

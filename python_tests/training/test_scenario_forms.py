@@ -1,4 +1,4 @@
-"""Training scenarios in all their forms: every model as a branch, bfloat16, mutual learning, DBL's public code."""
+"""All forms of the training scenarios: every model as a branch, bfloat16, mutual learning, DBL's public code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from python_tests.helpers.runs import OPTIONS, config, make_trainer, same
 from python_tests.helpers.triplets import loop_losses as loop_triplets
 
 CAPTIONS = [0, 1, 7, 20, 31, 44, 57, 90]
-# Every model, with dropout where it has some; RCAR's regulators in one, and FDF's conversions, which learn alone here.
+# Every model, with dropout if it has any; one has RCAR's regulators, one FDF's conversions without realignment.
 REGULATED = {"regulator": "rcar", "alignment_dim": 8, "image_encoder": "residual"}
 MODELS: dict[str, dict[str, Any]] = {
     **{name: {"model": name} for name in models.names() if name != "fdf"},
@@ -30,7 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def trainer_of(data: Path, folder: Path, scenario: str, **changes: Any) -> Trainer:
-    """A trainer of small models; the frozen one of oas is another, untrained."""
+    """Return a trainer of small models; the frozen model of oas is a different, untrained one."""
     settings = {"scenario": scenario, **changes}
     if scenario == "oas":
         of_model = ("model", "model_options", "conversions", "realignment")
@@ -43,7 +43,7 @@ def trainer_of(data: Path, folder: Path, scenario: str, **changes: Any) -> Train
 
 
 def scores_in_turn(trainer: Trainer, captions: list[int] = CAPTIONS) -> tuple[Tensor | None, list[Tensor]]:
-    """Scores of the batch by copies of the anchor and of the branches, as the next step finds them."""
+    """Return the scores of the batch by copies of the anchor and of the branches, as the next step finds them."""
     batch, scenario = trainer.train_data.batch(captions), trainer.stepper.scenario
     torch.manual_seed(3)
 
@@ -66,7 +66,7 @@ def positives(trainer: Trainer) -> Tensor:
 
 
 def boosted(settings: TrainConfig, scores: Tensor, anchors: list[Tensor], mask: Tensor) -> tuple[float, float]:
-    """The target's own loss, and the mean of its boosting losses, in float64 by loops."""
+    """Compute the target's own loss and the mean of its boosting losses by loops in float64."""
     own = loop_triplets(scores, margin=settings.margin, mining="hardest", positives=mask)[0].sum()
     margin = settings.margin if settings.boosting_margin is None else settings.boosting_margin
     losses = [
@@ -79,7 +79,7 @@ def boosted(settings: TrainConfig, scores: Tensor, anchors: list[Tensor], mask: 
 @pytest.mark.parametrize("scenario", ["oas", "oss", "mss"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_can_be_a_branch(data: Path, tmp_path: Path, model: str, scenario: str) -> None:
-    """The target's loss is that of the formula, and anchors learn by their scenario alone."""
+    """The target's loss equals the formula, and anchors learn only as their scenario says."""
     trainer = trainer_of(data, tmp_path, scenario, **MODELS[model])
     assert trainer.model.name == MODELS[model]["model"] or model == trainer.model.name == "fdf"
     whole = trainer.stepper.scenario
@@ -123,7 +123,7 @@ def test_a_step_in_bfloat16(data: Path, tmp_path: Path, scenario: str) -> None:
 def test_without_negatives_gradients_are_finite(
     data: Path, tmp_path: Path, scenario: str, captions: list[int], boosting: str
 ) -> None:
-    """A caption alone, and captions of one image: what costs something is a positive, by an anchor's scores."""
+    """For a single caption, and for captions of one image, only positives contribute, by the anchor's scores."""
     trainer = trainer_of(data, tmp_path, scenario, boosting=boosting)
     anchor, branches = scores_in_turn(trainer, captions)
     other, own = (branches[0] if anchor is None else anchor).double().diagonal(), branches[-1].double().diagonal()
@@ -140,7 +140,7 @@ def test_without_negatives_gradients_are_finite(
 
 
 def test_branches_of_deep_mutual_learning_learn_from_all_others(data: Path, tmp_path: Path) -> None:
-    """As published; DBL's public code goes one way, and the first of its branches trains as it would alone."""
+    """As published. In DBL's public code the first branch trains as it would alone."""
     for form, one_way in (("paper", False), ("code", True)):
         trainer = trainer_of(
             data, tmp_path / form, "oss", branches=3, boosting="dml", boosting_form=form, boosting_weight=0.5
@@ -168,7 +168,7 @@ def test_branches_of_deep_mutual_learning_learn_from_all_others(data: Path, tmp_
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_what_a_mutual_branch_minimises(data: Path, tmp_path: Path, index: int) -> None:
-    """Of two branches each has the same loss beside the other one's scores, which give no gradient."""
+    """Both branches have the same loss with the other one's scores, which receive no gradient."""
     trainer = trainer_of(data, tmp_path, "oss", boosting="dml")
     branch = trainer.stepper.scenario.branches[index]
     _, scores = scores_in_turn(trainer)
@@ -200,13 +200,13 @@ def test_losses_beside_an_anchor_as_the_public_code_has_them(
     anchor, (scores,) = scores_in_turn(trainer)
     mask = positives(trainer).numpy()
     each = loop_losses(name, scores.double().numpy(), anchor.double().numpy(), mask=mask, **options)
-    # Of RKD the mean over the rows alone is that over all pairs.
+    # RKD's mean over the rows equals its mean over all pairs.
     expected = float((each[0] if boosting == "rkd" else each).sum()) / len(CAPTIONS)
     assert step(trainer)["boosting_loss"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_boosting_can_have_a_margin_of_its_own(data: Path, tmp_path: Path) -> None:
-    """DBL's public code has a factor for it; a branch's own loss keeps --margin, or has none."""
+    """DBL's public code has a factor for it; a branch's own loss keeps --margin, or has no margin."""
     trainer = trainer_of(data, tmp_path, "mss", boosting_margin=0.4)
     anchor, (scores,) = scores_in_turn(trainer)
     own, boosting = boosted(trainer.config, scores, [anchor], positives(trainer))

@@ -21,7 +21,7 @@ from python_tests.helpers.commands import SMALL, error
 from python_tests.helpers.runs import OPTIONS, config, differences, run, same, stop_at, what_a_run_leaves
 from python_tests.training.kills import Calls, start, was_killed
 
-# Batch normalisation, dropout and changed captions: buffers and random states.
+# Batch normalisation, dropout and text augmentation: buffers and random states.
 DRAWING = {"model_options": {**OPTIONS, "image_encoder": "residual", "word_dropout": 0.3}, "text_augmentation": 0.2}
 SCENARIOS: dict[str, dict[str, object]] = {
     "oas": {},
@@ -49,7 +49,7 @@ def settings_of(data: Path, out: Path, scenario: str, anchor: Path, **changes: o
 def test_a_resumed_run_equals_an_uninterrupted_one(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anchor: Path, scenario: str, precision: str
 ) -> None:
-    """State, log and saved models, bit for bit; a frozen anchor is needed at the start alone."""
+    """State, log and saved models are equal bit for bit; only the start of a run needs the frozen anchor."""
     own = shutil.copytree(anchor, tmp_path / "anchor")
     settings = settings_of(data, tmp_path / "whole", scenario, own, precision=precision)
     run(settings)
@@ -70,14 +70,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 
 def test_a_run_that_is_killed_ends_like_one_that_is_left_alone(data: Path, tmp_path: Path, anchor: Path) -> None:
-    """SIGKILL in the second save, and late in each of two validations, where all branches are written."""
+    """SIGKILL in the second save, and late in each of two validations, which write all branches."""
 
     def settings(out: str) -> TrainConfig:
         return settings_of(data, tmp_path / out, "oss", anchor, branches=2, save_every=3)
 
     assert not was_killed(start(settings("whole"), Calls(), tmp_path / "calls.json"))
     calls = json.loads((tmp_path / "calls.json").read_text())
-    # Of four saves and two validations in all; a validation that was cut off is repeated.
+    # There are four saves and two validations; an interrupted validation is repeated.
     for place, share in (("save", 0.4), ("validation", 0.45), ("validation", 0.95)):
         assert was_killed(start(settings("parts"), Calls(place, round(share * calls[place]))))
     assert not was_killed(start(settings("parts"), Calls()))
@@ -86,7 +86,7 @@ def test_a_run_that_is_killed_ends_like_one_that_is_left_alone(data: Path, tmp_p
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_what_a_run_leaves(data: Path, tmp_path: Path, anchor: Path, scenario: str) -> None:
-    """The target alone is validated and is the model of the run; others of the same moment lie in `branches`."""
+    """Only the target is validated and saved as the model of the run; the other branches are in `branches`."""
     out = tmp_path / "run"
     result = run(settings_of(data, out, scenario, anchor))
     expected = {"oas": [], "oss": ["1", "2"], "mss": ["1"]}[scenario]
@@ -116,14 +116,14 @@ def test_what_a_run_leaves(data: Path, tmp_path: Path, anchor: Path, scenario: s
 
 
 def test_the_best_step_is_that_of_all_branches(data: Path, tmp_path: Path, anchor: Path) -> None:
-    """What lies in `branches` is of the step at which the target was best, not of the last one."""
+    """The models in `branches` belong to the target's best step, not to the last one."""
     out = tmp_path / "run"
     settings = settings_of(data, out, "oss", anchor, branches=2, epochs=1)
     run(settings)
     first = models.load(out / "branches" / "1").state_dict()
     state = load_state(out)
     assert same(first, state["scenario"]["branches"][0]["model"])
-    # A second epoch that cannot be better leaves the models of the first one.
+    # A second epoch that cannot be better keeps the models of the first one.
     state["best"]["rsum"] = 601.0
     save_state(out, state)
     line = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])

@@ -18,7 +18,7 @@ from python_tests.helpers.runs import OPTIONS, config, make_trainer, run, same
 from python_tests.helpers.triplets import loop_losses
 
 CAPTIONS = [0, 1, 7, 20, 31, 44, 57, 90]
-# Batch normalisation has buffers, floating point ones and a count.
+# Batch normalisation has floating point buffers and an integer count.
 RESIDUAL = {**OPTIONS, "image_encoder": "residual"}
 
 
@@ -40,14 +40,14 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def scores_of(trainer: Trainer, model: nn.Module, *, training: bool) -> Tensor:
-    """Scores of the batch by a copy of a model, which itself does not change."""
+    """Return the scores of the batch by a copy of a model, which itself does not change."""
     batch = trainer.train_data.batch(CAPTIONS)
     with torch.no_grad():
         return copy.deepcopy(model).train(training)(batch.features, batch.token_ids, batch.lengths)
 
 
 def by_hand(settings: TrainConfig, images: Tensor, scores: Tensor, anchors: list[Tensor], mining: str) -> Tensor:
-    """The loss of a branch in float64: loops over the equations, and the mean over its anchors."""
+    """Compute the loss of a branch in float64 by loops over the equations, with the mean over its anchors."""
     positives = images[:, None] == images if settings.exclude_same_image else None
     own = loop_losses(scores, margin=settings.margin, mining=mining, positives=positives)[0].sum()
     if not anchors:
@@ -63,7 +63,7 @@ def by_hand(settings: TrainConfig, images: Tensor, scores: Tensor, anchors: list
 
 
 def gradient_norm(trainer: Trainer, anchor_scores: Tensor, mining: str) -> float:
-    """The norm of the gradient of both losses for the weights of a copy of the target."""
+    """Return the norm of the gradient of both losses with respect to the weights of a copy of the target."""
     settings, batch = trainer.config, trainer.train_data.batch(CAPTIONS)
     positives = batch.image_index[:, None] == batch.image_index if settings.exclude_same_image else None
     model = copy.deepcopy(trainer.model).train()
@@ -93,7 +93,7 @@ def test_the_target_minimises_its_own_loss_and_the_boosting_loss(
     trainer = trainer_of(data, tmp_path, scenario, anchor, **changes)
     scenario_of = trainer.stepper.scenario
     with torch.no_grad():
-        # An anchor apart from the target, as later in a training.
+        # An anchor that differs from the target, as later in a training.
         for parameter in scenario_of.anchor.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     batch = trainer.train_data.batch(CAPTIONS)
@@ -124,7 +124,7 @@ def test_the_target_minimises_its_own_loss_and_the_boosting_loss(
 def test_what_boosting_is_compared_with(
     data: Path, tmp_path: Path, anchor: Path, boosting: str, loss: nn.Module
 ) -> None:
-    """The losses that imitate an anchor stand in the place of the boosting loss, captions of one image left out."""
+    """Losses that imitate an anchor replace the boosting loss; captions of the same image are no negatives."""
     trainer = trainer_of(data, tmp_path, "oas", anchor, boosting=boosting, anchor_start=False)
     batch = trainer.train_data.batch(CAPTIONS)
     scores = scores_of(trainer, trainer.model, training=True)
@@ -165,7 +165,7 @@ def test_branches_minimise_their_loss_beside_each_branch_before_them(data: Path,
             assert output["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
         changed = dict(branch.model.named_parameters())
         for name, parameter in alone.named_parameters():
-            # Adam's first step divides a gradient by its own size; where it is about 1e-8 rounding decides.
+            # Adam's first step divides a gradient by its size; at about 1e-8, rounding decides.
             clear = parameter.grad.abs() > 1e-6
             moved = starts[k][name] - trainer.config.lr * parameter.grad / (parameter.grad.abs() + 1e-8)
             torch.testing.assert_close(changed[name].detach()[clear], moved[clear], rtol=1e-3, atol=1e-6, msg=name)
@@ -173,7 +173,7 @@ def test_branches_minimise_their_loss_beside_each_branch_before_them(data: Path,
 
 @pytest.mark.parametrize("scenario", ["oas", "mss"])
 def test_an_anchor_receives_no_gradient(data: Path, tmp_path: Path, anchor: Path, scenario: str) -> None:
-    """Nothing of its forward is kept, it has no place in the optimiser, and training never changes its mode."""
+    """The anchor's forward keeps nothing, the optimiser does not contain it, and its mode never changes."""
     trainer = trainer_of(data, tmp_path, scenario, anchor)
     frozen = trainer.stepper.scenario.anchor
     grad_modes = []
@@ -208,7 +208,7 @@ def test_an_earlier_branch_receives_no_gradient_from_a_later_one(data: Path, tmp
 
 
 def test_the_average_follows_its_schedule(data: Path, tmp_path: Path) -> None:
-    """In float64 from the weights after each step: parameters and buffers, by the momentum of that step."""
+    """Parameters and buffers follow in float64 from the weights after each step and its momentum."""
     trainer = trainer_of(data, tmp_path, "mss", ema_decay=0.6)
     average = trainer.stepper.scenario.anchor
     assert same(state_of(average), state_of(trainer.model))

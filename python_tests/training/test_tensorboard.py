@@ -22,13 +22,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def curves(reader: EventAccumulator) -> dict[str, list[tuple[int, float]]]:
-    """Step and value of every scalar, by curve, as TensorBoard would show them."""
+    """Return step and value of every scalar by curve, as TensorBoard would show them."""
     reader.Reload()
     return {name: [(event.step, event.value) for event in reader.Scalars(name)] for name in reader.Tags()["scalars"]}
 
 
 def expected(out: Path) -> dict[str, list[tuple[int, object]]]:
-    """The same values from the log, in TensorBoard's float32."""
+    """Return the same values from the log, in TensorBoard's float32."""
     result: dict[str, list[tuple[int, object]]] = {}
     for line in read_metrics(out / "metrics.jsonl"):
         for name in line.keys() - {"kind", "step", "epoch", "seconds", "mining", "split"}:

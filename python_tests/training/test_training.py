@@ -24,7 +24,7 @@ def test_log_truncates_to_a_size(tmp_path: Path) -> None:
     assert read_metrics(log.path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
     log.truncate(size)
     assert read_metrics(log.path) == [{"step": 1, "loss": 0.5}]
-    # Of a copy that was broken off half a line is left; the next line must not be glued to it.
+    # Half a line of a broken copy remains; the next line must not be appended to it.
     log.path.write_bytes(log.path.read_bytes() + b'{"step": 2, "lo')
     log.truncate(10**15)
     log.write(step=3, loss=0.125)
@@ -68,7 +68,7 @@ def test_training_learns_and_leaves_the_run_folder(data: Path, tmp_path: Path) -
     assert [line["step"] for line in train_lines] == list(range(2, 49, 2))
     assert [line["epoch"] for line in validations] == list(range(1, 13))
     assert set(F_itm.recall_summary(torch.tensor([0]), torch.tensor([0]))) < set(validations[0])
-    # Starting weights that differ in their last digit give 0.50 to 0.61, and recalls of 422 to 582.
+    # Initial weights that differ in their last digit give 0.50 to 0.61, and recalls of 422 to 582.
     assert train_lines[-1]["loss"] < 0.7 * train_lines[0]["loss"]
     # Ten images and fifty captions: guessing gives about 10, 50 and 100 percent from images, 10, 50 and 100 from text.
     assert result.best["rsum"] == max(line["rsum"] for line in validations) > 380
@@ -83,7 +83,7 @@ def test_training_learns_and_leaves_the_run_folder(data: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("excluded", [True, False])
 def test_one_step_is_what_the_equations_say(data: Path, tmp_path: Path, excluded: bool) -> None:
-    """Loss with or without the captions of the same image as negatives, its gradient clipped, and one Adam step."""
+    """Loss with or without captions of the same image as negatives, clipped gradient, and one Adam step."""
     settings = config(data, tmp_path, grad_clip=0.05, weight_decay=0.1, optimizer="adamw", exclude_same_image=excluded)
     trainer = make_trainer(settings)
     batch = trainer.train_data.batch([0, 1, 2, 20, 31, 44, 57])
@@ -105,7 +105,7 @@ def test_one_step_is_what_the_equations_say(data: Path, tmp_path: Path, excluded
     for (name, parameter), gradient in zip(trainer.model.named_parameters(), gradients, strict=True):
         clipped = gradient * 0.05 / norm
         expected = before[name] * (1 - settings.lr * 0.1) - settings.lr * clipped / (clipped.abs() + 1e-8)
-        # Adam's first step divides by its own size: where the gradient is about 1e-8 rounding decides.
+        # Adam's first step divides by the gradient's size: at about 1e-8, rounding decides.
         clear = clipped.abs() > 1e-6
         torch.testing.assert_close(parameter.detach()[clear], expected[clear], rtol=1e-3, atol=1e-7, msg=name)
 

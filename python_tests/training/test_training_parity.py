@@ -1,11 +1,11 @@
-"""Training leads where plain PyTorch does: step by step, and as a whole where training does not magnify rounding.
+"""Training equals plain PyTorch step by step, and as a whole if training does not magnify rounding.
 
 SCAN's published normalisation divides the raw scores of a region by their norm over the words of a caption. Untrained
-words are nearly parallel, and a region at right angles to them has a norm of a few thousandths; the curvature of the
-quotient there, one over the norm squared, magnifies a difference of weights by up to fifty times a step. Plain
-PyTorch beside itself, its weights changed by 1e-15, parts in the same steps and as far as from the kernels: by 4 % of
-the loss within a hundred steps where it goes worst. So the published setting is compared at equal weights, and whole
-runs with the normalisation "softmax", which has no such quotient.
+words are nearly parallel, and a region orthogonal to them has a norm of a few thousandths. The curvature of the
+quotient, one over the squared norm, then magnifies a difference of weights by up to fifty times per step. Two runs of
+plain PyTorch whose weights differ by 1e-15 diverge in the same steps and as far as from the kernels, by up to 4 % of
+the loss within a hundred steps. So the published setting is compared at equal weights, and whole runs use the
+normalisation "softmax", which has no such quotient.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS = 100
 
 @contextmanager
 def plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """The reference in the place of the kernels inside; counts its calls."""
+    """Use the reference instead of the kernels inside this block; count its calls."""
     calls: Counter[str] = Counter()
 
     def counting(operator: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -49,7 +49,7 @@ def plain_pytorch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 def trainer_in(dtype: torch.dtype, data: Path, out: Path, **changes: object) -> tuple[Trainer, Iterator[Batch]]:
-    """A trainer whose weights are `dtype`, and the batches of its first steps."""
+    """Return a trainer whose weights are `dtype`, and the batches of its first steps."""
     trainer = make_trainer(config(data, out, **changes))
     trainer.model.to(dtype)
     batches = (attrs.evolve(batch, features=batch.features.to(dtype)) for batch in trainer._batches(0))
@@ -57,7 +57,7 @@ def trainer_in(dtype: torch.dtype, data: Path, out: Path, **changes: object) -> 
 
 
 def gradient(trainer: Trainer) -> torch.Tensor:
-    """What the last step left, of all weights in one vector."""
+    """Return the gradient of the last step, all weights in one vector."""
     return torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
 
 
@@ -65,15 +65,15 @@ def gradient(trainer: Trainer) -> torch.Tensor:
 def test_every_step_has_the_loss_and_gradient_of_plain_pytorch(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """The published setting in float64: at all weights that a run on the kernels comes to, both give the same.
+    """Published setting in float64: at all weights of a run on the kernels, both give the same loss and gradient.
 
-    How far rounding may move the gradient depends on the weights, and is measured: plain PyTorch with each weight
-    moved by its last digit. A sum of d products is, in whatever order, that of factors moved by d last digits at most;
-    so d times as much is allowed.
+    How far rounding may move the gradient depends on the weights, and is measured: plain PyTorch with each weight moved
+    by its last digit. A sum of d products, in any order, equals that of factors moved by at most d last digits, so d
+    times as much is allowed.
     """
     dtype, width = torch.float64, OPTIONS["embed_dim"]
     eps = torch.finfo(dtype).eps
-    # Without clipping the gradient that a step leaves is that of the loss.
+    # Without clipping, the remaining gradient of a step is that of the loss.
     native, batches = trainer_in(dtype, data, tmp_path / "native", seed=seed, grad_clip=0.0)
     plain, _ = trainer_in(dtype, data, tmp_path / "plain", seed=seed, grad_clip=0.0)
     generator = torch.Generator().manual_seed(seed)
@@ -109,9 +109,9 @@ def test_every_step_has_the_loss_and_gradient_of_plain_pytorch(
 def test_a_run_goes_the_same_way_as_on_plain_pytorch(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, seed: int
 ) -> None:
-    """A hundred steps of each, clipped, with the normalisation "softmax": losses, norms, scores and recalls agree.
+    """A hundred steps of each with clipping and the normalisation "softmax": losses, norms, scores and recalls agree.
 
-    Each step may add a rounding, and none is magnified.
+    Each step may add a rounding error, and none is magnified.
     """
     tolerance = STEPS * torch.finfo(dtype).eps
     options = {**OPTIONS, "normalization": "softmax"}
@@ -131,7 +131,7 @@ def test_a_run_goes_the_same_way_as_on_plain_pytorch(
         curves, scores, recalls = trained("plain")
     assert calls == {"cross_attention_scores": STEPS + 1, "triplet_loss": STEPS}
     native_curves, native_scores, native_recalls = trained("native")
-    # Clipping and Adam hide the size of the gradient; its norm shows it.
+    # Clipping and Adam hide the size of the gradient; its norm reveals it.
     for key, values in curves.items():
         assert native_curves[key] == pytest.approx(values, rel=tolerance), key
     assert float((native_scores - scores).abs().max()) < tolerance

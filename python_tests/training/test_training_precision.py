@@ -32,7 +32,7 @@ def test_bfloat16_trains_close_to_float32(data: Path, tmp_path: Path) -> None:
 def test_a_run_in_bfloat16_learns_and_resumes_exactly(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole run under autocast: it learns as far as in float32, is not the same, and resumes bit for bit."""
+    """The run learns as far as in float32, differs from it, and resumes bit for bit."""
     settings = config(data, tmp_path / "float32", epochs=12, lr=1e-2)
     results = {"float32": run(settings)}
     settings = attrs.evolve(settings, precision="bfloat16", out=str(tmp_path / "bfloat16"))
@@ -41,7 +41,7 @@ def test_a_run_in_bfloat16_learns_and_resumes_exactly(
     assert not same(weights(tmp_path / "float32"), weights(tmp_path / "bfloat16"))
     assert {tensor.dtype for tensor in weights(tmp_path / "bfloat16").values()} == {torch.float32}
     log = read_metrics(tmp_path / "bfloat16" / "metrics.jsonl")
-    # The best model, read back and validated in the same precision, gives the recalls of the log.
+    # The best model, loaded and validated in the same precision, gives the recalls of the log.
     _, _, dev_data = load_data(settings)
     with torch.autocast("cpu", torch.bfloat16):
         again = evaluate(models.load(tmp_path / "bfloat16"), dev_data)

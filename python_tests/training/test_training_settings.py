@@ -101,5 +101,5 @@ def test_train_yaml_holds_the_settings(data: Path, tmp_path: Path) -> None:
 def test_hardest_negatives_wait_for_an_epoch_of_all_negatives(expected: int, changes: dict[str, Any]) -> None:
     settings = TrainConfig(data="d", out="o", **changes)
     assert settings.warmup_epochs == expected
-    # A recorded configuration is read back as it is.
+    # A recorded configuration is read back unchanged.
     assert TrainConfig(**to_dict(settings)) == settings

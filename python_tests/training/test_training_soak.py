@@ -16,12 +16,12 @@ from itm_fast.training import Trainer, checkpoint
 from itm_fast.training.metrics_log import read_metrics
 from python_tests.helpers.runs import config, run, weights
 
-# Steps behind which memory is read.
+# Steps after which memory is read.
 READ_AT = (*range(81, 101), *range(181, 201))
 
 
 def resident_memory() -> int:
-    """The memory that this process has to itself now, in bytes; the most it ever had where the system does not tell."""
+    """Return this process's own memory in bytes, or its peak if the system does not tell."""
     if Path("/proc/self/status").exists():
         return kept_bytes()
     import resource
@@ -37,9 +37,9 @@ def living_tensors() -> int:
 def test_a_run_of_two_hundred_steps_stays_finite_in_flat_memory(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With all that a run does beside its steps: saves, log, curves, validations, best models.
+    """The run also saves, logs, plots, validates and keeps best models.
 
-    A step that kept its loss with the graph behind it would leave 150 kB and one tensor each.
+    A step that kept its loss with its graph would leak 150 kB and one tensor.
     """
     settings = config(
         data, tmp_path / "run", epochs=50, lr=5e-3, save_every=3, validate_unit="step", validate_every=5,
@@ -61,7 +61,7 @@ def test_a_run_of_two_hundred_steps_stays_finite_in_flat_memory(
         checkpoint, "save_state", lambda run, state: saves.append(state["position"]) or save(run, state)
     )
     assert run(settings).steps == 200
-    # At every third step, every fifth and every end of an epoch, once each.
+    # Every third and fifth step and every end of an epoch, once each.
     assert saves == [step for step in range(1, 201) if 0 in (step % 3, step % 5, step % 4)]
     log = read_metrics(tmp_path / "run" / "metrics.jsonl")
     losses = [line["loss"] for line in log if line["kind"] == "train"]
@@ -69,6 +69,6 @@ def test_a_run_of_two_hundred_steps_stays_finite_in_flat_memory(
     assert all(math.isfinite(value) for line in log for value in line.values() if isinstance(value, float))
     assert sum(losses[-4:]) < 0.75 * sum(losses[:4])
     assert all(bool(values.isfinite().all()) for values in weights(tmp_path / "run").values())
-    # What stays behind raises the least of it; a step has more for a while.
+    # Leaked memory raises the minimum; within a step, memory is higher for a while.
     assert min(memory[20:]) - min(memory[:20]) < 4 * 2**20
     assert tensors[1] - tensors[0] < 20
