@@ -283,7 +283,7 @@ def test_the_data_of_the_caller_give_float32_again(data: Path, tmp_path: Path, m
     with pytest.raises(TypeError, match="not callable"):
         trainer.run()
     assert dtype() == torch.float32
-    with pytest.raises(ValueError, match="5 conversions learn from as many batches, but an epoch has 4"):
+    with pytest.raises(ValueError, match="5 conversions need as many batches per epoch, but there are 4"):
         trainer_of(conversions=5)
     assert dtype() == torch.float32
 
