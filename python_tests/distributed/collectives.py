@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# How often each was called, and of each call its name and bytes.
+# The number of calls of each collective, and the name and bytes of each call.
 COUNTED: Counter[str] = Counter()
 RECEIVED: list[tuple[str, float]] = []
 
 
 def counted(name: str, function: Any) -> Any:
-    """The collective `function`, whose calls are noted."""
+    """Wrap the collective `function` and record its calls."""
 
     def counting(*arguments: Any, **options: Any) -> Any:
-        # What processes agree on is no tensor of theirs.
+        # Objects on which processes agree are not tensors.
         if not (isinstance(arguments[0], Tensor) and arguments[0].dtype == torch.int32):
             COUNTED[name] += 1
         RECEIVED.append((name, _received(name, arguments[0], dist.get_world_size(options.get("group")))))
@@ -31,6 +31,6 @@ def counted(name: str, function: Any) -> Any:
 
 
 def _received(name: str, into: Any, size: int) -> float:
-    """The bytes that a process receives from the others; of a sum those that go around a ring of them."""
+    """Return the bytes that a process receives from the others; for a sum, those that pass through a ring."""
     total = sum(part.nbytes for part in into) if isinstance(into, list) else into.nbytes
     return total * (size - 1) / size * (2 if name == "all_reduce" else 1)

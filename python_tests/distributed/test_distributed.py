@@ -1,4 +1,4 @@
-"""Several processes compute what one does: scores, losses, gradients, weights after some steps, and evaluations."""
+"""Several processes compute the same as one: scores, losses, gradients, weights after some steps, and evaluations."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from python_tests.helpers.processes import ROOT
 from python_tests.helpers.worlds import run_jobs
 
 SIZES = (2, 4)
-# All is in float64: what is left are other orders of addition.
+# Everything is in float64, so only the order of additions differs.
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
-# Of float32, and of products whose results, and the gradients of each process's part, are rounded to eight bits.
+# For float32, and for products whose results and per-process gradients are rounded to eight bits.
 PRECISION = {**dict.fromkeys(SINGLE_PRECISION, 1e-4), "bfloat16": 2**-6}
 
 
@@ -57,7 +57,7 @@ PRECISION = {**dict.fromkeys(SINGLE_PRECISION, 1e-4), "bfloat16": 2**-6}
 def test_processes_encode_all_at_once_or_all_in_parts(
     micro_batch: int | None, counts: tuple[int, ...], expected: int | None
 ) -> None:
-    """Gradients of weights come in one order in the backward of all."""
+    """Gradients of weights then have the same order in the backward of all processes."""
     chosen = GatheredScores(torch.nn.Identity(), World(), micro_batch).encoded_at_a_time(counts)
     assert chosen == expected
     assert len({chosen is not None and count > chosen for count in counts}) == 1
@@ -65,7 +65,7 @@ def test_processes_encode_all_at_once_or_all_in_parts(
 
 @pytest.fixture(scope="module")
 def found(data: Path, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """What each process of a world found, by the size of the world."""
+    """The results of each process, by the number of processes."""
     out = tmp_path_factory.mktemp("worlds")
     value = {"data": str(data), "run": str(trained), "out": str(out)}
     job = {
@@ -95,7 +95,7 @@ def test_a_step_is_that_of_one_process(found: dict[int, list[dict[str, Any]]], n
 
 
 def test_images_travel_once_and_their_gradients_once(found: dict[int, list[dict[str, Any]]]) -> None:
-    """Beside them go lengths of sets, scores, gradients in one bucket, and running statistics where there are any."""
+    """Lengths of sets, scores, gradients in one bucket, and running statistics, if any, travel too."""
     ragged = {"all_gather": 3, "all_to_all_single": 1, "all_reduce": 1}
     for size in SIZES:
         for rank in range(size):
@@ -107,14 +107,14 @@ def test_images_travel_once_and_their_gradients_once(found: dict[int, list[dict[
             assert calls["normalised"] == {"all_gather": 3, "all_to_all_single": 1, "all_reduce": 2}
 
 
-# The rows of the page that each collective of a step is one of, in the order of the step.
+# The rows of the page for the collectives of a step, in the order of the step.
 WORD, WEIGHTS = "flags for errors and stop requests", "gradients of the weights"
 OF_SETS, OF_IMAGES, OF_EMBEDDINGS = "sizes of sets of fragments", "embeddings of images", "gradients of the embeddings"
 DENSE = [OF_IMAGES, "scores"]
 RAGGED = [OF_SETS, *DENSE]
 AFTER = [OF_EMBEDDINGS, WEIGHTS]
 OF_PAIRS, BASE = "sums of each process's losses", "base features of {}, `{}` numbers"
-# By the fused feature and by the first conversion, and of the pairs with one batch of before.
+# For the fused feature, for the first conversion, and for the pairs with one earlier batch.
 REALIGNED = [WORD, *RAGGED, *RAGGED, OF_PAIRS, OF_EMBEDDINGS, *AFTER]
 RUNNING = "running statistics, `r` numbers"
 ROWS = {
@@ -135,7 +135,7 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def stated() -> dict[str, Any]:
-    """The bytes that the page states for each kind of collective, to be computed."""
+    """Return the formulas of the page for the bytes of each kind of collective."""
     text = (ROOT / "docs" / "performance" / "scaling.md").read_text(encoding="utf-8")
     _, _, table = text.partition("| what | when | bytes that a process receives |\n")
     rows = [line.strip("| ").split(" | ") for line in table.partition("\n\n")[0].splitlines()[1:]]
@@ -164,7 +164,7 @@ def test_the_bytes_of_a_step_are_those_that_the_page_states(
 
 @pytest.mark.parametrize("name", [name for name in STEPS if name.startswith("normalised")])
 def test_batch_normalisation_is_that_of_one_process(found: dict[int, list[dict[str, Any]]], name: str) -> None:
-    """Where a process has no item, too, and another one's stands in; bit for bit the same in all."""
+    """Processes without an item use a placeholder; statistics are equal bit for bit in all."""
     alone = one_step(name, World())["statistics"]
     layers = 3 if "regions that reason" in name else 2 if "patches" in name else 1
     assert sum("running_mean" in key for key in alone) == layers
@@ -227,7 +227,7 @@ def test_weights_after_some_steps_are_those_of_one_process(
                 room = PRECISION.get(scenario, 1e-8) * largest
                 torch.testing.assert_close(steps["gradients"][name], gradient, rtol=0, atol=room, msg=f"{name}, {size}")
             if scenario in SINGLE_PRECISION:
-                # In float32 a first step of Adam, lr times the sign of a gradient, may turn where that is near zero.
+                # In float32, Adam's first step, lr times the sign of a gradient, may flip if the gradient is near zero.
                 continue
             for weights, expected in zip(steps["weights"], alone["weights"], strict=True):
                 for name, value in expected.items():
@@ -261,7 +261,7 @@ def test_shares_cover_everything_in_order() -> None:
 
 @pytest.mark.parametrize("anchor", [False, True])
 def test_what_scores_captions_together_is_refused(anchor: bool) -> None:
-    """Before the first step, of the model that learns and of the one beside it."""
+    """Refused before the first step, for the trained model and for the anchor."""
     torch.manual_seed(0)
     model, other = (models.create("scan", vocab_size=20, feature_dim=10, embed_dim=8, word_dim=6) for _ in range(2))
     (other if anchor else model).image_encoder.coupling = "batch"
@@ -317,7 +317,7 @@ def test_each_process_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_process_may_see_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As launchers of batch systems have it; where two see the same one, both are named."""
+    """Batch systems launch like this. If two processes see the same GPU, both are named."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(ValueError, match=r"^device: 4 processes need one GPU each, but torch finds 1$"):
@@ -326,7 +326,7 @@ def test_a_process_may_see_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert World(Launch(1, 4, 1, 4)).device("cuda") == "cuda:0"
 
     def found(*seen: str | None) -> list[tuple[int, int] | None]:
-        """What each of some processes finds; None: it sees several."""
+        """Return the number of GPUs that each process finds."""
         store, launches = HashStore(), [Launch(rank, len(seen)) for rank in range(len(seen))]
 
         def ask(launch: Launch) -> tuple[int, int] | None:
@@ -356,14 +356,14 @@ def test_a_normalisation_that_processes_cannot_share_is_named(changes: dict) -> 
 
 
 def test_encoders_take_the_statistics_of_all_processes() -> None:
-    """What scores sees all images in every process, one caption at a time, and stays as it is."""
+    """The scoring part sees all images in every process, one caption at a time, and does not change."""
     torch.manual_seed(0)
     options = {"vocab_size": 20, "feature_dim": 10, "embed_dim": 8, "word_dim": 6}
     model = models.create("sgraf", **options, n_regions=4, module="saf", image_encoder="residual")
     before = {name: (type(part), id(part)) for name, part in model.named_modules()}
     weights, names = [id(one) for one in model.parameters()], list(model.state_dict())
     share_norms(model, World(Launch(0, 2)), model.scoring_parts)
-    # Twice is once.
+    # Calling it twice changes nothing.
     share_norms(model, World(Launch(0, 2)), model.scoring_parts)
     changed = [name for name, part in model.named_modules() if id(part) != before[name][1]]
     assert changed == ["image_encoder.mlp.1"]

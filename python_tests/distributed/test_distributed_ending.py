@@ -1,4 +1,4 @@
-"""Which of several processes tells why they end, whatever the order in which they come to it."""
+"""Which of several processes reports why they end, in every order of events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OWN, LOST = ValueError("a row cannot be read"), RuntimeError("Connection closed 
 
 
 class _LeavingStore:
-    """The store of a first process that goes the moment all have said that they end."""
+    """The store of a first process that leaves as soon as all have announced their end."""
 
     def __init__(self, size: int) -> None:
         self._store, self._left = HashStore(), size
@@ -37,7 +37,7 @@ class _LeavingStore:
 
 @pytest.fixture
 def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An address that answers, and no process group; the process heeds SIGTERM again in the end."""
+    """An address that answers, without a process group. At the end, the process obeys SIGTERM again."""
     monkeypatch.setattr(ending.dist, "get_backend", lambda: "none")
     monkeypatch.setattr(ending, "_ENDING", 0.0)
     with socket.create_server(("localhost", 0)) as server:
@@ -51,11 +51,11 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("errors", list(itertools.product((OWN, LOST), repeat=3)))
 def test_one_process_tells_and_none_asks_a_store_that_has_gone(listening: None, errors: tuple[Exception, ...]) -> None:
     store = _LeavingStore(len(errors))
-    # The first process, whose store it is, has nothing to say.
+    # The first process, which owns the store, has nothing to report.
     raised = [ending.ended(error, store, Launch(rank, 4), 9.0) for rank, error in enumerate(errors, 1)]
     told = [error for error in raised if not isinstance(error, SystemExit)]
     own = [error for error in errors if error is OWN]
-    # One that ends by an error of its own tells it even where another has said before that somebody ended.
+    # A process that ends by its own error reports it even if another one has announced an end before.
     assert [error for error in told if error is OWN] == own[:1]
     assert len(told) == 1 + (bool(own) and errors[0] is LOST)
     assert all(error.code == 1 for error in raised if isinstance(error, SystemExit))

@@ -1,4 +1,4 @@
-"""Several processes on one feature store: a full disk, a shard that changes meanwhile, features in memory."""
+"""Several processes on one feature store: a full disk, a changed shard, features in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from itm_fast.training.metrics_log import read_metrics
 from python_tests.helpers.runs import differences, what_a_run_leaves
 from python_tests.helpers.worlds import Outcome, run_jobs, train_job, turn_a_bit
 
-# Three steps an epoch; states are saved after steps 2, 3, 4 and 6.
+# Three steps per epoch; states are saved after steps 2, 3, 4 and 6.
 OPTIONS = ("--batch-size", "59", "--epochs", "2", "--save-every", "2", "--model-option", "word_dropout=0.3")
 FULL = {"full state": "last/checkpoint.pt", "full log": "metrics.jsonl"}
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(data: Path, folder: Path) -> dict[str, list[Outcome]]:
-    """What became of each job, by its name; they run in this order."""
+    """Return the outcome of each job by name; they run in this order."""
     for name in ("store", "changed store"):
         pack(data, folder / name, shard_bytes=300)
     shard = folder / "changed store" / "train-00005.safetensors"
@@ -44,7 +44,7 @@ def outcomes(data: Path, folder: Path) -> dict[str, list[Outcome]]:
         "full state, resumed": resumed("full state"),
         "full log": train("full log", full=[0, 4, str(folder / "full log" / FULL["full log"]), 1.0]),
         "full log, resumed": resumed("full log"),
-        # Of eight captions each process has four, so that often one alone reads rows of a shard.
+        # Each process has four of eight captions, so often only one reads rows of a shard.
         "changed": train("changed", "--batch-size", "8", store="changed store", change=[1, 4, str(shard)]),
     }
     return dict(zip(jobs, run_jobs(list(jobs.values())), strict=True))
@@ -66,11 +66,11 @@ def test_features_of_the_host_are_those_of_the_disk(outcomes: dict[str, list[Out
 def test_a_full_disk_ends_all_processes_with_one_line_and_the_last_state_is_whole(
     outcomes: dict[str, list[Outcome]], folder: Path, name: str
 ) -> None:
-    """Only the first process writes; both learn of it, and one of them says it."""
+    """Only the first process writes; both learn of the error, and one reports it."""
     message = f"{folder / name / FULL[name]}: cannot be written: File too large; its earlier content is kept"
     assert [status for status, _, _ in outcomes[name]] == [1, 1]
     assert sorted(error for _, _, error in outcomes[name]) == ["", f"itm-fast: error: {message}\n"]
-    # Nothing was lost: with room on the disk the same processes end where those end that never lacked any.
+    # Nothing is lost: with space on the disk, the same processes end like those that never lacked it.
     assert [(status, error) for status, _, error in outcomes[f"{name}, resumed"]] == [(0, "")] * 2
     left, whole = what_a_run_leaves(folder / name), what_a_run_leaves(folder / "disk")
     assert [line.replace(": auto", ": disk") for line in left.pop("settings")] == whole.pop("settings")
@@ -88,7 +88,7 @@ def test_a_shard_that_changes_while_they_train_ends_all_processes_with_one_line(
     assert re.fullmatch(rf"itm-fast: error: {re.escape(str(shard))}: row \d+ \(image \d+\) {what}\n", told)
     steps = [line["step"] for line in read_metrics(folder / "changed" / "metrics.jsonl")]
     assert load_state(folder / "changed")["position"] == steps[-1] // 2 * 2 >= 4
-    # It is the contents that count, and the same ones are there again.
+    # Only the contents count, and they are the same again.
     turn_a_bit(shard)
     (resumed,) = run_jobs([{"size": 2, "arguments": ["train", "--out", str(folder / "changed"), "--resume"]}])
     assert [(status, error) for status, _, error in resumed] == [(0, "")] * 2

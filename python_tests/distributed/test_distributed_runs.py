@@ -1,4 +1,4 @@
-"""Trainings and evaluations in several processes, and what happens where one of them is stopped, killed or wrong."""
+"""Trainings and evaluations in several processes, and processes that are stopped, killed or wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from python_tests.helpers.concepts import write_concepts
 from python_tests.helpers.runs import differences, what_a_run_leaves
 from python_tests.helpers.worlds import Outcome, run_jobs, train_job
 
-# 120 captions: three steps an epoch, the last on two captions, fewer than four processes.
+# 120 captions: three steps per epoch, the last with two captions, fewer than four processes.
 STEPS = ("--batch-size", "59", "--epochs", "2", "--save-every", "2")
 DRAWN = (*STEPS, "--model-option", "word_dropout=0.3", "--text-augmentation", "0.2")
 ANOTHER = (
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(data: Path, folder: Path) -> dict[str, list[Outcome]]:
-    """What became of each job, by its name; a job may need what those before it left."""
+    """Return the outcome of each job by name; a job may need the files of earlier ones."""
     broken = write_concepts(folder / "broken")
     features = np.load(broken / "train_ims.npy")
     features[7, 2, 3] = np.nan
@@ -118,7 +118,7 @@ def copy(_rank: int, value: list[str]) -> None:
 
 
 def interrupt(rank: int, _value: None) -> None:
-    """The second process is interrupted while the first one waits for it."""
+    """Interrupt the second process while the first one waits for it."""
     with joined("cpu") as world:
         if rank == 1:
             raise KeyboardInterrupt
@@ -126,20 +126,20 @@ def interrupt(rank: int, _value: None) -> None:
 
 
 def end_late(rank: int, _value: None) -> None:
-    """The second process ends by an error once the first one, which waits for it, has given up."""
+    """End the second process by an error after the first one, which waits for it, has given up."""
     with joined("cpu") as world:
         if rank == 1:
             store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
             while store.add(ending._ENDED, 0) == 0:
                 time.sleep(0.05)
             raise OSError("the drive has gone\nfor good")
-        # From here on: processes may take their time to meet.
+        # Processes may take their time to meet; the time limit starts here.
         distributed_c10d._set_pg_timeout(timedelta(seconds=2))
         world.agree()
 
 
 def train_coupled(_rank: int, arguments: list[str]) -> None:
-    """Trains a model whose captions are scored together."""
+    """Train a model that scores captions together."""
     SCAN.coupling = "batch"  # type: ignore[attr-defined]
     cli.main(arguments)
 
@@ -154,7 +154,7 @@ def validations(run: Path) -> list[dict[str, Any]]:
 
 
 def numbers(values: dict[str, Any]) -> dict[str, float]:
-    """The measured numbers except the time."""
+    """Return the measured numbers except the time."""
     return {name: value for name, value in values.items() if isinstance(value, int | float) and name != "seconds"}
 
 
@@ -207,14 +207,14 @@ def test_a_stop_asked_of_one_process_stops_all_and_the_same_ones_go_on_exactly(
 
 
 def test_more_than_two_processes_go_on_exactly(outcomes: dict[str, list[Outcome]], folder: Path) -> None:
-    """A sum of three numbers or more depends on their order, as one of two does not."""
+    """Unlike a sum of two numbers, a sum of three or more depends on their order."""
     assert [status for status, _, _ in outcomes["stopped of four"]] == [130] * 4
     assert [(status, error) for status, _, error in outcomes["resumed of four"]] == [(0, "")] * 4
     assert differences(what_a_run_leaves(folder / "whole of four"), what_a_run_leaves(folder / "stopped of four")) == []
 
 
 def test_realigned_conversions_go_on_exactly(outcomes: dict[str, list[Outcome]], folder: Path) -> None:
-    """The queue of earlier batches is whole in the state, as one process has it."""
+    """The state contains the whole queue of earlier batches, as with one process."""
     assert [status for status, _, _ in outcomes["realigned, stopped"]] == [130, 130]
     assert [(status, error) for status, _, error in outcomes["realigned, resumed"]] == [(0, "")] * 2
     assert differences(what_a_run_leaves(folder / "realigned"), what_a_run_leaves(folder / "realigned, stopped")) == []
@@ -234,7 +234,7 @@ def test_another_number_of_processes_goes_on(
     note = f"random numbers: seeded again from the seed and step {stopped}, as the state is of 2 processes\n"
     assert note in outcomes[name][0][1]
     assert load_state(folder / name)["position"] == 6
-    # What came before the stop is as it was; what came after it drew other numbers.
+    # Steps before the stop are equal; later ones drew other random numbers.
     before, after = losses(folder / "whole"), losses(folder / name)
     assert before[:stopped] == after[:stopped]
     assert before[stopped:] != after[stopped:]
@@ -248,7 +248,7 @@ def test_a_killed_process_ends_the_run_with_one_line_and_the_last_state_is_whole
     assert (status, error, killed, nothing) == (1, LOST.format(1800), -9, "")
     assert [status for status, _, _ in outcomes["killed, resumed"]] == [0, 0]
     assert differences(what_a_run_leaves(folder / "whole"), what_a_run_leaves(folder / "killed")) == []
-    # The other one tells where the first is killed.
+    # If the first process is killed, the other one reports it.
     (killed, _, nothing), (status, _, error) = outcomes["first killed"]
     assert (status, error, killed, nothing) == (1, LOST.format(1800), -9, "")
     assert load_state(folder / "first killed")["position"] == 3
@@ -262,7 +262,7 @@ def test_a_process_that_does_not_answer_ends_the_run(outcomes: dict[str, list[Ou
 
 
 def test_why_another_process_ended_is_said(outcomes: dict[str, list[Outcome]]) -> None:
-    """By the process that waited for it, or by itself where that one has given up before."""
+    """The waiting process reports it, or the ending one if the other has given up."""
     ends = [[error.splitlines()[-1] for _, _, error in outcomes[name]] for name in ("interrupted", "late")]
     assert [[status for status, _, _ in outcomes[name]] for name in ("interrupted", "late")] == [[1, 1], [1, 1]]
     (interrupted, own), (late, cause) = ends

@@ -1,4 +1,4 @@
-"""Under torchrun itself: ADDR, told to end in the middle of it, saves all and goes on exactly; a process is killed."""
+"""Under torchrun: ADDR stopped in mid-run saves everything and resumes exactly; a killed process is reported."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_signal_to_torchrun_saves_and_ends_all(data: Path, tmp_path: Path) -> 
 
 
 def test_why_a_run_ends_whose_process_was_killed_is_said(data: Path, tmp_path: Path) -> None:
-    """Though torchrun sends SIGTERM to the others at once."""
+    """torchrun sends SIGTERM to the others at once; the reason is reported nevertheless."""
     out = tmp_path / "run"
     arguments = train_job(2, data, out, "--batch-size", "59", "--epochs", "1000")["arguments"]
     launcher = subprocess.Popen(
@@ -69,7 +69,7 @@ def test_why_a_run_ends_whose_process_was_killed_is_said(data: Path, tmp_path: P
     state, end = out / "last" / "checkpoint.pt", time.monotonic() + HANGS
     while not state.exists() and launcher.poll() is None and time.monotonic() < end:
         time.sleep(0.02)
-    # The first of them has the lock.
+    # The first process holds the lock.
     first = int((out / "last" / "lock").read_text().split()[0])
     children = [int(one) for one in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
     (other,) = {child for child in children if b"itm_fast" in Path(f"/proc/{child}/cmdline").read_bytes()} - {first}

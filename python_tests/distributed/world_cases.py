@@ -36,7 +36,7 @@ BERT = {
 }  # fmt: skip
 REASONING = {**SIZES, "graph_layers": 2, "image_batch_norm": True}
 GLOBAL = {**ALIGNED, "word_dropout": 0.0, "attention_dropout": 0.0, "n_regions": 4}
-# Name, model, settings, captions of a batch, whether images differ in regions.
+# Name, model, settings, captions per batch, and whether images differ in their number of regions.
 STEPS: dict[str, tuple[str, dict[str, Any], int, bool]] = {
     "scan": ("scan", SIZES, 7, True),
     "scan, i2t, fewer captions than processes": ("scan", {**SIZES, "direction": "i2t"}, 3, False),
@@ -65,12 +65,12 @@ STEPS: dict[str, tuple[str, dict[str, Any], int, bool]] = {
     ),
 }  # fmt: skip
 
-# With batch normalisation in the encoders, whose statistics each process takes for itself in micro-batches.
+# The encoders have batch normalisation, whose statistics each process computes for itself in micro-batches.
 NORMALIZED: tuple[str, dict[str, Any], int] = ("vse_infty", {**SIZES, "image_encoder": "residual"}, 7)
 SELECTIVE = {"mining": "selective", "epsilon": 0.3, "selective_divisor": "negatives", "mean_loss": True}
 # Discriminators and model take turns.
 ADVERSARIAL = {"scenario": "addr", "alternation": "step", "model_regularization_weight": 0.3}
-# Model, its settings, those of the training.
+# Model, its settings, settings of the training.
 SCENARIOS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "single": ("scan", SIZES, {}),
     "oas": ("scan", SIZES, {"scenario": "oas"}),
@@ -100,12 +100,12 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # the losses of the steps behind them hardly change.
     "bfloat16": ("scan", SIZES, {"precision": "bfloat16", "mining": "all", "lr": 1e-4}),
 }  # fmt: skip
-# Discriminators are float32; in float64 autocast casts nothing.
+# Discriminators are float32; in float64, autocast casts nothing.
 SINGLE_PRECISION = ("addr", "addr, regions that reason", "addr, conversions", "bfloat16")
 
 
 def made_batch(size: int, ragged: bool, feature_dim: int = SIZES["feature_dim"]) -> Batch:
-    """Captions and images of random numbers, two captions of one image among them."""
+    """Return random captions and images, including two captions of one image."""
     draw = torch.Generator().manual_seed(size)
     features = torch.randn(size, 4, feature_dim, generator=draw, dtype=torch.float64)
     lengths = torch.randint(3, 7, (size,), generator=draw)
@@ -117,7 +117,7 @@ def made_batch(size: int, ragged: bool, feature_dim: int = SIZES["feature_dim"])
 
 
 def part_of(batch: Batch, world: World) -> Batch:
-    """The share of a process, as a training reads it."""
+    """Return the share of a process as a training reads it."""
     if world.size == 1:
         return batch
     own = torch.arange(len(batch))[world.share(len(batch))]
@@ -135,7 +135,7 @@ def one_step(name: str, world: World) -> dict[str, Any]:
     model = models.create(model_name, **options).double().train()
     for part in model.modules():
         if isinstance(part, _BatchNorm | GroupedRowNorm) and part.weight is not None:
-            # VSRN's start at zero, and would hide what they normalise.
+            # VSRN's weights start at zero, which would hide what they normalise.
             torch.nn.init.uniform_(part.weight, 0.5, 1.5)
     replicas = Replicas(world, [model], micro_batch)
     batch = part_of(made_batch(size, ragged, options.get("feature_dim", SIZES["feature_dim"])), world)
@@ -157,7 +157,7 @@ def one_step(name: str, world: World) -> dict[str, Any]:
 
 
 def made_stepper(scenario: str, world: World, dtype: torch.dtype) -> tuple[Stepper, MatchingModel]:
-    """The steps of a scenario, all of whose models are `dtype`, and the model that they change."""
+    """Return the steps of a scenario with all models in `dtype`, and the model that they change."""
     torch.manual_seed(0)
     name, options, changes = SCENARIOS[scenario]
     settings = TrainConfig(**{"data": "", "out": "", "model": name, "lr": 1e-2, "grad_clip": 0.5, **changes})
@@ -202,14 +202,14 @@ def few_steps(scenario: str, world: World) -> dict[str, Any]:
 
 
 def create_model(settings: TrainConfig, options: dict[str, Any]) -> MatchingModel:
-    """The model of `settings`, with conversions around it where there are any."""
+    """Return the model of `settings`, with conversions around it if there are any."""
     if settings.conversions is None:
         return models.create(settings.model, **options)
     return models.create("fdf", host=settings.model, host_options=options, conversions=settings.conversions)
 
 
 def mean_statistics(world: World) -> dict[str, Tensor]:
-    """The running statistics that a step leaves where encoders normalise what a process encodes at a time."""
+    """Return the running statistics after a step whose encoders normalise micro-batches."""
     name, options, size = NORMALIZED
     torch.manual_seed(0)
     model = models.create(name, **options).double().train()

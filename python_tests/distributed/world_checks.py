@@ -34,12 +34,12 @@ from python_tests.distributed.world_cases import (
     part_of,
 )  # fmt: skip
 
-# Of the first ones steps of a model alone are counted, of the others those of a scenario.
+# For the first cases, the steps of a plain model are counted; for the others, those of a scenario.
 TRAVELS = (
     "scan", "vsepp", "saf", "normalised", "scan in micro-batches", "normalised in micro-batches", "addr", "realigned",
     "realigned, fresh",
 )  # fmt: skip
-# Captions of a batch that two and four processes share evenly, and tokens of each, so that shares are of one size.
+# Two and four processes share these captions evenly, with equal numbers of tokens.
 EVEN, LENGTH = 8, 5
 
 
@@ -60,7 +60,7 @@ def bytes_of_a_step(name: str, world: World) -> dict[str, Any]:
     )
     batch = part_of(whole, world)
     model, step = (_of_a_scenario if name in SCENARIOS else _of_a_model)(name, world, batch)
-    # Those of ADDR's model take turns with the discriminators'.
+    # Steps of ADDR's model take turns with those of the discriminators.
     for _ in range(4 if name == "addr" else 2):
         RECEIVED.clear()
         world.agree()
@@ -108,7 +108,7 @@ def _is_shared(model: MatchingModel, buffer: str) -> bool:
 
 
 def check_worlds(rank: int, value: dict[str, str]) -> None:
-    """All cases in the worlds of four processes and of the first two; every process writes what it found."""
+    """Run all cases with four processes and with the first two; every process writes its results."""
     for name in ("all_gather", "all_to_all_single", "all_reduce"):
         setattr(dist, name, counted(name, getattr(dist, name)))
     with joined("cpu") as four:
