@@ -1,4 +1,4 @@
-"""Ensembles by mean score against scores and ranks computed in float64 by other means."""
+"""Ensembles by mean score, compared with independent scores and ranks in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """SCAN, and VSE++ with another vocabulary, both after a few steps: neither is right nor alike."""
+    """SCAN, and VSE++ with another vocabulary, after a few steps: both are inaccurate, and different."""
     folder = tmp_path_factory.mktemp("runs")
     OTHER_ORDER.save(folder / "other.json")
     run(config(data, folder / "scan", epochs=3))
@@ -49,7 +49,7 @@ def scores64(checkpoint: Path, data: Path) -> np.ndarray:
 
 
 def recalls(scores: np.ndarray) -> dict[str, float]:
-    """Recalls by sorting; five captions an image."""
+    """Return recalls by sorting; five captions per image."""
     owner = np.arange(scores.shape[1]) // 5
     text = np.array([min(np.flatnonzero(owner[np.argsort(-row)] == i)) for i, row in enumerate(scores)])
     image = np.array([np.flatnonzero(np.argsort(-column) == owner[j])[0] for j, column in enumerate(scores.T)])
@@ -161,7 +161,7 @@ def test_errors_are_one_line(data: Path, runs: list[Path], tmp_path: Path, capsy
 
 
 class Table(nn.Module):
-    """Scores from a table; images and captions are their numbers."""
+    """Take scores from a table; images and captions are numbers."""
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Table(nn.Module):
 
 
 class Numbers:
-    """A gallery of images and captions that are their numbers."""
+    """A gallery whose images and captions are their numbers."""
 
     def __init__(self, caption_image: list[int], n_images: int) -> None:
         self.caption_image, self.n_images = torch.tensor(caption_image), n_images
@@ -195,7 +195,7 @@ class Numbers:
 
 @pytest.mark.parametrize("dtypes", [("32", "32"), ("64", "32"), ("32", "64")])
 def test_members_keep_their_own_scores(dtypes: tuple[str, str]) -> None:
-    """The sum is made in place of a score matrix, of which no table may know."""
+    """The sum is computed in the memory of a score matrix, which must not be a member's own."""
     generator = torch.Generator().manual_seed(0)
     tables = [torch.randn(4, 6, generator=generator).to(getattr(torch, f"float{bits}")) for bits in dtypes]
     before = [table.clone() for table in tables]

@@ -27,7 +27,7 @@ from python_tests.helpers.terminal import every_step
 
 
 class Gallery:
-    """Images are their numbers, captions the numbers of their images; any order, any number of captions."""
+    """Images are numbers, captions the numbers of their images, in any order and number."""
 
     def __init__(self, caption_image: list[int], n_images: int) -> None:
         self.caption_image = torch.tensor(caption_image, dtype=torch.int64)
@@ -48,7 +48,7 @@ class Gallery:
 
 
 class TableModel(nn.Module):
-    """Looks scores up in a table, and keeps an eye on how it is used."""
+    """Look up scores in a table and check how the model is used."""
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def random_table(n_images: int, n_captions: int) -> Tensor:
 
 
 def expected_summary(table: Tensor, owner: Tensor) -> dict[str, object]:
-    """The recalls of the ranks, and the mean distance in Python's floats; an image may be without captions."""
+    """Return the recalls of the ranks and the mean distance in Python floats; an image may have no captions."""
     pairs = [(owner[c] == i, score) for i, row in enumerate(table.tolist()) for c, score in enumerate(row)]
     own, other = ([score for positive, score in pairs if bool(positive) is kind] for kind in (True, False))
     distance = math.fsum(own) / len(own) - math.fsum(other) / len(other)
@@ -218,7 +218,7 @@ def test_a_real_model_scores_the_same_in_tiles_and_at_once(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("chosen", [{}, {"first_images": 5}, {"folds": 2}])
 def test_the_mean_distance_comes_with_the_scoring(chosen: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the tiles, and scored once; a finished matrix gives the same."""
+    """It does not depend on the tiles, and scores are computed once; a complete matrix gives the same."""
     owner = [(7 * i) % 8 for i in range(37)]
     table = random_table(8, 37)
     values = []

@@ -1,4 +1,4 @@
-"""Ranks and best matches by tiles are those of the whole score matrix."""
+"""Ranks and best matches by tiles equal those of the whole score matrix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from python_tests.helpers.processes import run as run_process
 
 @given(data=st.data())
 def test_ranks_are_those_of_the_whole_matrix(data: st.DataObject) -> None:
-    """Few different scores, NaN and infinity among them; captions of any image in any order; tiles of any size."""
+    """Few different scores, including NaN and infinity; captions in any order; tiles of any size."""
     n_images = data.draw(st.integers(1, 7))
     owners = data.draw(st.lists(st.integers(0, n_images - 1), min_size=1, max_size=15))
     values = st.sampled_from([0.0, 1.0, 2.0, float("nan"), float("inf"), -float("inf")])
@@ -92,7 +92,7 @@ def test_the_best_of_each_are_those_of_a_sort(data: st.DataObject) -> None:
 
 
 class _OnDevice(Tensor):
-    """Scores that lie elsewhere: all that can be done with them is to bring them here."""
+    """Scores on another device, from which they can only be copied."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -190,7 +190,7 @@ print(used() - before, wide == narrow and same)
 
 
 def test_5000_by_25000_in_a_fifth_of_the_memory_of_its_matrix() -> None:
-    """And of wide captions, a chunk of them beside it, whether they are ranked or the best of them are looked for."""
+    """A chunk of wide captions is in memory too, whether captions are ranked or the best ones are searched."""
     # What is freed goes back at once: the allocator is not what is measured.
     done = run_process([sys.executable, "-c", MEMORY], cwd=ROOT, OMP_NUM_THREADS=1, MALLOC_MMAP_THRESHOLD_=2**20)
     assert done.returncode == 0, done.stderr
@@ -204,7 +204,7 @@ def test_5000_by_25000_in_a_fifth_of_the_memory_of_its_matrix() -> None:
 
 
 class _Counting(TableModel):
-    """Knows how many encoded images and captions there are, and the most that there were at a time."""
+    """Count encoded images and captions, and the largest number at a time."""
 
     def __init__(self, table: Tensor) -> None:
         super().__init__(table)
@@ -229,7 +229,7 @@ class _Counting(TableModel):
 
 @pytest.mark.parametrize("way", ["ranks", "top_k"])
 def test_what_is_encoded_at_a_time(way: str) -> None:
-    """A chunk of captions and a tile of images, of many, and of a chunk that is no multiple of the tile its tiles."""
+    """A chunk of captions and a tile of images are encoded at a time, also if a tile does not divide the chunk."""
     model, gallery = _Counting(random_table(20, 100)), Gallery([number // 5 for number in range(100)], 20)
     sizes = {"tile_images": 3, "tile_captions": 7, "chunk_captions": 25}
     if way == "ranks":
