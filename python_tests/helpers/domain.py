@@ -56,7 +56,7 @@ def random_batch(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> Batch:
-    """Make a pair for each of these lengths. If `captions` is None, draw the negatives at random, some of them missing."""
+    """Make a pair for each of these lengths. If `captions` is None, draw random negatives, some of them missing."""
     pairs = len(regions)
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(pairs, dim, generator=generator, dtype=torch.float64)
@@ -176,7 +176,7 @@ def _affine(row: list[float], weights: list[float], bias: float) -> float:
 
 
 def nearest_edge(batch: Batch, *, margin: float, aggregation: str) -> float:
-    """Compute the smallest distance of a hinge to its edge in float64. The hinge of a pair with itself is the margin."""
+    """Compute the smallest distance of a hinge to its edge in float64. A pair's hinge with itself is the margin."""
     wide = batch.to(torch.float64)
     pairs, risks = torch.arange(len(wide.regions)), torch.zeros(len(wide.regions), len(wide.regions)).double()
     for fragments, sign in ((wide.regions, -1.0), (wide.words, 1.0)):

@@ -318,7 +318,7 @@ class ProductKernels(_Driver):
     def product(
         self, left: np.ndarray, right: np.ndarray, *, transposed: bool = False, half: bool = False, seed: int = 0
     ) -> np.ndarray:
-        """Return `left @ right.T`, or `left @ right` if `transposed`; both hold the bits of bf16, or of fp16 (`half`)."""
+        """Return `left @ right.T`, or `left @ right` if `transposed`. Both hold the bits of bf16, or fp16 if `half`."""
         rows, depth = left.shape
         columns = right.shape[1 if transposed else 0]
         out = np.full((rows, columns), 777, np.float32)
