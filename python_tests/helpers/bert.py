@@ -1,4 +1,4 @@
-"""A tiny BERT with random weights: its folder as transformers lays it out, and its states in float64 by the equations.
+"""A tiny BERT with random weights: its model folder in the layout of transformers, and its hidden states in float64.
 
 Inside: `PIECES`, `SIZES`, `random_bert`, `write_bert`, `bert_states`.
 """
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from python_tests.helpers.concepts import WORDS
 
-# Most words of the data set are one piece; "boat" is two of them, "dog" three, and "fish" is unknown.
+# Most words of the data set are one word piece; "boat" is two pieces, "dog" three, and "fish" is unknown.
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "bo", "##at", ",", "d", "##o", "##g",
           *(word for word in WORDS if word not in ("boat", "dog", "fish"))]  # fmt: skip
 SIZES = {
@@ -26,7 +26,7 @@ SIZES = {
 
 
 def random_bert(seed: int = 0, pieces: int = len(PIECES)) -> dict[str, torch.Tensor]:
-    """The weights of a `BertModel` of `SIZES` by their names, far from those that training starts with."""
+    """Return the state dict of a `BertModel` of `SIZES`, with weights far from the usual initialisation."""
     random = torch.Generator().manual_seed(seed)
     dim, hidden = SIZES["hidden_size"], SIZES["intermediate_size"]
     weights: dict[str, torch.Tensor] = {}
@@ -55,7 +55,7 @@ def random_bert(seed: int = 0, pieces: int = len(PIECES)) -> dict[str, torch.Ten
 
 
 def write_bert(folder: Path, weights: Mapping[str, torch.Tensor] | None = None, **config: object) -> Path:
-    """The folder of such a model as it is published: with the heads of its pretraining, and old names of the norms."""
+    """Write the model folder as BERT is published: with the pretraining heads and the old names of the layer norms."""
     folder.mkdir(parents=True)
     (folder / "vocab.txt").write_text("".join(f"{piece}\n" for piece in PIECES), encoding="utf-8")
     content = {"model_type": "bert", "hidden_act": "gelu", "vocab_size": len(PIECES), **SIZES, **config}
@@ -71,7 +71,9 @@ def write_bert(folder: Path, weights: Mapping[str, torch.Tensor] | None = None, 
 def bert_states(
     weights: Mapping[str, torch.Tensor], ids: list[int], heads: int = SIZES["num_attention_heads"]
 ) -> np.ndarray:
-    """The last states (L, 24) of one sequence (Vaswani et al. 2017, section 3; Devlin et al. 2019), float64."""
+    """Compute the last hidden states (L, 24) of one sequence in float64 (Vaswani et al. 2017, section 3; Devlin et al.
+    2019).
+    """
     w = {name: value.detach().double().numpy() for name, value in weights.items()}
 
     def linear(name: str, x: np.ndarray) -> np.ndarray:

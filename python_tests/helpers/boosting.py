@@ -1,4 +1,4 @@
-"""Boosting losses by plain Python loops over Python floats, from the paper's equations: the reference for the tests.
+"""Boosting losses in plain Python loops over floats, from the equations of the paper: the reference for the tests.
 
 Inside: `upper`, `lower`, `loop_boosting`, `STRATEGIES`, `MINING`, `random_pair`, `with_gradient`.
 """
@@ -19,12 +19,12 @@ MINING = ("all", "hardest")
 
 
 def upper(r: float, m: float, e: float) -> float:
-    """Eq 17 and the first line of Eq 19."""
+    """Compute the margin of Eq 17 and of the first line of Eq 19."""
     return _soft(2 / m * (r - e), m) if m else 0.0
 
 
 def lower(r: float, m: float, e: float) -> float:
-    """The second line of Eq 19 with the sign that makes it rise from 0."""
+    """Compute the margin of the second line of Eq 19, with the sign that makes it rise from 0."""
     return _soft(-2 / m * (r + e), m) if m else 0.0
 
 
@@ -37,9 +37,9 @@ def _soft(exponent: float, m: float) -> float:
 @attrs.frozen
 class Loops:
     losses: Tensor  # (directions, B) float64
-    gradient: Tensor  # (B, B) float64, of the weighted sum of the losses
-    # How near another choice is: the smallest hinge that is not 0, and the smallest difference between the hardest
-    # negative's hinge and that of another pair of scores.
+    gradient: Tensor  # (B, B) float64, gradient of the weighted sum of the losses
+    # Distance to another selection: the minimum of the smallest non-zero hinge and the smallest difference between the
+    # hardest negative's hinge and the hinge of a pair with other scores.
     doubt: float
 
 
@@ -56,7 +56,9 @@ def loop_boosting(
     directions: str = "both",
     weights: Tensor | None = None,
 ) -> Loops:
-    """Loss of every anchor, and the gradient of their sum weighted by `weights` (directions, B), by default ones."""
+    """Compute the loss of every anchor and the gradient of their sum, weighted by `weights` (directions, B), default
+    ones.
+    """
     s, a = scores.double().tolist(), anchor_scores.double().tolist()
     n = len(s)
     masked = positives.tolist() if positives is not None else [[False] * n for _ in range(n)]
@@ -93,7 +95,7 @@ Anchor = tuple[float, dict[int, float], float, float]
 
 
 def _relative(own: Pair, pairs: dict[int, Pair], mining: str, margin: float, _alpha: float, soft: bool) -> Anchor:
-    """Eq 7, 8 and 18, one direction."""
+    """Compute Eq 7, 8 and 18 in one direction."""
     margins = {o: upper(own[1] - a, margin, 2.0) if soft else margin for o, (_, a) in pairs.items()}
     inside = {o: margins[o] + (own[1] - a) - (own[0] - s) for o, (s, a) in pairs.items()}
     if not pairs:
@@ -103,7 +105,7 @@ def _relative(own: Pair, pairs: dict[int, Pair], mining: str, margin: float, _al
 
 
 def _absolute(own: Pair, pairs: dict[int, Pair], mining: str, margin: float, alpha: float, soft: bool) -> Anchor:
-    """Eq 9, 10 and 20, one direction."""
+    """Compute Eq 9, 10 and 20 in one direction."""
     m1, m2 = alpha * margin, (1 - alpha) * margin
     margins = {o: lower(a, m2, 1.0) if soft else m2 for o, (_, a) in pairs.items()}
     inside = {o: margins[o] + s - a for o, (s, a) in pairs.items()}
@@ -122,11 +124,11 @@ def _positive_part(x: float) -> float:
 def _mined(
     inside: dict[int, float], margins: dict[int, float], pairs: dict[int, Pair], mining: str
 ) -> tuple[float, dict[int, float], float]:
-    """The hinges' loss, their slopes, and how near another choice is."""
+    """Return the loss of the mined hinges, their slopes, and the distance to another selection."""
     doubts = [abs(x) for x in inside.values() if x != 0]
     chosen = list(inside)
     if mining == "hardest" and inside:
-        # The largest margin + s - a: s_pos and a_pos are the same for all, and may be infinite.
+        # The hardest negative has the largest margin + s - a. s_pos and a_pos are the same for all and may be infinite.
         keys = {o: margins[o] + (s - a) for o, (s, a) in pairs.items()}
         chosen = [loop_hardest(keys)[1]]
         doubts += [abs(keys[o] - keys[chosen[0]]) for o in keys if pairs[o] != pairs[chosen[0]]]
@@ -136,7 +138,7 @@ def _mined(
 
 
 def random_pair(n: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Scores of a target and of an anchor branch, within [-1, 1]."""
+    """Draw scores (n, n) of a target branch and of an anchor branch, within [-1, 1]."""
     generator = torch.Generator().manual_seed(seed)
     both = torch.tanh(0.5 * torch.randn(2, n, n, generator=generator, dtype=torch.float64))
     return both[0].to(dtype), both[1].to(dtype)
@@ -145,7 +147,7 @@ def random_pair(n: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> tu
 def with_gradient(
     function: Any, scores: Tensor, anchor_scores: Tensor, weights: Tensor | None = None, **options: Any
 ) -> list[Tensor]:
-    """The losses of the anchors, and the gradient of the scores."""
+    """Return the losses of the anchors and the gradient of the scores."""
     leaf = scores.detach().clone().requires_grad_()
     losses = function(leaf, anchor_scores, reduction="none", **options)
     incoming = torch.ones_like(losses) if weights is None else weights.to(losses.dtype).reshape(losses.shape)

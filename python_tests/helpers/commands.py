@@ -1,4 +1,4 @@
-"""The command line inside a test: short runs, and the one line that a user error becomes.
+"""Run the command line inside a test: short training runs, and the error line of a user error.
 
 Inside: `SMALL`, `train_small`, `error`.
 """
@@ -11,18 +11,20 @@ import pytest
 
 from itm_fast import cli
 
-# Four steps of a small model on the data set of concepts.
+# Four steps of a small model on the concepts data set.
 SMALL = ["--model-option", "embed_dim=16", "--model-option", "word-dim=12", "--batch-size", "32", "--epochs", "1"]
 
 
 def train_small(data: Path, out: Path, *more: str) -> Path:
-    """Trains on `data` for one epoch, or as `more` says, and returns the RUN folder."""
+    """Train on `data` for one epoch unless `more` says otherwise; return the run directory."""
     assert cli.run(["train", "--data", str(data), "--out", str(out), *SMALL, *more]) == 0
     return out
 
 
 def error(capsys: pytest.CaptureFixture[str], *arguments: object, lines: int = 0) -> tuple[int, str]:
-    """Exit status and the single line on stderr; on stdout are as many `lines` as the command says at its start."""
+    """Run a command that fails; return its exit status and its only line on stderr. It must print `lines` lines on
+    stdout.
+    """
     capsys.readouterr()
     status = cli.run([str(argument) for argument in arguments])
     printed = capsys.readouterr()

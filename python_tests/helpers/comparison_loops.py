@@ -1,7 +1,7 @@
-"""The losses of the papers' comparisons by loops over Python floats: the truth that the modules are held against.
+"""The losses of the papers' comparisons in plain Python loops over floats: the reference for the loss modules.
 
-Each takes the scores (n, n) as nested lists, for distillation those of the anchor branch as well, and a mask of the
-pairs that are no negatives, and gives the loss of every row's anchor.
+Each function takes the scores (n, n) as nested lists (for distillation also those of the anchor branch) and a mask of
+the pairs that are not negatives. It returns the loss of each row's anchor.
 
 Inside: `ROWS`, `loop_losses`, `numerical_gradient`.
 """
@@ -140,7 +140,7 @@ def _probability(scores: dict[int, float], order: Sequence[int], scale: float) -
     return probability
 
 
-# By the names of the modules; the first two are losses of scores alone.
+# Keyed by module name; the first two losses depend only on scores.
 ROWS: dict[str, Callable[..., list[float]]] = {
     "CMPMLoss": cmpm,
     "PolynomialLoss": polynomial,
@@ -152,11 +152,11 @@ ROWS: dict[str, Callable[..., list[float]]] = {
 
 
 def loop_losses(name: str, *matrices: np.ndarray, mask: np.ndarray | None = None, **options: Any) -> np.ndarray:
-    """Losses (2, n) of the anchors of the rows and of the columns, float64.
+    """Compute the losses (2, n) of the row anchors and the column anchors in float64.
 
     Args:
         matrices: float64 (n, n): scores, and for distillation those of the anchor branch.
-        mask: bool (n, n), pairs that are no negatives.
+        mask: bool (n, n), pairs that are not negatives.
     """
     n = len(matrices[0])
     mask = np.zeros((n, n), dtype=bool) if mask is None else mask
@@ -165,7 +165,7 @@ def loop_losses(name: str, *matrices: np.ndarray, mask: np.ndarray | None = None
 
 
 def numerical_gradient(function: Callable[[np.ndarray], float], x: np.ndarray, step: float = 1e-6) -> np.ndarray:
-    """Central differences of `function` at x, entry by entry: wrong by about 1e-9 where values are about 1."""
+    """Compute central differences of `function` at x entry by entry; the error is about 1e-9 for values of about 1."""
     gradient = np.zeros_like(x)
     for place in np.ndindex(*x.shape):
         values = []

@@ -1,4 +1,4 @@
-"""A data set that a model learns within seconds: pictures of four concepts, captions that name them.
+"""A data set that a model learns within seconds: images of four concepts, with captions that name them.
 
 Inside: `write_concepts`.
 """
@@ -13,9 +13,9 @@ WORDS = ["red", "ball", "dog", "tree", "car", "boat", "sun", "cup", "hat", "fish
 
 
 def write_concepts(directory: Path, *, n_train: int = 24, n_dev: int = 10, width: int = 8, seed: int = 0) -> Path:
-    """Writes train, dev and test in the published layout: four regions of `width` values, five captions an image.
+    """Write train, dev and test in the published layout: four regions of `width` values and five captions per image.
 
-    Each region shows one of twelve concepts, a fixed vector and some noise; captions name the four in any order.
+    Each region shows one of twelve concepts: a fixed vector plus noise. Captions name the four concepts in any order.
     """
     random = np.random.default_rng(seed)
     prototypes = random.standard_normal((len(WORDS), width)).astype(np.float32)

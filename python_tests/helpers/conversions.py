@@ -1,4 +1,4 @@
-"""Converting checkpoints in tests: what a converted model scores, and how one that does not fit is refused.
+"""Convert checkpoints in tests: the scores of a converted model, and the refusal of one that does not fit.
 
 Inside: `CAPTIONS`, `token_ids`, `converted`, `assert_warned`, `refused`, `changed`.
 """
@@ -28,7 +28,7 @@ def token_ids(caption: str) -> list[int]:
 
 
 def converted(run: Path, features: np.ndarray, captions: list[str] = CAPTIONS) -> np.ndarray:
-    """Scores of the model in `run` for images and captions, whose order is not that of their lengths."""
+    """Compute the scores of the model in `run`, for images and captions that are not sorted by length."""
     encoded = [Vocabulary.from_file(run / "vocab.json").encode(caption) for caption in captions]
     padded = torch.zeros(len(encoded), max(map(len, encoded)), dtype=torch.int64)
     for row, ids in zip(padded, encoded, strict=True):
@@ -39,7 +39,7 @@ def converted(run: Path, features: np.ndarray, captions: list[str] = CAPTIONS) -
 
 
 def assert_warned(tmp_path: Path, source: str, model: object, opt: argparse.Namespace, vocab: Path, name: str) -> None:
-    """Converting warns of the unknown option `name`, in one line, unless the option is declared harmless."""
+    """Check that converting warns of the unknown option `name` in one line, unless the option is declared harmless."""
     path = write_checkpoint(tmp_path / "c.pth", model, opt)
     message = re.escape(
         f"{path}: opt.{name}: unknown option, ignored because all weights fit {source}; check that it does not change "
@@ -53,7 +53,7 @@ def assert_warned(tmp_path: Path, source: str, model: object, opt: argparse.Name
 
 
 def refused(tmp_path: Path, source: str, model: object, opt: argparse.Namespace, vocab: Path) -> str:
-    """The one line of the refusal, without the file at its start; nothing was written."""
+    """Return the one-line error of the conversion without the file name; check that no file was written."""
     tmp_path.mkdir(exist_ok=True)
     path = write_checkpoint(tmp_path / "c.pth", model, opt)
     with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
@@ -65,6 +65,6 @@ def refused(tmp_path: Path, source: str, model: object, opt: argparse.Namespace,
 
 
 def changed(part: dict, **changes: object) -> OrderedDict:
-    """A state dict with other weights; a name has `__` for a dot, and None removes it."""
+    """Copy a state dict with other weights. In a name, `__` stands for a dot; None removes the weight."""
     named = {name.replace("__", "."): value for name, value in changes.items()}
     return OrderedDict((key, value) for key, value in {**part, **named}.items() if value is not None)

@@ -1,8 +1,7 @@
-"""Operators on any device: what each is called on, and how a device is watched and driven while it runs.
+"""Operators on any device: their test inputs, and tools that watch and control the device while they run.
 
-Inside: `DEVICES`, `CASES`, `each_case`, `each_device`, `inputs_of`, `run_case`; for a CUDA device, and doing nothing
-special on the CPU, `no_synchronization`, `another_stream`, `captured`; `launched` and `kernel_names`: what ran on a
-GPU.
+Inside: `DEVICES`, `CASES`, `each_case`, `each_device`, `inputs_of`, `run_case`. `no_synchronization`, `another_stream`
+and `captured` act on a CUDA device and have no effect on the CPU. `launched` and `kernel_names` list what ran on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Inputs = list[Tensor]
 class Case:
     """An operator with options: `call(functions, inputs)` for functions like `itm_fast.functional`.
 
-    The first `differentiable` inputs have a gradient. `sizes` are tried one after the other in one process.
+    The first `differentiable` inputs have a gradient. The `sizes` are run one after the other in one process.
     """
 
     name: str
@@ -44,23 +43,24 @@ class Case:
 
     @property
     def scores(self) -> bool:
-        """Whether vectors are compared: then they may have 16 bits, and sums of many terms round."""
+        """Whether the operator compares vectors: these may have 16 bits, and sums of many terms round."""
         return self.operators[0] == "cross_attention_scores" or self.widened or self.takes_any_dtype
 
     @property
     def takes_any_dtype(self) -> bool:
-        """Whether kernels read vectors as they come, under autocast too."""
+        """Whether the kernels read vectors in their own dtype, also under autocast."""
         return self.operators[0] == "domain_regularization"
 
     @property
     def widened(self) -> bool:
-        """Whether kernels get 16-bit vectors in float32, and beside them the precision."""
+        """Whether the kernels get 16-bit vectors as float32, with their precision as an argument."""
         return self.operators[0] in ("regulated_scores", "cross_attention_alignments")
 
 
 def _sets(seed: int, size: int, dim: int, longest: tuple[int, int], offsets: torch.dtype) -> Inputs:
-    """`size` captions of 1 to 17 words and as many images of 1 to 40 regions, then one of each of the longest size, and
-    one of each without any."""
+    """Draw `size` captions of 1 to 17 words and `size` images of 1 to 40 regions. Each side gets two more sets: one of
+    the longest size and an empty one.
+    """
     lengths = torch.randint(1, 18, (size,), generator=torch.Generator().manual_seed(seed)).tolist()
     counts = torch.randint(1, 41, (size,), generator=torch.Generator().manual_seed(seed + 1)).tolist()
     words = random_fragments([*lengths, longest[0], 0], dim, seed=seed)
@@ -98,12 +98,12 @@ def _regulated_case(
     sizes: tuple[int, ...] = (6, 1, 70, 9),
     **options: Any,
 ) -> Case:
-    """Without a gradient: the backward is in PyTorch, and waits for what it finds to be differentiated."""
+    """Make a case without a gradient: the backward is in PyTorch and synchronises with the GPU."""
     alignments = options.pop("alignments", False)
 
     def make(seed: int, size: int) -> Inputs:
         weights = random_parameters(setting, dim, width, seed=seed).tensors()
-        # A generator's seed on the device: one from the host would be waited for.
+        # The seed is on the device: a seed on the host would cause a synchronisation.
         return [*_sets(seed, size, dim, (17, 40), torch.int64), torch.tensor([seed + 2**40]), *weights]
 
     def call(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -124,7 +124,7 @@ def _regulated_case(
 
 
 def _step_case(name: str, reduction: str, loss: tuple[str, str]) -> Case:
-    """Scores and their loss over hardest negatives, differentiated to words and regions."""
+    """Make a case of scores and their loss over hardest negatives, differentiated with respect to words and regions."""
     of_scores = _scores_case(name, sizes=(5,))
 
     def call(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -135,7 +135,9 @@ def _step_case(name: str, reduction: str, loss: tuple[str, str]) -> Case:
 
 
 def past_the_room(rows: int = 100) -> Case:
-    """Sets of `rows` rows on both sides. With 60, the CUDA backward cannot keep all raw scores of the pairs (2^25)."""
+    """Make a case with sets of `rows` rows on both sides. With 60 sets, the raw scores exceed the workspace of the CUDA
+    backward (2^25 scores).
+    """
 
     def make(seed: int, size: int) -> Inputs:
         sides = [random_fragments([rows] * size, 8, seed=seed + i) for i in range(2)]
@@ -165,7 +167,7 @@ def _boosting_case(strategy: str, mining: str) -> Case:
 
 
 def _one_launch_case(name: str, mining: str) -> Case:
-    """One loss alone, which comes with its gradient."""
+    """Make a case of one scalar loss, which is computed together with its gradient."""
 
     def call(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         options = {"epsilon": 0.3} if name == "triplet_loss" else {"strategy": "both", "soft": True}
@@ -178,7 +180,9 @@ def _one_launch_case(name: str, mining: str) -> Case:
 
 
 def _domain_case(name: str, with_negatives: bool, **options: Any) -> Case:
-    """Risks of `size` pairs, one of long sets and one of none, with or without their negatives."""
+    """Make a case of the risks of `size` pairs, a pair of long sets and a pair of empty sets, with or without
+    negatives.
+    """
 
     def make(seed: int, size: int) -> Inputs:
         words, regions, word_offsets, region_offsets = _sets(seed, size, 37, (70, 90), torch.int64)
@@ -210,7 +214,7 @@ def _gallery(seed: int, size: int) -> Inputs:
     return [random_scores(n_images, size, seed=seed), torch.arange(size) % n_images]
 
 
-# The loss is a number, and comes with its gradient.
+# The loss is a scalar and is computed together with its gradient.
 ONE_LAUNCH_STEP = _step_case(
     "step with one launch for the loss", "sum", ("triplet_loss_with_gradient", "scale_gradient")
 )
@@ -220,7 +224,7 @@ CASES = (
     _scores_case("l1norm focal", normalization="l1norm", focal="equal", aggregation="max"),
     _scores_case("logsumexp focal", normalization="clipped", focal="prob", aggregation="logsumexp"),
     _scores_case("hard", normalization="no_norm", temperature=1.0, focal="hard", aggregation="logsumexp"),
-    # Kernels that copy in stages go around their ring, and rows begin anywhere.
+    # The staged copies wrap around their ring buffer, and rows start at any alignment.
     _scores_case("wide", dim=520, sizes=(5,)),
     _scores_case("odd width", dim=37, offsets=torch.int32, sizes=(5,)),
     _scores_case("long sets", longest=(150, 300), focal="prob", sizes=(3,)),
@@ -249,7 +253,7 @@ DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
 def built(operators: Iterable[str], device: str) -> bool:
-    """Whether all these operators have a kernel for that device type."""
+    """Whether all these operators have a kernel for this device type."""
     return set(operators) <= operators_of(device)
 
 
@@ -258,7 +262,7 @@ each_device = pytest.mark.parametrize("device", [pytest.param(device, marks=MARK
 
 
 def on_devices(*devices: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Runs a test on each of these devices with every case that has its kernels there."""
+    """Run a test on each of these devices, with every case that has its kernels there."""
     parameters = [
         pytest.param(device, case, marks=MARKS[device], id=f"{device} {case.name}".replace(" ", "-"))
         for device in devices
@@ -272,13 +276,13 @@ each_case = on_devices(*DEVICES)
 
 
 def inputs_of(case: Case, seed: int, size: int, dtype: torch.dtype, device: str) -> Inputs:
-    """Inputs in a dtype on a device; float64 of the rounded values is what is exact."""
+    """Make inputs in a dtype on a device. The exact results are those of the rounded inputs in float64."""
     made = case.make(seed, size)
     return [part.to(device, dtype if part.is_floating_point() else part.dtype) for part in made]
 
 
 def run_case(functions: Any, case: Case, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The results, then the gradients for a fixed weight of every floating point result."""
+    """Return the results, then the gradients for fixed weights of every floating-point result."""
     leaves = [part.detach().requires_grad_(i < case.differentiable) for i, part in enumerate(inputs)]
     results = case.call(functions, leaves)
     found = [part.detach() for part in results]
@@ -293,7 +297,7 @@ def run_case(functions: Any, case: Case, inputs: Sequence[Tensor]) -> list[Tenso
 
 @contextlib.contextmanager
 def no_synchronization(device: str) -> Iterator[None]:
-    """Makes everything an error that waits for the GPU."""
+    """Make every operation that synchronises with the GPU an error."""
     if device == "cpu":
         yield
         return
@@ -307,20 +311,20 @@ def no_synchronization(device: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def another_stream(device: str) -> Iterator[None]:
-    """A stream beside the default one in which everything comes late: work in a wrong stream is too early for it."""
+    """Run in a second stream that starts with a delay, so that work in a wrong stream runs too early."""
     if device == "cpu":
         yield
         return
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)  # Clock cycles, tens of milliseconds.
+        torch.cuda._sleep(50_000_000)  # Clock cycles: tens of milliseconds.
         yield
     torch.cuda.synchronize()
 
 
 def captured(device: str, call: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
-    """`call` as a CUDA graph, to be replayed on inputs that were changed in place; on the CPU `call` itself."""
+    """Capture `call` as a CUDA graph; replay it on inputs changed in place. On the CPU, return `call` itself."""
     if device == "cpu":
         return call
     stream = torch.cuda.Stream()
@@ -341,13 +345,13 @@ def captured(device: str, call: Callable[[], list[Tensor]]) -> Callable[[], list
 
 
 def kernel_names(events: Iterable[Any]) -> list[str]:
-    """The kernels in a profile, in order: everything that ran on the GPU except copies and fills of memory."""
+    """List the kernels of a profile in order: all GPU events except memory copies and memory fills."""
     on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     return [event.name for event in on_device if not event.name.startswith(("Memcpy", "Memset"))]
 
 
 def launched(call: Callable[[], Any]) -> list[str]:
-    """The kernels that a call launches on the GPU, after one that is not counted."""
+    """List the kernels that a call launches on the GPU, after a warm-up call."""
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

@@ -1,4 +1,5 @@
-"""ADDR's risks by plain Python loops over float64 numbers, from the paper's equations: the reference for the tests.
+"""ADDR's risks in plain Python loops over float64 numbers, from the equations of the paper: the reference for the
+tests.
 
 Inside: `Batch`, `random_batch`, `loop_regularization`, `run`, `NAMES`, `nearest_edge`, `plain_form`.
 """
@@ -22,7 +23,7 @@ NAMES = ("adversarial", "regularization", "regions", "words", "weights", "biases
 
 @attrs.frozen
 class Batch:
-    """B pairs, their discriminators and their negatives (None: neither kind)."""
+    """B pairs with their discriminators and negatives (None: no negatives)."""
 
     regions: Fragments
     words: Fragments
@@ -55,7 +56,7 @@ def random_batch(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> Batch:
-    """A pair for each of those lengths; negatives at random, some missing, where `captions` is None."""
+    """Make a pair for each of these lengths. If `captions` is None, draw random negatives, some of them missing."""
     pairs = len(regions)
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(pairs, dim, generator=generator, dtype=torch.float64)
@@ -79,7 +80,7 @@ def run(
     wanted: Sequence[str] = NAMES[2:],
     **options: Any,
 ) -> list[Tensor]:
-    """Both results, and the gradients of those arguments for an incoming gradient (2, B)."""
+    """Return both results, and the gradients of the `wanted` arguments for an incoming gradient (2, B)."""
     leaves = {
         "regions": batch.regions.values,
         "words": batch.words.values,
@@ -105,14 +106,16 @@ def run(
 
 @attrs.frozen
 class Loops:
-    """Float64 results and gradients in the order of `NAMES`, and how near the nearest hinge is to its edge."""
+    """Results and gradients in float64 in the order of `NAMES`; `doubt` is the smallest distance of a hinge to its
+    edge.
+    """
 
     results: list[Tensor]
     doubt: float
 
 
 def loop_regularization(batch: Batch, incoming: Tensor, *, margin: float = 0.05, aggregation: str = "sum") -> Loops:
-    """Eq 2, 8 and 9 term by term, with the derivatives of the logistic function written out."""
+    """Compute Eq 2, 8 and 9 term by term, with the derivatives of the logistic function written out."""
     sides = [
         [[row.tolist() for row in fragments[p].double()] for p in range(len(fragments))]
         for fragments in (batch.regions, batch.words)
@@ -127,7 +130,7 @@ def loop_regularization(batch: Batch, incoming: Tensor, *, margin: float = 0.05,
         return max(sum(len(side[x]) for side in sides), 1) if aggregation == "mean" else 1
 
     def risk(x: int, y: int) -> float:
-        """R_x(f_y): the cross-entropy of regions labelled 1 and words labelled 0."""
+        """Compute R_x(f_y): the cross-entropy of regions labelled 1 and words labelled 0."""
         total = 0.0
         for label, side in ((1, sides[0]), (0, sides[1])):
             for row in side[x]:
@@ -173,7 +176,7 @@ def _affine(row: list[float], weights: list[float], bias: float) -> float:
 
 
 def nearest_edge(batch: Batch, *, margin: float, aggregation: str) -> float:
-    """How near the nearest hinge is to its edge, in float64; a pair's with itself is the margin."""
+    """Compute the smallest distance of a hinge to its edge in float64. A pair's hinge with itself is the margin."""
     wide = batch.to(torch.float64)
     pairs, risks = torch.arange(len(wide.regions)), torch.zeros(len(wide.regions), len(wide.regions)).double()
     for fragments, sign in ((wide.regions, -1.0), (wide.words, 1.0)):
@@ -192,7 +195,7 @@ def nearest_edge(batch: Batch, *, margin: float, aggregation: str) -> float:
 
 
 def plain_form(batch: Batch, incoming: Tensor, found: Sequence[Tensor], **options: Any) -> Form:
-    """Packed PyTorch in float32, in the dtypes of what was found, for the draws of `assert_as_accurate`."""
+    """Return the packed PyTorch form in float32, with the dtypes of `found`, for `assert_as_accurate`."""
 
     def results(moved: Callable[[Tensor], Tensor]) -> list[Tensor]:
         near = attrs.evolve(

@@ -1,4 +1,4 @@
-"""Reads the containers of device code that nvcc puts into a library, for which no CUDA tool is needed."""
+"""Read the containers of device code that nvcc puts into a library, without a CUDA tool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _KINDS = {1: "ptx", 2: "sm"}
 
 
 def _containers(content: bytes) -> Iterator[tuple[int, int, int]]:
-    """Start, start of the entries, and end of every container."""
+    """Yield the start, the start of the entries, and the end of every container."""
     start = content.find(_MAGIC)
     while start >= 0:
         _, _, header, size = struct.unpack_from("<IHHQ", content, start)
@@ -19,7 +19,7 @@ def _containers(content: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def device_code(content: bytes) -> list[set[str]]:
-    """For every container, what its code is for, such as {"sm_80", "sm_90", "ptx_90"}."""
+    """Return the targets of the code in every container, such as {"sm_80", "sm_90", "ptx_90"}."""
     found = []
     for _, first, end in _containers(content):
         names = set()
@@ -33,7 +33,7 @@ def device_code(content: bytes) -> list[set[str]]:
 
 
 def without_device_code(content: bytes) -> bytes:
-    """The library with zeros in place of its device code."""
+    """Return the library with its device code replaced by zeros."""
     result = bytearray(content)
     for start, _, end in _containers(content):
         result[start:end] = bytes(end - start)

@@ -1,7 +1,4 @@
-"""FDF by its equations: one fragment, one conversion and one pair at a time, in the dtype of the weights.
-
-Inside: `converted`, `fused`, `scan_pair`, `chan_pair`, `vse_pair`, `algorithm_1`.
-"""
+"""FDF from its equations: one fragment, one conversion and one pair at a time, in the dtype of the weights."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ def unit(row: Tensor) -> Tensor:
 
 
 def converted(conversions: FeatureConversions, sets: Sets, n: int, *, running: bool = False) -> list[Tensor]:
-    """Eq 4 of conversion n: rows (length, d) of each set, or its vector (d,).
+    """Compute Eq 4 of conversion n: rows (length, d) of each set, or its vector (d,).
 
-    `running`: batch normalisation takes the running statistics.
+    `running`: use the running statistics for batch normalisation.
     """
 
     def linear(layer: torch.nn.Module, row: Tensor) -> Tensor:
@@ -58,7 +55,7 @@ def converted(conversions: FeatureConversions, sets: Sets, n: int, *, running: b
 
 
 def fused(side: FeatureDiversification, sets: Sets) -> list[Tensor]:
-    """Eq 5 and the weighted sum: rows (length, d) of each set, or its vector (d,)."""
+    """Compute Eq 5 and the weighted sum: rows (length, d) of each set, or its vector (d,)."""
     parts = [converted(side.conversions, sets, n) for n in range(side.count)]
     result = []
     for index, own in enumerate(sets):
@@ -77,7 +74,7 @@ def fused(side: FeatureDiversification, sets: Sets) -> list[Tensor]:
 
 
 def scan_pair(regions: Tensor, words: Tensor) -> Tensor:
-    """SCAN's score of one pair, text-to-image with the published settings."""
+    """Compute SCAN's score of one pair: text-to-image, with the published settings."""
     raw = words @ regions.T
     raw = torch.where(raw > 0, raw, 0.1 * raw)
     raw = raw / (raw.square().sum(0).sqrt() + 1e-8)
@@ -88,7 +85,7 @@ def scan_pair(regions: Tensor, words: Tensor) -> Tensor:
 
 
 def chan_pair(regions: Tensor, words: Tensor) -> Tensor:
-    """CHAN's score of one pair: log-sum-exp over the words of their greatest cosine with a region."""
+    """Compute CHAN's score of one pair: log-sum-exp over the words of their maximum cosine with a region."""
     best = [max((word @ region for region in regions), key=lambda one: float(one.detach())) for word in words]
     return torch.stack([(10.0 * cosine).exp() for cosine in best]).sum().log() / 10.0
 
@@ -106,7 +103,7 @@ def algorithm_1(
     *,
     every: bool = False,
 ) -> Tensor:
-    """L_realign, of the hardest negatives or of `every` one.
+    """Compute L_realign with the hardest negatives, or with all negatives (`every`).
 
     `present[n]` and `others[n - 1]` hold images and captions of B_1 and B_(n + 1) under conversion n + 1.
     """

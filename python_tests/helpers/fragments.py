@@ -1,4 +1,4 @@
-"""Random sets for the tests, and the operators of ours that a piece of code calls."""
+"""Random sets for the tests, and a recorder of native operator calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from itm_fast import Fragments
 def random_fragments(
     lengths: Sequence[int], dim: int, dtype: torch.dtype = torch.float64, seed: int = 0, normalized: bool = True
 ) -> Fragments:
-    """Sets of the given lengths, rows of norm 1 unless `normalized` is False; equal for equal seeds."""
+    """Draw sets of the given lengths. Rows have norm 1 unless `normalized` is False. Equal seeds give equal sets."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(sum(lengths), dim, generator=generator, dtype=torch.float64)
     if normalized:
@@ -25,7 +25,7 @@ def random_fragments(
 
 
 def tied_fragments(lengths: Sequence[int], dim: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Fragments:
-    """Rows of -1, 0 and 1, none of them zero: few inner products, which any type and order of additions has exactly."""
+    """Draw non-zero rows of -1, 0 and 1: few distinct inner products, exact in any dtype and summation order."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-1, 2, (sum(lengths), dim), generator=generator)
     values[:, 0] = 1
@@ -46,7 +46,7 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def native_calls() -> Iterator[list[tuple[str, Any]]]:
-    """Records `(name, (arguments, result))` of every native operator of the package that runs inside."""
+    """Record `(name, (arguments, result))` of every call of a native operator of the package."""
     calls: list[tuple[str, Any]] = []
     with _Recorder(calls):
         yield calls

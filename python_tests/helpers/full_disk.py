@@ -1,4 +1,4 @@
-"""A disk that takes no more: `no_file_above`."""
+"""Simulate a full disk: `no_file_above`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_file_above(size: int) -> Iterator[None]:
-    """The system itself refuses to let any file of this process grow above `size` bytes, as a full disk would."""
+    """Make the system refuse to let any file of this process grow above `size` bytes, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

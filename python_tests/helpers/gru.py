@@ -1,4 +1,4 @@
-"""A GRU of one layer by its equations, step by step.
+"""A one-layer GRU from its equations, step by step.
 
 Inside: `directions`, `gru_states`.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def directions(rnn: torch.nn.GRU, words: Tensor) -> list[Tensor]:
-    """The states (L, d) of each direction over one sequence of words (L, word_dim)."""
+    """Compute the states (L, d) of each direction over one sequence of words (L, word_dim)."""
     result = []
     orders = [("", range(len(words))), ("_reverse", reversed(range(len(words))))]
     for suffix, order in orders[: 2 if rnn.bidirectional else 1]:
@@ -30,5 +30,5 @@ def directions(rnn: torch.nn.GRU, words: Tensor) -> list[Tensor]:
 
 
 def gru_states(rnn: torch.nn.GRU, words: Tensor) -> Tensor:
-    """The mean of the directions (L, d)."""
+    """Compute the mean of the directions (L, d)."""
     return torch.stack(directions(rnn, words)).mean(0)

@@ -1,9 +1,9 @@
-"""Checkpoints as SCAN's official code writes them, and that code's scores in float64, loop by loop.
+"""Checkpoints as SCAN's official code writes them, and the scores of that code in float64, in plain loops.
 
-Nothing of the package is used here: the file says independently what an official checkpoint means.
+Nothing of the package is used here: this file defines independently what an official checkpoint means.
 
-Inside: `random_model`, `options`, `write_checkpoint`, `write_vocabulary`, `official_scores`, `FORMS`; and what other
-official code of the field shares with it: `gru_weights`, `caption_states`, `l2norm`, `pairwise`.
+Inside: `random_model`, `options`, `write_checkpoint`, `write_vocabulary`, `official_scores`, `FORMS`; and parts that
+other official code shares with SCAN: `gru_weights`, `caption_states`, `l2norm`, `pairwise`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORDS = ["<pad>", "<start>", "<end>", "<unk>", *[f"word{index}" for index in ran
 
 
 def options(**changes: object) -> argparse.Namespace:
-    """What the official command line parses, with small sizes; None removes an option."""
+    """Return the parsed options of the official command line, with small sizes; None removes an option."""
     values: dict[str, object] = {
         "data_path": "./data/", "data_name": "f30k_precomp", "vocab_path": "./vocab/", "margin": 0.2, "num_epochs": 30,
         "batch_size": 128, "word_dim": 5, "embed_size": 8, "grad_clip": 2.0, "num_layers": 1, "learning_rate": 0.0002,
@@ -40,7 +40,7 @@ def options(**changes: object) -> argparse.Namespace:
 
 
 def random_model(opt: argparse.Namespace, seed: int = 0) -> list[OrderedDict[str, torch.Tensor]]:
-    """The two state dicts of an official model with random weights, image encoder first."""
+    """Return the two state dicts of an official model with random weights, image encoder first."""
     random = torch.Generator().manual_seed(seed)
 
     def tensor(*shape: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ def random_model(opt: argparse.Namespace, seed: int = 0) -> list[OrderedDict[str
 def gru_weights(
     name: str, opt: argparse.Namespace, both: bool, tensor: Callable[..., torch.Tensor]
 ) -> OrderedDict[str, torch.Tensor]:
-    """The weights of a GRU called `name`, in both directions or forwards, as torch names them."""
+    """Return the weights of a GRU called `name`, bidirectional or forward only, with the names of torch."""
     weights, size = OrderedDict(), opt.embed_size
     for layer in range(opt.num_layers):
         directions = ("", "_reverse") if both else ("",)
@@ -76,12 +76,12 @@ def gru_weights(
     return weights
 
 
-# The zip file since torch 1.6, the stream of pickles before it, and that stream as Python 2 and torch 0.3 wrote it.
+# The zip format since torch 1.6, the earlier pickle stream, and that stream as Python 2 and torch 0.3 wrote it.
 FORMS = ("zip", "legacy", "python2")
 
 
 def write_checkpoint(path: Path, model: object, opt: object, form: str = "zip") -> Path:
-    """A checkpoint as the official script saves it, in one of `FORMS`."""
+    """Write a checkpoint as the official script saves it, in one of `FORMS`."""
     content = {"epoch": 11, "model": model, "best_rsum": 421.25, "opt": opt, "Eiters": 4711}
     module = _python2_pickle() if form == "python2" else pickle
     torch.save(content, path, pickle_module=module, _use_new_zipfile_serialization=form == "zip")
@@ -89,14 +89,14 @@ def write_checkpoint(path: Path, model: object, opt: object, form: str = "zip") 
 
 
 def write_vocabulary(path: Path, words: list[str] = WORDS) -> Path:
-    """The vocabulary JSON as the official script dumps it."""
+    """Write the vocabulary JSON as the official script does."""
     ids = {word: index for index, word in enumerate(words)}
     path.write_text(json.dumps({"word2idx": ids, "idx2word": dict(enumerate(words)), "idx": len(words)}))
     return path
 
 
 class _Python2Pickler(pickle._Pickler):
-    """Writes strings as bytes without an encoding, and tensors by the function that torch 0.3 rebuilt them with."""
+    """Write strings as bytes without an encoding, and tensors with the rebuild function of torch 0.3."""
 
     dispatch: ClassVar[dict] = dict(pickle._Pickler.dispatch)
 
@@ -130,9 +130,9 @@ def official_scores(
     features: np.ndarray,
     captions: list[list[int]],
 ) -> np.ndarray:
-    """(n_images, n_captions): image by image and caption by caption.
+    """Compute the scores (n_images, n_captions) image by image and caption by caption.
 
-    As the official loader does, captions are sorted by falling length, encoded, and put back by their index.
+    As in the official loader, captions are sorted by decreasing length, encoded, and returned to their order.
     """
     image, text = ({key: value.double().numpy() for key, value in part.items()} for part in model)
     regions = [_regions(image, opt, picture) for picture in features.astype(np.float64)]
@@ -143,7 +143,7 @@ def official_scores(
 def caption_states(
     weights: dict[str, np.ndarray], opt: argparse.Namespace, captions: list[list[int]], rnn: str, both: bool
 ) -> list[np.ndarray]:
-    """The word embeddings (n_words, d) of each caption, encoded in the order of the official loader."""
+    """Encode the captions in the order of the official loader; return the word embeddings (n_words, d) of each."""
     order = sorted(range(len(captions)), key=lambda index: len(captions[index]), reverse=True)
     words: list[np.ndarray] = [np.empty(0)] * len(captions)
     for index, encoded in zip(order, [_words(weights, opt, captions[i], rnn, both) for i in order], strict=True):
@@ -154,7 +154,7 @@ def caption_states(
 def pairwise(
     score: Callable[[np.ndarray, np.ndarray], float], regions: list[np.ndarray], words: list[np.ndarray]
 ) -> np.ndarray:
-    """(n_images, n_captions), pair by pair."""
+    """Compute the scores (n_images, n_captions) pair by pair."""
     return np.array([[score(picture, caption) for caption in words] for picture in regions])
 
 
@@ -180,7 +180,7 @@ def _words(
         if not both:
             states = forward
             continue
-        # The other direction starts at the caption's own last word, never at padding.
+        # The backward direction starts at the caption's last word, not at padding.
         backward = gru(weights, rnn, f"l{layer}_reverse", states[::-1])[::-1]
         states = np.concatenate([forward, backward], axis=1)
     if both:
@@ -189,7 +189,7 @@ def _words(
 
 
 def gru(weights: dict[str, np.ndarray], rnn: str, name: str, inputs: np.ndarray) -> np.ndarray:
-    """Cho et al. 2014, with cuDNN's order of the gates: reset, update, new."""
+    """Run the GRU of Cho et al. 2014, with the gates in the order of cuDNN: reset, update, new."""
 
     def sigmoid(values: np.ndarray) -> np.ndarray:
         return 1 / (1 + np.exp(-values))
@@ -208,7 +208,7 @@ def gru(weights: dict[str, np.ndarray], rnn: str, name: str, inputs: np.ndarray)
 
 def _score(regions: np.ndarray, words: np.ndarray, opt: argparse.Namespace) -> float:
     query, context = (words, regions) if opt.cross_attn == "t2i" else (regions, words)
-    raw = context @ query.T  # (contexts, queries): the raw scores are normalised over the queries
+    raw = context @ query.T  # (contexts, queries): normalise the raw scores over the queries
     if opt.raw_feature_norm.startswith("clipped"):
         raw = np.where(raw > 0, raw, 0.1 * raw)
     if opt.raw_feature_norm.endswith("l2norm"):

@@ -1,4 +1,4 @@
-"""Official checkpoints of VSE-infinity and RVSE++, and these codes' scores in float64, item by item.
+"""Official checkpoints of VSE-infinity and RVSE++, and the scores of their official code in float64, item by item.
 
 Nothing of the package is used here. Inside: `options`, `rvsepp_options`, `random_model`, `official_scores`.
 """
@@ -16,11 +16,11 @@ from python_tests.compat.official_rcar import batch_norm, batch_norm_weights, li
 from python_tests.helpers.official_scan import WORDS, caption_states, gru, gru_weights, l2norm
 
 Weights = Mapping[str, np.ndarray]
-POOL = argparse.Namespace(word_dim=32, embed_size=32, num_layers=1)  # As the official code has it.
+POOL = argparse.Namespace(word_dim=32, embed_size=32, num_layers=1)  # As in the official code.
 
 
 def options(**changes: object) -> argparse.Namespace:
-    """What VSE-infinity's command line parses, with small sizes; None removes an option."""
+    """Return the parsed options of VSE-infinity's command line, with small sizes; None removes an option."""
     values: dict[str, object] = {
         "data_path": "/tmp/data/f30k", "data_name": "f30k", "vocab_path": "./vocab/", "margin": 0.2, "num_epochs": 25,
         "batch_size": 128, "word_dim": 5, "embed_size": 8, "num_layers": 1, "grad_clip": 2.0,
@@ -35,7 +35,7 @@ def options(**changes: object) -> argparse.Namespace:
 
 
 def rvsepp_options(**changes: object) -> argparse.Namespace:
-    """What RVSE++'s command line parses, with small sizes; None removes an option."""
+    """Return the parsed options of RVSE++'s command line, with small sizes; None removes an option."""
     values: dict[str, object] = {
         "data_path": "butd/", "data_name": "f30k_precomp", "model": "RVSE", "margin": 0.2, "epsilon": 0.01,
         "num_epochs": 30, "lr_update": 15, "logger_name": "log", "model_name": "runs", "vocab_path": "vocab",
@@ -46,7 +46,7 @@ def rvsepp_options(**changes: object) -> argparse.Namespace:
 
 
 def random_model(opt: argparse.Namespace, seed: int = 0) -> list[OrderedDict[str, torch.Tensor]]:
-    """The two state dicts of an official model with random weights, image encoder first."""
+    """Return the two state dicts of an official model with random weights, image encoder first."""
     random = torch.Generator().manual_seed(seed)
 
     def tensor(*shape: int) -> torch.Tensor:
@@ -77,13 +77,14 @@ def official_scores(
     captions: Sequence[list[int]] = (),
     states: list[np.ndarray] | None = None,
 ) -> np.ndarray:
-    """(n_images, n_captions), in evaluation: nothing is dropped, batch normalisation by its running statistics.
+    """Compute the scores (n_images, n_captions) in evaluation mode: no dropout, running statistics for batch
+    normalisation.
 
-    Captions are token ids that the GRU reads, or the states that BERT has made of them.
+    Captions are token ids for the GRU, or the hidden states of BERT.
     """
     image, text = ({key: value.double().numpy() for key, value in part.items()} for part in model)
     pictures = [_pooled(image, _regions(image, opt, rows)) for rows in features.astype(np.float64)]
-    # The words are not normalised, the pooled caption is.
+    # Words are not normalised; the pooled caption is.
     plain = argparse.Namespace(**{"num_layers": 1, **vars(opt), "no_txtnorm": True})
     if states is None:
         words = caption_states(text, plain, captions, "rnn", True)
@@ -102,7 +103,7 @@ def _regions(w: Weights, opt: argparse.Namespace, rows: np.ndarray) -> np.ndarra
 
 
 def _pooled(w: Weights, rows: np.ndarray) -> np.ndarray:
-    """Weights of the places, counted from 0, times the values of each channel from the largest to the smallest."""
+    """Sum the values of each channel from largest to smallest, weighted by position from 0."""
     angles = np.arange(len(rows))[:, None] * np.exp(np.arange(0, 32, 2) * -(np.log(10000.0) / 32))
     places = np.empty((len(rows), 32))
     places[:, 0::2], places[:, 1::2] = np.sin(angles), np.cos(angles)

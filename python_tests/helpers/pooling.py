@@ -1,4 +1,4 @@
-"""Generalized pooling by its definition, set by set and channel by channel.
+"""Generalized pooling from its definition, set by set and channel by channel.
 
 Inside: `pooling_weights`, `pooled`.
 """
@@ -15,7 +15,7 @@ from python_tests.helpers.gru import gru_states
 
 
 def pooling_weights(pool: GeneralizedPooling, length: int) -> Tensor:
-    """The weights (length,) in the dtype of the module."""
+    """Compute the weights (length,) in the dtype of the module."""
     width = pool.gru.input_size
     places = [
         [wave(place / 10000 ** (2 * i / width)) for i in range(width // 2) for wave in (math.sin, math.cos)]
@@ -27,7 +27,7 @@ def pooling_weights(pool: GeneralizedPooling, length: int) -> Tensor:
 
 
 def pooled(pool: GeneralizedPooling, rows: Tensor) -> Tensor:
-    """The vector (d,) of a set of rows (L, d)."""
+    """Pool a set of rows (L, d) into a vector (d,)."""
     weights = pooling_weights(pool, len(rows))
     channels = [sum(w * v for w, v in zip(weights, sorted(channel, reverse=True), strict=True)) for channel in rows.T]
     return torch.stack(channels)

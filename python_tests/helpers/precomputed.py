@@ -1,4 +1,4 @@
-"""Small data sets in the published layout, whose every value is known.
+"""Small data sets in the published layout with known values.
 
 Inside: `SPECIAL`, `VOCABULARY`, `features_of`, `write_split`.
 """
@@ -17,7 +17,7 @@ VOCABULARY = Vocabulary([*SPECIAL, "image", "caption", ".", *map(str, range(10))
 
 
 def features_of(n_rows: int, k: int = 3, f: int = 4, dtype: str = "float32") -> np.ndarray:
-    """Features (n_rows, k, f) in which every value is different."""
+    """Make features (n_rows, k, f) with distinct values."""
     return np.arange(n_rows * k * f).reshape(n_rows, k, f).astype(dtype) / 8
 
 
@@ -30,7 +30,7 @@ def write_split(
     cap2im: Sequence[object] | None = None,
     ids: Sequence[object] | None = None,
 ) -> list[str]:
-    """Writes a split with captions "Caption 0 .", "Caption 1 caption .", ... of growing length; returns them."""
+    """Write a split with captions "Caption 0 .", "Caption 1 caption .", ... of growing length; return the captions."""
     np.save(directory / f"{split}_ims.npy", features)
     captions = [f"Caption {index % 10} {'caption ' * (index % 4)}." for index in range(n_captions)]
     for suffix, lines in (("caps", captions), ("cap2im", cap2im), ("ids", ids)):

@@ -1,4 +1,4 @@
-"""Runs Python code in a process of its own, for what is decided once per process: libraries, environment, warnings."""
+"""Run Python code in a separate process, for behaviour fixed once per process: libraries, environment, warnings."""
 
 import multiprocessing
 import os
@@ -8,12 +8,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# A process that takes longer than this number of seconds hangs, even on a busy machine.
+# Seconds after which a process counts as hanging, even on a busy machine.
 HANGS = 3600
 
 
 def run(command, *, cwd, **environment):
-    """Runs `command` in the folder `cwd`, with changes to the environment (None removes a variable)."""
+    """Run `command` in the folder `cwd` with changes to the environment (None removes a variable)."""
     changed = {**os.environ, **environment}
     return subprocess.run(
         [str(part) for part in command],
@@ -26,21 +26,21 @@ def run(command, *, cwd, **environment):
 
 
 def run_python(code, *, cwd=ROOT, **environment):
-    """Runs `code` and returns its standard output; raises with the standard error where it fails."""
+    """Run `code` and return its standard output; if it fails, raise with its standard error."""
     result = run([sys.executable, "-c", code], cwd=cwd, **environment)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def error_of(code, *, cwd=ROOT, **environment):
-    """Runs `code`, which must fail, and returns the last line of its standard error."""
+    """Run `code`, which must fail, and return the last line of its standard error."""
     result = run([sys.executable, "-c", code], cwd=cwd, **environment)
     assert result.returncode != 0, result.stdout
     return result.stderr.strip().splitlines()[-1]
 
 
 def children_left(others):
-    """Children of this process beside `others` that do not end: torch itself waits for its own some seconds alone."""
+    """Return the child processes outside `others` that do not end. torch's own take some seconds to end."""
     children = set(multiprocessing.active_children()) - others
     for child in children:
         child.join(300)

@@ -1,4 +1,4 @@
-"""The regulators of RCAR one number after the other, in plain Python floats: the truth for reference and kernels.
+"""The regulators of RCAR number by number in plain Python floats: the reference for PyTorch code and kernels.
 
 Nothing of the package is used to compute. Inside: `SETTINGS`, `random_parameters`, `hidden_widths`, `score_by_hand`,
 `alignments_by_hand`, `philox_by_hand`.
@@ -17,7 +17,8 @@ from itm_fast.functional import RegulatorParameters
 Vector = list[float]
 Rows = list[Vector]
 
-# Numbers of alignments, correspondences and aggregations, whether there is a score, and the options of each setting.
+# For each setting: the numbers of alignments, correspondences and aggregations, whether it has a score, and its
+# options.
 SETTINGS: dict[str, tuple[int, int, int, bool, dict[str, Any]]] = {
     "scan": (0, 0, 0, False, {}),
     "rcr1": (1, 1, 0, False, {}),
@@ -45,7 +46,7 @@ SETTINGS: dict[str, tuple[int, int, int, bool, dict[str, Any]]] = {
 def random_parameters(
     setting: str, dim: int, width: int, dtype: torch.dtype = torch.float64, seed: int = 0, temperature: float = 4.0
 ) -> RegulatorParameters:
-    """Random weights of a setting; the residual steps neither clamp everything nor nothing."""
+    """Draw random weights of a setting; the residual steps clamp some factors, but not all."""
     generator = torch.Generator().manual_seed(seed)
     aligned, corresponded, aggregated, scored, options = SETTINGS[setting]
 
@@ -81,7 +82,7 @@ def random_parameters(
 
 
 def hidden_widths(parameters: RegulatorParameters, wide: int, narrow: int) -> RegulatorParameters:
-    """Other hidden widths in RCR than 2m and m/2: rows and columns of its weights are left out, or repeated."""
+    """Change the hidden widths of RCR from 2m and m/2: drop or repeat rows and columns of its weights."""
 
     def resized(tensor: Tensor, size: int, dim: int) -> Tensor:
         return tensor.index_select(dim, torch.arange(size) % tensor.shape[dim])
@@ -119,7 +120,7 @@ def _sigmoid(x: float) -> float:
 
 
 def _attend(query: Rows, context: Rows, channels: Rows, temperatures: Vector, options: dict[str, Any]) -> Rows:
-    """What each query attends to: steps 1 to 6 of the definition with every query's own factors."""
+    """Compute what each query attends to: steps 1 to 6 of the definition, with separate factors for each query."""
     if not context:
         return [[0.0] * len(q) for q in query]
     slope, mode = options.get("negative_slope", 0.1), options.get("normalization", "clipped_l2norm")
@@ -165,7 +166,7 @@ def _correspond(seen: Vector, channels: Vector, temperature: float, w: Any, resi
 
 
 def philox_by_hand(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10 on Python integers."""
+    """Compute Philox4x32-10 on Python integers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -205,7 +206,7 @@ def _mean(rows: Rows) -> Vector:
 
 
 def _chain(query: Rows, context: Rows, p: RegulatorParameters, options: dict[str, Any]) -> tuple[list[Rows], Rows]:
-    """The alignments of each step, and what one more attention gives."""
+    """Return the alignments of each step and the result of one more attention."""
     channels = [[1.0] * len(q) for q in query]
     temperatures = [float(options["temperature"])] * len(query)
     if p.initial_factors is not None:
@@ -227,12 +228,14 @@ def _chain(query: Rows, context: Rows, p: RegulatorParameters, options: dict[str
 
 
 def alignments_by_hand(query: Rows, context: Rows, p: RegulatorParameters, options: dict[str, Any]) -> Rows:
-    """The alignments after the last step."""
+    """Compute the alignments after the last step."""
     return _chain(query, context, p, options)[0][-1]
 
 
 def score_by_hand(query: Rows, context: Rows, p: RegulatorParameters, options: dict[str, Any]) -> float:
-    """The score of one pair; `options["place"]`: numbers of its first query row and of its context set."""
+    """Compute the score of one pair. `options["place"]` holds the indices of its first query row and of its context
+    set.
+    """
     if not query or not context:
         return 0.0
     steps, attended = _chain(query, context, p, options)

@@ -1,4 +1,4 @@
-"""Short training runs on the data set of four concepts.
+"""Short training runs on the concepts data set.
 
 Inside: `config`, `run`, `make_trainer`, `weights`, `same`, `what_a_run_leaves`, `differences`, `stop_at`.
 """
@@ -22,7 +22,7 @@ OPTIONS = {"embed_dim": 16, "word_dim": 12}
 
 
 def config(data: Path, out: Path, **changes: object) -> TrainConfig:
-    """Two epochs of four steps without warm-up, and what `changes` says."""
+    """Make the settings of two epochs of four steps without warm-up, with `changes` applied."""
     values = {"epochs": 2, "warmup_epochs": 0, "batch_size": 32, "lr": 2e-3, "log_every": 2, "model_options": OPTIONS}
     return TrainConfig(data=str(data), out=str(out), **{**values, **changes})
 
@@ -40,20 +40,20 @@ def make_trainer(settings: TrainConfig) -> Trainer:
 
 
 def weights(run_folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of a run's last state."""
+    """Return the weights of a run's last state."""
     return load_state(run_folder)["model"]
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Whether two sets of weights are equal bit for bit."""
+    """Whether two state dicts are equal bit for bit."""
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def what_a_run_leaves(run: Path) -> dict[str, object]:
-    """Everything in a RUN folder that does not depend on the time of day or on where the folder lies."""
+    """Read everything in a run directory that does not depend on the time of day or on its path."""
     state = load_state(run)
     assert state.pop("seconds") > 0
-    # Lines differ in length with the digits of their seconds.
+    # The length of a line varies with the digits of its seconds.
     assert 0 < state.pop("log_size") <= (run / "metrics.jsonl").stat().st_size
     log = read_metrics(run / "metrics.jsonl")
     for line in log:
@@ -73,7 +73,7 @@ def what_a_run_leaves(run: Path) -> dict[str, object]:
 
 
 def differences(left: object, right: object, name: str = "run") -> list[str]:
-    """The names of all parts that are not equal bit for bit."""
+    """Return the names of all parts that are not equal bit for bit."""
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return [] if left.dtype == right.dtype and torch.equal(left, right) else [name]
     if isinstance(left, dict) and isinstance(right, dict):
@@ -87,7 +87,7 @@ def differences(left: object, right: object, name: str = "run") -> list[str]:
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
-    """Asks for a stop while step `wanted` is done."""
+    """Request a stop during step `wanted`."""
     step = Trainer._step
 
     def stopping(self: Trainer, batch: object) -> dict[str, float]:

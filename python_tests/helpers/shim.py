@@ -1,6 +1,6 @@
 """Kernels of csrc/include/itm_fast/cuda, compiled for the CPU and called with numpy arrays.
 
-Without torch, so that a process under AddressSanitizer starts quickly.
+This module does not import torch, so that a process under AddressSanitizer starts quickly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STRATEGIES = ("relative", "absolute", "both")
 
 
 class KernelError(Exception):
-    """What the shim reports of a kernel."""
+    """An error that the shim reports about a kernel."""
 
 
 def compiler() -> str:
@@ -35,7 +35,7 @@ def compiler() -> str:
 
 
 def compile_shim(folder: Path, *flags: str) -> list[Path]:
-    """Compiles the shim by itself; returns the objects."""
+    """Compile the shim; return the object files."""
     objects = []
     for source in SHIM:
         objects.append(folder / f"{source.stem}.o")
@@ -44,7 +44,7 @@ def compile_shim(folder: Path, *flags: str) -> list[Path]:
 
 
 def compile_driver(name: str, folder: Path, *flags: str, root: Path = ROOT, shim: Sequence[Path] = SHIM) -> Path:
-    """Compiles the driver `name` with the kernels under `root` and links the shim; returns the library."""
+    """Compile the driver `name` with the kernels under `root` and link it with the shim; return the library."""
     library, drivers = folder / f"{name}.so", root / "python_tests/native/shim"
     includes = (f"-I{root / 'csrc'}", f"-I{root / 'csrc/include'}")
     run_compiler("-shared", *flags, "-o", library, *includes, drivers / f"{name}.cpp", *shim)
@@ -52,7 +52,7 @@ def compile_driver(name: str, folder: Path, *flags: str, root: Path = ROOT, shim
 
 
 def run_compiler(*arguments: str | Path) -> None:
-    """Runs it as all of these tests do, and takes no warning."""
+    """Run the compiler with the flags shared by all of these tests; fail on any warning."""
     command = [compiler(), "-std=c++20", "-O1", "-Wall", "-Wextra", "-fPIC", *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -60,7 +60,7 @@ def run_compiler(*arguments: str | Path) -> None:
 
 
 def call(function: Any, *arguments: Any) -> None:
-    """Calls a function that returns a problem, with arrays as pointers; raises `KernelError`."""
+    """Call a function that returns an error string, passing arrays as pointers; raise `KernelError` on an error."""
     function.restype = ctypes.c_char_p
     problem = function(*[_argument(argument) for argument in arguments])
     if problem:
@@ -123,30 +123,30 @@ def _results(
 
 
 def _triplet_results(scores: np.ndarray, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Memory for the loss and for the index of each anchor's negative."""
+    """Allocate the loss and the indices of the anchors' negatives."""
     return _results(scores, scores.shape[options.get("directions") == "columns"], options)
 
 
 def _boosting_results(scores: np.ndarray, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """The same, the indices for each strategy."""
+    """Allocate the loss and the indices of the anchors' negatives for each strategy."""
     return _results(scores, len(scores), options, (2 if options.get("strategy") == "both" else 1,))
 
 
 def _triplet_gradients(scores: np.ndarray, positive_scores: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """Memory for the gradients of both."""
+    """Allocate the gradients of `scores` and `positive_scores`."""
     return np.full(scores.shape, 777, scores.dtype), None if positive_scores is None else np.full_like(
         positive_scores, 777
     )
 
 
 class _Driver:
-    """The library of a driver."""
+    """A loaded driver library."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
 
     def run(self, name: str, like: np.ndarray, settings: Any, *arguments: Any) -> None:
-        """Calls a function of the losses in the dtype of `like`."""
+        """Call a loss function in the dtype of `like`."""
         call(getattr(self.library, f"{name}_{like.dtype}"), ctypes.byref(settings), *arguments)
 
 
@@ -163,7 +163,7 @@ class TripletKernels(_Driver):
         seed: int = 0,
         **options: Any,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The loss, and the index of each anchor's negative: (directions, anchors), or (directions, 0)."""
+        """Return the loss and the index of each anchor's negative: (directions, anchors), or (directions, 0)."""
         settings = _settings(scores.shape, large, seed, options)
         loss, negatives = _triplet_results(scores, options)
         arguments = (scores, positives, positive_scores, loss, loss.size, negatives, negatives.size)
@@ -182,7 +182,7 @@ class TripletKernels(_Driver):
         seed: int = 0,
         **options: Any,
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """The gradients of the scores and of `positive_scores`."""
+        """Return the gradients of the scores and of `positive_scores`."""
         settings = _settings(scores.shape, large, seed, options)
         grad_scores, grad_positive = _triplet_gradients(scores, positive_scores)
         arguments = (grad_loss, grad_loss.size, scores, positives, positive_scores, negatives, negatives.size)
@@ -192,7 +192,7 @@ class TripletKernels(_Driver):
     def hardest_negatives(
         self, scores: np.ndarray, positives: np.ndarray | None = None, *, large: bool = False, seed: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Scores and indices, (2, B) each: of the rows, of the columns."""
+        """Return scores and indices, (2, B) each: first of the rows, then of the columns."""
         settings = _settings(scores.shape, large, seed, {})
         values = np.full((2, len(scores)), 777, scores.dtype)
         indices = np.full((2, len(scores)), 777, np.int64)
@@ -202,7 +202,7 @@ class TripletKernels(_Driver):
     def hardest_negatives_backward(
         self, grad: np.ndarray, indices: np.ndarray, *, large: bool = False, seed: int = 0
     ) -> np.ndarray:
-        """The gradient of the scores for that of the values, (2, B)."""
+        """Return the gradient (B, B) of the scores for the gradient (2, B) of the values."""
         size = grad.shape[1]
         settings = _settings((size, size), large, seed, {})
         grad_scores = np.full((size, size), 777, grad.dtype)
@@ -223,7 +223,7 @@ class BoostingKernels(_Driver):
         seed: int = 0,
         **options: Any,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The loss, and the index of each anchor's negative: (strategies, directions, anchors or 0)."""
+        """Return the loss and the index of each anchor's negative: (strategies, directions, anchors or 0)."""
         settings = _settings(scores.shape, large, seed, options)
         loss, negatives = _boosting_results(scores, options)
         arguments = (scores, anchor_scores, positives, loss, loss.size, negatives, negatives.size)
@@ -242,7 +242,7 @@ class BoostingKernels(_Driver):
         seed: int = 0,
         **options: Any,
     ) -> np.ndarray:
-        """The gradient of the scores."""
+        """Return the gradient of the scores."""
         settings = _settings(scores.shape, large, seed, options)
         grad_scores = np.full(scores.shape, 777, scores.dtype)
         arguments = (grad_loss, grad_loss.size, scores, anchor_scores, positives, negatives, negatives.size)
@@ -251,7 +251,7 @@ class BoostingKernels(_Driver):
 
 
 class OneLaunchKernels(_Driver):
-    """The kernels that give a loss and its gradient at once, in `blocks` blocks that are under way together."""
+    """The kernels that compute a loss and its gradient in one launch, with `blocks` blocks resident at once."""
 
     def triplet(
         self,
@@ -263,7 +263,7 @@ class OneLaunchKernels(_Driver):
         seed: int = 0,
         **options: Any,
     ) -> list[np.ndarray]:
-        """Loss, negatives, gradient of the scores, and, where given, that of `positive_scores`."""
+        """Return the loss, the negatives, the gradient of the scores, and that of `positive_scores` if given."""
         settings = _settings(scores.shape, large, seed, options)
         loss, negatives = _triplet_results(scores, options)
         grad_scores, grad_positive = _triplet_gradients(scores, positive_scores)
@@ -281,7 +281,7 @@ class OneLaunchKernels(_Driver):
         seed: int = 0,
         **options: Any,
     ) -> list[np.ndarray]:
-        """Loss, negatives and gradient of the scores."""
+        """Return the loss, the negatives and the gradient of the scores."""
         settings = _settings(scores.shape, large, seed, options)
         loss, negatives = _boosting_results(scores, options)
         grad_scores = np.full(scores.shape, 777, scores.dtype)
@@ -290,7 +290,7 @@ class OneLaunchKernels(_Driver):
         return [loss, negatives, grad_scores]
 
     def scale(self, gradient: np.ndarray, factor: float, *, seed: int = 0, blocks: int = 3) -> np.ndarray:
-        """What is left of a gradient after `scale_gradient`."""
+        """Return a gradient scaled by `scale_gradient`."""
         scaled = gradient.copy()
         settings = _settings((gradient.size, 1), False, seed, {"blocks": blocks})
         self.run("scale_gradient", gradient, settings, scaled, np.array(factor, gradient.dtype))
@@ -303,7 +303,7 @@ class RetrievalKernels(_Driver):
     def ranks(
         self, scores: np.ndarray, caption_image: np.ndarray, ties: str, *, large: bool = False, seed: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ranks of the images and of the captions."""
+        """Return the ranks of the images and of the captions."""
         image_ranks = np.full(scores.shape[0], 777, np.int64)
         caption_ranks = np.full(scores.shape[1], 777, np.int64)
         function = getattr(self.library, f"retrieval_ranks_{scores.dtype}")
@@ -313,12 +313,12 @@ class RetrievalKernels(_Driver):
 
 
 class ProductKernels(_Driver):
-    """The product of 16-bit matrices that uses every wrapper of the tensor cores and of asynchronous copies."""
+    """A product of 16-bit matrices that uses every wrapper of tensor cores and asynchronous copies."""
 
     def product(
         self, left: np.ndarray, right: np.ndarray, *, transposed: bool = False, half: bool = False, seed: int = 0
     ) -> np.ndarray:
-        """`left @ right.T`, or `left @ right` where `transposed`; both hold the bits of bf16, or of fp16 (`half`)."""
+        """Return `left @ right.T`, or `left @ right` if `transposed`. Both hold the bits of bf16, or fp16 if `half`."""
         rows, depth = left.shape
         columns = right.shape[1 if transposed else 0]
         out = np.full((rows, columns), 777, np.float32)

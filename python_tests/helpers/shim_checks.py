@@ -1,4 +1,4 @@
-"""What the kernels have to give in the shim: the numbers of the reference. Each check raises AssertionError."""
+"""Compare the kernels in the shim with the reference. Each check raises AssertionError."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECIAL = [math.nan, math.inf, -math.inf]
 
 
 def choose(values: list[float], shape: tuple[int, ...], seed: int, dtype: torch.dtype, rare: float = 0.0) -> Tensor:
-    """Few values, so that ties are many; with probability `rare` NaN or an infinity."""
+    """Draw from few values, so that there are many ties; an entry is NaN or infinite with probability `rare`."""
     generator = torch.Generator().manual_seed(seed)
     table = torch.tensor(values, dtype=dtype)[torch.randint(len(values), shape, generator=generator)]
     special = torch.tensor(SPECIAL, dtype=dtype)[torch.randint(3, shape, generator=generator)]
@@ -42,7 +42,7 @@ def assert_equal(actual: Tensor, right: Tensor, name: str) -> None:
 
 
 def reference_gradients(scores: Tensor, grad_loss: Tensor, **options: Any) -> list[Tensor]:
-    """The loss, and the gradients of the scores and, where given, of `positive_scores`."""
+    """Return the loss, the gradient of the scores, and that of `positive_scores` if given."""
     inputs = [scores.clone().requires_grad_()]
     if options.get("positive_scores") is not None:
         inputs.append(options["positive_scores"].to(scores.dtype).clone().requires_grad_())
@@ -54,18 +54,18 @@ def reference_gradients(scores: Tensor, grad_loss: Tensor, **options: Any) -> li
 def check_triplet(
     kernels: TripletKernels, scores: Tensor, *, large: bool = False, seed: int = 0, exact: bool = False, **options: Any
 ) -> None:
-    """Loss and gradients of `triplet_loss`: equal to the reference's (`exact`), or at most twice as wrong."""
+    """Check the loss and gradients of `triplet_loss`: equal to the reference (`exact`), or at most twice its error."""
     arrays = (array(options.get("positives")), array(options.get("positive_scores")))
     rest = {name: value for name, value in options.items() if name not in ("positives", "positive_scores")}
     loss, negatives = kernels.forward(array(scores), *arrays, large=large, seed=seed, **rest)
-    # No power of two more than needed, so that sums of few-digit numbers stay exact.
+    # Few-bit weights, so that sums of few-digit numbers stay exact.
     weights = (torch.arange(loss.size, dtype=scores.dtype) % 3 + 1).reshape(loss.shape) / 2
     plain = reference_gradients(scores, weights, **options)
     gradients = kernels.backward(weights.numpy(), array(scores), negatives, *arrays, large=large, seed=seed, **rest)
     actual = [torch.from_numpy(part) for part in (loss, *gradients) if part is not None]
     assert len(actual) == len(plain)
     names = ("loss", "gradient of the scores", "gradient of the positives")
-    # What a loss that is not finite sends back means nothing.
+    # The gradients of a non-finite loss are not defined.
     count = len(plain) if bool(plain[0].isfinite().all()) else 1
     if exact:
         for name, a, p in list(zip(names, actual, plain, strict=False))[:count]:
@@ -87,7 +87,7 @@ def check_boosting(
     exact: bool = False,
     **options: Any,
 ) -> None:
-    """Loss and gradient of `boosting_loss`: equal to the reference's (`exact`), or at most twice as wrong."""
+    """Check the loss and gradient of `boosting_loss`: equal to the reference (`exact`), or at most twice its error."""
     mask = array(options.get("positives"))
     rest = {name: value for name, value in options.items() if name != "positives"}
     pair = array(scores), array(anchor_scores)
@@ -105,7 +105,7 @@ def check_boosting(
         f"boosting_loss, {options.get('strategy')}, {options.get('mining')}: {part}" for part in ("loss", "gradient")
     ]
     for name, a, p, e in zip(names, map(torch.from_numpy, (loss, gradient)), near, right, strict=True):
-        # What a loss that is not finite sends back means nothing.
+        # The gradients of a non-finite loss are not defined.
         if name.endswith("gradient") and not bool(near[0].isfinite().all()):
             continue
         if exact:
@@ -115,7 +115,7 @@ def check_boosting(
 
 
 def check_one_launch(kernels: OneLaunchKernels, scores: Tensor, anchor_scores: Tensor, **options: Any) -> None:
-    """Losses and gradients of one launch, of numbers whose sums are exact: those of the reference."""
+    """Check that losses and gradients of one launch equal the reference, on numbers with exact sums."""
     shared = {name: value for name, value in options.items() if name in ("mining", "margin")}
     run = {name: value for name, value in options.items() if name in ("blocks", "seed", "large")}
     for name in ("triplet_loss", "boosting_loss") if options["mining"] in ("all", "hardest") else ("triplet_loss",):
@@ -132,7 +132,7 @@ def check_one_launch(kernels: OneLaunchKernels, scores: Tensor, anchor_scores: T
 def check_hardest(
     kernels: TripletKernels, scores: Tensor, positives: Tensor | None, *, large: bool = False, seed: int = 0
 ) -> None:
-    """Values, indices and gradient of `hardest_negatives`, which are exact."""
+    """Check the values, indices and gradient of `hardest_negatives`, which are exact."""
     values, indices = kernels.hardest_negatives(array(scores), array(positives), large=large, seed=seed)
     sides = reference.hardest_negatives(scores, positives)
     for side, (right_values, right_indices) in enumerate(sides):
@@ -152,7 +152,7 @@ def check_hardest(
 def check_ranks(
     kernels: RetrievalKernels, scores: Tensor, owner: Tensor, *, large: bool = False, seed: int = 0
 ) -> None:
-    """Ranks under both rules for ties."""
+    """Check the ranks under both tie rules."""
     for ties in ("pessimistic", "optimistic"):
         ranks = kernels.ranks(array(scores), array(owner), ties, large=large, seed=seed)
         for actual, right in zip(ranks, reference.retrieval_ranks(scores, owner, ties), strict=True):
@@ -163,7 +163,7 @@ def check_product(
     kernels: ProductKernels, rows: int, columns: int, depth: int, *, transposed: bool = False, half: bool = False,
     seed: int = 0,
 ) -> None:  # fmt: skip
-    """A product of small integers, which is exact in every order."""
+    """Check a product of small integers, which is exact in any summation order."""
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.float16 if half else torch.bfloat16
     left = torch.randint(-4, 5, (rows, depth), generator=generator).to(dtype)

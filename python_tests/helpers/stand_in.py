@@ -1,9 +1,9 @@
-"""A GPU that is not there: what runs on CUDA runs on the CPU, so that code for GPUs is run before it meets one.
+"""A simulated GPU: CUDA code paths run on the CPU, so that they are tested on a machine without a GPU.
 
-Inside: `Gpu`, `stand_in`, `WaitedError`. Python sees tensors on CUDA; kernels are the CPU's. The
-operators in `WAITING` are errors where torch was told so, and while a graph is captured; copies to the host and indices
-by masks, which wait too, pass unseen. A graph is replayed operator by operator on the tensors of its capture: a number
-that Python kept stays an old one.
+Inside: `Gpu`, `stand_in`, `WaitedError`. Tensors report a CUDA device; the kernels are those of the CPU. The operators
+in `WAITING` raise an error in the sync debug mode "error" and during graph capture. Copies to the host and indexing
+with masks also synchronise on a GPU, but are not detected. A graph replays its operators one by one on the captured
+tensors; a Python number keeps its value from the capture.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from itm_fast.ops import library
 
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
-# What asks the device for numbers, and waits for them.
+# Operators that read numbers from the device and so synchronise.
 WAITING = ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "unique_consecutive", "_unique2")
 NAME = "NVIDIA H200"
 
 
 class WaitedError(RuntimeError):
-    """The host waited for the device where it must not."""
+    """The host synchronised with the device where it must not."""
 
 
 class _LooksLikeCuda(TorchFunctionMode):
-    """Tensors that say they are on a GPU, and calls for one that get the CPU."""
+    """Make tensors report a GPU, and run calls for a GPU on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.device.__get__:
@@ -51,7 +51,7 @@ def _moved(argument: Any) -> Any:
 
 
 class _Watch(TorchDispatchMode):
-    """Refuses what waits for the device; keeps a list of the operators where one is given."""
+    """Refuse operators that synchronise; append all operators to `calls` if given."""
 
     def __init__(self, calls: list[Any] | None = None) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class _Watch(TorchDispatchMode):
 
 
 class _Graph:
-    """The operators of a capture, run again by `replay`, whose results come to where they were."""
+    """The operators of a capture; `replay` runs them again and writes the results to the captured tensors."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -82,7 +82,7 @@ class _Graph:
 
 
 class Gpu:
-    """What is asked of `torch.cuda`, with the order in which some of it was."""
+    """Replacements for functions of `torch.cuda`, which record the order of some calls."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -144,7 +144,7 @@ class Gpu:
 
 
 class _DebugMode(_Watch):
-    """Refuses waiting while torch has been told to."""
+    """Refuse synchronising operators while the sync debug mode is "error"."""
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class _DebugMode(_Watch):
 
 @contextmanager
 def stand_in() -> Iterator[Gpu]:
-    """A GPU in the place of which the CPU works, with every operator that CUDA has kernels of."""
+    """Simulate a GPU on the CPU, with every operator that has a CUDA kernel."""
     gpu = Gpu()
     generator = torch.Generator
     native = {name: devices | {"cuda"} if "cpu" in devices else devices for name, devices in library._native.items()}

@@ -1,4 +1,4 @@
-"""A stream that says it is a terminal, for what is shown only there.
+"""A stream that reports to be a terminal, for output shown only on terminals.
 
 Inside: `Terminal`, `every_step`.
 """
@@ -14,14 +14,14 @@ import pytest
 
 
 class Terminal(io.StringIO):
-    """Keeps what is written, as a terminal would have been sent it."""
+    """A text stream that reports to be a terminal and keeps what is written."""
 
     def isatty(self) -> bool:
         return True
 
 
 def every_step(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> Terminal:
-    """Makes stderr a terminal, and the progress bars of `module` draw each step however fast the steps are."""
+    """Make stderr a terminal, and make the progress bars of `module` draw every step, however fast."""
     monkeypatch.setattr(module, "tqdm", functools.partial(module.tqdm, mininterval=0))
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -1,8 +1,7 @@
-"""The tolerance rule of the tests: a kernel may be at most twice as wrong as plain PyTorch in the same dtype.
+"""The tolerance rule of the tests: the error of a kernel may be at most twice that of plain PyTorch in the same dtype.
 
-Errors are measured against a float64 evaluation of the same formula, so the bound follows from the problem at hand
-rather than from a constant chosen until the test passes. Inside: `max_error`, `assert_close_to_exact`,
-`assert_as_accurate`.
+Errors are measured against a float64 evaluation of the same formula. The bound follows from the problem, not from a
+constant chosen until the test passes. Inside: `max_error`, `assert_close_to_exact`, `assert_as_accurate`.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-# Plain PyTorch may happen to hit the exact value; a few units of rounding must be allowed then as well.
+# Plain PyTorch may match the exact value by chance; a few units of rounding must be allowed then as well.
 FLOOR_IN_EPS = 4.0
-# Draws of plain PyTorch's rounding that `assert_as_accurate` makes before it gives up.
+# Number of rounding draws of plain PyTorch before `assert_as_accurate` fails.
 DRAWS = 64
 
 Form = Callable[[Callable[[Tensor], Tensor]], Sequence[Tensor]]
 
 
 def max_error(actual: Tensor, exact: Tensor) -> float:
-    """Largest `|actual - exact|` where `exact` is finite; infinite where NaN or infinities stand in other places.
+    """Compute the largest `|actual - exact|` where `exact` is finite; infinite if NaN or infinities differ.
 
     Args:
         actual: any shape, any floating dtype.
@@ -32,7 +31,7 @@ def max_error(actual: Tensor, exact: Tensor) -> float:
     actual = actual.detach().to(torch.float64)
     exact = exact.detach()
     finite = exact.isfinite()
-    # NaN equals NaN here, and infinities must agree in sign.
+    # Two NaN count as equal; infinities must agree in sign.
     same_special = torch.equal(actual[~finite].nan_to_num(nan=0.5), exact[~finite].nan_to_num(nan=0.5))
     if not same_special or not bool(actual[finite].isfinite().all()):
         return float("inf")
@@ -48,40 +47,46 @@ def assert_close_to_exact(
     floor: float | None = None,
     name: str = "result",
 ) -> None:
-    """Asserts `error(actual) <= factor * error(plain) + floor`, both errors against `exact`.
+    """Assert `error(actual) <= factor * error(plain) + floor`, both errors against `exact`.
 
     Args:
-        actual: what is tested.
-        plain: plain PyTorch of the same formula, in the dtype of `actual`.
+        actual: the tested result.
+        plain: the same formula in plain PyTorch, in the dtype of `actual`.
         exact: the float64 evaluation.
-        factor: how much worse than plain PyTorch it may be.
-        floor: absolute error always allowed; by default a few roundings of the largest exact value.
-        name: named in the failure.
+        factor: allowed error relative to plain PyTorch.
+        floor: absolute error that is always allowed; by default a few roundings of the largest exact value.
+        name: name of the result in the error message.
     """
     assert actual.dtype == plain.dtype, f"{name}: dtype {actual.dtype}, plain PyTorch {plain.dtype}"
     if floor is None:
         floor = _floor(actual, exact)
     error, allowed = max_error(actual, exact), factor * max_error(plain, exact) + floor
-    # `not <=` so that NaN fails.
+    # NaN fails this comparison.
     assert error <= allowed, f"{name}: error {error:.3e} against float64, allowed {allowed:.3e}"
 
 
 def assert_as_accurate(
     actual: Sequence[Tensor], forms: Sequence[Form], exact: Sequence[Tensor], *, names: Sequence[str]
 ) -> None:
-    """Asserts that each error is at most twice the largest of many draws of plain PyTorch's rounding, and the floor.
+    """Assert that each error is at most the floor plus twice the largest error of many rounding draws of plain PyTorch.
 
-    Rounding is a matter of luck where a few badly conditioned values carry the largest error: of two normal draws one
-    is more than twice as large as the other in six of ten cases; one is more than twice as large as each of 64 others
-    in two of a hundred thousand. A draw is the error of a form against `exact` with each entry of the inputs moved by
-    its last digit, up or down; the first of each form is that of the inputs as they are. Draws are made until the bound
-    holds.
+    If a few badly conditioned values carry the largest error, a single comparison depends on chance. Of two normal
+    draws,
+    one is more than twice as large as the other in six of ten cases. One is more than twice as large as each of 64
+    others
+    in two of a hundred thousand cases.
+
+    A draw is the error of a form against `exact`, after each entry of the inputs moved up or down by its last digit.
+    The
+    first draw of each form uses the inputs unchanged. Draws are made until the bound holds.
 
     Args:
-        actual: what is tested, several results of one computation.
-        forms: plain PyTorch, written in one or several ways; each takes what moves an input, and gives as many results.
-        exact: the float64 evaluation at the inputs as they are.
-        names: of the results.
+        actual: the tested results of one computation.
+        forms: plain PyTorch, written in one or several ways; each takes a function that moves an input, and returns as
+            many
+            results as `actual`.
+        exact: the float64 evaluation at the unchanged inputs.
+        names: names of the results.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -104,7 +109,7 @@ def assert_as_accurate(
 
 
 def _floor(actual: Tensor, exact: Tensor) -> float:
-    """A few roundings of the largest exact value."""
+    """Return a few roundings of the largest exact value."""
     finite = exact[exact.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     return FLOOR_IN_EPS * torch.finfo(actual.dtype).eps * largest

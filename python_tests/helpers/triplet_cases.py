@@ -1,4 +1,4 @@
-"""What the tests of triplet losses share: the implementations, scores, and the comparison with the loops.
+"""Shared parts of the triplet loss tests: implementations, scores, and the comparison with the loops.
 
 Inside: `MINING`, `IMPLEMENTATIONS`, `both_implementations`, `VALUES`, `SPECIAL`, `random_scores`, `with_gradients`,
 `assert_equals_loops`.
@@ -25,7 +25,7 @@ both_implementations = pytest.mark.parametrize(
     "implementation", [pytest.param("native", marks=pytest.mark.native), "reference"]
 )
 
-# Elements of small matrices, so few that many are equal.
+# Few values for small matrices, so that many elements are equal.
 VALUES = st.sampled_from([-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0])
 SPECIAL = st.sampled_from([math.nan, math.inf, -math.inf])
 
@@ -36,7 +36,7 @@ def random_scores(n: int, m: int | None = None, dtype: torch.dtype = torch.float
 
 
 def with_gradients(function: Any, scores: Tensor, weights: Tensor | None = None, **options: Any) -> list[Tensor]:
-    """The losses of the anchors, and the gradients of the scores and of `positive_scores` where given."""
+    """Return the losses of the anchors, the gradient of the scores, and that of `positive_scores` if given."""
     inputs = [scores.clone().requires_grad_()]
     if options.get("positive_scores") is not None:
         inputs.append(options["positive_scores"].clone().requires_grad_())
@@ -54,7 +54,7 @@ def assert_equals_loops(function: Any, scores: Tensor, tolerance: float = 1e-12,
     exact, gradient, own_gradient = loop_losses(scores, weights=weights, **options)
     torch.testing.assert_close(losses.double().reshape(exact.shape), exact, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(gradients[0].double(), gradient, rtol=tolerance, atol=tolerance)
-    # Exactly zero where nothing belongs: what stands before the loss recomputes only what is not.
+    # Zero gradients must be exactly zero: the backward before the loss recomputes only pairs with a non-zero gradient.
     assert not bool(gradients[0][gradient == 0].any())
     if options.get("positive_scores") is not None:
         torch.testing.assert_close(gradients[1].double(), own_gradient, rtol=tolerance, atol=tolerance)

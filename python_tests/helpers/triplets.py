@@ -1,4 +1,4 @@
-"""Triplet losses by plain Python loops over Python floats: the truth that reference and kernels are held against.
+"""Triplet losses in plain Python loops over floats: the reference for PyTorch code and kernels.
 
 Inside: `loop_losses`, `loop_hardest`.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def loop_hardest(negatives: dict[int, float]) -> tuple[float, int]:
-    """Hardest of `{index: score}`: the first NaN if there is one, else the first of the highest; none is (-inf, -1)."""
+    """Return the hardest of `{index: score}`: the first NaN if any, else the first maximum; (-inf, -1) if empty."""
     best, where = -math.inf, -1
     for index in sorted(negatives):
         score = negatives[index]
@@ -36,14 +36,15 @@ def loop_losses(
     directions: str = "both",
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss of every anchor, and the gradient of their weighted sum.
+    """Compute the loss of every anchor and the gradient of their weighted sum.
 
     Args:
-        weights: (directions, B), the gradient that comes in for every anchor; ones by default.
+        weights: (directions, B), the incoming gradient of every anchor; ones by default.
 
     Returns:
-        float64 losses (directions, B), gradient of the scores (n, m), and of the anchors' positive scores (B,), which
-        is also part of the diagonal of the former where the positives stand there.
+        float64 losses (directions, B), gradient of the scores (n, m), and gradient of the anchors' positive scores
+        (B,). If
+        the positives are on the diagonal, the gradient of the scores includes the latter.
     """
     values = scores.double().tolist()
     n, m = scores.shape
@@ -86,7 +87,7 @@ def _hinge(margin: float, negative: float, positive: float) -> float:
 def _anchor(
     positive: float, negatives: dict[int, float], margin: float, mining: str, epsilon: float, divisor: int
 ) -> tuple[float, dict[int, float], float]:
-    """Loss of one anchor, its derivative by each negative, and by the positive."""
+    """Return the loss of one anchor, and its derivatives by each negative and by the positive."""
     if mining == "semi_hard":
         negatives = {index: score for index, score in negatives.items() if not score >= positive}
     if not negatives:

@@ -2,20 +2,22 @@
 
 Start the driver with `python -m python_tests.helpers.worlds`.
 
-The driver reads jobs as JSON from its standard input and writes what became of each to its standard output. A job is a
+The driver reads jobs as JSON from its standard input and writes their results to its standard output. A job is a
 dictionary:
 
-- `size`: how many processes it has, each with the environment that torchrun would give it;
-- `arguments`: of the command line; or `function`: "module:name", called with the number of the process and `value`;
+- `size`: number of processes, each with the environment that torchrun would set;
+- `arguments`: of the command line; or `function`: "module:name", called with the rank and `value`;
 - `environment`: more variables; `imports`: modules that all of its processes need, loaded once;
-- `signals`: [rank, step, name of a signal] each, sent by the process to itself while it does this step of a training;
-- `change`: [rank, step, file]: the process turns a bit of a file round before this step (`turn_a_bit`);
-- `full`: [rank, step, file, share]: from this step on no file of the process grows above so much of the size of `file`;
-- `fail_at`: [rank, step] whose loss becomes NaN. `continue_after`: [rank, stopped]: it goes on when rank ended;
-- `answer_within`: [rank, step, seconds]: from this step on the process waits so long for the others, and no longer;
-- `gone`: a process ends without a look at what others say of the end: the first one is not to wait for that for long.
+- `signals`: [rank, step, signal name] each: the process sends itself the signal during this training step;
+- `change`: [rank, step, file]: the process flips a bit of a file before this step (`turn_a_bit`);
+- `full`: [rank, step, file, share]: from this step on, no file of the process may exceed this share of the size of
+  `file`;
+- `fail_at`: [rank, step] whose loss becomes NaN. `continue_after`: [rank, stopped]: `stopped` continues after rank
+  ended;
+- `answer_within`: [rank, step, seconds]: from this step on, the process waits at most this long for the others;
+- `gone`: a process exits without reading the status of the others; keep the short default wait for its status.
 
-The result is [exit status, standard output, standard error] of each process by its rank; a signal is a negative status.
+The result is [exit status, standard output, standard error] of each process by rank; a signal is a negative status.
 
 Inside: `run_jobs`, `train_job`, `turn_a_bit`.
 """
@@ -50,7 +52,7 @@ Outcome = tuple[int, str, str]
 
 
 def run_jobs(jobs: Sequence[dict[str, Any]]) -> list[list[Outcome]]:
-    """Runs the jobs one after the other; their outcomes."""
+    """Run the jobs one after the other; return their results."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     found = subprocess.run(
         [sys.executable, "-m", "python_tests.helpers.worlds"],
@@ -62,7 +64,7 @@ def run_jobs(jobs: Sequence[dict[str, Any]]) -> list[list[Outcome]]:
 
 
 def train_job(size: int, data: Path, out: Path, *options: object, **more: Any) -> dict[str, Any]:
-    """Trains SCAN with softmax attention, which magnifies no rounding, on the data set of concepts."""
+    """Train SCAN with softmax attention, which does not magnify rounding, on the concepts data set."""
     small = ["embed_dim=16", "word_dim=12", "normalization=softmax"]
     arguments = ["train", "--data", data, "--out", out, "--lr", "0.002", "--log-every", "1"]
     for option in small:
@@ -71,7 +73,9 @@ def train_job(size: int, data: Path, out: Path, *options: object, **more: Any) -
 
 
 def _free_port() -> int:
-    """A port that stays free until the first process takes it: below the range from which systems assign ports."""
+    """Return a port below the range from which systems assign ports, so that it stays free until the first process
+    takes it.
+    """
     while True:
         port = random.SystemRandom().randrange(20_000, 30_000)
         with socket.socket() as found, contextlib.suppress(OSError):
@@ -92,7 +96,7 @@ def _run(job: dict[str, Any]) -> list[Outcome]:
             children.append(child)
         ended = {}
         if "continue_after" in job:
-            # The one that was stopped goes on when the other has given up on it, however long that took.
+            # The stopped process continues when the other has given up on it, however long that takes.
             other, stopped = (children[rank] for rank in job["continue_after"])
             ended[other] = os.waitpid(other, 0)[1]
             os.kill(stopped, signal.SIGCONT)
@@ -117,7 +121,7 @@ def _child(job: dict[str, Any], rank: int, port: int, folder: Path) -> None:
             )  # fmt: skip
         os.environ.update(job.get("environment", {}))
         if not job.get("gone"):
-            # However late the others come, on a machine that does other things, too.
+            # Processes may answer late on a busy machine.
             ending._LOOKING = 300.0
         status = _work(job, rank)
     except SystemExit as end:
@@ -165,7 +169,7 @@ def _work(job: dict[str, Any], rank: int) -> int:
 
 
 def turn_a_bit(file: Path) -> None:
-    """Turns the lowest bit of the last byte but one of `file` round, in place."""
+    """Flip the lowest bit of the last byte but one of `file` in place."""
     with file.open("r+b") as opened:
         opened.seek(-2, os.SEEK_END)
         (byte,) = opened.read(1)
@@ -176,7 +180,7 @@ def turn_a_bit(file: Path) -> None:
 if __name__ == "__main__":
     import torch
 
-    # What every process would load for itself otherwise.
+    # Modules that every process would otherwise load for itself.
     for module in ("itm_fast.cli", "itm_fast.models", "itm_fast.training.run", "torch.nn.parallel.distributed"):
         importlib.import_module(module)
     torch.set_num_threads(1)

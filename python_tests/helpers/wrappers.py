@@ -1,6 +1,6 @@
-"""The wrappers of csrc/include/itm_fast/cuda/machine.h one by one: on the CPU by the shim, on a GPU by nvcc.
+"""The wrappers of csrc/include/itm_fast/cuda/machine.h one by one: on the CPU with the shim, on a GPU with nvcc.
 
-Inside: `WRAPPERS`, `CASES` with what each is called on and what must come out, `Wrappers`, `compile_for_device`.
+Inside: `WRAPPERS`, `CASES` with inputs and expected outputs, `Wrappers`, `compile_for_device`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ WRAPPERS = (
     "widen",
     "narrow",
 )
-# Input, what `out` holds before, and what it holds after: all uint32.
+# Input, content of `out` before the call, and content after it: all uint32.
 Case = tuple[np.ndarray, np.ndarray, np.ndarray]
 LANES = np.arange(32)
 
 
 class Wrappers:
-    """One build of the drivers, for the CPU or for a GPU; raises `KernelError` with what goes wrong."""
+    """A build of the drivers for the CPU or for a GPU; raises `KernelError` with the reported error."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
@@ -52,7 +52,7 @@ class Wrappers:
 
 
 def compile_for_device(folder: Path, architecture: str) -> Path:
-    """Compiles wrappers.cu with nvcc for an architecture such as "sm_90"; returns the library."""
+    """Compile wrappers.cu with nvcc for an architecture such as "sm_90"; return the library."""
     library, nvcc = folder / f"wrappers_{architecture}.so", shutil.which("nvcc")
     assert nvcc is not None, "no nvcc on the path"
     options = ["-std=c++20", "-O1", "--expt-relaxed-constexpr", "-Werror", "all-warnings", "-Xcompiler", "-fPIC"]
@@ -63,7 +63,7 @@ def compile_for_device(folder: Path, architecture: str) -> Path:
 
 
 def _mma(random: np.random.Generator, half: bool) -> Case:
-    """Small integers, whose product is exact in every order."""
+    """Multiply small integers, so that the product is exact in any summation order."""
     a, b, sums = (random.integers(-8, 9, shape) for shape in ((16, 16), (16, 8), (16, 8)))
 
     def bits(values: np.ndarray) -> np.ndarray:
@@ -71,7 +71,7 @@ def _mma(random: np.random.Generator, half: bool) -> Case:
             return values.astype(np.float16).view(np.uint16).astype(np.uint32)
         return values.astype(np.float32).view(np.uint32) >> 16
 
-    # The manual's formulae: groupID is lane / 4, threadID_in_group lane % 4.
+    # From the PTX manual: groupID is lane / 4, threadID_in_group is lane % 4.
     group, thread = LANES // 4, LANES % 4
     columns = []
     for register in range(4):
@@ -99,7 +99,8 @@ def _load_matrix(random: np.random.Generator, transposed: bool) -> Case:
     given = np.concatenate([rows.view(np.uint32).reshape(-1), order])
     out = np.zeros((32, 4), np.uint32)
     for matrix in range(4):
-        # Lanes 8 m to 8 m + 7 give the rows of matrix m; lane l receives two neighbours of row l / 4, or of a column.
+        # Lanes 8 m to 8 m + 7 point to the rows of matrix m; lane l receives two neighbours of row l / 4, or of a
+        # column.
         found = rows[order[8 * matrix : 8 * matrix + 8]].astype(np.uint32)
         found = found.T if transposed else found
         out[:, matrix] = found[LANES // 4, 2 * (LANES % 4)] | found[LANES // 4, 2 * (LANES % 4) + 1] << 16
@@ -107,7 +108,7 @@ def _load_matrix(random: np.random.Generator, transposed: bool) -> Case:
 
 
 def _copy(random: np.random.Generator, size: int) -> Case:
-    """Every number of elements from none to all; the rest of the 16 bytes becomes zero."""
+    """Copy every number of elements from none to all; the rest of the 16 bytes becomes zero."""
     source = random.integers(1, 256, (32, 2, 16)).astype(np.uint8)
     counts = random.integers(0, 16 // size + 1, (32, 2))
     counts[:2] = [[0, 16 // size], [16 // size, 0]]
@@ -163,7 +164,7 @@ def _load_four(random: np.random.Generator) -> Case:
 
 
 def _widen(random: np.random.Generator) -> Case:
-    """All but the NaNs of float16, whose bits are free."""
+    """Widen all values except the NaNs of float16, whose bits are not specified."""
     bits = random.integers(0, 2**16, 32 * 16).astype(np.uint16)
     bits[np.isnan(bits.view(np.float16))] = 0xFC00
     expected = np.stack([bits.astype(np.uint32) << 16, bits.view(np.float16).astype(np.float32).view(np.uint32)], 1)
@@ -171,10 +172,12 @@ def _widen(random: np.random.Generator) -> Case:
 
 
 def _narrow(random: np.random.Generator) -> Case:
-    """Any bits, bfloat16's halfway cases, and float16's: to the nearest, of two to the even one; NaN is 0x7fff."""
+    """Narrow any bits, and the halfway cases of bfloat16 and float16: round to nearest, ties to even; NaN becomes
+    0x7fff.
+    """
     words = _words(random, 32 * 32)
     words[1::4] = words[1::4] & 0xFFFF0000 | 0x8000
-    # Below 2^-14 and above float16's largest number, too: exponents from -27 to 17.
+    # Include exponents from -27 to 17: below 2^-14 and above float16's largest number.
     exponents = random.integers(100, 145, 512).astype(np.uint32) << 23
     words[::2] = words[::2] & 0x80000000 | exponents | random.choice([0x1000, 0x3000, 0x1001, 0x7FFFFF], 512)
     nan = np.isnan(words.view(np.float32))

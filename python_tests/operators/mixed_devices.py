@@ -1,7 +1,7 @@
-"""Operators called on tensors of two devices, past the checks in Python: what the kernels say about it.
+"""Call operators on tensors of two devices, without the checks in Python, and read the errors of the kernels.
 
-Inside: `refusals`, `on_one_device`. The other device is the one of tensors without memory, "meta", so that no GPU is
-needed; the kernel of a device is called by its name in the dispatcher, which would choose one by the arguments.
+Inside: `refusals`, `on_one_device`. The other device is "meta", whose tensors have no memory, so no GPU is needed. The
+kernel of a device is called by its dispatch key; the dispatcher would choose a kernel by the arguments.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ ATTENTION = (9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0, "float32")
 OPERANDS = (ROWS, OFFSETS, ROWS, OFFSETS)
 GRAMS = prepare(Fragments(ROWS, OFFSETS)).grams
 OF_OPERANDS = ((1, "query_offsets", "queries"), (2, "contexts", "queries"), (3, "context_offsets", "queries"))
-# One alignment of width 3, and its score.
+# One alignment of width 3 and its score.
 WEIGHTS = [torch.ones(3, 8), torch.zeros(3), torch.ones(1, 3), torch.zeros(1)]
 MEAN = (1, 0, 0, True, False, "tanh", False, "interleaved", True, False, "alignment", 9.0, 0.1, "none")
 # Two pairs: their rows, discriminators and negatives.
 PAIRS = (ROWS, OFFSETS, ROWS, OFFSETS, torch.ones(2, 8), torch.ones(2), *torch.tensor([[1, 0], [-1, 0]]).unbind())
 RISKS, SUMS = torch.ones(5, 2), torch.ones(5, 2, 9)
 OF_PAIRS = ("region_offsets", "words", "word_offsets", "weights", "biases", "negative_captions", "negative_images")
-# Operator, arguments, and of those that may be on another device the place, the name, and whom it goes with.
+# Operator, arguments, and for each argument that may be on another device: its position, its name, and the argument
+# that it must match.
 CALLS: tuple[tuple[str, tuple[Any, ...], tuple[tuple[int, str, str], ...]], ...] = (
     ("triplet_loss", (SCORES, MASK, None, *BOTH), ((1, "positives", "scores"),)),
     ("triplet_loss", (SCORES, None, VALUES, *BY_ROWS), ((2, "positive_scores", "scores"),)),
@@ -120,11 +121,11 @@ def _elsewhere(part: Any) -> Any:
 
 
 def _said(key: str, operator: str, arguments: tuple[Any, ...]) -> str | None:
-    """In the first line, what the kernel refuses the arguments with; None where it takes them."""
+    """Return the first line of the error that the kernel raises; None if it accepts the arguments."""
     try:
         getattr(torch.ops.itm_fast, operator).default._op_dk(getattr(torch._C.DispatchKey, key), *arguments)
     except RuntimeError as error:
-        return re.sub(r"^\w+, \S+:\d+, ", "", str(error).splitlines()[0])  # Without the place in the sources.
+        return re.sub(r"^\w+, \S+:\d+, ", "", str(error).splitlines()[0])  # Drop the source location.
     return None
 
 
@@ -133,8 +134,7 @@ def _registered(key: str) -> list[tuple[str, tuple[Any, ...], tuple[tuple[int, s
 
 
 def refusals(key: str) -> tuple[set[str], list[str]]:
-    """The operators that have kernels there, and those calls on CPU tensors and one of another device that they do not
-    refuse as they should, with what they said."""
+    """Call each operator with one argument on another device; return the operators and the missing or wrong errors."""
     wrong = []
     for operator, arguments, others in _registered(key):
         for place, name, like in others:
@@ -146,5 +146,5 @@ def refusals(key: str) -> tuple[set[str], list[str]]:
 
 
 def on_one_device(key: str) -> dict[str, str | None]:
-    """What the operators say of CPU tensors alone."""
+    """Return the errors of the operators if all tensors are on the CPU."""
     return {operator: _said(key, operator, arguments) for operator, arguments, _ in _registered(key)}

@@ -1,7 +1,7 @@
-"""The AMX kernels, run by a simulation of their tiles: most processors that run these tests have none.
+"""The AMX kernels on a simulation of the tile instructions, as most test machines have no AMX.
 
-What is tested is the code of the library itself, compiled with the tile instructions replaced by the arithmetic that
-their description gives.
+The tests run the code of the library itself. The tile instructions are replaced by the arithmetic in their
+description.
 """
 
 import ctypes
@@ -68,7 +68,7 @@ def scores(amx, parts, queries, contexts):
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(("n_rows", "n_columns", "dim"), [(1, 1, 1), (32, 32, 32), (45, 70, 33), (33, 31, 600)])
 def test_products_of_small_integers_are_exact(amx, parts, n_rows, n_columns, dim):
-    # Integers up to 8 have an exact bfloat16, and float32 holds their sums of products.
+    # Integers up to 8 are exact in bfloat16, and sums of their products are exact in float32.
     generator = torch.Generator().manual_seed(dim)
     rows = torch.randint(-8, 9, (n_rows, dim), generator=generator).float()
     columns = torch.randint(-8, 9, (n_columns, dim), generator=generator).float()
@@ -79,7 +79,7 @@ def test_products_of_small_integers_are_exact(amx, parts, n_rows, n_columns, dim
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("n_rows", "depth", "dim"), [(1, 1, 1), (32, 64, 32), (45, 70, 33), (33, 301, 64)])
 def test_rows_are_added_to_what_is_there(amx, parts, transposed, n_rows, depth, dim):
-    """The products of the backward: score gradients, or their transpose, times rows."""
+    """The backward multiplies score gradients, or their transpose, by rows."""
     generator = torch.Generator().manual_seed(depth)
     factors = torch.randint(-8, 9, (n_rows, depth), generator=generator).float()
     rows = torch.randint(-8, 9, (depth, dim), generator=generator).float()
@@ -124,7 +124,7 @@ def test_scores(amx, parts, dtype):
     if parts == 2:
         assert error < 1e-6
     elif dtype == torch.bfloat16:
-        # Products of bfloat16 numbers are exact in float32, so the scores are as good as those of float32.
+        # Products of bfloat16 numbers are exact in float32, so the scores are as accurate as those of float32.
         plain = F_itm.cross_attention_scores(words.to(torch.float32), regions.to(torch.float32))
         assert error < 2 * (plain - exact).abs().max().item() + 1e-6
     else:
@@ -153,7 +153,7 @@ def test_regulated_scores(amx, parts, allowed, setting, steps, width):
 
 
 def test_tanh_is_within_two_units_in_the_last_place(amx):
-    """Over floats of every exponent: the kernels of RCAR are made of it."""
+    """Checked on floats of every exponent; the kernels of RCAR use this tanh."""
     bits = torch.arange(0, 0x7F800000, 4099, dtype=torch.int32)
     values = bits.view(torch.float32)
     values = torch.cat([values, -values, torch.tensor([torch.inf, -torch.inf, torch.nan])])

@@ -27,10 +27,11 @@ every_form = pytest.mark.parametrize(
     [(strategy, mining, soft) for strategy in STRATEGIES for mining in MINING for soft in (False, True)],
 )
 
-# d = s - a of the pairs: positives 0.25, -0.25 and 0.
+# d = s - a. Positives: 0.25, -0.25 and 0.
 TARGET = torch.tensor([[0.75, 0.25, 0.5], [0.0, 0.25, 0.25], [0.5, 0.0, 0.5]], dtype=torch.float64)
 ANCHOR = torch.tensor([[0.5, 0.25, 0.0], [0.25, 0.5, 0.0], [0.5, -0.25, 0.5]], dtype=torch.float64)
-# Of the negatives, row by row: 0, 0.5 | -0.25, 0.25 | 0, 0.25. margin 0.5, alpha 0.25: margins 0.125 and 0.375.
+# d of the negatives, row by row: 0, 0.5 | -0.25, 0.25 | 0, 0.25. Margin 0.5 and alpha 0.25 give the margins 0.125 and
+# 0.375.
 BY_HAND: dict[tuple[str, str], list[list[float]]] = {
     # [0.5 + d_neg - d_pos]_+ over the rows (0.25, 0.75 | 0.5, 1 | 0.5, 0.75), then over the columns with the negatives
     # -0.25, 0 | 0, 0.25 | 0.5, 0.25 (0, 0.25 | 0.75, 1 | 1, 0.75).
@@ -60,35 +61,35 @@ def test_an_example_by_hand(implementation: str, strategy: str, mining: str) -> 
 def test_the_gradient_of_an_example_by_hand(implementation: str) -> None:
     function, options = IMPLEMENTATIONS[implementation], {"margin": 0.5, "alpha": 0.25}
     _, gradient = with_gradient(function, TARGET, ANCHOR, strategy="relative", **options)
-    # Rows choose (0, 2), (1, 2), (2, 1); columns (2, 0), (2, 1), (0, 2); every hinge is active.
+    # Rows select (0, 2), (1, 2), (2, 1); columns select (2, 0), (2, 1), (0, 2); every hinge is active.
     expected = torch.tensor([[-2.0, 0, 2], [0, -2, 1], [1, 2, -2]], dtype=torch.float64)
     assert torch.equal(gradient, expected)
     _, gradient = with_gradient(function, TARGET, ANCHOR, strategy="absolute", **options)
-    # The same negatives; positives 1 and 2 are below their margins, once per direction.
+    # The negatives are the same; positives 1 and 2 are below their margins, once per direction.
     assert torch.equal(gradient, expected + torch.diag(torch.tensor([2.0, 0.0, 0.0], dtype=torch.float64)))
     _, gradient = with_gradient(function, TARGET, ANCHOR, strategy="absolute", mining="all", **options)
-    # All twelve hinges of negatives are active; positives count once for each of two negatives a direction.
+    # All twelve hinges of negatives are active; a positive counts once for each of the two negatives per direction.
     assert torch.equal(gradient, torch.tensor([[0.0, 2, 2], [2, -4, 2], [2, 2, -4]], dtype=torch.float64))
 
 
 @both_implementations
 def test_soft_margins_by_hand(implementation: str) -> None:
-    """One negative: the loss is its hinge, with the margins written out."""
+    """With one negative, the loss is its hinge; the margins are written out."""
     function = IMPLEMENTATIONS[implementation]
     scores = torch.tensor([[0.5, 0.4], [-1.0, 1.0]], dtype=torch.float64)
     anchor = torch.tensor([[0.6, -0.2], [-1.0, 1.0]], dtype=torch.float64)
     options = {"soft": True, "reduction": "none", "directions": "rows"}
-    # upper(0.8, 0.2, 2) = 0.4 / (1 + e^-12) - 0.2; of row 1: upper(2, 0.2, 2) = 0, and s - a are 0.
+    # upper(0.8, 0.2, 2) = 0.4 / (1 + e^-12) - 0.2; in row 1, upper(2, 0.2, 2) = 0 and s - a = 0.
     relative = 0.4 / (1 + math.exp(-12)) - 0.2 + 0.8 - 0.1
     losses = function(scores, anchor, strategy="relative", **options)
     assert losses.tolist() == pytest.approx([relative, 0.0], abs=1e-15)
-    # alpha 0.5: upper(0.6, 0.1, 1) and lower(-0.2, 0.1, 1), with 2 / m = 20; of row 1: upper(1) = lower(-1) = 0.
+    # alpha 0.5: upper(0.6, 0.1, 1) and lower(-0.2, 0.1, 1), with 2 / m = 20; in row 1, upper(1) = lower(-1) = 0.
     absolute = (0.2 / (1 + math.exp(-8)) - 0.1 + 0.1) + (0.2 / (1 + math.exp(-16)) - 0.1 + 0.6)
     losses = function(scores, anchor, strategy="absolute", **options)
     assert losses.tolist() == pytest.approx([absolute, 0.0], abs=1e-15)
     losses = function(scores, anchor, strategy="both", **options)
     assert losses.tolist() == pytest.approx([(relative + absolute) / 2, 0.0], abs=1e-15)
-    # A margin of 0 stays 0: what is left are the differences of the scores.
+    # A soft margin of 0 stays 0; only the score differences remain.
     assert function(scores, anchor, margin=0.0, **options).tolist() == pytest.approx([0.7, 0.0], abs=1e-15)
     assert function(scores, anchor, alpha=1.0, margin=0.1, **options)[0].item() == pytest.approx(
         0.2 / (1 + math.exp(-8)) - 0.1 + 0.1 + 0.6, abs=1e-15
@@ -123,7 +124,7 @@ def test_every_form_equals_the_loops(implementation: str, strategy: str, mining:
 @settings(max_examples=300)
 @given(st.data())
 def test_ties_masks_and_special_values(data: st.DataObject) -> None:
-    """Small matrices of few values: native, reference and loops agree on everything that is not NaN."""
+    """On small matrices of few values, native, reference and loops agree on all results except NaN."""
     n = data.draw(st.integers(1, 5))
     element = data.draw(st.sampled_from([VALUES, VALUES | SPECIAL]))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
@@ -141,14 +142,14 @@ def test_ties_masks_and_special_values(data: st.DataObject) -> None:
         mask = data.draw(st.lists(st.booleans(), min_size=n * n, max_size=n * n))
         options["positives"] = torch.tensor(mask, dtype=torch.bool).reshape(n, n)
     right = loop_boosting(scores, anchor, **options)
-    # Soft margins round; what lies that near to another choice may go either way in float32.
+    # Soft margins round; within this distance float32 may select another negative.
     assume(not options["soft"] or right.doubt > (1e-4 if dtype == torch.float32 else 1e-12))
     for name, function in IMPLEMENTATIONS.items():
         losses, gradient = with_gradient(function, scores, anchor, **options)
         torch.testing.assert_close(
             losses.double().reshape(right.losses.shape), right.losses, equal_nan=True, rtol=1e-6, atol=1e-6, msg=name
         )
-        # What a loss that is not finite sends back means nothing, but it must stay in the matrix.
+        # The gradients of a non-finite loss are not defined, but the kernel must not write outside the matrix.
         if bool(right.losses.isfinite().all()):
             torch.testing.assert_close(gradient.double(), right.gradient, rtol=1e-6, atol=1e-6, msg=name)
 
@@ -163,7 +164,7 @@ def test_float32_is_as_accurate_as_plain_pytorch(size: int, strategy: str, minin
     plain = with_gradient(reference.boosting_loss, scores, anchor, **options)
     exact = with_gradient(reference.boosting_loss, scores.double(), anchor.double(), **options)
     assert_close_to_exact(actual[0], plain[0], exact[0], name=f"{strategy} {mining} losses")
-    # The gradient counts hinges and names negatives; where rounding decides who they are, it may differ.
+    # The gradient depends on the active hinges and the selected negatives; it may differ if rounding decides them.
     if torch.equal(plain[1].double(), exact[1]):
         same = torch.equal(actual[1], plain[1])
         assert same or loop_boosting(scores, anchor, **options).doubt < 1e-6, f"{strategy} {mining} gradient"
@@ -176,24 +177,24 @@ def test_of_equal_negatives_the_lowest_index_is_taken(implementation: str, soft:
     for strategy in ("relative", "absolute"):
         _, gradient = with_gradient(IMPLEMENTATIONS[implementation], scores, anchor, strategy=strategy, soft=soft)
         expected = torch.zeros(5, 5, dtype=torch.float64)
-        expected[0, 1:] += 1  # of columns 1 to 4, row 0
-        expected[1:, 0] += 1  # of rows 1 to 4, column 0
+        expected[0, 1:] += 1  # anchors: columns 1 to 4; negative: row 0
+        expected[1:, 0] += 1  # anchors: rows 1 to 4; negative: column 0
         expected[0, 1] += 1
         expected[1, 0] += 1
-        # The positives' gap, 0.25, is above the absolute margin of 0.1.
+        # The gap of the positives, 0.25, is above the absolute margin of 0.1.
         expected -= 2 * torch.eye(5, dtype=torch.float64) if strategy == "relative" else 0
         assert torch.equal(gradient, expected)
 
 
 @both_implementations
 def test_the_hardest_is_the_largest_hinge_and_not_the_highest_score(implementation: str) -> None:
-    """With fixed margins the largest s - a; soft margins come before the choice."""
+    """With fixed margins, the hardest negative has the largest s - a. Soft margins are added before the selection."""
     function = IMPLEMENTATIONS[implementation]
     scores, anchor = torch.zeros(3, 3, dtype=torch.float64), torch.zeros(3, 3, dtype=torch.float64)
     scores[0], anchor[0] = torch.tensor([1.0, 0.9, 0.5]), torch.tensor([1.0, 0.85, 0.3])
     _, gradient = with_gradient(function, scores, anchor, directions="rows")
     assert gradient[0].tolist() == [-1.0, 0.0, 1.0]
-    # The gaps differ by 0.01, the soft margins lower(-0.99, 0.1, 1) and lower(0.5, 0.1, 1) by nearly 0.1.
+    # The gaps differ by 0.01; the soft margins lower(-0.99, 0.1, 1) and lower(0.5, 0.1, 1) differ by nearly 0.1.
     scores[0], anchor[0] = torch.tensor([1.0, -0.87, 0.61]), torch.tensor([1.0, -0.99, 0.5])
     assert with_gradient(function, scores, anchor, directions="rows")[1][0].tolist() == [-1.0, 1.0, 0.0]
     _, gradient = with_gradient(function, scores, anchor, directions="rows", soft=True)
@@ -250,14 +251,14 @@ def test_a_nan_of_either_branch_reaches_the_loss_of_its_anchors_and_of_no_others
             masked[row, column] = row != column
             if row != column:
                 assert not math.isnan(function(*pair, positives=masked, **options).item())
-    # A positive that is NaN stays visible even where there is nothing to compare it with.
+    # A NaN positive makes the loss NaN even without negatives.
     assert math.isnan(function(torch.tensor([[math.nan]]), torch.zeros(1, 1), **options).item())
 
 
 @both_implementations
 @every_form
 def test_the_strategies_hold_together(implementation: str, strategy: str, mining: str, soft: bool) -> None:
-    """Eq 13: absolute is never below relative with fixed margins; both is the mean; relative is a loss over gaps."""
+    """Eq 13 with fixed margins: absolute >= relative, both is their mean, and relative is a triplet loss of the gaps."""
     function = IMPLEMENTATIONS[implementation]
     scores, anchor = random_pair(20, seed=3)
     losses = {
@@ -271,7 +272,7 @@ def test_the_strategies_hold_together(implementation: str, strategy: str, mining
             over_gaps = F_itm.triplet_loss(scores - anchor, mining=mining, reduction="none")
             torch.testing.assert_close(losses["relative"], over_gaps)
     else:
-        # Soft margins are below the fixed ones, which they come to where the anchor branch is far from its best.
+        # Soft margins are at most the fixed ones, and approach them for anchor scores far from their optimum.
         fixed = function(scores, anchor, strategy=strategy, mining=mining, reduction="none")
         assert bool((losses[strategy] <= fixed + 1e-12).all())
         assert bool((losses[strategy] < fixed).any())

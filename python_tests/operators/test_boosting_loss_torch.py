@@ -1,4 +1,4 @@
-"""`boosting_loss` as a citizen of PyTorch: opcheck, compile, autocast, derivatives, errors."""
+"""`boosting_loss` in PyTorch: opcheck, compile, autocast, derivatives, errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_operators_called_directly_refuse_what_does_not_fit() -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             operator(*arguments)
-    # Indices that lead outside are left out, and write nowhere.
+    # Out-of-range indices are ignored; the kernel writes nothing for them.
     wild = torch.tensor([[7, -5, 4, 1 << 40], [99, -1, -7, 4]]).expand(2, 2, 4).contiguous()
     gradient = backward(loss, scores, anchor, None, wild, *good)
     assert not bool(gradient[~torch.eye(4, dtype=torch.bool)].any())

@@ -25,7 +25,7 @@ every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS
 
 
 def score_by_hand(query: list[list[float]], context: list[list[float]], options: dict) -> float:
-    """One pair in plain Python, step by step as the definition has it."""
+    """Compute the score of one pair in plain Python, following the definition step by step."""
     if not query or not context:
         return 0.0
     temperature, slope = options.get("temperature", 9.0), options.get("negative_slope", 0.1)
@@ -75,18 +75,18 @@ def score_by_hand(query: list[list[float]], context: list[list[float]], options:
 
 
 def with_gradients(function, queries: Fragments, contexts: Fragments, weights: torch.Tensor, **options):
-    """Scores, and the gradients of `sum(weights * scores)`."""
+    """Return the scores and the gradients of `sum(weights * scores)`."""
     q, c = (part.values.detach().clone().requires_grad_() for part in (queries, contexts))
     scores = function(queries.with_values(q), contexts.with_values(c), **options)
     if scores.requires_grad:
         (scores * weights).sum().backward()
-    # Where no set has rows on both sides, nothing depends on the inputs.
+    # If no pair has rows on both sides, the scores do not depend on the inputs.
     gradients = [torch.zeros_like(part) if part.grad is None else part.grad for part in (q, c)]
     return scores.detach(), *gradients
 
 
 def plain_forms(queries: Fragments, contexts: Fragments, weights: torch.Tensor, **options) -> list[Form]:
-    """`with_gradients` of the published loop and of the packed form, for `assert_as_accurate`."""
+    """Return `with_gradients` of the published loop and of the packed form, for `assert_as_accurate`."""
 
     def form(function):
         def at(move):
@@ -126,7 +126,7 @@ def test_values_by_hand(implementation: str, normalization: str, focal: str | No
 @pytest.mark.parametrize("focal", FOCAL_MODES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_gradients(normalization: str, focal: str | None, aggregation: str) -> None:
-    """Native gradients against finite differences; the packed form's and the reference's against the native ones."""
+    """Native gradients match finite differences; those of the packed form and the reference match the native ones."""
     queries, contexts = random_fragments([2, 0, 1], 3, seed=3), random_fragments([3, 1], 3, seed=4)
     options = {"normalization": normalization, "focal": focal, "aggregation": aggregation, "temperature": 3.0}
 
@@ -147,7 +147,7 @@ def test_gradients(normalization: str, focal: str | None, aggregation: str) -> N
 @settings(max_examples=40)
 @given(st.data())
 def test_native_is_as_accurate_as_plain_pytorch(data: st.DataObject) -> None:
-    """float32 on ragged sets of any size against float64, with plain PyTorch's own error as the measure."""
+    """In float32 on ragged sets of any size, the error against float64 is within that of plain PyTorch."""
     query_lengths = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=12), label="query_lengths")
     context_lengths = data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=8), label="context_lengths")
     dim = data.draw(st.sampled_from([5, 16, 33, 130, 300]), label="dim")
@@ -168,7 +168,7 @@ def test_native_is_as_accurate_as_plain_pytorch(data: st.DataObject) -> None:
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_inputs(dtype: torch.dtype) -> None:
-    """Scores are float32, as good as those of widened inputs; gradients of few pairs are theirs, rounded once."""
+    """Scores are float32 and as accurate as those of widened inputs; gradients of few pairs equal theirs, rounded once."""
     queries, contexts = random_fragments([7, 3], 64, dtype), random_fragments([5, 9, 2], 64, dtype, seed=1)
     weights = torch.tensor([[0.0, 2.0, 0.0], [3.0, 0.0, 0.0]])
     scores, *gradients = with_gradients(F_itm.cross_attention_scores, queries, contexts, weights)
@@ -188,12 +188,12 @@ def test_backward_recomputes_only_what_the_gradient_needs() -> None:
     scores = F_itm.cross_attention_scores(queries.with_values(q), contexts.with_values(c))
     gradient = torch.zeros_like(scores)
     gradient[2, 0], gradient[0, 1] = 1.5, float("nan")
-    gradient[3, 0], gradient[0, 2] = 1.0, 1.0  # pairs with an empty set: nothing to recompute
+    gradient[3, 0], gradient[0, 2] = 1.0, 1.0  # pairs with an empty set need no recomputation
     with native_calls() as calls:
         scores.backward(gradient)
     assert [name for name, _ in calls] == ["cross_attention_scores_backward"]
     assert int(calls[0][1][1][2]) == 2
-    # The NaN reaches its own pair and no other; untouched sets have a gradient of exactly zero.
+    # The NaN stays in its own pair; unused sets have a gradient of exactly zero.
     assert bool(q.grad[0:4].isnan().all())
     assert bool(c.grad[3:9].isnan().all())
     assert bool((q.grad[4:6] == 0).all())
@@ -259,7 +259,7 @@ def test_sets_longer_than_a_tile() -> None:
 @pytest.mark.parametrize("implementation", ["packed", "native"])
 @pytest.mark.parametrize("temperature", [0.0, 1e-3, 9.0])
 def test_contexts_that_cancel(implementation: str, temperature: float) -> None:
-    """The squared norm of a short attended vector loses all digits in the Gram form: it must be formed after all."""
+    """The Gram form loses all digits of the squared norm of a short attended vector, so the vector must be formed."""
     generator = torch.Generator().manual_seed(0)
     base = torch.nn.functional.normalize(torch.randn(1, 64, generator=generator, dtype=torch.float64), dim=1)
     small = 1e-4 * torch.randn(8, 64, generator=generator, dtype=torch.float64)
@@ -270,7 +270,8 @@ def test_contexts_that_cancel(implementation: str, temperature: float) -> None:
         reference.cross_attention_scores, *(part.to(torch.float64) for part in single), temperature=temperature
     )
     result = with_gradients(IMPLEMENTATIONS[implementation], *single, temperature=temperature)
-    # The loop's weights of 1/8 at temperature 0 happen to round nothing: inputs a last digit away show what is lost.
+    # The loop's weights of 1/8 at temperature 0 happen to be exact; draws with perturbed inputs show the rounding
+    # error.
     loop = plain_forms(*single, temperature=temperature)[:1]
     assert_as_accurate(result, loop, exact, names=RESULTS)
 
@@ -278,7 +279,7 @@ def test_contexts_that_cancel(implementation: str, temperature: float) -> None:
 @pytest.mark.native
 @every_implementation
 def test_rows_without_width(implementation: str) -> None:
-    """Rows of width 0 score like zero vectors, whatever lay in the memory before."""
+    """Rows of width 0 score like zero vectors, whatever uninitialised memory holds."""
     torch.full((4000, 100), float("nan"))
     queries, contexts = (Fragments(torch.zeros(n, 0), torch.tensor([0, 2, n])) for n in (5, 4))
     assert IMPLEMENTATIONS[implementation](queries, contexts).tolist() == [[0.0, 0.0], [0.0, 0.0]]
@@ -287,7 +288,7 @@ def test_rows_without_width(implementation: str) -> None:
 @pytest.mark.native
 @every_implementation
 def test_negative_logsumexp_temperature(implementation: str) -> None:
-    """A soft minimum, on captions of different lengths."""
+    """A negative temperature gives a soft minimum, on captions of different lengths."""
     queries, contexts = random_fragments([1, 4], 6), random_fragments([3, 2], 6, seed=1)
     options = {"aggregation": "logsumexp", "logsumexp_temperature": -5.0}
     scores = IMPLEMENTATIONS[implementation](queries, contexts, **options)
@@ -301,7 +302,7 @@ def test_negative_logsumexp_temperature(implementation: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("t", [1e10, -1e10, 1e20, -1e30, 1e30])
 def test_extreme_temperatures(t: float, dtype: torch.dtype) -> None:
-    """Both temperatures, up to the bound."""
+    """Both temperatures work up to their bound."""
     queries, contexts = random_fragments([3, 4], 6, dtype), random_fragments([3, 2], 6, dtype, seed=1)
     for options in ({"aggregation": "logsumexp", "logsumexp_temperature": t}, {"temperature": t}):
         native = with_gradients(F_itm.cross_attention_scores, queries, contexts, torch.ones(2, 2), **options)
@@ -314,7 +315,7 @@ def test_extreme_temperatures(t: float, dtype: torch.dtype) -> None:
         )
         assert torch.allclose(native[0].double(), exact[0], atol=1e-6)
         for found, expected in zip(native[1:], exact[1:], strict=True):
-            # Where the attention is nearly hard, its derivative times the temperature is rounding.
+            # If the attention is nearly hard, its derivative times the temperature is mostly rounding error.
             if "temperature" not in options:
                 assert torch.allclose(found.double(), expected, atol=1e-5)
             assert torch.isfinite(found).all()
@@ -344,7 +345,7 @@ def test_zero_vectors_and_uniform_attention_have_finite_gradients(implementation
     for focal in FOCAL_MODES:
         results = with_gradients(IMPLEMENTATIONS[implementation], queries, contexts, torch.ones(2, 2), focal=focal)
         assert all(bool((part == 0).all()) for part in results)
-    # Equal contexts: attention is uniform, no context is above the others, and all are kept.
+    # Equal contexts: the attention is uniform, no context is above the others, and all are kept.
     equal = Fragments.from_list([torch.ones(4, 4, dtype=torch.float64)])
     query = random_fragments([1], 4)
     scores = [IMPLEMENTATIONS[implementation](query, equal, focal=focal) for focal in FOCAL_MODES]
@@ -405,7 +406,7 @@ def test_a_saturated_softmax_over_the_queries_has_a_gradient_that_cancels(norm: 
 
 @pytest.mark.native
 def test_offsets_past_the_end_are_clamped() -> None:
-    """Unchecked offsets never lead outside the values."""
+    """Unchecked offsets never read outside the values."""
     contexts = random_fragments([2], 4)
     values = torch.randn(3, 4, dtype=torch.float64)
     wrong = Fragments(values, torch.tensor([0, 2, 1, 900]), check=False)

@@ -1,4 +1,4 @@
-"""The backward of `cross_attention_scores` where most pairs have a gradient, as with "all" negatives."""
+"""The backward of `cross_attention_scores` if most pairs have a gradient, as with "all" negatives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def recomputed_pairs(queries: Fragments, contexts: Fragments, gradient: torch.Te
 
 
 def test_both_ways_give_the_same_gradients_and_count_their_pairs() -> None:
-    """The gradient of many pairs at once is the sum of the gradients of few pairs at a time."""
+    """The gradient of many pairs in one call equals the sum of the gradients of few pairs per call."""
     queries = random_fragments([9, 17, 0, 3, 24, 300, 1], 37)
     contexts = random_fragments([36, 5, 200, 0, 1, 36], 37, seed=1)
     gradient = torch.randn(7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -46,7 +46,7 @@ def test_both_ways_give_the_same_gradients_and_count_their_pairs() -> None:
 @pytest.mark.parametrize("normalization", ["clipped_l2norm", "softmax", "l1norm", "no_norm"])
 @pytest.mark.parametrize("aggregation", ["mean", "max", "logsumexp"])
 def test_many_groups_against_the_reference(normalization: str, aggregation: str) -> None:
-    """More scores than are kept at a time: the gradients of the queries are added up over groups of contexts."""
+    """The scores exceed the workspace, so the gradients of the queries are summed over groups of contexts."""
     queries, contexts = random_fragments([40] * 60, 5), random_fragments([45] * 50, 5, seed=1)
     gradient = torch.randn(60, 50, generator=torch.Generator().manual_seed(2))
     gradient[:, ::7] = 0
@@ -60,7 +60,7 @@ def test_many_groups_against_the_reference(normalization: str, aggregation: str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n_queries", "n_contexts", "dim"), [(60, 50, 4), (20, 9, 77)])
 def test_as_accurate_as_plain_pytorch(dtype: torch.dtype, n_queries: int, n_contexts: int, dim: int) -> None:
-    """Also where the gradients of the queries are added up over several groups of contexts, and rounded once."""
+    """This also holds if the gradients of the queries are summed over groups of contexts and rounded once."""
     queries = random_fragments([40] * n_queries, dim, dtype)
     contexts = random_fragments([45] * n_contexts, dim, dtype, seed=1)
     gradient = torch.randn(n_queries, n_contexts, generator=torch.Generator().manual_seed(2))
@@ -76,7 +76,7 @@ def test_as_accurate_as_plain_pytorch(dtype: torch.dtype, n_queries: int, n_cont
         assert_as_accurate(actual, [plain], exact, names=("queries", "contexts"))
         return
     for a, p, e in zip(actual, plain(), exact, strict=True):
-        # A half of the last digit is lost when the result is rounded, however exact it was.
+        # Rounding the result loses up to half of the last digit.
         assert_close_to_exact(a, p, e, factor=1.0, floor=torch.finfo(dtype).eps / 2 * float(e.abs().max()))
 
 

@@ -1,4 +1,4 @@
-"""`cross_attention_scores` in bfloat16: inputs, and float32 inputs in the precisions "high" and "medium"."""
+"""`cross_attention_scores` with bfloat16 inputs, and with float32 inputs in the precisions "high" and "medium"."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def test_float32_inputs_follow_the_setting(setting: str, allowed: float) -> None
     assert scores.dtype == torch.float32
     assert max_error(scores, exact) < allowed
     if setting == "medium":
-        # Rounded operands where the processor gains from them, else the numbers of "highest".
+        # Operands are rounded only if the processor gains from it; else the numbers are those of "highest".
         assert torch.equal(scores, highest) != LOW_PRECISION
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.parametrize(("focal", "aggregation"), list(zip(FOCAL_MODES, AGGREGATIONS, strict=True)))
 def test_bfloat16_inputs_lose_nothing(normalization: str, focal: str | None, aggregation: str) -> None:
-    """Products of bfloat16 numbers are exact in float32: scores are as good as those of widened inputs."""
+    """Products of bfloat16 numbers are exact in float32, so scores are as accurate as those of widened inputs."""
     words, regions = captions_and_images(torch.bfloat16)
     options = {"normalization": normalization, "focal": focal, "aggregation": aggregation}
     exact = reference.cross_attention_scores(words.to(torch.float64), regions.to(torch.float64), **options)
     wide = F_itm.cross_attention_scores(words.to(torch.float32), regions.to(torch.float32), **options)
     scores = F_itm.cross_attention_scores(words, regions, **options)
     error = (scores - exact).abs()
-    # At a threshold of the focal modes rounding decides about a context; that moves a score visibly, and rarely.
+    # At a threshold of the focal modes, rounding may keep or drop a context. This is rare and changes a score visibly.
     moved = int((error > 2 * max_error(wide, exact) + 4e-6 * float(exact.abs().max())).sum())
     assert moved <= (0 if focal is None else exact.numel() // 100)
 
@@ -79,7 +79,7 @@ def test_gradients_of_few_pairs_are_rounded_once() -> None:
 
 
 def test_gradient_of_the_medium_precision_is_that_of_its_inputs() -> None:
-    """Given the incoming gradient, the recomputation is in float32: as close to the exact gradient as "highest"."""
+    """The backward recomputes in float32: for a given incoming gradient it is as accurate as "highest"."""
     words, regions = captions_and_images()
     torch.set_float32_matmul_precision("medium")
     gradient = torch.zeros(len(words), len(regions))
@@ -93,7 +93,7 @@ def test_gradient_of_the_medium_precision_is_that_of_its_inputs() -> None:
 
 
 def test_results_do_not_depend_on_threads_or_on_other_libraries() -> None:
-    """oneDNN's products of bfloat16 may use the same tiles of the processor, configured in another way."""
+    """oneDNN's bfloat16 products may use the AMX tiles with another configuration."""
     words, regions = captions_and_images(torch.bfloat16, dim=512)
     linear = torch.nn.Linear(512, 256, dtype=torch.bfloat16)
     inputs = torch.randn(300, 512, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)

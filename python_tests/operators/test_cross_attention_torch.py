@@ -1,4 +1,4 @@
-"""`cross_attention_scores` as a citizen of PyTorch: opcheck, compile, autocast, precision, errors, fallback."""
+"""`cross_attention_scores` in PyTorch: opcheck, compile, autocast, precision, errors, fallback."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_precision_follows_the_setting_in_both_forms() -> None:
     single = torch.zeros(1)
     assert compute_precision(single) == "float32"
     torch.set_float32_matmul_precision("high")
-    assert compute_precision(single) in ("bf16x3", "bf16")  # PyTorch itself maps "high" to one of them on the CPU.
+    assert compute_precision(single) in ("bf16x3", "bf16")  # PyTorch maps "high" to one of them on the CPU.
     torch.set_float32_matmul_precision("medium")
     assert compute_precision(single) == "bf16"
     torch.set_float32_matmul_precision("highest")
@@ -151,7 +151,7 @@ def test_compiled_code_follows_the_precision_setting() -> None:
 
     compiled = torch.compile(F_itm.cross_attention_scores, fullgraph=True, backend=keep)
     before = compiled(queries, contexts)
-    # The setting is among torch.compile's guards, so changing it recompiles.
+    # The precision is a guard of torch.compile, so a change recompiles.
     torch.set_float32_matmul_precision("medium")
     after = compiled(queries, contexts)
     assert torch.allclose(after, before, atol=1e-2)
@@ -259,7 +259,9 @@ def test_a_device_without_autocast_or_kernels_takes_the_packed_form() -> None:
 
 
 def test_bfloat16_rows_are_never_copied_to_a_wider_type() -> None:
-    """A step takes little more than its gradients: float32 copies of words and regions would be twice as large."""
+    """The peak memory of a step is below 1.5 times its gradients; float32 copies of words and regions would take twice
+    the gradients.
+    """
     sizes = workloads.Sizes(images=64, captions=64)
     peak = peak_memory(workloads.make_step, "native bf16", sizes, threads=1)
     words, regions = workloads.inputs(sizes)
@@ -281,7 +283,7 @@ def test_debug_checks_read_the_offsets() -> None:
 
 
 def test_the_fallback_gives_the_same_numbers_and_warns_once() -> None:
-    """Run without the native library: values and gradients equal the native ones to rounding."""
+    """Without the native library, values and gradients equal the native ones up to rounding."""
     queries, contexts = (
         random_fragments([3, 0, 5], 6, torch.float32),
         random_fragments([4, 2], 6, torch.float32, seed=1),

@@ -1,6 +1,7 @@
-"""Every operator on every device that has its kernels: the CPU, and CUDA where torch sees a GPU.
+"""Every operator on every device with kernels: the CPU, and CUDA if torch sees a GPU.
 
-Numbers and gradients against float64, opcheck, autocast, equal bits, other streams, CUDA graphs, no waiting.
+The tests check numbers and gradients against float64, opcheck, autocast, determinism, other streams, CUDA graphs, and
+the absence of synchronisation.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ PACKED = SimpleNamespace(
     regulated_scores=reference.regulated_scores_packed,
     triplet_loss=reference.triplet_loss,
 )
-# Sets from which on a loop over the pairs of the regulators, of either side, takes too long.
+# From this number of sets on either side, a loop over the pairs of the regulators takes too long.
 MANY = 30
 
 
@@ -52,7 +53,7 @@ def exact(case: Case, inputs: list[torch.Tensor], size: int) -> list[torch.Tenso
 
 
 def check_numbers(case: Case, seed: int, size: int, dtype: torch.dtype, device: str, found: list[torch.Tensor]) -> None:
-    """What was found on that device, against plain PyTorch in the same dtype and in float64."""
+    """Compare results of a device with plain PyTorch in the same dtype and in float64."""
     assert {part.device.type for part in found} == {device}
     found = [part.cpu() for part in found]
     inputs = inputs_of(case, seed, size, dtype, "cpu")
@@ -93,7 +94,9 @@ def test_numbers_and_gradients_at_several_sizes(device: str, case: Case) -> None
 
 @each_device
 def test_a_gradient_of_more_raw_scores_than_the_backward_keeps(device: str) -> None:
-    """On CUDA 36 million, of which 2^25 are kept: pairs past them are computed for each of their sets."""
+    """On CUDA there are 36 million raw scores, but only 2^25 are kept; the other pairs are recomputed for each of their
+    sets.
+    """
     case, size = past_the_room(), {"cpu": 3, "cuda": 60}[device]
     inputs = inputs_of(case, 0, size, torch.float32, device)
     check_numbers(case, 0, size, torch.float32, device, run_case(F_itm, case, inputs))
@@ -110,17 +113,19 @@ def set_precision() -> Iterator[Callable[[str], None]]:
 def test_the_settings_of_float32(
     device: str, setting: str, precision: str, set_precision: Callable[[str], None]
 ) -> None:
-    """Products of two parts of bfloat16, or of one: then as good as rounded inputs. The gradients are as they were."""
+    """ "high" multiplies two bfloat16 parts per operand, "medium" one part: as accurate as rounded inputs. Gradients
+    keep their accuracy.
+    """
 
     def computed(functions: Any, dtype: torch.dtype, rounded: bool = False) -> tuple[torch.Tensor, ...]:
         given = [part.values.bfloat16() if rounded else part.values for part in sides]
         leaves = [values.detach().to(dtype).requires_grad_() for values in given]
         scores = functions.cross_attention_scores(*(s.with_values(v) for s, v in zip(sides, leaves, strict=True)))
-        # A few pairs, whose gradient is computed in float32 in every precision.
+        # The gradient of few pairs is computed in float32 in every precision.
         weights = torch.eye(*scores.shape, device=scores.device, dtype=dtype)
         return scores.detach(), *torch.autograd.grad(scores, leaves, weights)
 
-    # As many words as captions have: over one alone, rounding decides about the sign of a normalised score.
+    # Captions of ordinary length: with a single word, rounding decides the sign of a normalised score.
     lengths = [torch.randint(8, 25, (30,), generator=torch.Generator().manual_seed(0)).tolist(), [36] * 30]
     sides = [random_fragments(of, 520, torch.float32, seed=i).to(device) for i, of in enumerate(lengths)]
     exact = computed(reference, torch.float64)
@@ -147,7 +152,7 @@ def test_the_settings_of_float32(
 def test_the_settings_of_float32_for_the_regulators(
     device: str, setting: str, precision: str, operator: str, set_precision: Callable[[str], None]
 ) -> None:
-    """One part of bfloat16 is as good as PyTorch's own autocast; two keep eight bits more, of which sums cost three."""
+    """One bfloat16 part is as accurate as autocast. Two parts keep eight more bits, and sums lose three of them."""
 
     def computed(functions: Any, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
         queries, contexts, weights = (part.to(device, dtype) for part in (*sides, parameters))
@@ -178,7 +183,7 @@ def test_the_settings_of_float32_for_the_regulators(
 def test_the_backward_of_the_regulators_computes_three_pairs_per_anchor_again(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The forward is one call of the native operator; the backward takes lists of pairs, with the same masks."""
+    """The forward is one call of the native operator; the backward takes lists of pairs with the same masks."""
     listed: list[int] = []
     compute = regulators.regulated_scores_listed
 
@@ -234,7 +239,7 @@ def test_autocast_takes_lower_operands_and_returns_float32(device: str, case: Ca
     assert operand.dtype == (torch.bfloat16 if lowered else torch.float32)
     assert calls[0][1][0][-1] == "bf16" or not case.widened
     assert {part.dtype for part in results} <= {torch.float32, torch.int64}
-    # Autocast takes rows, and leaves weights to the kernels.
+    # Autocast casts the rows; the kernels round the weights.
     taken = range(2) if case.widened else range(len(inputs) if lowered else 0)
     rounded = [part.bfloat16() if i in taken and part.is_floating_point() else part for i, part in enumerate(inputs)]
     for actual, expected in zip(results, case.call(F_itm, rounded), strict=True):
@@ -262,7 +267,7 @@ def test_the_current_stream_is_used(device: str, case: Case) -> None:
     inputs = inputs_of(case, 7, 21, torch.float32, device)
     copies = [torch.full_like(part, float("nan")) if part.is_floating_point() else part for part in inputs]
     with another_stream(device):
-        # Whoever runs in another stream reads NaN, because there the numbers have not come yet.
+        # Work in another stream reads NaN, because the numbers are not there yet.
         for copy, part in zip(copies, inputs, strict=True):
             copy.copy_(part)
         found = run_case(F_itm, case, copies)
@@ -274,7 +279,7 @@ def test_a_captured_graph_runs_again_on_other_numbers(device: str, case: Case) -
     inputs = inputs_of(case, 8, 21, torch.float32, device)
     replay = captured(device, lambda: run_case(F_itm, case, inputs))
     other = inputs_of(case, 9, 21, torch.float32, device)
-    # The offsets of the first inputs stay: rows may be fewer or more in the others.
+    # The offsets keep the values of the first inputs, although the other inputs may have fewer or more rows.
     for part, new in zip(inputs, other, strict=True):
         if part.is_floating_point():
             part.copy_(new if new.shape == part.shape else part.flip(0))

@@ -32,7 +32,8 @@ FORMS = {
     "packed": reference.domain_regularization_packed,
     "native": F_itm.domain_regularization,
 }
-# q = r, missing negatives, a pair that many have, two that have each other, one that is its own; empty sets.
+# Batches with q = r, with missing negatives, with a negative shared by many pairs, with pairs that are mutual
+# negatives, with a pair that is its own negative, and with empty sets.
 BATCHES = {
     "q is r": random_batch([3, 2, 4], [2, 5, 1], captions=[1, 2, 0], images=[1, 0, 0]),
     "missing": random_batch([3, 2, 4], [2, 5, 1], captions=[-1, 2, -1], images=[-1, -1, 1], seed=3),
@@ -61,7 +62,7 @@ def exact(batch: Batch, **options: Any) -> Loops:
 def test_values_and_gradients_of_every_argument(form: str, name: str, margin: float, aggregation: str) -> None:
     batch, options = BATCHES[name], {"margin": margin, "aggregation": aggregation}
     right = exact(batch, **options)
-    # No rounding decides about a hinge, but that of a pair with itself, which is the margin.
+    # Rounding decides no hinge. The hinge of a pair with itself is the margin.
     assert right.doubt > 1e-3
     found = run(FORMS[form], batch, incoming_of(batch), **options)
     for what, actual, truth in zip(NAMES, found, right.results, strict=True):
@@ -70,7 +71,7 @@ def test_values_and_gradients_of_every_argument(form: str, name: str, margin: fl
 
 
 def test_a_batch_worked_by_hand() -> None:
-    """Weights of zero: every row costs log 2, all hinges are the margin, and slopes are a half."""
+    """With zero weights, every row costs log 2, every hinge is the margin, and slopes are a half."""
     batch = random_batch([2, 1], [1, 3], 3, captions=[1, 0], images=[-1, 0], seed=1)
     batch = attrs.evolve(batch, weights=torch.zeros(2, 3).double(), biases=torch.zeros(2).double())
     incoming = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
@@ -81,7 +82,8 @@ def test_a_batch_worked_by_hand() -> None:
     torch.testing.assert_close(gradients[2], torch.stack([(w.sum(0) - v.sum(0)) / 2, torch.zeros(3).double()]))
     torch.testing.assert_close(gradients[3], torch.tensor([-0.5, 0.0]).double())
     assert not gradients[0].any()
-    # With the regularisation all terms cancel but one: each pair's own risk costs as much as its risk elsewhere.
+    # With the regularisation, all terms but one cancel: the own risk of each pair has the slope of its risk with
+    # another discriminator.
     own = run(F_itm.domain_regularization, batch, torch.tensor([[0.0, 0.0], [1.0, 0.0]]))
     torch.testing.assert_close(own[4][0], (w.sum(0) - v.sum(0) - batch.words[1].sum(0) + batch.regions[1].sum(0)) / 2)
 
@@ -91,7 +93,7 @@ def test_without_negatives_there_is_no_regularization() -> None:
     with native_calls() as calls:
         found = run(F_itm.domain_regularization, batch, incoming_of(batch))
     assert not found[1].any()
-    # Only the risks that are needed are computed.
+    # Only the required risks are computed.
     assert [result[2].shape for name, (_, result) in calls if name == "domain_regularization"] == [(1, 4)]
     for actual, truth in zip(found, exact(batch).results, strict=True):
         torch.testing.assert_close(actual, truth, rtol=1e-10, atol=1e-12)
@@ -115,7 +117,7 @@ def test_gradients_are_computed_where_they_are_wanted() -> None:
 @settings(max_examples=25)
 @given(st.data())
 def test_random_batches_in_every_dtype(data: st.DataObject) -> None:
-    """At most twice as wrong as plain PyTorch in float32, where no rounding decides about a hinge."""
+    """The error is at most twice that of plain PyTorch in float32, if rounding decides no hinge."""
     pairs = data.draw(st.integers(1, 40))
     lengths = [data.draw(st.lists(st.integers(0, 9), min_size=pairs, max_size=pairs)) for _ in range(2)]
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
@@ -138,7 +140,7 @@ def test_a_nan_stays_visible_and_where_no_gradient_comes_nothing_is_added() -> N
     batch = attrs.evolve(batch, words=batch.words.with_values(values))
     found = dict(zip(NAMES, run(F_itm.domain_regularization, batch, incoming_of(batch)), strict=True))
     assert found["adversarial"].isnan().tolist() == [True, False, False]
-    assert found["regularization"].isnan().all()  # All have pair 0 as a negative, or are it.
+    assert found["regularization"].isnan().all()  # Pair 0 is the negative of all others.
     zero = run(F_itm.domain_regularization, batch, torch.zeros(2, 3))
     assert not any(part.any() for part in zero[2:])
 
@@ -156,7 +158,7 @@ def test_extreme_logits_overflow_nowhere() -> None:
             biases=torch.zeros(2, dtype=dtype),
         )
         found = run(F_itm.domain_regularization, batch, torch.ones(2, 2), margin=1.0)
-        # The first discriminator knows all, the second takes everything for the other.
+        # The first discriminator is always right, the second always wrong.
         assert found[0].tolist() == [0.0, 2e4]
         assert found[1].tolist() == [2 * 0.0 + 2 * (1 + 2e4), 2 * (1 + 2e4) + 2 * 0.0]
         assert all(part.isfinite().all() for part in found)

@@ -1,4 +1,4 @@
-"""`domain_regularization` and its module as citizens of PyTorch: opcheck, compile, autocast, derivatives, errors."""
+"""`domain_regularization` and its module in PyTorch: opcheck, compile, autocast, derivatives, errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def operands_of(batch: Batch) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_opcheck(dtype: torch.dtype) -> None:
-    """With negatives for discriminators, without for features; float32 is checked beside the other operators."""
+    """Discriminators with negatives, features without; the tests of the other operators check float32."""
     wide = torch.promote_types(dtype, torch.float32)
     for for_weights in (True, False):
         batch = BATCH.to(dtype, wide)
@@ -84,7 +84,7 @@ def test_operators_called_directly_refuse_what_does_not_fit() -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             operator(*arguments)
-    # Negatives that are no pairs count as none.
+    # Out-of-range negatives count as missing.
     wild = forward(*operands[:6], torch.tensor([3, -7, 1 << 40]), torch.tensor([1, -2, 99]), *options)
     tame = forward(*operands[:6], torch.tensor([-1, -1, -1]), torch.tensor([1, -1, -1]), *options)
     for one, other in zip(wild, tame, strict=True):
@@ -105,7 +105,7 @@ def test_compiles_whole_and_does_not_recompile() -> None:
         return (adversarial + 0.4 * regularization).mean()
 
     after_third = 0
-    # No two sizes of a batch are equal: the compiler would take them for one.
+    # All sizes of a batch differ; the compiler would treat equal sizes as one.
     for seed, pairs in enumerate((5, 8, 3, 13)):
         batch = random_batch([7] * pairs, [4] * pairs, 40, seed=seed).to(torch.float32)
         leaf = batch.weights.requires_grad_()
@@ -135,7 +135,7 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
     assert [part.dtype for part in found] == [torch.float32] * 2 + [dtype] * 2 + [torch.float32] * 2
     for one, other in zip(found, right, strict=True):
         torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-5 if one.dtype == torch.float32 else 0, atol=1e-6)
-    # The discriminators' own dtype: their gradients come back in it.
+    # The discriminators keep their own dtype, and their gradients have it.
     stored = run(F_itm.domain_regularization, BATCH.to(torch.float32, dtype), incoming)
     assert [part.dtype for part in stored] == [torch.float32] * 4 + [dtype] * 2
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -277,12 +277,12 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], messag
     assert str(caught.value) == message
 
 
-# The module
+# Tests of the module
 
 
 def test_the_losses_of_both_phases() -> None:
     batch = random_batch([3, 2, 4], [2, 5, 1], captions=[2, 0, 1], images=[1, 2, 1], seed=30)
-    # The hardest captions are those of pairs 2, 0 and 1; of the images, where pair 1's own comes twice, 1, 2 and 1.
+    # The hardest captions are those of pairs 2, 0 and 1; the hardest images those of pairs 1, 2 and 0.
     scores = torch.tensor([[9.0, 2.0, 5.0], [6.0, 9.0, 1.0], [3.0, 8.0, 9.0]])
     (_, rows), (_, columns) = F_itm.hardest_negatives(scores)
     batch = attrs.evolve(batch, negative_captions=rows, negative_images=columns)
@@ -315,7 +315,7 @@ def test_the_losses_of_both_phases() -> None:
 
 def test_pairs_of_one_image_are_no_negatives_and_share_one_discriminator() -> None:
     batch = random_batch([2, 2, 3], [4, 1, 2], captions=[2, 2, 0], images=[2, 2, 0], seed=33)
-    # Pairs 0 and 1 are of one image; without the mask they would be each other's hardest.
+    # Pairs 0 and 1 share an image; without the mask they would be the hardest negatives of each other.
     scores = torch.tensor([[9.0, 8.0, 1.0], [8.0, 9.0, 1.0], [2.0, 1.0, 9.0]])
     image = torch.tensor([0, 0, 1])
     table = batch.weights[[0, 2]].requires_grad_()

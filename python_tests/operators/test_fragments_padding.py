@@ -47,7 +47,7 @@ def test_bad_masks() -> None:
 
 
 class Head(nn.Module):
-    """Pads stay outside of the scores, whichever way they are given."""
+    """Score padded sets; padding must not change the scores, in any of its forms."""
 
     def __init__(self, with_mask: bool) -> None:
         super().__init__()

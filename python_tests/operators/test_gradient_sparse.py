@@ -1,4 +1,4 @@
-"""Gradient sparsity around modules that score pairs: equal to the dense computation, on no more pairs than needed."""
+"""Gradient-sparse scoring of pair modules: results equal the dense computation, and only required pairs are recomputed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIM = 6
 
 
 class Host(nn.Module):
-    """A host of every kind: global vectors and words of each pair through layers, normalisation and dropout."""
+    """A scoring module with all input kinds: global vectors and words of each pair, layers, normalisation and dropout."""
 
     def __init__(self, coupling: str | None = None, *, norm: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def sparse_gradient(n_images: int = 7, n_captions: int = 9) -> Tensor:
 def both(
     module: Host, grad: Tensor, chunk_pairs: int, seed: int = 0
 ) -> tuple[Tensor, list[Tensor], Tensor, list[Tensor]]:
-    """Scores and gradients by gradient sparsity, and of one call; the buffers start from the same state."""
+    """Return scores and gradients of the gradient-sparse and of the dense call, from the same buffer state."""
     state = {name: value.clone() for name, value in module.state_dict().items()}
     images, captions = sets(n_images=grad.shape[0], n_captions=grad.shape[1])
     torch.manual_seed(seed)
@@ -80,7 +80,7 @@ def both(
     random = torch.get_rng_state()
     found = torch.autograd.grad(scores, leaves(module, images, captions), grad)
     assert torch.equal(torch.get_rng_state(), random)
-    # The backward changes no buffer.
+    # The backward does not change buffers.
     for name, value in module.state_dict().items():
         assert torch.equal(value, after[name]), name
     module.load_state_dict(state)
@@ -138,7 +138,7 @@ def test_a_dense_gradient() -> None:
 
 @pytest.mark.parametrize("chunk_pairs", [1, 20, 1000])
 def test_batch_normalisation_over_the_images_of_a_caption(chunk_pairs: int) -> None:
-    """Whole captions are computed again, and the running statistics change once."""
+    """Whole captions are recomputed, and the running statistics change only once."""
     torch.manual_seed(4)
     module = Host("caption", norm=True).double().train()
     assert_equal(*both(module, sparse_gradient(), chunk_pairs))
@@ -165,7 +165,7 @@ def test_scores_that_all_depend_on_each_other() -> None:
 
 @pytest.mark.parametrize(("coupling", "norm"), [(None, False), ("caption", True), ("batch", True)])
 def test_dropout_in_one_block(coupling: str | None, norm: bool) -> None:
-    """The masks are those of one call on everything with the same seed."""
+    """The masks are those of one dense call with the same seed."""
     torch.manual_seed(6)
     module = Host(coupling, norm=norm, dropout=0.4).double().train()
     assert_equal(*both(module, sparse_gradient(), 1000, seed=11))
@@ -173,7 +173,7 @@ def test_dropout_in_one_block(coupling: str | None, norm: bool) -> None:
 
 
 def test_dropout_in_several_blocks() -> None:
-    """Blocks of 2 captions, of which those that have a gradient are computed again whole, with the masks they had."""
+    """Blocks have 2 captions. Blocks with a gradient are recomputed as a whole, with the same masks."""
     torch.manual_seed(7)
     module = Host(dropout=0.4).double().train()
     images, captions = sets()
@@ -195,7 +195,7 @@ def test_a_module_that_draws_at_times_is_replayed_where_it_drew() -> None:
 
 
 class Counting(nn.Module):
-    """Scores that depend on a buffer, which every call in training changes."""
+    """Scores that depend on a buffer; every call in training mode changes it."""
 
     def __init__(self, change: str) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def test_autocast_is_what_it_was() -> None:
     found = torch.autograd.grad(scores, list(module.parameters()), grad)
     expected = torch.autograd.grad(dense, list(module.parameters()), grad)
     for own, other in zip(found, expected, strict=True):
-        # Sums of bfloat16 gradients in another order.
+        # bfloat16 gradients are summed in another order.
         torch.testing.assert_close(own, other, rtol=2**-6, atol=2**-6 * float(other.abs().max()))
 
 
@@ -372,7 +372,7 @@ def test_sgraf_is_the_dense_computation(steps: int, graph_steps: int, filtration
     (dense, expected, buffers), (loss, found, own_buffers) = results
     torch.testing.assert_close(loss, dense, rtol=1e-10, atol=1e-12)
     for grad, other in zip(found, expected, strict=True):
-        # None and zeros are the same gradient.
+        # None stands for a gradient of zeros.
         zeros = torch.zeros((), dtype=torch.float64)
         torch.testing.assert_close(
             zeros if grad is None else grad, zeros.expand_as(grad) if other is None else other, rtol=1e-8, atol=1e-11
@@ -392,7 +392,7 @@ def test_sgraf_is_the_dense_computation(steps: int, graph_steps: int, filtration
 def test_pairs_of_any_sizes_are_computed_again(
     monkeypatch: pytest.MonkeyPatch, setting: str, focal: str | None, in_runs: bool
 ) -> None:
-    """As a list or column by column: empty sets, sets that stand in several pairs, pairs without a gradient."""
+    """Holds for lists and for columns, with empty sets, sets in several pairs, and pairs without a gradient."""
     monkeypatch.setattr(regulators, "_LISTED_ELEMENTS", 7 * 5 * 12)
     monkeypatch.setattr(gradient_sparse, "LIST_RUN", 0 if in_runs else 16)
     parameters = random_parameters(setting, DIM, 4)
@@ -412,7 +412,7 @@ def test_pairs_of_any_sizes_are_computed_again(
 
 
 def test_lists_are_for_gradients_of_few_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 20 x 20 pairs: those of hardest negatives come as a list, those of all negatives column by column."""
+    """Of 20 x 20 pairs, those of hardest negatives are recomputed as a list, those of all negatives column by column."""
     counts = {"regulated_scores_listed": 0, "regulated_scores_block": 0}
 
     def counting(name: str) -> Any:

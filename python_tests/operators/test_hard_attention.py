@@ -1,4 +1,4 @@
-"""`cross_attention_scores(focal="hard")`: which context takes all, what is no number, and who computes it."""
+"""`cross_attention_scores(focal="hard")`: selected contexts, NaN and infinities, and use of the native operator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def refused(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("aggregation", ["logsumexp", "mean"])
 def test_chan_is_computed_by_the_native_operator(monkeypatch: pytest.MonkeyPatch, aggregation: str) -> None:
-    """As the profiler sees it; of B = 12 the backward takes at most 3 B pairs, and the numbers are those of float64."""
+    """The profiler sees only the native operator. For B = 12 the backward takes at most 3 B pairs. Numbers match
+    float64.
+    """
     model = models.create("chan", vocab_size=5, feature_dim=8, embed_dim=24, word_dim=6, aggregation=aggregation)
     words = fragments([1 + number % 7 for number in range(12)], torch.float32)
     regions = fragments([9] * 12, torch.float32, seed=1)
@@ -73,7 +75,9 @@ def test_chan_is_computed_by_the_native_operator(monkeypatch: pytest.MonkeyPatch
 def test_the_first_of_equal_contexts_takes_score_and_gradient(
     implementation: str, dtype: torch.dtype, allowed: float, share: float
 ) -> None:
-    """Of contexts that differ, so that another choice shows; with few pairs that have a gradient, and with all."""
+    """The tied contexts differ, so that a wrong selection shows. Checked for few pairs with a gradient and for all
+    pairs.
+    """
     queries, contexts = tied_fragments([17, 1, 0, 40], 6, seed=1), tied_fragments([36, 5, 0, 1, 40], 6, seed=2)
     products = queries.values @ contexts[0].T
     assert int((products == products.amax(1, keepdim=True)).sum()) > 2 * len(products)
@@ -93,7 +97,7 @@ def test_the_first_of_equal_contexts_takes_score_and_gradient(
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", ["word", "region"])
 def test_what_is_no_number_stays_where_plain_pytorch_has_it(place: str, value: float, aggregation: str) -> None:
-    """No gradient flows through the choice: one of another word stays a number where its context's product is none."""
+    """No gradient flows through the selection: a NaN product of a context does not reach the gradients of other words."""
     words, regions = fragments([4, 2, 3]), fragments([5, 20, 2], seed=1)
     (words if place == "word" else regions).values[5, 3] = value
     for normalization, share in (("no_norm", 1.0), ("l2norm", 1.0), ("clipped", 0.2)):
@@ -111,7 +115,7 @@ def test_what_is_no_number_stays_where_plain_pytorch_has_it(place: str, value: f
 @settings(max_examples=25)
 @given(st.data())
 def test_native_is_as_accurate_as_plain_pytorch(data: st.DataObject) -> None:
-    """float32 on ragged sets against float64, except pairs in which rounding decides about a context."""
+    """float32 on ragged sets against float64, without pairs in which rounding decides the selected context."""
     queries, contexts = (
         random_fragments(
             data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=5)),

@@ -15,8 +15,8 @@ def run_native_tests(instruction_set):
 
 
 def test_native_kernels_with_every_other_instruction_set():
-    # This process runs the same tests with the selected set; the others need a process of their own, of which as many
-    # run side by side as there are processors for them, and memory.
+    # This process tests the selected set. Each other set needs its own process; they run in parallel, one per
+    # processor.
     sets = itm_fast.build_info()["instruction_sets"]
     others = [name for name in sets["available"] if name != sets["selected"]]
     with ThreadPoolExecutor(os.cpu_count()) as threads:

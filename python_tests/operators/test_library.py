@@ -1,4 +1,4 @@
-"""Loading the native library, falling back to the packed reference, and saying which path serves what."""
+"""Load the native library, fall back to the packed reference, and report which path runs."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ from python_tests.helpers.processes import ROOT, error_of, run, run_python
 
 AVAILABLE = itm_fast.build_info()["instruction_sets"]["available"]
 
-# Runs two operators twice each and prints their numbers and the warnings as JSON.
+# Run two operators twice each and print their results and the warnings as JSON.
 USE_OPERATORS = """
 import json, warnings
 import torch
@@ -37,14 +37,14 @@ print(json.dumps({
     "libraries": itm_fast.build_info()["libraries"],
 }))
 """
-# Worked by hand: rows lose max(0, .25 + s_neg - s_pos) = 0, .45, .05; columns lose 0, .35, .15.
+# By hand: the row losses max(0, .25 + s_neg - s_pos) are 0, .45, .05; the column losses are 0, .35, .15.
 EXPECTED = {"rows": [1, 2, 1], "columns": [1, 2, 1]}
 EXPECTED_LOSS = 0.45 + 0.05 + 0.35 + 0.15
 
 
 @pytest.fixture
 def package_folder(tmp_path, monkeypatch):
-    """A folder that stands in for the installed package."""
+    """A temporary folder in place of the installed package."""
     monkeypatch.setattr(library, "library_folder", lambda: tmp_path)
     return tmp_path
 
@@ -94,7 +94,9 @@ def test_each_cause_warns_by_itself(monkeypatch):
         assert not library.use_native("triplet_loss", torch.zeros(2, 2, dtype=torch.int64))
     with pytest.warns(itm_fast.FallbackWarning, match="no native kernel for device 'meta'"):
         assert not library.use_native("triplet_loss", torch.zeros(2, 2, device="meta"))
-    assert not library.use_native("hardest_negatives", torch.zeros(2, 2, device="meta"))  # An error where it warned.
+    assert not library.use_native(
+        "hardest_negatives", torch.zeros(2, 2, device="meta")
+    )  # A second warning would be an error.
     assert library.use_native("triplet_loss", torch.zeros(2, 2))
 
 
@@ -137,7 +139,7 @@ def test_build_info_says_what_was_found():
     assert json.loads(json.dumps(info)) == info
     assert info["version"] == itm_fast.__version__
     assert info["torch"]["running"] == torch.__version__
-    # The wheel's metadata may leave out the local part of the version ("+cu130").
+    # The metadata of the wheel may omit the local version ("+cu130").
     assert info["torch"]["built"].split("+")[0] == torch.__version__.split("+")[0]
     assert info["libraries"]["_C_cpu"] == str(ROOT / "itm_fast" / "_C_cpu.so")
     assert info["compiler"].split()[0] in {"GNU", "Clang", "AppleClang"}
@@ -200,8 +202,8 @@ def test_a_device_without_the_backward_does_without_the_forward(monkeypatch):
 def test_every_registered_operator_is_listed():
     registered = {name.removeprefix("itm_fast::") for name in library._registered()}
     about_the_library = {"cpu_instruction_set", "available_cpu_instruction_sets"}
-    # What gradients are made with, and no function of its own.
+    # Operators of the gradients, without a public function.
     gradients = {name for name in registered if name.endswith(("_backward", "_with_gradient"))} | {"scale_gradient"}
-    # What `prepare` and scores with its result are made with; without these kernels scores are computed as always.
+    # Operators of prepared contexts; without them scores are computed in the ordinary way.
     prepared = {"cross_attention_grams", "cross_attention_scores_prepared"}
     assert registered - about_the_library - gradients - prepared == set(library.OPERATORS)

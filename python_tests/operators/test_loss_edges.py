@@ -1,4 +1,4 @@
-"""Triplet and boosting losses where input is odd but allowed, and SelHN as the paper and as its public code have it."""
+"""Edge cases of the triplet and boosting losses, and SelHN as in the paper and as in its public code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from python_tests.helpers.boosting import MINING as BOOSTING_MINING
 from python_tests.helpers.boosting import STRATEGIES, random_pair
 from python_tests.helpers.triplet_cases import IMPLEMENTATIONS, MINING, both_implementations
 
-# Each form of both losses: the function's name, how many matrices it takes, its settings.
+# Each form of both losses: function name, number of matrices, options.
 FORMS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     *(("triplet_loss", 1, {"mining": mining, "epsilon": 0.2}) for mining in MINING),
     *(
@@ -53,7 +53,7 @@ def test_a_mask_without_its_diagonal_is_one_with_it(
 def test_without_negatives_only_the_positive_of_absolute_costs(
     implementation: str, name: str, count: int, options: dict[str, Any]
 ) -> None:
-    """A batch of one, and one whose pairs are all positive, with a diagonal or without."""
+    """A batch of one pair, and batches in which all pairs are positive, with the diagonal or without it."""
     function = getattr(F_itm if implementation == "native" else reference, name)
     everything = torch.ones(5, 5, dtype=torch.bool)
     for positives in (None, everything, everything & ~torch.eye(5, dtype=torch.bool)):
@@ -65,7 +65,7 @@ def test_without_negatives_only_the_positive_of_absolute_costs(
             assert not bool(gradient.any())
         else:
             assert math.isfinite(value.item())
-            # The positive's term of both directions; in the mean of two strategies half of it.
+            # The term of the positive in both directions; the mean of two strategies halves it.
             slope = -1.0 if options["strategy"] == "both" else -2.0
             expected = torch.where(gradient.diagonal() != 0, slope, 0.0).double()
             assert torch.equal(gradient, torch.diag(expected))
@@ -86,7 +86,9 @@ def test_anchor_scores_that_do_not_fit_are_named() -> None:
 
 @both_implementations
 def test_selhn_as_its_public_code_has_it(implementation: str) -> None:
-    """B - 1 in the average, the mean over the batch, half of the sum of both directions; the paper has none of them."""
+    """The code divides by B - 1, takes the mean over the batch, and halves the sum of both directions; the paper does
+    not.
+    """
     function = IMPLEMENTATIONS[implementation]
     size, margin, epsilon = 12, 0.2, 0.1
     scores = random_pair(size, seed=5)[0]

@@ -1,7 +1,7 @@
-"""Kernels called on tensors of two devices refuse them, on the CPU and on CUDA, whose addresses they would mistake.
+"""Kernels refuse tensors of two devices, on the CPU and on CUDA; they would read wrong addresses.
 
-The public functions check devices in Python; this is about `torch.ops.itm_fast`, called directly. No GPU is needed: the
-checks of the launchers come before anything is asked of one.
+The public functions check devices in Python; these tests call `torch.ops.itm_fast` directly. No GPU is needed: the
+launchers check devices before any call to the GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from python_tests.operators.mixed_devices import CALLS, on_one_device, refusals
 
 NAMES = {operator for operator, _, _ in CALLS}
 CPU_ONLY = {"cross_attention_grams", "cross_attention_scores_prepared"}
-# The library that has CUDA's kernels, under any torch: a stub stands in for the libtorch_cuda of one without CUDA.
+# The CUDA library works with any torch: a stub replaces libtorch_cuda if torch has no CUDA.
 ON_CUDA = """
 import ctypes, json, sys
 sys.path.insert(0, ".")

@@ -1,6 +1,6 @@
-"""Losses whose forward writes their gradient too: when that is so, and what the backward makes of it.
+"""Losses whose forward also writes the gradient: when this applies, and how the backward uses it.
 
-That of CUDA in one launch is in test_cuda_one_launch.py.
+test_cuda_one_launch.py tests the single launch on CUDA.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPERATORS = torch.ops.itm_fast
 
 @pytest.fixture
 def in_two(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Whether the gradient is left to the backward."""
+    """Return a switch: True leaves the gradient to the backward."""
     return lambda two: monkeypatch.setattr(one_pass, "_DEVICES", () if two else ("cpu",))
 
 
@@ -74,7 +74,7 @@ def test_a_second_backward_gives_the_same_bits(mining: str) -> None:
         value = loss(leaf, reduction="mean")
         (first,) = torch.autograd.grad(0.3 * value, leaf, retain_graph=True)
         kept = first.clone()
-        first.zero_()  # It is the caller's.
+        first.zero_()  # The caller may change the gradient.
         with native_calls() as calls:
             (second,) = torch.autograd.grad(0.3 * value, leaf)
         assert [n for n, _ in calls] == [f"{name}_with_gradient", "scale_gradient"]
@@ -87,7 +87,7 @@ def test_separate_positives_have_their_gradient_too() -> None:
     results = []
     for one in (True, False):
         leaves = scores.clone().requires_grad_(), own.clone().requires_grad_()
-        # One loss per anchor takes two calls.
+        # `reduction="none"` takes two calls.
         value = F_itm.triplet_loss(
             leaves[0], positive_scores=leaves[1], directions="rows", reduction="sum" if one else "none"
         )
@@ -99,7 +99,7 @@ def test_separate_positives_have_their_gradient_too() -> None:
 
 
 def test_a_step_from_vectors_to_their_gradients(in_two: Callable[[bool], None]) -> None:
-    """What CUDA graphs are captured of on a GPU (test_devices.py): scores, loss with its gradient, sparse backward."""
+    """Run scores, loss with gradient, and sparse backward; test_devices.py captures this step as a CUDA graph on a GPU."""
     results = []
     for two in (False, True):
         in_two(two)
@@ -123,7 +123,7 @@ def test_without_need_no_gradient_is_written(monkeypatch: pytest.MonkeyPatch) ->
     with torch.no_grad():
         assert used(leaf) == ["triplet_loss"]
     assert used(leaf, reduction="none") == ["triplet_loss"]
-    # The limit is that of CUDA.
+    # The limit applies only to CUDA.
     monkeypatch.setattr(one_pass, "UP_TO_ON_CUDA", 5)
     assert used(leaf) == ["triplet_loss_with_gradient"]
     with stand_in():
@@ -136,7 +136,7 @@ def test_without_need_no_gradient_is_written(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("mining", MINING)
 def test_one_pass_finds_what_a_scan_and_a_gradient_find(mining: str, masked: bool, size: int) -> None:
-    """To the last bit, at sizes of several blocks and vectors that are not full."""
+    """Results are equal bit for bit, at sizes of several blocks and with partly filled vectors."""
     scores, anchor = random_pair(size, torch.float32, seed=size)
     positives = random_scores(size, dtype=torch.float32, seed=3) > 0.6 if masked else None
     for directions in ("both", "rows", "columns"):

@@ -1,4 +1,6 @@
-"""Loss and gradient of one call on the CPU: to the last bit those of two calls, which loops are held against."""
+"""Loss and gradient of the one-call form on the CPU equal those of two calls bit for bit; loops check the two-call
+form.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ from python_tests.helpers.triplet_cases import MINING
 pytestmark = pytest.mark.native
 
 OPERATORS = torch.ops.itm_fast
-# Several blocks of rows, tiles of columns that are the last one, and vectors that are not full.
+# Several blocks of rows, partial tiles of columns, and partly filled vectors.
 sizes = st.sampled_from([0, 1, 2, 7, 16, 17, 33, 65, 130, 1030])
 directions_of = st.sampled_from(["both", "rows", "columns"])
 few_values = [-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0]
 
 
 def drawn_scores(data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Random numbers, or few of them with NaN and infinities among them; dense or not."""
+    """Draw random numbers, or few distinct values with NaN and infinities; contiguous or strided."""
     if data.draw(st.booleans()):
         scores = choose(few_values, shape, seed, dtype, data.draw(st.sampled_from([0.0, 0.002, 0.05])))
     else:
@@ -94,7 +96,7 @@ def test_boosting_loss_of_any_scores(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("mining", MINING)
 def test_results_do_not_depend_on_the_number_of_threads(mining: str) -> None:
-    """Rows are shared out, and so is the gradient that is multiplied."""
+    """Threads share the rows, and the scaling of the gradient."""
     scores, anchor = random_pair(700, torch.float32)
 
     def numbers() -> list[Tensor]:
@@ -127,7 +129,7 @@ def test_results_do_not_depend_on_the_number_of_threads(mining: str) -> None:
 
 @pytest.mark.parametrize("mining", BOOSTING_MINING)
 def test_several_gradients_at_once(mining: str) -> None:
-    """As `torch.autograd.functional.jacobian(vectorize=True)` asks for them: one row for each that comes in."""
+    """`torch.autograd.functional.jacobian(vectorize=True)` asks for them: one result row per incoming gradient."""
     scores, anchor = random_pair(9, torch.float32)
     incoming = torch.tensor([1.0, 0.5, -3.0])
     for loss in (

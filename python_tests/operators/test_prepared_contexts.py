@@ -1,4 +1,4 @@
-"""Prepared contexts: the scores of the unprepared ones, their memory, and what they refuse."""
+"""Prepared contexts: their scores equal those of unprepared contexts; also their memory and the errors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from python_tests.helpers.fragments import native_calls, random_fragments
 from python_tests.helpers.tolerance import assert_close_to_exact
 
 OPTIONS = (9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0)
-# Ragged sets of words, some empty, and sets of regions; the longest of either crosses a block of the kernels.
+# Ragged sets of words, some empty, and of regions; the longest set of each side exceeds a block of the kernels.
 WORDS, REGIONS = [12, 0, 3, 40, 1, 17], [36, 5, 0, 1, 30, 36, 13]
 
 
 def check(queries: Fragments, contexts: Fragments, **options: object) -> None:
-    """Prepared scores are the unprepared ones bit for bit, and as accurate as plain PyTorch."""
+    """Check that prepared scores equal the unprepared ones bit for bit and are as accurate as plain PyTorch."""
     with native_calls() as calls:
         scores = F_itm.cross_attention_scores(queries, F_itm.prepare(contexts), **options)
     assert [name for name, _ in calls] == ["cross_attention_grams", "cross_attention_scores_prepared"]
@@ -26,8 +26,8 @@ def check(queries: Fragments, contexts: Fragments, **options: object) -> None:
     wide = torch.promote_types(queries.dtype, torch.float32)
     plain = reference.cross_attention_scores_packed(queries.to(wide), contexts.to(wide), **options)
     exact = reference.cross_attention_scores(queries.to(torch.float64), contexts.to(torch.float64), **options)
-    # A context right at the bound of a focal mode is kept in one precision and dropped in another; bfloat16 products
-    # are added in another order. Equality with the unprepared scores, which have tests of their own, covers both.
+    # At the threshold of a focal mode, the kept contexts depend on the precision; bfloat16 products are summed in
+    # another order. Equality with the unprepared scores, which have their own tests, covers both.
     if options.get("focal") is None and queries.dtype not in (torch.bfloat16, torch.float16):
         assert_close_to_exact(scores, plain, exact)
 
@@ -47,7 +47,7 @@ def test_scores_are_those_of_the_contexts(normalization: str, focal: str | None,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [1, 8, 12, 16, 17, 33])
 def test_every_dtype_and_width_of_a_query(dtype: torch.dtype, columns: int) -> None:
-    """Queries that fill half a panel of the kernels, a whole one, and more."""
+    """Queries fill half a panel of the kernels, a whole panel, and more."""
     check(random_fragments([columns], 136, dtype), random_fragments(REGIONS, 136, dtype, seed=1))
 
 

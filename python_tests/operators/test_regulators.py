@@ -1,4 +1,4 @@
-"""`regulated_scores` and `cross_attention_alignments`: the loop, the packed form and the public functions by hand."""
+"""`regulated_scores` and `cross_attention_alignments`: loop, packed form and public functions against hand computation."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_scores_by_hand(implementation: str, setting: str) -> None:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("focal", "slope"), [("equal", 0.1), ("prob", 0.0), (None, 0.0)])
 def test_focal_attention_and_clip_by_hand(implementation: str, focal: str | None, slope: float) -> None:
-    """All sets are equally long here, regions attending to words: the loop takes its other ways."""
+    """All query sets have equal lengths, so the loop takes its other branches."""
     queries, contexts = random_fragments([3, 3], 5, seed=1), random_fragments([4, 2], 5, seed=2)
     options = {"temperature": 6.0, "negative_slope": slope, "focal": focal}
     for setting in ("rcr1", "rcar2"):
@@ -84,7 +84,7 @@ def test_focal_attention_and_clip_by_hand(implementation: str, focal: str | None
 @pytest.mark.parametrize("setting", ["rar2, residual", "rcar2", "sequential 2, 3"])
 @pytest.mark.parametrize("seed", [7, -(2**40) - 3])
 def test_dropout_by_hand(implementation: str, setting: str, seed: int) -> None:
-    """Every mask follows from the seed and the place alone: Philox on Python integers gives the same."""
+    """Every mask depends only on the seed and the position; Philox on Python integers gives the same mask."""
     queries, contexts = random_fragments([3, 0, 1, 4], 6, seed=1), random_fragments([2, 4, 3], 6, seed=2)
     parameters = random_parameters(setting, 6, 10)
     options = {**OPTIONS, "dropout": 0.4, "seed": seed}
@@ -132,11 +132,11 @@ def test_dropout_drops_the_share_that_it_should() -> None:
         factors = CounterDropout(probability, 3, torch.device("cpu")).factors(rows, contexts, 0, 30, torch.float64)
         assert factors.shape == (20, 100, 30)
         assert set(factors.unique().tolist()) == {0.0, 1 / (1 - probability)}
-        # 60,000 draws: four standard deviations.
+        # 60,000 draws, four standard deviations.
         share = float((factors == 0).double().mean())
         assert share == pytest.approx(probability, abs=4 * (probability * (1 - probability) / 60_000) ** 0.5)
         assert float(factors.std(dim=1).min()) > 0
-        # A part of the rows and contexts has the masks that it has in the whole.
+        # A subset of rows and contexts has the same masks as in the full set.
         mask = CounterDropout(probability, 3, torch.device("cpu"))
         part = mask.factors(rows[:, 40:50], contexts[7:9], 0, 30, torch.float64)
         assert torch.equal(part, factors[7:9, 40:50])
@@ -166,7 +166,7 @@ def test_without_a_seed_torch_draws_one() -> None:
 @pytest.mark.parametrize("normalization", ["clipped_l2norm", "l2norm", "no_norm"])
 @pytest.mark.parametrize("setting", ["rar1", "rcar2", "rcar2, residuals"])
 def test_alignments_by_hand(implementation: str, normalization: str, setting: str) -> None:
-    """An empty context set attends to nothing: its attended vector is zero, and the formula goes on."""
+    """With an empty context set, the attended vector is zero; the rest of the formula applies unchanged."""
     queries, contexts = random_fragments([3, 0, 1, 4], 6, seed=1), random_fragments([2, 4, 0], 6, seed=2)
     parameters = random_parameters(setting, 6, 4)
     options = {**OPTIONS, "normalization": normalization, "focal": "equal"}
@@ -202,7 +202,7 @@ def test_alignments_without_a_bias() -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_gradients(setting: str) -> None:
-    """Finite differences for the inputs and every weight; loop, packed form and blocks agree, dropout included."""
+    """Gradients of inputs and weights match finite differences; loop, packed form and blocks agree, also with dropout."""
     queries, contexts = random_fragments([2, 0, 1], 4, seed=3), random_fragments([3, 1], 4, seed=4)
     parameters = random_parameters(setting, 4, 4)
     options = {"temperature": 3.0, "dropout": 0.3 if parameters.aggregations else 0.0, "seed": 11}
@@ -273,7 +273,7 @@ def test_blocks_change_nothing_but_rounding(block_elements: int) -> None:
 @settings(max_examples=25)
 @given(st.data())
 def test_packed_is_the_loop_on_sets_of_any_size(data: st.DataObject) -> None:
-    """float64 to rounding, dropout masks included, and float32 as far as that carries."""
+    """Equal up to rounding in float64, with dropout masks, and up to float32 accuracy in float32."""
     query_lengths = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=6), label="query_lengths")
     context_lengths = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=5), label="context_lengths")
     dim, width = data.draw(st.sampled_from([(2, 2), (7, 5), (33, 16)]), label="sizes")
@@ -306,7 +306,7 @@ def test_strided_inputs_and_offsets_of_32_bits() -> None:
 
 
 def test_the_backward_keeps_nothing_of_the_size_of_all_pairs() -> None:
-    """Of 40 x 40 sets of ten rows of width 32, no saved tensor has one value per pair, word and channel."""
+    """For 40 x 40 sets of ten rows of width 32, no saved tensor has a value per pair, word and channel."""
     queries, contexts = random_fragments([10] * 40, 32, seed=1), random_fragments([10] * 40, 32, seed=2)
     parameters = random_parameters("rcar2", 32, 16)
     weights = [tensor.requires_grad_() for tensor in parameters.tensors()]
@@ -341,7 +341,7 @@ def test_no_correspondence_step_is_scan_with_the_mean(focal: str | None) -> None
 
 
 def test_learned_factors_at_their_start_change_nothing() -> None:
-    """The "learnable" row of Table VIII starts as the "fixed" one, which is RAR alone."""
+    """The "learnable" row of Table VIII starts as the "fixed" row, which is RAR without RCR."""
     queries, contexts = random_fragments([3, 5], 8, seed=1), random_fragments([4, 2], 8, seed=2)
     fixed = random_parameters("rar3", 8, 4)
     learned = F_itm.RegulatorParameters(
@@ -357,7 +357,7 @@ def test_learned_factors_at_their_start_change_nothing() -> None:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("setting", ["scan", "rcr1", "rar3", "rcar2", "normalized mean"])
 def test_zero_vectors_give_finite_scores_and_gradients(implementation: str, setting: str) -> None:
-    """Blank regions, blank words, a query that equals what it attends to, and weights of zero."""
+    """Zero regions, zero words, a query equal to its context row, and zero weights."""
     queries, contexts = random_fragments([2, 1, 1], 4, seed=1), random_fragments([2, 1, 1], 4, seed=2)
     q, c = queries.values.clone(), contexts.values.clone()
     q[0], q[3], c[1], c[2] = 0.0, c[3], 0.0, 0.0
@@ -396,7 +396,7 @@ def test_nan_stays_in_its_own_pairs() -> None:
 
 
 def test_regulation_steps_are_what_the_scores_come_from() -> None:
-    """Attention and aggregation weights of a pair, put together again by hand."""
+    """The score computed by hand from the returned attention and aggregation weights equals the operator's score."""
     queries, contexts = random_fragments([4], 6, seed=1), random_fragments([5], 6, seed=2)
     parameters = random_parameters("sequential 1, 2", 6, 4)
     steps = reference.regulation_steps(queries[0], contexts[0], parameters, temperature=4.0)

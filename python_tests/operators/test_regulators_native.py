@@ -1,4 +1,4 @@
-"""The native kernels of `regulated_scores` and `cross_attention_alignments` against float64, whatever comes in."""
+"""The native kernels of `regulated_scores` and `cross_attention_alignments` against float64, on all kinds of inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from python_tests.helpers.tolerance import Form, assert_as_accurate, max_error
 pytestmark = pytest.mark.native
 
 LOW_PRECISION = itm_fast.build_info()["instruction_sets"]["selected"] in ("avx512_bf16", "amx")
-# Sets longer than a tile, empty ones, and widths that are no whole vectors, panels or pieces of the shared dimension.
+# Sets longer than a tile, empty sets, and widths that do not fill vectors, panels or blocks of the shared dimension.
 QUERIES, CONTEXTS = [3, 1, 0, 310, 7, 40], [4, 0, 36, 1, 5]
 DIM, WIDTH = 141, 37
 
@@ -44,7 +44,7 @@ def rcar(dim: int = DIM, width: int = WIDTH, setting: str = "rcar2") -> tuple[Fr
 
 
 def plain_scores(queries: Fragments, contexts: Fragments, parameters: RegulatorParameters, **options: Any) -> Form:
-    """The packed form in plain PyTorch, of operands that are moved."""
+    """Return the packed form in plain PyTorch, for perturbed operands."""
 
     def plain(moved: Callable[[Tensor], Tensor]) -> list[Tensor]:
         sides = [part.with_values(moved(part.values)) for part in (queries, contexts)]
@@ -56,7 +56,7 @@ def plain_scores(queries: Fragments, contexts: Fragments, parameters: RegulatorP
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_setting(setting: str) -> None:
-    """In float64 the numbers of the reference, in float32 as good as plain PyTorch; dropout included."""
+    """float64 equals the reference, float32 is as accurate as plain PyTorch; with dropout."""
     queries, contexts, parameters = rcar(setting=setting)
     options: dict[str, Any] = {"temperature": 5.0}
     if parameters.aggregations:
@@ -76,7 +76,7 @@ def test_every_setting(setting: str) -> None:
     ("setting", "focal"), list(zip(("rar1", "rcar2", "rcar2, residuals"), FOCAL_MODES, strict=True))
 )
 def test_alignments(normalization: str, setting: str, focal: str | None) -> None:
-    """Those of an empty context set, too: its attended vector is zero."""
+    """Includes an empty context set, whose attended vector is zero."""
     queries, contexts, parameters = rcar(setting=setting)
     arguments = (
         *(queries, contexts),
@@ -114,8 +114,8 @@ def test_whatever_is_asked_for(data: st.DataObject) -> None:
     exact = reference.regulated_scores(queries, contexts, parameters, **options)
     scores = F_itm.regulated_scores(queries, contexts, parameters, **options)
     if width == 1:
-        # An alignment x / (|x| + 1e-8) is 1 or -1 up to its last digits, whatever moves x. Of two that cancel nothing
-        # else is left, and the norm of the guidance magnifies it up to 1e8 times.
+        # An alignment x / (|x| + 1e-8) is 1 or -1 up to its last digits, for any perturbation of x. If two of them
+        # cancel, only rounding error is left, and the norm of the guidance magnifies it up to 1e8 times.
         torch.testing.assert_close(scores, exact, rtol=0, atol=4e8 * torch.finfo(torch.float64).eps)
         return
     assert_as_accurate([scores], [plain_scores(queries, contexts, parameters, **options)], [exact], names=["scores"])
@@ -123,7 +123,7 @@ def test_whatever_is_asked_for(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("setting", ["rar3", "rcar2", "sequential 2, 3"])
 def test_masks_are_those_of_the_generator(setting: str) -> None:
-    """One element of a mask that differs changes a score by far more than rounding does."""
+    """A single wrong mask element would change a score by far more than rounding."""
     queries, contexts, parameters = rcar(setting=setting)
     for seed in (-(2**63), 5 + 2**40):
         options = {"dropout": 0.4, "seed": seed}
@@ -149,7 +149,7 @@ def test_numbers_that_are_not_finite_stay_in_their_pairs(setting: str, bad: floa
     assert bool(exact.isnan().any())
     assert bool(exact[0, [0, 3, 4]].isfinite().all())
     assert max_error(scores, exact) < 1e-12
-    # A weight that is not finite reaches every pair.
+    # A non-finite weight reaches every pair.
     tensors = [tensor.clone() for tensor in parameters.tensors()]
     tensors[-1].fill_(bad)
     parameters = parameters.with_tensors(tensors)
@@ -207,7 +207,7 @@ def test_float32_inputs_follow_the_setting(precision: str, allowed: float) -> No
     assert scores.dtype == torch.float32
     assert max_error(scores, exact) < allowed
     if precision == "medium":
-        # Rounded operands where the processor gains from them, else the numbers of "highest".
+        # Operands are rounded only if the processor gains from it; else the numbers are those of "highest".
         assert torch.equal(scores, highest) != LOW_PRECISION
 
 

@@ -1,4 +1,4 @@
-"""Regulated scores as a citizen of PyTorch: errors, compile, autocast, dtypes, fallback."""
+"""Regulated scores in PyTorch: errors, compile, autocast, dtypes, fallback."""
 
 from __future__ import annotations
 
@@ -178,9 +178,9 @@ def test_debug_checks_find_weights_that_are_not_finite() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_lower_precisions(dtype: torch.dtype) -> None:
-    """Scores are float32, those of the rounded inputs; gradients come back in the dtype of each input.
+    """Scores are float32 and match those of the rounded inputs; gradients have the dtype of each input.
 
-    Rows in bfloat16 also compute in it where the processor can, so that what is between two products is rounded, too.
+    With bfloat16 rows, intermediate results are also rounded to bfloat16 if the processor supports it.
     """
     queries, contexts = random_fragments([5, 3], 16, dtype), random_fragments([4, 6], 16, dtype, seed=1)
     parameters = random_parameters("rcar2", 16, 8, torch.float32)
@@ -280,14 +280,14 @@ def test_a_missing_kernel_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(library._native, "regulated_scores")
     with pytest.warns(itm_fast.FallbackWarning) as caught:
         F_itm.regulated_scores(QUERIES, CONTEXTS, GOOD)
-    F_itm.regulated_scores(QUERIES, CONTEXTS, GOOD)  # An error where it warned.
+    F_itm.regulated_scores(QUERIES, CONTEXTS, GOOD)  # A second warning would be an error.
     assert [str(w.message) for w in caught] == [
         "itm_fast runs on the packed reference: no native kernel of regulated_scores yet"
     ]
     assert caught[0].filename == __file__
 
 
-# The arguments of the operators behind queries, contexts and weights.
+# The operator arguments after queries, contexts and weights.
 SETTING = (2, 1, 2, True, False, "sigmoid", False, "interleaved", True, False, "alignment")
 ATTENTION = (10.0, 0.1, "none")
 SIDES = (QUERIES.values, QUERIES.offsets, CONTEXTS.values, CONTEXTS.offsets)
@@ -343,7 +343,7 @@ def test_the_operator_refuses_what_python_would_not_send(place: int, value: obje
 
 
 def test_offsets_that_lie_lead_nowhere() -> None:
-    """A direct call with offsets past the end, or falling, reads nothing outside of the values."""
+    """A direct call with decreasing or too large offsets reads nothing outside the values."""
     offsets = torch.tensor([0, 4, 2, 900])
     arguments = [SIDES[0], offsets, *SIDES[2:], GOOD.tensors(), *SETTING, *ATTENTION, 0.0, None, "float64"]
     scores = REGULATED(*arguments)

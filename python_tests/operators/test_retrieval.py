@@ -1,4 +1,4 @@
-"""`retrieval_ranks` and `recall_summary`: against Python loops, the published sort, and each other."""
+"""`retrieval_ranks` and `recall_summary` against Python loops, the published sort, and each other."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ both_implementations = pytest.mark.parametrize(
 
 
 def key(score: float) -> float:
-    """Scores in the order of ranks: a NaN is lower than everything else."""
+    """Map a score to its sort key: NaN is below everything else."""
     return -math.inf if math.isnan(score) else math.atan(score)
 
 
 def loop_ranks(scores: Tensor, caption_image: Tensor, ties: str) -> tuple[list[int], list[int]]:
-    """Ranks counted pair by pair."""
+    """Count the ranks pair by pair."""
     rows, owner = scores.tolist(), caption_image.tolist()
     n_images, n_captions = scores.shape
 
@@ -49,7 +49,9 @@ def loop_ranks(scores: Tensor, caption_image: Tensor, ties: str) -> tuple[list[i
 
 
 def published_ranks(scores: Tensor) -> tuple[list[int], list[int]]:
-    """The published loops over five captions an image: a sort per query, the best position of an own item."""
+    """Run the published loops over five captions per image: sort per query and take the best position of a matching
+    item.
+    """
     table = scores.numpy()
     images = []
     for i in range(table.shape[0]):
@@ -71,7 +73,7 @@ def lists(ranks: tuple[Tensor, Tensor]) -> tuple[list[int], list[int]]:
 @settings(max_examples=250)
 @given(st.data())
 def test_ranks_equal_the_loops(implementation: str, data: st.DataObject) -> None:
-    """Ties, NaN, infinities, images without captions, any order of captions."""
+    """Covers ties, NaN, infinities, images without captions, and any order of captions."""
     n_images, n_captions = data.draw(st.integers(1, 10)), data.draw(st.integers(0, 20))
     element = st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0])
     if data.draw(st.booleans()):
@@ -104,7 +106,7 @@ def test_what_a_tie_counts(implementation: str) -> None:
     owner = torch.tensor([0, 0, 1, 1, 1, 2])
     assert lists(ranks(scores, owner, "pessimistic")) == ([4, 3, 5], [2] * 6)
     assert lists(ranks(scores, owner, "optimistic")) == ([0, 0, 0], [0] * 6)
-    # A NaN is equal to a NaN and lower than minus infinity.
+    # A NaN equals another NaN and is below minus infinity.
     scores = torch.tensor([[math.nan, -math.inf], [math.nan, math.nan]])
     owner = torch.tensor([0, 1])
     assert lists(ranks(scores, owner, "pessimistic")) == ([1, 1], [1, 1])
@@ -113,7 +115,7 @@ def test_what_a_tie_counts(implementation: str) -> None:
 
 @pytest.mark.native
 def test_large_matrices_agree_with_the_reference() -> None:
-    """Many rows at a time, a tail of columns, several threads, rows of a larger matrix, transposed memory."""
+    """Covers many rows at a time, a tail of columns, several threads, rows of a larger matrix, and transposed memory."""
     generator = torch.Generator().manual_seed(0)
     table = (torch.randn(300, 1203, generator=generator) * 8).round() / 8
     table[5] = math.nan
@@ -227,7 +229,7 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], messag
     assert str(caught.value).startswith(message)
 
 
-# Recalls
+# Tests of the recalls
 
 
 @settings(max_examples=100)

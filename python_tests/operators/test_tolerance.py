@@ -1,4 +1,4 @@
-"""The tolerance helper must pass what is right and fail what is wrong."""
+"""The tolerance helper passes correct results and fails wrong ones."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_nan_fails():
 
 
 def test_the_largest_of_many_draws_is_the_measure():
-    """Where plain PyTorch happens to be exact, a last digit of its inputs shows how far rounding goes."""
+    """If plain PyTorch is exact by chance, perturbing the last digit of its inputs shows its rounding error."""
     x = torch.tensor([1.0, 1.0 + 2**-20])
     eps = torch.finfo(torch.float32).eps
 
@@ -74,7 +74,7 @@ def test_the_largest_of_many_draws_is_the_measure():
 
     for error in (0.0, 0.5, -0.5):
         assert_as_accurate([torch.tensor([1.0 + error])], [difference], [exact(1.0)], names=["result"])
-    # Both values move by an eps, and twice what that makes is allowed.
+    # Both values move by one eps; twice the resulting error is allowed.
     assert 2 * 2 * eps * 2**20 == 0.5
     with pytest.raises(AssertionError, match=rf"result: error 5\.1\d+e-01 .* by {DRAWS} draws"):
         assert_as_accurate([torch.tensor([1.51])], [difference], [exact(1.0)], names=["result"])

@@ -26,7 +26,7 @@ from python_tests.helpers.triplet_cases import (
 )
 from python_tests.helpers.triplets import loop_losses
 
-# More than one block of rows, and one row more or less than a whole number of vectors.
+# More than one block of rows, and one row more or less than full vectors.
 SIZES = (1, 2, 3, 17, 64, 65, 130)
 
 
@@ -47,7 +47,7 @@ def test_every_mining_equals_the_loops(implementation: str, mining: str, directi
 @pytest.mark.parametrize("mining", MINING)
 @pytest.mark.parametrize("shape", [(3, 5000), (70, 4), (1, 1), (2, 0)])
 def test_separate_positive_scores(implementation: str, mining: str, shape: tuple[int, int]) -> None:
-    """Scores of any shape hold negatives only; wide ones take the kernels through several tiles."""
+    """With separate positives, score matrices may have any shape; wide ones span several tiles of the kernels."""
     scores = random_scores(*shape)
     for directions, anchors in (("rows", shape[0]), ("columns", shape[1])):
         own = random_scores(1, anchors, seed=1)[0]
@@ -119,8 +119,8 @@ def test_of_equal_negatives_the_lowest_index_is_taken(implementation: str) -> No
     scores = torch.full((5, 5), 0.5, dtype=torch.float64)
     _, gradient = with_gradients(IMPLEMENTATIONS[implementation], scores)
     expected = torch.diag(torch.full((5,), -2.0, dtype=torch.float64))
-    expected[0, 1:] += 1  # of columns 1 to 4, row 0
-    expected[1:, 0] += 1  # of rows 1 to 4, column 0
+    expected[0, 1:] += 1  # anchors: columns 1 to 4; negative: row 0
+    expected[1:, 0] += 1  # anchors: rows 1 to 4; negative: column 0
     expected[0, 1] += 1
     expected[1, 0] += 1
     assert torch.equal(gradient, expected)
@@ -151,7 +151,7 @@ def test_a_nan_reaches_the_loss_of_its_anchors_and_of_no_others(implementation: 
         masked[row, column] = row != column
         if row != column:
             assert not math.isnan(function(scores, mining=mining, positives=masked).item())
-    # A positive that is NaN stays visible even where there is nothing to compare it with.
+    # A NaN positive makes the loss NaN even without negatives.
     assert math.isnan(function(torch.tensor([[math.nan]]), mining=mining).item())
 
 
@@ -159,7 +159,7 @@ def test_a_nan_reaches_the_loss_of_its_anchors_and_of_no_others(implementation: 
 @settings(max_examples=300)
 @given(st.data())
 def test_ties_masks_and_special_values(data: st.DataObject) -> None:
-    """Small matrices of few values: native, reference and loops agree on everything that is not NaN."""
+    """On small matrices of few values, native, reference and loops agree on all results except NaN."""
     n = data.draw(st.integers(1, 6))
     directions = data.draw(st.sampled_from(["both", "rows", "columns"]))
     separate = directions != "both" and data.draw(st.booleans())
@@ -186,7 +186,7 @@ def test_ties_masks_and_special_values(data: st.DataObject) -> None:
     for name, function in IMPLEMENTATIONS.items():
         losses, *gradients = with_gradients(function, scores, **options)
         torch.testing.assert_close(losses.double().reshape(exact.shape), exact, equal_nan=True, rtol=1e-6, atol=1e-6)
-        # What a loss that is not finite sends back means nothing, but it must stay in the matrix.
+        # The gradients of a non-finite loss are not defined, but the kernel must not write outside the matrix.
         if bool(exact.isfinite().all()):
             torch.testing.assert_close(gradients[0].double(), gradient, rtol=1e-6, atol=1e-6, msg=name)
             if separate:

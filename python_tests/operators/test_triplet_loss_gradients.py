@@ -1,4 +1,4 @@
-"""`triplet_loss`: how accurate its gradient is and what it touches; layouts, threads and the native path."""
+"""`triplet_loss`: accuracy and sparsity of its gradient, memory layouts, threads and the native path."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_float32_is_as_accurate_as_plain_pytorch(size: int, mining: str, seed: i
     actual = with_gradients(F_itm.triplet_loss, scores, **options)
     plain = with_gradients(reference.triplet_loss, scores, **options)
     exact = with_gradients(reference.triplet_loss, scores.double(), **options)
-    # The gradient of a sum counts hinges; one at the rounding of zero may be counted differently.
+    # The gradient of a sum counts active hinges; a hinge within rounding of zero may count differently.
     own = scores.diagonal()
     hinges = torch.stack([0.2 + scores - own[:, None], 0.2 + scores - own])
     near = mining in ("all", "selective") and bool((hinges.abs() < 1e-6).any())
@@ -104,7 +104,7 @@ def test_any_strides_are_taken() -> None:
     for scores in (dense.t().contiguous().t(), wide[::2, 3:15]):
         leaf = scores.detach().requires_grad_()
         losses = F_itm.triplet_loss(leaf, positives=(scores > 0.3).t().contiguous().t(), reduction="none")
-        gradient = torch.autograd.grad(losses.sum(), leaf)[0]  # an expanded gradient comes in
+        gradient = torch.autograd.grad(losses.sum(), leaf)[0]  # the incoming gradient is expanded
         assert torch.equal(losses, expected[0])
         assert torch.equal(gradient, expected[1])
 

@@ -1,4 +1,4 @@
-"""`triplet_loss` and `hardest_negatives` as citizens of PyTorch: opcheck, compile, autocast, derivatives, errors."""
+"""`triplet_loss` and `hardest_negatives` in PyTorch: opcheck, compile, autocast, derivatives, errors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_operators_called_directly_refuse_what_does_not_fit() -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             operator(*arguments)
-    # Indices that lead outside are left out, and write nowhere.
+    # Out-of-range indices are ignored; the kernel writes nothing for them.
     wild = torch.tensor([[7, -5, 4, 1 << 40], [99, -1, -7, 4]])
     gradient, _ = OPERATORS.triplet_loss_backward(loss, scores, None, None, wild, *good)
     assert not bool(gradient[~torch.eye(4, dtype=torch.bool)].any())
@@ -169,7 +169,7 @@ def test_second_derivatives_are_an_error_and_never_a_missing_term() -> None:
     gradient = torch.autograd.grad(values.sum(), scores, create_graph=True)[0]
     with pytest.raises(RuntimeError, match=f"hardest_negatives does not support second derivatives: {advice}"):
         gradient.sum().backward()
-    # The values themselves are right with create_graph, and the reference goes further.
+    # First derivatives are correct with create_graph; the reference also supports second derivatives.
     for function in (F_itm.triplet_loss, reference.triplet_loss):
         penalty = torch.autograd.grad(function(scores.tanh()), scores, create_graph=True)[0]
         assert torch.allclose(penalty, torch.autograd.grad(reference.triplet_loss(scores.tanh()), scores)[0])
@@ -296,7 +296,7 @@ def test_bad_arguments_of_hardest_negatives() -> None:
 
 
 def test_nothing_but_the_scores_is_kept_for_the_backward() -> None:
-    """The graph holds the scores themselves and two indices an anchor, no second matrix."""
+    """The graph keeps the scores and two indices per anchor, not a second matrix."""
     scores = random_scores(50).requires_grad_()
     saved = []
 

@@ -1,4 +1,4 @@
-"""Argument checks: each error names the argument, what was expected and what came."""
+"""Argument checks: each error names the argument, the expected and the received value."""
 
 import math
 

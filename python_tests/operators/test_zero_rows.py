@@ -1,4 +1,4 @@
-"""Rows of exact zeros receive no gradient and leave the gradients of other rows at their ordinary size."""
+"""Zero rows receive no gradient and do not change the scale of other gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from python_tests.helpers.regulators import random_parameters
 
 Operator = Callable[[Fragments, Fragments], Tensor]
 QUERIES, CONTEXTS = [5, 3, 4, 2], [6, 4, 5, 3]
-# Padding at the end of a set, a blank set, and a single row.
+# Padding at the end of a set, an all-zero set, and a single row.
 ZERO_QUERIES, ZERO_CONTEXTS = [3, 4, 5, 6, 7], [4, 5, 6, 7, 8, 9, 11]
 
 
@@ -31,7 +31,7 @@ def sets(dtype: torch.dtype) -> tuple[Fragments, Fragments]:
 
 
 def gradients(operator: Operator, dtype: torch.dtype, incoming: Tensor | None = None) -> list[Tensor]:
-    """Of both sides, checked to be exactly zero in rows of zeros."""
+    """Return the gradients of both sides; check that they are exactly zero in zero rows."""
     queries, contexts = sets(dtype)
     leaves = [part.values.clone().requires_grad_() for part in (queries, contexts)]
     result = operator(queries.with_values(leaves[0]), contexts.with_values(leaves[1]))
@@ -44,7 +44,7 @@ def gradients(operator: Operator, dtype: torch.dtype, incoming: Tensor | None = 
 
 
 def sparse() -> Tensor:
-    """A gradient for one pair in four."""
+    """Make an incoming gradient with one non-zero pair in four."""
     incoming = torch.zeros(len(QUERIES), len(CONTEXTS), dtype=torch.float64)
     incoming[torch.arange(4), torch.tensor([1, 0, 3, 2])] = torch.tensor([1.0, -2.0, 0.5, 1.5], dtype=torch.float64)
     return incoming
@@ -66,7 +66,7 @@ def test_scores(
     with native_calls() as calls:
         native = gradients(lambda q, c: F_itm.cross_attention_scores(q, c, **options), dtype, incoming)
     assert "cross_attention_scores_backward" in [name for name, _ in calls]
-    # Of the rows as they were rounded to `dtype`.
+    # Exact gradients of the rows rounded to `dtype`.
     exact = gradients(
         lambda q, c: reference.cross_attention_scores(q.to(torch.float64), c.to(torch.float64), **options),
         dtype,
@@ -127,7 +127,7 @@ def reference_operators(dtype: torch.dtype) -> dict[str, Operator]:
 
 @pytest.mark.parametrize("name", reference_operators(torch.float64))
 def test_the_reference_in_float16(name: str) -> None:
-    """The constant that keeps quotients finite is below the smallest float16."""
+    """The constant that avoids division by zero is below the smallest float16."""
     exact = gradients(reference_operators(torch.float64)[name], torch.float64)
     for found, expected in zip(gradients(reference_operators(torch.float16)[name], torch.float16), exact, strict=True):
         assert found.dtype == torch.float16
@@ -135,7 +135,7 @@ def test_the_reference_in_float16(name: str) -> None:
 
 
 def test_a_row_without_direction_is_exactly_zero() -> None:
-    """The smallest row that is not zero keeps its gradient."""
+    """Only a row that is exactly zero loses its gradient; a tiny row keeps it."""
     queries, contexts = sets(torch.float64)
     contexts.values[4, 0] = 1e-100
     leaf = contexts.values.clone().requires_grad_()
