@@ -1,4 +1,4 @@
-"""These tests need a GPU, and are collected where torch sees one. What they are made of is tested without one too."""
+"""Tests that need a GPU; pytest collects them only if torch sees one. Tests without a GPU cover their parts."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""How many kernels an operator launches on this GPU, as the profiler sees them."""
+"""The number of kernels that an operator launches on this GPU, as the profiler reports them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import itm_fast.functional as F_itm
 from python_tests.helpers.devices import Case, inputs_of, launched, on_devices, past_the_room, run_case
 from python_tests.helpers.fragments import native_calls
 
-# Risks: their backward has a launch for discriminators, and one for features. Scores: plan, Gram matrices, pairs.
-# Regulators: operands, pairs. Ranks: the best own scores first.
+# Maximum number of launches. Risks: the backward has one launch for discriminators and one for features. Scores: plan,
+# Gram matrices, pairs. Regulators: operands, pairs. Ranks: the best matching scores, then the ranks.
 AT_MOST = {
     "cross_attention_alignments": 2,
     "cross_attention_scores": 3,

@@ -1,4 +1,4 @@
-"""On this GPU every wrapper of machine.h does, bit for bit, what its body on the CPU does. The first thing to run."""
+"""Every wrapper of machine.h on this GPU equals its CPU body bit for bit. Run this test first on a new GPU."""
 
 from __future__ import annotations
 

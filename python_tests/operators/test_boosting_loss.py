@@ -258,7 +258,7 @@ def test_a_nan_of_either_branch_reaches_the_loss_of_its_anchors_and_of_no_others
 @both_implementations
 @every_form
 def test_the_strategies_hold_together(implementation: str, strategy: str, mining: str, soft: bool) -> None:
-    """Eq 13 with fixed margins: absolute >= relative, both is their mean, and relative is a triplet loss of the gaps."""
+    """Eq 13 with fixed margins: absolute >= relative, both is their mean, relative is a triplet loss of the gaps."""
     function = IMPLEMENTATIONS[implementation]
     scores, anchor = random_pair(20, seed=3)
     losses = {

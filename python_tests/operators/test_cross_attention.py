@@ -168,7 +168,7 @@ def test_native_is_as_accurate_as_plain_pytorch(data: st.DataObject) -> None:
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_inputs(dtype: torch.dtype) -> None:
-    """Scores are float32 and as accurate as those of widened inputs; gradients of few pairs equal theirs, rounded once."""
+    """Scores are float32 and as accurate as for widened inputs; gradients of few pairs equal theirs, rounded once."""
     queries, contexts = random_fragments([7, 3], 64, dtype), random_fragments([5, 9, 2], 64, dtype, seed=1)
     weights = torch.tensor([[0.0, 2.0, 0.0], [3.0, 0.0, 0.0]])
     scores, *gradients = with_gradients(F_itm.cross_attention_scores, queries, contexts, weights)

@@ -1,4 +1,4 @@
-"""Gradient-sparse scoring of pair modules: results equal the dense computation, and only required pairs are recomputed."""
+"""Gradient-sparse scoring of pair modules equals the dense computation and recomputes only required pairs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIM = 6
 
 
 class Host(nn.Module):
-    """A scoring module with all input kinds: global vectors and words of each pair, layers, normalisation and dropout."""
+    """A scoring module with all input kinds: vectors and words of each pair, layers, normalisation and dropout."""
 
     def __init__(self, coupling: str | None = None, *, norm: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -412,7 +412,7 @@ def test_pairs_of_any_sizes_are_computed_again(
 
 
 def test_lists_are_for_gradients_of_few_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 20 x 20 pairs, those of hardest negatives are recomputed as a list, those of all negatives column by column."""
+    """Of 20 x 20 pairs, hardest negatives are recomputed as a list, and all negatives column by column."""
     counts = {"regulated_scores_listed": 0, "regulated_scores_block": 0}
 
     def counting(name: str) -> Any:

@@ -97,7 +97,7 @@ def test_the_first_of_equal_contexts_takes_score_and_gradient(
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", ["word", "region"])
 def test_what_is_no_number_stays_where_plain_pytorch_has_it(place: str, value: float, aggregation: str) -> None:
-    """No gradient flows through the selection: a NaN product of a context does not reach the gradients of other words."""
+    """No gradient flows through the selection: a NaN product does not reach the gradients of other words."""
     words, regions = fragments([4, 2, 3]), fragments([5, 20, 2], seed=1)
     (words if place == "word" else regions).values[5, 3] = value
     for normalization, share in (("no_norm", 1.0), ("l2norm", 1.0), ("clipped", 0.2)):

@@ -99,7 +99,7 @@ def test_separate_positives_have_their_gradient_too() -> None:
 
 
 def test_a_step_from_vectors_to_their_gradients(in_two: Callable[[bool], None]) -> None:
-    """Run scores, loss with gradient, and sparse backward; test_devices.py captures this step as a CUDA graph on a GPU."""
+    """Run scores, loss with gradient and sparse backward; test_devices.py captures this step as a CUDA graph."""
     results = []
     for two in (False, True):
         in_two(two)

@@ -1,4 +1,4 @@
-"""`regulated_scores` and `cross_attention_alignments`: loop, packed form and public functions against hand computation."""
+"""`regulated_scores` and `cross_attention_alignments`: all forms against a computation by hand."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_alignments_without_a_bias() -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_gradients(setting: str) -> None:
-    """Gradients of inputs and weights match finite differences; loop, packed form and blocks agree, also with dropout."""
+    """Gradients match finite differences; loop, packed form and blocks agree, also with dropout."""
     queries, contexts = random_fragments([2, 0, 1], 4, seed=3), random_fragments([3, 1], 4, seed=4)
     parameters = random_parameters(setting, 4, 4)
     options = {"temperature": 3.0, "dropout": 0.3 if parameters.aggregations else 0.0, "seed": 11}

@@ -115,7 +115,7 @@ def test_what_a_tie_counts(implementation: str) -> None:
 
 @pytest.mark.native
 def test_large_matrices_agree_with_the_reference() -> None:
-    """Covers many rows at a time, a tail of columns, several threads, rows of a larger matrix, and transposed memory."""
+    """Covers many rows, a tail of columns, several threads, rows of a larger matrix, and transposed memory."""
     generator = torch.Generator().manual_seed(0)
     table = (torch.randn(300, 1203, generator=generator) * 8).round() / 8
     table[5] = math.nan

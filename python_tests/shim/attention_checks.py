@@ -1,4 +1,4 @@
-"""What the kernels of cross_attention_scores have to give in the shim: the numbers of the reference.
+"""Compare the kernels of cross_attention_scores in the shim with the reference.
 
 Each check raises AssertionError.
 """
@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def array(tensor: Tensor) -> np.ndarray:
-    """The numbers, of 16-bit types the bits."""
+    """Convert a tensor to numpy; 16-bit types become their bits."""
     tensor = tensor.detach().contiguous()
     return tensor.numpy() if tensor.dtype == torch.float32 else tensor.view(torch.int16).numpy().view(np.uint16)
 
@@ -29,7 +29,7 @@ def array(tensor: Tensor) -> np.ndarray:
 def scores_of(
     kernels: AttentionKernels, queries: Fragments, contexts: Fragments, kernel: str, **options: Any
 ) -> Tensor:
-    """The kernels' scores of fragments that hold `kernel`'s dtype."""
+    """Run the kernels on fragments of the dtype that `kernel` takes."""
     operands = (array(queries.values), queries.offsets.numpy(), array(contexts.values), contexts.offsets.numpy())
     return torch.from_numpy(kernels.scores(kernel, *operands, **options))
 
@@ -40,10 +40,11 @@ def check_scores(
     seed: int = 0,
     **options: Any,
 ) -> None:  # fmt: skip
-    """At most twice as far from float64 as plain PyTorch in float32, both on the rounded inputs.
+    """Check that the error is at most twice that of plain PyTorch in float32, both on the rounded inputs.
 
-    `by_draws`: as the largest of many draws of its rounding. That is less sharp, and what random cases need, where one
-    draw may happen to be next to nothing.
+    `by_draws`: allow twice the largest error of many rounding draws. Random cases need this weaker bound, as the error
+    of
+    a single draw may be close to zero.
     """
     queries, contexts = (part.to(DTYPES.get(kernel, torch.float32)) for part in (queries, contexts))
     run = {"large": large, "shift": shift, "wide_offsets": wide_offsets, "seed": seed}
@@ -71,7 +72,7 @@ def check_random_scores(
 
 
 def cancelling_contexts(remainder: float, dim: int = 24) -> Fragments:
-    """Sets whose uniform mean is about `remainder` long, or of the length 1 (the last)."""
+    """Make sets whose uniform mean has length about `remainder`, and a last set of length 1."""
     row = random_fragments([1], dim, seed=1).values
     rest = remainder * random_fragments([8], dim, seed=2).values
     return Fragments(

@@ -1,4 +1,4 @@
-"""What the kernels of the backward of cross_attention_scores have to give in the shim: the gradients of the reference.
+"""Compare the backward kernels of cross_attention_scores in the shim with the reference gradients.
 
 Each check raises AssertionError.
 """
@@ -18,12 +18,12 @@ from python_tests.helpers.tolerance import Form, assert_as_accurate
 from python_tests.shim.shim_backward import ROOM, BackwardKernels, Gradients
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# How far an attention must be from the threshold of a focal mode, as a share, for rounding not to decide about it.
+# Minimum relative distance of an attention weight to the threshold of a focal mode; below it, rounding may decide.
 CLEAR = 1e-4
 
 
 def array(tensor: Tensor) -> np.ndarray:
-    """The numbers, of 16-bit types the bits."""
+    """Convert a tensor to numpy; 16-bit types become their bits."""
     return (tensor if tensor.dtype == torch.float32 else tensor.view(torch.int16)).detach().numpy().copy()
 
 
@@ -46,20 +46,20 @@ def reference_gradients(
     scores: Any = reference.cross_attention_scores,
     **options: Any,
 ) -> list[Tensor]:
-    """Of both sides, computed in `dtype`."""
+    """Compute the gradients of both sides in `dtype`."""
     leaves = [part.values.detach().to(dtype).requires_grad_() for part in (queries, contexts)]
     result = scores(queries.with_values(leaves[0]), contexts.with_values(leaves[1]), **options)
     if not result.requires_grad:
         return [torch.zeros_like(leaf) for leaf in leaves]
-    # A pair without a gradient takes no part, whatever its values.
+    # A pair without a gradient has no effect, whatever its values.
     (result * torch.where(gradients != 0, gradients, 0.0).to(dtype)).sum().backward()
     return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
 
 
 def plain_gradients(queries: Fragments, contexts: Fragments, gradients: Tensor, **options: Any) -> list[list[Tensor]]:
-    """What plain PyTorch gives in float32: its two forms, each also with the rows of sets and the width turned round.
+    """Compute float32 gradients in plain PyTorch: both forms, each also with the rows of sets and the width reversed.
 
-    In small cases the error of one of them is a matter of luck: of how a few raw scores happen to be rounded.
+    In small cases the error of a single form depends on how a few raw scores happen to round.
     """
     orders = [_reversed_sets(part) for part in (queries, contexts)]
     turned = [
@@ -74,15 +74,15 @@ def plain_gradients(queries: Fragments, contexts: Fragments, gradients: Tensor, 
 
 
 def _reversed_sets(fragments: Fragments) -> Tensor:
-    """Row numbers, those of each set from the last to the first: applied twice it leaves all where they were."""
+    """Return row indices that reverse the rows of each set; applying them twice restores the order."""
     ends = fragments.offsets[1:] + fragments.offsets[:-1] - 1
     return ends[fragments.set_index()] - torch.arange(len(fragments.values))
 
 
 def clear_of_thresholds(queries: Fragments, contexts: Fragments, focal: str | None, **options: Any) -> Tensor:
-    """Which pairs (bool) rounding decides nothing about: no attention stands on the threshold of the focal mode.
+    """Return a bool mask of the pairs without an attention weight near the threshold of the focal mode.
 
-    For "hard": no context but one has nearly the greatest attention.
+    For "hard": only one context has nearly the largest attention weight.
     """
     clear = torch.ones(len(queries), len(contexts), dtype=torch.bool)
     if focal is None:
@@ -115,7 +115,9 @@ def check_gradients(
     seed: int = 0,
     **options: Any,
 ) -> Gradients:
-    """At most twice as wrong as plain PyTorch in float32, rounded to the dtype of the rows; and the count of pairs."""
+    """Check the pair count, and that the error is at most twice that of plain PyTorch in float32, rounded to the dtype
+    of the rows.
+    """
     found = run(kernels, queries, contexts, gradients, room=room, seed=seed, **options)
     present = (queries.lengths > 0)[:, None] & (contexts.lengths > 0)
     assert found.pairs == int((present & (gradients != 0)).sum()), f"backward: {found.pairs} pairs"
@@ -125,7 +127,7 @@ def check_gradients(
 
     def form(number: int) -> Form:
         def results(moved: Callable[[Tensor], Tensor]) -> list[Tensor]:
-            # Rows of fewer bits are exact in float32, in which plain PyTorch works.
+            # Plain PyTorch runs in float32, which holds 16-bit rows exactly.
             rows = [Fragments(moved(side.values.float()), side.offsets, check=False) for _, side, _ in sides]
             parts = plain_gradients(*rows, gradients, **options)[number]
             return [part.to(side.dtype) for part, (_, side, _) in zip(parts, sides, strict=True)]
@@ -135,7 +137,7 @@ def check_gradients(
     forms = [form(number) for number in range(len(plain_gradients(queries, contexts, gradients, **options)))]
     assert_as_accurate(actual, forms, exact, names=[f"backward: gradient of the {name}" for name, _, _ in sides])
     for number, (name, side, _) in enumerate(sides):
-        # Sets without a pair get exactly nothing.
+        # Sets without a pair have a gradient of exactly zero.
         with_pair = (present & (gradients != 0)).any(dim=1 if name == "queries" else 0)
         assert not bool(actual[number][~with_pair[side.set_index()]].any()), f"backward: {name} without a pair"
     return found
@@ -148,7 +150,7 @@ def sparse_gradients(n_queries: int, n_contexts: int, share: float, seed: int) -
 
 
 def check_all_gradients(kernels: BackwardKernels) -> None:
-    """A fixed set of cases, which planted faults have to fail: lists of several pairs, and pairs past the room."""
+    """Check fixed cases that planted faults must fail: lists of several pairs, and pairs beyond the workspace."""
     queries = random_fragments([3, 1, 0, 9, 5], 34, torch.float32, seed=1)
     contexts = random_fragments([4, 1, 11, 6], 34, torch.float32, seed=2)
     for seed, room in enumerate((ROOM, 200)):

@@ -1,4 +1,4 @@
-"""Faults planted into copies of the kernels, and runs under AddressSanitizer and UndefinedBehaviorSanitizer."""
+"""Plant faults into copies of the kernels, and run them under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ np.savez(sys.argv[2], **outcomes({name: Path(sys.argv[1], name + ".so") for name
 
 
 def planted(folder: Path, file: str, place: str, change: str) -> Path:
-    """A copy of the kernels, the shim and the drivers with one place changed."""
+    """Copy the kernels, the shim and the drivers, with one place changed."""
     for part in ("csrc/include", "csrc/shim", "python_tests/native/shim"):
         shutil.copytree(ROOT / part, folder / part)
     text = (folder / file).read_text()
@@ -30,12 +30,12 @@ def planted(folder: Path, file: str, place: str, change: str) -> Path:
 
 
 def run_sanitized(folder: Path, *drivers: str) -> subprocess.CompletedProcess[str]:
-    """Runs the cases of the drivers in a process whose allocations AddressSanitizer watches."""
+    """Run the cases of the drivers in a process under AddressSanitizer."""
     command = [compiler(), "-print-file-name=libasan.so"]
     preload = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return run(
         [sys.executable, "-c", RUN_CASES, folder, folder / "outcomes.npz", *drivers],
         cwd=ROOT,
         LD_PRELOAD=preload,
-        ASAN_OPTIONS="detect_leaks=0",  # The interpreter leaves memory to the end of the process.
+        ASAN_OPTIONS="detect_leaks=0",  # The interpreter does not free all memory at exit.
     )

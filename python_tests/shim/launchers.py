@@ -1,4 +1,4 @@
-"""The launchers of csrc/cuda on the CPU: their kernels run on the shim, in memory that torch allocates.
+"""The launchers of csrc/cuda on the CPU: their kernels run in the shim, in memory that torch allocates.
 
 Inside: `compile_launchers`, `on_the_shim`.
 """
@@ -21,10 +21,10 @@ KEY = torch._C.DispatchKey.PrivateUse1
 
 
 def compile_launchers(folder: Path) -> Path:
-    """Compiles all of csrc/cuda with the checks of csrc/ops; returns the library."""
+    """Compile all of csrc/cuda with the checks of csrc/ops; return the library."""
     found = find_torch()
     assert found is not None
-    # The flags of CMake, except those that only nvcc has.
+    # The flags of CMake, without those of nvcc.
     target = re.search(r"ITM_FAST_TORCH_TARGET (0x\w+)", (ROOT / "CMakeLists.txt").read_text())[1]
     defined = ("__global__=", "__launch_bounds__(...)=", "__grid_constant__=", "ITM_FAST_WITHOUT_SCHEMAS")
     flags = [*(f"-D{name}" for name in defined), f"-DTORCH_TARGET_VERSION={target}", "-O0", "-fvisibility=hidden"]
@@ -54,13 +54,13 @@ class _ToTheShim(TorchDispatchMode):
 
 @contextmanager
 def on_the_shim() -> Iterator[set[str]]:
-    """Native operators are the launchers', and give the names of those that ran.
+    """Run native operators with the launchers on the shim; yield the names of the operators that ran.
 
-    What torch allocates meanwhile holds NaN, or the largest integer.
+    New torch allocations are filled with NaN or the largest integer.
     """
     names: set[str] = set()
     before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)  # And by that filled.
+    torch.use_deterministic_algorithms(True)  # Also fills new allocations.
     try:
         with _ToTheShim(names):
             yield names

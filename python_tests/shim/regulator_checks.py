@@ -1,4 +1,4 @@
-"""What the CUDA kernels of the regulators have to give in the shim: the numbers of the reference.
+"""Compare the CUDA kernels of the regulators in the shim with the reference.
 
 Each check raises AssertionError.
 """
@@ -18,7 +18,7 @@ from python_tests.shim.shim_regulators import RegulatorKernels, Weights
 
 
 def weights_of(parameters: RegulatorParameters) -> Weights:
-    """Parameters as the driver takes them, in float32."""
+    """Convert parameters to the float32 arguments of the driver."""
     steps = [len(group) for group in (parameters.alignments, parameters.correspondences, parameters.aggregations)]
     rows = [tensor.shape[0] for group in parameters.alignments for tensor in group[:1]]
     aggregated = [group.a.shape[0] for group in parameters.aggregations]
@@ -50,7 +50,7 @@ def result_of(
     kernel: str = "float32",
     **options: Any,
 ) -> Tensor:
-    """The kernels' scores, or with `aligns` alignments, of the operands in float32."""
+    """Run the kernels on the operands in float32; return the scores, or the alignments with `aligns`."""
     operands = [
         part
         for side in (queries, contexts)
@@ -83,7 +83,7 @@ def check_scores(
     run: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """At most twice as far from float64 as the largest of many draws of plain PyTorch's rounding."""
+    """Check that the error is at most twice the largest of many rounding draws of plain PyTorch."""
     given = single(queries, contexts, parameters)
     exact = reference.regulated_scores(*double(*given), **options)
 
@@ -105,7 +105,7 @@ def check_alignments(
     name: str = "alignments",
     **options: Any,
 ) -> None:
-    """The same for `cross_attention_alignments`, whose chain is that of the alignments of `parameters`."""
+    """Check `cross_attention_alignments` in the same way, with the alignments of `parameters`."""
     given = single(queries, contexts, parameters)
 
     def aligned(function: Callable[..., Tensor], sides: list[Fragments], weights: RegulatorParameters) -> Tensor:
@@ -126,7 +126,7 @@ def check_alignments(
 
 
 def chain_of(parameters: RegulatorParameters) -> RegulatorParameters:
-    """The parameters up to the last alignments, as the operator has them: with an unused score."""
+    """Return the parameters up to the last alignments, with an unused score, as the operator passes them."""
     weight = parameters.alignments[0].weight
     return RegulatorParameters(
         parameters.alignments,

@@ -1,6 +1,6 @@
 """The kernels of cross_attention_scores in the shim, called with numpy arrays.
 
-Without torch, so that a process under AddressSanitizer starts quickly.
+This module does not import torch, so that a process under AddressSanitizer starts quickly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Settings(ctypes.Structure):
 
 
 class AttentionKernels:
-    """The two launches of the forward. Rows of 16 bits come as their bits."""
+    """The two launches of the forward. 16-bit rows are passed as their bits."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
@@ -49,7 +49,7 @@ class AttentionKernels:
         seed: int = 0,
         **options: Any,
     ) -> np.ndarray:
-        """Scores `(query sets, context sets)`; `shift` elements lie between a boundary of 16 bytes and the rows.
+        """Compute scores `(query sets, context sets)`; the rows start `shift` elements after a 16-byte boundary.
 
         Args:
             kernel: "float32", "float32_as_bf16x3", "float32_as_bf16", "bf16" or "fp16".
@@ -78,7 +78,7 @@ class AttentionKernels:
         return scores
 
     def plan(self, lengths: list[int], max_rows: int, seed: int = 0) -> tuple[list[int], int]:
-        """The first set of every tile, and behind them the number of sets; how many tiles there could have been."""
+        """Return the first set of every tile followed by the number of sets, and the maximum number of tiles."""
         offsets = np.cumsum([0, *lengths])
         first_sets, counts = np.full(len(lengths) + 2, 777, np.int64), np.zeros(2, np.int64)
         call(self.library.plan, seed, len(lengths), offsets, max_rows, first_sets, counts)
@@ -86,11 +86,11 @@ class AttentionKernels:
 
 
 def outcomes(library: Path) -> dict[str, np.ndarray]:
-    """Scores of a fixed set of cases, for runs that must agree bit for bit."""
+    """Compute scores of a fixed set of cases, for runs that must agree bit for bit."""
     kernels = AttentionKernels(library)
     random = np.random.default_rng(0)
     found = {}
-    # Short sets; long ones on both sides; offsets that the contract forbids; rows on no boundary.
+    # Short sets, long sets on both sides, invalid offsets, and unaligned rows.
     cases = (
         ([0, 3, 3, 20], [0, 4, 30], 24, 0),
         ([0, 70, 75], [0, 3, 63], 9, 0),

@@ -1,4 +1,6 @@
-"""The kernels of the backward of cross_attention_scores in the shim, called with numpy arrays. Without torch."""
+"""The backward kernels of cross_attention_scores in the shim, called with numpy arrays. This module does not import
+torch, so that a process under AddressSanitizer starts quickly.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import numpy as np
 from python_tests.helpers.shim import call
 from python_tests.shim.shim_attention import AGGREGATIONS, FOCAL_MODES, NORMALIZATIONS
 
-ROOM = 1 << 25  # for raw scores, as the launcher has it
+ROOM = 1 << 25  # for raw scores, as in the launcher
 
 
 class _Settings(ctypes.Structure):
@@ -39,12 +41,12 @@ class _Settings(ctypes.Structure):
 class Gradients:
     queries: np.ndarray | None
     contexts: np.ndarray | None
-    pairs: int  # that were differentiated
+    pairs: int  # pairs that were differentiated
     launches: int
 
 
 class BackwardKernels:
-    """Arrays of bfloat16 and float16 come and go as their bits, uint16; `dtype` says which they are."""
+    """The backward kernels. bfloat16 and float16 arrays are passed as their bits in uint16; `dtype` names the type."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
@@ -64,7 +66,7 @@ class BackwardKernels:
         seed: int = 0,
         **options: Any,
     ) -> Gradients:
-        """The gradients of both sides; of one that is not asked for, None."""
+        """Return the gradients of both sides; None for a side that is not requested."""
         shape = (len(query_offsets) - 1, len(queries), len(context_offsets) - 1, *contexts.shape)
         settings = _settings(
             *shape, for_queries=for_queries, for_contexts=for_contexts, room=room, seed=seed, **options

@@ -1,6 +1,6 @@
-"""A fixed set of cases for the kernels in the shim, and their outcomes: for runs that must agree bit for bit.
+"""Results of a fixed set of cases for the kernels in the shim, for runs that must agree bit for bit.
 
-Without torch, so that a process under AddressSanitizer starts quickly.
+This module does not import torch, so that a process under AddressSanitizer starts quickly.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _product(library: Path) -> Outcomes:
     random = np.random.default_rng(0)
     found: Outcomes = {}
     for number in range(4):
-        # Any bits but those of NaN and infinity, in both types.
+        # Any bits except NaN and infinity, in both types.
         left, right = (random.integers(0, 0x7000, shape).astype(np.uint16) for shape in ((33, 40), (24, 40)))
         given = np.ascontiguousarray(right.T) if number % 2 else right
         found[str(number)] = kernels.product(left, given, transposed=number % 2 == 1, half=number > 1, seed=number)
@@ -114,7 +114,7 @@ def _cross_attention_backward(library: Path) -> Outcomes:
     kernels = BackwardKernels(library)
     random = np.random.default_rng(0)
     found: Outcomes = {}
-    # The second case has long sets, the third offsets that the contract forbids, and the last little room.
+    # Case 2 has long sets, case 3 invalid offsets, and the last case a small workspace.
     bounds = (
         ([0, 3, 3, 8], [0, 2, 19], [0, 50, 2, 8], [0, 3, 4, 8]),
         ([0, 4, 11], [0, 70, 73], [-5, 4, 30], [0, 4, 11]),
@@ -124,7 +124,7 @@ def _cross_attention_backward(library: Path) -> Outcomes:
         operands: list[np.ndarray] = []
         for offsets, rows in ((query_bounds, (8, 19, 8, 8)[number]), (context_bounds, (11, 73, 11, 11)[number])):
             values = random.standard_normal((rows, 34)).astype(np.float32)
-            if dtype != "float32":  # Between 1 and 2 in one type, and 1 and 4 in the other.
+            if dtype != "float32":  # Bits of 1 to 2 in float16, and of 2^-7 to 2 in bfloat16.
                 values = random.integers(0x3C00, 0x4000, values.shape).astype(np.uint16)
             operands += [values, np.array(offsets)]
         gradients = random.standard_normal((len(query_bounds) - 1, len(context_bounds) - 1)).astype(np.float32)
@@ -137,7 +137,7 @@ def _cross_attention_backward(library: Path) -> Outcomes:
 
 
 def outcomes(libraries: dict[str, Path]) -> Outcomes:
-    """The outcomes of the drivers, by driver, case and name."""
+    """Return the results of the drivers by driver, case and name."""
     cases = {
         "triplet": _triplet,
         "boosting": _boosting,

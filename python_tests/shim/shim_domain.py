@@ -1,6 +1,6 @@
 """The kernels of domain_regularization in the shim, called with numpy arrays.
 
-Without torch, so that a process under AddressSanitizer starts quickly.
+This module does not import torch, so that a process under AddressSanitizer starts quickly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from python_tests.helpers.shim import call
 
-# Values and offsets of regions, of words, weights, biases, then the negatives, both or neither.
+# Values and offsets of regions and of words, weights, biases, then the negatives (both or neither).
 Operands = tuple[np.ndarray | None, ...]
 # adversarial, regularization, risks, sums
 Found = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
@@ -27,7 +27,7 @@ class _Settings(ctypes.Structure):
 
 
 class DomainKernels:
-    """The launches of both directions. Rows of 16 bits come as their bits; `dtype` says what they are."""
+    """The launches of forward and backward. 16-bit rows are passed as their bits; `dtype` names the type."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
@@ -51,7 +51,9 @@ class DomainKernels:
         dtype: str = "float32",
         **options,
     ) -> tuple[np.ndarray | None, ...]:
-        """Gradients of regions and words (None unless `for_features`), and of weights and biases where `found` says."""
+        """Return the gradients of regions and words (None unless `for_features`), weights and biases (None without
+        sums).
+        """
         regions, words, weights, biases = operands[0], operands[2], operands[4], operands[5]
         wanted = (for_features, for_features, found[3] is not None, found[3] is not None)
         gradients = tuple(
@@ -83,11 +85,11 @@ class DomainKernels:
 
 
 def outcomes(library: Path) -> dict[str, np.ndarray]:
-    """Results of a fixed set of cases, for runs that must agree bit for bit."""
+    """Compute results of a fixed set of cases, for runs that must agree bit for bit."""
     kernels = DomainKernels(library)
     random = np.random.default_rng(0)
     found = {}
-    # Ragged and empty sets, sets of more rows than are held at a time, offsets that the contract forbids.
+    # Ragged and empty sets, sets with more rows than fit at a time, and invalid offsets.
     cases = (
         ([0, 3, 3, 8], [0, 2, 5, 5], [1, 2, 0], [2, -1, 0]),
         ([0, 70], [0, 66], [0], [-1]),
@@ -108,6 +110,6 @@ def outcomes(library: Path) -> dict[str, np.ndarray]:
         results = kernels.forward(operands, **options)
         incoming = tuple(random.standard_normal((2, pairs)).astype(np.float32))
         results += kernels.backward(incoming, operands, results, **options)
-        # What no pair has the rows of is left as it was: the same in every run.
+        # Gradients of rows outside all pairs keep their initial value, which is the same in every run.
         found |= {f"{number} {i}": part for i, part in enumerate(results)}
     return found

@@ -35,16 +35,16 @@ class _Settings(ctypes.Structure):
 
 @dataclass
 class Weights:
-    """The tensors in the order of `RegulatorParameters.tensors()`, and how they act together: `_COUNTS`, `_OPTIONS`."""
+    """Tensors in the order of `RegulatorParameters.tensors()`, with their structure: `_COUNTS` and `_OPTIONS`."""
 
     tensors: Sequence[np.ndarray]  # float32
     width: int
-    hidden: Sequence[int]  # outputs of w1 and w3 of each correspondence
+    hidden: Sequence[int]  # output widths of w1 and w3 of each correspondence
     setting: dict[str, int]
 
 
 class RegulatorKernels:
-    """The two launches of a call; `launches` and `slab_bytes` are those of the latest one."""
+    """The two launches of a call; `launches` and `slab_bytes` describe the latest call."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
@@ -66,11 +66,11 @@ class RegulatorKernels:
         seed: int = 0,
         **options: Any,
     ) -> np.ndarray:
-        """Scores (query sets, context sets), or with `aligns` the alignments (context sets, query rows, width).
+        """Compute scores (query sets, context sets), or with `aligns` the alignments (context sets, query rows, width).
 
         Args:
-            kernel: "float32", "bf16x3" or "bf16"; rows are float32 for all.
-            blocks: of the second launch, at most.
+            kernel: "float32", "bf16x3" or "bf16"; rows are always float32.
+            blocks: maximum number of blocks of the second launch.
         """
         n_queries, n_contexts = len(query_offsets) - 1, len(context_offsets) - 1
         setting = {"residual_correspondence": 1} | weights.setting
@@ -93,7 +93,7 @@ class RegulatorKernels:
             options.get("dropout", 0.0),
             options.get("dropout_seed", 0),
         )
-        # Alignments of rows that belong to no set stay as the launcher fills them.
+        # Alignments of rows outside all sets keep the fill value of the launcher.
         shape, fill = ((n_contexts, len(queries), weights.width), 0) if aligns else ((n_queries, n_contexts), 777)
         result, counts = np.full(shape, fill, np.float32), np.zeros(2, np.int64)
         flat = np.concatenate([np.zeros(0, np.float32), *(tensor.reshape(-1) for tensor in weights.tensors)])
@@ -103,14 +103,14 @@ class RegulatorKernels:
         return result
 
     def limits(self) -> list[int]:
-        """The most query rows, contexts and steps that the launchers' kernel takes."""
+        """Return the maximum numbers of query rows, contexts and steps of the kernel that the launchers use."""
         found = np.zeros(3, np.int64)
         call(self.library.limits, found)
         return found.tolist()
 
 
 def random_weights(random: np.random.Generator, dim: int, width: int, *counts: int, **options: int) -> Weights:
-    """Weights of a setting without learned factors: `counts` are alignments, correspondences and aggregations."""
+    """Draw weights of a setting without learned factors; `counts` are alignments, correspondences, aggregations."""
     aligned, corresponded, aggregated = counts
     seen = dim if options.get("sees_query") else width
     shapes: list[tuple[int, ...]] = [(width, dim), (width,)] * aligned
@@ -126,12 +126,12 @@ def random_weights(random: np.random.Generator, dim: int, width: int, *counts: i
 
 
 def outcomes(library: Path) -> dict[str, np.ndarray]:
-    """Results of a fixed set of cases, for runs that must agree bit for bit."""
+    """Compute results of a fixed set of cases, for runs that must agree bit for bit."""
     kernels = RegulatorKernels(library)
     random = np.random.default_rng(0)
     found: dict[str, np.ndarray] = {}
     rcar = {"scored": 1, "interleaved": 1}
-    # Short sets; long ones on both sides; offsets that the contract forbids; no contexts at all.
+    # Short sets, long sets on both sides, invalid offsets, and no contexts.
     cases: tuple[tuple[list[int], list[int], int, dict[str, int], tuple[int, int, int]], ...] = (
         ([0, 3, 3, 9, 34], [0, 4, 9], 66, rcar, (2, 1, 2)),
         ([0, 40, 45], [0, 3, 40], 9, {}, (1, 1, 0)),

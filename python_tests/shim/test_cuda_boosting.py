@@ -1,6 +1,6 @@
-"""The CUDA kernels of `boosting_loss`, run by the CPU shim (docs/internals/shim.md), against the reference.
+"""The CUDA kernels of `boosting_loss` in the CPU shim (docs/internals/shim.md), against the reference.
 
-They are compiled and simulated here; no GPU is involved.
+The kernels are compiled for the CPU and simulated; no GPU is involved.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> BoostingKernels:
 @settings(max_examples=80)
 @given(st.data())
 def test_fixed_margins_with_ties_masks_and_special_values(kernels: BoostingKernels, data: st.DataObject) -> None:
-    """Numbers of few digits make sums exact, so the results are equal."""
+    """Sums of few-digit numbers are exact, so the results are equal bit for bit."""
     size, seed = data.draw(sizes), data.draw(seeds)
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     rare = data.draw(st.sampled_from([0.0, 0.0, 0.02]))
@@ -61,7 +61,7 @@ def test_soft_margins_of_any_numbers(
     scores, anchor = random_pair(size, torch.float64 if double else torch.float32, seed)
     options: dict[str, Any] = {"strategy": strategy, "mining": mining, "directions": directions, "soft": True}
     options["positives"] = random_pair(size, seed=seed + 1)[0] > 0.5
-    # Where rounding decides who takes part, gradients may differ.
+    # Gradients may differ if rounding decides the active hinges.
     assume(loop_boosting(scores, anchor, **options).doubt > (1e-12 if double else 1e-6))
     check_boosting(kernels, scores, anchor, seed=seed, **options)
     check_boosting(kernels, scores, anchor, seed=seed, reduction="none", **options)

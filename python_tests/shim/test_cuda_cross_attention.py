@@ -1,6 +1,7 @@
-"""The CUDA forward of `cross_attention_scores`, run by the CPU shim (docs/internals/shim.md), against the reference.
+"""The CUDA forward of `cross_attention_scores` in the CPU shim (docs/internals/shim.md), against the reference.
 
-It is compiled and simulated here; no GPU is involved. The small tile of the tests has 48 rows and 64 columns.
+The kernels are compiled for the CPU and simulated; no GPU is involved. The small tile of the tests has 48 rows and 64
+columns.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from python_tests.shim.shim_attention import AGGREGATIONS, FOCAL_MODES, NORMALIZ
 pytestmark = pytest.mark.shim
 
 seeds = st.integers(0, 2**31)
-# Several tiles on both sides; set 2 of the queries and set 1 of the contexts are empty.
+# Several tiles on both sides; query set 2 and context set 1 are empty.
 QUERY_LENGTHS, CONTEXT_LENGTHS = [3, 5, 0, 30, 29, 2], [4, 0, 6, 17, 20, 33]
 
 
@@ -42,12 +43,12 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> AttentionKernels:
 
 @pytest.fixture(scope="module")
 def truncating(tmp_path_factory: pytest.TempPathFactory) -> AttentionKernels:
-    """Tensor cores that cut sums off instead of rounding them."""
+    """Kernels on simulated tensor cores that truncate sums instead of rounding them."""
     folder = tmp_path_factory.mktemp("truncating")
     return AttentionKernels(compile_driver("cross_attention", folder, "-DITM_FAST_SHIM_TRUNCATES"))
 
 
-# The plan
+# Tests of the plan
 
 
 @settings(max_examples=60)
@@ -64,17 +65,17 @@ def test_tiles_hold_as_many_sets_as_fit(kernels: AttentionKernels, lengths: list
         rows, sets = rows + length, sets + 1
     assert tiles == [*expected, len(lengths)]
     assert len(expected) <= most <= len(lengths)
-    # The cost model counts the same.
+    # The cost model gives the same counts.
     assert (costs.tiles(lengths, 48), costs.most_tiles(len(lengths), sum(lengths), 48)) == (len(expected), most)
 
 
 def test_no_more_blocks_than_twice_the_tiles_of_a_batch(kernels: AttentionKernels) -> None:
-    """128 images of 36 regions: 43 tiles of three; blocks that are too many cost a launch little, but not nothing."""
+    """128 images of 36 regions: 43 tiles of three images. Each surplus block costs the launch a little time."""
     tiles, most = kernels.plan([36] * 128, 112)
     assert (len(tiles) - 1, most) == (43, 86)
 
 
-# Scores
+# Tests of the scores
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
@@ -90,7 +91,7 @@ def test_every_option(kernels: AttentionKernels, normalization: str, focal: str 
 @settings(max_examples=40)
 @given(st.data())
 def test_ragged_sets_of_any_width(kernels: AttentionKernels, data: st.DataObject) -> None:
-    """Rows that begin anywhere, empty sets, single rows; draws of plain PyTorch's rounding are the measure."""
+    """Covers unaligned rows, empty sets and single rows; the bound is from rounding draws of plain PyTorch."""
     lengths = st.lists(st.sampled_from([0, 1, 2, 5, 13, 24, 36, 47]), min_size=1, max_size=5)
     check_random_scores(
         kernels,
@@ -111,7 +112,7 @@ def test_ragged_sets_of_any_width(kernels: AttentionKernels, data: st.DataObject
 
 @pytest.mark.parametrize("dim", [1, 2, 3])
 def test_narrow_rows(kernels: AttentionKernels, dim: int) -> None:
-    """There contexts cancel, and the Gram form may lose as many digits as the rule lets it: a factor of 512."""
+    """Contexts of narrow rows cancel; the rule for the Gram form allows an error up to a factor of 512."""
     queries, contexts = random_fragments(QUERY_LENGTHS, dim), random_fragments(CONTEXT_LENGTHS, dim, seed=1)
     for kernel, dtype in (("float32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
         rounded = queries.to(dtype), contexts.to(dtype)
@@ -121,12 +122,12 @@ def test_narrow_rows(kernels: AttentionKernels, dim: int) -> None:
 
 
 LONG: list[Any] = [
-    ([3, 70], [4, 60, 0], 40, {}),  # both sides
+    ([3, 70], [4, 60, 0], 40, {}),  # long sets on both sides
     ([3, 0, 70], [4, 6], 9, {"normalization": "softmax", "aggregation": "logsumexp"}),
     ([3, 2], [4, 60], 150, {"focal": "prob", "aggregation": "max"}),  # more elements than threads
     ([2], [140, 5], 3, {"focal": "equal", "normalization": "no_norm"}),  # more contexts than threads
-    ([33], [129], 2, {"normalization": "softmax", "aggregation": "sum"}),  # rows' factors of three runs
-    ([17], [340], 2, {"focal": "prob", "aggregation": "sum"}),  # more contexts than a piece
+    ([33], [129], 2, {"normalization": "softmax", "aggregation": "sum"}),  # three runs of row factors
+    ([17], [340], 2, {"focal": "prob", "aggregation": "sum"}),  # more contexts than fit into a piece
     ([2], [700], 3, {"normalization": "clipped_l1norm", "temperature": 20.0}),
     ([33], [340], 3, {"focal": "hard", "normalization": "no_norm", "aggregation": "logsumexp"}),
 ]
@@ -141,13 +142,13 @@ def test_sets_longer_than_a_tile(
 
 @pytest.mark.parametrize("kernel", ["float32", "bf16"])
 def test_the_tile_of_the_launchers(kernels: AttentionKernels, kernel: str) -> None:
-    """112 x 128, four stages and eight warps; two tiles on either side."""
+    """112 x 128 with four stages and eight warps; two tiles on either side."""
     check_random_scores(kernels, [13] * 10, [36] * 4, 72, kernel, large=True)
 
 
 @pytest.mark.parametrize("kernel", ["float32", "bf16"])
 def test_equal_logits_go_to_the_first_context(kernels: AttentionKernels, kernel: str) -> None:
-    """Of contexts that differ, in short sets, in long ones, and in pieces of those."""
+    """The tied contexts differ; they are in short sets, in long sets, and in pieces of long sets."""
     queries = tied_fragments([3, 70, 1], 6, seed=1)
     contexts = tied_fragments([40, 1, 0, 7, 60, 340], 6, seed=2)
     for normalization in ("no_norm", "clipped"):
@@ -157,13 +158,13 @@ def test_equal_logits_go_to_the_first_context(kernels: AttentionKernels, kernel:
         assert max_error(actual, reference.cross_attention_scores(queries, contexts, **options)) < 1e-6
 
 
-# Precision
+# Tests of the precisions
 
 
 @pytest.mark.parametrize("cores", ["kernels", "truncating"])
 @pytest.mark.parametrize("positive", [False, True])
 def test_the_precisions_at_a_usual_width(request: pytest.FixtureRequest, cores: str, positive: bool) -> None:
-    """Products of positive rows have one sign, so that truncation errors of sums do not cancel."""
+    """Products of positive rows have one sign, so truncation errors of sums do not cancel."""
     kernels = request.getfixturevalue(cores)
     queries, contexts = (random_fragments([n], 1024, torch.float32, seed=n) for n in (13, 36))
     if positive:
@@ -176,11 +177,11 @@ def test_the_precisions_at_a_usual_width(request: pytest.FixtureRequest, cores: 
     )
     assert_close_to_exact(highest, plain, exact)
     assert max_error(high, exact) < 1e-6
-    # Products of bfloat16: twice the error of rounding the inputs.
+    # bfloat16 products: at most twice the error of rounding the inputs.
     rounded = reference.cross_attention_scores(
         queries.to(torch.bfloat16).to(torch.float32), contexts.to(torch.bfloat16).to(torch.float32)
     )
-    if positive:  # Norms are those of the rows before rounding.
+    if positive:  # The norms are computed before rounding.
         assert max_error(medium, exact) < 1e-4
     else:
         assert_close_to_exact(medium, rounded, exact)
@@ -188,7 +189,7 @@ def test_the_precisions_at_a_usual_width(request: pytest.FixtureRequest, cores: 
 
 
 def test_raw_scores_of_three_parts_keep_every_digit(kernels: AttentionKernels) -> None:
-    """Without an attention between them, a cosine is <q, x> / |q| |x|, here of numbers that need all of 24 bits."""
+    """With one context per set, the score is <q, x> / |q| |x|; the numbers need all 24 bits."""
     generator = torch.Generator().manual_seed(0)
     mantissas = torch.randint(2**23, 2**24, (2, 16, 40), generator=generator, dtype=torch.float64)
     queries, contexts = (Fragments(part * 2.0**-24, torch.arange(17)) for part in mantissas)
@@ -198,17 +199,17 @@ def test_raw_scores_of_three_parts_keep_every_digit(kernels: AttentionKernels) -
         for dtype in (torch.float32, torch.float64)
     )
     two_parts = scores_of(kernels, queries.to(torch.float32), contexts.to(torch.float32), "float32_as_bf16x3")
-    # What the third part is for.
+    # Two parts lose digits that the third part keeps.
     assert max_error(two_parts, double) > 2 * max_error(single, double)
 
 
 @pytest.mark.parametrize("remainder", [1e-2, 1e-4, 0.0])
 def test_contexts_that_cancel(kernels: AttentionKernels, remainder: float) -> None:
-    """The attended vector is short beside its terms, so that it is formed."""
+    """The attended vector is much shorter than its terms, so the kernel must form it."""
     check_scores(kernels, random_fragments([3, 9], 24, seed=3), cancelling_contexts(remainder), temperature=0.0)
 
 
-# Values that are no numbers, and zeros
+# Tests of non-finite values and zeros
 
 
 def test_zero_rows_score_zero(kernels: AttentionKernels) -> None:
@@ -245,7 +246,7 @@ def test_what_is_not_finite_stays_with_its_sets(
     assert torch.equal(scores_of(kernels, queries, contexts, kernel, focal=focal)[:, [0, 2]], right[:, [0, 2]])
 
 
-# Order and offsets
+# Tests of order and offsets
 
 
 @pytest.mark.parametrize("kernel", ["float32", "bf16"])
@@ -272,7 +273,7 @@ def test_a_score_does_not_depend_on_its_neighbours(kernels: AttentionKernels) ->
     [[0, 900, 3, 10], [0, -5, 20, 10], [0, 4, 4, -(2**40)], [7, 2, 9, 10], [0, 2**40, 2**41, 2**42], [0, 0, 60, 61]],
 )
 def test_offsets_that_cannot_be_lead_nowhere(kernels: AttentionKernels, offsets: list[int]) -> None:
-    """On a GPU nothing looks at them beforehand."""
+    """Nothing checks offsets before a launch on a GPU, so the kernels must not read outside the values."""
     rows = random_fragments([10], 8, torch.float32).values.numpy()
     given, right = np.array(offsets), np.array([0, 4, 6, 10])
     for queries, contexts in ((given, right), (right, given), (given, given)):

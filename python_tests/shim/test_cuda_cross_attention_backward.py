@@ -1,6 +1,6 @@
-"""The bodies of the CUDA kernels of the backward of cross_attention_scores, run by the CPU shim, against the reference.
+"""The backward CUDA kernels of cross_attention_scores in the CPU shim, against the reference.
 
-They are compiled and simulated here; no GPU is involved.
+The kernels are compiled for the CPU and simulated; no GPU is involved.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> BackwardKernels:
 
 
 def sets(query_lengths: list[int], context_lengths: list[int], dim: int = 12, seed: int = 0, **options: Any):
-    """Queries and contexts."""
+    """Draw queries and contexts."""
     options = {"dtype": torch.float32, **options}
     return (
         random_fragments(query_lengths, dim, seed=2 * seed, **options),
@@ -57,7 +57,7 @@ def sets(query_lengths: list[int], context_lengths: list[int], dim: int = 12, se
 @settings(max_examples=60)
 @given(st.data())
 def test_gradients_of_ragged_sets(kernels: BackwardKernels, data: st.DataObject) -> None:
-    """Every option, type of rows, share of pairs with a gradient; with room for all pairs, and for few."""
+    """Covers every option, dtype and share of pairs with a gradient, with a workspace for all pairs and for few."""
     seed = data.draw(st.integers(0, 2**31))
     queries, contexts = sets(
         data.draw(st.lists(lengths, min_size=1, max_size=5)),
@@ -68,7 +68,7 @@ def test_gradients_of_ragged_sets(kernels: BackwardKernels, data: st.DataObject)
         normalized=(has_length_one := data.draw(st.booleans())),
     )
     normalization = data.draw(st.sampled_from(NORMALIZATIONS))
-    # Logits of a hundred have few digits left behind the point, and which of two programs is luckier says nothing.
+    # Logits of about 100 keep few fractional digits, so a comparison of two programs depends on chance.
     bounded = has_length_one or normalization not in ("clipped", "no_norm")
     options: dict[str, Any] = {
         "normalization": normalization,
@@ -91,23 +91,23 @@ def test_every_normalization_and_focal_mode(kernels: BackwardKernels, normalizat
     queries, contexts = sets([3, 0, 5, 1], [4, 7, 2], seed=number)
     options = {"normalization": normalization, "focal": focal, "aggregation": AGGREGATIONS[number % 4]}
     gradients = sparse_gradients(4, 3, 1.0, number) * clear_of_thresholds(queries, contexts, **options)
-    assert int((gradients != 0).sum()) >= 6  # Of the nine pairs, that not all stand on a threshold.
+    assert int((gradients != 0).sum()) >= 6  # At least six of the nine pairs are clear of thresholds.
     check_gradients(kernels, queries, contexts, gradients, **options)
 
 
 def test_sets_longer_than_a_tile(kernels: BackwardKernels) -> None:
-    """More rows than a block adds up at a time, more queries than attended vectors, and more sets than lanes."""
+    """Covers more rows than a block sums at a time, more queries than attended vectors, and more sets than lanes."""
     queries, contexts = sets([66, 3], [5, 70], 9)
     check_gradients(kernels, queries, contexts, sparse_gradients(2, 2, 1.0, 0))
     queries, contexts = sets([1, 2, 1] * 4, [2, 0, 1] * 12, 5)
     gradients = sparse_gradients(12, 36, 0.02, 1)
-    gradients[:, 33] = 0.5  # A context set that is in every list.
+    gradients[:, 33] = 0.5  # A context set in every list.
     found = check_gradients(kernels, queries, contexts, gradients)
     assert found.pairs > 12
 
 
 def test_hardest_negatives_differentiate_at_most_three_pairs_an_image(kernels: BackwardKernels) -> None:
-    """Also where one caption is the hardest negative of all images, which makes one list long."""
+    """Also holds if one caption is the hardest negative of all images, which makes one list long."""
     size = 10
     queries, contexts = sets([3, 2, 4, 1, 5] * 2, [4] * size, seed=3)
     for attractive in (False, True):
@@ -127,7 +127,7 @@ def test_the_launches(kernels: BackwardKernels) -> None:
     assert run(kernels, queries, contexts, gradients).launches == 3
     assert run(kernels, queries, contexts, gradients, room=24).launches == 4
     assert run(kernels, queries, contexts, gradients, room=25).launches == 3
-    # Pairs are counted even without a gradient.
+    # Pairs are counted even if no gradient is requested.
     found = run(kernels, queries, contexts, gradients, for_queries=False, for_contexts=False)
     assert (found.launches, found.pairs, found.queries, found.contexts) == (1, 4, None, None)
 
@@ -174,7 +174,7 @@ def test_rows_of_zeros_receive_no_gradient(
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_vectors_that_cancel(kernels: BackwardKernels, aggregation: str) -> None:
-    """The attended vector is short beside the vectors it is made of, so that a Gram matrix would lose its digits."""
+    """The attended vector is much shorter than its terms, so a Gram matrix would lose its digits."""
     queries, contexts = sets([8] * 6, [2] * 6, 16, seed=5)
     contexts.values[1::2] = -contexts.values[::2] + 1e-3 * contexts.values[1::2]
     options = {"temperature": 0.01, "aggregation": aggregation}
@@ -204,7 +204,7 @@ def test_hard_attention_gives_the_gradient_to_the_first_of_equal_contexts(kernel
 
 
 def test_hard_attention_keeps_what_is_no_number_as_plain_pytorch_does(kernels: BackwardKernels) -> None:
-    """No gradient flows through the choice: one of another word stays a number where its context's product is none."""
+    """No gradient flows through the selection: a NaN product does not reach the gradients of other words."""
     for place in ("word", "region"):
         queries, contexts = sets([3, 1, 2], [4, 2, 3])
         (queries if place == "word" else contexts).values[1, 2] = math.nan
@@ -233,8 +233,8 @@ def test_rows_that_are_not_finite_reach_their_pairs_alone(kernels: BackwardKerne
     queries, contexts = sets([3, 1, 2], [4, 2, 3])
     gradients = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.0, 0.0], [0.0, 1.0, 0.0]])
     right = run(kernels, queries, contexts, gradients)
-    contexts.values[7] = value  # of a set without a pair
-    contexts.values[4] = value  # of the pair of query set 2 and context set 1
+    contexts.values[7] = value  # in a set without a pair
+    contexts.values[4] = value  # in the pair of query set 2 and context set 1
     found = run(kernels, queries, contexts, gradients)
     assert np.array_equal(found.queries[:4], right.queries[:4])
     assert np.isnan(found.queries[4:]).all()
@@ -252,7 +252,7 @@ def test_results_do_not_depend_on_the_order_of_blocks_and_threads(kernels: Backw
 
 
 def test_a_pair_that_no_room_holds_is_not_a_number(kernels: BackwardKernels) -> None:
-    """The only one of 40 raw scores where there is room for 30: its own sets, and nothing else."""
+    """A pair of 40 raw scores with a workspace for 30 makes only the gradients of its own sets NaN."""
     queries, contexts = sets([3, 5, 2], [4, 8, 1])
     gradients = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
     right = run(kernels, queries, contexts, gradients)
@@ -264,7 +264,7 @@ def test_a_pair_that_no_room_holds_is_not_a_number(kernels: BackwardKernels) -> 
 
 
 def test_the_workspace_is_bounded(kernels: BackwardKernels) -> None:
-    """12 bytes a raw score and 16 a query row and context set, 16 a pair, and the vectors of the blocks."""
+    """12 bytes per raw score, 16 per pair of query row and context set, 16 per pair, and the vectors of the blocks."""
 
     def rounded(size: int) -> int:
         return (size + 15) // 16 * 16
@@ -274,7 +274,7 @@ def test_the_workspace_is_bounded(kernels: BackwardKernels) -> None:
     lists = (4 + 8 + 4) * 128 * 128 + 2 * rounded(4 * 128) + 4 * 8 * 128 + 3 * 16
     assert kernels.workspace_bytes(**sizes) == numbers + lists + 512 * 8 * 1024 * 4
     assert kernels.workspace_bytes(**sizes) < 220e6
-    # Eight times the batch: a gradient without zeros would need 10 GB; the sums of both sides are in float32.
+    # Eight times the batch: a dense gradient would need 10 GB. The sums of both sides are in float32.
     larger = {name: value if name == "dim" else 8 * value for name, value in sizes.items()}
     room = (3 + 4) * 4 * ROOM
     sums = 4 * 1024 * 8 * (3072 + 4608)
@@ -282,7 +282,7 @@ def test_the_workspace_is_bounded(kernels: BackwardKernels) -> None:
 
 
 def test_offsets_that_the_contract_forbids_lead_nowhere(kernels: BackwardKernels) -> None:
-    """The arrays are of exactly their size, so that a sanitizer sees a step outside; here the numbers stay finite."""
+    """Arrays have their exact size, so that a sanitizer sees an access outside; here the numbers stay finite."""
     queries, contexts = sets([3, 5, 2], [4, 8, 1])
     for offsets in ([0, 50, 2, 10], [-7, 3, 9, 10], [0, 9, 4, -1]):
         bad = Fragments(queries.values, torch.tensor(offsets), check=False)
@@ -292,8 +292,8 @@ def test_offsets_that_the_contract_forbids_lead_nowhere(kernels: BackwardKernels
 
 
 def test_offsets_that_make_more_rows_than_32_bits_count_lead_nowhere(kernels: BackwardKernels) -> None:
-    """Every second set is all of the rows. No pair has room, which only a number of its rows that is right tells."""
-    n_rows, n_sets = 1 << 23, 8224  # A warp's run of sets has 2^31 rows and more, and each set is past the room.
+    """Every second set holds all rows. No pair fits the workspace, which requires a row count without overflow."""
+    n_rows, n_sets = 1 << 23, 8224  # A warp's run of sets has at least 2^31 rows, and each set exceeds the workspace.
     offsets = torch.arange(n_sets + 1) % 2 * n_rows
     queries = Fragments(torch.ones(n_rows, 1), offsets, check=False, max_length=n_rows)
     contexts = Fragments(torch.ones(1, 1), torch.tensor([0, 1]))
@@ -302,7 +302,7 @@ def test_offsets_that_make_more_rows_than_32_bits_count_lead_nowhere(kernels: Ba
     assert np.isnan(found.contexts).all()
 
 
-# Faults
+# Planted faults
 
 KERNELS = "csrc/include/itm_fast/cuda/"
 LISTS, PAIR, BACKWARD = (KERNELS + name for name in ("pair_lists.h", "pair_gradient.h", "cross_attention_backward.h"))

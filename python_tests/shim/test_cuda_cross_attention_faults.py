@@ -25,7 +25,7 @@ PRODUCT, SCORES, PAIR, LONG, TILES = (
 
 
 def check(library: Path) -> None:
-    """Short sets in several tiles, contexts that cancel, and a long pair."""
+    """Check short sets in several tiles, contexts that cancel, and a long pair."""
     kernels = AttentionKernels(library)
     check_random_scores(kernels, [3, 30, 40], [6, 17, 40], 68, name="short sets")
     queries = random_fragments([3, 9], 24, seed=3)
@@ -150,7 +150,7 @@ def test_the_kernels_pass_the_sanitizers_with_the_same_results(shim: list[Path],
 
 
 def test_the_sanitizers_see_what_lies_outside(tmp_path: Path) -> None:
-    """A row too many of the rows that are copied one by one."""
+    """The fault copies one row too many of the rows copied one by one."""
     root = planted(tmp_path / "faulty", PRODUCT, "is_row_[i] = row < run.count;", "is_row_[i] = row <= run.count;")
     compile_driver("cross_attention", tmp_path, "-O0", *SANITIZERS, root=root)
     result = run_sanitized(tmp_path, "cross_attention")

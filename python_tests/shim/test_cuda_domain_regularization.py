@@ -1,6 +1,6 @@
-"""The CUDA kernels of `domain_regularization`, run by the CPU shim (docs/internals/shim.md), with planted faults.
+"""The CUDA kernels of `domain_regularization` in the CPU shim (docs/internals/shim.md), with planted faults.
 
-They are compiled and simulated here; no GPU is involved.
+The kernels are compiled for the CPU and simulated; no GPU is involved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def operands_of(batch: Batch) -> tuple[np.ndarray | None, ...]:
 
 
 def simulated(kernels: DomainKernels, batch: Batch, incoming: torch.Tensor, **options: Any) -> list[torch.Tensor]:
-    """Both results and all gradients, those of the features in their dtype."""
+    """Return both results and all gradients; the gradients of features have their dtype."""
     options["dtype"] = str(batch.regions.dtype).removeprefix("torch.")
     operands = operands_of(batch)
     forward = kernels.forward(operands, **options)
@@ -47,7 +47,7 @@ def simulated(kernels: DomainKernels, batch: Batch, incoming: torch.Tensor, **op
 
 
 def check(kernels: DomainKernels, batch: Batch, seed: int = 0, **options: Any) -> None:
-    """Everything at most twice as wrong as plain PyTorch in float32."""
+    """Check that all errors are at most twice those of plain PyTorch in float32."""
     incoming = torch.randn(2, len(batch.regions), generator=torch.Generator().manual_seed(seed))
     found = simulated(kernels, batch, incoming, seed=seed, **options)
     named = {name: options[name] for name in ("margin", "aggregation")}
@@ -78,7 +78,7 @@ def test_random_batches_in_every_dtype(kernels: DomainKernels, data: st.DataObje
     check(kernels, batch, seed, wide_offsets=data.draw(st.booleans()), **options)
 
 
-# More rows than are held at a time, more columns than threads, more pairs than a block looks at together.
+# More rows than fit at a time, more columns than threads, and more pairs than a block reads at a time.
 LONG = random_batch([70, 3], [2, 66], 300, captions=[1, 0], images=[-1, 0], seed=5).to(torch.float32)
 MANY = random_batch([1] * 140, [1] * 140, 3, captions=[139] * 140, images=[*range(139, -1, -1)], seed=8).to(
     torch.float32
@@ -130,7 +130,7 @@ def test_what_is_not_wanted_is_left_alone(kernels: DomainKernels) -> None:
     assert all(np.array_equal(one, other) for one, other in zip(every[2:], weights[2:], strict=True))
 
 
-# Faults
+# Planted faults
 
 FORWARD, BACKWARD = (f"csrc/include/itm_fast/cuda/domain_regularization{part}.h" for part in ("", "_backward"))
 FAULTS = {

@@ -1,7 +1,7 @@
-"""Faults planted into the kernels: each must fail the checks that the kernels pass as they are.
+"""Faults planted into the kernels: each must fail the checks that the original kernels pass.
 
-A fault is a change of one place in a copy of the sources; the test says what must report it. One build has
-AddressSanitizer and UndefinedBehaviorSanitizer, which the kernels as they are pass as well.
+A fault changes one place in a copy of the sources; the test names the check that must report it. One build uses
+AddressSanitizer and UndefinedBehaviorSanitizer; the original kernels pass these, too.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def plain(shim: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The drivers with the kernels as they are."""
+    """Compile the drivers with the original kernels."""
     folder = tmp_path_factory.mktemp("plain")
     return {name: compile_driver(name, folder, "-O0", shim=shim) for name in CHECKS}
 
@@ -220,7 +220,7 @@ def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path:
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
-# Under the sanitizers
+# Faults for the sanitizers
 
 
 @pytest.fixture(scope="module")

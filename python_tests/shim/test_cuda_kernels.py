@@ -1,6 +1,6 @@
-"""The bodies of the CUDA kernels, run by the CPU shim (docs/internals/shim.md), against the reference.
+"""The CUDA kernels of the losses and ranks in the CPU shim (docs/internals/shim.md), against the reference.
 
-They are compiled and simulated here; no GPU is involved.
+The kernels are compiled for the CPU and simulated; no GPU is involved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from python_tests.helpers.shim_checks import check_hardest, check_ranks, check_t
 
 pytestmark = pytest.mark.shim
 
-# Below, at and above whole tiles of 16 x 64, and several of them.
+# Sizes below, at and above whole tiles of 16 x 64, and several tiles.
 sizes = st.sampled_from([1, 2, 3, 7, 15, 16, 17, 33, 63, 64, 65, 70, 130])
 seeds = st.integers(0, 2**31)
 few_values = [-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0]
@@ -47,7 +47,7 @@ def retrieval(tmp_path_factory: pytest.TempPathFactory) -> RetrievalKernels:
 @settings(max_examples=120)
 @given(st.data())
 def test_triplet_loss_with_ties_masks_and_special_values(triplet: TripletKernels, data: st.DataObject) -> None:
-    """Every option; numbers of few digits make sums exact, so the results are equal."""
+    """Covers every option. Sums of few-digit numbers are exact, so the results are equal bit for bit."""
     n = data.draw(sizes)
     directions = data.draw(st.sampled_from(DIRECTIONS))
     separate = directions != "both" and data.draw(st.booleans())
@@ -56,7 +56,7 @@ def test_triplet_loss_with_ties_masks_and_special_values(triplet: TripletKernels
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
     rare = data.draw(st.sampled_from([0.0, 0.0, 0.02, 0.3]))
     scores = choose(few_values, (n, m), seed, dtype, rare)
-    # "selective" divides, and "mean" does: by a power of two the results stay exact.
+    # "selective" and "mean" divide; results stay exact if the divisor is a power of two.
     mining = data.draw(st.sampled_from(MINING))
     options: dict[str, Any] = {
         "directions": directions,
@@ -91,7 +91,7 @@ def test_triplet_loss_of_any_numbers(
     triplet: TripletKernels, size: int, mining: str, seed: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    # Away from the threshold of the hinge, where rounding decides who takes part.
+    # Scores away from the threshold of the hinge, where rounding would decide the active hinges.
     scores = (0.3 * torch.randn(size, size, generator=generator, dtype=torch.float64)).to(dtype)
     own = scores.diagonal()
     near = torch.stack([0.2 + scores - own[:, None], 0.2 + scores - own]).abs() < 1e-5
@@ -102,7 +102,7 @@ def test_triplet_loss_of_any_numbers(
 
 @pytest.mark.parametrize("mining", MINING)
 def test_large_tiles_give_the_same(triplet: TripletKernels, mining: str) -> None:
-    """The tiles of 64 x 128 that matrices of a million elements are cut into."""
+    """Matrices of a million elements use tiles of 64 x 128."""
     for size, seed in ((1, 1), (64, 2), (150, 3)):
         scores = choose(few_values, (size, size), seed, torch.float32)
         mask = choose([0.0, 1.0, 1.0], (size, size), seed + 1, torch.float32) == 0.0
@@ -139,7 +139,7 @@ def test_empty_matrices(triplet: TripletKernels) -> None:
 
 @pytest.mark.parametrize("mining", MINING)
 def test_results_do_not_depend_on_the_order_of_blocks_and_threads(triplet: TripletKernels, mining: str) -> None:
-    """Random float32 numbers, whose sums would differ in the last place."""
+    """Sums of random float32 numbers in another order would differ in the last digit."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(70, 70, generator=generator).numpy()
     options = {"mining": mining, "epsilon": 0.5, "reduction": "mean"}
@@ -172,7 +172,7 @@ def test_an_incoming_gradient_that_is_not_finite_stays_with_its_anchor(
 @settings(max_examples=60)
 @given(st.data())
 def test_retrieval_ranks(retrieval: RetrievalKernels, data: st.DataObject) -> None:
-    """Ties, NaN, infinities, images without captions, any order of captions."""
+    """Covers ties, NaN, infinities, images without captions, and any order of captions."""
     n_images, n_captions = data.draw(sizes), data.draw(sizes | st.just(0))
     seed = data.draw(seeds)
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
@@ -183,10 +183,10 @@ def test_retrieval_ranks(retrieval: RetrievalKernels, data: st.DataObject) -> No
 
 
 def test_an_image_out_of_range_belongs_to_nobody(retrieval: RetrievalKernels) -> None:
-    """On a GPU nothing checks the values beforehand; they must not lead out of the memory."""
+    """Nothing checks the values before a launch on a GPU; an invalid one must not cause an out-of-bounds access."""
     scores = np.array([[0.5, 0.9, 0.1], [0.7, 0.2, 0.3]], np.float32)
     images, captions = retrieval.ranks(scores, np.array([0, 7, -1]), "pessimistic")
-    assert images.tolist() == [1, -1]  # Of image 0 caption 1 is above its own; image 1 has none.
+    assert images.tolist() == [1, -1]  # Image 0 ranks caption 1 above its own caption; image 1 has no caption.
     assert captions[0] == 1
 
 

@@ -1,6 +1,6 @@
-"""The launchers of csrc/cuda on the CPU: checks, results, workspaces and grids are theirs, kernels run on the shim.
+"""The launchers of csrc/cuda on the CPU: their checks, results, workspaces and grids; the kernels run in the shim.
 
-Python takes the same path as on a GPU (`helpers/stand_in.py`). Only streams and CUDA's own calls are left out.
+Python takes the same path as on a GPU (`helpers/stand_in.py`). Only streams and calls of CUDA itself are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from python_tests.operators.test_devices import check_numbers
 from python_tests.shim.launchers import compile_launchers, on_the_shim
 
 pytestmark = pytest.mark.shim
-# Many slices, long sets, wide layers and one more step, which take the shim seconds and the launchers nothing else.
+# Many slices, long sets, wide layers and one more step take seconds in the shim and add no launcher code.
 TOO_SLOW = (
     "cross_attention_scores wide",
     "cross_attention_scores long sets",
@@ -30,7 +30,7 @@ TOO_SLOW = (
     "regulated_scores of RCR alone",
 )
 DRIVEN = [case for case in CASES if case.name not in TOO_SLOW]
-# What a launcher does for a dtype does not depend on the options: the first case of an operator has all of its dtypes.
+# Dtype handling of a launcher does not depend on the options: only the first case of an operator runs in all dtypes.
 IN_ALL_DTYPES = {case.operators[0]: case.name for case in reversed(DRIVEN)}.values()
 OPERATORS = torch.ops.itm_fast
 
@@ -77,7 +77,7 @@ def test_nothing_is_launched_as_a_grid_of_no_blocks(mining: str) -> None:
         arguments = (torch.tensor(1.0), nothing, None, None, negatives, *options, reduction)
         check_as_on_the_cpu(OPERATORS.triplet_loss_backward, *arguments)
     check_as_on_the_cpu(OPERATORS.hardest_negatives, nothing, None)
-    for n_images in (3, 0):  # Captions without images are refused: each names one.
+    for n_images in (3, 0):  # Captions need images: each caption names one.
         of_captions = torch.zeros(0, dtype=torch.int64)
         check_as_on_the_cpu(OPERATORS.retrieval_ranks, torch.zeros(n_images, 0), of_captions, True)
 

@@ -1,7 +1,7 @@
-"""Loss and gradient in one launch, run by the CPU shim with all blocks under way together (docs/internals/shim.md).
+"""Loss and gradient in one launch, in the CPU shim with all blocks resident at once (docs/internals/shim.md).
 
-They are compiled and simulated here; no GPU is involved. The kernels of two launches are held against the reference
-elsewhere; here both must agree bit for bit.
+The kernels are compiled for the CPU and simulated; no GPU is involved. Other tests compare the kernels of two launches
+with the reference; here both forms must agree bit for bit.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_triplet_loss_is_that_of_two_launches(kernels: Kernels, data: st.DataObj
     gradients = kernels[1].backward(np.ones_like(loss), scores.numpy(), negatives, mask, own, seed=seed, **options)
     blocks = data.draw(st.integers(1, 5))
     actual = kernels[0].triplet(scores.numpy(), mask, own, seed=seed + 1, blocks=blocks, **options)
-    # What a loss that is not finite sends back means nothing.
+    # The gradients of a non-finite loss are not defined.
     count = None if np.isfinite(loss) else 2
     assert_same(actual[:count], [loss, negatives, *gradients][:count])
 
@@ -119,7 +119,7 @@ def test_one_launch_gives_the_numbers_of_the_reference(kernels: Kernels, mining:
 
 
 def test_a_thousand_rows_in_large_tiles(kernels: Kernels) -> None:
-    """As matrices of more than 2^20 scores are cut: 17 x 9 tiles, partial at both ends, with ties across them all."""
+    """Tiles as for more than 2^20 scores: 17 x 9 tiles, partial at both ends, with ties across all tiles."""
     scores, anchor = (choose(few_values, (1025, 1025), i, torch.float32) for i in range(2))
     check_one_launch(kernels[0], scores, anchor, mining="hardest", margin=0.25, blocks=3, large=True)
 
@@ -132,12 +132,12 @@ def test_a_gradient_is_multiplied_by_the_incoming_one(kernels: Kernels, dtype: t
         with np.errstate(invalid="ignore"):
             expected = np.where(gradient == 0, gradient, gradient * np.array(factor, dtype))
         assert np.array_equal(scaled, expected, equal_nan=True)
-    # One leaves everything as it is, whatever it is.
+    # A factor of one leaves every gradient unchanged, even a non-finite one.
     special = np.array([math.nan, math.inf, -0.0, 1e-45], dtype)
     assert kernels[0].scale(special, 1.0).tobytes() == special.tobytes()
 
 
-# The barrier of the grid in the shim
+# Tests of the grid barrier in the shim
 
 
 def grid(kernels: Kernels, rule: int, seed: int, blocks: int = 4) -> list[int]:
@@ -149,7 +149,7 @@ def grid(kernels: Kernels, rule: int, seed: int, blocks: int = 4) -> list[int]:
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_after_a_barrier_of_the_grid_all_blocks_have_written(kernels: Kernels, blocks: int) -> None:
     for seed in range(4):
-        # Every block adds up what all wrote, twice: 1 to n, then those sums.
+        # Every block sums what all blocks wrote, twice: first 1 to n, then those sums.
         total = blocks * (blocks + 1) // 2
         assert grid(kernels, 0, seed, blocks) == [total * blocks] * blocks
 
@@ -166,7 +166,7 @@ def test_without_one_the_numbers_are_wrong(kernels: Kernels) -> None:
     ],
 )
 def test_a_barrier_that_not_all_blocks_come_to_is_reported(kernels: Kernels, rule: int, message: str) -> None:
-    """One block leaves early; blocks that run one after another, as in an ordinary launch."""
+    """Either one block leaves early, or blocks run one after another as in an ordinary launch."""
     for seed in range(4):
         with pytest.raises(KernelError, match=message):
             grid(kernels, rule, seed)

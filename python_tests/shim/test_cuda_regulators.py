@@ -1,7 +1,7 @@
-"""The CUDA kernels of `regulated_scores` and `cross_attention_alignments`, run by the CPU shim, against the reference.
+"""The CUDA kernels of `regulated_scores` and `cross_attention_alignments` in the CPU shim, against the reference.
 
-They are compiled and simulated; no GPU is involved (docs/internals/shim.md). The small tile of the tests has 32 rows,
-32 columns and chunks of 64 channels.
+The kernels are compiled for the CPU and simulated; no GPU is involved (docs/internals/shim.md). The small tile of the
+tests has 32 rows, 32 columns and chunks of 64 channels.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from python_tests.shim.shim_regulators import RegulatorKernels, random_weights
 
 pytestmark = pytest.mark.shim
 
-# Two tiles of queries; set 2 of the queries and set 1 of the contexts are empty.
+# Two tiles of queries; query set 2 and context set 1 are empty.
 QUERIES, CONTEXTS = [3, 1, 0, 12, 9, 9], [4, 0, 17, 1]
-DIM, WIDTH = 70, 35  # two chunks, and two blocks of outputs
+DIM, WIDTH = 70, 35  # two chunks and two blocks of outputs
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +50,17 @@ def rcar(setting: str = "rcar2", dim: int = DIM, width: int = WIDTH) -> tuple[Fr
 
 
 def autocast_scores(*operands: Any) -> torch.Tensor:
-    """Plain PyTorch with its own products in bfloat16."""
+    """Compute scores in plain PyTorch with its own bfloat16 products."""
     with torch.autocast("cpu", torch.bfloat16):
         return reference.regulated_scores_packed(*operands).float()
 
 
-# Scores and alignments
+# Tests of scores and alignments
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_setting(kernels: RegulatorKernels, setting: str) -> None:
-    """Dropout included: one element of a mask that differs changes a score by far more than rounding does."""
+    """Includes dropout: a single wrong mask element would change a score by far more than rounding."""
     number = list(SETTINGS).index(setting)
     options: dict[str, Any] = {"temperature": 5.0, "focal": FOCAL_MODES[number % 3]}
     operands = rcar(setting)
@@ -71,7 +71,7 @@ def test_every_setting(kernels: RegulatorKernels, setting: str) -> None:
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_alignments(kernels: RegulatorKernels, normalization: str) -> None:
-    """Those of an empty context set, too: its attended vector is zero."""
+    """Includes an empty context set, whose attended vector is zero."""
     number = NORMALIZATIONS.index(normalization)
     setting = ("rar1", "rcar2", "rcar2, residuals")[number % 3]
     options = {"normalization": normalization, "focal": FOCAL_MODES[number % 3], "temperature": 6.0}
@@ -104,7 +104,7 @@ def test_ragged_sets_of_any_width(kernels: RegulatorKernels, data: st.DataObject
 
 
 def test_the_tile_of_the_launchers(kernels: RegulatorKernels) -> None:
-    """112 x 128, four stages and eight warps, and more chunks than one of 512 channels."""
+    """112 x 128 with four stages and eight warps, and more than one chunk of 512 channels."""
     queries, contexts = random_fragments([13, 40], 530), random_fragments([9], 530, seed=1)
     parameters = random_parameters("rcar2", 530, 20)
     check_scores(kernels, queries, contexts, parameters, run={"large": True})
@@ -117,7 +117,7 @@ def test_the_tile_of_the_launchers(kernels: RegulatorKernels) -> None:
 
 @pytest.mark.parametrize("focal", ["equal", "prob"])
 def test_sets_that_fill_the_tile_of_the_launchers(kernels: RegulatorKernels, focal: str) -> None:
-    """All 112 rows, by one set or by several; each lane takes up to four of as many as 128 contexts."""
+    """One set or several sets fill all 112 rows; each lane takes up to four of at most 128 contexts."""
     queries, contexts = random_fragments([112, 50, 62], 12), random_fragments([128, 97], 12, seed=1)
     parameters = random_parameters("rcar2", 12, 10)
     check_scores(kernels, queries, contexts, parameters, name=focal, focal=focal, run={"large": True})
@@ -126,12 +126,12 @@ def test_sets_that_fill_the_tile_of_the_launchers(kernels: RegulatorKernels, foc
 @pytest.mark.parametrize("setting", ["rcr1", "rcar2", "rcar2, residuals"])
 @pytest.mark.parametrize(("wide", "narrow"), [(0, 5), (5, 0), (0, 0), (45, 40)])
 def test_hidden_layers_of_any_width(kernels: RegulatorKernels, setting: str, wide: int, narrow: int) -> None:
-    """Without hidden units the biases alone make the factors."""
+    """Without hidden units, the factors depend only on the biases."""
     queries, contexts, parameters = rcar(setting, 20, 12)
     check_scores(kernels, queries, contexts, hidden_widths(parameters, wide, narrow), name=setting)
 
 
-# Precision
+# Tests of the precisions
 
 
 @pytest.mark.parametrize("setting", ["rcr1", "rcar2"])
@@ -149,7 +149,7 @@ def test_the_precisions(request: pytest.FixtureRequest, cores: str, setting: str
     assert 1e-5 < max_error(medium, exact) < 2e-2
 
 
-# Order, room and launches
+# Tests of order, workspace and launches
 
 
 @pytest.mark.parametrize("kernel", ["float32", "bf16"])
@@ -181,7 +181,7 @@ def test_a_block_needs_the_same_room_however_many_sets_and_channels_there_are(ke
     assert len(set(found)) == 1
 
 
-# Values that are no numbers, and sets that are none
+# Tests of non-finite values and invalid sets
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -209,7 +209,7 @@ def test_zero_vectors_are_as_in_the_reference(kernels: RegulatorKernels) -> None
 
 
 def test_longer_sets_than_the_kernel_takes_are_nan(kernels: RegulatorKernels) -> None:
-    """Callers that check the limits first never see these; the pairs of other sets do not change."""
+    """Callers that check the limits never see these NaN; pairs of other sets do not change."""
     queries, contexts = random_fragments([3, 33, 4], 9), random_fragments([5, 33, 2], 9, seed=1)
     for setting, aligns in (("rcar2", False), ("rcr1, mean", True)):
         parameters = random_parameters(setting, 9, 6)
@@ -230,7 +230,7 @@ def test_longer_sets_than_the_kernel_takes_are_nan(kernels: RegulatorKernels) ->
     [[0, 900, 3, 10], [0, -5, 20, 10], [0, 4, 4, -(2**40)], [7, 2, 9, 10], [0, 2**40, 2**41, 2**42], [0, 0, 60, 61]],
 )
 def test_offsets_that_cannot_be_lead_nowhere(kernels: RegulatorKernels, offsets: list[int]) -> None:
-    """On a GPU nothing looks at them beforehand."""
+    """Nothing checks offsets before a launch on a GPU, so the kernels must not read outside the values."""
     rows = random_fragments([10], 8, torch.float32).values.numpy()
     weights = random_weights(np.random.default_rng(0), 8, 6, 2, 1, 2, scored=1, interleaved=1)
     given, right = np.array(offsets), np.array([0, 4, 6, 10])
@@ -250,7 +250,7 @@ def test_empty_sets_score_zero(kernels: RegulatorKernels) -> None:
     assert result_of(kernels, none, none, random_parameters("rcar2", 8, 6)).tolist() == [[0, 0], [0, 0]]
 
 
-# What the operators ask before they call the kernels
+# Tests of the limits that operators check before a launch
 
 
 def test_the_limits_are_those_of_the_kernels(kernels: RegulatorKernels) -> None:

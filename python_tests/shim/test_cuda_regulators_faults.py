@@ -117,7 +117,7 @@ def test_the_kernels_pass_the_sanitizers_with_the_same_results(shim: list[Path],
 
 
 def test_the_sanitizers_see_what_lies_outside(tmp_path: Path) -> None:
-    """A slab too few."""
+    """The fault allocates one slab too few."""
     root = planted(tmp_path / "faulty", KERNELS + "regulation_launch.h", "slab.bytes * (sizes.blocks - 1)",
                    "slab.bytes * (sizes.blocks - 2)")  # fmt: skip
     compile_driver("regulators", tmp_path, *SMALL, *SANITIZERS, root=root)

@@ -1,4 +1,4 @@
-"""The CPU shim itself: its table of fragments, its wrappers, and what it reports of kernels that break the rules."""
+"""The CPU shim itself: its fragment table, its wrappers, and its reports of kernels that break the rules."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ProductKernels:
     return ProductKernels(compile_driver("product", tmp_path_factory.mktemp("product")))
 
 
-# The figures of the PTX ISA, section "Matrix Fragments for mma.m16n8k16 with floating point type": which lane holds the
-# element in each row and column, T0 to T31, and as which of its elements. A: rows 0 to 7 of the left half; the other
-# quarters hold the elements named there of the same lanes.
+# From the figures in the PTX ISA, section "Matrix Fragments for mma.m16n8k16 with floating point type": the lane (T0 to
+# T31) and its element for each row and column. A: rows 0 to 7 of the left half; the other quarters are in the elements
+# named there, in the same lanes.
 FIGURE_A = [[4 * row + column // 2 for column in range(8)] for row in range(8)]
 QUARTERS_A = {(0, 0): ("a0", "a1"), (8, 0): ("a2", "a3"), (0, 8): ("a4", "a5"), (8, 8): ("a6", "a7")}
 # B: rows 0 to 7; T0 holds b0 and b1 of column 0 in rows 0 and 1. Rows 8 to 15: the same lanes, b2 and b3.
 FIGURE_B = [[4 * column + row // 2 for column in range(8)] for row in range(8)]
 HALVES_B = {0: ("b0", "b1"), 8: ("b2", "b3")}
-# The sums: rows 0 to 7 as in A, c0 and c1; rows 8 to 15: the same lanes, c2 and c3.
+# Sums: rows 0 to 7 as in A, with c0 and c1; rows 8 to 15: the same lanes, c2 and c3.
 HALVES_C = {0: ("c0", "c1"), 8: ("c2", "c3")}
 
 
 def places(kernels: ProductKernels, table: int, elements: int) -> dict[tuple[int, int], tuple[int, int]]:
-    """(row, column) -> (lane, element), of the table that host bodies and kernels use."""
+    """Return (row, column) -> (lane, element) from the table that host bodies and kernels share."""
     found = {}
     for lane in range(32):
         for element in range(elements):
@@ -59,7 +59,7 @@ def test_the_table_of_fragments_is_that_of_the_manual(kernels: ProductKernels) -
     assert places(kernels, 0, 8) == a
     assert places(kernels, 1, 4) == b
     assert places(kernels, 2, 4) == c
-    # Some of them spelled out, as the manual's formulae give them.
+    # Some entries computed with the formulas of the manual.
     assert a[0, 0] == (0, 0)
     assert a[13, 3] == (21, 3)
     assert a[5, 14] == (23, 4)
@@ -72,7 +72,7 @@ def test_the_table_of_matrix_loads_is_that_of_the_manual(kernels: ProductKernels
     rows = places(kernels, 3, 2)
     assert rows == {(i, j): (4 * i + j // 2, j % 2) for i in range(8) for j in range(8)}
     assert places(kernels, 4, 2) == {(j, i): value for (i, j), value in rows.items()}
-    # With .x4 lanes 0 to 7 give the addresses of the rows of the first matrix, lanes 8 to 15 those of the second.
+    # With .x4, lanes 0 to 7 hold the row addresses of the first matrix, lanes 8 to 15 those of the second.
     lanes = [kernels.library.address_lane(ctypes.c_int64(m), ctypes.c_int64(r)) for m in range(4) for r in range(8)]
     assert lanes == list(range(32))
 
@@ -82,19 +82,19 @@ def test_the_table_of_matrix_loads_is_that_of_the_manual(kernels: ProductKernels
 def test_products_through_copies_fragments_and_tensor_cores(
     kernels: ProductKernels, rows: int, columns: int, depth: int, transposed: bool, half: bool, seed: int
 ) -> None:
-    """Tails in every dimension; copies take eight elements at a time."""
+    """Covers tails in every dimension; a copy moves eight elements."""
     width = 8 * columns if transposed else 7 * columns
     check_product(kernels, rows, width, 8 * depth, transposed=transposed, half=half, seed=seed)
 
 
 @pytest.mark.parametrize("half", [False, True])
 def test_sixteen_bit_values_are_those_of_numpy_and_torch(kernels: ProductKernels, half: bool) -> None:
-    """Every finite value of the type times one."""
+    """Every finite value of the type is multiplied by one."""
     bits = np.arange(2**16, dtype=np.uint16)
     values = bits.view(np.float16).astype(np.float32) if half else (bits.astype(np.uint32) << 16).view(np.float32)
     bits, values = bits[np.isfinite(values)], values[np.isfinite(values)]
     left, values = bits.reshape(-1, 8), values.reshape(-1, 8)
-    # The identity turns a row of eight values into eight results.
+    # The identity maps a row of eight values to eight results.
     right = np.diag(np.full(8, 0x3C00 if half else 0x3F80, np.uint16))
     for first in range(0, len(left), 512):
         part = np.ascontiguousarray(left[first : first + 512])
@@ -156,7 +156,7 @@ BROKEN: list[Any] = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_numbers_of_16_bits_are_those_of_torch(kernels: ProductKernels, dtype: torch.dtype) -> None:
-    """All of them as float32, and back what lies on, beside and half way between them."""
+    """All 16-bit numbers convert to float32; back conversion covers these, their neighbours and the halfway values."""
     half = ctypes.c_int64(dtype == torch.float16)
     bits = np.arange(1 << 16, dtype=np.uint16)
     wide = np.empty(bits.size, np.float32)
@@ -189,5 +189,5 @@ def test_a_broken_rule_is_reported_whatever_the_order(kernels: ProductKernels, r
     for seed in range(4):
         with pytest.raises(KernelError, match=message):
             broken(kernels, rule, seed)
-    # The next launch is not affected.
+    # The next launch is unaffected.
     broken(kernels, 0, 0)

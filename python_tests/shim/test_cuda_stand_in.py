@@ -1,6 +1,6 @@
-"""Run the tests, the benchmark and the tools for GPUs on a stand-in for a GPU (`helpers/stand_in.py`).
+"""Run the tests, the benchmark and the tools for GPUs on a simulated GPU (`helpers/stand_in.py`).
 
-So a mistake in them shows here and not on the first GPU. That the kernels are right on one is not shown.
+This finds their mistakes without a GPU. It does not show that the kernels are correct on a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from python_tests.helpers.stand_in import NAME, Gpu, WaitedError, stand_in
 from python_tests.helpers.wrappers import WRAPPERS, Wrappers
 from python_tests.operators import test_devices
 
-# One of a kind: the others differ in options, which the tests on the CPU have had.
+# One case of each kind; the tests on the CPU cover the other options.
 DRIVEN = (
     "cross_attention_scores default",
     "cross_attention_scores odd width",
@@ -71,7 +71,7 @@ def gpu() -> Iterator[Gpu]:
 
 
 def of_gpus_alone(name: str) -> ModuleType:
-    """A file of python_tests/cuda, which is collected where there is a GPU."""
+    """Load a file of python_tests/cuda, which pytest collects only on a GPU."""
     spec = importlib.util.spec_from_file_location(f"cuda_{name}", ROOT / "python_tests/cuda" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -79,7 +79,7 @@ def of_gpus_alone(name: str) -> ModuleType:
 
 
 def check_equal(case: Case, seed: int, size: int, dtype: torch.dtype, device: str, found: list[torch.Tensor]) -> None:
-    """In place of check_numbers: what the kernels that did the work give without all of this."""
+    """Replace check_numbers: compare with the same kernels called directly."""
     right = run_case(F_itm, case, inputs_of(case, seed, size, dtype, "cpu"))
     assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
 
@@ -90,7 +90,7 @@ def test_a_case_of_every_operator_is_driven() -> None:
 
 @pytest.mark.parametrize("name", DRIVEN)
 def test_the_tests_of_a_device_run(gpu: Gpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without waiting, in another stream, and from a graph on other numbers than those of its capture."""
+    """Run without synchronisation, in another stream, and as a graph replayed on other numbers."""
     monkeypatch.setattr(test_devices, "check_numbers", check_equal)
     test_devices.test_nothing_waits_for_the_device("cuda", CASE_OF[name])
     assert gpu.sync_debug_mode == 0
@@ -162,13 +162,13 @@ def test_a_limit_of_launches_stands_there_for_every_cuda_kernel() -> None:
 
 def test_the_profiler_is_asked_after_a_call_that_is_not_counted(gpu: Gpu) -> None:
     calls: list[int] = []
-    assert launched(lambda: calls.append(len(calls))) == []  # A processor runs no kernels.
+    assert launched(lambda: calls.append(len(calls))) == []  # A CPU runs no GPU kernels.
     assert calls == [0, 1]
-    assert gpu.order.count("synchronize") >= 2  # The profiler waits, too.
+    assert gpu.order.count("synchronize") >= 2  # The profiler also synchronises.
 
 
 def test_the_comparison_of_wrappers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the CPU's bodies on both sides, and with one that gives something else."""
+    """Compare the CPU bodies with themselves, then with a wrong body."""
     tests = of_gpus_alone("test_wrappers")
     library = compile_driver("wrappers", tmp_path)
     host = Wrappers(library)
@@ -221,13 +221,13 @@ def test_the_benchmark_of_a_gpu_runs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) 
             keys = {"flop_per_s", "bytes_per_s", "share_of_gemm", "share_of_copy"}
             assert keys & set(figures) == (keys if variant.startswith("native") else set())
     assert {"flop_per_s", "median_s", "min_s", "max_s"} <= set(results["ceilings"]["gemm_bf16"])
-    # It is what the page of the cost model takes.
+    # The page of the cost model accepts these results.
     check_is_of_a_gpu(results, "r.json")
     assert tables([results]).startswith("Measured on H200; elsewhere the kernels are compiled")
 
 
 def test_memory_is_asked_of_the_gpu(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the program of the stage, which leaves what it has at its limit."""
+    """The benchmark program measures peak memory, and stops at its time limit with the results so far."""
     small = attrs.evolve(benchmark.PRESETS["dry"], memory=True)
     monkeypatch.setattr(gpu_bench, "PRESETS", {"small": small})
     monkeypatch.setattr(gpu_bench, "CudaMeter", QuietMeter)

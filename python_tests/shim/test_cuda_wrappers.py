@@ -1,6 +1,6 @@
-"""Every wrapper of machine.h by itself: on the CPU it gives what the manual says, and the driver for GPUs compiles.
+"""Every wrapper of machine.h alone: the CPU body gives the results of the manual, and the driver for GPUs compiles.
 
-`python_tests/cuda/test_wrappers.py` compares both bodies where there is a GPU.
+`python_tests/cuda/test_wrappers.py` compares both bodies on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from python_tests.helpers.processes import ROOT
 from python_tests.helpers.shim import KernelError, ProductKernels, compile_driver
 from python_tests.helpers.wrappers import CASES, WRAPPERS, Wrappers, compile_for_device
 
-# They index, or order whole blocks and warps: nothing to compare. The product, which is compared too, uses them.
+# Wrappers that index or order whole blocks and warps have no result to compare. The product, which is compared, uses
+# them.
 NOT_COMPARED = {
     "thread_index",
     "block_threads",
@@ -25,12 +26,12 @@ NOT_COMPARED = {
     "warp_sync",
     "shared_address",
     "dynamic_shared_memory",
-    # Used by losses with their gradient, which GPU tests compare with the reference.
+    # Losses with their gradient use these; GPU tests compare the losses with the reference.
     "grid_blocks",
     "grid_barrier",
-    # Differs from the C library's in the last digit; boosting_loss, which uses it, is compared within a tolerance.
+    # Differs from the C library in the last digit; the tests of boosting_loss, which uses it, allow a tolerance.
     "exponential",
-    # The same for domain_regularization.
+    # Likewise for domain_regularization.
     "logarithm_of_one_plus",
 }
 
