@@ -150,7 +150,7 @@ def sparse_gradients(n_queries: int, n_contexts: int, share: float, seed: int) -
 
 
 def check_all_gradients(kernels: BackwardKernels) -> None:
-    """Check a fixed set of cases that planted faults must fail: lists of several pairs, and pairs beyond the workspace."""
+    """Check a fixed set of cases that planted faults must fail: lists of several pairs, pairs beyond the workspace."""
     queries = random_fragments([3, 1, 0, 9, 5], 34, torch.float32, seed=1)
     contexts = random_fragments([4, 1, 11, 6], 34, torch.float32, seed=2)
     for seed, room in enumerate((ROOM, 200)):
