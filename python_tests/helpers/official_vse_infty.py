@@ -1,6 +1,6 @@
 """Official checkpoints of VSE-infinity and RVSE++, and the scores of their official code in float64, item by item.
 
-Nothing of the package is used here. Inside: `options`, `rvsepp_options`, `random_model`, `official_scores`.
+This file does not use the package. Inside: `options`, `rvsepp_options`, `random_model`, `official_scores`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The regulators of RCAR number by number in plain Python floats: the reference for PyTorch code and kernels.
 
-Nothing of the package is used to compute. Inside: `SETTINGS`, `random_parameters`, `hidden_widths`, `score_by_hand`,
+The computations do not use the package. Inside: `SETTINGS`, `random_parameters`, `hidden_widths`, `score_by_hand`,
 `alignments_by_hand`, `philox_by_hand`.
 """
 

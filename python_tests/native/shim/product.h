@@ -89,7 +89,7 @@ ITM_FAST_DEVICE void product(const ProductParameters& p) {
         }
       }
     }
-    barrier();  // All threads have read this stage before the next copies into it start.
+    barrier();  // All threads have read this stage before the next copies start.
   }
   wait_copies<0>();
 
