@@ -233,8 +233,9 @@ def alignments_by_hand(query: Rows, context: Rows, p: RegulatorParameters, optio
 
 
 def score_by_hand(query: Rows, context: Rows, p: RegulatorParameters, options: dict[str, Any]) -> float:
-    """Compute the score of one pair. `options["place"]` holds the indices of its first query row and of its context
-    set.
+    """Compute the score of one pair.
+
+    `options["place"]` holds the index of its first query row and the index of its context set.
     """
     if not query or not context:
         return 0.0
