@@ -71,8 +71,9 @@ def write_bert(folder: Path, weights: Mapping[str, torch.Tensor] | None = None, 
 def bert_states(
     weights: Mapping[str, torch.Tensor], ids: list[int], heads: int = SIZES["num_attention_heads"]
 ) -> np.ndarray:
-    """Compute the last hidden states (L, 24) of one sequence in float64 (Vaswani et al. 2017, section 3; Devlin et al.
-    2019).
+    """Compute the last hidden states (L, 24) of one sequence in float64.
+
+    Sources: Vaswani et al. 2017, section 3; Devlin et al. 2019.
     """
     w = {name: value.detach().double().numpy() for name, value in weights.items()}
 

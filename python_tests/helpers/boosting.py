@@ -56,8 +56,9 @@ def loop_boosting(
     directions: str = "both",
     weights: Tensor | None = None,
 ) -> Loops:
-    """Compute the loss of every anchor and the gradient of their sum, weighted by `weights` (directions, B), default
-    ones.
+    """Compute the loss of every anchor, and the gradient of their weighted sum.
+
+    `weights`: (directions, B); ones by default.
     """
     s, a = scores.double().tolist(), anchor_scores.double().tolist()
     n = len(s)

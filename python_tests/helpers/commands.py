@@ -22,8 +22,9 @@ def train_small(data: Path, out: Path, *more: str) -> Path:
 
 
 def error(capsys: pytest.CaptureFixture[str], *arguments: object, lines: int = 0) -> tuple[int, str]:
-    """Run a command that fails; return its exit status and its only line on stderr. It must print `lines` lines on
-    stdout.
+    """Run a command that must fail; return its exit status and its only line on stderr.
+
+    The command must print `lines` lines on stdout.
     """
     capsys.readouterr()
     status = cli.run([str(argument) for argument in arguments])

@@ -58,8 +58,9 @@ class Case:
 
 
 def _sets(seed: int, size: int, dim: int, longest: tuple[int, int], offsets: torch.dtype) -> Inputs:
-    """Draw `size` captions of 1 to 17 words and `size` images of 1 to 40 regions. Each side gets two more sets: one of
-    the longest size and an empty one.
+    """Draw `size` captions of 1 to 17 words and `size` images of 1 to 40 regions.
+
+    Each side gets two more sets: one of the longest size and an empty one.
     """
     lengths = torch.randint(1, 18, (size,), generator=torch.Generator().manual_seed(seed)).tolist()
     counts = torch.randint(1, 41, (size,), generator=torch.Generator().manual_seed(seed + 1)).tolist()
@@ -135,8 +136,9 @@ def _step_case(name: str, reduction: str, loss: tuple[str, str]) -> Case:
 
 
 def past_the_room(rows: int = 100) -> Case:
-    """Make a case with sets of `rows` rows on both sides. With 60 sets, the raw scores exceed the workspace of the CUDA
-    backward (2^25 scores).
+    """Make a case with sets of `rows` rows on both sides.
+
+    With 60 sets, the raw scores exceed the workspace of the CUDA backward (2^25 scores).
     """
 
     def make(seed: int, size: int) -> Inputs:
@@ -180,8 +182,9 @@ def _one_launch_case(name: str, mining: str) -> Case:
 
 
 def _domain_case(name: str, with_negatives: bool, **options: Any) -> Case:
-    """Make a case of the risks of `size` pairs, a pair of long sets and a pair of empty sets, with or without
-    negatives.
+    """Make a case of the risks of `size` pairs, with or without negatives.
+
+    Two pairs are added: one of long sets and one of empty sets.
     """
 
     def make(seed: int, size: int) -> Inputs:

@@ -1,5 +1,4 @@
-"""ADDR's risks in plain Python loops over float64 numbers, from the equations of the paper: the reference for the
-tests.
+"""ADDR's risks in plain Python loops over float64 numbers: the reference for the tests, from the paper's equations.
 
 Inside: `Batch`, `random_batch`, `loop_regularization`, `run`, `NAMES`, `nearest_edge`, `plain_form`.
 """
@@ -106,8 +105,9 @@ def run(
 
 @attrs.frozen
 class Loops:
-    """Results and gradients in float64 in the order of `NAMES`; `doubt` is the smallest distance of a hinge to its
-    edge.
+    """Results and gradients in float64, in the order of `NAMES`.
+
+    `doubt` is the smallest distance of a hinge to its edge.
     """
 
     results: list[Tensor]

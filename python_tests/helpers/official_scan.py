@@ -1,6 +1,6 @@
 """Checkpoints as SCAN's official code writes them, and the scores of that code in float64, in plain loops.
 
-Nothing of the package is used here: this file defines independently what an official checkpoint means.
+This file does not use the package: it defines independently what an official checkpoint means.
 
 Inside: `random_model`, `options`, `write_checkpoint`, `write_vocabulary`, `official_scores`, `FORMS`; and parts that
 other official code shares with SCAN: `gru_weights`, `caption_states`, `l2norm`, `pairwise`.

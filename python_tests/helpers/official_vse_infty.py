@@ -1,6 +1,6 @@
 """Official checkpoints of VSE-infinity and RVSE++, and the scores of their official code in float64, item by item.
 
-Nothing of the package is used here. Inside: `options`, `rvsepp_options`, `random_model`, `official_scores`.
+This file does not use the package. Inside: `options`, `rvsepp_options`, `random_model`, `official_scores`.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def official_scores(
     captions: Sequence[list[int]] = (),
     states: list[np.ndarray] | None = None,
 ) -> np.ndarray:
-    """Compute the scores (n_images, n_captions) in evaluation mode: no dropout, running statistics for batch
-    normalisation.
+    """Compute the scores (n_images, n_captions) in evaluation mode.
 
-    Captions are token ids for the GRU, or the hidden states of BERT.
+    There is no dropout, and batch normalisation uses the running statistics. Captions are token ids for the GRU, or the
+    hidden states of BERT.
     """
     image, text = ({key: value.double().numpy() for key, value in part.items()} for part in model)
     pictures = [_pooled(image, _regions(image, opt, rows)) for rows in features.astype(np.float64)]

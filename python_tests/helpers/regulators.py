@@ -1,6 +1,6 @@
 """The regulators of RCAR number by number in plain Python floats: the reference for PyTorch code and kernels.
 
-Nothing of the package is used to compute. Inside: `SETTINGS`, `random_parameters`, `hidden_widths`, `score_by_hand`,
+The computations do not use the package. Inside: `SETTINGS`, `random_parameters`, `hidden_widths`, `score_by_hand`,
 `alignments_by_hand`, `philox_by_hand`.
 """
 
@@ -233,8 +233,9 @@ def alignments_by_hand(query: Rows, context: Rows, p: RegulatorParameters, optio
 
 
 def score_by_hand(query: Rows, context: Rows, p: RegulatorParameters, options: dict[str, Any]) -> float:
-    """Compute the score of one pair. `options["place"]` holds the indices of its first query row and of its context
-    set.
+    """Compute the score of one pair.
+
+    `options["place"]` holds the index of its first query row and the index of its context set.
     """
     if not query or not context:
         return 0.0

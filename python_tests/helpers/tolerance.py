@@ -71,20 +71,16 @@ def assert_as_accurate(
     """Assert that each error is at most the floor plus twice the largest error of many rounding draws of plain PyTorch.
 
     If a few badly conditioned values carry the largest error, a single comparison depends on chance. Of two normal
-    draws,
-    one is more than twice as large as the other in six of ten cases. One is more than twice as large as each of 64
-    others
-    in two of a hundred thousand cases.
+    draws, one is more than twice as large as the other in six of ten cases. One is more than twice as large as each of
+    64 others in two of a hundred thousand cases.
 
     A draw is the error of a form against `exact`, after each entry of the inputs moved up or down by its last digit.
-    The
-    first draw of each form uses the inputs unchanged. Draws are made until the bound holds.
+    The first draw of each form uses the inputs unchanged. Draws are made until the bound holds.
 
     Args:
         actual: the tested results of one computation.
         forms: plain PyTorch, written in one or several ways; each takes a function that moves an input, and returns as
-            many
-            results as `actual`.
+            many results as `actual`.
         exact: the float64 evaluation at the unchanged inputs.
         names: names of the results.
     """

@@ -43,8 +43,7 @@ def loop_losses(
 
     Returns:
         float64 losses (directions, B), gradient of the scores (n, m), and gradient of the anchors' positive scores
-        (B,). If
-        the positives are on the diagonal, the gradient of the scores includes the latter.
+        (B,). If the positives are on the diagonal, the gradient of the scores includes the latter.
     """
     values = scores.double().tolist()
     n, m = scores.shape

@@ -73,8 +73,9 @@ def train_job(size: int, data: Path, out: Path, *options: object, **more: Any) -
 
 
 def _free_port() -> int:
-    """Return a port below the range from which systems assign ports, so that it stays free until the first process
-    takes it.
+    """Return a free port below the range from which systems assign ports.
+
+    It stays free until the first process takes it.
     """
     while True:
         port = random.SystemRandom().randrange(20_000, 30_000)

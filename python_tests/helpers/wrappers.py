@@ -172,8 +172,9 @@ def _widen(random: np.random.Generator) -> Case:
 
 
 def _narrow(random: np.random.Generator) -> Case:
-    """Narrow any bits, and the halfway cases of bfloat16 and float16: round to nearest, ties to even; NaN becomes
-    0x7fff.
+    """Narrow arbitrary bits and the halfway cases of bfloat16 and float16.
+
+    Rounding is to nearest, ties to even; NaN becomes 0x7fff.
     """
     words = _words(random, 32 * 32)
     words[1::4] = words[1::4] & 0xFFFF0000 | 0x8000

@@ -8,7 +8,7 @@
 namespace itm_fast::amx {
 namespace {
 
-// Packs the weights of a call, which come in the order of `RegulatorParameters.tensors()`.
+// Packs the weights of a call, given in the order of `RegulatorParameters.tensors()`.
 class Weights {
  public:
   Weights(const RegulatorKernels<float>& kernels, const float* const* weights) : kernels_(kernels), next_(weights) {}
@@ -31,7 +31,7 @@ class Weights {
   std::deque<std::vector<float>> memory_;
 };
 
-// RCR and RAR of `steps` aggregations, interleaved.
+// Interleaved RCR and RAR with `steps` aggregations.
 void scores(const RegulatorKernels<float>& kernels, const FragmentsView<float>& queries,
             const FragmentsView<float>& contexts, int64_t steps, int64_t width, const float* const* weights,
             float* out) {
@@ -88,7 +88,7 @@ extern "C" void amx_regulated_scores(int64_t parts, const float* queries, const 
                         {contexts, context_offsets, n_contexts, dim}, steps, width, weights, out);
 }
 
-// The hyperbolic tangent that all instruction sets share; `count` is a multiple of the lanes.
+// The hyperbolic tangent shared by all instruction sets; `count` is a multiple of the lanes.
 extern "C" void vector_tanh(const float* values, int64_t count, float* out) {
   using namespace itm_fast::amx;
   for (int64_t i = 0; i < count; i += kLanes<float>) store<float>(out + i, tanh_vector(load(values + i)));

@@ -1,7 +1,6 @@
 """The AMX kernels on a simulation of the tile instructions, as most test machines have no AMX.
 
-The tests run the code of the library itself. The tile instructions are replaced by the arithmetic in their
-description.
+The tests run the code of the library itself. The tile instructions are replaced by the arithmetic in their description.
 """
 
 import ctypes

@@ -259,8 +259,9 @@ def test_a_device_without_autocast_or_kernels_takes_the_packed_form() -> None:
 
 
 def test_bfloat16_rows_are_never_copied_to_a_wider_type() -> None:
-    """The peak memory of a step is below 1.5 times its gradients; float32 copies of words and regions would take twice
-    the gradients.
+    """The peak memory of a step is below 1.5 times its gradients.
+
+    float32 copies of words and regions would take twice the gradients.
     """
     sizes = workloads.Sizes(images=64, captions=64)
     peak = peak_memory(workloads.make_step, "native bf16", sizes, threads=1)

@@ -94,8 +94,9 @@ def test_numbers_and_gradients_at_several_sizes(device: str, case: Case) -> None
 
 @each_device
 def test_a_gradient_of_more_raw_scores_than_the_backward_keeps(device: str) -> None:
-    """On CUDA there are 36 million raw scores, but only 2^25 are kept; the other pairs are recomputed for each of their
-    sets.
+    """Pairs beyond the workspace are recomputed for each of their sets.
+
+    On CUDA there are 36 million raw scores; the workspace keeps 2^25.
     """
     case, size = past_the_room(), {"cpu": 3, "cuda": 60}[device]
     inputs = inputs_of(case, 0, size, torch.float32, device)
@@ -113,8 +114,9 @@ def set_precision() -> Iterator[Callable[[str], None]]:
 def test_the_settings_of_float32(
     device: str, setting: str, precision: str, set_precision: Callable[[str], None]
 ) -> None:
-    """ "high" multiplies two bfloat16 parts per operand, "medium" one part: as accurate as rounded inputs. Gradients
-    keep their accuracy.
+    """ "high" multiplies two bfloat16 parts per operand, "medium" one part.
+
+    "medium" is as accurate as rounded inputs. The gradients keep their accuracy.
     """
 
     def computed(functions: Any, dtype: torch.dtype, rounded: bool = False) -> tuple[torch.Tensor, ...]:

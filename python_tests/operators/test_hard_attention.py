@@ -31,8 +31,9 @@ def refused(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("aggregation", ["logsumexp", "mean"])
 def test_chan_is_computed_by_the_native_operator(monkeypatch: pytest.MonkeyPatch, aggregation: str) -> None:
-    """The profiler sees only the native operator. For B = 12 the backward takes at most 3 B pairs. Numbers match
-    float64.
+    """The profiler sees only the native operator, and the numbers match float64.
+
+    For B = 12, the backward takes at most 3 B pairs.
     """
     model = models.create("chan", vocab_size=5, feature_dim=8, embed_dim=24, word_dim=6, aggregation=aggregation)
     words = fragments([1 + number % 7 for number in range(12)], torch.float32)
@@ -75,8 +76,9 @@ def test_chan_is_computed_by_the_native_operator(monkeypatch: pytest.MonkeyPatch
 def test_the_first_of_equal_contexts_takes_score_and_gradient(
     implementation: str, dtype: torch.dtype, allowed: float, share: float
 ) -> None:
-    """The tied contexts differ, so that a wrong selection shows. Checked for few pairs with a gradient and for all
-    pairs.
+    """The tied contexts differ, so that a wrong selection changes the result.
+
+    Checked for few pairs with a gradient and for all pairs.
     """
     queries, contexts = tied_fragments([17, 1, 0, 40], 6, seed=1), tied_fragments([36, 5, 0, 1, 40], 6, seed=2)
     products = queries.values @ contexts[0].T

@@ -1,4 +1,4 @@
-"""The tests of the native kernels pass with every instruction set that this processor has."""
+"""The native kernels pass their tests with every instruction set of this processor."""
 
 import os
 import re

@@ -86,8 +86,9 @@ def test_anchor_scores_that_do_not_fit_are_named() -> None:
 
 @both_implementations
 def test_selhn_as_its_public_code_has_it(implementation: str) -> None:
-    """The code divides by B - 1, takes the mean over the batch, and halves the sum of both directions; the paper does
-    not.
+    """The code divides by B - 1, takes the batch mean, and halves the sum of both directions.
+
+    The paper does none of these.
     """
     function = IMPLEMENTATIONS[implementation]
     size, margin, epsilon = 12, 0.2, 0.1

@@ -1,5 +1,6 @@
-"""Loss and gradient of the one-call form on the CPU equal those of two calls bit for bit; loops check the two-call
-form.
+"""Loss and gradient of the one-call form on the CPU equal those of two calls bit for bit.
+
+Other tests compare the two-call form with loops.
 """
 
 from __future__ import annotations

@@ -49,8 +49,9 @@ def loop_ranks(scores: Tensor, caption_image: Tensor, ties: str) -> tuple[list[i
 
 
 def published_ranks(scores: Tensor) -> tuple[list[int], list[int]]:
-    """Run the published loops over five captions per image: sort per query and take the best position of a matching
-    item.
+    """Run the published loops over five captions per image.
+
+    They sort per query and take the best position of a matching item.
     """
     table = scores.numpy()
     images = []

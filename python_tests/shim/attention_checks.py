@@ -43,8 +43,7 @@ def check_scores(
     """Check that the error is at most twice that of plain PyTorch in float32, both on the rounded inputs.
 
     `by_draws`: allow twice the largest error of many rounding draws. Random cases need this weaker bound, as the error
-    of
-    a single draw may be close to zero.
+    of a single draw may be close to zero.
     """
     queries, contexts = (part.to(DTYPES.get(kernel, torch.float32)) for part in (queries, contexts))
     run = {"large": large, "shift": shift, "wide_offsets": wide_offsets, "seed": seed}

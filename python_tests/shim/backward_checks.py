@@ -115,8 +115,9 @@ def check_gradients(
     seed: int = 0,
     **options: Any,
 ) -> Gradients:
-    """Check the pair count, and that the error is at most twice that of plain PyTorch in float32, rounded to the dtype
-    of the rows.
+    """Check the pair count and the errors of the gradients.
+
+    An error may be at most twice that of plain PyTorch in float32, rounded to the dtype of the rows.
     """
     found = run(kernels, queries, contexts, gradients, room=room, seed=seed, **options)
     present = (queries.lengths > 0)[:, None] & (contexts.lengths > 0)

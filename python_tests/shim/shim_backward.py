@@ -1,5 +1,6 @@
-"""The backward kernels of cross_attention_scores in the shim, called with numpy arrays. This module does not import
-torch, so that a process under AddressSanitizer starts quickly.
+"""The backward kernels of cross_attention_scores in the shim, called with numpy arrays.
+
+This module does not import torch, so that a process under AddressSanitizer starts quickly.
 """
 
 from __future__ import annotations

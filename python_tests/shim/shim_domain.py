@@ -51,8 +51,9 @@ class DomainKernels:
         dtype: str = "float32",
         **options,
     ) -> tuple[np.ndarray | None, ...]:
-        """Return the gradients of regions and words (None unless `for_features`), weights and biases (None without
-        sums).
+        """Return the gradients of regions, words, weights and biases.
+
+        The first two are None unless `for_features`; the last two are None without sums.
         """
         regions, words, weights, biases = operands[0], operands[2], operands[4], operands[5]
         wanted = (for_features, for_features, found[3] is not None, found[3] is not None)

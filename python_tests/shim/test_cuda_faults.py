@@ -126,11 +126,11 @@ FAULTS = {
         r"shared array 'counts': (race at|atomic update of) index \d+",
     ),
     "missing barrier after the copies": (
-        ("product", PRODUCT, "barrier();  // The copies of all threads have landed.", ""),
+        ("product", PRODUCT, "barrier();  // The copies of all threads are complete.", ""),
         r"shared array '(left|right)_parts': (race at|read of) index \d+",
     ),
     "missing barrier before the next copies": (
-        ("product", PRODUCT, "barrier();  // All have read this stage before the next copies to it begin.", ""),
+        ("product", PRODUCT, "barrier();  // All threads have read this stage before the next copies start.", ""),
         r"shared array '(left|right)_parts': (race at|read of|write of) index \d+",
     ),
     "missing wait for a copy": (

@@ -1,4 +1,4 @@
-// The kernels of boosting_loss in the shim. Each function returns what went wrong, or an empty string.
+// The kernels of boosting_loss in the shim. Each function returns an error message or an empty string.
 #include "losses.h"
 
 #define ITM_FAST_BOOSTING(T, suffix)                                                                                 \

@@ -1,4 +1,4 @@
-// The kernels of cross_attention_scores in the shim. Each function returns what went wrong, or an empty string.
+// The kernels of cross_attention_scores in the shim. Each function returns an error message or an empty string.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -11,13 +11,13 @@ namespace {
 using namespace itm_fast;
 using namespace itm_fast::cuda;
 
-// Small, so that few rows make many tiles; three tiles of rows for two rows of warps.
+// A small tile, so that few rows fill many tiles; three tiles of rows for two rows of warps.
 using SmallScoreTile = ProductTile<48, 64, 2, 2, 3, 40>;
 
 struct Settings {
   uint64_t seed;
   int64_t large, wide_offsets, query_sets, query_rows, context_sets, context_rows, dim;
-  int64_t shift;  // elements between a boundary of 16 bytes and the first row
+  int64_t shift;  // elements between a 16-byte boundary and the first row
   double temperature, negative_slope, logsumexp_temperature;
   int64_t normalization, focal, aggregation;
 
@@ -31,7 +31,7 @@ struct Settings {
   }
 };
 
-// Rows that begin `shift` elements behind a boundary of 16 bytes and end where the allocation does.
+// Rows that start `shift` elements after a 16-byte boundary and end with the allocation.
 template <typename S>
 struct Rows {
   Rows(const void* source, int64_t size, int64_t shift) : memory(size + shift), first(memory.data() + shift) {
@@ -109,7 +109,7 @@ ITM_FAST_SCORES(float32_as_bf16x3, float, 2)
 ITM_FAST_SCORES(float32_as_bf16, float, 1)
 #endif
 
-// The sets with which the tiles begin; `counts`: how many tiles there are, and at most how many there could have been.
+// Writes the first set of each tile; `counts`: the number of tiles and its upper bound.
 extern "C" const char* plan(int64_t seed, int64_t n_sets, const int64_t* offsets, int64_t max_rows, int64_t* first_sets,
                             int64_t* counts) {
   const Exact<int64_t> given(offsets, n_sets + 1);

@@ -1,4 +1,4 @@
-// The backward of cross_attention_scores in the shim. Each function returns what went wrong, or an empty string.
+// The backward of cross_attention_scores in the shim. Each function returns an error message or an empty string.
 #include <algorithm>
 #include <limits>
 #include <string>
@@ -31,7 +31,7 @@ struct Settings {
   }
 };
 
-// Runs what the launcher launches; the number of launches goes to `launches`.
+// Runs the kernels that the launcher launches; writes the number of launches to `launches`.
 template <typename S>
 const char* backward(const Settings& s, const float* gradients, const S* queries, const int64_t* query_offsets,
                      const S* contexts, const int64_t* context_offsets, S* query_gradients, S* context_gradients,
@@ -55,7 +55,7 @@ const char* backward(const Settings& s, const float* gradients, const S* queries
   p.context_gradients = of_contexts.memory;
   Workspace measured;
   place_backward(p, sizes, measured);
-  // Not a number in every type, and a count that is past everything: what is read must have been written.
+  // NaN in every floating type and an out-of-range count, so that reads of uninitialised memory show.
   Exact<unsigned char> memory(nullptr, 0);
   memory.memory = new unsigned char[measured.bytes()];
   std::fill_n(memory.memory, measured.bytes(), static_cast<unsigned char>(0xff));
@@ -96,7 +96,7 @@ ITM_FAST_BACKWARD(BFloat16, bfloat16)
 ITM_FAST_BACKWARD(Half, float16)
 #endif
 
-// Bytes of the workspace.
+// Returns the size of the workspace in bytes.
 extern "C" int64_t cross_attention_backward_bytes(const Settings* settings) {
   CrossAttentionBackward<float> p{};
   Workspace measured;

@@ -1,4 +1,4 @@
-// The kernels of domain_regularization in the shim. Each function returns what went wrong, or an empty string.
+// The kernels of domain_regularization in the shim. Each function returns an error message or an empty string.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -17,7 +17,7 @@ struct Settings {
   double margin;
 };
 
-// What came, in memory of exactly its size. Negatives are null together.
+// The inputs in memory of their exact size. Both kinds of negatives are null, or neither.
 template <typename S>
 struct Operands {
   Operands(const Settings& s, const void* regions, const int64_t* region_offsets, const void* words,

@@ -1,11 +1,11 @@
-// What the drivers of the shim share: arrays of exactly their size, so that AddressSanitizer sees a step outside.
+// Shared by the drivers of the shim: arrays of exact size, so that AddressSanitizer finds out-of-bounds accesses.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <string>
 
-// Not a std::vector, because of std::vector<bool>.
+// std::vector does not fit, because std::vector<bool> packs its elements.
 template <typename T>
 struct Exact {
   Exact(const T* source, int64_t size) : memory(source == nullptr ? nullptr : new T[size]) {

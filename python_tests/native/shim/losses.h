@@ -1,5 +1,5 @@
-// What the drivers of the losses share: the settings, inputs of exactly their size, and launches in the shim. Functions
-// return what went wrong, or an empty string.
+// Shared by the drivers of the losses: the settings, inputs of exact size, and launches in the shim. Functions return
+// an error message or an empty string.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ struct Settings {
   int64_t mining, divisor, halve, directions, reduction;
   int64_t strategy, soft;  // of boosting_loss
   double alpha;
-  int64_t blocks;  // that are under way together
+  int64_t blocks;  // resident at once
 
   TripletOptions options() const {
     return {margin,
@@ -71,7 +71,7 @@ void with_chosen_tile(int64_t large, const Body& body) {
   large != 0 ? body(LargeTile()) : body(SmallTile());
 }
 
-// Memory for a launch, of exactly the size that the layout asks for. Nothing but its beginning may be taken to be zero.
+// Memory for a launch, of the exact size of the layout. Only the first `zeros` bytes are zero.
 template <typename Place>
 std::vector<unsigned char> workspace_of(const Place& place) {
   Workspace measured;

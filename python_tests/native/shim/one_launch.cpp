@@ -1,5 +1,5 @@
-// The kernels that give a loss and its gradient in one launch, and scale_gradient, in the shim. Each function returns
-// what went wrong, or an empty string.
+// The kernels that compute a loss and its gradient in one launch, and scale_gradient, in the shim. Each function
+// returns an error message or an empty string.
 #include "losses.h"
 
 namespace {

@@ -1,4 +1,4 @@
-// Two kernels with a fault each, for compute-sanitizer to find: planted memcheck|racecheck.
+// Two kernels with one fault each that compute-sanitizer must find. Usage: planted memcheck|racecheck.
 #include <cstdio>
 #include <cstring>
 

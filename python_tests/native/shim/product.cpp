@@ -1,5 +1,5 @@
-// The product in the shim, the table of fragments, and small kernels that break the rules. Functions that run a kernel
-// return what went wrong, or an empty string.
+// The product in the shim, the fragment table, and small kernels that break the rules. Functions that run a kernel
+// return an error message or an empty string.
 #include "product.h"
 
 #include <string>
@@ -33,7 +33,7 @@ extern "C" const char* product(int64_t seed, int64_t transposed, int64_t half, i
   return report(problem);
 }
 
-// Row and column of an element, by the name of the table.
+// Writes the row and column of an element of a fragment; `table` selects the table.
 extern "C" void place(int64_t table, int64_t lane, int64_t element, int64_t* out) {
   Place (*const tables[])(int, int) = {mma_a_place, mma_b_place, mma_sum_place, load_matrix_place,
                                        load_matrix_transposed_place};
@@ -46,7 +46,7 @@ extern "C" int64_t address_lane(int64_t matrix, int64_t row) {
   return load_matrix_address_lane(static_cast<int>(matrix), static_cast<int>(row));
 }
 
-// What every lane of a warp gets: [kind][lane], of the lane's own value 3 lane + 1.
+// Writes the result of each collective for each lane: [kind][lane]. The value of a lane is 3 lane + 1.
 extern "C" const char* collectives(int64_t seed, int64_t* out) {
   return report(shim::launch(1, 32, seed, [&] {
     const int own = 3 * lane() + 1;
@@ -58,7 +58,7 @@ extern "C" const char* collectives(int64_t seed, int64_t* out) {
   }));
 }
 
-// The order in which threads of two warps come to a counter, between two barriers.
+// Writes the order in which the threads of two warps reach a counter between two barriers.
 extern "C" const char* order_of_threads(int64_t seed, int64_t* out) {
   int32_t next = 0;
   return report(shim::launch(1, 64, seed, [&] {
@@ -68,8 +68,8 @@ extern "C" const char* order_of_threads(int64_t seed, int64_t* out) {
   }));
 }
 
-// Blocks write, come to a barrier of the grid, and add up what all wrote; twice. Rules: 0 nothing is broken, 1 no
-// barrier, 2 one block leaves before the second, 3 the blocks are not under way together.
+// Blocks write, wait at a grid barrier, and sum what all blocks wrote; twice. Rules: 0 no error, 1 no barrier, 2 one
+// block leaves before the second barrier, 3 the blocks are not resident together.
 extern "C" const char* barriers_of_the_grid(int64_t rule, int64_t seed, int64_t n_blocks, int64_t* out) {
   std::vector<int64_t> first(n_blocks, 0), second(n_blocks, 0);
   int32_t arrived = 0;
@@ -89,7 +89,7 @@ extern "C" const char* barriers_of_the_grid(int64_t rule, int64_t seed, int64_t 
   return report(rule == 3 ? shim::launch(n_blocks, 64, seed, body) : shim::launch_together(n_blocks, 64, seed, body));
 }
 
-// One broken rule each.
+// Each case but the first breaks one rule.
 extern "C" const char* broken(int64_t rule, int64_t seed) {
   alignas(16) static float source[8] = {1, 2, 3, 4, 5, 6, 7, 8};
   return report(shim::launch(
@@ -102,7 +102,7 @@ extern "C" const char* broken(int64_t rule, int64_t seed) {
         ITM_FAST_DYNAMIC_SHARED(uint16_t, words, 0, 128);
         const int t = thread_index();
         switch (rule) {
-          case 0:  // nothing is broken
+          case 0:  // breaks no rule
             numbers[t] = 1.0f;
             if (t == 0) counts[0] = 0;
             barrier();
@@ -153,7 +153,7 @@ extern "C" const char* broken(int64_t rule, int64_t seed) {
             load_matrix(parts, halves, 1);
             break;
           }
-          case 10: {  // a shuffle orders nothing
+          case 10: {  // a shuffle does not synchronise memory
             numbers[t] = 0.0f;
             shuffle(t, 0);
             if (t == 0) numbers[1] = 2.0f;
@@ -165,7 +165,7 @@ extern "C" const char* broken(int64_t rule, int64_t seed) {
               static_cast<int32_t*>(counts.memory.update_atomically(0))[2] = 0;
             }
             break;
-          case 12:  // what was written through one array is not for another
+          case 12:  // data written through one array and read through another
             words[2 * t] = words[2 * t + 1] = 1;
             floats[t] = static_cast<float>(floats[t]);
             break;
@@ -191,7 +191,7 @@ extern "C" const char* broken(int64_t rule, int64_t seed) {
       256));
 }
 
-// Numbers of 16 bits as float32, and float32 as 16 bits.
+// Converts 16-bit numbers to float32, and float32 to 16 bits.
 extern "C" void widen_halves(int64_t half, int64_t count, const uint16_t* bits, float* out) {
   for (int64_t i = 0; i < count; ++i) out[i] = half != 0 ? widen(Half{bits[i]}) : widen(BFloat16{bits[i]});
 }

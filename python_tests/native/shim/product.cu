@@ -1,4 +1,4 @@
-// The PTX bodies of the wrappers, through the same kernel.
+// Runs the same product kernel with the PTX bodies of the wrappers.
 #include "product.h"
 
 template <bool kTransposed, bool kHalf>

@@ -1,5 +1,5 @@
-// A product of 16-bit matrices that uses every wrapper of the tensor cores and of asynchronous copies: what the shim
-// and the PTX bodies are tested with.
+// A product of 16-bit matrices that uses every wrapper of the tensor cores and of asynchronous copies. It tests the
+// shim and the PTX bodies.
 #pragma once
 
 #include "itm_fast/cuda/fragments.h"
@@ -8,17 +8,17 @@
 namespace itm_fast::cuda {
 
 inline constexpr int kProductWarps = 2, kProductRows = 16 * kProductWarps, kProductColumns = 16, kProductDepth = 32;
-// Rows of shared memory are longer than their content, as against bank conflicts.
+// Rows of shared memory are padded, as in kernels that avoid bank conflicts.
 inline constexpr int kDepthStride = kProductDepth + 8, kColumnStride = kProductColumns + 8, kResultStride = 17;
 
 struct ProductParameters {
   const uint16_t* left;          // (rows, depth)
-  const uint16_t* right;         // (columns, depth), or (depth, columns) where transposed
+  const uint16_t* right;         // (columns, depth), or (depth, columns) if transposed
   float* out;                    // (rows, columns)
-  int64_t rows, columns, depth;  // depth, and where transposed columns, are multiples of 8
+  int64_t rows, columns, depth;  // depth is a multiple of 8; columns, too, if transposed
 };
 
-// Starts copying a (n_rows, width) part of a matrix; what lies outside of it becomes zero.
+// Starts the copy of an (n_rows, width) part of a matrix; elements outside the matrix become zero.
 ITM_FAST_DEVICE void copy_part(SharedArray<uint16_t> target, int64_t at, int64_t stride, const uint16_t* source,
                                int64_t first_row, int64_t first_column, int n_rows, int width, int64_t all_rows,
                                int64_t all_columns) {
@@ -31,7 +31,7 @@ ITM_FAST_DEVICE void copy_part(SharedArray<uint16_t> target, int64_t at, int64_t
   }
 }
 
-// Grid: one block per tile of 32 x 16 results, those of a strip of rows beside each other; a warp takes 16 rows.
+// Grid: one block per tile of 32 x 16 results, tiles of a strip of rows are adjacent; a warp computes 16 rows.
 template <bool kTransposed, bool kHalf>
 ITM_FAST_DEVICE void product(const ProductParameters& p) {
   constexpr int kLeftPart = kProductRows * kDepthStride;
@@ -62,14 +62,14 @@ ITM_FAST_DEVICE void product(const ProductParameters& p) {
   commit_copies();
   for (int64_t slice = 0; slice < slices; ++slice) {
     if (slice + 1 < slices) copy_slice(slice + 1);
-    commit_copies();  // Of the last slice an empty group, so that there is always one to leave under way.
+    commit_copies();  // An empty group after the last slice, so that one is always pending.
     wait_copies<1>();
-    barrier();  // The copies of all threads have landed.
+    barrier();  // The copies of all threads are complete.
     const int64_t stage = slice % 2;
     for (int k = 0; k < kProductDepth; k += 16) {
       uint32_t a[4], b[4];
-      // Matrices 0 to 3 are registers 0 to 3 of A: the upper and the lower eight rows, then the same of the next
-      // columns.
+      // Matrices 0 to 3 are registers 0 to 3 of A: the upper and the lower eight rows, then the same for the
+      // next columns.
       const int a_row = warp() * 16 + matrix % 2 * 8 + matrix_row;
       load_matrix(a, left_parts, stage * kLeftPart + a_row * kDepthStride + k + matrix / 2 * 8);
       // Registers 0 and 1 of B for the first eight columns, then for the next.
@@ -89,7 +89,7 @@ ITM_FAST_DEVICE void product(const ProductParameters& p) {
         }
       }
     }
-    barrier();  // All have read this stage before the next copies to it begin.
+    barrier();  // All threads have read this stage before the next copies start.
   }
   wait_copies<0>();
 

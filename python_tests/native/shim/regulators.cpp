@@ -1,5 +1,5 @@
-// The kernels of regulated_scores and cross_attention_alignments in the shim. Each function returns what went wrong, or
-// an empty string.
+// The kernels of regulated_scores and cross_attention_alignments in the shim. Each function returns an error
+// message or an empty string.
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -13,7 +13,7 @@ namespace {
 using namespace itm_fast;
 using namespace itm_fast::cuda;
 
-// Small, so that few rows make many tiles, few columns several blocks of outputs, and few channels several chunks.
+// A small tile: few rows fill many tiles, few columns several output blocks, and few channels several chunks.
 struct SmallRegulationTile : ProductTile<32, 32, 2, 1, 2, 40> {
   static constexpr int kChunk = 64;
 };
@@ -50,7 +50,7 @@ struct Settings {
   }
 };
 
-// Hands out the weights one after the other, each in memory of its size.
+// Returns the weights one after the other, each in memory of its exact size.
 class Weights {
  public:
   explicit Weights(const float* source) : source_(source) {}
@@ -74,7 +74,7 @@ class Weights {
   std::vector<std::unique_ptr<Exact<float>>> kept_;
 };
 
-// `hidden`: the outputs of w1 and of w3 for each correspondence.
+// `hidden`: the output widths of w1 and w3 of each correspondence.
 template <typename S>
 int64_t place_weights(const Settings& s, const int64_t* hidden, Weights& weights, RegulationProblem<S>& p) {
   int64_t count = 0, widest = 0;
@@ -131,7 +131,7 @@ std::string run(const Settings& s, const float* queries, const int64_t* query_of
   const RegulationSizes sizes{s.width, widest, regulating_blocks<Tile>(p, s.blocks)};
   Workspace measured;
   place_regulation<Tile>(p, sizes, measured);
-  // Not a number in every type: what is read must have been written.
+  // NaN in every floating type, so that reads of uninitialised memory show.
   Exact<unsigned char> memory(nullptr, 0);
   memory.memory = new unsigned char[measured.bytes()];
   std::fill_n(memory.memory, measured.bytes(), static_cast<unsigned char>(0xff));
@@ -171,7 +171,7 @@ ITM_FAST_REGULATED(bf16, BFloat16, 1, LargestTile)
 ITM_FAST_REGULATED(bf16x3, float, 2, SmallRegulationTile)
 #endif
 
-// The most query rows, contexts and steps that the launchers' kernel takes.
+// Writes the maximum query rows, contexts and steps of the kernel that the launchers use.
 extern "C" const char* limits(int64_t* found) {
   found[0] = RegulationTile112::kRows;
   found[1] = RegulationTile112::kColumns;

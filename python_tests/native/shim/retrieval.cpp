@@ -1,4 +1,4 @@
-// The kernels of retrieval_ranks in the shim. Each function returns what went wrong, or an empty string.
+// The kernels of retrieval_ranks in the shim. Each function returns an error message or an empty string.
 #include "itm_fast/cuda/retrieval.h"
 
 #include <string>

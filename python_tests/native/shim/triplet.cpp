@@ -1,5 +1,5 @@
-// The kernels of triplet_loss and hardest_negatives in the shim. Each function returns what went wrong, or an empty
-// string.
+// The kernels of triplet_loss and hardest_negatives in the shim. Each function returns an error message or an
+// empty string.
 #include "losses.h"
 
 namespace {

@@ -1,9 +1,9 @@
-// The wrappers' bodies on the CPU.
+// The CPU bodies of the wrappers.
 #include "wrappers.h"
 
 #include "exact.h"
 
-// Runs one wrapper in one warp; returns what went wrong, or an empty string.
+// Runs one wrapper in one warp; returns an error message or an empty string.
 extern "C" const char* wrapper(int64_t number, int64_t seed, const uint32_t* in, int64_t n_in, uint32_t* out,
                                int64_t n_out) {
   using namespace itm_fast;

@@ -1,4 +1,4 @@
-// The wrappers' bodies on a GPU, behind the functions of wrappers.cpp and product.cpp.
+// The GPU bodies of the wrappers, with the same functions as wrappers.cpp and product.cpp.
 #include "wrappers.h"
 
 #include <cuda_runtime_api.h>
@@ -20,7 +20,7 @@ __global__ void product_kernel(const ProductParameters parameters) {
   product<kTransposed, kHalf>(parameters);
 }
 
-// The first error of a run; what follows one is not done.
+// The first error of a run; later steps are skipped.
 class Run {
  public:
   void check(cudaError_t error) {
@@ -37,7 +37,7 @@ class Run {
   std::string problem_;
 };
 
-// An array's copy on the device, for as long as it lives.
+// A copy of an array on the device, freed by the destructor.
 template <typename T>
 class OnDevice {
  public:

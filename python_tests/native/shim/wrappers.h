@@ -1,5 +1,5 @@
-// Kernels of one warp, each of which does nothing but call one wrapper of machine.h on what a test hands over: so every
-// wrapper's body on a GPU can be compared with its body on the CPU, bit for bit.
+// One-warp kernels that each call one wrapper of machine.h on the input of a test. They compare the GPU body of every
+// wrapper with its CPU body, bit for bit.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +11,16 @@
 
 namespace itm_fast::cuda {
 
-// The test names them by these numbers. `in` and `out` are 32-bit words; [lane][n] says that lane l has words
+// The tests select a wrapper by these numbers. `in` and `out` are 32-bit words; [lane][n] means that lane l has words
 // l n to l n + n - 1.
 enum Wrapper : int {
-  kMmaBf16,     // in: a[4], b[2] and sums[4] as [lane][10]; out: sums as [lane][4]
-  kMmaFp16,     // the same
-  kLoadMatrix,  // in: 32 rows of eight 16-bit elements, then [lane] the row whose address it gives; out: [lane][4]
+  kMmaBf16,               // in: a[4], b[2] and sums[4] as [lane][10]; out: sums as [lane][4]
+  kMmaFp16,               // the same
+  kLoadMatrix,            // in: 32 rows of eight 16-bit elements, then [lane] the row that it addresses; out: [lane][4]
   kLoadMatrixTransposed,  // the same
-  kCopyHalves,            // in: [lane][8], two parts of 16 bytes, then [lane][2] how many elements of each to copy;
+  kCopyHalves,            // in: [lane][8], two parts of 16 bytes, then [lane][2] elements to copy of each;
   kCopyWords,             //   out: [lane][8]; halves: 16-bit elements, words: 32-bit ones
-  kShuffle,               // in: [lane] the value, then [lane] whose to take; out: [lane]
+  kShuffle,               // in: [lane] the value, then [lane] the source lane; out: [lane]
   kShuffleXor,            // in: [lane] the value; out: [lane][5], exchanged by 1, 2, 4, 8, 16
   kVotes,                 // in: [lane] 0 or 1; out: [lane][3], any, all and the ballot
   kCountBits,             // in: [lane]; out: [lane]
@@ -56,7 +56,7 @@ ITM_FAST_DEVICE void call_mma(const uint32_t* in, uint32_t* out) {
 
 template <bool kTransposed>
 ITM_FAST_DEVICE void call_load_matrix(const uint32_t* in, uint32_t* out) {
-  constexpr int kStride = 24;  // Rows apart from each other, on 16-byte boundaries.
+  constexpr int kStride = 24;  // Separate rows on 16-byte boundaries.
   ITM_FAST_SHARED(uint16_t, rows, 32 * kStride);
   for (int i = 0; i < 8; ++i) {
     rows[lane() * kStride + i] = static_cast<uint16_t>(in[4 * lane() + i / 2] >> 16 * (i % 2));
@@ -72,7 +72,7 @@ ITM_FAST_DEVICE void call_load_matrix(const uint32_t* in, uint32_t* out) {
   for (int i = 0; i < 4; ++i) out[4 * lane() + i] = parts[i];
 }
 
-// The first part must be there while the second is still under way.
+// The first part must be complete while the second copy is still pending.
 template <typename T>
 ITM_FAST_DEVICE void call_copy(const uint32_t* in, uint32_t* out) {
   constexpr int kCount = 16 / static_cast<int>(sizeof(T)), kParts = 4 / static_cast<int>(sizeof(T));
@@ -90,7 +90,7 @@ ITM_FAST_DEVICE void call_copy(const uint32_t* in, uint32_t* out) {
       wait_copies<0>();
     }
     barrier();
-    // What the lane beside copied.
+    // The words that the neighbouring lane copied.
     const int other = (lane() + 1) % 32;
     for (int i = 0; i < 4; ++i) {
       uint32_t word = 0;
@@ -117,7 +117,7 @@ ITM_FAST_DEVICE void call_atomics(const uint32_t* in, uint32_t* out) {
   if (lane() == 0) out[1] = static_cast<uint32_t>(static_cast<int32_t>(sum[0]));
 }
 
-inline constexpr int kConverted = 16;  // of a lane
+inline constexpr int kConverted = 16;  // values per lane
 
 ITM_FAST_DEVICE void call_widen(const uint32_t* in, uint32_t* out) {
   for (int i = lane() * kConverted; i < (lane() + 1) * kConverted; ++i) {

@@ -1,5 +1,5 @@
-// csrc/cuda/device_stream.h on the CPU: launches run at once, on the shim, and the operators are registered for a
-// device that nothing else uses.
+// csrc/cuda/device_stream.h on the CPU: launches run immediately in the shim, and the operators are registered for
+// an otherwise unused device.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -13,7 +13,7 @@
 
 #include "shim/block.h"
 
-// A torch that has CUDA keeps its own kernels.
+// A torch with CUDA keeps its own kernels.
 #undef STABLE_TORCH_LIBRARY_IMPL
 #define STABLE_TORCH_LIBRARY_IMPL(ns, k, m) _STABLE_TORCH_LIBRARY_IMPL(ns, PrivateUse1, m, C10_UID)
 
@@ -46,7 +46,7 @@ class DeviceStream {
  private:
   static constexpr uint64_t kSeed = 7;
 
-  // What every GPU since compute capability 8.0 takes.
+  // Supported by every GPU since compute capability 8.0.
   static void check(int64_t blocks, int threads, int64_t dynamic_bytes) {
     STD_TORCH_CHECK(blocks > 0 && blocks <= 0x7fffffff, "a grid of ", blocks, " blocks");
     STD_TORCH_CHECK(threads > 0 && threads <= 1024 && threads % 32 == 0, "blocks of ", threads, " threads");
