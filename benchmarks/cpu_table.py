@@ -104,10 +104,10 @@ def summary(results: Mapping[str, Any]) -> str:
     error, changed = (
         max(figures[name] for figures in accuracies) for name in ("max_score_error", "changed_hardest_negatives")
     )
+    others = f"{100 * changed:.2g} % of the hardest negatives are others" if changed else "the hardest negatives agree"
     return (
         f"{table(rows)}\n\n{environment['processor']}, {environment['threads']} threads, "
-        f"torch {environment['torch']}; medians. Scores differ from float64 by at most {error:.1e}, and "
-        f"{100 * changed:.2f} % of the hardest negatives change.\n"
+        f"torch {environment['torch']}; medians. Scores differ from float64 by at most {error:.1e}; {others}.\n"
     )
 
 

@@ -43,7 +43,7 @@ def demo(result: dict[str, Any]) -> str:
         f"On {environment['processor']} with {environment['threads']} threads, the demo trains for "
         f"{result['seconds']:.0f} s and reaches R@1 {trained['i2t_r1']:.1f} (image to text) and "
         f"{trained['t2i_r1']:.1f} (text to image) over {result['images']} unseen pictures: a sum of recalls of "
-        f"{trained['rsum']:.1f} of 600, {result['untrained']['rsum']:.1f} without training.\n"
+        f"{trained['rsum']:.1f} out of 600. The untrained model reaches {result['untrained']['rsum']:.1f}.\n"
     )
 
 

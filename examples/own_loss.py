@@ -32,7 +32,7 @@ class InfoNCE(nn.Module):
 
         Args:
             scores: float (B, B), matching pairs on the diagonal.
-            positives: bool (B, B), True for further pairs that are no negatives, or None.
+            positives: bool (B, B), True for further pairs that are not negatives, or None.
 
         Returns:
             Scalar.

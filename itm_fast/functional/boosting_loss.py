@@ -22,25 +22,26 @@ def boosting_loss(
     directions: str = "both",
     reduction: str = "sum",
 ) -> Tensor:
-    """Compute the loss of Deep Boosting Learning: the target must separate pairs further than an anchor branch.
+    """Compute the loss of Deep Boosting Learning: separate pairs further than an anchor branch does.
 
-    With the scores s of the target branch and a of the anchor branch, an anchor of one direction has, by `strategy`:
+    Let s be the scores of the target branch and a those of the anchor branch. Each image (row) and each caption
+    (column) is a query. By `strategy`, its loss is made of:
 
     - "relative": the hinges `[margin + (a_pos - a_neg) - (s_pos - s_neg)]_+` of its negatives;
-    - "absolute": the hinges `[(1 - alpha) margin + s_neg - a_neg]_+` of its negatives, and of its positive
-      `[alpha margin + a_pos - s_pos]_+`;
+    - "absolute": the hinges `[(1 - alpha) margin + s_neg - a_neg]_+` of its negatives, and the hinge
+      `[alpha margin + a_pos - s_pos]_+` of its positive;
     - "both": the mean of the two losses.
 
-    Mining "hardest" (RM and AM) takes the negative with the largest hinge, with fixed margins the one with the largest
-    `s_neg - a_neg`, and the positive's hinge once per direction; "all" (RS and AS) adds both up over the negatives, so
-    that the positive's counts once per negative. Of equal negatives the lowest index is taken. Without a negative, an
-    anchor has only the positive's hinge of "absolute" with "hardest", and otherwise no loss. A NaN score makes the
-    loss of its anchors NaN. The hinge has the derivative 0 at 0. Add it to the triplet loss of the target branch.
+    Mining "hardest" (RM, AM) takes the negative with the largest hinge (with fixed margins, the largest
+    `s_neg - a_neg`; of equal ones, the lowest index) and counts the positive's hinge once per direction. "all" (RS, AS)
+    sums over the negatives, so that the positive's hinge counts once per negative. A query without negatives has the
+    loss 0, except that "absolute" with "hardest" keeps the positive's hinge. A NaN score makes the losses of its
+    queries NaN. The derivative of a hinge at 0 is 0. Add the result to the triplet loss of the target branch.
 
     Soft margins are smaller where the anchor branch has already separated a pair:
     `upper(r, m, e) = 2 m / (1 + exp((2 / m) (r - e))) - m` and
     `lower(r, m, e) = 2 m / (1 + exp(-(2 / m) (r + e))) - m`, 0 for m = 0.
-    "relative" has `upper(a_pos - a_neg, margin, 2)` in the place of its margin, "absolute"
+    "relative" has `upper(a_pos - a_neg, margin, 2)` in place of its margin, "absolute"
     `upper(a_pos, alpha margin, 1)` and `lower(a_neg, (1 - alpha) margin, 1)`; scores are taken to lie within [-1, 1].
 
     Args:
@@ -53,9 +54,9 @@ def boosting_loss(
         alpha: the positives' share of the margin of "absolute", within [0, 1].
         soft: soft margins instead of fixed ones.
         positives: bool `(B, B)`, True for pairs that are not negatives, such as captions of the same image. The
-            diagonal never is. None: only the diagonal.
-        directions: "both", "rows" (image-to-text: an anchor per row) or "columns" (text-to-image).
-        reduction: "sum"; "mean" divides the sum by B; "none" keeps the anchors apart.
+            diagonal is always positive. None: only the diagonal is positive.
+        directions: "both", "rows" (image-to-text: a query per row) or "columns" (text-to-image).
+        reduction: "sum"; "mean" divides the sum by B; "none" returns one loss per query.
 
     Returns:
         Scalar, or with reduction "none" `(2, B)` with image-to-text in row 0 (one direction alone: `(B,)`). float32, or
@@ -77,8 +78,8 @@ def boosting_loss(
         >>> scores.grad.tolist()
         [[0.0, 1.0], [0.0, -1.0]]
 
-    Source: Diao et al., Deep Boosting Learning: A Brand-new Cooperative Approach for Image-Text Matching,
-    Eq 7 to 10, 14 to 20. Eq 19 as printed gives the lower margin the wrong sign, and Eq 20 the negatives' terms.
+    Source: Diao et al., Deep Boosting Learning: A Brand-new Cooperative Approach for Image-Text Matching, Eq 7 to 10,
+    14 to 20. Eq 19 as printed gives the lower margin the wrong sign, as does Eq 20 for the terms of the negatives.
     """
     return _ops.boosting_loss(
         scores, anchor_scores, strategy, mining, margin, alpha, soft, positives, directions, reduction

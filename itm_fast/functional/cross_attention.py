@@ -13,11 +13,12 @@ __all__ = ["PreparedContexts", "cross_attention_scores", "prepare"]
 
 
 def prepare(contexts: Fragments) -> PreparedContexts:
-    """Compute once what `cross_attention_scores` needs of the contexts alone: their Gram matrices.
+    """Precompute the Gram matrices of contexts for `cross_attention_scores`.
 
-    Use the result as the `contexts` of `cross_attention_scores` or `itm_fast.nn.CrossAttentionScores` where few queries
-    at a time meet the same contexts, such as one caption and a gallery of images. The scores are the same. With many
-    queries in a call there is little to gain: the Gram matrices of contexts of k rows cost as much as k query rows.
+    Use the result as the `contexts` of `cross_attention_scores` or `itm_fast.nn.CrossAttentionScores` when you score a
+    few queries at a time against the same contexts, such as one caption against a gallery of images. The scores are the
+    same. With many queries in a call there is little to gain: the Gram matrices of contexts of k rows cost as much as k
+    query rows.
 
     The result holds the contexts without copying them, except where autocast casts them, so they must not be modified
     in place. On a CPU it also holds `4 * k * ceil(k / r) * r` bytes for each set of k rows (8 bytes instead of 4 for
@@ -32,7 +33,7 @@ def prepare(contexts: Fragments) -> PreparedContexts:
         through it.
 
     Raises:
-        TypeError: `contexts` is no `Fragments`, or its dtype is not one of those above.
+        TypeError: `contexts` is not a `Fragments`, or its dtype is not one of those above.
 
     Examples:
         >>> import torch
@@ -70,8 +71,8 @@ def cross_attention_scores(
 
     The forward keeps only the scores. The backward recomputes pairs with a non-zero gradient: at most 3 B of B x B with
     a hardest-negative loss. Where most pairs have a gradient (on a CPU 65 %, 45 % in bfloat16), it computes all of
-    them, which is faster; pairs without a gradient still contribute exactly 0. Gradients are computed in float32
-    (float64 for float64 inputs). If all pairs are computed, they are computed in the precision of the scores. A row of
+    them, which is faster; pairs without a gradient still contribute exactly 0. Gradients of selected pairs are computed
+    in float32 (float64 for float64 inputs); if all pairs are recomputed, in the precision of the scores. A row of
     zeros, such as padding, receives no gradient.
 
     Args:
@@ -80,10 +81,10 @@ def cross_attention_scores(
             them, where no gradient is wanted.
         temperature: inverse temperature of the softmax (the lambda of the papers), finite.
         normalization: "clipped_l2norm", "l2norm", "clipped_l1norm", "l1norm", "softmax", "clipped" or "no_norm".
-        negative_slope: slope of the clip below zero: 0.1 as the official code, 0.0 as the papers' `[x]_+`.
+        negative_slope: slope of the clip below zero: 0.1 as in the official code, 0.0 as in the papers' `[x]_+`.
         focal: None; "equal" or "prob": BFAN's reassignment of attention; or "hard": all attention to the context with
-            the greatest `temperature * a_jk`, the first of equal ones, through which choice no gradient flows. With
-            "no_norm" and rows of length 1 a query's `r_j` then is its greatest inner product, the alignment of CHAN.
+            the greatest `temperature * a_jk` (of equal ones, the first). No gradient flows through this choice. With
+            "no_norm" and rows of norm 1, `r_j` is then the query's greatest inner product, the alignment of CHAN.
         aggregation: "mean", "sum", "max", or "logsumexp": `log(sum_j exp(t r_j)) / t`.
         logsumexp_temperature: the `t` of "logsumexp", finite and not zero.
 

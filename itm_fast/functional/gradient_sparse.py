@@ -27,24 +27,24 @@ def gradient_sparse_scores(module: nn.Module, images: Sets, captions: Sets, *, c
     on pairs with a non-zero gradient: about 3 B of B x B with hardest negatives. Scores and gradients are those of one
     call on everything, up to rounding.
 
-    An attribute or property `coupling` of the module says which scores depend on each other; such a unit is recomputed
-    as a whole:
+    An attribute or property `coupling` of the module says which scores depend on each other. These are recomputed
+    together:
 
-    - "pair": none. The default; refused for a module with a batch normalisation.
-    - "caption": those of one caption with all images, for example if batch normalisation sees one caption at a time.
-    - "batch": all. This saves memory in the forward only.
+    - "pair": each score is independent. The default; refused for a module with a batch normalisation.
+    - "caption": all scores of one caption, for example if batch normalisation sees one caption at a time.
+    - "batch": all scores. This saves memory only in the forward.
 
-    The backward draws the same random numbers (dropout): it recomputes a block that drew any as a whole. Buffers such
+    Dropout masks are equal in the backward: a block that drew random numbers is recomputed as a whole. Buffers such
     as running statistics change in the forward only. Under torch.compile the call breaks the graph. Gradients reach the
     module's parameters, `images` and `captions`, and no other tensors it holds. Its mode (train, eval) must not change
     before the backward.
 
     Args:
-        module: called as `module(images, captions)` with some of the sets of both; returns their scores
-            `(n_images, n_captions)`.
+        module: called as `module(images, captions)` with a subset of the images and of the captions; returns their
+            scores `(n_images, n_captions)`.
         images: `Fragments`, a tensor whose first dimension counts the images, or a tuple, list or dict of these.
         captions: the same for captions.
-        chunk_pairs: pairs of a block, about; a block has at least one unit of the coupling.
+        chunk_pairs: approximate number of pairs per block; a block has at least one unit of the coupling.
 
     Returns:
         `(n_images, n_captions)` in the dtype that the module returns.

@@ -35,8 +35,8 @@ def cross_attention_alignments(
     Args:
         queries: `(N, d)` rows in any number of sets; float32, float64, bfloat16 or float16.
         contexts: `(M, d)` rows in any number of sets; dtype and device of the queries.
-        weight: `(m, d)`; with correspondences a sequence, one for each attention: one more than there are steps.
-        bias: `(m,)`, likewise; None: zeros.
+        weight: `(m, d)`; with `correspondences`, a sequence of `len(correspondences) + 1` such matrices.
+        bias: `(m,)`, or a sequence as for `weight`; None: zeros.
         temperature: inverse temperature of the first softmax, finite.
         normalization: as in `cross_attention_scores`.
         negative_slope: as in `cross_attention_scores`.
@@ -92,24 +92,24 @@ def regulated_scores(
 ) -> Tensor:
     """Score all pairs of a query set and a context set by regulated cross-attention.
 
-    For the rows `q_j` of a query set, with the factors `e = 1` and `lambda = temperature` at first:
+    For the rows `q_j` of a query set, with the initial factors `e = 1` and `lambda = temperature`:
 
     1. the attention of `cross_attention_scores` with `s_jk = <e_j * q_j, x_k>` and each query's own `lambda_j`;
     2. the alignment `a_j` as in `cross_attention_alignments`;
     3. RCR: `e_j = clamp(tanh(W2 tanh(W1 a_j + b1) + b2) + e_j, -1, 1)` and
        `lambda_j = relu(w4 tanh(W3 a_j + b3) + b4 + lambda_j)` for the next attention;
     4. RAR: `w_j = softmax_j(v^T(drop(tanh(A g + alpha)) * drop(tanh(B a_j + beta))) + c)` and
-       `g = l2norm(sum_j w_j a_j)`, with `g = mean_j a_j` at first;
+       `g = l2norm(sum_j w_j a_j)`, with `g = mean_j a_j` initially;
     5. the score `sigmoid(u^T g + u0)`, or without RAR the mean cosine of the queries with what they attend to last.
 
-    `parameters` determine the steps, their number and their order. Steps share no weights.
+    `parameters` determines which steps run, how many, and in what order. Steps share no weights.
 
     Args:
         queries: `(N, d)` rows in any number of sets; float32, float64, bfloat16 or float16.
         contexts: `(M, d)` rows in any number of sets; dtype and device of the queries.
-        parameters: the weights and the setting; float64 beside float64 queries, else float32 or the queries' dtype.
+        parameters: the weights and the setting; float64 if the queries are float64, else float32 or the queries' dtype.
         temperature: inverse temperature of the first softmax, finite; `parameters.initial_factors` replaces it.
-        negative_slope: slope of the clip below zero: 0.1 as the official code, 0.0 as the paper's `[x]_+`.
+        negative_slope: slope of the clip below zero: 0.1 as in the official code, 0.0 as in the paper's `[x]_+`.
         focal: None, "equal" or "prob": BFAN's reassignment of attention.
         dropout: probability in [0, 1) with which RAR drops each channel of its hidden layers (published: 0.4 in
             training).

@@ -1,4 +1,4 @@
-"""Ranks of a retrieval run and the recalls that the field reports."""
+"""Ranks of a retrieval run and the usual recall metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def retrieval_ranks(scores: Tensor, caption_image: Tensor, ties: str = "pessimis
         int64 ranks `(n_images,)` of the images, -1 for an image without captions, and `(n_captions,)` of the captions.
 
     Raises:
-        TypeError: an argument is no tensor of a supported dtype.
+        TypeError: an argument is not a tensor of a supported dtype.
         ValueError: shapes or devices do not fit, an image index is out of range (checked on the CPU), or `ties` is
             unknown.
 
@@ -52,8 +52,8 @@ def recall_summary(image_to_text: Tensor, text_to_image: Tensor) -> dict[str, fl
         from 1 as published: `floor(median) + 1` and `mean + 1`.
 
     Raises:
-        TypeError: an argument is no int32 or int64 tensor.
-        ValueError: an argument has no rank of 0 or more.
+        TypeError: an argument is not an int32 or int64 tensor.
+        ValueError: an argument contains no valid rank.
 
     Examples:
         >>> import torch

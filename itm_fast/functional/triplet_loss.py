@@ -34,7 +34,7 @@ def triplet_loss(
     - "sct" (SCT): h of the hardest where that scores below the positive, else `s_hardest` itself.
 
     Among equal scores the negative with the lowest index counts as the hardest. An anchor without a negative has the
-    loss 0; a NaN score makes the loss of its anchors NaN. The hinge has the derivative 0 at 0. With "hardest" the
+    loss 0; a NaN score makes the loss of its anchors NaN. The derivative of the hinge at 0 is 0. With "hardest" the
     gradient is exactly zero except at the positives and the chosen negatives.
 
     Args:
@@ -43,19 +43,20 @@ def triplet_loss(
         margin: finite.
         mining: see above.
         epsilon: threshold of "selective", finite and not negative.
-        selective_divisor: of "selective": "batch" divides by the batch size B, "negatives" by B - 1. Where
-            `positive_scores` is given, B is the number of an anchor's candidates plus one.
+        selective_divisor: for "selective", the divisor of the sum over all negatives: "batch", the batch size B, or
+            "negatives", B - 1. With `positive_scores`, B is the number of an anchor's candidates plus one.
         halve: halve the loss: the average of the two directions rather than their sum (as SelHN's public code).
         positives: bool `(n, m)`, True for pairs that are not negatives, such as captions of the same image. The
-            diagonal never is. None: only the diagonal.
+            diagonal is always positive. None: only the diagonal is positive.
         positive_scores: the anchors' positive scores, `(n,)` for directions "rows", `(m,)` for "columns", in the dtype
             of `scores`, which then holds negatives only.
         directions: "both", "rows" (image-to-text: an anchor per row) or "columns" (text-to-image).
-        reduction: "sum"; "mean" divides the sum by the number of anchors of one direction; "none" keeps them apart.
+        reduction: "sum"; "mean" divides the sum by the number of anchors of one direction; "none" returns one loss per
+            anchor.
 
     Returns:
-        Scalar, or with reduction "none" `(2, B)` with image-to-text in row 0 (one direction alone: `(B,)`). float32, or
-        float64 for float64 scores.
+        Scalar, or with reduction "none" `(2, B)` with image-to-text in row 0 (only one direction: one loss per anchor).
+        float32, or float64 for float64 scores.
 
     Raises:
         TypeError: `scores`, `positives` or `positive_scores` is not a tensor of a supported dtype.

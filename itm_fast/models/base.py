@@ -56,7 +56,7 @@ class MatchingModel(nn.Module, abc.ABC):
     tokenizer: Vocabulary | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let the encoders of every model take arrays and strings, and its score build no graph for inference."""
+        """Let a model's encoders accept arrays and strings, and its `score` build no autograd graph in inference."""
         super().__init_subclass__(**options)
         for name, wrapped in (("encode_images", _of_arrays), ("encode_captions", _of_text), ("score", _of_inference)):
             if name in vars(cls):
@@ -68,7 +68,7 @@ class MatchingModel(nn.Module, abc.ABC):
 
         Args:
             features: region features (n, k, f), or Fragments of n sets. A NumPy array is copied to the device of the
-                model and encoded without a graph.
+                model and encoded without an autograd graph.
 
         Returns:
             The embeddings of n images.
@@ -80,7 +80,7 @@ class MatchingModel(nn.Module, abc.ABC):
 
         Args:
             token_ids: padded token ids (n, L) int64; or n strings, which the model's `tokenizer` splits, and which are
-                encoded without a graph.
+                encoded without an autograd graph.
             lengths: (n,) int64, the number of tokens of each caption. Leave it out for strings.
 
         Returns:
@@ -91,7 +91,7 @@ class MatchingModel(nn.Module, abc.ABC):
     def score(self, images: Any, captions: Any) -> Tensor:
         """Score embeddings of images and captions: (n_images, n_captions) float32, images are rows.
 
-        In evaluation mode, embeddings without a graph give scores without a graph.
+        In evaluation mode, embeddings without an autograd graph give scores without one.
         """
 
     def tokenize(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ class MatchingModel(nn.Module, abc.ABC):
         return images, captions
 
     def first_image_weight(self) -> nn.Parameter:
-        """Return the weight of the first layer for image features; its gradient shows vanishing gradients.
+        """Return the weight of the first layer for image features, whose gradient norm reveals vanishing gradients.
 
         This is the first parameter of `image_encoder`, or of the model if it has no such part.
         """
@@ -140,7 +140,7 @@ class MatchingModel(nn.Module, abc.ABC):
 
     @property
     def encoder_config(self) -> Any:
-        """Return the settings with the encoders' sizes: those of the model, or of its host."""
+        """Return the settings with the encoders' sizes: those of the model, or of the model that it wraps."""
         return self.config
 
     @property
@@ -170,7 +170,7 @@ class MatchingModel(nn.Module, abc.ABC):
             atomic.write_bytes(Path(directory) / name, content)
 
     def file_contents(self) -> dict[str, bytes]:
-        """Return the files that `save` writes, by name; without the last one, a folder is not a saved model."""
+        """Return the files that `save` writes, by name. The last one marks a folder as a saved model."""
         content = {"format_version": FORMAT.newest, "model": self.name, "config": settings.to_dict(self.config)}
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         # Bytes, not save_file, whose exceptions do not say in a readable way that a disk is full.
@@ -263,7 +263,7 @@ def _load_built_in() -> None:
 
 
 def create(name: str, /, **config: Any) -> MatchingModel:
-    """Create a model by name, with weights from torch's random state.
+    """Create a model by name, with weights initialised from torch's random state.
 
     Raises:
         ValueError: the model or a setting is unknown, a required one is missing, or a value is out of bounds.

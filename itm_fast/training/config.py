@@ -54,7 +54,8 @@ class TrainConfig:
         0,
         group=MACHINE,
         minimum=0,
-        help="Data loader processes, at most 16 or four per processor; 0: none.",
+        help="Data loader processes: at most 16, or four per processor if that is more; 0 reads in the training "
+        "process.",
         free_on_resume=True,
     )
     features: str = setting(
@@ -77,7 +78,7 @@ class TrainConfig:
         group=DATA,
         minimum=0,
         maximum=1,
-        help="Probability to change each word of a training caption: half are masked, a tenth replaced by a random "
+        help="Probability of changing each word of a training caption: half are masked, a tenth replaced by a random "
         "word, the rest deleted. The papers use 0.2.",
     )
     region_augmentation: float = setting(
@@ -85,7 +86,7 @@ class TrainConfig:
         group=DATA,
         minimum=0,
         below=1,
-        help="Probability to drop each region of a training image. The papers use 0.2.",
+        help="Probability of dropping each region of a training image. The papers use 0.2.",
     )
 
     model: str = setting(
@@ -103,7 +104,7 @@ class TrainConfig:
     )
 
     epochs: int = setting(
-        30, group=OPTIMIZER, minimum=1, help="Passes over the training captions.", free_on_resume=True
+        30, group=OPTIMIZER, minimum=1, help="Number of passes over the training captions.", free_on_resume=True
     )
     batch_size: int = setting(128, group=OPTIMIZER, minimum=1, help="Caption-image pairs per step.")
     micro_batch: int | None = setting(
@@ -140,9 +141,9 @@ class TrainConfig:
     lr_decay_factor: float = setting(
         0.1, group=OPTIMIZER, above=0, maximum=1, help="Factor of each decay (step schedule)."
     )
-    lr_floor: float = setting(0.0, group=OPTIMIZER, minimum=0, help="Lowest learning rate of the decay.")
+    lr_floor: float = setting(0.0, group=OPTIMIZER, minimum=0, help="Lower limit of the learning rate during decay.")
     lr_warmup_steps: int = setting(
-        0, group=OPTIMIZER, minimum=0, help="Steps of a linear warm-up of the learning rate from 0."
+        0, group=OPTIMIZER, minimum=0, help="Number of steps over which the learning rate rises linearly from 0."
     )
 
     loss: str = setting(
@@ -196,8 +197,8 @@ class TrainConfig:
         None,
         group=LOSS,
         minimum=0,
-        help="First epochs that use all negatives, so that scores do not collapse. Default: 1 with the triplet loss, "
-        "--mining hardest and several epochs; else 0.",
+        help="Initial epochs with all negatives, so that scores do not collapse. Default: 1 with the triplet loss, "
+        "--mining hardest and several epochs, unless it starts from its anchor; else 0.",
     )
     exclude_same_image: bool = setting(
         True, group=LOSS, help="Do not use captions of the same image as negatives of each other."
@@ -228,7 +229,7 @@ class TrainConfig:
     realignment: bool = setting(
         True,
         group=FDF,
-        help="Train each conversion with the negatives of another batch, instead of the fused feature alone.",
+        help="Also train each conversion, with the negatives of another batch; else only the fused feature is trained.",
     )
     other_batches: str = setting(
         "kept",
@@ -259,7 +260,7 @@ class TrainConfig:
     boosting_form: str = setting(
         "paper",
         group=DBL,
-        help="Form of soft_rank, rkd, dml and dino_inverse: of their papers, or of the DBL authors' code.",
+        help="Version of soft_rank, rkd, dml and dino_inverse: that of their papers, or of the DBL authors' code.",
         choices=BOOSTING_FORMS,
     )
     boosting_weight: float = setting(1.0, group=DBL, minimum=0, help="Weight of the boosting loss.")
@@ -269,7 +270,7 @@ class TrainConfig:
     boosting_alpha: float = setting(
         0.5, group=DBL, minimum=0, maximum=1, help="Share of the margin on the positives (absolute)."
     )
-    soft: bool = setting(False, group=DBL, help="Use soft margins in the boosting loss.")
+    soft: bool = setting(False, group=DBL, help="Use smaller margins where the anchor already separates a pair.")
     anchor: str | None = setting(
         None, group=DBL, metavar="RUN", help="Run directory of the trained model that is the frozen anchor (oas)."
     )
@@ -303,8 +304,8 @@ class TrainConfig:
         0.0,
         group=ADDR,
         minimum=0,
-        help="Weight of the regularisation in the model's loss (full). Equation 11 of the paper has no such term, its "
-        "text mentions one.",
+        help="Weight of the regularisation in the model's loss (full). Equation 11 of the paper has no such term, "
+        "but its text mentions one.",
     )
     domain_margin: float = setting(0.05, group=ADDR, minimum=0, help="Margin alpha of the regularisation.")
     risk_aggregation: str = setting(
@@ -325,8 +326,8 @@ class TrainConfig:
     discriminator_precision: str = setting(
         "float32",
         group=ADDR,
-        help="Storage of the discriminators in host memory: 12 bytes per parameter with Adam's moments (float32), or "
-        "5 bytes (low).",
+        help="Storage precision of the discriminators in host memory: 12 bytes per parameter with Adam's moments "
+        "(float32), or 5 bytes (low).",
         choices=("float32", "low"),
     )
     discriminators_on_disk: bool = setting(
@@ -343,7 +344,7 @@ class TrainConfig:
         1000,
         group=OUTPUT,
         minimum=1,
-        help="Steps between two saves of the last state; epochs and validations save it, too.",
+        help="Steps between two saves of the last state, which is also saved after epochs and before validations.",
         free_on_resume=True,
     )
     tensorboard: bool = setting(False, group=OUTPUT, help="Write the log for TensorBoard as well.", free_on_resume=True)

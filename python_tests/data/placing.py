@@ -19,9 +19,9 @@ GIB = 2**30
 
 
 def place_late(rank: int, value: dict[str, Any]) -> None:
-    """Write the place of the features, or the error, into the folder `out`.
+    """Write the chosen place of the features, or the error, into the folder `out`.
 
-    A GPU of 4 GiB, and a host of which 60 GiB are to spare; each process that has its copy leaves 20 less. The second
+    The simulated GPU has 4 GiB and the host has 60 GiB free; each process that holds a copy takes 20 GiB. The second
     process looks one second after the first.
     """
     case, out = value["case"], Path(value["out"])

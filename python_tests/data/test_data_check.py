@@ -153,7 +153,7 @@ def test_all_problems_are_reported_at_once(folder: Path) -> None:
         Problem("vocab.json", "vocabulary: expected the words <pad> <start> <end> <unk>, found no <unk>"),
     ]  # fmt: skip
     assert [one.split for one in report.splits] == ["dev", "gold", "test", "train", "val"]
-    # What can be known of a bad split is in its summary.
+    # The summary contains the known values of a bad split.
     assert attrs.asdict(report.splits[1]) == {
         "split": "gold", "images": None, "captions": 1, "regions": None, "channels": None, "dtype": None,
         "stored_five_times": False, "words": {"min": 2, "median": 2, "mean": 2, "p95": 2, "max": 2},

@@ -213,7 +213,7 @@ def test_only_the_training_process_ends_its_workers(dataset):
     loader = BatchLoader(dataset, EpochSampler(30, 2), workers=2)
     others = set(multiprocessing.active_children())
     batches = iter(loader)
-    # One of each worker, which then has begun.
+    # One batch from each worker, so that every worker has started.
     found = [next(batches).caption_index for _ in range(2)]
     workers = set(multiprocessing.active_children()) - others
     assert len(workers) == 2

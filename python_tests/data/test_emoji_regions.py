@@ -67,6 +67,6 @@ def test_regions_are_outputs_of_the_trained_network(tool: ModuleType, tmp_path: 
     assert len(before) == 7
     assert tool.write_regions(tmp_path, **SMALL)
     assert {path: path.read_bytes() for path in tmp_path.glob("*.*")} == before
-    # Other settings are no continuation.
+    # A run with other settings cannot be continued.
     with pytest.raises(ValueError, match="holds a run with lr = 0"):
         tool.write_regions(tmp_path, **{**SMALL, "lr": 3e-3})

@@ -139,7 +139,7 @@ def test_processes_of_a_machine_share_host_memory(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(placement, "_memory", lambda where: sizes[where.type])
 
     def chosen(needed: int, processes: int) -> placement.Placement:
-        # What one process says of itself stands for all.
+        # All processes have the same values, so one is enough.
         world = SimpleNamespace(launch=Launch(local_size=processes), objects=lambda value: [value] * processes)
         return placement._choice(needed, "auto", torch.device("cuda"), {}, world)
 

@@ -86,7 +86,7 @@ def test_a_full_disk_is_one_error_line(data: Path, tmp_path: Path, capsys: pytes
     assert contents(store) == contents(tmp_path / "whole")
 
 
-# Says a line before each shard, and goes on when it is answered by one.
+# Prints a line before each shard and waits for a line of input.
 PACKING = """
 import importlib, sys
 pack = importlib.import_module("itm_fast.data.pack")
@@ -152,7 +152,7 @@ def test_a_folder_with_other_files_is_refused(data: Path, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         pack(data, published)
     assert contents(published) == before
-    # What a call leaves that was killed before it had noted anything.
+    # Files of a call that was killed before it recorded a shard.
     killed = tmp_path / "killed"
     killed.mkdir()
     (killed / ".unfinished.abcd1234.tmp.json").write_text("{")

@@ -42,7 +42,7 @@ def replaced_by_pipe(path: Path) -> str:
 def test_packing_writes_through_no_link(
     store: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """A store that was interrupted, its shards noted, in a folder from someone else."""
+    """The folder contains an interrupted store with recorded shards."""
     out, outside = tmp_path / "other", tmp_path / "outside"
     interrupt_packing(data, out)
     outside.write_bytes(bytes(200))

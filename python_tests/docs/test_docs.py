@@ -32,7 +32,7 @@ OPTIONS = {
     for name, command in write_option_tables.commands(typer.main.get_command(app), "itm-fast")
 }
 # Options of torchrun and of the fuzzer that pages mention, too.
-OTHERS = {"--shutdown-timeout", "--only"}
+OTHERS = {"--shutdown-timeout", "--nproc-per-node", "--only"}
 
 
 def short(page: Path) -> str:
