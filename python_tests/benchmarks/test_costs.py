@@ -113,6 +113,7 @@ def test_launches_of_a_list_of_pairs_are_those_that_pytorch_makes(monkeypatch: p
     counts = []
     for lists in (1, 2):
         monkeypatch.setattr(regulators, "_LISTED_ELEMENTS", 12 * 5 * 4 // lists)
+        monkeypatch.setattr(regulators, "use_native", lambda *arguments: False)
         scores = F_itm.regulated_scores(queries, contexts, module.regulator_parameters())
         with Launches() as launches:
             torch.autograd.grad(scores, list(module.parameters()), torch.eye(4), retain_graph=False)
