@@ -78,9 +78,9 @@ void run_tiles(const Operand<T>& queries, const Operand<T>& contexts, const Regu
   share_tasks<State>(
       n_tiles, [&] { return State{Buffer<T>(workspace_size), {}}; },
       [&](int64_t index, State& state) {
-        const TiledRun& part = *std::prev(
-            std::upper_bound(tiled.begin(), tiled.end(), index,
-                             [](int64_t tile, const TiledRun& other) { return tile < other.first_tile; }));
+        const TiledRun& part =
+            *std::prev(std::upper_bound(tiled.begin(), tiled.end(), index,
+                                        [](int64_t tile, const TiledRun& other) { return tile < other.first_tile; }));
         const int64_t first = (index - part.first_tile) * part.step, last = std::min(first + part.step, n_contexts);
         state.slices.clear();
         for (int64_t context = first; context < last; ++context) {
@@ -151,9 +151,9 @@ Tensor cross_attention_alignments(const Tensor& queries, const Tensor& query_off
                                   bool residual_correspondence, double temperature, const std::string& normalization,
                                   double negative_slope, const std::string& focal, const std::string& precision) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
-  const RegulatorOptions options = alignment_options(
-      correspondences, residual_correspondence,
-      cross_attention_options(temperature, normalization, negative_slope, focal, "mean", 1.0));
+  const RegulatorOptions options =
+      alignment_options(correspondences, residual_correspondence,
+                        cross_attention_options(temperature, normalization, negative_slope, focal, "mean", 1.0));
   const RegulatorWeights checked = regulator_weights(weights, options, queries);
   if (queries.scalar_type() == torch::headeronly::ScalarType::Double) {
     return alignments_of<double>(queries, query_offsets, contexts, context_offsets, checked, options, precision);

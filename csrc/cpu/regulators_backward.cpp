@@ -1,7 +1,7 @@
 // Backward of regulated_scores and cross_attention_alignments on the CPU, for the pairs with a gradient.
 //
-// Each thread differentiates a tile; then the threads share the sums over these tiles: gradients of weights, contexts and
-// queries. Sums have the order of the tiles, so they do not depend on the number of threads.
+// Each thread differentiates a tile; then the threads share the sums over these tiles: gradients of weights, contexts
+// and queries. Sums have the order of the tiles, so they do not depend on the number of threads.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -153,8 +153,8 @@ Gradients differentiate_pairs(const Tensor& queries, const Operand<T>& query, co
   auto* of_queries = static_cast<T*>(query_gradient.mutable_data_ptr());
   auto* of_contexts = static_cast<T*>(context_gradient.mutable_data_ptr());
   std::vector<WeightProduct<T>> products(tensors.size());
-  products.resize(kernels.list_weight_products(problem, static_cast<T*>(weight_gradient.mutable_data_ptr()),
-                                               products.data()));
+  products.resize(
+      kernels.list_weight_products(problem, static_cast<T*>(weight_gradient.mutable_data_ptr()), products.data()));
 
   const int64_t n_tiles = static_cast<int64_t>(tiles.size());
   const int64_t n_workspaces = std::min<int64_t>(n_tiles, torch::stable::get_num_threads());
@@ -194,9 +194,8 @@ Gradients scores_backward(const Tensor& grad_scores, const Tensor& queries, cons
 
 template <typename T>
 Gradients alignments_backward(const Tensor& grad_alignments, const Tensor& queries, const Tensor& query_offsets,
-                              const Tensor& contexts, const Tensor& context_offsets,
-                              const std::vector<Tensor>& tensors, const RegulatorWeights& weights,
-                              const RegulatorOptions& options) {
+                              const Tensor& contexts, const Tensor& context_offsets, const std::vector<Tensor>& tensors,
+                              const RegulatorWeights& weights, const RegulatorOptions& options) {
   const Operand<T> query(queries, query_offsets), context(contexts, context_offsets);
   const Tensor gradient = torch::stable::contiguous(torch::stable::to(grad_alignments, kScalarType<T>));
   const auto* gradients = static_cast<const T*>(gradient.const_data_ptr());
@@ -240,16 +239,17 @@ Gradients cross_attention_alignments_backward(const Tensor& grad_alignments, con
                                               const std::string& normalization, double negative_slope,
                                               const std::string& focal, const std::string& precision) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
-  const RegulatorOptions options = alignment_options(
-      correspondences, residual_correspondence,
-      cross_attention_options(temperature, normalization, negative_slope, focal, "mean", 1.0));
+  const RegulatorOptions options =
+      alignment_options(correspondences, residual_correspondence,
+                        cross_attention_options(temperature, normalization, negative_slope, focal, "mean", 1.0));
   const RegulatorWeights checked = regulator_weights(weights, options, queries);
   STD_TORCH_CHECK(grad_alignments.dim() == 3 && grad_alignments.size(0) == context_offsets.size(0) - 1 &&
                       grad_alignments.size(1) == queries.size(0) && grad_alignments.size(2) == checked.width,
                   "grad_alignments: expected shape (context sets, query rows, width)");
   const bool wide = queries.scalar_type() == torch::headeronly::ScalarType::Double;
-  return (wide ? alignments_backward<double> : alignments_backward<float>)(
-      grad_alignments, queries, query_offsets, contexts, context_offsets, weights, checked, options);
+  return (wide ? alignments_backward<double> : alignments_backward<float>)(grad_alignments, queries, query_offsets,
+                                                                           contexts, context_offsets, weights, checked,
+                                                                           options);
 }
 
 }  // namespace

@@ -303,9 +303,18 @@ def test_opcheck() -> None:
          GOOD.to(torch.float32).tensors(), *SETTING, *ATTENTION, 0.0, None, "float32"),
     ):  # fmt: skip
         torch.library.opcheck(REGULATED.default, arguments, test_utils=checks)
+        gradient = torch.randn(len(QUERIES), len(CONTEXTS), dtype=arguments[0].dtype)
+        torch.library.opcheck(
+            torch.ops.itm_fast.regulated_scores_backward.default, (gradient, *arguments), test_utils=checks
+        )
     weights = [tensor for group in (*ALIGNED, *CORRESPONDED) for tensor in group]
     arguments = (*SIDES, weights, 1, True, 9.0, "clipped_l2norm", 0.1, "none", "float64")
     torch.library.opcheck(ALIGNING.default, arguments, test_utils=checks)
+    gradient = torch.randn(len(CONTEXTS), len(QUERIES.values), len(weights[0]), dtype=torch.float64)
+    backward = torch.ops.itm_fast.cross_attention_alignments_backward
+    torch.library.opcheck(backward.default, (gradient, *arguments), test_utils=checks)
+    with pytest.raises(RuntimeError, match="grad_alignments: expected shape"):
+        backward(gradient[:, 1:], *arguments)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ inline void scaled_unit_backward(const T* unit, T norm, int64_t count, const T* 
 }
 
 // The gradients of one pair in one step. `guidance` holds that of the next guidance and receives that of the guidance
-// before; `aligned` (n_rows) is added to. The others are outputs: of the sums in tanh(B a + beta) and tanh(A g + alpha),
-// of v, and of the logits, which hold the weights before.
+// before; `aligned` (n_rows) is added to. The others are outputs: of the sums in tanh(B a + beta) and tanh(A g +
+// alpha), of v, and of the logits, which hold the weights before.
 template <typename T>
 struct AggregationGradient {
   T *guidance, *aligned, *local, *guide, *v, *weights;

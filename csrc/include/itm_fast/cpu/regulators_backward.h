@@ -43,11 +43,11 @@ struct RegulatorBackwardLayout : RegulatorLayout<Product> {
 template <typename Product>
 class RegulationBackward : public Regulation<Product> {
   using Base = Regulation<Product>;
-  using typename Base::Pair;
-  using typename Base::T;
   using Base::at, Base::wide, Base::chunk, Base::for_each_row, Base::for_each_pair, Base::for_each_slice;
   using Base::problem_, Base::options_, Base::layers_, Base::workspace_, Base::n_rows_, Base::n_steps_, Base::dim_,
       Base::width_;
+  using typename Base::Pair;
+  using typename Base::T;
 
  public:
   RegulationBackward(const RegulatorProblem<T>& problem, const RegulatorTile& tile, T* workspace)
@@ -89,9 +89,7 @@ class RegulationBackward : public Regulation<Product> {
   }
 
   void clear() {
-    const auto zero = [&](int64_t array, int64_t count) {
-      __builtin_memset(workspace_ + array, 0, count * sizeof(T));
-    };
+    const auto zero = [&](int64_t array, int64_t count) { __builtin_memset(workspace_ + array, 0, count * sizeof(T)); };
     zero(places_.query_gradient, n_rows_ * places_.dim_stride);
     zero(places_.channels_gradient, n_rows_ * places_.dim_stride);
     zero(places_.temperature_gradient, n_rows_);
@@ -154,12 +152,12 @@ class RegulationBackward : public Regulation<Product> {
   }
 
   // sums (rows, stride) += gradients (rows, outputs) times the layer's weight.
-  void add_input_gradient(const T* gradients, int64_t stride, int64_t n_rows, const RegulatorLayer<T>& layer,
-                          T* sums, int64_t sums_stride) {
+  void add_input_gradient(const T* gradients, int64_t stride, int64_t n_rows, const RegulatorLayer<T>& layer, T* sums,
+                          int64_t sums_stride) {
     T* product = workspace_ + places_.product;
     const int64_t product_stride = round_up(layer.inputs, kPanelColumns<T>);
-    multiply_packed<Product>(gradients, stride, n_rows, layer.outputs, layer.transposed, layer.inputs, chunk(),
-                             product, product_stride);
+    multiply_packed<Product>(gradients, stride, n_rows, layer.outputs, layer.transposed, layer.inputs, chunk(), product,
+                             product_stride);
     for (int64_t row = 0; row < n_rows; ++row) {
       add_row(product + row * product_stride, layer.inputs, sums + row * sums_stride);
     }
@@ -175,8 +173,8 @@ class RegulationBackward : public Regulation<Product> {
                                             at(places_.v_gradients[step], pair.index),
                                             workspace_ + places_.logits[step] + pair.row};
       aggregate_pair_backward(Base::aggregated_pair(pair, step, aligned_step), layers, step, options_,
-                              workspace_ + places_.weighted, workspace_ + places_.factors,
-                              workspace_ + places_.product, gradient);
+                              workspace_ + places_.weighted, workspace_ + places_.factors, workspace_ + places_.product,
+                              gradient);
     });
     add_input_gradient(workspace_ + places_.guide[step], places_.width_stride, n_pairs, layers.a,
                        workspace_ + places_.guidance_gradient, places_.width_stride);
@@ -259,12 +257,12 @@ class RegulationBackward : public Regulation<Product> {
       if (n_contexts == 0) return;
       Base::pack(slice.context);
       attend_slice_backward<Product>(wide(places_.attended[step], slice.row), sets + slice.first_query,
-                                     sets + slice.last_query, n_contexts, dim_,
-                                     Base::temperatures_of(step, slice.row), Base::attention_, places_, workspace_,
+                                     sets + slice.last_query, n_contexts, dim_, Base::temperatures_of(step, slice.row),
+                                     Base::attention_, places_, workspace_,
                                      at(places_.attention[step], slice.row, places_.context_stride), raw,
                                      workspace_ + places_.temperature_gradient + slice.row);
-      multiply_packed<Product>(raw, places_.context_stride, n_rows, n_contexts, workspace_ + places_.context_rows,
-                               dim_, chunk(), product, places_.dim_stride);
+      multiply_packed<Product>(raw, places_.context_stride, n_rows, n_contexts, workspace_ + places_.context_rows, dim_,
+                               chunk(), product, places_.dim_stride);
       const T* queries = Base::slice_queries(slice);
       for (int64_t j = 0; j < n_rows; ++j) {
         const T *gradient = product + j * places_.dim_stride, *query = queries + j * dim_;
@@ -308,8 +306,8 @@ inline int64_t list_weight_products(const RegulatorProblem<typename Product::Val
   const auto list = [&](int64_t gradient, int64_t stride, int64_t outputs, int64_t input, int64_t input_stride,
                         int64_t inputs, bool of_pairs, bool of_query = false) {
     T* weight = take(outputs * inputs);
-    products[count++] = {gradient, stride, outputs, input, input_stride, inputs, of_pairs, of_query, weight,
-                         take(outputs)};
+    products[count++] = {gradient, stride,   outputs,  input,  input_stride,
+                         inputs,   of_pairs, of_query, weight, take(outputs)};
   };
   const auto list_layer = [&](const RegulatorLayer<T>& layer, int64_t gradient, int64_t stride, int64_t input,
                               int64_t input_stride, bool of_pairs = false, bool of_query = false) {
@@ -363,8 +361,7 @@ inline void add_weight_gradient(const RegulatorProblem<typename Product::Value>&
     }
     if (product.weight == nullptr) return;
     add_rows_product<Product>(gradient + first, product.gradient_stride, true, last - first, n_rows, inputs,
-                              input_stride, product.inputs, max_rows, scratch,
-                              product.weight + first * product.inputs);
+                              input_stride, product.inputs, max_rows, scratch, product.weight + first * product.inputs);
   };
   if (!product.of_query) {
     int64_t n_rows = tile.n_rows;
@@ -386,9 +383,9 @@ inline void add_weight_gradient(const RegulatorProblem<typename Product::Value>&
 
 // Adds one slice's part to the gradient of its context rows.
 template <typename Product>
-inline void add_context_gradient(const RegulatorProblem<typename Product::Value>& problem,
-                                 const RegulatorSlice& slice, const typename Product::Value* workspace,
-                                 typename Product::Value* scratch, typename Product::Value* gradient) {
+inline void add_context_gradient(const RegulatorProblem<typename Product::Value>& problem, const RegulatorSlice& slice,
+                                 const typename Product::Value* workspace, typename Product::Value* scratch,
+                                 typename Product::Value* gradient) {
   using T = typename Product::Value;
   const RegulatorOptions& options = problem.options;
   const RegulatorBackwardLayout<Product> places(problem.sizes, options);
