@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-
-import attrs
+from dataclasses import astuple, dataclass
 
 __all__ = [
     "DEVICES",
@@ -54,7 +53,7 @@ TILE_REGIONS, TILE_WORDS, TILE_SETS = 112, 128, 32
 SOFTMAX_OPERATIONS = 8
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class Cost:
     """Operations, bytes and launches."""
 
@@ -68,7 +67,7 @@ class Cost:
         return self.tensor + self.other
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(a + b for a, b in zip(attrs.astuple(self), attrs.astuple(other), strict=True)))
+        return Cost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, count: float) -> Cost:
         return Cost(self.tensor * count, self.other * count, self.bytes * count, round(self.launches * count))
@@ -246,7 +245,7 @@ def epoch(batch: int = 128) -> Cost:
     return step(batch).times(EPOCH_IMAGES * EPOCH_CAPTIONS / batch)
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class Peaks:
     """A vendor's data for a GPU, and the share of the tensor peak that a kernel is assumed to reach.
 

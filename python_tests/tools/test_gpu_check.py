@@ -11,6 +11,7 @@ import select
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from typing import Any
 import gpu_check
 import gpu_environment
 import gpu_sanitize
+import gpu_stage
 import gpu_suite
 import pytest
 import torch
@@ -74,6 +76,7 @@ def test_a_dry_run_leaves_results_that_say_so(tmp_path: Path) -> None:
         assert content["seconds"] > 0
         assert (content["wheels"], content["missing_packages"]) == ([carried], [])
         assert content["steps"][0]["detail"] in ("a dry run builds nothing", "as before")
+    assert f"all results: {tmp_path}/gpu_check_dry_run.tar.gz\n" in result.stdout
     # No step failed, but no sanitizer ran either.
     sanitize = json.loads((tmp_path / "gpu_check_sanitize_dry_run.json").read_text())
     assert sanitize["outcome"] == "dry run, unavailable"
@@ -155,7 +158,7 @@ def test_a_stage_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit) as error:
         gpu_environment.parse(["smoke"], stages=gpu_check.STAGES)
     assert error.value.code == 2
-    line = "gpu_check.sh: error: no stage 'smoke': expected build+smoke, tests, sanitize, bench"
+    line = "gpu_check.sh: error: no stage 'smoke': expected build+smoke, numbers, bench, sanitize"
     assert capsys.readouterr().err.splitlines()[-1] == line
 
 
@@ -163,7 +166,7 @@ def test_a_stage_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[st
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu_check.Stage:
     """Return a stage of ten minutes on a simulated GPU."""
     device = {"type": "cuda", "name": "NVIDIA H200"}
-    monkeypatch.setattr(gpu_check, "described", lambda dry, commit: {"device": device, "environment": {}})
+    monkeypatch.setattr(gpu_stage, "described", lambda dry, options: {"device": device, "environment": {}})
     options = argparse.Namespace(out=tmp_path, commit=None)
     return gpu_check.Stage("build+smoke", options, time.monotonic() + 600, dry=False, short=True)
 
@@ -274,75 +277,117 @@ def test_every_file_of_the_suite_is_in_one_part(n_files: int, most: int, parts: 
 def test_the_whole_suite_runs_in_parts(stage: gpu_check.Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
     stage.content["missing_packages"] = []
-    stage.short = False
-    monkeypatch.setattr(stage, "run", lambda name, command, judge: True)
     monkeypatch.setattr(stage, "run_together", lambda commands, judge: ran.extend(commands.values()))
-    gpu_check.tests(stage)
+    gpu_check.suite(stage)
     files = [argument for command in ran for argument in command if argument.startswith("python_tests/")]
     expected = {str(file.relative_to(ROOT)) for file in (ROOT / "python_tests").rglob("test_*.py")}
     assert sorted(files) == sorted(file for file in expected if not file.startswith("python_tests/cuda/"))
-    assert all("not cuda" in command for command in ran)
+    assert all("not cuda" in command and "--noconftest" not in command for command in ran)
 
 
-def commands_of(stage: gpu_check.Stage, monkeypatch: pytest.MonkeyPatch, *, short: bool) -> dict[str, list[str]]:
-    """Return the commands of the first two stages by name; check that every file they name exists."""
+def test_the_suite_is_unavailable_where_packages_are_missing(stage: gpu_check.Stage) -> None:
+    stage.content["missing_packages"] = ["nltk", "pytorch-ignite"]
+    stage.options.wheels = Path("wheels")
+    gpu_check.suite(stage)
+    assert stage.finish()
+    [step] = written(stage)["steps"]
+    assert (step["outcome"], written(stage)["outcome"]) == ("unavailable", "unavailable")
+    assert step["detail"].startswith("missing Python packages: nltk, pytorch-ignite; fetch wheels for wheels on a ")
+
+
+def test_the_first_two_stages_run_every_gpu_test_once(
+    stage: gpu_check.Stage, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ran: dict[str, list[str]] = {}
-    stage.content["missing_packages"], stage.short = [], short
+    stage.content["missing_packages"] = ["nltk"]
     monkeypatch.setattr(stage, "run", lambda name, command, *judged, **limits: ran.setdefault(name, command))
-    monkeypatch.setattr(stage, "run_together", lambda commands, judge: ran.update(commands))
     gpu_check.build_and_smoke(stage)
-    gpu_check.tests(stage)
+    gpu_check.numbers(stage)
+    assert list(ran) == ["operators", "wrappers", "smoke", "numbers", "launches", "the rest"]
     for command in ran.values():
         files = [argument for argument in command if argument.startswith(("python_tests/", "tools/"))]
-        assert [file for file in files if not (ROOT / file).exists()] == []
-    return ran
-
-
-def test_a_first_round_runs_nothing_twice(stage: gpu_check.Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = commands_of(stage, monkeypatch, short=False)
-    names = ["operators", "wrappers", "numbers", "benchmark", "gpu alone", "cuda"]
-    assert list(whole)[:6] == names
-    assert whole["gpu alone"][-2] == "python_tests/cuda"
-    assert whole["cuda"][-3:] == ["-m", "cuda", "--ignore=python_tests/cuda"]
-    ran = commands_of(stage, monkeypatch, short=True)
-    assert list(ran) == [name for name in names if name != "benchmark"]
+        assert len(files) == 1
+        assert (ROOT / files[0]).exists()
+        assert ("--noconftest" in command) == ("pytest" in command)
+    assert ran["smoke"][-2:] == ["cuda", "first"]
     assert ran["wrappers"][-1] == "python_tests/cuda/test_wrappers.py"
-    assert ran["gpu alone"][-2] == "python_tests/cuda/test_launches.py"
-    assert (ran["numbers"][-4:], ran["cuda"][-2:]) == (["-m", "cuda", "-k", "numbers"], ["-k", "not numbers"])
+    assert ran["launches"][-2] == "python_tests/cuda/test_launches.py"
+    assert ran["numbers"][-5:] == ["python_tests/operators/test_devices.py", "-m", "cuda", "-k", "numbers"]
+    assert ran["the rest"] == [*ran["numbers"][:-1], "not numbers"]
+    assert capsys.readouterr().out.endswith("are left to the stage suite, and misses nltk here\n")
+
+
+def run_stages(
+    stages: tuple[str, ...],
+    ran: Any,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    built: str = "passed",
+) -> int:
+    """Run main() on a simulated H200, with `ran` in place of every stage; return the exit status."""
+    device = {"type": "cuda", "name": "NVIDIA H200"}
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *stages, "--out", str(out)])
+    monkeypatch.setattr(gpu_stage, "described", lambda dry, options: {"device": device, "environment": {}})
+    monkeypatch.setattr(gpu_check, "build", lambda options, dry, base: (built, "for 9.0+PTX", 1.0))
+    monkeypatch.setattr(gpu_check, "RUN", dict.fromkeys(gpu_check.RUN, ran))
+    with pytest.raises(SystemExit) as error:
+        gpu_check.main()
+    return int(error.value.code)
 
 
 @pytest.mark.parametrize(
     ("stages", "left"),
     [
-        ((), [210, 310, 430, 510]),
-        (("sanitize", "bench"), [430, 510]),
-        (("tests",), [510]),
-        (("bench", "tests"), [410, 510]),
+        ((), [200, 300, 380, 480]),
+        (("sanitize",), [480]),
+        (("bench", "numbers"), [480, 480]),
     ],
 )
-def test_a_stage_leaves_time_to_those_after_it(
+def test_each_stage_has_its_limit_and_a_first_round_has_one_for_all(
     stages: tuple[str, ...], left: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = {"type": "cuda", "name": "NVIDIA H200"}
+    """A call takes ten minutes at most, with half a minute to create the environment."""
     found: dict[str, float] = {}
 
-    def run(stage: gpu_check.Stage) -> None:
+    def ran(stage: gpu_check.Stage) -> None:
         found[stage.name] = stage.left()
         stage.note("the only step", "passed", "")
 
-    monkeypatch.setenv("PATH", os.environ["PATH"])
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *stages, "--out", str(tmp_path)])
-    monkeypatch.setattr(gpu_check, "described", lambda dry, options: {"device": device, "environment": {}})
-    monkeypatch.setattr(gpu_check, "build", lambda options, dry, base: ("passed", "for 9.0+PTX", 1.0))
-    monkeypatch.setattr(gpu_check, "RUN", dict.fromkeys(gpu_check.STAGES, run))
     # This clock stands still.
-    monkeypatch.setattr(gpu_check, "time", SimpleNamespace(monotonic=lambda: 7.0))
-    with pytest.raises(SystemExit) as error:
-        gpu_check.main()
-    assert error.value.code == 0
+    for module in (gpu_check, gpu_stage):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 7.0))
+    assert run_stages(stages, ran, tmp_path, monkeypatch) == 0
     assert list(found) == list(stages or gpu_check.STAGES)
     assert list(found.values()) == left
     assert len(list(tmp_path.glob("*.json"))) == len(left)
+    assert gpu_check.STAGES[-1] == "sanitize"
+    assert max(gpu_check.LIMIT_S, gpu_check.BUILD_LIMIT_S) <= 600 - 60
+
+
+def test_a_stage_that_fails_keeps_the_results_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One archive holds the results of all calls."""
+
+    def ran(stage: gpu_check.Stage) -> None:
+        if stage.name == "numbers":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        stage.run("step", python("print('done')"))
+
+    assert run_stages((), ran, tmp_path, monkeypatch) == 1
+    outcomes = {file.name: json.loads(file.read_text())["outcome"] for file in tmp_path.glob("*.json")}
+    names = ["build_smoke", "numbers", "bench", "sanitize"]
+    wanted = dict.fromkeys((f"gpu_check_{name}_nvidia_h200.json" for name in names), "passed")
+    assert outcomes == {**wanted, "gpu_check_numbers_nvidia_h200.json": "failed"}
+    last = json.loads((tmp_path / "gpu_check_numbers_nvidia_h200.json").read_text())["steps"][-1]
+    assert last["detail"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    # A build that fails later stops the call and is packed, too.
+    (tmp_path / "gpu_check_build.log").write_text("error\n")
+    assert run_stages(("bench", "sanitize"), ran, tmp_path, monkeypatch, built="failed") == 1
+    with tarfile.open(tmp_path / "gpu_check_nvidia_h200.tar.gz") as packed:
+        found = {Path(name).name for name in packed.getnames()}
+        bench = json.load(packed.extractfile("gpu_check_nvidia_h200/gpu_check_bench_nvidia_h200.json"))
+    assert {*wanted, "gpu_check_build.log", "gpu_check_bench_nvidia_h200_step.log"} <= found
+    assert (bench["outcome"], [step["name"] for step in bench["steps"]]) == ("failed", ["build"])
 
 
 NOTING = """
