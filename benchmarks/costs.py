@@ -1,6 +1,6 @@
 """The cost model: operations and bytes of a workload, and the minimum time that they take on a GPU.
 
-Inside: `Cost`, one function per workload, `Peaks` of the GPUs in `DEVICES`, `floors` and `predicted`.
+Inside: `Cost`, one function per workload, `Peaks` of the GPUs in `DEVICES`, and `floors`.
 
 A multiply-add counts as two operations. Tensor operations are the products that tensor cores can compute; all others
 run on the ordinary float32 units. Bytes are what a workload must read and write in device memory once, independent of
@@ -28,7 +28,6 @@ __all__ = [
     "loss",
     "most_tiles",
     "pairs_of_tiles",
-    "predicted",
     "ranks",
     "regulated_scores",
     "regulated_step",
@@ -247,30 +246,26 @@ def epoch(batch: int = 128) -> Cost:
 
 @dataclass(frozen=True)
 class Peaks:
-    """A vendor's data for a GPU, and the share of the tensor peak that a kernel is assumed to reach.
+    """A vendor's data for a GPU.
 
     Attributes:
         tensor: dense bf16 products with float32 sums, operations per second.
         other: float32 operations per second.
         memory: bytes per second.
-        tensor_share: of `tensor`, by `mma.sync` inside a kernel with a long epilogue.
         source: where the vendor states the three numbers.
     """
 
     tensor: float
     other: float
     memory: float
-    tensor_share: float
     source: str
 
 
 DEVICES = {
-    "A100": Peaks(312e12, 19.5e12, 2.039e12, 0.6, "NVIDIA A100 data sheet, SXM, 80 GB"),
-    "RTX 4090": Peaks(165.2e12, 82.6e12, 1.008e12, 0.6, "NVIDIA Ada GPU architecture white paper, appendix A"),
-    "H200": Peaks(989.5e12, 66.9e12, 4.8e12, 0.4, "NVIDIA H200 data sheet, SXM"),
+    "A100": Peaks(312e12, 19.5e12, 2.039e12, "NVIDIA A100 data sheet, SXM, 80 GB"),
+    "RTX 4090": Peaks(165.2e12, 82.6e12, 1.008e12, "NVIDIA Ada GPU architecture white paper, appendix A"),
+    "H200": Peaks(989.5e12, 66.9e12, 4.8e12, "NVIDIA H200 data sheet, SXM"),
 }
-# Assumptions of a prediction: shares of the float32 units and of the memory, and the cost of a launch.
-OTHER_SHARE, MEMORY_SHARE, LAUNCH_SECONDS = 0.4, 0.8, 3e-6
 
 
 def device_of(name: str) -> str | None:
@@ -281,11 +276,3 @@ def device_of(name: str) -> str | None:
 def floors(cost: Cost, peaks: Peaks) -> tuple[float, float]:
     """Return seconds of the tensor operations at the tensor cores' peak, and of the bytes at the memory's."""
     return cost.tensor / peaks.tensor, cost.bytes / peaks.memory
-
-
-def predicted(cost: Cost, peaks: Peaks) -> float:
-    """Return seconds at the assumed shares: the slowest of the three units hides the others; launches add up."""
-    tensor, memory = floors(cost, peaks)
-    other = cost.other / peaks.other
-    busy = max(tensor / peaks.tensor_share, other / OTHER_SHARE, memory / MEMORY_SHARE)
-    return busy + LAUNCH_SECONDS * cost.launches
