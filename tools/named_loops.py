@@ -102,7 +102,7 @@ WANTED = (
     ),
     Wanted(_DIFFERENTIATED, "mixed", ("dot_products", "compare_with_attended"), "FFMA", _MADD, products=1.0),
     Wanted(_ACCUMULATED, "attended", ("sums_of_contexts",), "FFMA", _MADD, products=1.0, without=("each",)),
-    # A product and a fused product for each context.
+    # A product and a fused product for each context. An HMMA would be 64 multiply-adds of a lane.
     Wanted(_ACCUMULATED, "contexts", ("sums_of_contexts", "each"), "FFMA", _MADD, 2.0, products=2.0),
     Wanted(_ACCUMULATED, "queries", ("sums_of_queries",), "FFMA", _MADD, products=2.0),
     *(Wanted(kernel, "scan", ("scan_tile", "take"), ITERATION, _STRIP) for kernel in _LOSSES),

@@ -511,6 +511,24 @@ def test_the_operators_are_sanitized_where_the_control_passes(
         assert ["--report-api-errors no" in command for command in commands] == [False, True, True, False, False]
 
 
+def test_a_slow_sanitizer_leaves_time_to_the_next(
+    stage: gpu_check.Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: dict[str, list[float]] = {}
+
+    def ran(name: str, command: list[str], judge: Any = None, *limit: float, **rest: Any) -> bool:
+        limits[name] = list(limit)
+        return True
+
+    (tmp_path / "compute-sanitizer").write_text("#!/bin/sh\n")
+    (tmp_path / "compute-sanitizer").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(stage, "run", ran)
+    monkeypatch.setattr(stage, "left", lambda: 400.0)
+    gpu_sanitize.run(stage, lambda: "9.0")
+    assert (limits["memcheck"], limits["racecheck"]) == ([200.0], [400.0])
+
+
 def test_the_planted_faults_compile(tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is not None:
