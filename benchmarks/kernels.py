@@ -26,6 +26,8 @@ COUNTS = Path(__file__).resolve().parents[1] / "docs" / "internals" / "cuda_loop
 SCHEDULERS, SHARED_BYTES, LANES = 4, 128, 32
 HMMA_OPERATIONS = 2 * 16 * 8 * 16
 LAUNCH_SECONDS = 3e-6
+# Assumed: how much of the time a kernel keeps its busiest unit busy at least.
+LEAST_SHARE = 0.6
 # Warps of a block of the kernels over tiles, and bytes of a row in a slice (tile_product.h).
 TILE_WARPS, SLICE_BYTES = 8, 64
 # Channels of a chunk, and columns of a product (RegulationTile112).
@@ -119,6 +121,12 @@ class Prediction:
     @property
     def seconds(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def longest(self) -> float:
+        """Return the seconds if every bound but the launches is reached by `LEAST_SHARE` only."""
+        launches = self.parts["launches"]
+        return (self.seconds - launches) / LEAST_SHARE + launches
 
 
 @functools.cache

@@ -117,7 +117,7 @@ def _workloads() -> str:
 
 def _floors(name: str, measured: Mapping[str, Any] | None) -> str:
     peaks = DEVICES[name]
-    rows = [[f"on {name}", "products", "memory", "the larger floor", "predicted", "bound by", "reached"]]
+    rows = [[f"on {name}", "products", "memory", "the larger floor", "predicted", "up to", "bound by", "reached"]]
     for workload in WORKLOADS:
         tensor, memory = costs.floors(workload.cost, peaks)
         bound = "products" if tensor > memory else "memory"
@@ -130,6 +130,7 @@ def _floors(name: str, measured: Mapping[str, Any] | None) -> str:
                 seconds(memory),
                 f"{seconds(max(tensor, memory))} ({bound})",
                 seconds(prediction.seconds),
+                seconds(prediction.longest),
                 f"{prediction.bound}, {share:.0f} %",
                 _reached(workload, measured, max(tensor, memory)),
             ]

@@ -134,7 +134,7 @@ def is_dry() -> bool:
     return device == "cpu"
 
 
-def check_device() -> None:
+def check_device(wheels: Path) -> None:
     """Raise SystemExit with one line if a requirement of the stages is missing."""
     try:
         import torch
@@ -146,10 +146,15 @@ def check_device() -> None:
         searched = cuda_toolkit.SEARCHED
         raise SystemExit(f"gpu_check: no nvcc in {searched}; set CUDA_HOME to the folder of the CUDA toolkit")
     lacking = [name for name in native_build.OLDEST if name != "torch" and native_build.find_tool(name) is None]
-    lacking += [] if native_build.find_compiler() else ["a C++ compiler"]
     lacking += [name for name in BUILD_PACKAGES if importlib.util.find_spec(name) is None]
+    carried = {wheel.name.partition("-")[0].lower() for wheel in wheels_in(wheels)}
+    lacking = [name for name in lacking if name not in carried]
+    lacking += [] if native_build.find_compiler() else ["a C++ compiler"]
     if lacking:
-        raise SystemExit(f"gpu_check: the build needs {', '.join(lacking)}; install them for {sys.executable}")
+        names = ", ".join(lacking)
+        raise SystemExit(
+            f"gpu_check: the build needs {names}; install them for {sys.executable}, or carry their wheels"
+        )
 
 
 def main() -> None:
@@ -157,7 +162,7 @@ def main() -> None:
     if is_dry():
         print(sys.executable)  # A dry run does not build or install anything.
         return
-    check_device()
+    check_device(options.wheels)
     print(prepare(options.wheels))
 
 

@@ -48,6 +48,7 @@ def test_the_busiest_unit_determines_the_time_of_a_launch(
     assert found.parts[bound] == pytest.approx(2 * cycles / clock)
     assert found.parts["launches"] == pytest.approx(6e-6)
     assert found.seconds == pytest.approx(6e-6 + 2 * cycles / clock)
+    assert found.longest == pytest.approx(6e-6 + 2 * cycles / clock / 0.6)
 
 
 def test_multiprocessors_take_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from gpu_stage import by_tests
 from packaging.requirements import Requirement
 
 from python_tests.helpers.processes import ROOT, run
+from python_tests.tools.wheels import write_wheel
 
 # pip installs the build and the wheels.
 GIVEN = ("torch", "numpy", "pytest", "pip")
@@ -140,7 +141,7 @@ def test_without_nvcc_one_line_says_where_it_was_searched(tmp_path: Path, monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cuda_toolkit, "folders", lambda: [tmp_path])
     with pytest.raises(SystemExit) as error:
-        gpu_environment.check_device()
+        gpu_environment.check_device(tmp_path)
     assert str(error.value) == (
         "gpu_check: no nvcc in CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda*/bin and nvidia/cu13/bin of the Python "
         "packages; set CUDA_HOME to the folder of the CUDA toolkit"
@@ -148,5 +149,12 @@ def test_without_nvcc_one_line_says_where_it_was_searched(tmp_path: Path, monkey
     program(tmp_path / "nvcc")
     monkeypatch.setattr(gpu_environment.native_build, "find_tool", lambda name: None)
     monkeypatch.setattr(gpu_environment, "BUILD_PACKAGES", ("pytest", "gone"))
-    with pytest.raises(SystemExit, match=r"^gpu_check: the build needs cmake, ninja, gone; install them for /"):
-        gpu_environment.check_device()
+    write_wheel(tmp_path, "cmake", "4.0")
+    with pytest.raises(SystemExit) as error:
+        gpu_environment.check_device(tmp_path)
+    assert str(error.value) == (
+        f"gpu_check: the build needs ninja, gone; install them for {sys.executable}, or carry their wheels"
+    )
+    write_wheel(tmp_path, "ninja", "1.12")
+    write_wheel(tmp_path, "gone", "1.0")
+    gpu_environment.check_device(tmp_path)
