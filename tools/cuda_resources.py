@@ -75,14 +75,6 @@ bytes. Slow accesses go to local memory, or to memory of unknown kind. `.ci/run`
 Values that differ between architectures are listed in the order above.
 
 """
-NAMED = """
-## Loops of the cost model
-
-[Predictions](../performance/predictions.md) multiplies these counts with amounts of work. `cuda_loops.json` holds them
-for every architecture. Instructions are those of a warp for one unit of work in every lane, with those of branches that
-the default options never take. A cycle of shared memory moves 128 bytes; conflicts between banks are not counted.
-
-"""
 
 
 @dataclass(frozen=True)
@@ -206,7 +198,7 @@ def page(usages: list[Usage], entries: list[dict[str, Any]] | None = None) -> st
         cells = ["/".join(str(getattr(u, name)) for u in rows) for name in names]
         cells[1:] = [cell.split("/")[0] if len(set(cell.split("/"))) == 1 else cell for cell in cells[1:]]
         lines.append(f"| `{kernel}` | {' | '.join(cells)} |")
-    named = NAMED + named_loops.table(entries) if entries else ""
+    named = named_loops.section(entries) if entries else ""
     return HEAD + "\n".join(lines) + "\n" + _loop_table(usages) + named
 
 

@@ -20,6 +20,14 @@ from typing import Any
 from device_loops import disassembler, loop_ends, operation
 
 ITERATION = "iteration"
+HEAD = """
+## Loops of the cost model
+
+[Predictions](../performance/predictions.md) multiplies these counts with amounts of work. `cuda_loops.json` holds them
+for every architecture. Instructions are those of a warp for one unit of work in every lane, with those of branches that
+the default options never take. A cycle of shared memory moves 128 bytes; conflicts between banks are not counted.
+
+"""
 
 
 @dataclass(frozen=True)
@@ -227,8 +235,8 @@ def _rounded(loop: NamedLoop) -> dict[str, float]:
     return {name: round(value, 3) for name, value in asdict(loop).items()}
 
 
-def table(entries: list[dict[str, Any]]) -> str:
-    """Render the entries of the JSON file as Markdown."""
+def section(entries: list[dict[str, Any]]) -> str:
+    """Render the entries of the JSON file as a section of the page."""
     lines = [
         "| kernel | loop | a unit of work | instructions | shared memory cycles |",
         "| --- | --- | --- | ---: | ---: |",
@@ -239,4 +247,4 @@ def table(entries: list[dict[str, Any]]) -> str:
             values = [f"{counts[name]:.1f}" for counts in entry["counts"].values()]
             cells.append("/".join(values if len(set(values)) > 1 else values[:1]))
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return HEAD + "\n".join(lines) + "\n"

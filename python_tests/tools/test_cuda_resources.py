@@ -263,7 +263,7 @@ def test_a_named_loop_that_is_gone_is_one_line(annotated: Code, wanted: Wanted) 
 def test_the_committed_counts_are_those_of_the_page() -> None:
     entries = json.loads(cuda_resources.LOOP_COUNTS.read_text())
     text = cuda_resources.PAGE.read_text(encoding="utf-8")
-    assert text.endswith(cuda_resources.NAMED + named_loops.table(entries))
+    assert text.endswith(named_loops.section(entries))
     for wanted in named_loops.WANTED:
         [entry] = [e for e in entries if e["kernel"].startswith(wanted.kernel) and e["loop"] == wanted.name]
         assert (entry["per"], entry["products"]) == (wanted.of, wanted.products)
@@ -284,7 +284,7 @@ def test_kernels_without_a_named_loop_are_one_line(monkeypatch: pytest.MonkeyPat
     [entry] = cuda_resources.loop_counts(compiled)
     counts = {f"sm_{number}": asdict(counted) for number in cuda_resources.ARCHITECTURES}
     assert entry == {"kernel": "work<float>", "loop": "run", "per": "sum", "products": 2.0, "counts": counts}
-    assert named_loops.table([entry]).splitlines()[-1] == "| `work<float>` | run | sum | 3.0 | 2.0 |"
+    assert named_loops.section([entry]).splitlines()[-1] == "| `work<float>` | run | sum | 3.0 | 2.0 |"
     gone = Wanted("gone<", "run", ("inner",), "FFMA", "sum")
     monkeypatch.setattr(named_loops, "WANTED", (*named_loops.WANTED, gone))
     with pytest.raises(SystemExit) as error:
