@@ -1,6 +1,6 @@
 """A stage of benchmarks/gpu_check.sh: its steps, their logs and the JSON file, and one archive of all results.
 
-A stage is a list of steps, each a command with a time limit and a log. The stage's JSON is written after every step. A
+A stage is a list of steps, each a command with a time limit and a log. JSON and archive are written after every step. A
 step is "passed", "failed", "unavailable" (a tool or a package is missing, or does not work on the device) or "not run".
 A stage is "failed" if a step failed or was not run, else "unavailable" if a step is, else "passed".
 """
@@ -79,6 +79,7 @@ class Stage:
         self.content["steps"].append(step)
         print(f"{self.name}: {name}: {outcome}{': ' if detail else ''}{detail}", flush=True)
         self.save()
+        self.archive()  # A call that is stopped from outside leaves it, too.
 
     def run(
         self, name: str, command: list[str], judge: Judge | None = None, limit: float = LIMIT_S, **environment: str
@@ -126,7 +127,7 @@ class Stage:
             self.note(f"{name}, the rest", "not run", f"no time was left for {', '.join(left_out)}")
 
     def finish(self) -> bool:
-        """Write the outcome and the archive; return whether nothing failed."""
+        """Write the outcome; return whether nothing failed."""
         outcomes = {step["outcome"] for step in self.content["steps"]}
         bad = bool(outcomes & {"failed", "not run"})
         outcome = "failed" if bad else "unavailable" if "unavailable" in outcomes else "passed"

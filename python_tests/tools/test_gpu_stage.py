@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import subprocess
+import tarfile
 import time
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from python_tests.tools.simulated_stage import python, written
 def test_every_step_is_written_down_at_once(stage: Stage) -> None:
     assert stage.run("good", python("print('first'); print('done')"))
     assert written(stage)["outcome"] == "incomplete"
+    with tarfile.open(stage.options.out / "gpu_check_nvidia_h200.tar.gz") as packed:
+        name = stage.file.stem
+        assert {Path(file).name for file in packed.getnames()} == {f"{name}.json", f"{name}_good.log"}
     assert not stage.run("bad", python("raise SystemExit('broken')"))
     steps = written(stage)["steps"]
     assert [(step["name"], step["outcome"], step["detail"]) for step in steps] == [
