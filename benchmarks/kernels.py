@@ -220,13 +220,16 @@ def loss(batch: int, kernel: str = LOSS) -> Work:
 
 
 def backward(batch: int, dim: int = costs.DIM) -> Work:
-    """The backward of a loss over hardest negatives, three pairs for each anchor: all loops that multiply the queries
-    of a pair with its contexts."""
-    multiply_adds = 3 * batch * REGIONS * WORDS * dim
+    """The backward of a loss over hardest negatives, three pairs for each anchor.
+
+    Counts all loops that multiply the queries of a pair with its contexts, in whole tiles.
+    """
     work: dict[str, dict[str, float]] = {}
     for entry in counts():
         if entry["products"]:
-            work.setdefault(entry["kernel"], {})[entry["loop"]] = entry["products"] * multiply_adds / LANES
+            queries, contexts = (math.ceil(n / of) * of for n, of in zip((WORDS, REGIONS), entry["tile"], strict=True))
+            multiply_adds = entry["products"] * 3 * batch * queries * contexts * dim
+            work.setdefault(entry["kernel"], {})[entry["loop"]] = multiply_adds / LANES
     return Work(costs.backward(batch, dim), tuple(Launch(kernel, of_kernel) for kernel, of_kernel in work.items()))
 
 

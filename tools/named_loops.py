@@ -43,6 +43,7 @@ class Wanted:
         work: units of work of each such operation, for every lane.
         products: for the loops of a backward, how often they multiply all queries of a pair with all contexts: a unit
             is then a multiply-add.
+        tile: queries and contexts that such a loop multiplies at a time, whether a pair has them or not.
         around: whether the loop has loops within it.
         without: no function of these is run by the loop.
     """
@@ -54,6 +55,7 @@ class Wanted:
     of: str
     work: float = 1.0
     products: float = 0.0
+    tile: tuple[int, int] = (1, 1)
     around: bool = False
     without: tuple[str, ...] = ()
 
@@ -82,6 +84,26 @@ _LOSSES = (
     "triplet_with_gradient<BoostingProblem<float>, ScoreTile<8, 8, 4>>",
 )
 _STRIP, _MADD = "row of 128 scores", "multiply-add"
+_DOTS, _EIGHT_WARPS = "dot_products", 64  # kSumRows rows of each warp
+_BACKWARD = (
+    Wanted(_DIFFERENTIATED, "raw scores", (_DOTS, "attend_pair"), "FFMA", _MADD, products=1.0, tile=(4, 4)),
+    # An element of the attention for each multiply-add.
+    Wanted(
+        *(_DIFFERENTIATED, "attended", ("compare_with_attended",), r"LDG\.E", _MADD),
+        products=1.0,
+        tile=(8, 1),
+        without=(_DOTS,),
+    ),
+    Wanted(_DIFFERENTIATED, "mixed", (_DOTS, "compare_with_attended"), "FFMA", _MADD, products=1.0, tile=(4, 4)),
+    Wanted(_ACCUMULATED, "attended", ("sums_of_contexts",), "FFMA", _MADD, products=1.0, without=("each",)),
+    # A product and a fused product for each context.
+    Wanted(
+        *(_ACCUMULATED, "contexts", ("sums_of_contexts", "each"), "FFMA", _MADD, 2.0),
+        products=2.0,
+        tile=(1, _EIGHT_WARPS),
+    ),
+    Wanted(_ACCUMULATED, "queries", ("sums_of_queries",), "FFMA", _MADD, products=2.0, tile=(_EIGHT_WARPS, 1)),
+)
 WANTED = (
     *(Wanted(kernel, "product", ("multiply_slices",), "HMMA.*", "HMMA") for kernel in (_SCORES, _PREPARED, _REGULATED)),
     Wanted(_SCORES, "statistics", ("row_factor",), "LDS", "raw score"),
@@ -97,22 +119,7 @@ WANTED = (
         without=("cosine_of",),
     ),
     Wanted(_SCORES, "cosines", ("score_products", "cosine_of"), ITERATION, "query and image", around=True),
-    Wanted(_DIFFERENTIATED, "raw scores", ("dot_products", "attend_pair"), "FFMA", _MADD, products=1.0),
-    # Eight attended vectors at a time: an element of the attention for each multiply-add.
-    Wanted(
-        _DIFFERENTIATED,
-        "attended",
-        ("compare_with_attended",),
-        r"LDG\.E",
-        _MADD,
-        products=1.0,
-        without=("dot_products",),
-    ),
-    Wanted(_DIFFERENTIATED, "mixed", ("dot_products", "compare_with_attended"), "FFMA", _MADD, products=1.0),
-    Wanted(_ACCUMULATED, "attended", ("sums_of_contexts",), "FFMA", _MADD, products=1.0, without=("each",)),
-    # A product and a fused product for each context. An HMMA would be 64 multiply-adds of a lane.
-    Wanted(_ACCUMULATED, "contexts", ("sums_of_contexts", "each"), "FFMA", _MADD, 2.0, products=2.0),
-    Wanted(_ACCUMULATED, "queries", ("sums_of_queries",), "FFMA", _MADD, products=2.0),
+    *_BACKWARD,
     *(Wanted(kernel, "scan", ("scan_tile", "take"), ITERATION, _STRIP) for kernel in _LOSSES),
     *(Wanted(kernel, "gradient", ("write_gradient_tile", "is_active"), ITERATION, _STRIP) for kernel in _LOSSES),
     Wanted("count_ranks<float, ScoreTile<8, 8, 4>>", "comparison", ("is_above",), ITERATION, _STRIP),
@@ -225,9 +232,8 @@ def content(loops: dict[int, dict[tuple[str, str], NamedLoop]]) -> list[dict[str
     for kernel, name in sorted(set().union(*loops.values())):
         wanted = next(one for one in WANTED if kernel.startswith(one.kernel) and one.name == name)
         counts = {f"sm_{number}": _rounded(loops[number][kernel, name]) for number in sorted(loops)}
-        entries.append(
-            {"kernel": kernel, "loop": name, "per": wanted.of, "products": wanted.products, "counts": counts}
-        )
+        backward = {"products": wanted.products, "tile": list(wanted.tile)}
+        entries.append({"kernel": kernel, "loop": name, "per": wanted.of, **backward, "counts": counts})
     return entries
 
 

@@ -266,7 +266,7 @@ def test_the_committed_counts_are_those_of_the_page() -> None:
     assert text.endswith(named_loops.section(entries))
     for wanted in named_loops.WANTED:
         [entry] = [e for e in entries if e["kernel"].startswith(wanted.kernel) and e["loop"] == wanted.name]
-        assert (entry["per"], entry["products"]) == (wanted.of, wanted.products)
+        assert (entry["per"], entry["products"], entry["tile"]) == (wanted.of, wanted.products, list(wanted.tile))
         assert list(entry["counts"]) == [f"sm_{number}" for number in cuda_resources.ARCHITECTURES]
     assert len(entries) == len(named_loops.WANTED)
     # The main loop of the scores is counted twice, per 16 HMMA and per HMMA.
@@ -283,7 +283,8 @@ def test_kernels_without_a_named_loop_are_one_line(monkeypatch: pytest.MonkeyPat
     compiled = [cuda_resources.Compiled("", {}, {}, kernels)]
     [entry] = cuda_resources.loop_counts(compiled)
     counts = {f"sm_{number}": asdict(counted) for number in cuda_resources.ARCHITECTURES}
-    assert entry == {"kernel": "work<float>", "loop": "run", "per": "sum", "products": 2.0, "counts": counts}
+    backward = {"products": 2.0, "tile": [1, 1]}
+    assert entry == {"kernel": "work<float>", "loop": "run", "per": "sum", **backward, "counts": counts}
     assert named_loops.section([entry]).splitlines()[-1] == "| `work<float>` | run | sum | 3.0 | 2.0 |"
     gone = Wanted("gone<", "run", ("inner",), "FFMA", "sum")
     monkeypatch.setattr(named_loops, "WANTED", (*named_loops.WANTED, gone))
