@@ -45,6 +45,10 @@ LIST_PAIRS, LIST_LAUNCHES = 682, 460
 # COCO's training split, and its five captions per image.
 EPOCH_IMAGES, EPOCH_CAPTIONS = 113_287, 5
 
+# Products of a pair's size in the backward of cross-attention: its scores, the attended vectors (formed twice), their
+# products with the contexts, and the terms of the two gradients.
+BACKWARD_PRODUCTS = 8
+
 # Rows of a tile of regions and of one of words, and maximum sets per tile (ScoreTile112, kTileSets).
 TILE_REGIONS, TILE_WORDS, TILE_SETS = 112, 128, 32
 
@@ -127,12 +131,11 @@ def boosting_loss(batch: int) -> Cost:
 def backward(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
     """Return the cost of the backward of a loss over hardest negatives: recomputes at most three pairs per anchor.
 
-    A pair costs eight products of its size, all on the ordinary units: its scores, the attended vectors (recomputed
-    rather than kept), and the terms of the two gradients. Four launches: the one in which autograd returns the stored
+    All products of a pair are on the ordinary units. Four launches: the one in which autograd returns the stored
     gradient (without a multiplication if the incoming one is 1), lists, pairs, sums.
     """
     pairs, rows = 3 * batch, batch * (REGIONS + words)
-    products = 16 * pairs * REGIONS * words * dim
+    products = 2 * BACKWARD_PRODUCTS * pairs * REGIONS * words * dim
     epilogue = 2 * pairs * words * SOFTMAX_OPERATIONS * REGIONS
     moved = 2 * element * rows * dim + 4 * batch**2
     return Cost(other=products + epilogue, bytes=moved, launches=4)
