@@ -20,7 +20,7 @@ using torch::stable::Tensor;
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // See matching_loss for the grid.
-template <typename S, int kParts, typename Tile, typename Problem>
+template <typename Problem, typename S, int kParts, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, blocks_together(kParts))
     matching_loss_kernel(const __grid_constant__ MatchingProblem<S, Problem> parameters) {
   matching_loss<kParts, Tile>(parameters);
@@ -50,7 +50,7 @@ Results run(const ScoreProblem<S>& scoring, const Problem& problem, const Triple
   const DeviceStream device(scores);
   device.set_zero(memory.mutable_data_ptr(), zeros);
   launch_preparation(p.scoring, device);
-  device.launch_together(matching_loss_kernel<S, kParts, Tile, Problem>, matching_blocks(p), Tile::kThreads, p,
+  device.launch_together(matching_loss_kernel<Problem, S, kParts, Tile>, matching_blocks(p), Tile::kThreads, p,
                          kScoreBytes<Tile>);
   return {loss, scores, negatives, gradient};
 }

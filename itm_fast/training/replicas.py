@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import itm_fast.functional as F_itm
 from itm_fast.data import Batch
 from itm_fast.distributed import World, gather_columns, gather_sets, none_of, sum_of_all
 from itm_fast.fragments import Fragments
+from itm_fast.losses import TripletLoss
 from itm_fast.models.base import MatchingModel
 from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.training.shared_norms import share_norms, shared_norms
@@ -146,6 +148,24 @@ class Replicas:
             return model(batch.features, batch.token_ids, batch.lengths, self.micro_batch)
         found: Tensor = self.run(model, batch, lambda: self._gathered(model).scores_of(batch))
         return found
+
+    def scores_and_loss(
+        self, model: MatchingModel, batch: Batch, loss: nn.Module, positives: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return scores (B, B) of the whole batch, and their loss if one call computes both, otherwise None.
+
+        One call computes both in a single process if the model has a single cross-attention and the loss is
+        `TripletLoss`.
+        """
+        # A subclass of the loss may compute something else.
+        if isinstance(batch, SharedBatch) or model.single_attention is None or type(loss) is not TripletLoss:
+            return self.scores(model, batch), None
+        attention, similarity = model.single_attention
+        images, captions = model.encode(batch.features, batch.token_ids, batch.lengths, self.micro_batch)
+        sides = (captions, images) if attention == "t2i" else (images, captions)
+        options = {**similarity.options, **loss.options}
+        value, scores = F_itm.matching_loss(*sides, attention=attention, positives=positives, **options)
+        return scores, value
 
     def fragments(
         self, model: FragmentModel, batch: Batch, *, scored: bool = True
