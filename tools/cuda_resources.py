@@ -31,10 +31,14 @@ PAGE = ROOT / "docs" / "internals" / "cuda_resources.md"
 # Read by benchmarks/kernels.py.
 LOOP_COUNTS = PAGE.with_name("cuda_loops.json")
 ARCHITECTURES = (80, 86, 89, 90)
-# Kernels that may spill, by the prefix of their names, and why.
-MAY_SPILL: dict[str, str] = {}
+# Kernels that may spill, and read it in their main loops, by the prefix of their names, and why.
+MAY_SPILL: dict[str, str] = {
+    f"matching_loss<{problem}<float>, {products}": "score_tile alone uses all registers that two blocks leave"
+    for problem in ("TripletProblem", "BoostingProblem")
+    for products in ("BFloat16, 1,", "Half, 1,", "float, 1,")
+}
 # Kernels that must contain tensor-core instructions, by the prefix of their names.
-MUST_USE_TENSOR_CORES = ("prepare_scores<", "regulate_tiles<", "score_tile<")
+MUST_USE_TENSOR_CORES = ("matching_loss<", "prepare_scores<", "regulate_tiles<", "score_tile<")
 # What main loops may issue, by the prefix of the kernels' names: other instructions per 16 HMMA, and instructions per
 # asynchronous copy of 16 bytes. Rows of float32 are split into bfloat16 parts there, and some products are added up by
 # slice.
@@ -50,9 +54,21 @@ BUDGETS = {
     "score_tile<float, 1,": (120, 12),
     "score_tile<float, 2,": (95, 12),
     "score_tile<float, 3,": (70, 12),
+    **{
+        f"matching_loss<{problem}<float>, {products}": budget
+        for problem in ("TripletProblem", "BoostingProblem")
+        for products, budget in {
+            "BFloat16, 1,": (40, 12),
+            "Half, 1,": (40, 12),
+            "float, 1,": (140, 12),
+            "float, 2,": (95, 12),
+            "float, 3,": (70, 12),
+        }.items()
+    },
 }
 # Dynamic shared memory requested by launches, by the prefix of the kernels' names: headers and expressions.
 DYNAMIC = {
+    "matching_loss<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
     "prepare_scores<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
     "regulate_tiles<": ("regulation_launch.h", "kRegulationBytes<RegulationTile112>"),
     "score_tile<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
@@ -60,9 +76,10 @@ DYNAMIC = {
 
 HEAD = """# Resources of the CUDA kernels
 
-`make cuda-resources` writes this page from the compiler's output. `.ci/run` fails if a kernel spills, or if one that
-should use tensor cores has no HMMA instructions. Registers are per thread, of 65,536 in a multiprocessor. Shared memory
-is per block: static, and dynamic as launches request it. Stack and spills are per thread. All sizes are in bytes.
+`make cuda-resources` writes this page from the compiler's output. `.ci/run` fails if kernels other than `matching_loss`
+with products of one part spill, or if one that should use tensor cores has no HMMA instructions. Registers are per
+thread, of 65,536 in a multiprocessor. Shared memory is per block: static, and dynamic as launches request it. Stack and
+spills are per thread. All sizes are in bytes.
 
 """
 LOOPS = """
@@ -241,11 +258,15 @@ def over_budget(usages: list[Usage]) -> list[str]:
                 ("other instructions per 16 HMMA", loop.beside_tensor, allowed[0]),
                 ("instructions per copy", loop.per_copy, allowed[1]),
                 ("scalar loads", loop.scalar_loads, 0),
-                ("slow accesses", loop.slow_loads, 0),
+                ("slow accesses", 0 if _may_spill(usage.kernel) else loop.slow_loads, 0),
             ):
                 if found > limit:
                     problems.append(f"{where}: {found:.4g} {what} in the main loop, budget {limit}")
     return problems
+
+
+def _may_spill(kernel: str) -> bool:
+    return kernel.startswith(tuple(MAY_SPILL))
 
 
 def spilling(usages: list[Usage]) -> list[str]:
@@ -253,7 +274,7 @@ def spilling(usages: list[Usage]) -> list[str]:
     return [
         f"{u.kernel} spills {u.spilled} bytes on sm_{u.architecture}"
         for u in usages
-        if u.spilled and not any(u.kernel.startswith(name) for name in MAY_SPILL)
+        if u.spilled and not _may_spill(u.kernel)
     ]
 
 
@@ -292,7 +313,10 @@ def main() -> None:
     problems = spilling(usages) + without_tensor_cores(usages) + over_budget(usages)
     if problems:
         raise SystemExit("cuda_resources: " + "\ncuda_resources: ".join(problems))
-    print(f"{len(usages)} kernels: none spills, all that should use tensor cores do, and main loops keep their budgets")
+    print(
+        f"{len(usages)} kernels: none spills without permission, all that should use tensor cores do, and main loops "
+        "keep their budgets"
+    )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "cpu/boosting_problem.h"
+#include "cpu/matching_parts.h"
 #include "cpu/triplet_gradient.h"
 #include "ops/boosting_loss.h"
 
@@ -194,6 +195,8 @@ Tensor boosting_loss_backward(const Tensor& grad_loss, const Tensor& scores, con
   return run(grad_loss, scores, anchor_scores, positives, negatives, options);
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor, Tensor> boosting_loss_with_gradient(const Tensor& scores, const Tensor& anchor_scores,
                                                                const std::optional<Tensor>& positives,
                                                                const std::string& strategy, const std::string& mining,
@@ -207,7 +210,6 @@ std::tuple<Tensor, Tensor, Tensor> boosting_loss_with_gradient(const Tensor& sco
   return run(scores, anchor_scores, positives, options);
 }
 
-}  // namespace
 }  // namespace itm_fast
 
 STABLE_TORCH_LIBRARY_IMPL(itm_fast, CPU, m) {

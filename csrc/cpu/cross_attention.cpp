@@ -3,6 +3,8 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "cpu/matching_parts.h"
+
 namespace itm_fast {
 namespace {
 
@@ -53,6 +55,8 @@ Tensor forward(const Tensor& queries, const Tensor& query_offsets, const Tensor&
   return scores;
 }
 
+}  // namespace
+
 Tensor cross_attention_scores(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
                               const Tensor& context_offsets, double temperature, const std::string& normalization,
                               double negative_slope, const std::string& focal, const std::string& aggregation,
@@ -64,6 +68,8 @@ Tensor cross_attention_scores(const Tensor& queries, const Tensor& query_offsets
     return forward<S, T>(queries, query_offsets, contexts, context_offsets, nullptr, options, precision);
   });
 }
+
+namespace {
 
 Tensor cross_attention_scores_prepared(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
                                        const Tensor& context_offsets, const Tensor& grams, double temperature,

@@ -4,6 +4,7 @@
 
 #include <tuple>
 
+#include "cpu/matching_parts.h"
 #include "cpu/triplet_gradient.h"
 #include "ops/triplet_loss.h"
 
@@ -34,6 +35,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> with_gradient(const Tensor& scores, c
   return {loss, negatives, grad_scores, grad_positive};
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> triplet_loss_with_gradient(
     const Tensor& scores, const std::optional<Tensor>& positives, const std::optional<Tensor>& positive_scores,
     double margin, const std::string& mining, double epsilon, const std::string& selective_divisor, bool halve,
@@ -45,6 +48,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> triplet_loss_with_gradient(
   const auto run = is_double(scores) ? with_gradient<double> : with_gradient<float>;
   return run(scores, positives, positive_scores, options);
 }
+
+namespace {
 
 template <typename T>
 void scale(Tensor& gradient, const Tensor& factor) {

@@ -1,8 +1,7 @@
 // The kernels that triplet_loss and boosting_loss share on CUDA, and their launches.
 #pragma once
 
-#include "cuda/launch.h"
-#include "itm_fast/cuda/triplet_launch.h"
+#include "cuda/triplet_problem.h"
 #include "ops/loss_results.h"
 
 namespace itm_fast::cuda {
@@ -69,8 +68,7 @@ template <typename Problem, typename T = typename Problem::T>
 void run_with_gradient(TripletWithGradient<Problem> p, T* loss, int64_t* negatives,
                        const torch::stable::Tensor& scores) {
   const int64_t rows = p.forward.problem.rows, columns = p.forward.problem.columns;
-  STD_TORCH_CHECK(std::max(rows, columns) <= kOneLaunchUpTo, "scores: expected at most ", kOneLaunchUpTo,
-                  " rows and columns for a gradient beside the loss, got (", rows, ", ", columns, ")");
+  check_one_launch(rows, columns);
   p.backward.problem = p.forward.problem;
   p.backward.options = p.forward.options;
   const DeviceStream device(scores);

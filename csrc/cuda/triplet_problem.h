@@ -9,6 +9,11 @@
 
 namespace itm_fast::cuda {
 
+inline void check_one_launch(int64_t rows, int64_t columns) {
+  STD_TORCH_CHECK(std::max(rows, columns) <= kOneLaunchUpTo, "scores: expected at most ", kOneLaunchUpTo,
+                  " rows and columns for a gradient beside the loss, got (", rows, ", ", columns, ")");
+}
+
 struct TripletInputs {
   TripletInputs(const torch::stable::Tensor& scores, const std::optional<torch::stable::Tensor>& positives,
                 const std::optional<torch::stable::Tensor>& positive_scores)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from itm_fast.functional import triplet_loss
@@ -55,22 +57,24 @@ class TripletLoss(nn.Module):
         self.directions = directions
         self.reduction = reduction
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the settings as keyword arguments of `itm_fast.functional.triplet_loss`."""
+        return {
+            "margin": self.margin,
+            "mining": self.mining,
+            "epsilon": self.epsilon,
+            "selective_divisor": self.selective_divisor,
+            "halve": self.halve,
+            "directions": self.directions,
+            "reduction": self.reduction,
+        }
+
     def forward(
         self, scores: Tensor, *, positives: Tensor | None = None, positive_scores: Tensor | None = None
     ) -> Tensor:
         """Loss of `scores` (n, m); arguments and result are those of `itm_fast.functional.triplet_loss`."""
-        return triplet_loss(
-            scores,
-            margin=self.margin,
-            mining=self.mining,
-            epsilon=self.epsilon,
-            selective_divisor=self.selective_divisor,
-            halve=self.halve,
-            positives=positives,
-            positive_scores=positive_scores,
-            directions=self.directions,
-            reduction=self.reduction,
-        )
+        return triplet_loss(scores, positives=positives, positive_scores=positive_scores, **self.options)
 
     def extra_repr(self) -> str:
         selective = f", epsilon={self.epsilon}, selective_divisor={self.selective_divisor!r}"

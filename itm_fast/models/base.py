@@ -30,7 +30,7 @@ from itm_fast.files.plugins import Plugins
 from itm_fast.files.run_files import VOCABULARY
 from itm_fast.fragments import Fragments
 from itm_fast.models.weights_file import check_finite, read_shapes, read_weights
-from itm_fast.nn import micro_batches
+from itm_fast.nn import CrossAttentionScores, micro_batches
 
 FORMAT = Format()
 CONFIG_FILE = "config.json"
@@ -58,6 +58,8 @@ class MatchingModel(nn.Module, abc.ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         """Let a model's encoders accept arrays and strings, and its `score` build no autograd graph in inference."""
         super().__init_subclass__(**options)
+        if {"score", "forward"} & vars(cls).keys() and "single_attention" not in vars(cls):
+            cls.single_attention = MatchingModel.single_attention  # type: ignore[method-assign]
         for name, wrapped in (("encode_images", _of_arrays), ("encode_captions", _of_text), ("score", _of_inference)):
             if name in vars(cls):
                 setattr(cls, name, wrapped(vars(cls)[name]))
@@ -93,6 +95,15 @@ class MatchingModel(nn.Module, abc.ABC):
 
         In evaluation mode, embeddings without an autograd graph give scores without one.
         """
+
+    @property
+    def single_attention(self) -> tuple[str, CrossAttentionScores] | None:
+        """Return direction ("t2i" or "i2t") and module if `score` is one cross-attention and nothing else, or None.
+
+        Training then computes scores and triplet loss in one call, without calling `score`. A subclass that overrides
+        `score` or `forward` returns None unless it overrides this property, too.
+        """
+        return None
 
     def tokenize(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Split captions into padded token ids (n, L) int64 and lengths (n,) int64, on the device of the model.

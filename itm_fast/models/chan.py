@@ -85,6 +85,11 @@ class CHAN(FragmentModel):
         """Score regions and words: (n_images, n_captions) float32, images are rows."""
         return self.text_to_image(captions, images).t()
 
+    @property
+    def single_attention(self) -> tuple[str, CrossAttentionScores]:
+        """Return "t2i" and the module of the cross-attention."""
+        return "t2i", self.text_to_image
+
     def word_attention(self, images: Fragments, captions: Fragments) -> list[Tensor]:
         """Return which region of image i each word of caption i selects: float32 (n_words, n_regions) each, 1 or 0.
 

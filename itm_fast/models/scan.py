@@ -128,6 +128,13 @@ class SCAN(FragmentModel):
             scores.append(self.image_to_text(images, captions))
         return scores[0] if len(scores) == 1 else (scores[0] + scores[1]) / 2
 
+    @property
+    def single_attention(self) -> tuple[str, CrossAttentionScores] | None:
+        """Return direction and module of the cross-attention; None with two directions or regulators."""
+        used = {"t2i": self.text_to_image, "i2t": self.image_to_text}
+        (direction, similarity), *others = [(name, one) for name, one in used.items() if one is not None]
+        return (direction, similarity) if isinstance(similarity, CrossAttentionScores) and not others else None
+
     def word_attention(self, images: Fragments, captions: Fragments) -> list[Tensor]:
         """Return the attention of caption i over image i for each i, float32 (n_words, n_regions).
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 import itm_fast.functional as F_itm
@@ -36,18 +38,21 @@ class CrossAttentionScores(nn.Module):
         self.aggregation = aggregation
         self.logsumexp_temperature = logsumexp_temperature
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments of `itm_fast.functional.cross_attention_scores`."""
+        return {
+            "temperature": self.temperature,
+            "normalization": self.normalization,
+            "negative_slope": self.negative_slope,
+            "focal": self.focal,
+            "aggregation": self.aggregation,
+            "logsumexp_temperature": self.logsumexp_temperature,
+        }
+
     def forward(self, queries: Fragments, contexts: Fragments | F_itm.PreparedContexts) -> Tensor:
         """Scores `(len(queries), len(contexts))`; `contexts` may be the result of `itm_fast.functional.prepare`."""
-        return F_itm.cross_attention_scores(
-            queries,
-            contexts,
-            temperature=self.temperature,
-            normalization=self.normalization,
-            negative_slope=self.negative_slope,
-            focal=self.focal,
-            aggregation=self.aggregation,
-            logsumexp_temperature=self.logsumexp_temperature,
-        )
+        return F_itm.cross_attention_scores(queries, contexts, **self.options)
 
     def weights(self, queries: Tensor, contexts: Tensor) -> Tensor:
         """Compute the attention of one pair, for inspection: queries `(n, d)` and contexts `(k, d)` to `(n, k)`.
@@ -64,5 +69,4 @@ class CrossAttentionScores(nn.Module):
         return reference.RegulationSteps([weights], [weights.new_full((len(queries),), self.temperature)], [])
 
     def extra_repr(self) -> str:
-        options = {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "training"}
-        return ", ".join(f"{name}={value!r}" for name, value in options.items())
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

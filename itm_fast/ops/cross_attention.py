@@ -42,6 +42,33 @@ def check_same_space(queries: Fragments, contexts: Fragments) -> None:
     validation.check_same_device("contexts", contexts.values, "queries", queries.values)
 
 
+def checked_operands(queries: Fragments, contexts: Fragments) -> tuple[Fragments, Fragments]:
+    """Return the operands in the dtype of autocast; raise unless they can be compared."""
+    check_fragments(queries, contexts)
+    queries, contexts = autocast(queries, contexts)
+    check_same_space(queries, contexts)
+    return queries, contexts
+
+
+def check_options(
+    temperature: float,
+    normalization: str,
+    negative_slope: float,
+    focal: str | None,
+    aggregation: str,
+    logsumexp_temperature: float,
+) -> tuple[float, float, float]:
+    """Check the options and return the numbers as floats, in the order of the arguments."""
+    validation.check_option("normalization", normalization, NORMALIZATIONS)
+    validation.check_option("focal", focal, FOCAL_MODES)
+    validation.check_option("aggregation", aggregation, AGGREGATIONS)
+    return (
+        validation.finite_number("temperature", temperature),
+        validation.finite_number("negative_slope", negative_slope),
+        validation.finite_number("logsumexp_temperature", logsumexp_temperature, non_zero=aggregation == "logsumexp"),
+    )
+
+
 def cross_attention_scores(
     queries: Fragments,
     contexts: Fragments | PreparedContexts,
@@ -58,16 +85,9 @@ def cross_attention_scores(
         if isinstance(queries, Fragments):
             contexts.check_usable(queries.values)
         grams, prepared_dtype, contexts = contexts.grams, contexts.dtype, contexts.fragments
-    check_fragments(queries, contexts)
-    queries, contexts = autocast(queries, contexts)
-    check_same_space(queries, contexts)
-    validation.check_option("normalization", normalization, NORMALIZATIONS)
-    validation.check_option("focal", focal, FOCAL_MODES)
-    validation.check_option("aggregation", aggregation, AGGREGATIONS)
-    temperature = validation.finite_number("temperature", temperature)
-    negative_slope = validation.finite_number("negative_slope", negative_slope)
-    logsumexp_temperature = validation.finite_number(
-        "logsumexp_temperature", logsumexp_temperature, non_zero=aggregation == "logsumexp"
+    queries, contexts = checked_operands(queries, contexts)
+    temperature, negative_slope, logsumexp_temperature = check_options(
+        temperature, normalization, negative_slope, focal, aggregation, logsumexp_temperature
     )
     if not use_native("cross_attention_scores", queries.values):
         with without_autocast(queries.device.type):

@@ -28,6 +28,7 @@ OPERATORS = (
     "cross_attention_scores",
     "domain_regularization",
     "hardest_negatives",
+    "matching_loss",
     "regulated_scores",
     "retrieval_ranks",
     "triplet_loss",
@@ -35,7 +36,13 @@ OPERATORS = (
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Operators without float64 CUDA kernels: their scores or risks need float64 only for comparisons.
 _WITHOUT_FLOAT64_ON_CUDA = frozenset(
-    {"cross_attention_alignments", "cross_attention_scores", "domain_regularization", "regulated_scores"}
+    {
+        "cross_attention_alignments",
+        "cross_attention_scores",
+        "domain_regularization",
+        "matching_loss",
+        "regulated_scores",
+    }
 )
 
 Fake = TypeVar("Fake", bound=Callable[..., Any])

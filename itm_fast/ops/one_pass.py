@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["in_one_pass", "taken_gradients"]
+__all__ = ["in_one_pass", "in_one_pass_from", "taken_gradients"]
 
 # Limit of the CUDA kernels in rows and columns. For larger matrices, the backward computes the gradient.
 UP_TO_ON_CUDA = 8192
@@ -20,11 +20,17 @@ def in_one_pass(reduction: str, scores: Tensor, *others: Tensor | None) -> bool:
 
     Return False under `torch.compile`: its graphs may run a backward repeatedly, but the gradient is stored once.
     """
-    if torch.compiler.is_compiling() or scores.device.type not in _DEVICES or reduction == "none":
+    return in_one_pass_from(reduction, scores.shape, scores, *others)
+
+
+def in_one_pass_from(reduction: str, shape: Sequence[int], first: Tensor, *others: Tensor | None) -> bool:
+    """Return the same for scores of this shape that are computed from these inputs."""
+    device = first.device.type
+    if torch.compiler.is_compiling() or device not in _DEVICES or reduction == "none":
         return False
-    if (scores.device.type == "cuda" and max(scores.shape) > UP_TO_ON_CUDA) or not torch.is_grad_enabled():
+    if (device == "cuda" and max(shape) > UP_TO_ON_CUDA) or not torch.is_grad_enabled():
         return False
-    return any(part is not None and part.requires_grad for part in (scores, *others))
+    return any(part is not None and part.requires_grad for part in (first, *others))
 
 
 def taken_gradients(ctx: Any, grad_loss: Tensor, compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor] | None:

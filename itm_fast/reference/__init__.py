@@ -10,6 +10,7 @@ from itm_fast.reference.cross_attention import (
     cross_attention_weights,
 )
 from itm_fast.reference.domain_regularization import domain_regularization, domain_regularization_packed
+from itm_fast.reference.matching_loss import matching_loss
 from itm_fast.reference.regulators import (
     RegulationSteps,
     cross_attention_alignments,
@@ -31,6 +32,7 @@ __all__ = [
     "domain_regularization",
     "domain_regularization_packed",
     "hardest_negatives",
+    "matching_loss",
     "recall_summary",
     "regulated_scores",
     "regulated_scores_packed",

@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import itm_fast.functional as F_itm
 from itm_fast.data import Batch
 from itm_fast.distributed import World, gather_columns, gather_sets, none_of, sum_of_all
 from itm_fast.fragments import Fragments
+from itm_fast.losses import TripletLoss
 from itm_fast.models.base import MatchingModel
 from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.training.shared_norms import share_norms, shared_norms
@@ -147,6 +149,27 @@ class Replicas:
         found: Tensor = self.run(model, batch, lambda: self._gathered(model).scores_of(batch))
         return found
 
+    def scores_and_loss(
+        self, model: MatchingModel, batch: Batch, loss: nn.Module, positives: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return scores (B, B) of the whole batch, and their loss if one call computes both, otherwise None.
+
+        One call computes both in a single process if the model has a single cross-attention, the loss is `TripletLoss`
+        and no hook waits for a call of either.
+        """
+        single = model.single_attention
+        # A subclass of the loss may compute something else.
+        if isinstance(batch, SharedBatch) or single is None or type(loss) is not TripletLoss:
+            return self.scores(model, batch), None
+        attention, similarity = single
+        if _have_hooks(model, similarity, loss):
+            return self.scores(model, batch), None
+        images, captions = model.encode(batch.features, batch.token_ids, batch.lengths, self.micro_batch)
+        sides = (captions, images) if attention == "t2i" else (images, captions)
+        options = {**similarity.options, **loss.options}
+        value, scores = F_itm.matching_loss(*sides, attention=attention, positives=positives, **options)
+        return scores, value
+
     def fragments(
         self, model: FragmentModel, batch: Batch, *, scored: bool = True
     ) -> tuple[Tensor | None, Fragments, Fragments]:
@@ -217,6 +240,11 @@ class Replicas:
             self._reduced[model].register_comm_hook(self.world.group, lambda group, bucket: _sum(group, bucket))
             _settle(self._reduced[model], batch)
         return self._reduced[model]
+
+
+def _have_hooks(*modules: nn.Module) -> bool:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for module in modules for kind in kinds)
 
 
 def _settle(wrapped: nn.Module, batch: SharedBatch) -> None:

@@ -32,6 +32,7 @@ class BatchFunctions:
 
     Attributes:
         scores: returns the scores (B, B) of the batch by a model; images are rows.
+        scores_and_loss: returns the scores of a branch and their loss.
         loss: returns the loss of a branch's scores.
         boosting_loss: returns the boosting loss of a branch's scores and the scores of an anchor, which receive no
             gradient.
@@ -49,6 +50,7 @@ class BatchFunctions:
     """
 
     scores: Callable[[MatchingModel], Tensor]
+    scores_and_loss: Callable[[MatchingModel], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor], Tensor]
     boosting_loss: Callable[[Tensor, Tensor], Tensor]
     realignment_loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -131,10 +133,9 @@ class Scenario:
             ValueError: a loss or the norm of a gradient is not finite; no weight is changed then.
         """
         fixed = self._anchor_scores(batch)
-        scores = [batch.scores(branch.model.train()) for branch in self.branches]
-        results = []
-        for index, branch in enumerate(self.branches):
-            own = batch.loss(scores[index])
+        scored = [batch.scores_and_loss(branch.model.train()) for branch in self.branches]
+        scores, results = [one for one, _ in scored], []
+        for index, (branch, (_, own)) in enumerate(zip(self.branches, scored, strict=True)):
             others = [*scores[:index], *(scores[index + 1 :] if self.mutual else ())]
             anchors = [*fixed, *(other.detach() for other in others)]
             if anchors:

@@ -107,12 +107,19 @@ class Stepper:
             with self.autocast():
                 return self.replicas.scores(model, batch)
 
+        def scores_and_loss(model: MatchingModel) -> tuple[Tensor, Tensor]:
+            loss = self.losses[mining]
+            with self.autocast():
+                scores, own = self.replicas.scores_and_loss(model, batch, loss, positives)
+            return scores, loss(scores, positives=positives) if own is None else own
+
         def fragments(model: FragmentModel, *, scored: bool) -> tuple[Tensor | None, Fragments, Fragments]:
             with self.autocast():
                 return self.replicas.fragments(model, batch, scored=scored)
 
         return BatchFunctions(
             scores=scores,
+            scores_and_loss=scores_and_loss,
             loss=lambda own: self.losses[mining](own, positives=positives),
             boosting_loss=lambda own, anchor: self.boosting_loss(own, anchor, positives=positives),
             realignment_loss=lambda *scores: self.replicas.whole_loss(

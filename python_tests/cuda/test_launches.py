@@ -12,7 +12,8 @@ from python_tests.helpers.devices import Case, inputs_of, launched, on_devices, 
 from python_tests.helpers.fragments import native_calls
 
 # Maximum number of launches. Risks: the backward has one launch for discriminators and one for features. Scores: plan,
-# Gram matrices, pairs. Regulators: operands, pairs. Ranks: the best matching scores, then the ranks.
+# Gram matrices, pairs. Scores with their loss: operands; then pairs, loss and gradient. Regulators: operands, pairs.
+# Ranks: the best matching scores, then the ranks.
 AT_MOST = {
     "cross_attention_alignments": 2,
     "cross_attention_scores": 3,
@@ -28,6 +29,7 @@ AT_MOST = {
     "scale_gradient": 1,
     "hardest_negatives": 1,
     "hardest_negatives_backward": 1,
+    "matching_loss": 2,
     "regulated_scores": 2,
     "retrieval_ranks": 2,
 }

@@ -44,7 +44,8 @@ class Case:
     @property
     def scores(self) -> bool:
         """Whether the operator compares vectors: these may have 16 bits, and sums of many terms round."""
-        return self.operators[0] == "cross_attention_scores" or self.widened or self.takes_any_dtype
+        of_attention = self.operators[0] in ("cross_attention_scores", "matching_loss")
+        return of_attention or self.widened or self.takes_any_dtype
 
     @property
     def takes_any_dtype(self) -> bool:
@@ -133,6 +134,30 @@ def _step_case(name: str, reduction: str, loss: tuple[str, str]) -> Case:
         return (functions.triplet_loss(scores.t(), mining="hardest", reduction=reduction),)
 
     return replace(of_scores, name=name, operators=(*of_scores.operators, *loss), call=call)
+
+
+def _matching_case(attention: str, loss: str, mining: str) -> Case:
+    """Make a case of scores and loss in one call, both with an incoming gradient."""
+
+    def make(seed: int, size: int) -> Inputs:
+        anchor = random_scores(size + 2, seed=seed + 3).bfloat16().double()  # Exact in every dtype.
+        return [*_sets(seed, size, 40, (17, 40), torch.int64), anchor]
+
+    def call(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        words, regions, word_offsets, region_offsets, anchor = inputs
+        captions = Fragments(words, word_offsets, check=False, max_length=17)
+        images = Fragments(regions, region_offsets, check=False, max_length=40)
+        sides = (captions, images) if attention == "t2i" else (images, captions)
+        wide = anchor.to(torch.promote_types(anchor.dtype, torch.float32))
+        options = {"anchor_scores": wide, "strategy": "both"} if loss == "boosting" else {"epsilon": 0.3}
+        results: tuple[Tensor, ...] = functions.matching_loss(
+            *sides, attention=attention, loss=loss, mining=mining, reduction="mean", **options
+        )
+        return results
+
+    operators = ("matching_loss", "scale_gradient", "cross_attention_scores_backward")
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return Case(f"matching_loss {attention} {loss} {mining}", operators, make, call, 2, dtypes, (6, 1, 14))
 
 
 def past_the_room(rows: int = 100) -> Case:
@@ -241,6 +266,9 @@ CASES = (
     *(_boosting_case(*options) for options in product(("absolute", "relative", "both"), ("hardest", "all"))),
     *(_one_launch_case("triplet_loss", mining) for mining in MINING),
     *(_one_launch_case("boosting_loss", mining) for mining in ("hardest", "all")),
+    _matching_case("t2i", "triplet", "hardest"),
+    _matching_case("i2t", "triplet", "selective"),
+    _matching_case("t2i", "boosting", "all"),
     Case(
         "hardest_negatives",
         ("hardest_negatives", "hardest_negatives_backward"),

@@ -94,7 +94,7 @@ class _Settings(ctypes.Structure):
     )
 
 
-def _settings(shape: Sequence[int], large: bool, seed: int, options: dict[str, Any]) -> Any:
+def loss_settings(shape: Sequence[int], large: bool, seed: int, options: dict[str, Any]) -> Any:
     return _Settings(
         seed,
         large,
@@ -122,12 +122,12 @@ def _results(
     return np.full(shape, 777, scores.dtype), np.full((*parts, n, kept), 777, np.int64)
 
 
-def _triplet_results(scores: np.ndarray, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+def triplet_results(scores: np.ndarray, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Allocate the loss and the indices of the anchors' negatives."""
     return _results(scores, scores.shape[options.get("directions") == "columns"], options)
 
 
-def _boosting_results(scores: np.ndarray, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+def boosting_results(scores: np.ndarray, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Allocate the loss and the indices of the anchors' negatives for each strategy."""
     return _results(scores, len(scores), options, (2 if options.get("strategy") == "both" else 1,))
 
@@ -164,8 +164,8 @@ class TripletKernels(_Driver):
         **options: Any,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the loss and the index of each anchor's negative: (directions, anchors), or (directions, 0)."""
-        settings = _settings(scores.shape, large, seed, options)
-        loss, negatives = _triplet_results(scores, options)
+        settings = loss_settings(scores.shape, large, seed, options)
+        loss, negatives = triplet_results(scores, options)
         arguments = (scores, positives, positive_scores, loss, loss.size, negatives, negatives.size)
         self.run("triplet_forward", scores, settings, *arguments)
         return loss, negatives
@@ -183,7 +183,7 @@ class TripletKernels(_Driver):
         **options: Any,
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the gradients of the scores and of `positive_scores`."""
-        settings = _settings(scores.shape, large, seed, options)
+        settings = loss_settings(scores.shape, large, seed, options)
         grad_scores, grad_positive = _triplet_gradients(scores, positive_scores)
         arguments = (grad_loss, grad_loss.size, scores, positives, positive_scores, negatives, negatives.size)
         self.run("triplet_backward", scores, settings, *arguments, grad_scores, grad_positive)
@@ -193,7 +193,7 @@ class TripletKernels(_Driver):
         self, scores: np.ndarray, positives: np.ndarray | None = None, *, large: bool = False, seed: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return scores and indices, (2, B) each: first of the rows, then of the columns."""
-        settings = _settings(scores.shape, large, seed, {})
+        settings = loss_settings(scores.shape, large, seed, {})
         values = np.full((2, len(scores)), 777, scores.dtype)
         indices = np.full((2, len(scores)), 777, np.int64)
         self.run("hardest_negatives", scores, settings, scores, positives, values, indices)
@@ -204,7 +204,7 @@ class TripletKernels(_Driver):
     ) -> np.ndarray:
         """Return the gradient (B, B) of the scores for the gradient (2, B) of the values."""
         size = grad.shape[1]
-        settings = _settings((size, size), large, seed, {})
+        settings = loss_settings((size, size), large, seed, {})
         grad_scores = np.full((size, size), 777, grad.dtype)
         self.run("hardest_negatives_backward", grad, settings, grad[0], grad[1], indices[0], indices[1], grad_scores)
         return grad_scores
@@ -224,8 +224,8 @@ class BoostingKernels(_Driver):
         **options: Any,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the loss and the index of each anchor's negative: (strategies, directions, anchors or 0)."""
-        settings = _settings(scores.shape, large, seed, options)
-        loss, negatives = _boosting_results(scores, options)
+        settings = loss_settings(scores.shape, large, seed, options)
+        loss, negatives = boosting_results(scores, options)
         arguments = (scores, anchor_scores, positives, loss, loss.size, negatives, negatives.size)
         self.run("boosting_forward", scores, settings, *arguments)
         return loss, negatives
@@ -243,7 +243,7 @@ class BoostingKernels(_Driver):
         **options: Any,
     ) -> np.ndarray:
         """Return the gradient of the scores."""
-        settings = _settings(scores.shape, large, seed, options)
+        settings = loss_settings(scores.shape, large, seed, options)
         grad_scores = np.full(scores.shape, 777, scores.dtype)
         arguments = (grad_loss, grad_loss.size, scores, anchor_scores, positives, negatives, negatives.size)
         self.run("boosting_backward", scores, settings, *arguments, grad_scores)
@@ -264,8 +264,8 @@ class OneLaunchKernels(_Driver):
         **options: Any,
     ) -> list[np.ndarray]:
         """Return the loss, the negatives, the gradient of the scores, and that of `positive_scores` if given."""
-        settings = _settings(scores.shape, large, seed, options)
-        loss, negatives = _triplet_results(scores, options)
+        settings = loss_settings(scores.shape, large, seed, options)
+        loss, negatives = triplet_results(scores, options)
         grad_scores, grad_positive = _triplet_gradients(scores, positive_scores)
         arguments = (scores, positives, positive_scores, loss, negatives, negatives.size, grad_scores, grad_positive)
         self.run("triplet_with_gradient", scores, settings, *arguments)
@@ -282,8 +282,8 @@ class OneLaunchKernels(_Driver):
         **options: Any,
     ) -> list[np.ndarray]:
         """Return the loss, the negatives and the gradient of the scores."""
-        settings = _settings(scores.shape, large, seed, options)
-        loss, negatives = _boosting_results(scores, options)
+        settings = loss_settings(scores.shape, large, seed, options)
+        loss, negatives = boosting_results(scores, options)
         grad_scores = np.full(scores.shape, 777, scores.dtype)
         arguments = (scores, anchor_scores, positives, loss, negatives, negatives.size, grad_scores)
         self.run("boosting_with_gradient", scores, settings, *arguments)
@@ -292,7 +292,7 @@ class OneLaunchKernels(_Driver):
     def scale(self, gradient: np.ndarray, factor: float, *, seed: int = 0, blocks: int = 3) -> np.ndarray:
         """Return a gradient scaled by `scale_gradient`."""
         scaled = gradient.copy()
-        settings = _settings((gradient.size, 1), False, seed, {"blocks": blocks})
+        settings = loss_settings((gradient.size, 1), False, seed, {"blocks": blocks})
         self.run("scale_gradient", gradient, settings, scaled, np.array(factor, gradient.dtype))
         return scaled
 

@@ -21,6 +21,7 @@ TRIPLET = (0.2, "hardest", 0.0, "batch", False)
 BOTH, BY_ROWS = (*TRIPLET, "both", "sum"), (*TRIPLET, "rows", "sum")
 BOOSTING = ("absolute", "hardest", 0.2, 0.5, False, "both", "sum")
 ATTENTION = (9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0, "float32")
+MATCHING = (*TRIPLET, "absolute", 0.5, False, "both", "sum")
 OPERANDS = (ROWS, OFFSETS, ROWS, OFFSETS)
 GRAMS = prepare(Fragments(ROWS, OFFSETS)).grams
 OF_OPERANDS = ((1, "query_offsets", "queries"), (2, "contexts", "queries"), (3, "context_offsets", "queries"))
@@ -91,6 +92,11 @@ CALLS: tuple[tuple[str, tuple[Any, ...], tuple[tuple[int, str, str], ...]], ...]
         "cross_attention_scores_prepared",
         (*OPERANDS, GRAMS, *ATTENTION),
         (*OF_OPERANDS, (4, "grams", "contexts")),
+    ),
+    (
+        "matching_loss",
+        (*OPERANDS, torch.eye(2), torch.eye(2) > 2, "t2i", *ATTENTION, *MATCHING),
+        (*OF_OPERANDS, (4, "anchor_scores", "scores"), (5, "positives", "scores")),
     ),
     ("cross_attention_grams", OPERANDS[2:], ((1, "context_offsets", "contexts"),)),
     (

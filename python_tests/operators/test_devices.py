@@ -40,6 +40,7 @@ PACKED = SimpleNamespace(
     cross_attention_scores=reference.cross_attention_scores_packed,
     cross_attention_alignments=reference.cross_attention_alignments_packed,
     domain_regularization=reference.domain_regularization_packed,
+    matching_loss=reference.matching_loss,
     regulated_scores=reference.regulated_scores_packed,
     triplet_loss=reference.triplet_loss,
 )

@@ -5,6 +5,7 @@ Python takes the same path as on a GPU (`helpers/stand_in.py`). Only streams and
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from python_tests.helpers.processes import ROOT
 from python_tests.helpers.stand_in import stand_in
 from python_tests.helpers.triplet_cases import random_scores
 from python_tests.operators.test_devices import check_numbers
+from python_tests.operators.test_matching_loss import SIZE, assert_same, in_two_calls, results, sides
 from python_tests.shim.launchers import compile_launchers, on_the_shim
 
 pytestmark = pytest.mark.shim
@@ -33,11 +35,22 @@ DRIVEN = [case for case in CASES if case.name not in TOO_SLOW]
 # Dtype handling of a launcher does not depend on the options: only the first case of an operator runs in all dtypes.
 IN_ALL_DTYPES = {case.operators[0]: case.name for case in reversed(DRIVEN)}.values()
 OPERATORS = torch.ops.itm_fast
+ANCHOR = random_scores(SIZE, dtype=torch.float32)
+MATCHING: list[dict[str, Any]] = [
+    {"mining": "hardest"},
+    {"mining": "selective", "attention": "i2t", "positives": random_scores(SIZE, seed=3) > 0.6, "reduction": "mean"},
+    {"loss": "boosting", "anchor_scores": ANCHOR.t(), "strategy": "both", "mining": "all"},
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _launchers(tmp_path_factory: pytest.TempPathFactory) -> None:
-    torch.ops.load_library(compile_launchers(tmp_path_factory.mktemp("launchers")))
+def launches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], int]:
+    """Load the launchers; return a function that counts their launches so far."""
+    library = compile_launchers(tmp_path_factory.mktemp("launchers"))
+    torch.ops.load_library(library)
+    count = ctypes.CDLL(str(library)).itm_fast_launches
+    count.restype = ctypes.c_int64
+    return count
 
 
 @pytest.mark.parametrize("case", DRIVEN, ids=lambda case: case.name)
@@ -90,6 +103,31 @@ def test_sets_without_rows_and_no_sets(lengths: tuple[list[int], list[int]]) -> 
     gradient = torch.ones(len(queries), len(contexts))
     for asked in ((True, True), (False, True), (True, False), (False, False)):
         check_as_on_the_cpu(OPERATORS.cross_attention_scores_backward, gradient, *operands, *ATTENTION, *asked)
+
+
+@pytest.mark.parametrize("options", MATCHING, ids=str)
+def test_scores_and_loss_together_have_the_bits_of_separate_launches(
+    options: dict[str, Any], launches: Callable[[], int]
+) -> None:
+    found, counted = [], []
+    for function in (F_itm.matching_loss, in_two_calls):
+        words, regions = sides()
+        with stand_in(), on_the_shim():
+            before = launches()
+            found.append(results(function, words, regions, **options))
+            counted.append(launches() - before)
+    assert_same(*found)
+    # Two launches and three; both backwards scale the gradient, then list, differentiate and accumulate.
+    assert counted == [2 + 4, 3 + 4]
+
+
+def test_scores_and_loss_of_no_pairs_and_of_too_many() -> None:
+    options = (0.2, "hardest", 0.0, "batch", False, "absolute", 0.5, False, "both", "sum")
+    nothing = (torch.zeros(0, 8), torch.zeros(1, dtype=torch.int64)) * 2
+    check_as_on_the_cpu(OPERATORS.matching_loss, *nothing, None, None, "t2i", *ATTENTION, *options)
+    many = (torch.zeros(0, 8), torch.zeros(8194, dtype=torch.int64)) * 2
+    with on_the_shim(), pytest.raises(RuntimeError, match="at most 8192 rows and columns for a gradient beside"):
+        OPERATORS.matching_loss(*many, None, None, "t2i", *ATTENTION, *options)
 
 
 def test_rows_too_wide_for_32_bit_places_are_refused() -> None:

@@ -56,6 +56,7 @@ DRIVEN = (
     "boosting_loss both all",
     "triplet_loss selective in one launch",
     "boosting_loss hardest in one launch",
+    "matching_loss t2i triplet hardest",
     "hardest_negatives",
     "retrieval_ranks",
     "domain_regularization with negatives",

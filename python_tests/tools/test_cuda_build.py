@@ -34,6 +34,7 @@ OPERATORS = (
     "scale_gradient",
     "hardest_negatives",
     "hardest_negatives_backward",
+    "matching_loss",
     "regulated_scores",
     "retrieval_ranks",
 )

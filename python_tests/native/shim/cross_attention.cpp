@@ -77,7 +77,8 @@ std::string run(const Settings& s, const void* queries, const int64_t* query_off
       shim::launch(preparing_blocks(p), Tile::kThreads, s.seed, [&] { prepare_scores<Tile>(p); }, kScoreBytes<Tile>);
   if (problem.empty()) {
     problem = shim::launch(
-        scoring_blocks(p), Tile::kThreads, s.seed + 1, [&] { score_tile<kParts, Tile>(p); }, kScoreBytes<Tile>);
+        scoring_blocks(p), Tile::kThreads, s.seed + 1, [&] { score_tile<kParts, Tile>(p, block_index()); },
+        kScoreBytes<Tile>);
   }
   std::copy_n(found.memory, s.query_sets * s.context_sets, scores);
   return problem;

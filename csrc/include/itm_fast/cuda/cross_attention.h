@@ -25,8 +25,15 @@ struct ScoreProblem {
   TilePlan query_tiles, context_tiles;  // written by prepare_scores, as are:
   float* grams;                         // (contexts.n_rows, Tile::kRows): a set's matrix starts at its first row
   float* query_norms;                   // (queries.n_rows,)
-  float* scores;                        // (queries.n_sets, contexts.n_sets)
+  float* scores;                        // (queries.n_sets, contexts.n_sets), or its transpose
+  bool is_transposed;
 };
+
+// The place of a pair in p.scores.
+template <typename S>
+ITM_FAST_DEVICE int64_t score_place(const ScoreProblem<S>& p, int64_t query, int64_t context) {
+  return p.is_transposed ? context * p.queries.n_sets + query : query * p.contexts.n_sets + context;
+}
 
 // For every precision: a norm must keep all its digits.
 template <typename S>
@@ -186,7 +193,7 @@ ITM_FAST_DEVICE void score_products(const ScoreProblem<S>& p, const TileSets& co
       for (int j = first; j < last; ++j) aggregate.add(scores[row * kStride + j], options);
     }
     const bool is_empty = context_starts[set + 1] == row || last == first;
-    p.scores[(queries.first_set + query) * p.contexts.n_sets + contexts.first_set + set] =
+    p.scores[score_place(p, queries.first_set + query, contexts.first_set + set)] =
         is_empty ? 0.0f : aggregate.result(last - first, options);
   }
 }
@@ -222,19 +229,25 @@ ITM_FAST_DEVICE_APART void score_long_sets(const ScoreProblem<S>& p, int64_t con
   for (int i = 0; i < queries.n_sets * contexts.n_sets; ++i) {
     const int64_t query = queries.first_set + i / contexts.n_sets, context = contexts.first_set + i % contexts.n_sets;
     const float score = score_long_pair<Tile>(p.queries, query, p.contexts, context, p.dim, p.query_norms, p.options);
-    if (thread_index() == 0) p.scores[query * p.contexts.n_sets + context] = score;
+    if (thread_index() == 0) p.scores[score_place(p, query, context)] = score;
   }
 }
 
-// Grid: a block per pair of tiles, up to the maximum number of pairs; surplus blocks return at once.
+template <typename S>
+ITM_FAST_DEVICE int64_t tile_pairs(const ScoreProblem<S>& p) {
+  return *p.context_tiles.n_tiles * *p.query_tiles.n_tiles;
+}
+
+// The scores of one pair of tiles; returns at once if there are not as many. Grid of cross_attention_scores: a block
+// per pair, up to the maximum number of pairs.
 template <int kParts, typename Tile, typename S>
-ITM_FAST_DEVICE void score_tile(const ScoreProblem<S>& p) {
+ITM_FAST_DEVICE void score_tile(const ScoreProblem<S>& p, int64_t pair) {
   const int64_t context_tiles = *p.context_tiles.n_tiles, query_tiles = *p.query_tiles.n_tiles;
-  if (block_index() >= context_tiles * query_tiles) return;
-  const int64_t group = block_index() / (context_tiles * kQueryTilesTogether);
+  if (pair >= context_tiles * query_tiles) return;
+  const int64_t group = pair / (context_tiles * kQueryTilesTogether);
   const int64_t first = group * kQueryTilesTogether, left = query_tiles - first;
   const int64_t together = left < kQueryTilesTogether ? left : kQueryTilesTogether;
-  const int64_t place = block_index() - first * context_tiles;
+  const int64_t place = pair - first * context_tiles;
   const int64_t context_tile = place / together, query_tile = first + place % together;
   const TileSets contexts = open_tile(p.contexts, p.context_tiles, context_tile, Tile::kRows);
   const TileSets queries = open_tile(p.queries, p.query_tiles, query_tile, Tile::kColumns);

@@ -19,10 +19,12 @@ int64_t blocks_of(int64_t rows, int64_t columns) {
   return tiles_of(rows, Tile::kRows) * tiles_of(columns, Tile::kColumns);
 }
 
+constexpr bool uses_large_tiles(int64_t rows, int64_t columns) { return rows * columns > kLargeTilesFrom; }
+
 // Calls body with the tile for a matrix of that size.
 template <typename Body>
 void with_tile(int64_t rows, int64_t columns, const Body& body) {
-  if (rows * columns > kLargeTilesFrom) {
+  if (uses_large_tiles(rows, columns)) {
     body(LargeTile());
   } else {
     body(SmallTile());

@@ -19,6 +19,11 @@
 
 namespace itm_fast::cuda {
 
+inline int64_t launches = 0;
+
+// The number of launches so far.
+extern "C" __attribute__((used, visibility("default"))) inline int64_t itm_fast_launches() { return launches; }
+
 class DeviceStream {
  public:
   explicit DeviceStream(const torch::stable::Tensor&) {}
@@ -31,10 +36,11 @@ class DeviceStream {
   }
 
   template <typename Parameters>
-  void launch_together(void (*kernel)(Parameters), int64_t at_most, int threads, const Parameters& parameters) const {
+  void launch_together(void (*kernel)(Parameters), int64_t at_most, int threads, const Parameters& parameters,
+                       int64_t dynamic_bytes = 0) const {
     const int64_t blocks = std::min(at_most, processors());
-    check(blocks, threads, 0);
-    check(shim::launch_together(blocks, threads, kSeed, [&] { kernel(parameters); }));
+    check(blocks, threads, dynamic_bytes);
+    check(shim::launch_together(blocks, threads, kSeed, [&] { kernel(parameters); }, dynamic_bytes));
   }
 
   int64_t processors() const { return 3; }
@@ -48,6 +54,7 @@ class DeviceStream {
 
   // Supported by every GPU since compute capability 8.0.
   static void check(int64_t blocks, int threads, int64_t dynamic_bytes) {
+    ++launches;
     STD_TORCH_CHECK(blocks > 0 && blocks <= 0x7fffffff, "a grid of ", blocks, " blocks");
     STD_TORCH_CHECK(threads > 0 && threads <= 1024 && threads % 32 == 0, "blocks of ", threads, " threads");
     STD_TORCH_CHECK(dynamic_bytes <= 99 * 1024, dynamic_bytes, " bytes of shared memory");

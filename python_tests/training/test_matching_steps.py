@@ -1,0 +1,102 @@
+"""Training steps that compute scores and loss in one call: the same bits as in separate calls, and when they apply."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from itm_fast.losses import TripletLoss
+from itm_fast.models.chan import CHAN
+from itm_fast.models.scan import SCAN
+from itm_fast.training.replicas import Replicas
+from python_tests.helpers.fragments import native_calls
+from python_tests.helpers.runs import OPTIONS, config, make_trainer, same
+
+STEPS = 3
+TOGETHER: dict[str, dict[str, Any]] = {
+    "scan": {},
+    "scan i2t": {"model_options": {**OPTIONS, "direction": "i2t", "aggregation": "logsumexp"}},
+    "selective": {"mining": "selective", "mean_loss": True, "halve_loss": True, "exclude_same_image": True},
+    "warm-up": {"warmup_epochs": 1},
+    "chan": {"model": "chan"},
+    "bfloat16": {"precision": "bfloat16"},
+    "micro-batches": {"micro_batch": 12},
+    "oss": {"scenario": "oss"},
+    "mss": {"scenario": "mss"},
+}
+SEPARATE: dict[str, dict[str, Any]] = {
+    "both directions": {"model_options": {**OPTIONS, "direction": "mean"}},
+    "bfan": {"model": "bfan"},
+    "regulators": {"model_options": {**OPTIONS, "regulator": "rcar"}},
+    "polynomial": {"loss": "polynomial"},
+}
+
+
+def steps(data: Path, out: Path, **changes: object) -> tuple[list[dict[str, float]], dict[str, Tensor], set[str]]:
+    """Return the numbers of each step, the weights after the last one, and the names of the operators."""
+    trainer = make_trainer(config(data, out, **changes))
+    with native_calls() as calls:
+        numbers = [trainer._step(batch) for batch in itertools.islice(trainer._batches(0), STEPS)]
+    return numbers, trainer.model.state_dict(), {name for name, _ in calls}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_steps_have_the_bits_of_separate_calls(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    numbers, weights, operators = steps(data, tmp_path / "together", **TOGETHER[name])
+    assert "matching_loss" in operators
+    assert "triplet_loss_with_gradient" not in operators
+
+    def separate(replicas: Replicas, model: Any, batch: Any, *_: object) -> tuple[Tensor, None]:
+        return replicas.scores(model, batch), None
+
+    monkeypatch.setattr(Replicas, "scores_and_loss", separate)
+    expected, right, operators = steps(data, tmp_path / "separate", **TOGETHER[name])
+    assert "matching_loss" not in operators
+    assert numbers == expected
+    assert same(weights, right)
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_other_models_and_losses_take_separate_calls(data: Path, tmp_path: Path, name: str) -> None:
+    _, _, operators = steps(data, tmp_path / "run", **SEPARATE[name])
+    assert "matching_loss" not in operators
+
+
+def test_hooks_are_called(data: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(config(data, tmp_path / "run"))
+    batch, replicas, loss = next(iter(trainer._batches(0))), trainer.stepper.replicas, TripletLoss()
+    assert replicas.scores_and_loss(trainer.model, batch, loss, None)[1] is not None
+    for module in (trainer.model, trainer.model.text_to_image, loss):
+        handle = module.register_forward_hook(lambda *_: None)
+        assert replicas.scores_and_loss(trainer.model, batch, loss, None)[1] is None
+        handle.remove()
+
+
+def test_a_subclass_with_its_own_scores_or_loss_is_respected(data: Path, tmp_path: Path) -> None:
+    class Scaled(SCAN):
+        def score(self, images: Any, captions: Any) -> Tensor:
+            return 0.5 * super().score(images, captions)
+
+    class Named(CHAN):
+        pass
+
+    class Squared(TripletLoss):
+        def forward(self, scores: Tensor, **options: Any) -> Tensor:
+            return super().forward(scores, **options).square()
+
+    trainer = make_trainer(config(data, tmp_path / "run"))
+    batch = next(iter(trainer._batches(0)))
+    replicas = trainer.stepper.replicas
+    scores, loss = replicas.scores_and_loss(trainer.model, batch, Squared(), None)
+    assert loss is None
+    assert torch.equal(scores, replicas.scores(trainer.model, batch))
+    assert Scaled(trainer.model.config).single_attention is None
+    assert Named.single_attention is CHAN.single_attention is not None
+    assert trainer.model.single_attention == ("t2i", trainer.model.text_to_image)
