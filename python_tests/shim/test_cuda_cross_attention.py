@@ -140,6 +140,38 @@ def test_sets_longer_than_a_tile(
     check_random_scores(kernels, query_lengths, context_lengths, dim, "bf16" if dim % 2 else "float32", **options)
 
 
+# The average set of a side is longer than a tile, so that pairs of tiles are scored on tensor cores, piece by piece.
+MOSTLY_LONG: list[Any] = [
+    ([3, 5, 0, 9], [60, 49, 100, 4], 40, {}),
+    ([70, 90, 3], [4, 0, 6], 24, {"aggregation": "logsumexp"}),  # long queries with several short contexts
+    ([70, 129, 65], [100, 52], 16, {"focal": "equal", "temperature": 20.0}),  # both; two and three tiles of queries
+    ([13, 2, 7], [196], 33, {"normalization": "softmax", "aggregation": "max"}),  # unaligned rows
+    ([3, 80], [60, 200, 40], 24, {"focal": "prob", "normalization": "l1norm"}),  # 200 rows do not fit the slab
+    ([2, 40], [97, 57, 113], 24, {"focal": "hard", "normalization": "no_norm", "aggregation": "sum"}),
+]
+
+
+@pytest.mark.parametrize("kernel", ["float32", "bf16", "fp16"])
+@pytest.mark.parametrize(("query_lengths", "context_lengths", "dim", "options"), MOSTLY_LONG)
+def test_long_sets_on_tensor_cores(
+    kernels: AttentionKernels,
+    query_lengths: list[int],
+    context_lengths: list[int],
+    dim: int,
+    options: dict[str, Any],
+    kernel: str,
+) -> None:
+    check_random_scores(kernels, query_lengths, context_lengths, dim, kernel, by_draws=True, **options)
+
+
+def test_long_contexts_that_cancel_form_their_attended_vectors(kernels: AttentionKernels) -> None:
+    """Rows 2 k and 2 k + 1 nearly cancel. With temperature 0, all contexts have the same attention."""
+    pairs = random_fragments([40], 24, seed=1).values
+    rest = 1e-4 * random_fragments([40], 24, seed=2).values
+    contexts = Fragments(torch.stack([pairs, rest - pairs], dim=1).flatten(0, 1), torch.tensor([0, 80]))
+    check_scores(kernels, random_fragments([3, 9], 24), contexts, temperature=0.0)
+
+
 @pytest.mark.parametrize("kernel", ["float32", "bf16"])
 def test_the_tile_of_the_launchers(kernels: AttentionKernels, kernel: str) -> None:
     """112 x 128 with four stages and eight warps; two tiles on either side."""
