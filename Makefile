@@ -72,7 +72,7 @@ check-cross: $(STAMP) ## Compile the CPU code for Linux aarch64 and macOS arm64.
 	$(PYTHON) -m pip install -q --disable-pip-version-check ziglang==0.17.1
 	$(PYTHON) tools/check_cross.py
 
-cuda-resources: $(STAMP) ## Write docs/internals/cuda_resources.md; with ARGS=--check only compare with the limits.
+cuda-resources: $(STAMP) ## Write docs/internals/cuda_resources.md and cuda_loops.json; ARGS=--check only compares limits.
 	$(PYTHON) -m pip install -q --disable-pip-version-check nvidia-cuda-nvdisasm==13.5.37
 	$(PYTHON) tools/cuda_resources.py $(ARGS)
 

@@ -1,6 +1,6 @@
 """The cost model: operations and bytes of a workload, and the minimum time that they take on a GPU.
 
-Inside: `Cost`, one function per workload, `Peaks` of the GPUs in `DEVICES`, `floors` and `predicted`.
+Inside: `Cost`, one function per workload, `Peaks` of the GPUs in `DEVICES`, and `floors`.
 
 A multiply-add counts as two operations. Tensor operations are the products that tensor cores can compute; all others
 run on the ordinary float32 units. Bytes are what a workload must read and write in device memory once, independent of
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-
-import attrs
+from dataclasses import astuple, dataclass
 
 __all__ = [
     "DEVICES",
@@ -29,7 +28,6 @@ __all__ = [
     "loss",
     "most_tiles",
     "pairs_of_tiles",
-    "predicted",
     "ranks",
     "regulated_scores",
     "regulated_step",
@@ -47,6 +45,10 @@ LIST_PAIRS, LIST_LAUNCHES = 682, 460
 # COCO's training split, and its five captions per image.
 EPOCH_IMAGES, EPOCH_CAPTIONS = 113_287, 5
 
+# Products of a pair's size in the backward of cross-attention: its scores, the attended vectors (formed twice), their
+# products with the contexts, and the terms of the two gradients.
+BACKWARD_PRODUCTS = 8
+
 # Rows of a tile of regions and of one of words, and maximum sets per tile (ScoreTile112, kTileSets).
 TILE_REGIONS, TILE_WORDS, TILE_SETS = 112, 128, 32
 
@@ -54,7 +56,7 @@ TILE_REGIONS, TILE_WORDS, TILE_SETS = 112, 128, 32
 SOFTMAX_OPERATIONS = 8
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class Cost:
     """Operations, bytes and launches."""
 
@@ -68,7 +70,7 @@ class Cost:
         return self.tensor + self.other
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(a + b for a, b in zip(attrs.astuple(self), attrs.astuple(other), strict=True)))
+        return Cost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, count: float) -> Cost:
         return Cost(self.tensor * count, self.other * count, self.bytes * count, round(self.launches * count))
@@ -129,12 +131,11 @@ def boosting_loss(batch: int) -> Cost:
 def backward(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
     """Return the cost of the backward of a loss over hardest negatives: recomputes at most three pairs per anchor.
 
-    A pair costs eight products of its size, all on the ordinary units: its scores, the attended vectors (recomputed
-    rather than kept), and the terms of the two gradients. Four launches: the one in which autograd returns the stored
+    All products of a pair are on the ordinary units. Four launches: the one in which autograd returns the stored
     gradient (without a multiplication if the incoming one is 1), lists, pairs, sums.
     """
     pairs, rows = 3 * batch, batch * (REGIONS + words)
-    products = 16 * pairs * REGIONS * words * dim
+    products = 2 * BACKWARD_PRODUCTS * pairs * REGIONS * words * dim
     epilogue = 2 * pairs * words * SOFTMAX_OPERATIONS * REGIONS
     moved = 2 * element * rows * dim + 4 * batch**2
     return Cost(other=products + epilogue, bytes=moved, launches=4)
@@ -246,32 +247,28 @@ def epoch(batch: int = 128) -> Cost:
     return step(batch).times(EPOCH_IMAGES * EPOCH_CAPTIONS / batch)
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class Peaks:
-    """A vendor's data for a GPU, and the share of the tensor peak that a kernel is assumed to reach.
+    """A vendor's data for a GPU.
 
     Attributes:
         tensor: dense bf16 products with float32 sums, operations per second.
         other: float32 operations per second.
         memory: bytes per second.
-        tensor_share: of `tensor`, by `mma.sync` inside a kernel with a long epilogue.
         source: where the vendor states the three numbers.
     """
 
     tensor: float
     other: float
     memory: float
-    tensor_share: float
     source: str
 
 
 DEVICES = {
-    "A100": Peaks(312e12, 19.5e12, 2.039e12, 0.6, "NVIDIA A100 data sheet, SXM, 80 GB"),
-    "RTX 4090": Peaks(165.2e12, 82.6e12, 1.008e12, 0.6, "NVIDIA Ada GPU architecture white paper, appendix A"),
-    "H200": Peaks(989.5e12, 66.9e12, 4.8e12, 0.4, "NVIDIA H200 data sheet, SXM"),
+    "A100": Peaks(312e12, 19.5e12, 2.039e12, "NVIDIA A100 data sheet, SXM, 80 GB"),
+    "RTX 4090": Peaks(165.2e12, 82.6e12, 1.008e12, "NVIDIA Ada GPU architecture white paper, appendix A"),
+    "H200": Peaks(989.5e12, 66.9e12, 4.8e12, "NVIDIA H200 data sheet, SXM"),
 }
-# Assumptions of a prediction: shares of the float32 units and of the memory, and the cost of a launch.
-OTHER_SHARE, MEMORY_SHARE, LAUNCH_SECONDS = 0.4, 0.8, 3e-6
 
 
 def device_of(name: str) -> str | None:
@@ -282,11 +279,3 @@ def device_of(name: str) -> str | None:
 def floors(cost: Cost, peaks: Peaks) -> tuple[float, float]:
     """Return seconds of the tensor operations at the tensor cores' peak, and of the bytes at the memory's."""
     return cost.tensor / peaks.tensor, cost.bytes / peaks.memory
-
-
-def predicted(cost: Cost, peaks: Peaks) -> float:
-    """Return seconds at the assumed shares: the slowest of the three units hides the others; launches add up."""
-    tensor, memory = floors(cost, peaks)
-    other = cost.other / peaks.other
-    busy = max(tensor / peaks.tensor_share, other / OTHER_SHARE, memory / MEMORY_SHARE)
-    return busy + LAUNCH_SECONDS * cost.launches

@@ -9,10 +9,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -74,7 +74,7 @@ def make_ranks(variant: str, sizes: Sizes, small: bool = False) -> Callable[[], 
     return lambda: functions.retrieval_ranks(scores, caption_image)
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class GpuPreset:
     """How much is measured."""
 
@@ -100,7 +100,7 @@ PRESETS = {
 }
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class _Workload:
     name: str
     make: Callable[..., Callable[[], Any]]
@@ -196,7 +196,7 @@ def run(
         "dry_run": meter.device != "cuda",
         "device": described_device(meter.device),
         "environment": environment(torch.get_num_threads(), info),
-        "preset": attrs.asdict(preset),
+        "preset": asdict(preset),
         "ceilings": ceilings(preset, meter),
         "workloads": {},
         "not_built": {},
@@ -246,7 +246,7 @@ def _measured(
             failed[variant] = f"{type(error).__name__}: {error}".splitlines()[0]
             del repeats[variant]
     found = measure_variants(make, repeats, workload.arguments, meter=meter, memory=preset.memory, progress=progress)
-    found["cost"] = attrs.asdict(workload.cost(2))
+    found["cost"] = asdict(workload.cost(2))
     for variant, figures in found["variants"].items():
         if variant in natives:
             figures |= rates(workload.cost(2 if "bf16" in variant else 4), figures["median_s"], reached)

@@ -7,9 +7,10 @@ from typing import Any
 
 import attrs
 
-from benchmarks import costs
+from benchmarks import costs, kernels
 from benchmarks.costs import DEVICES, Cost
 from benchmarks.gpu_table import check_is_of_a_gpu
+from benchmarks.kernels import BOOSTING, GPUS, Work, predict, repeated
 from benchmarks.units import amount, seconds
 from itm_fast.benchmarking.table import table
 from itm_fast.benchmarking.workloads import caption_lengths
@@ -27,26 +28,31 @@ class Workload:
     """A line of the tables, and its name in the benchmark if that measures it."""
 
     title: str
-    cost: Cost
+    work: Work
     measured_as: str | None = None
 
+    @property
+    def cost(self) -> Cost:
+        return self.work.cost
 
+
+STEPS_OF_EPOCH = costs.EPOCH_IMAGES * costs.EPOCH_CAPTIONS / 128
 WORKLOADS = (
-    Workload("scores, 128 x 128", costs.scores(128, 128), "scores 128"),
-    Workload("scores, 1024 x 1024", costs.scores(1024, 1024), "scores 1024"),
-    Workload("hardest-negative step, B = 128", costs.step(128), "step 128"),
-    Workload("RCAR scores, 128 x 128", costs.regulated_scores(128, 128), "regulated scores 128"),
-    Workload("RCAR scores, 1024 x 1024", costs.regulated_scores(1024, 1024), "regulated scores 1024"),
-    Workload("RCAR hardest-negative step, B = 128", costs.regulated_step(128), "regulated step 128"),
+    Workload("scores, 128 x 128", kernels.scores(128, 128), "scores 128"),
+    Workload("scores, 1024 x 1024", kernels.scores(1024, 1024), "scores 1024"),
+    Workload("hardest-negative step, B = 128", kernels.step(128), "step 128"),
+    Workload("RCAR scores, 128 x 128", kernels.regulated_scores(128, 128), "regulated scores 128"),
+    Workload("RCAR scores, 1024 x 1024", kernels.regulated_scores(1024, 1024), "regulated scores 1024"),
+    Workload("RCAR hardest-negative step, B = 128", kernels.regulated_step(128), "regulated step 128"),
     *(
-        Workload(f"triplet loss and gradient, B = {batch}", costs.loss(batch), f"loss hardest {batch}")
+        Workload(f"triplet loss and gradient, B = {batch}", kernels.loss(batch), f"loss hardest {batch}")
         for batch in (128, 4096, 8192)
     ),
-    Workload("triplet loss of SelHN and gradient, B = 4096", costs.loss(4096), "loss selective 4096"),
-    Workload("boosting loss and gradient, B = 4096", costs.boosting_loss(4096), "boosting hardest 4096"),
-    Workload("ranks, 5000 x 25000", costs.ranks(5000, 25000), "ranks 5000 x 25000"),
-    Workload("COCO-5K evaluation, 5000 x 25000", costs.evaluation(5000, 25000), "evaluation 5000 x 25000"),
-    Workload("one COCO epoch, 4,425 steps of B = 128", costs.epoch(128)),
+    Workload("triplet loss of SelHN and gradient, B = 4096", kernels.loss(4096), "loss selective 4096"),
+    Workload("boosting loss and gradient, B = 4096", kernels.loss(4096, BOOSTING), "boosting hardest 4096"),
+    Workload("ranks, 5000 x 25000", kernels.ranks(5000, 25000), "ranks 5000 x 25000"),
+    Workload("COCO-5K evaluation, 5000 x 25000", kernels.evaluation(5000, 25000), "evaluation 5000 x 25000"),
+    Workload("one COCO epoch, 4,425 steps of B = 128", repeated(kernels.step(128), STEPS_OF_EPOCH)),
 )
 
 
@@ -66,22 +72,26 @@ def tables(results: Sequence[Mapping[str, Any]]) -> str:
         _workloads(),
         *(_floors(name, measured.get(name)) for name in DEVICES),
     ]
-    parts.append(_consequences())
+    parts += [_kernels("H200"), _consequences()]
     return "\n\n".join(parts) + "\n"
 
 
 def _devices() -> str:
-    header = ["device", "bf16 products", "float32", "memory", "products per byte", "assumed share of the products"]
-    rows = [[*header, "source"]]
+    header = ["device", "bf16 products", "of these by `mma.sync`", "float32", "memory", "products per byte"]
+    rows = [[*header, "multiprocessors", "clock", "L2 cache, bytes per cycle", "source"]]
     for name, peaks in DEVICES.items():
+        gpu = GPUS[name]
         rows.append(
             [
                 name,
                 f"{peaks.tensor / 1e12:g} TFLOP/s",
+                f"{100 * gpu.mma_share:.0f} %",
                 f"{peaks.other / 1e12:g} TFLOP/s",
                 f"{peaks.memory / 1e12:g} TB/s",
                 f"{peaks.tensor / peaks.memory:.0f}",
-                f"{100 * peaks.tensor_share:.0f} %",
+                str(gpu.cores),
+                f"{kernels.clock(name) / 1e9:.2f} GHz",
+                f"{gpu.cache:,}",
                 peaks.source,
             ]
         )
@@ -107,18 +117,21 @@ def _workloads() -> str:
 
 def _floors(name: str, measured: Mapping[str, Any] | None) -> str:
     peaks = DEVICES[name]
-    rows = [[f"on {name}", "products", "memory", "float32 units", "the larger floor", "predicted", "reached"]]
+    rows = [[f"on {name}", "products", "memory", "the larger floor", "predicted", "up to", "bound by", "reached"]]
     for workload in WORKLOADS:
         tensor, memory = costs.floors(workload.cost, peaks)
         bound = "products" if tensor > memory else "memory"
+        prediction = predict(workload.work, name)
+        share = 100 * prediction.parts[prediction.bound] / prediction.seconds
         rows.append(
             [
                 workload.title,
                 seconds(tensor) if tensor else "none",
                 seconds(memory),
-                seconds(workload.cost.other / peaks.other),
                 f"{seconds(max(tensor, memory))} ({bound})",
-                seconds(costs.predicted(workload.cost, peaks)),
+                seconds(prediction.seconds),
+                seconds(prediction.longest),
+                f"{prediction.bound}, {share:.0f} %",
                 _reached(workload, measured, max(tensor, memory)),
             ]
         )
@@ -127,24 +140,40 @@ def _floors(name: str, measured: Mapping[str, Any] | None) -> str:
 
 def _consequences() -> str:
     """Summarise the predictions in sentences."""
-    evaluation, epoch, step = costs.evaluation(5000, 25000), costs.epoch(), costs.step(128)
-    predicted = {name: (costs.predicted(evaluation, p), costs.predicted(epoch, p)) for name, p in DEVICES.items()}
-    times = [f"{seconds(first)} on {name}" for name, (first, _) in predicted.items()]
-    epochs = [f"{seconds(second)} on {name}" for name, (_, second) in predicted.items()]
+    evaluation, step = kernels.evaluation(5000, 25000), kernels.step(128)
+    epoch = repeated(step, STEPS_OF_EPOCH)
+    times = [f"{seconds(predict(evaluation, name).seconds)} on {name}" for name in DEVICES]
+    epochs = [f"{seconds(predict(epoch, name).seconds)} on {name}" for name in DEVICES]
     pairs = 5000 * 25000
     low, high = (pairs * per_pair for per_pair in PUBLISHED_PER_PAIR)
-    encoders, steps = costs.encoders(128), costs.EPOCH_IMAGES * costs.EPOCH_CAPTIONS / 128
-    read, read_in_all = amount(encoders.bytes, "B"), amount(encoders.bytes * steps, "B")
+    encoders, encoding = costs.encoders(128), predict(kernels.encoders(128), "H200").seconds
+    read, read_in_all = amount(encoders.bytes, "B"), amount(encoders.bytes * STEPS_OF_EPOCH, "B")
     return (
         f"- A COCO-5K evaluation scores {pairs / 1e6:.0f} million pairs. Published code takes 3 to 55 µs per pair, "
         f"{seconds(low)} to {seconds(high)} in all. Predicted here, after encoding: {', '.join(times)}. Only the "
         "scores, 500 MB, are kept.\n"
         f"- The steps of an epoch are predicted to take {', '.join(epochs)}, without encoders. SCAN's encoders need "
-        f"{amount(encoders.tensor, 'FLOP')} per step, {encoders.tensor / step.tensor:.0f} times as much as scores, "
-        f"loss and their gradients, and read {read} of features per step, {read_in_all} per epoch. Reading and "
-        "encoding, not scoring, therefore determine the time of an epoch.\n"
+        f"{amount(encoders.tensor, 'FLOP')} per step, {encoders.tensor / step.cost.tensor:.0f} times as much as the "
+        f"products of the scores, and read {read} of features per step, {read_in_all} per epoch. At the peak of an "
+        f"H200 they take {seconds(encoding)} per step, and the scores, the loss and their gradients "
+        f"{seconds(predict(step, 'H200').seconds)}.\n"
         f"- {_blocks('a COCO-5K evaluation', 5000, 25000)} {_blocks('a batch of 128', 128, 128)}"
     )
+
+
+def _kernels(name: str) -> str:
+    """Render what keeps each unit of a GPU busy, for the first workload of every kernel above the size of a launch."""
+    units = [bound for bound in kernels.BOUNDS if bound in kernels.times(WORKLOADS[0].work.counted[0], name)]
+    rows = [[f"kernel on {name}", "workload", *units]]
+    seen = set()
+    for workload in WORKLOADS:
+        for launch in workload.work.counted:
+            busy = kernels.times(launch, name)
+            if launch.kernel not in seen and max(busy.values()) > kernels.LAUNCH_SECONDS:
+                seen.add(launch.kernel)
+                cells = [seconds(busy[unit]) if busy[unit] else "" for unit in units]
+                rows.append([f"`{launch.kernel.partition('<')[0]}`", workload.title, *cells])
+    return table(rows)
 
 
 def _blocks(what: str, images: int, captions: int) -> str:

@@ -20,10 +20,12 @@ from benchmarks import (
     buckets,
     coco_table,
     discriminators,
+    long_sets,
     methods_table,
     micro_batches,
     reader,
     realignment,
+    regulated_step,
     scaling,
     scenarios,
 )
@@ -96,6 +98,10 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "docs" / "index.md": {"cpu": measured("cpu", summary)},
     PERFORMANCE / "benchmarks.md": {
         "cpu": measured("cpu", markdown),
+        "regulated_step": measured(
+            "regulated_step", regulated_step.markdown, "python -m benchmarks.regulated_step --json {}"
+        ),
+        "long_sets": measured("long_sets", long_sets.markdown, "python -m benchmarks.long_sets --json {}"),
         "scenarios": measured("scenarios", scenarios.markdown, "python -m benchmarks.scenarios --json {}"),
         "micro_batches": measured(
             "micro_batches", micro_batches.markdown, "python -m benchmarks.micro_batches --json {}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from benchmarks import costs
+from benchmarks import costs, kernels
 from benchmarks.costs import Cost
 from benchmarks.units import amount, seconds
 from itm_fast.benchmarking.table import table
@@ -108,15 +108,14 @@ def step(gpus: int, parameters: int, *, gathered: str = "images", sparse: bool =
     batch, others = gpus * BATCH, gpus - 1
     rows = costs.REGIONS if gathered == "images" else costs.WORDS
     sets = (batch, BATCH) if gathered == "images" else (BATCH, batch)
-    back = costs.backward(BATCH) + Cost(bytes=2 * costs.ELEMENT * batch * rows * costs.DIM)
-    parts = (costs.scores(*sets), costs.loss(batch), back)
-    peaks = costs.DEVICES[GPU]
+    back = kernels.backward(BATCH) + kernels.Work(Cost(bytes=2 * costs.ELEMENT * batch * rows * costs.DIM))
+    parts = (kernels.scores(*sets), kernels.loss(batch), back)
     dense = float(costs.ELEMENT * others * BATCH * rows * costs.DIM)
     few = costs.ELEMENT * 3 * BATCH * rows * costs.DIM * others / gpus
     return Step(
         gpus=gpus,
-        encoding=costs.predicted(costs.encoders(BATCH), peaks),
-        scoring=sum(costs.predicted(part, peaks) for part in parts),
+        encoding=kernels.predict(kernels.encoders(BATCH), GPU).seconds,
+        scoring=sum(kernels.predict(part, GPU).seconds for part in parts),
         gathered=float(costs.ELEMENT * others * BATCH * rows * costs.DIM),
         matrix=4.0 * batch * batch * others / gpus,
         scattered=min(few, dense) if sparse else dense,

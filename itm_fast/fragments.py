@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 from torch.utils import _pytree
@@ -130,6 +129,9 @@ class Fragments:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write values and offsets to a safetensors file, atomically. Dtypes are kept."""
+        # Imported here, so that operators run in an environment with torch alone.
+        import safetensors.torch
+
         tensors = {"offsets": self.offsets, "values": self.values}
         content = safetensors.torch.save({name: one.detach().cpu().contiguous() for name, one in tensors.items()})
         atomic.write_bytes(path, content)
@@ -142,6 +144,8 @@ class Fragments:
             OSError: the file cannot be read.
             ValueError: the file is damaged or contains no `Fragments`; the message names the file.
         """
+        import safetensors.torch
+
         try:
             tensors = safetensors.torch.load(read_bytes(path))
         except safetensors.SafetensorError as error:

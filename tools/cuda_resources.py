@@ -1,7 +1,7 @@
 """Report the resources of every CUDA kernel: registers, shared memory, stack and spills per architecture, the
-tensor-core instructions in its machine code, and what its main loop issues beside them.
+tensor-core instructions in its machine code, what its main loop issues beside them, and the loops of the cost model.
 
-    python tools/cuda_resources.py            # writes docs/internals/cuda_resources.md
+    python tools/cuda_resources.py            # writes docs/internals/cuda_resources.md and cuda_loops.json
     python tools/cuda_resources.py --check    # fails if a kernel spills without permission, lacks tensor-core
                                               # instructions that it must have, or exceeds the budget of its loop
 
@@ -10,6 +10,7 @@ Needs nvcc, nvdisasm and a C++ compiler, but no GPU.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -18,13 +19,17 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import device_code
+import named_loops
 from device_loops import Loop, main_loops
 from native_build import find_torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "internals" / "cuda_resources.md"
+# Read by benchmarks/kernels.py.
+LOOP_COUNTS = PAGE.with_name("cuda_loops.json")
 ARCHITECTURES = (80, 86, 89, 90)
 # Kernels that may spill, and read it in their main loops, by the prefix of their names, and why.
 MAY_SPILL: dict[str, str] = {
@@ -33,7 +38,7 @@ MAY_SPILL: dict[str, str] = {
     for products in ("BFloat16, 1,", "Half, 1,", "float, 1,")
 }
 # Kernels that must contain tensor-core instructions, by the prefix of their names.
-MUST_USE_TENSOR_CORES = ("matching_loss<", "prepare_scores<", "regulate_tiles<", "score_tile<")
+MUST_USE_TENSOR_CORES = ("matching_loss<", "prepare_scores<", "regulate_tiles<", "score_long_tiles<", "score_tile<")
 # What main loops may issue, by the prefix of the kernels' names: other instructions per 16 HMMA, and instructions per
 # asynchronous copy of 16 bytes. Rows of float32 are split into bfloat16 parts there, and some products are added up by
 # slice.
@@ -49,6 +54,11 @@ BUDGETS = {
     "score_tile<float, 1,": (120, 12),
     "score_tile<float, 2,": (95, 12),
     "score_tile<float, 3,": (70, 12),
+    "score_long_tiles<BFloat16, 1,": (40, 12),
+    "score_long_tiles<Half, 1,": (40, 12),
+    "score_long_tiles<float, 1,": (120, 12),
+    "score_long_tiles<float, 2,": (95, 12),
+    "score_long_tiles<float, 3,": (70, 12),
     **{
         f"matching_loss<{problem}<float>, {products}": budget
         for problem in ("TripletProblem", "BoostingProblem")
@@ -66,6 +76,7 @@ DYNAMIC = {
     "matching_loss<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
     "prepare_scores<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
     "regulate_tiles<": ("regulation_launch.h", "kRegulationBytes<RegulationTile112>"),
+    "score_long_tiles<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
     "score_tile<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
 }
 
@@ -102,8 +113,18 @@ class Usage:
     loop: Loop | None = None
 
 
-def compile_kernels(source: Path) -> tuple[str, dict[tuple[int, str], int], dict[tuple[int, str], Loop]]:
-    """Compile a file; return the report of ptxas, and for each kernel and architecture the HMMA and the main loop."""
+@dataclass(frozen=True)
+class Compiled:
+    """The report of ptxas; HMMA and main loops by architecture and mangled name; named loops by architecture."""
+
+    report: str
+    tensor: dict[tuple[int, str], int]
+    loops: dict[tuple[int, str], Loop]
+    named: dict[int, dict[tuple[str, str], named_loops.NamedLoop]]
+
+
+def compile_kernels(source: Path) -> Compiled:
+    """Compile a file and count in its machine code."""
     nvcc, torch = shutil.which("nvcc"), find_torch()
     if nvcc is None or torch is None:
         raise SystemExit("cuda_resources: needs nvcc on the path, and torch")
@@ -127,12 +148,10 @@ def compile_kernels(source: Path) -> tuple[str, dict[tuple[int, str], int], dict
         if result.returncode != 0:
             raise SystemExit(f"cuda_resources: {source.name} does not compile\n{result.stderr}")
         fatbin = code.read_bytes()
-    loops = {
-        (architecture, name): loop
-        for architecture, elf in device_code.elf_files(fatbin)
-        for name, loop in main_loops(elf).items()
-    }
-    return result.stderr, device_code.tensor_core_instructions(fatbin), loops
+    elf_files = list(device_code.elf_files(fatbin))
+    loops = {(number, name): loop for number, elf in elf_files for name, loop in main_loops(elf).items()}
+    named = {number: named_loops.named_loops(elf, short_name) for number, elf in elf_files}
+    return Compiled(result.stderr, device_code.tensor_core_instructions(fatbin), loops, named)
 
 
 def dynamic_memory() -> dict[str, int]:
@@ -186,8 +205,11 @@ def parse(
     return found
 
 
-def page(usages: list[Usage]) -> str:
-    """Return one line per kernel; values that differ between architectures are listed in their order."""
+def page(usages: list[Usage], entries: list[dict[str, Any]] | None = None) -> str:
+    """Return one line per kernel; values that differ between architectures are listed in their order.
+
+    `entries` are those of `LOOP_COUNTS`.
+    """
     architectures = ", ".join(f"sm_{number}" for number in ARCHITECTURES)
     lines = [
         f"| kernel | registers ({architectures}) | static shared memory | dynamic | stack | spilled | HMMA |",
@@ -199,7 +221,8 @@ def page(usages: list[Usage]) -> str:
         cells = ["/".join(str(getattr(u, name)) for u in rows) for name in names]
         cells[1:] = [cell.split("/")[0] if len(set(cell.split("/"))) == 1 else cell for cell in cells[1:]]
         lines.append(f"| `{kernel}` | {' | '.join(cells)} |")
-    return HEAD + "\n".join(lines) + "\n" + _loop_table(usages)
+    named = named_loops.section(entries) if entries else ""
+    return HEAD + "\n".join(lines) + "\n" + _loop_table(usages) + named
 
 
 def _loop_table(usages: list[Usage]) -> str:
@@ -275,12 +298,24 @@ def with_dynamic(usage: Usage, dynamic: dict[str, int]) -> Usage:
     return replace(usage, dynamic=sum(size for name, size in dynamic.items() if usage.kernel.startswith(name)))
 
 
+def loop_counts(compiled: list[Compiled]) -> list[dict[str, Any]]:
+    """Return the content of `LOOP_COUNTS`; SystemExit if no kernel has one of the loops."""
+    named = {number: dict(pair for one in compiled for pair in one.named[number].items()) for number in ARCHITECTURES}
+    entries = named_loops.content(named)
+    gone = {one.kernel for one in named_loops.WANTED if not any(e["kernel"].startswith(one.kernel) for e in entries)}
+    if gone:
+        raise SystemExit(f"cuda_resources: no kernel {', '.join(sorted(gone))}: correct WANTED in tools/named_loops.py")
+    return entries
+
+
 def main() -> None:
-    usages = [u for source in sorted((ROOT / "csrc/cuda").glob("*.cu")) for u in parse(*compile_kernels(source))]
+    compiled = [compile_kernels(source) for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
     dynamic = dynamic_memory()
-    usages = [with_dynamic(usage, dynamic) for usage in usages]
+    usages = [with_dynamic(u, dynamic) for one in compiled for u in parse(one.report, one.tensor, one.loops)]
+    entries = loop_counts(compiled)
     if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page(usages))
+        PAGE.write_text(page(usages, entries))
+        LOOP_COUNTS.write_text(json.dumps(entries, indent=1) + "\n")
     problems = spilling(usages) + without_tensor_cores(usages) + over_budget(usages)
     if problems:
         raise SystemExit("cuda_resources: " + "\ncuda_resources: ".join(problems))

@@ -85,7 +85,7 @@ def main_loop(code: list[str], labels: dict[str, int]) -> Loop | None:
     Longer ones are for rare cases, such as unaligned rows. `labels` maps the labels to positions in `code`.
     """
     innermost: list[tuple[int, int]] = []
-    for first, last in sorted(_loops(code, labels), key=lambda ends: ends[1] - ends[0]):
+    for first, last in sorted(loop_ends(code, labels), key=lambda ends: ends[1] - ends[0]):
         if not any(first <= start and end <= last for start, end in innermost):
             innermost.append((first, last))
     found = [_count(code[first : last + 1]) for first, last in innermost]
@@ -107,18 +107,19 @@ def functions(text: str) -> Iterator[tuple[str, list[str], dict[str, int]]]:
         yield part.split(":", 1)[0], code, labels
 
 
-def _loops(code: list[str], labels: dict[str, int]) -> set[tuple[int, int]]:
+def loop_ends(code: list[str], labels: dict[str, int]) -> set[tuple[int, int]]:
     """Return the first and the last position of every loop: a branch to an earlier label closes it."""
     jumps = ((place, re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", text)) for place, text in enumerate(code))
     return {(labels[jump[1]], place) for place, jump in jumps if jump and labels.get(jump[1], len(code)) <= place}
 
 
-def _name(instruction: str) -> str:
+def operation(instruction: str) -> str:
+    """Return the name of an instruction with its modifiers, such as LDG.E.128."""
     return _GUARD.sub("", instruction, count=1).split()[0]
 
 
 def _count(body: list[str]) -> Loop:
-    names = [_name(text) for text in body]
+    names = [operation(text) for text in body]
 
     def count(*starts: str) -> int:
         return sum(name.split(".")[0] in starts for name in names)
@@ -131,7 +132,7 @@ def _count(body: list[str]) -> Loop:
 def _copying(body: list[str]) -> int:
     """Count the copies and the instructions of the loop that compute their operands."""
     chosen: set[int] = set()
-    open_places = [place for place, text in enumerate(body) if _name(text).startswith("LDGSTS")]
+    open_places = [place for place, text in enumerate(body) if operation(text).startswith("LDGSTS")]
     while open_places:
         place = open_places.pop()
         if place in chosen:
@@ -161,11 +162,11 @@ def _parse(instruction: str) -> tuple[set[str], set[str]]:
     rest = _GUARD.sub("", instruction, count=1).partition(" ")[2]
     operands = [_registers(part) for part in rest.split(",")]
     results = 0
-    if _name(instruction).split(".")[0] not in _WITHOUT_RESULT:
+    if operation(instruction).split(".")[0] not in _WITHOUT_RESULT:
         # Comparisons and additions with carry also write a predicate.
         results = 2 if len(operands) > 1 and any(one.lstrip("U").startswith("P") for one in operands[1]) else 1
     written = {one for part in operands[:results] for one in part}
-    if "WIDE" in _name(instruction) or ".64" in _name(instruction):
+    if "WIDE" in operation(instruction) or ".64" in operation(instruction):
         written |= _pair(operands[0])
     return written, {one for part in operands[results:] for one in part} | set(_GUARD.findall(instruction))
 

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import cuda_toolkit
+import native_build
+
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = ROOT / "build" / "gpu_check" / "environment"
 WHEELS = ROOT / "benchmarks" / "wheels"
+# Of the interpreter: the build runs without isolation, and the tests run under pytest.
+BUILD_PACKAGES = ("pip", "setuptools", "pybind11", "pytest")
 DEVICE_VARIABLE = "ITM_FAST_GPU_CHECK_DEVICE"
 
 
@@ -129,7 +134,7 @@ def is_dry() -> bool:
     return device == "cpu"
 
 
-def check_device() -> None:
+def check_device(wheels: Path) -> None:
     """Raise SystemExit with one line if a requirement of the stages is missing."""
     try:
         import torch
@@ -137,9 +142,19 @@ def check_device() -> None:
         raise SystemExit(f"gpu_check: {sys.executable} has no torch; name another by PYTHON3") from None
     if torch.version.cuda is None or not torch.cuda.is_available():
         raise SystemExit(f"gpu_check: no CUDA device: torch {torch.__version__} sees none")
-    for tool in ("nvcc", "cmake", "ninja"):
-        if shutil.which(tool) is None and shutil.which(tool, path=Path(sys.executable).parent) is None:
-            raise SystemExit(f"gpu_check: {tool} is not on the path")
+    if cuda_toolkit.find("nvcc") is None:
+        searched = cuda_toolkit.SEARCHED
+        raise SystemExit(f"gpu_check: no nvcc in {searched}; set CUDA_HOME to the folder of the CUDA toolkit")
+    lacking = [name for name in native_build.OLDEST if name != "torch" and native_build.find_tool(name) is None]
+    lacking += [name for name in BUILD_PACKAGES if importlib.util.find_spec(name) is None]
+    carried = {wheel.name.partition("-")[0].lower() for wheel in wheels_in(wheels)}
+    lacking = [name for name in lacking if name not in carried]
+    lacking += [] if native_build.find_compiler() else ["a C++ compiler"]
+    if lacking:
+        names = ", ".join(lacking)
+        raise SystemExit(
+            f"gpu_check: the build needs {names}; install them for {sys.executable}, or carry their wheels"
+        )
 
 
 def main() -> None:
@@ -147,7 +162,7 @@ def main() -> None:
     if is_dry():
         print(sys.executable)  # A dry run does not build or install anything.
         return
-    check_device()
+    check_device(options.wheels)
     print(prepare(options.wheels))
 
 

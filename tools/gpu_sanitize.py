@@ -64,12 +64,13 @@ def run(stage: Any, architecture: Callable[[], str]) -> None:
     target = f"-arch=sm_{architecture().replace('.', '')}"
     if not stage.run("compile", ["nvcc", "-std=c++17", "-lineinfo", target, "-o", str(program), str(PLANTED)]):
         return
-    for tool, options in TOOLS.items():
+    for remaining, (tool, options) in zip(range(len(TOOLS), 0, -1), TOOLS.items(), strict=True):
+        share = stage.left() / remaining  # A slow tool leaves time to the next one.
         command = [sanitizer, "--tool", tool, "--error-exitcode", "7", *options]
         if stage.run(f"{tool} control", [*command, str(program), tool], judge_control, limit=60):
             # Without torch's pool, an access past a tensor's end is also past an allocation's end.
             operators = [sys.executable, str(Path(__file__).with_name("gpu_operators.py"))]
             fewer = ["cuda", "first"] if stage.short else []
-            stage.run(tool, [*command, *operators, *fewer], judge, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+            stage.run(tool, [*command, *operators, *fewer], judge, share, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         else:
             stage.note(tool, "unavailable", "its control did not pass")

@@ -1,4 +1,4 @@
-// The weights of the regulators, packed once per call into the layout of the CPU kernels.
+// Shared by forward and backward of the regulators on the CPU: kernels, sizes, and the weights, packed once per call.
 #pragma once
 
 #include "cpu/cross_attention.h"
@@ -7,11 +7,35 @@
 
 namespace itm_fast {
 
+inline const RegulatorKernels<float>& exact_kernels(float) { ITM_FAST_RETURN_SELECTED(kRegulatorsFloat32) }
+inline const RegulatorKernels<double>& exact_kernels(double) { ITM_FAST_RETURN_SELECTED(kRegulatorsFloat64) }
+inline const RegulatorBackwardKernels<float>& backward_kernels(float) {
+  ITM_FAST_RETURN_SELECTED(kRegulatorsBackwardFloat32)
+}
+inline const RegulatorBackwardKernels<double>& backward_kernels(double) {
+  ITM_FAST_RETURN_SELECTED(kRegulatorsBackwardFloat64)
+}
+
+// Sizes that do not depend on the tiles.
+template <typename T>
+RegulatorSizes regulator_sizes(const Operand<T>& queries, const Operand<T>& contexts, const RegulatorWeights& weights,
+                               const RegulatorOptions& options) {
+  RegulatorSizes sizes{};
+  sizes.contexts = contexts.max_length;
+  sizes.dim = queries.view.dim;
+  sizes.width = weights.width;
+  sizes.hidden = weights.hidden;
+  sizes.has_channels = options.n_correspondences > 0 || options.learned_factors;
+  return sizes;
+}
+
 template <typename T>
 class PackedRegulators {
  public:
-  PackedRegulators(const RegulatorWeights& weights, const RegulatorOptions& options, const RegulatorKernels<T>& kernels)
-      : kernels_(kernels) {
+  // Packs for the backward, too, unless its kernels are null.
+  PackedRegulators(const RegulatorWeights& weights, const RegulatorOptions& options, const RegulatorKernels<T>& kernels,
+                   const RegulatorBackwardKernels<T>* backward = nullptr)
+      : kernels_(kernels), backward_(backward) {
     for (const LinearWeights& step : weights.alignments) alignments_.push_back(layer(step));
     for (const CorrespondenceWeights& step : weights.correspondences) {
       correspondences_.push_back(
@@ -35,7 +59,8 @@ class PackedRegulators {
       Buffer<T> line(kLineCells);
       for (int64_t i = first; i < last; ++i) {
         const Job& job = jobs_[i];
-        kernels_.pack(job.weight, job.outputs, job.inputs, line.data(), job.packed);
+        (job.transposed ? backward_->pack_transposed : kernels_.pack)(job.weight, job.outputs, job.inputs, line.data(),
+                                                                      job.packed);
       }
     });
   }
@@ -50,6 +75,7 @@ class PackedRegulators {
     const T* weight;
     int64_t outputs, inputs;
     T* packed;
+    bool transposed;
   };
 
   // Contiguous values that live as long as this object.
@@ -60,18 +86,25 @@ class PackedRegulators {
 
   RegulatorLayer<T> layer(const LinearWeights& linear) {
     const int64_t outputs = linear.weight.size(0), inputs = linear.weight.size(1);
+    const T* weight = plain(linear.weight);
     buffers_.emplace_back(kernels_.packed_size(outputs, inputs));
-    T* packed = buffers_.back().data();
-    jobs_.push_back({plain(linear.weight), outputs, inputs, packed});
+    T *packed = buffers_.back().data(), *transposed = nullptr;
+    jobs_.push_back({weight, outputs, inputs, packed, false});
+    if (backward_ != nullptr) {
+      buffers_.emplace_back(backward_->transposed_size(outputs, inputs));
+      transposed = buffers_.back().data();
+      jobs_.push_back({weight, outputs, inputs, transposed, true});
+    }
     const int64_t padded = (outputs + kBiasStep - 1) / kBiasStep * kBiasStep;
     buffers_.emplace_back(padded);
     T* bias = buffers_.back().data();
     const T* values = plain(linear.bias);
     for (int64_t i = 0; i < padded; ++i) bias[i] = i < outputs ? values[i] : T(0);
-    return {packed, bias, outputs, inputs};
+    return {packed, transposed, bias, outputs, inputs};
   }
 
   const RegulatorKernels<T>& kernels_;
+  const RegulatorBackwardKernels<T>* backward_;
   std::vector<Buffer<T>> buffers_;
   std::vector<torch::stable::Tensor> kept_;
   std::vector<Job> jobs_;

@@ -9,9 +9,6 @@ namespace {
 
 using torch::stable::Tensor;
 
-const RegulatorKernels<float>& exact_kernels(float) { ITM_FAST_RETURN_SELECTED(kRegulatorsFloat32) }
-const RegulatorKernels<double>& exact_kernels(double) { ITM_FAST_RETURN_SELECTED(kRegulatorsFloat64) }
-
 const LowPrecisionRegulators* low_precision_regulators() {
   switch (selected_isa()) {
 #ifdef ITM_FAST_HAVE_AMX
@@ -37,42 +34,62 @@ const RegulatorKernels<T>& regulator_kernels([[maybe_unused]] const std::string&
   return exact_kernels(T{});
 }
 
-// Every query set with every context set: runs of query sets, each with runs of as many context sets as fit a tile.
+// Tiles of a run of query sets, each with `step` context sets.
+struct TiledRun {
+  int64_t first_query, last_query, n_rows;
+  int64_t step, first_tile;
+};
+
+// Every query set with every context set.
 template <typename T>
-std::vector<RegulatorTile> cut_into_tiles(const FragmentsView<T>& queries, const FragmentsView<T>& contexts,
-                                          int64_t tile_rows, RegulatorSizes& sizes) {
-  std::vector<RegulatorTile> tiles;
+std::vector<TiledRun> cut_into_tiles(const FragmentsView<T>& queries, int64_t n_contexts, int64_t tile_rows,
+                                     RegulatorSizes& sizes, int64_t& n_tiles) {
+  std::vector<TiledRun> tiled;
   const std::vector<int64_t> runs = cut_into_runs(queries, 0, queries.n_sets, tile_rows);
+  n_tiles = 0;
   for (size_t run = 0; run + 1 < runs.size(); ++run) {
     const int64_t n_rows = queries.offsets[runs[run + 1]] - queries.offsets[runs[run]];
     if (n_rows == 0) continue;
-    const int64_t step = std::clamp<int64_t>(tile_rows / n_rows, 1, std::max<int64_t>(contexts.n_sets, 1));
-    for (int64_t context = 0; context < contexts.n_sets; context += step) {
-      tiles.push_back({runs[run], runs[run + 1], context, std::min(context + step, contexts.n_sets)});
-    }
+    const int64_t step = std::clamp<int64_t>(tile_rows / n_rows, 1, std::max<int64_t>(n_contexts, 1));
+    tiled.push_back({runs[run], runs[run + 1], n_rows, step, n_tiles});
+    n_tiles += (n_contexts + step - 1) / step;
     sizes.rows = std::max(sizes.rows, step * n_rows);
     sizes.query_rows = std::max(sizes.query_rows, n_rows);
   }
-  return tiles;
+  return tiled;
 }
 
-// Calls run(kernels, problem, tile, workspace) for all tiles.
+// Calls run(problem, tile, workspace) for all tiles.
 template <typename T, typename Run>
 void run_tiles(const Operand<T>& queries, const Operand<T>& contexts, const RegulatorWeights& weights,
                const RegulatorOptions& options, const RegulatorKernels<T>& kernels, const Run& run) {
   const PackedRegulators<T> packed(weights, options, kernels);
-  RegulatorProblem<T> problem{queries.view, contexts.view, options, packed.layers, {}};
-  RegulatorSizes& sizes = problem.sizes;
-  sizes.contexts = contexts.max_length;
-  sizes.dim = queries.view.dim;
-  sizes.width = weights.width;
-  sizes.hidden = weights.hidden;
-  sizes.has_channels = options.n_correspondences > 0;
-  const std::vector<RegulatorTile> tiles = cut_into_tiles(queries.view, contexts.view, kernels.tile_rows, sizes);
-  const int64_t workspace_size = kernels.workspace(sizes);
-  share_tasks<Buffer<T>>(
-      static_cast<int64_t>(tiles.size()), [&] { return Buffer<T>(workspace_size); },
-      [&](int64_t tile, Buffer<T>& workspace) { run(problem, tiles[tile], workspace.data()); });
+  RegulatorProblem<T> problem{queries.view, contexts.view, options, packed.layers,
+                              regulator_sizes(queries, contexts, weights, options)};
+  const int64_t n_contexts = contexts.view.n_sets;
+  int64_t n_tiles;
+  const std::vector<TiledRun> tiled =
+      cut_into_tiles(queries.view, n_contexts, kernels.tile_rows, problem.sizes, n_tiles);
+  struct State {
+    Buffer<T> workspace;
+    std::vector<RegulatorSlice> slices;
+  };
+  const int64_t workspace_size = kernels.workspace(problem.sizes, options);
+  share_tasks<State>(
+      n_tiles, [&] { return State{Buffer<T>(workspace_size), {}}; },
+      [&](int64_t index, State& state) {
+        const TiledRun& part =
+            *std::prev(std::upper_bound(tiled.begin(), tiled.end(), index,
+                                        [](int64_t tile, const TiledRun& other) { return tile < other.first_tile; }));
+        const int64_t first = (index - part.first_tile) * part.step, last = std::min(first + part.step, n_contexts);
+        state.slices.clear();
+        for (int64_t context = first; context < last; ++context) {
+          state.slices.push_back({part.first_query, part.last_query, context, (context - first) * part.n_rows});
+        }
+        const RegulatorSlice* slices = state.slices.data();
+        const RegulatorTile tile{slices, slices + (last - first), (last - first) * part.n_rows};
+        run(problem, tile, state.workspace.data());
+      });
 }
 
 template <typename T>
@@ -134,12 +151,9 @@ Tensor cross_attention_alignments(const Tensor& queries, const Tensor& query_off
                                   bool residual_correspondence, double temperature, const std::string& normalization,
                                   double negative_slope, const std::string& focal, const std::string& precision) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
-  // A chain that ends in alignments has no score.
-  RegulatorOptions options =
-      regulator_options({correspondences + 1, correspondences, 0, true, false, "sigmoid", false, "interleaved",
-                         residual_correspondence, false, "alignment"},
+  const RegulatorOptions options =
+      alignment_options(correspondences, residual_correspondence,
                         cross_attention_options(temperature, normalization, negative_slope, focal, "mean", 1.0));
-  options.scored = false;
   const RegulatorWeights checked = regulator_weights(weights, options, queries);
   if (queries.scalar_type() == torch::headeronly::ScalarType::Double) {
     return alignments_of<double>(queries, query_offsets, contexts, context_offsets, checked, options, precision);

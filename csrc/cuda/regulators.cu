@@ -145,12 +145,9 @@ Tensor cross_attention_alignments(const Tensor& queries, const Tensor& query_off
                                   bool residual_correspondence, double temperature, const std::string& normalization,
                                   double negative_slope, const std::string& focal, const std::string& precision) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
-  // A chain that ends in alignments has no score.
-  RegulatorOptions options =
-      regulator_options({correspondences + 1, correspondences, 0, true, false, "sigmoid", false, "interleaved",
-                         residual_correspondence, false, "alignment"},
+  const RegulatorOptions options =
+      alignment_options(correspondences, residual_correspondence,
                         cross_attention_options(temperature, normalization, negative_slope, focal, "mean", 1.0));
-  options.scored = false;
   const RegulatorWeights checked = regulator_weights(weights, options, queries);
   // If the offsets do not end at the number of rows, some rows belong to no set; they stay zero.
   Tensor alignments = torch::stable::new_zeros(queries, {context_offsets.size(0) - 1, queries.size(0), checked.width},

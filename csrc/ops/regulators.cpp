@@ -105,6 +105,14 @@ RegulatorOptions regulator_options(const RegulatorSetting& setting, const CrossA
   return options;
 }
 
+RegulatorOptions alignment_options(int64_t correspondences, bool residual, const CrossAttentionOptions& attention) {
+  RegulatorOptions options = regulator_options({correspondences + 1, correspondences, 0, true, false, "sigmoid", false,
+                                                "interleaved", residual, false, "alignment"},
+                                               attention);
+  options.scored = false;
+  return options;
+}
+
 CounterDropout counter_dropout(double probability, const std::optional<Tensor>& seed, const Tensor& queries) {
   STD_TORCH_CHECK(probability >= 0.0 && probability < 1.0, "dropout: expected a probability in [0, 1), got ",
                   probability);
@@ -154,7 +162,8 @@ RegulatorWeights regulator_weights(const std::vector<Tensor>& weights, const Reg
 
 #ifndef ITM_FAST_WITHOUT_SCHEMAS  // Only one library may define them.
 // `weights` has the order of `RegulatorParameters.tensors()`, in float32, or float64 for float64 rows; `precision` is
-// the requested one, resolved in Python.
+// the requested one, resolved in Python. The backwards return the gradients of queries, contexts and weights, and the
+// number of recomputed pairs, int64, one element. The gradients of all weights lie one after the other in one vector.
 STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
   m.def(
       "regulated_scores(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "
@@ -163,8 +172,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
       "str correspondence_input, float temperature, float negative_slope, str focal, float dropout, Tensor? seed, "
       "str precision) -> Tensor");
   m.def(
+      "regulated_scores_backward(Tensor grad_scores, Tensor queries, Tensor query_offsets, Tensor contexts, "
+      "Tensor context_offsets, Tensor[] weights, int alignments, int correspondences, int aggregations, bool scored, "
+      "bool learned_factors, str activation, bool normalize_mean, str schedule, bool residual_correspondence, "
+      "bool residual_aggregation, str correspondence_input, float temperature, float negative_slope, str focal, "
+      "float dropout, Tensor? seed, str precision) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
       "cross_attention_alignments(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, "
       "Tensor[] weights, int correspondences, bool residual_correspondence, float temperature, str normalization, "
       "float negative_slope, str focal, str precision) -> Tensor");
+  m.def(
+      "cross_attention_alignments_backward(Tensor grad_alignments, Tensor queries, Tensor query_offsets, "
+      "Tensor contexts, Tensor context_offsets, Tensor[] weights, int correspondences, bool residual_correspondence, "
+      "float temperature, str normalization, float negative_slope, str focal, str precision) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
 }
 #endif

@@ -25,6 +25,9 @@ struct RegulatorSetting {
 // Refuses unknown options and inconsistent numbers of steps.
 RegulatorOptions regulator_options(const RegulatorSetting& setting, const CrossAttentionOptions& attention);
 
+// The options of a chain that ends in alignments.
+RegulatorOptions alignment_options(int64_t correspondences, bool residual, const CrossAttentionOptions& attention);
+
 // Refuses a probability outside of [0, 1), or one without a seed. The backend reads the key, because the seed is on its
 // device.
 CounterDropout counter_dropout(double probability, const std::optional<torch::stable::Tensor>& seed,

@@ -6,10 +6,10 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import attrs
 import torch
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 _STATUS = Path("/proc/self/status")
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class Timing:
     """Seconds of every run of one variant."""
 
@@ -133,7 +133,7 @@ class Meter(Protocol):
         """Return the peak memory of `make(*arguments)()` in bytes, above the memory in use before."""
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class CpuMeter:
     """Wall-clock time, and memory in a fresh process of `threads` threads."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -66,7 +66,7 @@ QUERIES: dict[str, Callable[[Fragments], Score]] = {
 
 def _sides(sizes: Sizes) -> tuple[Fragments, Fragments]:
     # Two captions have at least 16 words.
-    words, regions = inputs(attrs.evolve(sizes, captions=2))
+    words, regions = inputs(replace(sizes, captions=2))
     return Fragments(words.values[:WORDS], torch.tensor([0, WORDS])), regions
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import attrs
 import torch
 
 from itm_fast.benchmarking import one_query, regulated, workloads
@@ -29,7 +29,7 @@ __all__ = [
 FORMAT_VERSION = 2
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class Preset:
     """Extent of a benchmark: sizes, repeats of the fast variants and of the loop, and optional measurements."""
 
@@ -114,7 +114,7 @@ def run(preset: Preset, meter: Meter, progress: Callable[[str], None] = lambda _
     return {
         "format_version": FORMAT_VERSION,
         "environment": {**environment(threads, info), "device": gpu},
-        "preset": attrs.asdict(preset),
+        "preset": asdict(preset),
         "workloads": measured,
     }
 
@@ -139,7 +139,7 @@ def measure_variants(
         if memory and repeats[name] > 1:
             progress(f"{what}: memory of {name}")
             results[name]["peak_bytes"] = meter.peak_bytes(make, name, *arguments)
-    described = [attrs.asdict(part) if attrs.has(type(part)) else part for part in arguments]
+    described = [asdict(part) if isinstance(part, Sizes) else part for part in arguments]
     return {"arguments": described, "variants": results}
 
 

@@ -8,9 +8,9 @@ too. Each `make_...` function returns the call to measure; with `small`, it is a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -73,7 +73,7 @@ SCORES: dict[str, Callable[[Fragments, Fragments], Tensor]] = {
 }
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class Sizes:
     """The size of a workload, and its device."""
 
@@ -116,7 +116,7 @@ def in_precision(variant: str, sides: Sequence[Fragments]) -> tuple[Fragments, .
 
 def warm_up_sizes(variant: str, sizes: Sizes) -> Sizes:
     """Return the sizes of a first call: small, unless torch.compile compiles for one size only."""
-    return sizes if variant.endswith("compiled") else attrs.evolve(sizes, images=2, captions=2)
+    return sizes if variant.endswith("compiled") else replace(sizes, images=2, captions=2)
 
 
 def _prepare(variant: str, sizes: Sizes, small: bool) -> tuple[Callable[..., Tensor], tuple[Fragments, ...]]:

@@ -14,9 +14,9 @@ list (`Listed`): a few large steps instead of many small ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -36,7 +36,7 @@ LIST_RUN = 16
 Score = Callable[[Sequence[Tensor], Any, Sets, Sets, Tensor, Tensor], Tensor]
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class Listed:
     """Score function for an arbitrary list of pairs.
 
@@ -85,7 +85,7 @@ def gradient_sparse_scores(
     return _GradientSparse.apply(plan, *tensors)
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class _Block:
     rows: range
     columns: range
@@ -93,7 +93,7 @@ class _Block:
     random: Any  # generator states before the block, if it drew random numbers
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class _Part:
     """Pairs that the backward scores together."""
 
@@ -117,7 +117,7 @@ class _Part:
             total.index_add_(0, place, gradient.to(total.dtype))
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class _Plan:
     score: Score
     rows: Side

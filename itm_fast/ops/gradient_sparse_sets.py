@@ -12,9 +12,9 @@ random state and buffers: batch normalization sees the whole chunk. Only the for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -67,7 +67,7 @@ def gradient_sparse_sets(
     return [encoder.results().joined([next(values) for _ in encoder.results().parts]) for encoder in plan.encoders]
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class _Chunk:
     numbers: range
     buffers: Mapping[str, Tensor]  # before the chunk was encoded
@@ -75,7 +75,7 @@ class _Chunk:
     whole: bool  # the sets depend on each other, or share a random stream
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class _Part:
     """Sets that the backward re-encodes together."""
 
@@ -84,14 +84,14 @@ class _Part:
     random: tuple[Tensor, ...] | None
 
 
-@attrs.define
+@dataclass
 class _Encoder:
     """One side: its encoder, the structure of its sets and, once encoded, its chunks and the result structure."""
 
     encode: Encode
     sets: Side
     n_tensors: int
-    chunks: list[_Chunk] = attrs.Factory(list)
+    chunks: list[_Chunk] = field(default_factory=list)
     result: Side | None = None
 
     def results(self) -> Side:
@@ -132,7 +132,7 @@ class _Encoder:
         return found
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class _Plan:
     encoders: list[_Encoder]
     n_weights: int

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import attrs
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ def _version(values: Tensor) -> int | None:
     return None if torch.compiler.is_compiling() or values.is_inference() else values._version
 
 
-@attrs.frozen(eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PreparedContexts:
     """Contexts for repeated calls of `cross_attention_scores`, returned by `itm_fast.functional.prepare`.
 

@@ -1,8 +1,8 @@
 """`cross_attention_alignments` and `regulated_scores`: argument checks, native forward, autograd and fallback.
 
-The native kernels have no backward. The backward of the scores recomputes the pairs with a non-zero gradient with the
-formulas of the reference. Alignments that need a gradient use the packed form; so do scores that need a gradient under
-`torch.compile`.
+The backward recomputes the pairs with a non-zero gradient. On a CPU it is native. The CUDA kernels have no backward:
+scores go through the formulas of the reference, pair by pair, and alignments that need a gradient use the packed form.
+So do scores that need a gradient under `torch.compile`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from itm_fast import reference
 from itm_fast.fragments import Fragments
-from itm_fast.ops.autograd import is_differentiated
+from itm_fast.ops.autograd import first_order, is_differentiated, refuse_transforms
 from itm_fast.ops.cross_attention import NORMALIZATIONS, check_fragments, check_same_space, score_dtype
 from itm_fast.ops.gradient_sparse import Listed, Score, gradient_sparse_scores
 from itm_fast.ops.library import register_fake, use_native
@@ -63,17 +63,17 @@ def cross_attention_alignments(
     check_parameters(parameters, queries)
     wide = score_dtype(queries.values)
     native = use_native("cross_attention_alignments", queries.values, beyond)
-    if native and not is_differentiated(queries.values, contexts.values, *parameters.tensors()):
-        return _native_alignments(
-            queries.to(wide),
-            contexts.to(wide),
-            parameters.to(wide),
+    if native and not _lacks_backward(queries, contexts, parameters):
+        options = (
+            len(parameters.correspondences),
+            parameters.residual_correspondence,
             temperature,
             normalization,
             negative_slope,
             focal or "none",
             compute_precision(queries.values),
         )
+        return _apply("cross_attention_alignments", queries.to(wide), contexts.to(wide), parameters.to(wide), *options)
     with without_autocast(queries.device.type):
         widened = parameters.to(wide)
         return reference.cross_attention_alignments_packed(
@@ -120,9 +120,9 @@ def regulated_scores(
     options: dict[str, Any] = {"temperature": temperature, "negative_slope": negative_slope, "focal": focal}
 
     def whole(weights: Sequence[Tensor], _: None, part: Fragments, others: Fragments, *__: Tensor) -> Tensor:
-        return _native_scores(part, others, parameters, weights, dropout, seed, precision, **options)
+        return _native_scores(part, others, parameters.with_tensors(weights), dropout, seed, precision, **options)
 
-    if native and not is_differentiated(queries.values, contexts.values, *parameters.tensors()):
+    if native and not _lacks_backward(queries, contexts, parameters):
         return whole(parameters.tensors(), None, queries, contexts)
     if torch.compiler.is_compiling():
         with without_autocast(queries.device.type):
@@ -132,6 +132,52 @@ def regulated_scores(
     queries, contexts = detach_zero_rows(queries), detach_zero_rows(contexts)
     mask = counter_dropout(dropout, seed, queries.device)
     return _gradient_sparse(queries, contexts, parameters, mask, options, whole if native else None)
+
+
+def _lacks_backward(queries: Fragments, contexts: Fragments, parameters: RegulatorParameters) -> bool:
+    """Return whether a derivative is needed that the native operators of the device do not compute."""
+    if queries.device.type == "cpu":
+        return False
+    return is_differentiated(queries.values, contexts.values, *parameters.tensors())
+
+
+class _Regulators(torch.autograd.Function):
+    """Save only operands and weights; the backward recomputes the pairs with a non-zero incoming gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: str, options: tuple[Any, ...], *tensors: Tensor) -> Tensor:
+        # torch.compile does not trace a call with other arguments beside these.
+        ctx.save_for_backward(*tensors)
+        ctx.operator, ctx.options = operator, options
+        result: Tensor = getattr(torch.ops.itm_fast, operator)(*tensors[:4], list(tensors[4:]), *options)
+        return result
+
+    @staticmethod
+    @first_order("the regulators' operator")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weights = ctx.saved_tensors[4:]
+        backward = getattr(torch.ops.itm_fast, f"{ctx.operator}_backward")
+        of_queries, of_contexts, of_weights, _ = backward(grad, *ctx.saved_tensors[:4], list(weights), *ctx.options)
+        parts = of_weights.split([weight.numel() for weight in weights]) if weights else ()
+        shaped = [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
+        return None, None, of_queries, None, of_contexts, None, *shaped
+
+
+def _apply(
+    operator: str, queries: Fragments, contexts: Fragments, parameters: RegulatorParameters, *options: Any
+) -> Tensor:
+    weights = _weights_of(operator, parameters)
+    refuse_transforms(operator, queries.values, contexts.values, *weights)
+    result: Tensor = _Regulators.apply(
+        operator, options, queries.values, queries.offsets, contexts.values, contexts.offsets, *weights
+    )
+    return result
+
+
+def _weights_of(operator: str, parameters: RegulatorParameters) -> list[Tensor]:
+    if operator == "regulated_scores":
+        return parameters.tensors()
+    return [tensor for group in (*parameters.alignments, *parameters.correspondences) for tensor in group]
 
 
 def beyond_kernels(device: str, queries: Fragments, contexts: Fragments, parameters: RegulatorParameters) -> str | None:
@@ -160,7 +206,6 @@ def _native_scores(
     queries: Fragments,
     contexts: Fragments,
     parameters: RegulatorParameters,
-    weights: Sequence[Tensor],
     dropout: float,
     seed: int | Tensor | None,
     precision: str,
@@ -169,15 +214,13 @@ def _native_scores(
     negative_slope: float,
     focal: str | None,
 ) -> Tensor:
-    """Score all pairs with the native kernel, with the options of `parameters` and other weights."""
     if seed is not None and not isinstance(seed, Tensor):
         seed = torch.full((1,), seed, dtype=torch.int64, device=queries.device)  # No synchronization.
-    scores: Tensor = torch.ops.itm_fast.regulated_scores(
-        queries.values,
-        queries.offsets,
-        contexts.values,
-        contexts.offsets,
-        list(weights),
+    return _apply(
+        "regulated_scores",
+        queries,
+        contexts,
+        parameters,
         len(parameters.alignments),
         len(parameters.correspondences),
         len(parameters.aggregations),
@@ -196,28 +239,33 @@ def _native_scores(
         seed if dropout else None,
         precision,
     )
-    return scores
-
-
-def _native_alignments(
-    queries: Fragments, contexts: Fragments, parameters: RegulatorParameters, *options: Any
-) -> Tensor:
-    alignments: Tensor = torch.ops.itm_fast.cross_attention_alignments(
-        queries.values,
-        queries.offsets,
-        contexts.values,
-        contexts.offsets,
-        [tensor for group in (*parameters.alignments, *parameters.correspondences) for tensor in group],
-        len(parameters.correspondences),
-        parameters.residual_correspondence,
-        *options,
-    )
-    return alignments
 
 
 @register_fake("regulated_scores")
 def _scores_fake(queries: Tensor, query_offsets: Tensor, contexts: Tensor, context_offsets: Tensor, *_: Any) -> Tensor:
     return queries.new_empty(query_offsets.shape[0] - 1, context_offsets.shape[0] - 1, dtype=score_dtype(queries))
+
+
+@register_fake("cross_attention_alignments_backward")
+@register_fake("regulated_scores_backward")
+def _backward_fake(
+    _grad: Tensor,
+    queries: Tensor,
+    _query_offsets: Tensor,
+    contexts: Tensor,
+    _context_offsets: Tensor,
+    weights: list[Tensor],
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide = score_dtype(queries)
+    count = sum(weight.numel() for weight in weights)
+    pairs = queries.new_empty(1, dtype=torch.int64)
+    return (
+        queries.new_empty(queries.shape, dtype=wide),
+        contexts.new_empty(contexts.shape, dtype=wide),
+        queries.new_empty(count, dtype=wide),
+        pairs,
+    )
 
 
 @register_fake("cross_attention_alignments")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import attrs
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -17,7 +17,7 @@ __all__ = ["Sets", "Side", "form_of", "leaves_of", "rows_of", "side_of", "values
 Sets = Any
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class Side:
     """Structure of the sets of one side. Their values are passed separately, so that autograd sees them."""
 

@@ -154,13 +154,16 @@ class Replicas:
     ) -> tuple[Tensor, Tensor | None]:
         """Return scores (B, B) of the whole batch, and their loss if one call computes both, otherwise None.
 
-        One call computes both in a single process if the model has a single cross-attention and the loss is
-        `TripletLoss`.
+        One call computes both in a single process if the model has a single cross-attention, the loss is `TripletLoss`
+        and no hook waits for a call of either.
         """
+        single = model.single_attention
         # A subclass of the loss may compute something else.
-        if isinstance(batch, SharedBatch) or model.single_attention is None or type(loss) is not TripletLoss:
+        if isinstance(batch, SharedBatch) or single is None or type(loss) is not TripletLoss:
             return self.scores(model, batch), None
-        attention, similarity = model.single_attention
+        attention, similarity = single
+        if _have_hooks(model, similarity, loss):
+            return self.scores(model, batch), None
         images, captions = model.encode(batch.features, batch.token_ids, batch.lengths, self.micro_batch)
         sides = (captions, images) if attention == "t2i" else (images, captions)
         options = {**similarity.options, **loss.options}
@@ -237,6 +240,11 @@ class Replicas:
             self._reduced[model].register_comm_hook(self.world.group, lambda group, bucket: _sum(group, bucket))
             _settle(self._reduced[model], batch)
         return self._reduced[model]
+
+
+def _have_hooks(*modules: nn.Module) -> bool:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for module in modules for kind in kinds)
 
 
 def _settle(wrapped: nn.Module, batch: SharedBatch) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-import attrs
 import pytest
 import torch
 
@@ -115,7 +115,7 @@ def test_all_variants_of_the_regulators_compute_the_same() -> None:
 
 
 def test_a_run_is_written_down_whole() -> None:
-    preset = attrs.evolve(PRESETS["quick"], compiled=False, memory=False)
+    preset = replace(PRESETS["quick"], compiled=False, memory=False)
     results = json.loads(json.dumps(run(preset, CpuMeter(1))))
     environment = results["environment"]
     assert environment["threads"] == 1

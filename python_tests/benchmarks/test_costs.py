@@ -1,4 +1,4 @@
-"""The cost model and its tables: counts by hand, lower bounds, and which results count as measured on a GPU."""
+"""The cost model and its tables: counts by hand, floors, and which results count as measured on a GPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import itm_fast.functional as F_itm
-from benchmarks import costs
+from benchmarks import costs, kernels
 from benchmarks.costs import DEVICES, Cost, Peaks
 from benchmarks.performance import NOT_RUN, tables
+from benchmarks.units import seconds
 from itm_fast import Fragments, reference
 from itm_fast.nn import RegulatedSimilarity
 from itm_fast.ops import regulators
@@ -113,6 +114,7 @@ def test_launches_of_a_list_of_pairs_are_those_that_pytorch_makes(monkeypatch: p
     counts = []
     for lists in (1, 2):
         monkeypatch.setattr(regulators, "_LISTED_ELEMENTS", 12 * 5 * 4 // lists)
+        monkeypatch.setattr(regulators, "use_native", lambda *arguments: False)
         scores = F_itm.regulated_scores(queries, contexts, module.regulator_parameters())
         with Launches() as launches:
             torch.autograd.grad(scores, list(module.parameters()), torch.eye(4), retain_graph=False)
@@ -146,19 +148,9 @@ def test_blocks_are_counted_as_by_hand() -> None:
     assert f"kTileSets = {costs.TILE_SETS};" in (kernels / "set_tiles.h").read_text()
 
 
-def test_floors_and_predictions() -> None:
-    peaks = Peaks(tensor=100.0, other=10.0, memory=5.0, tensor_share=0.5, source="a test")
-    cost = Cost(tensor=200.0, other=1.0, bytes=5.0, launches=1000)
-    assert costs.floors(cost, peaks) == (2.0, 1.0)
-    assert costs.predicted(cost, peaks) == pytest.approx(2.0 / 0.5 + 1000 * 3e-6)
-    assert costs.predicted(Cost(bytes=40.0), peaks) == pytest.approx(8.0 / 0.8)
-    assert costs.predicted(Cost(other=40.0), peaks) == pytest.approx(4.0 / 0.4)
-    for peaks in DEVICES.values():
-        for cost in (
-            costs.scores(128, 128), costs.step(128), costs.loss(4096), costs.ranks(5000, 25000),
-            costs.regulated_scores(128, 128), costs.regulated_step(128),
-        ):  # fmt: skip
-            assert costs.predicted(cost, peaks) > max(costs.floors(cost, peaks))
+def test_floors() -> None:
+    peaks = Peaks(tensor=100.0, other=10.0, memory=5.0, source="a test")
+    assert costs.floors(Cost(tensor=200.0, other=1.0, bytes=5.0, launches=1000), peaks) == (2.0, 1.0)
 
 
 def result(name: str = "NVIDIA H200", **changes: Any) -> dict[str, Any]:
@@ -227,3 +219,14 @@ def test_without_results_the_page_claims_none() -> None:
         assert {row[-1] for name, row in cells.items() if "on " not in name and name != "---"} == {NOT_RUN}
     floors = lines(tables([]), "H200")["triplet loss and gradient, B = 4096"]
     assert floors[1] == "28 µs"  # 134 MB at 4.8 TB/s
+    assert floors[-2].startswith("issue slots, ")
+
+
+def test_the_page_lists_what_keeps_each_unit_busy() -> None:
+    [part] = [part for part in tables([]).split("\n\n") if part.startswith("| kernel on H200 |")]
+    kernels_of = [line.split("`")[1] for line in part.splitlines()[2:]]
+    assert kernels_of[:2] == ["prepare_scores", "score_tile"]
+    assert {"regulate_tiles", "triplet_with_gradient", "count_ranks"} < set(kernels_of)
+    busy = kernels.times(kernels.scores(128, 128).counted[1], "H200")
+    cells = [cell.strip() for cell in part.splitlines()[3].strip("|").split("|")]
+    assert cells[2:] == [seconds(busy[unit]) for unit in ("tensor cores", "issue slots", "shared memory", "L2 cache")]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import asdict, replace
 from typing import Any
 
-import attrs
 import pytest
 import torch
 
@@ -17,7 +17,7 @@ from itm_fast.benchmarking import workloads
 from itm_fast.benchmarking.measure import CpuMeter, CudaMeter, interleave
 from python_tests.helpers.processes import ROOT, run
 
-DRY = attrs.evolve(gpu.PRESETS["dry"], runs=2)
+DRY = replace(gpu.PRESETS["dry"], runs=2)
 
 
 class FakeCuda:
@@ -103,7 +103,7 @@ def test_a_run_holds_rates_of_the_cost_model() -> None:
     results = dry_run(save=lambda results: saved.append(len(results["workloads"])))
     assert saved == [*range(1, 12), 11]
     found = results["workloads"]["scores 4"]
-    assert found["cost"] == attrs.asdict(costs.scores(4, 4, 16))
+    assert found["cost"] == asdict(costs.scores(4, 4, 16))
     native = found["variants"]["native"]
     cost = costs.scores(4, 4, 16, element=4)
     assert native["flop_per_s"] == pytest.approx((cost.tensor + cost.other) / native["median_s"])
@@ -118,11 +118,11 @@ def test_a_run_holds_rates_of_the_cost_model() -> None:
     assert "flop_per_s" not in found["variants"]["loop"]
     assert native["accuracy"]["max_score_error"] < 1e-6
     of_rcar = results["workloads"]["regulated scores 4"]
-    assert of_rcar["cost"] == attrs.asdict(costs.regulated_scores(4, 4, 16))
+    assert of_rcar["cost"] == asdict(costs.regulated_scores(4, 4, 16))
     assert of_rcar["variants"]["native"]["accuracy"]["max_score_error"] < 1e-5
-    assert results["workloads"]["regulated step 4"]["cost"] == attrs.asdict(costs.regulated_step(4, 16))
+    assert results["workloads"]["regulated step 4"]["cost"] == asdict(costs.regulated_step(4, 16))
     selective, boosting = (results["workloads"][f"{name} 8"] for name in ("loss selective", "boosting all"))
-    assert (selective["cost"], boosting["cost"]) == (attrs.asdict(costs.loss(8)), attrs.asdict(costs.boosting_loss(8)))
+    assert (selective["cost"], boosting["cost"]) == (asdict(costs.loss(8)), asdict(costs.boosting_loss(8)))
     for loss in (selective, boosting):
         assert list(loss["variants"]) == ["plain", "native"]
         assert all(figures["accuracy"]["relative_loss_error"] < 1e-6 for figures in loss["variants"].values())

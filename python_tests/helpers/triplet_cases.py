@@ -1,17 +1,14 @@
 """Shared parts of the triplet loss tests: implementations, scores, and the comparison with the loops.
 
-Inside: `MINING`, `IMPLEMENTATIONS`, `both_implementations`, `VALUES`, `SPECIAL`, `random_scores`, `with_gradients`,
-`assert_equals_loops`.
+Inside: `MINING`, `IMPLEMENTATIONS`, `both_implementations`, `random_scores`, `with_gradients`, `assert_equals_loops`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 import itm_fast.functional as F_itm
@@ -24,10 +21,6 @@ IMPLEMENTATIONS = {"native": F_itm.triplet_loss, "reference": reference.triplet_
 both_implementations = pytest.mark.parametrize(
     "implementation", [pytest.param("native", marks=pytest.mark.native), "reference"]
 )
-
-# Few values for small matrices, so that many elements are equal.
-VALUES = st.sampled_from([-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0])
-SPECIAL = st.sampled_from([math.nan, math.inf, -math.inf])
 
 
 def random_scores(n: int, m: int | None = None, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

@@ -393,6 +393,7 @@ def test_pairs_of_any_sizes_are_computed_again(
     monkeypatch: pytest.MonkeyPatch, setting: str, focal: str | None, in_runs: bool
 ) -> None:
     """Holds for lists and for columns, with empty sets, sets in several pairs, and pairs without a gradient."""
+    monkeypatch.setattr(regulators, "use_native", lambda *arguments: False)
     monkeypatch.setattr(regulators, "_LISTED_ELEMENTS", 7 * 5 * 12)
     monkeypatch.setattr(gradient_sparse, "LIST_RUN", 0 if in_runs else 16)
     parameters = random_parameters(setting, DIM, 4)
@@ -413,6 +414,7 @@ def test_pairs_of_any_sizes_are_computed_again(
 
 def test_lists_are_for_gradients_of_few_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 20 x 20 pairs, hardest negatives are recomputed as a list, and all negatives column by column."""
+    monkeypatch.setattr(regulators, "use_native", lambda *arguments: False)
     counts = {"regulated_scores_listed": 0, "regulated_scores_block": 0}
 
     def counting(name: str) -> Any:
@@ -430,8 +432,8 @@ def test_lists_are_for_gradients_of_few_pairs(monkeypatch: pytest.MonkeyPatch) -
     weights = [tensor.requires_grad_() for tensor in parameters.tensors()]
     queries, contexts = random_fragments([2] * 20, DIM), random_fragments([3] * 20, DIM, seed=1)
     for mining, expected in (("hardest", "regulated_scores_listed"), ("all", "regulated_scores_block")):
-        counts.update(dict.fromkeys(counts, 0))
         scores = F_itm.regulated_scores(queries, contexts, parameters)
+        counts.update(dict.fromkeys(counts, 0))
         (needed,) = torch.autograd.grad(
             F_itm.triplet_loss(scores, margin=2.0, mining=mining), scores, retain_graph=True
         )

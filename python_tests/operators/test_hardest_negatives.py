@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 import itm_fast.functional as F_itm
 from itm_fast import reference
+from python_tests.helpers.score_strategies import SPECIAL, VALUES
 from python_tests.helpers.triplet_cases import (
-    SPECIAL,
-    VALUES,
     random_scores,
 )
 from python_tests.helpers.triplets import loop_hardest

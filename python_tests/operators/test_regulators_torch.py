@@ -303,9 +303,18 @@ def test_opcheck() -> None:
          GOOD.to(torch.float32).tensors(), *SETTING, *ATTENTION, 0.0, None, "float32"),
     ):  # fmt: skip
         torch.library.opcheck(REGULATED.default, arguments, test_utils=checks)
+        gradient = torch.randn(len(QUERIES), len(CONTEXTS), dtype=arguments[0].dtype)
+        torch.library.opcheck(
+            torch.ops.itm_fast.regulated_scores_backward.default, (gradient, *arguments), test_utils=checks
+        )
     weights = [tensor for group in (*ALIGNED, *CORRESPONDED) for tensor in group]
     arguments = (*SIDES, weights, 1, True, 9.0, "clipped_l2norm", 0.1, "none", "float64")
     torch.library.opcheck(ALIGNING.default, arguments, test_utils=checks)
+    gradient = torch.randn(len(CONTEXTS), len(QUERIES.values), len(weights[0]), dtype=torch.float64)
+    backward = torch.ops.itm_fast.cross_attention_alignments_backward
+    torch.library.opcheck(backward.default, (gradient, *arguments), test_utils=checks)
+    with pytest.raises(RuntimeError, match="grad_alignments: expected shape"):
+        backward(gradient[:, 1:], *arguments)
 
 
 @pytest.mark.parametrize(
@@ -353,26 +362,30 @@ def test_offsets_that_lie_lead_nowhere() -> None:
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_compiled_inference_calls_the_kernels_and_compiled_training_the_packed_form() -> None:
-    graphs: list[str] = []
-
-    def keep(graph: torch.fx.GraphModule, _inputs: list) -> torch.fx.GraphModule:
-        graphs.append(graph.code)
-        return graph
-
-    @torch.compile(fullgraph=True, backend=keep)
+def test_compiled_inference_and_training_call_the_kernels() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
     def both(*weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         parameters = GOOD.with_tensors(weights)
         scores = F_itm.regulated_scores(QUERIES, CONTEXTS, parameters, dropout=0.4, seed=3)
         return scores, F_itm.cross_attention_alignments(QUERIES, CONTEXTS, WEIGHT, weights[1])
 
     weights = [tensor.clone() for tensor in GOOD.tensors()]
-    scores, alignments = both(*weights)
-    for name in ("itm_fast.regulated_scores", "itm_fast.cross_attention_alignments"):
-        assert name in graphs[-1]
+    names = {"itm_fast::regulated_scores", "itm_fast::cross_attention_alignments"}
+
+    def called(profile: torch.profiler.profile) -> set[str]:
+        return {event.name for event in profile.events() if event.name.startswith("itm_fast::")}
+
+    with torch.profiler.profile() as profile:
+        scores, alignments = both(*weights)
+    assert called(profile) == names
     assert torch.equal(scores, F_itm.regulated_scores(QUERIES, CONTEXTS, GOOD, dropout=0.4, seed=3))
     assert torch.equal(alignments, F_itm.cross_attention_alignments(QUERIES, CONTEXTS, WEIGHT, BIAS))
-    trained, _ = both(*(tensor.requires_grad_() for tensor in weights))
-    assert "itm_fast." not in graphs[-1]
-    torch.testing.assert_close(trained, scores, rtol=0, atol=1e-12)
-    assert all(grad is not None for grad in torch.autograd.grad(trained.sum(), weights))
+    with torch.profiler.profile() as profile:
+        trained, aligned = both(*(tensor.requires_grad_() for tensor in weights))
+        compiled = torch.autograd.grad(trained.sum() + aligned.square().sum(), weights)
+    assert called(profile) == names | {f"{name}_backward" for name in names}
+    assert torch.equal(trained, scores)
+    plain = F_itm.regulated_scores(QUERIES, CONTEXTS, GOOD.with_tensors(weights), dropout=0.4, seed=3)
+    aligned = F_itm.cross_attention_alignments(QUERIES, CONTEXTS, WEIGHT, weights[1])
+    for own, other in zip(compiled, torch.autograd.grad(plain.sum() + aligned.square().sum(), weights), strict=True):
+        torch.testing.assert_close(own, other)

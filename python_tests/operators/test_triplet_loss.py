@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 import itm_fast.functional as F_itm
 from itm_fast import reference
 from itm_fast.losses import TripletLoss
+from python_tests.helpers.score_strategies import SPECIAL, VALUES
 from python_tests.helpers.tolerance import assert_close_to_exact
 from python_tests.helpers.triplet_cases import (
     IMPLEMENTATIONS,
     MINING,
-    SPECIAL,
-    VALUES,
     assert_equals_loops,
     both_implementations,
     random_scores,

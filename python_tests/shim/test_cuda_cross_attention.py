@@ -121,15 +121,16 @@ def test_narrow_rows(kernels: AttentionKernels, dim: int) -> None:
         assert max_error(actual, exact) < 512 * torch.finfo(torch.float32).eps
 
 
+# Most sets are short or empty, so that the few long ones are scored without tensor cores.
 LONG: list[Any] = [
     ([3, 70], [4, 60, 0], 40, {}),  # long sets on both sides
     ([3, 0, 70], [4, 6], 9, {"normalization": "softmax", "aggregation": "logsumexp"}),
     ([3, 2], [4, 60], 150, {"focal": "prob", "aggregation": "max"}),  # more elements than threads
-    ([2], [140, 5], 3, {"focal": "equal", "normalization": "no_norm"}),  # more contexts than threads
-    ([33], [129], 2, {"normalization": "softmax", "aggregation": "sum"}),  # three runs of row factors
-    ([17], [340], 2, {"focal": "prob", "aggregation": "sum"}),  # more contexts than fit into a piece
-    ([2], [700], 3, {"normalization": "clipped_l1norm", "temperature": 20.0}),
-    ([33], [340], 3, {"focal": "hard", "normalization": "no_norm", "aggregation": "logsumexp"}),
+    ([2], [140, 5, 0, 0], 3, {"focal": "equal", "normalization": "no_norm"}),  # more contexts than threads
+    ([33], [129, 0, 0], 2, {"normalization": "softmax", "aggregation": "sum"}),  # three runs of row factors
+    ([17], [340, *[0] * 7], 2, {"focal": "prob", "aggregation": "sum"}),  # more contexts than fit into a piece
+    ([2], [700, *[0] * 14], 3, {"normalization": "clipped_l1norm", "temperature": 20.0}),
+    ([33], [340, *[0] * 7], 3, {"focal": "hard", "normalization": "no_norm", "aggregation": "logsumexp"}),
 ]
 
 
@@ -182,8 +183,9 @@ def test_the_tile_of_the_launchers(kernels: AttentionKernels, kernel: str) -> No
 def test_equal_logits_go_to_the_first_context(kernels: AttentionKernels, kernel: str) -> None:
     """The tied contexts differ; they are in short sets, in long sets, and in pieces of long sets."""
     queries = tied_fragments([3, 70, 1], 6, seed=1)
-    contexts = tied_fragments([40, 1, 0, 7, 60, 340], 6, seed=2)
-    for normalization in ("no_norm", "clipped"):
+    # On average, the sets of the first are longer than a tile, and those of the second are not.
+    for normalization, lengths in (("no_norm", [40, 1, 0, 7, 60, 340]), ("clipped", [1, 60, *[0] * 7, 340])):
+        contexts = tied_fragments(lengths, 6, seed=2)
         options = {"focal": "hard", "normalization": normalization, "negative_slope": 0.5, "temperature": 2.0}
         single = [part.to(DTYPES.get(kernel, torch.float32)) for part in (queries, contexts)]
         actual = scores_of(kernels, *single, kernel, **options)

@@ -9,11 +9,11 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import attrs
 import check_cuda_library
 import gpu_operators
 import numpy as np
@@ -229,7 +229,7 @@ def test_the_benchmark_of_a_gpu_runs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) 
 
 def test_memory_is_asked_of_the_gpu(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark program measures peak memory, and stops at its time limit with the results so far."""
-    small = attrs.evolve(benchmark.PRESETS["dry"], memory=True)
+    small = replace(benchmark.PRESETS["dry"], memory=True)
     monkeypatch.setattr(gpu_bench, "PRESETS", {"small": small})
     monkeypatch.setattr(gpu_bench, "CudaMeter", QuietMeter)
     for limit, workloads in (("1000", 11), ("-1", 0)):

@@ -1,15 +1,19 @@
 """The table of resources that the CUDA kernels use: parsing of compiler output, failures, and completeness."""
 
+import json
 import re
 import struct
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import cuda_resources
 import device_code
 import device_loops
+import named_loops
 import pytest
 from cuda_resources import Usage
 from device_loops import Loop
+from named_loops import NamedLoop, Wanted
 
 from python_tests.helpers.processes import ROOT
 
@@ -169,7 +173,7 @@ def test_a_main_loop_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_page_has_the_budgets_of_all_tensor_core_kernels() -> None:
     """On the committed page, no loop exceeds its budget. Kernels of 16-bit rows meet the goals of 40 and 12."""
-    _, _, table = cuda_resources.PAGE.read_text(encoding="utf-8").partition("## Main loops")
+    table = cuda_resources.PAGE.read_text(encoding="utf-8").split("\n## ")[1]
     rows = [
         [cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines() if line.startswith("| `")
     ]
@@ -181,3 +185,118 @@ def test_the_page_has_the_budgets_of_all_tensor_core_kernels() -> None:
         assert max(map(float, row[5].split("/"))) <= copying
     assert len(kernels) == len(cuda_resources.BUDGETS)
     assert cuda_resources.BUDGETS["score_tile<BFloat16, 1,"] == (40, 12)
+
+
+SOURCE = """\
+ITM_FAST_DEVICE void outer(int n) {
+  for (;;) inner(n);
+}
+template <typename T>
+ITM_FAST_DEVICE_APART float inner(int n) {
+  return n;
+}
+"""
+# An outer loop around a loop of `inner` that is unrolled, and its remainder.
+ANNOTATED = """\
+.text.work:
+	//## File "{file}", line 2
+.L_x_1:
+        /*0000*/                   LDS R2, [R3] ;
+        /*0010*/                   LDS.128 R4, [R3] ;
+	//## File "{file}", line 6 inlined at "{file}", line 2
+	//## File "{file}", line 2
+.L_x_2:
+        /*0020*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0030*/                   FFMA R8, R4, R5, R8 ;
+        /*0040*/                   FFMA R8, R4, R5, R8 ;
+        /*0050*/                   LDGSTS.E.BYPASS.128.ZFILL [R7+0x40], desc[UR4][R2.64], P0 ;
+        /*0060*/                   HMMA.16816.F32.BF16 R36, R12, R28, R36 ;
+        /*0070*/              @!P2 BRA `(.L_x_2) ;
+.L_x_3:
+        /*0080*/                   FFMA R8, R4, R5, R8 ;
+        /*0090*/                   IADD3 R8, R8, -0x1, RZ ;
+        /*00a0*/                   IADD3 R8, R8, -0x1, RZ ;
+        /*00b0*/                   IADD3 R8, R8, -0x1, RZ ;
+        /*00c0*/              @!P2 BRA `(.L_x_3) ;
+	//## File "{file}", line 2
+        /*00d0*/              @!P1 BRA `(.L_x_1) ;
+        /*00e0*/                   EXIT ;
+"""
+
+
+Code = tuple[list[named_loops.Line], dict[str, int]]
+
+
+@pytest.fixture
+def annotated(tmp_path: Path) -> Code:
+    file = tmp_path / "work.h"
+    file.write_text(SOURCE)
+    [(name, code, labels)] = named_loops.functions(ANNOTATED.format(file=file))
+    assert (name, len(code)) == ("work", 15)
+    return code, labels
+
+
+@pytest.mark.parametrize(
+    ("wanted", "loop"),
+    [
+        # Six instructions for two units; the remainder takes five for one.
+        (Wanted("work", "run", ("inner", "outer"), "FFMA", "sum"), NamedLoop(3.0, 0.5, 2.0, 256.0)),
+        (Wanted("work", "run", ("inner",), r"LDG\.E\.128", "sum", work=4.0), NamedLoop(1.5, 0.25, 1.0, 128.0)),
+        (Wanted("work", "run", ("inner",), named_loops.ITERATION, "sum"), NamedLoop(5.0, 0.0, 0.0, 0.0)),
+        (Wanted("work", "run", ("outer",), "LDS", "sum", around=True), NamedLoop(3.0, 0.0, 5.0, 0.0)),
+    ],
+)
+def test_named_loops_are_counted(annotated: Code, wanted: Wanted, loop: NamedLoop) -> None:
+    assert named_loops.count(wanted, *annotated) == loop
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        Wanted("work<", "run", ("inner", "gone"), "FFMA", "sum"),
+        Wanted("work<", "run", ("inner",), "FFMA", "sum", without=("outer",)),
+        Wanted("work<", "run", ("inner",), "MUFU", "sum"),
+        Wanted("work<", "run", ("inner",), "FFMA", "sum", around=True),
+    ],
+)
+def test_a_named_loop_that_is_gone_is_one_line(annotated: Code, wanted: Wanted) -> None:
+    with pytest.raises(SystemExit) as error:
+        named_loops.count(wanted, *annotated)
+    functions = ", ".join(wanted.functions)
+    assert str(error.value) == (
+        f"named_loops: work<...> has no loop 'run' of {functions} with {wanted.unit}: correct WANTED in "
+        "tools/named_loops.py"
+    )
+
+
+def test_the_committed_counts_are_those_of_the_page() -> None:
+    entries = json.loads(cuda_resources.LOOP_COUNTS.read_text())
+    text = cuda_resources.PAGE.read_text(encoding="utf-8")
+    assert text.endswith(named_loops.section(entries))
+    for wanted in named_loops.WANTED:
+        [entry] = [e for e in entries if e["kernel"].startswith(wanted.kernel) and e["loop"] == wanted.name]
+        assert (entry["per"], entry["products"], entry["tile"]) == (wanted.of, wanted.products, list(wanted.tile))
+        assert list(entry["counts"]) == [f"sm_{number}" for number in cuda_resources.ARCHITECTURES]
+    assert len(entries) == len(named_loops.WANTED)
+    # The main loop of the scores is counted twice, per 16 HMMA and per HMMA.
+    [row] = re.findall(r"^\| `score_tile<BFloat16, 1,.*?` \| 32 \| 4 \| ([\d./]+) ", text, re.M)
+    [product] = [e for e in entries if e["kernel"].startswith("score_tile<BFloat16") and e["loop"] == "product"]
+    others = [16 * (counts["instructions"] - 1) for counts in product["counts"].values()]
+    assert list(map(float, row.split("/"))) == pytest.approx(others, abs=0.06)
+
+
+def test_kernels_without_a_named_loop_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = NamedLoop(3.0, 0.5, 2.0, 256.0)
+    kernels = {number: {("work<float>", "run"): counted} for number in cuda_resources.ARCHITECTURES}
+    monkeypatch.setattr(named_loops, "WANTED", (Wanted("work<", "run", ("inner",), "FFMA", "sum", products=2.0),))
+    compiled = [cuda_resources.Compiled("", {}, {}, kernels)]
+    [entry] = cuda_resources.loop_counts(compiled)
+    counts = {f"sm_{number}": asdict(counted) for number in cuda_resources.ARCHITECTURES}
+    backward = {"products": 2.0, "tile": [1, 1]}
+    assert entry == {"kernel": "work<float>", "loop": "run", "per": "sum", **backward, "counts": counts}
+    assert named_loops.section([entry]).splitlines()[-1] == "| `work<float>` | run | sum | 3.0 | 2.0 |"
+    gone = Wanted("gone<", "run", ("inner",), "FFMA", "sum")
+    monkeypatch.setattr(named_loops, "WANTED", (*named_loops.WANTED, gone))
+    with pytest.raises(SystemExit) as error:
+        cuda_resources.loop_counts(compiled)
+    assert str(error.value) == "cuda_resources: no kernel gone<: correct WANTED in tools/named_loops.py"

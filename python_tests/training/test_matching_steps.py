@@ -69,6 +69,16 @@ def test_other_models_and_losses_take_separate_calls(data: Path, tmp_path: Path,
     assert "matching_loss" not in operators
 
 
+def test_hooks_are_called(data: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(config(data, tmp_path / "run"))
+    batch, replicas, loss = next(iter(trainer._batches(0))), trainer.stepper.replicas, TripletLoss()
+    assert replicas.scores_and_loss(trainer.model, batch, loss, None)[1] is not None
+    for module in (trainer.model, trainer.model.text_to_image, loss):
+        handle = module.register_forward_hook(lambda *_: None)
+        assert replicas.scores_and_loss(trainer.model, batch, loss, None)[1] is None
+        handle.remove()
+
+
 def test_a_subclass_with_its_own_scores_or_loss_is_respected(data: Path, tmp_path: Path) -> None:
     class Scaled(SCAN):
         def score(self, images: Any, captions: Any) -> Tensor:

@@ -53,8 +53,8 @@ struct ProductsBy {
 
   static void add_rows(const T* score_gradients, int64_t stride, bool transposed, int64_t n_rows, int64_t n_factors,
                        const S* factors, int64_t dim, int64_t max_rows, T* workspace, T* gradient) {
-    add_rows_product<Product>(score_gradients, stride, transposed, n_rows, n_factors, factors, dim, max_rows, workspace,
-                              gradient);
+    add_rows_product<Product>(score_gradients, stride, transposed, n_rows, n_factors, factors, dim, dim, max_rows,
+                              workspace, gradient);
   }
 
   static constexpr ProductKernels<S, T> kTable{Product::kTileRows, tile_workspace, pack,    score,

@@ -17,7 +17,9 @@ struct RegulatorsBy {
                           reinterpret_cast<Cell*>(line), reinterpret_cast<Cell*>(packed));
   }
 
-  static int64_t workspace(const RegulatorSizes& sizes) { return RegulatorLayout<Product>(sizes).total; }
+  static int64_t workspace(const RegulatorSizes& sizes, const RegulatorOptions& options) {
+    return RegulatorLayout<Product>(sizes, options, false).total;
+  }
 
   static void score_tile(const RegulatorProblem<T>& problem, const RegulatorTile& tile, T* workspace, T* scores) {
     Regulation<Product>(problem, tile, workspace).score(scores);

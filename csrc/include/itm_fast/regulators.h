@@ -18,12 +18,16 @@ struct RegulatorOptions {
   bool sees_query;       // RCR sees the query instead of the alignment
   bool residual_correspondence, residual_aggregation, normalize_mean;
   Activation activation;
+
+  // Whether an attention without alignments follows the last step.
+  bool ends_in_cosines() const { return !scored && n_alignments <= n_correspondences; }
 };
 
-// A linear layer: its weight (outputs, inputs) packed, its bias padded with zeros to a multiple of kBiasStep.
+// A linear layer: its weight (outputs, inputs) packed, its bias padded with zeros to a multiple of kBiasStep. The
+// backward also needs the weight packed for products with rows of outputs; in the forward `transposed` is null.
 template <typename T>
 struct RegulatorLayer {
-  const T* packed;
+  const T *packed, *transposed;
   const T* bias;
   int64_t outputs, inputs;
 };
@@ -70,8 +74,16 @@ struct RegulatorProblem {
   RegulatorSizes sizes;
 };
 
+// Adjacent query sets with one context set. A tile has one row for each query row of a slice.
+struct RegulatorSlice {
+  int64_t first_query, last_query, context;
+  int64_t row;  // its first row in the tile
+};
+
+// Slices, ordered by context set.
 struct RegulatorTile {
-  int64_t first_query, last_query, first_context, last_context;
+  const RegulatorSlice *first, *last;
+  int64_t n_rows;
 };
 
 }  // namespace itm_fast

@@ -31,11 +31,13 @@ struct RowsProductLayout {
   }
 };
 
+inline constexpr int64_t kTransposedRows = 16;
+
 // out[r][d] += sum_k a[r][k] * b[k][d] for r < n_rows, k < depth, d < dim. a[r][k] is at r * stride + k, or at
-// k * stride + r if `transposed`. `b` and `out` have rows of dim values.
+// k * stride + r if `transposed`. The rows of `b` are b_stride apart, those of `out` dim.
 template <typename Product, typename S>
 inline void add_rows_product(const typename Product::Value* a, int64_t stride, bool transposed, int64_t n_rows,
-                             int64_t depth, const S* b, int64_t dim, int64_t max_rows,
+                             int64_t depth, const S* b, int64_t b_stride, int64_t dim, int64_t max_rows,
                              typename Product::Value* workspace, typename Product::Value* out) {
   using T = typename Product::Value;
   using Cell = typename Product::Cell;
@@ -52,9 +54,13 @@ inline void add_rows_product(const typename Product::Value* a, int64_t stride, b
   for (int64_t begin = 0; begin < depth; begin += Layout::kLineNumbers) {
     const int64_t count = depth - begin < Layout::kLineNumbers ? depth - begin : Layout::kLineNumbers;
     const int64_t n_cells = Product::cells(count);
-    for (int64_t k = 0; transposed && k < count; ++k) {
-      const T* source = a + (begin + k) * stride;
-      for (int64_t r = 0; r < n_rows; ++r) lines[r * Layout::kLineNumbers + k] = source[r];
+    // A few rows at a time, so that their cache lines stay in the first-level cache until they are full.
+    for (int64_t first = 0; transposed && first < n_rows; first += kTransposedRows) {
+      const int64_t last = n_rows - first < kTransposedRows ? n_rows : first + kTransposedRows;
+      for (int64_t k = 0; k < count; ++k) {
+        const T* source = a + (begin + k) * stride;
+        for (int64_t r = first; r < last; ++r) lines[r * Layout::kLineNumbers + k] = source[r];
+      }
     }
     for (int64_t r = 0; r < padded_rows; ++r) {
       const int64_t row = r < n_rows ? r : 0;
@@ -64,12 +70,12 @@ inline void add_rows_product(const typename Product::Value* a, int64_t stride, b
     for (int64_t d = 0; d < dim; d += kColumns) {
       const int64_t width = dim - d < kColumns ? dim - d : kColumns;
       if (width == kColumns) {
-        Product::pack_rows(b + begin * dim + d, dim, count, n_cells, panel, layout.panel_part);
+        Product::pack_rows(b + begin * b_stride + d, b_stride, count, n_cells, panel, layout.panel_part);
       } else {
         T* columns = workspace + layout.columns;
         for (int64_t k = 0; k < count; ++k) {
           for (int64_t c = 0; c < kColumns; ++c) {
-            columns[k * kColumns + c] = c < width ? widen(b[(begin + k) * dim + d + c]) : T(0);
+            columns[k * kColumns + c] = c < width ? widen(b[(begin + k) * b_stride + d + c]) : T(0);
           }
         }
         Product::pack_rows(static_cast<const T*>(columns), kColumns, count, n_cells, panel, layout.panel_part);

@@ -47,54 +47,67 @@ inline void softmax_of_row(T* logits, int64_t count) {
   for (int64_t j = 0; j < count; ++j) logits[j] /= total;
 }
 
-// One pair: its rows' alignments and their hidden layers tanh(B a + beta), its guidance and tanh(A g + alpha), and
-// its position among all pairs.
+// One pair in one step: its rows' alignments and their hidden layers tanh(B a + beta), its guidance g and
+// tanh(A g + alpha), and its position among all pairs.
 template <typename T>
 struct AggregatedPair {
   const T *aligned, *local;
   int64_t aligned_stride, local_stride, n_rows;
-  T *guidance, *guide;
+  const T *guidance, *guide;
   int64_t first_row, context;
 };
 
-// Eq 15 and 16 for one pair: guidance = l2norm(sum_j w_j a_j). `guide` is overwritten; `logits` and `factors` are
-// scratch.
+// weighted = v * drop(tanh(A g + alpha)). `factors` is scratch.
+template <typename T>
+inline void weigh_guide(const AggregatedPair<T>& pair, const AggregationLayers<T>& layers, int64_t step,
+                        const CounterDropout& dropout, T* factors, T* weighted) {
+  const int64_t width = layers.b.outputs;
+  for (int64_t i = 0; i < width; ++i) weighted[i] = pair.guide[i] * layers.v[i];
+  if (dropout.probability == 0.0) return;
+  dropout_factors(dropout, pair.first_row, pair.context, 2 * step + 1, width, factors);
+  for (int64_t i = 0; i < width; ++i) weighted[i] *= factors[i];
+}
+
+// gathered = sum_j w_j a_j, or its mean with the guidance.
+template <typename T>
+inline void gather(const AggregatedPair<T>& pair, const T* weights, int64_t width, bool residual, T* gathered) {
+  for (int64_t i = 0; i < width; i += kLanes<T>) {
+    Vector<T> sum{};
+    for (int64_t j = 0; j < pair.n_rows; ++j) sum += load(pair.aligned + j * pair.aligned_stride + i) * weights[j];
+    if (residual) sum = (load(pair.guidance + i) + sum) * T(0.5);
+    store<T>(gathered + i, sum);
+  }
+}
+
+// Eq 15 and 16 for one pair: weights = w_j, next = l2norm(sum_j w_j a_j), which may overwrite the guidance. `weighted`
+// and `factors` are scratch.
 template <typename T>
 inline void aggregate_pair(const AggregatedPair<T>& pair, const AggregationLayers<T>& layers, int64_t step,
-                           const RegulatorOptions& options, T* logits, T* factors) {
+                           const RegulatorOptions& options, T* weighted, T* factors, T* weights, T* next) {
   const int64_t width = layers.b.outputs;
   const CounterDropout& dropout = options.dropout;
-  const bool drops = dropout.probability > 0.0;
-  if (drops) {
-    dropout_factors(dropout, pair.first_row, pair.context, 2 * step + 1, width, factors);
-    for (int64_t i = 0; i < width; ++i) pair.guide[i] *= factors[i];
-  }
-  for (int64_t i = 0; i < width; ++i) pair.guide[i] *= layers.v[i];
+  weigh_guide(pair, layers, step, dropout, factors, weighted);
   for (int64_t j = 0; j < pair.n_rows; ++j) {
     const T* local = pair.local + j * pair.local_stride;
-    if (drops) {
+    if (dropout.probability > 0.0) {
       dropout_factors(dropout, pair.first_row + j, pair.context, 2 * step, width, factors);
       for (int64_t i = 0; i < width; ++i) factors[i] *= local[i];
       local = factors;
     }
-    logits[j] = dot(local, static_cast<const T*>(pair.guide), width) + *layers.c;
+    weights[j] = dot(local, static_cast<const T*>(weighted), width) + *layers.c;
   }
-  softmax_of_row(logits, pair.n_rows);
-  for (int64_t i = 0; i < width; i += kLanes<T>) {
-    Vector<T> sum{};
-    for (int64_t j = 0; j < pair.n_rows; ++j) sum += load(pair.aligned + j * pair.aligned_stride + i) * logits[j];
-    if (options.residual_aggregation) sum = (load(pair.guidance + i) + sum) * T(0.5);
-    store<T>(pair.guidance + i, sum);
-  }
-  make_unit(pair.guidance, width);
+  softmax_of_row(weights, pair.n_rows);
+  gather(pair, weights, width, options.residual_aggregation, next);
+  make_unit(next, width, next);
 }
 
-// The score of one pair, computed from its last guidance.
+// The score of one pair, computed from its last guidance. `scored` receives the vector that the layer sees.
 template <typename T>
-inline T score_of_guidance(T* guidance, int64_t width, const RegulatorLayers<T>& layers,
-                           const RegulatorOptions& options) {
-  if (options.normalize_mean) make_unit(guidance, width);
-  const T value = dot(static_cast<const T*>(guidance), layers.u, width) + *layers.u0;
+inline T score_of_guidance(const T* guidance, int64_t width, const RegulatorLayers<T>& layers,
+                           const RegulatorOptions& options, T* scored) {
+  if (options.normalize_mean) make_unit(guidance, width, scored);
+  const T* seen = options.normalize_mean ? scored : guidance;
+  const T value = dot(seen, layers.u, width) + *layers.u0;
   return options.activation == Activation::tanh ? std::tanh(value) : T(1) / (T(1) + std::exp(-value));
 }
 

@@ -9,33 +9,11 @@ namespace itm_fast::ITM_FAST_ISA {
 template <typename Product>
 inline void pack_context(const typename Product::Value* context, int64_t length, int64_t dim,
                          const RegulatorLayout<Product>& layout, typename Product::Value* workspace) {
-  using T = typename Product::Value;
   using Cell = typename Product::Cell;
-  constexpr int64_t kColumns = kPanelColumns<T>;
-  Cell* line = reinterpret_cast<Cell*>(workspace + layout.line);
-  Cell* columns = reinterpret_cast<Cell*>(workspace + layout.context_columns);
-  Cell* rows = reinterpret_cast<Cell*>(workspace + layout.context_rows);
-  pack_columns<Product>(context, length, dim, packed_size<Product>(length, dim) / Product::kParts, line, columns);
-  const int64_t n_cells = Product::cells(length), part = packed_size<Product>(dim, length) / Product::kParts;
-  for (int64_t d = 0; d < dim; d += kColumns) {
-    Cell* panel = rows + d * n_cells;
-    if (d + kColumns <= dim) {
-      Product::pack_rows(context + d, dim, length, n_cells, panel, part);
-      continue;
-    }
-    // The last panel is not full: pack one cell at a time, from copies of its rows.
-    for (int64_t cell = 0; cell < n_cells; ++cell) {
-      T* copy = workspace + layout.line;
-      for (int64_t half = 0; half < Product::kNumbers; ++half) {
-        const int64_t k = cell * Product::kNumbers + half;
-        for (int64_t c = 0; c < kColumns; ++c) {
-          copy[half * kColumns + c] = k < length && d + c < dim ? context[k * dim + d + c] : T(0);
-        }
-      }
-      Product::pack_rows(static_cast<const T*>(copy), kColumns, int64_t{Product::kNumbers}, int64_t{1},
-                         panel + cell * kColumns, part);
-    }
-  }
+  pack_columns<Product>(context, length, dim, packed_size<Product>(length, dim) / Product::kParts,
+                        reinterpret_cast<Cell*>(workspace + layout.line),
+                        reinterpret_cast<Cell*>(workspace + layout.context_columns));
+  pack_factor<Product>(context, length, dim, workspace + layout.line, workspace + layout.context_rows);
 }
 
 // The temperatures of a slice's rows: one per row, or the same for all if `each` is null.
@@ -45,6 +23,7 @@ struct SliceTemperatures {
   T same;
 
   ITM_FAST_INLINE Vector<T> at(int64_t column) const { return each == nullptr ? splat(same) : load(each + column); }
+  ITM_FAST_INLINE T of_row(int64_t row) const { return each == nullptr ? same : each[row]; }
 };
 
 // normalize_row without a temperature, and with division. The scores of a set's only query are all 1 or -1 up to
@@ -64,17 +43,42 @@ inline void divide_row(const T* raw, T* normalized, int64_t n, const CrossAttent
   }
 }
 
+// out (n_contexts, stride) = the transposed rows (n_rows, row_stride), padded with zeros.
+template <typename T>
+inline void transpose_slice(const T* rows, int64_t row_stride, int64_t n_rows, int64_t n_contexts, T* out,
+                            int64_t stride) {
+  for (int64_t k = 0; k < n_contexts; ++k) {
+    T* line = out + k * stride;
+    for (int64_t r = 0; r < n_rows; ++r) line[r] = rows[r * row_stride + k];
+    for (int64_t r = n_rows; r < stride; ++r) line[r] = T(0);
+  }
+}
+
+// Normalises the transposed raw scores of a slice over the rows of each query set.
+template <typename T>
+inline void normalize_slice(const T* raw, T* normalized, int64_t stride, const int64_t* first_set,
+                            const int64_t* last_set, int64_t n_contexts, const CrossAttentionOptions& options) {
+  for (const int64_t* set = first_set; set < last_set; ++set) {
+    if (set[0] == set[1]) continue;
+    const int64_t column = *set - *first_set;
+    for (int64_t k = 0; k < n_contexts; ++k) {
+      divide_row(raw + k * stride + column, normalized + k * stride + column, set[1] - set[0], options);
+    }
+  }
+}
+
 // attended (rows, dim) = the softmax over `context`, which is packed, of the products with `rows`, normalised over each
-// query set's rows. The sets have the offsets `first_set` to `last_set`. A set without rows attends to zero.
+// query set's rows. The sets have the offsets `first_set` to `last_set`. A set without rows attends to zero. Writes the
+// products to `raw` and the softmax to `attention`, both (rows, context_stride); they may be the same array.
 template <typename Product>
 inline void attend_slice(const typename Product::Value* rows, int64_t row_stride, const int64_t* first_set,
                          const int64_t* last_set, int64_t n_contexts, int64_t dim,
                          const SliceTemperatures<typename Product::Value>& temperatures,
                          const CrossAttentionOptions& options, const RegulatorLayout<Product>& layout,
-                         typename Product::Value* workspace, typename Product::Value* attended) {
+                         typename Product::Value* workspace, typename Product::Value* raw,
+                         typename Product::Value* attention, typename Product::Value* attended) {
   using T = typename Product::Value;
   const int64_t n_rows = *last_set - *first_set;
-  T* scores = workspace + layout.scores;
   T* chunk = workspace + layout.chunk;
   T* transposed = workspace + layout.transposed;
   T* normalized = workspace + layout.normalized;
@@ -85,20 +89,10 @@ inline void attend_slice(const typename Product::Value* rows, int64_t row_stride
     }
     return;
   }
-  multiply_packed<Product>(rows, row_stride, n_rows, dim, workspace + layout.context_columns, n_contexts, chunk, scores,
+  multiply_packed<Product>(rows, row_stride, n_rows, dim, workspace + layout.context_columns, n_contexts, chunk, raw,
                            layout.context_stride);
-  for (int64_t k = 0; k < n_contexts; ++k) {
-    T* line = transposed + k * stride;
-    for (int64_t r = 0; r < n_rows; ++r) line[r] = scores[r * layout.context_stride + k];
-    for (int64_t r = n_rows; r < stride; ++r) line[r] = T(0);
-  }
-  for (const int64_t* set = first_set; set < last_set; ++set) {
-    if (set[0] == set[1]) continue;
-    const int64_t column = *set - *first_set;
-    for (int64_t k = 0; k < n_contexts; ++k) {
-      divide_row(transposed + k * stride + column, normalized + k * stride + column, set[1] - set[0], options);
-    }
-  }
+  transpose_slice(raw, layout.context_stride, n_rows, n_contexts, transposed, stride);
+  normalize_slice(transposed, normalized, stride, first_set, last_set, n_contexts, options);
   for (int64_t column = 0; column < n_rows; column += kLanes<T>) {
     const Vector<T> temperature = temperatures.at(column);
     for (int64_t k = 0; k < n_contexts; ++k) {
@@ -112,9 +106,9 @@ inline void attend_slice(const typename Product::Value* rows, int64_t row_stride
     }
   }
   for (int64_t r = 0; r < n_rows; ++r) {
-    for (int64_t k = 0; k < n_contexts; ++k) scores[r * layout.context_stride + k] = normalized[k * stride + r];
+    for (int64_t k = 0; k < n_contexts; ++k) attention[r * layout.context_stride + k] = normalized[k * stride + r];
   }
-  multiply_packed<Product>(scores, layout.context_stride, n_rows, n_contexts, workspace + layout.context_rows, dim,
+  multiply_packed<Product>(attention, layout.context_stride, n_rows, n_contexts, workspace + layout.context_rows, dim,
                            chunk, attended, layout.dim_stride);
 }
 

@@ -15,12 +15,6 @@ struct MatchingProblem {
   int32_t* scored;                    // zero: blocks that have computed their scores
 };
 
-// Apart from the scores, so that these keep their registers.
-template <typename Problem, typename Tile>
-ITM_FAST_DEVICE_APART void loss_of_scores(const TripletWithGradient<Problem>& p) {
-  triplet_with_gradient<Problem, Tile>(p);
-}
-
 // Grid: any number of blocks that are resident together.
 template <int kParts, typename Tile, typename S, typename Problem>
 ITM_FAST_DEVICE void matching_loss(const MatchingProblem<S, Problem>& p) {
@@ -31,9 +25,9 @@ ITM_FAST_DEVICE void matching_loss(const MatchingProblem<S, Problem>& p) {
   }
   grid_barrier(p.scored, 1);
   if (p.in_large_tiles) {
-    loss_of_scores<Problem, LargeTile>(p.loss);
+    triplet_with_gradient<Problem, LargeTile>(p.loss);
   } else {
-    loss_of_scores<Problem, SmallTile>(p.loss);
+    triplet_with_gradient<Problem, SmallTile>(p.loss);
   }
 }
 

@@ -1,0 +1,297 @@
+"""Predictions from counted instructions: the minimum time of a workload's kernels on a GPU, and what bounds it.
+
+Inside: `Gpu`, `GPUS`, `Launch`, `Prediction`, `predict`, and the launches of each workload. The counts are those of
+docs/internals/cuda_loops.json, which `make cuda-resources` writes from the machine code of 16-bit inputs. Amounts of
+work follow from the sizes and from the tiles of the kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import costs
+from benchmarks.costs import DEVICES, REGIONS, WORDS, Cost
+from itm_fast.benchmarking.workloads import caption_lengths
+
+__all__ = ["BOUNDS", "COUNTS", "GPUS", "Gpu", "Launch", "Prediction", "predict"]
+
+COUNTS = Path(__file__).resolve().parents[1] / "docs" / "internals" / "cuda_loops.json"
+# A multiprocessor issues this many instructions in a cycle, and moves this many bytes of shared memory.
+SCHEDULERS, SHARED_BYTES, LANES = 4, 128, 32
+HMMA_OPERATIONS = 2 * 16 * 8 * 16
+LAUNCH_SECONDS = 3e-6
+# Assumed: how much of the time a kernel keeps its busiest unit busy at least.
+LEAST_SHARE = 0.6
+# Warps of a block of the kernels over tiles, and bytes of a row in a slice (tile_product.h).
+TILE_WARPS, SLICE_BYTES = 8, 64
+# Channels of a chunk, and columns of a product (RegulationTile112).
+CHUNK, COLUMNS = 512, 128
+STRIP = 128  # scores that a warp reads at a time: ScoreTile<8, 8, 4>
+
+SCORES, PREPARED = "score_tile<BFloat16, 1,", "prepare_scores<BFloat16,"
+REGULATED, RANKS = "regulate_tiles<BFloat16, 1,", "count_ranks<float, ScoreTile<8, 8, 4>>"
+LOSS = "triplet_with_gradient<TripletProblem<float>, ScoreTile<8, 8, 4>>"
+BOOSTING = "triplet_with_gradient<BoostingProblem<float>, ScoreTile<8, 8, 4>>"
+BOUNDS = ("tensor cores", "issue slots", "shared memory", "L2 cache", "device memory", "PyTorch", "launches")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a bound depends on, beside `costs.Peaks`.
+
+    Attributes:
+        code: the architecture in the JSON file.
+        cores: multiprocessors.
+        tensor_operations: of a multiprocessor's tensor cores in a cycle, dense bf16; the peak gives the clock.
+        mma_share: of that peak, by `mma.sync`.
+        cache: bytes of the L2 cache per cycle.
+    """
+
+    code: str
+    cores: int
+    tensor_operations: int
+    mma_share: float
+    cache: int
+
+
+GPUS = {
+    "A100": Gpu("sm_80", 108, 2048, 1.0, 5120),
+    "RTX 4090": Gpu("sm_89", 128, 512, 1.0, 2048),
+    "H200": Gpu("sm_90", 132, 4096, 0.6, 5120),
+}
+
+
+def clock(device: str) -> float:
+    """Return the cycles per second at which the GPU reaches the peak of `DEVICES`."""
+    return DEVICES[device].tensor / (GPUS[device].cores * GPUS[device].tensor_operations)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The work of a kernel.
+
+    Attributes:
+        kernel: prefix of its name.
+        work: for each loop, units of work of all its warps.
+        blocks: of equal work; a multiprocessor takes whole ones. 0: many.
+        times: number of such launches.
+    """
+
+    kernel: str
+    work: Mapping[str, float]
+    blocks: int = 0
+    times: float = 1.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """The launches of a workload.
+
+    Attributes:
+        cost: bytes, and the number of all launches.
+        counted: launches whose instructions are counted.
+        elsewhere: operations of PyTorch's kernels, at the peaks of the tensor cores and of the float32 units.
+    """
+
+    cost: Cost
+    counted: tuple[Launch, ...] = ()
+    elsewhere: Cost = field(default_factory=Cost)
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.cost + other.cost, self.counted + other.counted, self.elsewhere + other.elsewhere)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds by bound, of all launches together."""
+
+    parts: Mapping[str, float]
+
+    @property
+    def bound(self) -> str:
+        """Return what takes most of the time."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def longest(self) -> float:
+        """Return the seconds if every bound but the launches is reached by `LEAST_SHARE` only."""
+        launches = self.parts["launches"]
+        return (self.seconds - launches) / LEAST_SHARE + launches
+
+
+@functools.cache
+def counts() -> list[dict[str, Any]]:
+    """Read the counts of all loops."""
+    found: list[dict[str, Any]] = json.loads(COUNTS.read_text(encoding="utf-8"))
+    return found
+
+
+def counts_of(kernel: str, loop: str, device: str) -> dict[str, float]:
+    """Return the counts of a loop on a GPU; ValueError if the file has none."""
+    for entry in counts():
+        if entry["kernel"].startswith(kernel) and entry["loop"] == loop:
+            of_device: dict[str, float] = entry["counts"][GPUS[device].code]
+            return of_device
+    raise ValueError(f"{COUNTS.name}: no loop '{loop}' of {kernel}...>: name it in tools/named_loops.py")
+
+
+def times(launch: Launch, device: str) -> dict[str, float]:
+    """Return the seconds that each unit of the GPU is busy with a launch."""
+    gpu, total = GPUS[device], dict.fromkeys(("instructions", "tensor", "shared", "copied"), 0.0)
+    for loop, units in launch.work.items():
+        for name, value in counts_of(launch.kernel, loop, device).items():
+            total[name] += units * value
+    # Multiprocessors without a block are idle, and the last ones finish alone.
+    uneven = math.ceil(launch.blocks / gpu.cores) * gpu.cores / launch.blocks if launch.blocks else 1.0
+    cycles = clock(device) * gpu.cores / uneven
+    return {
+        "tensor cores": total["tensor"] * HMMA_OPERATIONS / (gpu.tensor_operations * gpu.mma_share) / cycles,
+        "issue slots": total["instructions"] / SCHEDULERS / cycles,
+        "shared memory": total["shared"] / cycles,
+        "L2 cache": total["copied"] / (gpu.cache * clock(device)),
+    }
+
+
+def predict(work: Work, device: str) -> Prediction:
+    """Predict the minimum time of a workload.
+
+    Each launch takes as long as its busiest unit, and all of them together at least as long as their bytes take in
+    device memory. Launches and the operations of PyTorch are added.
+    """
+    parts = dict.fromkeys(BOUNDS, 0.0)
+    for launch in work.counted:
+        busy = times(launch, device)
+        bound = max(busy, key=lambda name: busy[name])
+        parts[bound] += launch.times * busy[bound]
+    peaks = DEVICES[device]
+    memory = work.cost.bytes / peaks.memory
+    if memory > sum(parts.values()):
+        parts = {**dict.fromkeys(BOUNDS, 0.0), "device memory": memory}
+    parts["PyTorch"] = work.elsewhere.tensor / peaks.tensor + work.elsewhere.other / peaks.other
+    parts["launches"] = LAUNCH_SECONDS * work.cost.launches
+    return Prediction(parts)
+
+
+def slices(depth: int, element: int = costs.ELEMENT) -> int:
+    return math.ceil(depth * element / SLICE_BYTES)
+
+
+def products(tiles: float, n_slices: int) -> float:
+    """Return the HMMA of all warps for products of tiles with N slices each. Empty rows of a tile count, too."""
+    # Two steps of 16 in a slice. Of seven groups of 16 rows, a warp takes four at most; it takes a quarter of the
+    # groups of 8 columns.
+    of_warp = 2 * math.ceil(costs.TILE_REGIONS / 16 / 2) * (costs.TILE_WORDS // 8 // 4)
+    return tiles * n_slices * of_warp * TILE_WARPS
+
+
+def scores(images: int, captions: int, dim: int = costs.DIM) -> Work:
+    """Scores of all pairs: Gram matrices, then a block for each pair of tiles."""
+    lengths = caption_lengths(captions).tolist()
+    pairs, _ = costs.pairs_of_tiles([REGIONS] * images, lengths)
+    columns = images * sum(lengths)  # of the attention: a query and an image each
+    blocks_of_eight = range(0, REGIONS, 8)
+    work = {
+        "product": products(pairs, slices(dim)),
+        "statistics": columns * REGIONS / LANES,
+        "attention": columns * REGIONS / LANES,
+        "Gram rows": columns * sum(REGIONS - first for first in blocks_of_eight) / LANES,
+        "Gram blocks": columns * 8 * len(blocks_of_eight) / LANES,
+        "cosines": columns / LANES,
+    }
+    prepared = Launch(PREPARED, {"product": products(images, slices(dim))}, images)
+    return Work(costs.scores(images, captions, dim), (prepared, Launch(SCORES, work, pairs)))
+
+
+def loss(batch: int, kernel: str = LOSS) -> Work:
+    """A triplet loss, or with `kernel` a boosting loss, with its dense gradient."""
+    strips = batch * batch / STRIP
+    cost = costs.loss(batch) if kernel == LOSS else costs.boosting_loss(batch)
+    return Work(cost, (Launch(kernel, {"scan": strips, "gradient": strips}),))
+
+
+def backward(batch: int, dim: int = costs.DIM) -> Work:
+    """The backward of a loss over hardest negatives, three pairs for each anchor.
+
+    Counts all loops that multiply the queries of a pair with its contexts, in whole tiles.
+    """
+    work: dict[str, dict[str, float]] = {}
+    for entry in counts():
+        if entry["products"]:
+            queries, contexts = (math.ceil(n / of) * of for n, of in zip((WORDS, REGIONS), entry["tile"], strict=True))
+            multiply_adds = entry["products"] * 3 * batch * queries * contexts * dim
+            work.setdefault(entry["kernel"], {})[entry["loop"]] = multiply_adds / LANES
+    return Work(costs.backward(batch, dim), tuple(Launch(kernel, of_kernel) for kernel, of_kernel in work.items()))
+
+
+def step(batch: int, dim: int = costs.DIM) -> Work:
+    """Scores, hardest-negative loss and the gradients of regions and words."""
+    return scores(batch, batch, dim) + loss(batch) + backward(batch, dim)
+
+
+def regulated_scores(images: int, captions: int, dim: int = costs.DIM, width: int = costs.ALIGNMENT) -> Work:
+    """RCAR's text-to-image scores with two steps of RAR and one of RCR: pairs of a tile of words and an image."""
+    lengths = caption_lengths(captions).tolist()
+    pairs = costs.tiles(lengths, costs.TILE_REGIONS) * images
+    hidden, narrow, chunks = 2 * width, width // 2, math.ceil(dim / CHUNK)
+    outputs = math.ceil(width / COLUMNS)
+    # For each product of a tile, its slices: attention of the first step; norms and differences of both steps, each
+    # from attended vectors; alignments; RCR; RAR; channels and attention of the second step.
+    depth = slices(dim) + 2 * 2 * math.ceil(dim / COLUMNS) * slices(REGIONS)
+    depth += 2 * chunks * outputs * slices(CHUNK)
+    depth += (math.ceil(narrow / COLUMNS) + math.ceil(hidden / COLUMNS)) * slices(width)
+    depth += 2 * 2 * outputs * slices(width)
+    depth += math.ceil(dim / COLUMNS) * slices(hidden) + chunks * slices(CHUNK)
+    rows = images * sum(lengths)
+    of_row = {
+        "norms": 2 * dim,
+        "differences": 2 * dim,
+        "channels": dim,
+        "alignments": 2 * chunks * width,
+        "wide layer": hidden,
+        "narrow layer": narrow,
+        "aggregation": 2 * width,
+    }
+    work = {name: rows * channels / LANES for name, channels in of_row.items()}
+    work |= {"product": products(pairs, depth), "attention": 2.0 * rows}
+    return Work(costs.regulated_scores(images, captions, dim), (Launch(REGULATED, work, pairs),))
+
+
+def regulated_step(batch: int, dim: int = costs.DIM) -> Work:
+    """RCAR's scores, the loss, and the backward, which PyTorch computes in float32."""
+    forward = regulated_scores(batch, batch, dim) + loss(batch)
+    cost = costs.regulated_step(batch, dim)
+    known = costs.regulated_scores(batch, batch, dim) + costs.loss(batch)
+    return Work(cost, forward.counted, Cost(other=cost.other - known.other))
+
+
+def ranks(images: int, captions: int) -> Work:
+    """Ranks in both directions."""
+    work = {"comparison": images * captions / STRIP}
+    return Work(costs.ranks(images, captions), (Launch(RANKS, work),))
+
+
+def evaluation(images: int, captions: int, dim: int = costs.DIM) -> Work:
+    """Scores of all pairs and ranks in both directions."""
+    return scores(images, captions, dim) + ranks(images, captions)
+
+
+def repeated(work: Work, count: float) -> Work:
+    """Return the work of `count` such steps."""
+    launches: Sequence[Launch] = [Launch(one.kernel, one.work, one.blocks, one.times * count) for one in work.counted]
+    return Work(work.cost.times(count), tuple(launches), work.elsewhere.times(count))
+
+
+def encoders(batch: int) -> Work:
+    """SCAN's encoders, which PyTorch computes: products at the peak of the tensor cores."""
+    cost = costs.encoders(batch)
+    return Work(Cost(bytes=cost.bytes), (), Cost(tensor=cost.tensor))

@@ -1,0 +1,162 @@
+"""Benchmark scores and training steps of SCAN with patches: 196 and 576 per picture beside 36 regions.
+
+python -m benchmarks.long_sets --threads 2 --json benchmarks/results/long_sets.json   # a few minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from itm_fast import Fragments, reference
+from itm_fast.benchmarking import workloads
+from itm_fast.benchmarking.measure import interleave, peak_memory
+from itm_fast.benchmarking.table import table
+from itm_fast.files.environment import environment
+from itm_fast.ops.library import build_info
+
+__all__ = ["FORMAT_VERSION", "PatchSizes", "markdown", "run"]
+
+FORMAT_VERSION = 1
+FORMS = {"packed": "packed PyTorch", "native": "itm_fast", "native bf16": "itm_fast, bfloat16"}
+
+
+@attrs.frozen
+class PatchSizes:
+    """A batch of pictures and captions, all of equal length."""
+
+    batch: int
+    dim: int
+    patches: int
+    tokens: int
+
+    @property
+    def products(self) -> int:
+        """Multiply-adds of the raw scores."""
+        return self.batch * self.patches * self.batch * self.tokens * self.dim
+
+
+def sides_of(form: str, sizes: PatchSizes) -> tuple[Fragments, ...]:
+    """Return words and patches of unit length."""
+    generator = torch.Generator().manual_seed(0)
+    both = (torch.randn(sizes.batch, n, sizes.dim, generator=generator) for n in (sizes.tokens, sizes.patches))
+    return workloads.in_precision(
+        form, [Fragments.from_padded(torch.nn.functional.normalize(rows, dim=2)) for rows in both]
+    )
+
+
+def make_call(form: str, kind: str, sizes: PatchSizes, small: bool = False) -> Callable[[], Any]:
+    """Return the call to measure: "scores" without gradient, or a "step" with hardest negatives."""
+    sides = sides_of(form, attrs.evolve(sizes, batch=2) if small else sizes)
+    if kind == "scores":
+        return workloads.without_gradient(workloads.SCORES[form], *sides)
+    return workloads.step_of(form, workloads.SCORES[form], sides)
+
+
+def accuracy(form: str, sizes: PatchSizes) -> float:
+    """Return the largest error of a form's scores against float64."""
+    exact = reference.cross_attention_scores(*(side.to(torch.float64) for side in sides_of("packed", sizes)))
+    scores: Tensor = make_call(form, "scores", sizes)()
+    return float((scores - exact).abs().max())
+
+
+def run(
+    cases: Sequence[PatchSizes],
+    *,
+    rounds: int,
+    threads: int,
+    memory: bool = True,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measure all cases, the forms of each interleaved; with `memory`, also the peak memory of each."""
+    torch.set_num_threads(threads)
+    load_before = os.getloadavg()[0]
+    measured = []
+    for sizes in cases:
+        progress(f"{sizes.patches} patches, {sizes.tokens} tokens")
+        makes = {
+            f"{form} {kind}": partial(make_call, form, kind, sizes) for kind in ("scores", "step") for form in FORMS
+        }
+        timings = interleave({name: make() for name, make in makes.items()}, dict.fromkeys(makes, rounds))
+        found = {name: timing.as_dict() for name, timing in timings.items()}
+        for name, make in (makes if memory else {}).items():
+            found[name]["peak_bytes"] = peak_memory(make, threads=threads)
+        small = attrs.evolve(sizes, batch=min(8, sizes.batch))
+        errors = {form: accuracy(form, small) for form in FORMS}
+        measured.append({"sizes": attrs.asdict(sizes), "products": sizes.products, "forms": found, "errors": errors})
+    return {
+        "format_version": FORMAT_VERSION,
+        "environment": environment(threads, build_info()),
+        "load_before": load_before,
+        "load_after": os.getloadavg()[0],
+        "measured": measured,
+    }
+
+
+def _milliseconds(timing: Mapping[str, float]) -> str:
+    median, least, most = (1e3 * timing[f"{name}_s"] for name in ("median", "min", "max"))
+    return f"{median:.0f} ms [{least:.0f}, {most:.0f}]"
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """Render time, rate, memory and accuracy of each size and form."""
+    rows = [["patches x tokens", "form", "scores", "raw products", "step", "peak memory of the step", "error"]]
+    for case in results["measured"]:
+        sizes, found = case["sizes"], case["forms"]
+        for form, label in FORMS.items():
+            scores, step = found[f"{form} scores"], found[f"{form} step"]
+            rows.append(
+                [
+                    f"{sizes['patches']} x {sizes['tokens']}",
+                    label,
+                    _milliseconds(scores),
+                    f"{case['products'] / scores['median_s'] / 1e9:.0f} GMAC/s",
+                    _milliseconds(step),
+                    f"{step['peak_bytes'] / 1e6:.0f} MB",
+                    f"{case['errors'][form]:.1e}",
+                ]
+            )
+    where, sizes = results["environment"], results["measured"][0]["sizes"]
+    runs = len(next(iter(results["measured"][0]["forms"].values()))["runs_s"])
+    return (
+        f"{table(rows)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` at {where['commit'][:12]}: "
+        f"{where['processor']}, {where['threads']} threads, {where['instruction_set']}, torch {where['torch']}; SCAN "
+        f"t2i, {sizes['batch']} x {sizes['batch']} pairs, d = {sizes['dim']}, hardest negatives. Medians of {runs} "
+        f"interleaved runs, smallest and largest in brackets; peak memory above the inputs, each in a separate "
+        f"process; errors of the scores of 8 x 8 pairs against float64. Load of the machine: "
+        f"{results['load_before']:.1f} before, {results['load_after']:.1f} after.\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Benchmark scores and steps with patches.")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: torch's)")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
+    parser.add_argument("--batch", type=int, default=64, help="pictures and captions (default 64)")
+    parser.add_argument("--dim", type=int, default=512, help="width of rows (default 512)")
+    options = parser.parse_args()
+    results = run(
+        [PatchSizes(options.batch, options.dim, p, t) for p in (36, 196, 576) for t in (32, 64)],
+        rounds=options.rounds,
+        threads=options.threads,
+        progress=lambda what: print(what, file=sys.stderr, flush=True),
+    )
+    results["environment"]["command"] = " ".join(["python", "-m", "benchmarks.long_sets", *sys.argv[1:]])
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    print(markdown(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Predictions from counted instructions: bounds by hand, work by hand, and the committed counts."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from benchmarks import costs, kernels
+from benchmarks.costs import Cost
+from benchmarks.kernels import GPUS, Launch, Work, predict
+from python_tests.helpers.processes import ROOT
+
+NOTHING = {"instructions": 0.0, "tensor": 0.0, "shared": 0.0, "copied": 0.0}
+
+
+def set_counts(monkeypatch: pytest.MonkeyPatch, products: float = 0.0, **counts: float) -> None:
+    """Replace the committed counts by those of one loop, "run" of the kernel "work<float>"."""
+    of_loop = {**NOTHING, **counts}
+    entry = {"kernel": "work<float>", "loop": "run", "per": "score", "products": products, "tile": [16, 5]}
+    monkeypatch.setattr(kernels, "counts", lambda: [{**entry, "counts": {gpu.code: of_loop for gpu in GPUS.values()}}])
+
+
+@pytest.mark.parametrize(
+    ("bound", "counts", "cycles"),
+    [
+        ("issue slots", {"instructions": 40.0, "shared": 9.0}, 10.0),
+        ("shared memory", {"instructions": 40.0, "shared": 11.0}, 11.0),
+        # 4,096 operations each, of which 60 % of 4,096 are done in a cycle.
+        ("tensor cores", {"instructions": 40.0, "tensor": 12.0}, 20.0),
+        # Per cycle, 5,120 bytes for all multiprocessors.
+        ("L2 cache", {"instructions": 40.0, "copied": 5120 / 132 * 30}, 30.0),
+    ],
+)
+def test_the_busiest_unit_determines_the_time_of_a_launch(
+    monkeypatch: pytest.MonkeyPatch, bound: str, counts: dict[str, float], cycles: float
+) -> None:
+    set_counts(monkeypatch, **counts)
+    clock = 989.5e12 / (132 * 4096)
+    assert kernels.clock("H200") == pytest.approx(clock)
+    # A unit of work for every multiprocessor, and two launches.
+    work = Work(Cost(bytes=1.0, launches=2), (Launch("work<", {"run": 132.0}, times=2.0),))
+    found = predict(work, "H200")
+    assert found.bound == "launches"
+    assert predict(Work(Cost(bytes=1.0), work.counted), "H200").bound == bound
+    assert found.parts[bound] == pytest.approx(2 * cycles / clock)
+    assert found.parts["launches"] == pytest.approx(6e-6)
+    assert found.seconds == pytest.approx(6e-6 + 2 * cycles / clock)
+    assert found.longest == pytest.approx(6e-6 + 2 * cycles / clock / 0.6)
+
+
+def test_multiprocessors_take_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_counts(monkeypatch, instructions=1.0)
+    times = [
+        kernels.times(Launch("work<", {"run": 132.0}, blocks), "H200")["issue slots"] for blocks in (0, 132, 133, 66)
+    ]
+    assert [time / times[0] for time in times] == pytest.approx([1.0, 1.0, 2 * 132 / 133, 2.0])
+
+
+def test_bytes_take_at_least_their_time_and_pytorch_comes_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_counts(monkeypatch, instructions=4.0)
+    launch = Launch("work<", {"run": 132 * 1e6})
+    elsewhere = Cost(tensor=989.5e12, other=2 * 66.9e12)
+    found = predict(Work(Cost(bytes=4.8e12), (launch,), elsewhere), "H200")
+    assert found.parts["issue slots"] == 0.0
+    assert (found.parts["device memory"], found.parts["PyTorch"]) == (pytest.approx(1.0), pytest.approx(3.0))
+    assert found.bound == "PyTorch"
+    total = Work(Cost(bytes=1.0), (launch,)) + Work(Cost(launches=1), (), elsewhere)
+    assert total == Work(Cost(bytes=1.0, launches=1), (launch,), elsewhere)
+    three = kernels.repeated(total, 3)
+    assert (three.cost, three.elsewhere) == (Cost(bytes=3.0, launches=3), Cost(tensor=3 * 989.5e12, other=6 * 66.9e12))
+    assert predict(three, "H200").seconds == pytest.approx(3 * predict(total, "H200").seconds)
+
+
+def test_a_loop_without_counts_is_one_line() -> None:
+    line = r"^cuda_loops\.json: no loop 'gone' of score_tile<BFloat16, 1,\.\.\.>: name it in tools/named_loops\.py$"
+    with pytest.raises(ValueError, match=line):
+        kernels.counts_of(kernels.SCORES, "gone", "H200")
+
+
+def test_the_work_of_scores_is_that_of_a_hand_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "caption_lengths", lambda count: torch.full((count,), 13))
+    prepared, scored = kernels.scores(6, 18, dim=1024).counted
+    # Two tiles of three images and two of nine captions; 32 slices, and 32 HMMA for each of eight warps.
+    assert (scored.blocks, scored.work["product"]) == (4, 4 * 32 * 32 * 8)
+    assert (prepared.blocks, prepared.work["product"]) == (6, 6 * 32 * 32 * 8)
+    words = 6 * 18 * 13
+    assert scored.work["statistics"] == scored.work["attention"] == words * 36 / 32
+    # Blocks of eight columns of the Gram matrix have 36, 28, 20, 12 and 4 rows.
+    assert scored.work["Gram rows"] == words * 100 / 32
+    assert scored.work["Gram blocks"] == words * 40 / 32
+    assert scored.work["cosines"] == words / 32
+
+
+def test_the_work_of_rcar_is_that_of_a_hand_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The products of a tile are those of the reference's formulas, in slices of 32 components for 128 columns."""
+    monkeypatch.setattr(kernels, "caption_lengths", lambda count: torch.full((count,), 14))
+    (launch,) = kernels.regulated_scores(5, 16, dim=1024, width=256).counted
+    assert launch.blocks == 2 * 5  # Eight captions of 14 words fill a tile of 112 rows.
+    attention = 32 + (8 * 16 + 2 * 16)  # of raw queries; of channels from 512 hidden units, in two chunks of 512
+    attended = 2 * (8 + 8) * 2  # 36 regions are two slices
+    alignments = 2 * 2 * 2 * 16
+    correspondence = (1 + 4) * 8
+    aggregation = 2 * 2 * 2 * 8
+    slices = attention + attended + alignments + correspondence + aggregation
+    assert launch.work["product"] == 10 * slices * 32 * 8
+    rows = 5 * 16 * 14
+    assert launch.work["channels"] == rows * 1024 / 32
+    assert launch.work["alignments"] == rows * 2 * 2 * 256 / 32
+    assert launch.work["attention"] == 2 * rows
+
+
+def test_the_backward_multiplies_what_the_cost_model_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All loops with products together compute the products of a pair, in whole tiles of their own."""
+    assert sum(entry["products"] for entry in kernels.counts()) == costs.BACKWARD_PRODUCTS
+    found = kernels.backward(128)
+    multiply_adds = 32 * sum(sum(launch.work.values()) for launch in found.counted)
+    assert multiply_adds > costs.BACKWARD_PRODUCTS * 3 * 128 * 36 * 13 * 1024
+    set_counts(monkeypatch, products=2.0)
+    (launch,) = kernels.backward(1, dim=10).counted
+    # Tiles of 16 queries and 5 contexts: 16 for 13 words, 40 for 36 regions.
+    assert (launch.kernel, launch.work["run"]) == ("work<float>", 2 * 3 * 16 * 40 * 10 / 32)
+
+
+@pytest.mark.parametrize("device", GPUS)
+def test_every_workload_takes_longer_than_its_floors(device: str) -> None:
+    for work in (
+        kernels.scores(128, 128), kernels.step(128), kernels.loss(4096), kernels.loss(4096, kernels.BOOSTING),
+        kernels.ranks(5000, 25000), kernels.regulated_scores(128, 128), kernels.regulated_step(128),
+        kernels.encoders(128), kernels.evaluation(5000, 25000),
+    ):  # fmt: skip
+        assert predict(work, device).seconds >= max(costs.floors(work.cost, costs.DEVICES[device]))
+    assert predict(kernels.step(128), device).bound in kernels.BOUNDS
+
+
+def test_a_change_of_the_counts_changes_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = predict(kernels.step(128), "A100").seconds
+    more = json.loads(kernels.COUNTS.read_text())
+    for entry in more:
+        if entry["products"]:
+            for counts in entry["counts"].values():
+                counts["instructions"] *= 2
+    monkeypatch.setattr(kernels, "counts", lambda: more)
+    assert predict(kernels.step(128), "A100").seconds > 1.3 * before
+
+
+def test_the_constants_are_those_of_the_kernels() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "csrc/include/itm_fast/cuda").glob("*.h"))
+    assert f"kChunk = {kernels.CHUNK};" in sources
+    assert "kSlice = 32;  // of a row, in 16-bit units: 64 bytes" in sources
+    tile = re.search(r"using ScoreTile112 = ProductTile<(\d+), (\d+), (\d+), (\d+),", sources)
+    assert tile is not None
+    rows, columns, *warps = map(int, tile.groups())
+    assert (rows, columns) == (costs.TILE_REGIONS, costs.TILE_WORDS)
+    assert (warps[0] * warps[1], warps) == (kernels.TILE_WARPS, [2, 4])
+    assert columns == kernels.COLUMNS
+    assert "using LargeTile = ScoreTile<8, 8, 4>;" in sources
+    assert kernels.STRIP == 32 * 4
