@@ -38,7 +38,7 @@ MAY_SPILL: dict[str, str] = {
     for products in ("BFloat16, 1,", "Half, 1,", "float, 1,")
 }
 # Kernels that must contain tensor-core instructions, by the prefix of their names.
-MUST_USE_TENSOR_CORES = ("matching_loss<", "prepare_scores<", "regulate_tiles<", "score_tile<")
+MUST_USE_TENSOR_CORES = ("matching_loss<", "prepare_scores<", "regulate_tiles<", "score_long_tiles<", "score_tile<")
 # What main loops may issue, by the prefix of the kernels' names: other instructions per 16 HMMA, and instructions per
 # asynchronous copy of 16 bytes. Rows of float32 are split into bfloat16 parts there, and some products are added up by
 # slice.
@@ -54,6 +54,11 @@ BUDGETS = {
     "score_tile<float, 1,": (120, 12),
     "score_tile<float, 2,": (95, 12),
     "score_tile<float, 3,": (70, 12),
+    "score_long_tiles<BFloat16, 1,": (40, 12),
+    "score_long_tiles<Half, 1,": (40, 12),
+    "score_long_tiles<float, 1,": (120, 12),
+    "score_long_tiles<float, 2,": (95, 12),
+    "score_long_tiles<float, 3,": (70, 12),
     **{
         f"matching_loss<{problem}<float>, {products}": budget
         for problem in ("TripletProblem", "BoostingProblem")
@@ -71,6 +76,7 @@ DYNAMIC = {
     "matching_loss<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
     "prepare_scores<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
     "regulate_tiles<": ("regulation_launch.h", "kRegulationBytes<RegulationTile112>"),
+    "score_long_tiles<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
     "score_tile<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
 }
 

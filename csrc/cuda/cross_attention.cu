@@ -25,6 +25,28 @@ __global__ void __launch_bounds__(Tile::kThreads, blocks_together(kParts))
   score_tile<kParts, Tile>(parameters, block_index());
 }
 
+// One block per multiprocessor: products of the Gram matrix have three parts.
+template <typename S, int kParts, typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    score_long_tiles_kernel(const __grid_constant__ LongProblem<S> parameters) {
+  score_long_tiles<kParts, Tile>(parameters);
+}
+
+template <typename S, int kParts>
+void launch_long(const ScoreProblem<S>& scoring, const Tensor& scores) {
+  using Tile = ScoreTile112;
+  const DeviceStream device(scores);
+  LongProblem<S> p{scoring, {}, nullptr};
+  const int64_t blocks = device.processors();
+  Workspace measured;
+  place_long<Tile>(p, blocks, measured);
+  const Tensor memory = scratch(scores, measured.bytes());
+  Workspace workspace(memory.mutable_data_ptr());
+  place_long<Tile>(p, blocks, workspace);
+  launch_preparation(p.scoring, device);
+  device.launch(score_long_tiles_kernel<S, kParts, Tile>, blocks, Tile::kThreads, p, kScoreBytes<Tile>);
+}
+
 template <typename S, int kParts>
 Tensor forward(const Operand<S>& queries, const Operand<S>& contexts, const CrossAttentionOptions& options) {
   using Tile = ScoreTile112;
@@ -33,6 +55,10 @@ Tensor forward(const Operand<S>& queries, const Operand<S>& contexts, const Cros
   Tensor scores = torch::stable::new_empty(queries.values, {n_queries, n_contexts}, ScalarType::Float);
   p.scores = mutable_data_of<float>(scores);
   if (n_queries == 0 || n_contexts == 0) return scores;
+  if (has_long_sets<Tile>(p)) {
+    launch_long<S, kParts>(p, scores);
+    return scores;
+  }
   Workspace measured;
   place_scores<Tile>(p, measured);
   const Tensor memory = scratch(scores, measured.bytes());

@@ -90,16 +90,17 @@ def outcomes(library: Path) -> dict[str, np.ndarray]:
     kernels = AttentionKernels(library)
     random = np.random.default_rng(0)
     found = {}
-    # Short sets, long sets on both sides, invalid offsets, and unaligned rows.
+    # Short sets, long sets on both sides, invalid offsets, unaligned rows, and long sets alone.
     cases = (
         ([0, 3, 3, 20], [0, 4, 30], 24, 0),
         ([0, 70, 75], [0, 3, 63], 9, 0),
         ([0, 90, 2, 10], [0, -5, 2**40, 10], 8, 0),
         ([0, 33, 40], [0, 40, 50], 13, 3),
+        ([0, 70, 140], [0, 60, 163], 12, 0),
     )
     for number, (query_offsets, context_offsets, dim, shift) in enumerate(cases):
-        options = {"normalization": NORMALIZATIONS[number], "aggregation": AGGREGATIONS[number]}
-        options["focal"] = FOCAL_MODES[number]
+        options = {"normalization": NORMALIZATIONS[number], "aggregation": AGGREGATIONS[number % 4]}
+        options["focal"] = FOCAL_MODES[number % 4]
         for kernel in ("float32", "bf16"):
             operands: list[np.ndarray] = []
             for offsets in (query_offsets, context_offsets):

@@ -121,15 +121,16 @@ def test_narrow_rows(kernels: AttentionKernels, dim: int) -> None:
         assert max_error(actual, exact) < 512 * torch.finfo(torch.float32).eps
 
 
+# Most sets are short or empty, so that the few long ones are scored without tensor cores.
 LONG: list[Any] = [
     ([3, 70], [4, 60, 0], 40, {}),  # long sets on both sides
     ([3, 0, 70], [4, 6], 9, {"normalization": "softmax", "aggregation": "logsumexp"}),
     ([3, 2], [4, 60], 150, {"focal": "prob", "aggregation": "max"}),  # more elements than threads
-    ([2], [140, 5], 3, {"focal": "equal", "normalization": "no_norm"}),  # more contexts than threads
-    ([33], [129], 2, {"normalization": "softmax", "aggregation": "sum"}),  # three runs of row factors
-    ([17], [340], 2, {"focal": "prob", "aggregation": "sum"}),  # more contexts than fit into a piece
-    ([2], [700], 3, {"normalization": "clipped_l1norm", "temperature": 20.0}),
-    ([33], [340], 3, {"focal": "hard", "normalization": "no_norm", "aggregation": "logsumexp"}),
+    ([2], [140, 5, 0, 0], 3, {"focal": "equal", "normalization": "no_norm"}),  # more contexts than threads
+    ([33], [129, 0, 0], 2, {"normalization": "softmax", "aggregation": "sum"}),  # three runs of row factors
+    ([17], [340, *[0] * 7], 2, {"focal": "prob", "aggregation": "sum"}),  # more contexts than fit into a piece
+    ([2], [700, *[0] * 14], 3, {"normalization": "clipped_l1norm", "temperature": 20.0}),
+    ([33], [340, *[0] * 7], 3, {"focal": "hard", "normalization": "no_norm", "aggregation": "logsumexp"}),
 ]
 
 
@@ -138,6 +139,38 @@ def test_sets_longer_than_a_tile(
     kernels: AttentionKernels, query_lengths: list[int], context_lengths: list[int], dim: int, options: dict[str, Any]
 ) -> None:
     check_random_scores(kernels, query_lengths, context_lengths, dim, "bf16" if dim % 2 else "float32", **options)
+
+
+# The average set of a side is longer than a tile, so that pairs of tiles are scored on tensor cores, piece by piece.
+MOSTLY_LONG: list[Any] = [
+    ([3, 5, 0, 9], [60, 49, 100, 4], 40, {}),
+    ([70, 90, 3], [4, 0, 6], 24, {"aggregation": "logsumexp"}),  # long queries with several short contexts
+    ([70, 129, 65], [100, 52], 16, {"focal": "equal", "temperature": 20.0}),  # both; two and three tiles of queries
+    ([13, 2, 7], [196], 33, {"normalization": "softmax", "aggregation": "max"}),  # unaligned rows
+    ([3, 80], [60, 200, 40], 24, {"focal": "prob", "normalization": "l1norm"}),  # 200 rows do not fit the slab
+    ([2, 40], [97, 57, 113], 24, {"focal": "hard", "normalization": "no_norm", "aggregation": "sum"}),
+]
+
+
+@pytest.mark.parametrize("kernel", ["float32", "bf16", "fp16"])
+@pytest.mark.parametrize(("query_lengths", "context_lengths", "dim", "options"), MOSTLY_LONG)
+def test_long_sets_on_tensor_cores(
+    kernels: AttentionKernels,
+    query_lengths: list[int],
+    context_lengths: list[int],
+    dim: int,
+    options: dict[str, Any],
+    kernel: str,
+) -> None:
+    check_random_scores(kernels, query_lengths, context_lengths, dim, kernel, by_draws=True, **options)
+
+
+def test_long_contexts_that_cancel_form_their_attended_vectors(kernels: AttentionKernels) -> None:
+    """Rows 2 k and 2 k + 1 nearly cancel. With temperature 0, all contexts have the same attention."""
+    pairs = random_fragments([40], 24, seed=1).values
+    rest = 1e-4 * random_fragments([40], 24, seed=2).values
+    contexts = Fragments(torch.stack([pairs, rest - pairs], dim=1).flatten(0, 1), torch.tensor([0, 80]))
+    check_scores(kernels, random_fragments([3, 9], 24), contexts, temperature=0.0)
 
 
 @pytest.mark.parametrize("kernel", ["float32", "bf16"])
@@ -150,8 +183,9 @@ def test_the_tile_of_the_launchers(kernels: AttentionKernels, kernel: str) -> No
 def test_equal_logits_go_to_the_first_context(kernels: AttentionKernels, kernel: str) -> None:
     """The tied contexts differ; they are in short sets, in long sets, and in pieces of long sets."""
     queries = tied_fragments([3, 70, 1], 6, seed=1)
-    contexts = tied_fragments([40, 1, 0, 7, 60, 340], 6, seed=2)
-    for normalization in ("no_norm", "clipped"):
+    # On average, the sets of the first are longer than a tile, and those of the second are not.
+    for normalization, lengths in (("no_norm", [40, 1, 0, 7, 60, 340]), ("clipped", [1, 60, *[0] * 7, 340])):
+        contexts = tied_fragments(lengths, 6, seed=2)
         options = {"focal": "hard", "normalization": normalization, "negative_slope": 0.5, "temperature": 2.0}
         single = [part.to(DTYPES.get(kernel, torch.float32)) for part in (queries, contexts)]
         actual = scores_of(kernels, *single, kernel, **options)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from itm_fast import Fragments
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
 from python_tests.shim.attention_checks import cancelling_contexts, check_random_scores, check_scores
@@ -18,19 +20,22 @@ from python_tests.shim.shim_cases import outcomes
 pytestmark = pytest.mark.shim
 
 KERNELS = "csrc/include/itm_fast/cuda/"
-PRODUCT, SCORES, PAIR, LONG, TILES = (
-    KERNELS + name
-    for name in ("tile_product.h", "cross_attention.h", "attention_pair.h", "long_pairs.h", "set_tiles.h")
+PRODUCT, SCORES, PAIR, LONG, LONG_TILES, TILES = (
+    f"{KERNELS}{name}.h"
+    for name in ("tile_product", "cross_attention", "attention_pair", "long_pairs", "long_tiles", "set_tiles")
 )
 
 
 def check(library: Path) -> None:
-    """Check short sets in several tiles, contexts that cancel, and a long pair."""
+    """Check short sets in several tiles, contexts that cancel, one long set, and long sets on tensor cores."""
     kernels = AttentionKernels(library)
     check_random_scores(kernels, [3, 30, 40], [6, 17, 40], 68, name="short sets")
     queries = random_fragments([3, 9], 24, seed=3)
     check_scores(kernels, queries, cancelling_contexts(1e-4), name="contexts that cancel", temperature=0.0)
-    check_random_scores(kernels, [20], [60], 40, name="long sets", aggregation="sum")
+    check_random_scores(kernels, [20], [60, 3], 40, name="long sets", aggregation="sum")
+    check_random_scores(kernels, [70, 90], [60, 100], 24, name="long tiles", aggregation="sum")
+    cancelling = Fragments(cancelling_contexts(1e-4).values[:2].repeat(30, 1), torch.tensor([0, 60]))
+    check_scores(kernels, queries, cancelling, name="long contexts that cancel", temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +119,34 @@ FAULTS = {
     "a tile of one set too many": (
         (TILES, "window[set] <= max_rows", "window[set] <= max_rows + 16"),
         r"^short sets: error|shared array '\w+': ",
+    ),
+    "a piece of long queries left out": (
+        (
+            LONG_TILES,
+            "column < n_columns_; column += Tile::kColumns) {\n        const int rows",
+            "column < Tile::kColumns; column += Tile::kColumns) {\n        const int rows",
+        ),
+        r"^long tiles: error",
+    ),
+    "missing barrier before the next piece": (
+        (
+            LONG_TILES,
+            "        barrier();  // Before the next product overwrites the scores.\n      }\n    }\n  }\n\n  ITM",
+            "      }\n    }\n  }\n\n  ITM",
+        ),
+        r"shared array '(scores|stages)': (race at|read of|write of) index \d+",
+    ),
+    "a norm of the first piece of contexts": (
+        (
+            LONG_TILES,
+            "row += Tile::kRows) {\n        const int rows = part_of(n_rows_ - row, Tile::kRows);\n        multiply",
+            "row += n_rows_) {\n        const int rows = part_of(n_rows_ - row, Tile::kRows);\n        multiply",
+        ),
+        r"^long tiles: error",
+    ),
+    "no long contexts cancel": (
+        (LONG_TILES, "if (norm.is_lost()) {", "if (norm.square < 0.0f) {"),
+        r"^long contexts that cancel: error",
     ),
     "missing barrier before a long pair's next products": (
         (LONG, "barrier();  // Whatever was there has been read.", ""),

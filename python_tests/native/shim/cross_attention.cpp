@@ -14,6 +14,9 @@ using namespace itm_fast::cuda;
 // A small tile, so that few rows fill many tiles; three tiles of rows for two rows of warps.
 using SmallScoreTile = ProductTile<48, 64, 2, 2, 3, 40>;
 
+// Blocks for long sets: few, so that each takes several pairs of tiles.
+constexpr int64_t kSlabs = 2;
+
 struct Settings {
   uint64_t seed;
   int64_t large, wide_offsets, query_sets, query_rows, context_sets, context_rows, dim;
@@ -68,14 +71,27 @@ std::string run(const Settings& s, const void* queries, const int64_t* query_off
   p.options = PairOptions(s.options());
   p.is_aligned = rows_are_aligned(p);
   p.scores = found.memory;
+  LongProblem<S> of_long{p, {}, nullptr};
+  const bool is_long = has_long_sets<Tile>(p);
+  const auto place = [&](Workspace& workspace) {
+    if (is_long) {
+      place_long<Tile>(of_long, kSlabs, workspace);
+      p = of_long.scoring;
+    } else {
+      place_scores<Tile>(p, workspace);
+    }
+  };
   Workspace measured;
-  place_scores<Tile>(p, measured);
+  place(measured);
   std::vector<unsigned char> memory(measured.bytes(), 0xff);  // NaN
   Workspace workspace(memory.data());
-  place_scores<Tile>(p, workspace);
+  place(workspace);
   std::string problem =
       shim::launch(preparing_blocks(p), Tile::kThreads, s.seed, [&] { prepare_scores<Tile>(p); }, kScoreBytes<Tile>);
-  if (problem.empty()) {
+  if (problem.empty() && is_long) {
+    problem = shim::launch(
+        kSlabs, Tile::kThreads, s.seed + 1, [&] { score_long_tiles<kParts, Tile>(of_long); }, kScoreBytes<Tile>);
+  } else if (problem.empty()) {
     problem = shim::launch(
         scoring_blocks(p), Tile::kThreads, s.seed + 1, [&] { score_tile<kParts, Tile>(p, block_index()); },
         kScoreBytes<Tile>);

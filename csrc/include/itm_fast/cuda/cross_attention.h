@@ -23,7 +23,8 @@ struct ScoreProblem {
   PairOptions options;
   bool is_aligned;                      // rows are aligned to 16 bytes
   TilePlan query_tiles, context_tiles;  // written by prepare_scores, as are:
-  float* grams;                         // (contexts.n_rows, Tile::kRows): a set's matrix starts at its first row
+  int64_t gram_width;                   // sets up to this length have a Gram matrix
+  float* grams;                         // (contexts.n_rows, gram_width): a set's matrix starts at its first row
   float* query_norms;                   // (queries.n_rows,)
   float* scores;                        // (queries.n_sets, contexts.n_sets), or its transpose
   bool is_transposed;
@@ -42,16 +43,26 @@ inline constexpr int kGramParts = std::is_same_v<S, float> ? 3 : 1;
 // The Gram matrix of one context set, rows gram_stride(length) apart, zero beyond its columns.
 template <typename Tile, typename S>
 ITM_FAST_DEVICE void write_gram(const ScoreProblem<S>& p, int64_t set) {
-  const int64_t length = p.contexts.length(set), row = p.contexts.offset(set);
-  if (length == 0 || length > Tile::kRows) return;  // Longer sets do not use one.
+  const int64_t length = p.contexts.length(set), first = p.contexts.offset(set);
+  if (length == 0 || length > p.gram_width) return;  // Longer sets do not use one.
   const int n = static_cast<int>(length), stride = gram_stride(n);
-  const RowRun<S> rows{p.contexts.values + row * p.dim, n, p.dim};
-  multiply_tile<kGramParts<S>, Tile, true>(rows, rows, p.dim, p.is_aligned);
+  const S* values = p.contexts.values + first * p.dim;
+  float* gram = p.grams + first * p.gram_width;
   ITM_FAST_TILE_SCORES(Tile);
-  float* gram = p.grams + row * Tile::kRows;
-  for (int i = thread_index(); i < n * stride; i += Tile::kThreads) {
-    const int r = i / stride, c = i % stride;
-    gram[i] = c < n ? static_cast<float>(scores[r * Tile::kScoreStride + c]) : 0.0f;
+  for (int row = 0; row < n; row += Tile::kRows) {
+    const int rows = n - row < Tile::kRows ? n - row : Tile::kRows;
+    for (int column = 0; column < n; column += Tile::kColumns) {
+      const int columns = n - column < Tile::kColumns ? n - column : Tile::kColumns;
+      multiply_tile<kGramParts<S>, Tile, true>(RowRun<S>{values + row * p.dim, rows, p.dim},
+                                               RowRun<S>{values + column * p.dim, columns, p.dim}, p.dim, p.is_aligned);
+      const int padded = column + columns < n ? columns : stride - column;
+      for (int i = thread_index(); i < rows * padded; i += Tile::kThreads) {
+        const int r = i / padded, c = i % padded;
+        gram[int64_t{row + r} * stride + column + c] =
+            c < columns ? static_cast<float>(scores[r * Tile::kScoreStride + c]) : 0.0f;
+      }
+      barrier();  // Before the next product overwrites the scores.
+    }
   }
 }
 
@@ -164,7 +175,7 @@ ITM_FAST_DEVICE void score_products(const ScoreProblem<S>& p, const TileSets& co
       const auto factor = [&](int k) { return static_cast<float>(factors[factors_at + k]); };
       const auto store = [&](int k, float e) { scores[(row + k) * kStride + column] = e; };
       sums = attend_column(attention, factor, store, n, options);
-      norm = attended_norm(attention, p.grams + (contexts.first_row + row) * Tile::kRows, n);
+      norm = attended_norm(attention, p.grams + (contexts.first_row + row) * p.gram_width, n);
     }
     const uint32_t lost = ballot(n > 0 && norm.is_lost());
     if (lost != 0) warp_sync();  // All lanes read the attention of a lost one.
@@ -221,6 +232,34 @@ ITM_FAST_DEVICE void score_short_sets(const ScoreProblem<S>& p, const TileSets& 
   }
 }
 
+// A pair of tiles, and the sets of both.
+struct TilePair {
+  int64_t context_tile, query_tile;
+  TileSets contexts, queries;
+
+  ITM_FAST_DEVICE bool is_long() const { return contexts.is_long || queries.is_long; }
+};
+
+template <typename S>
+ITM_FAST_DEVICE int64_t tile_pairs(const ScoreProblem<S>& p) {
+  return *p.context_tiles.n_tiles * *p.query_tiles.n_tiles;
+}
+
+template <typename Tile, typename S>
+ITM_FAST_DEVICE TilePair open_pair(const ScoreProblem<S>& p, int64_t pair) {
+  const int64_t context_tiles = *p.context_tiles.n_tiles, query_tiles = *p.query_tiles.n_tiles;
+  const int64_t group = pair / (context_tiles * kQueryTilesTogether);
+  const int64_t first = group * kQueryTilesTogether, left = query_tiles - first;
+  const int64_t together = left < kQueryTilesTogether ? left : kQueryTilesTogether;
+  const int64_t place = pair - first * context_tiles;
+  TilePair opened;
+  opened.context_tile = place / together;
+  opened.query_tile = first + place % together;
+  opened.contexts = open_tile(p.contexts, p.context_tiles, opened.context_tile, Tile::kRows);
+  opened.queries = open_tile(p.queries, p.query_tiles, opened.query_tile, Tile::kColumns);
+  return opened;
+}
+
 // The scores of two tiles if one of them is a set that is longer than a tile.
 template <typename Tile, typename S>
 ITM_FAST_DEVICE_APART void score_long_sets(const ScoreProblem<S>& p, int64_t context_tile, int64_t query_tile) {
@@ -233,29 +272,20 @@ ITM_FAST_DEVICE_APART void score_long_sets(const ScoreProblem<S>& p, int64_t con
   }
 }
 
-template <typename S>
-ITM_FAST_DEVICE int64_t tile_pairs(const ScoreProblem<S>& p) {
-  return *p.context_tiles.n_tiles * *p.query_tiles.n_tiles;
+template <int kParts, typename Tile, typename S>
+ITM_FAST_DEVICE void score_pair(const ScoreProblem<S>& p, const TilePair& tiles) {
+  if (tiles.is_long()) {
+    score_long_sets<Tile>(p, tiles.context_tile, tiles.query_tile);
+  } else {
+    score_short_sets<kParts, Tile>(p, tiles.contexts, tiles.queries);
+  }
 }
 
 // The scores of one pair of tiles; returns at once if there are not as many. Grid of cross_attention_scores: a block
 // per pair, up to the maximum number of pairs.
 template <int kParts, typename Tile, typename S>
 ITM_FAST_DEVICE void score_tile(const ScoreProblem<S>& p, int64_t pair) {
-  const int64_t context_tiles = *p.context_tiles.n_tiles, query_tiles = *p.query_tiles.n_tiles;
-  if (pair >= context_tiles * query_tiles) return;
-  const int64_t group = pair / (context_tiles * kQueryTilesTogether);
-  const int64_t first = group * kQueryTilesTogether, left = query_tiles - first;
-  const int64_t together = left < kQueryTilesTogether ? left : kQueryTilesTogether;
-  const int64_t place = pair - first * context_tiles;
-  const int64_t context_tile = place / together, query_tile = first + place % together;
-  const TileSets contexts = open_tile(p.contexts, p.context_tiles, context_tile, Tile::kRows);
-  const TileSets queries = open_tile(p.queries, p.query_tiles, query_tile, Tile::kColumns);
-  if (contexts.is_long || queries.is_long) {
-    score_long_sets<Tile>(p, context_tile, query_tile);
-  } else {
-    score_short_sets<kParts, Tile>(p, contexts, queries);
-  }
+  if (pair < tile_pairs(p)) score_pair<kParts, Tile>(p, open_pair<Tile>(p, pair));
 }
 
 }  // namespace itm_fast::cuda

@@ -2,7 +2,7 @@
 // tests.
 #pragma once
 
-#include "itm_fast/cuda/cross_attention.h"
+#include "itm_fast/cuda/long_tiles.h"
 #include "itm_fast/cuda/workspace.h"
 
 namespace itm_fast::cuda {
@@ -23,10 +23,11 @@ inline void place_plan(TilePlan& plan, int64_t capacity, Workspace& workspace) {
 
 // Lays out p's workspace, apart from operands, options and scores. It need not be zero.
 template <typename Tile, typename S>
-void place_scores(ScoreProblem<S>& p, Workspace& workspace) {
+void place_scores(ScoreProblem<S>& p, Workspace& workspace, int64_t gram_width = Tile::kRows) {
   place_plan(p.context_tiles, most_tiles(p.contexts.n_sets, p.contexts.n_rows, Tile::kRows), workspace);
   place_plan(p.query_tiles, most_tiles(p.queries.n_sets, p.queries.n_rows, Tile::kColumns), workspace);
-  p.grams = workspace.take<float>(p.contexts.n_rows * Tile::kRows);
+  p.gram_width = gram_width;
+  p.grams = workspace.take<float>(p.contexts.n_rows * gram_width);
   p.query_norms = workspace.take<float>(p.queries.n_rows);
 }
 
@@ -45,6 +46,34 @@ int64_t preparing_blocks(const ScoreProblem<S>& p) {
 template <typename S>
 int64_t scoring_blocks(const ScoreProblem<S>& p) {
   return p.context_tiles.capacity * p.query_tiles.capacity;
+}
+
+// Sets up to these lengths are scored on tensor cores.
+inline constexpr int64_t kMostContexts = 640, kMostQueries = 512;
+
+// The rows of a slab: `tile`, unless the average set is longer. Only the device knows the longest set, so this allows
+// for a quarter more.
+template <typename S>
+int64_t slab_rows(const SetRows<S>& sets, int64_t tile, int64_t most) {
+  if (sets.n_rows <= sets.n_sets * tile) return tile;
+  const int64_t average = (sets.n_rows + sets.n_sets - 1) / sets.n_sets, allowed = average + average / 4;
+  return gram_stride(static_cast<int>(allowed < most ? allowed : most));
+}
+
+// Whether most sets of one side are longer than a tile. The scores then take score_long_tiles.
+template <typename Tile, typename S>
+bool has_long_sets(const ScoreProblem<S>& p) {
+  return slab_rows(p.contexts, Tile::kRows, kMostContexts) > Tile::kRows ||
+         slab_rows(p.queries, Tile::kColumns, kMostQueries) > Tile::kColumns;
+}
+
+// Lays out the workspace of score_long_tiles for `blocks` blocks.
+template <typename Tile, typename S>
+void place_long(LongProblem<S>& p, int64_t blocks, Workspace& workspace) {
+  p.layout = {slab_rows(p.scoring.contexts, Tile::kRows, kMostContexts),
+              slab_rows(p.scoring.queries, Tile::kColumns, kMostQueries)};
+  place_scores<Tile>(p.scoring, workspace, p.layout.rows);
+  p.slabs = workspace.take<float>(blocks * p.layout.size());
 }
 
 }  // namespace itm_fast::cuda

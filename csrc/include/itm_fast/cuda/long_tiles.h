@@ -1,0 +1,235 @@
+// The scores of two tiles if one of them is a set that is longer than a tile, on tensor cores.
+//
+// One block multiplies the pair piece by piece and keeps raw scores and attention in its slab of global memory, which
+// the L2 cache holds. The Gram matrix of a long context set is multiplied with the attention on tensor cores, too.
+// Other steps are those of score_products.
+#pragma once
+
+#include "itm_fast/cuda/cross_attention.h"
+
+namespace itm_fast::cuda {
+
+// The arrays of a block, in floats from the start of its slab, for pairs of at most `rows` contexts and `columns`
+// queries.
+struct SlabLayout {
+  int64_t rows, columns;  // multiples of kGramBlock
+
+  constexpr int64_t raw() const { return 0; }                                       // (rows, columns)
+  constexpr int64_t transposed() const { return raw() + rows * columns; }           // (columns, rows): attention
+  constexpr int64_t factors() const { return transposed() + rows * columns; }       // (query sets, rows)
+  constexpr int64_t totals() const { return factors() + kTileSets * rows; }         // (context sets, columns)
+  constexpr int64_t dots() const { return totals() + kTileSets * columns; }         // the same
+  constexpr int64_t squares() const { return dots() + kTileSets * columns; }        // the same, then cosines
+  constexpr int64_t scales() const { return squares() + kTileSets * columns; }      // the same
+  constexpr int64_t column_sets() const { return scales() + kTileSets * columns; }  // (columns,) int32
+  constexpr int64_t size() const { return column_sets() + columns; }
+};
+
+template <int kParts, typename Tile, typename S>
+class LongTile {
+  using Memory = ScoreMemory<Tile>;
+
+ public:
+  ITM_FAST_DEVICE LongTile(const ScoreProblem<S>& p, const TileSets& contexts, const TileSets& queries,
+                           const SlabLayout& layout, float* slab)
+      : p_(p),
+        contexts_(contexts),
+        queries_(queries),
+        layout_(layout),
+        raw_(slab + layout.raw()),
+        transposed_(slab + layout.transposed()),
+        factors_(slab + layout.factors()),
+        totals_(slab + layout.totals()),
+        dots_(slab + layout.dots()),
+        squares_(slab + layout.squares()),
+        scales_(slab + layout.scales()),
+        column_sets_(reinterpret_cast<int32_t*>(slab + layout.column_sets())),
+        rows_(p.contexts.values + contexts.first_row * p.dim),
+        columns_(p.queries.values + queries.first_row * p.dim) {}
+
+  ITM_FAST_DEVICE void score() {
+    ITM_FAST_DYNAMIC_SHARED(int32_t, context_starts, Memory::kContextStarts, Memory::kStartCount);
+    ITM_FAST_DYNAMIC_SHARED(int32_t, query_starts, Memory::kQueryStarts, Memory::kStartCount);
+    if (warp() == 0) find_starts(p_.contexts, contexts_, static_cast<int>(layout_.rows), context_starts);
+    if (warp() == Tile::kWarps - 1) find_starts(p_.queries, queries_, static_cast<int>(layout_.columns), query_starts);
+    barrier();
+    n_rows_ = context_starts[contexts_.n_sets];
+    n_columns_ = query_starts[queries_.n_sets];
+    multiply();
+    write_factors();
+    attend();
+    if (contexts_.is_long) write_norms();
+    write_cosines();
+    write_scores();
+    barrier();  // All have read the shared memory and the slab.
+  }
+
+ private:
+  ITM_FAST_DEVICE static int part_of(int left, int most) { return left < most ? left : most; }
+  ITM_FAST_DEVICE float& raw(int row, int column) const { return raw_[row * layout_.columns + column]; }
+  ITM_FAST_DEVICE const float* gram_of(int row) const { return p_.grams + (contexts_.first_row + row) * p_.gram_width; }
+
+  ITM_FAST_DEVICE void multiply() {
+    ITM_FAST_TILE_SCORES(Tile);
+    for (int row = 0; row < n_rows_; row += Tile::kRows) {
+      for (int column = 0; column < n_columns_; column += Tile::kColumns) {
+        const int rows = part_of(n_rows_ - row, Tile::kRows), columns = part_of(n_columns_ - column, Tile::kColumns);
+        multiply_tile<kParts, Tile>(RowRun<S>{rows_ + row * p_.dim, rows, p_.dim},
+                                    RowRun<S>{columns_ + column * p_.dim, columns, p_.dim}, p_.dim, p_.is_aligned);
+        for (int i = thread_index(); i < rows * columns; i += Tile::kThreads) {
+          const int r = i / columns, c = i % columns;
+          raw(row + r, column + c) = scores[r * Tile::kScoreStride + c];
+        }
+        barrier();  // Before the next product overwrites the scores.
+      }
+    }
+  }
+
+  ITM_FAST_DEVICE void write_factors() const {
+    ITM_FAST_DYNAMIC_SHARED(int32_t, query_starts, Memory::kQueryStarts, Memory::kStartCount);
+    for (int i = thread_index(); i < n_rows_ * queries_.n_sets; i += Tile::kThreads) {
+      const int row = i % n_rows_, set = i / n_rows_, first = query_starts[set], last = query_starts[set + 1];
+      const auto score = [&](int j) { return raw(row, first + j); };
+      if (last > first) factors_[set * layout_.rows + row] = row_factor(score, last - first, p_.options);
+    }
+    for (int set = thread_index(); set < queries_.n_sets; set += Tile::kThreads) {
+      const int last = query_starts[set + 1];
+      for (int column = query_starts[set]; column < last; ++column) column_sets_[column] = set;
+    }
+    barrier();
+  }
+
+  // A thread per context set and query. The attention replaces the raw scores.
+  ITM_FAST_DEVICE void attend() const {
+    ITM_FAST_DYNAMIC_SHARED(int32_t, context_starts, Memory::kContextStarts, Memory::kStartCount);
+    for (int item = thread_index(); item < n_columns_ * contexts_.n_sets; item += Tile::kThreads) {
+      const int column = item % n_columns_, set = item / n_columns_;
+      const int row = context_starts[set], n = context_starts[set + 1] - row;
+      if (n == 0) continue;
+      const float* factors = factors_ + column_sets_[column] * layout_.rows + row;
+      const auto score = [&](int k) { return raw(row + k, column); };
+      const auto factor = [&](int k) { return factors[k]; };
+      const auto store = [&](int k, float e) {
+        raw(row + k, column) = e;
+        if (contexts_.is_long) transposed_[column * layout_.rows + k] = e;
+      };
+      const ColumnAttention sums = attend_column(score, factor, store, n, p_.options);
+      const int64_t at = set * layout_.columns + column;
+      totals_[at] = sums.total;
+      dots_[at] = sums.dot;
+      if (contexts_.is_long) {
+        for (int k = n; k < gram_stride(n); ++k) transposed_[column * layout_.rows + k] = 0.0f;
+      } else {
+        const AttendedNorm norm = attended_norm(score, gram_of(row), n);
+        squares_[at] = norm.square;
+        scales_[at] = norm.scale;
+      }
+    }
+    barrier();
+  }
+
+  // e' G e of a long context set: G times the attention, then a thread per query.
+  ITM_FAST_DEVICE void write_norms() const {
+    ITM_FAST_TILE_SCORES(Tile);
+    const int stride = gram_stride(n_rows_);
+    const float* gram = gram_of(0);
+    for (int column = 0; column < n_columns_; column += Tile::kColumns) {
+      const int columns = part_of(n_columns_ - column, Tile::kColumns);
+      AttendedNorm norm;
+      for (int row = 0; row < n_rows_; row += Tile::kRows) {
+        const int rows = part_of(n_rows_ - row, Tile::kRows);
+        multiply_tile<3, Tile>(RowRun<float>{gram + int64_t{row} * stride, rows, stride},
+                               RowRun<float>{transposed_ + column * layout_.rows, columns, layout_.rows}, stride, true);
+        for (int r = 0; r < rows && thread_index() < columns; ++r) {
+          const float e = raw(row + r, column + thread_index());
+          norm.square += e * scores[r * Tile::kScoreStride + thread_index()];
+          norm.scale += e * sqrtf(gram[int64_t{row + r} * (stride + 1)]);
+        }
+        barrier();  // Before the next product overwrites the scores.
+      }
+      if (thread_index() < columns) {
+        squares_[column + thread_index()] = norm.square;
+        scales_[column + thread_index()] = norm.scale;
+      }
+    }
+    barrier();
+  }
+
+  // A warp per context set and query, because it forms attended vectors whose norm has lost its digits.
+  ITM_FAST_DEVICE void write_cosines() const {
+    ITM_FAST_DYNAMIC_SHARED(int32_t, context_starts, Memory::kContextStarts, Memory::kStartCount);
+    for (int item = warp(); item < n_columns_ * contexts_.n_sets; item += Tile::kWarps) {
+      const int column = item % n_columns_, set = item / n_columns_;
+      const int row = context_starts[set], n = context_starts[set + 1] - row;
+      if (n == 0) continue;
+      const int64_t at = set * layout_.columns + column;
+      AttendedNorm norm;
+      norm.square = squares_[at];
+      norm.scale = scales_[at];
+      float dot = dots_[at];
+      if (norm.is_lost()) {
+        const auto attention = [&](int k) { return raw(row + k, column); };
+        const ExactAttention exact =
+            attend_exactly(attention, rows_ + row * p_.dim, n, columns_ + column * p_.dim, p_.dim);
+        norm.square = exact.square;
+        dot = exact.dot;
+      }
+      warp_sync();  // All lanes have read the square, which the cosine replaces.
+      const float query_norm = p_.query_norms[queries_.first_row + column];
+      if (lane() == 0) squares_[at] = cosine_of(dot, norm.square, totals_[at], query_norm);
+    }
+    barrier();
+  }
+
+  ITM_FAST_DEVICE void write_scores() const {
+    ITM_FAST_DYNAMIC_SHARED(int32_t, context_starts, Memory::kContextStarts, Memory::kStartCount);
+    ITM_FAST_DYNAMIC_SHARED(int32_t, query_starts, Memory::kQueryStarts, Memory::kStartCount);
+    for (int i = thread_index(); i < queries_.n_sets * contexts_.n_sets; i += Tile::kThreads) {
+      const int set = i % contexts_.n_sets, query = i / contexts_.n_sets;
+      const int first = query_starts[query], last = query_starts[query + 1];
+      const bool is_empty = context_starts[set + 1] == context_starts[set] || last == first;
+      CosineAggregate aggregate;
+      for (int j = first; j < last && !is_empty; ++j) {
+        aggregate.add(squares_[set * layout_.columns + j], p_.options);
+      }
+      p_.scores[score_place(p_, queries_.first_set + query, contexts_.first_set + set)] =
+          is_empty ? 0.0f : aggregate.result(last - first, p_.options);
+    }
+  }
+
+  const ScoreProblem<S>& p_;
+  const TileSets &contexts_, &queries_;
+  const SlabLayout& layout_;
+  float *raw_, *transposed_, *factors_, *totals_, *dots_, *squares_, *scales_;
+  int32_t* column_sets_;
+  const S *rows_, *columns_;
+  int n_rows_ = 0, n_columns_ = 0;
+};
+
+template <typename S>
+struct LongProblem {
+  ScoreProblem<S> scoring;
+  SlabLayout layout;
+  float* slabs;  // one per block
+};
+
+// The scores of all pairs of tiles. Grid: as many blocks as there are slabs.
+template <int kParts, typename Tile, typename S>
+ITM_FAST_DEVICE void score_long_tiles(const LongProblem<S>& p) {
+  const ScoreProblem<S>& scoring = p.scoring;
+  for (int64_t pair = block_index(); pair < tile_pairs(scoring); pair += grid_blocks()) {
+    const TilePair tiles = open_pair<Tile>(scoring, pair);
+    const bool fits = scoring.contexts.length(tiles.contexts.first_set) <= p.layout.rows &&
+                      scoring.queries.length(tiles.queries.first_set) <= p.layout.columns;
+    if (tiles.is_long() && fits) {
+      LongTile<kParts, Tile, S>(scoring, tiles.contexts, tiles.queries, p.layout,
+                                p.slabs + block_index() * p.layout.size())
+          .score();
+    } else {
+      score_pair<kParts, Tile>(scoring, tiles);
+      barrier();  // All have read the shared memory of this pair.
+    }
+  }
+}
+
+}  // namespace itm_fast::cuda
