@@ -273,12 +273,14 @@ std::string launch(int64_t n_blocks, int n_threads, uint64_t seed, const std::fu
   return "";
 }
 
-std::string launch_together(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body) {
+std::string launch_together(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body,
+                            int64_t dynamic_bytes) {
   if (const std::string problem = check_threads(n_threads); !problem.empty()) return problem;
   std::mt19937_64 random(seed);
   std::vector<std::unique_ptr<Block>> blocks;
   for (int64_t i = 0; i < n_blocks; ++i) {
-    blocks.push_back(std::make_unique<Block>(i, n_blocks, static_cast<int>(i), n_threads, random(), body, 0));
+    blocks.push_back(
+        std::make_unique<Block>(i, n_blocks, static_cast<int>(i), n_threads, random(), body, dynamic_bytes));
   }
   while (true) {
     // Start at a random block and take the first one that can continue.

@@ -39,7 +39,8 @@ std::string launch(int64_t n_blocks, int n_threads, uint64_t seed, const std::fu
                    int64_t dynamic_bytes = 0);
 
 // The same with the threads of all blocks running together, for kernels with a grid barrier.
-std::string launch_together(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body);
+std::string launch_together(int64_t n_blocks, int n_threads, uint64_t seed, const std::function<void()>& body,
+                            int64_t dynamic_bytes = 0);
 
 // For use inside a kernel:
 

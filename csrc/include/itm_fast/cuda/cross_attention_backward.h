@@ -1,18 +1,14 @@
-// The backward of cross_attention_scores on a GPU: three launches, or four.
+// The backward of cross_attention_scores on a GPU: two launches.
 //
-// list_pairs (pair_lists.h) finds the pairs with a score gradient. differentiate_pairs recomputes each of them and
-// keeps the factors of its rows. accumulate_gradients then computes the gradient of every row. One thread owns a row
-// and adds the pairs of its set's list in order, without atomics, so results do not depend on the order of blocks or
-// threads. With K contexts, n queries and width d, a pair takes 8 K n d multiply-adds: three in differentiate_pairs,
-// three for its contexts and two for its queries. The contexts and the queries each form the attended vectors once
-// more.
+// list_pairs (pair_lists.h) finds the pairs with a score gradient. backpropagate_pairs then takes as many of them at a
+// time as their numbers have room for. It recomputes each of these pairs and keeps the factors of its rows; after a
+// barrier of the grid it adds to the gradient of every row. One thread owns a row and adds the pairs of its set's list
+// in order, without atomics, so results do not depend on the order of blocks or threads. With K contexts, n queries and
+// width d, a pair takes 8 K n d multiply-adds: three to recompute it, three for its contexts and two for its queries.
+// The contexts and the queries each form the attended vectors once more.
 //
-// A pair keeps 3 K n + 4 n numbers, and the memory for them is limited. Pairs beyond the limit are left to
-// finish_pairs; the host knows whether the product of all rows exceeds it. finish_pairs takes set after set, computes
-// the pairs of its list one by one, and adds them to the sums so far. Each such pair is computed twice.
-//
-// A list with a pair for every set is no bottleneck. Each of its pairs is a separate task of differentiate_pairs, and
-// its sums are split by columns: one block does two or three parts in 8 d / 32 of the list's work.
+// A list with a pair for every set is no bottleneck. Each of its pairs is a separate task, and its sums are split by
+// columns: one block does two or three parts in 8 d / 32 of the list's work.
 #pragma once
 
 #include "itm_fast/cuda/pair_gradient.h"
@@ -31,17 +27,14 @@ struct CrossAttentionBackward {
   PairLists<S> lists;
   PairOptions options;
   int64_t dim;
-  PairNumbers numbers;
-  int64_t room_for_scores, room_for_rows;  // for kept pairs
+  float* numbers;  // of the pairs of a chunk
+  int64_t room;    // how many
+  bool may_need_chunks;
   float* attended;                         // kAttendedQueries vectors per block
   S *query_gradients, *context_gradients;  // null if not requested
-  float *query_sums, *context_sums;        // gradients so far, if pairs may exceed the room
-  int64_t differentiating_blocks, finishing_blocks;
+  float *query_sums, *context_sums;        // gradients so far; null if one chunk holds all pairs
+  int32_t* arrived;                        // zero: for the barriers of the grid
 
-  ITM_FAST_DEVICE bool keeps(const ListedPair& pair) const {
-    return pair.score + pair.n_queries * pair.n_contexts <= room_for_scores &&
-           pair.row + pair.n_queries <= room_for_rows;
-  }
   ITM_FAST_DEVICE PairRows<S> rows_of(const ListedPair& pair) const {
     return {lists.queries.values + lists.queries.offset(pair.query) * dim,
             lists.contexts.values + lists.contexts.offset(pair.context) * dim, static_cast<int>(pair.n_queries),
@@ -53,15 +46,49 @@ struct CrossAttentionBackward {
   ITM_FAST_DEVICE float* attended_of_block() const { return attended + block_index() * kAttendedQueries * dim; }
 };
 
-// Grid: differentiating_blocks; the blocks share the kept pairs in turn.
+// Pairs that are computed together: those whose numbers start from `begin` up to `end`, in the order of the lists.
+struct PairChunk {
+  int64_t begin, end;
+  bool is_first, is_last;
+};
+
+// The chunks of a call. The numbers of the last pair of a chunk may reach past its end by those of the largest pair.
+struct PairChunks {
+  int64_t count, width;
+
+  template <typename S>
+  ITM_FAST_DEVICE explicit PairChunks(const CrossAttentionBackward<S>& p) {
+    const int64_t total = *p.lists.total_numbers;
+    width =
+        total <= p.room || !p.may_need_chunks ? total + 1 : (p.room - static_cast<int64_t>(*p.lists.largest)) / 16 * 16;
+    count = total / width + 1;
+  }
+  ITM_FAST_DEVICE PairChunk operator[](int64_t i) const { return {i * width, (i + 1) * width, i == 0, i + 1 == count}; }
+};
+
+// Only invalid offsets make a chunk of more numbers than the room.
 template <typename S>
-ITM_FAST_DEVICE void differentiate_pairs(const CrossAttentionBackward<S>& p) {
-  const int64_t n_pairs = *p.lists.total;
-  for (int64_t number = block_index(); number < n_pairs; number += p.differentiating_blocks) {
+ITM_FAST_DEVICE bool has_place(const CrossAttentionBackward<S>& p, const PairChunk& chunk, const ListedPair& pair) {
+  const int64_t numbers = pair.numbers();
+  return numbers <= p.lists.most_numbers && pair.start - chunk.begin + numbers <= p.room;
+}
+
+template <typename S>
+ITM_FAST_DEVICE PairNumbers numbers_of(const CrossAttentionBackward<S>& p, const PairChunk& chunk,
+                                       const ListedPair& pair) {
+  return {p.numbers + (pair.start - chunk.begin), pair.n_queries, pair.n_contexts};
+}
+
+// The blocks share the pairs of the chunk in turn.
+template <typename S>
+ITM_FAST_DEVICE void differentiate_pairs(const CrossAttentionBackward<S>& p, const PairChunk& chunk) {
+  const int64_t first = chunk.is_first ? 0 : first_pair_from(p.lists, chunk.begin);
+  const int64_t last = chunk.is_last ? *p.lists.total : first_pair_from(p.lists, chunk.end);
+  for (int64_t number = first + block_index(); number < last; number += grid_blocks()) {
     const ListedPair pair = numbered_pair(p.lists, number);
-    if (!p.keeps(pair)) return;  // Later pairs are not kept either.
+    if (!has_place(p, chunk, pair)) continue;
     differentiate_pair(p.rows_of(pair), p.gradient_of(pair), p.options, p.attended_of_block(),
-                       p.numbers.at(pair.row, pair.score));
+                       numbers_of(p, chunk, pair));
   }
 }
 
@@ -154,7 +181,7 @@ struct Destination {
   int32_t n_pairs;
   const int32_t* list;
   S* gradients;
-  float* sums;  // null if all pairs are certain to fit
+  float* sums;  // null if one chunk holds all pairs
 };
 
 // Set `number` of those that need a gradient, context sets first.
@@ -195,94 +222,69 @@ ITM_FAST_DEVICE ListedPair pair_of(const CrossAttentionBackward<S>& p, const Des
   return to.is_context ? listed_pair(p.lists, other, to.set) : listed_pair(p.lists, to.set, other);
 }
 
-template <typename S>
-ITM_FAST_DEVICE RowSums sums_of(const CrossAttentionBackward<S>& p, const Destination<S>& to, const ListedPair& pair,
-                                const PairNumbers& numbers, int first_row, int64_t column) {
-  return to.is_context ? sums_of_contexts(p.rows_of(pair), numbers, first_row, column)
-                       : sums_of_queries(p.rows_of(pair), numbers, first_row, column);
-}
-
 constexpr int64_t slices_of(int64_t dim) { return tiles_of(dim, kSliceColumns); }
 
-// Grid: one block per set that needs a gradient and per slice of the columns; the slices of a set are adjacent. Adds
-// the pairs of a set's list one by one, each after its own sum, so there are as many roundings as with one pair at a
-// time.
+// Adds the pairs of a chunk to the gradient of a set's rows, one slice of the columns. Pairs are added one by one, each
+// after its own sum, so there are as many roundings as with one pair at a time. If the numbers of a pair have no place,
+// the gradients of its sets become NaN.
 template <typename S>
-ITM_FAST_DEVICE void accumulate_gradients(const CrossAttentionBackward<S>& p) {
-  const int64_t n_slices = slices_of(p.dim);
-  const Destination<S> to = destination(p, block_index() / n_slices);
-  const int64_t column = block_index() % n_slices * kSliceColumns + lane();
+ITM_FAST_DEVICE void accumulate_rows(const CrossAttentionBackward<S>& p, const PairChunk& chunk,
+                                     const Destination<S>& to, int64_t column) {
+  const auto pair_at = [&](int32_t entry) { return pair_of(p, to, entry); };
+  const int32_t first = chunk.is_first ? 0 : first_entry_from(to.n_pairs, chunk.begin, pair_at);
+  const int32_t last = chunk.is_last ? to.n_pairs : first_entry_from(to.n_pairs, chunk.end, pair_at);
+  if (first == last && !chunk.is_first && !chunk.is_last) return;
   for (int first_row = 0; first_row < to.n_rows; first_row += kTileRows) {
     RowSums totals;
-    for (int32_t entry = 0; entry < to.n_pairs; ++entry) {
-      const ListedPair pair = pair_of(p, to, entry);
-      if (!p.keeps(pair)) break;  // Later pairs are not kept either.
-      const PairNumbers numbers = p.numbers.at(pair.row, pair.score);
-      totals.add(sums_of(p, to, pair, numbers, first_row, column));
+    for (int32_t entry = first; entry < last; ++entry) {
+      const ListedPair pair = pair_at(entry);
+      if (has_place(p, chunk, pair)) {
+        const PairNumbers numbers = numbers_of(p, chunk, pair);
+        totals.add(to.is_context ? sums_of_contexts(p.rows_of(pair), numbers, first_row, column)
+                                 : sums_of_queries(p.rows_of(pair), numbers, first_row, column));
+      } else {
+        totals.each(first_row, to.n_rows, [](float& total, int) { total = kNotANumber; });
+      }
     }
     totals.each(first_row, to.n_rows, [&](float& total, int row) {
       if (is_zero_row(to.values + row * p.dim, p.dim)) total = 0.0f;
     });
     if (column >= p.dim) continue;
     totals.each(first_row, to.n_rows, [&](float total, int row) {
-      if (to.sums != nullptr) {
-        to.sums[row * p.dim + column] = total;
+      const int64_t at = row * p.dim + column;
+      if (!chunk.is_first) total += to.sums[at];
+      if (chunk.is_last) {
+        narrow(total, to.gradients[at]);
       } else {
-        narrow(total, to.gradients[row * p.dim + column]);
+        to.sums[at] = total;
       }
     });
   }
 }
 
-// Adds the pairs of a set that were not kept. They are computed in the given memory, which holds the given numbers of
-// query rows and raw scores.
+// The blocks share the sets that need a gradient, and the slices of their columns, in turn.
 template <typename S>
-ITM_FAST_DEVICE void add_remaining(const CrossAttentionBackward<S>& p, const Destination<S>& to,
-                                   const PairNumbers& numbers, int64_t row_room, int64_t score_room) {
-  for (int32_t entry = 0; entry < to.n_pairs; ++entry) {
-    const ListedPair pair = pair_of(p, to, entry);
-    if (p.keeps(pair)) continue;
-    const bool has_room = pair.n_queries <= row_room && pair.n_queries * pair.n_contexts <= score_room;
-    if (has_room) {
-      differentiate_pair(p.rows_of(pair), p.gradient_of(pair), p.options, p.attended_of_block(), numbers);
-    }
-    for (int64_t first = 0; first < p.dim; first += kSliceColumns) {
-      const int64_t column = first + lane();
-      for (int first_row = 0; first_row < to.n_rows; first_row += kTileRows) {
-        RowSums sums;
-        if (has_room) sums = sums_of(p, to, pair, numbers, first_row, column);
-        if (column >= p.dim) continue;
-        sums.each(first_row, to.n_rows,
-                  [&](float sum, int row) { to.sums[row * p.dim + column] += has_room ? sum : kNotANumber; });
-      }
-    }
-    barrier();  // Read the numbers before those of the next pair replace them.
+ITM_FAST_DEVICE void accumulate_gradients(const CrossAttentionBackward<S>& p, const PairChunk& chunk) {
+  const PairLists<S>& lists = p.lists;
+  const int64_t n_sets = (p.context_gradients != nullptr ? lists.contexts.n_sets : 0) +
+                         (p.query_gradients != nullptr ? lists.queries.n_sets : 0);
+  const int64_t n_slices = slices_of(p.dim);
+  for (int64_t task = block_index(); task < n_sets * n_slices; task += grid_blocks()) {
+    const int64_t column = task % n_slices * kSliceColumns + lane();
+    accumulate_rows(p, chunk, destination(p, task / n_slices), column);
   }
 }
 
-// Grid: finishing_blocks, which share the memory of the pairs' numbers; fewer of them work if pairs are large. If a
-// single pair exceeds all of it, the gradients of its sets become NaN.
+// Grid: blocks that are resident together. They share the pairs of a chunk, then its sums.
 template <typename S>
-ITM_FAST_DEVICE void finish_pairs(const CrossAttentionBackward<S>& p) {
-  const PairLists<S>& lists = p.lists;
-  const int64_t scores = static_cast<int64_t>(*lists.most_scores), rows = static_cast<int64_t>(*lists.most_rows);
-  int64_t workers = p.finishing_blocks;
-  if (rows > 0) workers = smaller(workers, smaller(p.room_for_scores / scores, p.room_for_rows / rows));
-  if (workers < 1) workers = 1;
-  if (block_index() >= workers) return;
-  const int64_t row_room = p.room_for_rows / workers, score_room = p.room_for_scores / workers;
-  const PairNumbers numbers = p.numbers.at(block_index() * row_room, block_index() * score_room);
-  const int64_t n_sets = (p.context_gradients != nullptr ? lists.contexts.n_sets : 0) +
-                         (p.query_gradients != nullptr ? lists.queries.n_sets : 0);
-  for (int64_t number = block_index(); number < n_sets; number += workers) {
-    const Destination<S> to = destination(p, number);
-    add_remaining(p, to, numbers, row_room, score_room);
-    barrier();
-    for (int row = warp(); row < to.n_rows; row += kGradientWarps) {
-      const int64_t start = row * p.dim;
-      const bool is_zero = is_zero_row(to.values + start, p.dim);
-      for (int64_t c = lane(); c < p.dim; c += 32) narrow(is_zero ? 0.0f : to.sums[start + c], to.gradients[start + c]);
-    }
+ITM_FAST_DEVICE void backpropagate_pairs(const CrossAttentionBackward<S>& p) {
+  const PairChunks chunks(p);
+  int32_t round = 0;
+  for (int64_t i = 0; i < chunks.count; ++i) {
+    if (i > 0) grid_barrier(p.arrived, ++round);  // The numbers of the last chunk have been read.
+    differentiate_pairs(p, chunks[i]);
+    grid_barrier(p.arrived, ++round);
+    accumulate_gradients(p, chunks[i]);
   }
 }
 

@@ -25,9 +25,14 @@ struct PairNumbers {
   float* norm;       // |q|; at the end the factor of q in its own gradient
   float* cosine;
 
-  ITM_FAST_DEVICE PairNumbers at(int64_t row, int64_t score) const {
-    return {scores + score, attention + score, mixed + score, dot + row, square + row, norm + row, cosine + row};
-  }
+  ITM_FAST_DEVICE PairNumbers(float* first, int64_t n_queries, int64_t n_contexts)
+      : scores(first),
+        attention(scores + n_queries * n_contexts),
+        mixed(attention + n_queries * n_contexts),
+        dot(mixed + n_queries * n_contexts),
+        square(dot + n_queries),
+        norm(square + n_queries),
+        cosine(norm + n_queries) {}
 };
 
 template <typename S>
