@@ -38,7 +38,7 @@ Tensor forward(const Operand<S>& queries, const Operand<S>& contexts, const Cros
   p.contexts = contexts.rows();
   p.dim = queries.values.size(1);
   p.options = PairOptions(options);
-  p.is_aligned = rows_are_aligned(p);
+  p.is_aligned = rows_are_aligned(p.queries, p.contexts, p.dim);
   const int64_t n_queries = queries.offsets.size(0) - 1, n_contexts = contexts.offsets.size(0) - 1;
   Tensor scores = torch::stable::new_empty(queries.values, {n_queries, n_contexts}, ScalarType::Float);
   p.scores = mutable_data_of<float>(scores);

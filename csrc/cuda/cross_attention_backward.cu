@@ -38,6 +38,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Ope
   p.lists.gradients = data_of<float>(gradients);
   p.options = PairOptions(options);
   p.dim = queries.values.size(1);
+  p.is_aligned = rows_are_aligned(p.lists.queries, p.lists.contexts, p.dim);
   // Without rows there is no gradient to write; a null address tells the kernels so.
   const BackwardSizes sizes{p.lists.queries.n_sets,
                             p.lists.queries.n_rows,
@@ -61,7 +62,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Ope
   device.set_zero(memory.mutable_data_ptr(), place_backward(p, sizes, workspace));
   device.launch(list_pairs_kernel<S>, sizes.list_blocks(), kListThreads, p);
   if (sizes.propagating_blocks() > 0) {
-    device.launch_together(backpropagate_pairs_kernel<S>, sizes.propagating_blocks(), kGradientThreads, p);
+    device.launch_together(backpropagate_pairs_kernel<S>, sizes.propagating_blocks(), kGradientThreads, p,
+                           kBackwardBytes);
   }
   return {of_queries, of_contexts, count};
 }

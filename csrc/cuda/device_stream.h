@@ -42,13 +42,16 @@ class DeviceStream {
 
   // Runs kernel in as many blocks as are resident at once, at most `at_most`.
   template <typename Parameters>
-  void launch_together(void (*kernel)(Parameters), int64_t at_most, int threads, const Parameters& parameters) const {
+  void launch_together(void (*kernel)(Parameters), int64_t at_most, int threads, const Parameters& parameters,
+                       int64_t dynamic_bytes = 0) const {
     const void* function = reinterpret_cast<const void*>(kernel);
+    const int bytes = static_cast<int>(dynamic_bytes);
+    if (bytes > 0) check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     int resident = 0;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, function, threads, 0));
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, function, threads, bytes));
     const int64_t blocks = std::min(at_most, processors() * resident);
     void* arguments[] = {const_cast<Parameters*>(&parameters)};
-    check(cudaLaunchCooperativeKernel(function, dim3(static_cast<unsigned>(blocks)), dim3(threads), arguments, 0,
+    check(cudaLaunchCooperativeKernel(function, dim3(static_cast<unsigned>(blocks)), dim3(threads), arguments, bytes,
                                       stream_));
   }
 

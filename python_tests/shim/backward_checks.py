@@ -150,9 +150,24 @@ def sparse_gradients(n_queries: int, n_contexts: int, share: float, seed: int) -
     return torch.where(torch.rand(n_queries, n_contexts, generator=generator) < share, gradients, 0.0)
 
 
+def cancelling_sets(n_sets: int, dim: int = 16) -> tuple[Fragments, Fragments]:
+    """Draw sets of two nearly opposite contexts: attended vectors are much shorter than their terms."""
+    queries = random_fragments([8] * n_sets, dim, torch.float32, seed=10)
+    contexts = random_fragments([2] * n_sets, dim, torch.float32, seed=11)
+    contexts.values[1::2] = -contexts.values[::2] + 1e-3 * contexts.values[1::2]
+    return queries, contexts
+
+
 def check_all_gradients(kernels: BackwardKernels) -> None:
-    """Check fixed cases that planted faults must fail: lists of several pairs in one chunk, in a few and in many."""
-    lengths = (([3, 1, 0, 9, 5], [4, 1, 11, 6]), ([3, 1, 0, 9, 5], [4, 1, 11, 6]), ([2, 1, 2, 2, 1, 2], [3, 2, 3, 3, 1]))
+    """Check fixed cases that planted faults must fail.
+
+    Lists of several pairs in one chunk, in a few and in many, and vectors that cancel.
+    """
+    lengths = (
+        ([3, 1, 0, 9, 5], [4, 1, 11, 6]),
+        ([3, 1, 0, 9, 5], [4, 1, 11, 6]),
+        ([2, 1, 2, 2, 1, 2], [3, 2, 3, 3, 1]),
+    )
     rooms = (ROOM, kernels.small_room(9, 11), kernels.small_room(2, 3))
     for seed, (of_queries, of_contexts) in enumerate(lengths):
         queries = random_fragments(of_queries, 34, torch.float32, seed=1)
@@ -164,3 +179,4 @@ def check_all_gradients(kernels: BackwardKernels) -> None:
             again = run(kernels, queries, contexts, gradients, room=rooms[seed], seed=order, **options)
             for one, other in ((found.queries, again.queries), (found.contexts, again.contexts)):
                 assert one.tobytes() == other.tobytes(), "backward: the order of the threads shows"
+    check_gradients(kernels, *cancelling_sets(3), sparse_gradients(3, 3, 1.0, 0), temperature=0.01)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,20 +17,18 @@ from hypothesis import strategies as st
 
 from itm_fast import Fragments, reference
 from python_tests.helpers.fragments import random_fragments, tied_fragments
-from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
+from python_tests.helpers.shim import compile_driver
 from python_tests.shim.backward_checks import (
     DTYPES,
-    check_all_gradients,
+    cancelling_sets,
     check_gradients,
     clear_of_thresholds,
     reference_gradients,
     run,
     sparse_gradients,
 )
-from python_tests.shim.faults import planted, run_sanitized
 from python_tests.shim.shim_attention import AGGREGATIONS, FOCAL_MODES, NORMALIZATIONS
 from python_tests.shim.shim_backward import ROOM, BackwardKernels
-from python_tests.shim.shim_cases import outcomes
 
 pytestmark = pytest.mark.shim
 
@@ -97,8 +93,13 @@ def test_every_normalization_and_focal_mode(kernels: BackwardKernels, normalizat
 
 
 def test_sets_longer_than_a_tile(kernels: BackwardKernels) -> None:
-    """Covers more rows than a block sums at a time, more queries than attended vectors, and more sets than lanes."""
+    """Covers more rows and columns than a block sums at a time, sets without a Gram matrix, and long lists."""
     queries, contexts = sets([66, 3], [5, 70], 9)
+    check_gradients(kernels, queries, contexts, sparse_gradients(2, 2, 1.0, 0))
+    for dtype in DTYPES:  # The longest set with a Gram matrix, and a longer one.
+        queries, contexts = sets([3, 5], [112, 113], 8, dtype=dtype)
+        check_gradients(kernels, queries, contexts, sparse_gradients(2, 2, 1.0, 0))
+    queries, contexts = sets([2, 17], [3, 5], 264)
     check_gradients(kernels, queries, contexts, sparse_gradients(2, 2, 1.0, 0))
     queries, contexts = sets([1, 2, 1] * 4, [2, 0, 1] * 12, 5)
     gradients = sparse_gradients(12, 36, 0.02, 1)
@@ -176,9 +177,8 @@ def test_rows_of_zeros_receive_no_gradient(
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_vectors_that_cancel(kernels: BackwardKernels, aggregation: str) -> None:
-    """The attended vector is much shorter than its terms, so a Gram matrix would lose its digits."""
-    queries, contexts = sets([8] * 6, [2] * 6, 16, seed=5)
-    contexts.values[1::2] = -contexts.values[::2] + 1e-3 * contexts.values[1::2]
+    """A Gram matrix would lose the digits of the attended vectors, so they are formed."""
+    queries, contexts = cancelling_sets(6)
     options = {"temperature": 0.01, "aggregation": aggregation}
     check_gradients(kernels, queries, contexts, sparse_gradients(6, 6, 1.0, 0), **options)
 
@@ -259,11 +259,11 @@ def test_results_do_not_depend_on_the_order_of_blocks_and_threads(kernels: Backw
 
 
 def test_a_pair_that_no_room_holds_is_not_a_number(kernels: BackwardKernels) -> None:
-    """A pair of 5 queries and 8 contexts with a room for 5 and 7 makes only the gradients of its own sets NaN."""
+    """A pair of 5 queries and 8 contexts with a room for 4 and 8 makes only the gradients of its own sets NaN."""
     queries, contexts = sets([3, 5, 2], [4, 8, 1])
     gradients = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
     right = run(kernels, queries, contexts, gradients)
-    found = run(kernels, queries, contexts, gradients, room=kernels.small_room(5, 7))
+    found = run(kernels, queries, contexts, gradients, room=kernels.small_room(4, 8))
     for actual, expected, side in ((found.queries, right.queries, queries), (found.contexts, right.contexts, contexts)):
         rows = (side.set_index() == 1).numpy()
         assert np.isnan(actual[rows]).all()
@@ -271,21 +271,22 @@ def test_a_pair_that_no_room_holds_is_not_a_number(kernels: BackwardKernels) -> 
 
 
 def test_the_workspace_follows_the_pairs_of_a_chunk(kernels: BackwardKernels) -> None:
-    """16 bytes per pair of sets for the lists; everything else has a limit that does not depend on the batch."""
+    """Lists of 16 bytes per pair of sets, Gram matrices, a number per query, and what does not grow with the batch."""
     sizes = {"query_sets": 128, "query_rows": 128 * 13, "context_sets": 128, "context_rows": 128 * 36, "dim": 1024}
     for times in (1, 8):
         larger = {name: value if name == "dim" else times * value for name, value in sizes.items()}
-        lists = 16 * larger["query_sets"] * larger["context_sets"]
-        assert lists < kernels.workspace_bytes(**larger) < lists + 40e6
+        growing = 16 * larger["query_sets"] * larger["context_sets"]
+        growing += 4 * 112 * larger["context_rows"] + 4 * larger["query_rows"]
+        assert growing < kernels.workspace_bytes(**larger) < growing + 30e6
         # If pairs may exceed a chunk, gradients of 16-bit rows are summed in float32.
         sums = 4 * 1024 * (larger["query_rows"] + larger["context_rows"])
         assert kernels.workspace_bytes(**larger, element_bytes=2) == kernels.workspace_bytes(**larger) + sums
-    # The batch of 1,024 with hardest negatives: the pairs of three per image have a place at once.
+    # A batch of 1,024 with hardest negatives: three pairs per image take two chunks.
     assert kernels.workspace_bytes(**larger) < 64e6
-    assert 3 * 1024 * kernels.numbers(13, 36) < ROOM
+    assert 3 * 1024 * kernels.numbers(13, 36) < 2 * (ROOM - kernels.numbers(13, 36))
     # Small calls take what they need.
     small = {"query_sets": 3, "query_rows": 9, "context_sets": 2, "context_rows": 8, "dim": 16}
-    assert kernels.workspace_bytes(**small) < 8 * kernels.numbers(9, 16) + 20e3
+    assert kernels.workspace_bytes(**small) < 30e3
 
 
 def test_offsets_that_the_contract_forbids_lead_nowhere(kernels: BackwardKernels) -> None:
@@ -307,93 +308,3 @@ def test_offsets_that_make_more_rows_than_32_bits_count_lead_nowhere(kernels: Ba
     found = run(kernels, queries, contexts, torch.ones(n_sets, 1), room=170, for_queries=False)
     assert (found.pairs, found.launches) == (n_sets // 2, 2)
     assert np.isnan(found.contexts).all()
-
-
-# Planted faults
-
-KERNELS = "csrc/include/itm_fast/cuda/"
-LISTS, PAIR, BACKWARD = (KERNELS + name for name in ("pair_lists.h", "pair_gradient.h", "cross_attention_backward.h"))
-WALK = """for (int32_t entry = first; entry < last; ++entry) {
-      const ListedPair pair = pair_at(entry);"""
-FAULTS = {
-    "missing barrier between the runs of a list": (
-        (LISTS, "  barrier();\n  int32_t at = 0;", "  int32_t at = 0;"),
-        r"shared array '(counts|rows)_of_warps': (race at|read of) index \d+",
-    ),
-    "missing barrier before vectors that the block has formed are used": (
-        (BACKWARD, "    barrier();\n    for (int b = 0; b < count", "    for (int b = 0; b < count"),
-        r"shared array 'vectors': (race at|read of) index \d+",
-    ),
-    "missing barrier between raw scores and attention": (
-        (PAIR, "rows.dim, numbers.scores);\n  barrier();\n", "rows.dim, numbers.scores);\n"),
-        r"^backward: ",
-    ),
-    "the lists are added up before all are written": (
-        (LISTS, "== blocks - 1;", "== 0;"),
-        r"^backward: ",
-    ),
-    "the last pair of a list is dropped": (
-        (BACKWARD, WALK, WALK.replace("entry < last", "entry + 1 < last")),
-        r"^backward: gradient of the (queries|contexts): error",
-    ),
-    "pairs are added in the order in which threads come": (
-        (BACKWARD, WALK, "const int32_t come = atomic_add(p.lists.finished, 1);\n"
-         + WALK.replace("at(entry)", "at(to.is_context ? entry : first + (entry - first + come) % (last - first))")),
-        r"^backward: the order of the threads shows",
-    ),
-    "missing barrier between the chunks": (
-        (BACKWARD, "if (i > 0) grid_barrier(p.arrived, ++round);", ""),
-        r"^backward: ",
-    ),
-    "missing barrier between the pairs and their sums": (
-        (BACKWARD, "differentiate_pairs(p, chunks[i]);\n    grid_barrier(p.arrived, ++round);",
-         "differentiate_pairs(p, chunks[i]);"),
-        r"^backward: ",
-    ),
-    "the sums of earlier chunks are dropped": (
-        (BACKWARD, "if (!chunk.is_first) total += to.sums[at];", ""),
-        r"^backward: gradient of the (queries|contexts): error",
-    ),
-    "the last pair of a chunk reaches into the next room": (
-        (BACKWARD, "(p.room - static_cast<int64_t>(*p.lists.largest)) / 16 * 16", "p.room"),
-        r"^backward: |chunk",
-    ),
-    "the runs of a list lie over each other": (
-        (LISTS, "at += counts_of_warps[w * 32 + lane()];", "at += 0 * counts_of_warps[w * 32 + lane()];"),
-        r"^backward: \d+ pairs",
-    ),
-    "an incoming gradient of zero counts": (
-        (LISTS, "+ context] != 0.0f;", "+ context] == 0.0f || true;"),
-        r"^backward: \d+ pairs",
-    ),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return compile_shim(tmp_path_factory.mktemp("shim"))
-
-
-def test_the_kernels_as_they_are_pass(kernels: BackwardKernels) -> None:
-    check_all_gradients(kernels)
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path: Path) -> None:
-    fault, message = FAULTS[name]
-    root = planted(tmp_path / "faulty", *fault)
-    library = compile_driver(DRIVER, tmp_path, "-O0", "-DITM_FAST_FLOAT32_ALONE", root=root, shim=shim)
-    with pytest.raises((AssertionError, KernelError)) as caught:
-        check_all_gradients(BackwardKernels(library))
-    assert re.search(message, str(caught.value)), str(caught.value)
-
-
-def test_the_kernels_pass_the_sanitizers_with_the_same_results(shim: list[Path], tmp_path: Path) -> None:
-    expected = outcomes({DRIVER: compile_driver(DRIVER, tmp_path, "-O0", shim=shim)})
-    compile_driver(DRIVER, tmp_path, "-O0", *SANITIZERS)
-    result = run_sanitized(tmp_path, DRIVER)
-    assert result.returncode == 0, result.stderr[-3000:]
-    with np.load(tmp_path / "outcomes.npz") as actual:
-        assert set(actual) == set(expected)
-        for name, right in expected.items():
-            assert actual[name].tobytes() == right.tobytes(), name

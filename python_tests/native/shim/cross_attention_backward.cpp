@@ -51,6 +51,7 @@ const char* backward(const Settings& s, const float* gradients, const S* queries
   p.lists.total = count;
   p.options = PairOptions(s.options());
   p.dim = s.dim;
+  p.is_aligned = rows_are_aligned(p.lists.queries, p.lists.contexts, p.dim);
   p.query_gradients = of_queries.memory;
   p.context_gradients = of_contexts.memory;
   Workspace measured;
@@ -67,7 +68,8 @@ const char* backward(const Settings& s, const float* gradients, const S* queries
   // The number of blocks depends on the seed, because a GPU runs as many as are resident together.
   const int64_t blocks = std::min(sizes.propagating_blocks(), static_cast<int64_t>(1 + s.seed % 3));
   if (problem.empty() && blocks > 0) {
-    problem = shim::launch_together(blocks, kGradientThreads, s.seed + 1, [&] { backpropagate_pairs(p); });
+    problem =
+        shim::launch_together(blocks, kGradientThreads, s.seed + 1, [&] { backpropagate_pairs(p); }, kBackwardBytes);
     ++*launches;
   }
   if (sizes.for_queries) std::copy_n(of_queries.memory, s.query_rows * s.dim, query_gradients);

@@ -11,7 +11,7 @@
 namespace itm_fast::cuda {
 
 // Numbers kept at a time, 4 bytes each: those of three pairs for each of 1,024 images of 36 regions with captions of 13
-// words take 18 MB.
+// words take 24 MB.
 inline constexpr int64_t kRoomForNumbers = 6'000'000;
 // Blocks of backpropagate_pairs, each with kAttendedQueries float32 vectors: two per multiprocessor on every GPU so
 // far.
@@ -25,8 +25,10 @@ struct BackwardSizes {
 
   int64_t pairs() const { return query_sets * context_sets; }
   bool needs_gradients() const { return for_queries || for_contexts; }
-  // The numbers of all pairs, for a gradient without zeros.
-  int64_t numbers() const { return query_rows * (3 * context_rows + 4 * context_sets); }
+  // At least the numbers of all pairs, for a gradient without zeros.
+  int64_t numbers() const {
+    return (query_rows + 3 * query_sets) * (4 * context_rows + 17 * context_sets) + 4 * pairs();
+  }
   // Whether there may be several chunks, or a pair that takes more than half of the room. Gradients then need float32
   // sums.
   bool may_need_chunks() const { return 2 * numbers() > room; }
@@ -47,6 +49,10 @@ template <typename S>
 float* place_sums(S*, int64_t size, Workspace& workspace) {
   return workspace.take<float>(size);
 }
+
+// Dynamic shared memory of a block of backpropagate_pairs. Rows of every type need the sums of float32 matrices.
+inline constexpr int64_t kBackwardBytes =
+    RowSumTile<float>::kBytes > PairTile::kProductBytes ? RowSumTile<float>::kBytes : PairTile::kProductBytes;
 
 // Lays out p's workspace, apart from operands, options and results; returns the leading bytes that must be zero.
 template <typename S>
@@ -70,6 +76,8 @@ int64_t place_backward(CrossAttentionBackward<S>& p, const BackwardSizes& sizes,
   if (!sizes.needs_gradients()) return zeros;
 
   p.numbers = workspace.take<float>(p.room);
+  p.grams = workspace.take<float>(sizes.context_rows * kGramContexts);
+  p.query_factors = workspace.take<float>(sizes.query_rows);
   p.attended = workspace.take<float>(sizes.propagating_blocks() * kAttendedQueries * sizes.dim);
   p.may_need_chunks = std::is_same_v<S, float> || sizes.may_need_chunks();
   if (!p.may_need_chunks) return zeros;

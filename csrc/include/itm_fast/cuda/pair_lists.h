@@ -8,6 +8,7 @@
 #pragma once
 
 #include "itm_fast/cuda/machine.h"
+#include "itm_fast/cuda/row_sums.h"
 #include "itm_fast/cuda/score_tile.h"
 #include "itm_fast/cuda/set_tiles.h"
 
@@ -35,8 +36,10 @@ struct PairLists {
   }
 };
 
-// Numbers kept of a pair: three matrices and four vectors, see PairNumbers.
-constexpr int64_t numbers_of_pair(int64_t n_queries, int64_t n_contexts) { return n_queries * (3 * n_contexts + 4); }
+// Numbers kept of a pair: four matrices, five vectors and a flag, see PairNumbers. A multiple of 16 bytes.
+constexpr int64_t numbers_of_pair(int64_t n_queries, int64_t n_contexts) {
+  return padded(n_queries) * (4 * padded(n_contexts) + 5) + 4;
+}
 
 // A pair: its sets, and the place of its numbers among those of all pairs.
 struct ListedPair {

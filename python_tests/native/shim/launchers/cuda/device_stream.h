@@ -31,10 +31,11 @@ class DeviceStream {
   }
 
   template <typename Parameters>
-  void launch_together(void (*kernel)(Parameters), int64_t at_most, int threads, const Parameters& parameters) const {
+  void launch_together(void (*kernel)(Parameters), int64_t at_most, int threads, const Parameters& parameters,
+                       int64_t dynamic_bytes = 0) const {
     const int64_t blocks = std::min(at_most, processors());
-    check(blocks, threads, 0);
-    check(shim::launch_together(blocks, threads, kSeed, [&] { kernel(parameters); }));
+    check(blocks, threads, dynamic_bytes);
+    check(shim::launch_together(blocks, threads, kSeed, [&] { kernel(parameters); }, dynamic_bytes));
   }
 
   int64_t processors() const { return 3; }
