@@ -45,9 +45,8 @@ LIST_PAIRS, LIST_LAUNCHES = 682, 460
 # COCO's training split, and its five captions per image.
 EPOCH_IMAGES, EPOCH_CAPTIONS = 113_287, 5
 
-# Products of a pair's size in the backward of cross-attention: its scores, the attended vectors (formed twice), their
-# products with the contexts, and the terms of the two gradients.
-BACKWARD_PRODUCTS = 8
+# Products of a pair's size in the backward of cross-attention: its scores, and the sums of both gradients.
+BACKWARD_PRODUCTS = 3
 
 # Rows of a tile of regions and of one of words, and maximum sets per tile (ScoreTile112, kTileSets).
 TILE_REGIONS, TILE_WORDS, TILE_SETS = 112, 128, 32
@@ -131,14 +130,18 @@ def boosting_loss(batch: int) -> Cost:
 def backward(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
     """Return the cost of the backward of a loss over hardest negatives: recomputes at most three pairs per anchor.
 
-    All products of a pair are on the ordinary units. Four launches: the one in which autograd returns the stored
-    gradient (without a multiplication if the incoming one is 1), lists, pairs, sums.
+    On tensor cores, a pair of K regions and n words needs its scores, `K n dim` multiply-adds, and the sums of both
+    gradients, `2 K n dim`. An image needs its Gram matrix and one more sum, `K K dim` each. Sums count twice: their
+    float32 coefficients have two parts of bfloat16. Two products of `K K n` float32 numbers for each pair count six
+    times. Three launches: the one in which autograd returns the stored gradient (without a multiplication if the
+    incoming one is 1), lists, and pairs with their sums.
     """
     pairs, rows = 3 * batch, batch * (REGIONS + words)
-    products = 2 * BACKWARD_PRODUCTS * pairs * REGIONS * words * dim
+    of_pairs = 5 * REGIONS * words * dim + 6 * 2 * REGIONS**2 * words
+    products = 2 * (pairs * of_pairs + 3 * batch * REGIONS**2 * dim)
     epilogue = 2 * pairs * words * SOFTMAX_OPERATIONS * REGIONS
     moved = 2 * element * rows * dim + 4 * batch**2
-    return Cost(other=products + epilogue, bytes=moved, launches=4)
+    return Cost(tensor=products, other=epilogue, bytes=moved, launches=3)
 
 
 def step(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:

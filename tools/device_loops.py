@@ -69,29 +69,31 @@ def disassembler() -> str:
     return found
 
 
-def main_loops(cubin: bytes) -> dict[str, Loop]:
-    """Map the mangled name of each kernel to its main loop, if it has one."""
+def main_loops(cubin: bytes) -> dict[str, tuple[Loop, ...]]:
+    """Map the mangled name of each kernel to its main loops."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernels.cubin")
         path.write_bytes(cubin)
         command = [disassembler(), "-c", str(path)]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return {name: loop for name, code, labels in functions(text) if (loop := main_loop(code, labels))}
+    return {name: loops_of(code, labels) for name, code, labels in functions(text)}
 
 
-def main_loop(code: list[str], labels: dict[str, int]) -> Loop | None:
-    """Return the shortest innermost loop with HMMA and asynchronous copies.
+def loops_of(code: list[str], labels: dict[str, int]) -> tuple[Loop, ...]:
+    """Return the innermost loops with HMMA and asynchronous copies, by their number of HMMA.
 
-    Longer ones are for rare cases, such as unaligned rows. `labels` maps the labels to positions in `code`.
+    Of loops with the same number only the shortest counts: longer ones are for rare cases, such as unaligned rows.
+    `labels` maps the labels to positions in `code`.
     """
     innermost: list[tuple[int, int]] = []
     for first, last in sorted(loop_ends(code, labels), key=lambda ends: ends[1] - ends[0]):
         if not any(first <= start and end <= last for start, end in innermost):
             innermost.append((first, last))
-    found = [_count(code[first : last + 1]) for first, last in innermost]
-    return min(
-        (loop for loop in found if loop.tensor and loop.copies), key=lambda loop: loop.instructions, default=None
-    )
+    found: dict[int, Loop] = {}
+    for loop in (_count(code[first : last + 1]) for first, last in innermost):
+        if loop.tensor and loop.copies:
+            found[loop.tensor] = min(loop, found.get(loop.tensor, loop), key=lambda loop: loop.instructions)
+    return tuple(found[tensor] for tensor in sorted(found))
 
 
 def functions(text: str) -> Iterator[tuple[str, list[str], dict[str, int]]]:

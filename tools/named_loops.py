@@ -78,31 +78,24 @@ class NamedLoop:
 
 
 _SCORES, _PREPARED, _REGULATED = "score_tile<BFloat16, 1,", "prepare_scores<BFloat16,", "regulate_tiles<BFloat16, 1,"
-_DIFFERENTIATED, _ACCUMULATED = "differentiate_pairs<BFloat16>", "accumulate_gradients<BFloat16>"
+_BACKPROPAGATED = "backpropagate_pairs<BFloat16>"
 _LOSSES = (
     "triplet_with_gradient<TripletProblem<float>, ScoreTile<8, 8, 4>>",
     "triplet_with_gradient<BoostingProblem<float>, ScoreTile<8, 8, 4>>",
 )
 _STRIP, _MADD = "row of 128 scores", "multiply-add"
-_DOTS, _EIGHT_WARPS = "dot_products", 64  # kSumRows rows of each warp
 _BACKWARD = (
-    Wanted(_DIFFERENTIATED, "raw scores", (_DOTS, "attend_pair"), "FFMA", _MADD, products=1.0, tile=(4, 4)),
-    # An element of the attention for each multiply-add.
+    Wanted(_BACKPROPAGATED, "raw scores", ("multiply_sets",), "HMMA.*", _MADD, 64.0, products=1.0, tile=(64, 64)),
     Wanted(
-        *(_DIFFERENTIATED, "attended", ("compare_with_attended",), r"LDG\.E", _MADD),
+        *(_BACKPROPAGATED, "contexts", ("accumulate_rows", "sum_rows"), "HMMA.*", _MADD, 32.0),
         products=1.0,
-        tile=(8, 1),
-        without=(_DOTS,),
+        tile=(16, 48),
     ),
-    Wanted(_DIFFERENTIATED, "mixed", (_DOTS, "compare_with_attended"), "FFMA", _MADD, products=1.0, tile=(4, 4)),
-    Wanted(_ACCUMULATED, "attended", ("sums_of_contexts",), "FFMA", _MADD, products=1.0, without=("each",)),
-    # A product and a fused product for each context.
     Wanted(
-        *(_ACCUMULATED, "contexts", ("sums_of_contexts", "each"), "FFMA", _MADD, 2.0),
-        products=2.0,
-        tile=(1, _EIGHT_WARPS),
+        *(_BACKPROPAGATED, "queries", ("accumulate_rows", "sum_rows"), "HMMA.*", _MADD, 32.0),
+        products=1.0,
+        tile=(48, 16),
     ),
-    Wanted(_ACCUMULATED, "queries", ("sums_of_queries",), "FFMA", _MADD, products=2.0, tile=(_EIGHT_WARPS, 1)),
 )
 WANTED = (
     *(Wanted(kernel, "product", ("multiply_slices",), "HMMA.*", "HMMA") for kernel in (_SCORES, _PREPARED, _REGULATED)),

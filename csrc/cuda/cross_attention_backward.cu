@@ -1,4 +1,4 @@
-// The backward of cross_attention_scores on CUDA: three launches, or four if the pairs may exceed the list's capacity.
+// The backward of cross_attention_scores on CUDA: two launches.
 #include <torch/csrc/stable/library.h>
 
 #include <string>
@@ -23,19 +23,8 @@ __global__ void __launch_bounds__(kListThreads) list_pairs_kernel(const CrossAtt
 
 template <typename S>
 __global__ void __launch_bounds__(kGradientThreads, 1)
-    differentiate_pairs_kernel(const CrossAttentionBackward<S> parameters) {
-  differentiate_pairs(parameters);
-}
-
-template <typename S>
-__global__ void __launch_bounds__(kGradientThreads, 1)
-    accumulate_gradients_kernel(const CrossAttentionBackward<S> parameters) {
-  accumulate_gradients(parameters);
-}
-
-template <typename S>
-__global__ void __launch_bounds__(kGradientThreads, 1) finish_pairs_kernel(const CrossAttentionBackward<S> parameters) {
-  finish_pairs(parameters);
+    backpropagate_pairs_kernel(const CrossAttentionBackward<S> parameters) {
+  backpropagate_pairs(parameters);
 }
 
 template <typename S>
@@ -49,6 +38,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Ope
   p.lists.gradients = data_of<float>(gradients);
   p.options = PairOptions(options);
   p.dim = queries.values.size(1);
+  p.is_aligned = rows_are_aligned(p.lists.queries, p.lists.contexts, p.dim);
   // Without rows there is no gradient to write; a null address tells the kernels so.
   const BackwardSizes sizes{p.lists.queries.n_sets,
                             p.lists.queries.n_rows,
@@ -71,11 +61,10 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_scores, const Ope
   Workspace workspace(memory.mutable_data_ptr());
   device.set_zero(memory.mutable_data_ptr(), place_backward(p, sizes, workspace));
   device.launch(list_pairs_kernel<S>, sizes.list_blocks(), kListThreads, p);
-  if (sizes.accumulating_blocks() > 0) {
-    device.launch(differentiate_pairs_kernel<S>, sizes.differentiating_blocks(), kGradientThreads, p);
-    device.launch(accumulate_gradients_kernel<S>, sizes.accumulating_blocks(), kGradientThreads, p);
+  if (sizes.propagating_blocks() > 0) {
+    device.launch_together(backpropagate_pairs_kernel<S>, sizes.propagating_blocks(), kGradientThreads, p,
+                           kBackwardBytes);
   }
-  if (sizes.needs_finish()) device.launch(finish_pairs_kernel<S>, sizes.finishing_blocks(), kGradientThreads, p);
   return {of_queries, of_contexts, count};
 }
 

@@ -18,7 +18,7 @@ ScoreProblem<S> score_problem(const Operand<S>& queries, const Operand<S>& conte
   p.contexts = contexts.rows();
   p.dim = queries.values.size(1);
   p.options = PairOptions(options);
-  p.is_aligned = rows_are_aligned(p);
+  p.is_aligned = rows_are_aligned(p.queries, p.contexts, p.dim);
   return p;
 }
 

@@ -32,13 +32,16 @@ def test_scores_are_counted_as_by_hand() -> None:
 
 def test_a_step_adds_loss_and_backward() -> None:
     step, scores, loss = costs.step(4, dim=10, words=5), costs.scores(4, 4, 10, 5), costs.loss(4)
-    # Twelve pairs with eight products of 36 x 5 x 10 each, and the softmax forward and backward.
-    assert step.tensor == scores.tensor
-    assert step.other - scores.other - loss.other == 12 * (8 * 2 * 36 * 5 * 10 + 2 * 5 * 8 * 36)
+    # Twelve pairs: scores and two sums of two parts, 36 x 5 x 10 each, and two products of 36 x 36 x 5 in six parts.
+    of_pairs = 12 * 2 * ((1 + 2 * 2) * 36 * 5 * 10 + 2 * 6 * 36 * 36 * 5)
+    # Four images: the Gram matrix, and a sum of two parts.
+    assert step.tensor - scores.tensor == of_pairs + 4 * 2 * (1 + 2) * 36 * 36 * 10
+    # The softmax forward and backward.
+    assert step.other - scores.other - loss.other == 12 * 2 * 5 * 8 * 36
     assert step.bytes - scores.bytes - loss.bytes == 2 * 2 * (4 * 41) * 10 + 4 * 16
     assert loss == Cost(other=64, bytes=128, launches=1)
-    # Preparation and pairs; loss value and gradient; scatter of the gradient, lists, pairs and sums.
-    assert step.launches == 2 + 1 + 4
+    # Preparation and pairs; loss value and gradient; scatter of the gradient, lists, pairs with their sums.
+    assert step.launches == 2 + 1 + 3
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])

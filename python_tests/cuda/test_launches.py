@@ -17,7 +17,7 @@ from python_tests.helpers.fragments import native_calls
 AT_MOST = {
     "cross_attention_alignments": 2,
     "cross_attention_scores": 3,
-    "cross_attention_scores_backward": 6,
+    "cross_attention_scores_backward": 2,
     "domain_regularization": 1,
     "domain_regularization_backward": 2,
     "triplet_loss": 1,
@@ -48,7 +48,7 @@ def test_an_operator_launches_few_kernels(device: str, case: Case, record_proper
             assert 1 <= len(ours) <= AT_MOST[name], names
 
 
-def test_pairs_past_the_room_take_a_fourth_launch() -> None:
+def test_pairs_past_the_room_take_no_more_launches() -> None:
     case = past_the_room()
     with native_calls() as calls:
         run_case(F_itm, case, inputs_of(case, 0, 60, torch.float32, "cuda"))
@@ -57,4 +57,4 @@ def test_pairs_past_the_room_take_a_fourth_launch() -> None:
     detached = [part.detach() if isinstance(part, torch.Tensor) else part for part in arguments]
     names = launched(lambda: torch.ops.itm_fast.cross_attention_scores_backward(*detached))
     ours = [re.search(r"(\w+)_kernel", kernel)[1] for kernel in names if "itm_fast::" in kernel]
-    assert ours == ["list_pairs", "differentiate_pairs", "accumulate_gradients", "finish_pairs"]
+    assert ours == ["list_pairs", "backpropagate_pairs"]

@@ -163,7 +163,7 @@ def _matching_case(attention: str, loss: str, mining: str) -> Case:
 def past_the_room(rows: int = 100) -> Case:
     """Make a case with sets of `rows` rows on both sides.
 
-    With 60 sets, the raw scores exceed the workspace of the CUDA backward (2^25 scores).
+    With 60 sets, the CUDA backward takes the pairs in many chunks.
     """
 
     def make(seed: int, size: int) -> Inputs:

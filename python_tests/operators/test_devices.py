@@ -95,10 +95,7 @@ def test_numbers_and_gradients_at_several_sizes(device: str, case: Case) -> None
 
 @each_device
 def test_a_gradient_of_more_raw_scores_than_the_backward_keeps(device: str) -> None:
-    """Pairs beyond the workspace are recomputed for each of their sets.
-
-    On CUDA there are 36 million raw scores; the workspace keeps 2^25.
-    """
+    """On CUDA, 36 million raw scores take many chunks."""
     case, size = past_the_room(), {"cpu": 3, "cuda": 60}[device]
     inputs = inputs_of(case, 0, size, torch.float32, device)
     check_numbers(case, 0, size, torch.float32, device, run_case(F_itm, case, inputs))

@@ -150,14 +150,33 @@ def sparse_gradients(n_queries: int, n_contexts: int, share: float, seed: int) -
     return torch.where(torch.rand(n_queries, n_contexts, generator=generator) < share, gradients, 0.0)
 
 
+def cancelling_sets(n_sets: int, dim: int = 16) -> tuple[Fragments, Fragments]:
+    """Draw sets of two nearly opposite contexts: attended vectors are much shorter than their terms."""
+    queries = random_fragments([8] * n_sets, dim, torch.float32, seed=10)
+    contexts = random_fragments([2] * n_sets, dim, torch.float32, seed=11)
+    contexts.values[1::2] = -contexts.values[::2] + 1e-3 * contexts.values[1::2]
+    return queries, contexts
+
+
 def check_all_gradients(kernels: BackwardKernels) -> None:
-    """Check fixed cases that planted faults must fail: lists of several pairs, and pairs beyond the workspace."""
-    queries = random_fragments([3, 1, 0, 9, 5], 34, torch.float32, seed=1)
-    contexts = random_fragments([4, 1, 11, 6], 34, torch.float32, seed=2)
-    for seed, room in enumerate((ROOM, 200)):
-        gradients = sparse_gradients(5, 4, (1.0, 0.6)[seed], seed)
-        options = {"normalization": ("clipped_l2norm", "softmax")[seed], "temperature": 4.0}
-        found = check_gradients(kernels, queries, contexts, gradients, room=room, seed=seed, **options)
-        again = run(kernels, queries, contexts, gradients, room=room, seed=seed + 10, **options)
-        for one, other in ((found.queries, again.queries), (found.contexts, again.contexts)):
-            assert one.tobytes() == other.tobytes(), "backward: the order of the threads shows"
+    """Check fixed cases that planted faults must fail.
+
+    Lists of several pairs in one chunk and in several, and vectors that cancel.
+    """
+    lengths = (
+        ([3, 1, 0, 9, 5], [4, 1, 11, 6]),
+        ([3, 1, 0, 9, 5], [4, 1, 11, 6]),
+        ([2, 1, 2, 2, 1, 2], [3, 2, 3, 3, 1]),
+    )
+    rooms = (ROOM, kernels.small_room(9, 11), 4 * kernels.small_room(2, 3))
+    for seed, (of_queries, of_contexts) in enumerate(lengths):
+        queries = random_fragments(of_queries, 34, torch.float32, seed=1)
+        contexts = random_fragments(of_contexts, 34, torch.float32, seed=2)
+        gradients = sparse_gradients(len(of_queries), len(of_contexts), (1.0, 0.6, 1.0)[seed], seed)
+        options = {"normalization": ("clipped_l2norm", "softmax", "l1norm")[seed], "temperature": 4.0}
+        found = check_gradients(kernels, queries, contexts, gradients, room=rooms[seed], seed=seed, **options)
+        for order in (10, 11):
+            again = run(kernels, queries, contexts, gradients, room=rooms[seed], seed=order, **options)
+            for one, other in ((found.queries, again.queries), (found.contexts, again.contexts)):
+                assert one.tobytes() == other.tobytes(), "backward: the order of the threads shows"
+    check_gradients(kernels, *cancelling_sets(3), sparse_gradients(3, 3, 1.0, 0), temperature=0.01)

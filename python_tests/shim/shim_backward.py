@@ -15,7 +15,7 @@ import numpy as np
 from python_tests.helpers.shim import call
 from python_tests.shim.shim_attention import AGGREGATIONS, FOCAL_MODES, NORMALIZATIONS
 
-ROOM = 1 << 25  # for raw scores, as in the launcher
+ROOM = 6_000_000  # for the numbers of pairs, as in the launcher
 
 
 class _Settings(ctypes.Structure):
@@ -80,10 +80,31 @@ class BackwardKernels:
         call(function, ctypes.byref(settings), *operands, of_queries, of_contexts, count, launches)
         return Gradients(of_queries, of_contexts, int(count[0]), int(launches[0]))
 
-    def workspace_bytes(self, query_sets: int, query_rows: int, context_sets: int, context_rows: int, dim: int) -> int:
+    def workspace_bytes(
+        self,
+        query_sets: int,
+        query_rows: int,
+        context_sets: int,
+        context_rows: int,
+        dim: int,
+        *,
+        element_bytes: int = 4,
+    ) -> int:
+        """Return the size of the workspace for rows of float32, or of 16 bits if `element_bytes` is 2."""
         function = self.library.cross_attention_backward_bytes
         function.restype = ctypes.c_int64
-        return int(function(ctypes.byref(_settings(query_sets, query_rows, context_sets, context_rows, dim))))
+        settings = _settings(query_sets, query_rows, context_sets, context_rows, dim)
+        return int(function(ctypes.byref(settings), ctypes.c_int64(element_bytes)))
+
+    def numbers(self, n_queries: int, n_contexts: int) -> int:
+        """Return how many numbers are kept of a pair of sets."""
+        function = self.library.cross_attention_backward_numbers
+        function.restype = ctypes.c_int64
+        return int(function(ctypes.c_int64(n_queries), ctypes.c_int64(n_contexts)))
+
+    def small_room(self, n_queries: int, n_contexts: int) -> int:
+        """Return the smallest room in which a pair of sets of these lengths has a place."""
+        return 2 * self.numbers(n_queries, n_contexts)
 
 
 def _settings(

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,20 +17,18 @@ from hypothesis import strategies as st
 
 from itm_fast import Fragments, reference
 from python_tests.helpers.fragments import random_fragments, tied_fragments
-from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
+from python_tests.helpers.shim import compile_driver
 from python_tests.shim.backward_checks import (
     DTYPES,
-    check_all_gradients,
+    cancelling_sets,
     check_gradients,
     clear_of_thresholds,
     reference_gradients,
     run,
     sparse_gradients,
 )
-from python_tests.shim.faults import planted, run_sanitized
 from python_tests.shim.shim_attention import AGGREGATIONS, FOCAL_MODES, NORMALIZATIONS
 from python_tests.shim.shim_backward import ROOM, BackwardKernels
-from python_tests.shim.shim_cases import outcomes
 
 pytestmark = pytest.mark.shim
 
@@ -57,7 +53,7 @@ def sets(query_lengths: list[int], context_lengths: list[int], dim: int = 12, se
 @settings(max_examples=60)
 @given(st.data())
 def test_gradients_of_ragged_sets(kernels: BackwardKernels, data: st.DataObject) -> None:
-    """Covers every option, dtype and share of pairs with a gradient, with a workspace for all pairs and for few."""
+    """Covers every option, dtype and share of pairs with a gradient, with all pairs in one chunk and in several."""
     seed = data.draw(st.integers(0, 2**31))
     queries, contexts = sets(
         data.draw(st.lists(lengths, min_size=1, max_size=5)),
@@ -81,7 +77,8 @@ def test_gradients_of_ragged_sets(kernels: BackwardKernels, data: st.DataObject)
     share = data.draw(st.sampled_from([0.0, 0.2, 0.6, 1.0]))
     gradients = sparse_gradients(len(queries), len(contexts), share, seed)
     gradients *= clear_of_thresholds(queries, contexts, **options)
-    room = data.draw(st.sampled_from([ROOM, ROOM, 170, 400]))  # A pair has up to 169 raw scores.
+    small = kernels.small_room(13, 13)
+    room = data.draw(st.sampled_from([ROOM, ROOM, small, 2 * small]))
     check_gradients(kernels, queries, contexts, gradients, room=room, seed=seed, **options)
 
 
@@ -96,8 +93,13 @@ def test_every_normalization_and_focal_mode(kernels: BackwardKernels, normalizat
 
 
 def test_sets_longer_than_a_tile(kernels: BackwardKernels) -> None:
-    """Covers more rows than a block sums at a time, more queries than attended vectors, and more sets than lanes."""
+    """Covers more rows and columns than a block sums at a time, sets without a Gram matrix, and long lists."""
     queries, contexts = sets([66, 3], [5, 70], 9)
+    check_gradients(kernels, queries, contexts, sparse_gradients(2, 2, 1.0, 0))
+    for dtype in DTYPES:  # The longest set with a Gram matrix, and a longer one.
+        queries, contexts = sets([3, 5], [112, 113], 8, dtype=dtype)
+        check_gradients(kernels, queries, contexts, sparse_gradients(2, 2, 1.0, 0))
+    queries, contexts = sets([2, 17], [3, 5], 264)
     check_gradients(kernels, queries, contexts, sparse_gradients(2, 2, 1.0, 0))
     queries, contexts = sets([1, 2, 1] * 4, [2, 0, 1] * 12, 5)
     gradients = sparse_gradients(12, 36, 0.02, 1)
@@ -124,17 +126,17 @@ def test_hardest_negatives_differentiate_at_most_three_pairs_an_image(kernels: B
 def test_the_launches(kernels: BackwardKernels) -> None:
     queries, contexts = sets([2, 3], [4, 1])
     gradients = torch.ones(2, 2)
-    assert run(kernels, queries, contexts, gradients).launches == 3
-    assert run(kernels, queries, contexts, gradients, room=24).launches == 4
-    assert run(kernels, queries, contexts, gradients, room=25).launches == 3
+    assert run(kernels, queries, contexts, gradients).launches == 2
+    assert run(kernels, queries, contexts, gradients, room=kernels.small_room(3, 4)).launches == 2
     # Pairs are counted even if no gradient is requested.
     found = run(kernels, queries, contexts, gradients, for_queries=False, for_contexts=False)
     assert (found.launches, found.pairs, found.queries, found.contexts) == (1, 4, None, None)
 
 
-@pytest.mark.parametrize("room", [ROOM, 60])
-def test_a_frozen_side_leaves_the_other_as_it_is(kernels: BackwardKernels, room: int) -> None:
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_a_frozen_side_leaves_the_other_as_it_is(kernels: BackwardKernels, in_chunks: bool) -> None:
     queries, contexts = sets([3, 1, 5], [4, 0, 7, 2])
+    room = kernels.small_room(5, 7) if in_chunks else ROOM
     gradients = sparse_gradients(3, 4, 0.8, 0)
     both = run(kernels, queries, contexts, gradients, room=room)
     of_queries = run(kernels, queries, contexts, gradients, room=room, for_contexts=False)
@@ -158,12 +160,13 @@ def test_nothing_to_do(kernels: BackwardKernels) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("room", [ROOM, 14])
+@pytest.mark.parametrize("in_chunks", [False, True])
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_rows_of_zeros_receive_no_gradient(
-    kernels: BackwardKernels, normalization: str, room: int, dtype: torch.dtype
+    kernels: BackwardKernels, normalization: str, in_chunks: bool, dtype: torch.dtype
 ) -> None:
     queries, contexts = sets([3, 2, 1], [4, 2, 1], 40, dtype=dtype)
+    room = kernels.small_room(3, 4) if in_chunks else ROOM
     queries.values[[1, 5]] = 0.0  # one row, and all of the last set
     contexts.values[[2, 4, 5]] = 0.0  # one row, and all of the second set
     gradients = sparse_gradients(3, 3, 1.0, 0)
@@ -174,9 +177,8 @@ def test_rows_of_zeros_receive_no_gradient(
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_vectors_that_cancel(kernels: BackwardKernels, aggregation: str) -> None:
-    """The attended vector is much shorter than its terms, so a Gram matrix would lose its digits."""
-    queries, contexts = sets([8] * 6, [2] * 6, 16, seed=5)
-    contexts.values[1::2] = -contexts.values[::2] + 1e-3 * contexts.values[1::2]
+    """A Gram matrix would lose the digits of the attended vectors, so they are formed."""
+    queries, contexts = cancelling_sets(6)
     options = {"temperature": 0.01, "aggregation": aggregation}
     check_gradients(kernels, queries, contexts, sparse_gradients(6, 6, 1.0, 0), **options)
 
@@ -190,8 +192,11 @@ def test_equal_cosines_send_the_gradient_of_the_maximum_to_the_first(kernels: Ba
     assert not found.queries[1:].any()
 
 
-@pytest.mark.parametrize("room", [ROOM, 80])
-def test_hard_attention_gives_the_gradient_to_the_first_of_equal_contexts(kernels: BackwardKernels, room: int) -> None:
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_hard_attention_gives_the_gradient_to_the_first_of_equal_contexts(
+    kernels: BackwardKernels, in_chunks: bool
+) -> None:
+    room = kernels.small_room(9, 8) if in_chunks else ROOM
     queries, contexts = tied_fragments([3, 0, 9, 1], 6, torch.float32), tied_fragments([8, 1, 5], 6, torch.float32, 1)
     gradients = sparse_gradients(4, 3, 0.8, 0)
     for normalization, aggregation in (("no_norm", "logsumexp"), ("clipped", "mean")):
@@ -243,42 +248,45 @@ def test_rows_that_are_not_finite_reach_their_pairs_alone(kernels: BackwardKerne
     assert not found.contexts[6:].any()
 
 
-@pytest.mark.parametrize("room", [ROOM, 120])
-def test_results_do_not_depend_on_the_order_of_blocks_and_threads(kernels: BackwardKernels, room: int) -> None:
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_results_do_not_depend_on_the_order_of_blocks_and_threads(kernels: BackwardKernels, in_chunks: bool) -> None:
+    """Also not on the number of blocks, which the driver draws from the seed."""
     queries, contexts = sets([9, 1, 5, 17, 2], [11, 4, 7], 40)
+    room = kernels.small_room(17, 11) if in_chunks else ROOM
     gradients = sparse_gradients(5, 3, 0.9, 0)
     found = [run(kernels, queries, contexts, gradients, room=room, seed=seed) for seed in range(4)]
     assert len({(part.queries.tobytes(), part.contexts.tobytes(), part.pairs) for part in found}) == 1
 
 
 def test_a_pair_that_no_room_holds_is_not_a_number(kernels: BackwardKernels) -> None:
-    """A pair of 40 raw scores with a workspace for 30 makes only the gradients of its own sets NaN."""
+    """A pair of 5 queries and 8 contexts with a room for 4 and 8 makes only the gradients of its own sets NaN."""
     queries, contexts = sets([3, 5, 2], [4, 8, 1])
     gradients = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
     right = run(kernels, queries, contexts, gradients)
-    found = run(kernels, queries, contexts, gradients, room=30)
+    found = run(kernels, queries, contexts, gradients, room=kernels.small_room(4, 8))
     for actual, expected, side in ((found.queries, right.queries, queries), (found.contexts, right.contexts, contexts)):
         rows = (side.set_index() == 1).numpy()
         assert np.isnan(actual[rows]).all()
         np.testing.assert_allclose(actual[~rows], expected[~rows], rtol=1e-5, atol=1e-7)
 
 
-def test_the_workspace_is_bounded(kernels: BackwardKernels) -> None:
-    """12 bytes per raw score, 16 per pair of query row and context set, 16 per pair, and the vectors of the blocks."""
-
-    def rounded(size: int) -> int:
-        return (size + 15) // 16 * 16
-
-    sizes = {"query_sets": 128, "query_rows": 128 * 24, "context_sets": 128, "context_rows": 128 * 36, "dim": 1024}
-    numbers = 3 * 4 * 3072 * 4608 + 4 * 4 * 3072 * 128
-    lists = (4 + 8 + 4) * 128 * 128 + 2 * rounded(4 * 128) + 4 * 8 * 128 + 3 * 16
-    assert kernels.workspace_bytes(**sizes) == numbers + lists + 512 * 8 * 1024 * 4
-    assert kernels.workspace_bytes(**sizes) < 220e6
-    # Eight times the batch: a dense gradient would need 10 GB. The sums of both sides are in float32.
-    larger = {name: value if name == "dim" else 8 * value for name, value in sizes.items()}
-    room = (3 + 4) * 4 * ROOM
-    sums = 4 * 1024 * 8 * (3072 + 4608)
-    assert kernels.workspace_bytes(**larger) < room + sums + 16 * 1024 * 1024 + 17 * 2**20
+def test_the_workspace_follows_the_pairs_of_a_chunk(kernels: BackwardKernels) -> None:
+    """Lists of 16 bytes per pair of sets, Gram matrices, a number per query, and what does not grow with the batch."""
+    sizes = {"query_sets": 128, "query_rows": 128 * 13, "context_sets": 128, "context_rows": 128 * 36, "dim": 1024}
+    for times in (1, 8):
+        larger = {name: value if name == "dim" else times * value for name, value in sizes.items()}
+        growing = 16 * larger["query_sets"] * larger["context_sets"]
+        growing += 4 * 112 * larger["context_rows"] + 4 * larger["query_rows"]
+        assert growing < kernels.workspace_bytes(**larger) < growing + 30e6
+        # If pairs may exceed a chunk, gradients of 16-bit rows are summed in float32.
+        sums = 4 * 1024 * (larger["query_rows"] + larger["context_rows"])
+        assert kernels.workspace_bytes(**larger, element_bytes=2) == kernels.workspace_bytes(**larger) + sums
+    # A batch of 1,024 with hardest negatives: three pairs per image take two chunks.
+    assert kernels.workspace_bytes(**larger) < 64e6
+    assert 3 * 1024 * kernels.numbers(13, 36) < 2 * (ROOM - kernels.numbers(13, 36))
+    # Small calls take what they need.
+    small = {"query_sets": 3, "query_rows": 9, "context_sets": 2, "context_rows": 8, "dim": 16}
+    assert kernels.workspace_bytes(**small) < 30e3
 
 
 def test_offsets_that_the_contract_forbids_lead_nowhere(kernels: BackwardKernels) -> None:
@@ -298,82 +306,5 @@ def test_offsets_that_make_more_rows_than_32_bits_count_lead_nowhere(kernels: Ba
     queries = Fragments(torch.ones(n_rows, 1), offsets, check=False, max_length=n_rows)
     contexts = Fragments(torch.ones(1, 1), torch.tensor([0, 1]))
     found = run(kernels, queries, contexts, torch.ones(n_sets, 1), room=170, for_queries=False)
-    assert (found.pairs, found.launches) == (n_sets // 2, 4)
+    assert (found.pairs, found.launches) == (n_sets // 2, 2)
     assert np.isnan(found.contexts).all()
-
-
-# Planted faults
-
-KERNELS = "csrc/include/itm_fast/cuda/"
-LISTS, PAIR, BACKWARD = (KERNELS + name for name in ("pair_lists.h", "pair_gradient.h", "cross_attention_backward.h"))
-WALK = """for (int32_t entry = 0; entry < to.n_pairs; ++entry) {
-      const ListedPair pair = pair_of(p, to, entry);"""
-FAULTS = {
-    "missing barrier between the runs of a list": (
-        (LISTS, "  barrier();\n  int32_t at = 0;", "  int32_t at = 0;"),
-        r"shared array '(counts|rows)_of_warps': (race at|read of) index \d+",
-    ),
-    "missing barrier before vectors that the block has formed are used": (
-        (BACKWARD, "    barrier();\n    for (int b = 0; b < count", "    for (int b = 0; b < count"),
-        r"shared array 'vectors': (race at|read of) index \d+",
-    ),
-    "missing barrier between raw scores and attention": (
-        (PAIR, "rows.dim, numbers.scores);\n  barrier();\n", "rows.dim, numbers.scores);\n"),
-        r"^backward: ",
-    ),
-    "the lists are added up before all are written": (
-        (LISTS, "== blocks - 1;", "== 0;"),
-        r"^backward: ",
-    ),
-    "the last pair of a list is dropped": (
-        (BACKWARD, WALK, WALK.replace("entry < to.n_pairs", "entry + 1 < to.n_pairs")),
-        r"^backward: gradient of the (queries|contexts): error",
-    ),
-    "pairs are added in the order in which threads come": (
-        (BACKWARD, WALK, "const int32_t come = atomic_add(p.lists.finished, 1);\n"
-         + WALK.replace("to, entry)", "to, to.is_context ? entry : (entry + come % to.n_pairs) % to.n_pairs)")),
-        r"^backward: the order of the threads shows",
-    ),
-    "the pair at the end of the room is taken for one past it": (
-        (BACKWARD, "pair.row + pair.n_queries <= room_for_rows", "pair.row + pair.n_queries < room_for_rows"),
-        r"^backward: gradient of the queries: error",
-    ),
-    "the runs of a list lie over each other": (
-        (LISTS, "at += counts_of_warps[w * 32 + lane()];", "at += 0 * counts_of_warps[w * 32 + lane()];"),
-        r"^backward: \d+ pairs",
-    ),
-    "an incoming gradient of zero counts": (
-        (LISTS, "+ context] != 0.0f;", "+ context] == 0.0f || true;"),
-        r"^backward: \d+ pairs",
-    ),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return compile_shim(tmp_path_factory.mktemp("shim"))
-
-
-def test_the_kernels_as_they_are_pass(kernels: BackwardKernels) -> None:
-    check_all_gradients(kernels)
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path: Path) -> None:
-    fault, message = FAULTS[name]
-    root = planted(tmp_path / "faulty", *fault)
-    library = compile_driver(DRIVER, tmp_path, "-O0", "-DITM_FAST_FLOAT32_ALONE", root=root, shim=shim)
-    with pytest.raises((AssertionError, KernelError)) as caught:
-        check_all_gradients(BackwardKernels(library))
-    assert re.search(message, str(caught.value)), str(caught.value)
-
-
-def test_the_kernels_pass_the_sanitizers_with_the_same_results(shim: list[Path], tmp_path: Path) -> None:
-    expected = outcomes({DRIVER: compile_driver(DRIVER, tmp_path, "-O0", shim=shim)})
-    compile_driver(DRIVER, tmp_path, "-O0", *SANITIZERS)
-    result = run_sanitized(tmp_path, DRIVER)
-    assert result.returncode == 0, result.stderr[-3000:]
-    with np.load(tmp_path / "outcomes.npz") as actual:
-        assert set(actual) == set(expected)
-        for name, right in expected.items():
-            assert actual[name].tobytes() == right.tobytes(), name

@@ -149,12 +149,12 @@ def test_launches_are_counted(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None
             tests.test_an_operator_launches_few_kernels("cuda", CASE_OF["retrieval_ranks"], noted.__setitem__)
 
     monkeypatch.setattr(tests, "past_the_room", lambda: past_the_room(rows=5))
-    steps = ("list_pairs", "differentiate_pairs", "accumulate_gradients", "finish_pairs")
+    steps = ("list_pairs", "backpropagate_pairs")
     monkeypatch.setattr(tests, "launched", kernels(*steps))
-    tests.test_pairs_past_the_room_take_a_fourth_launch()
-    monkeypatch.setattr(tests, "launched", kernels(*steps[:3]))
+    tests.test_pairs_past_the_room_take_no_more_launches()
+    monkeypatch.setattr(tests, "launched", kernels(*steps, "finish_pairs"))
     with pytest.raises(AssertionError):
-        tests.test_pairs_past_the_room_take_a_fourth_launch()
+        tests.test_pairs_past_the_room_take_no_more_launches()
 
 
 def test_a_limit_of_launches_stands_there_for_every_cuda_kernel() -> None:

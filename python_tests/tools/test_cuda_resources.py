@@ -107,7 +107,7 @@ def test_the_page_names_every_kernel_and_spills_only_where_permitted() -> None:
         cuda_resources.PAGE.read_text(),
         re.M,
     )
-    assert len(kernels) == 19
+    assert len(kernels) == 18
     assert {name.partition("<")[0] for name, _, _ in rows} == kernels
     spills = {name for name, stack, spilled in rows if (stack, spilled) != ("0", "0")}
     assert spills == {name for name, _, _ in rows if name.startswith(tuple(cuda_resources.MAY_SPILL))}
@@ -141,33 +141,46 @@ SASS = """\
 
 def test_the_main_loop_is_counted() -> None:
     """The second loop has no copies. Each copy depends on four instructions, one of them in the previous iteration."""
-    found = {name: device_loops.main_loop(code, labels) for name, code, labels in device_loops.functions(SASS)}
+    found = {name: device_loops.loops_of(code, labels) for name, code, labels in device_loops.functions(SASS)}
     loop = Loop(instructions=13, tensor=2, copies=1, copying=5, scalar_loads=1, slow_loads=1)
-    assert found == {"work": loop, "idle": None}
+    assert found == {"work": (loop,), "idle": ()}
     assert (loop.beside_tensor, loop.per_copy) == (88.0, 5.0)
+
+
+def test_the_shortest_loop_with_each_number_of_products_counts() -> None:
+    copy, product = "LDGSTS.E.BYPASS.128 [R7], [R2.64]", "HMMA.16816.F32.BF16 R32, R12, R28, R32"
+    code: list[str] = []
+    labels = {}
+    for number, body in enumerate(([product] * 3, [product, "NOP", "NOP"], [product, "NOP"], [product] * 2)):
+        labels[f".L_x_{number}"] = len(code)
+        code += [copy, *body, f"@P3 BRA `(.L_x_{number})"]
+    found = device_loops.loops_of(code, labels)
+    assert [(loop.tensor, loop.instructions) for loop in found] == [(1, 4), (2, 4), (3, 5)]
 
 
 def test_a_main_loop_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(instructions=14, tensor=2, copies=1, copying=5, scalar_loads=1, slow_loads=0)
-    usage = replace(USAGES[1], loop=loop)
-    assert cuda_resources.over_budget([usage]) == ["work<float> on sm_90: its main loop has no budget"]
-    monkeypatch.setattr(cuda_resources, "BUDGETS", {"work<": (96, 4)})
+    usage = replace(USAGES[1], loops=(loop,))
+    assert cuda_resources.over_budget([usage]) == [
+        "work<float> on sm_90: 1 loops multiply matrices and copy their operands, budgets for 0"
+    ]
+    monkeypatch.setattr(cuda_resources, "BUDGETS", {"work<": ((96, 4),)})
     assert cuda_resources.over_budget([usage]) == [
         "work<float> on sm_90: 5 instructions per copy in the main loop, budget 4",
         "work<float> on sm_90: 1 scalar loads in the main loop, budget 0",
     ]
     assert cuda_resources.over_budget(USAGES[:1]) == [
-        "work<float> on sm_80: no loop multiplies matrices and copies their operands"
+        "work<float> on sm_80: 0 loops multiply matrices and copy their operands, budgets for 1"
     ]
-    monkeypatch.setattr(cuda_resources, "BUDGETS", {"work<": (96, 5)})
-    spilling = replace(usage, loop=replace(loop, scalar_loads=0, slow_loads=2))
+    monkeypatch.setattr(cuda_resources, "BUDGETS", {"work<": ((96, 5),)})
+    spilling = replace(usage, loops=(replace(loop, scalar_loads=0, slow_loads=2),))
     assert cuda_resources.over_budget([spilling]) == [
         "work<float> on sm_90: 2 slow accesses in the main loop, budget 0"
     ]
     monkeypatch.setattr(cuda_resources, "MAY_SPILL", {"work<": "as tested"})
     assert cuda_resources.over_budget([spilling]) == []
-    monkeypatch.setattr(cuda_resources, "BUDGETS", {"work<": (96, 4)})
-    page = cuda_resources.page([replace(USAGES[0], loop=replace(loop, tensor=4)), usage])
+    monkeypatch.setattr(cuda_resources, "BUDGETS", {"work<": ((96, 4),)})
+    page = cuda_resources.page([replace(USAGES[0], loops=(replace(loop, tensor=4),)), usage])
     assert page.splitlines()[-1] == "| `work<float>` | 4/2 | 1 | 40.0/96.0 | 96 | 5.0 | 4 | 1 | 0 |"
 
 
@@ -177,14 +190,14 @@ def test_the_page_has_the_budgets_of_all_tensor_core_kernels() -> None:
     rows = [
         [cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines() if line.startswith("| `")
     ]
-    kernels = {row[0].strip("`"): row for row in rows}
-    for prefix, (beside, copying) in cuda_resources.BUDGETS.items():
-        (row,) = (row for name, row in kernels.items() if name.startswith(prefix))
-        assert [row[4], row[6]] == [str(beside), str(copying)]
-        assert max(map(float, row[3].split("/"))) <= beside
-        assert max(map(float, row[5].split("/"))) <= copying
-    assert len(kernels) == len(cuda_resources.BUDGETS)
-    assert cuda_resources.BUDGETS["score_tile<BFloat16, 1,"] == (40, 12)
+    for prefix, budgets in cuda_resources.BUDGETS.items():
+        of_kernel = [row for row in rows if row[0].strip("`").startswith(prefix)]
+        assert [[row[4], row[6]] for row in of_kernel] == [[str(number) for number in budget] for budget in budgets]
+        for row, (beside, copying) in zip(of_kernel, budgets, strict=True):
+            assert max(map(float, row[3].split("/"))) <= beside
+            assert max(map(float, row[5].split("/"))) <= copying
+    assert len(rows) == sum(map(len, cuda_resources.BUDGETS.values()))
+    assert cuda_resources.BUDGETS["score_tile<BFloat16, 1,"] == ((40, 12),)
 
 
 SOURCE = """\

@@ -69,7 +69,7 @@ std::string run(const Settings& s, const void* queries, const int64_t* query_off
   p.contexts = {context_values.first, offsets(wide_contexts, narrow_contexts), wide, s.context_sets, s.context_rows};
   p.dim = s.dim;
   p.options = PairOptions(s.options());
-  p.is_aligned = rows_are_aligned(p);
+  p.is_aligned = rows_are_aligned(p.queries, p.contexts, p.dim);
   p.scores = found.memory;
   LongProblem<S> of_long{p, {}, nullptr};
   const bool is_long = has_long_sets<Tile>(p);

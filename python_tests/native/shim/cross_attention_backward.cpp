@@ -51,6 +51,7 @@ const char* backward(const Settings& s, const float* gradients, const S* queries
   p.lists.total = count;
   p.options = PairOptions(s.options());
   p.dim = s.dim;
+  p.is_aligned = rows_are_aligned(p.lists.queries, p.lists.contexts, p.dim);
   p.query_gradients = of_queries.memory;
   p.context_gradients = of_contexts.memory;
   Workspace measured;
@@ -62,19 +63,15 @@ const char* backward(const Settings& s, const float* gradients, const S* queries
   Workspace workspace(memory.memory);
   std::fill_n(memory.memory, place_backward(p, sizes, workspace), static_cast<unsigned char>(0));
 
-  *launches = 0;
-  std::string problem;
-  const auto launch = [&](int64_t blocks, int threads, const auto& body) {
-    if (!problem.empty() || blocks == 0) return;
+  std::string problem = shim::launch(sizes.list_blocks(), kListThreads, s.seed, [&] { list_pairs(p.lists); });
+  *launches = 1;
+  // The number of blocks depends on the seed, because a GPU runs as many as are resident together.
+  const int64_t blocks = std::min(sizes.propagating_blocks(), static_cast<int64_t>(1 + s.seed % 3));
+  if (problem.empty() && blocks > 0) {
+    problem =
+        shim::launch_together(blocks, kGradientThreads, s.seed + 1, [&] { backpropagate_pairs(p); }, kBackwardBytes);
     ++*launches;
-    problem = shim::launch(blocks, threads, s.seed + *launches, [&] { body(p); });
-  };
-  launch(sizes.list_blocks(), kListThreads, [](const auto& p) { list_pairs(p.lists); });
-  if (sizes.needs_gradients()) {
-    launch(sizes.differentiating_blocks(), kGradientThreads, [](const auto& p) { differentiate_pairs(p); });
-    launch(sizes.accumulating_blocks(), kGradientThreads, [](const auto& p) { accumulate_gradients(p); });
   }
-  if (sizes.needs_finish()) launch(sizes.finishing_blocks(), kGradientThreads, [](const auto& p) { finish_pairs(p); });
   if (sizes.for_queries) std::copy_n(of_queries.memory, s.query_rows * s.dim, query_gradients);
   if (sizes.for_contexts) std::copy_n(of_contexts.memory, s.context_rows * s.dim, context_gradients);
   return report(problem);
@@ -96,10 +93,19 @@ ITM_FAST_BACKWARD(BFloat16, bfloat16)
 ITM_FAST_BACKWARD(Half, float16)
 #endif
 
-// Returns the size of the workspace in bytes.
-extern "C" int64_t cross_attention_backward_bytes(const Settings* settings) {
-  CrossAttentionBackward<float> p{};
+// Returns the size of the workspace in bytes, for rows of float32 or of 16 bits.
+template <typename S>
+int64_t workspace_bytes(const Settings& settings) {
+  CrossAttentionBackward<S> p{};
   Workspace measured;
-  place_backward(p, settings->sizes(), measured);
+  place_backward(p, settings.sizes(), measured);
   return measured.bytes();
+}
+extern "C" int64_t cross_attention_backward_bytes(const Settings* settings, int64_t element_bytes) {
+  return element_bytes == 4 ? workspace_bytes<float>(*settings) : workspace_bytes<BFloat16>(*settings);
+}
+
+// Returns how many numbers are kept of a pair of sets.
+extern "C" int64_t cross_attention_backward_numbers(int64_t n_queries, int64_t n_contexts) {
+  return numbers_of_pair(n_queries, n_contexts);
 }

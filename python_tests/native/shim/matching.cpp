@@ -57,7 +57,7 @@ extern "C" const char* matching(const Settings* s, const Sides* sides, const flo
   scoring.dim = sides->dim;
   scoring.options =
       PairOptions(CrossAttentionOptions{9.0, 0.1, 6.0, Normalization::clipped_l2norm, Focal::none, Aggregation::mean});
-  scoring.is_aligned = rows_are_aligned(scoring);
+  scoring.is_aligned = rows_are_aligned(scoring.queries, scoring.contexts, scoring.dim);
   scoring.scores = found.memory;
   const Exact<float> anchors(anchor_scores, s->rows * s->rows);
   const Exact<bool> mask(positives, s->rows * s->rows);

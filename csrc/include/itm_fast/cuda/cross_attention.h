@@ -68,13 +68,8 @@ ITM_FAST_DEVICE void write_gram(const ScoreProblem<S>& p, int64_t set) {
 
 template <typename S>
 ITM_FAST_DEVICE void write_query_norm(const ScoreProblem<S>& p, int64_t row) {
-  float square = 0.0f;
-  for (int64_t d = lane(); d < p.dim; d += 32) {
-    const float x = widen(p.queries.values[row * p.dim + d]);
-    square += x * x;
-  }
-  for (int step = 16; step > 0; step /= 2) square += shuffle_xor(square, step);
-  if (lane() == 0) p.query_norms[row] = sqrtf(square);
+  const float norm = norm_of_row(p.queries.values + row * p.dim, p.dim);
+  if (lane() == 0) p.query_norms[row] = norm;
 }
 
 // Grid: a block for each plan, one per context set, then one per kNormRows queries.

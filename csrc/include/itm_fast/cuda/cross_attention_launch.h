@@ -31,13 +31,6 @@ void place_scores(ScoreProblem<S>& p, Workspace& workspace, int64_t gram_width =
   p.query_norms = workspace.take<float>(p.queries.n_rows);
 }
 
-// Whether all rows are aligned to 16 bytes, as asynchronous copies require.
-template <typename S>
-bool rows_are_aligned(const ScoreProblem<S>& p) {
-  const auto is_aligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; };
-  return is_aligned(p.queries.values) && is_aligned(p.contexts.values) && p.dim * sizeof(S) % 16 == 0;
-}
-
 template <typename S>
 int64_t preparing_blocks(const ScoreProblem<S>& p) {
   return 2 + p.contexts.n_sets + (p.queries.n_rows + kNormRows - 1) / kNormRows;

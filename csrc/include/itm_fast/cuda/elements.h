@@ -1,6 +1,8 @@
 // Storage formats of rows on a GPU: float32, bfloat16 or float16. All arithmetic is in float32.
 #pragma once
 
+#include <cmath>
+
 #include "itm_fast/bfloat16.h"
 #include "itm_fast/cuda/machine.h"
 
@@ -18,5 +20,17 @@ ITM_FAST_DEVICE float widen(Half value) { return fp16_value(value.bits); }
 ITM_FAST_DEVICE void narrow(float value, float& stored) { stored = value; }
 ITM_FAST_DEVICE void narrow(float value, BFloat16& stored) { stored.bits = bf16_bits(value); }
 ITM_FAST_DEVICE void narrow(float value, Half& stored) { stored.bits = fp16_bits(value); }
+
+// The norm of a row, for a warp.
+template <typename S>
+ITM_FAST_DEVICE float norm_of_row(const S* row, int64_t dim) {
+  float square = 0.0f;
+  for (int64_t d = lane(); d < dim; d += 32) {
+    const float x = widen(row[d]);
+    square += x * x;
+  }
+  for (int step = 16; step > 0; step /= 2) square += shuffle_xor(square, step);
+  return sqrtf(square);
+}
 
 }  // namespace itm_fast::cuda

@@ -1,187 +1,10 @@
 // The gradient of one pair of sets on a GPU, computed by one block: from the rows of both sets and the gradient of
 // their score to the factors of those rows.
-//
-// Everything is recomputed in float32. The attended vectors are formed, kAttendedQueries of them at a time, so that
-// their norms keep all digits. With K contexts, n queries and width d, the raw scores, the attended vectors, and their
-// products with the contexts take K n d multiply-adds each.
 #pragma once
 
-#include "itm_fast/cuda/attention_pair.h"
-#include "itm_fast/cuda/elements.h"
-#include "itm_fast/cuda/score_tile.h"
+#include "itm_fast/cuda/pair_recompute.h"
 
 namespace itm_fast::cuda {
-
-inline constexpr int kGradientWarps = 8, kGradientThreads = 32 * kGradientWarps;
-inline constexpr int kAttendedQueries = 8;
-
-// The numbers of one pair in global memory: matrices (queries, contexts) and vectors with one number per query.
-struct PairNumbers {
-  float* scores;     // raw; at the end their gradients through the attention
-  float* attention;  // p
-  float* mixed;      // <x_k, c_j> of the attended vectors c; then the gradients of the logits
-  float* dot;        // <q, c>; at the end the factor of c in the gradient of q, and of q in that of c
-  float* square;     // |c|^2; at the end the factor of c in its own gradient
-  float* norm;       // |q|; at the end the factor of q in its own gradient
-  float* cosine;
-
-  ITM_FAST_DEVICE PairNumbers at(int64_t row, int64_t score) const {
-    return {scores + score, attention + score, mixed + score, dot + row, square + row, norm + row, cosine + row};
-  }
-};
-
-template <typename S>
-struct PairRows {
-  const S *queries, *contexts;
-  int n_queries, n_contexts;
-  int64_t dim;
-};
-
-// Adds each of kCount values (a power of two up to 32) over the lanes. A lane gets the sum of value
-// lane() / (32 / kCount). Each step adds the values of two halves of the lanes, and leaves each half half of the sums.
-template <int kCount>
-ITM_FAST_DEVICE float sum_over_lanes(float (&values)[kCount]) {
-  int distance = 16;
-  for (int count = kCount / 2; count > 0; count /= 2, distance /= 2) {
-    const bool upper = (lane() & distance) != 0;
-    for (int i = 0; i < count; ++i) {
-      const float kept = upper ? values[i + count] : values[i], given = upper ? values[i] : values[i + count];
-      values[i] = kept + shuffle_xor(given, distance);
-    }
-  }
-  for (; distance > 0; distance /= 2) values[0] += shuffle_xor(values[0], distance);
-  return values[0];
-}
-
-// products[i * n_right + k] = <left_i, right_k>: a warp computes 4 x 4 of them, with lanes over the width.
-template <typename L, typename R>
-ITM_FAST_DEVICE void dot_products(const L* left, int n_left, const R* right, int n_right, int64_t dim,
-                                  float* products) {
-  constexpr int kSide = 4;
-  const int tiles_right = (n_right + kSide - 1) / kSide;
-  const int tiles = (n_left + kSide - 1) / kSide * tiles_right;
-  for (int tile = warp(); tile < tiles; tile += kGradientWarps) {
-    const int first_left = tile / tiles_right * kSide, first_right = tile % tiles_right * kSide;
-    const L* left_rows[kSide];
-    const R* right_rows[kSide];
-    for (int i = 0; i < kSide; ++i) {  // Past the end, repeat the last row.
-      left_rows[i] = left + smaller(first_left + i, n_left - 1) * dim;
-      right_rows[i] = right + smaller(first_right + i, n_right - 1) * dim;
-    }
-    float sums[kSide * kSide] = {};
-    for (int64_t c = lane(); c < dim; c += 32) {
-      float l[kSide], r[kSide];
-      for (int i = 0; i < kSide; ++i) l[i] = widen(left_rows[i][c]);
-      for (int i = 0; i < kSide; ++i) r[i] = widen(right_rows[i][c]);
-      for (int i = 0; i < kSide * kSide; ++i) sums[i] += l[i / kSide] * r[i % kSide];
-    }
-    const float sum = sum_over_lanes(sums);
-    const int i = first_left + lane() / 2 / kSide, k = first_right + lane() / 2 % kSide;
-    if (lane() % 2 == 0 && i < n_left && k < n_right) products[static_cast<int64_t>(i) * n_right + k] = sum;
-  }
-}
-
-// Shared by all queries of a set for one context: the statistics of its row of raw scores.
-struct RowNorm {
-  float norm, denominator, peak;
-
-  ITM_FAST_DEVICE RowNorm(const RowStatistics& statistics, const PairOptions& options)
-      : norm(options.is_l2() ? sqrtf(statistics.total) : statistics.total),
-        denominator(options.is_softmax() ? statistics.total : statistics.denominator(options)),
-        peak(statistics.peak) {}
-
-  // The normalised score a; exact if the softmax has one query.
-  ITM_FAST_DEVICE float normalized(float raw, const PairOptions& options) const {
-    return (options.is_softmax() ? expf(raw - peak) : options.clipped(raw)) / denominator;
-  }
-};
-
-// Calls body(position of j, norm) for a context's scores, one thread per context.
-template <typename Body>
-ITM_FAST_DEVICE void each_row(const PairNumbers& numbers, int n_queries, int n_contexts, const PairOptions& options,
-                              const Body& body) {
-  for (int k = thread_index(); k < n_contexts; k += kGradientThreads) {
-    RowStatistics statistics;
-    for (int j = 0; j < n_queries; ++j) {
-      statistics.add(numbers.scores[static_cast<int64_t>(j) * n_contexts + k], options);
-    }
-    body(k, RowNorm(statistics, options));
-  }
-}
-
-// Raw scores and attention: one thread per row, then per column.
-template <typename S>
-ITM_FAST_DEVICE void attend_pair(const PairRows<S>& rows, const PairOptions& options, const PairNumbers& numbers) {
-  const int n = rows.n_queries, n_contexts = rows.n_contexts;
-  dot_products(rows.queries, n, rows.contexts, n_contexts, rows.dim, numbers.scores);
-  barrier();
-  float* logits = numbers.mixed;
-  each_row(numbers, n, n_contexts, options, [&](int k, const RowNorm& norm) {
-    for (int j = 0; j < n; ++j) {
-      const int64_t at = static_cast<int64_t>(j) * n_contexts + k;
-      logits[at] = options.temperature * norm.normalized(numbers.scores[at], options);
-    }
-  });
-  barrier();
-  PairOptions of_logits = options;  // They are ready for the attention.
-  of_logits.normalization = Normalization::no_norm;
-  of_logits.clips = false;
-  of_logits.small_logits = false;  // The greatest numerator must be exactly 1, so that opposite vectors cancel.
-  for (int j = thread_index(); j < n; j += kGradientThreads) {
-    const int64_t at = static_cast<int64_t>(j) * n_contexts;
-    float* attention = numbers.attention + at;
-    const auto store = [&](int k, float e) { attention[k] = e; };
-    const float total =
-        attend_column([&](int k) { return logits[at + k]; }, [](int) { return 1.0f; }, store, n_contexts, of_logits)
-            .total;
-    for (int k = 0; k < n_contexts; ++k) attention[k] /= total;
-  }
-  barrier();
-}
-
-// The cosines, and `mixed`. `attended` has room for kAttendedQueries vectors.
-template <typename S>
-ITM_FAST_DEVICE void compare_with_attended(const PairRows<S>& rows, float* attended, const PairNumbers& numbers) {
-  const int n_contexts = rows.n_contexts;
-  for (int first = 0; first < rows.n_queries; first += kAttendedQueries) {
-    const int count = static_cast<int>(smaller(kAttendedQueries, rows.n_queries - first));
-    const float* attention = numbers.attention + static_cast<int64_t>(first) * n_contexts;
-    for (int64_t c = thread_index(); c < rows.dim; c += kGradientThreads) {
-      float sums[kAttendedQueries] = {};
-      for (int k = 0; k < n_contexts; ++k) {
-        const float x = widen(rows.contexts[k * rows.dim + c]);
-        for (int j = 0; j < kAttendedQueries; ++j) {
-          sums[j] += attention[smaller(j, count - 1) * n_contexts + k] * x;
-        }
-      }
-      for (int j = 0; j < kAttendedQueries; ++j) {
-        if (j < count) attended[j * rows.dim + c] = sums[j];
-      }
-    }
-    barrier();
-    dot_products(attended, count, rows.contexts, n_contexts, rows.dim,
-                 numbers.mixed + static_cast<int64_t>(first) * n_contexts);
-    for (int j = warp(); j < count; j += kGradientWarps) {
-      const S* query = rows.queries + (first + j) * rows.dim;
-      float sums[4] = {};
-      for (int64_t c = lane(); c < rows.dim; c += 32) {
-        const float a = attended[j * rows.dim + c], q = widen(query[c]);
-        sums[0] += a * q;
-        sums[1] += a * a;
-        sums[2] += q * q;
-      }
-      const float sum = sum_over_lanes(sums);
-      const float dot = shuffle(sum, 0), square = shuffle(sum, 8), norm = sqrtf(shuffle(sum, 16));
-      if (lane() == 0) {
-        numbers.dot[first + j] = dot;
-        numbers.square[first + j] = square;
-        numbers.norm[first + j] = norm;
-        numbers.cosine[first + j] = cosine_of(dot, square, 1.0f, norm);
-      }
-    }
-    barrier();
-  }
-}
 
 // The gradient of cosine j, given the gradient of the aggregate of all n.
 ITM_FAST_DEVICE float cosine_gradient(const float* cosine, int j, int n, float gradient, const PairOptions& options) {
@@ -219,7 +42,7 @@ ITM_FAST_DEVICE void differentiate_cosines(const PairNumbers& numbers, int n, fl
 // Through the softmax over the contexts: `mixed` becomes the gradient of the logits; one warp per query.
 ITM_FAST_DEVICE void differentiate_attention(const PairNumbers& numbers, int n_queries, int n_contexts) {
   for (int j = warp(); j < n_queries; j += kGradientWarps) {
-    const int64_t at = static_cast<int64_t>(j) * n_contexts;
+    const int64_t at = j * numbers.stride;
     const float dot = numbers.dot[j], factor = numbers.square[j];
     float along[1] = {};
     for (int k = lane(); k < n_contexts; k += 32) {
@@ -250,13 +73,13 @@ ITM_FAST_DEVICE void differentiate_rows(const PairNumbers& numbers, int n_querie
     };
     float along = 0.0f;
     for (int j = 0; j < n_queries; ++j) {
-      const int64_t at = static_cast<int64_t>(j) * n_contexts + k;
+      const int64_t at = j * numbers.stride + k;
       along += numbers.mixed[at] * unit(numbers.scores[at]);
     }
     const float scale = softmax ? options.temperature : options.temperature / row.denominator;
     const float rest = static_cast<float>(kNormEpsilon) / row.denominator;
     for (int j = 0; j < n_queries; ++j) {
-      const int64_t at = static_cast<int64_t>(j) * n_contexts + k;
+      const int64_t at = j * numbers.stride + k;
       const float raw = numbers.scores[at], clipped = options.clipped(raw);
       float gradient = numbers.mixed[at];
       if (softmax) {
@@ -273,17 +96,27 @@ ITM_FAST_DEVICE void differentiate_rows(const PairNumbers& numbers, int n_querie
   });
 }
 
-// Hard attention is a constant: the raw scores receive no gradient through it.
-ITM_FAST_DEVICE void clear_scores(const PairNumbers& numbers, int n_queries, int n_contexts) {
-  const int64_t count = static_cast<int64_t>(n_queries) * n_contexts;
-  for (int64_t i = thread_index(); i < count; i += kGradientThreads) numbers.scores[i] = 0.0f;
+// From the gradients of the raw scores through the attention to the factors of both sides. With the attended vectors
+// c_j = sum_k p_jk x_k and W_jk = scores_jk + dot_j p_jk,
+// dX_k = sum_j W_jk q_j + sum_l (sum_j p_jk square_j p_jl) x_l and dQ_j = sum_k W_jk x_k + norm_j q_j.
+// An exact query adds square_j p_jk c_j to dX_k, and dot_j c_j to dQ_j, instead of the terms that contain p_jl x_l: if
+// the contexts cancel, dot_j c_j is a product of a large number and a short vector. Hard attention is a constant: the
+// raw scores receive no gradient through it.
+ITM_FAST_DEVICE void turn_pair(const PairNumbers& numbers, int n_queries, int n_contexts, bool is_hard) {
+  for (int i = thread_index(); i < n_queries * n_contexts; i += kGradientThreads) {
+    const int j = i / n_contexts, k = i % n_contexts;
+    const int64_t at = j * numbers.stride + k, turned_at = k * numbers.turned_stride + j;
+    const bool is_exact = numbers.exact[j] != 0.0f;
+    const float p = numbers.attention[at], score = is_hard ? 0.0f : numbers.scores[at];
+    const float both = score + numbers.dot[j] * p;
+    numbers.scores[at] = is_exact ? score : both;
+    numbers.attention[at] = is_exact ? 0.0f : p * numbers.square[j];
+    numbers.mixed[turned_at] = both;
+    numbers.turned[turned_at] = p;
+  }
 }
 
-// Stores in `numbers` the factors for both sides of the pair. With the attended vectors c_j = sum_k p_jk x_k:
-// dX_k = sum_j (scores_jk q_j + p_jk (dot_j q_j + square_j c_j)) and
-// dQ_j = sum_k scores_jk x_k + dot_j c_j + norm_j q_j.
-// The part through the attention stays separate from the rest: if the contexts cancel, dot_j c_j is a product of a
-// large number and a short vector.
+// Stores in `numbers` the factors for both sides of the pair.
 template <typename S>
 ITM_FAST_DEVICE void differentiate_pair(const PairRows<S>& rows, float gradient, const PairOptions& options,
                                         float* attended, const PairNumbers& numbers) {
@@ -291,14 +124,13 @@ ITM_FAST_DEVICE void differentiate_pair(const PairRows<S>& rows, float gradient,
   compare_with_attended(rows, attended, numbers);
   differentiate_cosines(numbers, rows.n_queries, gradient, options);
   barrier();
-  if (options.is_hard()) {
-    clear_scores(numbers, rows.n_queries, rows.n_contexts);
-  } else {
+  if (!options.is_hard()) {
     differentiate_attention(numbers, rows.n_queries, rows.n_contexts);
     barrier();
     differentiate_rows(numbers, rows.n_queries, rows.n_contexts, options);
+    barrier();
   }
-  barrier();
+  turn_pair(numbers, rows.n_queries, rows.n_contexts, options.is_hard());
 }
 
 }  // namespace itm_fast::cuda

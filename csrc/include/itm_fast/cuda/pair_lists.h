@@ -2,11 +2,13 @@
 //
 // A block lists the pairs of 32 context sets (lanes over the contexts, warps over runs of query sets) or of one query
 // set per warp. Each list is in ascending order of sets. The last block to finish sums the lists, so that a pair knows
-// its index and the offset of its numbers. Lists have room for all pairs at fixed distances, so the host needs no
-// counts. NaN counts as non-zero; a pair with an empty set has no gradient.
+// its index and the place of its numbers. Lists have room for all pairs at fixed distances, so the host needs no
+// counts. NaN counts as non-zero; a pair with an empty set has no gradient. A pair that needs more than `most_numbers`
+// is listed without a place.
 #pragma once
 
 #include "itm_fast/cuda/machine.h"
+#include "itm_fast/cuda/row_sums.h"
 #include "itm_fast/cuda/score_tile.h"
 #include "itm_fast/cuda/set_tiles.h"
 
@@ -16,54 +18,87 @@ template <typename S>
 struct PairLists {
   const float* gradients;  // (query sets, context sets), dense
   SetRows<S> queries, contexts;
-  int32_t* context_lists;   // (context sets, query sets): the query sets of each context set
-  int32_t* context_counts;  // pairs of each context set
-  int64_t* query_starts;  // (context sets, query sets), of listed pairs: query rows of the pairs before it in the list
-  int64_t* context_rows;  // query rows of all pairs of each context set
-  int32_t* query_lists;   // (query sets, context sets); null if no query set needs its list
+  int32_t* context_lists;    // (context sets, query sets): the query sets of each context set
+  int32_t* context_counts;   // pairs of each context set
+  int64_t* query_starts;     // (context sets, query sets), of listed pairs: numbers of the pairs before it in the list
+  int64_t* context_numbers;  // numbers of all pairs of each context set
+  int32_t* query_lists;      // (query sets, context sets); null if no query set needs its list
   int32_t* query_counts;
-  // Totals before each context set, and of all: pairs, their query rows, and their raw scores.
-  int64_t *first_pair, *first_row, *first_score;
-  int64_t* total;         // pairs: a result of the operator
-  uint64_t* most_scores;  // zero at first; then the most raw scores of a pair
-  uint64_t* most_rows;    // zero at first; then the most query rows of a pair
-  int32_t* finished;      // zero
+  int64_t *first_pair, *first_number;  // totals before each context set
+  int64_t* total;                      // pairs: a result of the operator
+  int64_t* total_numbers;
+  int64_t most_numbers;  // that a pair may have
+  uint64_t* largest;     // zero at first; then the most numbers of a pair that has a place
+  int32_t* finished;     // zero
 
   ITM_FAST_DEVICE bool has_gradient(int64_t query, int64_t context) const {
     return gradients[query * contexts.n_sets + context] != 0.0f;
   }
 };
 
-// A pair: its sets, and the query rows and raw scores of listed pairs before it.
+// Numbers kept of a pair: four matrices, five vectors and a flag, see PairNumbers. A multiple of 16 bytes.
+constexpr int64_t numbers_of_pair(int64_t n_queries, int64_t n_contexts) {
+  return padded(n_queries) * (4 * padded(n_contexts) + 5) + 4;
+}
+
+// A pair: its sets, and the place of its numbers among those of all pairs.
 struct ListedPair {
   int64_t query, context;
   int64_t n_queries, n_contexts;
-  int64_t row, score;
+  int64_t start;
+
+  ITM_FAST_DEVICE int64_t numbers() const { return numbers_of_pair(n_queries, n_contexts); }
 };
 
 template <typename S>
 ITM_FAST_DEVICE ListedPair listed_pair(const PairLists<S>& p, int64_t query, int64_t context) {
-  ListedPair pair{query, context, p.queries.length(query), p.contexts.length(context), 0, 0};
   const int64_t before = p.query_starts[context * p.queries.n_sets + query];
-  pair.row = p.first_row[context] + before;
-  pair.score = p.first_score[context] + before * pair.n_contexts;
-  return pair;
+  return {query, context, p.queries.length(query), p.contexts.length(context), p.first_number[context] + before};
 }
 
-// The pair with an index below *p.total.
-template <typename S>
-ITM_FAST_DEVICE ListedPair numbered_pair(const PairLists<S>& p, int64_t number) {
-  int64_t context = 0, end = p.contexts.n_sets;  // The last context set whose first pair is not past the number.
+// The last context set whose first index is not past `index`; `firsts` is in ascending order.
+ITM_FAST_DEVICE int64_t context_of(const int64_t* firsts, int64_t n_contexts, int64_t index) {
+  int64_t context = 0, end = n_contexts;
   while (context + 1 < end) {
     const int64_t middle = (context + end) / 2;
-    if (p.first_pair[middle] <= number) {
+    if (firsts[middle] <= index) {
       context = middle;
     } else {
       end = middle;
     }
   }
-  const int32_t query = p.context_lists[context * p.queries.n_sets + (number - p.first_pair[context])];
-  return listed_pair(p, query, context);
+  return context;
+}
+
+// The pair with an index below *p.total.
+template <typename S>
+ITM_FAST_DEVICE ListedPair numbered_pair(const PairLists<S>& p, int64_t number) {
+  const int64_t context = context_of(p.first_pair, p.contexts.n_sets, number);
+  return listed_pair(p, p.context_lists[context * p.queries.n_sets + (number - p.first_pair[context])], context);
+}
+
+// The first entry of a list whose pair starts at `bound` or later; pair_at(entry) is in ascending order.
+template <typename PairAt>
+ITM_FAST_DEVICE int32_t first_entry_from(int32_t count, int64_t bound, const PairAt& pair_at) {
+  int32_t first = 0, end = count;
+  while (first < end) {
+    const int32_t middle = first + (end - first) / 2;
+    if (pair_at(middle).start < bound) {
+      first = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+  return first;
+}
+
+// The index of the first pair that starts at `bound` or later.
+template <typename S>
+ITM_FAST_DEVICE int64_t first_pair_from(const PairLists<S>& p, int64_t bound) {
+  const int64_t context = context_of(p.first_number, p.contexts.n_sets, bound);
+  const int32_t* list = p.context_lists + context * p.queries.n_sets;
+  return p.first_pair[context] + first_entry_from(p.context_counts[context], bound,
+                                                  [&](int32_t entry) { return listed_pair(p, list[entry], context); });
 }
 
 // Warps share the query sets, and each examines its own in order. Fewer threads sum up the results, because each
@@ -74,44 +109,46 @@ inline constexpr int kListWarps = 16, kListThreads = 32 * kListWarps, kListedCon
 template <typename S>
 ITM_FAST_DEVICE void list_contexts(const PairLists<S>& p, int64_t first) {
   ITM_FAST_SHARED(int32_t, counts_of_warps, kListThreads);
-  ITM_FAST_SHARED(int64_t, rows_of_warps, kListThreads);
+  ITM_FAST_SHARED(int64_t, numbers_of_warps, kListThreads);
   const int64_t context = first + lane(), n_queries = p.queries.n_sets;
-  const bool present = context < p.contexts.n_sets && p.contexts.length(context) > 0;
+  const int64_t n_contexts = context < p.contexts.n_sets ? p.contexts.length(context) : 0;
+  const auto numbers_with = [&](int64_t length) {
+    const int64_t count = numbers_of_pair(length, n_contexts);
+    return count <= p.most_numbers ? count : 0;
+  };
   const int64_t run = (n_queries + kListWarps - 1) / kListWarps;
   const int64_t begin = warp() * run, end = smaller(begin + run, n_queries);
   int32_t count = 0;
-  int64_t rows = 0, longest = 0;
+  int64_t numbers = 0, largest = 0;
   for (int64_t query = begin; query < end; ++query) {
     const int64_t length = p.queries.length(query);
-    if (!present || length == 0 || !p.has_gradient(query, context)) continue;
+    if (n_contexts == 0 || length == 0 || !p.has_gradient(query, context)) continue;
+    const int64_t more = numbers_with(length);
     ++count;
-    rows += length;
-    if (length > longest) longest = length;
+    numbers += more;
+    if (more > largest) largest = more;
   }
   counts_of_warps[thread_index()] = count;
-  rows_of_warps[thread_index()] = rows;
+  numbers_of_warps[thread_index()] = numbers;
   barrier();
   int32_t at = 0;
-  rows = 0;
+  numbers = 0;
   for (int w = 0; w < warp(); ++w) {
     at += counts_of_warps[w * 32 + lane()];
-    rows += rows_of_warps[w * 32 + lane()];
+    numbers += numbers_of_warps[w * 32 + lane()];
   }
   for (int64_t query = begin; query < end; ++query) {
     const int64_t length = p.queries.length(query);
-    if (!present || length == 0 || !p.has_gradient(query, context)) continue;
+    if (n_contexts == 0 || length == 0 || !p.has_gradient(query, context)) continue;
     p.context_lists[context * n_queries + at] = static_cast<int32_t>(query);
-    p.query_starts[context * n_queries + query] = rows;
+    p.query_starts[context * n_queries + query] = numbers;
     ++at;
-    rows += length;
+    numbers += numbers_with(length);
   }
-  if (longest > 0) {
-    atomic_max(p.most_rows, static_cast<uint64_t>(longest));
-    atomic_max(p.most_scores, static_cast<uint64_t>(longest * p.contexts.length(context)));
-  }
+  if (largest > 0) atomic_max(p.largest, static_cast<uint64_t>(largest));
   if (warp() == kListWarps - 1 && context < p.contexts.n_sets) {
     p.context_counts[context] = at;
-    p.context_rows[context] = rows;
+    p.context_numbers[context] = numbers;
   }
 }
 
@@ -136,41 +173,36 @@ ITM_FAST_DEVICE void list_query(const PairLists<S>& p, int64_t query) {
 template <typename S>
 ITM_FAST_DEVICE void add_up_lists(const PairLists<S>& p) {
   ITM_FAST_SHARED(int64_t, pairs_of_runs, kAddingThreads);
-  ITM_FAST_SHARED(int64_t, rows_of_runs, kAddingThreads);
-  ITM_FAST_SHARED(int64_t, scores_of_runs, kAddingThreads);
+  ITM_FAST_SHARED(int64_t, numbers_of_runs, kAddingThreads);
   const bool adds = thread_index() < kAddingThreads;
   const int64_t n_sets = p.contexts.n_sets, run = (n_sets + kAddingThreads - 1) / kAddingThreads;
   const int64_t begin = adds ? smaller(thread_index() * run, n_sets) : n_sets, end = smaller(begin + run, n_sets);
-  int64_t pairs = 0, rows = 0, scores = 0;
+  int64_t pairs = 0, numbers = 0;
   for (int64_t context = begin; context < end; ++context) {
-    const int64_t of_context = load_coherent(p.context_rows + context);
     pairs += load_coherent(p.context_counts + context);
-    rows += of_context;
-    scores += of_context * p.contexts.length(context);
+    numbers += load_coherent(p.context_numbers + context);
   }
   if (adds) {
     pairs_of_runs[thread_index()] = pairs;
-    rows_of_runs[thread_index()] = rows;
-    scores_of_runs[thread_index()] = scores;
+    numbers_of_runs[thread_index()] = numbers;
   }
   barrier();
   if (!adds) return;
-  pairs = rows = scores = 0;
+  pairs = numbers = 0;
   for (int t = 0; t < thread_index(); ++t) {
     pairs += pairs_of_runs[t];
-    rows += rows_of_runs[t];
-    scores += scores_of_runs[t];
+    numbers += numbers_of_runs[t];
   }
   for (int64_t context = begin; context < end; ++context) {
     p.first_pair[context] = pairs;
-    p.first_row[context] = rows;
-    p.first_score[context] = scores;
-    const int64_t of_context = load_coherent(p.context_rows + context);
+    p.first_number[context] = numbers;
     pairs += load_coherent(p.context_counts + context);
-    rows += of_context;
-    scores += of_context * p.contexts.length(context);
+    numbers += load_coherent(p.context_numbers + context);
   }
-  if (thread_index() == kAddingThreads - 1) *p.total = pairs;
+  if (thread_index() == kAddingThreads - 1) {
+    *p.total = pairs;
+    *p.total_numbers = numbers;
+  }
 }
 
 constexpr int64_t list_blocks_of_contexts(int64_t n_contexts) { return tiles_of(n_contexts, kListedContexts); }

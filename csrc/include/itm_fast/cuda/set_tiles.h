@@ -30,6 +30,13 @@ struct SetRows {
   }
 };
 
+// Whether all rows are aligned to 16 bytes, as asynchronous copies require.
+template <typename S>
+bool rows_are_aligned(const SetRows<S>& queries, const SetRows<S>& contexts, int64_t dim) {
+  const auto is_aligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; };
+  return is_aligned(queries.values) && is_aligned(contexts.values) && dim * sizeof(S) % 16 == 0;
+}
+
 // The tiles of one side: tile t holds the sets from first_set[t] up to first_set[t + 1].
 struct TilePlan {
   int64_t* first_set;  // (capacity + 1,)

@@ -130,15 +130,21 @@ class SliceCopies {
 
 // Two floats as kParts pairs of bfloat16 that add up to them.
 template <int kParts>
-ITM_FAST_DEVICE void split_pair(uint32_t first, uint32_t second, uint32_t (&parts)[kParts]) {
-  float low, high;
-  __builtin_memcpy(&low, &first, sizeof(low));
-  __builtin_memcpy(&high, &second, sizeof(high));
+ITM_FAST_DEVICE void split_floats(float low, float high, uint32_t (&parts)[kParts]) {
   for (int part = 0; part < kParts; ++part) {
     parts[part] = bf16_pair(low, high);
     low -= bf16_value(static_cast<uint16_t>(parts[part]));
     high -= bf16_value(static_cast<uint16_t>(parts[part] >> 16));
   }
+}
+
+// The same for the bits of two floats.
+template <int kParts>
+ITM_FAST_DEVICE void split_pair(uint32_t first, uint32_t second, uint32_t (&parts)[kParts]) {
+  float low, high;
+  __builtin_memcpy(&low, &first, sizeof(low));
+  __builtin_memcpy(&high, &second, sizeof(high));
+  split_floats(low, high, parts);
 }
 
 // The fragments of 16 rows and of 8 columns, 16 elements deep.
@@ -214,9 +220,9 @@ ITM_FAST_DEVICE void load_float_columns(ColumnFragment<kParts>& columns, SharedA
   }
 }
 
-template <bool kHalf, int kParts>
-ITM_FAST_DEVICE void multiply_parts(float (&sums)[4], const RowFragment<kParts>& rows,
-                                    const ColumnFragment<kParts>& columns, int row_part, int column_part) {
+template <bool kHalf, int kRowParts, int kColumnParts>
+ITM_FAST_DEVICE void multiply_parts(float (&sums)[4], const RowFragment<kRowParts>& rows,
+                                    const ColumnFragment<kColumnParts>& columns, int row_part, int column_part) {
   if (kHalf) {
     mma_fp16(sums, rows.parts[row_part], columns.parts[column_part]);
   } else {
@@ -226,9 +232,10 @@ ITM_FAST_DEVICE void multiply_parts(float (&sums)[4], const RowFragment<kParts>&
 
 // Rows times the columns of two fragments, whose products alternate so that neither waits for the other. `kBySlice`:
 // the products of a slice are added up separately, then added to the sums in true float32.
-template <bool kHalf, bool kBySlice, int kParts>
-ITM_FAST_DEVICE void multiply_pair(float (&first_sums)[4], float (&second_sums)[4], const RowFragment<kParts>& rows,
-                                   const ColumnFragment<kParts>& first, const ColumnFragment<kParts>& second) {
+template <bool kHalf, bool kBySlice, int kRowParts, int kColumnParts>
+ITM_FAST_DEVICE void multiply_pair(float (&first_sums)[4], float (&second_sums)[4], const RowFragment<kRowParts>& rows,
+                                   const ColumnFragment<kColumnParts>& first,
+                                   const ColumnFragment<kColumnParts>& second) {
   if constexpr (kBySlice) {
     float first_slice[4] = {}, second_slice[4] = {};
     multiply_pair<kHalf, false>(first_slice, second_slice, rows, first, second);
@@ -237,9 +244,11 @@ ITM_FAST_DEVICE void multiply_pair(float (&first_sums)[4], float (&second_sums)[
       second_sums[i] += second_slice[i];
     }
   } else {
-    constexpr int kProducts = kParts == 3 ? 6 : kParts == 2 ? 3 : 1;
+    constexpr int kParts = kRowParts > kColumnParts ? kRowParts : kColumnParts;
     constexpr int kOrder[6][2] = {{0, 2}, {2, 0}, {1, 1}, {0, 1}, {1, 0}, {0, 0}};  // fewer parts use the last ones
-    for (int i = 6 - kProducts; i < 6; ++i) {
+    ITM_FAST_UNROLLED
+    for (int i = 0; i < 6; ++i) {
+      if (kOrder[i][0] + kOrder[i][1] >= kParts || kOrder[i][0] >= kRowParts || kOrder[i][1] >= kColumnParts) continue;
       multiply_parts<kHalf>(first_sums, rows, first, kOrder[i][0], kOrder[i][1]);
       multiply_parts<kHalf>(second_sums, rows, second, kOrder[i][0], kOrder[i][1]);
     }

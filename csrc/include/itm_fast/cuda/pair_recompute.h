@@ -1,0 +1,287 @@
+// A pair of sets computed again for its gradient, by one block: from the rows of both sets to their raw scores, the
+// attention and the cosines.
+//
+// Raw scores are products of rows on tensor cores. With the Gram matrix G of the contexts and the attention p, the
+// attended vector c of a query has <x_k, c> = (p G)_k and |c|^2 = p G p. If the contexts cancel, these forms lose their
+// digits. The attended vectors of such queries, and of sets too long for a Gram matrix, are formed: they are "exact".
+#pragma once
+
+#include "itm_fast/cuda/attention_pair.h"
+#include "itm_fast/cuda/elements.h"
+#include "itm_fast/cuda/row_sums.h"
+#include "itm_fast/cuda/score_tile.h"
+
+namespace itm_fast::cuda {
+
+inline constexpr int kGradientWarps = 8, kGradientThreads = 32 * kGradientWarps;
+// Attended vectors that a block forms at a time, if it must.
+inline constexpr int kAttendedQueries = 4;
+// The longest context set with a Gram matrix.
+inline constexpr int kGramContexts = 112;
+
+// Raw scores and Gram matrices.
+using PairTile = ProductTile<64, 64, 4, 2, 4, 256>;
+
+// The numbers of one pair in global memory: matrices (queries, contexts) and vectors with one number per query.
+struct PairNumbers {
+  float* scores;     // raw; at the end W, see turn_pair
+  float* attention;  // p; at the end its products with `square`, 0 if exact
+  float* mixed;      // <x_k, c_j>; then the gradients of the logits; at the end W turned: (contexts, queries)
+  float* turned;     // at the end p turned: (contexts, queries)
+  float* dot;        // <q, c>; at the end the factor of c in the gradient of q, and of q in that of c
+  float* square;     // |c|^2; at the end the factor of c in its own gradient
+  float* norm;       // |q|; at the end the factor of q in its own gradient
+  float* cosine;
+  float* exact;                   // 1 if the attended vector is formed, else 0
+  float* has_exact;               // one number: 1 if one of them is
+  int64_t stride, turned_stride;  // of the matrices
+
+  ITM_FAST_DEVICE PairNumbers(float* first, int64_t n_queries, int64_t n_contexts)
+      : scores(first), stride(padded(n_contexts)), turned_stride(padded(n_queries)) {
+    const int64_t matrix = stride * turned_stride;
+    attention = scores + matrix;
+    mixed = attention + matrix;
+    turned = mixed + matrix;
+    dot = turned + matrix;
+    square = dot + turned_stride;
+    norm = square + turned_stride;
+    cosine = norm + turned_stride;
+    exact = cosine + turned_stride;
+    has_exact = exact + turned_stride;
+  }
+};
+
+template <typename S>
+struct PairRows {
+  const S *queries, *contexts;
+  const float* gram;  // rows padded(n_contexts) apart; null if the set is too long
+  int n_queries, n_contexts;
+  int64_t dim;
+  bool is_aligned;
+};
+
+// Adds each of kCount values (a power of two up to 32) over the lanes. A lane gets the sum of value
+// lane() / (32 / kCount). Each step adds the values of two halves of the lanes, and leaves each half half of the sums.
+template <int kCount>
+ITM_FAST_DEVICE float sum_over_lanes(float (&values)[kCount]) {
+  int distance = 16;
+  for (int count = kCount / 2; count > 0; count /= 2, distance /= 2) {
+    const bool upper = (lane() & distance) != 0;
+    for (int i = 0; i < count; ++i) {
+      const float kept = upper ? values[i + count] : values[i], given = upper ? values[i] : values[i + count];
+      values[i] = kept + shuffle_xor(given, distance);
+    }
+  }
+  for (; distance > 0; distance /= 2) values[0] += shuffle_xor(values[0], distance);
+  return values[0];
+}
+
+// products[i * stride + k] = <left_i, right_k>: a warp computes 4 x 4 of them, with lanes over the width.
+template <typename R>
+ITM_FAST_DEVICE void dot_products(const float* left, int n_left, const R* right, int n_right, int64_t dim,
+                                  float* products, int64_t stride) {
+  constexpr int kSide = 4;
+  const int tiles_right = (n_right + kSide - 1) / kSide;
+  const int tiles = (n_left + kSide - 1) / kSide * tiles_right;
+  for (int tile = warp(); tile < tiles; tile += kGradientWarps) {
+    const int first_left = tile / tiles_right * kSide, first_right = tile % tiles_right * kSide;
+    const float* left_rows[kSide];
+    const R* right_rows[kSide];
+    for (int i = 0; i < kSide; ++i) {  // Past the end, repeat the last row.
+      left_rows[i] = left + smaller(first_left + i, n_left - 1) * dim;
+      right_rows[i] = right + smaller(first_right + i, n_right - 1) * dim;
+    }
+    float sums[kSide * kSide] = {};
+    for (int64_t c = lane(); c < dim; c += 32) {
+      float l[kSide], r[kSide];
+      for (int i = 0; i < kSide; ++i) l[i] = left_rows[i][c];
+      for (int i = 0; i < kSide; ++i) r[i] = widen(right_rows[i][c]);
+      for (int i = 0; i < kSide * kSide; ++i) sums[i] += l[i / kSide] * r[i % kSide];
+    }
+    const float sum = sum_over_lanes(sums);
+    const int i = first_left + lane() / 2 / kSide, k = first_right + lane() / 2 % kSide;
+    if (lane() % 2 == 0 && i < n_left && k < n_right) products[i * stride + k] = sum;
+  }
+}
+
+// Shared by all queries of a set for one context: the statistics of its row of raw scores.
+struct RowNorm {
+  float norm, denominator, peak;
+
+  ITM_FAST_DEVICE RowNorm(const RowStatistics& statistics, const PairOptions& options)
+      : norm(options.is_l2() ? sqrtf(statistics.total) : statistics.total),
+        denominator(options.is_softmax() ? statistics.total : statistics.denominator(options)),
+        peak(statistics.peak) {}
+
+  // The normalised score a; exact if the softmax has one query.
+  ITM_FAST_DEVICE float normalized(float raw, const PairOptions& options) const {
+    return (options.is_softmax() ? expf(raw - peak) : options.clipped(raw)) / denominator;
+  }
+};
+
+// Calls body(position of j, norm) for a context's scores, one thread per context.
+template <typename Body>
+ITM_FAST_DEVICE void each_row(const PairNumbers& numbers, int n_queries, int n_contexts, const PairOptions& options,
+                              const Body& body) {
+  for (int k = thread_index(); k < n_contexts; k += kGradientThreads) {
+    RowStatistics statistics;
+    for (int j = 0; j < n_queries; ++j) statistics.add(numbers.scores[j * numbers.stride + k], options);
+    body(k, RowNorm(statistics, options));
+  }
+}
+
+// The products of two runs of rows, in ITM_FAST_TILE_SCORES. A separate function, so that a kernel holds one copy of
+// it.
+template <typename S>
+ITM_FAST_DEVICE_APART void multiply_sets(const S* rows, int n_rows, const S* columns, int n_columns, int64_t dim,
+                                         bool is_aligned) {
+  constexpr int kParts = std::is_same_v<S, float> ? 3 : 1;
+  multiply_tile<kParts, PairTile, true>(RowRun<S>{rows, n_rows, dim}, RowRun<S>{columns, n_columns, dim}, dim,
+                                        is_aligned);
+}
+
+// Calls body(row, column, product) for all products of two sets, tile after tile.
+template <typename S, typename Body>
+ITM_FAST_DEVICE void each_product(const S* rows, int n_rows, const S* columns, int n_columns, int64_t dim,
+                                  bool is_aligned, const Body& body) {
+  ITM_FAST_TILE_SCORES(PairTile);
+  for (int first_row = 0; first_row < n_rows; first_row += PairTile::kRows) {
+    for (int first_column = 0; first_column < n_columns; first_column += PairTile::kColumns) {
+      const int height = static_cast<int>(smaller(PairTile::kRows, n_rows - first_row));
+      const int width = static_cast<int>(smaller(PairTile::kColumns, n_columns - first_column));
+      multiply_sets(rows + first_row * dim, height, columns + first_column * dim, width, dim, is_aligned);
+      for (int i = thread_index(); i < height * width; i += kGradientThreads) {
+        const int row = i / width, column = i % width;
+        body(first_row + row, first_column + column, static_cast<float>(scores[row * PairTile::kScoreStride + column]));
+      }
+      barrier();  // The next product takes the place of this one.
+    }
+  }
+}
+
+// Raw scores and attention: one thread per row, then per column.
+template <typename S>
+ITM_FAST_DEVICE void attend_pair(const PairRows<S>& rows, const PairOptions& options, const PairNumbers& numbers) {
+  const int n = rows.n_queries, n_contexts = rows.n_contexts;
+  each_product(rows.contexts, n_contexts, rows.queries, n, rows.dim, rows.is_aligned,
+               [&](int k, int j, float product) { numbers.scores[j * numbers.stride + k] = product; });
+  float* logits = numbers.mixed;
+  each_row(numbers, n, n_contexts, options, [&](int k, const RowNorm& norm) {
+    for (int j = 0; j < n; ++j) {
+      const int64_t at = j * numbers.stride + k;
+      logits[at] = options.temperature * norm.normalized(numbers.scores[at], options);
+    }
+  });
+  barrier();
+  PairOptions of_logits = options;  // They are ready for the attention.
+  of_logits.normalization = Normalization::no_norm;
+  of_logits.clips = false;
+  of_logits.small_logits = false;  // The greatest numerator must be exactly 1, so that opposite vectors cancel.
+  for (int j = thread_index(); j < n; j += kGradientThreads) {
+    const int64_t at = j * numbers.stride;
+    float* attention = numbers.attention + at;
+    const auto store = [&](int k, float e) { attention[k] = e; };
+    const float total =
+        attend_column([&](int k) { return logits[at + k]; }, [](int) { return 1.0f; }, store, n_contexts, of_logits)
+            .total;
+    for (int k = 0; k < n_contexts; ++k) attention[k] /= total;
+  }
+  barrier();
+}
+
+// `mixed`, <q, c> and |c|^2 from the Gram matrix. Marks the queries whose sums lost too many digits as exact.
+template <typename S>
+ITM_FAST_DEVICE void compare_by_gram(const PairRows<S>& rows, const PairNumbers& numbers) {
+  const int n = rows.n_queries, n_contexts = rows.n_contexts;
+  for (int first = 0; first < n; first += RowSumTile<float>::kRows) {
+    const int count = static_cast<int>(smaller(RowSumTile<float>::kRows, n - first));
+    const SumRange range{first, count, 0, n_contexts, static_cast<int>(numbers.stride)};
+    sum_rows<true, float>(range, 0, 1,
+                          [&](int32_t) { return SumTerm<float>{numbers.attention, rows.gram, n_contexts}; });
+    each_row_sum(range, [&](int j, int k, float sum) { numbers.mixed[(first + j) * numbers.stride + k] = sum; });
+    barrier();
+  }
+  for (int j = warp(); j < n; j += kGradientWarps) {
+    const int64_t at = j * numbers.stride;
+    float sums[4] = {};
+    for (int k = lane(); k < n_contexts; k += 32) {
+      const float p = numbers.attention[at + k];
+      sums[0] += p * numbers.scores[at + k];
+      sums[1] += p * numbers.mixed[at + k];
+      sums[2] += p * sqrtf(rows.gram[k * numbers.stride + k]);
+    }
+    const float sum = sum_over_lanes(sums);
+    const AttendedNorm norm{shuffle(sum, 8), shuffle(sum, 16)};
+    if (lane() == 0) {
+      numbers.dot[j] = sum;
+      numbers.square[j] = norm.square;
+      numbers.exact[j] = norm.is_lost() ? 1.0f : 0.0f;
+    }
+  }
+}
+
+// The same for attended vectors that are formed, kAttendedQueries of them at a time. `attended` has room for them.
+template <typename S>
+ITM_FAST_DEVICE void compare_exactly(const PairRows<S>& rows, float* attended, const PairNumbers& numbers) {
+  const int n_contexts = rows.n_contexts;
+  for (int first = 0; first < rows.n_queries; first += kAttendedQueries) {
+    const int count = static_cast<int>(smaller(kAttendedQueries, rows.n_queries - first));
+    bool is_any = false;
+    for (int j = 0; j < count; ++j) is_any = is_any || numbers.exact[first + j] != 0.0f;
+    if (!is_any) continue;
+    barrier();  // All threads have read the marks.
+    const float* attention = numbers.attention + first * numbers.stride;
+    for (int64_t c = thread_index(); c < rows.dim; c += kGradientThreads) {
+      float sums[kAttendedQueries] = {};
+      for (int k = 0; k < n_contexts; ++k) {
+        const float x = widen(rows.contexts[k * rows.dim + c]);
+        for (int j = 0; j < kAttendedQueries; ++j) sums[j] += attention[smaller(j, count - 1) * numbers.stride + k] * x;
+      }
+      for (int j = 0; j < kAttendedQueries; ++j) {
+        if (j < count) attended[j * rows.dim + c] = sums[j];
+      }
+    }
+    barrier();
+    dot_products(attended, count, rows.contexts, n_contexts, rows.dim, numbers.mixed + first * numbers.stride,
+                 numbers.stride);
+    for (int j = warp(); j < count; j += kGradientWarps) {
+      const S* query = rows.queries + (first + j) * rows.dim;
+      float sums[2] = {};
+      for (int64_t c = lane(); c < rows.dim; c += 32) {
+        const float a = attended[j * rows.dim + c];
+        sums[0] += a * widen(query[c]);
+        sums[1] += a * a;
+      }
+      const float sum = sum_over_lanes(sums), square = shuffle(sum, 16);
+      if (lane() == 0) {
+        numbers.dot[first + j] = sum;
+        numbers.square[first + j] = square;
+        numbers.exact[first + j] = 1.0f;
+      }
+    }
+    barrier();
+  }
+}
+
+// The cosines, `mixed`, and which queries are exact.
+template <typename S>
+ITM_FAST_DEVICE void compare_with_attended(const PairRows<S>& rows, float* attended, const PairNumbers& numbers) {
+  if (rows.gram != nullptr) {
+    compare_by_gram(rows, numbers);
+  } else {
+    for (int j = thread_index(); j < rows.n_queries; j += kGradientThreads) numbers.exact[j] = 1.0f;
+  }
+  if (thread_index() == 0) *numbers.has_exact = 0.0f;
+  barrier();
+  compare_exactly(rows, attended, numbers);
+  for (int j = warp(); j < rows.n_queries; j += kGradientWarps) {
+    const float norm = norm_of_row(rows.queries + j * rows.dim, rows.dim);
+    if (lane() != 0) continue;
+    numbers.norm[j] = norm;
+    numbers.cosine[j] = cosine_of(numbers.dot[j], numbers.square[j], 1.0f, norm);
+    if (numbers.exact[j] != 0.0f) *numbers.has_exact = 1.0f;
+  }
+  barrier();
+}
+
+}  // namespace itm_fast::cuda

@@ -1,0 +1,140 @@
+"""Planted faults in the backward CUDA kernels of cross_attention_scores, and the kernels under the sanitizers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
+from python_tests.shim.backward_checks import check_all_gradients
+from python_tests.shim.faults import planted, run_sanitized
+from python_tests.shim.shim_backward import BackwardKernels
+from python_tests.shim.shim_cases import outcomes
+
+pytestmark = pytest.mark.shim
+
+DRIVER = "cross_attention_backward"
+KERNELS = "csrc/include/itm_fast/cuda/"
+LISTS, PAIR, SUMS, CHUNK, SETS, BACKWARD = (
+    f"{KERNELS}{name}.h"
+    for name in (
+        "pair_lists",
+        "pair_recompute",
+        "row_sums",
+        "backward_chunk",
+        "set_gradients",
+        "cross_attention_backward",
+    )
+)
+ERROR = r"^backward: gradient of the (queries|contexts): error"
+PAIR_AT = "if (entry == entries.last) return {squares, to.values, to.n_rows};\n      const ListedPair pair = "
+TERMS = "const int32_t last = entries.last + (squares != nullptr ? 1 : 0);"
+FAULTS = {
+    "missing barrier between the runs of a list": (
+        (LISTS, "  barrier();\n  int32_t at = 0;", "  int32_t at = 0;"),
+        r"shared array '(counts|numbers)_of_warps': (race at|read of) index \d+",
+    ),
+    "the lists are added up before all are written": (
+        (LISTS, "== blocks - 1;", "== 0;"),
+        r"^backward: |asynchronous copy",
+    ),
+    "the runs of a list lie over each other": (
+        (LISTS, "at += counts_of_warps[w * 32 + lane()];", "at += 0 * counts_of_warps[w * 32 + lane()];"),
+        r"^backward: \d+ pairs",
+    ),
+    "an incoming gradient of zero counts": (
+        (LISTS, "+ context] != 0.0f;", "+ context] == 0.0f || true;"),
+        r"^backward: \d+ pairs",
+    ),
+    "missing barrier between a product and the next": (
+        (PAIR, "barrier();  // The next product takes the place of this one.", ""),
+        r"^backward: |race at index \d+",
+    ),
+    "attended vectors that cancel are taken from the Gram matrix": (
+        (PAIR, "norm.is_lost() ? 1.0f : 0.0f", "norm.is_lost() ? 0.0f : 0.0f"),
+        ERROR,
+    ),
+    "the sums replace stages that are still read": (
+        (SUMS, "barrier();  // The stages are filled again, or replaced by the sums.", ""),
+        r"shared array '\w+': (race at|read of) index \d+",
+    ),
+    "a step is multiplied before its copies have landed": (
+        (SUMS, "wait_copies<kRing - 2>();", "wait_copies<kRing - 1>();"),
+        r"shared array '(coefficients|rows)': .*copy",
+    ),
+    "a stage is filled while it is read": (
+        (SUMS, "barrier();  // All copies have landed, and all threads are done with the stage that is filled next.",
+         "warp_sync();"),
+        r"shared array '(coefficients|rows)': ",
+    ),
+    "the rows of a fragment of coefficients are swapped": (
+        (SUMS, "(tile * 16 + lane() / 4 + i % 2 * 8)", "(tile * 16 + lane() / 4 + (1 - i % 2) * 8)"),
+        ERROR,
+    ),
+    "coefficients past the end of a row are used": (
+        (SUMS, "left >= 4 ? 4 : left > 0 ? left : 0", "left > 0 ? 4 : 0"),
+        ERROR,
+    ),
+    "the last term of a sum is dropped": (
+        (SETS, TERMS, TERMS.replace("entries.last +", "entries.last - 1 +")),
+        ERROR,
+    ),
+    "the sums of squares are left out": ((SETS, TERMS, "const int32_t last = entries.last;"), ERROR),
+    "exact queries are left out": ((SETS, "if (vote_any(has_exact)) {", "if (false) {"), ERROR),
+    "the factors of the queries are those of the first pair": (
+        (SETS, "numbers_of(p, chunk, pair).norm[row];", "numbers_of(p, chunk, pair).norm[0];"),
+        ERROR,
+    ),
+    "pairs are added in an order that depends on the block": (
+        (SETS, PAIR_AT + "pair_of(p, to, entry);", PAIR_AT
+         + "pair_of(p, to, entries.first + (entry - entries.first + block_index()) % (entries.last - entries.first));"),
+        r"^backward: the order of the threads shows",
+    ),
+    **{
+        f"missing barrier after {step}": (
+            (BACKWARD, f"{step}(p, chunk);\n    grid_barrier(p.arrived, ++round);", f"{step}(p, chunk);"),
+            r"^backward: ",
+        )
+        for step in ("differentiate_pairs", "sum_lists")
+    },
+    "the sums of earlier chunks are dropped": ((SETS, "if (!chunk.is_first) sum += to.sums[at];", ""), ERROR),
+    "the last pair of a chunk reaches into the next room": (
+        (CHUNK, "(p.room - static_cast<int64_t>(*p.lists.largest)) / 16 * 16", "p.room"),
+        r"^backward: ",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return compile_shim(tmp_path_factory.mktemp("shim"))
+
+
+@pytest.mark.parametrize("flags", [(), ("-DITM_FAST_SHIM_TRUNCATES",)], ids=["rounds", "truncates"])
+def test_the_kernels_as_they_are_pass(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Also if tensor cores cut off the last digits of their sums."""
+    check_all_gradients(BackwardKernels(compile_driver(DRIVER, tmp_path, *flags)))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path: Path) -> None:
+    fault, message = FAULTS[name]
+    root = planted(tmp_path / "faulty", *fault)
+    library = compile_driver(DRIVER, tmp_path, "-O0", "-DITM_FAST_FLOAT32_ALONE", root=root, shim=shim)
+    with pytest.raises((AssertionError, KernelError)) as caught:
+        check_all_gradients(BackwardKernels(library))
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_the_kernels_pass_the_sanitizers_with_the_same_results(shim: list[Path], tmp_path: Path) -> None:
+    expected = outcomes({DRIVER: compile_driver(DRIVER, tmp_path, "-O0", shim=shim)})
+    compile_driver(DRIVER, tmp_path, "-O0", *SANITIZERS)
+    result = run_sanitized(tmp_path, DRIVER)
+    assert result.returncode == 0, result.stderr[-3000:]
+    with np.load(tmp_path / "outcomes.npz") as actual:
+        assert set(actual) == set(expected)
+        for name, right in expected.items():
+            assert actual[name].tobytes() == right.tobytes(), name
