@@ -8,10 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 import itm_fast
 from python_tests.helpers.processes import ROOT, run
 
+# All native tests lie in this folder, and collecting the other folders takes several seconds per instruction set.
+FOLDER = ROOT / "python_tests/operators"
+
 
 def run_native_tests(instruction_set):
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "native", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "native", "-p", "no:cacheprovider", FOLDER]
     return run(command, cwd=ROOT, ITM_FAST_CPU_ISA=instruction_set)
+
+
+def test_native_tests_lie_in_one_folder(request):
+    marked = {item.path for item in request.session.items if item.get_closest_marker("native")}
+    assert {path for path in marked if FOLDER not in path.parents} == set()
 
 
 def test_native_kernels_with_every_other_instruction_set():
