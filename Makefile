@@ -34,7 +34,7 @@ demo: build ## Train on the bundled emoji data, evaluate, write the report.
 	$(VENV)/bin/itm-fast demo $(ARGS)
 
 test: build ## Run the tests in two processes.
-	$(PYTHON) -m pytest -n $(PROCESSES) --dist loadfile $(ARGS)
+	$(PYTHON) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-oldest: ## Run the tests with the oldest Python found and the oldest torch supported, in .venv-oldest.
 	$(MAKE) OLDEST=1 test

@@ -25,6 +25,25 @@ settings.register_profile("itm_fast", settings.get_profile("random"), derandomiz
 settings.load_profile("itm_fast")
 
 
+# Files with few but long tests. They start first, so that no process ends long after the others.
+LONG_FILES = (
+    "operators/test_instruction_sets.py",
+    "cli/test_demo.py",
+    "tools/test_gpu_check_bare.py",
+    "docs/test_examples.py",
+    "distributed/test_torchrun.py",
+    "cli/test_packed_coco.py",
+    "training/test_kill.py",
+    "training/test_training_soak.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder = Path(__file__).parent
+    first = {folder / name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: first.get(item.path, len(first)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def memory_to_spare() -> Iterator[None]:
     """Replace the measured host memory, so that features fit in memory unless a test sets less."""
