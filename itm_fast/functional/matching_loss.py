@@ -50,8 +50,9 @@ def matching_loss(
         loss = triplet_loss(scores, ...)  # or boosting_loss(scores, anchor_scores, ...)
 
     One call on a CPU, or two launches on CUDA, computes scores, mining, loss and the gradient of the scores. This
-    applies to reductions "sum" and "mean" if a gradient is needed, on CUDA for up to 8192 pairs. Otherwise, and under
-    `torch.compile`, the function makes the two calls itself.
+    applies to reductions "sum" and "mean" if a gradient is needed. On CUDA it applies to at most 8192 pairs, and to
+    sets of at most 128 queries and 112 contexts on average. Otherwise, and under `torch.compile`, the function makes
+    the two calls itself.
 
     Args:
         queries: `(N, d)` rows in B sets; float32, float64, bfloat16 or float16.

@@ -19,6 +19,8 @@ from itm_fast.reference import validation
 
 ATTENTION = ("t2i", "i2t")
 LOSSES = ("triplet", "boosting")
+# Rows of a tile of the CUDA kernels.
+TILE_QUERIES, TILE_CONTEXTS = 128, 112
 # The options of the losses in the order of the operator, with values for those that a loss does not have.
 _UNUSED: dict[str, Any] = {
     "margin": None,
@@ -60,7 +62,8 @@ def matching_loss(
     options = {**options, "mining": _triplet.present_mining(options["mining"])}
     native = use_native("matching_loss", queries.values)
     shape = (len(queries), len(contexts))
-    if not native or not in_one_pass_from(options["reduction"], shape, queries.values, contexts.values):
+    in_one_call = native and in_one_pass_from(options["reduction"], shape, queries.values, contexts.values)
+    if not in_one_call or has_long_sets(queries, contexts):
         return _in_separate_calls(queries, contexts, attention, anchor_scores, positives, scoring, options)
     refuse_transforms("matching_loss", queries.values, contexts.values)
     numbers = _attention.check_options(**scoring)
@@ -87,6 +90,14 @@ def matching_loss(
         *operands, anchor_scores, positives, attention, of_attention, options
     )
     return loss_and_scores
+
+
+def has_long_sets(queries: Fragments, contexts: Fragments) -> bool:
+    """Return whether the scores on CUDA have a launch of their own: the average set is longer than a tile."""
+    if queries.device.type != "cuda":
+        return False
+    sides = ((queries, TILE_QUERIES), (contexts, TILE_CONTEXTS))
+    return any(side.values.shape[0] > tile * len(side) for side, tile in sides)
 
 
 def _in_separate_calls(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import itm_fast.functional as F_itm
 from itm_fast import Fragments, reference
-from itm_fast.ops import one_pass
+from itm_fast.ops import matching_loss, one_pass
 from python_tests.helpers.fragments import native_calls, random_fragments
 from python_tests.helpers.stand_in import stand_in
 from python_tests.helpers.triplet_cases import MINING, random_scores
@@ -175,6 +175,21 @@ def test_one_call_where_a_gradient_is_needed(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(one_pass, "UP_TO_ON_CUDA", SIZE - 1)
         assert used(*on_cuda) == ["cross_attention_scores", "triplet_loss"]
     assert used(words, regions) == ["matching_loss"]
+
+
+def test_mostly_long_sets_on_a_gpu_are_scored_separately() -> None:
+    class OnGpu:
+        device = torch.device("cuda")
+
+        def __init__(self, rows: int) -> None:
+            self.values = torch.empty(rows, 0)
+
+        def __len__(self) -> int:
+            return 2
+
+    for queries, contexts, expected in ((256, 224, False), (257, 1, True), (1, 225, True)):
+        assert matching_loss.has_long_sets(OnGpu(queries), OnGpu(contexts)) is expected
+    assert not matching_loss.has_long_sets(random_fragments([300], 2), random_fragments([300], 2))
 
 
 def test_autocast_lowers_the_operands_and_keeps_float32_scores() -> None:

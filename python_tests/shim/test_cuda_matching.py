@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from python_tests.helpers.boosting import random_pair
@@ -94,6 +94,9 @@ def test_all_results_are_those_of_separate_launches(
     kernels: MatchingKernels, separate: Separate, data: st.DataObject
 ) -> None:
     lengths = data.draw(st.lists(st.sampled_from([0, 1, 3, 9, 30, 70]), min_size=1, max_size=14))
+    longest = data.draw(st.sampled_from([4, 60]))
+    # Separate launches score sets piece by piece if their average is longer than a tile.
+    assume(sum(lengths) <= 64 * len(lengths) and (longest < 60 or len(lengths) > 1))
     seed = data.draw(st.integers(0, 2**31))
     boosted = data.draw(st.booleans())
     options: dict[str, Any] = {
@@ -111,7 +114,7 @@ def test_all_results_are_those_of_separate_launches(
     check(
         kernels,
         separate,
-        *sides(lengths, data.draw(st.sampled_from([4, 60])), seed % 1000),
+        *sides(lengths, longest, seed % 1000),
         matrices[0].numpy() if boosted else None,
         array(matrices[1] > 0.4) if data.draw(st.booleans()) else None,
         is_transposed=data.draw(st.booleans()),
