@@ -85,7 +85,7 @@ _LOSSES = (
 )
 _STRIP, _MADD = "row of 128 scores", "multiply-add"
 _BACKWARD = (
-    Wanted(_BACKPROPAGATED, "raw scores", ("multiply_sets",), "HMMA.*", _MADD, 64.0, products=1.0, tile=(64, 64)),
+    Wanted(_BACKPROPAGATED, "raw scores", ("multiply_sets",), "HMMA.*", _MADD, 64.0, products=1.0, tile=(16, 16)),
     Wanted(
         *(_BACKPROPAGATED, "contexts", ("accumulate_rows", "sum_rows"), "HMMA.*", _MADD, 32.0),
         products=1.0,
