@@ -4,6 +4,7 @@ from itm_fast.functional.boosting_loss import boosting_loss
 from itm_fast.functional.cross_attention import PreparedContexts, cross_attention_scores, prepare
 from itm_fast.functional.domain_regularization import domain_regularization
 from itm_fast.functional.gradient_sparse import gradient_sparse_scores
+from itm_fast.functional.maxsim import maxsim_scores
 from itm_fast.functional.regulators import RegulatorParameters, cross_attention_alignments, regulated_scores
 from itm_fast.functional.retrieval import recall_summary, retrieval_ranks
 from itm_fast.functional.triplet_loss import hardest_negatives, triplet_loss
@@ -17,6 +18,7 @@ __all__ = [
     "domain_regularization",
     "gradient_sparse_scores",
     "hardest_negatives",
+    "maxsim_scores",
     "prepare",
     "recall_summary",
     "regulated_scores",

@@ -28,6 +28,7 @@ OPERATORS = (
     "cross_attention_scores",
     "domain_regularization",
     "hardest_negatives",
+    "maxsim_scores",
     "regulated_scores",
     "retrieval_ranks",
     "triplet_loss",

@@ -10,6 +10,7 @@ from itm_fast.reference.cross_attention import (
     cross_attention_weights,
 )
 from itm_fast.reference.domain_regularization import domain_regularization, domain_regularization_packed
+from itm_fast.reference.maxsim import maxsim_scores, maxsim_scores_packed
 from itm_fast.reference.regulators import (
     RegulationSteps,
     cross_attention_alignments,
@@ -31,6 +32,8 @@ __all__ = [
     "domain_regularization",
     "domain_regularization_packed",
     "hardest_negatives",
+    "maxsim_scores",
+    "maxsim_scores_packed",
     "recall_summary",
     "regulated_scores",
     "regulated_scores_packed",
