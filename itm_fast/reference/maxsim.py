@@ -43,7 +43,7 @@ def maxsim_scores(
 ) -> Tensor:
     """Compute scores `(len(queries), len(contexts))`, or `(P,)` with `pairs`, in a loop over pairs."""
     queries, contexts = comparable_rows(queries, similarity), comparable_rows(contexts, similarity)
-    shape = (len(queries), len(contexts)) if pairs is None else (len(pairs),)
+    shape = [len(queries), len(contexts)] if pairs is None else [len(pairs)]
     if pairs is None:
         pairs = torch.cartesian_prod(torch.arange(shape[0]), torch.arange(shape[1])).reshape(-1, 2)
     scores = [_score(queries[i], contexts[j], reduction, direction) for i, j in pairs.tolist()]
@@ -78,7 +78,7 @@ def maxsim_scores_packed(
     The backward recomputes the inner products of each block, which bounds its memory too.
     """
     queries, contexts = comparable_rows(queries, similarity), comparable_rows(contexts, similarity)
-    shape = (len(queries), len(contexts)) if pairs is None else (pairs.shape[0],)
+    shape = [len(queries), len(contexts)] if pairs is None else [pairs.shape[0]]
     if 0 in shape or queries.max_length == 0 or contexts.max_length == 0:
         return queries.values.new_zeros(shape)
     query, query_lengths = queries.to_padded()
