@@ -95,8 +95,8 @@ def markdown(results: Mapping[str, Any]) -> str:
         f"{table(rows)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` on {where['processor']}, "
         f"{where['threads']} threads, torch {where['torch']}: one query of {sizes['query_tokens']} tokens against "
         f"{sizes['documents']:,} documents of {sizes['tokens']:,} tokens, d = {sizes['dim']}, float32. Times are "
-        f"medians of {len(seconds['itm_fast'])} interleaved rounds after a warm-up round. Speed is relative to plain PyTorch, "
-        f"smallest and largest in brackets. Load of the machine: {results['load_before']:.1f} before, "
+        f"medians of {len(seconds['itm_fast'])} interleaved rounds after a warm-up round. Speed is relative to "
+        f"plain PyTorch, smallest and largest in brackets. Load of the machine: {results['load_before']:.1f} before, "
         f"{results['load_after']:.1f} after.\n"
     )
 
