@@ -21,6 +21,7 @@ from benchmarks import (
     coco_table,
     discriminators,
     long_sets,
+    maxsim,
     methods_table,
     micro_batches,
     reader,
@@ -111,6 +112,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
             "discriminators", discriminators.markdown, "python -m benchmarks.discriminators --json {}"
         ),
         "reader": measured("reader", reader.markdown, "python -m benchmarks.reader --json {}"),
+        "maxsim": measured("maxsim", maxsim.markdown, "python -m benchmarks.maxsim --json {}"),
         "buckets": measured("buckets", buckets.markdown, "python -m benchmarks.buckets --json {}"),
         "coco": coco,
     },

@@ -5,6 +5,7 @@ from itm_fast.functional.cross_attention import PreparedContexts, cross_attentio
 from itm_fast.functional.domain_regularization import domain_regularization
 from itm_fast.functional.gradient_sparse import gradient_sparse_scores
 from itm_fast.functional.matching_loss import matching_loss
+from itm_fast.functional.maxsim import maxsim_scores
 from itm_fast.functional.regulators import RegulatorParameters, cross_attention_alignments, regulated_scores
 from itm_fast.functional.retrieval import recall_summary, retrieval_ranks
 from itm_fast.functional.triplet_loss import hardest_negatives, triplet_loss
@@ -19,6 +20,7 @@ __all__ = [
     "gradient_sparse_scores",
     "hardest_negatives",
     "matching_loss",
+    "maxsim_scores",
     "prepare",
     "recall_summary",
     "regulated_scores",

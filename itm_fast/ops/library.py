@@ -29,6 +29,7 @@ OPERATORS = (
     "domain_regularization",
     "hardest_negatives",
     "matching_loss",
+    "maxsim_scores",
     "regulated_scores",
     "retrieval_ranks",
     "triplet_loss",

@@ -11,6 +11,7 @@ from itm_fast.reference.cross_attention import (
 )
 from itm_fast.reference.domain_regularization import domain_regularization, domain_regularization_packed
 from itm_fast.reference.matching_loss import matching_loss
+from itm_fast.reference.maxsim import maxsim_scores, maxsim_scores_packed
 from itm_fast.reference.regulators import (
     RegulationSteps,
     cross_attention_alignments,
@@ -33,6 +34,8 @@ __all__ = [
     "domain_regularization_packed",
     "hardest_negatives",
     "matching_loss",
+    "maxsim_scores",
+    "maxsim_scores_packed",
     "recall_summary",
     "regulated_scores",
     "regulated_scores_packed",

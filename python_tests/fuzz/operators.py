@@ -15,6 +15,7 @@ import itm_fast
 import itm_fast.functional as F_itm
 from itm_fast import Fragments, reference
 from itm_fast.ops.cross_attention import AGGREGATIONS, FOCAL_MODES, NORMALIZATIONS
+from itm_fast.ops.maxsim import DIRECTIONS, REDUCTIONS, SIMILARITIES
 from python_tests.helpers import domain
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.regulators import SETTINGS, random_parameters
@@ -36,7 +37,9 @@ def run_case(seed: int, number: int) -> str:
     """Run a case and return its description; raise AssertionError with the description if a result is wrong."""
     torch.set_num_threads(1)
     random = Random(f"{seed} operators {number}")
-    kind = random.choice([_scores, _scores, _scores, _scores_16, _regulators, _triplet, _boosting, _ranks, _domain])
+    kind = random.choice(
+        [_scores, _scores, _scores, _scores_16, _regulators, _triplet, _boosting, _ranks, _domain, _maxsim]
+    )
     description: dict[str, Any] = {"operator": kind.__name__[1:]}
     try:
         kind(random, description)
@@ -259,3 +262,23 @@ def _domain(random: Random, description: dict[str, Any]) -> None:
     found, expected = (module.domain_regularization(*batch.arguments(), **options) for module in (F_itm, reference))
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-11)
+
+
+def _maxsim(random: Random, description: dict[str, Any]) -> None:
+    """Check `maxsim_scores` in float64: values and gradients."""
+    queries, contexts = _sets(random, description, torch.float64)
+    options = {
+        "similarity": random.choice(SIMILARITIES),
+        "reduction": random.choice(REDUCTIONS),
+        "direction": random.choice(DIRECTIONS),
+    }
+    description.update(options)
+    incoming = torch.rand(len(queries), len(contexts), dtype=torch.float64)
+    found, expected = (
+        _scores_and_gradients(module.maxsim_scores, queries, contexts, incoming, torch.ones(()), **options)
+        for module in (F_itm, reference)
+    )
+    # Rounding chooses between copies of a row, so gradients are compared for distinct rows.
+    checked = 1 if description["special"] in ("copies", "zeros") else 3
+    for one, other in list(zip(found, expected, strict=True))[:checked]:
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-11)

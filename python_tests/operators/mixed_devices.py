@@ -109,6 +109,16 @@ CALLS: tuple[tuple[str, tuple[Any, ...], tuple[tuple[int, str, str], ...]], ...]
         (*OPERANDS, WEIGHTS, *MEAN, 0.4, torch.tensor([5]), "float32"),
         (*OF_OPERANDS, (4, "alignments", "queries"), (20, "seed", "queries")),
     ),
+    ("maxsim_scores", (*OPERANDS, None, "sum", "both", "float32"), OF_OPERANDS),
+    (
+        "maxsim_scores_backward",
+        (torch.ones(1), *OPERANDS, torch.tensor([[0, 0]]), "sum", "both", "float32", True, True),
+        (
+            (0, "grad_scores", "queries"),
+            *((place + 1, name, other) for place, name, other in OF_OPERANDS),
+            (5, "pairs", "queries"),
+        ),
+    ),
     (
         "cross_attention_scores_backward",
         (torch.eye(2), *OPERANDS, *ATTENTION, True, True),

@@ -1,0 +1,276 @@
+// maxsim_scores on the CPU. Scores of all pairs are computed tile by tile, those of listed pairs one by one. The
+// backward first finds the maxima of every pair with a gradient, then adds rows set by set, in the order of the pairs.
+// Each task depends only on the operands, so results do not depend on the number of threads.
+#include "ops/maxsim.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <tuple>
+
+#include "cpu/cross_attention.h"
+#include "cpu/kernels/maxsim.h"
+#include "ops/devices.h"
+
+namespace itm_fast {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Context rows of a task, unless one set has more.
+constexpr int64_t kTaskRows = 1152;
+
+const MaxsimKernels<float, float>& exact_kernels(float) { ITM_FAST_RETURN_SELECTED(kMaxsimFloat32) }
+const MaxsimKernels<double, double>& exact_kernels(double) { ITM_FAST_RETURN_SELECTED(kMaxsimFloat64) }
+const MaxsimKernels<BFloat16, float>& exact_kernels(BFloat16) { ITM_FAST_RETURN_SELECTED(kMaxsimBFloat16) }
+
+// The fastest kernels that are at least as precise as requested.
+template <typename S, typename T>
+const MaxsimKernels<S, T>& maxsim_kernels([[maybe_unused]] const std::string& precision) {
+#ifdef ITM_FAST_HAVE_AMX
+  const bool amx = selected_isa() == Isa::amx;
+  if (amx || selected_isa() == Isa::avx512_bf16) {
+    const LowPrecisionMaxsim& low = amx ? amx::kLowPrecisionMaxsim : avx512_bf16::kLowPrecisionMaxsim;
+    if constexpr (std::is_same_v<S, BFloat16>) return low.bf16_of_bf16;
+    if constexpr (std::is_same_v<S, float>) {
+      if (precision == "bf16") return low.bf16;
+    }
+  }
+#endif
+  return exact_kernels(S{});
+}
+
+struct SetPair {
+  int64_t query, context;
+};
+
+std::vector<SetPair> listed_pairs(const Tensor& pairs, int64_t n_queries, int64_t n_contexts) {
+  const Tensor dense = torch::stable::contiguous(pairs);
+  const auto* numbers = static_cast<const int64_t*>(dense.const_data_ptr());
+  std::vector<SetPair> result(dense.size(0));
+  for (size_t p = 0; p < result.size(); ++p) {
+    const SetPair pair = result[p] = {numbers[2 * p], numbers[2 * p + 1]};
+    STD_TORCH_CHECK(pair.query >= 0 && pair.query < n_queries, "pairs: expected query sets from 0 to ", n_queries - 1,
+                    ", got ", pair.query, " in pair ", p);
+    STD_TORCH_CHECK(pair.context >= 0 && pair.context < n_contexts, "pairs: expected context sets from 0 to ",
+                    n_contexts - 1, ", got ", pair.context, " in pair ", p);
+  }
+  return result;
+}
+
+// The scratch memory of a thread, and the query set that is packed in it.
+template <typename T>
+struct Scratch {
+  Scratch(int64_t size, int64_t n_sets) : workspace(size), sums(n_sets) {}
+  Buffer<T> workspace;
+  std::vector<double> sums;
+  int64_t packed = -1;
+};
+
+// Runs body(pair number, scratch) for all pairs, ordered by query set, which is packed first.
+template <typename S, typename T, typename Body>
+void for_each_pair(const MaxsimKernels<S, T>& table, const Operand<S>& query, const std::vector<SetPair>& pairs,
+                   const Body& body) {
+  std::vector<int64_t> order(pairs.size());
+  std::iota(order.begin(), order.end(), int64_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return pairs[a].query < pairs[b].query; });
+  torch::stable::parallel_for(0, static_cast<int64_t>(order.size()), 1, [&](int64_t first, int64_t last) {
+    Scratch<T> scratch(table.workspace(query.max_length, query.view.dim), 1);
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t set = pairs[order[i]].query;
+      if (set != scratch.packed) {
+        table.pack(query.view, set, set + 1, query.max_length, scratch.workspace.data());
+        scratch.packed = set;
+      }
+      body(order[i], scratch);
+    }
+  });
+}
+
+template <typename S, typename T>
+void score_all(const MaxsimKernels<S, T>& table, const Operand<S>& query, const Operand<S>& context,
+               MaxsimOptions options, T* out) {
+  const std::vector<int64_t> columns = cut_into_runs(query.view, 0, query.view.n_sets, kTileColumns);
+  const std::vector<int64_t> rows = cut_into_runs(context.view, 0, context.view.n_sets, kTaskRows);
+  const int64_t n_columns = static_cast<int64_t>(columns.size()) - 1, n_rows = static_cast<int64_t>(rows.size()) - 1;
+  const int64_t max_columns = std::max(kTileColumns, query.max_length), stride = context.view.n_sets;
+  // A thread takes adjacent tasks, so that it packs each run of queries once.
+  torch::stable::parallel_for(0, n_columns * n_rows, 1, [&](int64_t first, int64_t last) {
+    Scratch<T> scratch(table.workspace(max_columns, query.view.dim), query.view.n_sets);
+    for (int64_t task = first; task < last; ++task) {
+      const int64_t column = task / n_rows, row = task % n_rows;
+      if (column != scratch.packed) {
+        table.pack(query.view, columns[column], columns[column + 1], max_columns, scratch.workspace.data());
+        scratch.packed = column;
+      }
+      table.score(query.view, columns[column], columns[column + 1], context.view, rows[row], rows[row + 1], options,
+                  max_columns, scratch.workspace.data(), scratch.sums.data(),
+                  out + columns[column] * stride + rows[row], stride);
+    }
+  });
+}
+
+template <typename S, typename T>
+Tensor forward(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
+               const Tensor& context_offsets, const std::optional<Tensor>& pairs, MaxsimOptions options,
+               const std::string& precision) {
+  const MaxsimKernels<S, T>& table = maxsim_kernels<S, T>(precision);
+  const Operand<S> query(queries, query_offsets), context(contexts, context_offsets);
+  if (!pairs.has_value()) {
+    Tensor scores = torch::stable::new_empty(queries, {query.view.n_sets, context.view.n_sets}, kScalarType<T>);
+    score_all(table, query, context, options, static_cast<T*>(scores.mutable_data_ptr()));
+    return scores;
+  }
+  const std::vector<SetPair> listed = listed_pairs(*pairs, query.view.n_sets, context.view.n_sets);
+  Tensor scores = torch::stable::new_empty(queries, {static_cast<int64_t>(listed.size())}, kScalarType<T>);
+  auto* out = static_cast<T*>(scores.mutable_data_ptr());
+  for_each_pair(table, query, listed, [&](int64_t p, Scratch<T>& scratch) {
+    const SetPair pair = listed[p];
+    table.score(query.view, pair.query, pair.query + 1, context.view, pair.context, pair.context + 1, options,
+                query.max_length, scratch.workspace.data(), scratch.sums.data(), out + p, 1);
+  });
+  return scores;
+}
+
+// The pairs with a gradient, and the indices of their maxima.
+template <typename T>
+struct Matches {
+  std::vector<SetPair> pairs;
+  std::vector<T> gradients;
+  std::vector<int64_t> by_query, by_context;  // of each pair, the begin in `indices`
+  Buffer<int32_t> indices;
+};
+
+template <typename S, typename T>
+Matches<T> find_matches(const MaxsimKernels<S, T>& table, const Tensor& grad_scores, const Operand<S>& query,
+                        const Operand<S>& context, const std::optional<Tensor>& pairs, MaxsimOptions options) {
+  const Tensor dense = torch::stable::contiguous(torch::stable::to(grad_scores, kScalarType<T>));
+  const auto* gradients = static_cast<const T*>(dense.const_data_ptr());
+  const int64_t n_contexts = context.view.n_sets;
+  std::vector<SetPair> listed;
+  if (pairs.has_value()) listed = listed_pairs(*pairs, query.view.n_sets, n_contexts);
+  Matches<T> found;
+  int64_t total = 0;
+  for (int64_t p = 0; p < dense.numel(); ++p) {
+    const SetPair pair = pairs.has_value() ? listed[p] : SetPair{p / n_contexts, p % n_contexts};
+    const int64_t n_query = query.view.length(pair.query), n_context = context.view.length(pair.context);
+    if (gradients[p] == T(0) || n_query == 0 || n_context == 0) continue;
+    found.pairs.push_back(pair);
+    found.gradients.push_back(gradients[p]);
+    found.by_query.push_back(total);
+    if (options.by_queries()) total += n_query;
+    found.by_context.push_back(total);
+    if (options.by_contexts()) total += n_context;
+  }
+  found.indices = Buffer<int32_t>(total);
+  for_each_pair(table, query, found.pairs, [&](int64_t p, Scratch<T>& scratch) {
+    const SetPair pair = found.pairs[p];
+    int32_t* indices = found.indices.data();
+    table.match(query.view, pair.query, context.view, pair.context, query.max_length, scratch.workspace.data(),
+                options.by_queries() ? indices + found.by_query[p] : nullptr,
+                options.by_contexts() ? indices + found.by_context[p] : nullptr);
+  });
+  return found;
+}
+
+// The gradient of the rows of one side. `SetPair::*own` is the set of that side, `other` the other side's.
+template <typename S, typename T>
+Tensor side_gradient(const MaxsimKernels<S, T>& table, const Matches<T>& found, const Tensor& like,
+                     const Operand<S>& side, int64_t SetPair::* own, const std::vector<int64_t>& own_matches,
+                     bool own_direction, const Operand<S>& other_side, int64_t SetPair::* other,
+                     const std::vector<int64_t>& other_matches, bool other_direction, MaxsimReduction reduction) {
+  const FragmentsView<S>&view = side.view, &others = other_side.view;
+  Tensor gradient = torch::stable::new_empty(like, {like.size(0), like.size(1)}, kScalarType<T>);
+  auto* out = static_cast<T*>(gradient.mutable_data_ptr());
+  std::fill_n(out, gradient.numel(), T(0));
+  std::vector<std::vector<int64_t>> pairs_of(view.n_sets);
+  for (size_t p = 0; p < found.pairs.size(); ++p) pairs_of[found.pairs[p].*own].push_back(static_cast<int64_t>(p));
+  const auto weight = [&](int64_t p, int64_t length) {
+    return reduction == MaxsimReduction::mean ? found.gradients[p] / static_cast<T>(length) : found.gradients[p];
+  };
+  torch::stable::parallel_for(0, view.n_sets, 1, [&](int64_t first, int64_t last) {
+    for (int64_t set = first; set < last; ++set) {
+      T* rows = out + view.offsets[set] * view.dim;
+      for (const int64_t p : pairs_of[set]) {
+        const int64_t partner = found.pairs[p].*other, length = view.length(set),
+                      partner_length = others.length(partner);
+        const int32_t* indices = found.indices.data();
+        if (own_direction) {
+          table.add_matches(indices + own_matches[p], length, false, weight(p, length), others.set_values(partner),
+                            view.dim, rows);
+        }
+        if (other_direction) {
+          table.add_matches(indices + other_matches[p], partner_length, true, weight(p, partner_length),
+                            others.set_values(partner), view.dim, rows);
+        }
+      }
+    }
+  });
+  return torch::stable::to(gradient, like.scalar_type());
+}
+
+template <typename S, typename T>
+std::tuple<Tensor, Tensor> backward(const Tensor& grad_scores, const Tensor& queries, const Tensor& query_offsets,
+                                    const Tensor& contexts, const Tensor& context_offsets,
+                                    const std::optional<Tensor>& pairs, MaxsimOptions options,
+                                    const std::string& precision, bool for_queries, bool for_contexts) {
+  const MaxsimKernels<S, T>& table = maxsim_kernels<S, T>(precision);
+  const Operand<S> query(queries, query_offsets), context(contexts, context_offsets);
+  STD_TORCH_CHECK(std::max(query.max_length, context.max_length) <= std::numeric_limits<int32_t>::max(),
+                  "queries, contexts: expected at most 2^31 - 1 rows in a set");
+  const Matches<T> found = find_matches(table, grad_scores, query, context, pairs, options);
+  const auto none = [](const Tensor& like) {
+    return torch::stable::new_empty(like, {int64_t{0}, like.size(1)}, like.scalar_type());
+  };
+  return {for_queries
+              ? side_gradient(table, found, queries, query, &SetPair::query, found.by_query, options.by_queries(),
+                              context, &SetPair::context, found.by_context, options.by_contexts(), options.reduction)
+              : none(queries),
+          for_contexts ? side_gradient(table, found, contexts, context, &SetPair::context, found.by_context,
+                                       options.by_contexts(), query, &SetPair::query, found.by_query,
+                                       options.by_queries(), options.reduction)
+                       : none(contexts)};
+}
+
+Tensor maxsim_scores(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
+                     const Tensor& context_offsets, const std::optional<Tensor>& pairs, const std::string& reduction,
+                     const std::string& direction, const std::string& precision) {
+  check_operands(queries, query_offsets, contexts, context_offsets, precision);
+  check_pairs(pairs, queries);
+  const MaxsimOptions options = maxsim_options(reduction, direction);
+  return with_types(queries.scalar_type(), [&]<typename S, typename T>(S, T) {
+    return forward<S, T>(queries, query_offsets, contexts, context_offsets, pairs, options, precision);
+  });
+}
+
+std::tuple<Tensor, Tensor> maxsim_scores_backward(const Tensor& grad_scores, const Tensor& queries,
+                                                  const Tensor& query_offsets, const Tensor& contexts,
+                                                  const Tensor& context_offsets, const std::optional<Tensor>& pairs,
+                                                  const std::string& reduction, const std::string& direction,
+                                                  const std::string& precision, bool for_queries, bool for_contexts) {
+  check_operands(queries, query_offsets, contexts, context_offsets, precision);
+  check_pairs(pairs, queries);
+  if (pairs.has_value()) {
+    STD_TORCH_CHECK(grad_scores.dim() == 1 && grad_scores.size(0) == pairs->size(0),
+                    "grad_scores: expected one number per pair");
+    check_same_device("grad_scores", grad_scores, "queries", queries);
+  } else {
+    check_score_gradient(grad_scores, query_offsets, context_offsets);
+  }
+  const MaxsimOptions options = maxsim_options(reduction, direction);
+  return with_types(queries.scalar_type(), [&]<typename S, typename T>(S, T) {
+    return backward<S, T>(grad_scores, queries, query_offsets, contexts, context_offsets, pairs, options, precision,
+                          for_queries, for_contexts);
+  });
+}
+
+}  // namespace
+}  // namespace itm_fast
+
+STABLE_TORCH_LIBRARY_IMPL(itm_fast, CPU, m) {
+  m.impl("maxsim_scores", TORCH_BOX(&itm_fast::maxsim_scores));
+  m.impl("maxsim_scores_backward", TORCH_BOX(&itm_fast::maxsim_scores_backward));
+}

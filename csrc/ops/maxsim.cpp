@@ -1,0 +1,41 @@
+#include "ops/maxsim.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <array>
+#include <string_view>
+
+#include "ops/devices.h"
+#include "ops/options.h"
+
+namespace itm_fast {
+
+MaxsimOptions maxsim_options(const std::string& reduction, const std::string& direction) {
+  using namespace std::string_view_literals;
+  return {parse_option<MaxsimReduction>("reduction", reduction, std::array{"sum"sv, "mean"sv}),
+          parse_option<MaxsimDirection>("direction", direction, std::array{"queries"sv, "contexts"sv, "both"sv})};
+}
+
+void check_pairs(const std::optional<torch::stable::Tensor>& pairs, const torch::stable::Tensor& queries) {
+  if (!pairs.has_value()) return;
+  STD_TORCH_CHECK(pairs->scalar_type() == torch::headeronly::ScalarType::Long, "pairs: expected int64");
+  STD_TORCH_CHECK(pairs->dim() == 2 && pairs->size(1) == 2, "pairs: expected shape (P, 2)");
+  check_same_device("pairs", *pairs, "queries", queries);
+}
+
+}  // namespace itm_fast
+
+#ifndef ITM_FAST_WITHOUT_SCHEMAS  // Only one library may define them.
+// `precision` is the requested one, resolved in Python. A gradient that is not requested has no rows.
+STABLE_TORCH_LIBRARY_FRAGMENT(itm_fast, m) {
+  m.def(
+      "maxsim_scores(Tensor queries, Tensor query_offsets, Tensor contexts, Tensor context_offsets, Tensor? pairs, "
+      "str reduction, str direction, str precision) -> Tensor");
+  m.def(
+      "maxsim_scores_backward(Tensor grad_scores, Tensor queries, Tensor query_offsets, Tensor contexts, "
+      "Tensor context_offsets, Tensor? pairs, str reduction, str direction, str precision, bool for_queries, "
+      "bool for_contexts) -> (Tensor, Tensor)");
+}
+#endif
