@@ -18,6 +18,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from benchmarks.machine import processor_time
 from itm_fast import Fragments, reference
 from itm_fast.benchmarking import workloads
 from itm_fast.benchmarking.measure import interleave, peak_memory
@@ -87,7 +88,9 @@ def run(
         makes = {
             f"{form} {kind}": partial(make_call, form, kind, sizes) for kind in ("scores", "step") for form in FORMS
         }
-        timings = interleave({name: make() for name, make in makes.items()}, dict.fromkeys(makes, rounds))
+        timings = interleave(
+            {name: make() for name, make in makes.items()}, dict.fromkeys(makes, rounds), processor_time
+        )
         found = {name: timing.as_dict() for name, timing in timings.items()}
         for name, make in (makes if memory else {}).items():
             found[name]["peak_bytes"] = peak_memory(make, threads=threads)
@@ -131,9 +134,9 @@ def markdown(results: Mapping[str, Any]) -> str:
     return (
         f"{table(rows)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` at {where['commit'][:12]}: "
         f"{where['processor']}, {where['threads']} threads, {where['instruction_set']}, torch {where['torch']}; SCAN "
-        f"t2i, {sizes['batch']} x {sizes['batch']} pairs, d = {sizes['dim']}, hardest negatives. Medians of {runs} "
-        f"interleaved runs, smallest and largest in brackets; peak memory above the inputs, each in a separate "
-        f"process; errors of the scores of 8 x 8 pairs against float64. Load of the machine: "
+        f"t2i, {sizes['batch']} x {sizes['batch']} pairs, d = {sizes['dim']}, hardest negatives. Medians of "
+        f"{runs} interleaved runs in processor time, smallest and largest in brackets; peak memory above the inputs, "
+        f"each in a separate process; errors of the scores of 8 x 8 pairs against float64. Load of the machine: "
         f"{results['load_before']:.1f} before, {results['load_after']:.1f} after.\n"
     )
 
@@ -141,7 +144,7 @@ def markdown(results: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Benchmark scores and steps with patches.")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: torch's)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
     parser.add_argument("--batch", type=int, default=64, help="pictures and captions (default 64)")
     parser.add_argument("--dim", type=int, default=512, help="width of rows (default 512)")

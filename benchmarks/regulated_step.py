@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.machine import processor_time
 from itm_fast.benchmarking import regulated, workloads
 from itm_fast.benchmarking.measure import interleave, peak_memory
 from itm_fast.benchmarking.table import table
@@ -79,7 +80,7 @@ def run(
         for mining in MININGS:
             makes[f"{form} {mining}"] = partial(make_step, form, sizes, mining)
     calls = {name: make() for name, make in makes.items()}
-    timings = interleave(calls, dict.fromkeys(calls, rounds), progress=progress)
+    timings = interleave(calls, dict.fromkeys(calls, rounds), processor_time, progress)
     results = {name: timing.as_dict() for name, timing in timings.items()}
     for name, make in (makes if memory else {}).items():
         progress(f"memory of {name}")
@@ -121,17 +122,17 @@ def markdown(results: Mapping[str, Any]) -> str:
     return (
         f"{table(rows)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` at {where['commit'][:12]}: "
         f"{where['processor']}, {where['threads']} threads, {where['instruction_set']}, torch {where['torch']}, "
-        f"float32, {captions} x {images} pairs, d = {results['dim']}, m = 256. Medians of {runs} interleaved runs, "
-        f"smallest and largest in brackets; peak memory above the inputs, each in a separate process; gradients of "
-        f"8 x 8 pairs against float64, the largest relative error of all tensors. Load of the machine: "
-        f"{results['load_before']:.1f} before, {results['load_after']:.1f} after.\n"
+        f"float32, {captions} x {images} pairs, d = {results['dim']}, m = 256. Medians of {runs} interleaved runs in "
+        f"processor time, smallest and largest in brackets; peak memory above the inputs, each in a separate "
+        f"process; gradients of 8 x 8 pairs against float64, the largest relative error of all tensors. Load of the "
+        f"machine: {results['load_before']:.1f} before, {results['load_after']:.1f} after.\n"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Benchmark training steps of RCAR.")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: torch's)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
     parser.add_argument("--batch", type=int, default=128, help="images and captions (default 128)")
     parser.add_argument("--dim", type=int, default=1024, help="width of rows (default 1024)")

@@ -38,7 +38,7 @@ def maxsim_scores(
             return reference.maxsim_scores_packed(
                 queries.to(wide),
                 contexts.to(wide),
-                pairs=pairs,
+                pairs=None if pairs is None else _within(pairs, queries, contexts),
                 similarity=similarity,
                 reduction=reduction,
                 direction=direction,
@@ -68,6 +68,12 @@ def _check_pairs(pairs: object, queries: Fragments, contexts: Fragments) -> None
             raise ValueError(
                 f"pairs: expected {name} sets from 0 to {count - 1}, got {int(pairs[place, column])} in pair {place}"
             )
+
+
+def _within(pairs: Tensor, queries: Fragments, contexts: Fragments) -> Tensor:
+    """Clamp the numbers of sets, which only a CPU checks."""
+    last = pairs.new_tensor([len(queries) - 1, len(contexts) - 1])
+    return torch.minimum(pairs.clamp(min=0), last)
 
 
 class _MaxsimScores(torch.autograd.Function):

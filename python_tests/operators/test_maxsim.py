@@ -9,6 +9,7 @@ import torch
 
 import itm_fast.functional as F_itm
 from itm_fast import Fragments, reference
+from itm_fast.ops import maxsim
 from itm_fast.ops.maxsim import DIRECTIONS, REDUCTIONS, SIMILARITIES
 from python_tests.helpers.fragments import native_calls, random_fragments, tied_fragments
 
@@ -222,3 +223,13 @@ def test_errors() -> None:
     operands = (queries.values, queries.offsets, contexts.values, contexts.offsets)
     with pytest.raises(RuntimeError, match="pairs: expected query sets from 0 to 1, got 9 in pair 0"):
         torch.ops.itm_fast.maxsim_scores(*operands, torch.tensor([[9, 0]]), "sum", "queries", "float64")
+
+
+def test_pairs_out_of_range_are_clamped_where_they_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks read the pairs, which would synchronize a GPU."""
+    queries, contexts = random_fragments([2, 3], 4), random_fragments([3, 1, 2], 4, seed=1)
+    right = F_itm.maxsim_scores(queries, contexts, pairs=torch.tensor([[0, 2], [1, 0]]))
+    monkeypatch.setattr(maxsim, "_check_pairs", lambda *arguments: None)
+    monkeypatch.setattr(maxsim, "use_native", lambda *arguments: False)
+    found = F_itm.maxsim_scores(queries, contexts, pairs=torch.tensor([[-1, 9], [5, -7]]))
+    torch.testing.assert_close(found, right)
