@@ -150,7 +150,11 @@ class _Counting(Stepper):
                 found.register_hook(lambda gradient: self.pairs.append(int(gradient.count_nonzero())))
             return found
 
-        return attrs.evolve(functions, scores=scores)
+        def scores_and_loss(model: models.MatchingModel) -> tuple[torch.Tensor, torch.Tensor]:
+            found = scores(model)
+            return found, functions.loss(found)
+
+        return attrs.evolve(functions, scores=scores, scores_and_loss=scores_and_loss)
 
 
 def pairs_of_a_step(scenario: str, setup: Setup) -> int:
