@@ -1,5 +1,6 @@
 // Runs the AMX kernels of the regulators on any processor: compiled with ITM_FAST_AMX_SIMULATED, called by ctypes.
 #include <deque>
+#include <utility>
 #include <vector>
 
 #include "cpu/kernels/regulators.h"
@@ -22,7 +23,7 @@ class Weights {
     std::vector<float>& bias = memory_.emplace_back((outputs / kBiasStep + 1) * kBiasStep, 0.0f);
     const float* values = plain();
     for (int64_t i = 0; i < outputs; ++i) bias[i] = values[i];
-    return {packed.data(), bias.data(), outputs, inputs};
+    return {packed.data(), nullptr, bias.data(), outputs, inputs};
   }
 
  private:
@@ -71,9 +72,13 @@ void scores(const RegulatorKernels<float>& kernels, const FragmentsView<float>& 
   const int64_t n_rows = queries.offsets[queries.n_sets], half = contexts.n_sets / 2;
   problem.sizes = {
       n_rows * (contexts.n_sets - half), n_rows, contexts.offsets[contexts.n_sets], dim, width, wide, steps > 1};
-  std::vector<float> workspace(kernels.workspace(problem.sizes), -1e30f);
-  kernels.score_tile(problem, {0, queries.n_sets, 0, half}, workspace.data(), out);
-  kernels.score_tile(problem, {0, queries.n_sets, half, contexts.n_sets}, workspace.data(), out);
+  std::vector<float> workspace(kernels.workspace(problem.sizes, options), -1e30f);
+  for (const auto& [first, last] : {std::pair{int64_t{0}, half}, std::pair{half, contexts.n_sets}}) {
+    std::vector<RegulatorSlice> slices;
+    for (int64_t set = first; set < last; ++set) slices.push_back({0, queries.n_sets, set, (set - first) * n_rows});
+    const RegulatorTile tile{slices.data(), slices.data() + slices.size(), (last - first) * n_rows};
+    kernels.score_tile(problem, tile, workspace.data(), out);
+  }
 }
 
 }  // namespace

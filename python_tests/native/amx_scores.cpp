@@ -50,7 +50,7 @@ template <int Parts>
 void rows_product(const float* a, int64_t stride, bool transposed, int64_t n_rows, int64_t depth, const float* b,
                   int64_t dim, float* out) {
   std::vector<float> workspace(RowsProductLayout<Bf16<Parts>>(n_rows).total, -1e30f);
-  add_rows_product<Bf16<Parts>>(a, stride, transposed, n_rows, depth, b, dim, n_rows, workspace.data(), out);
+  add_rows_product<Bf16<Parts>>(a, stride, transposed, n_rows, depth, b, dim, dim, n_rows, workspace.data(), out);
 }
 
 }  // namespace

@@ -117,8 +117,8 @@ def test_scores_and_loss_together_have_the_bits_of_separate_launches(
             found.append(results(function, words, regions, **options))
             counted.append(launches() - before)
     assert_same(*found)
-    # Two launches and three; both backwards scale the gradient, then list, differentiate and accumulate.
-    assert counted == [2 + 4, 3 + 4]
+    # Two launches and three; both backwards scale the gradient, list the pairs, and compute the gradients.
+    assert counted == [2 + 3, 3 + 3]
 
 
 def test_scores_and_loss_of_no_pairs_and_of_too_many() -> None:
