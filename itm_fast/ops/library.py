@@ -124,13 +124,12 @@ def _instruction_sets() -> tuple[str | None, list[str], str | None]:
 
 
 def _native_devices() -> dict[str, frozenset[str]]:
-    """Return for each operator the device types with a kernel for it and for its backward, if it has one."""
+    """Return for each operator, including backward operators, the device types with a kernel for it."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    found = {
+    return {
         name.removeprefix("itm_fast::"): frozenset(d for d, key in _DISPATCH_KEYS.items() if has_kernel(name, key))
         for name in _registered()
     }
-    return {name: devices & found.get(f"{name}_backward", devices) for name, devices in found.items()}
 
 
 _library_problem = _load_cpu_library()

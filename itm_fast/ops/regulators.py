@@ -18,7 +18,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.ops.autograd import first_order, is_differentiated, refuse_transforms
 from itm_fast.ops.cross_attention import NORMALIZATIONS, check_fragments, check_same_space, score_dtype
 from itm_fast.ops.gradient_sparse import Listed, Score, gradient_sparse_scores
-from itm_fast.ops.library import register_fake, use_native
+from itm_fast.ops.library import operators_of, register_fake, use_native
 from itm_fast.ops.precision import autocast, compute_precision, without_autocast
 from itm_fast.reference import validation
 from itm_fast.reference.cross_attention import detach_zero_rows
@@ -63,7 +63,7 @@ def cross_attention_alignments(
     check_parameters(parameters, queries)
     wide = score_dtype(queries.values)
     native = use_native("cross_attention_alignments", queries.values, beyond)
-    if native and not _lacks_backward(queries, contexts, parameters):
+    if native and not _lacks_backward("cross_attention_alignments", queries, contexts, parameters):
         options = (
             len(parameters.correspondences),
             parameters.residual_correspondence,
@@ -122,7 +122,7 @@ def regulated_scores(
     def whole(weights: Sequence[Tensor], _: None, part: Fragments, others: Fragments, *__: Tensor) -> Tensor:
         return _native_scores(part, others, parameters.with_tensors(weights), dropout, seed, precision, **options)
 
-    if native and not _lacks_backward(queries, contexts, parameters):
+    if native and not _lacks_backward("regulated_scores", queries, contexts, parameters):
         return whole(parameters.tensors(), None, queries, contexts)
     if torch.compiler.is_compiling():
         with without_autocast(queries.device.type):
@@ -134,9 +134,9 @@ def regulated_scores(
     return _gradient_sparse(queries, contexts, parameters, mask, options, whole if native else None)
 
 
-def _lacks_backward(queries: Fragments, contexts: Fragments, parameters: RegulatorParameters) -> bool:
-    """Return whether a derivative is needed that the native operators of the device do not compute."""
-    if queries.device.type == "cpu":
+def _lacks_backward(operator: str, queries: Fragments, contexts: Fragments, parameters: RegulatorParameters) -> bool:
+    """Return whether a derivative is needed that no native operator of the device computes."""
+    if f"{operator}_backward" in operators_of(queries.device.type):
         return False
     return is_differentiated(queries.values, contexts.values, *parameters.tensors())
 

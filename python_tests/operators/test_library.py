@@ -182,21 +182,6 @@ def test_a_gpu_that_is_too_old_is_told(monkeypatch):
     library._gpu_problem.cache_clear()
 
 
-def test_a_device_without_the_backward_does_without_the_forward(monkeypatch):
-    kernels = {("both", "CPU"), ("both", "CUDA"), ("both_backward", "CPU"), ("ranks", "CPU"), ("ranks", "CUDA")}
-    monkeypatch.setattr(
-        library, "_registered", lambda: ["itm_fast::both", "itm_fast::both_backward", "itm_fast::ranks"]
-    )
-    monkeypatch.setattr(
-        torch._C,
-        "_dispatch_has_kernel_for_dispatch_key",
-        lambda name, key: (name.removeprefix("itm_fast::"), key) in kernels,
-    )
-    found = library._native_devices()
-    assert found["both"] == {"cpu"}
-    assert found["ranks"] == {"cpu", "cuda"}
-
-
 def test_every_registered_operator_is_listed():
     registered = {name.removeprefix("itm_fast::") for name in library._registered()}
     about_the_library = {"cpu_instruction_set", "available_cpu_instruction_sets"}
