@@ -159,12 +159,13 @@ def compile_kernels(folder: Path) -> str:
 
 def read_kernels(folder: Path, report: str) -> Compiled:
     """Count in the machine code that nvcc kept in `folder`; `report` is that of ptxas."""
-    files = [
-        (number, file.read_bytes()) for number in ARCHITECTURES for file in sorted(folder.glob(f"*_{number}.cubin"))
-    ]
-    expected = len(ARCHITECTURES) * len(list((ROOT / "csrc/cuda").glob("*.cu")))
-    if len(files) != expected:
-        raise SystemExit(f"cuda_resources: expected {expected} *.cubin files in {folder}, found {len(files)}")
+    files = []
+    for source in sorted((ROOT / "csrc/cuda").glob("*.cu")):
+        for number in ARCHITECTURES:
+            found = list(folder.glob(f"{source.stem}.*_{number}.cubin"))
+            if len(found) != 1:
+                raise SystemExit(f"cuda_resources: no machine code of {source.name} for sm_{number} in {folder}")
+            files.append((number, found[0].read_bytes()))
     tensor = {(number, name): n for number, elf in files for name, n in device_code.count_instructions(elf).items()}
     loops = {(number, name): found for number, elf in files for name, found in main_loops(elf).items()}
     named: dict[int, dict[tuple[str, str], named_loops.NamedLoop]] = {number: {} for number in ARCHITECTURES}

@@ -90,7 +90,7 @@ def test_tensor_core_instructions_are_counted_in_machine_code() -> None:
 
 
 def test_a_build_without_all_machine_code_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"cuda_resources: expected \d+ \*.cubin files in .*, found 0"):
+    with pytest.raises(SystemExit, match=r"no machine code of boosting_loss.cu for sm_80 in "):
         cuda_resources.read_kernels(tmp_path, "")
 
 
