@@ -19,6 +19,7 @@ sed 's:/$::' "$root/.gitignore" | tar -C "$root" -c --exclude-from=- --exclude=.
 
 # The build must not use a torch that happens to be installed, and pip's cache must not grow by gigabytes.
 export ITM_FAST_CUDA=on PIP_NO_CACHE_DIR=1
+ITM_FAST_CUDA=off make -C "$copy" OLDEST=1 .venv-oldest/.set-up
 # nvcc keeps the machine code and reports resources, so that the kernels are compiled only once.
 kept=$copy/build/kept
 mkdir -p "$kept"
