@@ -291,13 +291,7 @@ std::tuple<Tensor, Tensor> maxsim_scores_backward(const Tensor& grad_scores, con
                                                   const std::string& precision, bool for_queries, bool for_contexts) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
   check_pairs(pairs, queries);
-  if (pairs.has_value()) {
-    STD_TORCH_CHECK(grad_scores.dim() == 1 && grad_scores.size(0) == pairs->size(0),
-                    "grad_scores: expected one number per pair");
-    check_same_device("grad_scores", grad_scores, "queries", queries);
-  } else {
-    check_score_gradient(grad_scores, query_offsets, context_offsets);
-  }
+  check_maxsim_gradient(grad_scores, queries, query_offsets, context_offsets, pairs);
   const MaxsimOptions options = maxsim_options(reduction, direction);
   return with_types(queries.scalar_type(), [&]<typename S, typename T>(S, T) {
     return backward<S, T>(grad_scores, queries, query_offsets, contexts, context_offsets, pairs, options, precision,

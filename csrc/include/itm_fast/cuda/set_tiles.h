@@ -107,6 +107,12 @@ ITM_FAST_DEVICE TileSets open_tile(const SetRows<S>& sets, const TilePlan& plan,
   return opened;
 }
 
+// A tile of one set.
+template <typename S>
+ITM_FAST_DEVICE TileSets one_set(const SetRows<S>& sets, int64_t set, int max_rows) {
+  return {set, sets.offset(set), 1, sets.length(set) > max_rows};
+}
+
 // The rows at which the sets of a tile begin in it: starts[i] for i up to n_sets, from 0 to the number of rows. For the
 // threads of one warp.
 template <typename S>
