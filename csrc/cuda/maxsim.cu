@@ -6,6 +6,7 @@
 #include <limits>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "cuda/score_launch.h"
 #include "itm_fast/cuda/maxsim_launch.h"
@@ -72,9 +73,9 @@ Tensor forward(const Operand<S>& queries, const Operand<S>& contexts, const std:
                const MaxsimOptions& options) {
   const std::optional<Tensor> dense_pairs = dense(pairs);
   MaxsimProblem<S> p = maxsim_problem(queries, contexts, dense_pairs, options);
-  Tensor scores = pairs.has_value() ? torch::stable::new_zeros(queries.values, {p.n_pairs}, ScalarType::Float)
-                                    : torch::stable::new_zeros(queries.values, {p.queries.n_sets, p.contexts.n_sets},
-                                                               ScalarType::Float);
+  std::vector<int64_t> shape{p.queries.n_sets, p.contexts.n_sets};
+  if (pairs.has_value()) shape.assign(1, p.n_pairs);
+  Tensor scores = torch::stable::new_zeros(queries.values, shape, ScalarType::Float);
   if (!has_pairs(p, pairs.has_value())) return scores;
   p.scores = mutable_data_of<float>(scores);
   Workspace measured;

@@ -75,6 +75,7 @@ template <typename Tile, typename S>
 class MaxsimTile {
   using Memory = MaxsimMemory<Tile>;
   static constexpr int kStride = Tile::kScoreStride;
+  static_assert(Tile::kRows <= Tile::kThreads && Tile::kColumns <= Tile::kThreads);  // see `carried`
 
  public:
   // `pair`: the listed pair, if pairs are listed.
