@@ -47,6 +47,7 @@ MaxsimProblem<S> maxsim_problem(const Operand<S>& queries, const Operand<S>& con
   p.dim = queries.values.size(1);
   p.options = options;
   p.is_aligned = rows_are_aligned(p.queries, p.contexts, p.dim);
+  p.is_listed = dense_pairs.has_value();
   p.pairs = data_of<int64_t>(dense_pairs);
   p.n_pairs = dense_pairs.has_value() ? dense_pairs->size(0) : 0;
   return p;
@@ -58,13 +59,13 @@ std::optional<Tensor> dense(const std::optional<Tensor>& pairs) {
 
 // Whether there is a pair of sets. Pairs are clamped to the sets, so without sets there is none.
 template <typename S>
-bool has_pairs(const MaxsimProblem<S>& p, bool listed) {
-  return p.queries.n_sets > 0 && p.contexts.n_sets > 0 && (!listed || p.n_pairs > 0);
+bool has_pairs(const MaxsimProblem<S>& p) {
+  return p.queries.n_sets > 0 && p.contexts.n_sets > 0 && (!p.is_listed || p.n_pairs > 0);
 }
 
 template <typename S, int kParts>
 void launch_maxsim(const MaxsimProblem<S>& p, const DeviceStream& device) {
-  if (p.pairs == nullptr) device.launch(plan_maxsim_kernel<S>, 2, Tile::kThreads, p);
+  if (!p.is_listed) device.launch(plan_maxsim_kernel<S>, 2, Tile::kThreads, p);
   device.launch(score_maxsim_kernel<S, kParts>, maxsim_blocks(p), Tile::kThreads, p, MaxsimMemory<Tile>::kBytes);
 }
 
@@ -74,9 +75,9 @@ Tensor forward(const Operand<S>& queries, const Operand<S>& contexts, const std:
   const std::optional<Tensor> dense_pairs = dense(pairs);
   MaxsimProblem<S> p = maxsim_problem(queries, contexts, dense_pairs, options);
   std::vector<int64_t> shape{p.queries.n_sets, p.contexts.n_sets};
-  if (pairs.has_value()) shape.assign(1, p.n_pairs);
+  if (p.is_listed) shape.assign(1, p.n_pairs);
   Tensor scores = torch::stable::new_zeros(queries.values, shape, ScalarType::Float);
-  if (!has_pairs(p, pairs.has_value())) return scores;
+  if (!has_pairs(p)) return scores;
   p.scores = mutable_data_of<float>(scores);
   Workspace measured;
   place_maxsim<Tile>(p, measured);
@@ -108,9 +109,9 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_scores, const Operand<S>&
   const Tensor memory = scratch(queries.values, measured.bytes());
   Workspace workspace(memory.mutable_data_ptr());
   place_maxsim_backward<Tile>(p.scoring, workspace);
-  const bool any = has_pairs(p.scoring, pairs.has_value()) && gathering_blocks(p) > 0;
-  if (any) launch_maxsim<S, kParts>(p.scoring, device);
-  if (gathering_blocks(p) > 0) device.launch(gather_maxsim_kernel<S>, gathering_blocks(p), kGatherThreads, p);
+  if (gathering_blocks(p) == 0) return {of_queries, of_contexts};
+  if (has_pairs(p.scoring)) launch_maxsim<S, kParts>(p.scoring, device);
+  device.launch(gather_maxsim_kernel<S>, gathering_blocks(p), kGatherThreads, p);
   return {of_queries, of_contexts};
 }
 

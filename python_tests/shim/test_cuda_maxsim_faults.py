@@ -83,6 +83,12 @@ def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path:
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
+def test_tensor_cores_that_truncate_keep_the_accuracy(shim: list[Path], tmp_path: Path) -> None:
+    library = compile_driver("maxsim", tmp_path, *SMALL, "-DITM_FAST_SHIM_TRUNCATES", shim=shim)
+    sides = [random_fragments([4, 20], 300, torch.float32, seed=seed) for seed in range(2)]
+    check_maxsim(MaxsimKernels(library), *sides, reduction="mean", direction="both")
+
+
 def test_the_kernels_as_they_are_pass_the_checks_and_the_sanitizers(shim: list[Path], tmp_path: Path) -> None:
     """With the same bits."""
     library = compile_driver("maxsim", tmp_path, *SMALL, shim=shim)

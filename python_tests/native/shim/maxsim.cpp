@@ -42,6 +42,7 @@ const char* run(const Settings& s, const S* queries, const int64_t* query_offset
   scoring.dim = s.dim;
   scoring.options = {static_cast<MaxsimReduction>(s.reduction), static_cast<MaxsimDirection>(s.direction)};
   scoring.is_aligned = rows_are_aligned(scoring.queries, scoring.contexts, s.dim);
+  scoring.is_listed = pairs != nullptr;
   scoring.pairs = listed.memory;
   scoring.n_pairs = s.pairs;
   scoring.scores = found.memory;

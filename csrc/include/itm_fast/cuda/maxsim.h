@@ -19,9 +19,10 @@ struct MaxsimProblem {
   SetRows<S> queries, contexts;
   int64_t dim;
   MaxsimOptions options;
-  bool is_aligned;                      // rows are aligned to 16 bytes
-  const int64_t* pairs;                 // (n_pairs, 2): query set and context set, clamped to the sets; null: all pairs
-  int64_t n_pairs;                      // listed
+  bool is_aligned;       // rows are aligned to 16 bytes
+  bool is_listed;        // or else all pairs
+  const int64_t* pairs;  // (n_pairs, 2): query set and context set, clamped to the sets
+  int64_t n_pairs;
   TilePlan query_tiles, context_tiles;  // for all pairs
   float* scores;                        // (query sets, context sets), or (n_pairs,); null: write the best partners of
   const float* gradients;               // the pairs with a non-zero incoming gradient
@@ -158,8 +159,7 @@ class MaxsimTile {
   }
 
   ITM_FAST_DEVICE int64_t place(int query, int context) const {
-    return p_.pairs != nullptr ? pair_
-                               : (queries_.first_set + query) * p_.contexts.n_sets + contexts_.first_set + context;
+    return p_.is_listed ? pair_ : (queries_.first_set + query) * p_.contexts.n_sets + contexts_.first_set + context;
   }
 
   // The best partner of each row of `own` in every set of the other side: to p.best_contexts or p.best_queries, or its
@@ -235,7 +235,7 @@ class MaxsimTile {
 template <int kParts, typename Tile, typename S>
 ITM_FAST_DEVICE void score_maxsim(const MaxsimProblem<S>& p) {
   TileSets contexts, queries;
-  if (p.pairs != nullptr) {
+  if (p.is_listed) {
     const MaxsimPair pair = maxsim_pair(p, block_index());
     contexts = one_set(p.contexts, pair.context, Tile::kRows);
     queries = one_set(p.queries, pair.query, Tile::kColumns);

@@ -39,7 +39,7 @@ class GatheredSide {
     first_column_ = first_column;
     set_ = set_of(row);
     const bool is_of_set = set_ < own_.n_sets && row - own_.offset(set_) < own_.length(set_);
-    const int64_t n_candidates = !is_of_set ? 0 : p_.pairs != nullptr ? p_.n_pairs : other_.n_sets;
+    const int64_t n_candidates = !is_of_set ? 0 : p_.is_listed ? p_.n_pairs : other_.n_sets;
     for (int64_t first = 0; first < n_candidates; first += 32) {
       const int64_t candidate = first + lane();
       int64_t partner = 0;
@@ -78,13 +78,13 @@ class GatheredSide {
 
   // The other set of a candidate, or -1 if the pair is not one of this set.
   ITM_FAST_DEVICE int64_t partner_of(int64_t candidate) const {
-    if (p_.pairs == nullptr) return candidate;
+    if (!p_.is_listed) return candidate;
     const MaxsimPair pair = maxsim_pair(p_, candidate);
     return (kOfQueries ? pair.query : pair.context) == set_ ? (kOfQueries ? pair.context : pair.query) : -1;
   }
 
   ITM_FAST_DEVICE int64_t place(int64_t candidate) const {
-    if (p_.pairs != nullptr) return candidate;
+    if (p_.is_listed) return candidate;
     return kOfQueries ? set_ * p_.contexts.n_sets + candidate : candidate * p_.contexts.n_sets + set_;
   }
 

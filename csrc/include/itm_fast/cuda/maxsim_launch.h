@@ -9,7 +9,7 @@ namespace itm_fast::cuda {
 // Lays out the plans of both sides, for all pairs.
 template <typename Tile, typename S>
 void place_maxsim(MaxsimProblem<S>& p, Workspace& workspace) {
-  if (p.pairs != nullptr) return;
+  if (p.is_listed) return;
   place_plan(p.context_tiles, most_tiles(p.contexts.n_sets, p.contexts.n_rows, Tile::kRows), workspace);
   place_plan(p.query_tiles, most_tiles(p.queries.n_sets, p.queries.n_rows, Tile::kColumns), workspace);
 }
@@ -24,7 +24,7 @@ void place_maxsim_backward(MaxsimProblem<S>& p, Workspace& workspace) {
 
 template <typename S>
 int64_t maxsim_blocks(const MaxsimProblem<S>& p) {
-  return p.pairs != nullptr ? p.n_pairs : p.context_tiles.capacity * p.query_tiles.capacity;
+  return p.is_listed ? p.n_pairs : p.context_tiles.capacity * p.query_tiles.capacity;
 }
 
 template <typename S>
