@@ -1,7 +1,6 @@
 // Launch of the kernels of maxsim_scores: grids and workspace. Host code, shared by the launchers and the tests.
 #pragma once
 
-#include "itm_fast/cuda/cross_attention_launch.h"
 #include "itm_fast/cuda/maxsim_backward.h"
 
 namespace itm_fast::cuda {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "itm_fast/cuda/machine.h"
+#include "itm_fast/cuda/workspace.h"
 
 namespace itm_fast::cuda {
 
@@ -49,6 +50,12 @@ struct TilePlan {
 constexpr int64_t most_tiles(int64_t n_sets, int64_t n_rows, int64_t max_rows) {
   const int64_t bound = 2 * n_rows / (max_rows + 1) + n_sets / kTileSets + 1;
   return bound < n_sets ? bound : n_sets;
+}
+
+inline void place_plan(TilePlan& plan, int64_t capacity, Workspace& workspace) {
+  plan.capacity = capacity;
+  plan.first_set = workspace.take<int64_t>(capacity + 1);
+  plan.n_tiles = workspace.take<int64_t>(1);
 }
 
 ITM_FAST_DEVICE int count_trailing_ones(uint32_t bits) { return count_bits(bits & (bits ^ (bits + 1))); }
