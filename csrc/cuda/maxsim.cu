@@ -76,8 +76,8 @@ Tensor forward(const Operand<S>& queries, const Operand<S>& contexts, const std:
   MaxsimProblem<S> p = maxsim_problem(queries, contexts, dense_pairs, options);
   std::vector<int64_t> shape{p.queries.n_sets, p.contexts.n_sets};
   if (p.is_listed) shape.assign(1, p.n_pairs);
-  Tensor scores = torch::stable::new_zeros(queries.values, shape, ScalarType::Float);
-  if (!has_pairs(p)) return scores;
+  if (!has_pairs(p)) return torch::stable::new_zeros(queries.values, shape, ScalarType::Float);
+  Tensor scores = torch::stable::new_empty(queries.values, shape, ScalarType::Float);
   p.scores = mutable_data_of<float>(scores);
   Workspace measured;
   place_maxsim<Tile>(p, measured);
