@@ -4,18 +4,19 @@ tensor-core instructions in its machine code, what its main loop issues beside t
     python tools/cuda_resources.py            # writes docs/internals/cuda_resources.md and cuda_loops.json
     python tools/cuda_resources.py --check    # fails if a kernel spills without permission, lacks tensor-core
                                               # instructions that it must have, or exceeds the budget of its loop
+    python tools/cuda_resources.py --built FOLDER    # reads the machine code that a build kept there
 
 Needs nvcc, nvdisasm and a C++ compiler, but no GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,35 +144,41 @@ class Compiled:
     named: dict[int, dict[tuple[str, str], named_loops.NamedLoop]]
 
 
-def compile_kernels(source: Path) -> Compiled:
-    """Compile a file and count in its machine code."""
+def compile_kernels(folder: Path) -> str:
+    """Compile all kernels, keep the machine code in `folder`, and return the report of ptxas."""
     nvcc, torch = shutil.which("nvcc"), find_torch()
     if nvcc is None or torch is None:
         raise SystemExit("cuda_resources: needs nvcc on the path, and torch")
-    command = [
-        nvcc,
-        "-std=c++20",
-        "-O3",
-        "--expt-relaxed-constexpr",
-        "-lineinfo",
-        "-DUSE_CUDA",
-        "-fatbin",
-        "--no-compress",
-    ]
+    command = [nvcc, "-std=c++20", "-O3", "--expt-relaxed-constexpr", "-lineinfo", "-DUSE_CUDA", "-fatbin"]
     command += ["-DTORCH_TARGET_VERSION=0x020b000000000000", "-Xptxas", "-v", f"-I{ROOT / 'csrc'}"]
     command += [f"-I{ROOT / 'csrc/include'}", "-isystem", f"{torch[0]}/include"]
+    command += ["--keep", "--keep-dir", str(folder), "-o", str(folder / "kernels.fatbin")]
     for number in ARCHITECTURES:
         command += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
-    with tempfile.TemporaryDirectory() as folder:
-        code = Path(folder, "kernels.fatbin")
-        result = subprocess.run([*command, "-o", str(code), str(source)], capture_output=True, text=True)
+    report = ""
+    for source in sorted((ROOT / "csrc/cuda").glob("*.cu")):
+        result = subprocess.run([*command, str(source)], capture_output=True, text=True)
         if result.returncode != 0:
             raise SystemExit(f"cuda_resources: {source.name} does not compile\n{result.stderr}")
-        fatbin = code.read_bytes()
-    elf_files = list(device_code.elf_files(fatbin))
-    loops = {(number, name): found for number, elf in elf_files for name, found in main_loops(elf).items()}
-    named = {number: named_loops.named_loops(elf, short_name) for number, elf in elf_files}
-    return Compiled(result.stderr, device_code.tensor_core_instructions(fatbin), loops, named)
+        report += result.stderr
+    return report
+
+
+def read_kernels(folder: Path, report: str) -> Compiled:
+    """Count in the machine code that nvcc kept in `folder`; `report` is that of ptxas."""
+    files = []
+    for source in sorted((ROOT / "csrc/cuda").glob("*.cu")):
+        for number in ARCHITECTURES:
+            found = list(folder.glob(f"{source.stem}.*_{number}.cubin"))
+            if len(found) != 1:
+                raise SystemExit(f"cuda_resources: no machine code of {source.name} for sm_{number} in {folder}")
+            files.append((number, found[0].read_bytes()))
+    tensor = {(number, name): n for number, elf in files for name, n in device_code.count_instructions(elf).items()}
+    loops = {(number, name): found for number, elf in files for name, found in main_loops(elf).items()}
+    named: dict[int, dict[tuple[str, str], named_loops.NamedLoop]] = {number: {} for number in ARCHITECTURES}
+    for number, elf in files:
+        named[number].update(named_loops.named_loops(elf, short_name))
+    return Compiled(report, tensor, loops, named)
 
 
 def dynamic_memory() -> dict[str, int]:
@@ -330,10 +337,9 @@ def with_dynamic(usage: Usage, dynamic: dict[str, int]) -> Usage:
     return replace(usage, dynamic=sum(size for name, size in dynamic.items() if usage.kernel.startswith(name)))
 
 
-def loop_counts(compiled: list[Compiled]) -> list[dict[str, Any]]:
+def loop_counts(compiled: Compiled) -> list[dict[str, Any]]:
     """Return the content of `LOOP_COUNTS`; SystemExit if no kernel has one of the loops."""
-    named = {number: dict(pair for one in compiled for pair in one.named[number].items()) for number in ARCHITECTURES}
-    entries = named_loops.content(named)
+    entries = named_loops.content(compiled.named)
     gone = {one.kernel for one in named_loops.WANTED if not any(e["kernel"].startswith(one.kernel) for e in entries)}
     if gone:
         raise SystemExit(f"cuda_resources: no kernel {', '.join(sorted(gone))}: correct WANTED in tools/named_loops.py")
@@ -341,11 +347,23 @@ def loop_counts(compiled: list[Compiled]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    compiled = [compile_kernels(source) for source in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+    parser = argparse.ArgumentParser(prog="cuda_resources", description="Report the resources of every CUDA kernel.")
+    parser.add_argument("--check", action="store_true", help="write nothing, compare with the limits only")
+    parser.add_argument(
+        "--built",
+        type=Path,
+        metavar="FOLDER",
+        help="do not compile: read the *.cubin files of a build with nvcc's --keep, and its output in ptxas.log",
+    )
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        built = arguments.built or Path(folder)
+        report = (built / "ptxas.log").read_text() if arguments.built else compile_kernels(built)
+        compiled = read_kernels(built, report)
     dynamic = dynamic_memory()
-    usages = [with_dynamic(u, dynamic) for one in compiled for u in parse(one.report, one.tensor, one.loops)]
+    usages = [with_dynamic(usage, dynamic) for usage in parse(compiled.report, compiled.tensor, compiled.loops)]
     entries = loop_counts(compiled)
-    if "--check" not in sys.argv[1:]:
+    if not arguments.check:
         PAGE.write_text(page(usages, entries))
         LOOP_COUNTS.write_text(json.dumps(entries, indent=1) + "\n")
     problems = spilling(usages) + without_tensor_cores(usages) + over_budget(usages)

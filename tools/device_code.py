@@ -5,19 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-_CONTAINER = struct.pack("<I", 0xBA55ED50)
-_MACHINE_CODE = 2
 # The lowest 12 bits of a 128-bit instruction are its opcode; this is a product of 16-bit matrices (HMMA).
 _INSTRUCTION_BYTES, _OPERATION, _HMMA = 16, 0xFFF, 0x23C
-
-
-def tensor_core_instructions(fatbin: bytes) -> dict[tuple[int, str], int]:
-    """Map (architecture, mangled kernel name) to the number of HMMA instructions, for an uncompressed container."""
-    return {
-        (architecture, name): count
-        for architecture, elf in elf_files(fatbin)
-        for name, count in count_instructions(elf).items()
-    }
 
 
 def count_instructions(elf: bytes, operation: int = _HMMA) -> dict[str, int]:
@@ -29,24 +18,6 @@ def count_instructions(elf: bytes, operation: int = _HMMA) -> dict[str, int]:
             operations = [struct.unpack_from("<I", code, start)[0] & _OPERATION for start in starts]
             found[name.removeprefix(".text.")] = operations.count(operation)
     return found
-
-
-def elf_files(fatbin: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield architecture and content of every piece of machine code."""
-    start = fatbin.find(_CONTAINER)
-    while start >= 0:
-        _, _, header, size = struct.unpack_from("<IHHQ", fatbin, start)
-        entry, end = start + header, start + header + size
-        while entry < end:
-            kind, _, entry_header, entry_size = struct.unpack_from("<HHIQ", fatbin, entry)
-            (architecture,) = struct.unpack_from("<I", fatbin, entry + 28)
-            content = fatbin[entry + entry_header : entry + entry_header + entry_size]
-            if kind == _MACHINE_CODE:
-                if not content.startswith(b"\x7fELF"):
-                    raise ValueError(f"the code for sm_{architecture} is compressed, or no ELF file")
-                yield architecture, content
-            entry += entry_header + entry_size
-        start = fatbin.find(_CONTAINER, end)
 
 
 def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:

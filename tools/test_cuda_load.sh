@@ -19,8 +19,16 @@ sed 's:/$::' "$root/.gitignore" | tar -C "$root" -c --exclude-from=- --exclude=.
 
 # The build must not use a torch that happens to be installed, and pip's cache must not grow by gigabytes.
 export ITM_FAST_CUDA=on PIP_NO_CACHE_DIR=1
-make -C "$copy" OLDEST=1 build
+# nvcc keeps the machine code and reports resources, so that the kernels are compiled only once.
+kept=$copy/build/kept
+mkdir -p "$kept"
+CMAKE_ARGS="-DCMAKE_CUDA_FLAGS='-Xptxas -v --keep --keep-dir $kept'" \
+  make -C "$copy" OLDEST=1 build >"$kept/ptxas.log" 2>&1 || { tail -n 100 "$kept/ptxas.log"; exit 1; }
 "$copy/.venv-oldest/bin/python" "$copy/tools/check_cuda_library.py"
+make -C "$copy" OLDEST=1 cuda-resources ARGS="--check --built $kept"
+rm -r "$kept"
+# It tests the CUDA library, unlike the other tests of tools.
+make -C "$copy" OLDEST=1 PROCESSES=1 test ARGS="-q python_tests/tools/test_cuda_build.py"
 # Simulated kernels, the build, benchmarks and docs do not depend on the version of torch.
 skipped=$(printf -- ' --ignore=python_tests/%s' shim tools benchmarks docs fuzz operators/test_instruction_sets.py)
 make -C "$copy" OLDEST=1 PROCESSES=1 test ARGS="-q -x $skipped $*"

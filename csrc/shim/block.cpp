@@ -1,5 +1,9 @@
+// Fibers jump to each other's stacks, which the fortified longjmp refuses.
+#undef _FORTIFY_SOURCE
+
 #include "shim/block.h"
 
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -22,9 +26,30 @@ namespace {
 constexpr int64_t kDynamicUnit = 2;  // the smallest element of an array in dynamic shared memory
 constexpr size_t kStackSize = size_t{256} << 10;
 
+// A suspended stack. The first switch to a fiber needs a context. Later ones are jumps, which unlike contexts make no
+// system call for the signal mask; AddressSanitizer knows only contexts.
+struct Place {
+  ucontext_t context;
+#if !defined(__SANITIZE_ADDRESS__)
+  jmp_buf registers;
+  bool entered = false;
+#endif
+
+  void switch_to(Place& other) {
+#if defined(__SANITIZE_ADDRESS__)
+    swapcontext(&context, &other.context);
+#else
+    entered = true;
+    if (_setjmp(registers) != 0) return;
+    if (other.entered) _longjmp(other.registers, 1);
+    setcontext(&other.context);
+#endif
+  }
+};
+
 struct Fiber {
   Thread thread;
-  ucontext_t context;
+  Place place;
   unsigned char* stack;
   void* fake_stack = nullptr;  // AddressSanitizer's, while the fiber is suspended
   Operation waits_for = Operation::none;
@@ -34,7 +59,8 @@ struct Fiber {
 };
 
 struct Warp {
-  int arrived = 0;
+  int arrived = 0;  // threads that wait for the operation
+  Operation waits_for = Operation::none;
   unsigned char slots[2][kWarpSize][kSlotSize];
 };
 
@@ -121,25 +147,21 @@ class Block {
 
   void wait(Operation operation) {
     Fiber& fiber = *current_;
-    const int first_lane = fiber.thread.index / kWarpSize * kWarpSize;
-    fiber.waits_for = operation;
-    for (int i = first_lane; i < first_lane + kWarpSize; ++i) {
-      const Operation other = fibers_[i].waits_for;
-      if (other != Operation::none && other != operation) {
-        fail("waits for " + name(operation) + " while thread " + std::to_string(i) + " of its warp waits for " +
-             name(other));
-      }
+    Warp& warp = warps_[fiber.thread.index / kWarpSize];
+    if (warp.arrived > 0 && warp.waits_for != operation) {
+      const int other = first_waiting(fiber.thread.index / kWarpSize * kWarpSize);
+      fail("waits for " + name(operation) + " while thread " + std::to_string(other) + " of its warp waits for " +
+           name(warp.waits_for));
     }
+    fiber.waits_for = warp.waits_for = operation;
+    ++warp.arrived;
     const bool of_block = operation == Operation::barrier;
-    const int first = of_block ? 0 : first_lane, count = of_block ? n_threads : kWarpSize;
-    int& arrived = of_block ? arrived_ : warps_[first / kWarpSize].arrived;
-    if (++arrived == count) {
-      arrived = 0;
-      for (int i = first; i < first + count; ++i) {
-        fibers_[i].waits_for = Operation::none;
-        if (&fibers_[i] != current_) ready_.push_back(&fibers_[i]);
-      }
-      ready_.push_back(current_);
+    if (of_block ? ++arrived_ == n_threads : warp.arrived == kWarpSize) {
+      const int first = of_block ? 0 : fiber.thread.index / kWarpSize;
+      const int last = of_block ? static_cast<int>(warps_.size()) : first + 1;
+      for (int i = first; i < last; ++i) release(i);
+      if (of_block) arrived_ = 0;
+      ready_.push_back(&fiber);
     }
     leave(fiber, false);
   }
@@ -182,6 +204,20 @@ class Block {
   std::string problem;
 
  private:
+  // All threads of a warp can continue, except the current one.
+  void release(int warp) {
+    warps_[warp].arrived = 0;
+    for (int i = warp * kWarpSize; i < (warp + 1) * kWarpSize; ++i) {
+      fibers_[i].waits_for = Operation::none;
+      if (&fibers_[i] != current_) ready_.push_back(&fibers_[i]);
+    }
+  }
+
+  int first_waiting(int thread) const {
+    while (fibers_[thread].waits_for == Operation::none) ++thread;
+    return thread;
+  }
+
   static std::string name(Operation operation) {
     static const char* const names[] = {"nothing", "a barrier",   "warp_sync", "a shuffle",
                                         "a vote",  "load_matrix", "mma"};
@@ -189,11 +225,12 @@ class Block {
   }
 
   static void prepare(Fiber& fiber) {
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack;
-    fiber.context.uc_stack.ss_size = kStackSize;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, [] { running->run_body(); }, 0);
+    ucontext_t& context = fiber.place.context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = fiber.stack;
+    context.uc_stack.ss_size = kStackSize;
+    context.uc_link = nullptr;
+    makecontext(&context, [] { running->run_body(); }, 0);
   }
 
   void run_body() {
@@ -214,7 +251,7 @@ class Block {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(&main_fake_stack_, fiber.stack, kStackSize);
 #endif
-    swapcontext(&main_, &fiber.context);
+    main_.switch_to(fiber.place);
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(main_fake_stack_, nullptr, nullptr);
 #endif
@@ -224,7 +261,7 @@ class Block {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(for_good ? nullptr : &fiber.fake_stack, main_stack_, main_stack_size_);
 #endif
-    swapcontext(&fiber.context, &main_);
+    fiber.place.switch_to(main_);
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(fiber.fake_stack, &main_stack_, &main_stack_size_);
 #endif
@@ -239,7 +276,7 @@ class Block {
   const SharedMemory dynamic_;
   Fiber* current_ = nullptr;
   int arrived_ = 0;
-  ucontext_t main_;
+  Place main_;
   void* main_fake_stack_ = nullptr;
   const void* main_stack_ = nullptr;
   size_t main_stack_size_ = 0;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from itm_fast import cli
 from python_tests.helpers.commands import SMALL, error
 from python_tests.helpers.concepts import write_concepts
 from python_tests.helpers.processes import ROOT
@@ -20,12 +23,20 @@ ESCAPED = "\\udcff"
 
 
 def command(*arguments: object) -> str:
-    """Run a command with stdout in strict UTF-8, and return its output."""
-    words = [sys.executable, "-m", "itm_fast", *arguments]
-    done = run_process(words, cwd=ROOT, PYTHONIOENCODING="utf-8:strict", OMP_NUM_THREADS=1)
+    """Run a command with the output streams that the command line sets, and return its output."""
+    stdout, stderr = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace") for _ in range(2))
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        status = cli.run([str(argument) for argument in arguments])
+    printed = [(stream.flush(), stream.buffer.getvalue().decode())[1] for stream in (stdout, stderr)]
+    assert (status, "rror" in printed[1]) == (0, False), printed[1]
+    return printed[0]
+
+
+def test_a_process_with_strict_output_prints_the_path(folder: Path) -> None:
+    words = [sys.executable, "-m", "itm_fast", "data", "check", folder / "data"]
+    done = run_process(words, cwd=ROOT, PYTHONIOENCODING="utf-8:strict")
     assert done.returncode == 0, done.stderr
-    assert "rror" not in done.stderr
-    return str(done.stdout)
+    assert ESCAPED in done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ from python_tests.helpers.processes import ROOT, run
 SEED = 20_250
 
 
-def test_a_minute_finds_nothing() -> None:
-    counts, findings = fuzz.attack(SEED, None, iter(range(93)), lambda _: False)
+def test_some_cases_find_nothing() -> None:
+    counts, findings = fuzz.attack(SEED, None, iter(range(31)), lambda _: False)
     assert findings == []
-    assert counts == {"operators": 60, "files": 30, "kills": 3}
+    assert counts == {"operators": 20, "files": 10, "kills": 1}
 
 
 def test_a_wrong_operator_is_found_and_its_case_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

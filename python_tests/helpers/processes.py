@@ -2,11 +2,15 @@
 
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+
+# Whether a build here makes `_C_cuda`.
+BUILDS_CUDA = shutil.which("nvcc") is not None and os.environ.get("ITM_FAST_CUDA") != "off"
 
 # Seconds after which a process counts as hanging, even on a busy machine.
 HANGS = 3600

@@ -5,10 +5,13 @@ This module does not import torch, so that a process under AddressSanitizer star
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,21 +37,42 @@ def compiler() -> str:
     return os.environ.get("CXX") or shutil.which("c++") or "g++"
 
 
-def compile_shim(folder: Path, *flags: str) -> list[Path]:
-    """Compile the shim; return the object files."""
-    objects = []
-    for source in SHIM:
-        objects.append(folder / f"{source.stem}.o")
-        run_compiler("-c", *flags, "-o", objects[-1], f"-I{ROOT / 'csrc'}", source)
-    return objects
+@functools.cache
+def _folder() -> Path:
+    """Return a folder that is removed when this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="itm_fast_shim_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
-def compile_driver(name: str, folder: Path, *flags: str, root: Path = ROOT, shim: Sequence[Path] = SHIM) -> Path:
+def compiled_shim(sanitized: bool = False) -> list[Path]:
+    """Compile the shim once per process; return the object files."""
+    flags = SANITIZERS if sanitized else ()
+    return [_compiled_source(source, *flags) for source in SHIM]
+
+
+@functools.cache
+def _compiled_source(source: Path, *flags: str) -> Path:
+    target = _folder() / "_".join([source.stem, *flags, ".o"])
+    run_compiler("-c", "-O2", *flags, "-o", target, f"-I{ROOT / 'csrc'}", source)
+    return target
+
+
+def compile_driver(name: str, folder: Path, *flags: str, root: Path = ROOT) -> Path:
     """Compile the driver `name` with the kernels under `root` and link it with the shim; return the library."""
     library, drivers = folder / f"{name}.so", root / "python_tests/native/shim"
     includes = (f"-I{root / 'csrc'}", f"-I{root / 'csrc/include'}")
+    shim = compiled_shim(set(SANITIZERS) <= set(flags))
     run_compiler("-shared", *flags, "-o", library, *includes, drivers / f"{name}.cpp", *shim)
     return library
+
+
+@functools.cache
+def compiled_driver(name: str, *flags: str) -> Path:
+    """Compile a driver with the kernels as they are, once per process and choice of flags."""
+    folder = _folder() / "_".join([name, *flags])
+    folder.mkdir()
+    return compile_driver(name, folder, *flags)
 
 
 def run_compiler(*arguments: str | Path) -> None:

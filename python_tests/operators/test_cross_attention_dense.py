@@ -43,8 +43,10 @@ def test_both_ways_give_the_same_gradients_and_count_their_pairs() -> None:
         assert torch.allclose(actual, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("normalization", ["clipped_l2norm", "softmax", "l1norm", "no_norm"])
-@pytest.mark.parametrize("aggregation", ["mean", "max", "logsumexp"])
+@pytest.mark.parametrize(
+    ("normalization", "aggregation"),
+    [("clipped_l2norm", "logsumexp"), ("softmax", "mean"), ("l1norm", "max"), ("no_norm", "mean")],
+)
 def test_many_groups_against_the_reference(normalization: str, aggregation: str) -> None:
     """The scores exceed the workspace, so the gradients of the queries are summed over groups of contexts."""
     queries, contexts = random_fragments([40] * 60, 5), random_fragments([45] * 50, 5, seed=1)

@@ -7,12 +7,11 @@ launchers check devices before any call to the GPU.
 from __future__ import annotations
 
 import json
-import shutil
 
 import check_cuda_library
 import torch
 
-from python_tests.helpers.processes import ROOT, run_python
+from python_tests.helpers.processes import BUILDS_CUDA, ROOT, run_python
 from python_tests.operators.mixed_devices import CALLS, on_one_device, refusals
 
 NAMES = {operator for operator, _, _ in CALLS}
@@ -41,7 +40,7 @@ def test_cpu_kernels_refuse_tensors_of_another_device() -> None:
 
 def test_cuda_kernels_refuse_tensors_of_another_device() -> None:
     library = ROOT / "itm_fast" / "_C_cuda.so"
-    assert library.exists() == (shutil.which("nvcc") is not None)
+    assert library.exists() == BUILDS_CUDA
     if not library.exists():
         return
     stubs = sorted(str(stub) for stub in (ROOT / "build").glob("native-*/torch_cuda_stub/libtorch_cuda.so"))[:1]

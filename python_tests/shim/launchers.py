@@ -15,7 +15,7 @@ import torch
 from native_build import find_torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from python_tests.helpers.shim import ROOT, SHIM, run_compiler
+from python_tests.helpers.shim import ROOT, compiled_shim, run_compiler
 
 KEY = torch._C.DispatchKey.PrivateUse1
 
@@ -31,10 +31,15 @@ def compile_launchers(folder: Path) -> Path:
     flags += [f"-I{ROOT / 'python_tests/native/shim/launchers'}", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/include'}"]
     launchers = sorted((ROOT / "csrc/cuda").glob("*.cu"))
     checks = [source for source in (ROOT / "csrc/ops").glob("*.cpp") if source.stem != "build_info"]
-    objects = []
-    for source in [*launchers, *checks, *SHIM]:
+    flags += ["-isystem", f"{found[0]}/include"]
+    # Most of the time of a source goes to headers of torch, so compile them once.
+    header = folder / "headers.h"
+    header.write_text("".join(f"#include <torch/csrc/stable/{name}.h>\n" for name in ("library", "ops", "tensor")))
+    run_compiler(*flags, "-x", "c++-header", "-o", f"{header}.gch", header)
+    objects = compiled_shim()
+    for source in [*launchers, *checks]:
         objects.append(folder / f"{source.parent.name}_{source.stem}.o")
-        run_compiler("-c", *flags, "-isystem", f"{found[0]}/include", "-x", "c++", "-o", objects[-1], source)
+        run_compiler("-c", *flags, "-include", header, "-x", "c++", "-o", objects[-1], source)
     library = folder / "launchers.so"
     run_compiler("-shared", "-o", library, *objects, f"-L{found[0]}/lib", "-Wl,--no-as-needed", "-ltorch_cpu")
     return library

@@ -15,7 +15,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from python_tests.helpers.boosting import MINING, loop_boosting, random_pair
-from python_tests.helpers.shim import DIRECTIONS, REDUCTIONS, STRATEGIES, BoostingKernels, compile_driver
+from python_tests.helpers.shim import (
+    DIRECTIONS,
+    REDUCTIONS,
+    STRATEGIES,
+    BoostingKernels,
+    compiled_driver,
+)
 from python_tests.helpers.shim_checks import check_boosting, choose
 
 pytestmark = pytest.mark.shim
@@ -26,8 +32,8 @@ few_values = [-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0]
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> BoostingKernels:
-    return BoostingKernels(compile_driver("boosting", tmp_path_factory.mktemp("boosting")))
+def kernels() -> BoostingKernels:
+    return BoostingKernels(compiled_driver("boosting"))
 
 
 @settings(max_examples=80)

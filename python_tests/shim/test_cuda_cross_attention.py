@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from benchmarks import costs
 from itm_fast import Fragments, reference
 from python_tests.helpers.fragments import random_fragments, tied_fragments
-from python_tests.helpers.shim import compile_driver
+from python_tests.helpers.shim import compiled_driver
 from python_tests.helpers.tolerance import assert_close_to_exact, max_error
 from python_tests.shim.attention_checks import (
     DTYPES,
@@ -37,15 +37,14 @@ QUERY_LENGTHS, CONTEXT_LENGTHS = [3, 5, 0, 30, 29, 2], [4, 0, 6, 17, 20, 33]
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> AttentionKernels:
-    return AttentionKernels(compile_driver("cross_attention", tmp_path_factory.mktemp("attention")))
+def kernels() -> AttentionKernels:
+    return AttentionKernels(compiled_driver("cross_attention"))
 
 
 @pytest.fixture(scope="module")
 def truncating(tmp_path_factory: pytest.TempPathFactory) -> AttentionKernels:
     """Kernels on simulated tensor cores that truncate sums instead of rounding them."""
-    folder = tmp_path_factory.mktemp("truncating")
-    return AttentionKernels(compile_driver("cross_attention", folder, "-DITM_FAST_SHIM_TRUNCATES"))
+    return AttentionKernels(compiled_driver("cross_attention", "-DITM_FAST_SHIM_TRUNCATES"))
 
 
 # Tests of the plan

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from itm_fast import Fragments, reference
 from python_tests.helpers.fragments import random_fragments, tied_fragments
-from python_tests.helpers.shim import compile_driver
+from python_tests.helpers.shim import compiled_driver
 from python_tests.shim.backward_checks import (
     DTYPES,
     cancelling_sets,
@@ -37,8 +37,8 @@ lengths = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 13])
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> BackwardKernels:
-    return BackwardKernels(compile_driver(DRIVER, tmp_path_factory.mktemp("backward")))
+def kernels() -> BackwardKernels:
+    return BackwardKernels(compiled_driver(DRIVER))
 
 
 def sets(query_lengths: list[int], context_lengths: list[int], dim: int = 12, seed: int = 0, **options: Any):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
+from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compiled_driver
 from python_tests.shim.backward_checks import check_all_gradients
 from python_tests.shim.faults import planted, run_sanitized
 from python_tests.shim.shim_backward import BackwardKernels
@@ -108,30 +108,25 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return compile_shim(tmp_path_factory.mktemp("shim"))
-
-
 @pytest.mark.parametrize("flags", [(), ("-DITM_FAST_SHIM_TRUNCATES",)], ids=["rounds", "truncates"])
-def test_the_kernels_as_they_are_pass(flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_kernels_as_they_are_pass(flags: tuple[str, ...]) -> None:
     """Also if tensor cores cut off the last digits of their sums."""
-    check_all_gradients(BackwardKernels(compile_driver(DRIVER, tmp_path, *flags)))
+    check_all_gradients(BackwardKernels(compiled_driver(DRIVER, *flags)))
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path: Path) -> None:
+def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     fault, message = FAULTS[name]
     root = planted(tmp_path / "faulty", *fault)
-    library = compile_driver(DRIVER, tmp_path, "-O0", "-DITM_FAST_FLOAT32_ALONE", root=root, shim=shim)
+    library = compile_driver(DRIVER, tmp_path, "-DITM_FAST_FLOAT32_ALONE", root=root)
     with pytest.raises((AssertionError, KernelError)) as caught:
         check_all_gradients(BackwardKernels(library))
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
-def test_the_kernels_pass_the_sanitizers_with_the_same_results(shim: list[Path], tmp_path: Path) -> None:
-    expected = outcomes({DRIVER: compile_driver(DRIVER, tmp_path, "-O0", shim=shim)})
-    compile_driver(DRIVER, tmp_path, "-O0", *SANITIZERS)
+def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -> None:
+    expected = outcomes({DRIVER: compiled_driver(DRIVER)})
+    compile_driver(DRIVER, tmp_path, *SANITIZERS)
     result = run_sanitized(tmp_path, DRIVER)
     assert result.returncode == 0, result.stderr[-3000:]
     with np.load(tmp_path / "outcomes.npz") as actual:

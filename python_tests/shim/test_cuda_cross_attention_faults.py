@@ -11,7 +11,7 @@ import torch
 
 from itm_fast import Fragments
 from python_tests.helpers.fragments import random_fragments
-from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
+from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compiled_driver
 from python_tests.shim.attention_checks import cancelling_contexts, check_random_scores, check_scores
 from python_tests.shim.faults import planted, run_sanitized
 from python_tests.shim.shim_attention import AttentionKernels
@@ -38,13 +38,8 @@ def check(library: Path) -> None:
     check_scores(kernels, queries, cancelling, name="long contexts that cancel", temperature=0.0)
 
 
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return compile_shim(tmp_path_factory.mktemp("shim"), "-O0")
-
-
-def test_the_kernels_as_they_are_pass(shim: list[Path], tmp_path: Path) -> None:
-    check(compile_driver("cross_attention", tmp_path, "-O0", "-DITM_FAST_FLOAT32_ALONE", shim=shim))
+def test_the_kernels_as_they_are_pass() -> None:
+    check(compiled_driver("cross_attention", "-DITM_FAST_FLOAT32_ALONE"))
 
 
 FAULTS = {
@@ -160,20 +155,20 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path: Path) -> None:
+def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     (file, place, change), message = FAULTS[name]
     root = planted(tmp_path / "faulty", file, place, change)
-    library = compile_driver("cross_attention", tmp_path, "-O0", "-DITM_FAST_FLOAT32_ALONE", root=root, shim=shim)
+    library = compile_driver("cross_attention", tmp_path, "-DITM_FAST_FLOAT32_ALONE", root=root)
     with pytest.raises((AssertionError, KernelError)) as caught:
         check(library)
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
-def test_the_kernels_pass_the_sanitizers_with_the_same_results(shim: list[Path], tmp_path: Path) -> None:
-    expected = outcomes({"cross_attention": compile_driver("cross_attention", tmp_path, "-O0", shim=shim)})
+def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -> None:
+    expected = outcomes({"cross_attention": compiled_driver("cross_attention")})
     folder = tmp_path / "sanitized"
     folder.mkdir()
-    compile_driver("cross_attention", folder, "-O0", *SANITIZERS)
+    compile_driver("cross_attention", folder, *SANITIZERS)
     result = run_sanitized(folder, "cross_attention")
     assert result.returncode == 0, result.stderr[-3000:]
     with np.load(folder / "outcomes.npz") as actual:
@@ -185,7 +180,7 @@ def test_the_kernels_pass_the_sanitizers_with_the_same_results(shim: list[Path],
 def test_the_sanitizers_see_what_lies_outside(tmp_path: Path) -> None:
     """The fault copies one row too many of the rows copied one by one."""
     root = planted(tmp_path / "faulty", PRODUCT, "is_row_[i] = row < run.count;", "is_row_[i] = row <= run.count;")
-    compile_driver("cross_attention", tmp_path, "-O0", *SANITIZERS, root=root)
+    compile_driver("cross_attention", tmp_path, *SANITIZERS, root=root)
     result = run_sanitized(tmp_path, "cross_attention")
     assert result.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in result.stderr

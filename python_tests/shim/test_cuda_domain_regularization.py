@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from itm_fast import reference
 from python_tests.helpers.domain import NAMES, Batch, nearest_edge, plain_form, random_batch, run
-from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
+from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compiled_driver
 from python_tests.helpers.tolerance import assert_as_accurate
 from python_tests.shim.faults import planted, run_sanitized
 from python_tests.shim.shim_cases import outcomes
@@ -56,13 +56,8 @@ def check(kernels: DomainKernels, batch: Batch, seed: int = 0, **options: Any) -
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return compile_shim(tmp_path_factory.mktemp("shim"), "-O1")
-
-
-@pytest.fixture(scope="module")
-def kernels(shim: list[Path], tmp_path_factory: pytest.TempPathFactory) -> DomainKernels:
-    return DomainKernels(compile_driver("domain_regularization", tmp_path_factory.mktemp("domain"), shim=shim))
+def kernels() -> DomainKernels:
+    return DomainKernels(compiled_driver("domain_regularization"))
 
 
 @settings(max_examples=15)
@@ -167,11 +162,11 @@ def check_both(kernels: DomainKernels) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path: Path) -> None:
+def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     (file, place, change), message = FAULTS[name]
     root = planted(tmp_path / "faulty", file, place, change)
-    options = ("-O0", "-DITM_FAST_FLOAT32_ALONE")
-    faulty = DomainKernels(compile_driver("domain_regularization", tmp_path, *options, root=root, shim=shim))
+    options = ("-DITM_FAST_FLOAT32_ALONE",)
+    faulty = DomainKernels(compile_driver("domain_regularization", tmp_path, *options, root=root))
     with pytest.raises((AssertionError, KernelError)) as caught:
         check_both(faulty)
     assert re.search(message, str(caught.value)), str(caught.value)
@@ -179,7 +174,7 @@ def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path:
 
 def test_the_kernels_pass_the_sanitizers_with_the_same_results(kernels: DomainKernels, tmp_path: Path) -> None:
     expected = outcomes({"domain_regularization": Path(kernels.library._name)})
-    compile_driver("domain_regularization", tmp_path, "-O0", "-DITM_FAST_FLOAT32_ALONE", *SANITIZERS)
+    compile_driver("domain_regularization", tmp_path, "-DITM_FAST_FLOAT32_ALONE", *SANITIZERS)
     result = run_sanitized(tmp_path, "domain_regularization")
     assert result.returncode == 0, result.stderr[-3000:]
     with np.load(tmp_path / "outcomes.npz") as actual:

@@ -23,7 +23,7 @@ from python_tests.helpers.shim import (
     RetrievalKernels,
     TripletKernels,
     compile_driver,
-    compile_shim,
+    compiled_driver,
 )
 from python_tests.helpers.shim_checks import (
     check_boosting,
@@ -91,21 +91,9 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return compile_shim(tmp_path_factory.mktemp("shim"), "-O0")
-
-
-@pytest.fixture(scope="module")
-def plain(shim: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Compile the drivers with the original kernels."""
-    folder = tmp_path_factory.mktemp("plain")
-    return {name: compile_driver(name, folder, "-O0", shim=shim) for name in CHECKS}
-
-
 @pytest.mark.parametrize("driver", CHECKS)
-def test_the_kernels_as_they_are_pass(driver: str, plain: dict[str, Path]) -> None:
-    CHECKS[driver](plain[driver])
+def test_the_kernels_as_they_are_pass(driver: str) -> None:
+    CHECKS[driver](compiled_driver(driver))
 
 
 FAULTS = {
@@ -211,10 +199,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path: Path) -> None:
+def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     (driver, file, place, change), message = FAULTS[name]
     root = planted(tmp_path / "faulty", file, place, change)
-    library = compile_driver(driver, tmp_path, "-O0", "-DITM_FAST_FLOAT32_ALONE", root=root, shim=shim)
+    library = compile_driver(driver, tmp_path, "-DITM_FAST_FLOAT32_ALONE", root=root)
     with pytest.raises((AssertionError, KernelError)) as caught:
         CHECKS[driver](library)
     assert re.search(message, str(caught.value)), str(caught.value)
@@ -223,17 +211,10 @@ def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path:
 # Faults for the sanitizers
 
 
-@pytest.fixture(scope="module")
-def sanitized_shim(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return compile_shim(tmp_path_factory.mktemp("sanitized"), *SANITIZERS)
-
-
-def test_the_kernels_pass_the_sanitizers_with_the_same_results(
-    plain: dict[str, Path], sanitized_shim: list[Path], tmp_path: Path
-) -> None:
-    expected = outcomes(plain)
+def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -> None:
+    expected = outcomes({name: compiled_driver(name) for name in CHECKS})
     for name in CHECKS:
-        compile_driver(name, tmp_path, "-O0", *SANITIZERS, shim=sanitized_shim)
+        compile_driver(name, tmp_path, *SANITIZERS)
     result = run_sanitized(tmp_path, *CHECKS)
     assert result.returncode == 0, result.stderr[-3000:]
     with np.load(tmp_path / "outcomes.npz") as actual:
@@ -269,10 +250,10 @@ def test_the_kernels_pass_the_sanitizers_with_the_same_results(
     ],
 )
 def test_the_sanitizers_see_what_lies_outside(
-    driver: str, file: str, place: str, change: str, message: str, sanitized_shim: list[Path], tmp_path: Path
+    driver: str, file: str, place: str, change: str, message: str, tmp_path: Path
 ) -> None:
     root = planted(tmp_path / "faulty", file, place, change)
-    compile_driver(driver, tmp_path, "-O0", *SANITIZERS, root=root, shim=sanitized_shim)
+    compile_driver(driver, tmp_path, *SANITIZERS, root=root)
     result = run_sanitized(tmp_path, driver)
     assert result.returncode != 0
     assert message in result.stderr

@@ -22,7 +22,7 @@ from python_tests.helpers.shim import (
     SELECTIVE_DIVISORS,
     RetrievalKernels,
     TripletKernels,
-    compile_driver,
+    compiled_driver,
 )
 from python_tests.helpers.shim_checks import check_hardest, check_ranks, check_triplet, choose
 
@@ -35,13 +35,13 @@ few_values = [-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0]
 
 
 @pytest.fixture(scope="module")
-def triplet(tmp_path_factory: pytest.TempPathFactory) -> TripletKernels:
-    return TripletKernels(compile_driver("triplet", tmp_path_factory.mktemp("triplet")))
+def triplet() -> TripletKernels:
+    return TripletKernels(compiled_driver("triplet"))
 
 
 @pytest.fixture(scope="module")
-def retrieval(tmp_path_factory: pytest.TempPathFactory) -> RetrievalKernels:
-    return RetrievalKernels(compile_driver("retrieval", tmp_path_factory.mktemp("retrieval")))
+def retrieval() -> RetrievalKernels:
+    return RetrievalKernels(compiled_driver("retrieval"))
 
 
 @settings(max_examples=120)

@@ -25,7 +25,7 @@ from python_tests.helpers.shim import (
     KernelError,
     OneLaunchKernels,
     compile_driver,
-    compile_shim,
+    compiled_driver,
 )
 from python_tests.helpers.shim_checks import array
 from python_tests.shim.faults import planted
@@ -38,21 +38,14 @@ Separate = tuple[AttentionKernels, OneLaunchKernels]
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return compile_shim(tmp_path_factory.mktemp("shim"), "-O0")
-
-
-@pytest.fixture(scope="module")
-def separate(tmp_path_factory: pytest.TempPathFactory, shim: list[Path]) -> Separate:
-    folder = tmp_path_factory.mktemp("separate")
-    flags = ("-O0", "-DITM_FAST_FLOAT32_ALONE")
-    libraries = [compile_driver(name, folder, *flags, shim=shim) for name in ("cross_attention", "one_launch")]
+def separate() -> Separate:
+    libraries = [compiled_driver(name, "-DITM_FAST_FLOAT32_ALONE") for name in ("cross_attention", "one_launch")]
     return AttentionKernels(libraries[0]), OneLaunchKernels(libraries[1])
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory, shim: list[Path]) -> MatchingKernels:
-    return MatchingKernels(compile_driver("matching", tmp_path_factory.mktemp("matching"), "-O0", shim=shim))
+def kernels() -> MatchingKernels:
+    return MatchingKernels(compiled_driver("matching"))
 
 
 def sides(lengths: list[int], longest: int, seed: int) -> tuple[Side, Side]:
@@ -157,10 +150,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], separate: Separate, tmp_path: Path) -> None:
+def test_a_planted_fault_fails_the_checks(name: str, separate: Separate, tmp_path: Path) -> None:
     (file, place, change), message = FAULTS[name]
     root = planted(tmp_path / "faulty", file, place, change)
-    library = compile_driver("matching", tmp_path, "-O0", root=root, shim=shim)
+    library = compile_driver("matching", tmp_path, root=root)
     with pytest.raises((AssertionError, KernelError)) as caught:
         check_fixed(MatchingKernels(library), separate)
     assert re.search(message, str(caught.value)), str(caught.value)

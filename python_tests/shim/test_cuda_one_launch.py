@@ -26,8 +26,7 @@ from python_tests.helpers.shim import (
     ProductKernels,
     TripletKernels,
     call,
-    compile_driver,
-    compile_shim,
+    compiled_driver,
 )
 from python_tests.helpers.shim_checks import array, check_one_launch, choose
 
@@ -39,10 +38,8 @@ Kernels = tuple[OneLaunchKernels, TripletKernels, BoostingKernels, ProductKernel
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    folder = tmp_path_factory.mktemp("one_launch")
-    shim = compile_shim(folder)
-    libraries = [compile_driver(name, folder, shim=shim) for name in ("one_launch", "triplet", "boosting", "product")]
+def kernels() -> Kernels:
+    libraries = [compiled_driver(name) for name in ("one_launch", "triplet", "boosting", "product")]
     return (
         OneLaunchKernels(libraries[0]),
         TripletKernels(libraries[1]),

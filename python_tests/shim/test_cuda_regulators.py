@@ -19,7 +19,7 @@ from itm_fast.ops.library import FallbackWarning, use_native
 from itm_fast.ops.regulators import CUDA_CONTEXT_ROWS, CUDA_QUERY_ROWS, CUDA_STEPS, beyond_kernels
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.regulators import SETTINGS, hidden_widths, random_parameters
-from python_tests.helpers.shim import compile_driver
+from python_tests.helpers.shim import compiled_driver
 from python_tests.helpers.tolerance import assert_close_to_exact, max_error
 from python_tests.shim.regulator_checks import check_alignments, check_scores, double, result_of, single
 from python_tests.shim.shim_attention import FOCAL_MODES, NORMALIZATIONS
@@ -33,15 +33,14 @@ DIM, WIDTH = 70, 35  # two chunks and two blocks of outputs
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> RegulatorKernels:
-    return RegulatorKernels(compile_driver("regulators", tmp_path_factory.mktemp("regulators")))
+def kernels() -> RegulatorKernels:
+    return RegulatorKernels(compiled_driver("regulators"))
 
 
 @pytest.fixture(scope="module")
 def truncating(tmp_path_factory: pytest.TempPathFactory) -> RegulatorKernels:
     """Tensor cores that cut sums off instead of rounding them."""
-    folder = tmp_path_factory.mktemp("truncating")
-    return RegulatorKernels(compile_driver("regulators", folder, "-DITM_FAST_SHIM_TRUNCATES"))
+    return RegulatorKernels(compiled_driver("regulators", "-DITM_FAST_SHIM_TRUNCATES"))
 
 
 def rcar(setting: str = "rcar2", dim: int = DIM, width: int = WIDTH) -> tuple[Fragments, Fragments, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.regulators import random_parameters
-from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
+from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compiled_driver
 from python_tests.shim.faults import planted, run_sanitized
 from python_tests.shim.regulator_checks import check_scores
 from python_tests.shim.shim_cases import outcomes
@@ -22,7 +22,7 @@ KERNELS = "csrc/include/itm_fast/cuda/"
 TILE, CHAIN, ALIGNMENT, STEPS, DROPOUT, PROBLEM = (
     f"{KERNELS}regulation{name}.h" for name in ("_tile", "", "_alignment", "_steps", "_dropout", "_problem")
 )
-SMALL = ("-O0", "-DITM_FAST_SMALL_TILE_ALONE", "-DITM_FAST_FLOAT32_ALONE")
+SMALL = ("-DITM_FAST_SMALL_TILE_ALONE", "-DITM_FAST_FLOAT32_ALONE")
 
 
 def check(library: Path) -> None:
@@ -32,13 +32,8 @@ def check(library: Path) -> None:
     check_scores(kernels, queries, contexts, random_parameters("rcar2", 70, 35), run={"blocks": 1}, **options)
 
 
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return compile_shim(tmp_path_factory.mktemp("shim"), "-O0")
-
-
-def test_the_kernels_as_they_are_pass(shim: list[Path], tmp_path: Path) -> None:
-    check(compile_driver("regulators", tmp_path, *SMALL, shim=shim))
+def test_the_kernels_as_they_are_pass() -> None:
+    check(compiled_driver("regulators", *SMALL))
 
 
 FAULTS = {
@@ -94,17 +89,17 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path: Path) -> None:
+def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     (file, place, change), message = FAULTS[name]
     root = planted(tmp_path / "faulty", file, place, change)
-    library = compile_driver("regulators", tmp_path, *SMALL, root=root, shim=shim)
+    library = compile_driver("regulators", tmp_path, *SMALL, root=root)
     with pytest.raises((AssertionError, KernelError)) as caught:
         check(library)
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
-def test_the_kernels_pass_the_sanitizers_with_the_same_results(shim: list[Path], tmp_path: Path) -> None:
-    expected = outcomes({"regulators": compile_driver("regulators", tmp_path, *SMALL, shim=shim)})
+def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -> None:
+    expected = outcomes({"regulators": compiled_driver("regulators", *SMALL)})
     folder = tmp_path / "sanitized"
     folder.mkdir()
     compile_driver("regulators", folder, *SMALL, *SANITIZERS)

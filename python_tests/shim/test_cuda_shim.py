@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from python_tests.helpers.shim import KernelError, ProductKernels, call, compile_driver
+from python_tests.helpers.shim import KernelError, ProductKernels, call, compiled_driver
 from python_tests.helpers.shim_checks import check_product
 
 pytestmark = pytest.mark.shim
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ProductKernels:
-    return ProductKernels(compile_driver("product", tmp_path_factory.mktemp("product")))
+def kernels() -> ProductKernels:
+    return ProductKernels(compiled_driver("product"))
 
 
 # From the figures in the PTX ISA, section "Matrix Fragments for mma.m16n8k16 with floating point type": the lane (T0 to

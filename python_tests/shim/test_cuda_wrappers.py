@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from python_tests.helpers.processes import ROOT
-from python_tests.helpers.shim import KernelError, ProductKernels, compile_driver
+from python_tests.helpers.shim import KernelError, ProductKernels, compiled_driver
 from python_tests.helpers.wrappers import CASES, WRAPPERS, Wrappers, compile_for_device
 
 # Wrappers that index or order whole blocks and warps have no result to compare. The product, which is compared, uses
@@ -37,8 +37,8 @@ NOT_COMPARED = {
 
 
 @pytest.fixture(scope="module")
-def wrappers(tmp_path_factory: pytest.TempPathFactory) -> Wrappers:
-    return Wrappers(compile_driver("wrappers", tmp_path_factory.mktemp("wrappers")))
+def wrappers() -> Wrappers:
+    return Wrappers(compiled_driver("wrappers"))
 
 
 @pytest.mark.shim

@@ -87,16 +87,11 @@ def test_tensor_core_instructions_are_counted_in_machine_code() -> None:
     code = b"".join(struct.pack("<QQ", word, 0x023C) for word in instructions)
     elf = elf_file(b"work", code)
     assert device_code.count_instructions(elf) == {"work": 2}
-    entries = b"".join(
-        struct.pack("<HHIQ", kind, 0, 64, len(content)).ljust(28, b"\0")
-        + struct.pack("<I", 80).ljust(36, b"\0")
-        + content
-        for kind, content in ((1, b"ptx"), (2, elf))
-    )
-    container = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
-    assert device_code.tensor_core_instructions(b"before" + container + b"after") == {(80, "work"): 2}
-    with pytest.raises(ValueError, match="the code for sm_80 is compressed, or no ELF file"):
-        device_code.tensor_core_instructions(container.replace(b"\x7fELF", b"\x7fZIP"))
+
+
+def test_a_build_without_all_machine_code_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"no machine code of boosting_loss.cu for sm_80 in "):
+        cuda_resources.read_kernels(tmp_path, "")
 
 
 def test_the_page_names_every_kernel_and_spills_only_where_permitted() -> None:
@@ -302,7 +297,7 @@ def test_kernels_without_a_named_loop_are_one_line(monkeypatch: pytest.MonkeyPat
     counted = NamedLoop(3.0, 0.5, 2.0, 256.0)
     kernels = {number: {("work<float>", "run"): counted} for number in cuda_resources.ARCHITECTURES}
     monkeypatch.setattr(named_loops, "WANTED", (Wanted("work<", "run", ("inner",), "FFMA", "sum", products=2.0),))
-    compiled = [cuda_resources.Compiled("", {}, {}, kernels)]
+    compiled = cuda_resources.Compiled("", {}, {}, kernels)
     [entry] = cuda_resources.loop_counts(compiled)
     counts = {f"sm_{number}": asdict(counted) for number in cuda_resources.ARCHITECTURES}
     backward = {"products": 2.0, "tile": [1, 1]}

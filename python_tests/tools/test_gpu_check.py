@@ -20,7 +20,6 @@ import torch
 from benchmarks import costs
 from benchmarks.coco_epoch import growth
 from benchmarks.coco_table import markdown, shares
-from benchmarks.gpu_table import check_is_of_a_gpu
 from python_tests.helpers.processes import ROOT, run
 from python_tests.tools.simulated_stage import python, written
 from python_tests.tools.wheels import write_wheel
@@ -50,35 +49,22 @@ def test_a_dry_run_leaves_results_that_say_so(tmp_path: Path) -> None:
     wheels.mkdir()
     carried = write_wheel(wheels, "carried_along", "1.0").name
     options = ("--out", tmp_path, "--commit", "abc", "--wheels", wheels)
-    result = script("sanitize", "bench", "coco", *options, device="cpu")
+    result = script("coco", *options, device="cpu")
     assert result.returncode == 0, result.stderr
-    names = {"gpu_check_sanitize_dry_run.json", "gpu_check_bench_dry_run.json", "gpu_check_coco_dry_run.json"}
-    assert {file.name for file in tmp_path.glob("*.json")} == names
-    for name in names:
-        content = json.loads((tmp_path / name).read_text())
-        assert content["kind"] == "itm_fast GPU check"
-        assert content["dry_run"] is True
-        assert content["device"]["type"] == "cpu"
-        assert content["device"]["name"].startswith("dry run on ")
-        assert costs.device_of(content["device"]["name"]) is None
-        assert content["environment"]["torch"] == torch.__version__
-        assert content["environment"]["command"].startswith("benchmarks/gpu_check.sh sanitize bench coco --out")
-        assert content["seconds"] > 0
-        assert (content["wheels"], content["missing_packages"]) == ([carried], [])
-        assert content["steps"][0]["detail"] in ("a dry run builds nothing", "as before")
+    [file] = tmp_path.glob("*.json")
+    assert file.name == "gpu_check_coco_dry_run.json"
+    coco = json.loads(file.read_text())
+    assert coco["kind"] == "itm_fast GPU check"
+    assert (coco["dry_run"], coco["outcome"]) == (True, "dry run, passed")
+    assert coco["device"]["type"] == "cpu"
+    assert coco["device"]["name"].startswith("dry run on ")
+    assert costs.device_of(coco["device"]["name"]) is None
+    assert coco["environment"]["torch"] == torch.__version__
+    assert coco["environment"]["command"].startswith("benchmarks/gpu_check.sh coco --out")
+    assert coco["seconds"] > 0
+    assert (coco["wheels"], coco["missing_packages"]) == ([carried], [])
+    assert coco["steps"][0]["detail"] in ("a dry run builds nothing", "as before")
     assert f"all results: {tmp_path}/gpu_check_dry_run.tar.gz\n" in result.stdout
-    # No step failed, but no sanitizer ran either.
-    sanitize = json.loads((tmp_path / "gpu_check_sanitize_dry_run.json").read_text())
-    assert sanitize["outcome"] == "dry run, unavailable"
-    assert [step["outcome"] for step in sanitize["steps"]] == ["passed", "unavailable", "unavailable"]
-    bench = json.loads((tmp_path / "gpu_check_bench_dry_run.json").read_text())
-    assert bench["outcome"] == "dry run, passed"
-    assert bench["results"]["workloads"]["scores 4"]["variants"]["native"]["flop_per_s"] > 0
-    for results in (bench, bench["results"]):
-        with pytest.raises(ValueError, match=r"expected kind 'itm_fast GPU benchmark'|measured without a GPU"):
-            check_is_of_a_gpu(results, "bench.json")
-    coco = json.loads((tmp_path / "gpu_check_coco_dry_run.json").read_text())
-    assert coco["outcome"] == "dry run, passed"
     check_rehearsal(coco["results"])
 
 

@@ -20,6 +20,7 @@ import torch
 from gpu_stage import by_tests
 from packaging.requirements import Requirement
 
+from benchmarks.gpu_table import check_is_of_a_gpu
 from python_tests.helpers.processes import ROOT, run
 from python_tests.tools.wheels import write_wheel
 
@@ -79,6 +80,13 @@ def test_the_stages_run_dry_with_torch_numpy_and_pytest_alone(bare: Path, tmp_pa
     assert left_out in result.stdout
     assert re.fullmatch(r"\d+ test files without GPU tests are left to the stage suite, and misses .*nltk.*", left_out)
     assert "tools/gpu_wheels.py" in contents["suite"]["steps"][-1]["detail"]
+    # No step failed, but no sanitizer ran either.
+    assert [step["outcome"] for step in contents["sanitize"]["steps"]] == ["passed", "unavailable", "unavailable"]
+    measured = contents["bench"]["results"]
+    assert measured["workloads"]["scores 4"]["variants"]["native"]["flop_per_s"] > 0
+    for results in (contents["bench"], measured):
+        with pytest.raises(ValueError, match=r"expected kind 'itm_fast GPU benchmark'|measured without a GPU"):
+            check_is_of_a_gpu(results, "bench.json")
     archive = tmp_path / "gpu_check_dry_run.tar.gz"
     assert result.stdout.splitlines()[-1] == f"all results: {archive}"
     with tarfile.open(archive) as packed:

@@ -54,12 +54,12 @@ struct DomainForward {
 
 // The rows of one pair, regions before words.
 template <typename S>
-struct PairRows {
+struct DomainRows {
   const S* regions;
   const S* words;
   int64_t n_regions, n_rows, dim;
 
-  ITM_FAST_DEVICE PairRows(const DomainProblem<S>& p, int64_t pair)
+  ITM_FAST_DEVICE DomainRows(const DomainProblem<S>& p, int64_t pair)
       : regions(p.regions.values + p.regions.offset(pair) * p.dim),
         words(p.words.values + p.words.offset(pair) * p.dim),
         n_regions(p.regions.length(pair)),
@@ -89,7 +89,7 @@ ITM_FAST_DEVICE float slope_of(float x) {
 
 // The risk of the rows under one discriminator, and its derivative; computed by the whole block.
 template <typename S>
-ITM_FAST_DEVICE float risk_of(const PairRows<S>& rows, const float* weights, float bias, float scale, float* sums) {
+ITM_FAST_DEVICE float risk_of(const DomainRows<S>& rows, const float* weights, float bias, float scale, float* sums) {
   ITM_FAST_SHARED(float, factors, kDomainRows);
   ITM_FAST_SHARED(float, losses, kDomainRows);
   double risk = 0.0, of_bias = 0.0;  // of the first thread
@@ -149,7 +149,7 @@ ITM_FAST_DEVICE void domain_risks(const DomainForward<S>& p) {
   float* sums = p.sums == nullptr ? nullptr : p.sums + block_index() * (problem.dim + 1);
   float risk = 0.0f;
   if (other >= 0) {
-    const PairRows<S> rows(problem, has_foreign_features(kind) ? other : pair);
+    const DomainRows<S> rows(problem, has_foreign_features(kind) ? other : pair);
     const int64_t discriminator = has_foreign_features(kind) ? pair : other;
     if (rows.n_rows > 0) {
       const float* weights = problem.weights + discriminator * problem.dim;

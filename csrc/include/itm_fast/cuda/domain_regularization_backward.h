@@ -116,7 +116,7 @@ ITM_FAST_DEVICE void discriminator_gradients(const DomainBackward<S>& p) {
 // Adds to the gradient of this block's rows of a pair the part of its risk under one discriminator, or writes it if it
 // is the first. A warp takes one row at a time, a lane always the same columns.
 template <typename S>
-ITM_FAST_DEVICE void add_to_rows(const DomainBackward<S>& p, const PairRows<S>& rows, int64_t pair, int64_t share,
+ITM_FAST_DEVICE void add_to_rows(const DomainBackward<S>& p, const DomainRows<S>& rows, int64_t pair, int64_t share,
                                  int64_t discriminator, float factor, bool begins) {
   const DomainProblem<S>& problem = p.problem;
   const float* weights = problem.weights + discriminator * problem.dim;
@@ -143,7 +143,7 @@ ITM_FAST_DEVICE void add_to_rows(const DomainBackward<S>& p, const PairRows<S>& 
 template <typename S>
 ITM_FAST_DEVICE void feature_gradients(const DomainBackward<S>& p) {
   const int64_t pair = block_index() / kDomainShares, share = block_index() % kDomainShares;
-  const PairRows<S> rows(p.problem, pair);
+  const DomainRows<S> rows(p.problem, pair);
   float own = own_gradient(p, pair);
   bool begins = true;
   const auto add = [&](int64_t discriminator, float factor) {
