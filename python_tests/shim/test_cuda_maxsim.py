@@ -16,7 +16,7 @@ import torch
 import itm_fast.functional as F_itm
 from itm_fast import Fragments
 from python_tests.helpers.fragments import random_fragments, tied_fragments
-from python_tests.helpers.shim import compile_driver
+from python_tests.helpers.shim import compiled_driver
 from python_tests.shim.maxsim_checks import check_maxsim, exact_results, operands_of, rows_of
 from python_tests.shim.shim_maxsim import DIRECTIONS, REDUCTIONS, TILE_CONTEXTS, TILE_QUERIES, MaxsimKernels
 
@@ -28,8 +28,8 @@ PAIRS = torch.tensor([[3, 4], [0, 0], [1, 2], [3, 4], [2, 3], [0, 5], [3, 1], [4
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> MaxsimKernels:
-    return MaxsimKernels(compile_driver("maxsim", tmp_path_factory.mktemp("maxsim")))
+def kernels() -> MaxsimKernels:
+    return MaxsimKernels(compiled_driver("maxsim"))
 
 
 def sets(dim: int = 12, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Fragments, Fragments]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from python_tests.helpers.fragments import random_fragments
-from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compile_shim
+from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compiled_driver
 from python_tests.shim.faults import planted, run_sanitized
 from python_tests.shim.maxsim_checks import check_maxsim
 from python_tests.shim.shim_cases import outcomes
@@ -30,11 +30,6 @@ def check(library: Path) -> None:
     contexts = random_fragments([4, 5, 0, 20], 5, torch.float32, seed=1)
     check_maxsim(kernels, queries, contexts, direction="both", reduction="mean")
     check_maxsim(kernels, queries, contexts, pairs=torch.tensor([[0, 0], [2, 1], [0, 3], [0, 1]]), direction="both")
-
-
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return compile_shim(tmp_path_factory.mktemp("shim"), "-O0")
 
 
 FAULTS = {
@@ -74,24 +69,24 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_fails_the_checks(name: str, shim: list[Path], tmp_path: Path) -> None:
+def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     fault, message = FAULTS[name]
     root = planted(tmp_path / "faulty", *fault)
-    library = compile_driver("maxsim", tmp_path, *SMALL, root=root, shim=shim)
+    library = compile_driver("maxsim", tmp_path, *SMALL, root=root)
     with pytest.raises((AssertionError, KernelError)) as caught:
         check(library)
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
-def test_tensor_cores_that_truncate_keep_the_accuracy(shim: list[Path], tmp_path: Path) -> None:
-    library = compile_driver("maxsim", tmp_path, *SMALL, "-DITM_FAST_SHIM_TRUNCATES", shim=shim)
+def test_tensor_cores_that_truncate_keep_the_accuracy(tmp_path: Path) -> None:
+    library = compile_driver("maxsim", tmp_path, *SMALL, "-DITM_FAST_SHIM_TRUNCATES")
     sides = [random_fragments([4, 20], 300, torch.float32, seed=seed) for seed in range(2)]
     check_maxsim(MaxsimKernels(library), *sides, reduction="mean", direction="both")
 
 
-def test_the_kernels_as_they_are_pass_the_checks_and_the_sanitizers(shim: list[Path], tmp_path: Path) -> None:
+def test_the_kernels_as_they_are_pass_the_checks_and_the_sanitizers(tmp_path: Path) -> None:
     """With the same bits."""
-    library = compile_driver("maxsim", tmp_path, *SMALL, shim=shim)
+    library = compiled_driver("maxsim", *SMALL)
     check(library)
     expected = outcomes({"maxsim": library})
     compile_driver("maxsim", tmp_path, *SMALL, *SANITIZERS)
