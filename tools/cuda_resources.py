@@ -45,6 +45,7 @@ MUST_USE_TENSOR_CORES = (
     "prepare_scores<",
     "regulate_tiles<",
     "score_long_tiles<",
+    "score_maxsim<",
     "score_tile<",
 )
 # What main loops may issue, by the prefix of the kernels' names and for each loop by its number of HMMA: other
@@ -71,6 +72,11 @@ BUDGETS: dict[str, tuple[tuple[int, int], ...]] = {
     "score_long_tiles<float, 1,": ((120, 12), (70, 12)),
     "score_long_tiles<float, 2,": ((95, 12), (70, 12)),
     "score_long_tiles<float, 3,": ((70, 12),),
+    "score_maxsim<BFloat16, 1>": ((40, 12),),
+    "score_maxsim<Half, 1>": ((40, 12),),
+    "score_maxsim<float, 1>": ((140, 12),),
+    "score_maxsim<float, 2>": ((95, 12),),
+    "score_maxsim<float, 3>": ((70, 12),),
     **{
         f"matching_loss<{problem}<float>, {products}": (budget,)
         for problem in ("TripletProblem", "BoostingProblem")
@@ -90,6 +96,7 @@ DYNAMIC = {
     "prepare_scores<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
     "regulate_tiles<": ("regulation_launch.h", "kRegulationBytes<RegulationTile112>"),
     "score_long_tiles<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
+    "score_maxsim<": ("maxsim_launch.h", "MaxsimMemory<ScoreTile112>::kBytes"),
     "score_tile<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
 }
 

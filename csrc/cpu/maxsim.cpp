@@ -6,7 +6,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <limits>
-#include <numeric>
 #include <optional>
 #include <tuple>
 
@@ -44,22 +43,43 @@ const MaxsimKernels<S, T>& maxsim_kernels([[maybe_unused]] const std::string& pr
 }
 
 struct SetPair {
-  int64_t query, context;
+  int32_t query, context;
 };
+
+template <typename S>
+void check_sizes(const char* name, const Operand<S>& sets) {
+  constexpr int64_t most = std::numeric_limits<int32_t>::max();
+  STD_TORCH_CHECK(sets.view.n_sets <= most && sets.max_length <= most, name,
+                  ": expected at most 2^31 - 1 sets and as many rows in a set");
+}
 
 std::vector<SetPair> listed_pairs(const Tensor& pairs, int64_t n_queries, int64_t n_contexts) {
   const Tensor dense = torch::stable::contiguous(pairs);
   const auto* numbers = static_cast<const int64_t*>(dense.const_data_ptr());
   std::vector<SetPair> result(dense.size(0));
   for (size_t p = 0; p < result.size(); ++p) {
-    const SetPair pair = result[p] = {numbers[2 * p], numbers[2 * p + 1]};
-    STD_TORCH_CHECK(pair.query >= 0 && pair.query < n_queries, "pairs: expected query sets from 0 to ", n_queries - 1,
-                    ", got ", pair.query, " in pair ", p);
-    STD_TORCH_CHECK(pair.context >= 0 && pair.context < n_contexts, "pairs: expected context sets from 0 to ",
-                    n_contexts - 1, ", got ", pair.context, " in pair ", p);
+    const int64_t query = numbers[2 * p], context = numbers[2 * p + 1];
+    STD_TORCH_CHECK(query >= 0 && query < n_queries, "pairs: expected query sets from 0 to ", n_queries - 1, ", got ",
+                    query, " in pair ", p);
+    STD_TORCH_CHECK(context >= 0 && context < n_contexts, "pairs: expected context sets from 0 to ", n_contexts - 1,
+                    ", got ", context, " in pair ", p);
+    result[p] = {static_cast<int32_t>(query), static_cast<int32_t>(context)};
   }
   return result;
 }
+
+// The numbers of the pairs, ordered by the set of one side: those of set s are order[starts[s]] to
+// order[starts[s + 1] - 1], in ascending order.
+struct BySet {
+  template <typename Pair>
+  BySet(const std::vector<Pair>& pairs, int32_t Pair::* own, int64_t n_sets) : starts(n_sets + 1), order(pairs.size()) {
+    for (const Pair& pair : pairs) ++starts[pair.*own + 1];
+    for (int64_t set = 0; set < n_sets; ++set) starts[set + 1] += starts[set];
+    std::vector<int64_t> next(starts.begin(), starts.end() - 1);
+    for (size_t p = 0; p < pairs.size(); ++p) order[next[pairs[p].*own]++] = static_cast<int64_t>(p);
+  }
+  std::vector<int64_t> starts, order;
+};
 
 // The scratch memory of a thread, and the query set that is packed in it.
 template <typename T>
@@ -67,16 +87,15 @@ struct Scratch {
   Scratch(int64_t size, int64_t n_sets) : workspace(size), sums(n_sets) {}
   Buffer<T> workspace;
   std::vector<double> sums;
+  std::vector<int32_t> indices;
   int64_t packed = -1;
 };
 
 // Runs body(pair number, scratch) for all pairs, ordered by query set, which is packed first.
-template <typename S, typename T, typename Body>
-void for_each_pair(const MaxsimKernels<S, T>& table, const Operand<S>& query, const std::vector<SetPair>& pairs,
+template <typename S, typename T, typename Pair, typename Body>
+void for_each_pair(const MaxsimKernels<S, T>& table, const Operand<S>& query, const std::vector<Pair>& pairs,
                    const Body& body) {
-  std::vector<int64_t> order(pairs.size());
-  std::iota(order.begin(), order.end(), int64_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return pairs[a].query < pairs[b].query; });
+  const std::vector<int64_t> order = BySet(pairs, &Pair::query, query.view.n_sets).order;
   torch::stable::parallel_for(0, static_cast<int64_t>(order.size()), 1, [&](int64_t first, int64_t last) {
     Scratch<T> scratch(table.workspace(query.max_length, query.view.dim), 1);
     for (int64_t i = first; i < last; ++i) {
@@ -119,6 +138,8 @@ Tensor forward(const Tensor& queries, const Tensor& query_offsets, const Tensor&
                const std::string& precision) {
   const MaxsimKernels<S, T>& table = maxsim_kernels<S, T>(precision);
   const Operand<S> query(queries, query_offsets), context(contexts, context_offsets);
+  check_sizes("queries", query);
+  check_sizes("contexts", context);
   if (!pairs.has_value()) {
     Tensor scores = torch::stable::new_empty(queries, {query.view.n_sets, context.view.n_sets}, kScalarType<T>);
     score_all(table, query, context, options, static_cast<T*>(scores.mutable_data_ptr()));
@@ -135,81 +156,107 @@ Tensor forward(const Tensor& queries, const Tensor& query_offsets, const Tensor&
   return scores;
 }
 
-// The pairs with a gradient, and the indices of their maxima.
+// A pair with a gradient. Its indices begin at `begin`: the best context row of each query row, then the best query row
+// of each context row, as far as the direction needs them.
 template <typename T>
-struct Matches {
-  std::vector<SetPair> pairs;
-  std::vector<T> gradients;
-  std::vector<int64_t> by_query, by_context;  // of each pair, the begin in `indices`
-  Buffer<int32_t> indices;
+struct Match {
+  int32_t query, context;
+  T gradient;
+  int64_t begin;
 };
 
-template <typename S, typename T>
-Matches<T> find_matches(const MaxsimKernels<S, T>& table, const Tensor& grad_scores, const Operand<S>& query,
-                        const Operand<S>& context, const std::optional<Tensor>& pairs, MaxsimOptions options) {
+template <typename T, typename Index>
+struct Matches {
+  std::vector<Match<T>> pairs;
+  Buffer<Index> indices;
+};
+
+template <typename S, typename T, typename Index>
+Matches<T, Index> find_matches(const MaxsimKernels<S, T>& table, const Tensor& grad_scores, const Operand<S>& query,
+                               const Operand<S>& context, const std::optional<Tensor>& pairs, MaxsimOptions options) {
   const Tensor dense = torch::stable::contiguous(torch::stable::to(grad_scores, kScalarType<T>));
   const auto* gradients = static_cast<const T*>(dense.const_data_ptr());
   const int64_t n_contexts = context.view.n_sets;
   std::vector<SetPair> listed;
   if (pairs.has_value()) listed = listed_pairs(*pairs, query.view.n_sets, n_contexts);
-  Matches<T> found;
+  Matches<T, Index> found;
   int64_t total = 0;
   for (int64_t p = 0; p < dense.numel(); ++p) {
-    const SetPair pair = pairs.has_value() ? listed[p] : SetPair{p / n_contexts, p % n_contexts};
+    if (gradients[p] == T(0)) continue;
+    const SetPair pair = pairs.has_value()
+                             ? listed[p]
+                             : SetPair{static_cast<int32_t>(p / n_contexts), static_cast<int32_t>(p % n_contexts)};
     const int64_t n_query = query.view.length(pair.query), n_context = context.view.length(pair.context);
-    if (gradients[p] == T(0) || n_query == 0 || n_context == 0) continue;
-    found.pairs.push_back(pair);
-    found.gradients.push_back(gradients[p]);
-    found.by_query.push_back(total);
-    if (options.by_queries()) total += n_query;
-    found.by_context.push_back(total);
-    if (options.by_contexts()) total += n_context;
+    if (n_query == 0 || n_context == 0) continue;
+    found.pairs.push_back({pair.query, pair.context, gradients[p], total});
+    total += (options.by_queries() ? n_query : 0) + (options.by_contexts() ? n_context : 0);
   }
-  found.indices = Buffer<int32_t>(total);
+  found.indices = Buffer<Index>(total);
   for_each_pair(table, query, found.pairs, [&](int64_t p, Scratch<T>& scratch) {
-    const SetPair pair = found.pairs[p];
-    int32_t* indices = found.indices.data();
+    const Match<T>& pair = found.pairs[p];
+    const int64_t n_query = options.by_queries() ? query.view.length(pair.query) : 0;
+    const int64_t n_context = options.by_contexts() ? context.view.length(pair.context) : 0;
+    scratch.indices.resize(n_query + n_context);
     table.match(query.view, pair.query, context.view, pair.context, query.max_length, scratch.workspace.data(),
-                options.by_queries() ? indices + found.by_query[p] : nullptr,
-                options.by_contexts() ? indices + found.by_context[p] : nullptr);
+                options.by_queries() ? scratch.indices.data() : nullptr,
+                options.by_contexts() ? scratch.indices.data() + n_query : nullptr);
+    std::copy(scratch.indices.begin(), scratch.indices.end(), found.indices.data() + pair.begin);
   });
   return found;
 }
 
-// The gradient of the rows of one side. `SetPair::*own` is the set of that side, `other` the other side's.
-template <typename S, typename T>
-Tensor side_gradient(const MaxsimKernels<S, T>& table, const Matches<T>& found, const Tensor& like,
-                     const Operand<S>& side, int64_t SetPair::* own, const std::vector<int64_t>& own_matches,
-                     bool own_direction, const Operand<S>& other_side, int64_t SetPair::* other,
-                     const std::vector<int64_t>& other_matches, bool other_direction, MaxsimReduction reduction) {
+// The gradient of the rows of one side. `own` is the set of that side, `other` the other side's.
+template <typename S, typename T, typename Index>
+Tensor side_gradient(const MaxsimKernels<S, T>& table, const Matches<T, Index>& found, const Tensor& like,
+                     const Operand<S>& side, int32_t Match<T>::* own, const Operand<S>& other_side,
+                     int32_t Match<T>::* other, MaxsimOptions options, bool of_queries) {
   const FragmentsView<S>&view = side.view, &others = other_side.view;
   Tensor gradient = torch::stable::new_empty(like, {like.size(0), like.size(1)}, kScalarType<T>);
   auto* out = static_cast<T*>(gradient.mutable_data_ptr());
   std::fill_n(out, gradient.numel(), T(0));
-  std::vector<std::vector<int64_t>> pairs_of(view.n_sets);
-  for (size_t p = 0; p < found.pairs.size(); ++p) pairs_of[found.pairs[p].*own].push_back(static_cast<int64_t>(p));
-  const auto weight = [&](int64_t p, int64_t length) {
-    return reduction == MaxsimReduction::mean ? found.gradients[p] / static_cast<T>(length) : found.gradients[p];
-  };
+  const BySet by_set(found.pairs, own, view.n_sets);
   torch::stable::parallel_for(0, view.n_sets, 1, [&](int64_t first, int64_t last) {
+    std::vector<int32_t> indices;
     for (int64_t set = first; set < last; ++set) {
       T* rows = out + view.offsets[set] * view.dim;
-      for (const int64_t p : pairs_of[set]) {
-        const int64_t partner = found.pairs[p].*other, length = view.length(set),
-                      partner_length = others.length(partner);
-        const int32_t* indices = found.indices.data();
-        if (own_direction) {
-          table.add_matches(indices + own_matches[p], length, false, weight(p, length), others.set_values(partner),
-                            view.dim, rows);
-        }
-        if (other_direction) {
-          table.add_matches(indices + other_matches[p], partner_length, true, weight(p, partner_length),
-                            others.set_values(partner), view.dim, rows);
-        }
+      for (int64_t i = by_set.starts[set]; i < by_set.starts[set + 1]; ++i) {
+        const Match<T>& pair = found.pairs[by_set.order[i]];
+        const int64_t partner = pair.*other, length = view.length(set), partner_length = others.length(partner);
+        const int64_t n_query = of_queries ? length : partner_length;
+        // The rows of this side take their best partners; partners whose best row is of this side add to it.
+        const auto add = [&](bool by_queries) {
+          const bool scatter = by_queries != of_queries;
+          const int64_t count = scatter ? partner_length : length;
+          const Index* stored = found.indices.data() + pair.begin + (by_queries || !options.by_queries() ? 0 : n_query);
+          indices.assign(stored, stored + count);
+          const T weight =
+              options.reduction == MaxsimReduction::mean ? pair.gradient / static_cast<T>(count) : pair.gradient;
+          table.add_matches(indices.data(), count, scatter, weight, others.set_values(partner), view.dim, rows);
+        };
+        if (of_queries ? options.by_queries() : options.by_contexts()) add(of_queries);
+        if (of_queries ? options.by_contexts() : options.by_queries()) add(!of_queries);
       }
     }
   });
   return torch::stable::to(gradient, like.scalar_type());
+}
+
+template <typename Index, typename S, typename T>
+std::tuple<Tensor, Tensor> backward_with(const Tensor& grad_scores, const Tensor& queries, const Operand<S>& query,
+                                         const Tensor& contexts, const Operand<S>& context,
+                                         const std::optional<Tensor>& pairs, MaxsimOptions options,
+                                         const MaxsimKernels<S, T>& table, bool for_queries, bool for_contexts) {
+  const Matches<T, Index> found = find_matches<S, T, Index>(table, grad_scores, query, context, pairs, options);
+  const auto none = [](const Tensor& like) {
+    return torch::stable::new_empty(like, {int64_t{0}, like.size(1)}, like.scalar_type());
+  };
+  return {
+      for_queries
+          ? side_gradient(table, found, queries, query, &Match<T>::query, context, &Match<T>::context, options, true)
+          : none(queries),
+      for_contexts
+          ? side_gradient(table, found, contexts, context, &Match<T>::context, query, &Match<T>::query, options, false)
+          : none(contexts)};
 }
 
 template <typename S, typename T>
@@ -217,22 +264,13 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_scores, const Tensor& que
                                     const Tensor& contexts, const Tensor& context_offsets,
                                     const std::optional<Tensor>& pairs, MaxsimOptions options,
                                     const std::string& precision, bool for_queries, bool for_contexts) {
-  const MaxsimKernels<S, T>& table = maxsim_kernels<S, T>(precision);
   const Operand<S> query(queries, query_offsets), context(contexts, context_offsets);
-  STD_TORCH_CHECK(std::max(query.max_length, context.max_length) <= std::numeric_limits<int32_t>::max(),
-                  "queries, contexts: expected at most 2^31 - 1 rows in a set");
-  const Matches<T> found = find_matches(table, grad_scores, query, context, pairs, options);
-  const auto none = [](const Tensor& like) {
-    return torch::stable::new_empty(like, {int64_t{0}, like.size(1)}, like.scalar_type());
-  };
-  return {for_queries
-              ? side_gradient(table, found, queries, query, &SetPair::query, found.by_query, options.by_queries(),
-                              context, &SetPair::context, found.by_context, options.by_contexts(), options.reduction)
-              : none(queries),
-          for_contexts ? side_gradient(table, found, contexts, context, &SetPair::context, found.by_context,
-                                       options.by_contexts(), query, &SetPair::query, found.by_query,
-                                       options.by_queries(), options.reduction)
-                       : none(contexts)};
+  check_sizes("queries", query);
+  check_sizes("contexts", context);
+  const auto run = std::max(query.max_length, context.max_length) <= int64_t{1} << 16 ? backward_with<uint16_t, S, T>
+                                                                                      : backward_with<int32_t, S, T>;
+  return run(grad_scores, queries, query, contexts, context, pairs, options, maxsim_kernels<S, T>(precision),
+             for_queries, for_contexts);
 }
 
 Tensor maxsim_scores(const Tensor& queries, const Tensor& query_offsets, const Tensor& contexts,
@@ -253,13 +291,7 @@ std::tuple<Tensor, Tensor> maxsim_scores_backward(const Tensor& grad_scores, con
                                                   const std::string& precision, bool for_queries, bool for_contexts) {
   check_operands(queries, query_offsets, contexts, context_offsets, precision);
   check_pairs(pairs, queries);
-  if (pairs.has_value()) {
-    STD_TORCH_CHECK(grad_scores.dim() == 1 && grad_scores.size(0) == pairs->size(0),
-                    "grad_scores: expected one number per pair");
-    check_same_device("grad_scores", grad_scores, "queries", queries);
-  } else {
-    check_score_gradient(grad_scores, query_offsets, context_offsets);
-  }
+  check_maxsim_gradient(grad_scores, queries, query_offsets, context_offsets, pairs);
   const MaxsimOptions options = maxsim_options(reduction, direction);
   return with_types(queries.scalar_type(), [&]<typename S, typename T>(S, T) {
     return backward<S, T>(grad_scores, queries, query_offsets, contexts, context_offsets, pairs, options, precision,

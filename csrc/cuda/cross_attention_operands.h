@@ -1,4 +1,4 @@
-// Shared by the forward and the backward of cross_attention_scores on CUDA: dense operands.
+// Shared by cross_attention_scores and maxsim_scores on CUDA, forward and backward: dense operands.
 #pragma once
 
 #include <torch/headeronly/util/Exception.h>
@@ -34,7 +34,8 @@ struct Operand {
 template <typename Run>
 auto with_rows(torch::headeronly::ScalarType dtype, const Run& run) {
   using torch::headeronly::ScalarType;
-  STD_TORCH_CHECK(dtype != ScalarType::Double, "queries: no CUDA kernel computes cross attention in float64");
+  STD_TORCH_CHECK(dtype != ScalarType::Double,
+                  "queries: the CUDA kernels take float32, bfloat16 or float16 rows, got float64");
   if (dtype == ScalarType::BFloat16) return run(BFloat16{});
   if (dtype == ScalarType::Half) return run(Half{});
   return run(float{});

@@ -1,4 +1,5 @@
-// Shared by the launchers of cross_attention_scores and of matching_loss: the parameters, and the first launch.
+// Shared by the launchers of cross_attention_scores, matching_loss and maxsim_scores: operands; for the first two, the
+// parameters and the first launch.
 #pragma once
 
 #include "cuda/cross_attention_operands.h"

@@ -7,6 +7,7 @@
 #include <array>
 #include <string_view>
 
+#include "ops/cross_attention.h"
 #include "ops/devices.h"
 #include "ops/options.h"
 
@@ -23,6 +24,18 @@ void check_pairs(const std::optional<torch::stable::Tensor>& pairs, const torch:
   STD_TORCH_CHECK(pairs->scalar_type() == torch::headeronly::ScalarType::Long, "pairs: expected int64");
   STD_TORCH_CHECK(pairs->dim() == 2 && pairs->size(1) == 2, "pairs: expected shape (P, 2)");
   check_same_device("pairs", *pairs, "queries", queries);
+}
+
+void check_maxsim_gradient(const torch::stable::Tensor& grad_scores, const torch::stable::Tensor& queries,
+                           const torch::stable::Tensor& query_offsets, const torch::stable::Tensor& context_offsets,
+                           const std::optional<torch::stable::Tensor>& pairs) {
+  if (!pairs.has_value()) {
+    check_score_gradient(grad_scores, query_offsets, context_offsets);
+    return;
+  }
+  STD_TORCH_CHECK(grad_scores.dim() == 1 && grad_scores.size(0) == pairs->size(0),
+                  "grad_scores: expected one number per pair");
+  check_same_device("grad_scores", grad_scores, "queries", queries);
 }
 
 }  // namespace itm_fast

@@ -30,7 +30,8 @@ def maxsim_scores(
     Args:
         queries: `(N, d)` rows in any number of sets; float32, float64, bfloat16 or float16.
         contexts: `(M, d)` rows in any number of sets; dtype and device of the queries.
-        pairs: int64 `(P, 2)`, the query set and the context set of each pair to score. None: all pairs.
+        pairs: int64 `(P, 2)`, the query set and the context set of each pair to score. None: all pairs. On a GPU,
+            numbers out of range are clamped to the sets.
         similarity: "dot", the inner product; or "cosine", the inner product of rows divided by their norm plus 1e-8.
         reduction: "sum", or "mean" over the rows that are summed.
         direction: "queries": each query row finds its best context row; "contexts": each context row finds its best

@@ -6,6 +6,7 @@ from itm_fast.nn.feature_diversification import FeatureConversions, FeatureDiver
 from itm_fast.nn.generalized_pooling import GeneralizedPooling
 from itm_fast.nn.gradient_sparse import GradientSparseScores
 from itm_fast.nn.image_encoder import ImageEncoder
+from itm_fast.nn.maxsim import MaxsimScores
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.patch_encoder import PatchEncoder
 from itm_fast.nn.pooling import final_states, mean_pool
@@ -30,6 +31,7 @@ __all__ = [
     "GeneralizedPooling",
     "GradientSparseScores",
     "ImageEncoder",
+    "MaxsimScores",
     "PatchEncoder",
     "RecurrentAggregationRegulator",
     "RecurrentCorrespondenceRegulator",

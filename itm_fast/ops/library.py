@@ -42,6 +42,7 @@ _WITHOUT_FLOAT64_ON_CUDA = frozenset(
         "cross_attention_scores",
         "domain_regularization",
         "matching_loss",
+        "maxsim_scores",
         "regulated_scores",
     }
 )

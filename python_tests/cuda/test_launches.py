@@ -13,7 +13,7 @@ from python_tests.helpers.fragments import native_calls
 
 # Maximum number of launches. Risks: the backward has one launch for discriminators and one for features. Scores: plan,
 # Gram matrices, pairs. Scores with their loss: operands; then pairs, loss and gradient. Regulators: operands, pairs.
-# Ranks: the best matching scores, then the ranks.
+# Ranks: the best matching scores, then the ranks. MaxSim: plan and pairs; the backward also gathers rows.
 AT_MOST = {
     "cross_attention_alignments": 2,
     "cross_attention_scores": 3,
@@ -30,6 +30,8 @@ AT_MOST = {
     "hardest_negatives": 1,
     "hardest_negatives_backward": 1,
     "matching_loss": 2,
+    "maxsim_scores": 2,
+    "maxsim_scores_backward": 3,
     "regulated_scores": 2,
     "retrieval_ranks": 2,
 }

@@ -44,7 +44,7 @@ class Case:
     @property
     def scores(self) -> bool:
         """Whether the operator compares vectors: these may have 16 bits, and sums of many terms round."""
-        of_attention = self.operators[0] in ("cross_attention_scores", "matching_loss")
+        of_attention = self.operators[0] in ("cross_attention_scores", "matching_loss", "maxsim_scores")
         return of_attention or self.widened or self.takes_any_dtype
 
     @property
@@ -89,6 +89,27 @@ def _scores_case(
     make = partial(_sets, dim=dim, longest=longest, offsets=offsets)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     return Case(f"cross_attention_scores {name}", operators, make, call, 2, dtypes, sizes)
+
+
+def _maxsim_case(
+    name: str, *, listed: bool = False, dim: int = 40, longest: tuple[int, int] = (17, 40), **options: Any
+) -> Case:
+    """Make a case of all pairs, or of listed pairs in random order with repetitions."""
+
+    def make(seed: int, size: int) -> Inputs:
+        drawn = torch.randint(size + 2, (3 * size, 2), generator=torch.Generator().manual_seed(seed))
+        return [*_sets(seed, size, dim, longest, torch.int64), drawn]
+
+    def call(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        words, regions, word_offsets, region_offsets, drawn = inputs
+        queries = Fragments(words, word_offsets, check=False, max_length=longest[0])
+        contexts = Fragments(regions, region_offsets, check=False, max_length=longest[1])
+        pairs = drawn if listed else None
+        return (functions.maxsim_scores(queries, contexts, pairs=pairs, **options),)
+
+    operators = ("maxsim_scores", "maxsim_scores_backward")
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return Case(f"maxsim_scores {name}", operators, make, call, 2, dtypes, (6, 1, 14))
 
 
 def _regulated_case(
@@ -256,6 +277,8 @@ CASES = (
     _scores_case("wide", dim=520, sizes=(5,)),
     _scores_case("odd width", dim=37, offsets=torch.int32, sizes=(5,)),
     _scores_case("long sets", longest=(150, 300), focal="prob", sizes=(3,)),
+    _maxsim_case("of all pairs", direction="both"),
+    _maxsim_case("of listed pairs", listed=True, dim=37, longest=(150, 200), reduction="mean", direction="contexts"),
     _regulated_case("of both regulators", "rcar2", dropout=0.4),
     _regulated_case("of RCR alone", "rcr3", focal="prob"),
     _regulated_case("of RAR alone, wide", "rar3", dim=600, width=150, sizes=(6, 1)),

@@ -41,6 +41,7 @@ PACKED = SimpleNamespace(
     cross_attention_alignments=reference.cross_attention_alignments_packed,
     domain_regularization=reference.domain_regularization_packed,
     matching_loss=reference.matching_loss,
+    maxsim_scores=reference.maxsim_scores_packed,
     regulated_scores=reference.regulated_scores_packed,
     triplet_loss=reference.triplet_loss,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -102,17 +103,29 @@ def test_gradients(similarity: str, reduction: str, direction: str, listed: bool
 
 
 @every_implementation
-def test_ties_take_the_first_row(implementation: str) -> None:
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_ties_take_the_first_row(implementation: str, direction: str) -> None:
     queries, contexts = tied_fragments([5, 20], 2, seed=1), tied_fragments([30, 200], 2, seed=2)
     weights = torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64)
-    _, _, actual = with_gradients(IMPLEMENTATIONS[implementation], queries, contexts, weights)
-    expected = torch.zeros_like(contexts.values)
-    for i in range(2):
-        for j in range(2):
-            for row in queries[i]:
-                products = (contexts[j] @ row).tolist()
-                expected[int(contexts.offsets[j]) + products.index(max(products))] += weights[i, j] * row
-    assert torch.equal(actual, expected)
+    _, *actual = with_gradients(IMPLEMENTATIONS[implementation], queries, contexts, weights, direction=direction)
+    expected = [torch.zeros_like(side.values) for side in (queries, contexts)]
+
+    def add(own: int, sides: tuple[Fragments, Fragments], sets: tuple[int, int], weight: torch.Tensor) -> None:
+        """Add the gradient of the best partners of the rows of side `own`."""
+        other = 1 - own
+        starts = [int(sides[side].offsets[sets[side]]) for side in range(2)]
+        for number, row in enumerate(sides[own][sets[own]]):
+            products = (sides[other][sets[other]] @ row).tolist()
+            best = products.index(max(products))
+            expected[own][starts[own] + number] += weight * sides[other].values[starts[other] + best]
+            expected[other][starts[other] + best] += weight * row
+
+    for sets in itertools.product(range(2), range(2)):
+        for own, name in enumerate(("queries", "contexts")):
+            if direction in (name, "both"):
+                add(own, (queries, contexts), sets, weights[sets])
+    for found, right in zip(actual, expected, strict=True):
+        assert torch.equal(found, right)
 
 
 @every_implementation
@@ -123,6 +136,25 @@ def test_nan_stays_in_its_pairs(implementation: str, direction: str) -> None:
     scores = IMPLEMENTATIONS[implementation](queries, contexts, direction=direction)
     assert bool(scores[:, 0].isnan().all())
     assert bool(scores[:, 1].isfinite().all())
+
+
+@every_implementation
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_infinities(implementation: str, direction: str, value: float) -> None:
+    queries = Fragments(torch.tensor([[1.0, 2.0], [3.0, 1.0], [2.0, 2.0]]).double(), torch.tensor([0, 2, 3]))
+    rows = [[1.0, 1.0], [value, value], [2.0, 1.0], [value, value], [value, value]]
+    contexts = Fragments(torch.tensor(rows).double(), torch.tensor([0, 3, 5]))
+    weights = torch.ones(2, 2).double()
+    scores, *gradients = with_gradients(
+        IMPLEMENTATIONS[implementation], queries, contexts, weights, direction=direction
+    )
+    finite = direction == "queries" and value < 0
+    assert scores.tolist() == [[4.0 + 7.0 if finite else value, value], [6.0 if finite else value, value]]
+    if direction == "queries" and implementation == "native":  # Plain PyTorch multiplies infinities by 0.
+        best = 1 if value > 0 else 2
+        assert torch.equal(gradients[0], (contexts.values[best] + contexts.values[3]).expand(3, 2))
+        assert bool((gradients[1][4] == 0).all())
 
 
 def test_zero_rows_and_pairs_without_a_gradient_receive_none() -> None:
@@ -159,18 +191,34 @@ def test_dtypes(dtype: torch.dtype, tolerance: float, similarity: str) -> None:
         assert torch.allclose(found.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_the_number_of_threads_changes_no_bit() -> None:
+def test_sets_with_more_rows_than_16_bits_count() -> None:
+    queries, contexts = random_fragments([2], 2), random_fragments([3, 70_000], 2, seed=1)
+    contexts.values[66_000] = queries.values.sum(dim=0) * 5
+    weights = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+    found = with_gradients(F_itm.maxsim_scores, queries, contexts, weights, direction="both")
+    right = with_gradients(reference.maxsim_scores, queries, contexts, weights, direction="both")
+    assert all(torch.allclose(a, b) for a, b in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_the_number_of_threads_changes_no_bit(listed: bool) -> None:
     queries = random_fragments([5, 300, 0, 17, 40], 33, torch.float32)
     contexts = random_fragments([1300, 3, 0, 150, 36, 7], 33, torch.float32, seed=1)
-    weights = torch.randn(5, 6, generator=torch.Generator().manual_seed(2))
+    weights = torch.randn(30, generator=torch.Generator().manual_seed(2))
+    options = {"direction": "both"}
+    if listed:  # In no order, and with repetitions.
+        draw = torch.randint(30, (30,), generator=torch.Generator().manual_seed(3))
+        options["pairs"] = torch.stack([draw // 6, draw % 6], dim=1)
     before, results = torch.get_num_threads(), []
     try:
-        for threads in (1, 3):
+        for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(with_gradients(F_itm.maxsim_scores, queries, contexts, weights, direction="both"))
+            given = weights if listed else weights.reshape(5, 6)
+            results.append(with_gradients(F_itm.maxsim_scores, queries, contexts, given, **options))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def test_opcheck() -> None:
@@ -182,22 +230,6 @@ def test_opcheck() -> None:
         gradient = torch.ones(shape, dtype=torch.float64)
         backward = torch.ops.itm_fast.maxsim_scores_backward.default
         torch.library.opcheck(backward, (gradient, *tensors, *options, True, True))
-
-
-def test_compiles_whole() -> None:
-    torch._dynamo.reset()
-    queries, contexts = random_fragments([3, 5], 8, torch.float32), random_fragments([4, 4], 8, torch.float32, seed=1)
-
-    def scores(q: Fragments, c: Fragments, **options: object) -> torch.Tensor:
-        return F_itm.maxsim_scores(q, c, similarity="cosine", **options)
-
-    compiled = torch.compile(scores, fullgraph=True, backend="aot_eager")
-    pairs = torch.tensor([[1, 0], [0, 1]])
-    for options, weights in (({}, torch.ones(2, 2)), ({"pairs": pairs}, torch.ones(2))):
-        found = with_gradients(compiled, queries, contexts, weights, **options)
-        for a, b in zip(found, with_gradients(scores, queries, contexts, weights, **options), strict=True):
-            assert torch.allclose(a, b)
-    torch._dynamo.reset()
 
 
 def test_native_operators_run() -> None:

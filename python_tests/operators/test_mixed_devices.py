@@ -15,12 +15,7 @@ from python_tests.helpers.processes import BUILDS_CUDA, ROOT, run_python
 from python_tests.operators.mixed_devices import CALLS, on_one_device, refusals
 
 NAMES = {operator for operator, _, _ in CALLS}
-CPU_ONLY = {
-    "cross_attention_grams",
-    "cross_attention_scores_prepared",
-    "maxsim_scores",
-    "maxsim_scores_backward",
-}
+CPU_ONLY = {"cross_attention_grams", "cross_attention_scores_prepared"}
 # The CUDA library works with any torch: a stub replaces libtorch_cuda if torch has no CUDA.
 ON_CUDA = """
 import ctypes, json, sys

@@ -79,6 +79,7 @@ def check_as_on_the_cpu(operator: Callable[..., Any], *arguments: Any) -> None:
 
 TRIPLET = (0.2, "hardest", 0.0, "batch", False, "both")
 ATTENTION = (9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0, "float32")
+MAXSIM = ("mean", "both", "float32")
 
 
 @pytest.mark.parametrize("mining", ["hardest", "all"])
@@ -100,9 +101,11 @@ def test_sets_without_rows_and_no_sets(lengths: tuple[list[int], list[int]]) -> 
     queries, contexts = (random_fragments(of, 8, torch.float32, seed=i) for i, of in enumerate(lengths))
     operands = (queries.values, queries.offsets, contexts.values, contexts.offsets)
     check_as_on_the_cpu(OPERATORS.cross_attention_scores, *operands, *ATTENTION)
+    check_as_on_the_cpu(OPERATORS.maxsim_scores, *operands, None, *MAXSIM)
     gradient = torch.ones(len(queries), len(contexts))
     for asked in ((True, True), (False, True), (True, False), (False, False)):
         check_as_on_the_cpu(OPERATORS.cross_attention_scores_backward, gradient, *operands, *ATTENTION, *asked)
+        check_as_on_the_cpu(OPERATORS.maxsim_scores_backward, gradient, *operands, None, *MAXSIM, *asked)
 
 
 @pytest.mark.parametrize("options", MATCHING, ids=str)
@@ -130,6 +133,24 @@ def test_scores_and_loss_of_no_pairs_and_of_too_many() -> None:
         OPERATORS.matching_loss(*many, None, None, "t2i", *ATTENTION, *options)
 
 
+def test_maxsim_scores_without_pairs_and_of_pairs_of_no_sets(launches: Callable[[], int]) -> None:
+    side = (torch.ones(2, 8), torch.tensor([0, 2]))
+    no_sets, none = (torch.ones(0, 8), torch.tensor([0])), torch.zeros(0, 2, dtype=torch.int64)
+    with on_the_shim():
+        before = launches()
+        assert OPERATORS.maxsim_scores(*side, *side, none, *MAXSIM).shape == (0,)
+        assert OPERATORS.maxsim_scores(*side, *no_sets, torch.tensor([[0, 3]]), *MAXSIM).tolist() == [0.0]
+        assert launches() == before
+        for found in OPERATORS.maxsim_scores_backward(torch.ones(0), *side, *side, none, *MAXSIM, True, True):
+            assert found.tolist() == torch.zeros(2, 8).tolist()
+        assert launches() == before + 1
+        OPERATORS.maxsim_scores(*side, *side, None, *MAXSIM)
+        OPERATORS.maxsim_scores_backward(torch.ones(1, 1), *side, *side, None, *MAXSIM, True, True)
+        assert launches() == before + 1 + 2 + 3
+        with pytest.raises(RuntimeError, match="queries: the CUDA kernels take float32, bfloat16 or float16 rows, got"):
+            OPERATORS.maxsim_scores(side[0].double(), side[1], side[0].double(), side[1], None, *MAXSIM)
+
+
 def test_rows_too_wide_for_32_bit_places_are_refused() -> None:
     rows, offsets = torch.zeros(1, 2**24 + 8, dtype=torch.float16), torch.tensor([0, 1])
     with on_the_shim(), pytest.raises(RuntimeError, match="rows of at most 16777216 numbers, got 16777224"):
@@ -145,6 +166,10 @@ def test_operands_that_are_not_dense_and_small_offsets() -> None:
     check_as_on_the_cpu(OPERATORS.cross_attention_scores, *operands, *ATTENTION)
     gradient = random_scores(3, dtype=torch.float32).t()
     check_as_on_the_cpu(OPERATORS.cross_attention_scores_backward, gradient, *operands, *ATTENTION, True, True)
+    pairs = torch.tensor([[0, 2, 1], [1, 1, 0]]).t()
+    for listed, incoming in ((None, gradient), (pairs, gradient[0])):
+        check_as_on_the_cpu(OPERATORS.maxsim_scores, *operands, listed, *MAXSIM)
+        check_as_on_the_cpu(OPERATORS.maxsim_scores_backward, incoming, *operands, listed, *MAXSIM, True, True)
     scores = random_scores(20, dtype=torch.float32).t()
     positives = (random_scores(20, dtype=torch.float32, seed=1) > 1).t()
     check_as_on_the_cpu(OPERATORS.triplet_loss, scores, positives, None, *TRIPLET, "none")

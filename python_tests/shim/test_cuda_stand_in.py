@@ -57,6 +57,7 @@ DRIVEN = (
     "triplet_loss selective in one launch",
     "boosting_loss hardest in one launch",
     "matching_loss t2i triplet hardest",
+    "maxsim_scores of listed pairs",
     "hardest_negatives",
     "retrieval_ranks",
     "domain_regularization with negatives",

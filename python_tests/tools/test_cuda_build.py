@@ -35,6 +35,8 @@ OPERATORS = (
     "hardest_negatives",
     "hardest_negatives_backward",
     "matching_loss",
+    "maxsim_scores",
+    "maxsim_scores_backward",
     "regulated_scores",
     "retrieval_ranks",
 )

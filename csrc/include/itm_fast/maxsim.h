@@ -13,8 +13,8 @@ struct MaxsimOptions {
   MaxsimDirection direction;
 
   // Always inlined, so that code of one instruction set never serves another.
-  __attribute__((always_inline)) bool by_queries() const { return direction != MaxsimDirection::contexts; }
-  __attribute__((always_inline)) bool by_contexts() const { return direction != MaxsimDirection::queries; }
+  __attribute__((always_inline)) constexpr bool by_queries() const { return direction != MaxsimDirection::contexts; }
+  __attribute__((always_inline)) constexpr bool by_contexts() const { return direction != MaxsimDirection::queries; }
 };
 
 }  // namespace itm_fast

@@ -9,12 +9,10 @@
 #include "itm_fast/cuda/attention_pair.h"
 #include "itm_fast/cuda/long_pairs.h"
 #include "itm_fast/cuda/set_tiles.h"
+#include "itm_fast/cuda/tile_pairs.h"
 #include "itm_fast/cuda/tile_product.h"
 
 namespace itm_fast::cuda {
-
-// Query tiles of adjacent blocks, so that one read of a context tile serves all of them.
-inline constexpr int64_t kQueryTilesTogether = 8;
 
 template <typename S>
 struct ScoreProblem {
@@ -225,34 +223,6 @@ ITM_FAST_DEVICE void score_short_sets(const ScoreProblem<S>& p, const TileSets& 
   } else {
     score_products<Tile>(p, contexts, queries, p.options);
   }
-}
-
-// A pair of tiles, and the sets of both.
-struct TilePair {
-  int64_t context_tile, query_tile;
-  TileSets contexts, queries;
-
-  ITM_FAST_DEVICE bool is_long() const { return contexts.is_long || queries.is_long; }
-};
-
-template <typename S>
-ITM_FAST_DEVICE int64_t tile_pairs(const ScoreProblem<S>& p) {
-  return *p.context_tiles.n_tiles * *p.query_tiles.n_tiles;
-}
-
-template <typename Tile, typename S>
-ITM_FAST_DEVICE TilePair open_pair(const ScoreProblem<S>& p, int64_t pair) {
-  const int64_t context_tiles = *p.context_tiles.n_tiles, query_tiles = *p.query_tiles.n_tiles;
-  const int64_t group = pair / (context_tiles * kQueryTilesTogether);
-  const int64_t first = group * kQueryTilesTogether, left = query_tiles - first;
-  const int64_t together = left < kQueryTilesTogether ? left : kQueryTilesTogether;
-  const int64_t place = pair - first * context_tiles;
-  TilePair opened;
-  opened.context_tile = place / together;
-  opened.query_tile = first + place % together;
-  opened.contexts = open_tile(p.contexts, p.context_tiles, opened.context_tile, Tile::kRows);
-  opened.queries = open_tile(p.queries, p.query_tiles, opened.query_tile, Tile::kColumns);
-  return opened;
 }
 
 // The scores of two tiles if one of them is a set that is longer than a tile.

@@ -15,12 +15,6 @@ template <typename Tile>
 constexpr int64_t kScoreBytes =
     ScoreMemory<Tile>::kBytes > LongMemory<Tile>::kBytes ? ScoreMemory<Tile>::kBytes : LongMemory<Tile>::kBytes;
 
-inline void place_plan(TilePlan& plan, int64_t capacity, Workspace& workspace) {
-  plan.capacity = capacity;
-  plan.first_set = workspace.take<int64_t>(capacity + 1);
-  plan.n_tiles = workspace.take<int64_t>(1);
-}
-
 // Lays out p's workspace, apart from operands, options and scores. It need not be zero.
 template <typename Tile, typename S>
 void place_scores(ScoreProblem<S>& p, Workspace& workspace, int64_t gram_width = Tile::kRows) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "itm_fast/cuda/machine.h"
+#include "itm_fast/cuda/workspace.h"
 
 namespace itm_fast::cuda {
 
@@ -49,6 +50,12 @@ struct TilePlan {
 constexpr int64_t most_tiles(int64_t n_sets, int64_t n_rows, int64_t max_rows) {
   const int64_t bound = 2 * n_rows / (max_rows + 1) + n_sets / kTileSets + 1;
   return bound < n_sets ? bound : n_sets;
+}
+
+inline void place_plan(TilePlan& plan, int64_t capacity, Workspace& workspace) {
+  plan.capacity = capacity;
+  plan.first_set = workspace.take<int64_t>(capacity + 1);
+  plan.n_tiles = workspace.take<int64_t>(1);
 }
 
 ITM_FAST_DEVICE int count_trailing_ones(uint32_t bits) { return count_bits(bits & (bits ^ (bits + 1))); }
@@ -105,6 +112,12 @@ ITM_FAST_DEVICE TileSets open_tile(const SetRows<S>& sets, const TilePlan& plan,
   opened.first_row = sets.offset(opened.first_set);
   opened.is_long = opened.n_sets == 1 && sets.length(opened.first_set) > max_rows;
   return opened;
+}
+
+// A tile of one set.
+template <typename S>
+ITM_FAST_DEVICE TileSets one_set(const SetRows<S>& sets, int64_t set, int max_rows) {
+  return {set, sets.offset(set), 1, sets.length(set) > max_rows};
 }
 
 // The rows at which the sets of a tile begin in it: starts[i] for i up to n_sets, from 0 to the number of rows. For the

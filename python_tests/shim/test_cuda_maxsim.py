@@ -1,0 +1,149 @@
+"""The CUDA kernels of `maxsim_scores` in the CPU shim (docs/internals/shim.md), against the reference.
+
+The kernels are compiled for the CPU and simulated; no GPU is involved. The tile of the tests has 16 context rows and 32
+query rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import itm_fast.functional as F_itm
+from itm_fast import Fragments
+from python_tests.helpers.fragments import random_fragments, tied_fragments
+from python_tests.helpers.shim import compiled_driver
+from python_tests.shim.maxsim_checks import check_maxsim, exact_results, operands_of, rows_of
+from python_tests.shim.shim_maxsim import DIRECTIONS, REDUCTIONS, TILE_CONTEXTS, TILE_QUERIES, MaxsimKernels
+
+pytestmark = [pytest.mark.shim, pytest.mark.native]
+
+# Several tiles on both sides, empty sets, and sets of up to three tiles.
+QUERY_LENGTHS, CONTEXT_LENGTHS = [3, 0, 5, 40, 1], [4, 6, 20, 0, 35, 7]
+PAIRS = torch.tensor([[3, 4], [0, 0], [1, 2], [3, 4], [2, 3], [0, 5], [3, 1], [4, 2]])
+
+
+@pytest.fixture(scope="module")
+def kernels() -> MaxsimKernels:
+    return MaxsimKernels(compiled_driver("maxsim"))
+
+
+def sets(dim: int = 12, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Fragments, Fragments]:
+    return (
+        random_fragments(QUERY_LENGTHS, dim, dtype, seed=2 * seed),
+        random_fragments(CONTEXT_LENGTHS, dim, dtype, seed=2 * seed + 1),
+    )
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize(("reduction", "direction"), list(itertools.product(REDUCTIONS, DIRECTIONS)))
+def test_every_option(kernels: MaxsimKernels, reduction: str, direction: str, listed: bool) -> None:
+    """Sets of both sides are empty, share a tile, or are longer than a tile."""
+    queries, contexts = sets()
+    check_maxsim(kernels, queries, contexts, pairs=PAIRS if listed else None, reduction=reduction, direction=direction)
+    assert max(QUERY_LENGTHS) > TILE_QUERIES
+    assert max(CONTEXT_LENGTHS) > 2 * TILE_CONTEXTS
+
+
+@pytest.mark.parametrize("dim", [1, 37, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_widths_and_dtypes(kernels: MaxsimKernels, dim: int, dtype: torch.dtype) -> None:
+    """Widths reach from one element to more than a warp gathers; 37 is not aligned."""
+    queries, contexts = sets(dim, dtype)
+    check_maxsim(kernels, queries, contexts, pairs=PAIRS, direction="both", reduction="mean")
+
+
+def test_more_sets_than_a_tile_holds_or_a_warp_compares(kernels: MaxsimKernels) -> None:
+    queries, contexts = random_fragments([1] * 35, 8, torch.float32), random_fragments([0, 1] * 20, 8, torch.float32, 1)
+    check_maxsim(kernels, queries, contexts, direction="both")
+    drawn = torch.randint(35, (70, 2), generator=torch.Generator().manual_seed(0))
+    check_maxsim(kernels, queries, contexts, pairs=drawn, direction="both")
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_ties_take_the_first_row(kernels: MaxsimKernels, direction: str) -> None:
+    """Few distinct products, which are exact: gradients equal those of the first maxima exactly."""
+    queries, contexts = (
+        tied_fragments(lengths, 2, torch.float32, seed=seed)
+        for seed, lengths in enumerate((QUERY_LENGTHS, CONTEXT_LENGTHS))
+    )
+    incoming = torch.arange(30.0).reshape(5, 6)
+    right = exact_results(queries, contexts, incoming, direction=direction)
+    found = kernels.gradients(incoming.numpy(), *operands_of(queries, contexts), direction=direction)
+    assert all(torch.equal(rows_of(actual), expected) for actual, expected in zip(found, right[1:], strict=True))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_rows_that_are_not_finite_reach_their_pairs_alone(kernels: MaxsimKernels, value: float) -> None:
+    """Products of bfloat16 keep infinities; float32 is split into parts, which are NaN."""
+    for dtype in (torch.float32, torch.bfloat16):
+        queries, contexts = sets(dtype=dtype)
+        queries.values.abs_()
+        contexts.values[50] = value
+        right = exact_results(queries, contexts, torch.ones(5, 6), F_itm.maxsim_scores, direction="both")
+        operands = operands_of(queries, contexts)
+        found = [kernels.scores(*operands, direction="both")]
+        found += kernels.gradients(np.ones((5, 6), np.float32), *operands, direction="both")
+        for actual, expected in zip(map(rows_of, found), right, strict=True):
+            finite = expected.isfinite()
+            assert torch.equal(actual.isfinite(), finite)
+            assert torch.allclose(actual[finite], expected[finite], rtol=2**-7, atol=1e-5)
+        if dtype == torch.bfloat16:
+            assert torch.allclose(rows_of(found[0]), right[0], atol=1e-5, equal_nan=True)
+
+
+def test_listed_pairs_have_the_bits_of_all_pairs(kernels: MaxsimKernels) -> None:
+    operands = operands_of(*sets())
+    for direction in DIRECTIONS:
+        scores = kernels.scores(*operands, direction=direction)
+        listed = kernels.scores(*operands, pairs=PAIRS.numpy(), direction=direction)
+        assert listed.tobytes() == scores[PAIRS[:, 0], PAIRS[:, 1]].tobytes()
+
+
+def test_results_do_not_depend_on_the_order_of_blocks_and_threads(kernels: MaxsimKernels) -> None:
+    queries, contexts = sets()
+    for pairs in (None, PAIRS):
+        runs = [check_maxsim(kernels, queries, contexts, pairs=pairs, direction="both", seed=seed) for seed in range(3)]
+        assert len({b"".join(part.tobytes() for part in found) for found in runs}) == 1
+
+
+def test_the_launches(kernels: MaxsimKernels) -> None:
+    operands = operands_of(*sets())
+    for pairs, planning in ((None, 1), (PAIRS.numpy(), 0)):
+        scores = kernels.scores(*operands, pairs=pairs)
+        assert kernels.launches == planning + 1
+        kernels.gradients(np.ones_like(scores), *operands, pairs=pairs)
+        assert kernels.launches == planning + 2
+
+
+def test_a_frozen_side_leaves_the_other_as_it_is(kernels: MaxsimKernels) -> None:
+    operands, incoming = operands_of(*sets()), np.ones((5, 6), np.float32)
+    both = kernels.gradients(incoming, *operands, direction="both")
+    of_queries = kernels.gradients(incoming, *operands, direction="both", for_contexts=False)
+    of_contexts = kernels.gradients(incoming, *operands, direction="both", for_queries=False)
+    assert (of_queries[1], of_contexts[0]) == (None, None)
+    assert np.array_equal(of_queries[0], both[0])
+    assert np.array_equal(of_contexts[1], both[1])
+
+
+def test_pairs_out_of_range_are_clamped(kernels: MaxsimKernels) -> None:
+    operands = operands_of(*sets())
+    wrong, clamped = np.array([[-7, 2], [9, -1], [2, 2**40]]), np.array([[0, 2], [4, 0], [2, 5]])
+    assert np.array_equal(kernels.scores(*operands, pairs=wrong), kernels.scores(*operands, pairs=clamped))
+    incoming = np.ones(3, np.float32)
+    results = [kernels.gradients(incoming, *operands, pairs=pairs, direction="both") for pairs in (wrong, clamped)]
+    assert all(np.array_equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_offsets_that_the_contract_forbids_lead_nowhere(kernels: MaxsimKernels) -> None:
+    """Arrays have their exact size, so that a sanitizer sees an access outside; here the numbers stay finite."""
+    queries, contexts = random_fragments([3, 5, 2], 12, torch.float32), random_fragments([4, 8, 1], 12, torch.float32)
+    for offsets in ([0, 50, 2, 10], [-7, 3, 9, 10], [0, 9, 4, -1]):
+        operands = operands_of(Fragments(queries.values, torch.tensor(offsets), check=False), contexts)
+        assert np.isfinite(kernels.scores(*operands, direction="both")).all()
+        found = kernels.gradients(np.ones((3, 3), np.float32), *operands, direction="both")
+        assert all(np.isfinite(part).all() for part in found)
