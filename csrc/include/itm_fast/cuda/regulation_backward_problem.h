@@ -74,6 +74,8 @@ struct RegulationBackward {
   }
 };
 
+static_assert(sizeof(RegulationBackward) <= 4096);  // the limit of a launch's parameters
+
 // A gradient of weights: a sum over the tiles of turned gradients (outputs, rows) times inputs (rows, inputs), and of
 // the gradients for the bias. Positions are those in `weight_gradients`.
 struct WeightProduct {
