@@ -183,11 +183,13 @@ def random_weights(random: np.random.Generator, dim: int, width: int, *counts: i
     return Weights(tensors, width, [2 * width, width // 2] * corresponded, setting)
 
 
-def outcomes(library: Path) -> dict[str, np.ndarray]:
-    """Compute results of a fixed set of cases, for runs that must agree bit for bit."""
-    kernels = RegulatorKernels(library)
+Case = tuple[list[np.ndarray], Weights, dict[str, Any]]  # operands, weights, and how to run them
+
+
+def _cases() -> list[Case]:
+    """Make the cases of `outcomes` and `backward_outcomes`."""
     random = np.random.default_rng(0)
-    found: dict[str, np.ndarray] = {}
+    made: list[Case] = []
     rcar = {"scored": 1, "interleaved": 1}
     # Short sets, long sets on both sides, invalid offsets, and no contexts.
     cases: tuple[tuple[list[int], list[int], int, dict[str, int], tuple[int, int, int]], ...] = (
@@ -204,5 +206,30 @@ def outcomes(library: Path) -> dict[str, np.ndarray]:
             rows = random.standard_normal((10 if number == 2 else offsets[-1], dim)).astype(np.float32)
             operands += [rows, np.array(offsets)]
         options = {"focal": FOCAL_MODES[number % 3], "dropout": 0.4 if counts[2] else 0.0, "dropout_seed": 2**40}
-        found[str(number)] = kernels.run("float32", *operands, weights, aligns=aligns, seed=number, **options)
+        made.append((operands, weights, {"aligns": aligns, "seed": number, **options}))
+    return made
+
+
+def outcomes(library: Path) -> dict[str, np.ndarray]:
+    """Compute results of a fixed set of cases, for runs that must agree bit for bit."""
+    kernels = RegulatorKernels(library)
+    return {
+        str(number): kernels.run("float32", *operands, weights, **options)
+        for number, (operands, weights, options) in enumerate(_cases())
+    }
+
+
+def backward_outcomes(library: Path) -> dict[str, np.ndarray]:
+    """Compute gradients of the same cases, with chunks of one tile."""
+    kernels, random = RegulatorBackwardKernels(library), np.random.default_rng(1)
+    found: dict[str, np.ndarray] = {}
+    for number, (operands, weights, options) in enumerate(_cases()):
+        queries, query_offsets, _, context_offsets = operands
+        sizes = len(query_offsets) - 1, len(context_offsets) - 1
+        shape = (sizes[1], len(queries), weights.width) if options["aligns"] else sizes
+        gradients = random.standard_normal(shape).astype(np.float32)
+        parts = kernels.run(gradients, *operands, weights, room=0, **options)
+        found |= {
+            f"{number} {name}": part for name, part in zip(("queries", "contexts", "weights"), parts, strict=True)
+        }
     return found

@@ -48,13 +48,12 @@ class BackwardStep {
         dim_(static_cast<int>(p_.dim)),
         width_(static_cast<int>(p_.width)) {}
 
-  // Opens a tile of the chunk.
+  // Opens a tile of the chunk. Each step ends with a barrier, so the tile before is done.
   ITM_FAST_DEVICE static void open(const RegulationBackward& p, const ListedTile& tile, int64_t row) {
     ITM_FAST_DYNAMIC_SHARED(int64_t, query_rows, Memory::kQueryRows, Tile::kRows);
     ITM_FAST_DYNAMIC_SHARED(int64_t, kept, Memory::kState, Memory::kStateCount);
     ITM_FAST_DYNAMIC_SHARED(int32_t, starts, Memory::kStarts, Memory::kStartCount);
     ITM_FAST_DYNAMIC_SHARED(int32_t, row_sets, Memory::kRowSets, Tile::kRows);
-    barrier();  // The tile before is done.
     const int64_t line = tile.context * p.forward.queries.n_sets;
     const int64_t before = tile.row - p.lists.first_row[tile.context];
     for (int set = thread_index(); set < tile.n_sets; set += Tile::kThreads) {
@@ -201,10 +200,10 @@ class BackwardStep {
   ITM_FAST_DEVICE const StepArray& seen() const { return p_.options.sees_query ? a_.queries : a_.aligned; }
   ITM_FAST_DEVICE int64_t seen_step(int step) const { return p_.options.sees_query ? 0 : step; }
 
-  // Writes the raw scores, normalised over the rows of each set, to ITM_FAST_TILE_SCORES. Ends with a barrier.
+  // Writes the raw scores, normalised over the rows of each set, to ITM_FAST_TILE_SCORES, after a
+  // barrier. Ends with a barrier.
   ITM_FAST_DEVICE void normalize(int64_t attention) const {
     ITM_FAST_TILE_SCORES(Tile);
-    barrier();  // What lies in the products' shared memory has been read.
     for_each_number(s_.n_rows, s_.n_contexts, [&](int row, int k) {
       scores[row * kStride + k] = of_row(a_.raw, row, attention)[k];
     });
