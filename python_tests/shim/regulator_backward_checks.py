@@ -121,12 +121,12 @@ def check_gradients(
 
 
 def check_all_gradients(kernels: RegulatorBackwardKernels) -> None:
-    """Check fixed cases that planted faults must fail: chunks of one tile, and a set with a zero row on each side."""
-    sides = random_fragments([3, 1, 0, 12, 9], 70), random_fragments([4, 17], 70, seed=1)
+    """Check a case that planted faults must fail: chunks of one tile, full tiles, bounds, and zero rows."""
+    sides = random_fragments([3, 1, 0, 12, 9, 8], 70), random_fragments([4, 17], 70, seed=1)
     for side in sides:
         side.values[2] = 0.0
     parameters = random_parameters("rcar2", 70, 12)
     options = {"focal": "equal", "dropout": 0.4, "seed": 7, "temperature": 0.5}
-    gradients = torch.randn(5, 2, generator=torch.Generator().manual_seed(1))
+    gradients = torch.randn(6, 2, generator=torch.Generator().manual_seed(1))
     gradients[0, 1] = 0.0
     check_gradients(kernels, sides, parameters, gradients, run={"room": 0, "blocks": 2}, **options)

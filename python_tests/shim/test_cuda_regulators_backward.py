@@ -62,7 +62,8 @@ def bits_of(found: list[torch.Tensor]) -> bytes:
 def test_gradients_of_scores_are_those_of_the_reference(kernels: RegulatorBackwardKernels, setting: str) -> None:
     sides, parameters = operands(setting)
     number = list(SETTINGS).index(setting)
-    options: dict[str, Any] = {"temperature": 5.0, "focal": FOCAL_MODES[number % 3]}
+    # Low temperatures reach their bound of zero.
+    options: dict[str, Any] = {"temperature": (5.0, 0.3)[number % 2], "focal": FOCAL_MODES[number % 3]}
     if parameters.aggregations:
         options |= {"dropout": 0.3, "seed": 2**62 + 7}
     gradients = sparse_gradients(sides, parameters, seed=number)

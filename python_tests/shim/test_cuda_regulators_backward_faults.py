@@ -60,15 +60,21 @@ FAULTS = {
     ),
     "a tile with one row too many": (
         (LISTS, "if (rows + more > Tile::kRows ||", "if (rows + more > Tile::kRows + 1 ||"),
-        r"out of|index|error",
+        r"shared array '\w+': .*index 32",
     ),
-    "temperatures without a bound": ((STEPS, "if (is_zero) of_temperature = 0.0f;\n", ""), ERROR),
+    "temperatures without a gradient": (
+        (ATTENTION, "row) += of_temperature;", "row) += 0.0f * of_temperature;"),
+        ERROR,
+    ),
     "channels without a bound": ((STEPS, "value >= -1.0f && value <= 1.0f ?", "value == value ?"), ERROR),
     "masks of the next row": (
         (TILE, "return {query_row(row), s_.context, 2 * step};", "return {query_row(row) + 1, s_.context, 2 * step};"),
         ERROR,
     ),
-    "a softmax without its mean": ((ATTENTION, "(gradient[k] - mean)", "(gradient[k] - 0.0f * mean)"), ERROR),
+    "a softmax without its temperature": (
+        (ATTENTION, "= of_logit * temperature;", "= of_logit + 0.0f * temperature;"),
+        ERROR,
+    ),
     "a direction that is not projected out": (
         (ATTENTION, "found -= along * scale * (clipped / norm)", "found -= 0"),
         ERROR,

@@ -48,12 +48,13 @@ class BackwardStep {
         dim_(static_cast<int>(p_.dim)),
         width_(static_cast<int>(p_.width)) {}
 
-  // Opens a tile of the chunk. Each step ends with a barrier, so the tile before is done.
+  // Opens a tile of the chunk.
   ITM_FAST_DEVICE static void open(const RegulationBackward& p, const ListedTile& tile, int64_t row) {
     ITM_FAST_DYNAMIC_SHARED(int64_t, query_rows, Memory::kQueryRows, Tile::kRows);
     ITM_FAST_DYNAMIC_SHARED(int64_t, kept, Memory::kState, Memory::kStateCount);
     ITM_FAST_DYNAMIC_SHARED(int32_t, starts, Memory::kStarts, Memory::kStartCount);
     ITM_FAST_DYNAMIC_SHARED(int32_t, row_sets, Memory::kRowSets, Tile::kRows);
+    barrier();  // The tile before is done.
     const int64_t line = tile.context * p.forward.queries.n_sets;
     const int64_t before = tile.row - p.lists.first_row[tile.context];
     for (int set = thread_index(); set < tile.n_sets; set += Tile::kThreads) {
