@@ -13,7 +13,7 @@ import numpy as np
 from python_tests.helpers.shim import call
 from python_tests.shim.shim_attention import FOCAL_MODES, NORMALIZATIONS
 
-ROOM = 100_000_000  # for the rows of a chunk, as in the launcher
+ROOM = 130_000_000  # for the rows of a chunk, as in the launcher
 _COUNTS = ("alignments", "correspondences", "aggregations", "scored", "learned_factors")
 _OPTIONS = (
     *("tanh_activation", "normalize_mean", "interleaved", "sees_query"),

@@ -10,8 +10,8 @@
 namespace itm_fast::cuda {
 
 // Numbers that the arrays of a chunk have room for, 4 bytes each. RCAR with two steps, 1024 channels and alignments of
-// 256 numbers keeps about 17,000 per row.
-inline constexpr int64_t kRoomForRows = 100'000'000;
+// 256 numbers keeps about 23,000 per row: the hardest negatives of 128 captions of 13 words fit.
+inline constexpr int64_t kRoomForRows = 130'000'000;
 
 template <typename Tile>
 constexpr int64_t kRegulationBackwardBytes = BackwardMemory<Tile>::kBytes;
