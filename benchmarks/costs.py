@@ -9,7 +9,6 @@ the kernel. Captions have 13 words, images 36 regions, vectors 1024 components o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
@@ -39,9 +38,6 @@ __all__ = [
 WORDS, REGIONS, DIM, ELEMENT = 13.0, 36, 1024, 2
 # RCAR as published: two steps of RAR and one of RCR; and the number of components of an alignment.
 ALIGNMENT, STEPS = 256, 2
-# The backward of its step on a GPU: pairs per list, for captions of up to 24 words at full width, and PyTorch launches
-# per list, forward and backward (operators that are not views, as counted by its dispatcher).
-LIST_PAIRS, LIST_LAUNCHES = 682, 460
 # COCO's training split, and its five captions per image.
 EPOCH_IMAGES, EPOCH_CAPTIONS = 113_287, 5
 
@@ -213,15 +209,13 @@ def regulated_step(
 ) -> Cost:
     """Return the cost of RCAR's scores, the hardest-negative loss, and the gradients of regions, words and weights.
 
-    As in `step`, at most three pairs per anchor are recomputed, in float32 on the ordinary units: once forward, and
-    backward with two products for each forward one. PyTorch computes this on lists of pairs; one more launch returns
-    the gradient.
+    As in `step`, at most three pairs per anchor are recomputed, in float32: once forward, and backward with two
+    products for each forward one. Three launches: the gradient of the scores, operands, pairs.
     """
     pairs = 3 * batch
-    forward = sum(_regulated(pairs, pairs * words, dim, alignment, steps))
+    products, epilogue = _regulated(pairs, pairs * words, dim, alignment, steps)
     moved = 2 * element * batch * (REGIONS + words) * dim + 4 * batch**2 + 2 * 4 * _weights(dim, alignment, steps)
-    launches = 1 + math.ceil(pairs / LIST_PAIRS) * LIST_LAUNCHES
-    backward = Cost(other=3 * forward, bytes=moved, launches=launches)
+    backward = Cost(3 * products, 3 * epilogue, moved, launches=3)
     return regulated_scores(batch, batch, dim, words, element, alignment, steps) + loss(batch) + backward
 
 

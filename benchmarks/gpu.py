@@ -42,7 +42,7 @@ NEEDED = {
     "make_scores": SCORING,
     "make_step": STEPPING,
     "make_regulated_scores": REGULATING,
-    "make_regulated_step": (*REGULATING, "triplet_loss", "triplet_loss_backward"),
+    "make_regulated_step": (*REGULATING, "regulated_scores_backward", "triplet_loss", "triplet_loss_backward"),
     "make_loss": ("triplet_loss", "triplet_loss_backward"),
     "make_boosting": ("boosting_loss", "boosting_loss_backward"),
     "make_ranks": ("retrieval_ranks",),

@@ -41,6 +41,7 @@ MAY_SPILL: dict[str, str] = {
 # Kernels that must contain tensor-core instructions, by the prefix of their names.
 MUST_USE_TENSOR_CORES = (
     "backpropagate_pairs<",
+    "differentiate_regulation<",
     "matching_loss<",
     "prepare_scores<",
     "regulate_tiles<",
@@ -51,11 +52,13 @@ MUST_USE_TENSOR_CORES = (
 # What main loops may issue, by the prefix of the kernels' names and for each loop by its number of HMMA: other
 # instructions per 16 HMMA, and instructions per asynchronous copy of 16 bytes. Rows of float32 are split into bfloat16
 # parts there, and some products are added up by slice. backpropagate_pairs has loops for products of rows, for sums of
-# rows, and for sums of float32 rows; score_long_tiles for raw scores and for Gram matrices.
+# rows, and for sums of float32 rows; differentiate_regulation for sums of rows and for products; score_long_tiles for
+# raw scores and for Gram matrices.
 BUDGETS: dict[str, tuple[tuple[int, int], ...]] = {
     "backpropagate_pairs<BFloat16>": ((240, 16), (235, 32), (130, 28)),
     "backpropagate_pairs<Half>": ((240, 16), (190, 32), (130, 28)),
     "backpropagate_pairs<float>": ((140, 16), (130, 28)),
+    "differentiate_regulation<": ((130, 28), (100, 18)),
     "prepare_scores<BFloat16,": ((150, 12),),
     "prepare_scores<Half,": ((150, 12),),
     "prepare_scores<float,": ((70, 12),),
@@ -92,6 +95,7 @@ BUDGETS: dict[str, tuple[tuple[int, int], ...]] = {
 # Dynamic shared memory requested by launches, by the prefix of the kernels' names: headers and expressions.
 DYNAMIC = {
     "backpropagate_pairs<": ("cross_attention_backward_launch.h", "kBackwardBytes"),
+    "differentiate_regulation<": ("regulation_backward_launch.h", "kRegulationBackwardBytes<RegulationTile112>"),
     "matching_loss<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
     "prepare_scores<": ("cross_attention_launch.h", "kScoreBytes<ScoreTile112>"),
     "regulate_tiles<": ("regulation_launch.h", "kRegulationBytes<RegulationTile112>"),

@@ -78,7 +78,7 @@ class NamedLoop:
 
 
 _SCORES, _PREPARED, _REGULATED = "score_tile<BFloat16, 1,", "prepare_scores<BFloat16,", "regulate_tiles<BFloat16, 1,"
-_BACKPROPAGATED = "backpropagate_pairs<BFloat16>"
+_BACKPROPAGATED, _DIFFERENTIATED = "backpropagate_pairs<BFloat16>", "differentiate_regulation<"
 _LOSSES = (
     "triplet_with_gradient<TripletProblem<float>, ScoreTile<8, 8, 4>>",
     "triplet_with_gradient<BoostingProblem<float>, ScoreTile<8, 8, 4>>",
@@ -98,7 +98,11 @@ _BACKWARD = (
     ),
 )
 WANTED = (
-    *(Wanted(kernel, "product", ("multiply_slices",), "HMMA.*", "HMMA") for kernel in (_SCORES, _PREPARED, _REGULATED)),
+    *(
+        Wanted(kernel, "product", ("multiply_slices",), "HMMA.*", "HMMA")
+        for kernel in (_SCORES, _PREPARED, _REGULATED, _DIFFERENTIATED)
+    ),
+    Wanted(_DIFFERENTIATED, "sum of rows", ("add_to_weight", "sum_rows"), "HMMA.*", "HMMA"),
     Wanted(_SCORES, "statistics", ("row_factor",), "LDS", "raw score"),
     Wanted(_SCORES, "attention", ("attend_column",), "STS", "raw score", without=("attend_hard",)),
     Wanted(_SCORES, "Gram rows", ("attended_norm",), r"LDG\.E\.128.*", "8 elements of a Gram matrix", work=0.5),

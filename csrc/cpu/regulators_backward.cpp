@@ -243,9 +243,7 @@ Gradients cross_attention_alignments_backward(const Tensor& grad_alignments, con
       alignment_options(correspondences, residual_correspondence,
                         cross_attention_options(temperature, normalization, negative_slope, focal, "mean", 1.0));
   const RegulatorWeights checked = regulator_weights(weights, options, queries);
-  STD_TORCH_CHECK(grad_alignments.dim() == 3 && grad_alignments.size(0) == context_offsets.size(0) - 1 &&
-                      grad_alignments.size(1) == queries.size(0) && grad_alignments.size(2) == checked.width,
-                  "grad_alignments: expected shape (context sets, query rows, width)");
+  check_alignment_gradient(grad_alignments, queries, context_offsets, checked);
   const bool wide = queries.scalar_type() == torch::headeronly::ScalarType::Double;
   return (wide ? alignments_backward<double> : alignments_backward<float>)(grad_alignments, queries, query_offsets,
                                                                            contexts, context_offsets, weights, checked,

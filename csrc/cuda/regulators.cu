@@ -4,11 +4,9 @@
 #include <string>
 #include <vector>
 
-#include "cuda/cross_attention_operands.h"
-#include "cuda/launch.h"
+#include "cuda/regulator_operands.h"
 #include "itm_fast/cuda/regulation_launch.h"
 #include "ops/cross_attention.h"
-#include "ops/regulators.h"
 
 namespace itm_fast::cuda {
 namespace {
@@ -30,67 +28,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   regulate_tiles<kParts, Tile>(parameters);
 }
 
-// Weights in float32 that live as long as this object.
-class Weights {
- public:
-  template <typename S>
-  void place(const RegulatorWeights& weights, RegulationProblem<S>& p) {
-    int64_t count = 0;
-    const auto add = [&](const LinearWeights& layer) {
-      p.layers[count++] = {values(layer.weight), values(layer.bias), nullptr,
-                           static_cast<int32_t>(layer.weight.size(0)), static_cast<int32_t>(layer.weight.size(1))};
-    };
-    for (const LinearWeights& step : weights.alignments) add(step);
-    for (size_t i = 0; i < weights.correspondences.size(); ++i) {
-      const CorrespondenceWeights& step = weights.correspondences[i];
-      for (const LinearWeights* layer : {&step.w1, &step.w2, &step.w3}) add(*layer);
-      p.shifts[i] = vector(step.w4);
-    }
-    for (size_t i = 0; i < weights.aggregations.size(); ++i) {
-      const AggregationWeights& step = weights.aggregations[i];
-      for (const LinearWeights* layer : {&step.a, &step.b}) add(*layer);
-      p.attentiveness[i] = vector(step.v);
-    }
-    if (p.options.scored) p.score = vector(weights.score);
-    if (p.options.learned_factors) {
-      p.channels = values(weights.factors.weight);
-      p.temperature = values(weights.factors.bias);
-    }
-  }
-
- private:
-  const float* values(const Tensor& tensor) {
-    kept_.push_back(torch::stable::contiguous(torch::stable::to(tensor, ScalarType::Float)));
-    return data_of<float>(kept_.back());
-  }
-  VectorLayer vector(const LinearWeights& layer) { return {values(layer.weight), values(layer.bias)}; }
-
-  std::vector<Tensor> kept_;
-};
-
-// The arguments of both operators.
-struct Call {
-  const Tensor &queries, &query_offsets, &contexts, &context_offsets;
-  const RegulatorWeights& weights;
-  const RegulatorOptions& options;
-  const std::optional<Tensor>& seed;
-  const std::string& precision;
-};
-
 template <typename S, int kParts>
 void run(const Call& call, float* scores, float* alignments) {
   using Tile = RegulationTile112;
-  const Operand<float> queries(torch::stable::to(call.queries, ScalarType::Float), call.query_offsets);
-  const Operand<float> contexts(torch::stable::to(call.contexts, ScalarType::Float), call.context_offsets);
+  RegulatorOperands<S> operands(call);
   RegulationProblem<S> p{};
-  p.queries = queries.rows();
-  p.contexts = contexts.rows();
-  p.dim = call.queries.size(1);
-  p.options = call.options;
-  p.attention = PairOptions(call.options.attention);
-  p.seed = call.options.dropout.probability > 0.0 ? data_of<int64_t>(call.seed) : nullptr;
-  Weights weights;
-  weights.place(call.weights, p);
+  operands.place(call, p);
   p.scores = scores;
   p.alignments = alignments;
   if (p.queries.n_sets == 0 || p.contexts.n_sets == 0) return;
@@ -106,12 +49,7 @@ void run(const Call& call, float* scores, float* alignments) {
 }
 
 void run(const Call& call, float* scores, float* alignments) {
-  const RegulatorOptions& options = call.options;
-  for (const int64_t steps : {options.n_alignments, options.n_correspondences, options.n_aggregations}) {
-    STD_TORCH_CHECK(steps <= kMostSteps, "steps: the CUDA kernels take at most ", kMostSteps, ", got ", steps);
-  }
-  STD_TORCH_CHECK(call.queries.scalar_type() != ScalarType::Double,
-                  "queries: no CUDA kernel computes the regulators in float64");
+  check_call(call);
   if (call.precision == "bf16") return run<BFloat16, 1>(call, scores, alignments);
   // Two bfloat16 parts hold all digits of float16, too.
   if (call.precision == "bf16x3" || call.precision == "fp16") return run<float, 2>(call, scores, alignments);

@@ -158,6 +158,14 @@ RegulatorWeights regulator_weights(const std::vector<Tensor>& weights, const Reg
   return result;
 }
 
+void check_alignment_gradient(const Tensor& grad_alignments, const Tensor& queries, const Tensor& context_offsets,
+                              const RegulatorWeights& weights) {
+  check_same_device("grad_alignments", grad_alignments, "queries", queries);
+  STD_TORCH_CHECK(grad_alignments.dim() == 3 && grad_alignments.size(0) == context_offsets.size(0) - 1 &&
+                      grad_alignments.size(1) == queries.size(0) && grad_alignments.size(2) == weights.width,
+                  "grad_alignments: expected shape (context sets, query rows, width)");
+}
+
 }  // namespace itm_fast
 
 #ifndef ITM_FAST_WITHOUT_SCHEMAS  // Only one library may define them.

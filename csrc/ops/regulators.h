@@ -59,4 +59,8 @@ struct RegulatorWeights {
 RegulatorWeights regulator_weights(const std::vector<torch::stable::Tensor>& weights, const RegulatorOptions& options,
                                    const torch::stable::Tensor& queries);
 
+// Refuses a gradient of the alignments that does not have their shape or is on another device.
+void check_alignment_gradient(const torch::stable::Tensor& grad_alignments, const torch::stable::Tensor& queries,
+                              const torch::stable::Tensor& context_offsets, const RegulatorWeights& weights);
+
 }  // namespace itm_fast

@@ -46,8 +46,8 @@ def cross_attention_alignments(
 
     Returns:
         `(len(contexts), N, m)` float32 (float64 for float64 inputs). The attended vector of an empty set is zero.
-        The native kernel runs if no gradient is needed. Otherwise PyTorch computes the result and keeps the
-        intermediates of all pairs; wrap a module that trains on alignments in `gradient_sparse_scores`.
+        The backward recomputes the pairs with a non-zero gradient. Without native kernels, it keeps the intermediates
+        of all pairs; wrap a module that trains on alignments in `gradient_sparse_scores` there.
 
     Raises:
         TypeError: an argument is of the wrong kind, or the dtypes differ.

@@ -1,8 +1,7 @@
 """`cross_attention_alignments` and `regulated_scores`: argument checks, native forward, autograd and fallback.
 
-The backward recomputes the pairs with a non-zero gradient. On a CPU it is native. The CUDA kernels have no backward:
-scores go through the formulas of the reference, pair by pair, and alignments that need a gradient use the packed form.
-So do scores that need a gradient under `torch.compile`.
+The backward recomputes the pairs with a non-zero gradient. Without native kernels, scores use the formulas of the
+reference in the same way; alignments, and scores under `torch.compile`, use the packed form.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from itm_fast import reference
 from itm_fast.fragments import Fragments
-from itm_fast.ops.autograd import first_order, is_differentiated, refuse_transforms
+from itm_fast.ops.autograd import first_order, refuse_transforms
 from itm_fast.ops.cross_attention import NORMALIZATIONS, check_fragments, check_same_space, score_dtype
-from itm_fast.ops.gradient_sparse import Listed, Score, gradient_sparse_scores
-from itm_fast.ops.library import operators_of, register_fake, use_native
+from itm_fast.ops.gradient_sparse import Listed, gradient_sparse_scores
+from itm_fast.ops.library import register_fake, use_native
 from itm_fast.ops.precision import autocast, compute_precision, without_autocast
 from itm_fast.reference import validation
 from itm_fast.reference.cross_attention import detach_zero_rows
@@ -62,8 +61,7 @@ def cross_attention_alignments(
     temperature, negative_slope = _check_attention(temperature, negative_slope, focal)
     check_parameters(parameters, queries)
     wide = score_dtype(queries.values)
-    native = use_native("cross_attention_alignments", queries.values, beyond)
-    if native and not _lacks_backward("cross_attention_alignments", queries, contexts, parameters):
+    if use_native("cross_attention_alignments", queries.values, beyond):
         options = (
             len(parameters.correspondences),
             parameters.residual_correspondence,
@@ -119,11 +117,8 @@ def regulated_scores(
     queries, contexts, parameters = queries.to(wide), contexts.to(wide), parameters.to(wide)
     options: dict[str, Any] = {"temperature": temperature, "negative_slope": negative_slope, "focal": focal}
 
-    def whole(weights: Sequence[Tensor], _: None, part: Fragments, others: Fragments, *__: Tensor) -> Tensor:
-        return _native_scores(part, others, parameters.with_tensors(weights), dropout, seed, precision, **options)
-
-    if native and not _lacks_backward("regulated_scores", queries, contexts, parameters):
-        return whole(parameters.tensors(), None, queries, contexts)
+    if native:
+        return _native_scores(queries, contexts, parameters, dropout, seed, precision, **options)
     if torch.compiler.is_compiling():
         with without_autocast(queries.device.type):
             return reference.regulated_scores_packed(
@@ -131,14 +126,7 @@ def regulated_scores(
             )
     queries, contexts = detach_zero_rows(queries), detach_zero_rows(contexts)
     mask = counter_dropout(dropout, seed, queries.device)
-    return _gradient_sparse(queries, contexts, parameters, mask, options, whole if native else None)
-
-
-def _lacks_backward(operator: str, queries: Fragments, contexts: Fragments, parameters: RegulatorParameters) -> bool:
-    """Return whether a derivative is needed that no native operator of the device computes."""
-    if f"{operator}_backward" in operators_of(queries.device.type):
-        return False
-    return is_differentiated(queries.values, contexts.values, *parameters.tensors())
+    return _gradient_sparse(queries, contexts, parameters, mask, options)
 
 
 class _Regulators(torch.autograd.Function):
@@ -282,9 +270,8 @@ def _gradient_sparse(
     parameters: RegulatorParameters,
     dropout: CounterDropout | None,
     options: dict[str, Any],
-    whole: Score | None,
 ) -> Tensor:
-    """Score with `whole` or with the packed form; the backward recomputes the pairs with a non-zero gradient."""
+    """Score with the packed form; the backward recomputes the pairs with a non-zero gradient."""
     sets = queries.with_values(queries.values.detach()[:, :0])
 
     def score(
@@ -320,7 +307,6 @@ def _gradient_sparse(
         queries,
         contexts,
         chunk_pairs=max(1, BLOCK_ELEMENTS // row_elements),
-        whole=whole,
         listed=Listed(of_list, max(1, listed_elements // row_elements)),
     )
 

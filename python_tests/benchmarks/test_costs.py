@@ -6,17 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import itm_fast.functional as F_itm
 from benchmarks import costs, kernels
 from benchmarks.costs import DEVICES, Cost, Peaks
 from benchmarks.performance import NOT_RUN, tables
 from benchmarks.units import seconds
 from itm_fast import Fragments, reference
 from itm_fast.nn import RegulatedSimilarity
-from itm_fast.ops import regulators
 from python_tests.helpers.processes import ROOT
 
 
@@ -83,46 +80,13 @@ def test_rcar_is_counted_as_by_hand() -> None:
     assert cost.launches == 2
 
     step, scores, loss = costs.regulated_step(4, 10, 5, 2, 6), costs.regulated_scores(4, 4, 10, 5, 2, 6), costs.loss(4)
-    assert step.tensor == scores.tensor
     # Twelve pairs (three images and four captions): one more forward, and a backward of twice its work.
-    again = costs.regulated_scores(3, 4, 10, 5, 2, 6).operations
-    assert step.other - scores.other - loss.other == pytest.approx(3 * again)
+    again = costs.regulated_scores(3, 4, 10, 5, 2, 6)
+    assert step.tensor - scores.tensor == pytest.approx(3 * again.tensor)
+    assert step.other - scores.other - loss.other == pytest.approx(3 * again.other)
     assert step.bytes - scores.bytes - loss.bytes == 2 * 2 * (4 * 41) * 10 + 4 * 16 + 8 * weights
-    # Preparation and pairs; loss value and gradient; scatter of the gradient, and one list.
-    assert step.launches == 2 + 1 + 1 + costs.LIST_LAUNCHES
-    assert costs.regulated_step(128).launches == 2 + 1 + 1 + costs.LIST_LAUNCHES
-    assert costs.regulated_step(1024).launches == 2 + 1 + 1 + 5 * costs.LIST_LAUNCHES
-
-
-def test_launches_of_a_list_of_pairs_are_those_that_pytorch_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The count is within 10 %, since versions of PyTorch differ. Lists have the size used on a GPU for captions of up
-    to 24 words.
-    """
-    longest, channels = 24, costs.DIM
-    assert regulators._LISTED_ELEMENTS * regulators._LISTED_ON_DEVICES // (longest * channels) == costs.LIST_PAIRS
-
-    class Launches(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.count = 0
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            name = str(function)
-            self.count += not (function.is_view or "empty" in name or "promote_types" in name or "_unsafe_view" in name)
-            return function(*args, **(kwargs or {}))
-
-    module = RegulatedSimilarity(10, 6, dropout=0.0)
-    torch.manual_seed(0)
-    queries, contexts = (Fragments.from_padded(torch.randn(4, n, 10, requires_grad=True)) for n in (5, 3))
-    counts = []
-    for lists in (1, 2):
-        monkeypatch.setattr(regulators, "_LISTED_ELEMENTS", 12 * 5 * 4 // lists)
-        monkeypatch.setattr(regulators, "use_native", lambda *arguments: False)
-        scores = F_itm.regulated_scores(queries, contexts, module.regulator_parameters())
-        with Launches() as launches:
-            torch.autograd.grad(scores, list(module.parameters()), torch.eye(4), retain_graph=False)
-        counts.append(launches.count)
-    assert counts[1] - counts[0] == pytest.approx(costs.LIST_LAUNCHES, rel=0.1)
+    # Preparation and pairs; loss value and gradient; gradient of the scores, preparation and pairs.
+    assert step.launches == costs.regulated_step(1024).launches == 2 + 1 + 3
 
 
 def test_ranks_evaluation_and_epoch() -> None:

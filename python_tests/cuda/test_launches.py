@@ -12,10 +12,12 @@ from python_tests.helpers.devices import Case, inputs_of, launched, on_devices, 
 from python_tests.helpers.fragments import native_calls
 
 # Maximum number of launches. Risks: the backward has one launch for discriminators and one for features. Scores: plan,
-# Gram matrices, pairs. Scores with their loss: operands; then pairs, loss and gradient. Regulators: operands, pairs.
-# Ranks: the best matching scores, then the ranks. MaxSim: plan and pairs; the backward also gathers rows.
+# Gram matrices, pairs. Scores with their loss: operands; then pairs, loss and gradient. Regulators: operands, pairs;
+# their backward: operands, then everything else. Ranks: the best matching scores, then the ranks. MaxSim: plan and
+# pairs; the backward also gathers rows.
 AT_MOST = {
     "cross_attention_alignments": 2,
+    "cross_attention_alignments_backward": 2,
     "cross_attention_scores": 3,
     "cross_attention_scores_backward": 2,
     "domain_regularization": 1,
@@ -33,6 +35,7 @@ AT_MOST = {
     "maxsim_scores": 2,
     "maxsim_scores_backward": 3,
     "regulated_scores": 2,
+    "regulated_scores_backward": 2,
     "retrieval_ranks": 2,
 }
 

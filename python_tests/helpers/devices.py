@@ -121,7 +121,7 @@ def _regulated_case(
     sizes: tuple[int, ...] = (6, 1, 70, 9),
     **options: Any,
 ) -> Case:
-    """Make a case without a gradient: the backward is in PyTorch and synchronises with the GPU."""
+    """Make a case with gradients of both sides. Those of the weights have tests of their own."""
     alignments = options.pop("alignments", False)
 
     def make(seed: int, size: int) -> Inputs:
@@ -133,17 +133,16 @@ def _regulated_case(
         words, regions, word_offsets, region_offsets, seed, *weights = inputs
         queries = Fragments(words, word_offsets, check=False, max_length=17)
         contexts = Fragments(regions, region_offsets, check=False, max_length=40)
-        with torch.no_grad():
-            parameters = random_parameters(setting, dim, width).with_tensors(weights)
-            if not alignments:
-                return (functions.regulated_scores(queries, contexts, parameters, seed=seed, **options),)
-            groups = [list(group) for group in zip(*parameters.alignments, strict=True)]
-            rest = {"correspondences": parameters.correspondences, **options}
-            return (functions.cross_attention_alignments(queries, contexts, *groups, **rest),)
+        parameters = random_parameters(setting, dim, width).with_tensors(weights)
+        if not alignments:
+            return (functions.regulated_scores(queries, contexts, parameters, seed=seed, **options),)
+        groups = [list(group) for group in zip(*parameters.alignments, strict=True)]
+        rest = {"correspondences": parameters.correspondences, **options}
+        return (functions.cross_attention_alignments(queries, contexts, *groups, **rest),)
 
     operator = "cross_attention_alignments" if alignments else "regulated_scores"
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    return Case(f"{operator} {name}", (operator,), make, call, 0, dtypes, sizes)
+    return Case(f"{operator} {name}", (operator, f"{operator}_backward"), make, call, 2, dtypes, sizes)
 
 
 def _step_case(name: str, reduction: str, loss: tuple[str, str]) -> Case:

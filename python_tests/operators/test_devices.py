@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import itm_fast.functional as F_itm
-from itm_fast import Fragments, reference
-from itm_fast.ops import regulators
+from itm_fast import reference
 from python_tests.helpers.devices import (
     CASES,
     Case,
@@ -181,19 +180,7 @@ def test_the_settings_of_float32_for_the_regulators(
 
 
 @each_device
-def test_the_backward_of_the_regulators_computes_three_pairs_per_anchor_again(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The backward is native on a CPU; on a GPU it takes lists of pairs with the same masks."""
-    listed: list[int] = []
-    compute = regulators.regulated_scores_listed
-
-    def counting(queries: Fragments, *arguments: Any, **options: Any) -> torch.Tensor:
-        listed.append(len(queries))
-        return compute(queries, *arguments, **options)
-
-    monkeypatch.setattr(regulators, "regulated_scores_listed", counting)
-    monkeypatch.setattr(regulators, "_LISTED_ELEMENTS", 10 * 9 * 40)
+def test_the_backward_of_the_regulators_computes_three_pairs_per_anchor_again(device: str) -> None:
     n, options = 24, {"dropout": 0.4, "seed": 3, "temperature": 4.0}
     lengths = [1 + number % 9 for number in range(n)]
     sides = [random_fragments(of, 40, torch.float32, seed=i) for i, of in enumerate((lengths, [7] * n))]
@@ -210,13 +197,8 @@ def test_the_backward_of_the_regulators_computes_three_pairs_per_anchor_again(
     (needed,) = torch.autograd.grad(F_itm.triplet_loss(dense.requires_grad_(), margin=1.0, mining="hardest"), dense)
     with native_calls() as calls:
         found = gradients(F_itm, lambda tensor: tensor.to(device))
-    if device == "cpu":
-        assert [name for name, _ in calls] == ["regulated_scores", "regulated_scores_backward"]
-        listed = [int(calls[1][1][1][3])]
-    else:
-        assert [name for name, _ in calls] == ["regulated_scores"]
-        assert max(listed) <= 10 * regulators._LISTED_ON_DEVICES
-    assert n < sum(listed) == int((needed != 0).sum()) <= 3 * n
+    assert [name for name, _ in calls] == ["regulated_scores", "regulated_scores_backward"]
+    assert n < int(calls[1][1][1][3]) == int((needed != 0).sum()) <= 3 * n
     again = gradients(F_itm, lambda tensor: tensor.to(device))
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
     exact = gradients(PACKED, lambda tensor: tensor.double())

@@ -12,7 +12,6 @@ from torch import Tensor
 import itm_fast.functional as F_itm
 from itm_fast import Fragments, reference
 from itm_fast.functional import RegulatorParameters
-from itm_fast.ops import library
 from itm_fast.ops.cross_attention import NORMALIZATIONS
 from itm_fast.ops.regulators import FOCAL_MODES
 from python_tests.helpers.fragments import native_calls, random_fragments
@@ -189,22 +188,3 @@ def test_without_a_pair_all_gradients_are_zero() -> None:
     incoming = torch.ones(2, len(CONTEXTS))
     found = gradients_of_scores(F_itm.regulated_scores, (empty, sides[1]), parameters, incoming=incoming)
     assert all(bool((gradient == 0).all()) for gradient in found)
-
-
-def test_a_device_without_the_backward_keeps_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores and gradients come out right where only the forward has a kernel, as on CUDA."""
-    without = {name: devices for name, devices in library._native.items() if not name.endswith("_backward")}
-    monkeypatch.setattr(library, "_native", without)
-    sides, parameters = operands("rcar2, residuals")
-    exact = gradients_of_scores(reference.regulated_scores, sides, parameters)
-    with native_calls() as calls:
-        found = gradients_of_scores(F_itm.regulated_scores, sides, parameters)
-    assert [name for name, _ in calls] == ["regulated_scores"]
-    for own, right in zip(found, exact, strict=True):
-        torch.testing.assert_close(own, right, rtol=1e-9, atol=1e-12)
-    # Alignments that need a gradient take the packed form, others keep the kernel.
-    weights, leaf = [torch.randn(WIDTH, DIM).double()], sides[0].values.double().requires_grad_()
-    for values, expected in ((leaf, []), (leaf.detach(), ["cross_attention_alignments"])):
-        with native_calls() as calls:
-            F_itm.cross_attention_alignments(sides[0].with_values(values), sides[1].to(torch.float64), weights)
-        assert [name for name, _ in calls] == expected

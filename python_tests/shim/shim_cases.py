@@ -26,6 +26,7 @@ from python_tests.shim.shim_attention import outcomes as _cross_attention
 from python_tests.shim.shim_backward import ROOM, BackwardKernels
 from python_tests.shim.shim_domain import outcomes as _domain_regularization
 from python_tests.shim.shim_maxsim import outcomes as _maxsim
+from python_tests.shim.shim_regulators import backward_outcomes as _regulators_backward
 from python_tests.shim.shim_regulators import outcomes as _regulators
 
 Outcomes = dict[str, np.ndarray]
@@ -150,5 +151,6 @@ def outcomes(libraries: dict[str, Path]) -> Outcomes:
         "domain_regularization": _domain_regularization,
         "maxsim": _maxsim,
         "regulators": _regulators,
+        "regulators_backward": _regulators_backward,
     }
     return {f"{driver} {name}": v for driver, path in libraries.items() for name, v in cases[driver](path).items()}

@@ -13,6 +13,7 @@ import numpy as np
 from python_tests.helpers.shim import call
 from python_tests.shim.shim_attention import FOCAL_MODES, NORMALIZATIONS
 
+ROOM = 130_000_000  # for the rows of a chunk, as in the launcher
 _COUNTS = ("alignments", "correspondences", "aggregations", "scored", "learned_factors")
 _OPTIONS = (
     *("tanh_activation", "normalize_mean", "interleaved", "sees_query"),
@@ -41,6 +42,40 @@ class Weights:
     width: int
     hidden: Sequence[int]  # output widths of w1 and w3 of each correspondence
     setting: dict[str, int]
+
+    def flat(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return all tensors one after the other, and the hidden widths."""
+        flat = np.concatenate([np.zeros(0, np.float32), *(tensor.reshape(-1) for tensor in self.tensors)])
+        return flat, np.array([*self.hidden, 0])
+
+
+def _settings(
+    sizes: tuple[int, ...],  # query sets, query rows, context sets, context rows, dim
+    weights: Weights,
+    aligns: bool,
+    large: bool,
+    wide_offsets: bool,
+    blocks: int,
+    seed: int,
+    options: dict[str, Any],
+) -> _Settings:
+    setting = {"residual_correspondence": 1} | weights.setting
+    return _Settings(
+        seed,
+        large,
+        wide_offsets,
+        blocks,
+        aligns,
+        *sizes,
+        weights.width,
+        *(int(setting.get(name, 0)) for name in (*_COUNTS, *_OPTIONS)),
+        options.get("temperature", 10.0),
+        options.get("negative_slope", 0.1),
+        NORMALIZATIONS.index(options.get("normalization", "clipped_l2norm")),
+        FOCAL_MODES.index(options.get("focal")),
+        options.get("dropout", 0.0),
+        options.get("dropout_seed", 0),
+    )
 
 
 class RegulatorKernels:
@@ -73,31 +108,12 @@ class RegulatorKernels:
             blocks: maximum number of blocks of the second launch.
         """
         n_queries, n_contexts = len(query_offsets) - 1, len(context_offsets) - 1
-        setting = {"residual_correspondence": 1} | weights.setting
-        settings = _Settings(
-            seed,
-            large,
-            wide_offsets,
-            blocks,
-            aligns,
-            n_queries,
-            len(queries),
-            n_contexts,
-            *contexts.shape,
-            weights.width,
-            *(int(setting.get(name, 0)) for name in (*_COUNTS, *_OPTIONS)),
-            options.get("temperature", 10.0),
-            options.get("negative_slope", 0.1),
-            NORMALIZATIONS.index(options.get("normalization", "clipped_l2norm")),
-            FOCAL_MODES.index(options.get("focal")),
-            options.get("dropout", 0.0),
-            options.get("dropout_seed", 0),
-        )
+        sizes = (n_queries, len(queries), n_contexts, *contexts.shape)
+        settings = _settings(sizes, weights, aligns, large, wide_offsets, blocks, seed, options)
         # Alignments of rows outside all sets keep the fill value of the launcher.
         shape, fill = ((n_contexts, len(queries), weights.width), 0) if aligns else ((n_queries, n_contexts), 777)
         result, counts = np.full(shape, fill, np.float32), np.zeros(2, np.int64)
-        flat = np.concatenate([np.zeros(0, np.float32), *(tensor.reshape(-1) for tensor in weights.tensors)])
-        operands = (queries, query_offsets, contexts, context_offsets, flat, np.array([*weights.hidden, 0]))
+        operands = (queries, query_offsets, contexts, context_offsets, *weights.flat())
         call(getattr(self.library, f"regulated_{kernel}"), ctypes.byref(settings), *operands, result, counts)
         self.launches, self.slab_bytes = map(int, counts)
         return result
@@ -107,6 +123,48 @@ class RegulatorKernels:
         found = np.zeros(3, np.int64)
         call(self.library.limits, found)
         return found.tolist()
+
+
+class RegulatorBackwardKernels:
+    """The backward of a call; `launches`, `pairs`, `workspace_bytes` and `chunk_rows` describe the latest call."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+        self.launches = self.pairs = self.workspace_bytes = self.chunk_rows = 0
+
+    def run(
+        self,
+        gradients: np.ndarray,
+        queries: np.ndarray,
+        query_offsets: np.ndarray,
+        contexts: np.ndarray,
+        context_offsets: np.ndarray,
+        weights: Weights,
+        *,
+        aligns: bool = False,
+        large: bool = False,
+        wide_offsets: bool = True,
+        blocks: int = 3,
+        room: int = ROOM,
+        seed: int = 0,
+        **options: Any,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the gradients of queries, contexts and weights, the last one after the other in one vector.
+
+        Args:
+            gradients: those of the scores, or with `aligns` of the alignments.
+            blocks: number of blocks of the second launch.
+            room: numbers that the arrays of a chunk have room for; a chunk has at least one tile.
+        """
+        sizes = (len(query_offsets) - 1, len(queries), len(context_offsets) - 1, *contexts.shape)
+        settings = _settings(sizes, weights, aligns, large, wide_offsets, blocks, seed, options)
+        flat, hidden = weights.flat()
+        found = tuple(np.full_like(part, 777) for part in (queries, contexts, flat))
+        counts = np.full(4, 777, np.int64)
+        operands = (gradients, queries, query_offsets, contexts, context_offsets, flat, hidden, flat.size, room)
+        call(self.library.regulated_backward, ctypes.byref(settings), *operands, *found, counts)
+        self.launches, self.pairs, self.workspace_bytes, self.chunk_rows = map(int, counts)
+        return found
 
 
 def random_weights(random: np.random.Generator, dim: int, width: int, *counts: int, **options: int) -> Weights:
@@ -125,11 +183,13 @@ def random_weights(random: np.random.Generator, dim: int, width: int, *counts: i
     return Weights(tensors, width, [2 * width, width // 2] * corresponded, setting)
 
 
-def outcomes(library: Path) -> dict[str, np.ndarray]:
-    """Compute results of a fixed set of cases, for runs that must agree bit for bit."""
-    kernels = RegulatorKernels(library)
+Case = tuple[list[np.ndarray], Weights, dict[str, Any]]  # operands, weights, and how to run them
+
+
+def _cases() -> list[Case]:
+    """Make the cases of `outcomes` and `backward_outcomes`."""
     random = np.random.default_rng(0)
-    found: dict[str, np.ndarray] = {}
+    made: list[Case] = []
     rcar = {"scored": 1, "interleaved": 1}
     # Short sets, long sets on both sides, invalid offsets, and no contexts.
     cases: tuple[tuple[list[int], list[int], int, dict[str, int], tuple[int, int, int]], ...] = (
@@ -146,5 +206,30 @@ def outcomes(library: Path) -> dict[str, np.ndarray]:
             rows = random.standard_normal((10 if number == 2 else offsets[-1], dim)).astype(np.float32)
             operands += [rows, np.array(offsets)]
         options = {"focal": FOCAL_MODES[number % 3], "dropout": 0.4 if counts[2] else 0.0, "dropout_seed": 2**40}
-        found[str(number)] = kernels.run("float32", *operands, weights, aligns=aligns, seed=number, **options)
+        made.append((operands, weights, {"aligns": aligns, "seed": number, **options}))
+    return made
+
+
+def outcomes(library: Path) -> dict[str, np.ndarray]:
+    """Compute results of a fixed set of cases, for runs that must agree bit for bit."""
+    kernels = RegulatorKernels(library)
+    return {
+        str(number): kernels.run("float32", *operands, weights, **options)
+        for number, (operands, weights, options) in enumerate(_cases())
+    }
+
+
+def backward_outcomes(library: Path) -> dict[str, np.ndarray]:
+    """Compute gradients of the same cases, with chunks of one tile."""
+    kernels, random = RegulatorBackwardKernels(library), np.random.default_rng(1)
+    found: dict[str, np.ndarray] = {}
+    for number, (operands, weights, options) in enumerate(_cases()):
+        queries, query_offsets, _, context_offsets = operands
+        sizes = len(query_offsets) - 1, len(context_offsets) - 1
+        shape = (sizes[1], len(queries), weights.width) if options["aligns"] else sizes
+        gradients = random.standard_normal(shape).astype(np.float32)
+        parts = kernels.run(gradients, *operands, weights, room=0, **options)
+        found |= {
+            f"{number} {name}": part for name, part in zip(("queries", "contexts", "weights"), parts, strict=True)
+        }
     return found

@@ -17,6 +17,7 @@ import itm_fast.functional as F_itm
 from python_tests.helpers.devices import CASES, Case, inputs_of, run_case
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.processes import ROOT
+from python_tests.helpers.regulators import random_parameters
 from python_tests.helpers.stand_in import stand_in
 from python_tests.helpers.triplet_cases import random_scores
 from python_tests.operators.test_devices import check_numbers
@@ -80,6 +81,36 @@ def check_as_on_the_cpu(operator: Callable[..., Any], *arguments: Any) -> None:
 TRIPLET = (0.2, "hardest", 0.0, "batch", False, "both")
 ATTENTION = (9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0, "float32")
 MAXSIM = ("mean", "both", "float32")
+
+
+@pytest.mark.parametrize("lengths", [([], []), ([0, 2], [3, 0]), ([3] * 9, [2] * 9), ([20] * 8, [4] * 8)])
+def test_the_backward_of_the_regulators_takes_two_launches(
+    lengths: tuple[list[int], list[int]], launches: Callable[[], int]
+) -> None:
+    """However many pairs there are; with a gradient for every pair, or for every number of the alignments."""
+    sides = [random_fragments(of, 8, torch.float32, seed=i) for i, of in enumerate(lengths)]
+    operands = (sides[0].values, sides[0].offsets, sides[1].values, sides[1].offsets)
+    parameters = random_parameters("rcar2", 8, 6, torch.float32)
+    chain = [tensor for group in (*parameters.alignments, *parameters.correspondences) for tensor in group]
+    setting = (2, 1, 2, True, False, "sigmoid", False, "interleaved", True, False, "alignment")
+    attention, shape = (4.0, 0.1, "none"), (len(sides[0]), len(sides[1]))
+    for operator, gradient, weights, rest in (
+        ("regulated_scores", torch.ones(shape), parameters.tensors(), (*setting, *attention, 0.0, None, "float32")),
+        (
+            "cross_attention_alignments",
+            torch.ones(shape[1], len(sides[0].values), 6),
+            chain,
+            (1, True, 4.0, "clipped_l2norm", *attention[1:], "float32"),
+        ),
+    ):
+        backward = getattr(OPERATORS, f"{operator}_backward")
+        right = backward(gradient, *operands, weights, *rest)
+        with on_the_shim():
+            before = launches()
+            found = backward(gradient, *operands, weights, *rest)
+            assert launches() - before == 2
+        for own, other in zip(found, right, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mining", ["hardest", "all"])

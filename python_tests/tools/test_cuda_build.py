@@ -24,6 +24,7 @@ OPERATORS = (
     "boosting_loss_backward",
     "boosting_loss_with_gradient",
     "cross_attention_alignments",
+    "cross_attention_alignments_backward",
     "cross_attention_scores",
     "cross_attention_scores_backward",
     "domain_regularization",
@@ -38,6 +39,7 @@ OPERATORS = (
     "maxsim_scores",
     "maxsim_scores_backward",
     "regulated_scores",
+    "regulated_scores_backward",
     "retrieval_ranks",
 )
 DEFAULT = "80-real;86-real;89-real;90-real;90-virtual"

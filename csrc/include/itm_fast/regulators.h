@@ -20,7 +20,7 @@ struct RegulatorOptions {
   Activation activation;
 
   // Whether an attention without alignments follows the last step.
-  bool ends_in_cosines() const { return !scored && n_alignments <= n_correspondences; }
+  constexpr bool ends_in_cosines() const { return !scored && n_alignments <= n_correspondences; }
 };
 
 // A linear layer: its weight (outputs, inputs) packed, its bias padded with zeros to a multiple of kBiasStep. The

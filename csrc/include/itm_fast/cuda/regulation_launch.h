@@ -22,11 +22,10 @@ struct RegulationSizes {
   int64_t blocks;  // of the second launch, each with a slab
 };
 
-// Lays out p's workspace, apart from inputs, options and results. The layers are already set, except `packed`. The
-// workspace need not be zero.
+// Lays out the operands of products. The layers are already set, except `packed`.
 template <typename Tile, typename S>
-void place_regulation(RegulationProblem<S>& p, const RegulationSizes& sizes, Workspace& workspace) {
-  const int64_t stride = operand_stride(p.dim), width = operand_stride(sizes.width);
+void place_operands(RegulationProblem<S>& p, const RegulationSizes& sizes, Workspace& workspace) {
+  const int64_t stride = operand_stride(p.dim);
   place_plan(p.query_tiles, most_tiles(p.queries.n_sets, p.queries.n_rows, Tile::kRows), workspace);
   p.query_operand = workspace.take<S>(p.queries.n_rows * stride);
   p.context_operand = workspace.take<S>(p.contexts.n_rows * stride);
@@ -34,6 +33,15 @@ void place_regulation(RegulationProblem<S>& p, const RegulationSizes& sizes, Wor
   for (int64_t i = 0; i < p.n_layers(); ++i) {
     p.layers[i].packed = workspace.take<S>(p.layers[i].outputs * operand_stride(p.layers[i].inputs));
   }
+  p.width = sizes.width;
+  p.hidden = sizes.hidden;
+}
+
+// Lays out p's workspace, apart from inputs, options and results. The workspace need not be zero.
+template <typename Tile, typename S>
+void place_regulation(RegulationProblem<S>& p, const RegulationSizes& sizes, Workspace& workspace) {
+  const int64_t width = operand_stride(sizes.width);
+  place_operands<Tile>(p, sizes, workspace);
   const int64_t before = workspace.bytes();
   const bool reweights = p.options.n_correspondences > 0;
   RegulationSlab<S>& slab = p.slab;
@@ -49,8 +57,6 @@ void place_regulation(RegulationProblem<S>& p, const RegulationSizes& sizes, Wor
   slab.guide = workspace.take<float>(kTileSets * width);
   slab.bytes = workspace.bytes() - before;
   workspace.take<unsigned char>(slab.bytes * (sizes.blocks - 1));
-  p.width = sizes.width;
-  p.hidden = sizes.hidden;
 }
 
 template <typename S>

@@ -1,0 +1,121 @@
+"""Faults planted into the backward CUDA kernels of the regulators: each must fail the checks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compiled_driver
+from python_tests.shim.faults import planted, run_sanitized
+from python_tests.shim.regulator_backward_checks import check_all_gradients
+from python_tests.shim.shim_cases import outcomes
+from python_tests.shim.shim_regulators import RegulatorBackwardKernels
+
+pytestmark = pytest.mark.shim
+
+DRIVER = "regulators_backward"
+KERNELS = "csrc/include/itm_fast/cuda/"
+KERNEL, LISTS, TILE, ATTENTION, STEPS, SUMS, LAUNCH = (
+    f"{KERNELS}regulation_backward{name}.h"
+    for name in ("", "_lists", "_tile", "_attention", "_steps", "_sums", "_launch")
+)
+SMALL = "-DITM_FAST_SMALL_TILE_ALONE"
+
+
+def check(library: Path) -> None:
+    check_all_gradients(RegulatorBackwardKernels(library))
+
+
+RACE = r"shared array '\w+': (race at|read of|write of) index \d+"
+ERROR = r"^gradient of [\w.\[\]]+: error"
+FAULTS = {
+    "missing barrier before normalisation": (
+        (
+            TILE,
+            "    barrier();\n    for (int i = thread_index(); i < s_.n_sets * s_.n_contexts",
+            "    for (int i = thread_index(); i < s_.n_sets * s_.n_contexts",
+        ),
+        RACE,
+    ),
+    "missing barrier after normalisation": (
+        (TILE, "start_of(set + 1), p_.attention);\n    }\n    barrier();", "start_of(set + 1), p_.attention);\n    }"),
+        RACE,
+    ),
+    "missing barrier after the sums": ((SUMS, "barrier();  // The sums have been read.", ""), RACE),
+    "missing barrier of the grid before the sums": (
+        (KERNEL, "    grid_barrier(p.arrived, ++round);\n    add_chunk", "    add_chunk"),
+        ERROR,
+    ),
+    "gradients of the last chunk alone": (
+        (SUMS, "range.width + range.column + column] += sum;", "range.width + range.column + column] = sum;"),
+        ERROR,
+    ),
+    "a tile with one row too many": (
+        (LISTS, "if (rows + more > Tile::kRows ||", "if (rows + more > Tile::kRows + 1 ||"),
+        r"shared array '\w+': .*index 32",
+    ),
+    "temperatures without a gradient": (
+        (ATTENTION, "row) += of_temperature;", "row) += 0.0f * of_temperature;"),
+        ERROR,
+    ),
+    "channels without a bound": ((STEPS, "value >= -1.0f && value <= 1.0f ?", "value == value ?"), ERROR),
+    "masks of the next row": (
+        (TILE, "return {query_row(row), s_.context, 2 * step};", "return {query_row(row) + 1, s_.context, 2 * step};"),
+        ERROR,
+    ),
+    "a softmax without its temperature": (
+        (ATTENTION, "= of_logit * temperature;", "= of_logit + 0.0f * temperature;"),
+        ERROR,
+    ),
+    "a direction that is not projected out": (
+        (ATTENTION, "found -= along * scale * (clipped / norm)", "found -= 0"),
+        ERROR,
+    ),
+    "gradients of zero rows": (
+        (KERNEL, "  clear_zero_rows(f.queries, f.dim, p.query_gradients);\n", ""),
+        r"^gradient of (queries: error|a zero row)",
+    ),
+    "the first term of a context alone": (
+        (SUMS, "(end - first) * per_tile, p.context", "end - first, p.context"),
+        ERROR,
+    ),
+}
+
+
+def test_the_kernels_as_they_are_pass() -> None:
+    check(compiled_driver(DRIVER, *SMALL))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
+    (file, place, change), message = FAULTS[name]
+    root = planted(tmp_path / "faulty", file, place, change)
+    library = compile_driver(DRIVER, tmp_path, *SMALL, root=root)
+    with pytest.raises((AssertionError, KernelError)) as caught:
+        check(library)
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -> None:
+    expected = outcomes({DRIVER: compiled_driver(DRIVER, *SMALL)})
+    folder = tmp_path / "sanitized"
+    folder.mkdir()
+    compile_driver(DRIVER, folder, *SMALL, *SANITIZERS)
+    result = run_sanitized(folder, DRIVER)
+    assert result.returncode == 0, result.stderr[-3000:]
+    with np.load(folder / "outcomes.npz") as actual:
+        assert set(actual) == set(expected)
+        for name, right in expected.items():
+            assert actual[name].tobytes() == right.tobytes(), name
+
+
+def test_the_sanitizers_see_what_lies_outside(tmp_path: Path) -> None:
+    """The fault leaves no room for the tile that a chunk always holds."""
+    root = planted(tmp_path / "faulty", LAUNCH, "padded(Tile::kRows));", "padded(Tile::kRows) / 4);")
+    compile_driver(DRIVER, tmp_path, *SMALL, *SANITIZERS, root=root)
+    result = run_sanitized(tmp_path, DRIVER)
+    assert result.returncode != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in result.stderr
