@@ -1,6 +1,6 @@
 """Pack a folder in the published layout into a feature store, in bounded memory. Interrupted packing can continue.
 
-Inside: `pack`, `SHARD_BYTES`.
+Inside: `pack`, `pack_splits`, `check_target`, `state_of`, `SHARD_BYTES`.
 
 Shards are written one by one under a temporary name, flushed and renamed. `unfinished.json` then records each
 (`pack_notes`), so a later call with the same source and settings continues after the last recorded shard. The manifest
@@ -30,7 +30,7 @@ from itm_fast.data.store_format import DTYPES, Manifest, ShardRecord, SplitRecor
 from itm_fast.data.vocabulary import Vocabulary, find_vocabulary, load_vocabulary
 from itm_fast.files import atomic, lock, regular
 
-__all__ = ["SHARD_BYTES", "pack"]
+__all__ = ["SHARD_BYTES", "check_target", "pack", "pack_splits", "state_of"]
 
 SHARD_BYTES = 256 * 2**20
 
@@ -78,11 +78,9 @@ def pack(
     layout.check_directory(source)
     if store_format.is_store(source):
         raise ValueError(f"{source}: is a feature store already; expected a folder in the published layout")
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{target}: expected a folder for the store, found a file")
     if target.resolve() == source.resolve():
         raise ValueError(f"out: expected another folder than that of the data, got {target}")
-    atomic.check_entries(target, [store_format.MANIFEST, store_format.UNFINISHED, store_format.VOCABULARY])
+    check_target(target)
     names = list(dict.fromkeys(splits)) or layout.available_splits(source)
     if not names:
         raise ValueError(f"{source}: no split: expected files such as train_ims.npy and train_caps.txt")
@@ -97,6 +95,39 @@ def pack(
         for data in datasets:
             if data.split == "train":
                 data.warn_of_rare_words(min_count)
+    return pack_splits(datasets, states, target, dtype, vocabulary, shard_bytes, progress=progress)
+
+
+def check_target(target: Path) -> None:
+    """Raise ValueError if a store cannot be written to `target`. Call it before long work."""
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target}: expected a folder for the store, found a file")
+    atomic.check_entries(target, [store_format.MANIFEST, store_format.UNFINISHED, store_format.VOCABULARY])
+
+
+def pack_splits(
+    datasets: Sequence[PrecomputedDataset],
+    states: Mapping[str, States],
+    target: Path,
+    dtype: str,
+    vocabulary: Vocabulary,
+    shard_bytes: int,
+    *,
+    progress: bool = False,
+) -> Manifest:
+    """Write a feature store from opened splits; see `pack`.
+
+    Args:
+        datasets: the splits.
+        states: for each split, the states of its files before it was opened, by `state_of`. A file that changes during
+            packing is an error.
+        target: the folder of the store.
+        dtype, shard_bytes, progress: as in `pack`.
+        vocabulary: of the token ids.
+
+    Raises:
+        ValueError, OSError: as `pack`.
+    """
     _check_widths(datasets)
     _check_shards(datasets, dtype, shard_bytes)
     with lock.hold(
@@ -131,8 +162,7 @@ def _pack(
         records = []
         for data in datasets:
             records.append(_pack_split(data, target, dtype, shard_bytes, notes, bar))
-            now = _states_of(data.directory, data.split)
-            changed = next((path for path, state in states[data.split].items() if now[path] != state), None)
+            changed = next((path for path, state in states[data.split].items() if state_of(path) != state), None)
             if changed is None and records[-1].features != sources[data.split]["features"]:
                 changed = data.features_path
             if changed is not None:
@@ -171,10 +201,11 @@ def _sizes(source: Features, dtype: str) -> np.ndarray:
 
 def _states_of(directory: Path, split: str) -> States:
     """Return the state of each file of a split, which every write changes; None for an absent file."""
-    return {path: _state_of(path) for path in (layout.split_path(directory, split, name) for name in layout.SUFFIXES)}
+    return {path: state_of(path) for path in (layout.split_path(directory, split, name) for name in layout.SUFFIXES)}
 
 
-def _state_of(path: Path) -> tuple[int, int, int] | None:
+def state_of(path: Path) -> tuple[int, int, int] | None:
+    """Return size, modification time and inode of a file; None if it does not exist."""
     if not regular.is_present(path):
         return None
     state = path.stat()
@@ -301,4 +332,4 @@ def _check_range(data: PrecomputedDataset, rows: torch.Tensor, dtype: str, first
         image = first + region // data.source.shape[1]
     else:
         image = first + int(np.searchsorted(np.cumsum(counts[first:]), region, side="right"))
-    raise ValueError(f"{data.features_path}: row {image * data.repeated} holds values beyond the range of {dtype}")
+    raise ValueError(f"{data.place_of(image)} holds values beyond the range of {dtype}")
