@@ -104,7 +104,7 @@ def collect(
 
 
 def _refusal(problems: list[str]) -> ValueError:
-    more = f" ({len(problems) - 1:,} more problems)" if len(problems) > 1 else ""
+    more = f" ({len(problems) - 1:,} more problem{'s' * (len(problems) > 2)})" if len(problems) > 1 else ""
     return ValueError(f"{problems[0]}{more}; --skip-bad leaves such pictures and captions out and lists them")
 
 
@@ -152,11 +152,10 @@ def _splits(captions: Path, rows: Sequence[Row], shares: Sequence[float], seed: 
     """Return the split of each picture: that of the file, else a drawn one."""
     named = {row.image: row for row in reversed(rows)}
     for row in rows:
-        if row.split != named[row.image].split:
-            raise ValueError(
-                f"{row.place}: {row.image} is in the split {row.split}, but {named[row.image].place} says "
-                f"{named[row.image].split}"
-            )
+        first = named[row.image]
+        if row.split != first.split:
+            here, there = (f"the split {one}" if one else "no split" for one in (row.split, first.split))
+            raise ValueError(f"{row.place}: {row.image} is in {here}, but in {there} on {first.place}")
     without = next((row for row in rows if row.split is None), None)
     if without is None:
         return {row.image: str(row.split) for row in rows}

@@ -54,7 +54,7 @@ class Preprocessing:
             size = self.shortest_edge * width // short, self.shortest_edge * height // short
         pixels = np.asarray(image.resize(size, self.resample))
         top, left = ((length - self.side) // 2 for length in pixels.shape[:2])
-        return np.ascontiguousarray(pixels[top : top + self.side, left : left + self.side])
+        return pixels[top : top + self.side, left : left + self.side].copy()
 
     def normalized(self, pixels: Tensor) -> Tensor:
         """Turn pixels (n, side, side, 3) uint8 into (n, 3, side, side) float32, scaled and normalised."""

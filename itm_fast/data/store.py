@@ -37,7 +37,7 @@ def check_data(directory: str | os.PathLike[str], split: str) -> None:
     """Raise ValueError if a data folder or feature store lacks a split."""
     if not store_format.is_store(directory):
         if regular.is_present(Path(directory) / store_format.UNFINISHED):
-            raise ValueError(f"{directory}: an unfinished feature store; finish it with itm-fast data pack")
+            raise ValueError(f"{directory}: an unfinished store; finish it with the same itm-fast data command")
         layout.check_split(directory, split)
         return
     manifest = store_format.read_manifest(directory)

@@ -26,7 +26,8 @@ COCO = {
     ],
 }
 FILES = {
-    "comma.csv": 'image,caption,split\na.png,"a red, round thing",train\nsub/b.png,a thing,dev\na.png,it is red,train\n',
+    "comma.csv": 'image,caption,split\na.png,"a red, round thing",train\nsub/b.png,a thing,dev\n'
+    "a.png,it is red,train\n",
     "bar.csv": "\ufeffimage_name| comment| split\na.png| a red, round thing| train\nsub/b.png| a thing| val\n"
     "a.png| it is red| train\n",
     "tab.tsv": "split\tfilename\tcaption\r\ntrain\ta.png\ta red, round thing\r\nvalidation\tsub/b.png\ta thing\r\n"
@@ -56,7 +57,9 @@ def test_a_line_may_have_several_captions(tmp_path: Path) -> None:
 
 def test_rows_that_cannot_be_used_are_listed(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    path.write_text("image,caption,split\n../a.png,one,\na.png,,\na.png\n,two,\nb.png,b'three',\nc.png,four,../x\nd,5,\n")
+    path.write_text(
+        "image,caption,split\n../a.png,one,\na.png,,\na.png\n,two,\nb.png,b'three',\nc.png,four,../x\nd,5,\n"
+    )
     rows, problems = read_caption_file(path)
     assert [(row.image, row.caption) for row in rows] == [("d", "5")]
     assert problems == [

@@ -30,7 +30,9 @@ def png_claiming(width: int, height: int) -> bytes:
         return struct.pack(">I", len(content)) + name + content + checksum
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
+    )
 
 
 @pytest.mark.parametrize("suffix", ["png", "bmp", "tiff", "webp", "gif", "ppm"])
