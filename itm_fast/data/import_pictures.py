@@ -1,111 +1,40 @@
-"""Import pictures: encode them and write a feature store.
+"""Import pictures: encode them into a feature store, or write a store of resized pictures.
 
-Inside: `Encoder`, `EncodedPictures`, `import_features`.
+Inside: `import_features`, `import_pictures`, `SHARD_BYTES`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from itm_fast.data.dataset import CaptionDataset
 from itm_fast.data.digests import sha256_of_parts
 from itm_fast.data.features import Features
 from itm_fast.data.pack import pack_splits, state_of
-from itm_fast.data.picture_files import decoded
 from itm_fast.data.picture_folder import SplitPictures
+from itm_fast.data.picture_sources import EncodedPictures, Encoder, ResizedPictures
 from itm_fast.data.precomputed import PrecomputedDataset
 from itm_fast.data.preprocessing import Preprocessing
 from itm_fast.data.store_format import Manifest
 from itm_fast.data.vocabulary import Vocabulary
 
-__all__ = ["SHARD_BYTES", "EncodedPictures", "Encoder", "import_features"]
+__all__ = ["SHARD_BYTES", "import_features", "import_pictures"]
 
 # An interrupted import continues with a shard, so shards are small beside the time that encoding takes.
 SHARD_BYTES = 64 * 2**20
-# Pictures per call of the encoder.
-_BATCH = 32
-
-
-class Encoder(Protocol):
-    """What turns pictures into regions."""
-
-    @property
-    def preprocessing(self) -> Preprocessing: ...
-
-    @property
-    def regions(self) -> int: ...
-
-    @property
-    def width(self) -> int: ...
-
-    @property
-    def digest(self) -> str: ...
-
-    def __call__(self, pixels: Tensor) -> Tensor: ...
-
-
-class EncodedPictures(Features):
-    """Features that an encoder computes from picture files when they are read.
-
-    Args:
-        pictures: the pictures of a split.
-        encoder: turns pixels (n, side, side, 3) uint8 into regions (n, k, f) float32.
-        workers: processes that decode.
-    """
-
-    in_process = False
-    counts = None
-    dtype = torch.float32
-
-    def __init__(self, pictures: SplitPictures, encoder: Encoder, workers: int) -> None:
-        self.shape = (len(pictures.paths), encoder.regions, encoder.width)
-        self._paths, self._encoder, self._workers = pictures.paths, encoder, workers
-        self._items: Iterator[np.ndarray | ValueError] = iter(())
-        self._next = -1
-
-    def gather(self, images: np.ndarray) -> Tensor:
-        """Encode pictures in any order; slow for many."""
-        blocks = [self.stored(image, image + 1) for image in images.tolist()]
-        return torch.cat(blocks).view(len(images), *self.shape[1:])
-
-    def stored(self, first: int, last: int) -> Tensor:
-        """Encode pictures `first` to `last - 1`. Worker processes decode on, so read the pictures in order."""
-        if first != self._next:
-            self._items = decoded(self._paths[first:], self._encoder.preprocessing.picture, self._workers)
-        self._next = last
-        return torch.cat([self._encoded(start, min(start + _BATCH, last)) for start in range(first, last, _BATCH)])
-
-    def _encoded(self, first: int, last: int) -> Tensor:
-        pixels = []
-        for _ in range(first, last):
-            item = next(self._items)
-            if isinstance(item, ValueError):
-                raise item
-            pixels.append(item)
-        rows = self._encoder(torch.from_numpy(np.stack(pixels)))
-        finite = rows.isfinite().all(2).all(1)
-        if not bool(finite.all()):
-            image = first + int((~finite).nonzero()[0, 0])
-            raise ValueError(f"{self._paths[image]}: the encoder returns values that are not finite")
-        return rows.reshape(-1, self.shape[2])
 
 
 class _ImportedSplit(PrecomputedDataset):
     """A split of an import with the interface that packing needs."""
 
     def __init__(
-        self, pictures: SplitPictures, source: EncodedPictures, digest: str, captions: Path, vocabulary: Vocabulary
+        self, pictures: SplitPictures, source: EncodedPictures | ResizedPictures, captions: Path, vocabulary: Vocabulary
     ) -> None:
         self.directory, self.split, self.features_path, self.repeated = captions.parent, pictures.name, captions, 1
         self._pictures = pictures
-        self._digest = sha256_of_parts(digest.encode(), *(look.digest for look in pictures.looks))
+        self._digest = sha256_of_parts(source.digest.encode(), *(look.digest for look in pictures.looks))
         CaptionDataset.__init__(
             self, source, pictures.captions, pictures.caption_image, vocabulary, image_ids=pictures.names,
             name=str(captions),
@@ -122,7 +51,7 @@ class _ImportedSplit(PrecomputedDataset):
 
 
 def import_features(
-    splits: list[SplitPictures],
+    splits: Sequence[SplitPictures],
     captions: Path,
     out: str | os.PathLike[str],
     encoder: Encoder,
@@ -151,16 +80,60 @@ def import_features(
     Raises:
         ValueError, OSError: as `pack`; a picture that was decoded before can no longer be decoded.
     """
+    sources = [EncodedPictures(split.paths, encoder, workers) for split in splits]
+    return _import(splits, sources, captions, Path(out), dtype, vocabulary, min_count, shard_bytes, progress)
+
+
+def import_pictures(
+    splits: Sequence[SplitPictures],
+    captions: Path,
+    out: str | os.PathLike[str],
+    preprocessing: Preprocessing,
+    *,
+    grid: int = 7,
+    dtype: str = "jpeg",
+    quality: int = 90,
+    vocabulary: Vocabulary | None = None,
+    min_count: int = 4,
+    workers: int = 0,
+    shard_bytes: int = SHARD_BYTES,
+    progress: bool = False,
+) -> Manifest:
+    """Resize pictures and write a store of JPEG or WebP files; see `import_features` for the other arguments.
+
+    Args:
+        preprocessing: the size of the pictures.
+        grid: patches per side, each of which is a region.
+        dtype: "jpeg" or "webp".
+        quality: of the compression, 1 to 100.
+
+    Raises:
+        ValueError, OSError: as `import_features`; the side of a picture is no multiple of `grid`.
+    """
+    if grid < 1 or preprocessing.side % grid:
+        raise ValueError(f"grid: expected a divisor of {preprocessing.side}, the pixels of a side, got {grid}")
+    sources = [ResizedPictures(split.paths, preprocessing, grid, dtype, quality, workers) for split in splits]
+    return _import(splits, sources, captions, Path(out), dtype, vocabulary, min_count, shard_bytes, progress)
+
+
+def _import(
+    splits: Sequence[SplitPictures],
+    sources: Sequence[EncodedPictures | ResizedPictures],
+    captions: Path,
+    out: Path,
+    dtype: str,
+    vocabulary: Vocabulary | None,
+    min_count: int,
+    shard_bytes: int,
+    progress: bool,
+) -> Manifest:
     states = {split.name: {captions: state_of(captions)} for split in splits}
     train = next((split for split in splits if split.name == "train"), None)
     if vocabulary is None and train is None:
         raise ValueError(f"{captions}: no split train, from which the vocabulary is built; choose one with --vocab")
     words = vocabulary or Vocabulary.build(train.captions if train else (), min_count)
-    datasets = [
-        _ImportedSplit(split, EncodedPictures(split, encoder, workers), encoder.digest, captions, words)
-        for split in splits
-    ]
+    datasets = [_ImportedSplit(split, source, captions, words) for split, source in zip(splits, sources, strict=True)]
     for data in datasets:
         if data.split == "train" and vocabulary is None:
             data.warn_of_rare_words(min_count)
-    return pack_splits(datasets, states, Path(out), dtype, words, shard_bytes, progress=progress)
+    return pack_splits(datasets, states, out, dtype, words, shard_bytes, progress=progress)

@@ -25,14 +25,18 @@ from itm_fast.data import layout, store_format
 from itm_fast.data.digests import sha256_of_file
 from itm_fast.data.features import BLOCK_BYTES, Features
 from itm_fast.data.pack_notes import Notes
+from itm_fast.data.picture_shards import write_shard as write_picture_shard
+from itm_fast.data.picture_sources import ResizedPictures
 from itm_fast.data.precomputed import PrecomputedDataset
-from itm_fast.data.store_format import DTYPES, Manifest, ShardRecord, SplitRecord, shard_header
+from itm_fast.data.store_format import DTYPES, PICTURES, Manifest, ShardRecord, SplitRecord, shard_header
 from itm_fast.data.vocabulary import Vocabulary, find_vocabulary, load_vocabulary
 from itm_fast.files import atomic, lock, regular
 
 __all__ = ["SHARD_BYTES", "check_target", "pack", "pack_splits", "state_of"]
 
 SHARD_BYTES = 256 * 2**20
+# Roughly how much smaller than its pixels a compressed picture is; it only decides how many a shard holds.
+_COMPRESSION = 8
 
 # For each file of a split, its size, modification time and inode; None for an absent file.
 States = dict[Path, tuple[int, int, int] | None]
@@ -196,6 +200,8 @@ def _check_shards(datasets: Sequence[PrecomputedDataset], dtype: str, shard_byte
 def _sizes(source: Features, dtype: str) -> np.ndarray:
     """Return the bytes of each image in a store, (n_images,)."""
     regions = np.full(source.shape[0], source.shape[1]) if source.counts is None else source.counts
+    if dtype in PICTURES:
+        return regions * source.shape[2] // _COMPRESSION
     return regions * source.shape[2] * DTYPES[dtype].itemsize
 
 
@@ -299,6 +305,8 @@ def _write_shard(
     data: PrecomputedDataset, path: Path, dtype: str, first: int, last: int, regions: int, bar: Any
 ) -> ShardRecord:
     shape = data.source.shape
+    if isinstance(data.source, ResizedPictures):
+        return write_picture_shard(path, data.source.files(first, last, bar.update), regions)
     step = max(BLOCK_BYTES // (shape[1] * shape[2] * data.source.dtype.itemsize), 1)
     header = shard_header(dtype, regions, shape[2])
     digest = hashlib.sha256(header)

@@ -60,7 +60,6 @@ class PictureEncoder:
     Attributes:
         preprocessing, digest: the arguments.
         regions, width: regions per picture, and numbers per region.
-        rows, columns: the grid of the regions; 0 if a region is no part of the picture.
 
     Raises:
         ValueError: `layer` or `pool` does not fit the model.
@@ -80,7 +79,7 @@ class PictureEncoder:
         self.preprocessing, self.device, self.digest = preprocessing, torch.device(device), digest
         self._model, self._special, self._layer = model.to(self.device), special_tokens, layer
         self._pool = pool
-        grid = re.fullmatch(r"([1-9][0-9]?)x([1-9][0-9]?)", pool)
+        grid = re.fullmatch(r"([1-9][0-9]?)x\1", pool)
         if grid is None and pool not in ("patches", "class", "mean"):
             raise ValueError(f"pool: expected patches, class, mean, or a grid such as 7x7, got {shown(pool)}")
         if pool == "class" and not special_tokens:
@@ -90,10 +89,9 @@ class PictureEncoder:
         self._side = math.isqrt(tokens)
         if self._side**2 != tokens:
             raise ValueError(f"layer: expected a square grid of patches, got {tokens} tokens")
-        self._grid = None if grid is None else (int(grid[1]), int(grid[2]))
-        if self._grid is not None and max(self._grid) > self._side:
+        self._grid = None if grid is None else int(grid[1])
+        if self._grid is not None and self._grid > self._side:
             raise ValueError(f"pool: expected at most {self._side}x{self._side}, the patches of the model, got {pool}")
-        self.rows, self.columns = self._grid or ((self._side, self._side) if pool == "patches" else (0, 0))
         found = self(torch.zeros(1, side, side, 3, dtype=torch.uint8))
         self.regions, self.width = found.shape[1], found.shape[2]
 

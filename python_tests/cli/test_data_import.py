@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 import subprocess
 import sys
 import time
@@ -11,14 +14,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from itm_fast import cli
-from itm_fast.data import Vocabulary, open_split
+from itm_fast.data import BatchLoader, Vocabulary, open_split, picture_of
 from itm_fast.data.import_pictures import import_features
 from itm_fast.data.picture_folder import collect
 from itm_fast.models.vision_folder import load_picture_encoder
 from python_tests.helpers.commands import error, train_small
-from python_tests.helpers.pictures import write_captions, write_encoder, write_pictures
+from python_tests.helpers.grid_encoder import GridEncoder
+from python_tests.helpers.pictures import SIDE, write_captions, write_encoder, write_pictures
 from python_tests.helpers.processes import ROOT
 
 
@@ -44,7 +49,8 @@ def run(arguments: list[object]) -> int:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """Return the files of a store and of the store of pictures in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_pictures_become_a_trained_model(
@@ -72,7 +78,69 @@ def test_pictures_become_a_trained_model(
     assert run(["evaluate", "--checkpoint", tmp_path / "run", "--data", store, "--split", "test"]) == 0
     page = tmp_path / "pair.html"
     assert run(["explain", "--checkpoint", tmp_path / "run", "--data", store, "--caption", 0, "--out", page]) == 0
-    assert page.stat().st_size > 1000
+    assert page.read_text(encoding="utf-8").count("data:image/png") > 2
+    picture, grid = picture_of(splits["test"], 2)
+    with Image.open(tmp_path / "pictures" / (splits["test"].image_ids or [])[2]) as image:
+        expected = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BILINEAR), dtype=np.int16)
+    assert grid == 4
+    assert picture is not None
+    assert np.abs(picture - expected).mean() < 6  # JPEG loses a little.
+
+
+def test_stored_pictures_become_a_trained_model(
+    tmp_path: Path, arguments: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    del arguments[6:8]
+    assert run([*arguments, "--size", 24, "--grid", 2, "--format", "webp", "--quality", 100]) == 0
+    printed = capsys.readouterr().out
+    assert "train: 32 pictures, 64 captions, 4 regions of 432 numbers" in printed
+    assert printed.endswith(f"--data {store} --model scan --out RUN --model-option image_encoder=patches\n")
+    vocabulary = Vocabulary.from_file(store / "vocab.json")
+    train = open_split(store, "train", vocabulary)
+    batch = train.image_batch([3, 0]).view(2, 2, 2, 12, 12, 3)
+    with Image.open(tmp_path / "pictures" / (train.image_ids or [])[3]) as image:
+        expected = np.asarray(image.resize((24, 24), Image.Resampling.BICUBIC), dtype=np.float32)
+    for row, column in itertools.product(range(2), range(2)):
+        patch = expected[12 * row : 12 * row + 12, 12 * column : 12 * column + 12] / 127.5 - 1
+        assert np.abs(batch[0, row, column].numpy() - patch).mean() < 0.05
+    # Worker processes and a shorter split give the same batches.
+    loader = BatchLoader(train, [np.array([0, 7]), np.array([5])], workers=2)
+    for batches, indices in zip(loader, ([0, 7], [5]), strict=True):
+        torch.testing.assert_close(batches.features, train.batch(indices).features, rtol=0, atol=0)
+    few = open_split(store, "train", vocabulary, max_images=3)
+    torch.testing.assert_close(few.image_batch([2, 0]), train.image_batch([2, 0]), rtol=0, atol=0)
+    assert run(["data", "check", store]) == 0
+    train_small(store, tmp_path / "run", "--model-option", "image_encoder=patches", "--workers", "1")
+    train_small(store, tmp_path / "host", "--model-option", "image_encoder=patches", "--features", "host")
+    runs = [load_file(tmp_path / name / "model.safetensors") for name in ("run", "host")]
+    assert all(torch.equal(weight, runs[1][name]) for name, weight in runs[0].items())
+    page = tmp_path / "pair.html"
+    assert run(["explain", "--checkpoint", tmp_path / "run", "--data", store, "--caption", 0, "--out", page]) == 0
+    assert page.read_text(encoding="utf-8").count("data:image/png") > 2
+
+
+def test_damaged_pictures_of_a_store_are_found(tmp_path: Path, arguments: list[object]) -> None:
+    assert run(arguments) == 0
+    store = tmp_path / "store" / "pictures"
+    path = store / "train-00000.safetensors"
+    whole = path.read_bytes()
+    vocabulary = Vocabulary.from_file(store / "vocab.json")
+    start = 8 + int.from_bytes(whole[:8], "little") + 8 * 32
+    path.write_bytes(whole[:start] + bytes(100) + whole[start + 100 :])
+    report = tmp_path / "report.json"
+    assert run(["data", "check", tmp_path / "store", "--json", report]) == 1
+    (problem,) = json.loads(report.read_text())["problems"]
+    assert problem["file"] == "pictures/train-00000.safetensors"
+    assert problem["what"] == "damaged: its checksum is not that of the store"
+    with pytest.raises(ValueError, match=re.escape(f"{path}: row 0 (image 0) cannot be decoded (cannot identify")):
+        open_split(store, "train", vocabulary).image_batch([0])
+    path.write_bytes(whole[: start - 8] + b"\xff" * 8 + whole[start:])
+    with pytest.raises(ValueError, match=re.escape(f"{path}: not the shard that the store wrote: its header or its")):
+        open_split(store, "train", vocabulary)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=re.escape(f"{path}: truncated: the store wrote {len(whole):,} bytes")):
+        open_split(store, "train", vocabulary)
 
 
 def test_workers_seed_and_split(tmp_path: Path, arguments: list[object]) -> None:
@@ -107,31 +175,28 @@ def test_an_import_with_other_settings_needs_another_folder(
 # Prints a line before each shard and waits for a line of input.
 IMPORTING = """
 import importlib, sys
-pack = importlib.import_module("itm_fast.data.pack")
-from itm_fast.data import import_pictures
-from itm_fast.data.picture_folder import collect
-from itm_fast.models.vision_folder import load_picture_encoder
 from pathlib import Path
+pack = importlib.import_module("itm_fast.data.pack")
+from itm_fast.data.import_pictures import import_features
+from itm_fast.data.picture_folder import collect
+from python_tests.helpers.grid_encoder import GridEncoder
 write_shard = pack._write_shard
 def when_told(*arguments):
     sys.stdin.readline()
     return write_shard(*arguments)
 pack._write_shard = when_told
-images, captions, encoder, out = map(Path, sys.argv[1:])
-import_pictures.import_features(
-    collect(images, captions).splits, captions, out, load_picture_encoder(encoder), shard_bytes=2000, min_count=1
-)
+images, captions, out = map(Path, sys.argv[1:])
+import_features(collect(images, captions).splits, captions, out, GridEncoder(), shard_bytes=400, min_count=1)
 """
 
 
-def test_an_import_continues_after_a_kill(tmp_path: Path, arguments: list[object], encoder: Path) -> None:
-    images, captions = tmp_path / "pictures", tmp_path / "captions.csv"
-    splits, vision = collect(images, captions).splits, load_picture_encoder(encoder)
-    import_features(splits, captions, tmp_path / "whole", vision, shard_bytes=2000, min_count=1)
+def test_an_import_continues_after_a_kill(tmp_path: Path, arguments: list[object]) -> None:
+    images, captions, store = tmp_path / "pictures", tmp_path / "captions.csv", tmp_path / "store"
+    splits = collect(images, captions).splits
+    import_features(splits, captions, tmp_path / "whole", GridEncoder(), shard_bytes=400, min_count=1)
     expected = contents(tmp_path / "whole")
-    assert len([name for name in expected if "-0" in name]) == 15
-    store = tmp_path / "store"
-    command = [sys.executable, "-c", IMPORTING, images, captions, encoder, store]
+    assert len([name for name in expected if "-0" in name]) == 10
+    command = [sys.executable, "-c", IMPORTING, images, captions, store]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as child:
         assert child.stdin is not None
         child.stdin.write(b"\n" * 6)
@@ -140,8 +205,8 @@ def test_an_import_continues_after_a_kill(tmp_path: Path, arguments: list[object
             time.sleep(0.01)
         child.kill()
     kept = {path: path.stat().st_mtime_ns for path in store.glob("[!.]*-0*.safetensors")}
-    assert 5 <= len(kept) < 15
-    import_features(splits, captions, store, vision, shard_bytes=2000, min_count=1)
+    assert 5 <= len(kept) < 10
+    import_features(splits, captions, store, GridEncoder(), shard_bytes=400, min_count=1)
     assert contents(store) == expected
     assert sum(path.stat().st_mtime_ns == modified for path, modified in kept.items()) >= 4
 
@@ -229,5 +294,7 @@ def test_options_that_do_not_fit_are_one_line(
         1, "--split: expected three shares such as 0.8,0.1,0.1, got most"
     )  # fmt: skip
     assert error(capsys, *arguments, "--pool", "some")[1].startswith("pool: expected patches, class, mean, or a grid")
+    del arguments[6:8]
+    assert error(capsys, *arguments, "--grid", 5) == (1, "--grid: expected a divisor of --size 224, got 5")
     arguments[arguments.index("--images") + 1] = tmp_path / "none"
     assert error(capsys, *arguments) == (1, f"{tmp_path}/none: no such folder")
