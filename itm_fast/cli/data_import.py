@@ -121,13 +121,15 @@ def import_command(
     from itm_fast.data.store_format import PICTURES_FOLDER
     from itm_fast.files import atomic, processors
     from itm_fast.models.vision_folder import load_picture_encoder
+    from itm_fast.training.run import device_of
 
     processes = min(processors.available(), 16) if workers is None else workers
     processors.check_count("workers", processes)
     check_target(out)
     words = None if vocab is None else Vocabulary.from_file(vocab)
     shares = _shares(split)
-    vision = None if encoder is None else load_picture_encoder(encoder, layer=layer, pool=pool, device=device)
+    where = device_of(device)
+    vision = None if encoder is None else load_picture_encoder(encoder, layer=layer, pool=pool, device=where)
     if vision is None and size % grid:
         raise ValueError(f"--grid: expected a divisor of --size {size}, got {grid}")
     found = collect(images, captions, shares=shares, seed=seed, skip_bad=skip_bad, workers=processes, progress=True)

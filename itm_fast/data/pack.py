@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,19 @@ from tqdm import tqdm
 
 from itm_fast.data import layout, store_format
 from itm_fast.data.digests import sha256_of_file
-from itm_fast.data.features import BLOCK_BYTES, Features
+from itm_fast.data.features import BLOCK_BYTES
 from itm_fast.data.pack_notes import Notes
+from itm_fast.data.pack_plan import check_shards, check_widths, ranges, sizes
 from itm_fast.data.picture_shards import write_shard as write_picture_shard
 from itm_fast.data.picture_sources import ResizedPictures
 from itm_fast.data.precomputed import PrecomputedDataset
-from itm_fast.data.store_format import DTYPES, PICTURES, Manifest, ShardRecord, SplitRecord, shard_header
+from itm_fast.data.store_format import DTYPES, Manifest, ShardRecord, SplitRecord, shard_header
 from itm_fast.data.vocabulary import Vocabulary, find_vocabulary, load_vocabulary
 from itm_fast.files import atomic, lock, regular
 
 __all__ = ["SHARD_BYTES", "check_target", "pack", "pack_splits", "state_of"]
 
 SHARD_BYTES = 256 * 2**20
-# Roughly how much smaller than its pixels a compressed picture is; it only decides how many a shard holds.
-_COMPRESSION = 8
 
 # For each file of a split, its size, modification time and inode; None for an absent file.
 States = dict[Path, tuple[int, int, int] | None]
@@ -132,8 +131,8 @@ def pack_splits(
     Raises:
         ValueError, OSError: as `pack`.
     """
-    _check_widths(datasets)
-    _check_shards(datasets, dtype, shard_bytes)
+    check_widths(datasets)
+    check_shards(datasets, dtype, shard_bytes)
     with lock.hold(
         target / store_format.LOCK,
         refusal=lambda holder: f"{target}: {holder} is packing there; wait until it ends or choose another --out",
@@ -176,33 +175,6 @@ def _pack(
     store_format.write_manifest(target, manifest)
     notes.path.unlink(missing_ok=True)
     return manifest
-
-
-def _check_widths(datasets: Sequence[PrecomputedDataset]) -> None:
-    first = datasets[0]
-    for data in datasets[1:]:
-        if data.source.shape[2] != first.source.shape[2]:
-            raise ValueError(
-                f"{data.features_path}: regions of {data.source.shape[2]} channels, but {first.split} has "
-                f"{first.source.shape[2]}"
-            )
-
-
-def _check_shards(datasets: Sequence[PrecomputedDataset], dtype: str, shard_bytes: int) -> None:
-    shards = sum(sum(1 for _ in _ranges(_sizes(data.source, dtype), shard_bytes)) for data in datasets)
-    if shards > store_format.MOST_SHARDS:
-        raise ValueError(
-            f"shard_bytes: {shards:,} shards of {shard_bytes:,} bytes are more than the {store_format.MOST_SHARDS:,} "
-            "that a store lists; expected larger shards, or a store for each part of the data"
-        )
-
-
-def _sizes(source: Features, dtype: str) -> np.ndarray:
-    """Return the bytes of each image in a store, (n_images,)."""
-    regions = np.full(source.shape[0], source.shape[1]) if source.counts is None else source.counts
-    if dtype in PICTURES:
-        return regions * source.shape[2] // _COMPRESSION
-    return regions * source.shape[2] * DTYPES[dtype].itemsize
 
 
 def _states_of(directory: Path, split: str) -> States:
@@ -250,7 +222,7 @@ def _pack_split(
     shape, counts = data.source.shape, data.source.counts
     lengths = np.full(shape[0], shape[1]) if counts is None else counts
     shards = []
-    for number, (first, last) in enumerate(_ranges(_sizes(data.source, dtype), shard_bytes)):
+    for number, (first, last) in enumerate(ranges(sizes(data.source, dtype), shard_bytes)):
         name = f"{data.split}-{number:05d}.safetensors"
         regions = int(lengths[first:last].sum())
         done = notes.shards.get(name)
@@ -279,17 +251,6 @@ def _pack_split(
         repeated=data.repeated,
         shards=tuple(shards),
     )
-
-
-def _ranges(sizes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of images with a total size of at most `most`; a larger image has a range to itself."""
-    ends = np.cumsum(sizes)
-    first = 0
-    while first < len(sizes):
-        before = int(ends[first - 1]) if first else 0
-        last = max(int(np.searchsorted(ends, before + most, side="right")), first + 1)
-        yield first, last
-        first = last
 
 
 def _is_whole(path: Path, dtype: str, shard: ShardRecord, width: int, images: int, regions: int) -> bool:
