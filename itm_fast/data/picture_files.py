@@ -1,10 +1,11 @@
 """Decode picture files: upright RGB from any format that Pillow reads. Several processes decode ahead.
 
-Inside: `open_picture`, `look_at`, `Look`, `decoded`, `near_duplicates`.
+Inside: `open_picture`, `readable_formats`, `look_at`, `Look`, `decoded`, `near_duplicates`.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import struct
@@ -23,7 +24,7 @@ from itm_fast.files import regular
 from itm_fast.files.messages import shortened
 from itm_fast.files.processors import check_count
 
-__all__ = ["Look", "decoded", "look_at", "near_duplicates", "open_picture"]
+__all__ = ["Look", "decoded", "look_at", "near_duplicates", "open_picture", "readable_formats"]
 
 Result = TypeVar("Result")
 
@@ -44,7 +45,7 @@ def open_picture(path: Path, content: bytes | None = None) -> Image.Image:
     """Decode a picture as upright RGB.
 
     EXIF orientation is applied, transparent pixels are put on white, CMYK is converted, and 16 bits per channel are
-    scaled to 8. Of an animation, the first frame is used.
+    scaled to 8. Of an animation, the first frame is used. EPS is not read.
 
     Args:
         path: the file.
@@ -61,7 +62,7 @@ def open_picture(path: Path, content: bytes | None = None) -> Image.Image:
         # Of Pillow, on metadata that is not used; the number of pixels is checked below.
         warnings.simplefilter("ignore")
         try:
-            with Image.open(io.BytesIO(content)) as image:
+            with Image.open(io.BytesIO(content), formats=readable_formats()) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise Image.DecompressionBombError
                 image.load()
@@ -72,6 +73,13 @@ def open_picture(path: Path, content: bytes | None = None) -> Image.Image:
             raise ValueError(f"{path}: a picture of more than {MAX_PIXELS:,} pixels; scale it down first") from None
         except _DAMAGED as error:
             raise ValueError(f"{path}: the picture cannot be decoded ({shortened(str(error))})") from None
+
+
+@functools.cache
+def readable_formats() -> tuple[str, ...]:
+    """Return Pillow's names of the formats that are read: all but EPS, which Pillow runs Ghostscript for."""
+    Image.init()
+    return tuple(name for name in Image.OPEN if name != "EPS")
 
 
 def _content(path: Path) -> bytes:

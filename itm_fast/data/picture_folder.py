@@ -14,7 +14,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from itm_fast.data.caption_files import Row, read_caption_file
-from itm_fast.data.picture_files import Look, decoded, look_at, near_duplicates
+from itm_fast.data.picture_files import Look, decoded, look_at, near_duplicates, readable_formats
 
 __all__ = ["Collection", "SplitPictures", "collect"]
 
@@ -127,7 +127,8 @@ def _found(images: Path, rows: Sequence[Row], skipped: list[str]) -> dict[str, P
 
 def _pictures_in(images: Path) -> list[Path]:
     """Return the files with a suffix of a format that Pillow reads, sorted."""
-    suffixes = {suffix for suffix, name in Image.registered_extensions().items() if name in Image.OPEN}
+    formats = readable_formats()
+    suffixes = {suffix for suffix, name in Image.registered_extensions().items() if name in formats}
     return sorted(path for path in images.rglob("*") if path.suffix.lower() in suffixes and path.is_file())
 
 

@@ -44,7 +44,7 @@ def decode_picture(content: bytes, side: int) -> np.ndarray:
         ValueError: the file is damaged, or has another size.
     """
     try:
-        with Image.open(io.BytesIO(content)) as opened:
+        with Image.open(io.BytesIO(content), formats=list(PICTURES.values())) as opened:
             if opened.size != (side, side):
                 raise ValueError(f"expected {side} x {side} pixels, got {opened.width} x {opened.height}")
             return np.array(opened.convert("RGB"))

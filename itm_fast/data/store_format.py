@@ -48,6 +48,7 @@ _MAX_MANIFEST_BYTES = 16 * 2**20
 MOST_SHARDS = 2**16
 # Sizes of models may depend on it, but no file of a ragged split does.
 _MOST_REGIONS = 2**16
+_MOST_PIXELS_PER_SIDE = 4096
 _NAME = re.compile(r"(?!\.{1,2}$)[^/\\\0]{1,200}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -182,6 +183,8 @@ def _check_manifest(manifest: Manifest) -> None:
         if manifest.dtype in PICTURES:
             if split.ragged or (grid * grid, 3 * patch * patch) != (split.regions, split.width):
                 raise ValueError(f"{split.name}: expected square pictures of square patches")
+            if grid * patch > _MOST_PIXELS_PER_SIDE:
+                raise ValueError(f"{split.name}: pictures of {grid * patch:,} pixels per side")
             if any(not 1 <= shard.images <= shard.bytes for shard in split.shards):
                 raise ValueError(f"{split.name}: images of the shards")
             continue

@@ -139,6 +139,18 @@ def test_damaged_pictures_of_a_store_are_found(tmp_path: Path, arguments: list[o
     path.write_bytes(whole[: start - 8] + b"\xff" * 8 + whole[start:])
     with pytest.raises(ValueError, match=re.escape(f"{path}: not the shard that the store wrote: its header or its")):
         open_split(store, "train", vocabulary)
+    path.write_bytes(whole)
+    manifest = json.loads((store / "store.json").read_text())
+    manifest["splits"][0]["width"] = 3 * 9999**2
+    (store / "store.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="train: pictures of 9,999 pixels per side"):
+        open_split(store, "train", vocabulary)
+    manifest["splits"][0]["width"] = 3 * SIDE**2 + 1
+    (store / "store.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="train: expected square pictures of square patches"):
+        open_split(store, "train", vocabulary)
+    manifest["splits"][0]["width"] = 3 * SIDE**2
+    (store / "store.json").write_text(json.dumps(manifest))
     path.write_bytes(whole[:-1])
     with pytest.raises(ValueError, match=re.escape(f"{path}: truncated: the store wrote {len(whole):,} bytes")):
         open_split(store, "train", vocabulary)

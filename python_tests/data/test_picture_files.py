@@ -94,6 +94,13 @@ def test_a_bad_file_is_one_line(tmp_path: Path, message: str) -> None:
         open_picture(tmp_path / "a.png")
 
 
+def test_eps_is_not_read(tmp_path: Path) -> None:
+    """Pillow would run Ghostscript."""
+    Image.fromarray(quadrants()).save(tmp_path / "a.eps")
+    with pytest.raises(ValueError, match=r"a\.eps: not a picture in a format that Pillow reads"):
+        open_picture(tmp_path / "a.eps")
+
+
 def test_a_truncated_jpeg_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jpg"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(path)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-import transformers
 from PIL import Image
 
 from itm_fast.data import emoji
@@ -25,35 +25,43 @@ _SWIN = {
 _SQUARE = {"height": SIDE, "width": SIDE}
 _CROPPED = {"size": {"shortest_edge": 36}, "crop_size": _SQUARE}
 
+
+def _package() -> Any:
+    """Import transformers when a test needs it, as that takes seconds."""
+    import transformers
+
+    return transformers
+
+
 # For each model: how to make it, and its image processor, both of transformers.
 ENCODERS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], object]]] = {
     "vit": (
-        lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**_TOWER)),
-        lambda: transformers.ViTImageProcessorPil(size=_SQUARE),
+        lambda: _package().ViTForImageClassification(_package().ViTConfig(**_TOWER)),
+        lambda: _package().ViTImageProcessorPil(size=_SQUARE),
     ),
     "swin": (
-        lambda: transformers.SwinModel(transformers.SwinConfig(**_SWIN)),
-        lambda: transformers.ViTImageProcessorPil(size=_SQUARE, resample=3, image_mean=[0.4, 0.5, 0.6]),
+        lambda: _package().SwinModel(_package().SwinConfig(**_SWIN)),
+        lambda: _package().ViTImageProcessorPil(size=_SQUARE, resample=3, image_mean=[0.4, 0.5, 0.6]),
     ),
     "dinov2": (
-        lambda: transformers.Dinov2Model(transformers.Dinov2Config(**_SIZES)),
-        lambda: transformers.BitImageProcessorPil(**_CROPPED, image_std=[0.2, 0.3, 0.4]),
+        lambda: _package().Dinov2Model(_package().Dinov2Config(**_SIZES)),
+        lambda: _package().BitImageProcessorPil(**_CROPPED, image_std=[0.2, 0.3, 0.4]),
     ),
     "dinov2_with_registers": (
-        lambda: transformers.Dinov2WithRegistersModel(
-            transformers.Dinov2WithRegistersConfig(**_SIZES, num_register_tokens=3)
+        lambda: _package().Dinov2WithRegistersModel(
+            _package().Dinov2WithRegistersConfig(**_SIZES, num_register_tokens=3)
         ),
-        lambda: transformers.BitImageProcessorPil(**_CROPPED),
+        lambda: _package().BitImageProcessorPil(**_CROPPED),
     ),
     "clip": (
-        lambda: transformers.CLIPModel(
-            transformers.CLIPConfig(text_config={**_TEXT, "eos_token_id": 2}, vision_config=_TOWER)
+        lambda: _package().CLIPModel(
+            _package().CLIPConfig(text_config={**_TEXT, "eos_token_id": 2}, vision_config=_TOWER)
         ),
-        lambda: transformers.CLIPImageProcessorPil(**_CROPPED),
+        lambda: _package().CLIPImageProcessorPil(**_CROPPED),
     ),
     "siglip": (
-        lambda: transformers.SiglipModel(transformers.SiglipConfig(text_config=_TEXT, vision_config=_TOWER)),
-        lambda: transformers.SiglipImageProcessorPil(size=_SQUARE),
+        lambda: _package().SiglipModel(_package().SiglipConfig(text_config=_TEXT, vision_config=_TOWER)),
+        lambda: _package().SiglipImageProcessorPil(size=_SQUARE),
     ),
 }
 
