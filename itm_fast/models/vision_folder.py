@@ -166,7 +166,7 @@ def load_picture_encoder(
             # Only named classes of transformers are built, and only from files in the folder.
             model, found = cls.from_pretrained(
                 folder, config=config, local_files_only=True, trust_remote_code=False, use_safetensors=True,
-                attn_implementation=attention, dtype=torch.float32, output_loading_info=True,
+                attn_implementation=attention, output_loading_info=True,
             )  # fmt: skip
         except Exception as error:
             reason = shortened(" ".join(str(error).split()), 300)
@@ -182,7 +182,13 @@ def load_picture_encoder(
         digest.update(sha256_of_file(path, lambda _count: None).encode())
     try:
         return PictureEncoder(
-            model.eval(), preprocessing, special, layer=layer, pool=pool, digest=digest.hexdigest(), device=device
+            model.float().eval(),
+            preprocessing,
+            special,
+            layer=layer,
+            pool=pool,
+            digest=digest.hexdigest(),
+            device=device,
         )
     except ValueError as error:
         if str(error).startswith(("layer:", "pool:")):

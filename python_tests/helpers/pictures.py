@@ -33,35 +33,40 @@ def _package() -> Any:
     return transformers
 
 
+def _processor(name: str, **options: Any) -> Any:
+    """Return an image processor that resizes with Pillow; the one of torchvision rounds differently."""
+    return getattr(_package(), f"{name}Pil" if hasattr(_package(), f"{name}Pil") else name)(**options)
+
+
 # For each model: how to make it, and its image processor, both of transformers.
 ENCODERS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], object]]] = {
     "vit": (
         lambda: _package().ViTForImageClassification(_package().ViTConfig(**_TOWER)),
-        lambda: _package().ViTImageProcessorPil(size=_SQUARE),
+        lambda: _processor("ViTImageProcessor", size=_SQUARE),
     ),
     "swin": (
         lambda: _package().SwinModel(_package().SwinConfig(**_SWIN)),
-        lambda: _package().ViTImageProcessorPil(size=_SQUARE, resample=3, image_mean=[0.4, 0.5, 0.6]),
+        lambda: _processor("ViTImageProcessor", size=_SQUARE, resample=3, image_mean=[0.4, 0.5, 0.6]),
     ),
     "dinov2": (
         lambda: _package().Dinov2Model(_package().Dinov2Config(**_SIZES)),
-        lambda: _package().BitImageProcessorPil(**_CROPPED, image_std=[0.2, 0.3, 0.4]),
+        lambda: _processor("BitImageProcessor", **_CROPPED, image_std=[0.2, 0.3, 0.4]),
     ),
     "dinov2_with_registers": (
         lambda: _package().Dinov2WithRegistersModel(
             _package().Dinov2WithRegistersConfig(**_SIZES, num_register_tokens=3)
         ),
-        lambda: _package().BitImageProcessorPil(**_CROPPED),
+        lambda: _processor("BitImageProcessor", **_CROPPED),
     ),
     "clip": (
         lambda: _package().CLIPModel(
             _package().CLIPConfig(text_config={**_TEXT, "eos_token_id": 2}, vision_config=_TOWER)
         ),
-        lambda: _package().CLIPImageProcessorPil(**_CROPPED),
+        lambda: _processor("CLIPImageProcessor", **_CROPPED),
     ),
     "siglip": (
         lambda: _package().SiglipModel(_package().SiglipConfig(text_config=_TEXT, vision_config=_TOWER)),
-        lambda: _package().SiglipImageProcessorPil(size=_SQUARE),
+        lambda: _processor("SiglipImageProcessor", size=_SQUARE),
     ),
 }
 

@@ -167,3 +167,11 @@ def test_without_transformers_there_is_one_line(tmp_path: Path, monkeypatch: pyt
     write_encoder(tmp_path / "vit")
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert refused(tmp_path / "vit").endswith("install it with pip install 'itm_fast[vision]'")
+
+
+def test_weights_in_bfloat16_compute_in_float32(tmp_path: Path) -> None:
+    write_encoder(tmp_path / "vit").to(torch.bfloat16).save_pretrained(tmp_path / "vit")
+    encoder = load_picture_encoder(tmp_path / "vit")
+    found = encoder(torch.arange(SIDE * SIDE * 3).remainder(256).to(torch.uint8).view(1, SIDE, SIDE, 3))
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, found.bfloat16().float())
