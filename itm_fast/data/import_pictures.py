@@ -80,7 +80,7 @@ def import_features(
     Raises:
         ValueError, OSError: as `pack`; a picture that was decoded before can no longer be decoded.
     """
-    sources = [EncodedPictures(split.paths, encoder, workers) for split in splits]
+    sources = [EncodedPictures(split, encoder, workers) for split in splits]
     return _import(splits, sources, captions, Path(out), dtype, vocabulary, min_count, shard_bytes, progress)
 
 
@@ -112,7 +112,7 @@ def import_pictures(
     """
     if grid < 1 or preprocessing.side % grid:
         raise ValueError(f"grid: expected a divisor of {preprocessing.side}, the pixels of a side, got {grid}")
-    sources = [ResizedPictures(split.paths, preprocessing, grid, dtype, quality, workers) for split in splits]
+    sources = [ResizedPictures(split, preprocessing, grid, dtype, quality, workers) for split in splits]
     return _import(splits, sources, captions, Path(out), dtype, vocabulary, min_count, shard_bytes, progress)
 
 

@@ -5,9 +5,11 @@ Inside: `Encoder`, `EncodedPictures`, `ResizedPictures`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,8 +20,10 @@ from torch import Tensor
 from itm_fast.data.digests import sha256_of_parts
 from itm_fast.data.features import Features
 from itm_fast.data.picture_files import decoded
+from itm_fast.data.picture_folder import SplitPictures
 from itm_fast.data.picture_shards import as_patches, decode_picture, encode_picture
 from itm_fast.data.preprocessing import Preprocessing
+from itm_fast.files import regular
 
 __all__ = ["EncodedPictures", "Encoder", "ResizedPictures"]
 
@@ -48,8 +52,9 @@ class Encoder(Protocol):
 class _Decoded:
     """Results for pictures in order, made by processes that work ahead."""
 
-    def __init__(self, paths: Sequence[Path], make: Callable[[Path], Any], workers: int) -> None:
-        self._paths, self._make, self._workers = paths, make, workers
+    def __init__(self, pictures: SplitPictures, make: Callable[[Path], Any], workers: int) -> None:
+        digests = {path: look.digest for path, look in zip(pictures.paths, pictures.looks, strict=True)}
+        self._paths, self._make, self._workers = pictures.paths, functools.partial(_unchanged, make, digests), workers
         self._items: Iterator[Any] = iter(())
         self._next = -1
 
@@ -64,11 +69,19 @@ class _Decoded:
             yield item
 
 
+def _unchanged(make: Callable[[Path], Any], digests: Mapping[Path, bytes], path: Path) -> Any:
+    """Return `make(path)`; raise ValueError if the file is not the one that was looked at first."""
+    with contextlib.suppress(OSError):
+        if hashlib.sha256(regular.read_bytes(path)).digest() != digests[path]:
+            raise ValueError(f"{path}: changed while it was imported; run the command again")
+    return make(path)
+
+
 class EncodedPictures(Features):
     """Features that an encoder computes from picture files when they are read.
 
     Args:
-        paths: the pictures.
+        pictures: the pictures of a split.
         encoder: turns pixels (n, side, side, 3) uint8 into regions (n, k, f) float32.
         workers: processes that decode.
     """
@@ -77,11 +90,11 @@ class EncodedPictures(Features):
     counts = None
     dtype = torch.float32
 
-    def __init__(self, paths: Sequence[Path], encoder: Encoder, workers: int) -> None:
-        self.shape = (len(paths), encoder.regions, encoder.width)
+    def __init__(self, pictures: SplitPictures, encoder: Encoder, workers: int) -> None:
+        self.shape = (len(pictures.paths), encoder.regions, encoder.width)
         self.digest = encoder.digest
-        self._paths, self._encoder = paths, encoder
-        self._pixels = _Decoded(paths, encoder.preprocessing.picture, workers)
+        self._paths, self._encoder = pictures.paths, encoder
+        self._pixels = _Decoded(pictures, encoder.preprocessing.picture, workers)
 
     def gather(self, images: np.ndarray) -> Tensor:
         """Encode pictures in any order; slow for many."""
@@ -105,7 +118,7 @@ class ResizedPictures(Features):
     """Pictures that are resized and compressed when they are read.
 
     Args:
-        paths: the pictures.
+        pictures: the pictures of a split.
         preprocessing: of the pictures.
         grid: patches per side; the pixels per side are a multiple.
         dtype: "jpeg" or "webp".
@@ -118,13 +131,13 @@ class ResizedPictures(Features):
     dtype = torch.uint8
 
     def __init__(
-        self, paths: Sequence[Path], preprocessing: Preprocessing, grid: int, dtype: str, quality: int, workers: int
+        self, pictures: SplitPictures, preprocessing: Preprocessing, grid: int, dtype: str, quality: int, workers: int
     ) -> None:
         patch = preprocessing.side // grid
-        self.shape = (len(paths), grid * grid, 3 * patch * patch)
+        self.shape = (len(pictures.paths), grid * grid, 3 * patch * patch)
         self.digest = sha256_of_parts(repr((preprocessing, grid, dtype, quality)).encode())
         self._preprocessing = preprocessing
-        self._files = _Decoded(paths, functools.partial(_compressed, preprocessing, dtype, quality), workers)
+        self._files = _Decoded(pictures, functools.partial(_compressed, preprocessing, dtype, quality), workers)
 
     def files(self, first: int, last: int, advance: Callable[[int], object]) -> Iterator[bytes]:
         """Yield the compressed files of pictures; `advance` is called with the size of each in pixels."""

@@ -224,6 +224,19 @@ def test_an_import_continues_after_a_kill(tmp_path: Path, arguments: list[object
     assert sum(path.stat().st_mtime_ns == modified for path, modified in kept.items()) >= 4
 
 
+def test_a_picture_that_changes_during_the_import_is_one_line(tmp_path: Path, arguments: list[object]) -> None:
+    images, captions = tmp_path / "pictures", tmp_path / "captions.csv"
+    splits = collect(images, captions).splits
+    path = splits[0].paths[5]
+    Image.new("RGB", (8, 8)).save(path)
+    with pytest.raises(ValueError, match=re.escape(f"{path}: changed while it was imported; run the command again")):
+        import_features(splits, captions, tmp_path / "store", GridEncoder(), min_count=1)
+    path.unlink()
+    with pytest.raises(ValueError, match=re.escape(f"{path}: cannot be read: No such file or directory")):
+        import_features(splits, captions, tmp_path / "store", GridEncoder(), min_count=1)
+    assert not (tmp_path / "store" / "store.json").exists()
+
+
 def test_bad_pictures_and_captions_are_named_or_left_out(
     tmp_path: Path, arguments: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
