@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from itm_fast.cli import data
+from itm_fast.cli import data, data_import
 from itm_fast.cli.bench import bench
 from itm_fast.cli.convert import convert
 from itm_fast.cli.curves import curves
@@ -45,6 +45,7 @@ app = typer.Typer(
 )
 for command in (demo, train, recipes, models, evaluate, explain, curves, realign, convert, bench):
     app.command(cls=TrainCommand if command is train else Command)(command)
+data.app.command("import", cls=Command)(data_import.import_command)
 app.add_typer(data.app, name="data")
 
 # Not every version of typer exports the base class of usage errors, from which the public one derives.

@@ -38,10 +38,18 @@ def _root() -> None:
 def emoji_command(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; created if missing.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files with other content.")] = False,
+    pictures: Annotated[
+        bool, typer.Option("--pictures", help="Write PNG files and captions.csv for data import, not features (11 MB).")
+    ] = False,
 ) -> None:
     """Write the bundled emoji pictures and captions: train, dev, test and the vocabulary (226 MB)."""
     from itm_fast.data import emoji
 
+    if pictures:
+        folder = emoji.write_pictures(out)
+        images, captions = (shlex.quote(str(folder / name)) for name in ("pictures", "captions.csv"))
+        typer.echo(f"import them with: itm-fast data import --images {images} --captions {captions} --out STORE")
+        return
     emoji.write_dataset(out, overwrite=overwrite)
     for split in emoji.SPLITS:
         n_images, n_captions = len(emoji.image_ids(split)), len(emoji.captions(split))

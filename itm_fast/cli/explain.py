@@ -49,8 +49,8 @@ def explain(
     """Write an HTML page of the attention between one image and one caption.
 
     The page shows the attention of words over regions and of regions over words at each step of the regulator, and the
-    aggregation weights. For a model with one direction, it shows only this one. Features that are pixel patches, such
-    as the bundled emoji, are drawn as a picture, others as tables.
+    aggregation weights. For a model with one direction, it shows only this one. Features whose pictures are known
+    (the bundled emoji, pictures that data import stored) are drawn over the picture, others as tables.
     """
     import json
 
@@ -131,12 +131,14 @@ def _picture(dataset: PrecomputedDataset, image: int) -> tuple[np.ndarray | None
 
     The picture is None if the features are not pixels.
     """
-    from itm_fast.data import emoji
+    from itm_fast.data import emoji, picture_of
 
     features = dataset.image_batch([image])
     picture = emoji.picture_if_patches(features[0].numpy())
-    bundled = picture is not None and emoji.is_bundled(picture)
-    return picture, (emoji.GRID, emoji.GRID), emoji.CREDITS if bundled else ""
+    if picture is not None:
+        return picture, (emoji.GRID, emoji.GRID), emoji.CREDITS if emoji.is_bundled(picture) else ""
+    picture, grid = picture_of(dataset, image)
+    return picture, (grid, grid), ""
 
 
 def _facts(

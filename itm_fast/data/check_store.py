@@ -80,6 +80,10 @@ def check_store(
                         raise ValueError(f"{path}: damaged: its checksum is not that of the store")
 
                 _check(path, problems, compare)
+    pictures = folder / store_format.PICTURES_FOLDER
+    if store_format.is_store(pictures):
+        inner = check_store(pictures, splits, progress=progress).problems
+        problems += [attrs.evolve(one, file=f"{pictures.name}/{one.file}") for one in inner]
     return StoreReport(str(folder), manifest.dtype, chosen, problems)
 
 

@@ -1,7 +1,7 @@
 """A real data set in the package: emoji of the Noto Color Emoji font, described by Unicode CLDR.
 
 Inside: `pictures`, `names`, `captions`, `image_ids`, `patches`, `pictures_of`, `picture_if_patches`, `picture_png`,
-`load`, `write_dataset`.
+`load`, `write_dataset`, `write_pictures`.
 
 3,621 distinct pictures of 72 x 72 pixels on white have five English captions each. The splits are fixed: "train" has
 2,821 pictures, "dev" 300 and "test" 500. A picture is in one split only. All words of the names in dev and test occur
@@ -11,6 +11,7 @@ their licences.
 
 from __future__ import annotations
 
+import csv
 import functools
 import io
 import json
@@ -211,6 +212,35 @@ def write_dataset(directory: str | os.PathLike[str], *, overwrite: bool = False)
         else:
             with atomic.atomic_file(directory / name) as file:
                 np.save(file, patches(pictures(name.removesuffix("_ims.npy"))))
+    return directory
+
+
+def write_pictures(directory: str | os.PathLike[str]) -> Path:
+    """Write the pictures as PNG files and `captions.csv`, which `itm-fast data import` reads.
+
+    Args:
+        directory: a new or empty folder; created if missing. The pictures are in its folder `pictures`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: the folder is not empty, or is a file.
+    """
+    directory = Path(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory}: expected a new or empty folder")
+    atomic.make_folder(directory / "pictures")
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(("image", "caption", "split"))
+    for split in SPLITS:
+        texts = captions(split)
+        for number, picture_id in enumerate(image_ids(split)):
+            (directory / "pictures" / f"{picture_id}.png").write_bytes(picture_png(split, number))
+            own = texts[number * CAPTIONS_PER_IMAGE : (number + 1) * CAPTIONS_PER_IMAGE]
+            writer.writerows((f"{picture_id}.png", text, split) for text in own)
+    atomic.write_text(directory / "captions.csv", table.getvalue())
     return directory
 
 

@@ -1,6 +1,6 @@
 """Pack a folder in the published layout into a feature store, in bounded memory. Interrupted packing can continue.
 
-Inside: `pack`, `SHARD_BYTES`.
+Inside: `pack`, `pack_splits`, `check_target`, `state_of`, `SHARD_BYTES`.
 
 Shards are written one by one under a temporary name, flushed and renamed. `unfinished.json` then records each
 (`pack_notes`), so a later call with the same source and settings continues after the last recorded shard. The manifest
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,17 @@ from tqdm import tqdm
 
 from itm_fast.data import layout, store_format
 from itm_fast.data.digests import sha256_of_file
-from itm_fast.data.features import BLOCK_BYTES, Features
+from itm_fast.data.features import BLOCK_BYTES
 from itm_fast.data.pack_notes import Notes
+from itm_fast.data.pack_plan import check_shards, check_widths, ranges, sizes
+from itm_fast.data.picture_shards import write_shard as write_picture_shard
+from itm_fast.data.picture_sources import ResizedPictures
 from itm_fast.data.precomputed import PrecomputedDataset
 from itm_fast.data.store_format import DTYPES, Manifest, ShardRecord, SplitRecord, shard_header
 from itm_fast.data.vocabulary import Vocabulary, find_vocabulary, load_vocabulary
 from itm_fast.files import atomic, lock, regular
 
-__all__ = ["SHARD_BYTES", "pack"]
+__all__ = ["SHARD_BYTES", "check_target", "pack", "pack_splits", "state_of"]
 
 SHARD_BYTES = 256 * 2**20
 
@@ -78,11 +81,9 @@ def pack(
     layout.check_directory(source)
     if store_format.is_store(source):
         raise ValueError(f"{source}: is a feature store already; expected a folder in the published layout")
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{target}: expected a folder for the store, found a file")
     if target.resolve() == source.resolve():
         raise ValueError(f"out: expected another folder than that of the data, got {target}")
-    atomic.check_entries(target, [store_format.MANIFEST, store_format.UNFINISHED, store_format.VOCABULARY])
+    check_target(target)
     names = list(dict.fromkeys(splits)) or layout.available_splits(source)
     if not names:
         raise ValueError(f"{source}: no split: expected files such as train_ims.npy and train_caps.txt")
@@ -97,8 +98,41 @@ def pack(
         for data in datasets:
             if data.split == "train":
                 data.warn_of_rare_words(min_count)
-    _check_widths(datasets)
-    _check_shards(datasets, dtype, shard_bytes)
+    return pack_splits(datasets, states, target, dtype, vocabulary, shard_bytes, progress=progress)
+
+
+def check_target(target: Path) -> None:
+    """Raise ValueError if a store cannot be written to `target`. Call it before long work."""
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target}: expected a folder for the store, found a file")
+    atomic.check_entries(target, [store_format.MANIFEST, store_format.UNFINISHED, store_format.VOCABULARY])
+
+
+def pack_splits(
+    datasets: Sequence[PrecomputedDataset],
+    states: Mapping[str, States],
+    target: Path,
+    dtype: str,
+    vocabulary: Vocabulary,
+    shard_bytes: int,
+    *,
+    progress: bool = False,
+) -> Manifest:
+    """Write a feature store from opened splits; see `pack`.
+
+    Args:
+        datasets: the splits.
+        states: for each split, the states of its files before it was opened, by `state_of`. A file that changes during
+            packing is an error.
+        target: the folder of the store.
+        dtype, shard_bytes, progress: as in `pack`.
+        vocabulary: of the token ids.
+
+    Raises:
+        ValueError, OSError: as `pack`.
+    """
+    check_widths(datasets)
+    check_shards(datasets, dtype, shard_bytes)
     with lock.hold(
         target / store_format.LOCK,
         refusal=lambda holder: f"{target}: {holder} is packing there; wait until it ends or choose another --out",
@@ -131,8 +165,7 @@ def _pack(
         records = []
         for data in datasets:
             records.append(_pack_split(data, target, dtype, shard_bytes, notes, bar))
-            now = _states_of(data.directory, data.split)
-            changed = next((path for path, state in states[data.split].items() if now[path] != state), None)
+            changed = next((path for path, state in states[data.split].items() if state_of(path) != state), None)
             if changed is None and records[-1].features != sources[data.split]["features"]:
                 changed = data.features_path
             if changed is not None:
@@ -144,37 +177,13 @@ def _pack(
     return manifest
 
 
-def _check_widths(datasets: Sequence[PrecomputedDataset]) -> None:
-    first = datasets[0]
-    for data in datasets[1:]:
-        if data.source.shape[2] != first.source.shape[2]:
-            raise ValueError(
-                f"{data.features_path}: regions of {data.source.shape[2]} channels, but {first.split} has "
-                f"{first.source.shape[2]}"
-            )
-
-
-def _check_shards(datasets: Sequence[PrecomputedDataset], dtype: str, shard_bytes: int) -> None:
-    shards = sum(sum(1 for _ in _ranges(_sizes(data.source, dtype), shard_bytes)) for data in datasets)
-    if shards > store_format.MOST_SHARDS:
-        raise ValueError(
-            f"shard_bytes: {shards:,} shards of {shard_bytes:,} bytes are more than the {store_format.MOST_SHARDS:,} "
-            "that a store lists; expected larger shards, or a store for each part of the data"
-        )
-
-
-def _sizes(source: Features, dtype: str) -> np.ndarray:
-    """Return the bytes of each image in a store, (n_images,)."""
-    regions = np.full(source.shape[0], source.shape[1]) if source.counts is None else source.counts
-    return regions * source.shape[2] * DTYPES[dtype].itemsize
-
-
 def _states_of(directory: Path, split: str) -> States:
     """Return the state of each file of a split, which every write changes; None for an absent file."""
-    return {path: _state_of(path) for path in (layout.split_path(directory, split, name) for name in layout.SUFFIXES)}
+    return {path: state_of(path) for path in (layout.split_path(directory, split, name) for name in layout.SUFFIXES)}
 
 
-def _state_of(path: Path) -> tuple[int, int, int] | None:
+def state_of(path: Path) -> tuple[int, int, int] | None:
+    """Return size, modification time and inode of a file; None if it does not exist."""
     if not regular.is_present(path):
         return None
     state = path.stat()
@@ -213,7 +222,7 @@ def _pack_split(
     shape, counts = data.source.shape, data.source.counts
     lengths = np.full(shape[0], shape[1]) if counts is None else counts
     shards = []
-    for number, (first, last) in enumerate(_ranges(_sizes(data.source, dtype), shard_bytes)):
+    for number, (first, last) in enumerate(ranges(sizes(data.source, dtype), shard_bytes)):
         name = f"{data.split}-{number:05d}.safetensors"
         regions = int(lengths[first:last].sum())
         done = notes.shards.get(name)
@@ -244,17 +253,6 @@ def _pack_split(
     )
 
 
-def _ranges(sizes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of images with a total size of at most `most`; a larger image has a range to itself."""
-    ends = np.cumsum(sizes)
-    first = 0
-    while first < len(sizes):
-        before = int(ends[first - 1]) if first else 0
-        last = max(int(np.searchsorted(ends, before + most, side="right")), first + 1)
-        yield first, last
-        first = last
-
-
 def _is_whole(path: Path, dtype: str, shard: ShardRecord, width: int, images: int, regions: int) -> bool:
     if (shard.images, shard.regions) != (images, regions):
         return False
@@ -268,6 +266,8 @@ def _write_shard(
     data: PrecomputedDataset, path: Path, dtype: str, first: int, last: int, regions: int, bar: Any
 ) -> ShardRecord:
     shape = data.source.shape
+    if isinstance(data.source, ResizedPictures):
+        return write_picture_shard(path, data.source.files(first, last, bar.update), regions)
     step = max(BLOCK_BYTES // (shape[1] * shape[2] * data.source.dtype.itemsize), 1)
     header = shard_header(dtype, regions, shape[2])
     digest = hashlib.sha256(header)
@@ -301,4 +301,4 @@ def _check_range(data: PrecomputedDataset, rows: torch.Tensor, dtype: str, first
         image = first + region // data.source.shape[1]
     else:
         image = first + int(np.searchsorted(np.cumsum(counts[first:]), region, side="right"))
-    raise ValueError(f"{data.features_path}: row {image * data.repeated} holds values beyond the range of {dtype}")
+    raise ValueError(f"{data.place_of(image)} holds values beyond the range of {dtype}")

@@ -1,23 +1,26 @@
 """Splits of a feature store. They give the same batches as the data folder that was packed.
 
-Inside: `StoreDataset`, `StoreFeatures`, `open_split`, `check_data`.
+Inside: `StoreDataset`, `StoreFeatures`, `open_split`, `picture_of`, `check_data`.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from itm_fast.data import layout, store_format
 from itm_fast.data.dataset import CaptionDataset
 from itm_fast.data.digests import sha256_of_parts
 from itm_fast.data.features import Features, as_regions
+from itm_fast.data.picture_shards import StoredPictures
 from itm_fast.data.precomputed import PrecomputedDataset
 from itm_fast.data.reader import BufferPool, ShardReader, default_threads
 from itm_fast.data.store_format import DTYPES, Manifest, SplitRecord
@@ -27,7 +30,7 @@ from itm_fast.files import regular
 from itm_fast.files.processors import check_count
 from itm_fast.fragments import Fragments
 
-__all__ = ["StoreDataset", "StoreFeatures", "check_data", "open_split"]
+__all__ = ["StoreDataset", "StoreFeatures", "check_data", "open_split", "picture_of"]
 
 # For each source type, the stored types that give the same float32 batches.
 _LOSSLESS = {"float16": ("fp16", "fp32"), "float32": ("fp32",), "float64": ("fp32",)}
@@ -37,7 +40,7 @@ def check_data(directory: str | os.PathLike[str], split: str) -> None:
     """Raise ValueError if a data folder or feature store lacks a split."""
     if not store_format.is_store(directory):
         if regular.is_present(Path(directory) / store_format.UNFINISHED):
-            raise ValueError(f"{directory}: an unfinished feature store; finish it with itm-fast data pack")
+            raise ValueError(f"{directory}: an unfinished store; finish it with the same itm-fast data command")
         layout.check_split(directory, split)
         return
     manifest = store_format.read_manifest(directory)
@@ -53,6 +56,29 @@ def open_split(
     check_data(directory, split)
     kind = StoreDataset if store_format.is_store(directory) else PrecomputedDataset
     return kind(directory, split, vocabulary, max_images=max_images)
+
+
+def picture_of(dataset: PrecomputedDataset, image: int) -> tuple[np.ndarray | None, int]:
+    """Return the picture of an image, and how many regions each of its sides has.
+
+    The picture (height, width, 3) uint8 is None if the data contain no pictures or the regions are no square grid.
+    Height and width are multiples of the grid.
+    """
+    grid = math.isqrt(dataset.region_count(image))
+    source = dataset.source
+    folder = dataset.directory / store_format.PICTURES_FOLDER
+    if isinstance(source, StoreFeatures) and store_format.is_store(folder):
+        manifest = store_format.read_manifest(folder)
+        record = manifest.split(dataset.split)
+        if manifest.dtype in store_format.PICTURES and record is not None and record.images > image:
+            source = StoredPictures(folder, manifest.dtype, record)
+    if not isinstance(source, StoredPictures) or grid * grid != dataset.region_count(image) or grid > source.side:
+        return None, 1
+    picture = source.picture(image)
+    side = -(-source.side // grid) * grid
+    if side != source.side:
+        picture = np.asarray(Image.fromarray(picture).resize((side, side)))
+    return picture, grid
 
 
 class StoreFeatures(Features):
@@ -178,7 +204,7 @@ class StoreDataset(PrecomputedDataset):
         ValueError: the split or a file of the store is missing or damaged.
     """
 
-    features: StoreFeatures
+    features: StoreFeatures | StoredPictures
 
     def __init__(
         self,
@@ -205,7 +231,11 @@ class StoreDataset(PrecomputedDataset):
         captions, caption_image = texts(index, "text"), index["caption_image"]
         image_ids = texts(index, "ids") if "ids" in index else None
         token_ids, lengths, counts = index["token_ids"], index["caption_lengths"], index.get("region_counts")
-        features = StoreFeatures(self.directory, manifest.dtype, record, counts)
+        features: StoreFeatures | StoredPictures
+        if manifest.dtype in store_format.PICTURES:
+            features = StoredPictures(self.directory, manifest.dtype, record)
+        else:
+            features = StoreFeatures(self.directory, manifest.dtype, record, counts)
         if max_images is not None and max_images < record.images:
             kept = caption_image < max_images
             token_ids = token_ids[np.repeat(kept, lengths)]

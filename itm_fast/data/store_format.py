@@ -1,18 +1,20 @@
 """The files of a feature store, its manifest, and the checks when a store is opened.
 
-Inside: `Manifest`, `SplitRecord`, `ShardRecord`, `DTYPES`, `is_store`, `read_manifest`, `write_manifest`,
+Inside: `Manifest`, `SplitRecord`, `ShardRecord`, `DTYPES`, `PICTURES`, `is_store`, `read_manifest`, `write_manifest`,
 `check_types`, `shard_header`, `check_shard`, `read_index`, `vocabulary_digest`.
 
 STORE/store.json                     the manifest, written last: a folder without it is not a store
 STORE/vocab.json                     the vocabulary of the token ids
 STORE/{split}-index.safetensors      captions (text, token ids, image), and names and region counts of images
-STORE/{split}-00000.safetensors ...  "features": the regions (N, f) of consecutive images
+STORE/{split}-00000.safetensors ...  "features": the regions (N, f) of consecutive images, or pictures (picture_shards)
+STORE/pictures/                      optional: a store of the pictures that the features were computed from
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -35,13 +37,18 @@ MANIFEST = "store.json"
 UNFINISHED = "unfinished.json"
 LOCK = "packing.lock"
 VOCABULARY = "vocab.json"
+# In a feature store: a store of the pictures that the features were computed from.
+PICTURES_FOLDER = "pictures"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Formats of pictures, which a store may hold instead of features; the names that Pillow has for them.
+PICTURES = {"jpeg": "JPEG", "webp": "WEBP"}
 _SAFETENSORS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 _MAX_MANIFEST_BYTES = 16 * 2**20
 # More shards would not fit into the manifest or into the notes of an unfinished store.
 MOST_SHARDS = 2**16
 # Sizes of models may depend on it, but no file of a ragged split does.
 _MOST_REGIONS = 2**16
+_MOST_PIXELS_PER_SIDE = 4096
 _NAME = re.compile(r"(?!\.{1,2}$)[^/\\\0]{1,200}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -158,7 +165,7 @@ def _check_manifest(manifest: Manifest) -> None:
     records: list[Manifest | SplitRecord | ShardRecord] = [manifest, *manifest.splits, *shards]
     for record in records:
         check_types(record)
-    if manifest.dtype not in DTYPES:
+    if manifest.dtype not in {**DTYPES, **PICTURES}:
         raise ValueError(f"dtype: {shown(manifest.dtype)}")
     if len({split.name for split in manifest.splits}) < len(manifest.splits):
         raise ValueError("splits: a name occurs twice")
@@ -172,6 +179,15 @@ def _check_manifest(manifest: Manifest) -> None:
             raise ValueError(f"{split.name}: images of the shards")
         if not split.width or not split.captions or split.regions > _MOST_REGIONS:
             raise ValueError(f"{split.name}: its width, captions or regions per image")
+        grid, patch = math.isqrt(split.regions), math.isqrt(split.width // 3)
+        if manifest.dtype in PICTURES:
+            if split.ragged or (grid * grid, 3 * patch * patch) != (split.regions, split.width):
+                raise ValueError(f"{split.name}: expected square pictures of square patches")
+            if grid * patch > _MOST_PIXELS_PER_SIDE:
+                raise ValueError(f"{split.name}: pictures of {grid * patch:,} pixels per side")
+            if any(not 1 <= shard.images <= shard.bytes for shard in split.shards):
+                raise ValueError(f"{split.name}: images of the shards")
+            continue
         for shard in split.shards:
             size = len(shard_header(manifest.dtype, shard.regions, split.width))
             size += shard.regions * split.width * DTYPES[manifest.dtype].itemsize
@@ -198,7 +214,8 @@ def check_shard(path: Path, dtype: str, shard: ShardRecord, width: int) -> os.st
     Raises:
         ValueError: the shard is missing, or differs from the manifest. The message names it.
     """
-    header = shard_header(dtype, shard.regions, width)
+    # The header of a shard of pictures depends on the sizes of the pictures.
+    header = b"" if dtype in PICTURES else shard_header(dtype, shard.regions, width)
     try:
         with regular.open_file(path) as file:
             status = os.fstat(file.fileno())

@@ -78,7 +78,7 @@ def test_a_full_disk_is_one_error_line(data: Path, tmp_path: Path, capsys: pytes
         status, message = error(capsys, *arguments)
     assert (status, message) == (1, f"{store}/dev-index.safetensors: cannot be written: File too large")
     assert error(capsys, "train", "--data", store, "--out", tmp_path / "run") == (
-        1, f"{store}: an unfinished feature store; finish it with itm-fast data pack"
+        1, f"{store}: an unfinished store; finish it with the same itm-fast data command"
     )  # fmt: skip
     assert not list(store.glob(".*"))
     pack(data, store, dtype="fp32")

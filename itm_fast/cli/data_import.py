@@ -1,0 +1,175 @@
+"""`itm-fast data import`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+# As many are printed; the file names all.
+_PRINTED = 10
+SKIPPED = "skipped.txt"
+
+
+class _Dtype(str, Enum):
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+class _Format(str, Enum):
+    jpeg = "jpeg"
+    webp = "webp"
+
+
+def import_command(
+    images: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="Folder of pictures in any format that Pillow reads, and its subfolders."),
+    ],
+    captions: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="Captions: .csv or .tsv with columns image, caption and optionally split; .jsonl with these keys; or "
+            "the .json of COCO or Karpathy.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="STORE", help="Folder of the feature store; created if missing.")],
+    encoder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Local folder of a ViT, DeiT, Swin, DINOv2, CLIP or SigLIP, written by transformers: its patch tokens "
+            "become the regions. Default: store the pictures, without features.",
+        ),
+    ] = None,
+    layer: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Hidden state of the encoder to store; 0 is the embeddings, -1 the encoder's output."
+        ),
+    ] = -1,
+    pool: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Regions of a picture: patches (each patch), class (the class token), mean (of all patches), or "
+            "averages over a grid such as 7x7.",
+        ),
+    ] = "patches",
+    split: Annotated[
+        str,
+        typer.Option(
+            metavar="X,X,X", help="Shares of the pictures in train, dev and test, if the captions name no splits."
+        ),
+    ] = "0.8,0.1,0.1",
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the split.")] = 0,
+    dtype: Annotated[_Dtype, typer.Option(metavar="NAME", help="Number format of the stored features.")] = _Dtype.bf16,
+    size: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Without --encoder: height and width of the pictures in pixels.")
+    ] = 224,
+    grid: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="Without --encoder: cut pictures into N x N patches, each a region."),
+    ] = 7,
+    picture_format: Annotated[
+        _Format, typer.Option("--format", metavar="NAME", help="Format of stored pictures, jpeg or webp.")
+    ] = _Format.jpeg,
+    quality: Annotated[
+        int, typer.Option(metavar="N", min=1, max=100, help="Quality of stored pictures, 1 to 100.")
+    ] = 90,
+    pictures: Annotated[
+        bool,
+        typer.Option(
+            "--pictures/--no-pictures", help="With --encoder: store the pictures, too, so that explain draws them."
+        ),
+    ] = True,
+    vocab: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Vocabulary JSON; default: built from the captions of train.")
+    ] = None,
+    min_count: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Minimum occurrences of a word in a vocabulary that is built.")
+    ] = 4,
+    skip_bad: Annotated[
+        bool,
+        typer.Option(
+            "--skip-bad",
+            help="Leave out pictures and captions that cannot be used, and list them, instead of stopping.",
+        ),
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Processes that decode pictures. Default: one per processor, at most 16."),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="NAME", help="Device of the encoder, such as cuda.")] = "cpu",
+) -> None:
+    """Turn a folder of pictures with captions into a store, which train, evaluate and explain read.
+
+    Pictures never appear in two splits; pictures of different splits that look the same are listed. Nothing is
+    downloaded. Run the same command again to continue an interrupted one.
+    """
+    from itm_fast.data import Vocabulary
+    from itm_fast.data.import_pictures import import_features, import_pictures
+    from itm_fast.data.pack import check_target
+    from itm_fast.data.picture_folder import collect
+    from itm_fast.data.preprocessing import Preprocessing
+    from itm_fast.data.store_format import PICTURES_FOLDER
+    from itm_fast.files import atomic, processors
+    from itm_fast.models.vision_folder import load_picture_encoder
+    from itm_fast.training.run import device_of
+
+    processes = min(processors.available(), 16) if workers is None else workers
+    processors.check_count("workers", processes)
+    check_target(out)
+    words = None if vocab is None else Vocabulary.from_file(vocab)
+    shares = _shares(split)
+    where = device_of(device)
+    vision = None if encoder is None else load_picture_encoder(encoder, layer=layer, pool=pool, device=where)
+    if vision is None and size % grid:
+        raise ValueError(f"--grid: expected a divisor of --size {size}, got {grid}")
+    found = collect(images, captions, shares=shares, seed=seed, skip_bad=skip_bad, workers=processes, progress=True)
+    common: dict[str, Any] = {"vocabulary": words, "min_count": min_count, "workers": processes, "progress": True}
+    compressed: dict[str, Any] = {**common, "dtype": picture_format.value, "quality": quality}
+    if vision is None:
+        square = Preprocessing(size, shortest_edge=size)
+        manifest = import_pictures(found.splits, captions, out, square, grid=grid, **compressed)
+    else:
+        manifest = import_features(found.splits, captions, out, vision, dtype=dtype.value, **common)
+        if pictures:
+            folder = out / PICTURES_FOLDER
+            import_pictures(found.splits, captions, folder, vision.preprocessing, grid=1, **compressed)
+    for record in manifest.splits:
+        size_bytes = sum(shard.bytes for shard in record.shards)
+        typer.echo(
+            f"{record.name}: {record.images:,} pictures, {record.captions:,} captions, {record.regions} regions of "
+            f"{record.width} numbers, {size_bytes / 1e9:.2f} GB"
+        )
+    if found.skipped:
+        atomic.write_text(out / SKIPPED, "".join(f"{line}\n" for line in found.skipped))
+        _list(f"left out, all in {out / SKIPPED}", found.skipped)
+    if found.duplicates:
+        _list("pictures of different splits that look the same", found.duplicates)
+    patches = "" if vision else " --model-option image_encoder=patches"
+    typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --model scan --out RUN{patches}")
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        return [float(share) for share in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--split: expected three shares such as 0.8,0.1,0.1, got {text}") from None
+
+
+def _list(title: str, lines: Sequence[str]) -> None:
+    from itm_fast.files.messages import printable
+
+    typer.echo(f"{len(lines):,} {title}:")
+    for line in lines[:_PRINTED]:
+        typer.echo(f"  {printable(line)}")
+    if len(lines) > _PRINTED:
+        typer.echo("  ...")

@@ -1,0 +1,178 @@
+"""Read the captions of pictures: CSV, TSV, JSON lines, COCO's annotations, or Karpathy's `dataset_*.json`.
+
+Inside: `Row`, `read_caption_file`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from itm_fast.data import layout
+from itm_fast.files import documents
+from itm_fast.files.messages import shown
+
+__all__ = ["Row", "read_caption_file"]
+
+# Karpathy's file of COCO has 144 MB.
+_MAX_BYTES = 2**31
+# Names of columns and keys; the first that is present is used.
+_IMAGE = ("image", "file_name", "filename", "image_name", "file", "image_path", "path")
+_CAPTION = ("caption", "captions", "text", "sentence", "comment")
+_SPLIT = "split"
+# Names of splits in published files, and those of this package.
+_SPLITS = {"val": "dev", "valid": "dev", "validation": "dev", "restval": "train", "training": "train"}
+
+
+@attrs.frozen
+class Row:
+    """A caption: the picture's path below the folder of pictures, the split if the file names one, and the place."""
+
+    image: str
+    caption: str
+    split: str | None
+    place: str
+
+
+def read_caption_file(path: Path) -> tuple[list[Row], list[str]]:
+    """Read all captions.
+
+    A `.csv` or `.tsv` file begins with column names: image, caption and optionally split. A `.jsonl` file has one
+    object with these keys per line; `captions` may be a list. A `.json` file is one of COCO's or Karpathy's.
+
+    Returns:
+        The captions, and a line for each caption that cannot be used. It names file and row.
+
+    Raises:
+        ValueError: the file cannot be read, or is of another kind. The message names it.
+    """
+    readers = {".csv": _table, ".tsv": _table, ".jsonl": _json_lines, ".json": _json}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise ValueError(f"{path}: expected a file of captions that ends in {', '.join(readers)}")
+    rows: list[Row] = []
+    problems: list[str] = []
+    try:
+        for place, image, caption, split in reader(path):
+            try:
+                rows.append(Row(_image(image), _caption(caption), _split(split), f"{path}: {place}"))
+            except ValueError as error:
+                problems.append(f"{path}: {place}: {error}")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; expected the captions of the pictures") from None
+    if not rows and not problems:
+        raise ValueError(f"{path}: expected at least one caption, found none")
+    return rows, problems
+
+
+# The place of a caption in the file, and its picture (an error if the row has none), text and split, unchecked.
+_Found = tuple[str, Any, Any, Any]
+
+
+def _table(path: Path) -> Iterator[_Found]:
+    text = documents.read_text(path, _MAX_BYTES, "utf-8-sig")
+    header = text.partition("\n")[0]
+    # Some published files end in .csv and separate with semicolons or bars.
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;|\t", key=header.count)
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
+    try:
+        columns = [name.strip().lower() for name in next(lines, [])]
+        image, caption = (_first(names, columns, f"{path}: line 1: expected a column") for names in (_IMAGE, _CAPTION))
+        for cells in lines:
+            if cells:
+                place = f"line {lines.line_num}"
+                if len(cells) == len(columns):
+                    row = dict(zip(columns, cells, strict=True))
+                    yield place, row[image], row[caption], row.get(_SPLIT)
+                else:
+                    yield place, ValueError(f"expected {len(columns)} cells as in line 1, got {len(cells)}"), None, None
+    except csv.Error as error:
+        raise ValueError(f"{path}: line {lines.line_num}: {error}") from None
+
+
+def _first(names: tuple[str, ...], present: Any, expected: str) -> str:
+    found = next((name for name in names if name in present), None)
+    if found is None:
+        raise ValueError(f"{expected} {' or '.join(names[:2])}, found {shown(list(present))}")
+    return found
+
+
+def _json_lines(path: Path) -> Iterator[_Found]:
+    for number, line in enumerate(layout.read_lines(path), 1):
+        place = f"line {number}"
+        if not line.strip():
+            continue
+        try:
+            content = documents.parse_json(layout.text_in(line))
+            if not isinstance(content, dict):
+                raise ValueError(f"expected a JSON object, got {shown(content)}")
+            image, caption = (_first(names, content, "expected a key") for names in (_IMAGE, _CAPTION))
+        except ValueError as error:
+            yield place, error, None, None
+            continue
+        several = content[caption] if isinstance(content[caption], list) else [content[caption]]
+        for one in several:
+            yield place, content[image], one, content.get(_SPLIT)
+
+
+def _json(path: Path) -> Iterator[_Found]:
+    content = documents.read_json(path, _MAX_BYTES)
+    images = content.get("images") if isinstance(content, dict) else None
+    if not isinstance(images, list) or not all(isinstance(image, dict) for image in images):
+        raise ValueError(f"{path}: expected captions as COCO or Karpathy write them: an object with a list 'images'")
+    if "annotations" in content:
+        return _coco(path, images, content["annotations"])
+    return _karpathy(images)
+
+
+def _coco(path: Path, images: list[Mapping[str, Any]], annotations: Any) -> Iterator[_Found]:
+    names = {json.dumps(image.get("id")): image.get("file_name") for image in images}
+    if not isinstance(annotations, list) or not all(isinstance(one, dict) for one in annotations):
+        raise ValueError(f"{path}: annotations: expected a list of objects, got {shown(annotations)}")
+    for number, one in enumerate(annotations):
+        yield f"annotations[{number}]", names.get(json.dumps(one.get("image_id"))), one.get("caption"), None
+
+
+def _karpathy(images: list[Mapping[str, Any]]) -> Iterator[_Found]:
+    for number, image in enumerate(images):
+        name, folder, sentences = image.get("filename"), image.get("filepath"), image.get("sentences")
+        if isinstance(name, str) and isinstance(folder, str):
+            name = f"{folder}/{name}"
+        for index, sentence in enumerate(sentences if isinstance(sentences, list) else [None]):
+            text = sentence.get("raw") if isinstance(sentence, dict) else None
+            yield f"images[{number}].sentences[{index}]", name, text, image.get(_SPLIT)
+
+
+def _image(value: Any) -> str:
+    if isinstance(value, ValueError):
+        raise value
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"expected the file name of a picture, got {shown(value)}")
+    parts = Path(value.strip()).parts
+    if Path(value.strip()).is_absolute() or ".." in parts or "\0" in value:
+        raise ValueError(f"expected a path below the folder of pictures, got {shown(value)}")
+    return "/".join(parts)
+
+
+def _caption(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"expected a caption, got {shown(value)}")
+    # A line break inside a quoted cell is a space.
+    return layout.caption_in(" ".join(value.split()).encode("utf-8", "replace"))
+
+
+def _split(value: Any) -> str | None:
+    if value is None or value == "":
+        return None
+    name = _SPLITS.get(value.strip(), value.strip()) if isinstance(value, str) else ""
+    try:
+        layout.check_split_name(name)
+    except ValueError:
+        raise ValueError(f"expected the name of a split, got {shown(value)}") from None
+    return name

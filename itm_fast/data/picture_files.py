@@ -1,0 +1,188 @@
+"""Decode picture files: upright RGB from any format that Pillow reads. Several processes decode ahead.
+
+Inside: `open_picture`, `readable_formats`, `look_at`, `Look`, `decoded`, `near_duplicates`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import struct
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import attrs
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch.utils.data import DataLoader, Dataset
+
+from itm_fast.data.loading import _follow_main_process, _signals_blocked
+from itm_fast.files import regular
+from itm_fast.files.messages import shortened
+from itm_fast.files.processors import check_count
+
+__all__ = ["Look", "decoded", "look_at", "near_duplicates", "open_picture", "readable_formats"]
+
+Result = TypeVar("Result")
+
+# More pixels are refused before they are decoded: a small file may claim to contain terabytes.
+MAX_PIXELS = 100_000_000
+# Exceptions of Pillow's decoders for damaged files.
+_DAMAGED = (
+    OSError, ValueError, SyntaxError, EOFError, TypeError, KeyError, IndexError, struct.error, OverflowError,
+    AttributeError, MemoryError,
+)  # fmt: skip
+_SIXTEEN_BITS = ("I", "I;16", "I;16L", "I;16B", "I;16N")
+# Two pictures are near-duplicates if few of their 64 hash bits differ, and so do their 8 x 8 thumbnails.
+_HASH_BITS, _THUMBNAIL_LEVELS = 3, 6.0
+_BITS = np.array([number.bit_count() for number in range(2**16)], dtype=np.uint8)
+
+
+def open_picture(path: Path, content: bytes | None = None) -> Image.Image:
+    """Decode a picture as upright RGB.
+
+    EXIF orientation is applied, transparent pixels are put on white, CMYK is converted, and 16 bits per channel are
+    scaled to 8. Of an animation, the first frame is used. EPS is not read.
+
+    Args:
+        path: the file.
+        content: its content, if it has been read.
+
+    Raises:
+        ValueError: the file cannot be read or decoded, is truncated, or has too many pixels. The message names it.
+    """
+    if content is None:
+        content = _content(path)
+    if not content:
+        raise ValueError(f"{path}: an empty file, not a picture")
+    with warnings.catch_warnings():
+        # Of Pillow, on metadata that is not used; the number of pixels is checked below.
+        warnings.simplefilter("ignore")
+        try:
+            with Image.open(io.BytesIO(content), formats=readable_formats()) as image:
+                if image.width * image.height > MAX_PIXELS:
+                    raise Image.DecompressionBombError
+                image.load()
+                return _as_rgb(ImageOps.exif_transpose(image))
+        except UnidentifiedImageError:
+            raise ValueError(f"{path}: not a picture in a format that Pillow reads") from None
+        except Image.DecompressionBombError:
+            raise ValueError(f"{path}: a picture of more than {MAX_PIXELS:,} pixels; scale it down first") from None
+        except _DAMAGED as error:
+            raise ValueError(f"{path}: the picture cannot be decoded ({shortened(str(error))})") from None
+
+
+@functools.cache
+def readable_formats() -> tuple[str, ...]:
+    """Return Pillow's names of the formats that are read: all but EPS, which Pillow runs Ghostscript for."""
+    Image.init()
+    return tuple(name for name in Image.OPEN if name != "EPS")
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return regular.read_bytes(path)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in _SIXTEEN_BITS:
+        return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
+        return Image.fromarray(np.nan_to_num(np.asarray(image)).clip(0, 255).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
+
+
+@attrs.frozen(eq=False)
+class Look:
+    """What a first look at a picture finds.
+
+    Attributes:
+        digest: SHA-256 of the file.
+        hash: 64-bit difference hash: whether each pixel of 9 x 8 grey ones is brighter than its right neighbour.
+        thumbnail: (192,) uint8, the colours of 8 x 8 pixels.
+    """
+
+    digest: bytes
+    hash: int
+    thumbnail: np.ndarray
+
+
+def look_at(path: Path) -> Look:
+    """Decode a picture once; raise ValueError as `open_picture`."""
+    content = _content(path)
+    image = open_picture(path, content)
+    grey = np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BOX), dtype=np.int16)
+    bits = np.packbits(grey[:, :-1] > grey[:, 1:])
+    thumbnail = np.asarray(image.resize((8, 8), Image.Resampling.BOX)).reshape(-1)
+    return Look(hashlib.sha256(content).digest(), int.from_bytes(bits.tobytes(), "big"), thumbnail)
+
+
+class _Pictures(Dataset[Result | ValueError], Generic[Result]):
+    def __init__(self, paths: Sequence[Path], make: Callable[[Path], Result]) -> None:
+        self.paths, self.make = paths, make
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Result | ValueError:
+        # Passed as a value, because a worker process would pass on an exception with its traceback as the message.
+        try:
+            return self.make(self.paths[index])
+        except ValueError as error:
+            return error
+
+
+def _as_it_is(item: Result) -> Result:
+    return item
+
+
+def decoded(paths: Sequence[Path], make: Callable[[Path], Result], workers: int) -> Iterator[Result | ValueError]:
+    """Yield `make(path)` for each path in order, or the ValueError that it raised.
+
+    Args:
+        paths: the files.
+        make: a function that worker processes can call.
+        workers: processes; 0: this process.
+    """
+    check_count("workers", workers)
+    loader: DataLoader[Result | ValueError] = DataLoader(
+        _Pictures(paths, make),
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=workers,
+        prefetch_factor=8 if workers else None,
+        worker_init_fn=_follow_main_process,
+    )
+    with _signals_blocked():
+        items = iter(loader)
+    try:
+        yield from items
+    finally:
+        # This ends the worker processes, even if a caller keeps the exception.
+        del items
+
+
+def near_duplicates(left: Sequence[Look], right: Sequence[Look]) -> list[tuple[int, int]]:
+    """Return pairs of indices of pictures that look the same, for each of `right` at most one of `left`."""
+    if not left or not right:
+        return []
+    hashes = np.array([look.hash for look in left], dtype=np.uint64)
+    thumbnails = np.stack([look.thumbnail for look in left]).astype(np.int16)
+    found = []
+    for index, look in enumerate(right):
+        different = _BITS[(hashes ^ np.uint64(look.hash)).view(np.uint16).reshape(-1, 4)].sum(1)
+        candidates = np.flatnonzero(different <= _HASH_BITS)
+        if len(candidates):
+            levels = np.abs(thumbnails[candidates] - look.thumbnail).mean(1)
+            nearest = int(levels.argmin())
+            if levels[nearest] <= _THUMBNAIL_LEVELS:
+                found.append((int(candidates[nearest]), index))
+    return found

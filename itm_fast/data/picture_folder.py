@@ -1,0 +1,204 @@
+"""Match a folder of pictures with a file of captions, and divide the pictures into splits.
+
+Inside: `Collection`, `SplitPictures`, `collect`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import attrs
+import numpy as np
+from PIL import Image
+from tqdm import tqdm
+
+from itm_fast.data.caption_files import Row, read_caption_file
+from itm_fast.data.picture_files import Look, decoded, look_at, near_duplicates, readable_formats
+
+__all__ = ["Collection", "SplitPictures", "collect"]
+
+_DRAWN = ("train", "dev", "test")
+
+
+@attrs.frozen
+class SplitPictures:
+    """The pictures and captions of a split.
+
+    Attributes:
+        name: the split.
+        names: the path of each picture below the folder.
+        paths: the file of each picture.
+        looks: what a first look found.
+        captions: the captions in the order of their file.
+        caption_image: the index of each caption's picture.
+    """
+
+    name: str
+    names: list[str]
+    paths: list[Path]
+    looks: list[Look]
+    captions: list[str]
+    caption_image: list[int]
+
+
+@attrs.frozen
+class Collection:
+    """The splits; one line for each thing left out; one line for each near-duplicate in two splits."""
+
+    splits: list[SplitPictures]
+    skipped: list[str]
+    duplicates: list[str]
+
+
+def collect(
+    images: Path,
+    captions: Path,
+    *,
+    shares: Sequence[float] = (0.8, 0.1, 0.1),
+    seed: int = 0,
+    skip_bad: bool = False,
+    workers: int = 0,
+    progress: bool = False,
+) -> Collection:
+    """Read the captions, decode every picture once, and divide the pictures into splits.
+
+    Args:
+        images: the folder of pictures; folders in it are searched, too.
+        captions: the file of captions, as in `read_caption_file`.
+        shares: the shares of pictures in train, dev and test, if the file names no splits.
+        seed: of the division.
+        skip_bad: leave out pictures and captions that cannot be used; False: raise an error.
+        workers: processes that decode; 0: this process.
+        progress: show a progress bar on a terminal.
+
+    Raises:
+        ValueError: a file cannot be read, or a picture or caption cannot be used. The message names file and row.
+    """
+    if not images.is_dir():
+        raise ValueError(f"{images}: {'expected a folder, found a file' if images.exists() else 'no such folder'}")
+    if len(shares) != len(_DRAWN) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-6 or shares[0] == 0:
+        given = ",".join(f"{share:g}" for share in shares)
+        raise ValueError(f"split: expected three shares with a sum of 1, such as 0.8,0.1,0.1, got {given}")
+    rows, skipped = read_caption_file(captions)
+    paths = _found(images, rows, skipped)
+    rows = [row for row in rows if row.image in paths]
+    known = {path.resolve() for path in paths.values()}
+    skipped += [
+        f"{path}: a picture without captions in {captions}"
+        for path in _pictures_in(images)
+        if path.resolve() not in known
+    ]
+    if skipped and not skip_bad:
+        raise _refusal(skipped)
+    looks = _look_at_all(rows, paths, skipped, workers, progress)
+    if skipped and not skip_bad:
+        raise _refusal(skipped)
+    rows = [row for row in rows if row.image in looks]
+    if not rows:
+        raise ValueError(f"{captions}: no picture with captions is left of {images}")
+    split_of = _splits(captions, rows, shares, seed)
+    names = dict.fromkeys([name for name in _DRAWN if name in split_of.values()] + list(split_of.values()))
+    splits = [_split(name, rows, split_of, paths, looks) for name in names]
+    return Collection(splits, skipped, _duplicates(splits))
+
+
+def _refusal(problems: list[str]) -> ValueError:
+    more = f" ({len(problems) - 1:,} more problem{'s' * (len(problems) > 2)})" if len(problems) > 1 else ""
+    return ValueError(f"{problems[0]}{more}; --skip-bad leaves such pictures and captions out and lists them")
+
+
+def _found(images: Path, rows: Sequence[Row], skipped: list[str]) -> dict[str, Path]:
+    """Return the file of each picture that exists; report the others once."""
+    found: dict[str, Path] = {}
+    missing = set()
+    for row in rows:
+        if row.image in found or row.image in missing:
+            continue
+        # Published files name folders such as val2014, which copies of the pictures may lack.
+        path = next((path for path in (images / row.image, images / Path(row.image).name) if path.is_file()), None)
+        if path is None:
+            missing.add(row.image)
+            skipped.append(f"{row.place}: no such picture: {images / row.image}")
+        else:
+            found[row.image] = path
+    return found
+
+
+def _pictures_in(images: Path) -> list[Path]:
+    """Return the files with a suffix of a format that Pillow reads, sorted."""
+    formats = readable_formats()
+    suffixes = {suffix for suffix, name in Image.registered_extensions().items() if name in formats}
+    return sorted(path for path in images.rglob("*") if path.suffix.lower() in suffixes and path.is_file())
+
+
+def _look_at_all(
+    rows: Sequence[Row], paths: Mapping[str, Path], skipped: list[str], workers: int, progress: bool
+) -> dict[str, Look]:
+    """Decode each picture once; report those that cannot be decoded."""
+    first = {row.image: row for row in reversed(rows)}
+    names = list(dict.fromkeys(row.image for row in rows))
+    found = decoded([paths[name] for name in names], look_at, workers)
+    looks = {}
+    bar = tqdm(found, total=len(names), unit="pictures", desc="check", disable=None if progress else True)
+    for name, look in zip(names, bar, strict=True):
+        if isinstance(look, ValueError):
+            skipped.append(f"{first[name].place}: {look}")
+        else:
+            looks[name] = look
+    return looks
+
+
+def _splits(captions: Path, rows: Sequence[Row], shares: Sequence[float], seed: int) -> dict[str, str]:
+    """Return the split of each picture: that of the file, else a drawn one."""
+    named = {row.image: row for row in reversed(rows)}
+    for row in rows:
+        first = named[row.image]
+        if row.split != first.split:
+            here, there = (f"the split {one}" if one else "no split" for one in (row.split, first.split))
+            raise ValueError(f"{row.place}: {row.image} is in {here}, but in {there} on {first.place}")
+    without = next((row for row in rows if row.split is None), None)
+    if without is None:
+        return {row.image: str(row.split) for row in rows}
+    if any(row.split is not None for row in rows):
+        raise ValueError(f"{without.place}: no split, but other rows name one; name one in each row, or in none")
+    # Sorted, so that the order of the rows has no effect.
+    names = sorted(named)
+    order = np.random.default_rng(seed).permutation(len(names))
+    # Dev and test have at least one picture, unless their share is 0.
+    counts = [max(round(share * len(names)), int(share > 0)) for share in shares[1:]]
+    if sum(counts) >= len(names):
+        raise ValueError(f"{captions}: {len(names)} pictures are too few to divide into train, dev and test")
+    drawn = ["dev"] * counts[0] + ["test"] * counts[1]
+    drawn += ["train"] * (len(names) - len(drawn))
+    return {names[position]: split for position, split in zip(order, drawn, strict=True)}
+
+
+def _split(
+    name: str,
+    rows: Sequence[Row],
+    split_of: Mapping[str, str],
+    paths: Mapping[str, Path],
+    looks: Mapping[str, Look],
+) -> SplitPictures:
+    own = [row for row in rows if split_of[row.image] == name]
+    names = list(dict.fromkeys(row.image for row in own))
+    index = {image: number for number, image in enumerate(names)}
+    return SplitPictures(
+        name,
+        names,
+        [paths[image] for image in names],
+        [looks[image] for image in names],
+        [row.caption for row in own],
+        [index[row.image] for row in own],
+    )
+
+
+def _duplicates(splits: Sequence[SplitPictures]) -> list[str]:
+    """Describe near-duplicates in two splits."""
+    return [
+        f"{right.paths[b]} of {right.name} looks like {left.paths[a]} of {left.name}"
+        for number, left in enumerate(splits)
+        for right in splits[number + 1 :]
+        for a, b in near_duplicates(left.looks, right.looks)
+    ]

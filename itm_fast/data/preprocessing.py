@@ -1,0 +1,131 @@
+"""Bring pictures to the size that a vision model takes, as its `preprocessor_config.json` says.
+
+Inside: `Preprocessing`, `read_preprocessing`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from itm_fast.data.picture_files import open_picture
+from itm_fast.files import documents
+from itm_fast.files.messages import shown
+
+__all__ = ["Preprocessing", "read_preprocessing"]
+
+FILE = "preprocessor_config.json"
+_MOST_PIXELS_PER_SIDE = 4096
+
+
+@attrs.frozen
+class Preprocessing:
+    """How a picture becomes the input of a vision model.
+
+    Attributes:
+        side: height and width of the result in pixels.
+        shortest_edge: scale the picture so that its shorter edge has this length, then crop the centre; None: scale
+            height and width to `side`, whatever the proportions.
+        resample: Pillow's number of the filter.
+        scale: factor of the values 0 to 255.
+        mean, std: of the three colours, after scaling.
+    """
+
+    side: int
+    shortest_edge: int | None = None
+    resample: int = int(Image.Resampling.BICUBIC)
+    scale: float = 1 / 255
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+    def picture(self, path: Path) -> np.ndarray:
+        """Decode a picture; return (side, side, 3) uint8. Raises ValueError as `open_picture`."""
+        image = open_picture(path)
+        size = self.side, self.side
+        if self.shortest_edge is not None:
+            width, height = image.size
+            short = min(width, height)
+            size = self.shortest_edge * width // short, self.shortest_edge * height // short
+        pixels = np.asarray(image.resize(size, self.resample))
+        top, left = ((length - self.side) // 2 for length in pixels.shape[:2])
+        return pixels[top : top + self.side, left : left + self.side].copy()
+
+    def normalized(self, pixels: Tensor) -> Tensor:
+        """Turn pixels (n, side, side, 3) uint8 into (n, 3, side, side) float32, scaled and normalised."""
+        mean, std = (torch.tensor(values, device=pixels.device) for values in (self.mean, self.std))
+        return ((pixels.to(torch.float32) * self.scale - mean) / std).permute(0, 3, 1, 2).contiguous()
+
+
+def read_preprocessing(folder: Path) -> Preprocessing:
+    """Read `preprocessor_config.json` of a model folder.
+
+    Raises:
+        ValueError: the file is missing or damaged, or asks for something else than scaling, a square centre crop and
+            normalisation. The message names the file and the setting.
+    """
+    path = folder / FILE
+    try:
+        content = documents.read_json(path, documents.MAX_SETTINGS_BYTES)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path}: no such file; it says how pictures are scaled and normalised (save_pretrained of the model's "
+            "image processor in transformers writes it)"
+        ) from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {shown(content)}")
+    try:
+        return _of_content(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _of_content(content: dict[str, Any]) -> Preprocessing:
+    if content.get("do_resize", True) is not True:
+        raise ValueError(f"do_resize: expected true, got {shown(content['do_resize'])}")
+    size, crops = content.get("size"), content.get("do_center_crop", False) is True
+    edge: int | None = None
+    if crops:
+        side = _square(content.get("crop_size"), "crop_size")
+        edge = _side(size.get("shortest_edge"), "size") if isinstance(size, dict) else _side(size, "size")
+        if edge < side:
+            raise ValueError(f"crop_size: expected at most the shortest edge, {edge}, got {side}")
+    else:
+        side = _square(size, "size")
+    resample = content.get("resample", int(Image.Resampling.BICUBIC))
+    if type(resample) is not int or resample not in list(Image.Resampling):
+        raise ValueError(f"resample: expected the number of a filter of Pillow, 0 to 5, got {shown(resample)}")
+    scale = content.get("rescale_factor", 1 / 255) if content.get("do_rescale", True) else 1.0
+    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
+    std: tuple[float, ...] = (1.0, 1.0, 1.0)
+    if content.get("do_normalize", True):
+        mean, std = (_colours(content.get(name), name) for name in ("image_mean", "image_std"))
+    if type(scale) is not float or not 0 < scale <= 1 or min(std) <= 0:
+        raise ValueError("rescale_factor, image_std: expected positive numbers, at most 1 for the factor")
+    return Preprocessing(side, edge, resample, scale, mean, std)
+
+
+def _square(value: Any, name: str) -> int:
+    if isinstance(value, dict):
+        height, width = value.get("height"), value.get("width")
+        if height != width:
+            raise ValueError(f"{name}: expected equal height and width, got {shown(value)}")
+        value = height
+    return _side(value, name)
+
+
+def _side(value: Any, name: str) -> int:
+    if type(value) is not int or not 1 <= value <= _MOST_PIXELS_PER_SIDE:
+        raise ValueError(f"{name}: expected 1 to {_MOST_PIXELS_PER_SIDE} pixels per side, got {shown(value)}")
+    return value
+
+
+def _colours(value: Any, name: str) -> tuple[float, ...]:
+    if not isinstance(value, list) or len(value) != 3 or not all(type(one) in (int, float) for one in value):
+        raise ValueError(f"{name}: expected three numbers, got {shown(value)}")
+    return tuple(map(float, value))

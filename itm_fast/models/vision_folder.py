@@ -1,0 +1,254 @@
+"""Load a vision model from a local folder of transformers and turn pictures into regions.
+
+Inside: `KINDS`, `PictureEncoder`, `load_picture_encoder`. Nothing is downloaded, and nothing in the folder is executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from itm_fast.data.digests import sha256_of_file
+from itm_fast.data.preprocessing import FILE, Preprocessing, read_preprocessing
+from itm_fast.files import documents, regular
+from itm_fast.files.messages import shortened, shown
+
+__all__ = ["KINDS", "PictureEncoder", "load_picture_encoder"]
+
+# For each `model_type`: the class in transformers, and the tokens before those of the patches.
+KINDS = {
+    "vit": ("ViTModel", 1),
+    "deit": ("DeiTModel", 2),
+    "swin": ("SwinModel", 0),
+    "swinv2": ("Swinv2Model", 0),
+    "dinov2": ("Dinov2Model", 1),
+    "dinov2_with_registers": ("Dinov2WithRegistersModel", 1),
+    "clip": ("CLIPVisionModel", 1),
+    "clip_vision_model": ("CLIPVisionModel", 1),
+    "siglip": ("SiglipVisionModel", 0),
+    "siglip_vision_model": ("SiglipVisionModel", 0),
+}
+_WEIGHTS, _SHARDED = "model.safetensors", "model.safetensors.index.json"
+# Parts behind the states that are read. A folder may lack them.
+_UNUSED = re.compile(r"(^|\.)(pooler|post_layernorm|head|mask_token)(\.|$)|mask_token$")
+
+
+class PictureEncoder:
+    """A vision model whose patch tokens are regions.
+
+    Args:
+        model: a model of transformers, in evaluation mode.
+        preprocessing: of the pictures.
+        special_tokens: the tokens before those of the patches.
+        layer: the hidden state to read, as `hidden_states` of transformers counts: 0 is the embeddings. -1: the output
+            of the model, which has the last layer norm if the model has one.
+        pool: "patches": each patch is a region. "class": the class token alone. "mean": the mean of the patches. "7x7":
+            the patches averaged to a grid of seven rows and columns.
+        digest: identifies the weights and the settings.
+        device: where the model computes.
+
+    Attributes:
+        preprocessing, digest: the arguments.
+        regions, width: regions per picture, and numbers per region.
+
+    Raises:
+        ValueError: `layer` or `pool` does not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        preprocessing: Preprocessing,
+        special_tokens: int,
+        *,
+        layer: int = -1,
+        pool: str = "patches",
+        digest: str = "",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.preprocessing, self.device, self.digest = preprocessing, torch.device(device), digest
+        self._model, self._special, self._layer = model.to(self.device), special_tokens, layer
+        self._pool = pool
+        grid = re.fullmatch(r"([1-9][0-9]?)x\1", pool)
+        if grid is None and pool not in ("patches", "class", "mean"):
+            raise ValueError(f"pool: expected patches, class, mean, or a grid such as 7x7, got {shown(pool)}")
+        if pool == "class" and not special_tokens:
+            raise ValueError("pool: this model has no class token; expected patches, mean, or a grid such as 7x7")
+        side = preprocessing.side
+        tokens = self._tokens(torch.zeros(1, side, side, 3, dtype=torch.uint8)).shape[1] - special_tokens
+        self._side = math.isqrt(tokens)
+        if self._side**2 != tokens:
+            raise ValueError(f"layer: expected a square grid of patches, got {tokens} tokens")
+        self._grid = None if grid is None else int(grid[1])
+        if self._grid is not None and self._grid > self._side:
+            raise ValueError(f"pool: expected at most {self._side}x{self._side}, the patches of the model, got {pool}")
+        found = self(torch.zeros(1, side, side, 3, dtype=torch.uint8))
+        self.regions, self.width = found.shape[1], found.shape[2]
+
+    @torch.inference_mode()
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Encode pixels (n, side, side, 3) uint8 as regions (n, k, f) float32 on the CPU."""
+        tokens = self._tokens(pixels)
+        if self._pool == "class":
+            return tokens[:, :1].cpu()
+        patches = tokens[:, self._special :]
+        if self._pool == "mean":
+            patches = patches.mean(1, keepdim=True)
+        if self._grid is not None:
+            maps = patches.transpose(1, 2).unflatten(2, (self._side, self._side))
+            patches = functional.adaptive_avg_pool2d(maps, self._grid).flatten(2).transpose(1, 2)
+        return patches.cpu()
+
+    @torch.inference_mode()
+    def _tokens(self, pixels: Tensor) -> Tensor:
+        """Return the tokens (n, t, f) float32 of the layer."""
+        found = self._model(
+            pixel_values=self.preprocessing.normalized(pixels.to(self.device)), output_hidden_states=self._layer != -1
+        )
+        if self._layer == -1:
+            return found.last_hidden_state
+        states = found.hidden_states
+        if not -len(states) <= self._layer < len(states):
+            raise ValueError(f"layer: expected {-len(states)} to {len(states) - 1}, got {self._layer}")
+        return states[self._layer]
+
+
+def load_picture_encoder(
+    folder: str | os.PathLike[str],
+    *,
+    layer: int = -1,
+    pool: str = "patches",
+    device: torch.device | str = "cpu",
+) -> PictureEncoder:
+    """Load a vision model that `save_pretrained` of transformers wrote, with its image processor.
+
+    Args:
+        folder: contains `config.json`, `preprocessor_config.json` and safetensors weights. The folder of a whole CLIP
+            or SigLIP serves, too; its text tower is ignored.
+        layer, pool, device: as in `PictureEncoder`.
+
+    Raises:
+        ValueError: a file is missing or damaged, the model is of another kind, weights are missing or do not fit, or
+            the package transformers is not installed. The message names the file.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        what = "expected a folder, found a file" if folder.exists() else "no such folder"
+        raise ValueError(
+            f"{folder}: {what}; expected a local folder of a vision model, as nothing is downloaded: write one with "
+            "save_pretrained of the model and its image processor in transformers"
+        )
+    content, kind = _config(folder / "config.json")
+    preprocessing = read_preprocessing(folder)
+    files = _weight_files(folder)
+    name, special = KINDS[kind]
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError(
+            "encoder: the package transformers is not installed; install it with pip install 'itm_fast[vision]'"
+        ) from None
+    cls = getattr(transformers, name)
+    with _quiet(transformers):
+        try:
+            config = cls.config_class.from_dict(content)
+            attention = "sdpa" if cls._supports_sdpa else "eager"
+            # Only named classes of transformers are built, and only from files in the folder.
+            model, found = cls.from_pretrained(
+                folder, config=config, local_files_only=True, trust_remote_code=False, use_safetensors=True,
+                attn_implementation=attention, output_loading_info=True,
+            )  # fmt: skip
+        except Exception as error:
+            reason = shortened(" ".join(str(error).split()), 300)
+            raise ValueError(f"{folder}: config.json and weights are not those of a {kind} model ({reason})") from None
+    missing = sorted(weight for weight in found["missing_keys"] if not _UNUSED.search(weight))
+    wrong = missing or sorted(str(one[0] if isinstance(one, tuple) else one) for one in found["mismatched_keys"])
+    if wrong:
+        what = "is missing" if missing else "has another shape"
+        raise ValueError(f"{files[0]}: the weight {wrong[0]} {what} ({len(wrong)} weights in all)")
+    special += model.config.num_register_tokens if kind == "dinov2_with_registers" else 0
+    digest = hashlib.sha256(f"{layer} {pool} {preprocessing}".encode())
+    for path in [folder / "config.json", *files]:
+        digest.update(sha256_of_file(path, lambda _count: None).encode())
+    try:
+        return PictureEncoder(
+            model.float().eval(),
+            preprocessing,
+            special,
+            layer=layer,
+            pool=pool,
+            digest=digest.hexdigest(),
+            device=device,
+        )
+    except ValueError as error:
+        if str(error).startswith(("layer:", "pool:")):
+            raise
+        reason = shortened(" ".join(str(error).split()), 300)
+        raise ValueError(
+            f"{folder / FILE}: pictures of {preprocessing.side} pixels do not fit the model ({reason})"
+        ) from None
+
+
+def _config(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the settings of the vision tower in `config.json`, and the model's type."""
+    try:
+        content = documents.read_json(path, documents.MAX_SETTINGS_BYTES)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; expected the folder of a vision model") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {shown(content)}")
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"{path}: model_type: expected {', '.join(KINDS)}, got {shown(kind)}")
+    if "vision_config" in content:
+        content = content["vision_config"]
+        if not isinstance(content, dict):
+            raise ValueError(f"{path}: vision_config: expected a JSON object, got {shown(content)}")
+    if "quantization_config" in content:
+        raise ValueError(f"{path}: quantization_config: quantised weights are not supported; save the model without")
+    return content, kind
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder."""
+    if regular.is_present(folder / "adapter_config.json"):
+        raise ValueError(f"{folder / 'adapter_config.json'}: adapters are not supported; merge them into the model")
+    if regular.is_present(folder / _WEIGHTS):
+        return [folder / _WEIGHTS]
+    if not regular.is_present(folder / _SHARDED):
+        raise ValueError(
+            f"{folder / _WEIGHTS}: no such file; expected weights as safetensors (save_pretrained of transformers "
+            "writes them)"
+        )
+    index = documents.read_json(folder / _SHARDED, documents.MAX_SETTINGS_BYTES * 16)
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not all(
+        isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors") for name in names.values()
+    ):
+        raise ValueError(f"{folder / _SHARDED}: expected a weight_map with the names of safetensors files")
+    return [folder / name for name in sorted(set(names.values()))]
+
+
+@contextlib.contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Keep transformers from printing progress bars and tables of weights that are not used."""
+    logging = transformers.utils.logging
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,347 @@
+"""`itm-fast data import`: from pictures and captions to a trained model, after a kill, and with bad pictures."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from itm_fast import cli
+from itm_fast.data import BatchLoader, Vocabulary, emoji, open_split, picture_of
+from itm_fast.data.import_pictures import import_features
+from itm_fast.data.picture_files import open_picture
+from itm_fast.data.picture_folder import collect
+from itm_fast.models.vision_folder import load_picture_encoder
+from python_tests.helpers.commands import error, train_small
+from python_tests.helpers.grid_encoder import GridEncoder
+from python_tests.helpers.pictures import SIDE, write_captions, write_encoder, write_pictures
+from python_tests.helpers.processes import ROOT
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("encoder") / "vit"
+    write_encoder(folder)
+    return folder
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, encoder: Path) -> list[object]:
+    """Return the arguments of an import of 40 pictures with two captions each."""
+    captions = write_captions(tmp_path / "captions.csv", write_pictures(tmp_path / "pictures", 40))
+    return [
+        "data", "import", "--images", tmp_path / "pictures", "--captions", captions, "--encoder", encoder,
+        "--out", tmp_path / "store", "--workers", 0, "--min-count", 1,
+    ]  # fmt: skip
+
+
+def run(arguments: list[object]) -> int:
+    return cli.run([str(argument) for argument in arguments])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files of a store and of the store of pictures in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_pictures_become_a_trained_model(
+    tmp_path: Path, arguments: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    assert run(arguments) == 0
+    assert "train: 32 pictures, 64 captions, 16 regions of 16 numbers" in capsys.readouterr().out
+    splits = {split: open_split(store, split, Vocabulary.from_file(store / "vocab.json")) for split in
+              ("train", "dev", "test")}  # fmt: skip
+    names = [name for split in splits.values() for name in split.image_ids or ()]
+    assert sorted(names) == sorted(path.name for path in (tmp_path / "pictures").iterdir())
+    assert [split.n_images for split in splits.values()] == [32, 4, 4]
+    # Each row of the store is what the encoder computes for that picture alone, and captions keep their pictures.
+    lines = (tmp_path / "captions.csv").read_text(encoding="utf-8").splitlines()
+    vision = load_picture_encoder(arguments[7])
+    for split in splits.values():
+        picture = tmp_path / "pictures" / (split.image_ids or [])[1]
+        expected = vision(torch.from_numpy(vision.preprocessing.picture(picture))[None])
+        torch.testing.assert_close(split.image_batch([1]), expected.bfloat16().float(), rtol=1e-2, atol=1e-3)
+        for caption, image in zip(split.captions, split.caption_image.tolist(), strict=True):
+            assert any(line.startswith((split.image_ids or [])[image]) and caption in line for line in lines)
+    assert run(["data", "check", store]) == 0
+    train_small(store, tmp_path / "run")
+    assert run(["evaluate", "--checkpoint", tmp_path / "run", "--data", store, "--split", "test"]) == 0
+    page = tmp_path / "pair.html"
+    assert run(["explain", "--checkpoint", tmp_path / "run", "--data", store, "--caption", 0, "--out", page]) == 0
+    assert page.read_text(encoding="utf-8").count("data:image/png") > 2
+    picture, grid = picture_of(splits["test"], 2)
+    with Image.open(tmp_path / "pictures" / (splits["test"].image_ids or [])[2]) as image:
+        expected = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BILINEAR), dtype=np.int16)
+    assert grid == 4
+    assert picture is not None
+    assert np.abs(picture - expected).mean() < 12  # JPEG stores colours at half the resolution.
+
+
+def test_stored_pictures_become_a_trained_model(
+    tmp_path: Path, arguments: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    del arguments[6:8]
+    assert run([*arguments, "--size", 24, "--grid", 2, "--format", "webp", "--quality", 100]) == 0
+    printed = capsys.readouterr().out
+    assert "train: 32 pictures, 64 captions, 4 regions of 432 numbers" in printed
+    assert printed.endswith(f"--data {store} --model scan --out RUN --model-option image_encoder=patches\n")
+    vocabulary = Vocabulary.from_file(store / "vocab.json")
+    train = open_split(store, "train", vocabulary)
+    batch = train.image_batch([3, 0]).view(2, 2, 2, 12, 12, 3)
+    with Image.open(tmp_path / "pictures" / (train.image_ids or [])[3]) as image:
+        expected = np.asarray(image.resize((24, 24), Image.Resampling.BICUBIC), dtype=np.float32)
+    for row, column in itertools.product(range(2), range(2)):
+        patch = expected[12 * row : 12 * row + 12, 12 * column : 12 * column + 12] / 127.5 - 1
+        assert np.abs(batch[0, row, column].numpy() - patch).mean() < 0.05
+    # Worker processes and a shorter split give the same batches.
+    loader = BatchLoader(train, [np.array([0, 7]), np.array([5])], workers=2)
+    for batches, indices in zip(loader, ([0, 7], [5]), strict=True):
+        torch.testing.assert_close(batches.features, train.batch(indices).features, rtol=0, atol=0)
+    few = open_split(store, "train", vocabulary, max_images=3)
+    torch.testing.assert_close(few.image_batch([2, 0]), train.image_batch([2, 0]), rtol=0, atol=0)
+    assert run(["data", "check", store]) == 0
+    train_small(store, tmp_path / "run", "--model-option", "image_encoder=patches", "--workers", "1")
+    train_small(store, tmp_path / "host", "--model-option", "image_encoder=patches", "--features", "host")
+    runs = [load_file(tmp_path / name / "model.safetensors") for name in ("run", "host")]
+    assert all(torch.equal(weight, runs[1][name]) for name, weight in runs[0].items())
+    page = tmp_path / "pair.html"
+    assert run(["explain", "--checkpoint", tmp_path / "run", "--data", store, "--caption", 0, "--out", page]) == 0
+    assert page.read_text(encoding="utf-8").count("data:image/png") > 2
+
+
+def test_damaged_pictures_of_a_store_are_found(tmp_path: Path, arguments: list[object]) -> None:
+    assert run(arguments) == 0
+    store = tmp_path / "store" / "pictures"
+    path = store / "train-00000.safetensors"
+    whole = path.read_bytes()
+    vocabulary = Vocabulary.from_file(store / "vocab.json")
+    start = 8 + int.from_bytes(whole[:8], "little") + 8 * 32
+    path.write_bytes(whole[:start] + bytes(100) + whole[start + 100 :])
+    report = tmp_path / "report.json"
+    assert run(["data", "check", tmp_path / "store", "--json", report]) == 1
+    (problem,) = json.loads(report.read_text())["problems"]
+    assert problem["file"] == "pictures/train-00000.safetensors"
+    assert problem["what"] == "damaged: its checksum is not that of the store"
+    with pytest.raises(ValueError, match=re.escape(f"{path}: row 0 (image 0) cannot be decoded (cannot identify")):
+        open_split(store, "train", vocabulary).image_batch([0])
+    path.write_bytes(whole[: start - 8] + b"\xff" * 8 + whole[start:])
+    with pytest.raises(ValueError, match=re.escape(f"{path}: not the shard that the store wrote: its header or its")):
+        open_split(store, "train", vocabulary)
+    path.write_bytes(whole)
+    manifest = json.loads((store / "store.json").read_text())
+    manifest["splits"][0]["width"] = 3 * 9999**2
+    (store / "store.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="train: pictures of 9,999 pixels per side"):
+        open_split(store, "train", vocabulary)
+    manifest["splits"][0]["width"] = 3 * SIDE**2 + 1
+    (store / "store.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="train: expected square pictures of square patches"):
+        open_split(store, "train", vocabulary)
+    manifest["splits"][0]["width"] = 3 * SIDE**2
+    (store / "store.json").write_text(json.dumps(manifest))
+    path.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=re.escape(f"{path}: truncated: the store wrote {len(whole):,} bytes")):
+        open_split(store, "train", vocabulary)
+
+
+def test_workers_seed_and_split(tmp_path: Path, arguments: list[object]) -> None:
+    assert run(arguments) == 0
+    arguments[arguments.index("--out") + 1] = tmp_path / "again"
+    arguments[arguments.index("--workers") + 1] = 2
+    assert run(arguments) == 0
+    assert contents(tmp_path / "again") == contents(tmp_path / "store")
+    arguments[arguments.index("--out") + 1] = tmp_path / "other"
+    assert run([*arguments, "--seed", 1, "--split", "0.5,0.5,0"]) == 0
+    vocabulary = Vocabulary.from_file(tmp_path / "other" / "vocab.json")
+    first, other = (open_split(tmp_path / name, "dev", vocabulary).image_ids for name in ("store", "other"))
+    assert first is not None
+    assert other is not None
+    assert (len(first), len(other)) == (4, 20)
+    assert set(other) - set(first)
+
+
+def test_an_import_with_other_settings_needs_another_folder(
+    tmp_path: Path, arguments: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 0
+    before = contents(tmp_path / "store")
+    assert run(arguments) == 0
+    assert contents(tmp_path / "store") == before
+    status, message = error(capsys, *arguments, "--pool", "mean")
+    assert (status, message) == (
+        1, f"{tmp_path}/store: contains a feature store of other data or settings; choose another --out"
+    )  # fmt: skip
+
+
+# Prints a line before each shard and waits for a line of input.
+IMPORTING = """
+import importlib, sys
+from pathlib import Path
+pack = importlib.import_module("itm_fast.data.pack")
+from itm_fast.data.import_pictures import import_features
+from itm_fast.data.picture_folder import collect
+from python_tests.helpers.grid_encoder import GridEncoder
+write_shard = pack._write_shard
+def when_told(*arguments):
+    sys.stdin.readline()
+    return write_shard(*arguments)
+pack._write_shard = when_told
+images, captions, out = map(Path, sys.argv[1:])
+import_features(collect(images, captions).splits, captions, out, GridEncoder(), shard_bytes=400, min_count=1)
+"""
+
+
+def test_an_import_continues_after_a_kill(tmp_path: Path, arguments: list[object]) -> None:
+    images, captions, store = tmp_path / "pictures", tmp_path / "captions.csv", tmp_path / "store"
+    splits = collect(images, captions).splits
+    import_features(splits, captions, tmp_path / "whole", GridEncoder(), shard_bytes=400, min_count=1)
+    expected = contents(tmp_path / "whole")
+    assert len([name for name in expected if "-0" in name]) == 10
+    command = [sys.executable, "-c", IMPORTING, images, captions, store]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        child.stdin.write(b"\n" * 6)
+        child.stdin.flush()
+        while child.poll() is None and len(list(store.glob("[!.]*-0*.safetensors"))) < 5:
+            time.sleep(0.01)
+        child.kill()
+    kept = {path: path.stat().st_mtime_ns for path in store.glob("[!.]*-0*.safetensors")}
+    assert 5 <= len(kept) < 10
+    import_features(splits, captions, store, GridEncoder(), shard_bytes=400, min_count=1)
+    assert contents(store) == expected
+    assert sum(path.stat().st_mtime_ns == modified for path, modified in kept.items()) >= 4
+
+
+def test_a_picture_that_changes_during_the_import_is_one_line(tmp_path: Path, arguments: list[object]) -> None:
+    images, captions = tmp_path / "pictures", tmp_path / "captions.csv"
+    splits = collect(images, captions).splits
+    path = splits[0].paths[5]
+    Image.new("RGB", (8, 8)).save(path)
+    with pytest.raises(ValueError, match=re.escape(f"{path}: changed while it was imported; run the command again")):
+        import_features(splits, captions, tmp_path / "store", GridEncoder(), min_count=1)
+    path.unlink()
+    with pytest.raises(ValueError, match=re.escape(f"{path}: cannot be read: No such file or directory")):
+        import_features(splits, captions, tmp_path / "store", GridEncoder(), min_count=1)
+    assert not (tmp_path / "store" / "store.json").exists()
+
+
+def test_bad_pictures_and_captions_are_named_or_left_out(
+    tmp_path: Path, arguments: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    images, captions = tmp_path / "pictures", tmp_path / "captions.csv"
+    content = captions.read_text(encoding="utf-8").replace("image,caption\n", "image,caption\nnone.png,nothing\n")
+    captions.write_text(content, encoding="utf-8")
+    hint = "; --skip-bad leaves such pictures and captions out and lists them"
+    status, message = error(capsys, *arguments)
+    assert (status, message) == (1, f"{captions}: line 2: no such picture: {images}/none.png{hint}")
+    Image.new("RGB", (4, 4)).save(images / "extra.webp")
+    captions.write_text(content.replace("none.png,nothing\n", ""), encoding="utf-8")
+    status, message = error(capsys, *arguments)
+    assert (status, message) == (1, f"{images}/extra.webp: a picture without captions in {captions}{hint}")
+    (images / "extra.webp").unlink()
+    first, second = (line.split(",")[0] for line in content.splitlines()[2:6:2])
+    (images / first).write_bytes(b"")
+    (images / second).write_bytes((images / second).read_bytes()[:300])
+    status, message = error(capsys, *arguments)
+    assert (status, message) == (
+        1, f"{captions}: line 2: {images / first}: an empty file, not a picture (1 more problem){hint}"
+    )  # fmt: skip
+    assert not (tmp_path / "store").exists()
+    assert run([*arguments, "--skip-bad"]) == 0
+    printed = capsys.readouterr().out
+    assert f"2 left out, all in {tmp_path}/store/skipped.txt:" in printed
+    listed = (tmp_path / "store" / "skipped.txt").read_text().splitlines()
+    assert listed[0] == f"{captions}: line 2: {images / first}: an empty file, not a picture"
+    assert listed[1].startswith(f"{captions}: line 4: {images / second}: the picture cannot be decoded (")
+    found = collect(images, captions, skip_bad=True)
+    assert sum(len(split.names) for split in found.splits) == 38
+    assert run([*arguments, "--skip-bad"]) == 0
+    assert run(["data", "check", tmp_path / "store"]) == 0
+
+
+def test_emoji_are_written_as_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emoji, "SPLITS", ("dev",))
+    out = tmp_path / "emoji"
+    assert run(["data", "emoji", "--pictures", "--out", out]) == 0
+    command = f"itm-fast data import --images {out}/pictures --captions {out}/captions.csv --out STORE"
+    assert capsys.readouterr().out == f"import them with: {command}\n"
+    (dev,) = collect(out / "pictures", out / "captions.csv").splits
+    assert (dev.name, dev.captions) == ("dev", emoji.captions("dev"))
+    assert dev.caption_image == [number // 5 for number in range(1500)]
+    for path, pixels in zip(dev.paths, emoji.pictures("dev"), strict=True):
+        assert np.array_equal(np.asarray(open_picture(path)), pixels)
+    assert error(capsys, "data", "emoji", "--pictures", "--out", out) == (
+        1, f"{out}: expected a new or empty folder"
+    )  # fmt: skip
+
+
+def test_splits_of_the_captions_are_kept(tmp_path: Path) -> None:
+    names = write_pictures(tmp_path / "pictures", 4)
+    splits = dict(zip(names, ("test", "train", "dev", "train"), strict=True))
+    table = "".join(f"{name},a thing,{split}\n" for name, split in splits.items())
+    (tmp_path / "a.csv").write_text(f"image,caption,split\n{table}")
+    found = collect(tmp_path / "pictures", tmp_path / "a.csv").splits
+    assert {name: split.name for split in found for name in split.names} == splits
+    assert [split.name for split in found] == ["train", "dev", "test"]
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ("{0},again,dev\n", "line 4: {0} is in the split dev, but in the split train on {file}: line 2"),
+        ("{1},again,\n", "line 4: {1} is in no split, but in the split dev on {file}: line 3"),
+        ("{2},again,\n", "line 4: no split, but other rows name one; name one in each row, or in none"),
+    ],
+)
+def test_splits_that_disagree_are_one_line(tmp_path: Path, last: str, message: str) -> None:
+    names = write_pictures(tmp_path / "pictures", 3)
+    file = tmp_path / "a.csv"
+    file.write_text(f"image,caption,split\n{names[0]},a,train\n{names[1]},b,dev\n" + last.format(*names))
+    with pytest.raises(ValueError, match="split") as raised:
+        collect(tmp_path / "pictures", file, skip_bad=True)
+    assert str(raised.value) == f"{file}: {message.format(*names, file=file)}"
+
+
+def test_near_duplicates_of_two_splits_are_listed(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    (tmp_path / "pictures").mkdir()
+    for name, side in (("a.png", 80), ("b.png", 64)):
+        Image.fromarray(pixels).resize((side, side)).save(tmp_path / "pictures" / name)
+    (tmp_path / "a.csv").write_text("image,caption,split\na.png,one,train\nb.png,two,test\n")
+    found = collect(tmp_path / "pictures", tmp_path / "a.csv")
+    assert found.duplicates == [
+        f"{tmp_path}/pictures/b.png of test looks like {tmp_path}/pictures/a.png of train"
+    ]  # fmt: skip
+
+
+def test_options_that_do_not_fit_are_one_line(
+    tmp_path: Path, arguments: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert error(capsys, *arguments, "--split", "0.5,0.4") == (
+        1, "split: expected three shares with a sum of 1, such as 0.8,0.1,0.1, got 0.5,0.4"
+    )  # fmt: skip
+    assert error(capsys, *arguments, "--split", "most") == (
+        1, "--split: expected three shares such as 0.8,0.1,0.1, got most"
+    )  # fmt: skip
+    assert error(capsys, *arguments, "--pool", "some")[1].startswith("pool: expected patches, class, mean, or a grid")
+    assert error(capsys, *arguments, "--device", "no") == (
+        1, "device: expected a device such as cpu or cuda, got 'no'"
+    )  # fmt: skip
+    del arguments[6:8]
+    assert error(capsys, *arguments, "--grid", 5) == (1, "--grid: expected a divisor of --size 224, got 5")
+    arguments[arguments.index("--images") + 1] = tmp_path / "none"
+    assert error(capsys, *arguments) == (1, f"{tmp_path}/none: no such folder")

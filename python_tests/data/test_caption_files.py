@@ -1,0 +1,114 @@
+"""Caption files: tables, JSON lines, COCO's annotations, Karpathy's file, and rows that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from itm_fast.data.caption_files import read_caption_file
+
+ROWS = [("a.png", "a red, round thing", "train"), ("sub/b.png", "a thing", "dev"), ("a.png", "it is red", "train")]
+KARPATHY = {
+    "images": [
+        {"filename": "a.png", "split": "restval", "sentences": [{"raw": "a red, round thing"}, {"raw": "it is red"}]},
+        {"filename": "b.png", "filepath": "sub", "split": "val", "sentences": [{"raw": "a thing"}]},
+    ]
+}
+COCO = {
+    "images": [{"id": 7, "file_name": "a.png"}, {"id": 9, "file_name": "sub/b.png"}],
+    "annotations": [
+        {"image_id": 7, "caption": "a red, round thing"},
+        {"image_id": 9, "caption": "a thing"},
+        {"image_id": 7, "caption": "it is red"},
+    ],
+}
+FILES = {
+    "comma.csv": 'image,caption,split\na.png,"a red, round thing",train\nsub/b.png,a thing,dev\n'
+    "a.png,it is red,train\n",
+    "bar.csv": "\ufeffimage_name| comment| split\na.png| a red, round thing| train\nsub/b.png| a thing| val\n"
+    "a.png| it is red| train\n",
+    "tab.tsv": "split\tfilename\tcaption\r\ntrain\ta.png\ta red, round thing\r\nvalidation\tsub/b.png\ta thing\r\n"
+    "train\ta.png\tit is red\r\n",
+    "lines.jsonl": "\n".join(json.dumps({"image": i, "caption": c, "split": s}) for i, c, s in ROWS),
+    "coco.json": json.dumps(COCO),
+    "dataset_own.json": json.dumps(KARPATHY),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_kind_of_file_gives_the_same_captions(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(FILES[name], encoding="utf-8", newline="")
+    rows, problems = read_caption_file(tmp_path / name)
+    expected = [(i, c, None) for i, c, _ in ROWS] if name == "coco.json" else ROWS
+    assert sorted((row.image, row.caption, row.split) for row in rows) == sorted(expected)
+    assert problems == []
+
+
+def test_a_line_may_have_several_captions(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"image": "a.png", "captions": ["one", "two\\n lines"]}\n')
+    rows, _ = read_caption_file(tmp_path / "a.jsonl")
+    assert [(row.caption, row.place) for row in rows] == [
+        ("one", f"{tmp_path}/a.jsonl: line 1"), ("two lines", f"{tmp_path}/a.jsonl: line 1"),
+    ]  # fmt: skip
+
+
+def test_rows_that_cannot_be_used_are_listed(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(
+        "image,caption,split\n../a.png,one,\na.png,,\na.png\n,two,\nb.png,b'three',\nc.png,four,../x\nd,5,\n"
+    )
+    rows, problems = read_caption_file(path)
+    assert [(row.image, row.caption) for row in rows] == [("d", "5")]
+    assert problems == [
+        f"{path}: line 2: expected a path below the folder of pictures, got '../a.png'",
+        f"{path}: line 3: the caption is empty",
+        f"{path}: line 4: expected 3 cells as in line 1, got 1",
+        f"{path}: line 5: expected the file name of a picture, got ''",
+        f"{path}: line 6: the caption is the text of a bytes literal (b'three'): write the decoded text instead",
+        f"{path}: line 7: expected the name of a split, got '../x'",
+    ]
+
+
+def test_bad_lines_of_json_are_listed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"image": "a.png"}\n[]\n{"image": "a.png", "caption": 3}\n{\n')
+    _, problems = read_caption_file(path)
+    assert problems[:3] == [
+        f"{path}: line 1: expected a key caption or captions, found ['image']",
+        f"{path}: line 2: expected a JSON object, got []",
+        f"{path}: line 3: expected a caption, got 3",
+    ]
+    assert problems[3].startswith(f"{path}: line 4: Expecting property name")
+
+
+def test_an_annotation_of_no_image_is_listed(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({**COCO, "annotations": [{"image_id": 8, "caption": "one"}]}))
+    _, problems = read_caption_file(path)
+    assert problems == [f"{path}: annotations[0]: expected the file name of a picture, got None"]
+
+
+UNREADABLE = {
+    "a.txt": ("", "expected a file of captions that ends in .csv, .tsv, .jsonl, .json"),
+    "a.csv": ("picture,words\n", "line 1: expected a column image or file_name, found ['picture', 'words']"),
+    "b.csv": ("image,caption\n", "expected at least one caption, found none"),
+    "c.csv": ('image,caption\na.png,"an open quote\n', "line 2: unexpected end of data"),
+    "a.json": ("[]", "expected captions as COCO or Karpathy write them: an object with a list 'images'"),
+    "b.json": ('{"images": [], "annotations": 3}', "annotations: expected a list of objects, got 3"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_file_of_another_kind_is_one_line(tmp_path: Path, name: str) -> None:
+    text, message = UNREADABLE[name]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name}: {message}")):
+        read_caption_file(tmp_path / name)
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/a.csv: no such file; expected the captions of the")):
+        read_caption_file(tmp_path / "a.csv")
