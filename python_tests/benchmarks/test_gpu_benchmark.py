@@ -141,7 +141,8 @@ def test_kernels_that_are_not_registered_are_not_built(monkeypatch: pytest.Monke
     results = dry_run()
     scores = ["cross_attention_scores"]
     backward = ["cross_attention_scores_backward"]
-    regulated = {f"regulated {name} 4": ["regulated_scores"] for name in ("scores", "step")}
+    regulated = {"regulated scores 4": ["regulated_scores"]}
+    regulated["regulated step 4"] = ["regulated_scores", "regulated_scores_backward"]
     of_scores = {"scores 4": scores, "step 4": scores + backward, "evaluation 2 x 10": scores}
     boosting = {f"boosting {mining} 8": ["boosting_loss", "boosting_loss_backward"] for mining in ("hardest", "all")}
     assert results["not_built"] == of_scores | regulated | boosting

@@ -62,8 +62,12 @@ def compile_driver(name: str, folder: Path, *flags: str, root: Path = ROOT) -> P
     """Compile the driver `name` with the kernels under `root` and link it with the shim; return the library."""
     library, drivers = folder / f"{name}.so", root / "python_tests/native/shim"
     includes = (f"-I{root / 'csrc'}", f"-I{root / 'csrc/include'}")
-    shim = compiled_shim(set(SANITIZERS) <= set(flags))
-    run_compiler("-shared", *flags, "-o", library, *includes, drivers / f"{name}.cpp", *shim)
+    sanitized = set(SANITIZERS) <= set(flags)
+    shim = compiled_shim(sanitized)
+    # Optimising code with sanitizers takes longer than running it.
+    run_compiler(
+        "-shared", *(("-O0",) if sanitized else ()), *flags, "-o", library, *includes, drivers / f"{name}.cpp", *shim
+    )
     return library
 
 

@@ -102,7 +102,7 @@ def test_the_page_names_every_kernel_and_spills_only_where_permitted() -> None:
         cuda_resources.PAGE.read_text(),
         re.M,
     )
-    assert len(kernels) == 21
+    assert len(kernels) == 23
     assert {name.partition("<")[0] for name, _, _ in rows} == kernels
     spills = {name for name, stack, spilled in rows if (stack, spilled) != ("0", "0")}
     assert spills == {name for name, _, _ in rows if name.startswith(tuple(cuda_resources.MAY_SPILL))}

@@ -32,8 +32,9 @@ ITM_FAST_DEVICE SumRange range_of(int64_t block, int64_t rows, int64_t columns, 
           static_cast<int>(stride)};
 }
 
-ITM_FAST_DEVICE_APART void add_to_weight(const RegulationBackward& p, const TileChunk& chunk,
-                                         const WeightProduct& product, int64_t block) {
+ITM_FAST_DEVICE_APART void add_to_weight(const RegulationBackward& p, TileChunk chunk, int64_t number,
+                                         int64_t block) {
+  const WeightProduct product = weight_product(p, number);
   const SumRange range = range_of(block, product.outputs, product.inputs, product.input.width);
   const auto term_at = [&](int32_t entry) -> SumTerm<float> {
     const ListedTile tile = listed_tile(p, chunk.first_tile + entry);
@@ -45,8 +46,9 @@ ITM_FAST_DEVICE_APART void add_to_weight(const RegulationBackward& p, const Tile
 }
 
 // Adds to the gradients of biases; each warp takes one output.
-ITM_FAST_DEVICE_APART void add_to_bias(const RegulationBackward& p, const TileChunk& chunk,
-                                       const WeightProduct& product, int64_t block) {
+ITM_FAST_DEVICE_APART void add_to_bias(const RegulationBackward& p, TileChunk chunk, int64_t number,
+                                       int64_t block) {
+  const WeightProduct product = weight_product(p, number);
   const int64_t output = block * SumTile::kWarps + warp();
   if (output >= product.outputs) return;
   float sum = 0.0f;
@@ -69,7 +71,7 @@ ITM_FAST_DEVICE_APART void add_to_bias(const RegulationBackward& p, const TileCh
   if (lane() == 0) p.weight_gradients[product.bias + output] += sum;
 }
 
-ITM_FAST_DEVICE_APART void add_to_contexts(const RegulationBackward& p, const TileChunk& chunk, int64_t context,
+ITM_FAST_DEVICE_APART void add_to_contexts(const RegulationBackward& p, TileChunk chunk, int64_t context,
                                            int64_t block) {
   const RegulationProblem<float>& f = p.forward;
   const BackwardArrays& a = p.arrays;
@@ -93,7 +95,7 @@ ITM_FAST_DEVICE_APART void add_to_contexts(const RegulationBackward& p, const Ti
 }
 
 // Adds the rows of all pairs to the gradient of a query set; a thread takes one column.
-ITM_FAST_DEVICE_APART void add_to_queries(const RegulationBackward& p, const TileChunk& chunk, int64_t query,
+ITM_FAST_DEVICE_APART void add_to_queries(const RegulationBackward& p, TileChunk chunk, int64_t query,
                                           int64_t column_block) {
   const RegulationProblem<float>& f = p.forward;
   const int64_t column = column_block * SumTile::kThreads + thread_index();
@@ -141,11 +143,11 @@ ITM_FAST_DEVICE void add_chunk(const RegulationBackward& p, const TileChunk& chu
     const WeightProduct product = weight_product(p, i);
     if (product.weight >= 0) {
       tasks.share(row_blocks(product.outputs) * column_blocks(product.inputs),
-                  [&](int64_t block) { add_to_weight(p, chunk, product, block); });
+                  [&](int64_t block) { add_to_weight(p, chunk, i, block); });
     }
     if (product.bias >= 0) {
       tasks.share((product.outputs + SumTile::kWarps - 1) / SumTile::kWarps,
-                  [&](int64_t block) { add_to_bias(p, chunk, product, block); });
+                  [&](int64_t block) { add_to_bias(p, chunk, i, block); });
     }
   }
   const int64_t context = context_of(p.lists.first_tile, f.contexts.n_sets, chunk.first_tile);
