@@ -15,7 +15,7 @@ struct CrossAttentionBackward {
   int64_t room;    // how many
   bool may_need_chunks;
   float* attended;        // kAttendedQueries vectors per block
-  uint16_t* grams;        // (contexts.n_rows, kGramParts, gram_contexts): a set's starts at its first row
+  uint16_t* grams;        // (contexts.n_rows, kMatrixParts, gram_contexts): a set's starts at its first row
   int64_t gram_contexts;  // the longest context set with a Gram matrix
   float* query_factors;   // (queries.n_rows,): of the queries in their own gradients
   bool is_aligned;        // rows are aligned to 16 bytes
@@ -24,11 +24,11 @@ struct CrossAttentionBackward {
   int32_t* arrived;                        // zero: for the barriers of the grid
 
   // Null if the set is too long for a Gram matrix. The sum of the squares takes its place.
-  template <int kParts = kGramParts>
+  template <int kParts = kMatrixParts>
   ITM_FAST_DEVICE PartMatrix<kParts> gram_of(int64_t context) const {
     const int64_t length = lists.contexts.length(context);
     if (length > gram_contexts) return {nullptr, 0};
-    return {grams + lists.contexts.offset(context) * kGramParts * gram_contexts,
+    return {grams + lists.contexts.offset(context) * kMatrixParts * gram_contexts,
             static_cast<int>(padded_parts(length))};
   }
   ITM_FAST_DEVICE PairRows<S> rows_of(const ListedPair& pair) const {

@@ -31,7 +31,7 @@ ITM_FAST_DEVICE void write_grams(const CrossAttentionBackward<S>& p, const PairC
     const int64_t set = chunk.first_context + task / runs;
     const int first = static_cast<int>(task % runs) * PairTile::kRows,
               n = static_cast<int>(p.lists.contexts.length(set));
-    const PartMatrix<kGramParts> gram = p.gram_of(set);
+    const PartMatrix<kMatrixParts> gram = p.gram_of(set);
     if (gram.first == nullptr || p.lists.context_counts[set] == 0 || first >= n) continue;
     const S* rows = p.lists.contexts.values + p.lists.contexts.offset(set) * p.dim;
     each_product(rows + first * p.dim, static_cast<int>(smaller(PairTile::kRows, n - first)), rows, n, p.dim,

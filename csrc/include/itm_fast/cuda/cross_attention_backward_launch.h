@@ -85,7 +85,7 @@ int64_t place_backward(CrossAttentionBackward<S>& p, const BackwardSizes& sizes,
 
   p.numbers = workspace.take<float>(p.room);
   p.gram_contexts = sizes.gram_contexts();
-  p.grams = workspace.take<uint16_t>(sizes.context_rows * kGramParts * p.gram_contexts);
+  p.grams = workspace.take<uint16_t>(sizes.context_rows * kMatrixParts * p.gram_contexts);
   p.query_factors = workspace.take<float>(sizes.query_rows);
   p.attended = workspace.take<float>(sizes.propagating_blocks() * kAttendedQueries * sizes.dim);
   p.may_need_chunks = std::is_same_v<S, float> || sizes.may_need_chunks();

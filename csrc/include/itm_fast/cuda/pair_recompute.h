@@ -21,7 +21,7 @@ inline constexpr int kAttendedQueries = 4;
 using PairTile = ProductTile<64, 64, 4, 2, 4, 256>;
 
 // Attention times the Gram matrix keeps the digits of float32, also with rows of 16 bits.
-inline constexpr int kGramParts = 3;
+inline constexpr int kMatrixParts = 3;
 
 // The numbers of one pair in global memory: matrices (queries, contexts) or, if turned, (contexts, queries), and
 // vectors with one number per query.
@@ -58,7 +58,7 @@ struct PairNumbers {
   }
 
   // Turned: p, for its product with the Gram matrix.
-  ITM_FAST_DEVICE PartMatrix<kGramParts> turned_attention() const { return {halves(7), turned_stride}; }
+  ITM_FAST_DEVICE PartMatrix<kMatrixParts> turned_attention() const { return {halves(7), turned_stride}; }
   // What turn_pair leaves: p, its products with `square` (0 if exact), and the factors W of the rows in each other's
   // gradients: those of the contexts, and turned those of the queries. Two parts do not reach into `attention`.
   template <int kParts>
@@ -90,7 +90,7 @@ struct PairNumbers {
 template <typename S>
 struct PairRows {
   const S *queries, *contexts;
-  PartMatrix<kGramParts> gram;  // null if the set is too long
+  PartMatrix<kMatrixParts> gram;  // null if the set is too long
   int n_queries, n_contexts;
   int64_t dim;
   bool is_aligned;
@@ -232,7 +232,7 @@ ITM_FAST_DEVICE void attend_pair(const PairRows<S>& rows, const PairOptions& opt
 template <typename S>
 ITM_FAST_DEVICE void compare_by_gram(const PairRows<S>& rows, const PairNumbers& numbers) {
   const int n = rows.n_queries, n_contexts = rows.n_contexts;
-  using Row = SplitElement<kGramParts>;
+  using Row = SplitElement<kMatrixParts>;
   const PartTerm<Row> term{numbers.turned_attention().first, reinterpret_cast<const Row*>(rows.gram.first), n_contexts};
   each_range<Row>(n, n_contexts, [&](int first_row, int n_rows, int column) {
     const PartRange range{first_row, n_rows, column, n_contexts, rows.gram.stride, numbers.turned_stride};
