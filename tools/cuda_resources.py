@@ -52,12 +52,12 @@ MUST_USE_TENSOR_CORES = (
 # What main loops may issue, by the prefix of the kernels' names and for each loop by its number of HMMA: other
 # instructions per 16 HMMA, and instructions per asynchronous copy of 16 bytes. Rows of float32 are split into bfloat16
 # parts there, and some products are added up by slice. backpropagate_pairs has loops for products of rows, for sums of
-# rows, and for sums of float32 rows; differentiate_regulation for sums of rows and for products; score_long_tiles for
-# raw scores and for Gram matrices.
+# matrices of two and three parts, and for sums of rows; differentiate_regulation for sums of rows and for products;
+# score_long_tiles for raw scores and for Gram matrices.
 BUDGETS: dict[str, tuple[tuple[int, int], ...]] = {
-    "backpropagate_pairs<BFloat16>": ((240, 16), (235, 32), (130, 28)),
-    "backpropagate_pairs<Half>": ((240, 16), (190, 32), (130, 28)),
-    "backpropagate_pairs<float>": ((140, 16), (130, 28)),
+    "backpropagate_pairs<BFloat16>": ((240, 16), (60, 8), (40, 8), (40, 8)),
+    "backpropagate_pairs<Half>": ((240, 16), (60, 8), (40, 8)),
+    "backpropagate_pairs<float>": ((140, 16), (40, 8), (60, 10)),
     "differentiate_regulation<": ((130, 28), (100, 18)),
     "prepare_scores<BFloat16,": ((150, 12),),
     "prepare_scores<Half,": ((150, 12),),

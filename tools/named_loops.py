@@ -87,14 +87,14 @@ _STRIP, _MADD = "row of 128 scores", "multiply-add"
 _BACKWARD = (
     Wanted(_BACKPROPAGATED, "raw scores", ("multiply_sets",), "HMMA.*", _MADD, 64.0, products=1.0, tile=(16, 16)),
     Wanted(
-        *(_BACKPROPAGATED, "contexts", ("accumulate_rows", "sum_rows"), "HMMA.*", _MADD, 32.0),
+        *(_BACKPROPAGATED, "contexts", ("add_step",), "HMMA.*", _MADD, 32.0),
         products=1.0,
-        tile=(16, 48),
+        tile=(8, 48),
     ),
     Wanted(
-        *(_BACKPROPAGATED, "queries", ("accumulate_rows", "sum_rows"), "HMMA.*", _MADD, 32.0),
+        *(_BACKPROPAGATED, "queries", ("add_step",), "HMMA.*", _MADD, 32.0),
         products=1.0,
-        tile=(48, 16),
+        tile=(48, 8),
     ),
 )
 WANTED = (

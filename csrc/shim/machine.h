@@ -13,6 +13,7 @@
 #define ITM_FAST_DEVICE inline
 #define ITM_FAST_DEVICE_APART inline
 #define ITM_FAST_UNROLLED
+#define ITM_FAST_ROLLED
 #define ITM_FAST_SHARED(type, name, size)                                \
   const ::itm_fast::cuda::SharedArray<type> name {                       \
     ::itm_fast::shim::shared_memory(#name, __LINE__, sizeof(type), size) \
@@ -58,6 +59,8 @@ inline int64_t block_index() { return shim::block(); }
 inline int64_t grid_blocks() { return shim::grid_size(); }
 inline int lane() { return thread_index() % shim::kWarpSize; }
 inline int warp() { return thread_index() / shim::kWarpSize; }
+
+inline int opaque(int value) { return value; }
 
 inline void barrier() { shim::wait_for_block(); }
 inline void warp_sync() {

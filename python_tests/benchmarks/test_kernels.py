@@ -141,7 +141,7 @@ def test_a_change_of_the_counts_changes_the_prediction(monkeypatch: pytest.Monke
     for entry in more:
         if entry["products"]:
             for counts in entry["counts"].values():
-                counts["instructions"] *= 2
+                counts["instructions"] *= 10
     monkeypatch.setattr(kernels, "counts", lambda: more)
     assert predict(kernels.step(128), "A100").seconds > 1.1 * before
 

@@ -15,7 +15,7 @@ import numpy as np
 from python_tests.helpers.shim import call
 from python_tests.shim.shim_attention import AGGREGATIONS, FOCAL_MODES, NORMALIZATIONS
 
-ROOM = 6_000_000  # for the numbers of pairs, as in the launcher
+ROOM = 7_000_000  # for the numbers of pairs, as in the launcher
 
 
 class _Settings(ctypes.Structure):

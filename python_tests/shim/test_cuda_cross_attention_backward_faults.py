@@ -18,20 +18,22 @@ pytestmark = pytest.mark.shim
 
 DRIVER = "cross_attention_backward"
 KERNELS = "csrc/include/itm_fast/cuda/"
-LISTS, PAIR, SUMS, CHUNK, SETS, BACKWARD = (
+LISTS, PAIR, TURN, STEPS, SUMS, CHUNK, SETS, BACKWARD = (
     f"{KERNELS}{name}.h"
     for name in (
         "pair_lists",
         "pair_recompute",
-        "row_sums",
+        "pair_gradient",
+        "part_steps",
+        "part_sums",
         "backward_chunk",
         "set_gradients",
         "cross_attention_backward",
     )
 )
 ERROR = r"^backward: gradient of the (queries|contexts): error"
-PAIR_AT = "if (entry == entries.last) return {squares, to.values, to.n_rows};\n      const ListedPair pair = "
-TERMS = "const int32_t last = entries.last + (squares != nullptr ? 1 : 0);"
+PAIR_AT = "to.values, to.n_rows};\n      const ListedPair pair = "
+TERMS = "const int32_t last = entries.last + (has_squares ? 1 : 0);"
 FAULTS = {
     "missing barrier between the runs of a list": (
         (LISTS, "  barrier();\n  int32_t at = 0;", "  int32_t at = 0;"),
@@ -58,12 +60,12 @@ FAULTS = {
         ERROR,
     ),
     "the sums replace stages that are still read": (
-        (SUMS, "barrier();  // The stages are filled again, or replaced by the sums.", ""),
+        (SUMS, "barrier();  // The stages and the table are filled again, or replaced by the sums.", ""),
         r"shared array '\w+': (race at|read of) index \d+",
     ),
     "a step is multiplied before its copies have landed": (
         (SUMS, "wait_copies<kRing - 2>();", "wait_copies<kRing - 1>();"),
-        r"shared array '(coefficients|rows)': .*copy",
+        r"shared array '(coefficients|rows)': (.*copy|race at)",
     ),
     "a stage is filled while it is read": (
         (SUMS, "barrier();  // All copies have landed, and all threads are done with the stage that is filled next.",
@@ -71,18 +73,26 @@ FAULTS = {
         r"shared array '(coefficients|rows)': ",
     ),
     "the rows of a fragment of coefficients are swapped": (
-        (SUMS, "(tile * 16 + lane() / 4 + i % 2 * 8)", "(tile * 16 + lane() / 4 + (1 - i % 2) * 8)"),
+        (SUMS, "kCoefficientStride + lane / 8 % 2 * 8;", "kCoefficientStride + (1 - lane / 8 % 2) * 8;"),
         ERROR,
     ),
-    "coefficients past the end of a row are used": (
-        (SUMS, "left >= 4 ? 4 : left > 0 ? left : 0", "left > 0 ? 4 : 0"),
+    "coefficients past the end of a term are used": (
+        (STEPS, "coefficient_depth_ < from.left ? 8 : 0", "8"),
+        ERROR,
+    ),
+    "the last step is not filled up": (
+        (SUMS, "granules[count] = Granule<S>{term.coefficients, term.rows, 0};", ""),
+        r"shared array 'granules': read of index \d+ before",
+    ),
+    "the squares are written before all scores are read": (
+        (TURN, "barrier();  // The squares take the place of the scores.", ""),
         ERROR,
     ),
     "the last term of a sum is dropped": (
         (SETS, TERMS, TERMS.replace("entries.last +", "entries.last - 1 +")),
         ERROR,
     ),
-    "the sums of squares are left out": ((SETS, TERMS, "const int32_t last = entries.last;"), ERROR),
+    "the sums of squares are left out": ((SETS, TERMS, TERMS.replace("? 1", "? 0")), ERROR),
     "exact queries are left out": ((SETS, "if (vote_any(has_exact)) {", "if (false) {"), ERROR),
     "the factors of the queries are those of the first pair": (
         (SETS, "numbers_of(p, chunk, pair).norm[row];", "numbers_of(p, chunk, pair).norm[0];"),
@@ -94,11 +104,12 @@ FAULTS = {
         r"^backward: the order of the threads shows",
     ),
     **{
-        f"missing barrier after {step}": (
-            (BACKWARD, f"{step}(p, chunk);\n    grid_barrier(p.arrived, ++round);", f"{step}(p, chunk);"),
+        f"no block waits after {step}": (
+            (BACKWARD, f"{step}<S>(p, chunk[0]);\n    wait({number});",
+             f"{step}<S>(p, chunk[0]);\n    if (thread_index() == 0) ++*p.arrived;"),
             r"^backward: ",
         )
-        for step in ("differentiate_pairs", "sum_lists")
+        for number, step in ((2, "differentiate_pairs"), (3, "sum_lists"))
     },
     "the sums of earlier chunks are dropped": ((SETS, "if (!chunk.is_first) sum += to.sums[at];", ""), ERROR),
     "the last pair of a chunk reaches into the next room": (

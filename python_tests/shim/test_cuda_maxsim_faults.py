@@ -19,7 +19,7 @@ from python_tests.shim.shim_maxsim import MaxsimKernels
 pytestmark = pytest.mark.shim
 
 SCORES, BACKWARD = (f"csrc/include/itm_fast/cuda/{name}.h" for name in ("maxsim", "maxsim_backward"))
-SMALL = ("-O0", "-DITM_FAST_FLOAT32_ALONE")
+SMALL = ("-DITM_FAST_FLOAT32_ALONE",)
 ERROR = r"^maxsim: {}: error"
 
 

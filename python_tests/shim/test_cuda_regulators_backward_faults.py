@@ -22,7 +22,7 @@ KERNEL, LISTS, TILE, ATTENTION, STEPS, SUMS, LAUNCH = (
     f"{KERNELS}regulation_backward{name}.h"
     for name in ("", "_lists", "_tile", "_attention", "_steps", "_sums", "_launch")
 )
-SMALL = "-DITM_FAST_SMALL_TILE_ALONE"
+SMALL = ("-DITM_FAST_SMALL_TILE_ALONE",)
 
 
 def check(library: Path) -> None:

@@ -14,18 +14,22 @@ struct CrossAttentionBackward {
   float* numbers;  // of the pairs of a chunk
   int64_t room;    // how many
   bool may_need_chunks;
-  float* attended;                         // kAttendedQueries vectors per block
-  float* grams;                            // (contexts.n_rows, kGramContexts): a set's matrix starts at its first row
-  float* query_factors;                    // (queries.n_rows,): of the queries in their own gradients
-  bool is_aligned;                         // rows are aligned to 16 bytes
+  float* attended;        // kAttendedQueries vectors per block
+  uint16_t* grams;        // (contexts.n_rows, kMatrixParts, gram_contexts): a set's starts at its first row
+  int64_t gram_contexts;  // the longest context set with a Gram matrix
+  float* query_factors;   // (queries.n_rows,): of the queries in their own gradients
+  bool is_aligned;        // rows are aligned to 16 bytes
   S *query_gradients, *context_gradients;  // null if not requested
   float *query_sums, *context_sums;        // gradients so far; null if one chunk holds all pairs
   int32_t* arrived;                        // zero: for the barriers of the grid
 
-  // Null if the set is too long for a Gram matrix.
-  ITM_FAST_DEVICE float* gram_of(int64_t context) const {
-    return lists.contexts.length(context) <= kGramContexts ? grams + lists.contexts.offset(context) * kGramContexts
-                                                           : nullptr;
+  // Null if the set is too long for a Gram matrix. The sum of the squares takes its place.
+  template <int kParts = kMatrixParts>
+  ITM_FAST_DEVICE PartMatrix<kParts> gram_of(int64_t context) const {
+    const int64_t length = lists.contexts.length(context);
+    if (length > gram_contexts) return {nullptr, 0};
+    return {grams + lists.contexts.offset(context) * kMatrixParts * gram_contexts,
+            static_cast<int>(padded_parts(length))};
   }
   ITM_FAST_DEVICE PairRows<S> rows_of(const ListedPair& pair) const {
     const int64_t query = lists.queries.offset(pair.query), context = lists.contexts.offset(pair.context);
@@ -45,6 +49,7 @@ struct CrossAttentionBackward {
 
 // Pairs that are computed together: those whose numbers start from `begin` up to `end`, in the order of the lists.
 struct PairChunk {
+  int32_t index;
   int64_t begin, end;
   bool is_first, is_last;
   int64_t first_pair, last_pair;        // by index, without the last one
@@ -65,8 +70,8 @@ struct PairChunks {
 };
 
 template <typename S>
-ITM_FAST_DEVICE PairChunk chunk_of(const PairLists<S>& lists, const PairChunks& chunks, int64_t i) {
-  PairChunk chunk{i * chunks.width, (i + 1) * chunks.width, i == 0, i + 1 == chunks.count, 0, *lists.total, 0, 0};
+ITM_FAST_DEVICE PairChunk chunk_of(const PairLists<S>& lists, const PairChunks& chunks, int32_t i) {
+  PairChunk chunk{i, i * chunks.width, (i + 1) * chunks.width, i == 0, i + 1 == chunks.count, 0, *lists.total, 0, 0};
   if (!chunk.is_first) chunk.first_pair = first_pair_from(lists, chunk.begin);
   if (!chunk.is_last) chunk.last_pair = first_pair_from(lists, chunk.end);
   if (chunk.first_pair < chunk.last_pair) {

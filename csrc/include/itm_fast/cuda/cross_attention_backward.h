@@ -21,16 +21,21 @@
 
 namespace itm_fast::cuda {
 
-// Step 1. The blocks share the context sets of the chunk in turn. Sets without a pair get no matrix.
+// Step 1. The blocks share the context sets of the chunk, and runs of their rows, in turn. Sets without a pair get no
+// matrix.
 template <typename S>
 ITM_FAST_DEVICE void write_grams(const CrossAttentionBackward<S>& p, const PairChunk& chunk) {
-  for (int64_t set = chunk.first_context + block_index(); set < chunk.last_context; set += grid_blocks()) {
-    float* gram = p.gram_of(set);
-    if (gram == nullptr || p.lists.context_counts[set] == 0) continue;
+  const int64_t runs = tiles_of(p.gram_contexts, PairTile::kRows);
+  const int64_t tasks = (chunk.last_context - chunk.first_context) * runs;
+  for (int64_t task = block_index(); task < tasks; task += grid_blocks()) {
+    const int64_t set = chunk.first_context + task / runs;
+    const int first = static_cast<int>(task % runs) * PairTile::kRows,
+              n = static_cast<int>(p.lists.contexts.length(set));
+    const PartMatrix<kMatrixParts> gram = p.gram_of(set);
+    if (gram.first == nullptr || p.lists.context_counts[set] == 0 || first >= n) continue;
     const S* rows = p.lists.contexts.values + p.lists.contexts.offset(set) * p.dim;
-    const int n = static_cast<int>(p.lists.contexts.length(set));
-    each_product(rows, n, rows, n, p.dim, p.is_aligned,
-                 [&](int k, int l, float product) { gram[k * padded(n) + l] = product; });
+    each_product(rows + first * p.dim, static_cast<int>(smaller(PairTile::kRows, n - first)), rows, n, p.dim,
+                 p.is_aligned, [&](int k, int l, float product) { gram.store(first + k, l, product); });
   }
 }
 
@@ -48,22 +53,28 @@ ITM_FAST_DEVICE void differentiate_pairs(const CrossAttentionBackward<S>& p, con
 // Grid: blocks that are resident together.
 template <typename S>
 ITM_FAST_DEVICE void backpropagate_pairs(const CrossAttentionBackward<S>& p) {
-  const PairChunks chunks(p);
-  int32_t round = 0;
-  for (int64_t i = 0; i < chunks.count; ++i) {
-    if (i > 0) grid_barrier(p.arrived, ++round);  // The numbers of the last chunk have been read.
-    const PairChunk chunk = chunk_of(p.lists, chunks, i);
-    write_grams(p, chunk);
-    grid_barrier(p.arrived, ++round);
-    differentiate_pairs(p, chunk);
-    grid_barrier(p.arrived, ++round);
-    sum_lists(p, chunk);
-    grid_barrier(p.arrived, ++round);
+  ITM_FAST_SHARED(PairChunk, chunk, 1);  // It would take the registers of the sums.
+  if (thread_index() == 0) chunk[0] = chunk_of(p.lists, PairChunks(p), 0);
+  barrier();
+  while (true) {
+    const auto wait = [&](int step) { grid_barrier(p.arrived, static_cast<PairChunk>(chunk[0]).index * 4 + step); };
+    write_grams<S>(p, chunk[0]);
+    wait(1);
+    differentiate_pairs<S>(p, chunk[0]);
+    wait(2);
+    sum_lists<S>(p, chunk[0]);
+    wait(3);
     if (p.is_aligned) {
-      accumulate_gradients<true>(p, chunk);
+      accumulate_gradients<true, S>(p, chunk[0]);
     } else {
-      accumulate_gradients<false>(p, chunk);
+      accumulate_gradients<false, S>(p, chunk[0]);
     }
+    if (static_cast<PairChunk>(chunk[0]).is_last) return;
+    wait(4);  // The numbers of the chunk have been read.
+    if (thread_index() == 0) {
+      chunk[0] = chunk_of(p.lists, PairChunks(p), static_cast<PairChunk>(chunk[0]).index + 1);
+    }
+    barrier();
   }
 }
 

@@ -11,8 +11,11 @@
 namespace itm_fast::cuda {
 
 // Numbers kept at a time, 4 bytes each: those of three pairs for each of 1,024 images of 36 regions with captions of 13
-// words take 24 MB.
-inline constexpr int64_t kRoomForNumbers = 6'000'000;
+// words take two times 28 MB.
+inline constexpr int64_t kRoomForNumbers = 7'000'000;
+// The longest context set with a Gram matrix is at least and at most this long. In between, it is a quarter longer than
+// the average set.
+inline constexpr int64_t kLeastGram = 112, kMostGram = 640;
 // Blocks of backpropagate_pairs, each with kAttendedQueries float32 vectors: two per multiprocessor on every GPU so
 // far.
 inline constexpr int64_t kPropagatingBlocks = 288;
@@ -27,7 +30,12 @@ struct BackwardSizes {
   bool needs_gradients() const { return for_queries || for_contexts; }
   // At least the numbers of all pairs, for a gradient without zeros.
   int64_t numbers() const {
-    return (query_rows + 3 * query_sets) * (4 * context_rows + 17 * context_sets) + 4 * pairs();
+    return (query_rows + 7 * query_sets) * (13 * (context_rows + 7 * context_sets) + 10 * context_sets) / 2 +
+           4 * pairs();
+  }
+  int64_t gram_contexts() const {
+    const int64_t average = context_sets == 0 ? 0 : (context_rows + context_sets - 1) / context_sets;
+    return padded_parts(std::clamp(average + average / 4, kLeastGram, kMostGram));
   }
   // Whether there may be several chunks, or a pair that takes more than half of the room. Gradients then need float32
   // sums.
@@ -50,9 +58,9 @@ float* place_sums(S*, int64_t size, Workspace& workspace) {
   return workspace.take<float>(size);
 }
 
-// Dynamic shared memory of a block of backpropagate_pairs. Rows of every type need the sums of float32 matrices.
-inline constexpr int64_t kBackwardBytes =
-    RowSumTile<float>::kBytes > PairTile::kProductBytes ? RowSumTile<float>::kBytes : PairTile::kProductBytes;
+// Dynamic shared memory of a block of backpropagate_pairs. The same for rows of every type.
+inline constexpr int64_t kBackwardBytes = std::max<int64_t>(
+    {PartTile<float>::kBytes, PartTile<Half>::kBytes, PartTile<SplitElement<3>>::kBytes, PairTile::kProductBytes});
 
 // Lays out p's workspace, apart from operands, options and results; returns the leading bytes that must be zero.
 template <typename S>
@@ -76,7 +84,8 @@ int64_t place_backward(CrossAttentionBackward<S>& p, const BackwardSizes& sizes,
   if (!sizes.needs_gradients()) return zeros;
 
   p.numbers = workspace.take<float>(p.room);
-  p.grams = workspace.take<float>(sizes.context_rows * kGramContexts);
+  p.gram_contexts = sizes.gram_contexts();
+  p.grams = workspace.take<uint16_t>(sizes.context_rows * kMatrixParts * p.gram_contexts);
   p.query_factors = workspace.take<float>(sizes.query_rows);
   p.attended = workspace.take<float>(sizes.propagating_blocks() * kAttendedQueries * sizes.dim);
   p.may_need_chunks = std::is_same_v<S, float> || sizes.may_need_chunks();

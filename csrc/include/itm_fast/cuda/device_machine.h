@@ -6,6 +6,7 @@
 #define ITM_FAST_DEVICE __device__ __forceinline__
 #define ITM_FAST_DEVICE_APART __device__ __noinline__
 #define ITM_FAST_UNROLLED _Pragma("unroll")
+#define ITM_FAST_ROLLED _Pragma("unroll 1")
 #define ITM_FAST_SHARED(type, name, size)            \
   __shared__ __align__(16) type name##_memory[size]; \
   const ::itm_fast::cuda::SharedArray<type> name { name##_memory }
@@ -41,6 +42,11 @@ ITM_FAST_DEVICE int64_t block_index() { return blockIdx.x; }
 ITM_FAST_DEVICE int64_t grid_blocks() { return gridDim.x; }
 ITM_FAST_DEVICE int lane() { return thread_index() % 32; }
 ITM_FAST_DEVICE int warp() { return thread_index() / 32; }
+
+ITM_FAST_DEVICE int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
 
 ITM_FAST_DEVICE void barrier() { __syncthreads(); }
 ITM_FAST_DEVICE void warp_sync() { __syncwarp(); }

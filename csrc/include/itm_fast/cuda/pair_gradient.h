@@ -102,18 +102,25 @@ ITM_FAST_DEVICE void differentiate_rows(const PairNumbers& numbers, int n_querie
 // An exact query adds square_j p_jk c_j to dX_k, and dot_j c_j to dQ_j, instead of the terms that contain p_jl x_l: if
 // the contexts cancel, dot_j c_j is a product of a large number and a short vector. Hard attention is a constant: the
 // raw scores receive no gradient through it.
+template <int kParts>
 ITM_FAST_DEVICE void turn_pair(const PairNumbers& numbers, int n_queries, int n_contexts, bool is_hard) {
-  for (int i = thread_index(); i < n_queries * n_contexts; i += kGradientThreads) {
-    const int j = i / n_contexts, k = i % n_contexts;
-    const int64_t at = j * numbers.stride + k, turned_at = k * numbers.turned_stride + j;
-    const bool is_exact = numbers.exact[j] != 0.0f;
+  const auto each_element = [&](const auto& body) {
+    for (int i = thread_index(); i < n_queries * n_contexts; i += kGradientThreads)
+      body(i / n_contexts, i % n_contexts);
+  };
+  each_element([&](int j, int k) {
+    const int at = j * numbers.stride + k;
     const float p = numbers.attention[at], score = is_hard ? 0.0f : numbers.scores[at];
     const float both = score + numbers.dot[j] * p;
-    numbers.scores[at] = is_exact ? score : both;
-    numbers.attention[at] = is_exact ? 0.0f : p * numbers.square[j];
-    numbers.mixed[turned_at] = both;
-    numbers.turned[turned_at] = p;
-  }
+    numbers.weights<kParts>().store(j, k, both);
+    numbers.turned_weights<kParts>().store(k, j, numbers.exact[j] != 0.0f ? score : both);
+    numbers.attention_parts<kParts>().store(j, k, p);
+  });
+  barrier();  // The squares take the place of the scores.
+  each_element([&](int j, int k) {
+    const float p = numbers.kept_attention<kParts>(j, k);
+    numbers.squares<kParts>().store(j, k, numbers.exact[j] != 0.0f ? 0.0f : p * numbers.square[j]);
+  });
 }
 
 // Stores in `numbers` the factors for both sides of the pair.
@@ -130,7 +137,7 @@ ITM_FAST_DEVICE void differentiate_pair(const PairRows<S>& rows, float gradient,
     differentiate_rows(numbers, rows.n_queries, rows.n_contexts, options);
     barrier();
   }
-  turn_pair(numbers, rows.n_queries, rows.n_contexts, options.is_hard());
+  turn_pair<RowParts<S>::kOfCoefficients>(numbers, rows.n_queries, rows.n_contexts, options.is_hard());
 }
 
 }  // namespace itm_fast::cuda

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "itm_fast/cuda/machine.h"
+#include "itm_fast/cuda/part_matrix.h"
 #include "itm_fast/cuda/row_sums.h"
 #include "itm_fast/cuda/score_tile.h"
 #include "itm_fast/cuda/set_tiles.h"
@@ -36,9 +37,9 @@ struct PairLists {
   }
 };
 
-// Numbers kept of a pair: four matrices, five vectors and a flag, see PairNumbers. A multiple of 16 bytes.
+// Numbers kept of a pair: six and a half matrices, five vectors and a flag, see PairNumbers. A multiple of 16 bytes.
 constexpr int64_t numbers_of_pair(int64_t n_queries, int64_t n_contexts) {
-  return padded(n_queries) * (4 * padded(n_contexts) + 5) + 4;
+  return padded_parts(n_queries) * (padded_parts(n_contexts) / 2 * 13 + 5) + 4;
 }
 
 // A pair: its sets, and the place of its numbers among those of all pairs.

@@ -8,7 +8,7 @@
 
 #include "itm_fast/cuda/attention_pair.h"
 #include "itm_fast/cuda/elements.h"
-#include "itm_fast/cuda/row_sums.h"
+#include "itm_fast/cuda/part_sums.h"
 #include "itm_fast/cuda/score_tile.h"
 
 namespace itm_fast::cuda {
@@ -16,45 +16,81 @@ namespace itm_fast::cuda {
 inline constexpr int kGradientWarps = 8, kGradientThreads = 32 * kGradientWarps;
 // Attended vectors that a block forms at a time, if it must.
 inline constexpr int kAttendedQueries = 4;
-// The longest context set with a Gram matrix.
-inline constexpr int kGramContexts = 112;
 
 // Raw scores and Gram matrices.
 using PairTile = ProductTile<64, 64, 4, 2, 4, 256>;
 
-// The numbers of one pair in global memory: matrices (queries, contexts) and vectors with one number per query.
+// Attention times the Gram matrix keeps the digits of float32, also with rows of 16 bits.
+inline constexpr int kMatrixParts = 3;
+
+// The numbers of one pair in global memory: matrices (queries, contexts) or, if turned, (contexts, queries), and
+// vectors with one number per query.
+//
+//   scores     | attention |  mixed          | turned attention      |
+//   -- turn_pair ---------------------------------------------------------------------
+//   squares                |  weights        | attention in parts    | turned weights
 struct PairNumbers {
-  float* scores;     // raw; at the end W, see turn_pair
-  float* attention;  // p; at the end its products with `square`, 0 if exact
-  float* mixed;      // <x_k, c_j>; then the gradients of the logits; at the end W turned: (contexts, queries)
-  float* turned;     // at the end p turned: (contexts, queries)
+  float* scores;     // raw; then their gradients
+  float* attention;  // p
+  float* mixed;      // <x_k, c_j>; then the gradients of the logits
   float* dot;        // <q, c>; at the end the factor of c in the gradient of q, and of q in that of c
   float* square;     // |c|^2; at the end the factor of c in its own gradient
   float* norm;       // |q|; at the end the factor of q in its own gradient
   float* cosine;
-  float* exact;                   // 1 if the attended vector is formed, else 0
-  float* has_exact;               // one number: 1 if one of them is
-  int64_t stride, turned_stride;  // of the matrices
+  float* exact;               // 1 if the attended vector is formed, else 0
+  float* has_exact;           // one number: 1 if one of them is
+  int stride, turned_stride;  // of the matrices
+  int64_t size;               // of a matrix
 
   ITM_FAST_DEVICE PairNumbers(float* first, int64_t n_queries, int64_t n_contexts)
-      : scores(first), stride(padded(n_contexts)), turned_stride(padded(n_queries)) {
-    const int64_t matrix = stride * turned_stride;
-    attention = scores + matrix;
-    mixed = attention + matrix;
-    turned = mixed + matrix;
-    dot = turned + matrix;
+      : scores(first),
+        stride(static_cast<int>(padded_parts(n_contexts))),
+        turned_stride(static_cast<int>(padded_parts(n_queries))),
+        size(int64_t{stride} * turned_stride) {
+    attention = scores + size;
+    mixed = attention + size;
+    dot = first + size / 2 * 13;
     square = dot + turned_stride;
     norm = square + turned_stride;
     cosine = norm + turned_stride;
     exact = cosine + turned_stride;
     has_exact = exact + turned_stride;
   }
+
+  // Turned: p, for its product with the Gram matrix.
+  ITM_FAST_DEVICE PartMatrix<kMatrixParts> turned_attention() const { return {halves(7), turned_stride}; }
+  // What turn_pair leaves: p, its products with `square` (0 if exact), and the factors W of the rows in each other's
+  // gradients: those of the contexts, and turned those of the queries. Two parts do not reach into `attention`.
+  template <int kParts>
+  ITM_FAST_DEVICE PartMatrix<kParts> attention_parts() const {
+    return {halves(7), stride};
+  }
+  template <int kParts>
+  ITM_FAST_DEVICE float kept_attention(int j, int k) const {
+    return kParts == 3 ? attention_parts<kParts>().load(j, k) : attention[j * stride + k];
+  }
+  template <int kParts>
+  ITM_FAST_DEVICE PartMatrix<kParts> squares() const {
+    return {halves(0), stride};
+  }
+  template <int kParts>
+  ITM_FAST_DEVICE PartMatrix<kParts> weights() const {
+    return {halves(4), stride};
+  }
+  template <int kParts>
+  ITM_FAST_DEVICE PartMatrix<kParts> turned_weights() const {
+    return {halves(10), turned_stride};
+  }
+
+ private:
+  // The address half of `count` matrices further.
+  ITM_FAST_DEVICE uint16_t* halves(int count) const { return reinterpret_cast<uint16_t*>(scores) + count * size; }
 };
 
 template <typename S>
 struct PairRows {
   const S *queries, *contexts;
-  const float* gram;  // rows padded(n_contexts) apart; null if the set is too long
+  PartMatrix<kMatrixParts> gram;  // null if the set is too long
   int n_queries, n_contexts;
   int64_t dim;
   bool is_aligned;
@@ -184,7 +220,10 @@ ITM_FAST_DEVICE void attend_pair(const PairRows<S>& rows, const PairOptions& opt
     const float total =
         attend_column([&](int k) { return logits[at + k]; }, [](int) { return 1.0f; }, store, n_contexts, of_logits)
             .total;
-    for (int k = 0; k < n_contexts; ++k) attention[k] /= total;
+    for (int k = 0; k < n_contexts; ++k) {
+      attention[k] /= total;
+      numbers.turned_attention().store(k, j, attention[k]);
+    }
   }
   barrier();
 }
@@ -193,14 +232,15 @@ ITM_FAST_DEVICE void attend_pair(const PairRows<S>& rows, const PairOptions& opt
 template <typename S>
 ITM_FAST_DEVICE void compare_by_gram(const PairRows<S>& rows, const PairNumbers& numbers) {
   const int n = rows.n_queries, n_contexts = rows.n_contexts;
-  for (int first = 0; first < n; first += RowSumTile<float>::kRows) {
-    const int count = static_cast<int>(smaller(RowSumTile<float>::kRows, n - first));
-    const SumRange range{first, count, 0, n_contexts, static_cast<int>(numbers.stride)};
-    sum_rows<true, float>(range, 0, 1,
-                          [&](int32_t) { return SumTerm<float>{numbers.attention, rows.gram, n_contexts}; });
-    each_row_sum(range, [&](int j, int k, float sum) { numbers.mixed[(first + j) * numbers.stride + k] = sum; });
-    barrier();
-  }
+  using Row = SplitElement<kMatrixParts>;
+  const PartTerm<Row> term{numbers.turned_attention().first, reinterpret_cast<const Row*>(rows.gram.first), n_contexts};
+  each_range<Row>(n, n_contexts, [&](int first_row, int n_rows, int column) {
+    const PartRange range{first_row, n_rows, column, n_contexts, rows.gram.stride, numbers.turned_stride};
+    sum_parts<true, Row>(range, 0, 1, [&](int32_t) { return term; });
+    each_part_sum<Row>(
+        range, [&](int j, int k, float sum) { numbers.mixed[(first_row + j) * numbers.stride + column + k] = sum; });
+    barrier();  // The sums have been read.
+  });
   for (int j = warp(); j < n; j += kGradientWarps) {
     const int64_t at = j * numbers.stride;
     float sums[4] = {};
@@ -208,7 +248,7 @@ ITM_FAST_DEVICE void compare_by_gram(const PairRows<S>& rows, const PairNumbers&
       const float p = numbers.attention[at + k];
       sums[0] += p * numbers.scores[at + k];
       sums[1] += p * numbers.mixed[at + k];
-      sums[2] += p * sqrtf(rows.gram[k * numbers.stride + k]);
+      sums[2] += p * sqrtf(rows.gram.load(k, k));
     }
     const float sum = sum_over_lanes(sums);
     const AttendedNorm norm{shuffle(sum, 8), shuffle(sum, 16)};
@@ -266,7 +306,7 @@ ITM_FAST_DEVICE void compare_exactly(const PairRows<S>& rows, float* attended, c
 // The cosines, `mixed`, and which queries are exact.
 template <typename S>
 ITM_FAST_DEVICE void compare_with_attended(const PairRows<S>& rows, float* attended, const PairNumbers& numbers) {
-  if (rows.gram != nullptr) {
+  if (rows.gram.first != nullptr) {
     compare_by_gram(rows, numbers);
   } else {
     for (int j = thread_index(); j < rows.n_queries; j += kGradientThreads) numbers.exact[j] = 1.0f;

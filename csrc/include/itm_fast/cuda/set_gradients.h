@@ -78,24 +78,27 @@ ITM_FAST_DEVICE ListedEntries entries_of(const CrossAttentionBackward<S>& p, con
           chunk.is_last ? to.n_pairs : first_entry_from(to.n_pairs, chunk.end, pair_at)};
 }
 
-// Step 3 for a context set: the sum of p' diag(square) p over its list.
+// Step 3 for a context set: the sum of p' diag(square) p over its list, for a run of rows from `first`.
 template <typename S>
-ITM_FAST_DEVICE void sum_squares(const CrossAttentionBackward<S>& p, const PairChunk& chunk, int64_t set) {
-  float* matrix = p.gram_of(set);
-  if (matrix == nullptr) return;
+ITM_FAST_DEVICE void sum_squares(const CrossAttentionBackward<S>& p, const PairChunk& chunk, int64_t set, int first) {
+  constexpr int kParts = RowParts<S>::kOfCoefficients;
+  using Row = SplitElement<kParts>;
   const Destination<S> to = destination_context(p, set);
+  const PartMatrix<kParts> matrix = p.template gram_of<kParts>(set);
+  if (matrix.first == nullptr || first >= to.n_rows) return;
   const ListedEntries entries = entries_of(p, chunk, to);
-  const int stride = static_cast<int>(padded(to.n_rows));
-  for (int first = 0; first < to.n_rows; first += RowSumTile<float>::kRows) {
-    const int count = static_cast<int>(smaller(RowSumTile<float>::kRows, to.n_rows - first));
-    const SumRange range{first, count, 0, to.n_rows, stride};
-    sum_rows<true, float>(range, entries.first, entries.last, [&](int32_t entry) -> SumTerm<float> {
+  const int count = static_cast<int>(smaller(PartTile<Row>::kRows, to.n_rows - first));
+  for (int column = 0; column < to.n_rows; column += PartTile<Row>::kColumns) {
+    const PartRange range{first, count, column, to.n_rows, matrix.stride, matrix.stride};
+    sum_parts<true, Row>(range, entries.first, entries.last, [&](int32_t entry) -> PartTerm<Row> {
+      const Destination<S> to = destination_context(p, set);  // Looked up again: the sums need the registers.
       const ListedPair pair = pair_of(p, to, entry);
-      if (!has_place(p, chunk, pair)) return {p.numbers, p.numbers, 0};
-      const PairNumbers numbers = numbers_of(p, chunk, pair);
-      return {numbers.turned, numbers.attention, static_cast<int>(pair.n_queries)};
+      const bool is_kept = has_place(p, chunk, pair);
+      const PairNumbers numbers = numbers_of(p, chunk, is_kept ? pair : pair_of(p, to, entries.first));
+      return {numbers.attention_parts<kParts>().first, reinterpret_cast<const Row*>(numbers.squares<kParts>().first),
+              is_kept ? static_cast<int>(pair.n_queries) : 0};
     });
-    each_row_sum(range, [&](int row, int column, float sum) { matrix[(first + row) * stride + column] = sum; });
+    each_part_sum<Row>(range, [&](int row, int c, float sum) { matrix.store(first + row, column + c, sum); });
     barrier();  // The sums have been read.
   }
 }
@@ -116,12 +119,14 @@ ITM_FAST_DEVICE void sum_norms(const CrossAttentionBackward<S>& p, const PairChu
   }
 }
 
-// The blocks share the context sets of the chunk, and their warps the query sets, in turn.
+// The blocks share the context sets of the chunk, and runs of their rows, and their warps the query sets, in turn.
 template <typename S>
 ITM_FAST_DEVICE void sum_lists(const CrossAttentionBackward<S>& p, const PairChunk& chunk) {
   if (p.context_gradients != nullptr) {
-    for (int64_t set = chunk.first_context + block_index(); set < chunk.last_context; set += grid_blocks()) {
-      sum_squares(p, chunk, set);
+    const int64_t runs = tiles_of(p.gram_contexts, PartTile<S>::kRows);
+    const int64_t tasks = (chunk.last_context - chunk.first_context) * runs;
+    for (int64_t task = block_index(); task < tasks; task += grid_blocks()) {
+      sum_squares(p, chunk, chunk.first_context + task / runs, static_cast<int>(task % runs) * PartTile<S>::kRows);
     }
   }
   if (p.query_gradients == nullptr) return;
@@ -131,25 +136,23 @@ ITM_FAST_DEVICE void sum_lists(const CrossAttentionBackward<S>& p, const PairChu
   }
 }
 
-// Adds the exact queries of a pair to ITM_FAST_ROW_SUMS, see turn_pair. Their attended vectors are formed again.
+// Adds the exact queries of a pair to ITM_FAST_PART_SUMS, see turn_pair. Their attended vectors are formed again.
 template <typename S>
 ITM_FAST_DEVICE void add_exact_queries(const PairRows<S>& rows, const PairNumbers& numbers, bool is_context,
-                                       const SumRange& range) {
-  ITM_FAST_ROW_SUMS(row_sums);
+                                       const PartRange& range) {
+  ITM_FAST_PART_SUMS(row_sums);
   const int column = thread_index();
   const int64_t of_rows = range.column + column;
   if (of_rows >= range.width) return;
   for (int j = 0; j < rows.n_queries; ++j) {
     if (numbers.exact[j] == 0.0f) continue;
-    const float* attention = numbers.turned + j;
+    const auto attention = [&](int k) { return numbers.kept_attention<RowParts<S>::kOfCoefficients>(j, k); };
     float attended = 0.0f;
-    for (int k = 0; k < rows.n_contexts; ++k) {
-      attended += attention[k * numbers.turned_stride] * widen(rows.contexts[k * rows.dim + of_rows]);
-    }
+    for (int k = 0; k < rows.n_contexts; ++k) attended += attention(k) * widen(rows.contexts[k * rows.dim + of_rows]);
     for (int row = 0; row < range.n_rows; ++row) {
-      const int at = range.first_row + row, place = row * RowSumTile<S>::kSumStride + column;
+      const int at = range.first_row + row, place = row * PartTile<S>::kSumStride + column;
       if (is_context) {
-        row_sums[place] += attention[at * numbers.turned_stride] * numbers.square[j] * attended;
+        row_sums[place] += attention(at) * numbers.square[j] * attended;
       } else if (at == j) {
         row_sums[place] += numbers.dot[j] * attended;
       }
@@ -157,40 +160,59 @@ ITM_FAST_DEVICE void add_exact_queries(const PairRows<S>& rows, const PairNumber
   }
 }
 
-constexpr int64_t slices_of(int64_t dim) { return tiles_of(dim, RowSumTile<float>::kColumns); }
+// The sets that need a gradient, contexts first.
+template <typename S>
+ITM_FAST_DEVICE int64_t context_destinations(const CrossAttentionBackward<S>& p) {
+  return p.context_gradients != nullptr ? p.lists.contexts.n_sets : 0;
+}
+template <typename S>
+ITM_FAST_DEVICE int64_t destinations(const CrossAttentionBackward<S>& p) {
+  return context_destinations(p) + (p.query_gradients != nullptr ? p.lists.queries.n_sets : 0);
+}
+template <typename S>
+ITM_FAST_DEVICE Destination<S> destination_of(const CrossAttentionBackward<S>& p, int64_t number) {
+  const int64_t n_contexts = context_destinations(p);
+  return number < n_contexts ? destination_context(p, number) : destination_query(p, number - n_contexts);
+}
+
+constexpr int64_t slices_of(int64_t dim) { return tiles_of(dim, PartTile<float>::kColumns); }
 
 // Step 4 for a set's rows and a slice of the columns. If the numbers of a pair have no place, the gradients of its sets
 // become NaN.
 template <bool kAligned, typename S>
-ITM_FAST_DEVICE void accumulate_rows(const CrossAttentionBackward<S>& p, const PairChunk& chunk,
-                                     const Destination<S>& to, int first_column) {
-  ITM_FAST_SHARED(int32_t, zero_rows, RowSumTile<S>::kRows);
+ITM_FAST_DEVICE void accumulate_rows(const CrossAttentionBackward<S>& p, const PairChunk& chunk, int number,
+                                     int first_column) {
+  const Destination<S> to = destination_of(p, number);
+  constexpr int kParts = RowParts<S>::kOfCoefficients;
+  ITM_FAST_SHARED(int32_t, zero_rows, PartTile<S>::kRows);
   const ListedEntries entries = entries_of(p, chunk, to);
   if (entries.first == entries.last && !chunk.is_first && !chunk.is_last) return;
   // A context set has one more term: its rows themselves.
-  const float* squares = to.is_context && entries.first < entries.last ? p.gram_of(to.set) : nullptr;
-  for (int first_row = 0; first_row < to.n_rows; first_row += RowSumTile<S>::kRows) {
-    const int count = static_cast<int>(smaller(RowSumTile<S>::kRows, to.n_rows - first_row));
+  const bool has_squares =
+      to.is_context && entries.first < entries.last && p.template gram_of<kParts>(to.set).first != nullptr;
+  for (int first_row = 0; first_row < to.n_rows; first_row += PartTile<S>::kRows) {
+    const int count = static_cast<int>(smaller(PartTile<S>::kRows, to.n_rows - first_row));
     const int dim = static_cast<int>(p.dim);
-    const SumRange range{first_row, count, first_column, dim, dim};
+    const PartRange range{first_row, count, first_column, dim, dim, static_cast<int>(padded_parts(to.n_rows))};
     for (int row = warp(); row < count; row += kGradientWarps) {
       const bool is_zero = is_zero_row(to.values + (first_row + row) * p.dim, p.dim);
       if (lane() == 0) zero_rows[row] = is_zero ? 1 : 0;
     }
     bool is_incomplete = false, has_exact = false;  // of the pairs that this lane looks up
-    const int32_t last = entries.last + (squares != nullptr ? 1 : 0);
-    sum_rows<kAligned, S>(range, entries.first, last, [&](int32_t entry) -> SumTerm<S> {
-      if (entry == entries.last) return {squares, to.values, to.n_rows};
+    const int32_t last = entries.last + (has_squares ? 1 : 0);
+    sum_parts<kAligned, S>(range, entries.first, last, [&](int32_t entry) -> PartTerm<S> {
+      const Destination<S> to = destination_of(p, number);  // Looked up again: the sums need the registers.
+      if (entry == entries.last) return {p.template gram_of<kParts>(to.set).first, to.values, to.n_rows};
       const ListedPair pair = pair_of(p, to, entry);
       if (!has_place(p, chunk, pair)) {
         is_incomplete = true;
-        return {p.numbers, to.values, 0};
+        return {reinterpret_cast<const uint16_t*>(p.numbers), to.values, 0};
       }
       const PairNumbers numbers = numbers_of(p, chunk, pair);
       has_exact = has_exact || *numbers.has_exact != 0.0f;
       const PairRows<S> rows = p.rows_of(pair);
-      if (to.is_context) return {numbers.mixed, rows.queries, rows.n_queries};
-      return {numbers.scores, rows.contexts, rows.n_contexts};
+      if (to.is_context) return {numbers.weights<kParts>().first, rows.queries, rows.n_queries};
+      return {numbers.turned_weights<kParts>().first, rows.contexts, rows.n_contexts};
     });
     if (vote_any(has_exact)) {
       for (int32_t entry = entries.first; entry < entries.last; ++entry) {
@@ -201,8 +223,9 @@ ITM_FAST_DEVICE void accumulate_rows(const CrossAttentionBackward<S>& p, const P
       }
     }
     const bool is_poisoned = vote_any(is_incomplete);
+    const Destination<S> to = destination_of(p, number);
     const float* factors = to.is_context ? nullptr : p.query_factors + p.lists.queries.offset(to.set);
-    each_row_sum(range, [&](int row, int column, float sum) {
+    each_part_sum<S>(range, [&](int row, int column, float sum) {
       const int64_t at = (first_row + row) * p.dim + first_column + column;
       if (factors != nullptr) sum += factors[first_row + row] * widen(to.values[at]);
       if (is_poisoned) sum = kNotANumber;
@@ -221,15 +244,11 @@ ITM_FAST_DEVICE void accumulate_rows(const CrossAttentionBackward<S>& p, const P
 // The blocks share the sets that need a gradient, and the slices of their columns, in turn.
 template <bool kAligned, typename S>
 ITM_FAST_DEVICE void accumulate_gradients(const CrossAttentionBackward<S>& p, const PairChunk& chunk) {
-  const PairLists<S>& lists = p.lists;
-  const int64_t n_contexts = p.context_gradients != nullptr ? lists.contexts.n_sets : 0;
-  const int64_t n_sets = n_contexts + (p.query_gradients != nullptr ? lists.queries.n_sets : 0);
-  const int64_t n_slices = slices_of(p.dim);
-  for (int64_t task = block_index(); task < n_sets * n_slices; task += grid_blocks()) {
-    const int64_t number = task / n_slices;
-    const Destination<S> to =
-        number < n_contexts ? destination_context(p, number) : destination_query(p, number - n_contexts);
-    accumulate_rows<kAligned>(p, chunk, to, static_cast<int>(task % n_slices) * RowSumTile<S>::kColumns);
+  const int n_slices = static_cast<int>(slices_of(p.dim));
+  for (int task = static_cast<int>(block_index()); task < destinations(p) * n_slices;
+       task += static_cast<int>(grid_blocks())) {
+    const int number = task / n_slices;
+    accumulate_rows<kAligned>(p, chunk, number, task % n_slices * PartTile<S>::kColumns);
   }
 }
 
