@@ -28,6 +28,8 @@ OF_OPERANDS = ((1, "query_offsets", "queries"), (2, "contexts", "queries"), (3, 
 # One alignment of width 3 and its score.
 WEIGHTS = [torch.ones(3, 8), torch.zeros(3), torch.ones(1, 3), torch.zeros(1)]
 MEAN = (1, 0, 0, True, False, "tanh", False, "interleaved", True, False, "alignment", 9.0, 0.1, "none")
+# The operands behind an incoming gradient.
+OF_GRADIENT = (*((place + 1, name, like) for place, name, like in OF_OPERANDS), (5, "alignments", "queries"))
 # Two pairs: their rows, discriminators and negatives.
 PAIRS = (ROWS, OFFSETS, ROWS, OFFSETS, torch.ones(2, 8), torch.ones(2), *torch.tensor([[1, 0], [-1, 0]]).unbind())
 RISKS, SUMS = torch.ones(5, 2), torch.ones(5, 2, 9)
@@ -108,6 +110,16 @@ CALLS: tuple[tuple[str, tuple[Any, ...], tuple[tuple[int, str, str], ...]], ...]
         "regulated_scores",
         (*OPERANDS, WEIGHTS, *MEAN, 0.4, torch.tensor([5]), "float32"),
         (*OF_OPERANDS, (4, "alignments", "queries"), (20, "seed", "queries")),
+    ),
+    (
+        "cross_attention_alignments_backward",
+        (torch.ones(2, 4, 3), *OPERANDS, WEIGHTS[:2], 0, True, *ATTENTION[:4], "float32"),
+        ((0, "grad_alignments", "queries"), *OF_GRADIENT),
+    ),
+    (
+        "regulated_scores_backward",
+        (torch.eye(2), *OPERANDS, WEIGHTS, *MEAN, 0.4, torch.tensor([5]), "float32"),
+        ((0, "grad_scores", "query_offsets"), *OF_GRADIENT, (21, "seed", "queries")),
     ),
     ("maxsim_scores", (*OPERANDS, None, "sum", "both", "float32"), OF_OPERANDS),
     (

@@ -10,8 +10,8 @@
 
 namespace itm_fast::cuda {
 
-// One array per step, each with `width` numbers per row of the chunk. `turned` arrays hold a matrix (width, padded rows)
-// for each tile instead.
+// One array per step, each with `width` numbers per row of the chunk. `turned` arrays hold a matrix (width, padded
+// rows) for each tile instead.
 struct StepArray {
   float* first;
   int64_t distance;  // between the arrays of two steps
@@ -22,14 +22,14 @@ struct StepArray {
 
 // What a chunk keeps. An attention without alignments, at the end, is the one after the last step with alignments.
 struct BackwardArrays {
-  StepArray queries, query_gradient;         // copies of the query rows
-  StepArray attended, reweighted;            // by attention; attended vectors become their gradients
-  StepArray raw, attention;                  // by attention; raw scores become their gradients
+  StepArray queries, query_gradient;  // copies of the query rows
+  StepArray attended, reweighted;     // by attention; attended vectors become their gradients
+  StepArray raw, attention;           // by attention; raw scores become their gradients
   StepArray turned_scores, turned_attention;
   StepArray squares, aligned, aligned_norms, turned_aligned;  // by alignment
   StepArray hidden, narrow, changes, channels, temperatures;  // by correspondence, as it leaves them
   StepArray turned_hidden, turned_narrow, turned_changes, shift_gradients;
-  StepArray local, logits, turned_local;      // by aggregation; become their gradients
+  StepArray local, logits, turned_local;       // by aggregation; become their gradients
   StepArray guide, v_gradients, turned_guide;  // of pairs
   StepArray guidance;                          // of pairs; before each aggregation, and the last one
   StepArray scored, score_gradient, guidance_gradient, weighted, gathered;  // of pairs
@@ -50,19 +50,19 @@ struct TileLists {
 };
 
 struct RegulationBackward {
-  RegulationProblem<float> forward;  // without results
+  RegulationProblem<float> forward;   // without results
   float* turned_layers[kMostLayers];  // (inputs, operand_stride(outputs)): transposed weights
-  const float* gradients;            // of the scores (query sets, context sets), or of the alignments
-  bool aligns;                       // (context sets, query rows, width)
+  const float* gradients;             // of the scores (query sets, context sets), or of the alignments
+  bool aligns;                        // (context sets, query rows, width)
   float *query_gradients, *context_gradients, *weight_gradients;
   int64_t n_weights;
   int64_t* n_pairs;
   TileLists lists;
   BackwardArrays arrays;
-  float* ones;           // kTileSets or more
-  int64_t chunk_rows;    // a multiple of four, at least those of a tile
-  int64_t prepared;      // blocks of the first launch that prepare the forward
-  int32_t* arrived;      // zero
+  float* ones;         // kTileSets or more
+  int64_t chunk_rows;  // a multiple of four, at least those of a tile
+  int64_t prepared;    // blocks of the first launch that prepare the forward
+  int32_t* arrived;    // zero
 
   constexpr int64_t n_attentions() const {
     return forward.options.n_alignments + (forward.options.ends_in_cosines() ? 1 : 0);
