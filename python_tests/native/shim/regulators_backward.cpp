@@ -41,11 +41,11 @@ std::string run(const Settings& s, const float* gradients, const float* queries,
   counts[0] = 2;
   counts[2] = measured.bytes();
   counts[3] = p.chunk_rows;
-  std::string problem =
-      shim::launch(preparing_blocks(p), Tile::kThreads, s.seed, [&] { prepare_backward<Tile>(p); });
+  std::string problem = shim::launch(preparing_blocks(p), Tile::kThreads, s.seed, [&] { prepare_backward<Tile>(p); });
   if (problem.empty()) {
-    problem = shim::launch_together(s.blocks, Tile::kThreads, s.seed + 1, [&] { differentiate_regulation<Tile>(p); },
-                                    kRegulationBackwardBytes<Tile>);
+    problem = shim::launch_together(
+        s.blocks, Tile::kThreads, s.seed + 1, [&] { differentiate_regulation<Tile>(p); },
+        kRegulationBackwardBytes<Tile>);
   }
   std::copy_n(of_queries.memory, s.query_rows * s.dim, query_gradients);
   std::copy_n(of_contexts.memory, s.context_rows * s.dim, context_gradients);

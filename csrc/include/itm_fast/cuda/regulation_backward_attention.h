@@ -27,9 +27,7 @@ ITM_FAST_DEVICE void differentiate_normalization(const At& at, const Gradient& g
   for (int j = first; j < last; ++j) statistics.add(at(j), options);
   const bool softmax = options.is_softmax();
   const float denominator = statistics.denominator(options), factor = softmax ? statistics.factor(options) : 0.0f;
-  const auto normalized = [&](float raw) {
-    return softmax ? expf(raw - factor) : options.clipped(raw) / denominator;
-  };
+  const auto normalized = [&](float raw) { return softmax ? expf(raw - factor) : options.clipped(raw) / denominator; };
   float along = 0.0f;
   for (int j = first; j < last; ++j) along += gradient(j) * normalized(at(j));
   // Dividing before multiplying lets the terms of a set of one query cancel exactly.

@@ -42,8 +42,7 @@ class RegulatorsBackward : private BackwardStep<Tile> {
   ITM_FAST_DEVICE void take_means() {
     for_each_number(s_.n_rows, width_, [&](int row, int i) {
       const int set = set_of(row);
-      of_row(a_.aligned_gradient, row)[i] +=
-          of_row(a_.guidance_gradient, set)[i] / static_cast<float>(rows_of(set));
+      of_row(a_.aligned_gradient, row)[i] += of_row(a_.guidance_gradient, set)[i] / static_cast<float>(rows_of(set));
     });
     barrier();
   }
@@ -162,10 +161,10 @@ class RegulatorsBackward : private BackwardStep<Tile> {
   }
 };
 
-#define ITM_FAST_DIFFERENTIATED(Class, name)                                               \
-  template <typename Tile, typename... Steps>                                              \
+#define ITM_FAST_DIFFERENTIATED(Class, name)                                                \
+  template <typename Tile, typename... Steps>                                               \
   ITM_FAST_DEVICE_APART void name##_backward(const RegulationBackward& p, Steps... steps) { \
-    Class<Tile>(p).name(steps...);                                                         \
+    Class<Tile>(p).name(steps...);                                                          \
   }
 ITM_FAST_DIFFERENTIATED(AttentionBackward, mean_cosines)
 ITM_FAST_DIFFERENTIATED(AttentionBackward, align)

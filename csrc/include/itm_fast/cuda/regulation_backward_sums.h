@@ -32,8 +32,7 @@ ITM_FAST_DEVICE SumRange range_of(int64_t block, int64_t rows, int64_t columns, 
           static_cast<int>(stride)};
 }
 
-ITM_FAST_DEVICE_APART void add_to_weight(const RegulationBackward& p, TileChunk chunk, int64_t number,
-                                         int64_t block) {
+ITM_FAST_DEVICE_APART void add_to_weight(const RegulationBackward& p, TileChunk chunk, int64_t number, int64_t block) {
   const WeightProduct product = weight_product(p, number);
   const SumRange range = range_of(block, product.outputs, product.inputs, product.input.width);
   const auto term_at = [&](int32_t entry) -> SumTerm<float> {
@@ -46,8 +45,7 @@ ITM_FAST_DEVICE_APART void add_to_weight(const RegulationBackward& p, TileChunk 
 }
 
 // Adds to the gradients of biases; each warp takes one output.
-ITM_FAST_DEVICE_APART void add_to_bias(const RegulationBackward& p, TileChunk chunk, int64_t number,
-                                       int64_t block) {
+ITM_FAST_DEVICE_APART void add_to_bias(const RegulationBackward& p, TileChunk chunk, int64_t number, int64_t block) {
   const WeightProduct product = weight_product(p, number);
   const int64_t output = block * SumTile::kWarps + warp();
   if (output >= product.outputs) return;
@@ -153,9 +151,8 @@ ITM_FAST_DEVICE void add_chunk(const RegulationBackward& p, const TileChunk& chu
   const int64_t context = context_of(p.lists.first_tile, f.contexts.n_sets, chunk.first_tile);
   const int64_t last = context_of(p.lists.first_tile, f.contexts.n_sets, chunk.end_tile - 1);
   const int64_t per_context = row_blocks(Tile::kColumns) * column_blocks(f.dim);
-  tasks.share((last + 1 - context) * per_context, [&](int64_t task) {
-    add_to_contexts(p, chunk, context + task / per_context, task % per_context);
-  });
+  tasks.share((last + 1 - context) * per_context,
+              [&](int64_t task) { add_to_contexts(p, chunk, context + task / per_context, task % per_context); });
   const int64_t per_query = (f.dim + SumTile::kThreads - 1) / SumTile::kThreads;
   tasks.share(f.queries.n_sets * per_query,
               [&](int64_t task) { add_to_queries(p, chunk, task / per_query, task % per_query); });

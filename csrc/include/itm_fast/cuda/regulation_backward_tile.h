@@ -146,9 +146,8 @@ class BackwardStep {
       const int count = n_columns - first < kColumns ? n_columns - first : kColumns;
       multiply_operands<kBackwardParts, Tile>(rows, n_rows, row_stride, columns + first * column_stride, count,
                                               column_stride, depth);
-      for_each_number(n_rows, count, [&](int row, int c) {
-        body(row, first + c, static_cast<float>(scores[row * kStride + c]));
-      });
+      for_each_number(n_rows, count,
+                      [&](int row, int c) { body(row, first + c, static_cast<float>(scores[row * kStride + c])); });
     }
     barrier();
   }
@@ -205,9 +204,8 @@ class BackwardStep {
   // barrier. Ends with a barrier.
   ITM_FAST_DEVICE void normalize(int64_t attention) const {
     ITM_FAST_TILE_SCORES(Tile);
-    for_each_number(s_.n_rows, s_.n_contexts, [&](int row, int k) {
-      scores[row * kStride + k] = of_row(a_.raw, row, attention)[k];
-    });
+    for_each_number(s_.n_rows, s_.n_contexts,
+                    [&](int row, int k) { scores[row * kStride + k] = of_row(a_.raw, row, attention)[k]; });
     barrier();
     for (int i = thread_index(); i < s_.n_sets * s_.n_contexts; i += Tile::kThreads) {
       const int k = i % s_.n_contexts, set = i / s_.n_contexts;
@@ -232,9 +230,7 @@ class BackwardStep {
   ITM_FAST_DEVICE DropoutPlace guide_place(int set, int step) const {
     return {query_row(start_of(set)), s_.context, 2 * step + 1};
   }
-  ITM_FAST_DEVICE DropoutPlace local_place(int row, int step) const {
-    return {query_row(row), s_.context, 2 * step};
-  }
+  ITM_FAST_DEVICE DropoutPlace local_place(int row, int step) const { return {query_row(row), s_.context, 2 * step}; }
 
   // sum_j w_j a_j of a set, or its mean with the guidance; for a lane's channels.
   ITM_FAST_DEVICE float gather(int set, int step, int64_t aligned_step, int i) const {
@@ -253,17 +249,17 @@ class BackwardStep {
 };
 
 // Names that a class template derived from BackwardStep uses.
-#define ITM_FAST_BACKWARD_STEP                                                                                      \
-  using Step = BackwardStep<Tile>;                                                                                  \
-  using typename Step::Memory;                                                                                      \
-  using Step::kColumns, Step::kStride, Step::b_, Step::p_, Step::a_, Step::s_, Step::dim_, Step::width_;            \
-  using Step::of, Step::of_row, Step::query_row, Step::set_of, Step::start_of, Step::rows_of, Step::gradient_of;    \
-  using Step::for_each_row, Step::for_each_number, Step::sum_of, Step::dot_of, Step::multiply, Step::apply_layer;   \
-  using Step::apply_transposed, Step::turn, Step::attention_of, Step::has_channels, Step::channel_of;               \
-  using Step::temperature_of, Step::changed_channel, Step::seen, Step::seen_step, Step::normalize;                  \
-  using Step::weigh_guides, Step::guide_place, Step::local_place, Step::gather;                                     \
-                                                                                                                    \
- public:                                                                                                            \
+#define ITM_FAST_BACKWARD_STEP                                                                                    \
+  using Step = BackwardStep<Tile>;                                                                                \
+  using typename Step::Memory;                                                                                    \
+  using Step::kColumns, Step::kStride, Step::b_, Step::p_, Step::a_, Step::s_, Step::dim_, Step::width_;          \
+  using Step::of, Step::of_row, Step::query_row, Step::set_of, Step::start_of, Step::rows_of, Step::gradient_of;  \
+  using Step::for_each_row, Step::for_each_number, Step::sum_of, Step::dot_of, Step::multiply, Step::apply_layer; \
+  using Step::apply_transposed, Step::turn, Step::attention_of, Step::has_channels, Step::channel_of;             \
+  using Step::temperature_of, Step::changed_channel, Step::seen, Step::seen_step, Step::normalize;                \
+  using Step::weigh_guides, Step::guide_place, Step::local_place, Step::gather;                                   \
+                                                                                                                  \
+ public:                                                                                                          \
   using Step::Step
 
 }  // namespace itm_fast::cuda

@@ -140,10 +140,10 @@ class RecomputedSteps : private BackwardStep<Tile> {
   }
 };
 
-#define ITM_FAST_RECOMPUTED(name)                                                      \
-  template <typename Tile, typename... Steps>                                          \
+#define ITM_FAST_RECOMPUTED(name)                                                        \
+  template <typename Tile, typename... Steps>                                            \
   ITM_FAST_DEVICE_APART void name##_again(const RegulationBackward& p, Steps... steps) { \
-    RecomputedSteps<Tile>(p).name(steps...);                                           \
+    RecomputedSteps<Tile>(p).name(steps...);                                             \
   }
 ITM_FAST_RECOMPUTED(start)
 ITM_FAST_RECOMPUTED(attend)
