@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 
 import itm_fast.functional as F_itm
 from python_tests.fuzz import __main__ as fuzz
 from python_tests.fuzz import files, operators
-from python_tests.helpers.processes import ROOT, run
 
 SEED = 20_250
 
@@ -85,13 +84,13 @@ def test_a_command_that_writes_outside_is_found(tmp_path: Path, monkeypatch: pyt
     assert messages[-1].startswith("link in ")
 
 
-def test_the_command_writes_counts_and_repeats_one_case(tmp_path: Path) -> None:
+def test_the_command_writes_counts_and_repeats_one_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "counts.json"
-    command = [sys.executable, "-m", "python_tests.fuzz", "--seed", 3, "--only", "operators"]
-    done = run([*command, "--case", 5, "--json", out], cwd=ROOT, PYTHONPATH=ROOT, OMP_NUM_THREADS=1)
-    assert done.returncode == 0, done.stderr
+    with pytest.raises(typer.Exit) as ended:
+        fuzz.main(seed=3, only="operators", case=5, out=out)
+    assert ended.value.exit_code == 0
     record = json.loads(out.read_text())
     assert (record["seed"], record["cases"], record["findings"]) == (3, {"operators": 1}, [])
-    assert "operators         1 cases" in done.stdout
-    done = run([*command[:-2], "--case", 5], cwd=ROOT, PYTHONPATH=ROOT)
-    assert done.returncode == 2
+    assert "operators         1 cases" in capsys.readouterr().out
+    with pytest.raises(typer.BadParameter, match="needs --only"):
+        fuzz.main(seed=3, case=5)

@@ -1,7 +1,8 @@
 """Operators on any device: their test inputs, and tools that watch and control the device while they run.
 
-Inside: `DEVICES`, `CASES`, `each_case`, `each_device`, `inputs_of`, `run_case`. `no_synchronization`, `another_stream`
-and `captured` act on a CUDA device and have no effect on the CPU. `launched` and `kernel_names` list what ran on a GPU.
+Inside: `DEVICES`, `CASES`, `each_case`, `each_case_of_a_gpu`, `each_device`, `inputs_of`, `run_case`.
+`no_synchronization`, `another_stream` and `captured` act on a CUDA device and have no effect on the CPU. `launched` and
+`kernel_names` list what ran on a GPU.
 """
 
 from __future__ import annotations
@@ -314,18 +315,22 @@ MARKS = {"cpu": (), "cuda": (pytest.mark.cuda,)}
 each_device = pytest.mark.parametrize("device", [pytest.param(device, marks=MARKS[device]) for device in DEVICES])
 
 
-def on_devices(*devices: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test on each of these devices, with every case that has its kernels there."""
+def on_devices(
+    *devices: str, cases_on_the_cpu: int | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on each of these devices, with every case that has its kernels there, or with the first ones."""
     parameters = [
         pytest.param(device, case, marks=MARKS[device], id=f"{device} {case.name}".replace(" ", "-"))
         for device in devices
-        for case in CASES
+        for case in (CASES[:cases_on_the_cpu] if device == "cpu" else CASES)
         if built(case.operators, device)
     ]
     return pytest.mark.parametrize(("device", "case"), parameters)
 
 
 each_case = on_devices(*DEVICES)
+# For what only a GPU has, such as streams: one case on the CPU shows that the test itself works.
+each_case_of_a_gpu = on_devices(*DEVICES, cases_on_the_cpu=1)
 
 
 def inputs_of(case: Case, seed: int, size: int, dtype: torch.dtype, device: str) -> Inputs:

@@ -23,6 +23,7 @@ from python_tests.helpers.devices import (
     another_stream,
     captured,
     each_case,
+    each_case_of_a_gpu,
     each_device,
     inputs_of,
     kernel_names,
@@ -241,7 +242,7 @@ def test_two_runs_agree_bit_for_bit(device: str, case: Case) -> None:
         assert torch.equal(one, other)
 
 
-@each_case
+@each_case_of_a_gpu
 def test_nothing_waits_for_the_device(device: str, case: Case) -> None:
     inputs = inputs_of(case, 6, 21, torch.float32, device)
     with no_synchronization(device):
@@ -249,7 +250,7 @@ def test_nothing_waits_for_the_device(device: str, case: Case) -> None:
     check_numbers(case, 6, 21, torch.float32, device, found)
 
 
-@each_case
+@each_case_of_a_gpu
 def test_the_current_stream_is_used(device: str, case: Case) -> None:
     inputs = inputs_of(case, 7, 21, torch.float32, device)
     copies = [torch.full_like(part, float("nan")) if part.is_floating_point() else part for part in inputs]
@@ -261,7 +262,7 @@ def test_the_current_stream_is_used(device: str, case: Case) -> None:
     check_numbers(case, 7, 21, torch.float32, device, found)
 
 
-@each_case
+@each_case_of_a_gpu
 def test_a_captured_graph_runs_again_on_other_numbers(device: str, case: Case) -> None:
     inputs = inputs_of(case, 8, 21, torch.float32, device)
     replay = captured(device, lambda: run_case(F_itm, case, inputs))
