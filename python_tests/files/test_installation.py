@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import itm_fast
-from python_tests.helpers.processes import ROOT, run, run_python
+from python_tests.helpers.processes import BUILDS_CUDA, ROOT, run, run_python
 
 WHERE = """
 import json, warnings
@@ -49,7 +49,8 @@ def test_sources_use_the_libraries_of_the_installed_package(places: tuple[Path, 
     answer = found(sources, site, itm_fast.__version__)
     libraries = answer["libraries"]
     assert isinstance(libraries, dict)
-    assert {Path(path).parent for path in libraries.values()} == {site / "itm_fast"}
+    assert (libraries["_C_cuda"] is not None) == BUILDS_CUDA
+    assert {Path(path).parent for path in libraries.values() if path} == {site / "itm_fast"}
     assert (answer["host"], answer["warnings"]) == (True, [])
 
 

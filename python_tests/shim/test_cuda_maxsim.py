@@ -20,7 +20,7 @@ from python_tests.helpers.shim import compiled_driver
 from python_tests.shim.maxsim_checks import check_maxsim, exact_results, operands_of, rows_of
 from python_tests.shim.shim_maxsim import DIRECTIONS, REDUCTIONS, TILE_CONTEXTS, TILE_QUERIES, MaxsimKernels
 
-pytestmark = [pytest.mark.shim, pytest.mark.native]
+pytestmark = pytest.mark.shim
 
 # Several tiles on both sides, empty sets, and sets of up to three tiles.
 QUERY_LENGTHS, CONTEXT_LENGTHS = [3, 0, 5, 40, 1], [4, 6, 20, 0, 35, 7]

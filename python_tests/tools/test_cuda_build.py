@@ -216,7 +216,7 @@ def test_every_operator_is_registered() -> None:
     stubs = [str(stub) for stub in sorted((ROOT / "build").glob("native-*/torch_cuda_stub/libtorch_cuda.so"))[:1]]
     assert len(stubs) == 1
     code = f"""
-import ctypes, itm_fast, torch
+import ctypes, itm_fast.functional, torch
 for stub in {[] if torch.version.cuda else stubs!r}:
     ctypes.CDLL(stub, mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library({str(LIBRARY)!r})

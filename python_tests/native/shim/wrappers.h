@@ -155,7 +155,9 @@ ITM_FAST_DEVICE void call_wrapper(const uint32_t* in, uint32_t* out) {
     out[3 * lane() + 1] = vote_all(vote);
     out[3 * lane() + 2] = ballot(vote);
   }
-  if constexpr (kWrapper == kCountBits) out[lane()] = static_cast<uint32_t>(count_bits(in[lane()]));
+  if constexpr (kWrapper == kCountBits) {
+    out[lane()] = static_cast<uint32_t>(count_bits(static_cast<uint32_t>(opaque(static_cast<int>(in[lane()])))));
+  }
   if constexpr (kWrapper == kAtomics) call_atomics(in, out);
   if constexpr (kWrapper == kLoadCoherent) {
     memory_fence();

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #define ITM_FAST_DEVICE __device__ __forceinline__
-#define ITM_FAST_DEVICE_APART __device__ __noinline__
+#define ITM_FAST_DEVICE_APART inline __device__ __noinline__
 #define ITM_FAST_UNROLLED _Pragma("unroll")
 #define ITM_FAST_ROLLED _Pragma("unroll 1")
 #define ITM_FAST_SHARED(type, name, size)            \

@@ -6,9 +6,8 @@
 //   ITM_FAST_SHARED(type, name, size) for an array in the block's shared memory.
 // - ITM_FAST_UNROLLED before a loop with a constant number of iterations whose counter indexes an array that must stay
 //   in registers; ITM_FAST_ROLLED before one that should stay a loop, because its body takes many registers.
-// - opaque(value): the same value, of whose origin the compiler knows nothing. It then computes what depends on it
-// here,
-//   and keeps no registers for that outside.
+// - opaque(value): the value itself, of whose origin the compiler knows nothing. It computes what depends on the value
+//   here, and keeps no registers for it before.
 // - ITM_FAST_DYNAMIC_SHARED(type, name, offset, size) for an array in the launch's dynamic shared memory, `offset`
 //   bytes from its start. Such arrays may overlap; do not read through one what was written through another.
 // - thread_index, block_threads, block_index, grid_blocks, lane, warp: blocks and grids have one dimension.

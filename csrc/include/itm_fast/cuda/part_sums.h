@@ -105,10 +105,11 @@ ITM_FAST_DEVICE void multiply_step(float (*sums)[4], const RowFragment<PartTile<
       }
     }
   }
-  if (!Tile::kByStep) return;
-  ITM_FAST_UNROLLED
-  for (int n = 0; n < kTogether; ++n) {
-    for (int i = 0; i < 4; ++i) sums[n][i] += of_step[n][i];
+  if constexpr (Tile::kByStep) {
+    ITM_FAST_UNROLLED
+    for (int n = 0; n < kTogether; ++n) {
+      for (int i = 0; i < 4; ++i) sums[n][i] += of_step[n][i];
+    }
   }
 }
 
