@@ -5,6 +5,8 @@ import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 import itm_fast
 from python_tests.helpers.processes import ROOT, run
 
@@ -30,6 +32,7 @@ def test_native_tests_lie_in_one_folder(request):
     assert {path for path in marked if FOLDER not in path.parents} == set()
 
 
+@pytest.mark.thorough
 def test_native_kernels_with_every_other_instruction_set():
     # This process tests the selected set. Each other set needs its own process; they run in parallel, one per
     # processor.

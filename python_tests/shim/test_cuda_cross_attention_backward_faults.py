@@ -125,6 +125,7 @@ def test_the_kernels_as_they_are_pass(flags: tuple[str, ...]) -> None:
     check_all_gradients(BackwardKernels(compiled_driver(DRIVER, *flags)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     fault, message = FAULTS[name]
@@ -135,6 +136,7 @@ def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
+@pytest.mark.thorough
 def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -> None:
     expected = outcomes({DRIVER: compiled_driver(DRIVER)})
     compile_driver(DRIVER, tmp_path, *SANITIZERS)

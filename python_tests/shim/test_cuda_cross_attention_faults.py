@@ -154,6 +154,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     (file, place, change), message = FAULTS[name]
@@ -164,6 +165,7 @@ def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
+@pytest.mark.thorough
 def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -> None:
     expected = outcomes({"cross_attention": compiled_driver("cross_attention")})
     folder = tmp_path / "sanitized"
@@ -177,6 +179,7 @@ def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -
             assert actual[name].tobytes() == right.tobytes(), name
 
 
+@pytest.mark.thorough
 def test_the_sanitizers_see_what_lies_outside(tmp_path: Path) -> None:
     """The fault copies one row too many of the rows copied one by one."""
     root = planted(tmp_path / "faulty", PRODUCT, "is_row_[i] = row < run.count;", "is_row_[i] = row <= run.count;")

@@ -198,6 +198,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     (driver, file, place, change), message = FAULTS[name]
@@ -211,6 +212,7 @@ def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
 # Faults for the sanitizers
 
 
+@pytest.mark.thorough
 def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -> None:
     expected = outcomes({name: compiled_driver(name) for name in CHECKS})
     for name in CHECKS:
@@ -223,6 +225,7 @@ def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -
             assert actual[name].tobytes() == right.tobytes(), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("driver", "file", "place", "change", "message"),
     [

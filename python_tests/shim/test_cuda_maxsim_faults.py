@@ -68,6 +68,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     fault, message = FAULTS[name]
@@ -84,6 +85,7 @@ def test_tensor_cores_that_truncate_keep_the_accuracy(tmp_path: Path) -> None:
     check_maxsim(MaxsimKernels(library), *sides, reduction="mean", direction="both")
 
 
+@pytest.mark.thorough
 def test_the_kernels_as_they_are_pass_the_checks_and_the_sanitizers(tmp_path: Path) -> None:
     """With the same bits."""
     library = compiled_driver("maxsim", *SMALL)

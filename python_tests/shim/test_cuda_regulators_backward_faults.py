@@ -89,6 +89,7 @@ def test_the_kernels_as_they_are_pass() -> None:
     check(compiled_driver(DRIVER, *SMALL))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     (file, place, change), message = FAULTS[name]
@@ -99,6 +100,7 @@ def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
+@pytest.mark.thorough
 def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -> None:
     expected = outcomes({DRIVER: compiled_driver(DRIVER, *SMALL)})
     folder = tmp_path / "sanitized"
@@ -112,6 +114,7 @@ def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -
             assert actual[name].tobytes() == right.tobytes(), name
 
 
+@pytest.mark.thorough
 def test_the_sanitizers_see_what_lies_outside(tmp_path: Path) -> None:
     """The fault leaves no room for the tile that a chunk always holds."""
     root = planted(tmp_path / "faulty", LAUNCH, "padded(Tile::kRows));", "padded(Tile::kRows) / 4);")

@@ -88,6 +88,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     (file, place, change), message = FAULTS[name]
@@ -98,6 +99,7 @@ def test_a_planted_fault_fails_the_checks(name: str, tmp_path: Path) -> None:
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
+@pytest.mark.thorough
 def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -> None:
     expected = outcomes({"regulators": compiled_driver("regulators", *SMALL)})
     folder = tmp_path / "sanitized"
@@ -111,6 +113,7 @@ def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -
             assert actual[name].tobytes() == right.tobytes(), name
 
 
+@pytest.mark.thorough
 def test_the_sanitizers_see_what_lies_outside(tmp_path: Path) -> None:
     """The fault allocates one slab too few."""
     root = planted(tmp_path / "faulty", KERNELS + "regulation_launch.h", "slab.bytes * (sizes.blocks - 1)",
