@@ -44,6 +44,7 @@ def test_without_a_gpu_the_script_says_so_in_one_line() -> None:
     assert result.stderr == "gpu_check: ITM_FAST_GPU_CHECK_DEVICE: expected cuda or cpu, got 'tpu'\n"
 
 
+@pytest.mark.thorough
 def test_a_dry_run_leaves_results_that_say_so(tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
     wheels.mkdir()

@@ -59,6 +59,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "python"
 
 
+@pytest.mark.thorough
 def test_the_stages_run_dry_with_torch_numpy_and_pytest_alone(bare: Path, tmp_path: Path) -> None:
     """An import of another package by what the stages run or collect is an error here."""
     for absent in ("attrs", "hypothesis", "ignite", "nltk", "safetensors", "yaml"):
