@@ -39,7 +39,7 @@ test: build ## Run the tests in two processes.
 test-oldest: ## Run the tests with the oldest Python found and the oldest torch supported, in .venv-oldest.
 	$(MAKE) OLDEST=1 test
 
-test-cuda-load: ## The same in a copy of the sources, built with nvcc against torch's CUDA build; needs no GPU.
+test-cuda-load: ## Run the tests in a copy built with nvcc against torch's CUDA build; needs no GPU.
 	tools/test_cuda_load.sh $(ARGS)
 
 build: $(STAMP) ## Compile what changed in csrc/ and put the libraries into itm_fast/.
@@ -79,7 +79,7 @@ cuda-resources: $(STAMP) ## Write docs/internals/cuda_resources.md and cuda_loop
 gpu-wheels: $(STAMP) ## Fetch wheels for benchmarks/gpu_check.sh, ARGS="--python 3.12 --machine x86_64 NAME ...".
 	$(PYTHON) tools/gpu_wheels.py $(ARGS)
 
-fuzz: build ## Attack operators, files and interrupted runs with random cases: make fuzz MINUTES=10 ARGS="--seed 1".
+fuzz: build ## Fuzz operators, file formats and interrupted runs: make fuzz MINUTES=10 ARGS="--seed 1".
 	$(PYTHON) -m python_tests.fuzz --minutes $(MINUTES) $(ARGS)
 
 bench: build ## Measure against the per-caption loop and the packed form in plain PyTorch.

@@ -48,6 +48,11 @@ def found() -> list[Import]:
     return imports(ROOT / "itm_fast")
 
 
+def test_the_design_draws_this_order() -> None:
+    page = " ".join((ROOT / "docs/internals/design.md").read_text().split())
+    assert f"Calls go one way: `{' -> '.join(ORDER[2:])}`" in page
+
+
 def test_modules_import_each_other_in_no_circle(found: list[Import]) -> None:
     graph: dict[str, set[str]] = {}
     for module, imported, _ in found:
