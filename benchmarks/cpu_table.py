@@ -100,7 +100,9 @@ def summary(results: Mapping[str, Any]) -> str:
     error, changed = (
         max(figures[name] for figures in accuracies) for name in ("max_score_error", "changed_hardest_negatives")
     )
-    share = f"{100 * changed:.2g} % of the hardest negatives differ" if changed else "the hardest negatives are the same"
+    share = (
+        f"{100 * changed:.2g} % of the hardest negatives differ" if changed else "the hardest negatives are the same"
+    )
     return (
         f"{table(rows)}\n\n{environment['processor']}, {environment['threads']} threads, "
         f"torch {environment['torch']}; medians. Scores differ from float64 by at most {error:.1e}; {share}.\n"
