@@ -1,6 +1,6 @@
 """Register a loss of your own and train with it.
 
-This one is InfoNCE: cross-entropy over the rows and the columns of the score matrix.
+This one is a triplet loss with the k hardest negatives of each row and column of the score matrix.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from itm_fast.data import PrecomputedDataset, emoji
 from itm_fast.training import TrainConfig, train
 
 
-@losses.register("infonce")  # from here on, `TrainConfig(loss=...)` knows the name
-class InfoNCE(nn.Module):
-    """Average the cross-entropy of both directions; other captions of the same image are no negatives.
+@losses.register("top_k")  # from here on, `TrainConfig(loss=...)` knows the name
+class TopK(nn.Module):
+    """Average the hinges of the k hardest negatives; other captions of the same image are no negatives.
 
     Args:
-        temperature: divisor of the scores before the softmax.
+        margin: the setting `margin` of the run.
+        k: number of negatives per image and per caption.
     """
 
-    def __init__(self, temperature: float = 0.05) -> None:
+    def __init__(self, margin: float = 0.2, k: int = 5) -> None:
         super().__init__()
-        self.temperature = temperature
+        self.margin, self.k = margin, k
 
     def forward(self, scores: Tensor, *, positives: Tensor | None = None) -> Tensor:
         """Compute the loss.
@@ -37,18 +38,21 @@ class InfoNCE(nn.Module):
         Returns:
             Scalar.
         """
-        logits = scores / self.temperature
+        excluded = torch.eye(len(scores), dtype=torch.bool, device=scores.device)
         if positives is not None:
-            diagonal = torch.eye(len(scores), dtype=torch.bool, device=scores.device)
-            logits = logits.masked_fill(positives & ~diagonal, -torch.inf)
-        target = torch.arange(len(scores), device=scores.device)
-        return (nn.functional.cross_entropy(logits, target) + nn.functional.cross_entropy(logits.t(), target)) / 2
+            excluded = excluded | positives
+        negatives = scores.masked_fill(excluded, -torch.inf)
+        k = min(self.k, len(scores))
+        matching = scores.diagonal()[:, None]
+        rows = (self.margin + negatives.topk(k, dim=1).values - matching).clamp(min=0)
+        columns = (self.margin + negatives.topk(k, dim=0).values.t() - matching).clamp(min=0)
+        return (rows + columns).sum() / k
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help="folder with train, dev and test; default: write the emoji to data/emoji")
-    parser.add_argument("--out", default="runs/infonce", help="run directory; it must not hold a run yet")
+    parser.add_argument("--out", default="runs/top_k", help="run directory; it must not hold a run yet")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=128)
     options = parser.parse_args()
@@ -60,8 +64,8 @@ def main() -> None:
             out=options.out,
             model="vsepp",
             model_options={"image_encoder": "patches", "embed_dim": 128, "word_dim": 64},
-            loss="infonce",
-            loss_options={"temperature": 0.1},
+            loss="top_k",
+            loss_options={"k": 10},
             epochs=options.epochs,
             batch_size=options.batch_size,
             lr=1e-3,

@@ -2,6 +2,7 @@
 
 from itm_fast.losses.boosting_loss import BoostingLoss
 from itm_fast.losses.cmpm_loss import CMPMLoss
+from itm_fast.losses.contrastive_loss import InfoNCELoss, SigLIPLoss
 from itm_fast.losses.distillation import DINOLoss, DMLLoss, RKDLoss, SoftRankLoss
 from itm_fast.losses.domain_regularization import DomainRegularization
 from itm_fast.losses.polynomial_loss import PolynomialLoss
@@ -15,9 +16,11 @@ __all__ = [
     "DINOLoss",
     "DMLLoss",
     "DomainRegularization",
+    "InfoNCELoss",
     "PolynomialLoss",
     "RKDLoss",
     "RealignmentLoss",
+    "SigLIPLoss",
     "SoftRankLoss",
     "TripletLoss",
     "names",

@@ -6,11 +6,11 @@ Inside: `Branch`, `finite`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from itm_fast.models.base import MatchingModel
@@ -22,11 +22,16 @@ __all__ = ["Branch", "finite"]
 
 
 class Branch:
-    """Train the weights of `model`, which is on its device already, with the settings `config`."""
+    """Train the weights of `model` with the settings `config`, and the parameters of its loss, `of_loss`.
 
-    def __init__(self, config: TrainConfig, model: MatchingModel, per_epoch: int) -> None:
-        self.config, self.model = config, model
-        self.optimizer = _optimizer(config, model)
+    All are on their device already.
+    """
+
+    def __init__(
+        self, config: TrainConfig, model: MatchingModel, per_epoch: int, of_loss: Sequence[nn.Parameter] = ()
+    ) -> None:
+        self.config, self.model, self._of_loss = config, model, list(of_loss)
+        self.optimizer = _optimizer(config, model, self._of_loss)
         self.scheduler = LambdaLR(self.optimizer, lambda step: learning_rate(config, step, per_epoch) / config.lr)
         # What is to be done once the gradients are whole, before they are clipped.
         self.after_backward: list[Callable[[], None]] = []
@@ -47,7 +52,8 @@ class Branch:
         loss.backward()
         for action in self.after_backward:
             action()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip or math.inf)
+        learned = [*self.model.parameters(), *self._of_loss]
+        norm = torch.nn.utils.clip_grad_norm_(learned, self.config.grad_clip or math.inf)
         return {"loss": value, "grad_norm": finite("norm of the gradient", norm, number)}
 
     def update(self) -> float:
@@ -103,12 +109,17 @@ def finite(what: str, tensor: Tensor, number: int) -> float:
     return value
 
 
-def _optimizer(config: TrainConfig, model: MatchingModel) -> torch.optim.Optimizer:
+def _optimizer(config: TrainConfig, model: MatchingModel, of_loss: list[nn.Parameter]) -> torch.optim.Optimizer:
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
     bert = [one for name, one in model.named_parameters() if name.startswith("text_encoder.bert.")]
     others = [one for name, one in model.named_parameters() if not name.startswith("text_encoder.bert.")]
+    groups: list[dict[str, Any]] = [{"params": others}]
+    if bert:
+        groups.append({"params": bert, "lr": config.lr * config.bert_lr_factor})
+    if of_loss:
+        groups.append({"params": of_loss, "weight_decay": 0.0})
     return kind(
-        [{"params": others}, *([{"params": bert, "lr": config.lr * config.bert_lr_factor}] if bert else [])],
+        groups,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         weight_decay=config.weight_decay,

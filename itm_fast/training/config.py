@@ -149,7 +149,7 @@ class TrainConfig:
     loss: str = setting(
         "triplet",
         group=LOSS,
-        help="Loss of the scores: triplet, polynomial, cmpm, or the name of a registered loss.",
+        help="Loss of the scores: triplet, polynomial, cmpm, infonce, siglip, or the name of a registered loss.",
     )
     loss_options: Mapping[str, Any] = setting(
         factory=dict, group=LOSS, help="Further settings of the loss by name, for registered losses."
@@ -179,13 +179,14 @@ class TrainConfig:
     halve_loss: bool = setting(
         False,
         group=LOSS,
-        help="Average the two directions of the triplet loss instead of adding them (SelHN authors' code).",
+        help="Average the two directions of the triplet loss or infonce instead of adding them (authors' code of SelHN "
+        "and CLIP).",
     )
     mean_loss: bool = setting(
         False,
         group=LOSS,
-        help="Average the loss over the batch instead of adding it up (authors' code of SelHN, polynomial loss and "
-        "cmpm).",
+        help="Average the loss over the batch instead of adding it up (authors' code of SelHN, polynomial loss, cmpm, "
+        "infonce and siglip).",
     )
     softmax_scale: float = setting(
         1.0,

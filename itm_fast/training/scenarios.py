@@ -18,9 +18,9 @@ for addr, Ren et al., Beyond the Deep Metric Learning, Algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
@@ -56,6 +56,7 @@ def make_scenario(
     image_rows: Callable[[Tensor], Tensor | Fragments] | None = None,
     n_images: int = 1,
     room: int | None = None,
+    of_loss: Sequence[nn.Parameter] = (),
 ) -> Scenario:
     """Return the scenario that `config` names for the target `model`, which is already on its device.
 
@@ -67,14 +68,17 @@ def make_scenario(
         image_rows: returns the regions (n, k, f) of images by their rows in the training data, to resume a realignment.
         n_images: number of images in the training split; each has a discriminator in the scenario addr.
         room: memory in bytes that the discriminators may take; None: no limit.
+        of_loss: the parameters of the loss, which are trained with the target.
 
     Raises:
-        ValueError: the scenario oas has no anchor, the model of the scenario addr has no fragments, or there are more
-            realigned conversions than batches in an epoch.
+        ValueError: the scenario oas has no anchor, the model of the scenario addr has no fragments, several branches
+            would share a loss with parameters, or there are more realigned conversions than batches in an epoch.
     """
     if config.scenario == "addr":
         check_model(model)
-    target, weight = Branch(config, model, per_epoch), boosting_weight(config)
+    if of_loss and config.scenario == "oss":
+        raise ValueError(f"loss: {config.loss} learns parameters, which several branches (--scenario oss) cannot share")
+    target, weight = Branch(config, model, per_epoch, of_loss), boosting_weight(config)
     if config.conversions is not None and config.realignment:
         if config.conversions > per_epoch:
             raise ValueError(

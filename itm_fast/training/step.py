@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from itm_fast.data import Batch, BatchAugmentation, Vocabulary
 from itm_fast.distributed import World
@@ -56,10 +56,11 @@ class Stepper:
         room: int | None = None,
     ) -> None:
         self.config, self.device, self.world = config, device, world or World()
-        self.losses = make_losses(config)
+        self.losses = nn.ModuleDict(make_losses(config)).to(device)
         self.boosting_loss = make_boosting_loss(config)
         self.realignment_losses = make_realignment_losses(config)
-        self.scenario = make_scenario(config, model, per_epoch, anchor, image_rows, n_images, room)
+        of_loss = list(self.losses.parameters())
+        self.scenario = make_scenario(config, model, per_epoch, anchor, image_rows, n_images, room, of_loss)
         learning = [branch.model for branch in self.scenario.branches]
         check_shared(self.scenario.models, self.world)
         self.replicas = Replicas(self.world, learning, config.micro_batch)
@@ -100,7 +101,12 @@ class Stepper:
         if "grad_norm" in numbers:
             found.append(self.gradients.update(numbers["grad_norm"], numbers["loss"]))
         self.cautions = [caution for caution in found if caution is not None]
-        return {**numbers, **diagnostics}
+        return {**numbers, **self._of_loss(), **diagnostics}
+
+    def _of_loss(self) -> dict[str, float]:
+        """Return the scalar parameters of the loss, for the log."""
+        learned = self.losses[self.config.mining].named_parameters()
+        return {f"loss_{name}": float(one.detach()) for name, one in learned if one.numel() == 1}
 
     def _functions(self, batch: Batch, mining: str, positives: Tensor | None) -> BatchFunctions:
         def scores(model: MatchingModel) -> Tensor:
@@ -141,7 +147,9 @@ class Stepper:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on, except the weights of the target and the batch."""
-        return {**self.scenario.state_dict(), "plateau": self.plateau.state_dict()}
+        loss = self.losses.state_dict()
+        parts = {"loss": loss} if loss else {}
+        return {**self.scenario.state_dict(), **parts, "plateau": self.plateau.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
         """Restore the part of `state` that `state_dict` returned after `steps` steps, before the first step here.
@@ -151,5 +159,8 @@ class Stepper:
                 entry.
         """
         self.scenario.load_state_dict(state, steps)
+        if loss := self.losses.state_dict():
+            check_like(state.get("loss"), loss, "loss")
+            self.losses.load_state_dict(state["loss"])
         check_like(state["plateau"], self.plateau.state_dict(), "plateau")
         self.plateau.load_state_dict(state["plateau"])

@@ -86,6 +86,8 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mss, both, soft": ("scan", SIZES, {"scenario": "mss", "boosting": "both", "soft": True, "ema_decay": 0.9}),
     "mss, soft_rank": ("scan", SIZES, {"scenario": "mss", "boosting": "soft_rank"}),
     "oss, dml": ("scan", SIZES, {"scenario": "oss", "boosting": "dml", "branches": 3}),
+    "infonce": ("scan", SIZES, {"loss": "infonce", "mining": "all"}),
+    "siglip, mss": ("vsepp", SIZES, {"loss": "siglip", "mining": "all", "mean_loss": True, "scenario": "mss"}),
     "conversions": ("scan", SIZES, {"conversions": 3, "realignment": False}),
     "realigned": ("scan", SIZES, {"conversions": 3}),
     "realigned, fresh": ("scan", SIZES, {"conversions": 3, "other_batches": "fresh"}),
@@ -171,6 +173,7 @@ def made_stepper(scenario: str, world: World, dtype: torch.dtype) -> tuple[Stepp
         settings, model, words, torch.device("cpu"), 4, anchor if settings.scenario == "oas" else None, n_images=4,
         world=world,
     )  # fmt: skip
+    stepper.losses.to(dtype)
     for branch in stepper.scenario.branches:
         branch.model.to(dtype)
     return stepper, model

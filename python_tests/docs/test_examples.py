@@ -65,7 +65,7 @@ def test_train_scan_and_search(data: Path, tmp_path: Path) -> None:
     assert all(1 / 36 <= float(weight) + 0.005 <= 1.01 for _, weight in words)
 
 
-@pytest.mark.parametrize(("script", "setting"), [("own_loss.py", "loss: infonce"), ("own_model.py", "model: late_int")])
+@pytest.mark.parametrize(("script", "setting"), [("own_loss.py", "loss: top_k"), ("own_model.py", "model: late_int")])
 def test_own_parts_train_like_built_in_ones(script: str, setting: str, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     printed = run(script, "--data", data, "--out", out, "--epochs", 3, "--batch-size", 40, cwd=tmp_path)

@@ -211,6 +211,7 @@ def test_a_log_shorter_than_the_state_says_is_kept(run: Path) -> None:
         ({"lr_schedule": "cosine", "lr_warmup_steps": 3}, {"image_encoder": "residual"}),
         ({"model": "vsepp"}, {"image_encoder": "projected_residual"}),
         ({"model": "vsepp", "mining": "all"}, {"bidirectional": True, "text_pooling": "mean", "num_layers": 2}),
+        ({"loss": "siglip", "mining": "all", "optimizer": "adamw", "weight_decay": 0.1}, {}),
         ({"precision": "bfloat16"}, {"direction": "mean", "aggregation": "logsumexp"}),
     ],
 )
@@ -226,7 +227,8 @@ def test_what_every_configuration_saves_is_accepted(
     taken = trainer.stepper.state_dict()
     assert taken["scheduler"] == saved["scheduler"]
     assert taken["optimizer"]["param_groups"] == saved["optimizer"]["param_groups"]
-    assert len(taken["optimizer"]["state"]) == len(list(trainer.model.parameters()))
+    learned = [*trainer.model.parameters(), *trainer.stepper.losses.parameters()]
+    assert len(taken["optimizer"]["state"]) == len(learned)
     for index, kept in saved["optimizer"]["state"].items():
         for name, values in kept.items():
             assert torch.equal(taken["optimizer"]["state"][index][name], values)

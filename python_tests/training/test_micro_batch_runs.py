@@ -30,6 +30,7 @@ SCENARIOS: dict[str, dict[str, object]] = {
     "oas": {},
     "oss": {"branches": 3, "boosting": "both"},
     "mss": {"ema_decay": 0.9, "boosting": "relative", "soft": True},
+    "infonce": {"scenario": "single", "loss": "infonce", "mining": "all"},
 }
 # Dropout, batch normalisation and text augmentation.
 DRAWING = {"model_options": {**OPTIONS, "image_encoder": "residual", "word_dropout": 0.3}, "text_augmentation": 0.2}
@@ -68,7 +69,7 @@ def stepped(trainer: Trainer, dtype: torch.dtype, steps: int) -> tuple[list[dict
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_scenario_trains_as_with_the_plain_batch(data: Path, tmp_path: Path, anchor: Path, scenario: str) -> None:
     """Three steps of batches of 32, micro-batches of 7, in float64: losses, norms and all weights."""
-    changes = {"scenario": scenario, **SCENARIOS[scenario], **({"anchor": str(anchor)} if scenario == "oas" else {})}
+    changes = {"scenario": scenario, **SCENARIOS[scenario]} | ({"anchor": str(anchor)} if scenario == "oas" else {})
     results = [
         stepped(trainer_of(data, tmp_path, torch.float64, micro_batch=size, **changes), torch.float64, 3)
         for size in (None, 7)
@@ -115,12 +116,16 @@ def test_feature_conversions_without_realignment(data: Path, tmp_path: Path) -> 
         torch.testing.assert_close(results[1][1][name], value, rtol=1e-7, atol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize("scenario", ["single", "mss"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"scenario": "mss"}, {"loss": "infonce", "mining": "all"}, {"loss": "siglip", "mining": "all"}],
+    ids=["single", "mss", "infonce", "siglip"],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scenario: str
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
 ) -> None:
     """With dropout, batch normalisation and a last batch that is not full: state, log and saved models, bit for bit."""
-    settings = config(data, tmp_path / "whole", scenario=scenario, batch_size=50, micro_batch=8, **DRAWING)
+    settings = config(data, tmp_path / "whole", **changes, batch_size=50, micro_batch=8, **DRAWING)
     assert run(settings).steps == 6
     parts = attrs.evolve(settings, out=str(tmp_path / "parts"))
     with monkeypatch.context() as patch:
