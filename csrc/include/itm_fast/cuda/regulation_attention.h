@@ -3,6 +3,7 @@
 #pragma once
 
 #include "itm_fast/cuda/attention_pair.h"
+#include "itm_fast/cuda/set_tiles.h"
 
 namespace itm_fast::cuda {
 
@@ -72,6 +73,16 @@ ITM_FAST_DEVICE void attend_row(const At& at, const Store& store, int n, float t
   ITM_FAST_UNROLLED
   for (int i = 0; i < kPerLane; ++i) {
     if (lane() + 32 * i < n) store(lane() + 32 * i, e[i] / total);
+  }
+}
+
+// The same for at most kMostContexts contexts. Those of one tile take fewer registers.
+template <typename Tile, typename At, typename Store>
+ITM_FAST_DEVICE void attend_contexts(const At& at, const Store& store, int n, float temperature, Focal focal) {
+  if (n <= Tile::kColumns) {
+    attend_row<Tile::kColumns / 32>(at, store, n, temperature, focal);
+  } else {
+    attend_row<kMostContexts / 32>(at, store, n, temperature, focal);
   }
 }
 
