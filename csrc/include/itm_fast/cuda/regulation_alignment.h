@@ -29,10 +29,10 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
       }
     });
     if (is_long()) {
-      weigh([&](int row, int k) -> float& { return logits(row)[k]; });
+      weigh<true>([&](int row, int k) -> float& { return logits(row)[k]; });
     } else {
       ITM_FAST_TILE_SCORES(Tile);
-      weigh([&](int row, int k) -> decltype(auto) { return scores[row * kStride + k]; });
+      weigh<false>([&](int row, int k) -> decltype(auto) { return scores[row * kStride + k]; });
     }
   }
 
@@ -69,6 +69,7 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
     float* aligned = of_block(p_.slab.aligned);
     S* chunk = of_block(p_.slab.chunk);
     for_each_run([&] {
+      float* of_run = aligned + run_ * width_stride_;
       for (int first = 0; first < dim_; first += kChunk) {
         const int size = part(first, dim_, kChunk);
         for (int block = 0; block < size; block += kColumns) {
@@ -80,8 +81,8 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
           const int count = part(output, width_, kColumns);
           multiply_operands<kParts, Tile>(chunk, n_run_, kChunk, layer.packed + output * layer.stride() + first, count,
                                           layer.stride(), size);
-          for_each_product(count, [&](int row, int c, float product) {
-            float* sum = aligned + row * width_stride_ + output + c;
+          for_each_product(count, [&](int place, int c, float product) {
+            float* sum = of_run + place * width_stride_ + output + c;
             *sum = product + (first == 0 ? layer.bias[output + c] : *sum);
           });
         }
@@ -126,7 +127,7 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
   }
 
   // From the raw scores at(row, context), which become the normalised ones, to the attention.
-  template <typename At>
+  template <bool kMayBeLong, typename At>
   ITM_FAST_DEVICE void weigh(const At& at) const {
     ITM_FAST_DYNAMIC_SHARED(int32_t, starts, Memory::kStarts, Memory::kStartCount);
     ITM_FAST_DYNAMIC_SHARED(float, temperatures, Memory::kTemperatures, kMostQueries);
@@ -141,7 +142,7 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
       const auto of_context = [&](int k) { return static_cast<float>(at(row, k)); };
       const auto store = [&](int k, float weight) { narrow(weight, attention[k]); };
       const float temperature = corresponded_ > 0 ? static_cast<float>(temperatures[row]) : first_temperature();
-      attend_contexts<Tile>(of_context, store, s_.n_contexts, temperature, p_.attention.focal);
+      attend_contexts<Tile, kMayBeLong>(of_context, store, s_.n_contexts, temperature, p_.attention.focal);
     });
   }
 
@@ -150,8 +151,8 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
   ITM_FAST_DEVICE void reweight(int first, int block, int count) {
     const bool residual = p_.options.residual_correspondence;
     if (corresponded_ == 0) {
-      for_each_row_of_run([&](int row, int) {
-        for (int c = lane(); c < count; c += 32) reweight_one(row, block + c, first, p_.channels[first + block + c]);
+      for_each_row(n_run_, [&](int place) {
+        for (int c = lane(); c < count; c += 32) reweight_one(place, block + c, first, p_.channels[first + block + c]);
       });
       return;
     }
@@ -162,20 +163,20 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
       multiply_operands<kParts, Tile>(hidden_of(step) + run_ * stride, n_run_, stride,
                                       layer.packed + (first + block) * layer.stride(), count, layer.stride(),
                                       layer.inputs);
-      for_each_product(count, [&](int row, int c, float product) {
-        float* kept = of_block(p_.slab.channels) + (row - run_) * kColumns + c;
+      for_each_product(count, [&](int place, int c, float product) {
+        float* kept = of_block(p_.slab.channels) + place * kColumns + c;
         const int channel = first + block + c;
         float e = tanhf(product + layer.bias[channel]);
         if (residual && step > 0) e += *kept;
         if (residual && step == 0) e += p_.options.learned_factors ? p_.channels[channel] : 1.0f;
         e = e < -1.0f ? -1.0f : e > 1.0f ? 1.0f : e;
         if (step + 1 < corresponded_) *kept = e;
-        if (step + 1 == corresponded_) reweight_one(row, block + c, first, e);
+        if (step + 1 == corresponded_) reweight_one(place, block + c, first, e);
       });
     }
   }
-  ITM_FAST_DEVICE void reweight_one(int row, int column, int first, float channel) const {
-    narrow(query(row)[first + column] * channel, of_block(p_.slab.chunk)[(row - run_) * kChunk + column]);
+  ITM_FAST_DEVICE void reweight_one(int place, int column, int first, float channel) const {
+    narrow(query(run_ + place)[first + column] * channel, of_block(p_.slab.chunk)[place * kChunk + column]);
   }
 
   // Prepares `count` columns of the attended vectors of a run, from `first` on, for attended_at.

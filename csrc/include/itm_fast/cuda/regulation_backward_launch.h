@@ -69,7 +69,7 @@ int64_t place_backward(RegulationBackward& p, const RegulationSizes& sizes, Work
     p.turned_layers[i] = workspace.take<float>(f.layers[i].inputs * operand_stride(f.layers[i].outputs));
   }
   p.prepared = preparing_blocks(f);
-  p.ones = workspace.take<float>(kTileSets);
+  p.ones = workspace.take<float>(f.rows);
   const int64_t n_queries = f.queries.n_sets, n_contexts = f.contexts.n_sets, pairs = n_queries * n_contexts;
   TileLists& lists = p.lists;
   for (int32_t** array : {&lists.queries, &lists.rows, &lists.tile_entries, &lists.tile_rows, &lists.contexts}) {

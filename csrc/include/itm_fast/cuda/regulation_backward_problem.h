@@ -59,7 +59,7 @@ struct RegulationBackward {
   int64_t* n_pairs;
   TileLists lists;
   BackwardArrays arrays;
-  float* ones;         // kTileSets or more
+  float* ones;         // forward.rows of them
   int64_t chunk_rows;  // a multiple of four, at least those of a tile
   int64_t prepared;    // blocks of the first launch that prepare the forward
   int32_t* arrived;    // zero

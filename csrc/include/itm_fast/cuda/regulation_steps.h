@@ -20,6 +20,7 @@ class RegulatorSteps : private RegulationStep<kParts, Tile, S> {
     const int64_t stride = sees_query ? dim_stride_ : width_stride_;
     const LayerOperand<S>&wide_layer = p_.correspondence(step, 0), &narrow_layer = p_.correspondence(step, 2);
     const VectorLayer& shift = p_.shifts[step];
+    const int64_t hidden_stride = operand_stride(p_.hidden);
     for_each_run([&] {
       const S* seen = operand + run_ * stride;
       for_each_output(seen, n_run_, stride, narrow_layer, [&](int first, int count) {
@@ -41,10 +42,10 @@ class RegulatorSteps : private RegulationStep<kParts, Tile, S> {
           temperatures[row] = sum < 0.0f ? 0.0f : sum;
         });
       });
+      S* hidden = hidden_of(step) + run_ * hidden_stride;
       for_each_output(seen, n_run_, stride, wide_layer, [&](int first, int count) {
-        for_each_product(count, [&](int row, int c, float product) {
-          narrow(tanhf(product + wide_layer.bias[first + c]),
-                 hidden_of(step)[row * operand_stride(p_.hidden) + first + c]);
+        for_each_product(count, [&](int place, int c, float product) {
+          narrow(tanhf(product + wide_layer.bias[first + c]), hidden[place * hidden_stride + first + c]);
         });
       });
     });

@@ -79,7 +79,7 @@ class RegulationStep {
   ITM_FAST_DEVICE static void for_each_row(int n_rows, const Body& body) {
     for (int row = warp(); row < n_rows; row += Tile::kWarps) body(row);
   }
-  // Calls body() for each run of at most kRows rows. Within it, for_each_row_of_run and for_each_product take its rows.
+  // Calls body() for each run of n_run_ rows from row run_ on. The next two functions take its rows.
   template <typename Body>
   ITM_FAST_DEVICE void for_each_run(const Body& body) {
     for (run_ = 0; run_ < s_.n_rows; run_ += Tile::kRows) {
@@ -92,12 +92,12 @@ class RegulationStep {
   ITM_FAST_DEVICE void for_each_row_of_run(const Body& body) const {
     for_each_row(n_run_, [&](int row) { body(run_ + row, row); });
   }
-  // Calls body(row, column of the tile, product) for `count` columns of a finished product.
+  // Calls body(row of the run, column of the tile, product) for `count` columns of a finished product.
   template <typename Body>
   ITM_FAST_DEVICE void for_each_product(int count, const Body& body) const {
     ITM_FAST_TILE_SCORES(Tile);
-    for_each_row_of_run([&](int row, int place) {
-      for (int c = lane(); c < count; c += 32) body(row, c, static_cast<float>(scores[place * kStride + c]));
+    for_each_row(n_run_, [&](int place) {
+      for (int c = lane(); c < count; c += 32) body(place, c, static_cast<float>(scores[place * kStride + c]));
     });
   }
   // Calls body(first output, number of outputs) for each block of a layer's outputs, after the product of the rows with
