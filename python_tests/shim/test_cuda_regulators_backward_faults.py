@@ -18,9 +18,9 @@ pytestmark = pytest.mark.shim
 
 DRIVER = "regulators_backward"
 KERNELS = "csrc/include/itm_fast/cuda/"
-KERNEL, LISTS, TILE, ATTENTION, STEPS, SUMS, LAUNCH = (
+KERNEL, TILE, ATTENTION, STEPS, SUMS, LAUNCH = (
     f"{KERNELS}regulation_backward{name}.h"
-    for name in ("", "_lists", "_tile", "_attention", "_steps", "_sums", "_launch")
+    for name in ("", "_tile", "_attention", "_steps", "_sums", "_launch")
 )
 AGAIN = f"{KERNELS}regulation_recompute.h"
 SMALL = ("-DITM_FAST_SMALL_TILE_ALONE",)
@@ -57,9 +57,9 @@ FAULTS = {
         (SUMS, "range.width + range.column + column] += sum;", "range.width + range.column + column] = sum;"),
         ERROR,
     ),
-    "a tile with one row too many": (
-        (LISTS, "if (rows + more > Tile::kRows ||", "if (rows + more > Tile::kRows + 1 ||"),
-        r"shared array '\w+': .*index 32",
+    "a product with one row too many": (
+        (TILE, "n_rows - run : Tile::kRows;", "n_rows - run : Tile::kRows + 1;"),
+        r"shared array 'scores': .*expected 0 to 2079",
     ),
     "temperatures without a gradient": (
         (ATTENTION, "row) += of_temperature;", "row) += 0.0f * of_temperature;"),

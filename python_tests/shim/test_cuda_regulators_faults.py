@@ -91,11 +91,11 @@ FAULTS = {
         LONG,
     ),
     "scores of all contexts in place of the first": (
-        (ALIGNMENT, "float* sums = logits(row) + context;", "float* sums = logits(row);"),
+        (ALIGNMENT, "float* sums = logits(row) + context;", "float* sums = logits(row) + 0 * context;"),
         LONG,
     ),
     "a softmax over the contexts of one product": (
-        (ATTENTION, "if (n <= Tile::kColumns) {", "if (n <= kMostContexts) {"),
+        (ATTENTION, "n <= Tile::kColumns) {", "n <= kMostContexts) {"),
         LONG,
     ),
     "the first queries for all queries": (
