@@ -19,8 +19,7 @@ pytestmark = pytest.mark.shim
 DRIVER = "regulators_backward"
 KERNELS = "csrc/include/itm_fast/cuda/"
 KERNEL, TILE, ATTENTION, STEPS, SUMS, LAUNCH = (
-    f"{KERNELS}regulation_backward{name}.h"
-    for name in ("", "_tile", "_attention", "_steps", "_sums", "_launch")
+    f"{KERNELS}regulation_backward{name}.h" for name in ("", "_tile", "_attention", "_steps", "_sums", "_launch")
 )
 AGAIN = f"{KERNELS}regulation_recompute.h"
 SMALL = ("-DITM_FAST_SMALL_TILE_ALONE",)
