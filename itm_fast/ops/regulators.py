@@ -184,7 +184,8 @@ def beyond_kernels(device: str, queries: Fragments, contexts: Fragments, paramet
     for side, sets, tile, longest in zip(
         ("query", "context"), (queries, contexts), CUDA_TILE, CUDA_LONGEST, strict=True
     ):
-        if sets.max_length > cuda_rows(sets.values.shape[0], len(sets), tile, longest):
+        # Short sets need no comparison of their number of rows, which torch.compile would guard.
+        if sets.max_length > tile and sets.max_length > cuda_rows(sets.values.shape[0], len(sets), tile, longest):
             return (
                 f"the CUDA kernels of the regulators support {side} sets of at most {tile} rows, or 1.25 times the "
                 f"average up to {longest} rows"
