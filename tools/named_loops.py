@@ -125,7 +125,7 @@ WANTED = (
     Wanted(_REGULATED, "differences", ("write_differences", "attended_at"), "LDS", "channel"),
     Wanted(_REGULATED, "channels", ("reweight",), r"MUFU\.EX2", "channel"),
     Wanted(_REGULATED, "alignments", ("align_rows", "for_each_product"), "LDS", "output"),
-    Wanted(_REGULATED, "wide layer", ("correspond", "hidden_of"), r"MUFU\.EX2", "output"),
+    Wanted(_REGULATED, "wide layer", ("correspond", "for_each_product"), r"MUFU\.EX2", "output"),
     Wanted(_REGULATED, "narrow layer", ("correspond",), r"MUFU\.EX2", "output"),
     Wanted(_REGULATED, "aggregation", ("aggregate", "for_each_channel"), r"MUFU\.EX2", "output"),
 )

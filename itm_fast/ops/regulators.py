@@ -34,8 +34,9 @@ FOCAL_MODES = (None, "equal", "prob")
 # the fastest on a CPU. Other devices use larger lists, about 1 GB for all tensors, because each list costs several
 # hundred launches: a step with 128 pairs and hardest negatives needs one list.
 _LISTED_ELEMENTS, _LISTED_ON_DEVICES = 1 << 19, 32
-# Limits of the CUDA kernels: rows per query set, rows per context set, and steps of each kind.
-CUDA_QUERY_ROWS, CUDA_CONTEXT_ROWS, CUDA_STEPS = 112, 128, 8
+# Limits of the CUDA kernels: steps of each kind; query rows and context rows of a product, and of the longest sets.
+CUDA_STEPS = 8
+CUDA_TILE, CUDA_LONGEST = (112, 128), (512, 640)
 
 
 def cross_attention_alignments(
@@ -180,14 +181,30 @@ def beyond_kernels(device: str, queries: Fragments, contexts: Fragments, paramet
         return "under torch.compile the CUDA kernels of the regulators need Fragments made with max_length"
     if queries.values.shape[1] == 0:
         return "the CUDA kernels of the regulators support rows of at least one component"
-    if queries.max_length > CUDA_QUERY_ROWS:
-        return f"the CUDA kernels of the regulators support query sets of at most {CUDA_QUERY_ROWS} rows"
-    if contexts.max_length > CUDA_CONTEXT_ROWS:
-        return f"the CUDA kernels of the regulators support context sets of at most {CUDA_CONTEXT_ROWS} rows"
+    for side, sets, tile, longest in zip(
+        ("query", "context"), (queries, contexts), CUDA_TILE, CUDA_LONGEST, strict=True
+    ):
+        # Short sets need no comparison of their number of rows, which torch.compile would guard.
+        if sets.max_length > tile and sets.max_length > cuda_rows(sets.values.shape[0], len(sets), tile, longest):
+            return (
+                f"the CUDA kernels of the regulators support {side} sets of at most {tile} rows, or 1.25 times the "
+                f"average up to {longest} rows"
+            )
     steps = (parameters.alignments, parameters.correspondences, parameters.aggregations)
     if max(map(len, steps)) > CUDA_STEPS:
         return f"the CUDA kernels of the regulators support at most {CUDA_STEPS} steps"
     return None
+
+
+def cuda_rows(n_rows: int, n_sets: int, tile: int, longest: int) -> int:
+    """Return the length up to which the CUDA kernels support sets, as `slab_rows` of csrc/include/itm_fast/cuda does.
+
+    The workspace is allocated before the device knows the longest set.
+    """
+    if n_rows <= n_sets * tile:
+        return tile
+    average = (n_rows + n_sets - 1) // n_sets
+    return (min(average + average // 4, longest) + 7) // 8 * 8
 
 
 def _native_scores(

@@ -120,20 +120,29 @@ def _regulated_case(
     dim: int = 40,
     width: int = 16,
     sizes: tuple[int, ...] = (6, 1, 70, 9),
+    lengths: tuple[list[int], list[int]] | None = None,
     **options: Any,
 ) -> Case:
-    """Make a case with gradients of both sides. Those of the weights have tests of their own."""
+    """Make a case with gradients of both sides. Those of the weights have tests of their own.
+
+    With `lengths` of queries and contexts, the sets do not depend on the size.
+    """
     alignments = options.pop("alignments", False)
+    longest = (17, 40) if lengths is None else (max(lengths[0]), max(lengths[1]))
 
     def make(seed: int, size: int) -> Inputs:
         weights = random_parameters(setting, dim, width, seed=seed).tensors()
+        sets = _sets(seed, size, dim, longest, torch.int64)
+        if lengths is not None:
+            sides = [random_fragments(of, dim, seed=seed + i) for i, of in enumerate(lengths)]
+            sets = [*(side.values for side in sides), *(side.offsets for side in sides)]
         # The seed is on the device: a seed on the host would cause a synchronisation.
-        return [*_sets(seed, size, dim, (17, 40), torch.int64), torch.tensor([seed + 2**40]), *weights]
+        return [*sets, torch.tensor([seed + 2**40]), *weights]
 
     def call(functions: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         words, regions, word_offsets, region_offsets, seed, *weights = inputs
-        queries = Fragments(words, word_offsets, check=False, max_length=17)
-        contexts = Fragments(regions, region_offsets, check=False, max_length=40)
+        queries = Fragments(words, word_offsets, check=False, max_length=longest[0])
+        contexts = Fragments(regions, region_offsets, check=False, max_length=longest[1])
         parameters = random_parameters(setting, dim, width).with_tensors(weights)
         if not alignments:
             return (functions.regulated_scores(queries, contexts, parameters, seed=seed, **options),)
@@ -282,6 +291,7 @@ CASES = (
     _regulated_case("of both regulators", "rcar2", dropout=0.4),
     _regulated_case("of RCR alone", "rcr3", focal="prob"),
     _regulated_case("of RAR alone, wide", "rar3", dim=600, width=150, sizes=(6, 1)),
+    _regulated_case("of long sets", "rcar2", sizes=(1,), lengths=([120], [196])),
     _regulated_case("after a step of RCR", "rcar2", normalization="softmax", alignments=True),
     _step_case("step", "none", ("triplet_loss", "triplet_loss_backward")),
     ONE_LAUNCH_STEP,

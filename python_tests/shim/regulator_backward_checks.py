@@ -121,7 +121,7 @@ def check_gradients(
 
 
 def check_all_gradients(kernels: RegulatorBackwardKernels) -> None:
-    """Check a case that planted faults must fail: chunks of one tile, full tiles, bounds, and zero rows."""
+    """Check cases that planted faults must fail: chunks of one tile, full tiles, bounds, zero rows, and long sets."""
     sides = random_fragments([3, 1, 0, 12, 9, 8], 70), random_fragments([4, 17], 70, seed=1)
     for side in sides:
         side.values[2] = 0.0
@@ -130,3 +130,5 @@ def check_all_gradients(kernels: RegulatorBackwardKernels) -> None:
     gradients = torch.randn(6, 2, generator=torch.Generator().manual_seed(1))
     gradients[0, 1] = 0.0
     check_gradients(kernels, sides, parameters, gradients, run={"room": 0, "blocks": 2}, **options)
+    sides = random_fragments([40, 36], 70), random_fragments([70], 70, seed=1)
+    check_gradients(kernels, sides, parameters, gradients[4:, :1], run={"room": 0, "blocks": 2}, **options)

@@ -118,10 +118,10 @@ class RegulatorKernels:
         self.launches, self.slab_bytes = map(int, counts)
         return result
 
-    def limits(self) -> list[int]:
-        """Return the maximum numbers of query rows, contexts and steps of the kernel that the launchers use."""
+    def limits(self, n_rows: int, n_sets: int) -> list[int]:
+        """Return the maximum query rows, contexts and steps that the launchers support for sides of this size."""
         found = np.zeros(3, np.int64)
-        call(self.library.limits, found)
+        call(self.library.limits, n_rows, n_sets, found)
         return found.tolist()
 
 
@@ -191,12 +191,13 @@ def _cases() -> list[Case]:
     random = np.random.default_rng(0)
     made: list[Case] = []
     rcar = {"scored": 1, "interleaved": 1}
-    # Short sets, long sets on both sides, invalid offsets, and no contexts.
+    # Short sets, sets beyond the limits, invalid offsets, no contexts, and long sets on both sides.
     cases: tuple[tuple[list[int], list[int], int, dict[str, int], tuple[int, int, int]], ...] = (
         ([0, 3, 3, 9, 34], [0, 4, 9], 66, rcar, (2, 1, 2)),
         ([0, 40, 45], [0, 3, 40], 9, {}, (1, 1, 0)),
         ([0, 90, 2, 10], [0, -5, 2**40, 10], 8, rcar, (2, 1, 2)),
         ([0, 5, 11], [0, 0, 0], 13, {"aligns": 1}, (2, 1, 0)),
+        ([0, 35], [0, 70], 66, rcar, (2, 1, 2)),
     )
     for number, (query_offsets, context_offsets, dim, setting, counts) in enumerate(cases):
         aligns = bool(setting.get("aligns", 0))

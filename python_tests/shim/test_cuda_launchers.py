@@ -83,7 +83,9 @@ ATTENTION = (9.0, "clipped_l2norm", 0.1, "none", "mean", 6.0, "float32")
 MAXSIM = ("mean", "both", "float32")
 
 
-@pytest.mark.parametrize("lengths", [([], []), ([0, 2], [3, 0]), ([3] * 9, [2] * 9), ([20] * 8, [4] * 8)])
+@pytest.mark.parametrize(
+    "lengths", [([], []), ([0, 2], [3, 0]), ([3] * 9, [2] * 9), ([20] * 8, [4] * 8), ([9, 3], [200])]
+)
 def test_the_backward_of_the_regulators_takes_two_launches(
     lengths: tuple[list[int], list[int]], launches: Callable[[], int]
 ) -> None:

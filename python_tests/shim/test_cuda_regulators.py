@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from itm_fast import Fragments, reference
 from itm_fast.ops.library import FallbackWarning, use_native
-from itm_fast.ops.regulators import CUDA_CONTEXT_ROWS, CUDA_QUERY_ROWS, CUDA_STEPS, beyond_kernels
+from itm_fast.ops.regulators import CUDA_LONGEST, CUDA_STEPS, CUDA_TILE, beyond_kernels, cuda_rows
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.regulators import SETTINGS, hidden_widths, random_parameters
 from python_tests.helpers.shim import compiled_driver
@@ -45,6 +45,12 @@ def truncating(tmp_path_factory: pytest.TempPathFactory) -> RegulatorKernels:
 
 def rcar(setting: str = "rcar2", dim: int = DIM, width: int = WIDTH) -> tuple[Fragments, Fragments, Any]:
     queries, contexts = random_fragments(QUERIES, dim), random_fragments(CONTEXTS, dim, seed=1)
+    return queries, contexts, random_parameters(setting, dim, width)
+
+
+def long_sets(side: str, setting: str, dim: int = DIM, width: int = WIDTH) -> tuple[Fragments, Fragments, Any]:
+    queries = random_fragments([5, 0, 12, 9] if side == "contexts" else [66, 0, 70, 70], dim)
+    contexts = random_fragments([30] if side == "queries" else [60, 72, 66], dim, seed=1)
     return queries, contexts, random_parameters(setting, dim, width)
 
 
@@ -122,6 +128,31 @@ def test_sets_that_fill_the_tile_of_the_launchers(kernels: RegulatorKernels, foc
     check_scores(kernels, queries, contexts, parameters, name=focal, focal=focal, run={"large": True})
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_long_sets(kernels: RegulatorKernels, setting: str) -> None:
+    """Sets that take up to three products, beside an empty and a short one."""
+    number = list(SETTINGS).index(setting)
+    operands = long_sets(("contexts", "queries", "both")[number % 3], setting)
+    options: dict[str, Any] = {"temperature": 5.0, "focal": FOCAL_MODES[number // 3 % 3]}
+    if operands[2].aggregations:
+        options |= {"dropout": 0.4, "seed": number}
+    check_scores(kernels, *operands, name=setting, **options)
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+def test_alignments_of_long_sets(kernels: RegulatorKernels, normalization: str) -> None:
+    number = NORMALIZATIONS.index(normalization)
+    options = {"normalization": normalization, "focal": FOCAL_MODES[number % 3], "temperature": 6.0}
+    check_alignments(kernels, *long_sets("both", "rcar2", 20, 12), name=normalization, **options)
+
+
+@pytest.mark.parametrize(("n_queries", "n_contexts"), [(9, 640), (512, 9)])
+def test_the_longest_sets(kernels: RegulatorKernels, n_queries: int, n_contexts: int) -> None:
+    queries, contexts = random_fragments([n_queries], 12), random_fragments([n_contexts], 12, seed=1)
+    parameters = random_parameters("rcar2", 12, 10)
+    check_scores(kernels, queries, contexts, parameters, focal="prob", run={"large": True})
+
+
 @pytest.mark.parametrize("setting", ["rcr1", "rcar2", "rcar2, residuals"])
 @pytest.mark.parametrize(("wide", "narrow"), [(0, 5), (5, 0), (0, 0), (45, 40)])
 def test_hidden_layers_of_any_width(kernels: RegulatorKernels, setting: str, wide: int, narrow: int) -> None:
@@ -133,12 +164,17 @@ def test_hidden_layers_of_any_width(kernels: RegulatorKernels, setting: str, wid
 # Tests of the precisions
 
 
-@pytest.mark.parametrize("setting", ["rcr1", "rcar2"])
+@pytest.mark.parametrize(
+    ("setting", "side"), [("rcr1", None), ("rcar2", None), ("rcr1", "queries"), ("rcar2", "contexts")]
+)
 @pytest.mark.parametrize("cores", ["kernels", "truncating"])
-def test_the_precisions(request: pytest.FixtureRequest, cores: str, setting: str) -> None:
-    """Products in two parts keep 16 bits; in bfloat16 errors are at most twice those of PyTorch's own autocast."""
+def test_the_precisions(request: pytest.FixtureRequest, cores: str, setting: str, side: str | None) -> None:
+    """Products in two parts keep 16 bits; in bfloat16 errors are at most twice those of PyTorch's own autocast.
+
+    With a side, its sets are long.
+    """
     kernels = request.getfixturevalue(cores)
-    queries, contexts, parameters = single(*rcar(setting))
+    queries, contexts, parameters = single(*(rcar(setting) if side is None else long_sets(side, setting)))
     exact = reference.regulated_scores(*double(queries, contexts, parameters))
     high = result_of(kernels, queries, contexts, parameters, "bf16x3")
     medium = result_of(kernels, queries, contexts, parameters, "bf16")
@@ -183,6 +219,17 @@ def test_a_block_needs_the_same_room_however_many_sets_and_channels_there_are(ke
 # Tests of non-finite values and invalid sets
 
 
+def test_a_nan_stays_in_its_pairs_of_long_sets(kernels: RegulatorKernels) -> None:
+    queries, contexts, parameters = single(*long_sets("both", "rcar2", 20, 12))
+    right = result_of(kernels, queries, contexts, parameters)
+    values = contexts.values.clone()
+    values[int(contexts.offsets[1]) + 50, 5] = float("nan")
+    scores = result_of(kernels, queries, contexts.with_values(values), parameters)
+    assert bool(scores[[0, 2, 3], 1].isnan().all())
+    assert torch.equal(scores[:, [0, 2]], right[:, [0, 2]])
+    assert scores[1].tolist() == [0, 0, 0]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("kernel", ["float32", "bf16"])
 def test_numbers_that_are_not_finite_stay_in_their_pairs(kernels: RegulatorKernels, kernel: str, bad: float) -> None:
@@ -207,18 +254,19 @@ def test_zero_vectors_are_as_in_the_reference(kernels: RegulatorKernels) -> None
     assert max_error(result_of(kernels, queries, contexts, parameters), exact) < 1e-5
 
 
-def test_longer_sets_than_the_kernel_takes_are_nan(kernels: RegulatorKernels) -> None:
+@pytest.mark.parametrize("lengths", [(3, 33, 4), (40, 66, 34)])
+def test_longer_sets_than_the_kernel_takes_are_nan(kernels: RegulatorKernels, lengths: tuple[int, int, int]) -> None:
     """Callers that check the limits never see these NaN; pairs of other sets do not change."""
-    queries, contexts = random_fragments([3, 33, 4], 9), random_fragments([5, 33, 2], 9, seed=1)
+    queries, contexts = random_fragments(lengths, 9), random_fragments(lengths, 9, seed=1)
     for setting, aligns in (("rcar2", False), ("rcr1, mean", True)):
         parameters = random_parameters(setting, 9, 6)
         found = result_of(kernels, queries, contexts, parameters, aligns=aligns)
         short = [part.index_select(torch.tensor([0, 2])) for part in (queries, contexts)]
         right = result_of(kernels, *short, parameters, aligns=aligns)
         if aligns:
-            rows = torch.tensor([0, 1, 2, 36, 37, 38, 39])
-            assert bool(found[:, 3:36].isnan().all() and found[1].isnan().all())
-            assert torch.equal(found[[0, 2]][:, rows], right)
+            is_long = queries.set_index() == 1
+            assert bool(found[:, is_long].isnan().all() and found[1].isnan().all())
+            assert torch.equal(found[[0, 2]][:, ~is_long], right)
         else:
             assert found.isnan().tolist() == [[False, True, False], [True] * 3, [False, True, False]]
             assert torch.equal(found[[0, 2]][:, [0, 2]], right)
@@ -252,8 +300,22 @@ def test_empty_sets_score_zero(kernels: RegulatorKernels) -> None:
 # Tests of the limits that operators check before a launch
 
 
-def test_the_limits_are_those_of_the_kernels(kernels: RegulatorKernels) -> None:
-    assert kernels.limits() == [CUDA_QUERY_ROWS, CUDA_CONTEXT_ROWS, CUDA_STEPS] == [112, 128, 8]
+@pytest.mark.parametrize(
+    ("n_rows", "n_sets", "right"),
+    [
+        (0, 0, [112, 128]),
+        (224, 2, [112, 128]),
+        (256, 2, [160, 128]),
+        (257, 2, [168, 168]),
+        (196 * 64, 64, [248, 248]),
+        (576, 1, [512, 640]),
+    ],
+)
+def test_the_limits_are_those_of_the_kernels(
+    kernels: RegulatorKernels, n_rows: int, n_sets: int, right: list[int]
+) -> None:
+    found = [cuda_rows(n_rows, n_sets, *limits) for limits in zip(CUDA_TILE, CUDA_LONGEST, strict=True)]
+    assert kernels.limits(n_rows, n_sets) == [*found, CUDA_STEPS] == [*right, 8]
 
 
 def test_what_the_kernels_do_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,12 +323,18 @@ def test_what_the_kernels_do_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -
     deep = deep.with_tensors(deep.tensors())
     deep.aggregations *= 9
     queries, contexts = random_fragments([112], 4), random_fragments([128], 4)
-    longer, wider = random_fragments([113], 4), random_fragments([129], 4)
+    longer, wider = random_fragments([113, 111], 4), random_fragments([129, 127], 4)
+    longest, widest = random_fragments([513], 4), random_fragments([641], 4)
     assert beyond_kernels("cuda", queries, contexts, parameters) is None
-    assert [beyond_kernels("cpu", longer, wider, steps) for steps in (parameters, deep)] == [None, None]
+    assert beyond_kernels("cuda", random_fragments([512], 4), random_fragments([640], 4), parameters) is None
+    assert [beyond_kernels("cpu", longest, widest, steps) for steps in (parameters, deep)] == [None, None]
     start = "the CUDA kernels of the regulators support "
-    assert beyond_kernels("cuda", longer, contexts, parameters) == start + "query sets of at most 112 rows"
-    assert beyond_kernels("cuda", queries, wider, parameters) == start + "context sets of at most 128 rows"
+    for sets in (longer, longest):
+        reason = start + "query sets of at most 112 rows, or 1.25 times the average up to 512 rows"
+        assert beyond_kernels("cuda", sets, contexts, parameters) == reason
+    for sets in (wider, widest):
+        reason = start + "context sets of at most 128 rows, or 1.25 times the average up to 640 rows"
+        assert beyond_kernels("cuda", queries, sets, parameters) == reason
     assert beyond_kernels("cuda", queries, contexts, deep) == start + "at most 8 steps"
     empty = Fragments(torch.zeros(112, 0), queries.offsets)
     assert beyond_kernels("cuda", empty, contexts, parameters) == start + "rows of at least one component"

@@ -41,6 +41,12 @@ def kernels() -> RegulatorBackwardKernels:
     return RegulatorBackwardKernels(compiled_driver("regulators_backward"))
 
 
+@pytest.fixture(scope="module")
+def truncating() -> RegulatorBackwardKernels:
+    """Tensor cores that cut sums off instead of rounding them."""
+    return RegulatorBackwardKernels(compiled_driver("regulators_backward", "-DITM_FAST_SHIM_TRUNCATES"))
+
+
 def operands(setting: str, dim: int = DIM, width: int = WIDTH) -> tuple[Sides, RegulatorParameters]:
     """Return sets with one zero row on each side, and weights whose hidden widths have no common divisor."""
     sides = random_fragments(QUERIES, dim), random_fragments(CONTEXTS, dim, seed=1)
@@ -48,6 +54,12 @@ def operands(setting: str, dim: int = DIM, width: int = WIDTH) -> tuple[Sides, R
         side.values[2] = 0.0
     parameters = random_parameters(setting, dim, width)
     return sides, hidden_widths(parameters, 21, 5) if parameters.correspondences else parameters
+
+
+def long_sets(side: str, setting: str, dim: int = 20, width: int = 8) -> tuple[Sides, RegulatorParameters]:
+    queries = random_fragments([5, 0, 12, 9] if side == "contexts" else [66, 0, 70, 70], dim)
+    contexts = random_fragments([30] if side == "queries" else [140, 110], dim, seed=1)
+    return (queries, contexts), random_parameters(setting, dim, width)
 
 
 def bits_of(found: list[torch.Tensor]) -> bytes:
@@ -79,6 +91,39 @@ def test_gradients_of_alignments_are_those_of_the_reference(
     gradients = sparse_gradients(sides, parameters, aligns=True, seed=number)
     options: dict[str, Any] = {"temperature": 4.0, "focal": FOCAL_MODES[number % 3], "normalization": normalization}
     check_gradients(kernels, sides, parameters, gradients, aligns=True, **options)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_gradients_of_long_sets(kernels: RegulatorBackwardKernels, setting: str) -> None:
+    """Sets that take up to three products, beside an empty one."""
+    number = list(SETTINGS).index(setting)
+    sides, parameters = long_sets(("contexts", "queries", "both")[number % 3], setting)
+    options: dict[str, Any] = {"temperature": (5.0, 0.3)[number % 2], "focal": FOCAL_MODES[number // 3 % 3]}
+    if parameters.aggregations:
+        options |= {"dropout": 0.3, "seed": number}
+    gradients = sparse_gradients(sides, parameters, seed=number)
+    check_gradients(kernels, sides, parameters, gradients, run={"room": 0}, **options)
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+def test_gradients_of_alignments_of_long_sets(kernels: RegulatorBackwardKernels, normalization: str) -> None:
+    number = NORMALIZATIONS.index(normalization)
+    sides, parameters = long_sets("both", "rcar2")
+    gradients = sparse_gradients(sides, parameters, aligns=True, seed=number)
+    options: dict[str, Any] = {"temperature": 4.0, "focal": FOCAL_MODES[number % 3], "normalization": normalization}
+    check_gradients(kernels, sides, parameters, gradients, aligns=True, **options)
+
+
+def test_gradients_of_long_sets_with_truncated_sums(truncating: RegulatorBackwardKernels) -> None:
+    sides, parameters = long_sets("both", "rcar2")
+    check_gradients(truncating, sides, parameters, sparse_gradients(sides, parameters))
+
+
+@pytest.mark.parametrize(("n_queries", "n_contexts"), [(3, 640), (512, 3)])
+def test_gradients_of_the_longest_sets(kernels: RegulatorBackwardKernels, n_queries: int, n_contexts: int) -> None:
+    sides = random_fragments([n_queries], 12), random_fragments([n_contexts], 12, seed=1)
+    parameters = random_parameters("rcar2", 12, 10)
+    check_gradients(kernels, sides, parameters, torch.ones(1, 1), run={"large": True, "room": 0})
 
 
 def test_the_tile_of_the_launchers(kernels: RegulatorBackwardKernels) -> None:
@@ -128,9 +173,9 @@ def test_results_do_not_depend_on_order_and_number_of_blocks(kernels: RegulatorB
 
 
 def test_small_chunks_have_the_same_gradients(kernels: RegulatorBackwardKernels) -> None:
-    """Without room, a chunk still holds the rows of one tile."""
+    """Without room, a chunk still holds the rows of the longest tile: a quarter more than the average of 38."""
     check_all_gradients(kernels)
-    assert kernels.chunk_rows == 32
+    assert kernels.chunk_rows == 48
     sides, parameters = operands("rcar2", 20, 8)
     queries, contexts, weights = single(*sides, parameters)
     gradients_of(kernels, (queries, contexts), weights, sparse_gradients(sides, parameters))
@@ -184,7 +229,7 @@ def test_numbers_that_are_not_finite_stay_in_their_pairs(kernels: RegulatorBackw
 
 def test_sets_with_a_gradient_that_exceed_the_kernel_make_everything_nan(kernels: RegulatorBackwardKernels) -> None:
     """Callers that check the limits never see these NaN. A longer set without a gradient does no harm."""
-    for lengths_of in (([3, 33], [4]), ([3], [65, 2])):
+    for lengths_of in (([3, 33], [4]), ([3], [65, 2]), ([36, 90], [9]), ([3], [150, 70])):
         sides = tuple(random_fragments(of, 9, torch.float32) for of in lengths_of)
         parameters = random_parameters("rcar2", 9, 6, torch.float32)
         gradients = torch.ones(len(lengths_of[0]), len(lengths_of[1]))

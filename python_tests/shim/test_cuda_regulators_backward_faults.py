@@ -18,10 +18,10 @@ pytestmark = pytest.mark.shim
 
 DRIVER = "regulators_backward"
 KERNELS = "csrc/include/itm_fast/cuda/"
-KERNEL, LISTS, TILE, ATTENTION, STEPS, SUMS, LAUNCH = (
-    f"{KERNELS}regulation_backward{name}.h"
-    for name in ("", "_lists", "_tile", "_attention", "_steps", "_sums", "_launch")
+KERNEL, TILE, ATTENTION, STEPS, SUMS, LAUNCH = (
+    f"{KERNELS}regulation_backward{name}.h" for name in ("", "_tile", "_attention", "_steps", "_sums", "_launch")
 )
+AGAIN = f"{KERNELS}regulation_recompute.h"
 SMALL = ("-DITM_FAST_SMALL_TILE_ALONE",)
 
 
@@ -34,16 +34,19 @@ ERROR = r"^gradient of [\w.\[\]]+: error"
 FAULTS = {
     "missing barrier before normalisation": (
         (
-            TILE,
+            AGAIN,
             "    barrier();\n    for (int i = thread_index(); i < s_.n_sets * s_.n_contexts",
             "    for (int i = thread_index(); i < s_.n_sets * s_.n_contexts",
         ),
-        RACE,
+        ERROR,
     ),
     "missing barrier after normalisation": (
-        (TILE, "start_of(set + 1), p_.attention);\n    }\n    barrier();", "start_of(set + 1), p_.attention);\n    }"),
-        RACE,
+        (AGAIN, "start_of(set + 1), p_.attention);\n    }\n    barrier();", "start_of(set + 1), p_.attention);\n    }"),
+        ERROR,
     ),
+    "products of the first rows for all rows": ((TILE, "rows + run * row_stride, n_run", "rows, n_run"), ERROR),
+    "products of the first rows in place of all": ((TILE, "body(run + row, first + c,", "body(row, first + c,"), ERROR),
+    "gradients of the first contexts alone": ((SUMS, "row_blocks(f.columns)", "1"), ERROR),
     "missing barrier after the sums": ((SUMS, "barrier();  // The sums have been read.", ""), RACE),
     "missing barrier of the grid before the sums": (
         (KERNEL, "    grid_barrier(p.arrived, ++round);\n    add_chunk", "    add_chunk"),
@@ -53,9 +56,9 @@ FAULTS = {
         (SUMS, "range.width + range.column + column] += sum;", "range.width + range.column + column] = sum;"),
         ERROR,
     ),
-    "a tile with one row too many": (
-        (LISTS, "if (rows + more > Tile::kRows ||", "if (rows + more > Tile::kRows + 1 ||"),
-        r"shared array '\w+': .*index 32",
+    "a product with one row too many": (
+        (TILE, "n_rows - run : Tile::kRows;", "n_rows - run : Tile::kRows + 1;"),
+        r"shared array 'scores': .*expected 0 to 2079",
     ),
     "temperatures without a gradient": (
         (ATTENTION, "row) += of_temperature;", "row) += 0.0f * of_temperature;"),
@@ -117,7 +120,7 @@ def test_the_kernels_pass_the_sanitizers_with_the_same_results(tmp_path: Path) -
 @pytest.mark.thorough
 def test_the_sanitizers_see_what_lies_outside(tmp_path: Path) -> None:
     """The fault leaves no room for the tile that a chunk always holds."""
-    root = planted(tmp_path / "faulty", LAUNCH, "padded(Tile::kRows));", "padded(Tile::kRows) / 4);")
+    root = planted(tmp_path / "faulty", LAUNCH, "padded(f.rows));", "padded(f.rows) / 4);")
     compile_driver(DRIVER, tmp_path, *SMALL, *SANITIZERS, root=root)
     result = run_sanitized(tmp_path, DRIVER)
     assert result.returncode != 0

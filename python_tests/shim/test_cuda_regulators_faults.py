@@ -19,9 +19,11 @@ from python_tests.shim.shim_regulators import RegulatorKernels
 pytestmark = pytest.mark.shim
 
 KERNELS = "csrc/include/itm_fast/cuda/"
-TILE, CHAIN, ALIGNMENT, STEPS, DROPOUT, PROBLEM = (
-    f"{KERNELS}regulation{name}.h" for name in ("_tile", "", "_alignment", "_steps", "_dropout", "_problem")
+TILE, CHAIN, ALIGNMENT, ATTENTION, STEPS, DROPOUT, PROBLEM = (
+    f"{KERNELS}regulation{name}.h"
+    for name in ("_tile", "", "_alignment", "_attention", "_steps", "_dropout", "_problem")
 )
+LONG = r"^long sets: error"
 SMALL = ("-DITM_FAST_SMALL_TILE_ALONE", "-DITM_FAST_FLOAT32_ALONE")
 
 
@@ -29,7 +31,10 @@ def check(library: Path) -> None:
     kernels = RegulatorKernels(library)
     queries, contexts = random_fragments([3, 1, 0, 9], 70), random_fragments([4, 17], 70, seed=1)
     options = {"focal": "equal", "dropout": 0.4, "seed": 7}
-    check_scores(kernels, queries, contexts, random_parameters("rcar2", 70, 35), run={"blocks": 1}, **options)
+    parameters = random_parameters("rcar2", 70, 35)
+    check_scores(kernels, queries, contexts, parameters, run={"blocks": 1}, **options)
+    queries, contexts = random_fragments([40], 70), random_fragments([70], 70, seed=1)
+    check_scores(kernels, queries, contexts, parameters, name="long sets", run={"blocks": 1}, **options)
 
 
 def test_the_kernels_as_they_are_pass() -> None:
@@ -80,6 +85,42 @@ FAULTS = {
     "dropped elements kept": (
         (DROPOUT, "drops_ && words[i] < dropout_.threshold ? 0.0f : kept_", "kept_"),
         r"^scores: error",
+    ),
+    "scores of the first contexts for all contexts": (
+        (ALIGNMENT, "contexts + context * dim_stride_, n,", "contexts, n,"),
+        LONG,
+    ),
+    "scores of all contexts in place of the first": (
+        (ALIGNMENT, "float* sums = logits(row) + context;", "float* sums = logits(row) + 0 * context;"),
+        LONG,
+    ),
+    "a softmax over the contexts of one product": (
+        (ATTENTION, "n <= Tile::kColumns) {", "n <= kMostContexts) {"),
+        LONG,
+    ),
+    "the first queries for all queries": (
+        (
+            ALIGNMENT,
+            "(s_.first_row + run_) * dim_stride_, dim_stride_, 0",
+            "s_.first_row * dim_stride_, dim_stride_, 0",
+        ),
+        LONG,
+    ),
+    "attended vectors of the first queries for all queries": (
+        (ALIGNMENT, "of_block(p_.slab.attention) + run_ * p_.columns,", "of_block(p_.slab.attention),"),
+        LONG,
+    ),
+    "channels of the first queries for all queries": (
+        (ALIGNMENT, "hidden_of(step) + run_ * stride,", "hidden_of(step),"),
+        LONG,
+    ),
+    "layers of the first queries for all queries": (
+        (STEPS, "const S* seen = operand + run_ * stride;", "const S* seen = operand;"),
+        LONG,
+    ),
+    "logits of the first queries for all queries": (
+        (STEPS, "const S* rows = aligned + run_ * width_stride_;", "const S* rows = aligned;"),
+        LONG,
     ),
     "transposed contexts of the set before": (
         (PROBLEM, "return (contexts.offset(set) + 7 * set) / 8 * 8;", "return set / 2 * 8;"),

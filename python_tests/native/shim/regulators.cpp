@@ -64,10 +64,11 @@ ITM_FAST_REGULATED(bf16, BFloat16, 1, LargestTile)
 ITM_FAST_REGULATED(bf16x3, float, 2, SmallRegulationTile)
 #endif
 
-// Writes the maximum query rows, contexts and steps of the kernel that the launchers use.
-extern "C" const char* limits(int64_t* found) {
-  found[0] = RegulationTile112::kRows;
-  found[1] = RegulationTile112::kColumns;
+// Writes the maximum query rows, contexts and steps that the launchers support, for `n_rows` rows in `n_sets` sets.
+extern "C" const char* limits(int64_t n_rows, int64_t n_sets, int64_t* found) {
+  const SetRows<float> sets{nullptr, nullptr, true, n_sets, n_rows};
+  found[0] = slab_rows(sets, RegulationTile112::kRows, kMostQueries);
+  found[1] = slab_rows(sets, RegulationTile112::kColumns, kMostContexts);
   found[2] = kMostSteps;
   return "";
 }

@@ -35,9 +35,6 @@ int64_t scoring_blocks(const ScoreProblem<S>& p) {
   return p.context_tiles.capacity * p.query_tiles.capacity;
 }
 
-// Sets up to these lengths are scored on tensor cores.
-inline constexpr int64_t kMostContexts = 640, kMostQueries = 512;
-
 // The rows of a slab: `tile`, unless the average set is longer. Only the device knows the longest set, so this allows
 // for a quarter more.
 template <typename S>

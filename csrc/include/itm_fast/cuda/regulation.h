@@ -19,9 +19,9 @@ class Regulation {
  public:
   ITM_FAST_DEVICE Regulation(const RegulationProblem<S>& problem, const TileSets& sets, int64_t context) : p_(problem) {
     ITM_FAST_DYNAMIC_SHARED(int32_t, starts, Memory::kStarts, Memory::kStartCount);
-    ITM_FAST_DYNAMIC_SHARED(int32_t, row_sets, Memory::kRowSets, Tile::kRows);
+    ITM_FAST_DYNAMIC_SHARED(int32_t, row_sets, Memory::kRowSets, kMostQueries);
     barrier();  // The tile before is done.
-    if (warp() == 0) find_starts(p_.queries, sets, Tile::kRows, starts);
+    if (warp() == 0) find_starts(p_.queries, sets, p_.rows, starts);
     barrier();
     for (int set = thread_index(); set < sets.n_sets; set += Tile::kThreads) {
       for (int row = starts[set]; row < starts[set + 1]; ++row) row_sets[row] = set;
@@ -93,7 +93,7 @@ class Regulation {
   int corresponded_ = 0;  // finished correspondences
 };
 
-// If a set of the tile or the context set exceeds the kernel's limits, writes NaN. Callers check the limits beforehand.
+// If the tile's set or the context set exceeds the limits of the call, writes NaN. Callers check them beforehand.
 template <typename S>
 ITM_FAST_DEVICE void refuse_sets(const RegulationProblem<S>& p, const TileSets& sets, int64_t context) {
   const float nan = HUGE_VALF - HUGE_VALF;
@@ -117,7 +117,7 @@ ITM_FAST_DEVICE void regulate_tiles(const RegulationProblem<S>& p) {
   for (int64_t item = block_index(); item < n_tiles * p.contexts.n_sets; item += grid_blocks()) {
     const int64_t tile = item % n_tiles, context = item / n_tiles;
     const TileSets sets = open_tile(p.queries, p.query_tiles, tile, Tile::kRows);
-    if (sets.is_long || p.contexts.length(context) > Tile::kColumns) {
+    if ((sets.is_long && p.queries.length(sets.first_set) > p.rows) || p.contexts.length(context) > p.columns) {
       refuse_sets(p, sets, context);
       continue;
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "itm_fast/cuda/attention_pair.h"
+#include "itm_fast/cuda/set_tiles.h"
 
 namespace itm_fast::cuda {
 
@@ -72,6 +73,17 @@ ITM_FAST_DEVICE void attend_row(const At& at, const Store& store, int n, float t
   ITM_FAST_UNROLLED
   for (int i = 0; i < kPerLane; ++i) {
     if (lane() + 32 * i < n) store(lane() + 32 * i, e[i] / total);
+  }
+}
+
+// The same for at most kMostContexts contexts. `kMayBeLong`: there may be more than the columns of a tile, which take
+// more registers.
+template <typename Tile, bool kMayBeLong, typename At, typename Store>
+ITM_FAST_DEVICE void attend_contexts(const At& at, const Store& store, int n, float temperature, Focal focal) {
+  if (!kMayBeLong || n <= Tile::kColumns) {
+    attend_row<Tile::kColumns / 32>(at, store, n, temperature, focal);
+  } else {
+    attend_row<kMostContexts / 32>(at, store, n, temperature, focal);
   }
 }
 

@@ -102,8 +102,8 @@ ITM_FAST_DEVICE void differentiate_regulation(const RegulationBackward& p) {
     for_all_threads(p.n_weights, [&](int64_t i) { p.weight_gradients[i] = value; });
   };
   fill(0.0f);
-  for_all_threads(kTileSets, [&](int64_t i) { p.ones[i] = 1.0f; });
-  mark_pairs<Tile>(p);
+  for_all_threads(f.rows, [&](int64_t i) { p.ones[i] = 1.0f; });
+  mark_pairs(p);
   grid_barrier(p.arrived, ++round);
   if (*p.lists.refused != 0) {  // Callers check the limits beforehand.
     fill(HUGE_VALF - HUGE_VALF);
@@ -123,7 +123,7 @@ ITM_FAST_DEVICE void differentiate_regulation(const RegulationBackward& p) {
       differentiate_tile<Tile>(p);
     }
     grid_barrier(p.arrived, ++round);
-    add_chunk<Tile>(p, chunk);
+    add_chunk(p, chunk);
     grid_barrier(p.arrived, ++round);
     first = chunk.end_tile;
   }

@@ -107,7 +107,6 @@ class AttentionBackward : private BackwardStep<Tile> {
     multiply(of(a_.attended, attention), s_.n_rows, stride,
              p_.context_operand + p_.contexts.offset(s_.context) * stride, s_.n_contexts, stride, dim_,
              [&](int row, int k, float product) { of_row(a_.product, row)[k] = product; });
-    normalize(attention);
     through_softmax(step, attention);
     for (int i = thread_index(); i < s_.n_sets * s_.n_contexts; i += Tile::kThreads) {
       const int k = i % s_.n_contexts, set = i / s_.n_contexts;
@@ -118,7 +117,7 @@ class AttentionBackward : private BackwardStep<Tile> {
     barrier();
     turn(a_.attention, attention, s_.n_rows, s_.n_contexts, a_.turned_attention, attention);
     turn(a_.raw, attention, s_.n_rows, s_.n_contexts, a_.turned_scores, attention);
-    multiply(of(a_.raw, attention), s_.n_rows, kColumns, p_.transposed + p_.transposed_start(s_.context) * dim_, dim_,
+    multiply(of(a_.raw, attention), s_.n_rows, p_.columns, p_.transposed + p_.transposed_start(s_.context) * dim_, dim_,
              operand_stride(s_.n_contexts), s_.n_contexts, [&](int row, int d, float product) {
                float& out = of_row(a_.query_gradient, row)[d];
                if (!has_channels(step)) {
@@ -133,16 +132,15 @@ class AttentionBackward : private BackwardStep<Tile> {
  private:
   // `product`, the gradients of the attention, become those of the normalised scores. Ends with a barrier.
   ITM_FAST_DEVICE void through_softmax(int step, int64_t attention) {
-    ITM_FAST_TILE_SCORES(Tile);
     for_each_row(s_.n_rows, [&](int row) {
-      const float* weights = of_row(a_.attention, row, attention);
+      const float *weights = of_row(a_.attention, row, attention), *scores = normalized(row, attention);
       const float temperature = temperature_of(step, row);
       float* gradient = of_row(a_.product, row);
       const float mean = dot_of(weights, gradient, s_.n_contexts);
       const float of_temperature = sum_of(s_.n_contexts, [&](int k) {
         const float of_logit = weights[k] * (gradient[k] - mean);
         gradient[k] = of_logit * temperature;
-        return of_logit * scores[row * kStride + k];
+        return of_logit * scores[k];
       });
       if (lane() == 0) *of_row(a_.temperature_gradient, row) += of_temperature;
     });

@@ -17,8 +17,7 @@ template <typename Tile>
 constexpr int64_t kRegulationBackwardBytes = BackwardMemory<Tile>::kBytes;
 
 // Lays out the arrays of a chunk with `rows` rows, a multiple of four.
-template <typename Tile>
-void place_arrays(RegulationBackward& p, int64_t hidden_width, int64_t rows, Workspace& workspace) {
+inline void place_arrays(RegulationBackward& p, int64_t hidden_width, int64_t rows, Workspace& workspace) {
   const RegulatorOptions& o = p.forward.options;
   const int64_t dim = operand_stride(p.forward.dim), width = operand_stride(p.forward.width);
   const int64_t hidden = operand_stride(hidden_width), attentions = p.n_attentions();
@@ -31,7 +30,7 @@ void place_arrays(RegulationBackward& p, int64_t hidden_width, int64_t rows, Wor
   take(a.attended, attentions, dim);
   take(a.reweighted, attentions * reweights, dim);
   for (StepArray* array : {&a.raw, &a.attention, &a.turned_scores, &a.turned_attention}) {
-    take(*array, attentions, Tile::kColumns);
+    take(*array, attentions, p.forward.columns);
   }
   take(a.squares, o.n_alignments, dim);
   take(a.aligned, o.n_alignments, width);
@@ -53,7 +52,7 @@ void place_arrays(RegulationBackward& p, int64_t hidden_width, int64_t rows, Wor
   for (StepArray* array : {&a.score_gradient, &a.temperature_gradient}) take(*array, 1, one);
   take(a.channels_gradient, reweights, dim);
   take(a.gradient, 1, std::max(width, hidden));
-  take(a.product, 1, std::max<int64_t>(dim, Tile::kColumns));
+  take(a.product, 1, std::max<int64_t>(dim, p.forward.columns));
 }
 
 // Lays out p's workspace, apart from operands, options, layers and results; returns the leading bytes that must be
@@ -70,7 +69,7 @@ int64_t place_backward(RegulationBackward& p, const RegulationSizes& sizes, Work
     p.turned_layers[i] = workspace.take<float>(f.layers[i].inputs * operand_stride(f.layers[i].outputs));
   }
   p.prepared = preparing_blocks(f);
-  p.ones = workspace.take<float>(kTileSets);
+  p.ones = workspace.take<float>(f.rows);
   const int64_t n_queries = f.queries.n_sets, n_contexts = f.contexts.n_sets, pairs = n_queries * n_contexts;
   TileLists& lists = p.lists;
   for (int32_t** array : {&lists.queries, &lists.rows, &lists.tile_entries, &lists.tile_rows, &lists.contexts}) {
@@ -83,10 +82,10 @@ int64_t place_backward(RegulationBackward& p, const RegulationSizes& sizes, Work
   for (int64_t** array : {&lists.first_tile, &lists.first_row}) *array = workspace.take<int64_t>(n_contexts + 1);
 
   Workspace measured;
-  place_arrays<Tile>(p, sizes.hidden, 4, measured);
+  place_arrays(p, sizes.hidden, 4, measured);
   const int64_t per_row = measured.bytes() / 16, all = n_contexts * (f.queries.n_rows + 3 * n_queries);
-  p.chunk_rows = std::max<int64_t>(std::min(room / per_row, all) / 4 * 4, padded(Tile::kRows));
-  place_arrays<Tile>(p, sizes.hidden, p.chunk_rows, workspace);
+  p.chunk_rows = std::max<int64_t>(std::min(room / per_row, all) / 4 * 4, padded(f.rows));
+  place_arrays(p, sizes.hidden, p.chunk_rows, workspace);
   return zeros;
 }
 

@@ -21,7 +21,6 @@ ITM_FAST_DEVICE void for_all_warps(int64_t count, const Body& body) {
 }
 
 // Marks the pairs with a gradient. NaN counts as one. A warp takes a pair.
-template <typename Tile>
 ITM_FAST_DEVICE void mark_pairs(const RegulationBackward& p) {
   const SetRows<float>&queries = p.forward.queries, &contexts = p.forward.contexts;
   for_all_warps(queries.n_sets * contexts.n_sets, [&](int64_t pair) {
@@ -35,7 +34,7 @@ ITM_FAST_DEVICE void mark_pairs(const RegulationBackward& p) {
       for (int64_t i = lane(); i < n_rows * p.forward.width && !found; i += 32) found = first[i] != 0.0f;
       found = vote_any(found);
     }
-    const bool fits = n_rows <= Tile::kRows && n_contexts <= Tile::kColumns;
+    const bool fits = n_rows <= p.forward.rows && n_contexts <= p.forward.columns;
     if (lane() != 0) return;
     if (found && !fits) *p.lists.refused = 1;
     p.lists.rows[pair] = found && fits ? 0 : -1;

@@ -1,8 +1,8 @@
 // Backward of regulated cross-attention on a GPU: the parameters of its two launches, and the arrays of its tiles.
 //
-// A tile holds listed query sets with one context set, at most Tile::kRows rows together. Tiles are processed in
-// chunks, so the arrays have a fixed number of rows. The rows of a tile start at a multiple of four: matrices that are
-// stored transposed then have rows aligned to 16 bytes.
+// A tile holds listed query sets with one context set, at most Tile::kRows rows together, or one longer set. Tiles are
+// processed in chunks, so the arrays have a fixed number of rows. The rows of a tile start at a multiple of four:
+// matrices that are stored transposed then have rows aligned to 16 bytes.
 #pragma once
 
 #include "itm_fast/cuda/pair_lists.h"
@@ -22,10 +22,10 @@ struct StepArray {
 
 // What a chunk keeps. An attention without alignments, at the end, is the one after the last step with alignments.
 struct BackwardArrays {
-  StepArray queries, query_gradient;  // copies of the query rows
-  StepArray attended, reweighted;     // by attention; attended vectors become their gradients
-  StepArray raw, attention;           // by attention; raw scores become their gradients
-  StepArray turned_scores, turned_attention;
+  StepArray queries, query_gradient;          // copies of the query rows
+  StepArray attended, reweighted;             // by attention; attended vectors become their gradients
+  StepArray raw, attention;                   // by attention; raw scores become their gradients
+  StepArray turned_scores, turned_attention;  // until the scores are turned, the first holds them normalised
   StepArray squares, aligned, aligned_norms, turned_aligned;  // by alignment
   StepArray hidden, narrow, changes, channels, temperatures;  // by correspondence, as it leaves them
   StepArray turned_hidden, turned_narrow, turned_changes, shift_gradients;
@@ -59,7 +59,7 @@ struct RegulationBackward {
   int64_t* n_pairs;
   TileLists lists;
   BackwardArrays arrays;
-  float* ones;         // kTileSets or more
+  float* ones;         // forward.rows of them
   int64_t chunk_rows;  // a multiple of four, at least those of a tile
   int64_t prepared;    // blocks of the first launch that prepare the forward
   int32_t* arrived;    // zero

@@ -133,7 +133,6 @@ class BlockTasks {
 };
 
 // Adds what a chunk contributes to all gradients.
-template <typename Tile>
 ITM_FAST_DEVICE void add_chunk(const RegulationBackward& p, const TileChunk& chunk) {
   const RegulationProblem<float>& f = p.forward;
   BlockTasks tasks;
@@ -150,7 +149,7 @@ ITM_FAST_DEVICE void add_chunk(const RegulationBackward& p, const TileChunk& chu
   }
   const int64_t context = context_of(p.lists.first_tile, f.contexts.n_sets, chunk.first_tile);
   const int64_t last = context_of(p.lists.first_tile, f.contexts.n_sets, chunk.end_tile - 1);
-  const int64_t per_context = row_blocks(Tile::kColumns) * column_blocks(f.dim);
+  const int64_t per_context = row_blocks(f.columns) * column_blocks(f.dim);
   tasks.share((last + 1 - context) * per_context,
               [&](int64_t task) { add_to_contexts(p, chunk, context + task / per_context, task % per_context); });
   const int64_t per_query = (f.dim + SumTile::kThreads - 1) / SumTile::kThreads;

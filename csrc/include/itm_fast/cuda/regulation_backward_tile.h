@@ -20,11 +20,10 @@ struct BackwardMemory {
   static constexpr int kProducts =
       Tile::kProductBytes > RowSumTile<float>::kBytes ? Tile::kProductBytes : RowSumTile<float>::kBytes;
   static constexpr int kQueryRows = (kProducts + 15) / 16 * 16;
-  static constexpr int kState = kQueryRows + Tile::kRows * 8, kStateCount = 6;
+  static constexpr int kState = kQueryRows + kMostQueries * 8, kStateCount = 6;
   static constexpr int kStarts = kState + kStateCount * 8, kStartCount = kTileSets + 4;
   static constexpr int kRowSets = kStarts + kStartCount * 4;
-  static constexpr int kValues = kRowSets + Tile::kRows * 4;
-  static constexpr int kBytes = kValues + Tile::kRows * 4;
+  static constexpr int kBytes = kRowSets + kMostQueries * 4;
 };
 
 // The tile that a block works on. Kept in shared memory, where each step finds it.
@@ -50,10 +49,10 @@ class BackwardStep {
 
   // Opens a tile of the chunk.
   ITM_FAST_DEVICE static void open(const RegulationBackward& p, const ListedTile& tile, int64_t row) {
-    ITM_FAST_DYNAMIC_SHARED(int64_t, query_rows, Memory::kQueryRows, Tile::kRows);
+    ITM_FAST_DYNAMIC_SHARED(int64_t, query_rows, Memory::kQueryRows, kMostQueries);
     ITM_FAST_DYNAMIC_SHARED(int64_t, kept, Memory::kState, Memory::kStateCount);
     ITM_FAST_DYNAMIC_SHARED(int32_t, starts, Memory::kStarts, Memory::kStartCount);
-    ITM_FAST_DYNAMIC_SHARED(int32_t, row_sets, Memory::kRowSets, Tile::kRows);
+    ITM_FAST_DYNAMIC_SHARED(int32_t, row_sets, Memory::kRowSets, kMostQueries);
     barrier();  // The tile before is done.
     const int64_t line = tile.context * p.forward.queries.n_sets;
     const int64_t before = tile.row - p.lists.first_row[tile.context];
@@ -94,11 +93,11 @@ class BackwardStep {
   }
 
   ITM_FAST_DEVICE int64_t query_row(int row) const {
-    ITM_FAST_DYNAMIC_SHARED(int64_t, query_rows, Memory::kQueryRows, Tile::kRows);
+    ITM_FAST_DYNAMIC_SHARED(int64_t, query_rows, Memory::kQueryRows, kMostQueries);
     return query_rows[row];
   }
   ITM_FAST_DEVICE int set_of(int row) const {
-    ITM_FAST_DYNAMIC_SHARED(int32_t, row_sets, Memory::kRowSets, Tile::kRows);
+    ITM_FAST_DYNAMIC_SHARED(int32_t, row_sets, Memory::kRowSets, kMostQueries);
     return row_sets[row];
   }
   // The first row of a set; that of the next set is past its last.
@@ -137,17 +136,22 @@ class BackwardStep {
     return sum_of(count, [&](int i) { return a[i] * b[i]; });
   }
 
-  // Rows times columns, with rows and columns of length `depth`: calls body(row, column, product). Ends with a barrier.
+  // Rows times columns, both of any number and of length `depth`: calls body(row, column, product). Ends with a
+  // barrier.
   template <typename Body>
   ITM_FAST_DEVICE static void multiply(const float* rows, int n_rows, int64_t row_stride, const float* columns,
                                        int n_columns, int64_t column_stride, int depth, const Body& body) {
     ITM_FAST_TILE_SCORES(Tile);
     for (int first = 0; first < n_columns; first += kColumns) {
       const int count = n_columns - first < kColumns ? n_columns - first : kColumns;
-      multiply_operands<kBackwardParts, Tile>(rows, n_rows, row_stride, columns + first * column_stride, count,
-                                              column_stride, depth);
-      for_each_number(n_rows, count,
-                      [&](int row, int c) { body(row, first + c, static_cast<float>(scores[row * kStride + c])); });
+      for (int run = 0; run < n_rows; run += Tile::kRows) {
+        const int n_run = n_rows - run < Tile::kRows ? n_rows - run : Tile::kRows;
+        multiply_operands<kBackwardParts, Tile>(rows + run * row_stride, n_run, row_stride,
+                                                columns + first * column_stride, count, column_stride, depth);
+        for_each_number(n_run, count, [&](int row, int c) {
+          body(run + row, first + c, static_cast<float>(scores[row * kStride + c]));
+        });
+      }
     }
     barrier();
   }
@@ -200,21 +204,10 @@ class BackwardStep {
   ITM_FAST_DEVICE const StepArray& seen() const { return p_.options.sees_query ? a_.queries : a_.aligned; }
   ITM_FAST_DEVICE int64_t seen_step(int step) const { return p_.options.sees_query ? 0 : step; }
 
-  // Writes the raw scores, normalised over the rows of each set, to ITM_FAST_TILE_SCORES, after a
-  // barrier. Ends with a barrier.
-  ITM_FAST_DEVICE void normalize(int64_t attention) const {
-    ITM_FAST_TILE_SCORES(Tile);
-    for_each_number(s_.n_rows, s_.n_contexts,
-                    [&](int row, int k) { scores[row * kStride + k] = of_row(a_.raw, row, attention)[k]; });
-    barrier();
-    for (int i = thread_index(); i < s_.n_sets * s_.n_contexts; i += Tile::kThreads) {
-      const int k = i % s_.n_contexts, set = i / s_.n_contexts;
-      const auto at = [&](int row) -> decltype(auto) { return scores[row * kStride + k]; };
-      normalize_over_queries(at, start_of(set), start_of(set + 1), p_.attention);
-    }
-    barrier();
+  // The raw scores of a row, normalised over the rows of its set, until their gradients are turned.
+  ITM_FAST_DEVICE float* normalized(int row, int64_t attention) const {
+    return of_row(a_.turned_scores, row, attention);
   }
-
   // weighted = v * drop(tanh(A g + alpha)). Ends with a barrier.
   ITM_FAST_DEVICE void weigh_guides(int step) const {
     const ChannelDropout dropout(p_.options.dropout, p_.seed);
@@ -252,12 +245,12 @@ class BackwardStep {
 #define ITM_FAST_BACKWARD_STEP                                                                                    \
   using Step = BackwardStep<Tile>;                                                                                \
   using typename Step::Memory;                                                                                    \
-  using Step::kColumns, Step::kStride, Step::b_, Step::p_, Step::a_, Step::s_, Step::dim_, Step::width_;          \
+  using Step::b_, Step::p_, Step::a_, Step::s_, Step::dim_, Step::width_;                                         \
   using Step::of, Step::of_row, Step::query_row, Step::set_of, Step::start_of, Step::rows_of, Step::gradient_of;  \
   using Step::for_each_row, Step::for_each_number, Step::sum_of, Step::dot_of, Step::multiply, Step::apply_layer; \
   using Step::apply_transposed, Step::turn, Step::attention_of, Step::has_channels, Step::channel_of;             \
-  using Step::temperature_of, Step::changed_channel, Step::seen, Step::seen_step, Step::normalize;                \
-  using Step::weigh_guides, Step::guide_place, Step::local_place, Step::gather;                                   \
+  using Step::temperature_of, Step::changed_channel, Step::seen, Step::seen_step;                                 \
+  using Step::normalized, Step::weigh_guides, Step::guide_place, Step::local_place, Step::gather;                 \
                                                                                                                   \
  public:                                                                                                          \
   using Step::Step

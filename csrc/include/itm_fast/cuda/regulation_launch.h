@@ -7,8 +7,8 @@
 
 namespace itm_fast::cuda {
 
-// Query sets of at most 112 rows (three images of 36 regions, or the words of about eight captions), with context sets
-// of at most 128 rows.
+// Products of at most 112 query rows (three images of 36 regions, or the words of about eight captions) with 128
+// contexts. Longer sets take several.
 struct RegulationTile112 : ScoreTile112 {
   static constexpr int kChunk = 512;
 };
@@ -26,6 +26,8 @@ struct RegulationSizes {
 template <typename Tile, typename S>
 void place_operands(RegulationProblem<S>& p, const RegulationSizes& sizes, Workspace& workspace) {
   const int64_t stride = operand_stride(p.dim);
+  p.rows = static_cast<int32_t>(slab_rows(p.queries, Tile::kRows, kMostQueries));
+  p.columns = static_cast<int32_t>(slab_rows(p.contexts, Tile::kColumns, kMostContexts));
   place_plan(p.query_tiles, most_tiles(p.queries.n_sets, p.queries.n_rows, Tile::kRows), workspace);
   p.query_operand = workspace.take<S>(p.queries.n_rows * stride);
   p.context_operand = workspace.take<S>(p.contexts.n_rows * stride);
@@ -40,18 +42,18 @@ void place_operands(RegulationProblem<S>& p, const RegulationSizes& sizes, Works
 // Lays out p's workspace, apart from inputs, options and results. The workspace need not be zero.
 template <typename Tile, typename S>
 void place_regulation(RegulationProblem<S>& p, const RegulationSizes& sizes, Workspace& workspace) {
-  const int64_t width = operand_stride(sizes.width);
   place_operands<Tile>(p, sizes, workspace);
+  const int64_t rows = p.rows, width = operand_stride(sizes.width);
   const int64_t before = workspace.bytes();
   const bool reweights = p.options.n_correspondences > 0;
   RegulationSlab<S>& slab = p.slab;
-  slab.attention = workspace.take<S>(Tile::kRows * Tile::kColumns);
+  slab.attention = workspace.take<S>(rows * p.columns);
   slab.chunk = workspace.take<S>(Tile::kRows * Tile::kChunk);
-  slab.logits = workspace.take<float>(Tile::kRows * Tile::kColumns);
+  slab.logits = workspace.take<float>(rows * p.columns);
   slab.channels = workspace.take<float>(reweights ? Tile::kRows * Tile::kColumns : 0);
-  slab.aligned = workspace.take<float>(Tile::kRows * width);
-  slab.aligned_operand = workspace.take<S>(Tile::kRows * width);
-  slab.hidden = workspace.take<S>(p.options.n_correspondences * Tile::kRows * operand_stride(sizes.hidden));
+  slab.aligned = workspace.take<float>(rows * width);
+  slab.aligned_operand = workspace.take<S>(rows * width);
+  slab.hidden = workspace.take<S>(p.options.n_correspondences * rows * operand_stride(sizes.hidden));
   slab.guidance = workspace.take<float>(kTileSets * width);
   slab.guidance_operand = workspace.take<S>(kTileSets * width);
   slab.guide = workspace.take<float>(kTileSets * width);

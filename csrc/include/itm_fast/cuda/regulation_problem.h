@@ -37,15 +37,14 @@ struct VectorLayer {
 };
 
 // Global memory of a block of the second launch: pointers of block 0; those of the other blocks follow `bytes` apart. A
-// row is one query row with one context set. The size does not depend on the number of rows, sets or columns of queries
-// and contexts.
+// row is one query row with one context set. The size depends on the lengths of sets, not on their number or width.
 template <typename S>
 struct RegulationSlab {
   int64_t bytes;
-  S* attention;        // (rows, columns of a tile)
-  S* chunk;            // (rows, columns of a chunk): squared differences, or reweighted queries
-  float* logits;       // (rows, columns of a tile): raw scores of the chunks so far
-  float* channels;     // (rows, columns of a tile): e of the correspondences so far
+  S* attention;        // (rows, contexts)
+  S* chunk;            // (rows of a product, columns of a chunk): squared differences, or reweighted queries
+  float* logits;       // (rows, contexts): raw scores of the chunks so far; those of long sets
+  float* channels;     // (rows of a product, columns of a product): e of the correspondences so far
   float* aligned;      // (rows, width_stride)
   S* aligned_operand;  // the same
   S* hidden;           // (correspondences, rows, hidden_stride): tanh(W1 a + b1) of each
@@ -58,6 +57,7 @@ template <typename S>
 struct RegulationProblem {
   SetRows<float> queries, contexts;
   int64_t dim, width, hidden;  // of rows, of alignments, of the widest W1
+  int32_t rows, columns;       // the most query rows of a tile, and contexts of a set
   RegulatorOptions options;
   PairOptions attention;
   const int64_t* seed;  // of the dropout; null: no dropout
@@ -99,9 +99,9 @@ ITM_FAST_DEVICE void pack_row(const float* source, int64_t columns, S* target) {
 }
 
 template <typename S>
-ITM_FAST_DEVICE void transpose_set(const RegulationProblem<S>& p, int64_t set, int max_contexts) {
+ITM_FAST_DEVICE void transpose_set(const RegulationProblem<S>& p, int64_t set) {
   const int64_t length = p.contexts.length(set);
-  if (length > max_contexts) return;  // The result is never read.
+  if (length > p.columns) return;  // The result is never read.
   const int64_t stride = operand_stride(length);
   const float* rows = p.contexts.values + p.contexts.offset(set) * p.dim;
   S* target = p.transposed + p.transposed_start(set) * p.dim;
@@ -122,7 +122,7 @@ ITM_FAST_DEVICE void prepare_regulation(const RegulationProblem<S>& p) {
     return;
   }
   if (--block < p.contexts.n_sets) {
-    transpose_set(p, block, Tile::kColumns);
+    transpose_set(p, block);
     return;
   }
   const int64_t first = (block - p.contexts.n_sets) * kPackedRows;

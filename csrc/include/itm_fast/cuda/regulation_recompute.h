@@ -43,14 +43,13 @@ class RecomputedSteps : private BackwardStep<Tile> {
              p_.context_operand + p_.contexts.offset(s_.context) * stride, s_.n_contexts, stride, dim_,
              [&](int row, int k, float product) { of_row(a_.raw, row, attention)[k] = product; });
     normalize(attention);
-    ITM_FAST_TILE_SCORES(Tile);
     for_each_row(s_.n_rows, [&](int row) {
-      float* weights = of_row(a_.attention, row, attention);
-      const auto at = [&](int k) { return static_cast<float>(scores[row * kStride + k]); };
+      float *weights = of_row(a_.attention, row, attention), *scores = normalized(row, attention);
+      const auto at = [&](int k) { return scores[k]; };
       const auto store = [&](int k, float weight) { weights[k] = weight; };
-      attend_row<kColumns / 32>(at, store, s_.n_contexts, temperature_of(step, row), p_.attention.focal);
+      attend_contexts<Tile, true>(at, store, s_.n_contexts, temperature_of(step, row), p_.attention.focal);
     });
-    multiply(of(a_.attention, attention), s_.n_rows, kColumns, p_.transposed + p_.transposed_start(s_.context) * dim_,
+    multiply(of(a_.attention, attention), s_.n_rows, p_.columns, p_.transposed + p_.transposed_start(s_.context) * dim_,
              dim_, operand_stride(s_.n_contexts), s_.n_contexts,
              [&](int row, int d, float product) { of_row(a_.attended, row, attention)[d] = product; });
   }
@@ -136,6 +135,20 @@ class RecomputedSteps : private BackwardStep<Tile> {
       const float scale = 1.0f / (sqrtf(dot_of(next, next, width_)) + static_cast<float>(kNormEpsilon));
       for (int i = lane(); i < width_; i += 32) next[i] *= scale;
     });
+    barrier();
+  }
+
+ private:
+  // Normalises the raw scores over the rows of each set. Ends with a barrier.
+  ITM_FAST_DEVICE void normalize(int64_t attention) const {
+    for_each_number(s_.n_rows, s_.n_contexts,
+                    [&](int row, int k) { normalized(row, attention)[k] = of_row(a_.raw, row, attention)[k]; });
+    barrier();
+    for (int i = thread_index(); i < s_.n_sets * s_.n_contexts; i += Tile::kThreads) {
+      const int k = i % s_.n_contexts, set = i / s_.n_contexts;
+      const auto at = [&](int row) -> float& { return normalized(row, attention)[k]; };
+      normalize_over_queries(at, start_of(set), start_of(set + 1), p_.attention);
+    }
     barrier();
   }
 };

@@ -12,46 +12,49 @@ class RegulatorSteps : private RegulationStep<kParts, Tile, S> {
 
   // Eq 8: the temperature of every row, and the hidden layer from which reweight computes its channels.
   ITM_FAST_DEVICE void correspond(int step) {
-    ITM_FAST_DYNAMIC_SHARED(float, temperatures, Memory::kTemperatures, Tile::kRows);
-    ITM_FAST_DYNAMIC_SHARED(float, dots, Memory::kDots, Tile::kRows);
+    ITM_FAST_DYNAMIC_SHARED(float, temperatures, Memory::kTemperatures, kMostQueries);
+    ITM_FAST_DYNAMIC_SHARED(float, dots, Memory::kDots, kMostQueries);
     ITM_FAST_TILE_SCORES(Tile);
     const bool sees_query = p_.options.sees_query;
-    const S* seen = sees_query ? p_.query_operand + s_.first_row * dim_stride_ : of_block(p_.slab.aligned_operand);
+    const S* operand = sees_query ? p_.query_operand + s_.first_row * dim_stride_ : of_block(p_.slab.aligned_operand);
     const int64_t stride = sees_query ? dim_stride_ : width_stride_;
-    const LayerOperand<S>& narrow_layer = p_.correspondence(step, 2);
+    const LayerOperand<S>&wide_layer = p_.correspondence(step, 0), &narrow_layer = p_.correspondence(step, 2);
     const VectorLayer& shift = p_.shifts[step];
-    for_each_output(seen, s_.n_rows, stride, narrow_layer, [&](int first, int count) {
-      const bool is_last = first + count == narrow_layer.outputs;
-      for_each_row(s_.n_rows, [&](int row) {
-        float sum = 0.0f;
-        for (int c = lane(); c < count; c += 32) {
-          sum += shift.weight[first + c] * tanhf(scores[row * kStride + c] + narrow_layer.bias[first + c]);
-        }
-        sum = add_lanes(sum);
-        if (lane() != 0) return;
-        if (first > 0) sum += dots[row];
-        dots[row] = sum;
-        if (!is_last) return;
-        sum += *shift.bias;
-        if (p_.options.residual_correspondence) {
-          sum += corresponded_ > 0 ? static_cast<float>(temperatures[row]) : first_temperature();
-        }
-        temperatures[row] = sum < 0.0f ? 0.0f : sum;
+    const int64_t hidden_stride = operand_stride(p_.hidden);
+    for_each_run([&] {
+      const S* seen = operand + run_ * stride;
+      for_each_output(seen, n_run_, stride, narrow_layer, [&](int first, int count) {
+        const bool is_last = first + count == narrow_layer.outputs;
+        for_each_row_of_run([&](int row, int place) {
+          float sum = 0.0f;
+          for (int c = lane(); c < count; c += 32) {
+            sum += shift.weight[first + c] * tanhf(scores[place * kStride + c] + narrow_layer.bias[first + c]);
+          }
+          sum = add_lanes(sum);
+          if (lane() != 0) return;
+          if (first > 0) sum += dots[row];
+          dots[row] = sum;
+          if (!is_last) return;
+          sum += *shift.bias;
+          if (p_.options.residual_correspondence) {
+            sum += corresponded_ > 0 ? static_cast<float>(temperatures[row]) : first_temperature();
+          }
+          temperatures[row] = sum < 0.0f ? 0.0f : sum;
+        });
       });
-    });
-    const LayerOperand<S>& wide_layer = p_.correspondence(step, 0);
-    for_each_output(seen, s_.n_rows, stride, wide_layer, [&](int first, int count) {
-      for_each_product(s_.n_rows, count, [&](int row, int c, float product) {
-        narrow(tanhf(product + wide_layer.bias[first + c]),
-               hidden_of(step)[row * operand_stride(p_.hidden) + first + c]);
+      S* hidden = hidden_of(step) + run_ * hidden_stride;
+      for_each_output(seen, n_run_, stride, wide_layer, [&](int first, int count) {
+        for_each_product(count, [&](int place, int c, float product) {
+          narrow(tanhf(product + wide_layer.bias[first + c]), hidden[place * hidden_stride + first + c]);
+        });
       });
     });
   }
 
   // Eq 5. A row's cosine replaces its product.
   ITM_FAST_DEVICE void write_mean_cosines() {
-    ITM_FAST_DYNAMIC_SHARED(float, squares, Memory::kSquares, Tile::kRows);
-    ITM_FAST_DYNAMIC_SHARED(float, dots, Memory::kDots, Tile::kRows);
+    ITM_FAST_DYNAMIC_SHARED(float, squares, Memory::kSquares, kMostQueries);
+    ITM_FAST_DYNAMIC_SHARED(float, dots, Memory::kDots, kMostQueries);
     ITM_FAST_DYNAMIC_SHARED(int32_t, starts, Memory::kStarts, Memory::kStartCount);
     for_each_row(s_.n_rows, [&](int row) {
       float square = 0.0f;
@@ -100,8 +103,8 @@ class RegulatorSteps : private RegulationStep<kParts, Tile, S> {
   // Eq 15 and 16.
   ITM_FAST_DEVICE void aggregate(int step) {
     ITM_FAST_DYNAMIC_SHARED(int32_t, starts, Memory::kStarts, Memory::kStartCount);
-    ITM_FAST_DYNAMIC_SHARED(int32_t, row_sets, Memory::kRowSets, Tile::kRows);
-    ITM_FAST_DYNAMIC_SHARED(float, logits, Memory::kDots, Tile::kRows);
+    ITM_FAST_DYNAMIC_SHARED(int32_t, row_sets, Memory::kRowSets, kMostQueries);
+    ITM_FAST_DYNAMIC_SHARED(float, logits, Memory::kDots, kMostQueries);
     ITM_FAST_TILE_SCORES(Tile);
     const VectorLayer& weights = p_.attentiveness[step];
     const ChannelDropout dropout(p_.options.dropout, p_.seed);
@@ -118,16 +121,19 @@ class RegulatorSteps : private RegulationStep<kParts, Tile, S> {
     });
     const LayerOperand<S>& local = p_.aggregation(step, 1);
     const S* aligned = of_block(p_.slab.aligned_operand);
-    for_each_output(aligned, s_.n_rows, width_stride_, local, [&](int first, int count) {
-      for_each_row(s_.n_rows, [&](int row) {
-        const DropoutPlace place{s_.first_row + row, s_.context, 2 * step};
-        const float* guide = guides + row_sets[row] * width_stride_ + first;
-        float sum = 0.0f;
-        dropout.for_each_channel(place, first, count, [&](int c, float factor) {
-          sum += tanhf(scores[row * kStride + c] + local.bias[first + c]) * factor * guide[c];
+    for_each_run([&] {
+      const S* rows = aligned + run_ * width_stride_;
+      for_each_output(rows, n_run_, width_stride_, local, [&](int first, int count) {
+        for_each_row_of_run([&](int row, int in_run) {
+          const DropoutPlace place{s_.first_row + row, s_.context, 2 * step};
+          const float* guide = guides + row_sets[row] * width_stride_ + first;
+          float sum = 0.0f;
+          dropout.for_each_channel(place, first, count, [&](int c, float factor) {
+            sum += tanhf(scores[in_run * kStride + c] + local.bias[first + c]) * factor * guide[c];
+          });
+          sum = add_lanes(sum);
+          if (lane() == 0) logits[row] = sum + (first == 0 ? *weights.bias : static_cast<float>(logits[row]));
         });
-        sum = add_lanes(sum);
-        if (lane() == 0) logits[row] = sum + (first == 0 ? *weights.bias : static_cast<float>(logits[row]));
       });
     });
     barrier();
@@ -144,7 +150,7 @@ class RegulatorSteps : private RegulationStep<kParts, Tile, S> {
   }
 
   ITM_FAST_DEVICE void write_guided_scores() {
-    ITM_FAST_DYNAMIC_SHARED(float, values, Memory::kSquares, Tile::kRows);
+    ITM_FAST_DYNAMIC_SHARED(float, values, Memory::kSquares, kMostQueries);
     for_each_row(s_.n_sets, [&](int set) {
       const float* guidance = of_block(p_.slab.guidance) + set * width_stride_;
       float square = 0.0f, dot = 0.0f;

@@ -2,7 +2,7 @@
 //
 // A tile is a run of whole query sets with one context set, with one row for each query row. A warp takes a row, and a
 // lane every 32nd column, so sums over a row have a fixed order. Results of a product in shared memory are copied to
-// the block's slab.
+// the block's slab. A query set that is longer than a product is a tile by itself, and is multiplied in runs of rows.
 #pragma once
 
 #include "itm_fast/cuda/regulation_attention.h"
@@ -16,10 +16,10 @@ template <typename Tile>
 struct RegulationMemory {
   static constexpr int kStarts = Tile::kProductBytes, kStartCount = kTileSets + 4;
   static constexpr int kRowSets = kStarts + kStartCount * 4;
-  static constexpr int kTemperatures = kRowSets + Tile::kRows * 4;
-  static constexpr int kSquares = kTemperatures + Tile::kRows * 4;
-  static constexpr int kDots = kSquares + Tile::kRows * 4;
-  static constexpr int kState = kDots + Tile::kRows * 4, kStateCount = 6;
+  static constexpr int kTemperatures = kRowSets + kMostQueries * 4;
+  static constexpr int kSquares = kTemperatures + kMostQueries * 4;
+  static constexpr int kDots = kSquares + kMostQueries * 4;
+  static constexpr int kState = kDots + kMostQueries * 4, kStateCount = 6;
   static constexpr int kBytes = kState + kStateCount * 8;
 };
 
@@ -79,12 +79,25 @@ class RegulationStep {
   ITM_FAST_DEVICE static void for_each_row(int n_rows, const Body& body) {
     for (int row = warp(); row < n_rows; row += Tile::kWarps) body(row);
   }
-  // Calls body(row, column of the tile, product) for `count` columns of a finished product.
+  // Calls body() for each run of n_run_ rows from row run_ on. The next two functions take its rows.
   template <typename Body>
-  ITM_FAST_DEVICE static void for_each_product(int n_rows, int count, const Body& body) {
+  ITM_FAST_DEVICE void for_each_run(const Body& body) {
+    for (run_ = 0; run_ < s_.n_rows; run_ += Tile::kRows) {
+      n_run_ = part(run_, s_.n_rows, Tile::kRows);
+      body();
+    }
+  }
+  // Calls body(row, row of the run).
+  template <typename Body>
+  ITM_FAST_DEVICE void for_each_row_of_run(const Body& body) const {
+    for_each_row(n_run_, [&](int row) { body(run_ + row, row); });
+  }
+  // Calls body(row of the run, column of the tile, product) for `count` columns of a finished product.
+  template <typename Body>
+  ITM_FAST_DEVICE void for_each_product(int count, const Body& body) const {
     ITM_FAST_TILE_SCORES(Tile);
-    for_each_row(n_rows, [&](int row) {
-      for (int c = lane(); c < count; c += 32) body(row, c, static_cast<float>(scores[row * kStride + c]));
+    for_each_row(n_run_, [&](int place) {
+      for (int c = lane(); c < count; c += 32) body(place, c, static_cast<float>(scores[place * kStride + c]));
     });
   }
   // Calls body(first output, number of outputs) for each block of a layer's outputs, after the product of the rows with
@@ -107,7 +120,7 @@ class RegulationStep {
     return p_.options.learned_factors ? *p_.temperature : p_.attention.temperature;
   }
   ITM_FAST_DEVICE S* hidden_of(int step) const {
-    return of_block(p_.slab.hidden) + int64_t{step} * Tile::kRows * operand_stride(p_.hidden);
+    return of_block(p_.slab.hidden) + int64_t{step} * p_.rows * operand_stride(p_.hidden);
   }
 
   // Divides a vector of alignments by its norm and writes the result to the operand, too. For a warp.
@@ -136,6 +149,7 @@ class RegulationStep {
   const int corresponded_, dim_, width_;
   const int64_t dim_stride_, width_stride_;
   const int64_t slab_;  // bytes from the slab of block 0 to this block's slab
+  int run_ = 0, n_run_ = 0;
 };
 
 // Names that a class template derived from RegulationStep uses.
@@ -144,8 +158,9 @@ class RegulationStep {
   using typename Step::Memory;                                                                            \
   using Step::kColumns, Step::kChunk, Step::kStride, Step::p_, Step::s_, Step::corresponded_, Step::dim_; \
   using Step::width_, Step::dim_stride_, Step::width_stride_, Step::of_block, Step::part, Step::query;    \
-  using Step::for_each_row, Step::for_each_product, Step::for_each_output, Step::first_temperature;       \
-  using Step::hidden_of, Step::make_unit, Step::write_scores;                                             \
+  using Step::for_each_row, Step::for_each_run, Step::for_each_row_of_run, Step::for_each_product;        \
+  using Step::for_each_output, Step::first_temperature, Step::hidden_of, Step::make_unit;                 \
+  using Step::write_scores, Step::run_, Step::n_run_;                                                     \
                                                                                                           \
  public:                                                                                                  \
   using Step::Step

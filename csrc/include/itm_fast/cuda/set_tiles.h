@@ -12,6 +12,9 @@ namespace itm_fast::cuda {
 // Sets per tile: as many as a warp has lanes, so that each lane examines one.
 inline constexpr int kTileSets = 32;
 
+// Sets up to these lengths are multiplied on tensor cores.
+inline constexpr int kMostContexts = 640, kMostQueries = 512;
+
 template <typename S>
 struct SetRows {
   const S* values;      // (n_rows, dim), dense
