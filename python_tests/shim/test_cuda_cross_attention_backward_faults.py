@@ -61,8 +61,8 @@ FAULTS = {
         r"shared array 'stages': (.*copy|race at)",
     ),
     "a slice is filled while it is read": (
-        (PRODUCTS, "barrier();  // The copies of all threads have landed, and all are done with the stage that is filled"
-         " next.", "warp_sync();"),
+        (PRODUCTS, "barrier();  // The copies of all threads have landed, and all are done with the stage that is "
+         "filled next.", "warp_sync();"),
         r"shared array 'stages': ",
     ),
     "the planes replace stages that are still read": (
