@@ -216,7 +216,10 @@ def test_the_benchmark_of_a_gpu_runs(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) 
     graphs, of_losses = {"native graph", "native bf16 graph"}, {"native graph"}
     for name, found in results["workloads"].items():
         variants = found["variants"]
-        graphed = {"scores": graphs, "step": graphs, **dict.fromkeys(("loss", "boosting", "ranks"), of_losses)}
+        graphed = {
+            **dict.fromkeys(("scores", "step", "maxsim"), graphs),
+            **dict.fromkeys(("loss", "boosting", "ranks"), of_losses),
+        }
         assert {variant for variant in variants if variant.endswith("graph")} == graphed.get(name.split()[0], set())
         for variant, figures in variants.items():
             assert 0 < figures["min_s"] <= figures["median_s"] <= figures["max_s"]
