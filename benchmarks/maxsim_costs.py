@@ -17,7 +17,7 @@ __all__ = ["GATHERED", "GATHERED_COLUMNS", "MAXSIM", "MAXSIM_SIZES", "scores", "
 MAXSIM, GATHERED = "score_maxsim<BFloat16, 1>", "gather_maxsim<BFloat16>"
 # Captions with ViT's patches, and passages as long as ColBERT's.
 MAXSIM_SIZES = (MaxsimSizes(64, 64, 512, words=32, patches=196), MaxsimSizes(64, 64, 128, words=32, patches=1024))
-GATHERED_COLUMNS = 128  # of a row, for a warp (maxsim_backward.h)
+GATHERED_COLUMNS = 256  # of a row, for a warp (maxsim_backward.h)
 
 
 def scores_cost(sizes: MaxsimSizes, element: int = ELEMENT) -> Cost:

@@ -130,7 +130,7 @@ WANTED = (
         around=True,
         without=("shuffle", "place"),
     ),
-    Wanted(_GATHERED, "rows", ("add_partner", "add_row"), ITERATION, "row of 128 columns"),
+    Wanted(_GATHERED, "rows", ("add_partner", "add_row"), ITERATION, "row of 256 columns"),
     *(Wanted(kernel, "scan", ("scan_tile", "take"), ITERATION, _STRIP) for kernel in _LOSSES),
     *(Wanted(kernel, "gradient", ("write_gradient_tile", "is_active"), ITERATION, _STRIP) for kernel in _LOSSES),
     Wanted("count_ranks<float, ScoreTile<8, 8, 4>>", "comparison", ("is_above",), ITERATION, _STRIP),

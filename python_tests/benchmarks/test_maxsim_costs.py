@@ -10,7 +10,7 @@ from itm_fast.benchmarking.maxsim import MaxsimSizes
 from python_tests.helpers.processes import ROOT
 
 PATCHES = MaxsimSizes(images=6, captions=6, dim=512, words=32, patches=196)
-REGIONS = MaxsimSizes(images=6, captions=6, dim=160, words=40, patches=36)
+REGIONS = MaxsimSizes(images=6, captions=6, dim=320, words=40, patches=36)
 
 
 def test_costs_are_those_of_a_hand_count() -> None:
@@ -37,7 +37,7 @@ def test_the_work_is_that_of_a_hand_count() -> None:
     assert scored.work["maxima"] == pytest.approx(6 * 32 * 6 * 196 / 32)
     # Three pictures of 36 regions and three captions of 40 words fill a tile.
     (scored,) = maxsim_costs.scores(REGIONS).counted
-    assert (scored.blocks, scored.work["product"]) == (2 * 2, 4 * 5 * 32 * 8)
+    assert (scored.blocks, scored.work["product"]) == (2 * 2, 4 * 10 * 32 * 8)
     assert scored.work["maxima"] == pytest.approx(6 * 40 * 6 * 36 / 32)
 
 
@@ -45,7 +45,7 @@ def test_the_backward_touches_at_most_three_pairs_of_tiles_for_an_anchor() -> No
     scored, loss, again, gathered = maxsim_costs.step(REGIONS).counted
     assert loss == kernels.loss(6).counted[0]
     assert again == scored  # Eighteen pairs of sets touch all four pairs of tiles.
-    # Two parts of 128 columns for each row, and two searches of 32 of the 40 query rows.
+    # Two parts of 256 columns for each row, and two searches of 32 of the 40 query rows.
     rows, parts = 6 * (40 + 36), 2
     assert gathered.work == {
         "candidates": rows * parts,
