@@ -12,7 +12,7 @@
 //
 // Rows are multiplied as in tile_product.h: those of 16 bits without conversion, float32 in three bfloat16 parts whose
 // products are added up for 16 elements, then added to the sums in float32. Tensor cores add up a quarter of the width
-// of 16-bit rows. They truncate running sums: for 1024 elements of equal sign that takes 2^-20 of the sum.
+// of 16-bit rows. They truncate running sums: a sum of 1024 squares loses 2^-18 of itself in the shim.
 #pragma once
 
 #include "itm_fast/cuda/score_tile.h"
