@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 import itm_fast.functional as F_itm
-from benchmarks import costs
+from benchmarks import costs, maxsim_costs
 from benchmarks.costs import Cost
 from benchmarks.machine import described_device
+from benchmarks.maxsim_costs import MAXSIM_SIZES
 from itm_fast import reference
-from itm_fast.benchmarking import regulated, workloads
+from itm_fast.benchmarking import maxsim, regulated, workloads
+from itm_fast.benchmarking.maxsim import MaxsimSizes
 from itm_fast.benchmarking.measure import Meter
 from itm_fast.benchmarking.run import compiler_found, measure_variants
 from itm_fast.benchmarking.workloads import Sizes
@@ -38,11 +40,14 @@ GIB = 1 << 30
 SCORING = ("cross_attention_scores",)
 STEPPING = (*SCORING, "cross_attention_scores_backward", "triplet_loss", "triplet_loss_backward")
 REGULATING = ("regulated_scores",)
+MAXSIM = ("maxsim_scores",)
 NEEDED = {
     "make_scores": SCORING,
     "make_step": STEPPING,
     "make_regulated_scores": REGULATING,
     "make_regulated_step": (*REGULATING, "regulated_scores_backward", "triplet_loss", "triplet_loss_backward"),
+    "make_maxsim_scores": MAXSIM,
+    "make_maxsim_step": (*MAXSIM, "maxsim_scores_backward", "triplet_loss", "triplet_loss_backward"),
     "make_loss": ("triplet_loss", "triplet_loss_backward"),
     "make_boosting": ("boosting_loss", "boosting_loss_backward"),
     "make_ranks": ("retrieval_ranks",),
@@ -59,6 +64,7 @@ LOSSES = (
 ACCURACIES: dict[str, tuple[Callable[..., dict[str, float]], int]] = {
     "make_scores": (workloads.accuracy, 128),
     "make_regulated_scores": (regulated.accuracy, 128),
+    "make_maxsim_scores": (maxsim.accuracy, 128),
     "make_loss": (partial(workloads.loss_accuracy, "triplet"), 4096),
     "make_boosting": (partial(workloads.loss_accuracy, "boosting"), 4096),
 }
@@ -89,6 +95,7 @@ class GpuPreset:
     copied_bytes: int
     compiled: bool = True
     memory: bool = True
+    maxsim: tuple[MaxsimSizes, ...] = MAXSIM_SIZES
 
 
 PRESETS = {
@@ -96,7 +103,14 @@ PRESETS = {
     "quick": GpuPreset(
         (128,), 128, 1024, (128, 4096), (1000, 5000), 10, 3, product=8192, copied_bytes=GIB, compiled=False
     ),
-    "dry": GpuPreset((4,), 4, 16, (8,), (2, 10), 2, 1, product=64, copied_bytes=1 << 16, compiled=False, memory=False),
+    "dry": GpuPreset(
+        *((4,), 4, 16, (8,), (2, 10), 2, 1),
+        product=64,
+        copied_bytes=1 << 16,
+        compiled=False,
+        memory=False,
+        maxsim=(MaxsimSizes(4, 4, 16, words=3, patches=5),),
+    ),
 }
 
 
@@ -127,6 +141,13 @@ def _workloads(preset: GpuPreset, device: str) -> list[_Workload]:
     cost = partial(costs.step, preset.step_batch, preset.dim)
     found.append(_Workload(f"step {preset.step_batch}", workloads.make_step, (sizes,), _of(cost), loop, natives))
     found += _regulated_workloads(preset, device)
+    for size in preset.maxsim:
+        sized, label = (replace(size, device=device),), f"{size.words} x {size.patches}"
+        cost, of_step = partial(maxsim_costs.scores_cost, size), partial(maxsim_costs.step_cost, size)
+        make, make_step = maxsim.make_maxsim_scores, maxsim.make_maxsim_step
+        sides = {"loop": loop_runs, "packed": runs, "packed bf16": runs}
+        found.append(_Workload(f"maxsim scores {label}", make, sized, _of(cost), sides, natives))
+        found.append(_Workload(f"maxsim step {label}", make_step, sized, _of(of_step), sides, natives))
     plain, of_scores = {"plain": runs}, ("native", *graph[:1])
     for batch in preset.loss_batches:
         for kind, make, cost_of, minings in LOSSES:

@@ -7,11 +7,13 @@ from typing import Any
 
 import attrs
 
-from benchmarks import costs, kernels
+from benchmarks import costs, kernels, maxsim_costs
 from benchmarks.costs import DEVICES, Cost
 from benchmarks.gpu_table import check_is_of_a_gpu
 from benchmarks.kernels import BOOSTING, GPUS, Work, predict, repeated
+from benchmarks.maxsim_costs import MAXSIM_SIZES
 from benchmarks.units import amount, seconds
+from itm_fast.benchmarking.maxsim import MaxsimSizes
 from itm_fast.benchmarking.table import table
 from itm_fast.benchmarking.workloads import caption_lengths
 
@@ -36,6 +38,15 @@ class Workload:
         return self.work.cost
 
 
+def _maxsim(sizes: MaxsimSizes) -> tuple[Workload, Workload]:
+    sets = f"{sizes.captions} x {sizes.images} sets of {sizes.words} x {sizes.patches} rows, d = {sizes.dim}"
+    measured_as = f"{sizes.words} x {sizes.patches}"
+    return (
+        Workload(f"MaxSim scores, {sets}", maxsim_costs.scores(sizes), f"maxsim scores {measured_as}"),
+        Workload(f"MaxSim hardest-negative step, {sets}", maxsim_costs.step(sizes), f"maxsim step {measured_as}"),
+    )
+
+
 STEPS_OF_EPOCH = costs.EPOCH_IMAGES * costs.EPOCH_CAPTIONS / 128
 WORKLOADS = (
     Workload("scores, 128 x 128", kernels.scores(128, 128), "scores 128"),
@@ -44,6 +55,7 @@ WORKLOADS = (
     Workload("RCAR scores, 128 x 128", kernels.regulated_scores(128, 128), "regulated scores 128"),
     Workload("RCAR scores, 1024 x 1024", kernels.regulated_scores(1024, 1024), "regulated scores 1024"),
     Workload("RCAR hardest-negative step, B = 128", kernels.regulated_step(128), "regulated step 128"),
+    *(workload for sizes in MAXSIM_SIZES for workload in _maxsim(sizes)),
     *(
         Workload(f"triplet loss and gradient, B = {batch}", kernels.loss(batch), f"loss hardest {batch}")
         for batch in (128, 4096, 8192)
@@ -193,7 +205,7 @@ def _reached(workload: Workload, measured: Mapping[str, Any] | None, floor: floa
     if workload.measured_as is None:
         return "not measured as a whole"
     found = measured["workloads"].get(workload.measured_as, {"variants": {}})["variants"]
-    of_vectors = workload.measured_as.startswith(("scores", "step", "regulated", "evaluation"))
+    of_vectors = workload.measured_as.startswith(("scores", "step", "regulated", "maxsim", "evaluation"))
     natives = {
         name: figures["median_s"]
         for name, figures in found.items()

@@ -55,9 +55,9 @@ MUST_USE_TENSOR_CORES = (
 # matrices of two and three parts, and for sums of rows; differentiate_regulation for sums of rows and for products;
 # score_long_tiles for raw scores and for Gram matrices.
 BUDGETS: dict[str, tuple[tuple[int, int], ...]] = {
-    "backpropagate_pairs<BFloat16>": ((240, 16), (60, 8), (40, 8), (40, 8)),
-    "backpropagate_pairs<Half>": ((240, 16), (60, 8), (40, 8)),
-    "backpropagate_pairs<float>": ((140, 16), (40, 8), (60, 10)),
+    "backpropagate_pairs<BFloat16>": ((70, 6), (60, 8), (40, 8), (40, 8)),
+    "backpropagate_pairs<Half>": ((70, 6), (60, 8), (40, 8)),
+    "backpropagate_pairs<float>": ((40, 8), (85, 6), (60, 10)),
     "differentiate_regulation<": ((130, 28), (100, 18)),
     "prepare_scores<BFloat16,": ((150, 12),),
     "prepare_scores<Half,": ((150, 12),),

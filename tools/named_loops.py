@@ -78,6 +78,7 @@ class NamedLoop:
 
 
 _SCORES, _PREPARED, _REGULATED = "score_tile<BFloat16, 1,", "prepare_scores<BFloat16,", "regulate_tiles<BFloat16, 1,"
+_MAXSIM, _GATHERED = "score_maxsim<BFloat16, 1>", "gather_maxsim<BFloat16>"
 _BACKPROPAGATED, _DIFFERENTIATED = "backpropagate_pairs<BFloat16>", "differentiate_regulation<"
 _LOSSES = (
     "triplet_with_gradient<TripletProblem<float>, ScoreTile<8, 8, 4>>",
@@ -100,7 +101,7 @@ _BACKWARD = (
 WANTED = (
     *(
         Wanted(kernel, "product", ("multiply_slices",), "HMMA.*", "HMMA")
-        for kernel in (_SCORES, _PREPARED, _REGULATED, _DIFFERENTIATED)
+        for kernel in (_SCORES, _PREPARED, _REGULATED, _DIFFERENTIATED, _MAXSIM)
     ),
     Wanted(_DIFFERENTIATED, "sum of rows", ("add_to_weight", "sum_rows"), "HMMA.*", "HMMA"),
     Wanted(_SCORES, "statistics", ("row_factor",), "LDS", "raw score"),
@@ -117,6 +118,19 @@ WANTED = (
     ),
     Wanted(_SCORES, "cosines", ("score_products", "cosine_of"), ITERATION, "query and image", around=True),
     *_BACKWARD,
+    Wanted(_MAXSIM, "maxima", ("fold", "add"), "LDS", "product"),
+    Wanted(_GATHERED, "candidates", ("gather", "place"), ITERATION, "32 sets and a row", around=True),
+    Wanted(
+        *(_GATHERED, "partners", ("add_partner", "add_row"), ITERATION, "set and a row"),
+        around=True,
+        without=("ballot",),
+    ),
+    Wanted(
+        *(_GATHERED, "search", ("add_partner", "ballot"), ITERATION, "32 rows and a row"),
+        around=True,
+        without=("shuffle", "place"),
+    ),
+    Wanted(_GATHERED, "rows", ("add_partner", "add_row"), ITERATION, "row of 256 columns"),
     *(Wanted(kernel, "scan", ("scan_tile", "take"), ITERATION, _STRIP) for kernel in _LOSSES),
     *(Wanted(kernel, "gradient", ("write_gradient_tile", "is_active"), ITERATION, _STRIP) for kernel in _LOSSES),
     Wanted("count_ranks<float, ScoreTile<8, 8, 4>>", "comparison", ("is_above",), ITERATION, _STRIP),

@@ -12,7 +12,8 @@ import torch
 
 from benchmarks.cpu_table import BOUND, MEMORY_BOUND, markdown, summary
 from itm_fast import reference
-from itm_fast.benchmarking import one_query, regulated, workloads
+from itm_fast.benchmarking import maxsim, one_query, regulated, workloads
+from itm_fast.benchmarking.maxsim import MaxsimSizes
 from itm_fast.benchmarking.measure import CpuMeter, Timing, interleave, peak_memory
 from itm_fast.benchmarking.run import PRESETS, run
 from itm_fast.benchmarking.table import time
@@ -112,6 +113,25 @@ def test_all_variants_of_the_regulators_compute_the_same() -> None:
     assert torch.get_float32_matmul_precision() == "highest"
     assert regulated.accuracy("native", sizes)["max_score_error"] < 1e-6
     assert regulated.accuracy("packed", sizes)["changed_hardest_negatives"] == 0.0
+
+
+def test_all_variants_of_maxsim_compute_the_same() -> None:
+    sizes = MaxsimSizes(images=6, captions=6, dim=32, words=5, patches=9)
+    queries, contexts = maxsim.inputs(sizes)
+    assert (queries.lengths.tolist(), contexts.lengths.tolist()) == ([5] * 6, [9] * 6)
+    exact = torch.einsum("qnd,ckd->qcnk", queries.to_padded()[0].double(), contexts.to_padded()[0].double())
+    exact = exact.amax(dim=3).sum(dim=2)
+    loop = maxsim.make_maxsim_step("loop", sizes)()
+    for name in maxsim.SCORES:
+        low = name.endswith(("bf16", "medium"))
+        scores = maxsim.make_maxsim_scores(name, sizes)().double()
+        assert torch.allclose(scores, exact, rtol=0, atol=3e-2 if low else 1e-5), name
+        assert maxsim.make_maxsim_scores(name, sizes, small=True)().shape == (2, 2)
+        if low:
+            continue
+        for gradient, expected in zip(maxsim.make_maxsim_step(name, sizes)(), loop, strict=True):
+            assert float((gradient - expected).abs().max()) < 1e-5, name
+    assert maxsim.accuracy("native", sizes)["max_score_error"] < 1e-5
 
 
 def test_a_run_is_written_down_whole() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import costs, gpu
+from benchmarks import costs, gpu, maxsim_costs
 from benchmarks.gpu_table import check_is_of_a_gpu, markdown
 from itm_fast.benchmarking import workloads
 from itm_fast.benchmarking.measure import CpuMeter, CudaMeter, interleave
@@ -101,7 +101,7 @@ def dry_run(**options: Any) -> dict[str, Any]:
 def test_a_run_holds_rates_of_the_cost_model() -> None:
     saved: list[int] = []
     results = dry_run(save=lambda results: saved.append(len(results["workloads"])))
-    assert saved == [*range(1, 12), 11]
+    assert saved == [*range(1, 14), 13]
     found = results["workloads"]["scores 4"]
     assert found["cost"] == asdict(costs.scores(4, 4, 16))
     native = found["variants"]["native"]
@@ -121,6 +121,13 @@ def test_a_run_holds_rates_of_the_cost_model() -> None:
     assert of_rcar["cost"] == asdict(costs.regulated_scores(4, 4, 16))
     assert of_rcar["variants"]["native"]["accuracy"]["max_score_error"] < 1e-5
     assert results["workloads"]["regulated step 4"]["cost"] == asdict(costs.regulated_step(4, 16))
+    of_maxsim, of_step = (results["workloads"][f"maxsim {name} 3 x 5"] for name in ("scores", "step"))
+    (sizes,) = DRY.maxsim
+    assert of_maxsim["cost"] == asdict(maxsim_costs.scores_cost(sizes))
+    assert of_maxsim["variants"]["native"]["accuracy"]["max_score_error"] < 1e-5
+    assert of_step["cost"] == asdict(maxsim_costs.step_cost(sizes))
+    rate = of_step["variants"]["native"]["bytes_per_s"]
+    assert rate == pytest.approx(maxsim_costs.step_cost(sizes, 4).bytes / of_step["variants"]["native"]["median_s"])
     selective, boosting = (results["workloads"][f"{name} 8"] for name in ("loss selective", "boosting all"))
     assert (selective["cost"], boosting["cost"]) == (asdict(costs.loss(8)), asdict(costs.boosting_loss(8)))
     for loss in (selective, boosting):
@@ -143,6 +150,8 @@ def test_kernels_that_are_not_registered_are_not_built(monkeypatch: pytest.Monke
     backward = ["cross_attention_scores_backward"]
     regulated = {"regulated scores 4": ["regulated_scores"]}
     regulated["regulated step 4"] = ["regulated_scores", "regulated_scores_backward"]
+    regulated["maxsim scores 3 x 5"] = ["maxsim_scores"]
+    regulated["maxsim step 3 x 5"] = ["maxsim_scores", "maxsim_scores_backward"]
     of_scores = {"scores 4": scores, "step 4": scores + backward, "evaluation 2 x 10": scores}
     boosting = {f"boosting {mining} 8": ["boosting_loss", "boosting_loss_backward"] for mining in ("hardest", "all")}
     assert results["not_built"] == of_scores | regulated | boosting
@@ -172,7 +181,8 @@ def test_a_variant_that_fails_is_written_down_and_the_others_are_measured(monkey
 def test_what_the_limit_leaves_out_is_listed() -> None:
     results = dry_run(limit_s=-1.0)
     assert results["workloads"] == {}
-    names = ["scores 4", "step 4", "regulated scores 4", "regulated step 4", "loss hardest 8", "loss all 8"]
+    names = ["scores 4", "step 4", "regulated scores 4", "regulated step 4"]
+    names += ["maxsim scores 3 x 5", "maxsim step 3 x 5", "loss hardest 8", "loss all 8"]
     names += ["loss selective 8", "boosting hardest 8", "boosting all 8", "ranks 2 x 10", "evaluation 2 x 10"]
     assert results["not_run"] == names
     assert f"Not run because of the time limit: {', '.join(names)}." in markdown(results)

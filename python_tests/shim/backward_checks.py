@@ -170,8 +170,9 @@ def check_all_gradients(kernels: BackwardKernels) -> None:
     )
     rooms = (ROOM, kernels.small_room(9, 11), 4 * kernels.small_room(2, 3))
     for seed, (of_queries, of_contexts) in enumerate(lengths):
-        queries = random_fragments(of_queries, 34, torch.float32, seed=1)
-        contexts = random_fragments(of_contexts, 34, torch.float32, seed=2)
+        dim = (34, 34, 72)[seed]  # 72: two slices of a product
+        queries = random_fragments(of_queries, dim, torch.float32, seed=1)
+        contexts = random_fragments(of_contexts, dim, torch.float32, seed=2)
         gradients = sparse_gradients(len(of_queries), len(of_contexts), (1.0, 0.6, 1.0)[seed], seed)
         options = {"normalization": ("clipped_l2norm", "softmax", "l1norm")[seed], "temperature": 4.0}
         found = check_gradients(kernels, queries, contexts, gradients, room=rooms[seed], seed=seed, **options)

@@ -101,8 +101,9 @@ def test_sets_longer_than_a_tile(kernels: BackwardKernels) -> None:
         check_gradients(kernels, queries, contexts, sparse_gradients(2, 2, 1.0, 0))
     queries, contexts = sets([3], [5, 113], 8)  # The second set is much longer than the average, and has none.
     check_gradients(kernels, queries, contexts, sparse_gradients(1, 2, 1.0, 0))
-    queries, contexts = sets([2, 17], [3, 5], 264)
-    check_gradients(kernels, queries, contexts, sparse_gradients(2, 2, 1.0, 0))
+    for dtype, dim in itertools.product(DTYPES, (264, 141)):  # Several slices of rows, aligned or not.
+        queries, contexts = sets([2, 17], [3, 5], dim, dtype=dtype)
+        check_gradients(kernels, queries, contexts, sparse_gradients(2, 2, 1.0, 0))
     queries, contexts = sets([1, 2, 1] * 4, [2, 0, 1] * 12, 5)
     gradients = sparse_gradients(12, 36, 0.02, 1)
     gradients[:, 33] = 0.5  # A context set in every list.

@@ -18,10 +18,11 @@ pytestmark = pytest.mark.shim
 
 DRIVER = "cross_attention_backward"
 KERNELS = "csrc/include/itm_fast/cuda/"
-LISTS, PAIR, TURN, STEPS, SUMS, CHUNK, SETS, BACKWARD = (
+LISTS, PRODUCTS, PAIR, TURN, STEPS, SUMS, CHUNK, SETS, BACKWARD = (
     f"{KERNELS}{name}.h"
     for name in (
         "pair_lists",
+        "set_products",
         "pair_recompute",
         "pair_gradient",
         "part_steps",
@@ -52,8 +53,26 @@ FAULTS = {
         r"^backward: \d+ pairs",
     ),
     "missing barrier between a product and the next": (
-        (PAIR, "barrier();  // The next product takes the place of this one.", ""),
+        (PRODUCTS, "barrier();  // The next product takes the place of this one.", ""),
         r"^backward: |race at index \d+",
+    ),
+    "a slice is multiplied before its copies have landed": (
+        (PRODUCTS, "wait_copies<0>();\n    barrier();", "wait_copies<1>();\n    barrier();"),
+        r"shared array 'stages': (.*copy|race at)",
+    ),
+    "a slice is filled while it is read": (
+        (PRODUCTS, "barrier();  // The copies of all threads have landed, and all are done with the stage that is "
+         "filled next.", "warp_sync();"),
+        r"shared array 'stages': ",
+    ),
+    "the planes replace stages that are still read": (
+        (PRODUCTS, "barrier();  // The planes take the place of the stages.", ""),
+        r"shared array '(planes|stages)': ",
+    ),
+    "a row is copied past its end": ((PRODUCTS, "is_row && left_ > 0 ? 8 : 0", "is_row ? 8 : 0"), r"^backward: "),
+    "a quarter of the width is left out": (
+        (PRODUCTS, "quarter < SetTile::kQuarters; ++quarter", "quarter < SetTile::kQuarters - 1; ++quarter"),
+        r"^backward: ",
     ),
     "attended vectors that cancel are taken from the Gram matrix": (
         (PAIR, "norm.is_lost() ? 1.0f : 0.0f", "norm.is_lost() ? 0.0f : 0.0f"),

@@ -25,16 +25,16 @@ namespace itm_fast::cuda {
 // matrix.
 template <typename S>
 ITM_FAST_DEVICE void write_grams(const CrossAttentionBackward<S>& p, const PairChunk& chunk) {
-  const int64_t runs = tiles_of(p.gram_contexts, PairTile::kRows);
+  const int64_t runs = tiles_of(p.gram_contexts, SetTile::kRows);
   const int64_t tasks = (chunk.last_context - chunk.first_context) * runs;
   for (int64_t task = block_index(); task < tasks; task += grid_blocks()) {
     const int64_t set = chunk.first_context + task / runs;
-    const int first = static_cast<int>(task % runs) * PairTile::kRows,
+    const int first = static_cast<int>(task % runs) * SetTile::kRows,
               n = static_cast<int>(p.lists.contexts.length(set));
     const PartMatrix<kMatrixParts> gram = p.gram_of(set);
     if (gram.first == nullptr || p.lists.context_counts[set] == 0 || first >= n) continue;
     const S* rows = p.lists.contexts.values + p.lists.contexts.offset(set) * p.dim;
-    each_product(rows + first * p.dim, static_cast<int>(smaller(PairTile::kRows, n - first)), rows, n, p.dim,
+    each_product(rows + first * p.dim, static_cast<int>(smaller(SetTile::kRows, n - first)), rows, n, p.dim,
                  p.is_aligned, [&](int k, int l, float product) { gram.store(first + k, l, product); });
   }
 }

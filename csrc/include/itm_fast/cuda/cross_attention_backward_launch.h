@@ -60,7 +60,7 @@ float* place_sums(S*, int64_t size, Workspace& workspace) {
 
 // Dynamic shared memory of a block of backpropagate_pairs. The same for rows of every type.
 inline constexpr int64_t kBackwardBytes = std::max<int64_t>(
-    {PartTile<float>::kBytes, PartTile<Half>::kBytes, PartTile<SplitElement<3>>::kBytes, PairTile::kProductBytes});
+    {PartTile<float>::kBytes, PartTile<Half>::kBytes, PartTile<SplitElement<3>>::kBytes, SetTile::kBytes});
 
 // Lays out p's workspace, apart from operands, options and results; returns the leading bytes that must be zero.
 template <typename S>

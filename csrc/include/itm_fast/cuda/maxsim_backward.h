@@ -10,7 +10,7 @@
 
 namespace itm_fast::cuda {
 
-inline constexpr int kGatherWarps = 8, kGatherThreads = 32 * kGatherWarps, kGatherColumns = 128;
+inline constexpr int kGatherWarps = 8, kGatherThreads = 32 * kGatherWarps, kGatherColumns = 256;
 
 template <typename S>
 struct MaxsimGradients {
@@ -36,7 +36,8 @@ class GatheredSide {
   // For the whole warp.
   ITM_FAST_DEVICE void gather(int64_t row, int64_t first_column) {
     row_ = row;
-    first_column_ = first_column;
+    column_ = first_column + lane();
+    columns_left_ = static_cast<int>(smaller(p_.dim - column_, kGatherColumns));
     set_ = set_of(row);
     const bool is_of_set = set_ < own_.n_sets && row - own_.offset(set_) < own_.length(set_);
     const int64_t n_candidates = !is_of_set ? 0 : p_.is_listed ? p_.n_pairs : other_.n_sets;
@@ -54,8 +55,7 @@ class GatheredSide {
       }
     }
     for (int i = 0; i < kPerLane; ++i) {
-      const int64_t column = column_of(i);
-      if (column < p_.dim) narrow(sums_[i], gradient_[row_ * p_.dim + column]);
+      if (i * 32 < columns_left_) narrow(sums_[i], gradient_[row_ * p_.dim + column_ + i * 32]);
     }
   }
 
@@ -114,19 +114,18 @@ class GatheredSide {
   }
 
   ITM_FAST_DEVICE void add_row(int64_t row, float weight) {
+    const S* const values = other_.values + row * p_.dim + column_;
     ITM_FAST_UNROLLED
     for (int i = 0; i < kPerLane; ++i) {
-      const int64_t column = column_of(i);
-      if (column < p_.dim) sums_[i] += weight * widen(other_.values[row * p_.dim + column]);
+      if (i * 32 < columns_left_) sums_[i] += weight * widen(values[i * 32]);
     }
   }
-
-  ITM_FAST_DEVICE int64_t column_of(int i) const { return first_column_ + i * 32 + lane(); }
 
   const MaxsimProblem<S>& p_;
   S* const gradient_;
   const SetRows<S>&own_, &other_;
-  int64_t row_ = 0, set_ = 0, first_column_ = 0;
+  int64_t row_ = 0, set_ = 0, column_ = 0;  // the lane's first column
+  int columns_left_ = 0;                    // from there
   float sums_[kPerLane] = {};
 };
 

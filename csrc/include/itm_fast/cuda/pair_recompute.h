@@ -9,16 +9,13 @@
 #include "itm_fast/cuda/attention_pair.h"
 #include "itm_fast/cuda/elements.h"
 #include "itm_fast/cuda/part_sums.h"
-#include "itm_fast/cuda/score_tile.h"
+#include "itm_fast/cuda/set_products.h"
 
 namespace itm_fast::cuda {
 
 inline constexpr int kGradientWarps = 8, kGradientThreads = 32 * kGradientWarps;
 // Attended vectors that a block forms at a time, if it must.
 inline constexpr int kAttendedQueries = 4;
-
-// Raw scores and Gram matrices.
-using PairTile = ProductTile<64, 64, 4, 2, 4, 256>;
 
 // Attention times the Gram matrix keeps the digits of float32, also with rows of 16 bits.
 inline constexpr int kMatrixParts = 3;
@@ -163,35 +160,6 @@ ITM_FAST_DEVICE void each_row(const PairNumbers& numbers, int n_queries, int n_c
     RowStatistics statistics;
     for (int j = 0; j < n_queries; ++j) statistics.add(numbers.scores[j * numbers.stride + k], options);
     body(k, RowNorm(statistics, options));
-  }
-}
-
-// The products of two runs of rows, in ITM_FAST_TILE_SCORES. A separate function, so that a kernel holds one copy of
-// it.
-template <typename S>
-ITM_FAST_DEVICE_APART void multiply_sets(const S* rows, int n_rows, const S* columns, int n_columns, int64_t dim,
-                                         bool is_aligned) {
-  constexpr int kParts = std::is_same_v<S, float> ? 3 : 1;
-  multiply_tile<kParts, PairTile, true>(RowRun<S>{rows, n_rows, dim}, RowRun<S>{columns, n_columns, dim}, dim,
-                                        is_aligned);
-}
-
-// Calls body(row, column, product) for all products of two sets, tile after tile.
-template <typename S, typename Body>
-ITM_FAST_DEVICE void each_product(const S* rows, int n_rows, const S* columns, int n_columns, int64_t dim,
-                                  bool is_aligned, const Body& body) {
-  ITM_FAST_TILE_SCORES(PairTile);
-  for (int first_row = 0; first_row < n_rows; first_row += PairTile::kRows) {
-    for (int first_column = 0; first_column < n_columns; first_column += PairTile::kColumns) {
-      const int height = static_cast<int>(smaller(PairTile::kRows, n_rows - first_row));
-      const int width = static_cast<int>(smaller(PairTile::kColumns, n_columns - first_column));
-      multiply_sets(rows + first_row * dim, height, columns + first_column * dim, width, dim, is_aligned);
-      for (int i = thread_index(); i < height * width; i += kGradientThreads) {
-        const int row = i / width, column = i % width;
-        body(first_row + row, first_column + column, static_cast<float>(scores[row * PairTile::kScoreStride + column]));
-      }
-      barrier();  // The next product takes the place of this one.
-    }
   }
 }
 
