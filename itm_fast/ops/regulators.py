@@ -201,7 +201,7 @@ def cuda_rows(n_rows: int, n_sets: int, tile: int, longest: int) -> int:
 
     The workspace is allocated before the device knows the longest set.
     """
-    if n_rows <= n_sets * tile:
+    if n_sets == 0 or n_rows <= n_sets * tile:
         return tile
     average = (n_rows + n_sets - 1) // n_sets
     return (min(average + average // 4, longest) + 7) // 8 * 8

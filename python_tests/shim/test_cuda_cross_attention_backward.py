@@ -301,6 +301,24 @@ def test_gram_matrices_have_room_for_sets_a_quarter_longer_than_the_average(kern
         assert abs(matrices - 6 * 64 * length * longest) < 1024, length
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_small", [False, True])
+def test_rows_behind_the_last_set_have_no_gradient(
+    kernels: BackwardKernels, dtype: torch.dtype, is_small: bool
+) -> None:
+    """`torch.compile` moves padding there. In one chunk, and in several."""
+    sides = [random_fragments([3, 2], 8, dtype, seed) for seed in (1, 2)]
+    padded = [
+        Fragments(torch.cat([side.values, torch.ones(3, 8, dtype=dtype)]), side.offsets, check=False) for side in sides
+    ]
+    room = kernels.small_room(3, 3) if is_small else ROOM
+    found = run(kernels, *padded, torch.ones(2, 2), room=room)
+    expected = run(kernels, *sides, torch.ones(2, 2), room=room)
+    for rows, own in ((found.queries, expected.queries), (found.contexts, expected.contexts)):
+        assert not rows[5:].any()
+        assert (rows[:5] == own).all()
+
+
 def test_offsets_that_the_contract_forbids_lead_nowhere(kernels: BackwardKernels) -> None:
     """Arrays have their exact size, so that a sanitizer sees an access outside; here the numbers stay finite."""
     queries, contexts = sets([3, 5, 2], [4, 8, 1])

@@ -304,6 +304,7 @@ def test_empty_sets_score_zero(kernels: RegulatorKernels) -> None:
     ("n_rows", "n_sets", "right"),
     [
         (0, 0, [112, 128]),
+        (5, 0, [112, 128]),
         (224, 2, [112, 128]),
         (256, 2, [160, 128]),
         (257, 2, [168, 168]),

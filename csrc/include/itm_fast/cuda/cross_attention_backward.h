@@ -55,6 +55,8 @@ template <typename S>
 ITM_FAST_DEVICE void backpropagate_pairs(const CrossAttentionBackward<S>& p) {
   ITM_FAST_SHARED(PairChunk, chunk, 1);  // It would take the registers of the sums.
   if (thread_index() == 0) chunk[0] = chunk_of(p.lists, PairChunks(p), 0);
+  clear_rows_of_no_set(p.lists.queries, p.query_gradients, p.dim);
+  clear_rows_of_no_set(p.lists.contexts, p.context_gradients, p.dim);
   barrier();
   while (true) {
     const auto wait = [&](int step) { grid_barrier(p.arrived, static_cast<PairChunk>(chunk[0]).index * 4 + step); };

@@ -39,7 +39,7 @@ int64_t scoring_blocks(const ScoreProblem<S>& p) {
 // for a quarter more.
 template <typename S>
 int64_t slab_rows(const SetRows<S>& sets, int64_t tile, int64_t most) {
-  if (sets.n_rows <= sets.n_sets * tile) return tile;
+  if (sets.n_sets == 0 || sets.n_rows <= sets.n_sets * tile) return tile;
   const int64_t average = (sets.n_rows + sets.n_sets - 1) / sets.n_sets, allowed = average + average / 4;
   return gram_stride(static_cast<int>(allowed < most ? allowed : most));
 }

@@ -241,6 +241,14 @@ ITM_FAST_DEVICE void accumulate_rows(const CrossAttentionBackward<S>& p, const P
   }
 }
 
+// Rows behind the last set have no gradient. The blocks share them.
+template <typename S>
+ITM_FAST_DEVICE void clear_rows_of_no_set(const SetRows<S>& rows, S* gradients, int64_t dim) {
+  if (gradients == nullptr) return;
+  const int64_t first = rows.offset(rows.n_sets) * dim + block_index() * kGradientThreads + thread_index();
+  for (int64_t at = first; at < rows.n_rows * dim; at += grid_blocks() * kGradientThreads) narrow(0.0f, gradients[at]);
+}
+
 // The blocks share the sets that need a gradient, and the slices of their columns, in turn.
 template <bool kAligned, typename S>
 ITM_FAST_DEVICE void accumulate_gradients(const CrossAttentionBackward<S>& p, const PairChunk& chunk) {
