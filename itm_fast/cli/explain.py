@@ -70,7 +70,10 @@ def explain(
     number = own if image is None else image
     if not 0 <= number < dataset.n_images:
         raise ValueError(f"--image: expected a number from 0 to {dataset.n_images - 1} in {split}, got {number}")
+    encoder = getattr(model, "image_encoder", None)
     n_regions = dataset.region_count(number)
+    if isinstance(encoder, BackboneEncoder):
+        n_regions = encoder.regions(encoder.side * math.isqrt(n_regions))
     for chosen in region or ():
         if not 1 <= chosen <= n_regions:
             raise ValueError(f"--region: expected a number from 1 to {n_regions}, got {chosen}")

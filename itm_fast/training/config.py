@@ -102,6 +102,25 @@ class TrainConfig:
         help="Local BERT folder; default: a GRU encodes captions.",
         free_on_resume=True,
     )
+    image_backbone: str | None = setting(
+        None,
+        group=MODEL,
+        metavar="DIR",
+        help="Local folder of a ViT, DeiT, Swin, DINOv2, CLIP or SigLIP to train on pictures; default: none.",
+        free_on_resume=True,
+    )
+    image_class_token: bool = setting(
+        False, group=MODEL, help="Keep the class token of the vision model as the first region."
+    )
+    image_frozen_epochs: int = setting(
+        0, group=OPTIMIZER, minimum=0, help="Initial epochs in which the vision model does not learn."
+    )
+    image_checkpointing: bool = setting(
+        False,
+        group=MACHINE,
+        help="Compute the layers of the vision model again in the backward pass, to save memory.",
+        free_on_resume=True,
+    )
 
     epochs: int = setting(
         30, group=OPTIMIZER, minimum=1, help="Number of passes over the training captions.", free_on_resume=True
@@ -125,6 +144,9 @@ class TrainConfig:
     beta2: float = setting(0.999, group=OPTIMIZER, minimum=0, below=1, help="Decay rate of Adam's second moment.")
     bert_lr_factor: float = setting(
         0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of the BERT weights."
+    )
+    image_lr_factor: float = setting(
+        0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of the vision model."
     )
     weight_decay: float = setting(0.0, group=OPTIMIZER, minimum=0, help="Weight decay; decoupled with adamw.")
     grad_clip: float = setting(2.0, group=OPTIMIZER, minimum=0, help="Maximum gradient norm; 0 turns clipping off.")
