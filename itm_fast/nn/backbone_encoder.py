@@ -22,9 +22,10 @@ __all__ = ["BackboneEncoder"]
 class BackboneEncoder(nn.Module):
     """Encode pictures by a vision model, a linear layer and l2 normalisation per patch token.
 
-    The input is a picture that is cut into square patches of raw pixels, with values from -1 to 1. The picture is joined
-    again, so these patches need not be those of the model. If it has another size than the model was made for, the
-    position embeddings are interpolated. The weights start random; `itm_fast.models.vision_folder` reads pretrained ones.
+    The input is a picture that is cut into square patches of raw pixels, with values from -1 to 1. The picture is
+    joined again, so these patches need not be those of the model. If it has another size than the model was made for,
+    the position embeddings are interpolated. The weights start random; `itm_fast.models.vision_folder` reads
+    pretrained ones.
 
     Args:
         feature_dim: values per stored patch, rows x columns x 3 colours.

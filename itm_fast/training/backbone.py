@@ -33,8 +33,8 @@ def read_backbone(config: TrainConfig, data: PrecomputedDataset, known: Collecti
         known: names of the settings of the model.
 
     Raises:
-        ValueError: the model has no image encoder, the data are no pictures, another setting does not fit, or the folder
-            is not that of a vision model.
+        ValueError: the model has no image encoder, the data are no pictures, another setting does not fit, or the
+            folder is not that of a vision model.
     """
     if config.image_backbone is None:
         if config.model_options.get("image_encoder") == "backbone":

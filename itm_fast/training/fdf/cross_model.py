@@ -44,7 +44,8 @@ def extractor_of(model: MatchingModel) -> dict[str, nn.Module]:
     """Return the modules of a model that form its feature extractor, by name; all other modules are encoder heads.
 
     For captions, these are word vectors, their dropout and the GRU, or BERT. For images, these are all layers of the
-    patch encoder except the last convolution, or the vision model; region features come from the data and have no extractor.
+    patch encoder except the last convolution, or the vision model; region features come from the data and have no
+    extractor.
 
     Raises:
         ValueError: the captions of the model have another kind of encoder.
