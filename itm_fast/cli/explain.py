@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from itm_fast.data import PrecomputedDataset
+    from itm_fast.evaluation import Explanation
     from itm_fast.models import MatchingModel
 
 # Headings by the direction of the model.
@@ -105,7 +106,7 @@ def explain(
             regions=range(n_regions) if not region else [number - 1 for number in dict.fromkeys(region)],
             picture=picture,
             grid=grid,
-            facts=_facts(model, checkpoint, dataset, number, n_regions),
+            facts=_facts(model, checkpoint, dataset, number, n_regions, explanation),
             credits=credits,
         ),
     )
@@ -135,7 +136,7 @@ def _picture(
 ) -> tuple[np.ndarray | None, tuple[int, int], str]:
     """Return the picture, the rows and columns of its patches, and its credits if it is a bundled emoji.
 
-    The picture is None if the features are not pixels. `grid_side`: patches per side, if they are not those of the data.
+    The picture is None if the features are not pixels. `grid_side`: patches per side, if not those of the data.
     """
     from itm_fast.data import emoji, picture_of
 
@@ -148,7 +149,12 @@ def _picture(
 
 
 def _facts(
-    model: MatchingModel, checkpoint: Path, dataset: PrecomputedDataset, image: int, n_regions: int
+    model: MatchingModel,
+    checkpoint: Path,
+    dataset: PrecomputedDataset,
+    image: int,
+    n_regions: int,
+    explanation: Explanation,
 ) -> list[tuple[str, str]]:
     facts = [("Score of the pair", f"{explanation.score:.4f}")]
     if len(explanation.directions) > 1:

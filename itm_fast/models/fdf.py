@@ -6,7 +6,8 @@ Image-Text Matching" (AAAI 2025); see `itm_fast.nn.feature_diversification` for 
 The host is split into extractor and heads. The base features of an image are its regions, or with
 `image_encoder: patches` the input of the last convolution for each patch, and with `image_encoder: backbone` the
 tokens of the vision model. Those of a caption are the states of its GRU or BERT. The layers of the host above them
-(linear layer, perceptron, pooling) become part of each conversion; a GRU has none. The host's similarity scores the fused features. Outside of training, only the fused features are used.
+(linear layer, perceptron, pooling) become part of each conversion; a GRU has none. The host's similarity scores the
+fused features. Outside of training, only the fused features are used.
 """
 
 from __future__ import annotations

@@ -97,4 +97,7 @@ def set_checkpointing(config: TrainConfig, model: MatchingModel) -> None:
     """Let the layers of the vision model be computed again in the backward pass if `config` says so."""
     if config.image_checkpointing:
         backbone: Any = model.get_submodule(BACKBONE.rstrip("."))
-        backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Version 5 of transformers has another name for it.
+        new = getattr(backbone, "activation_checkpointing_enable", None)
+        enable = backbone.gradient_checkpointing_enable if new is None else new
+        enable({"use_reentrant": False})
