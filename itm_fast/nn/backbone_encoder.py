@@ -118,7 +118,7 @@ class BackboneEncoder(nn.Module):
 
 def _colours(settings: Mapping[str, Any], name: str) -> list[float]:
     """Return the mean or the standard deviation of the three colours."""
-    value = settings.get(name)
+    value: Any = settings.get(name)
     fits = isinstance(value, list) and len(value) == CHANNELS and all(type(one) in (int, float) for one in value)
     if not fits or not all(map(math.isfinite, value)) or (name == "std" and min(value) <= 0):
         kind = "positive numbers" if name == "std" else "numbers"

@@ -97,6 +97,7 @@ def build_backbone(settings: Mapping[str, Any]) -> nn.Module:
         # Each class of transformers has its own exceptions for settings that do not fit.
         reason = shortened(" ".join(str(error).split()), 300)
         raise ValueError(f"image_backbone: the settings are not those of a {kind} model ({reason})") from None
+    part: Any
     for part in list(model.modules()):
         if kind.startswith("clip") and hasattr(part, "post_layernorm"):
             part.post_layernorm = nn.Identity()
@@ -136,8 +137,9 @@ def width_of(model: Any) -> int:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep transformers from printing progress bars and tables of weights that are not used."""
-    from transformers.utils import logging
+    from transformers.utils import logging as logs
 
+    logging: Any = logs
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

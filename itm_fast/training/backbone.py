@@ -1,6 +1,6 @@
 """The vision model of a run: its settings, its weights and how its layers are computed.
 
-Inside: `read_backbone`, `backbone_options`, `regions_of`, `load_backbone`, `set_checkpointing`.
+Inside: `read_backbone`, `check_pictures`, `backbone_options`, `regions_of`, `load_backbone`, `set_checkpointing`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itm_fast.nn import BackboneEncoder
 from itm_fast.training.branch import BACKBONE
 from itm_fast.training.config import TrainConfig
 
-__all__ = ["backbone_options", "load_backbone", "read_backbone", "regions_of", "set_checkpointing"]
+__all__ = ["backbone_options", "check_pictures", "load_backbone", "read_backbone", "regions_of", "set_checkpointing"]
 
 _ONLY_WITH_BACKBONE = ("image_class_token", "image_frozen_epochs", "image_checkpointing")
 
@@ -48,14 +48,28 @@ def read_backbone(config: TrainConfig, data: PrecomputedDataset, known: Collecti
     for name in ("image_backbone", "image_class_token", "image_encoder"):
         if config.model_options.get(name, "backbone" if name == "image_encoder" else None) not in (None, "backbone"):
             raise ValueError(f"model_options: {name} follows from --image-backbone and cannot be given")
-    if not isinstance(data.features, StoredPictures):
-        raise ValueError(
-            f"image_backbone: expected pictures, but {data.directory} contains features; import pictures with itm-fast "
-            "data import without --encoder"
-        )
+    _check_stored("image_backbone", data)
     if config.region_augmentation:
         raise ValueError("region_augmentation: expected 0 with --image-backbone, which needs whole pictures")
     return read_vision_folder(config.image_backbone)
+
+
+def check_pictures(config: TrainConfig, data: PrecomputedDataset) -> None:
+    """Raise ValueError if the training pictures of `data` cannot be augmented as `config` says."""
+    _check_stored("picture_augmentation", data)
+    if config.features not in ("auto", "disk"):
+        raise ValueError(
+            f"features: expected auto or disk with --picture-augmentation, which decodes pictures for each batch, got "
+            f"{config.features}"
+        )
+
+
+def _check_stored(name: str, data: PrecomputedDataset) -> None:
+    if not isinstance(data.features, StoredPictures):
+        raise ValueError(
+            f"{name}: expected pictures, but {data.directory} contains features; import pictures with itm-fast data "
+            "import without --encoder"
+        )
 
 
 def backbone_options(config: TrainConfig, folder: VisionFolder | None) -> dict[str, Any]:

@@ -88,6 +88,20 @@ class TrainConfig:
         below=1,
         help="Probability of dropping each region of a training image. The papers use 0.2.",
     )
+    picture_augmentation: str = setting(
+        "none",
+        group=DATA,
+        help="Change the pictures of training: none, a random crop scaled to full size (crop), or a crop and a random "
+        "horizontal flip (crop_flip). Do not flip if captions speak of left and right.",
+        choices=("none", "crop", "crop_flip"),
+    )
+    crop_area: float = setting(
+        0.5,
+        group=DATA,
+        above=0,
+        maximum=1,
+        help="Smallest share of the picture's area in a crop. ALBEF uses 0.5, VSE++ 0.08.",
+    )
 
     model: str = setting(
         "scan",

@@ -82,8 +82,9 @@ def make_scenario(
                 f"conversions: {config.conversions} conversions need as many batches per epoch, but there "
                 f"are {per_epoch}; use fewer conversions or a smaller --batch-size"
             )
-        # Augmented regions cannot be read from the data.
-        stored = None if config.region_augmentation else image_rows
+        # Augmented images cannot be read from the data.
+        augmented = config.region_augmentation or config.picture_augmentation != "none"
+        stored = None if augmented else image_rows
         return RealignmentScenario(
             target, config.online_weight, config.batch_size, stored, fresh=config.other_batches == "fresh"
         )

@@ -36,7 +36,7 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path, kind: str, side: i
         options = {"vocab_size": 9, "feature_dim": 16 * 16 * 3, "embed_dim": 12, "image_encoder": "backbone",
                    "image_backbone": settings, "image_class_token": class_token}  # fmt: skip
         if class_token and not SPECIAL[kind]:
-            with pytest.raises(ValueError, match="^image_class_token: a "):
+            with pytest.raises(ValueError, match=r"^image_class_token: a "):
                 models.create("scan", **options)
             continue
         model = models.create("scan", **options)
@@ -64,12 +64,12 @@ def test_settings_that_do_not_fit(tmp_path: Path) -> None:
         ({"num_hidden_layers": 10**9}, "expected at most 256 layers, got 1000000000"),
         ({"patch_size": [8, 8]}, r"patch_size: expected a whole number from 1 to 4096, got \[8, 8\]"),
         ({"num_channels": 1}, "num_channels: expected 3, got 1"),
-        ({"hidden_size": 15}, "the settings are not those of a vit model"),
+        ({"hidden_size": "wide"}, "the settings are not those of a vit model"),
     ):
         changed = {**settings, "config": {**settings["config"], **changes}}
         with pytest.raises(ValueError, match=f"^image_backbone: {message}"):
             models.create("scan", vocab_size=9, feature_dim=192, image_encoder="backbone", image_backbone=changed)
-    with pytest.raises(ValueError, match="^image_backbone: expected only with image_encoder backbone, got linear"):
+    with pytest.raises(ValueError, match=r"^image_backbone: expected only with image_encoder backbone, got linear"):
         models.create("scan", vocab_size=9, image_backbone=settings)
-    with pytest.raises(ValueError, match="^image_backbone: expected the settings of a vision model"):
+    with pytest.raises(ValueError, match=r"^image_backbone: expected the settings of a vision model"):
         models.create("scan", vocab_size=9, feature_dim=192, image_encoder="backbone")

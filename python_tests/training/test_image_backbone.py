@@ -13,12 +13,13 @@ import torch
 
 from itm_fast import cli, models
 from itm_fast.data import BertVocabulary
+from itm_fast.data.picture_augmentation import PictureAugmentation
 from itm_fast.models.vision_folder import read_vision_folder
 from itm_fast.training.checkpoint import load_state
 from python_tests.helpers.bert import PIECES, SIZES, write_bert
 from python_tests.helpers.commands import error
 from python_tests.helpers.pictures import write_captions, write_encoder, write_pictures
-from python_tests.helpers.runs import config, differences, make_trainer, run, stop_at, weights, what_a_run_leaves
+from python_tests.helpers.runs import config, differences, make_trainer, run, same, stop_at, weights, what_a_run_leaves
 from python_tests.helpers.worlds import run_jobs, train_job
 
 
@@ -230,3 +231,49 @@ def test_pictures_of_a_size_that_the_model_does_not_take(folder: Path) -> None:
     ):
         with pytest.raises(ValueError, match=f"^image_backbone: {wanted}"):
             models.create("scan", **{**options, "image_backbone": {**options["image_backbone"], **change}})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_augmented_pictures_depend_on_seed_epoch_and_caption_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """A run with other workers that is stopped and resumed equals the whole run bit for bit."""
+    chosen = settings(
+        folder, tmp_path / "whole", picture_augmentation="crop_flip", crop_area=0.2, image_frozen_epochs=2
+    )
+    run(chosen)
+    part = attrs.evolve(chosen, out=str(tmp_path / "parts"), workers=workers)
+    with monkeypatch.context() as patched:
+        stop_at(patched, 5)
+        run(part)
+    run(part, resume=True)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    plain = attrs.evolve(chosen, out=str(tmp_path / "plain"), picture_augmentation="none")
+    run(plain)
+    assert not same(weights(tmp_path / "whole"), weights(tmp_path / "plain"))
+
+
+def test_crops_and_flips(folder: Path, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Colours are the coordinates, so that a changed picture shows its crop."""
+    columns = np.arange(64, dtype=np.uint8)
+    pixels = np.stack([*np.meshgrid(4 * columns, 4 * columns), np.zeros((64, 64), dtype=np.uint8)], axis=2)
+    flipped, areas = 0, []
+    for index in range(300):
+        changed = PictureAugmentation(3, 1, 0.25, True)(pixels, index).astype(float)
+        width = (changed[32, 60, 0] - changed[32, 3, 0]) / 4 * 64 / 57
+        height = (changed[60, 32, 1] - changed[3, 32, 1]) / 4 * 64 / 57
+        flipped += width < 0
+        areas.append(abs(width) * height / 64**2)
+        assert 0.7 < abs(width) / height < 1.43
+        again = PictureAugmentation(3, 1, 0.25, False)(pixels, index).astype(float)
+        np.testing.assert_array_equal(again, changed[:, ::-1] if width < 0 else changed)
+    assert 110 < flipped < 190
+    assert 0.2 < min(areas) < 0.35
+    assert 0.85 < max(areas) < 1.05
+    others = [PictureAugmentation(*key)(pixels, 0) for key in ((3, 1), (3, 2), (4, 1))]
+    assert not any(np.array_equal(others[0], other) for other in others[1:])
+    arguments = ["train", "--data", data, "--out", tmp_path / "run", "--picture-augmentation", "crop"]
+    assert error(capsys, *arguments)[1].startswith(f"picture_augmentation: expected pictures, but {data} contains")
+    arguments = ["train", "--data", folder / "store", "--out", tmp_path / "run", "--picture-augmentation", "crop",
+                 "--model-option", "image_encoder=patches", "--features", "host"]  # fmt: skip
+    assert error(capsys, *arguments)[1].startswith("features: expected auto or disk with --picture-augmentation")
