@@ -108,7 +108,7 @@ def load_backbone(config: TrainConfig, model: MatchingModel, folder: VisionFolde
 
 
 def set_checkpointing(config: TrainConfig, model: MatchingModel) -> None:
-    """Let the layers of the vision model be computed again in the backward pass if `config` says so."""
+    """Let the layers of the vision model be computed again in the backward pass, with `image_checkpointing`."""
     if config.image_checkpointing:
         backbone: Any = model.get_submodule(BACKBONE.rstrip("."))
         # Version 5 of transformers has another name for it.

@@ -72,7 +72,7 @@ def test_a_frozen_vision_model_learns_later_and_resume_is_exact(
     chosen = settings(folder, tmp_path / "whole", epochs=3, image_frozen_epochs=1)
     run(chosen)
     for step in (2, 6):
-        out = tmp_path / f"stopped at {step}"
+        out = tmp_path / f"stopped-{step}"
         part = attrs.evolve(chosen, out=str(out))
         with monkeypatch.context() as patched:
             stop_at(patched, step)
@@ -171,11 +171,14 @@ def test_attention_is_drawn_over_the_patches_of_the_model(folder: Path, tmp_path
 
 
 def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
-    """The vision model joins in the second epoch. Each process has half of every batch."""
+    """The vision model joins in the second epoch. Each process has half of every batch. Resuming is exact."""
     more = ["--image-backbone", folder / "vit", "--image-frozen-epochs", 1, "--batch-size", 16, "--epochs", 2]
     jobs = [train_job(size, folder / "store", tmp_path / str(size), *more) for size in (1, 2)]
-    for outcome in run_jobs(jobs):
-        assert [status for status, _, _ in outcome] == [0] * len(outcome), outcome
+    jobs.append(train_job(2, folder / "store", tmp_path / "stopped", *more, signals=[[1, 6, "SIGTERM"]]))
+    jobs.append({"size": 2, "arguments": ["train", "--out", str(tmp_path / "stopped"), "--resume"]})
+    for number, outcome in enumerate(run_jobs(jobs)):
+        assert {status for status, _, _ in outcome} == {130 if number == 2 else 0}, outcome
+    assert same(weights(tmp_path / "2"), weights(tmp_path / "stopped"))
     alone, together = (weights(tmp_path / str(size)) for size in (1, 2))
     for name, weight in alone.items():
         torch.testing.assert_close(together[name], weight, rtol=1e-2, atol=2e-4, msg=name)
