@@ -120,7 +120,7 @@ class TrainConfig:
         None,
         group=MODEL,
         metavar="DIR",
-        help="Local folder of a ViT, DeiT, Swin, DINOv2, CLIP or SigLIP to train on pictures; default: none.",
+        help="Local ViT, Swin, DINOv2 or CLIP folder, to train on pictures.",
         free_on_resume=True,
     )
     image_class_token: bool = setting(
