@@ -53,11 +53,13 @@ def explain(
     (the bundled emoji, pictures that data import stored) are drawn over the picture, others as tables.
     """
     import json
+    import math
 
     import torch
 
     from itm_fast.evaluation import explain as explain_pair
     from itm_fast.files import atomic
+    from itm_fast.nn import BackboneEncoder
     from itm_fast.report import PairDirection, PairReport, write_pair
 
     for target in (out, *([] if json_file is None else [json_file])):
@@ -70,7 +72,10 @@ def explain(
     number = own if image is None else image
     if not 0 <= number < dataset.n_images:
         raise ValueError(f"--image: expected a number from 0 to {dataset.n_images - 1} in {split}, got {number}")
-    n_regions = dataset.region_count(number)
+    n_regions, grid_side = dataset.region_count(number), None
+    if isinstance(encoder := getattr(model, "image_encoder", None), BackboneEncoder):
+        n_regions = encoder.regions(encoder.side * math.isqrt(n_regions))
+        grid_side = math.isqrt(n_regions)
     for chosen in region or ():
         if not 1 <= chosen <= n_regions:
             raise ValueError(f"--region: expected a number from 1 to {n_regions}, got {chosen}")
@@ -80,7 +85,7 @@ def explain(
         raise ValueError(f"{checkpoint}: {error}") from None
     if region and "i2t" not in explanation.directions:
         raise ValueError(f"--region: in {checkpoint} regions do not attend to words")
-    picture, grid, credits = _picture(dataset, number)
+    picture, grid, credits = _picture(dataset, number, grid_side)
     write_pair(
         out,
         PairReport(
@@ -101,7 +106,7 @@ def explain(
             regions=range(n_regions) if not region else [number - 1 for number in dict.fromkeys(region)],
             picture=picture,
             grid=grid,
-            facts=_facts(model, checkpoint, dataset, number, explanation),
+            facts=_facts(model, checkpoint, dataset, number, n_regions, explanation),
             credits=credits,
         ),
     )
@@ -126,23 +131,30 @@ def explain(
     typer.echo(f"score {explanation.score:.4f}; page: {out}")
 
 
-def _picture(dataset: PrecomputedDataset, image: int) -> tuple[np.ndarray | None, tuple[int, int], str]:
+def _picture(
+    dataset: PrecomputedDataset, image: int, grid_side: int | None
+) -> tuple[np.ndarray | None, tuple[int, int], str]:
     """Return the picture, the rows and columns of its patches, and its credits if it is a bundled emoji.
 
-    The picture is None if the features are not pixels.
+    The picture is None if the features are not pixels. `grid_side`: patches per side, if not those of the data.
     """
     from itm_fast.data import emoji, picture_of
 
     features = dataset.image_batch([image])
     picture = emoji.picture_if_patches(features[0].numpy())
-    if picture is not None:
+    if picture is not None and grid_side is None:
         return picture, (emoji.GRID, emoji.GRID), emoji.CREDITS if emoji.is_bundled(picture) else ""
-    picture, grid = picture_of(dataset, image)
+    picture, grid = picture_of(dataset, image, grid_side)
     return picture, (grid, grid), ""
 
 
 def _facts(
-    model: MatchingModel, checkpoint: Path, dataset: PrecomputedDataset, image: int, explanation: Explanation
+    model: MatchingModel,
+    checkpoint: Path,
+    dataset: PrecomputedDataset,
+    image: int,
+    n_regions: int,
+    explanation: Explanation,
 ) -> list[tuple[str, str]]:
     facts = [("Score of the pair", f"{explanation.score:.4f}")]
     if len(explanation.directions) > 1:
@@ -153,5 +165,5 @@ def _facts(
     facts.append(("Checkpoint", str(checkpoint)))
     if dataset.image_ids is not None:
         facts.append(("Image", dataset.image_ids[image]))
-    facts.append(("Regions", str(dataset.region_count(image))))
+    facts.append(("Regions", str(n_regions)))
     return facts

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from itm_fast.data.features import ArrayFeatures, Features
+from itm_fast.data.picture_augmentation import PictureAugmentation
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.fragments import Fragments
 
@@ -153,12 +154,19 @@ class CaptionDataset:
         token_ids[inside] = self.token_ids[(self._offsets[wanted][:, None] + columns)[inside]].to(torch.int64)
         return token_ids, lengths
 
-    def batch(self, caption_indices: Indices) -> Batch:
-        """Return a batch of captions and their images. An image is repeated for each of its captions."""
+    def batch(self, caption_indices: Indices, augmentation: PictureAugmentation | None = None) -> Batch:
+        """Return a batch of captions and their images. An image is repeated for each of its captions.
+
+        With `augmentation`, the picture of each caption is changed by the number of the caption.
+        """
         captions = torch.from_numpy(_as_indices(caption_indices, len(self), "caption_indices"))
         token_ids, lengths = self.caption_batch(captions)
         images = self.caption_image[captions]
-        return Batch(self.image_batch(images), token_ids, lengths, images, captions)
+        if augmentation is None:
+            features = self.image_batch(images)
+        else:
+            features = self.source.augmented(images.numpy(), captions.numpy(), augmentation)
+        return Batch(features, token_ids, lengths, images, captions)
 
 
 def encode(captions: Sequence[str], vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from itm_fast.data.picture_augmentation import PictureAugmentation
 from itm_fast.fragments import Fragments
 
 # Approximate size of the blocks in which rows are read.
@@ -63,6 +64,18 @@ class Features(abc.ABC):
         Raises:
             ValueError: a value is not finite in float32, or a file has changed. The message names file and row.
         """
+
+    def augmented(
+        self, images: np.ndarray, indices: np.ndarray, augmentation: PictureAugmentation
+    ) -> Tensor | Fragments:
+        """Read the pictures of images, and augment each by its index of `indices`, (n,) int64.
+
+        Raises:
+            ValueError: as `gather`; or these are no stored pictures.
+        """
+        raise ValueError(
+            "picture_augmentation: expected none, as these features are no pictures that data import stored"
+        )
 
     def pin_batches(self) -> None:  # noqa: B027
         """Return page-locked memory from `gather` from now on, if that needs no extra copy; otherwise do nothing."""

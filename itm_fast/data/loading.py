@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from itm_fast.data.dataset import Batch, CaptionDataset
+from itm_fast.data.picture_augmentation import PictureAugmentation
 from itm_fast.files.processors import check_count
 
 # Batches to read ahead of the current one.
@@ -104,14 +105,14 @@ class EpochSampler:
 
 
 class _Batches(Dataset[Batch | ValueError]):
-    def __init__(self, dataset: CaptionDataset) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: CaptionDataset, augmentation: PictureAugmentation | None) -> None:
+        self.dataset, self.augmentation = dataset, augmentation
 
     def __getitem__(self, indices: np.ndarray) -> Batch | ValueError:
         # A worker process would pass on an exception with its whole traceback as the message. Passed as a value, the
         # exception does not change, and the training process raises it.
         try:
-            return self.dataset.batch(indices)
+            return self.dataset.batch(indices, self.augmentation)
         except ValueError as error:
             return error
 
@@ -166,6 +167,7 @@ class BatchLoader:
         workers: processes that read ahead; 0: read in this process. Workers help if batches come from a disk and the
             training step runs on another device. They end with this process.
         pin_memory: use page-locked memory for asynchronous copies to a GPU; no effect without a GPU.
+        augmentation: changes the stored pictures of the data set.
 
     Raises:
         ValueError: there are too many workers; while iterating, as `CaptionDataset.batch`.
@@ -178,12 +180,14 @@ class BatchLoader:
         *,
         workers: int = 0,
         pin_memory: bool = False,
+        augmentation: PictureAugmentation | None = None,
     ) -> None:
         check_count("workers", workers)
         self._index_batches, self._dataset = index_batches, dataset
+        self._augmentation = augmentation
         self._pin = pin_memory and torch.cuda.is_available()
         self._loader: DataLoader[Batch | ValueError] = DataLoader(
-            _Batches(dataset),
+            _Batches(dataset, augmentation),
             sampler=index_batches,
             batch_size=None,
             collate_fn=_as_it_is,  # type: ignore[arg-type]
@@ -214,7 +218,7 @@ class BatchLoader:
             del items
 
     def _batch(self, indices: np.ndarray) -> Batch:
-        batch = self._dataset.batch(indices)
+        batch = self._dataset.batch(indices, self._augmentation)
         return batch.pin_memory() if self._pin else batch
 
 

@@ -22,6 +22,7 @@ from PIL import Image
 from torch import Tensor
 
 from itm_fast.data.features import Features
+from itm_fast.data.picture_augmentation import PictureAugmentation
 from itm_fast.data.store_format import PICTURES, ShardRecord, SplitRecord, check_shard
 from itm_fast.files import atomic, regular
 
@@ -149,9 +150,14 @@ class StoredPictures(Features):
             raise ValueError(f"{self.place_of(image)} cannot be decoded ({error!s:.100})") from None
 
     def gather(self, images: np.ndarray) -> Tensor:
+        return self.augmented(images, images, None)
+
+    def augmented(self, images: np.ndarray, indices: np.ndarray, augmentation: PictureAugmentation | None) -> Tensor:
+        """Read pictures as `gather` does, and augment each by its index of `indices`, (n,) int64."""
         pixels = np.empty((len(images), self.side, self.side, 3), dtype=np.uint8)
         for position in np.argsort(images, kind="stable"):
-            pixels[position] = self.picture(int(images[position]))
+            picture = self.picture(int(images[position]))
+            pixels[position] = picture if augmentation is None else augmentation(picture, int(indices[position]))
         return as_patches(pixels, self.grid)
 
     def stored(self, first: int, last: int) -> Tensor:

@@ -58,13 +58,14 @@ def open_split(
     return kind(directory, split, vocabulary, max_images=max_images)
 
 
-def picture_of(dataset: PrecomputedDataset, image: int) -> tuple[np.ndarray | None, int]:
-    """Return the picture of an image, and how many regions each of its sides has.
+def picture_of(dataset: PrecomputedDataset, image: int, grid: int | None = None) -> tuple[np.ndarray | None, int]:
+    """Return the picture of an image, and how many regions each of its sides has: `grid`, or those of the data.
 
     The picture (height, width, 3) uint8 is None if the data contain no pictures or the regions are no square grid.
     Height and width are multiples of the grid.
     """
-    grid = math.isqrt(dataset.region_count(image))
+    square = grid is not None or math.isqrt(dataset.region_count(image)) ** 2 == dataset.region_count(image)
+    grid = grid or math.isqrt(dataset.region_count(image))
     source = dataset.source
     folder = dataset.directory / store_format.PICTURES_FOLDER
     if isinstance(source, StoreFeatures) and store_format.is_store(folder):
@@ -72,7 +73,7 @@ def picture_of(dataset: PrecomputedDataset, image: int) -> tuple[np.ndarray | No
         record = manifest.split(dataset.split)
         if manifest.dtype in store_format.PICTURES and record is not None and record.images > image:
             source = StoredPictures(folder, manifest.dtype, record)
-    if not isinstance(source, StoredPictures) or grid * grid != dataset.region_count(image) or grid > source.side:
+    if not isinstance(source, StoredPictures) or not square or grid > source.side:
         return None, 1
     picture = source.picture(image)
     side = -(-source.side // grid) * grid

@@ -30,7 +30,7 @@ from itm_fast.files.plugins import Plugins
 from itm_fast.files.run_files import VOCABULARY
 from itm_fast.fragments import Fragments
 from itm_fast.models.weights_file import check_finite, read_shapes, read_weights
-from itm_fast.nn import CrossAttentionScores, micro_batches
+from itm_fast.nn import BertTextEncoder, CrossAttentionScores, micro_batches
 
 FORMAT = Format()
 CONFIG_FILE = "config.json"
@@ -161,8 +161,9 @@ class MatchingModel(nn.Module, abc.ABC):
 
     @property
     def max_caption_length(self) -> int | None:
-        """Return the maximum number of tokens per caption; None if there is no limit."""
-        return None
+        """Return the maximum number of tokens per caption; None if there is no limit, as with a GRU."""
+        encoder = getattr(self, "text_encoder", None)
+        return encoder.max_length if isinstance(encoder, BertTextEncoder) else None
 
     def forward(
         self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor, micro_batch: int | None = None

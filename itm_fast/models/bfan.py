@@ -8,7 +8,7 @@ from torch import Tensor
 from itm_fast.config import setting
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import register
-from itm_fast.models.encoders import make_image_encoder, make_text_encoder
+from itm_fast.models.encoders import make_caption_encoder, make_image_encoder
 from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.models.regulators import (
     PairSteps,
@@ -49,7 +49,9 @@ class BFAN(FragmentModel):
         super().__init__()
         self.config = config
         self.image_encoder = make_image_encoder(config, no_imgnorm=config.no_imgnorm)
-        self.text_encoder = make_text_encoder(config, bidirectional=config.bidirectional, no_txtnorm=config.no_txtnorm)
+        self.text_encoder = make_caption_encoder(
+            config, bidirectional=config.bidirectional, no_txtnorm=config.no_txtnorm
+        )
         steps_of(config)
         self.text_to_image = self._similarity()
         self.image_to_text = self._similarity()

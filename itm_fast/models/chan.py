@@ -13,10 +13,10 @@ from torch import Tensor
 from itm_fast.config import setting
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import register
-from itm_fast.models.encoders import BertEncoderConfig, make_bert_encoder, make_image_encoder, make_text_encoder
+from itm_fast.models.encoders import BertEncoderConfig, make_caption_encoder, make_image_encoder
 from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.models.regulators import PairSteps, pair_steps, pairwise_weights
-from itm_fast.nn import BertTextEncoder, CrossAttentionScores, TextEncoder
+from itm_fast.nn import CrossAttentionScores
 
 __all__ = ["CHAN", "CHANConfig"]
 
@@ -48,13 +48,9 @@ class CHAN(FragmentModel):
         super().__init__()
         self.config = config
         self.image_encoder = make_image_encoder(config, no_imgnorm=config.no_imgnorm)
-        self.text_encoder: TextEncoder | BertTextEncoder
-        if config.text_encoder == "bert":
-            self.text_encoder = make_bert_encoder(config, no_txtnorm=config.no_txtnorm)
-        else:
-            self.text_encoder = make_text_encoder(
-                config, bidirectional=config.bidirectional, no_txtnorm=config.no_txtnorm
-            )
+        self.text_encoder = make_caption_encoder(
+            config, bidirectional=config.bidirectional, no_txtnorm=config.no_txtnorm
+        )
         self.text_to_image = CrossAttentionScores(
             temperature=1.0,
             normalization="no_norm",
@@ -62,11 +58,6 @@ class CHAN(FragmentModel):
             aggregation=config.aggregation,
             logsumexp_temperature=config.logsumexp_temperature,
         )
-
-    @property
-    def max_caption_length(self) -> int | None:
-        """Return the maximum number of tokens per caption of BERT; None with a GRU."""
-        return self.text_encoder.max_length if isinstance(self.text_encoder, BertTextEncoder) else None
 
     def encode_images(self, features: Tensor | Fragments) -> Fragments:
         """Encode region features (n, k, f), or Fragments of rows (N, f), as Fragments of rows (n * k or N, d)."""

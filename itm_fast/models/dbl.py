@@ -8,7 +8,7 @@ from torch import Tensor
 from itm_fast.config import setting
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import register
-from itm_fast.models.encoders import EncoderConfig, make_image_encoder, make_text_encoder
+from itm_fast.models.encoders import BertEncoderConfig, make_caption_encoder, make_image_encoder
 from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.models.regulators import PairSteps, pair_steps, pairwise_weights
 from itm_fast.nn import RegulatedSimilarity
@@ -17,7 +17,7 @@ __all__ = ["DBL", "DBLConfig"]
 
 
 @attrs.frozen(kw_only=True)
-class DBLConfig(EncoderConfig):
+class DBLConfig(BertEncoderConfig):
     """Settings of the baseline of Deep Boosting Learning; the defaults are the published ones."""
 
     word_dropout: float = setting(0.4, help="Dropout on the word vectors during training.", minimum=0, below=1)
@@ -47,7 +47,9 @@ class DBL(FragmentModel):
         super().__init__()
         self.config = config
         self.image_encoder = make_image_encoder(config, no_imgnorm=config.no_imgnorm)
-        self.text_encoder = make_text_encoder(config, bidirectional=config.bidirectional, no_txtnorm=config.no_txtnorm)
+        self.text_encoder = make_caption_encoder(
+            config, bidirectional=config.bidirectional, no_txtnorm=config.no_txtnorm
+        )
         self.similarity = RegulatedSimilarity(
             config.embed_dim,
             config.alignment_dim,

@@ -1,20 +1,36 @@
 """The encoders that the models share, and their settings.
 
-Inside: `EncoderConfig`, `make_image_encoder`, `make_text_encoder`; `BertEncoderConfig`, `make_bert_encoder`.
+Inside: `EncoderConfig`, `make_image_encoder`, `make_text_encoder`; `BertEncoderConfig`, `make_bert_encoder`,
+`make_caption_encoder`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import attrs
 from torch import nn
 
 from itm_fast.config import setting
-from itm_fast.nn import BertTextEncoder, ImageEncoder, PatchEncoder, ResidualImageEncoder, TextEncoder
+from itm_fast.nn import (
+    BackboneEncoder,
+    BertTextEncoder,
+    ImageEncoder,
+    PatchEncoder,
+    ResidualImageEncoder,
+    TextEncoder,
+)
 
-__all__ = ["BertEncoderConfig", "EncoderConfig", "make_bert_encoder", "make_image_encoder", "make_text_encoder"]
+__all__ = [
+    "BertEncoderConfig",
+    "EncoderConfig",
+    "make_bert_encoder",
+    "make_caption_encoder",
+    "make_image_encoder",
+    "make_text_encoder",
+]
 
 _IMAGE_ENCODERS: dict[str, Callable[..., nn.Module]] = {
     "linear": ImageEncoder,
@@ -38,10 +54,16 @@ class EncoderConfig:
     image_encoder: str = setting(
         "linear",
         help="Image encoder: a linear layer on region features (linear); with a perceptron and batch normalisation on "
-        "the features (residual) or on the projected features (projected_residual) added, or after it (mlp); or a "
-        "small convolutional network over raw patches.",
-        choices=tuple(_IMAGE_ENCODERS),
+        "the features (residual) or on the projected features (projected_residual) added, or after it (mlp); a "
+        "small convolutional network over raw patches; or a vision model of transformers (backbone).",
+        choices=(*_IMAGE_ENCODERS, "backbone"),
     )
+    image_backbone: Mapping[str, Any] = setting(
+        factory=dict,
+        help="Vision model of transformers for image_encoder backbone: its config, and mean and std of the pixels. "
+        "itm-fast train --image-backbone DIR sets it.",
+    )
+    image_class_token: bool = setting(False, help="Keep the class token of the vision model as the first region.")
     no_imgnorm: bool = setting(False, help="Do not l2-normalise the image embeddings.")
     no_txtnorm: bool = setting(False, help="Do not l2-normalise the text embeddings.")
 
@@ -63,6 +85,17 @@ class BertEncoderConfig(EncoderConfig):
 
 def make_image_encoder(config: EncoderConfig, *, no_imgnorm: bool) -> nn.Module:
     """Create the image encoder named by `config.image_encoder`: region features to Fragments of embeddings."""
+    if config.image_encoder == "backbone":
+        return BackboneEncoder(
+            config.feature_dim,
+            config.embed_dim,
+            config.image_backbone,
+            class_token=config.image_class_token,
+            no_imgnorm=no_imgnorm,
+        )
+    if config.image_backbone or config.image_class_token:
+        name = "image_backbone" if config.image_backbone else "image_class_token"
+        raise ValueError(f"{name}: expected only with image_encoder backbone, got {config.image_encoder}")
     return _IMAGE_ENCODERS[config.image_encoder](config.feature_dim, config.embed_dim, no_imgnorm=no_imgnorm)
 
 
@@ -77,6 +110,15 @@ def make_text_encoder(config: EncoderConfig, *, bidirectional: bool = True, no_t
         bidirectional=bidirectional,
         no_txtnorm=no_txtnorm,
     )
+
+
+def make_caption_encoder(
+    config: BertEncoderConfig, *, bidirectional: bool, no_txtnorm: bool
+) -> TextEncoder | BertTextEncoder:
+    """Create the text encoder named by `config.text_encoder`: token ids to Fragments of embeddings."""
+    if config.text_encoder == "bert":
+        return make_bert_encoder(config, no_txtnorm=no_txtnorm)
+    return make_text_encoder(config, bidirectional=bidirectional, no_txtnorm=no_txtnorm)
 
 
 def make_bert_encoder(config: BertEncoderConfig, *, no_txtnorm: bool) -> BertTextEncoder:

@@ -4,9 +4,10 @@ Source: Zhou et al., "Achieving Ensemble-Like Performance in a Single Model: A F
 Image-Text Matching" (AAAI 2025); see `itm_fast.nn.feature_diversification` for how we read its equations.
 
 The host is split into extractor and heads. The base features of an image are its regions, or with
-`image_encoder: patches` the input of the last convolution for each patch. Those of a caption are the states of its GRU
-or BERT. The layers of the host above them (linear layer, perceptron, pooling) become part of each conversion; a GRU has
-none. The host's similarity scores the fused features. Outside of training, only the fused features are used.
+`image_encoder: patches` the input of the last convolution for each patch, and with `image_encoder: backbone` the
+tokens of the vision model. Those of a caption are the states of its GRU or BERT. The layers of the host above them
+(linear layer, perceptron, pooling) become part of each conversion; a GRU has none. The host's similarity scores the
+fused features. Outside of training, only the fused features are used.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from itm_fast.config import setting
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import create, register
 from itm_fast.models.fragment_model import FragmentModel
-from itm_fast.nn import BertTextEncoder, FeatureDiversification, PatchEncoder, TextEncoder
+from itm_fast.nn import BackboneEncoder, BertTextEncoder, FeatureDiversification, PatchEncoder, TextEncoder
 from itm_fast.nn.feature_diversification import CONVERSIONS
 from itm_fast.nn.image_encoder import as_regions
 
@@ -76,11 +77,14 @@ class FDF(FragmentModel):
             raise ValueError("text_pooling: expected mean or gpo with feature conversions, got last")
 
         extractor: nn.Module = host.get_submodule("image_encoder")
-        self.image_encoder = extractor if isinstance(extractor, PatchEncoder) else None
+        self.image_encoder = extractor if isinstance(extractor, PatchEncoder | BackboneEncoder) else None
         head, width = of_host.image_encoder, of_host.feature_dim
         if isinstance(extractor, PatchEncoder):
             head, width = "linear", extractor.neighbourhood_dim
             extractor.layers[-1] = nn.Identity()
+        elif isinstance(extractor, BackboneEncoder):
+            head, width = "linear", extractor.width
+            del extractor.fc
         self.images = self._diversification(head, width, of_host.embed_dim, of_host.image_pooling if pooled else None)
 
         words: nn.Module = host.get_submodule("text_encoder")
@@ -125,19 +129,17 @@ class FDF(FragmentModel):
         return self.config.normalize_fused, self.config.normalize_fused
 
     def first_image_weight(self) -> nn.Parameter:
-        parameters = itertools.chain(
-            () if self.image_encoder is None else self.image_encoder.parameters(), self.images.parameters()
-        )
+        # A pretrained vision model may be frozen.
+        own = self.image_encoder.parameters() if isinstance(self.image_encoder, PatchEncoder) else ()
+        parameters = itertools.chain(own, self.images.parameters())
         return next(parameters)
-
-    @property
-    def max_caption_length(self) -> int | None:
-        return self.text_encoder.max_length if isinstance(self.text_encoder, BertTextEncoder) else None
 
     def base_images(self, features: Tensor | Fragments) -> Fragments:
         """Return base features, rows (n * k or N, any width), of (n, k, f) or Fragments of rows (N, f)."""
         if isinstance(self.image_encoder, PatchEncoder):
             return self.image_encoder.neighbourhoods(features)
+        if isinstance(self.image_encoder, BackboneEncoder):
+            return self.image_encoder.states(features)
         return as_regions(features, self.host.config.feature_dim)
 
     def base_captions(self, token_ids: Tensor, lengths: Tensor) -> Fragments:

@@ -13,7 +13,7 @@ from torch import Tensor
 from itm_fast.config import fields_of, setting
 from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
-from itm_fast.models.encoders import EncoderConfig
+from itm_fast.models.encoders import BertEncoderConfig
 from itm_fast.nn import CrossAttentionAlignments, CrossAttentionScores, RegulatedSimilarity
 from itm_fast.nn.regulated_similarity import FACTORS
 from itm_fast.reference.regulator_parameters import SCHEDULES
@@ -35,7 +35,7 @@ _OF_REGULATORS = ("schedule", "factors", "residual_correspondence", "residual_ag
 
 
 @attrs.frozen(kw_only=True)
-class RegulatedConfig(EncoderConfig):
+class RegulatedConfig(BertEncoderConfig):
     """Settings of the encoders and of the regulators of RCAR; the defaults are the published ones."""
 
     regulator: str | None = setting(

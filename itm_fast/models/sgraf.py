@@ -9,7 +9,7 @@ import itm_fast.functional as F_itm
 from itm_fast.config import setting
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import register
-from itm_fast.models.encoders import EncoderConfig, make_image_encoder, make_text_encoder
+from itm_fast.models.encoders import BertEncoderConfig, make_caption_encoder, make_image_encoder
 from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.models.regulators import DEFAULT_STEPS, PairSteps, check_pair, directed_steps, pairwise_weights
 from itm_fast.nn.reasoning import RegionSelfAttention, SimilarityReasoning, WordSelfAttention
@@ -21,7 +21,7 @@ _CHUNK_ELEMENTS = 1 << 24
 
 
 @attrs.frozen(kw_only=True)
-class SGRAFConfig(EncoderConfig):
+class SGRAFConfig(BertEncoderConfig):
     """Settings of SGRAF; the defaults are the published ones."""
 
     n_regions: int = setting(36, help="Regions per image.", minimum=1)
@@ -63,7 +63,9 @@ class SGRAF(FragmentModel):
         if config.regulator is None and config.steps is not None:
             raise ValueError(f"steps: {config.steps} steps of which regulator? Set regulator to rcr")
         self.image_encoder = make_image_encoder(config, no_imgnorm=config.no_imgnorm)
-        self.text_encoder = make_text_encoder(config, bidirectional=config.bidirectional, no_txtnorm=config.no_txtnorm)
+        self.text_encoder = make_caption_encoder(
+            config, bidirectional=config.bidirectional, no_txtnorm=config.no_txtnorm
+        )
         self.region_pool = RegionSelfAttention(config.embed_dim, config.n_regions, dropout=config.attention_dropout)
         self.word_pool = WordSelfAttention(config.embed_dim, dropout=config.attention_dropout)
         self.similarity = SimilarityReasoning(

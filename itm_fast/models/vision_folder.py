@@ -1,19 +1,19 @@
 """Load a vision model from a local folder of transformers and turn pictures into regions.
 
-Inside: `KINDS`, `PictureEncoder`, `load_picture_encoder`. Nothing is downloaded, and nothing in the folder is executed.
+Inside: `PictureEncoder`, `load_picture_encoder`; `VisionFolder`, `read_vision_folder`. Nothing is
+downloaded, and nothing in the folder is executed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,25 +22,15 @@ from itm_fast.data.digests import sha256_of_file
 from itm_fast.data.preprocessing import FILE, Preprocessing, read_preprocessing
 from itm_fast.files import documents, regular
 from itm_fast.files.messages import shortened, shown
+from itm_fast.models.base import load_weights, shapes_of
+from itm_fast.nn.vision_backbone import KINDS, backbone_settings, class_of, quiet, special_tokens
 
-__all__ = ["KINDS", "PictureEncoder", "load_picture_encoder"]
+__all__ = ["PictureEncoder", "VisionFolder", "load_picture_encoder", "read_vision_folder"]
 
-# For each `model_type`: the class in transformers, and the tokens before those of the patches.
-KINDS = {
-    "vit": ("ViTModel", 1),
-    "deit": ("DeiTModel", 2),
-    "swin": ("SwinModel", 0),
-    "swinv2": ("Swinv2Model", 0),
-    "dinov2": ("Dinov2Model", 1),
-    "dinov2_with_registers": ("Dinov2WithRegistersModel", 1),
-    "clip": ("CLIPVisionModel", 1),
-    "clip_vision_model": ("CLIPVisionModel", 1),
-    "siglip": ("SiglipVisionModel", 0),
-    "siglip_vision_model": ("SiglipVisionModel", 0),
-}
 _WEIGHTS, _SHARDED = "model.safetensors", "model.safetensors.index.json"
 # Parts behind the states that are read. A folder may lack them.
 _UNUSED = re.compile(r"(^|\.)(pooler|post_layernorm|head|mask_token)(\.|$)|mask_token$")
+_UNUSED_IN_SIGLIP = re.compile(r"(^|\.)head\.")
 
 
 class PictureEncoder:
@@ -123,19 +113,48 @@ class PictureEncoder:
         return states[self._layer]
 
 
-def load_picture_encoder(
-    folder: str | os.PathLike[str],
-    *,
-    layer: int = -1,
-    pool: str = "patches",
-    device: torch.device | str = "cpu",
-) -> PictureEncoder:
-    """Load a vision model that `save_pretrained` of transformers wrote, with its image processor.
+@attrs.frozen(eq=False)
+class VisionFolder:
+    """A vision model from a local folder.
+
+    Attributes:
+        folder: the folder.
+        kind: its `model_type`, one of `KINDS`.
+        model: the model of transformers in float32 and evaluation mode.
+        preprocessing: of the pictures.
+        files: the files of weights.
+    """
+
+    folder: Path
+    kind: str
+    model: Any
+    preprocessing: Preprocessing
+    files: list[Path]
+
+    def settings(self) -> dict[str, Any]:
+        """Return what `itm_fast.nn.BackboneEncoder` takes as settings: plain data."""
+        scale = 255 * self.preprocessing.scale
+        colours = {name: [one / scale for one in getattr(self.preprocessing, name)] for name in ("mean", "std")}
+        return {"config": backbone_settings(self.kind, self.model.config), **colours}
+
+    def copy_weights(self, backbone: nn.Module) -> None:
+        """Copy the weights into the `backbone` of a `BackboneEncoder` with these settings.
+
+        Raises:
+            ValueError: a weight is missing, has another shape or is not finite.
+        """
+        weights = self.model.state_dict()
+        load_weights(
+            backbone, {name: weights[name] for name in shapes_of(backbone) if name in weights}, str(self.files[0])
+        )
+
+
+def read_vision_folder(folder: str | os.PathLike[str]) -> VisionFolder:
+    """Read a vision model that `save_pretrained` of transformers wrote, with its image processor.
 
     Args:
         folder: contains `config.json`, `preprocessor_config.json` and safetensors weights. The folder of a whole CLIP
             or SigLIP serves, too; its text tower is ignored.
-        layer, pool, device: as in `PictureEncoder`.
 
     Raises:
         ValueError: a file is missing or damaged, the model is of another kind, weights are missing or do not fit, or
@@ -151,15 +170,8 @@ def load_picture_encoder(
     content, kind = _config(folder / "config.json")
     preprocessing = read_preprocessing(folder)
     files = _weight_files(folder)
-    name, special = KINDS[kind]
-    try:
-        import transformers
-    except ImportError:
-        raise ValueError(
-            "encoder: the package transformers is not installed; install it with pip install 'itm_fast[vision]'"
-        ) from None
-    cls = getattr(transformers, name)
-    with _quiet(transformers):
+    cls = class_of(kind)
+    with quiet():
         try:
             config = cls.config_class.from_dict(content)
             attention = "sdpa" if cls._supports_sdpa else "eager"
@@ -171,20 +183,42 @@ def load_picture_encoder(
         except Exception as error:
             reason = shortened(" ".join(str(error).split()), 300)
             raise ValueError(f"{folder}: config.json and weights are not those of a {kind} model ({reason})") from None
-    missing = sorted(weight for weight in found["missing_keys"] if not _UNUSED.search(weight))
+    # The last layer norm is behind the states of a CLIP, but before those of a SigLIP.
+    unused = _UNUSED_IN_SIGLIP if kind.startswith("siglip") else _UNUSED
+    missing = sorted(weight for weight in found["missing_keys"] if not unused.search(weight))
     wrong = missing or sorted(str(one[0] if isinstance(one, tuple) else one) for one in found["mismatched_keys"])
     if wrong:
         what = "is missing" if missing else "has another shape"
         raise ValueError(f"{files[0]}: the weight {wrong[0]} {what} ({len(wrong)} weights in all)")
-    special += model.config.num_register_tokens if kind == "dinov2_with_registers" else 0
+    return VisionFolder(folder, kind, model.float().eval(), preprocessing, files)
+
+
+def load_picture_encoder(
+    folder: str | os.PathLike[str],
+    *,
+    layer: int = -1,
+    pool: str = "patches",
+    device: torch.device | str = "cpu",
+) -> PictureEncoder:
+    """Load a vision model that `save_pretrained` of transformers wrote, with its image processor.
+
+    Args:
+        folder: as in `read_vision_folder`.
+        layer, pool, device: as in `PictureEncoder`.
+
+    Raises:
+        ValueError: as `read_vision_folder`; or `layer` or `pool` does not fit the model.
+    """
+    found = read_vision_folder(folder)
+    preprocessing = found.preprocessing
     digest = hashlib.sha256(f"{layer} {pool} {preprocessing}".encode())
-    for path in [folder / "config.json", *files]:
+    for path in [found.folder / "config.json", *found.files]:
         digest.update(sha256_of_file(path, lambda _count: None).encode())
     try:
         return PictureEncoder(
-            model.float().eval(),
+            found.model,
             preprocessing,
-            special,
+            special_tokens(found.kind, found.model.config),
             layer=layer,
             pool=pool,
             digest=digest.hexdigest(),
@@ -195,7 +229,7 @@ def load_picture_encoder(
             raise
         reason = shortened(" ".join(str(error).split()), 300)
         raise ValueError(
-            f"{folder / FILE}: pictures of {preprocessing.side} pixels do not fit the model ({reason})"
+            f"{found.folder / FILE}: pictures of {preprocessing.side} pixels do not fit the model ({reason})"
         ) from None
 
 
@@ -208,6 +242,11 @@ def _config(path: Path) -> tuple[dict[str, Any], str]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, got {shown(content)}")
     kind = content.get("model_type")
+    if kind == "timm_wrapper" or (kind is None and "architecture" in content):
+        raise ValueError(
+            f"{path}: a model of timm, which is not supported; expected a ViT, DeiT, Swin, DINOv2, CLIP or SigLIP of "
+            "transformers"
+        )
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"{path}: model_type: expected {', '.join(KINDS)}, got {shown(kind)}")
     if "vision_config" in content:
@@ -237,18 +276,3 @@ def _weight_files(folder: Path) -> list[Path]:
     ):
         raise ValueError(f"{folder / _SHARDED}: expected a weight_map with the names of safetensors files")
     return [folder / name for name in sorted(set(names.values()))]
-
-
-@contextlib.contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Keep transformers from printing progress bars and tables of weights that are not used."""
-    logging = transformers.utils.logging
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        if bars:
-            logging.enable_progress_bar()

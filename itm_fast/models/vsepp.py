@@ -9,9 +9,8 @@ from torch import Tensor
 from itm_fast.config import setting
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel, register
-from itm_fast.models.encoders import BertEncoderConfig, make_bert_encoder, make_image_encoder, make_text_encoder
+from itm_fast.models.encoders import BertEncoderConfig, make_caption_encoder, make_image_encoder
 from itm_fast.nn import (
-    BertTextEncoder,
     GeneralizedPooling,
     ImageEncoder,
     TextEncoder,
@@ -54,20 +53,11 @@ class VSEPP(MatchingModel):
         super().__init__()
         self.config = config
         self.image_encoder = make_image_encoder(config, no_imgnorm=True)
-        self.text_encoder: TextEncoder | BertTextEncoder
-        if config.text_encoder == "bert":
-            if config.text_pooling == "last":
-                raise ValueError("text_pooling: expected mean or gpo where BERT reads the captions, got last")
-            self.text_encoder = make_bert_encoder(config, no_txtnorm=True)
-        else:
-            self.text_encoder = make_text_encoder(config, bidirectional=config.bidirectional, no_txtnorm=True)
+        if config.text_encoder == "bert" and config.text_pooling == "last":
+            raise ValueError("text_pooling: expected mean or gpo where BERT reads the captions, got last")
+        self.text_encoder = make_caption_encoder(config, bidirectional=config.bidirectional, no_txtnorm=True)
         self.image_pool = GeneralizedPooling() if config.image_pooling == "gpo" else None
         self.text_pool = GeneralizedPooling() if config.text_pooling == "gpo" else None
-
-    @property
-    def max_caption_length(self) -> int | None:
-        """Return the maximum number of tokens per caption of BERT; None with a GRU."""
-        return self.text_encoder.max_length if isinstance(self.text_encoder, BertTextEncoder) else None
 
     def encode_images(self, features: Tensor | Fragments) -> Tensor:
         """Encode region features (n, k, f), or Fragments of rows (N, f), as (n, d).

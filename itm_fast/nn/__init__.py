@@ -1,6 +1,7 @@
 """Building blocks as modules: encoders, normalisation, pooling, attention and its regulators."""
 
 from itm_fast.nn.attention import CrossAttentionScores
+from itm_fast.nn.backbone_encoder import BackboneEncoder
 from itm_fast.nn.bert_text_encoder import BertTextEncoder
 from itm_fast.nn.feature_diversification import FeatureConversions, FeatureDiversification, FeatureReweighting
 from itm_fast.nn.generalized_pooling import GeneralizedPooling
@@ -22,6 +23,7 @@ from itm_fast.nn.similarity import inner_products
 from itm_fast.nn.text_encoder import TextEncoder
 
 __all__ = [
+    "BackboneEncoder",
     "BertTextEncoder",
     "CrossAttentionAlignments",
     "CrossAttentionScores",

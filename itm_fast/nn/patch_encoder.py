@@ -31,9 +31,7 @@ class PatchEncoder(nn.Module):
 
     def __init__(self, feature_dim: int, embed_dim: int, *, no_imgnorm: bool = False) -> None:
         super().__init__()
-        self.side = math.isqrt(feature_dim // CHANNELS)
-        if self.side * self.side * CHANNELS != feature_dim:
-            raise ValueError(f"feature_dim: expected the values of a square patch of 3 colours, got {feature_dim}")
+        self.side = patch_side(feature_dim)
         self.embed_dim, self.no_imgnorm = embed_dim, no_imgnorm
         layers: list[nn.Module] = [nn.BatchNorm2d(CHANNELS, affine=False)]
         width = CHANNELS
@@ -67,19 +65,37 @@ class PatchEncoder(nn.Module):
         return self._encoded(features, below, self.neighbourhood_dim, normalize=False)
 
     def _encoded(self, features: Tensor | Fragments, layers: nn.Module, dim: int, *, normalize: bool) -> Fragments:
+        pictures = as_pictures(features, self.side)
         patches = as_regions(features, self.side * self.side * CHANNELS)
-        n_images, grid = len(patches), math.isqrt(patches.max_length)
-        if grid * grid * n_images != patches.values.shape[0]:
-            raise ValueError(
-                "features: expected a square grid of equally many patches in each image, "
-                f"got {patches.values.shape[0]} patches in {n_images} images, at most {patches.max_length} in one"
-            )
-        if n_images * grid == 0:
+        if pictures.numel() == 0:
             return patches.with_values(patches.values.new_zeros(0, dim))
-        pictures = patches.values.reshape(n_images, grid, grid, self.side, self.side, CHANNELS)
-        pictures = pictures.permute(0, 5, 1, 3, 2, 4).reshape(n_images, CHANNELS, grid * self.side, grid * self.side)
-        embedded = layers(pictures).flatten(2).transpose(1, 2).reshape(n_images * grid * grid, -1)
+        embedded = layers(pictures).flatten(2).transpose(1, 2).reshape(len(patches.values), -1)
         return patches.with_values(l2norm(embedded) if normalize else embedded)
+
+
+def patch_side(feature_dim: int) -> int:
+    """Return the pixels per side of a square patch with `feature_dim` values; ValueError if it is none."""
+    side = math.isqrt(feature_dim // CHANNELS)
+    if side * side * CHANNELS != feature_dim:
+        raise ValueError(f"feature_dim: expected the values of a square patch of 3 colours, got {feature_dim}")
+    return side
+
+
+def as_pictures(features: Tensor | Fragments, side: int) -> Tensor:
+    """Join patches of `side` x `side` pixels, a square grid per picture, to pictures (n, 3, height, width).
+
+    Raises:
+        ValueError: the patches of a picture are no square grid, or pictures differ in their number.
+    """
+    patches = as_regions(features, side * side * CHANNELS)
+    n_images, grid = len(patches), math.isqrt(patches.max_length)
+    if grid * grid * n_images != patches.values.shape[0]:
+        raise ValueError(
+            "features: expected a square grid of equally many patches in each image, "
+            f"got {patches.values.shape[0]} patches in {n_images} images, at most {patches.max_length} in one"
+        )
+    pictures = patches.values.reshape(n_images, grid, grid, side, side, CHANNELS)
+    return pictures.permute(0, 5, 1, 3, 2, 4).reshape(n_images, CHANNELS, grid * side, grid * side)
 
 
 def _factors(number: int) -> list[int]:

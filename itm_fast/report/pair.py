@@ -60,7 +60,8 @@ def _percent(weight: float) -> str:
 def _direction(report: PairReport, part: PairDirection) -> dict[str, Any]:
     """Return the values of one direction for the template."""
     of_words = part.direction == "t2i"
-    regions = [_region(report, number) for number in range(part.attention[0].shape[1 if of_words else 0])]
+    count = part.attention[0].shape[1 if of_words else 0]
+    regions = [_region(report, number, count) for number in range(count)]
     queries = [{"name": word, "image": None} for word in report.words] if of_words else regions
     shown = range(len(queries)) if of_words else report.regions
     tables = [
@@ -78,12 +79,15 @@ def _direction(report: PairReport, part: PairDirection) -> dict[str, Any]:
     }
 
 
-def _region(report: PairReport, number: int) -> dict[str, Any]:
+def _region(report: PairReport, number: int, count: int) -> dict[str, Any]:
     """Return the name of a region, counted from 1, and its patch if there is a picture."""
     region: dict[str, Any] = {"number": number + 1, "name": f"region {number + 1}", "image": None}
     if report.picture is not None:
         rows, columns = report.grid
-        row, column = divmod(number, columns)
+        patch_number = number - (count - rows * columns)
+        if patch_number < 0:
+            return {**region, "name": "class token"}
+        row, column = divmod(patch_number, columns)
         height, width = report.picture.shape[0] // rows, report.picture.shape[1] // columns
         patch = report.picture[row * height : (row + 1) * height, column * width : (column + 1) * width]
         region["name"] = f"row {row + 1}, column {column + 1}"
@@ -94,9 +98,10 @@ def _region(report: PairReport, number: int) -> dict[str, Any]:
 def _over_picture(report: PairReport, weights: np.ndarray, what: str, **scale: float) -> dict[str, Any]:
     """Light the picture by the weights of the regions (n_regions,); return it with the brightest patch."""
     assert report.picture is not None
-    cells = weights.reshape(report.grid)
-    row, column, weight = peak(cells)
     rows, columns = report.grid
+    # A class token comes before the patches.
+    cells = weights[len(weights) - rows * columns :].reshape(report.grid)
+    row, column, weight = peak(cells)
     where = f"{what} in row {row}, column {column} of {rows} x {columns}"
     return {"image": png_uri(heat(report.picture, cells, **scale)), "where": where, "share": _percent(weight)}
 

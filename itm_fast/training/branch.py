@@ -1,6 +1,6 @@
 """A model that learns, with its optimiser and learning rate.
 
-Inside: `Branch`, `finite`.
+Inside: `Branch`, `finite`, `BERT`, `BACKBONE`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from itm_fast.training.config import TrainConfig
 from itm_fast.training.schedule import learning_rate
 from itm_fast.training.state_check import check_equal, check_like
 
-__all__ = ["Branch", "finite"]
+__all__ = ["BACKBONE", "BERT", "Branch", "finite"]
+
+# The first part of the names of pretrained weights.
+BERT, BACKBONE = "text_encoder.bert.", "image_encoder.backbone."
 
 
 class Branch:
@@ -31,10 +34,18 @@ class Branch:
         self, config: TrainConfig, model: MatchingModel, per_epoch: int, of_loss: Sequence[nn.Parameter] = ()
     ) -> None:
         self.config, self.model, self._of_loss = config, model, list(of_loss)
+        self._late = [one for name, one in model.named_parameters() if name.startswith(BACKBONE) and one.requires_grad]
+        self._frozen_steps = config.image_frozen_epochs * per_epoch
         self.optimizer = _optimizer(config, model, self._of_loss)
         self.scheduler = LambdaLR(self.optimizer, lambda step: learning_rate(config, step, per_epoch) / config.lr)
         # What is to be done once the gradients are whole, before they are clipped.
         self.after_backward: list[Callable[[], None]] = []
+        self._freeze()
+
+    def _freeze(self) -> None:
+        """Freeze the vision model, or let it learn from the next step on."""
+        for parameter in self._late:
+            parameter.requires_grad_(self.steps >= self._frozen_steps)
 
     @property
     def steps(self) -> int:
@@ -61,6 +72,7 @@ class Branch:
         rate: float = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.scheduler.step()
+        self._freeze()
         return rate
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,8 +85,9 @@ class Branch:
         # Both kinds of Adam keep the same of each weight, from the first step on.
         moments = {"step": torch.zeros(())}
         groups = self.optimizer.param_groups if steps else []
+        late = {id(parameter) for parameter in self._late}
         for index, parameter in enumerate(parameter for group in groups for parameter in group["params"]):
-            if parameter.requires_grad:
+            if steps > self._frozen_steps if id(parameter) in late else parameter.requires_grad:
                 expected["optimizer"]["state"][index] = {**moments, "exp_avg": parameter, "exp_avg_sq": parameter}
         return expected
 
@@ -93,12 +106,16 @@ class Branch:
             # The rate is where the schedule was; which kernels step is a matter of the device.
             check_equal(found, wanted, f"{place}optimizer.param_groups.{index}", free=("lr", "fused", "foreach"))
         check_equal(state["scheduler"], {"base_lrs": self.scheduler.base_lrs, "last_epoch": steps}, f"{place}scheduler")
+        late = {id(parameter) for parameter in self._late}
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for index, kept in state["optimizer"]["state"].items():
+            done = steps - self._frozen_steps if id(parameters[index]) in late else steps
             # float32 counts no further.
-            if float(kept["step"]) != min(steps, 2**24):
-                raise ValueError(f"{place}optimizer.state.{index}.step: expected {steps}, got {float(kept['step']):g}")
+            if float(kept["step"]) != min(done, 2**24):
+                raise ValueError(f"{place}optimizer.state.{index}.step: expected {done}, got {float(kept['step']):g}")
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
+        self._freeze()
 
 
 def finite(what: str, tensor: Tensor, number: int) -> float:
@@ -111,11 +128,13 @@ def finite(what: str, tensor: Tensor, number: int) -> float:
 
 def _optimizer(config: TrainConfig, model: MatchingModel, of_loss: list[nn.Parameter]) -> torch.optim.Optimizer:
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
-    bert = [one for name, one in model.named_parameters() if name.startswith("text_encoder.bert.")]
-    others = [one for name, one in model.named_parameters() if not name.startswith("text_encoder.bert.")]
-    groups: list[dict[str, Any]] = [{"params": others}]
-    if bert:
-        groups.append({"params": bert, "lr": config.lr * config.bert_lr_factor})
+    named = dict(model.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [one for name, one in named.items() if not name.startswith((BERT, BACKBONE))]}
+    ]
+    for prefix, factor in ((BERT, config.bert_lr_factor), (BACKBONE, config.image_lr_factor)):
+        own = [one for name, one in named.items() if name.startswith(prefix)]
+        groups += [{"params": own, "lr": config.lr * factor}] if own else []
     if of_loss:
         groups.append({"params": of_loss, "weight_decay": 0.0})
     return kind(

@@ -88,6 +88,20 @@ class TrainConfig:
         below=1,
         help="Probability of dropping each region of a training image. The papers use 0.2.",
     )
+    picture_augmentation: str = setting(
+        "none",
+        group=DATA,
+        help="Change the pictures of training: none, a random crop scaled to full size (crop), or a crop and a random "
+        "horizontal flip (crop_flip). Do not flip if captions speak of left and right.",
+        choices=("none", "crop", "crop_flip"),
+    )
+    crop_area: float = setting(
+        0.5,
+        group=DATA,
+        above=0,
+        maximum=1,
+        help="Smallest share of the picture's area in a crop. ALBEF uses 0.5, VSE++ 0.08.",
+    )
 
     model: str = setting(
         "scan",
@@ -100,6 +114,25 @@ class TrainConfig:
         group=MODEL,
         metavar="DIR",
         help="Local BERT folder; default: a GRU encodes captions.",
+        free_on_resume=True,
+    )
+    image_backbone: str | None = setting(
+        None,
+        group=MODEL,
+        metavar="DIR",
+        help="Local ViT, Swin, DINOv2 or CLIP folder, to train on pictures.",
+        free_on_resume=True,
+    )
+    image_class_token: bool = setting(
+        False, group=MODEL, help="Keep the class token of the vision model as the first region."
+    )
+    image_frozen_epochs: int = setting(
+        0, group=OPTIMIZER, minimum=0, help="Initial epochs in which the vision model does not learn."
+    )
+    image_checkpointing: bool = setting(
+        False,
+        group=MACHINE,
+        help="Compute the layers of the vision model again in the backward pass, to save memory.",
         free_on_resume=True,
     )
 
@@ -125,6 +158,9 @@ class TrainConfig:
     beta2: float = setting(0.999, group=OPTIMIZER, minimum=0, below=1, help="Decay rate of Adam's second moment.")
     bert_lr_factor: float = setting(
         0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of the BERT weights."
+    )
+    image_lr_factor: float = setting(
+        0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of the vision model."
     )
     weight_decay: float = setting(0.0, group=OPTIMIZER, minimum=0, help="Weight decay; decoupled with adamw.")
     grad_clip: float = setting(2.0, group=OPTIMIZER, minimum=0, help="Maximum gradient norm; 0 turns clipping off.")

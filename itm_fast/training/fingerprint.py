@@ -5,11 +5,13 @@ Inside: `fingerprints`, `model_fingerprint`, `check_fingerprints`.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from itm_fast.data import PrecomputedDataset
 from itm_fast.data.digests import sha256_of_parts
 from itm_fast.models.base import MatchingModel
+from itm_fast.training.branch import BACKBONE
 from itm_fast.training.config import TrainConfig
 
 __all__ = ["check_fingerprints", "fingerprints", "model_fingerprint"]
@@ -34,7 +36,14 @@ def model_fingerprint(config: TrainConfig, model: MatchingModel) -> dict[str, st
     found = {}
     if config.bert is not None:
         found["config.json of the BERT model"] = f"num_attention_heads {model.encoder_config.bert_heads}"
-    frozen = [(name, weight) for name, weight in model.named_parameters() if not weight.requires_grad]
+    if config.image_backbone is not None:
+        found["config.json of the vision model"] = json.dumps(model.encoder_config.image_backbone, sort_keys=True)
+    # Weights of a vision model may be frozen for some epochs only.
+    frozen = [
+        (name, weight)
+        for name, weight in model.named_parameters()
+        if not weight.requires_grad and not (name.startswith(BACKBONE) and config.image_frozen_epochs)
+    ]
     if frozen:
         parts = (part for name, weight in frozen for part in (name.encode(), weight.detach().cpu().numpy().tobytes()))
         found["frozen weights (itm-fast realign)"] = sha256_of_parts(*parts)

@@ -11,6 +11,7 @@ from collections.abc import Generator
 import torch
 
 from itm_fast.data import Batch, BatchLoader, EpochSampler, PrecomputedDataset
+from itm_fast.data.picture_augmentation import PictureAugmentation
 from itm_fast.data.zeros import warn_of_zeros
 from itm_fast.distributed import World
 from itm_fast.training.config import TrainConfig
@@ -55,7 +56,11 @@ def read_batches(
             bucket_batches=config.bucket_batches,
         )
         own = sampler if world.size == 1 else Shares(sampler, world)
-        loader = BatchLoader(data, own, workers=config.workers, pin_memory=pin_memory)
+        augmentation = None
+        if config.picture_augmentation != "none":
+            flip = config.picture_augmentation == "crop_flip"
+            augmentation = PictureAugmentation(config.seed, part.order, config.crop_area, flip)
+        loader = BatchLoader(data, own, workers=config.workers, pin_memory=pin_memory, augmentation=augmentation)
         # A loader draws a seed for its workers from torch's generator, which dropout draws from, too.
         with torch.random.fork_rng(devices=[]):
             batches = shared(loader, sampler, data.caption_image, world)

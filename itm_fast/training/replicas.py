@@ -141,6 +141,7 @@ class Replicas:
         self.world, self._learning, self.micro_batch = world, list(learning), micro_batch
         self._plain: dict[MatchingModel, GatheredScores] = {}
         self._reduced: dict[MatchingModel, DistributedDataParallel] = {}
+        self._counts: dict[MatchingModel, int] = {}
 
     def scores(self, model: MatchingModel, batch: Batch) -> Tensor:
         """Return scores (B, B) of the whole batch."""
@@ -233,7 +234,12 @@ class Replicas:
         gathered = self._gathered(model)
         if not torch.is_grad_enabled() or not any(model is one for one in self._learning):
             return gathered
+        learning = sum(weight.requires_grad for weight in model.parameters())
+        if self._counts.get(model) != learning:
+            # A wrapper knows the weights that learn when it is made; those of a vision model may join later.
+            self._reduced.pop(model, None)
         if model not in self._reduced:
+            self._counts[model] = learning
             # Running statistics are no business of the wrapper's: `GatheredScores` has their mean.
             self._reduced[model] = DistributedDataParallel(gathered, process_group=self.world.group, **_NO_BUFFERS)
             # The wrapper looks at annotations, and takes none that are text.

@@ -22,6 +22,7 @@ from itm_fast.files import regular
 from itm_fast.files.processors import check_count, set_threads
 from itm_fast.models.bert_folder import bert_options, bert_vocabulary_file, load_bert
 from itm_fast.training import run_folder
+from itm_fast.training.backbone import backbone_options, load_backbone, read_backbone, regions_of
 from itm_fast.training.cautions import cautions
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
@@ -196,9 +197,19 @@ def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedD
         "feature_dim": int(data.features.shape[2]),
         "n_regions": int(data.features.shape[1]),
     }
+    folder = read_backbone(config, data, known)
+    if folder is not None:
+        from_data["n_regions"] = regions_of(config, folder, data, from_data["feature_dim"])
     sizes = {name: value for name, value in from_data.items() if name in known}
-    options = {**config.model_options, **_bert_options(config, vocabulary, known), **sizes}
+    options = {
+        **config.model_options,
+        **_bert_options(config, vocabulary, known),
+        **backbone_options(config, folder),
+        **sizes,
+    }
     model = _model(config, options)
+    if folder is not None:
+        load_backbone(config, model, folder)
     if config.bert is not None:
         load_bert(model.get_submodule("text_encoder.bert"), config.bert)
     return model

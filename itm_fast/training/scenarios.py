@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
 from itm_fast.training.addr.scenario import AddrScenario, check_model
-from itm_fast.training.branch import Branch
+from itm_fast.training.backbone import set_checkpointing
+from itm_fast.training.branch import BACKBONE, BERT, Branch
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.dbl.anchor import frozen_anchor
 from itm_fast.training.dbl.momentum import MomentumScenario, kept_share, momentum_at
@@ -85,8 +86,9 @@ def make_scenario(
                 f"conversions: {config.conversions} conversions need as many batches per epoch, but there "
                 f"are {per_epoch}; use fewer conversions or a smaller --batch-size"
             )
-        # Augmented regions cannot be read from the data.
-        stored = None if config.region_augmentation else image_rows
+        # Augmented images cannot be read from the data.
+        augmented = config.region_augmentation or config.picture_augmentation != "none"
+        stored = None if augmented else image_rows
         return RealignmentScenario(
             target, config.online_weight, config.batch_size, stored, fresh=config.other_batches == "fresh"
         )
@@ -94,11 +96,13 @@ def make_scenario(
         device = next(model.parameters()).device
         # Each branch draws its own weights from torch's random state (section III-C: randomly initialised).
         fresh = [type(model)(model.config).to(device) for _ in range(config.branches - 1)]
-        if config.bert is not None:
-            # BERT is pretrained, so every branch starts from the same BERT.
-            pretrained = model.get_submodule("text_encoder.bert").state_dict()
-            for one in fresh:
-                one.get_submodule("text_encoder.bert").load_state_dict(pretrained)
+        # Every branch starts from the same pretrained models.
+        for folder, prefix in ((config.bert, BERT), (config.image_backbone, BACKBONE)):
+            for one in fresh if folder is not None else ():
+                part = prefix.rstrip(".")
+                one.get_submodule(part).load_state_dict(model.get_submodule(part).state_dict())
+        for one in fresh:
+            set_checkpointing(config, one)
         branches = [*(Branch(config, one, per_epoch) for one in fresh), target]
         return Scenario(branches, weight, mutual=is_mutual(config))
     if config.scenario == "mss":

@@ -28,6 +28,7 @@ from itm_fast.distributed import World
 from itm_fast.evaluation import evaluate
 from itm_fast.models.base import MatchingModel, load_weights
 from itm_fast.training import checkpoint, run_folder
+from itm_fast.training.backbone import check_pictures
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.fingerprint import check_fingerprints, fingerprints, model_fingerprint
 from itm_fast.training.phases import Phases
@@ -76,8 +77,12 @@ class Trainer:
             raise ValueError(f"batch_size: {config.batch_size} is more than the {len(train_data)} training captions")
         self._talks = progress and self.world.first
         self._kept_before = train_data.source.keep_bfloat16
+        where = config.features
+        if config.picture_augmentation != "none":
+            check_pictures(config, train_data)
+            where = "disk"
         train_data.source, self.placement = place(
-            train_data.source, config.features, self.device, self.world, progress=self._talks
+            train_data.source, where, self.device, self.world, progress=self._talks
         )
         self.phases = Phases.of(config, batches)
         self.steps_per_epoch = self.phases.steps_per_epoch

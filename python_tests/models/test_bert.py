@@ -337,7 +337,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "scan", "--bert", "BERT"], "bert: the model scan cannot read captions with BERT"),
+        (["--model", "vsrn", "--bert", "BERT"], "bert: the model vsrn cannot read captions with BERT"),
         (["--model", "vse_infty", "--model-option", "text_encoder=bert"],
          "bert: text_encoder bert needs the folder of a BERT model: --bert DIR"),
         (["--model", "vse_infty", "--bert", "BERT", "--model-option", "bert_layers=3"],

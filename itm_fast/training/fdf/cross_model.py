@@ -29,7 +29,7 @@ from itm_fast.files.messages import shown
 from itm_fast.files.processors import set_threads
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel
-from itm_fast.nn import BertTextEncoder, PatchEncoder, TextEncoder, mean_pool
+from itm_fast.nn import BackboneEncoder, BertTextEncoder, PatchEncoder, TextEncoder, mean_pool
 from itm_fast.training import run_folder
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
@@ -44,7 +44,8 @@ def extractor_of(model: MatchingModel) -> dict[str, nn.Module]:
     """Return the modules of a model that form its feature extractor, by name; all other modules are encoder heads.
 
     For captions, these are word vectors, their dropout and the GRU, or BERT. For images, these are all layers of the
-    patch encoder except the last convolution; region features come from the data and have no extractor.
+    patch encoder except the last convolution, or the vision model; region features come from the data and have no
+    extractor.
 
     Raises:
         ValueError: the captions of the model have another kind of encoder.
@@ -57,6 +58,8 @@ def extractor_of(model: MatchingModel) -> dict[str, nn.Module]:
         parts |= {f"text_encoder.{name}": getattr(words, name) for name in ("embed", "dropout", "rnn")}
     else:
         raise ValueError(f"model: {model.name} has no caption extractor that could be shared")
+    if isinstance(images, BackboneEncoder):
+        parts["image_encoder.backbone"] = images.backbone
     if isinstance(images, PatchEncoder):
         parts |= {f"image_encoder.layers.{index}": layer for index, layer in enumerate(list(images.layers)[:-1])}
     return parts

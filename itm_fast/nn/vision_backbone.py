@@ -1,0 +1,151 @@
+"""Vision models of transformers, built from their settings alone.
+
+Inside: `KINDS`, `build_backbone`, `backbone_settings`, `class_of`, `special_tokens`, `quiet`, `step_of`, `width_of`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from itm_fast.files.messages import shortened, shown
+
+__all__ = [
+    "KINDS",
+    "backbone_settings",
+    "build_backbone",
+    "class_of",
+    "quiet",
+    "special_tokens",
+    "step_of",
+    "width_of",
+]
+
+# For each `model_type`: the class in transformers, and the tokens before those of the patches, registers excluded.
+KINDS = {
+    "vit": ("ViTModel", 1),
+    "deit": ("DeiTModel", 2),
+    "swin": ("SwinModel", 0),
+    "swinv2": ("Swinv2Model", 0),
+    "dinov2": ("Dinov2Model", 1),
+    "dinov2_with_registers": ("Dinov2WithRegistersModel", 1),
+    "clip": ("CLIPVisionModel", 1),
+    "clip_vision_model": ("CLIPVisionModel", 1),
+    "siglip": ("SiglipVisionModel", 0),
+    "siglip_vision_model": ("SiglipVisionModel", 0),
+}
+_POOLED = ("vit", "deit", "swin", "swinv2")
+_MAX_LAYERS = 256
+_MAX_SIDE = 4096
+
+
+def class_of(kind: str) -> Any:
+    """Return the class of transformers for a kind of model.
+
+    Raises:
+        ValueError: the package transformers is not installed.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError(
+            "encoder: the package transformers is not installed; install it with pip install 'itm_fast[vision]'"
+        ) from None
+    return getattr(transformers, KINDS[kind][0])
+
+
+def special_tokens(kind: str, config: Any) -> int:
+    """Return the number of tokens before those of the patches, for a kind and a configuration of transformers."""
+    return KINDS[kind][1] + (config.num_register_tokens if kind == "dinov2_with_registers" else 0)
+
+
+def backbone_settings(kind: str, config: Any) -> dict[str, Any]:
+    """Return the settings of a configuration of transformers that define the architecture, as plain data."""
+    from transformers import PretrainedConfig
+
+    general = PretrainedConfig().to_dict()
+    own = {name: value for name, value in config.to_dict().items() if name not in general and name[0] != "_"}
+    return {**own, "model_type": kind}
+
+
+def build_backbone(settings: Mapping[str, Any]) -> nn.Module:
+    """Build a vision model with random weights, without the parts that its patch tokens do not depend on.
+
+    Args:
+        settings: as `backbone_settings` returns them.
+
+    Raises:
+        ValueError: the settings are not those of a model of `KINDS`, or transformers is not installed.
+    """
+    kind = settings.get("model_type")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"image_backbone: model_type: expected one of {', '.join(KINDS)}, got {shown(kind)}")
+    _check_sizes(settings)
+    cls = class_of(kind)
+    more = {"vision_use_head": False} if kind.startswith("siglip") else {}
+    try:
+        with quiet():
+            # The model types of a whole CLIP or SigLIP are not those of their vision towers.
+            plain = {name: value for name, value in settings.items() if name != "model_type"}
+            config = cls.config_class.from_dict({**plain, **more})
+            config._attn_implementation = "sdpa" if cls._supports_sdpa else "eager"
+            model: nn.Module = cls(config, **({"add_pooling_layer": False} if kind in _POOLED else {}))
+    except Exception as error:
+        # Each class of transformers has its own exceptions for settings that do not fit.
+        reason = shortened(" ".join(str(error).split()), 300)
+        raise ValueError(f"image_backbone: the settings are not those of a {kind} model ({reason})") from None
+    part: Any
+    for part in list(model.modules()):
+        if kind.startswith("clip") and hasattr(part, "post_layernorm"):
+            part.post_layernorm = nn.Identity()
+        if getattr(part, "mask_token", None) is not None:
+            part.mask_token = None
+    return model
+
+
+def _check_sizes(settings: Mapping[str, Any]) -> None:
+    """Check the numbers that decide how long building takes, and those that the encoder reads."""
+    depths = settings.get("depths", [settings.get("num_hidden_layers", 1)])
+    if not isinstance(depths, list) or not all(type(one) is int and one > 0 for one in depths):
+        raise ValueError(f"image_backbone: depths: expected positive whole numbers, got {shown(depths)}")
+    if sum(depths) > _MAX_LAYERS:
+        raise ValueError(f"image_backbone: expected at most {_MAX_LAYERS} layers, got {sum(depths)}")
+    for name in ("patch_size", "image_size"):
+        if type(settings.get(name)) is not int or not 1 <= settings[name] <= _MAX_SIDE:
+            raise ValueError(
+                f"image_backbone: {name}: expected a whole number from 1 to {_MAX_SIDE}, got "
+                f"{shown(settings.get(name))}"
+            )
+    if settings.get("num_channels", 3) != 3:
+        raise ValueError(f"image_backbone: num_channels: expected 3, got {shown(settings['num_channels'])}")
+
+
+def step_of(settings: Mapping[str, Any]) -> int:
+    """Return the pixels per side that one patch token stands for; a Swin merges four patches after each stage."""
+    size: int = settings["patch_size"]
+    return size * 2 ** (len(settings["depths"]) - 1) if "depths" in settings else size
+
+
+def width_of(model: Any) -> int:
+    """Return the width of the tokens of a vision model."""
+    return int(model.num_features if hasattr(model, "num_features") else model.config.hidden_size)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from printing progress bars and tables of weights that are not used."""
+    from transformers.utils import logging as logs
+
+    logging: Any = logs
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()

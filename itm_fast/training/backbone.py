@@ -1,0 +1,117 @@
+"""The vision model of a run: its settings, its weights and how its layers are computed.
+
+Inside: `read_backbone`, `check_pictures`, `backbone_options`, `regions_of`, `load_backbone`, `set_checkpointing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, cast
+
+import torch
+
+from itm_fast.data import PrecomputedDataset
+from itm_fast.data.picture_shards import StoredPictures
+from itm_fast.files.messages import shortened
+from itm_fast.models import MatchingModel
+from itm_fast.models.vision_folder import VisionFolder, read_vision_folder
+from itm_fast.nn import BackboneEncoder
+from itm_fast.training.branch import BACKBONE
+from itm_fast.training.config import TrainConfig
+
+__all__ = ["backbone_options", "check_pictures", "load_backbone", "read_backbone", "regions_of", "set_checkpointing"]
+
+_ONLY_WITH_BACKBONE = ("image_class_token", "image_frozen_epochs", "image_checkpointing")
+
+
+def read_backbone(config: TrainConfig, data: PrecomputedDataset, known: Collection[str]) -> VisionFolder | None:
+    """Read the folder of the vision model; None if the run has none.
+
+    Args:
+        config: the settings of the run.
+        data: the training split.
+        known: names of the settings of the model.
+
+    Raises:
+        ValueError: the model has no image encoder, the data are no pictures, another setting does not fit, or the
+            folder is not that of a vision model.
+    """
+    if config.image_backbone is None:
+        if config.model_options.get("image_encoder") == "backbone":
+            raise ValueError("image_backbone: image_encoder backbone needs a vision model: --image-backbone DIR")
+        for name in _ONLY_WITH_BACKBONE:
+            if getattr(config, name):
+                raise ValueError(f"{name}: expected only with --image-backbone DIR")
+        return None
+    if "image_backbone" not in known:
+        raise ValueError(f"image_backbone: the model {config.model} has no image encoder that could be replaced")
+    for name in ("image_backbone", "image_class_token", "image_encoder"):
+        if config.model_options.get(name, "backbone" if name == "image_encoder" else None) not in (None, "backbone"):
+            raise ValueError(f"model_options: {name} follows from --image-backbone and cannot be given")
+    _check_stored("image_backbone", data)
+    if config.region_augmentation:
+        raise ValueError("region_augmentation: expected 0 with --image-backbone, which needs whole pictures")
+    return read_vision_folder(config.image_backbone)
+
+
+def check_pictures(config: TrainConfig, data: PrecomputedDataset) -> None:
+    """Raise ValueError if the training pictures of `data` cannot be augmented as `config` says."""
+    _check_stored("picture_augmentation", data)
+    if config.features not in ("auto", "disk"):
+        raise ValueError(
+            f"features: expected auto or disk with --picture-augmentation, which decodes pictures for each batch, got "
+            f"{config.features}"
+        )
+
+
+def _check_stored(name: str, data: PrecomputedDataset) -> None:
+    if not isinstance(data.features, StoredPictures):
+        raise ValueError(
+            f"{name}: expected pictures, but {data.directory} contains features; import pictures with itm-fast data "
+            "import without --encoder"
+        )
+
+
+def backbone_options(config: TrainConfig, folder: VisionFolder | None) -> dict[str, Any]:
+    """Return the settings of the model that follow from the folder of the vision model."""
+    if folder is None:
+        return {}
+    return {
+        "image_encoder": "backbone",
+        "image_backbone": folder.settings(),
+        "image_class_token": config.image_class_token,
+    }
+
+
+def regions_of(config: TrainConfig, folder: VisionFolder, data: PrecomputedDataset, width: int) -> int:
+    """Return the regions of each picture, after encoding one without colour.
+
+    Raises:
+        ValueError: the model does not take pictures of this size.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        encoder = BackboneEncoder(width, 1, folder.settings(), class_token=config.image_class_token).eval()
+        try:
+            return len(encoder(torch.zeros(1, *data.features.shape[1:])).values)
+        except RuntimeError as error:
+            reason = shortened(" ".join(str(error).split()), 300)
+            side = cast(StoredPictures, data.features).side
+            raise ValueError(
+                f"{config.image_backbone}: pictures of {side} pixels do not fit the model ({reason})"
+            ) from None
+
+
+def load_backbone(config: TrainConfig, model: MatchingModel, folder: VisionFolder) -> None:
+    """Copy the weights of the folder into the model."""
+    folder.copy_weights(model.get_submodule(BACKBONE.rstrip(".")))
+    set_checkpointing(config, model)
+
+
+def set_checkpointing(config: TrainConfig, model: MatchingModel) -> None:
+    """Let the layers of the vision model be computed again in the backward pass, with `image_checkpointing`."""
+    if config.image_checkpointing:
+        backbone: Any = model.get_submodule(BACKBONE.rstrip("."))
+        # Version 5 of transformers has another name for it.
+        new = getattr(backbone, "activation_checkpointing_enable", None)
+        enable = backbone.gradient_checkpointing_enable if new is None else new
+        enable({"use_reentrant": False})
