@@ -54,8 +54,7 @@ class TrainConfig:
         0,
         group=MACHINE,
         minimum=0,
-        help="Data loader processes: at most 16, or four per processor if that is more; 0 reads in the training "
-        "process.",
+        help="Data loader processes; 0: read in the training process.",
         free_on_resume=True,
     )
     features: str = setting(
@@ -106,7 +105,7 @@ class TrainConfig:
     model: str = setting(
         "scan",
         group=MODEL,
-        help="Model: bfan, chan, dbl, rvsepp, scan, sgraf, vse_infty, vsepp or vsrn.",
+        help="Model: bfan, chan, dbl, laps, rvsepp, scan, sgraf, vse_infty, vsepp or vsrn.",
     )
     model_options: Mapping[str, Any] = setting(factory=dict, group=MODEL, help="Settings of the model by name.")
     bert: str | None = setting(
@@ -185,7 +184,7 @@ class TrainConfig:
     loss: str = setting(
         "triplet",
         group=LOSS,
-        help="Loss of the scores: triplet, polynomial, cmpm, infonce, siglip, or the name of a registered loss.",
+        help="Loss: triplet, polynomial, cmpm, infonce, siglip, or a registered one.",
     )
     loss_options: Mapping[str, Any] = setting(
         factory=dict, group=LOSS, help="Further settings of the loss by name, for registered losses."

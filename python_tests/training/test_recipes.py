@@ -61,7 +61,7 @@ ADDR = {
 }  # fmt: skip
 SOURCES = {
     "addr": "Adversarial Discriminative Domain Regularization", "vsrn": "Visual Semantic Reasoning",
-    "chan": "Hard Aligning Network", "fdf": "Feature Diversification Framework",
+    "chan": "Hard Aligning Network", "laps": "Patch Slimming", "fdf": "Feature Diversification Framework",
     "dbl": "Deep Boosting Learning",
     "scan": "Lee et al.", "rcar": "Plug-and-Play", "bfan": "Liu et al.", "vsepp": "Faghri et al.",
     "vse-infty": "Best Pooling Strategy", "vse-": "Selectively Hard Negative", "rvse": "Selectively Hard Negative",
@@ -164,6 +164,20 @@ PUBLISHED |= {
     )
     for data in ("f30k", "coco")
 }
+PUBLISHED |= {
+    f"laps-{kind}-{data}": (
+        "laps",
+        {
+            **ADAMW, **SLOW_BERT, "lr": 2e-4, "epochs": 30, "batch_size": 64, "lr_decay_every": 7,
+            "lr_decay_factor": 0.3, "warmup_epochs": 1, "exclude_same_image": True, "image_lr_factor": 0.1,
+            "image_class_token": kind == "vit", "picture_augmentation": "crop_flip", "crop_area": 0.6,
+            "validation_images": None,
+        },
+        {"embed_dim": 512, **BERT, "keep_ratio": keep, "aggregation_ratio": share},
+    )
+    for kind, keep, share in (("vit", 0.5, 0.4), ("swin", 0.8, 0.6))
+    for data in ("f30k", "coco")
+}  # fmt: skip
 # The paper keeps the settings of its hosts.
 FDF = {"conversions": 8, "conversion_layer": "ffn", "online_weight": 0.5}
 PUBLISHED |= {
@@ -214,7 +228,8 @@ def test_a_recipe_holds_the_published_numbers(name: str) -> None:
     else:
         rates = [learning_rate(settings, step, 1) for step in range(settings.epochs)]
         before = numbers["lr_decay_every"] or settings.epochs
-        assert rates == pytest.approx([numbers["lr"]] * before + [numbers["lr"] / 10] * (settings.epochs - before))
+        factor = numbers.get("lr_decay_factor") or 0.1
+        assert rates == pytest.approx([numbers["lr"] * factor ** (epoch // before) for epoch in range(settings.epochs)])
     built = models.create(model, vocab_size=5, **options).config
     assert {option: getattr(built, option) for option in options} == options
     assert next(source for start, source in SOURCES.items() if name.startswith(start)) in recipe.source

@@ -1,0 +1,126 @@
+"""`PatchSlimming`: choose and aggregate the patches of a picture for each caption, and align them with its words."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from itm_fast.fragments import Fragments
+from itm_fast.nn.normalization import l2norm
+
+__all__ = ["PatchSlimming"]
+
+
+class PatchSlimming(nn.Module):
+    """Score pictures and captions after linguistic-aware patch slimming, for use in `gradient_sparse_scores`.
+
+    For each pair:
+
+    1. The significance of a patch is its cosine with the mean of all patches, plus that with the mean of the words.
+    2. The most significant share `keep_ratio` of the patches is kept. Learned weights aggregate them into fewer tokens.
+    3. The other patches become one token. Their weights are the softmax of their significance.
+    4. The score is the mean over the words of the best token, plus the mean over the tokens of the best word. Cosines
+       below zero are multiplied by 0.1.
+
+    No gradient flows through the significance. A class token, if there is one, joins the tokens as it is.
+
+    Args:
+        dim: width d of patches and words.
+        n_regions: regions of each picture, with the class token.
+        keep_ratio: share of the patches that is kept, above 0 and at most 1. The number is rounded up.
+        aggregation_ratio: tokens after the aggregation, as a share of the kept patches. The number is rounded down.
+        class_token: the first region is a class token.
+
+    Attributes:
+        n_kept, n_aggregated: number of kept patches, and of tokens that they become.
+
+    Raises:
+        ValueError: a ratio is out of bounds, or leaves no token.
+
+    Source: Fu et al., Linguistic-Aware Patch Slimming Framework for Fine-grained Cross-Modal Alignment, CVPR 2024, in
+    the form of the authors' code. It leaves out the network that predicts a score of each patch, and its
+    Gumbel-softmax.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n_regions: int,
+        *,
+        keep_ratio: float = 0.5,
+        aggregation_ratio: float = 0.4,
+        class_token: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, ratio in (("keep_ratio", keep_ratio), ("aggregation_ratio", aggregation_ratio)):
+            if not 0 < ratio <= 1:
+                raise ValueError(f"{name}: expected a number above 0 and at most 1, got {ratio}")
+        self.n_regions, self.class_token = n_regions, class_token
+        n_patches = n_regions - class_token
+        self.n_kept = math.ceil(n_patches * keep_ratio)
+        self.n_aggregated = int(n_patches * aggregation_ratio * keep_ratio)
+        if self.n_aggregated < 1:
+            raise ValueError(
+                f"aggregation_ratio: {aggregation_ratio} of {self.n_kept} kept patches leaves no token; expected more"
+            )
+        hidden = max(dim // 5, 1)
+        self.weigh = nn.Sequential(
+            nn.LayerNorm(dim), nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, self.n_aggregated)
+        )
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, images: Fragments, captions: Fragments) -> Tensor:
+        """Score regions and words: (n_images, n_captions), images are rows.
+
+        Args:
+            images: n sets of `n_regions` rows (d).
+            captions: sets of rows (d). A caption without words scores the mean over the tokens of zero.
+
+        Raises:
+            ValueError: a picture has another number of regions.
+        """
+        regions = self._regions(images)
+        patches = regions[:, int(self.class_token) :]  # (n, k, d)
+        words, lengths = captions.to_padded()  # (m, w, d), (m,)
+        inside = torch.arange(words.shape[1], device=words.device) < lengths[:, None]
+        significance = self._significance(patches, words, lengths)  # (n, m, k)
+        weights = self._weights(patches, significance)  # (n, m, t, k)
+        tokens = weights @ patches[:, None]  # (n, m, t, d)
+        if self.class_token:
+            first = regions[:, None, :1].expand(-1, tokens.shape[1], -1, -1)
+            tokens = torch.cat([first, tokens], dim=2)
+        cosines = l2norm(tokens) @ l2norm(words).transpose(1, 2)  # (n, m, t, w)
+        cosines = nn.functional.leaky_relu(cosines, 0.1)
+        of_words = (cosines.max(dim=2).values * inside).sum(2) / lengths.clamp(min=1)
+        best = cosines.masked_fill(~inside[None, :, None], -torch.inf).max(dim=3).values
+        return of_words + best.masked_fill(lengths[None, :, None] == 0, 0.0).mean(2)
+
+    def _regions(self, images: Fragments) -> Tensor:
+        rows = len(images.values)
+        if rows != len(images) * self.n_regions or images.max_length > self.n_regions:
+            raise ValueError(
+                f"images: expected {self.n_regions} regions in each, got {rows} in {len(images)} images, at most "
+                f"{images.max_length} in one"
+            )
+        return images.values.view(len(images), self.n_regions, images.values.shape[1])
+
+    @torch.no_grad()
+    def _significance(self, patches: Tensor, words: Tensor, lengths: Tensor) -> Tensor:
+        """Return the significance of each patch for each caption, (n, m, k)."""
+        units = l2norm(patches)
+        own = units @ l2norm(patches.mean(1))[:, :, None]  # (n, k, 1)
+        mean_words = l2norm(words.sum(1) / lengths.clamp(min=1)[:, None])  # padding is zero
+        return (own + units @ mean_words.t()).transpose(1, 2)
+
+    def _weights(self, patches: Tensor, significance: Tensor) -> Tensor:
+        """Return the weight of each patch in each token: the aggregated ones, then that of all other patches."""
+        kept = torch.zeros_like(significance, dtype=torch.bool)
+        kept.scatter_(2, significance.topk(self.n_kept, dim=2).indices, True)
+        logits = (self.scale * self.weigh(patches)).transpose(1, 2)  # (n, t, k)
+        aggregated = logits[:, None].masked_fill(~kept[:, :, None], -torch.inf).softmax(3)
+        others = significance.masked_fill(kept, -torch.inf).softmax(2)
+        # Without other patches, all are NaN: the token is zero then.
+        others = others.masked_fill(kept, 0.0)
+        return torch.cat([aggregated, others[:, :, None].to(aggregated.dtype)], dim=2)
