@@ -104,6 +104,11 @@ class EpochSampler:
         return np.concatenate([batches.reshape(-1), order[full:]])
 
 
+def _batch_of(dataset: CaptionDataset, indices: np.ndarray, augmentation: PictureAugmentation | None) -> Batch:
+    # Data sets of other kinds need not know of augmentation.
+    return dataset.batch(indices) if augmentation is None else dataset.batch(indices, augmentation)
+
+
 class _Batches(Dataset[Batch | ValueError]):
     def __init__(self, dataset: CaptionDataset, augmentation: PictureAugmentation | None) -> None:
         self.dataset, self.augmentation = dataset, augmentation
@@ -112,7 +117,7 @@ class _Batches(Dataset[Batch | ValueError]):
         # A worker process would pass on an exception with its whole traceback as the message. Passed as a value, the
         # exception does not change, and the training process raises it.
         try:
-            return self.dataset.batch(indices, self.augmentation)
+            return _batch_of(self.dataset, indices, self.augmentation)
         except ValueError as error:
             return error
 
@@ -218,7 +223,7 @@ class BatchLoader:
             del items
 
     def _batch(self, indices: np.ndarray) -> Batch:
-        batch = self._dataset.batch(indices, self._augmentation)
+        batch = _batch_of(self._dataset, indices, self._augmentation)
         return batch.pin_memory() if self._pin else batch
 
 
