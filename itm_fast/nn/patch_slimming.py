@@ -30,14 +30,15 @@ class PatchSlimming(nn.Module):
         dim: width d of patches and words.
         n_regions: regions of each picture, with the class token.
         keep_ratio: share of the patches that is kept, above 0 and at most 1. The number is rounded up.
-        aggregation_ratio: tokens after the aggregation, as a share of the kept patches. The number is rounded down.
+        aggregation_ratio: tokens after the aggregation, as a share of the kept patches. The number is rounded down, to
+            at least one.
         class_token: the first region is a class token.
 
     Attributes:
         n_kept, n_aggregated: number of kept patches, and of tokens that they become.
 
     Raises:
-        ValueError: a ratio is out of bounds, or leaves no token.
+        ValueError: a ratio is out of bounds.
 
     Source: Fu et al., Linguistic-Aware Patch Slimming Framework for Fine-grained Cross-Modal Alignment, CVPR 2024, in
     the form of the authors' code. It leaves out the network that predicts a score of each patch, and its
@@ -60,11 +61,7 @@ class PatchSlimming(nn.Module):
         self.n_regions, self.class_token = n_regions, class_token
         n_patches = n_regions - class_token
         self.n_kept = math.ceil(n_patches * keep_ratio)
-        self.n_aggregated = int(n_patches * aggregation_ratio * keep_ratio)
-        if self.n_aggregated < 1:
-            raise ValueError(
-                f"aggregation_ratio: {aggregation_ratio} of {self.n_kept} kept patches leaves no token; expected more"
-            )
+        self.n_aggregated = max(int(n_patches * aggregation_ratio * keep_ratio), 1)
         hidden = max(dim // 5, 1)
         self.weigh = nn.Sequential(
             nn.LayerNorm(dim), nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, self.n_aggregated)

@@ -17,6 +17,7 @@ import itm_fast.functional as F_itm
 from benchmarks.experiments import __main__ as experiments
 from itm_fast import losses
 from itm_fast.cli.app import app
+from itm_fast.losses import registry
 from python_tests.helpers.processes import ROOT
 
 DOCS = ROOT / "docs"
@@ -55,6 +56,8 @@ def test_the_table_of_an_experiment_is_up_to_date(experiment: Path) -> None:
 def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code blocks of a page run in order in one namespace; their assertions hold."""
     monkeypatch.chdir(tmp_path)
+    # An example may register a loss.
+    monkeypatch.setattr(registry, "_LOSSES", dict(registry._LOSSES))
     names: dict[str, object] = {"__name__": "page"}
     for block in PYTHON[page]:
         exec(compile(block, page.name, "exec", dont_inherit=True), names)

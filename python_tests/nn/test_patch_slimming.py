@@ -18,7 +18,7 @@ from itm_fast.nn.patch_slimming import PatchSlimming
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.pictures import write_encoder
 from python_tests.helpers.pixels import write_pixels
-from python_tests.helpers.runs import OPTIONS, config, differences, make_trainer, run, stop_at, what_a_run_leaves
+from python_tests.helpers.runs import config, differences, make_trainer, run, stop_at, what_a_run_leaves
 
 DIM = 10
 
@@ -71,6 +71,7 @@ def case(n_regions: int, seed: int = 0, **options: Any) -> tuple[PatchSlimming, 
         (17, {"class_token": True}),
         (9, {"keep_ratio": 0.8, "aggregation_ratio": 0.6}),
         (5, {"keep_ratio": 1.0, "aggregation_ratio": 1.0}),
+        (3, {}),
     ],
 )
 def test_scores_are_those_of_a_loop_over_pairs(n_regions: int, options: dict[str, Any]) -> None:
@@ -152,7 +153,6 @@ def test_bad_settings() -> None:
     for options, message in (
         ({"keep_ratio": 0.0}, r"^keep_ratio: expected a number above 0 and at most 1, got 0\.0$"),
         ({"aggregation_ratio": 1.5}, r"^aggregation_ratio: expected a number above 0 and at most 1, got 1\.5$"),
-        ({"aggregation_ratio": 0.01}, r"^aggregation_ratio: 0\.01 of 8 kept patches leaves no token; expected more$"),
     ):
         with pytest.raises(ValueError, match=message):
             PatchSlimming(DIM, 16, **options)
@@ -211,5 +211,4 @@ def test_gradients_of_micro_batches_are_those_of_the_batch(folder: Path, tmp_pat
 
 
 def test_it_takes_regions_of_a_detector(data: Path, tmp_path: Path) -> None:
-    options = {**OPTIONS, "keep_ratio": 0.8, "aggregation_ratio": 0.7}
-    assert run(config(data, tmp_path / "run", epochs=1, model="laps", model_options=options)).steps == 4
+    assert run(config(data, tmp_path / "run", epochs=1, model="laps")).steps == 4
