@@ -20,6 +20,7 @@ from benchmarks import (
     buckets,
     coco_table,
     discriminators,
+    laps,
     long_sets,
     maxsim,
     methods_table,
@@ -103,6 +104,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
             "regulated_step", regulated_step.markdown, "python -m benchmarks.regulated_step --json {}"
         ),
         "long_sets": measured("long_sets", long_sets.markdown, "python -m benchmarks.long_sets --json {}"),
+        "laps": measured("laps", laps.markdown, "python -m benchmarks.laps --json {}"),
         "scenarios": measured("scenarios", scenarios.markdown, "python -m benchmarks.scenarios --json {}"),
         "micro_batches": measured(
             "micro_batches", micro_batches.markdown, "python -m benchmarks.micro_batches --json {}"

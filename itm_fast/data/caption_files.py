@@ -27,7 +27,10 @@ _IMAGE = ("image", "file_name", "filename", "image_name", "file", "image_path", 
 _CAPTION = ("caption", "captions", "text", "sentence", "comment")
 _SPLIT = "split"
 # Names of splits in published files, and those of this package.
-_SPLITS = {"val": "dev", "valid": "dev", "validation": "dev", "restval": "train", "training": "train"}
+_SPLITS = {
+    "train": "train", "training": "train", "restval": "train", "dev": "dev", "val": "dev", "valid": "dev",
+    "validation": "dev", "test": "test",
+}  # fmt: skip
 
 
 @attrs.frozen
@@ -83,6 +86,9 @@ def _table(path: Path) -> Iterator[_Found]:
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
     try:
         columns = [name.strip().lower() for name in next(lines, [])]
+        repeated = next((name for name in columns if columns.count(name) > 1), None)
+        if repeated is not None:
+            raise ValueError(f"{path}: line 1: the column {shown(repeated)} appears twice")
         image, caption = (_first(names, columns, f"{path}: line 1: expected a column") for names in (_IMAGE, _CAPTION))
         for cells in lines:
             if cells:
@@ -132,11 +138,19 @@ def _json(path: Path) -> Iterator[_Found]:
 
 
 def _coco(path: Path, images: list[Mapping[str, Any]], annotations: Any) -> Iterator[_Found]:
-    names = {json.dumps(image.get("id")): image.get("file_name") for image in images}
+    names: dict[str, Any] = {}
+    for number, image in enumerate(images):
+        found = image.get("id")
+        if not isinstance(found, int | str) or json.dumps(found) in names:
+            what = "missing" if found is None else f"not usable or repeated: {shown(found)}"
+            raise ValueError(f"{path}: images[{number}]: the id is {what}")
+        names[json.dumps(found)] = image.get("file_name")
     if not isinstance(annotations, list) or not all(isinstance(one, dict) for one in annotations):
         raise ValueError(f"{path}: annotations: expected a list of objects, got {shown(annotations)}")
     for number, one in enumerate(annotations):
-        yield f"annotations[{number}]", names.get(json.dumps(one.get("image_id"))), one.get("caption"), None
+        found = one.get("image_id")
+        unknown = ValueError(f"image_id: no image has the id {shown(found)}")
+        yield f"annotations[{number}]", names.get(json.dumps(found), unknown), one.get("caption"), None
 
 
 def _karpathy(images: list[Mapping[str, Any]]) -> Iterator[_Found]:
@@ -170,7 +184,9 @@ def _caption(value: Any) -> str:
 def _split(value: Any) -> str | None:
     if value is None or value == "":
         return None
-    name = _SPLITS.get(value.strip(), value.strip()) if isinstance(value, str) else ""
+    name = value.strip() if isinstance(value, str) else ""
+    # Files differ in how they write the usual names.
+    name = _SPLITS.get(name.lower(), name)
     try:
         layout.check_split_name(name)
     except ValueError:

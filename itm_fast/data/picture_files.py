@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
-import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,11 +29,8 @@ Result = TypeVar("Result")
 
 # More pixels are refused before they are decoded: a small file may claim to contain terabytes.
 MAX_PIXELS = 100_000_000
-# Exceptions of Pillow's decoders for damaged files.
-_DAMAGED = (
-    OSError, ValueError, SyntaxError, EOFError, TypeError, KeyError, IndexError, struct.error, OverflowError,
-    AttributeError, MemoryError,
-)  # fmt: skip
+# Of the longer side to the shorter one: scaled by its shorter side, a thin picture would fill the memory.
+MOST_STRETCHED = 100
 _SIXTEEN_BITS = ("I", "I;16", "I;16L", "I;16B", "I;16N")
 # Two pictures are near-duplicates if few of their 64 hash bits differ, and so do their 8 x 8 thumbnails.
 _HASH_BITS, _THUMBNAIL_LEVELS = 3, 6.0
@@ -65,13 +61,16 @@ def open_picture(path: Path, content: bytes | None = None) -> Image.Image:
             with Image.open(io.BytesIO(content), formats=readable_formats()) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise Image.DecompressionBombError
+                if max(image.size) > MOST_STRETCHED * min(image.size):
+                    raise ValueError(f"{image.width} x {image.height} pixels are too long and thin")
                 image.load()
                 return _as_rgb(ImageOps.exif_transpose(image))
         except UnidentifiedImageError:
             raise ValueError(f"{path}: not a picture in a format that Pillow reads") from None
         except Image.DecompressionBombError:
             raise ValueError(f"{path}: a picture of more than {MAX_PIXELS:,} pixels; scale it down first") from None
-        except _DAMAGED as error:
+        except Exception as error:
+            # Each decoder has exceptions of its own for damaged files and for kinds that it lacks.
             raise ValueError(f"{path}: the picture cannot be decoded ({shortened(str(error))})") from None
 
 

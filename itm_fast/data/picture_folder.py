@@ -111,6 +111,7 @@ def _refusal(problems: list[str]) -> ValueError:
 def _found(images: Path, rows: Sequence[Row], skipped: list[str]) -> dict[str, Path]:
     """Return the file of each picture that exists; report the others once."""
     found: dict[str, Path] = {}
+    files: dict[Path, str] = {}
     missing = set()
     for row in rows:
         if row.image in found or row.image in missing:
@@ -120,6 +121,9 @@ def _found(images: Path, rows: Sequence[Row], skipped: list[str]) -> dict[str, P
         if path is None:
             missing.add(row.image)
             skipped.append(f"{row.place}: no such picture: {images / row.image}")
+        elif (other := files.setdefault(path.resolve(), row.image)) != row.image:
+            missing.add(row.image)
+            skipped.append(f"{row.place}: {row.image} is the file of {other}: {path}")
         else:
             found[row.image] = path
     return found

@@ -35,6 +35,7 @@ class Preprocessing:
         resample: Pillow's number of the filter.
         scale: factor of the values 0 to 255.
         mean, std: of the three colours, after scaling.
+        stretched: scale height and width to `shortest_edge`, whatever the proportions, before the centre is cropped.
     """
 
     side: int
@@ -43,12 +44,15 @@ class Preprocessing:
     scale: float = 1 / 255
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    stretched: bool = False
 
     def picture(self, path: Path) -> np.ndarray:
         """Decode a picture; return (side, side, 3) uint8. Raises ValueError as `open_picture`."""
         image = open_picture(path)
         size = self.side, self.side
-        if self.shortest_edge is not None:
+        if self.stretched and self.shortest_edge is not None:
+            size = self.shortest_edge, self.shortest_edge
+        elif self.shortest_edge is not None:
             width, height = image.size
             short = min(width, height)
             size = self.shortest_edge * width // short, self.shortest_edge * height // short
@@ -88,16 +92,27 @@ def read_preprocessing(folder: Path) -> Preprocessing:
 def _of_content(content: dict[str, Any]) -> Preprocessing:
     if content.get("do_resize", True) is not True:
         raise ValueError(f"do_resize: expected true, got {shown(content['do_resize'])}")
+    for name in ("resample", *(["do_center_crop"] if "crop_size" in content else [])):
+        if name not in content:
+            # Image processors differ in what they do then.
+            raise ValueError(f"{name} is missing; write the file again with save_pretrained of the image processor")
     size, crops = content.get("size"), content.get("do_center_crop", False) is True
     edge: int | None = None
+    stretched = False
     if crops:
         side = _square(content.get("crop_size"), "crop_size")
-        edge = _side(size.get("shortest_edge"), "size") if isinstance(size, dict) else _side(size, "size")
+        kind = str(content.get("image_processor_type", content.get("feature_extractor_type", "")))
+        # The processor of DeiT reads a number as height and width, those of CLIP and BiT as the shortest edge.
+        stretched = "height" in size if isinstance(size, dict) else kind.startswith("DeiT")
+        if stretched:
+            edge = _square(size, "size")
+        else:
+            edge = _side(size.get("shortest_edge"), "size") if isinstance(size, dict) else _side(size, "size")
         if edge < side:
             raise ValueError(f"crop_size: expected at most the shortest edge, {edge}, got {side}")
     else:
         side = _square(size, "size")
-    resample = content.get("resample", int(Image.Resampling.BICUBIC))
+    resample = content["resample"]
     if type(resample) is not int or resample not in list(Image.Resampling):
         raise ValueError(f"resample: expected the number of a filter of Pillow, 0 to 5, got {shown(resample)}")
     scale = content.get("rescale_factor", 1 / 255) if content.get("do_rescale", True) else 1.0
@@ -107,7 +122,7 @@ def _of_content(content: dict[str, Any]) -> Preprocessing:
         mean, std = (_colours(content.get(name), name) for name in ("image_mean", "image_std"))
     if type(scale) is not float or not 0 < scale <= 1 or min(std) <= 0:
         raise ValueError("rescale_factor, image_std: expected positive numbers, at most 1 for the factor")
-    return Preprocessing(side, edge, resample, scale, mean, std)
+    return Preprocessing(side, edge, resample, scale, mean, std, stretched)
 
 
 def _square(value: Any, name: str) -> int:

@@ -316,6 +316,18 @@ def test_splits_that_disagree_are_one_line(tmp_path: Path, last: str, message: s
     assert str(raised.value) == f"{file}: {message.format(*names, file=file)}"
 
 
+def test_two_names_of_one_file_are_one_line(
+    tmp_path: Path, arguments: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Published files name folders that copies of the pictures may lack, but not for two pictures of one name."""
+    name = write_pictures(tmp_path / "pictures", 1)[0]
+    captions = tmp_path / "captions.csv"
+    captions.write_text(f"image,caption\ncats/{name},a cat\ndogs/{name},a dog\n")
+    status, message = error(capsys, *arguments)
+    assert status == 1
+    assert message.startswith(f"{captions}: line 3: dogs/{name} is the file of cats/{name}: {tmp_path / 'pictures'}")
+
+
 def test_near_duplicates_of_two_splits_are_listed(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     (tmp_path / "pictures").mkdir()

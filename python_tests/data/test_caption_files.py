@@ -88,12 +88,32 @@ def test_an_annotation_of_no_image_is_listed(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({**COCO, "annotations": [{"image_id": 8, "caption": "one"}]}))
     _, problems = read_caption_file(path)
-    assert problems == [f"{path}: annotations[0]: expected the file name of a picture, got None"]
+    assert problems == [f"{path}: annotations[0]: image_id: no image has the id 8"]
+
+
+@pytest.mark.parametrize("images", [[{"file_name": "a.png"}], [{"id": 1, "file_name": "a.png"}] * 2])
+def test_images_without_an_own_id_are_refused(tmp_path: Path, images: list[dict[str, object]]) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"images": images, "annotations": [{"caption": "one"}]}))
+    number = len(images) - 1
+    what = "not usable or repeated: 1" if number else "missing"
+    with pytest.raises(ValueError, match=re.escape(f"{path}: images[{number}]: the id is {what}")):
+        read_caption_file(path)
+
+
+def test_usual_splits_are_known_in_any_case(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    names = ["Train", "TRAIN", "Val", "restval", "TEST", "Mine"]
+    path.write_text("image,caption,split\n" + "".join(f"{i}.png,words,{name}\n" for i, name in enumerate(names)))
+    rows, problems = read_caption_file(path)
+    assert problems == []
+    assert [row.split for row in rows] == ["train", "train", "dev", "train", "test", "Mine"]
 
 
 UNREADABLE = {
     "a.txt": ("", "expected a file of captions that ends in .csv, .tsv, .jsonl, .json"),
     "a.csv": ("picture,words\n", "line 1: expected a column image or file_name, found ['picture', 'words']"),
+    "d.csv": ("image,caption,Caption\n", "line 1: the column 'caption' appears twice"),
     "b.csv": ("image,caption\n", "expected at least one caption, found none"),
     "c.csv": ('image,caption\na.png,"an open quote\n', "line 2: unexpected end of data"),
     "a.json": ("[]", "expected captions as COCO or Karpathy write them: an object with a list 'images'"),

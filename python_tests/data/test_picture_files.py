@@ -84,6 +84,9 @@ BAD = {
     "a.png: not a picture in a format that Pillow reads": b"no picture at all",
     f"a.png: a picture of more than {MAX_PIXELS:,} pixels; scale it down first": png_claiming(60_000, 60_000),
     "a.png: the picture cannot be decoded (image file is truncated": png_claiming(500, 500),
+    "a.png: the picture cannot be decoded (1 x 20000 pixels are too long and thin)": png_claiming(1, 20_000),
+    # A texture of a kind that Pillow lacks.
+    "a.png: the picture cannot be decoded (": b"DDS " + (124).to_bytes(4, "little") + bytes(68) + b"\x20" + bytes(71),
 }
 
 

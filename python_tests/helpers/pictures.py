@@ -44,6 +44,10 @@ ENCODERS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], object]]] 
         lambda: _package().ViTForImageClassification(_package().ViTConfig(**_TOWER)),
         lambda: _processor("ViTImageProcessor", size=_SQUARE),
     ),
+    "deit": (
+        lambda: _package().DeiTModel(_package().DeiTConfig(**_TOWER)),
+        lambda: _processor("DeiTImageProcessor", size={"height": 36, "width": 36}, crop_size=_SQUARE),
+    ),
     "swin": (
         lambda: _package().SwinModel(_package().SwinConfig(**_SWIN)),
         lambda: _processor("ViTImageProcessor", size=_SQUARE, resample=3, image_mean=[0.4, 0.5, 0.6]),

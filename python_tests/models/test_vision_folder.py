@@ -18,7 +18,7 @@ from itm_fast.models.vision_folder import load_picture_encoder
 from python_tests.helpers.pictures import ENCODERS, SIDE, write_encoder
 
 # The tokens before those of the patches.
-SPECIAL = {"vit": 1, "swin": 0, "dinov2": 1, "dinov2_with_registers": 4, "clip": 1, "siglip": 0}
+SPECIAL = {"vit": 1, "deit": 2, "swin": 0, "dinov2": 1, "dinov2_with_registers": 4, "clip": 1, "siglip": 0}
 
 
 @pytest.fixture
@@ -85,6 +85,7 @@ BAD_SETTINGS = {
         ({"size": {"height": 32, "width": 16}}, "size: expected equal height and width"),
         ({"size": "32"}, "size: expected 1 to 4096 pixels per side, got '32'"),
         ({"do_center_crop": True, "crop_size": 64, "size": 32}, "crop_size: expected at most the shortest edge, 32"),
+        ({"resample": None}, "resample: expected the number of a filter of Pillow, 0 to 5, got None"),
         ({"resample": 9}, "resample: expected the number of a filter of Pillow, 0 to 5, got 9"),
         ({"image_mean": [0.5]}, "image_mean: expected three numbers, got [0.5]"),
         ({"image_std": [0, 0, 0]}, "rescale_factor, image_std: expected positive numbers"),
