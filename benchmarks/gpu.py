@@ -18,12 +18,13 @@ from torch import Tensor
 
 import itm_fast.functional as F_itm
 from benchmarks import costs, maxsim_costs
+from benchmarks import maxsim_workloads as maxsim
 from benchmarks.costs import Cost
 from benchmarks.machine import described_device
 from benchmarks.maxsim_costs import MAXSIM_SIZES
+from benchmarks.maxsim_workloads import MaxsimSizes
 from itm_fast import reference
-from itm_fast.benchmarking import maxsim, regulated, workloads
-from itm_fast.benchmarking.maxsim import MaxsimSizes
+from itm_fast.benchmarking import regulated, workloads
 from itm_fast.benchmarking.measure import Meter
 from itm_fast.benchmarking.run import compiler_found, measure_variants
 from itm_fast.benchmarking.workloads import Sizes

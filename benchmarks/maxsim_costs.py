@@ -10,7 +10,7 @@ import math
 from benchmarks import costs
 from benchmarks.costs import ELEMENT, TILE_REGIONS, TILE_WORDS, Cost
 from benchmarks.kernels import LANES, Launch, Work, loss, products, slices
-from itm_fast.benchmarking.maxsim import MaxsimSizes
+from benchmarks.maxsim_workloads import MaxsimSizes
 
 __all__ = ["GATHERED", "GATHERED_COLUMNS", "MAXSIM", "MAXSIM_SIZES", "scores", "scores_cost", "step", "step_cost"]
 

@@ -12,8 +12,8 @@ from benchmarks.costs import DEVICES, Cost
 from benchmarks.gpu_table import check_is_of_a_gpu
 from benchmarks.kernels import BOOSTING, GPUS, Work, predict, repeated
 from benchmarks.maxsim_costs import MAXSIM_SIZES
+from benchmarks.maxsim_workloads import MaxsimSizes
 from benchmarks.units import amount, seconds
-from itm_fast.benchmarking.maxsim import MaxsimSizes
 from itm_fast.benchmarking.table import table
 from itm_fast.benchmarking.workloads import caption_lengths
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import maxsim_workloads as maxsim
 from benchmarks.cpu_table import BOUND, MEMORY_BOUND, markdown, summary
+from benchmarks.maxsim_workloads import MaxsimSizes
 from itm_fast import reference
-from itm_fast.benchmarking import maxsim, one_query, regulated, workloads
-from itm_fast.benchmarking.maxsim import MaxsimSizes
+from itm_fast.benchmarking import one_query, regulated, workloads
 from itm_fast.benchmarking.measure import CpuMeter, Timing, interleave, peak_memory
 from itm_fast.benchmarking.run import PRESETS, run
 from itm_fast.benchmarking.table import time

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import costs, kernels, maxsim_costs
 from benchmarks.kernels import GPUS, predict
-from itm_fast.benchmarking.maxsim import MaxsimSizes
+from benchmarks.maxsim_workloads import MaxsimSizes
 from python_tests.helpers.processes import ROOT
 
 PATCHES = MaxsimSizes(images=6, captions=6, dim=512, words=32, patches=196)
