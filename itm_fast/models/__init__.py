@@ -6,6 +6,7 @@ from itm_fast.models.chan import CHAN, CHANConfig
 from itm_fast.models.dbl import DBL, DBLConfig
 from itm_fast.models.fdf import FDF, FDF_HOSTS, FDFConfig
 from itm_fast.models.fragment_model import Encoded, FragmentModel
+from itm_fast.models.laps import LAPS, LAPSConfig
 from itm_fast.models.scan import SCAN, SCANConfig
 from itm_fast.models.sgraf import SGRAF, SGRAFConfig
 from itm_fast.models.vse_infty import RVSEPP, RVSEPPConfig, VSEInfty, VSEInftyConfig
@@ -18,6 +19,7 @@ __all__ = [
     "DBL",
     "FDF",
     "FDF_HOSTS",
+    "LAPS",
     "RVSEPP",
     "SCAN",
     "SGRAF",
@@ -29,6 +31,7 @@ __all__ = [
     "Encoded",
     "FDFConfig",
     "FragmentModel",
+    "LAPSConfig",
     "MatchingModel",
     "RVSEPPConfig",
     "SCANConfig",

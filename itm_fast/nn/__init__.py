@@ -10,6 +10,7 @@ from itm_fast.nn.image_encoder import ImageEncoder
 from itm_fast.nn.maxsim import MaxsimScores
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.patch_encoder import PatchEncoder
+from itm_fast.nn.patch_slimming import PatchSlimming
 from itm_fast.nn.pooling import final_states, mean_pool
 from itm_fast.nn.region_reasoning import RegionReader, RegionReasoning
 from itm_fast.nn.regulated_similarity import RegulatedSimilarity
@@ -35,6 +36,7 @@ __all__ = [
     "ImageEncoder",
     "MaxsimScores",
     "PatchEncoder",
+    "PatchSlimming",
     "RecurrentAggregationRegulator",
     "RecurrentCorrespondenceRegulator",
     "RegionReader",

@@ -74,7 +74,7 @@ class PatchEncoder(nn.Module):
 
 
 def patch_side(feature_dim: int) -> int:
-    """Return the pixels per side of a square patch with `feature_dim` values; ValueError if it is none."""
+    """Return the pixels per side of a square patch with `feature_dim` values; ValueError if there is none."""
     side = math.isqrt(feature_dim // CHANNELS)
     if side * side * CHANNELS != feature_dim:
         raise ValueError(f"feature_dim: expected the values of a square patch of 3 colours, got {feature_dim}")

@@ -18,7 +18,7 @@ class PatchSlimming(nn.Module):
 
     For each pair:
 
-    1. The significance of a patch is its cosine with the mean of all patches, plus that with the mean of the words.
+    1. The significance of a patch is its cosine with the mean patch, plus its cosine with the mean word.
     2. The most significant share `keep_ratio` of the patches is kept. Learned weights aggregate them into fewer tokens.
     3. The other patches become one token. Their weights are the softmax of their significance.
     4. The score is the mean over the words of the best token, plus the mean over the tokens of the best word. Cosines
@@ -35,7 +35,7 @@ class PatchSlimming(nn.Module):
         class_token: the first region is a class token.
 
     Attributes:
-        n_kept, n_aggregated: number of kept patches, and of tokens that they become.
+        n_kept: number of kept patches. n_aggregated: number of tokens that they become.
 
     Raises:
         ValueError: a ratio is out of bounds.
@@ -73,7 +73,7 @@ class PatchSlimming(nn.Module):
 
         Args:
             images: n sets of `n_regions` rows (d).
-            captions: sets of rows (d). A caption without words scores the mean over the tokens of zero.
+            captions: sets of rows (d). A caption without words scores 0.
 
         Raises:
             ValueError: a picture has another number of regions.
