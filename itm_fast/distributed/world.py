@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -27,6 +29,8 @@ _SECONDS = 1800
 _joined = False
 # Key of the store, by rank: the GPU of a process that sees only one.
 _GPU = "itm_fast/gpu"
+# Most seconds to wait for gloo's threads at the end.
+_DROPPING = 10.0
 
 
 @attrs.frozen(eq=False)
@@ -180,12 +184,27 @@ def joined(device: str) -> Iterator[World]:
                 warnings.simplefilter("ignore")
             yield world
         world.agree()
+        _wait_for_gloo(world)
         dist.destroy_process_group()
     except BaseException as error:
         raised = ended(error, store, launch, seconds)
         if raised is error:
             raise
         raise raised from None
+
+
+def _wait_for_gloo(world: World) -> None:
+    """Wait until gloo's threads have dropped the tensors of the last collectives.
+
+    A thread needs Python's lock for that. If the main thread freed the process group first, it would hold the lock and
+    wait for the thread: the process would hang or abort at its end.
+    """
+    last = torch.zeros(1)
+    dist.all_reduce(last, group=world.group)
+    dropped, end = weakref.ref(last), time.monotonic() + _DROPPING
+    del last
+    while dropped() is not None and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 def _shared_gpu(store: Any, launch: Launch) -> tuple[int, int] | None:

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from itm_fast.training.checkpoint import load_state
 from python_tests.distributed.test_distributed_runs import LOST
 from python_tests.helpers.processes import HANGS
@@ -79,3 +81,34 @@ def test_why_a_run_ends_whose_process_was_killed_is_said(data: Path, tmp_path: P
     said = [line for line in error.splitlines() if line.startswith("itm-fast: ")]
     assert said == [LOST.format(1800).rstrip()], error
     assert load_state(out)["position"] > 0
+
+
+# With a long switch interval, the main thread keeps Python's lock unless it waits. Gloo's threads then still hold the
+# tensors of the last collective when the process group is freed.
+HURRIED = """
+import sys
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from itm_fast.distributed import joined
+
+
+def main():
+    with joined("cpu"):
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+
+
+sys.setswitchinterval(100.0)
+main()
+"""
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_processes_end_although_gloo_still_holds_tensors(tmp_path: Path, attempt: int) -> None:
+    script = tmp_path / "hurried.py"
+    script.write_text(HURRIED)
+    done = run_command([*TORCHRUN[:-2], script], cwd=tmp_path, **ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
