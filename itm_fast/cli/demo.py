@@ -127,7 +127,8 @@ def _clear_earlier_demo(config: TrainConfig) -> None:
 
     out = Path(config.out)
     if (out / run_folder.CONFIG).exists():
-        if Path(run_folder.saved_config(out).data).resolve() != Path(config.data).resolve():
+        of_run, of_demo = (Path(one.data or "").resolve() for one in (run_folder.saved_config(out), config))
+        if of_run != of_demo:
             raise ValueError(f"{out}: contains a run that is not a demo; choose another --out")
         names = (run_folder.CONFIG, run_folder.METRICS, run_folder.VOCABULARY, "model.safetensors", "config.json")
         with lock(out):

@@ -142,13 +142,18 @@ class BatchAugmentation:
     """Apply text and region augmentation to batches.
 
     Args:
-        vocabulary: the vocabulary of the captions.
+        vocabulary: the vocabulary of the captions; None: unknown.
         words: the probability of `TextAugmentation`; 0: captions do not change.
         regions: the probability of `RegionAugmentation`; 0: images do not change.
+
+    Raises:
+        ValueError: words are to be changed, but the vocabulary is unknown.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, words: float = 0.0, regions: float = 0.0) -> None:
-        self._words = TextAugmentation(vocabulary, words) if words else None
+    def __init__(self, vocabulary: Vocabulary | None, *, words: float = 0.0, regions: float = 0.0) -> None:
+        if words and vocabulary is None:
+            raise ValueError("text_augmentation: needs the vocabulary of the captions, which this data set lacks")
+        self._words = TextAugmentation(vocabulary, words) if words and vocabulary else None
         self._regions = RegionAugmentation(regions) if regions else None
 
     def __call__(self, batch: Batch, device: torch.device | str | None = None, *, non_blocking: bool = False) -> Batch:

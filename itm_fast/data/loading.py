@@ -14,13 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from itm_fast.data.dataset import Batch, CaptionDataset
+from itm_fast.data.dataset import Batch
 from itm_fast.data.picture_augmentation import PictureAugmentation
 from itm_fast.files.processors import check_count
 
@@ -104,13 +104,22 @@ class EpochSampler:
         return np.concatenate([batches.reshape(-1), order[full:]])
 
 
-def _batch_of(dataset: CaptionDataset, indices: np.ndarray, augmentation: PictureAugmentation | None) -> Batch:
+class Batched(Protocol):
+    """A data set that makes batches, such as `CaptionDataset`."""
+
+    source: Any  # `Features`, or what has their `in_process`.
+
+    @property
+    def batch(self) -> Callable[..., Batch]: ...  # As `CaptionDataset.batch`.
+
+
+def _batch_of(dataset: Batched, indices: np.ndarray, augmentation: PictureAugmentation | None) -> Batch:
     # Data sets of other kinds need not know of augmentation.
     return dataset.batch(indices) if augmentation is None else dataset.batch(indices, augmentation)
 
 
 class _Batches(Dataset[Batch | ValueError]):
-    def __init__(self, dataset: CaptionDataset, augmentation: PictureAugmentation | None) -> None:
+    def __init__(self, dataset: Batched, augmentation: PictureAugmentation | None) -> None:
         self.dataset, self.augmentation = dataset, augmentation
 
     def __getitem__(self, indices: np.ndarray) -> Batch | ValueError:
@@ -180,7 +189,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        dataset: CaptionDataset,
+        dataset: Batched,
         index_batches: Sequence[np.ndarray] | Iterable[np.ndarray],
         *,
         workers: int = 0,

@@ -7,13 +7,15 @@ from itm_fast.evaluation.attention import word_attention
 from itm_fast.evaluation.distance import MeanDistance
 from itm_fast.evaluation.explanation import Explanation, explain
 from itm_fast.evaluation.protocols import evaluate, evaluate_ensemble, evaluate_scores
-from itm_fast.evaluation.scoring import score_matrix
+from itm_fast.evaluation.scoring import Gallery, Scorer, score_matrix
 from itm_fast.evaluation.streaming import stream_ranks, top_k
 from itm_fast.evaluation.table import recall_table
 
 __all__ = [
     "Explanation",
+    "Gallery",
     "MeanDistance",
+    "Scorer",
     "evaluate",
     "evaluate_ensemble",
     "evaluate_scores",

@@ -51,6 +51,8 @@ class MatchingModel(nn.Module, abc.ABC):
     Config: ClassVar[type]
     # The submodules that `score` runs. Their batch statistics, if any, cover all images with one caption.
     scoring_parts: ClassVar[tuple[str, ...]] = ()
+    # The files that `save` writes for a model without a tokenizer.
+    saved_files: ClassVar[tuple[str, ...]] = (CONFIG_FILE, WEIGHTS_FILE)
     config: Any
     # The vocabulary of the captions; `load` sets it if the folder holds one.
     tokenizer: Vocabulary | None = None
@@ -180,6 +182,10 @@ class MatchingModel(nn.Module, abc.ABC):
             self.tokenizer.save(Path(directory) / VOCABULARY)
         for name, content in self.file_contents().items():
             atomic.write_bytes(Path(directory) / name, content)
+
+    def check_saved(self, directory: Path) -> None:
+        """Raise ValueError naming the file if `load` cannot read what `save` wrote."""
+        load(directory)
 
     def file_contents(self) -> dict[str, bytes]:
         """Return the files that `save` writes, by name. The last one marks a folder as a saved model."""

@@ -56,16 +56,27 @@ class Branch:
         """Compute and clip the gradients of `loss`. Return `loss`, and the norm before clipping as `grad_norm`.
 
         Raises:
-            ValueError: the loss or the norm of step `number` is not finite.
+            ValueError: the loss or the norm of step `number` is not finite, or a weight has no part in the loss.
         """
         value = finite("loss", loss, number)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         for action in self.after_backward:
             action()
+        if self.steps == 0:
+            self._check_all_learn()
         learned = [*self.model.parameters(), *self._of_loss]
         norm = torch.nn.utils.clip_grad_norm_(learned, self.config.grad_clip or math.inf)
         return {"loss": value, "grad_norm": finite("norm of the gradient", norm, number)}
+
+    def _check_all_learn(self) -> None:
+        """Raise ValueError if a weight has no gradient: several processes would wait for it, and a state lack it."""
+        idle = [name for name, one in self.model.named_parameters() if one.requires_grad and one.grad is None]
+        if idle:
+            raise ValueError(
+                f"model: the loss does not depend on the weight {idle[0]} ({len(idle)} such weights in all); exclude "
+                "them from training with requires_grad_(False), or remove them"
+            )
 
     def update(self) -> float:
         """Run one step of the optimiser with the present gradients. Return the learning rate."""

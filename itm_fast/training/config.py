@@ -35,7 +35,9 @@ MAX_SEED = 2**64 - 1  # the largest that torch takes
 class TrainConfig:
     """All settings of a training run. Steps are optimiser steps."""
 
-    data: str = setting(group=DATA, metavar="DIR", help="Data folder or feature store.", free_on_resume=True)
+    data: str | None = setting(
+        None, group=DATA, metavar="DIR", help="Data folder or feature store (required).", free_on_resume=True
+    )
     out: str = setting(group=OUTPUT, metavar="RUN", help="Run directory: best model, state, log.", free_on_resume=True)
     vocab: str | None = setting(
         None,

@@ -13,15 +13,18 @@ from itm_fast.data.digests import sha256_of_parts
 from itm_fast.models.base import MatchingModel
 from itm_fast.training.branch import BACKBONE
 from itm_fast.training.config import TrainConfig
+from itm_fast.training.own import OwnData
 
 __all__ = ["check_fingerprints", "fingerprints", "model_fingerprint"]
 
 
-def fingerprints(data: PrecomputedDataset) -> dict[str, str]:
+def fingerprints(data: PrecomputedDataset | OwnData) -> dict[str, str]:
     """Return SHA-256 digests by file name: captions with their images, features (file size and blocks), vocabulary.
 
-    A lossless feature store has the digests of its source.
+    A lossless feature store has the digests of its source. A user's own data set has one digest for all.
     """
+    if isinstance(data, OwnData):
+        return data.fingerprints()
     return {
         f"{data.split}_caps.txt": sha256_of_parts(
             "\n".join(data.captions).encode(), data.caption_image.numpy().tobytes()

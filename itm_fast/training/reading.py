@@ -15,6 +15,7 @@ from itm_fast.data.picture_augmentation import PictureAugmentation
 from itm_fast.data.zeros import warn_of_zeros
 from itm_fast.distributed import World
 from itm_fast.training.config import TrainConfig
+from itm_fast.training.own import OwnData
 from itm_fast.training.phases import Phases
 from itm_fast.training.shares import Shares, shared
 
@@ -23,7 +24,7 @@ __all__ = ["read_batches"]
 
 def read_batches(
     config: TrainConfig,
-    data: PrecomputedDataset,
+    data: PrecomputedDataset | OwnData,
     phases: Phases,
     position: int,
     *,
@@ -43,7 +44,8 @@ def read_batches(
     Raises:
         ValueError: a row cannot be read, or has a value that is not finite.
     """
-    checked = not world.first
+    # Only features of regions are known to be no padding.
+    checked = not world.first or isinstance(data, OwnData)
     for part in phases.passes(position):
         sampler = EpochSampler(
             len(data),
@@ -52,7 +54,7 @@ def read_batches(
             epoch=part.order,
             drop_last=config.drop_last,
             start_batch=part.start,
-            lengths=data.caption_lengths.numpy(),
+            lengths=data.caption_lengths.numpy() if config.bucket_batches else None,
             bucket_batches=config.bucket_batches,
         )
         own = sampler if world.size == 1 else Shares(sampler, world)
@@ -65,7 +67,7 @@ def read_batches(
         with torch.random.fork_rng(devices=[]):
             batches = shared(loader, sampler, data.caption_image, world)
             first = next(batches)
-        if not checked:
+        if not checked and isinstance(data, PrecomputedDataset):
             warn_of_zeros(data, first)
             checked = True
         yield from itertools.repeat(first, part.repeats - part.done)

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from itm_fast import config as settings
 from itm_fast import models
 from itm_fast.data import PrecomputedDataset, Vocabulary, check_data, find_vocabulary, load_vocabulary, open_split
 from itm_fast.distributed import World, joined
+from itm_fast.evaluation import Gallery
 from itm_fast.files import regular
 from itm_fast.files.processors import check_count, set_threads
 from itm_fast.models.bert_folder import bert_options, bert_vocabulary_file, load_bert
@@ -37,15 +39,34 @@ __all__ = ["create_model", "device_of", "load_data", "train", "vocabulary_path",
 _FROM_DATA = ("vocab_size", "feature_dim", "n_regions")
 
 
-def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -> TrainResult:
+def train(
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    progress: bool = True,
+    model: nn.Module | None = None,
+    train_data: Gallery | None = None,
+    validation_data: Gallery | None = None,
+    loss: Callable[..., Tensor] | None = None,
+) -> TrainResult:
     """Train a model and save it in the run directory `config.out`, in all processes of a launcher.
 
     Args:
         config: the settings of the run.
         resume: continue the run in `config.out` from its last state.
         progress: print a summary, a progress bar if there is a terminal, and a line per validation.
+        model: trained instead of the one that `config.model` names: any module with the methods `encode_images`,
+            `encode_captions` and `score` of `itm_fast.models.MatchingModel`. Its weights are saved as
+            `model.safetensors`, under the names of its `state_dict`.
+        train_data, validation_data: data sets instead of those in `config.data`: any `itm_fast.evaluation.Gallery`. A
+            method `batch(caption_indices)`, if there is one, returns the `itm_fast.data.Batch` of a training step.
+            They need a `model`.
+        loss: a function or module that maps the scores (B, B), images in rows and matching pairs on the diagonal, to a
+            scalar, in all epochs. A parameter `positives` receives a mask (B, B) of further pairs that are no
+            negatives, or None.
 
     Raises:
+        TypeError: `model` or a data set lacks a method.
         ValueError: a setting, the data or the content of the run directory does not fit, or another process trains
             there. Nothing is written.
         OSError: the disk is full. Earlier saves are kept, and `resume` continues from them.
@@ -58,7 +79,9 @@ def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -
             if world.first:
                 run_folder.check(config, resume=resume)
         with world.together():
-            vocabulary, trainer = _trainer(config, world, resume=resume, progress=progress)
+            vocabulary, trainer = _trainer(
+                config, world, model, (train_data, validation_data), loss, resume=resume, progress=progress
+            )
         with world.together():
             if world.first:
                 kept.enter_context(lock(config.out))
@@ -73,40 +96,65 @@ def train(config: TrainConfig, *, resume: bool = False, progress: bool = True) -
         return trainer.run()
 
 
-def _trainer(config: TrainConfig, world: World, *, resume: bool, progress: bool) -> tuple[Vocabulary, Trainer]:
-    """Create the trainer of a run, and return the vocabulary, too."""
+def _trainer(
+    config: TrainConfig,
+    world: World,
+    model: nn.Module | None,
+    splits: tuple[Gallery | None, Gallery | None],
+    loss: Callable[..., Tensor] | None,
+    *,
+    resume: bool,
+    progress: bool,
+) -> tuple[Vocabulary | None, Trainer]:
+    """Create the trainer of a run, and return the vocabulary, too; None if the data are not in `config.data`."""
+    vocabulary, anchor = None, None
+    train_data, validation_data = splits
     # Trainers agree on where features lie: all processes make one, or none does.
     with world.together():
-        vocabulary, train_data, validation_data = load_data(config, resume=resume)
+        if train_data is None and validation_data is None:
+            vocabulary, train_data, validation_data = load_data(config, resume=resume)
+            torch.manual_seed(config.seed)
+            model = model or create_model(config, vocabulary, train_data)
+            if isinstance(model, models.MatchingModel):
+                for data in (train_data, validation_data):
+                    data.check_caption_lengths(model.max_caption_length)
+                anchor = frozen_anchor(config, model, vocabulary, resume=resume)
+        if train_data is None or validation_data is None:
+            raise ValueError("train_data, validation_data: expected both or none")
+        if model is None:
+            raise ValueError("model: expected a module to train with train_data and validation_data")
+    if vocabulary is None:
         torch.manual_seed(config.seed)
-        model = create_model(config, vocabulary, train_data)
-        for data in (train_data, validation_data):
-            data.check_caption_lengths(model.max_caption_length)
-        anchor = frozen_anchor(config, model, vocabulary, resume=resume)
-    trainer = Trainer(config, model, train_data, validation_data, anchor=anchor, progress=progress, world=world)
+    trainer = Trainer(
+        config, model, train_data, validation_data, loss=loss, anchor=anchor, progress=progress, world=world
+    )
     return vocabulary, trainer
 
 
-def _open(trainer: Trainer, vocabulary: Vocabulary, *, resume: bool, progress: bool) -> None:
+def _open(trainer: Trainer, vocabulary: Vocabulary | None, *, resume: bool, progress: bool) -> None:
     """Prepare the run directory and print a summary."""
     config = trainer.config
     run = run_folder.prepare(config, resume=resume)
-    path = vocabulary_path(config, resume=resume)
+    path = None if vocabulary is None else vocabulary_path(config, resume=resume)
     for data in (trainer.train_data, trainer.validation_data):
-        warn_of_unknown_words(data)
-    if path is None:
+        if isinstance(data, PrecomputedDataset):
+            warn_of_unknown_words(data)
+    if path is None and isinstance(trainer.train_data, PrecomputedDataset):
         trainer.train_data.warn_of_rare_words(config.min_count)
     for caution in cautions(config, trainer.model):
         warnings.warn(caution, stacklevel=2)
     if progress:
         tqdm.write("\n".join(_opening(trainer, vocabulary, path or "built from the training captions")))
-    vocabulary.save(run / run_folder.VOCABULARY)
+    if vocabulary is not None:
+        vocabulary.save(run / run_folder.VOCABULARY)
 
 
 def load_data(
     config: TrainConfig, *, resume: bool = False
 ) -> tuple[Vocabulary, PrecomputedDataset, PrecomputedDataset]:
     """Load the vocabulary, the training split and the validation split. A resumed run keeps its vocabulary."""
+    if config.data is None:
+        raise ValueError("data: this setting is required")
     check_data(config.data, "train")
     path = vocabulary_path(config, resume=resume)
     default = settings.fields_of(TrainConfig)["min_count"].default
@@ -138,19 +186,24 @@ def vocabulary_path(config: TrainConfig, *, resume: bool = False) -> Path | None
         if config.vocab is not None:
             raise ValueError(f"vocab: the BERT model in {config.bert} contains its own vocabulary; expected no other")
         return bert_vocabulary_file(config.bert)
-    return find_vocabulary(config.data) if config.vocab is None else Path(config.vocab)
+    if config.vocab is not None:
+        return Path(config.vocab)
+    return None if config.data is None else find_vocabulary(config.data)
 
 
-def _opening(trainer: Trainer, vocabulary: Vocabulary, vocabulary_source: Path | str) -> Iterator[str]:
+def _opening(trainer: Trainer, vocabulary: Vocabulary | None, vocabulary_source: Path | str) -> Iterator[str]:
     """Yield the lines of the summary."""
     config = trainer.config
     sizes = [
         f"{data.split} {data.n_images:,} images, {len(data):,} captions"
         for data in (trainer.train_data, trainer.validation_data)
     ]
-    yield f"data: {config.data}: {'; '.join(sizes)}"
-    yield f"features: {trainer.placement}"
-    yield f"vocabulary: {vocabulary_source}, {len(vocabulary):,} words"
+    where = [config.data] if config.data is not None and vocabulary is not None else []
+    yield f"data: {': '.join([*where, '; '.join(sizes)])}"
+    if trainer.placement is not None:
+        yield f"features: {trainer.placement}"
+    if vocabulary is not None:
+        yield f"vocabulary: {vocabulary_source}, {len(vocabulary):,} words"
     yield f"device: {trainer.device}, threads: {torch.get_num_threads()}, precision: {config.precision}"
     if trainer.world.size > 1:
         yield f"processes: {trainer.world.size}, which share each batch of {config.batch_size:,}"

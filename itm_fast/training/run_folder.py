@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from itm_fast import config as settings
-from itm_fast import models
 from itm_fast.data import Vocabulary
 from itm_fast.files import atomic, regular
 from itm_fast.files.messages import shown
@@ -59,7 +58,7 @@ def check(config: TrainConfig, *, resume: bool) -> None:
     run = Path(config.out)
     if run.exists() and not run.is_dir():
         raise ValueError(f"{run}: expected a folder for the run, found a file")
-    if run.resolve() == Path(config.data).resolve():
+    if config.data is not None and run.resolve() == Path(config.data).resolve():
         raise ValueError(f"out: expected another folder than that of the data, got {run}")
     atomic.check_entries(run, _written(run))
     started, has_state = regular.is_file(run / CONFIG), regular.is_file(run / STATE_FILE)
@@ -104,27 +103,31 @@ def prepare(config: TrainConfig, *, resume: bool) -> Path:
     return run
 
 
-def save_models(run: str | Path, target: MatchingModel, others: Sequence[MatchingModel], words: Vocabulary) -> None:
+def save_models(
+    run: str | Path, target: MatchingModel, others: Sequence[MatchingModel], words: Vocabulary | None
+) -> None:
     """Write the best model into the run directory, and `others` of the same step into `branches/1`, `branches/2`, ...
 
     The model itself is written last. Until its validation is in the log, a resumed run writes all of them again.
     """
     for number, model in enumerate(others, start=1):
         folder = Path(run) / BRANCHES / str(number)
-        for name, content in {VOCABULARY: words.to_json().encode(), **model.file_contents()}.items():
+        vocabulary = {} if words is None else {VOCABULARY: words.to_json().encode()}
+        for name, content in {**vocabulary, **model.file_contents()}.items():
             atomic.write_bytes(folder / name, content, run)
     target.save(run)
 
 
-def lost_model(run: str | Path, others: int) -> str | None:
+def lost_model(run: str | Path, target: MatchingModel, others: Sequence[MatchingModel]) -> str | None:
     """Return why the best model, or one of the `others` saved with it, cannot be read; None if all can."""
-    for folder in (Path(run), *(Path(run) / BRANCHES / str(number) for number in range(1, others + 1))):
-        for name in (CONFIG_FILE, WEIGHTS_FILE):
+    branches = [Path(run) / BRANCHES / str(number) for number in range(1, len(others) + 1)]
+    for model, folder in zip((target, *others), (Path(run), *branches), strict=True):
+        for name in model.saved_files:
             if not regular.is_present(folder / name):
                 return f"{folder / name}: gone"
         try:
             with torch.random.fork_rng(devices=[]):  # The run goes on from the state of torch's generator.
-                models.load(folder)
+                model.check_saved(folder)
         except (ValueError, OSError) as error:
             return str(error)
     return None

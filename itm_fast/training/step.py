@@ -36,7 +36,7 @@ class Stepper:
     `per_epoch` is the number of model steps per epoch and `anchor` the frozen model of the scenario oas. `image_rows`
     returns the regions (n, k, f) of images by their rows in the training data, and `n_images` is the number of images.
     `world` describes the processes that share each batch. `room` is the host memory in bytes that the discriminators of
-    the scenario addr may take (None: no limit).
+    the scenario addr may take (None: no limit). `loss` replaces the one that `config` names, in all epochs.
 
     Raises:
         ValueError: the settings, the model and the number of processes cannot be combined.
@@ -46,7 +46,7 @@ class Stepper:
         self,
         config: TrainConfig,
         model: MatchingModel,
-        vocabulary: Vocabulary,
+        vocabulary: Vocabulary | None,
         device: torch.device,
         per_epoch: int,
         anchor: MatchingModel | None = None,
@@ -54,9 +54,11 @@ class Stepper:
         n_images: int = 1,
         world: World | None = None,
         room: int | None = None,
+        loss: nn.Module | None = None,
     ) -> None:
         self.config, self.device, self.world = config, device, world or World()
-        self.losses = nn.ModuleDict(make_losses(config)).to(device)
+        self.losses = nn.ModuleDict(make_losses(config) if loss is None else {config.mining: loss}).to(device)
+        self._is_triplet = config.loss == "triplet" and loss is None
         self.boosting_loss = make_boosting_loss(config)
         self.realignment_losses = make_realignment_losses(config)
         of_loss = list(self.losses.parameters())
@@ -94,7 +96,7 @@ class Stepper:
         if diagnose and result.scores is not None:
             diagnostics |= mining_diagnostics(result.scores, positives, mining, self.config.epsilon)
         found: list[str | None] = []
-        if result.own_loss is not None and mining == "hardest" and self.config.loss == "triplet":
+        if result.own_loss is not None and mining == "hardest" and self._is_triplet:
             factor = (2 if self.config.halve_loss else 1) * (len(images) if self.config.mean_loss else 1)
             found.append(self.plateau.update(factor * result.own_loss, len(images), diagnostics.get("hardest_gap")))
         numbers = result.numbers
@@ -106,7 +108,7 @@ class Stepper:
     def _of_loss(self) -> dict[str, float]:
         """Return the scalar parameters of the loss, for the log."""
         learned = self.losses[self.config.mining].named_parameters()
-        return {f"loss_{name}": float(one.detach()) for name, one in learned if one.numel() == 1}
+        return {f"loss_{name.rpartition('.')[2]}": float(one.detach()) for name, one in learned if one.numel() == 1}
 
     def _functions(self, batch: Batch, mining: str, positives: Tensor | None) -> BatchFunctions:
         def scores(model: MatchingModel) -> Tensor:

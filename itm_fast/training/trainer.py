@@ -14,23 +14,25 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from ignite.engine import Engine, Events
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from itm_fast.data import Batch, EpochSampler, PrecomputedDataset
-from itm_fast.data.placement import host_room, place
+from itm_fast.data.placement import Placement, host_room, place
 from itm_fast.distributed import World
-from itm_fast.evaluation import evaluate
+from itm_fast.evaluation import Gallery, evaluate
 from itm_fast.models.base import MatchingModel, load_weights
 from itm_fast.training import checkpoint, run_folder
 from itm_fast.training.backbone import check_pictures
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.fingerprint import check_fingerprints, fingerprints, model_fingerprint
+from itm_fast.training.own import as_data, as_loss, as_model, check_settings
 from itm_fast.training.phases import Phases
 from itm_fast.training.progress import Progress, TrainResult
 from itm_fast.training.reading import read_batches
@@ -49,6 +51,10 @@ _STATE_KEYS = ("data", "model", "optimizer", "scheduler", "plateau", "random", *
 class Trainer:
     """Train `model` as `config` says. `run` writes to the run directory `config.out`, which must exist.
 
+    `itm_fast.training.train` makes one, creates and checks the directory, and runs it. The model may be any module with
+    `encode_images`, `encode_captions` and `score`; the data sets any `itm_fast.evaluation.Gallery`; and `loss` any
+    function of the scores, which then replaces the loss of `config` (see `itm_fast.training.train`).
+
     `anchor` is the frozen model of the scenario oas. If several processes (`world`) train together, each has a trainer
     with the same arguments, and only the first writes files.
 
@@ -59,31 +65,37 @@ class Trainer:
     def __init__(
         self,
         config: TrainConfig,
-        model: MatchingModel,
-        train_data: PrecomputedDataset,
-        validation_data: PrecomputedDataset,
+        model: nn.Module,
+        train_data: Gallery,
+        validation_data: Gallery,
         *,
+        loss: Callable[..., Tensor] | None = None,
         anchor: MatchingModel | None = None,
         progress: bool = True,
         world: World | None = None,
     ) -> None:
         self.config, self.world = config, world or World()
         self.device = torch.device(self.world.device(config.device))
-        self.model = model.to(self.device)
+        self.model = as_model(model).to(self.device)
+        self._own_loss = loss is not None
         anchor = None if anchor is None else anchor.to(self.device)
-        self.train_data, self.validation_data = train_data, validation_data
+        self.train_data = train_data = as_data(train_data, "train")
+        self.validation_data = as_data(validation_data, config.validation_split)
+        check_settings(config, self.model, train_data)
         batches = len(EpochSampler(len(train_data), config.batch_size, drop_last=config.drop_last))
         if batches == 0:
             raise ValueError(f"batch_size: {config.batch_size} is more than the {len(train_data)} training captions")
         self._talks = progress and self.world.first
         self._kept_before = train_data.source.keep_bfloat16
-        where = config.features
-        if config.picture_augmentation != "none":
-            check_pictures(config, train_data)
-            where = "disk"
-        train_data.source, self.placement = place(
-            train_data.source, where, self.device, self.world, progress=self._talks
-        )
+        self.placement: Placement | None = None
+        if isinstance(train_data, PrecomputedDataset):
+            where = config.features
+            if config.picture_augmentation != "none":
+                check_pictures(config, train_data)
+                where = "disk"
+            train_data.source, self.placement = place(
+                train_data.source, where, self.device, self.world, progress=self._talks
+            )
         self.phases = Phases.of(config, batches)
         self.steps_per_epoch = self.phases.steps_per_epoch
         self.stepper = Stepper(
@@ -97,6 +109,7 @@ class Trainer:
             n_images=train_data.n_images,
             world=self.world,
             room=host_room(self.world) if config.trains_discriminators else None,
+            loss=None if loss is None else as_loss(loss),
         )
         # Models start equal in all processes; random numbers drawn from here on differ.
         if self.world.rank > 0:
@@ -149,7 +162,7 @@ class Trainer:
             summary, self.progress.log_size = found
             self.progress.judge(summary, self.progress.position)
         if self.progress.best:
-            lost = run_folder.lost_model(self.config.out, len(self.stepper.scenario.companions()))
+            lost = run_folder.lost_model(self.config.out, self.model, self.stepper.scenario.companions())
             if lost is not None:
                 self._forget_best(lost)
 
@@ -257,6 +270,8 @@ class Trainer:
     @property
     def mining(self) -> str:
         """The negatives of the current epoch; epochs count from 1 once the run has started."""
+        if self._own_loss:
+            return self.config.mining
         return "all" if max(self.engine.state.epoch, 1) <= (self.config.warmup_epochs or 0) else self.config.mining
 
     def _after_step(self, engine: Engine) -> None:
@@ -387,7 +402,7 @@ class Trainer:
     @property
     def _data(self) -> str:
         """Return an identifier of the training split for files that are saved beside the state."""
-        return self._fingerprints[f"{self.train_data.split}_caps.txt"]
+        return next(iter(self._fingerprints.values()))  # That of the captions comes first.
 
     @functools.cached_property
     def _fingerprints(self) -> dict[str, str]:

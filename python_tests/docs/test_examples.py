@@ -76,6 +76,20 @@ def test_own_parts_train_like_built_in_ones(script: str, setting: str, data: Pat
     assert len([line for line in lines if line["kind"] == "validation"]) == 3
 
 
+def test_the_own_loop_learns_in_one_process_and_in_two(tmp_path: Path) -> None:
+    compiled = ["--compile", "aot_eager", "--bfloat16"]
+    alone = run("own_loop.py", "--steps", 52, *compiled, cwd=tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, EXAMPLES / "own_loop.py", "--steps", 52]
+    both = run_process(command, cwd=tmp_path, OMP_NUM_THREADS=1, PYTHONPATH=ROOT)
+    assert both.returncode == 0, both.stderr
+    for printed in (alone, both.stdout):
+        found = [float(share) for share in re.findall(r"(\d+) % of the captions", printed)]
+        assert len(found) == 3
+        assert found[0] < 30
+        assert found[1] > 60
+
+
 def test_every_script_is_tested() -> None:
     tested = set(re.findall(r'"(\w+\.py)"', Path(__file__).read_text()))
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested

@@ -1,0 +1,226 @@
+"""What a user may bring to a training: a module, data sets and a loss.
+
+Inside: `OwnModel`, `OwnData`, `OwnLoss`, `as_model`, `as_data`, `as_loss`, `check_settings`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from safetensors.torch import save as serialize
+from torch import Tensor, nn
+
+from itm_fast.data import Batch, PrecomputedDataset, Vocabulary
+from itm_fast.data.digests import sha256_of_parts
+from itm_fast.evaluation.scoring import Gallery
+from itm_fast.files.messages import shown
+from itm_fast.fragments import Fragments
+from itm_fast.losses import TripletLoss
+from itm_fast.models.base import WEIGHTS_FILE, MatchingModel, check_shapes, shapes_of
+from itm_fast.models.weights_file import read_shapes, read_weights
+from itm_fast.training.config import TrainConfig
+
+__all__ = ["OwnData", "OwnLoss", "OwnModel", "as_data", "as_loss", "as_model", "check_settings"]
+
+_ENCODES = ("encode_images", "encode_captions", "score")
+# Settings that say how to build or wrap a model of this package.
+_OF_BUILT_IN = ("bert", "image_backbone", "conversions")
+_READS = ("n_images", "caption_image", "image_batch", "caption_batch", "__len__")
+
+
+class OwnModel(MatchingModel):
+    """A module that is no `MatchingModel`, as the trainer uses models.
+
+    Args:
+        module: has the methods `encode_images`, `encode_captions` and `score` of `MatchingModel`.
+    """
+
+    name = "own"
+    saved_files = (WEIGHTS_FILE,)
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module: Any = module
+
+    def encode_images(self, features: Tensor | Fragments) -> Any:
+        return self.module.encode_images(features)
+
+    def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Any:
+        return self.module.encode_captions(token_ids, lengths)
+
+    def score(self, images: Any, captions: Any) -> Tensor:
+        return self.module.score(images, captions)
+
+    @property
+    def scores_within_one(self) -> bool:
+        return bool(getattr(self.module, "scores_within_one", True))
+
+    def first_image_weight(self) -> nn.Parameter:
+        return next(getattr(self.module, "image_encoder", self.module).parameters())
+
+    def file_contents(self) -> dict[str, bytes]:
+        """Return the weights under the names that the module gives them."""
+        # Copies, because a module may use one weight under two names, which the format refuses.
+        copies = {name: one.detach().cpu().clone().contiguous() for name, one in self.module.state_dict().items()}
+        return {WEIGHTS_FILE: serialize(copies)}
+
+    def check_saved(self, directory: Path) -> None:
+        path = directory / WEIGHTS_FILE
+        check_shapes(shapes_of(self.module), read_shapes(path), str(path))
+        read_weights(path)
+
+
+@attrs.define
+class _Unplaced:
+    """Stands in for the features of a data set that reads them in its own way."""
+
+    in_process: bool = False
+    keep_bfloat16: bool = False
+
+
+class OwnData:
+    """A data set that is no `PrecomputedDataset`, as the trainer and its loaders use data sets.
+
+    Args:
+        data: a `Gallery`. If it has a method `batch`, it returns the `Batch` of captions by their numbers; otherwise
+            `image_batch` and `caption_batch` make it. If it has `caption_lengths`, (n_captions,) int64, captions can be
+            sorted by length. If it has a `fingerprint`, a string, a resumed run checks that it is the same.
+        split: the name of the split in the log.
+
+    Raises:
+        TypeError: `data` lacks a part of a `Gallery`.
+        ValueError: `caption_image` does not fit the numbers of images and captions.
+    """
+
+    def __init__(self, data: Gallery, split: str) -> None:
+        missing = [name for name in _READS if not hasattr(data, name)]
+        if missing:
+            raise TypeError(f"{split} data: {type(data).__name__} has no {missing[0]}")
+        self.data, self.split, self.n_images = data, split, data.n_images
+        self.vocabulary: Vocabulary | None = getattr(data, "vocabulary", None)
+        self.source = getattr(data, "source", None) or _Unplaced()
+        self.caption_image = torch.as_tensor(data.caption_image)
+        if self.caption_image.shape != (len(data),) or self.caption_image.dtype != torch.int64:
+            raise ValueError(
+                f"{split} data: caption_image: expected int64 ({len(data)},), got {self.caption_image.dtype} "
+                f"{tuple(self.caption_image.shape)}"
+            )
+        if len(data) and not 0 <= int(self.caption_image.min()) <= int(self.caption_image.max()) < self.n_images:
+            raise ValueError(f"{split} data: caption_image: expected images from 0 to {self.n_images - 1}")
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def caption_lengths(self) -> Tensor:
+        """Return the number of tokens of each caption, (n_captions,) int64."""
+        found = getattr(self.data, "caption_lengths", None)
+        if found is None:
+            raise ValueError(
+                f"bucket_batches: {type(self.data).__name__} has no caption_lengths to sort by; expected 0"
+            )
+        return torch.as_tensor(found)
+
+    def image_batch(self, image_indices: Tensor) -> Tensor | Fragments:
+        """Read images; see `Gallery`."""
+        return self.data.image_batch(image_indices)
+
+    def caption_batch(self, caption_indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Read captions; see `Gallery`."""
+        return self.data.caption_batch(caption_indices)
+
+    def batch(self, caption_indices: np.ndarray) -> Batch:
+        """Return captions and the image of each."""
+        make = getattr(self.data, "batch", None)
+        if make is not None:
+            return make(caption_indices)
+        captions = torch.from_numpy(caption_indices)
+        images = self.caption_image[captions]
+        return Batch(self.image_batch(images), *self.caption_batch(captions), images, captions)
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return a digest of what is known of the data, by name."""
+        parts = (str(self.n_images), self.split, str(getattr(self.data, "fingerprint", "")))
+        known = sha256_of_parts(self.caption_image.numpy().tobytes(), *(part.encode() for part in parts))
+        return {f"{self.split} data": known}
+
+
+class OwnLoss(nn.Module):
+    """A function of the scores as a loss of the trainer.
+
+    Args:
+        function: called with the scores (B, B), images in rows and matching pairs on the diagonal. A parameter
+            `positives` receives a mask: bool (B, B), True for further pairs that are no negatives, or None. A module is
+            trained with the model.
+
+    Raises:
+        TypeError: `function` cannot be called; in `forward`, it returned something else than a scalar tensor.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        if not callable(function):
+            raise TypeError(f"loss: expected a function of the scores, got {shown(function)}")
+        self.function = function
+        called = function.forward if isinstance(function, nn.Module) else function
+        try:
+            self._takes_positives = "positives" in inspect.signature(called).parameters
+        except ValueError:  # A function without a signature, such as one written in C.
+            self._takes_positives = False
+
+    def forward(self, scores: Tensor, *, positives: Tensor | None = None) -> Tensor:
+        """Return the loss, a scalar."""
+        found: Any = self.function(scores, positives=positives) if self._takes_positives else self.function(scores)
+        if not isinstance(found, Tensor) or found.dim():
+            shape = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise TypeError(f"loss: expected a scalar tensor, got {shape}")
+        return found
+
+
+def as_model(model: nn.Module) -> MatchingModel:
+    """Return a `MatchingModel` as it is, and another module as an `OwnModel`.
+
+    Raises:
+        TypeError: it is no module, or lacks a method.
+        ValueError: no weight can be trained.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {shown(model)}")
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise ValueError(f"model: {type(model).__name__} has no weight to train")
+    if isinstance(model, MatchingModel):
+        return model
+    missing = [name for name in _ENCODES if not callable(getattr(model, name, None))]
+    if missing:
+        raise TypeError(f"model: {type(model).__name__} has no method {missing[0]}")
+    return OwnModel(model)
+
+
+def check_settings(config: TrainConfig, model: MatchingModel, data: PrecomputedDataset | OwnData) -> None:
+    """Raise ValueError naming a setting that does not go with a user's own module or data set."""
+    if isinstance(model, OwnModel):
+        for name in _OF_BUILT_IN:
+            if getattr(config, name) is not None:
+                raise ValueError(f"{name}: expected none with your own module, got {shown(getattr(config, name))}")
+        if config.scenario not in ("single", "mss"):
+            raise ValueError(f"scenario: expected single or mss with your own module, got {config.scenario}")
+    if isinstance(data, OwnData) and config.picture_augmentation != "none":
+        raise ValueError(
+            "picture_augmentation: expected none with your own data set, which can augment in its method batch"
+        )
+
+
+def as_data(data: Gallery, split: str) -> PrecomputedDataset | OwnData:
+    """Return a `PrecomputedDataset` as it is, and another data set as `OwnData` with the name `split`."""
+    return data if isinstance(data, PrecomputedDataset | OwnData) else OwnData(data, split)
+
+
+def as_loss(loss: Callable[..., Tensor]) -> nn.Module:
+    """Return a `TripletLoss` as it is, because one kernel computes it with the scores, and another one as `OwnLoss`."""
+    return loss if type(loss) is TripletLoss else OwnLoss(loss)

@@ -1,0 +1,238 @@
+"""Trainings of a user's own module, data sets and loss."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from itm_fast import evaluation, losses, models
+from itm_fast.data import Batch, CaptionDataset, Vocabulary
+from itm_fast.fragments import Fragments
+from itm_fast.training.checkpoint import load_state
+from itm_fast.training.metrics_log import read_metrics
+from python_tests.helpers.concepts import write_concepts
+from python_tests.helpers.runs import differences, same, stop_at, weights, what_a_run_leaves
+from python_tests.helpers.worlds import run_jobs
+from python_tests.training.own_parts import Matcher, Scaled, Stripes, contrast, run, settings
+
+
+def numbers(out: Path, name: str) -> list[float]:
+    return [line[name] for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "train"]
+
+
+def test_own_parts_learn_and_the_best_weights_are_those_of_the_module(tmp_path: Path) -> None:
+    result = run(settings(tmp_path / "run", epochs=8))
+    untrained = evaluation.evaluate(Matcher(), Stripes(30, 2))["rsum"]
+    assert result.finished
+    assert result.best["rsum"] > untrained + 150
+    model = Matcher()
+    model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
+    assert evaluation.evaluate(model, Stripes(30, 2)) == pytest.approx(result.best)
+    # Nothing that a registered model of this name could be loaded from.
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_the_first_step_is_the_loss_of_the_batch(tmp_path: Path) -> None:
+    """The user's loss counts in all epochs, a warm-up epoch included."""
+    seen: list[Batch] = []
+
+    class Kept(Stripes):
+        def batch(self, captions: np.ndarray) -> Batch:
+            indices = torch.from_numpy(captions)
+            images = self.caption_image[indices]
+            seen.append(Batch(self.image_batch(images), *self.caption_batch(indices), images, indices))
+            return seen[-1]
+
+    torch.manual_seed(3)
+    model = Matcher()
+    model.dropout.p = 0.0
+    first = {name: one.clone() for name, one in model.state_dict().items()}
+    run(settings(tmp_path, warmup_epochs=1), model=model, train_data=Kept(60, 1))
+    again = Matcher().eval()
+    again.load_state_dict(first)
+    batch = seen[0]
+    scores = again.score(again.encode_images(batch.features), again.encode_captions(batch.token_ids, batch.lengths))
+    assert numbers(tmp_path, "loss")[0] == pytest.approx(contrast(scores).item(), rel=1e-5)
+
+
+def test_micro_batches_give_the_same_losses(tmp_path: Path) -> None:
+    def trained(name: str, **changes: Any) -> list[float]:
+        torch.manual_seed(3)
+        model = Matcher()
+        model.dropout.p = 0.0
+        run(settings(tmp_path / name, **changes), model=model)
+        return numbers(tmp_path / name, "loss")
+
+    assert trained("parts", micro_batch=4) == pytest.approx(trained("whole"), rel=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"scenario": "mss", "ema_decay": 0.9}, {"workers": 1}], ids=str)
+def test_an_interrupted_run_resumes_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    run(settings(tmp_path / "whole", **changes))
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7)
+        assert not run(settings(tmp_path / "run", **changes)).finished
+    # Weights and random numbers of the state count, not those of the new process.
+    torch.manual_seed(77)
+    run(settings(tmp_path / "run", **changes), resume=True, model=Matcher())
+    assert differences(what_a_run_leaves(tmp_path / "whole"), what_a_run_leaves(tmp_path / "run")) == []
+
+
+def test_a_damaged_best_model_is_replaced(tmp_path: Path) -> None:
+    run(settings(tmp_path))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.warns(UserWarning, match=rf"{re.escape(str(path))}.* is lost"):
+        run(settings(tmp_path, epochs=3), resume=True)
+    assert load_file(path).keys() == Matcher().state_dict().keys()
+
+
+def test_a_resumed_run_refuses_other_data(tmp_path: Path) -> None:
+    class Named(Stripes):
+        fingerprint = "a"
+
+    run(settings(tmp_path), train_data=Named(60, 1))
+    expected = "train data: its content is not what the run to resume was started with"
+    with pytest.raises(ValueError, match=expected):
+        run(settings(tmp_path, epochs=3), train_data=Stripes(60, 1), resume=True)
+    with pytest.raises(ValueError, match=expected):
+        run(settings(tmp_path, epochs=3), train_data=Named(61, 1), resume=True)
+    run(settings(tmp_path, epochs=3), train_data=Named(60, 1), resume=True)
+
+
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    job = {"function": "python_tests.training.own_parts:train_in_a_world"}
+    changes = {"batch_size": 24, "epochs": 1, "micro_batch": 5}
+    jobs = [{"size": size, "value": {"out": str(tmp_path / str(size)), "changes": changes}, **job} for size in (1, 2)]
+    for outcomes in run_jobs(jobs):
+        assert [(status, error) for status, _, error in outcomes] == [(0, "")] * len(outcomes)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in "12")
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-3, atol=1e-4)
+
+
+def test_a_module_as_loss_learns_and_gets_the_pairs_of_the_same_image(tmp_path: Path) -> None:
+    loss = Scaled()
+    run(settings(tmp_path), loss=loss)
+    found = numbers(tmp_path, "loss_scale")
+    assert found[-1] == float(loss.scale.detach())
+    assert found[-1] != 10.0
+
+
+def test_a_triplet_loss_is_computed_with_the_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A built-in model with an own instance of the loss keeps the single call for both."""
+    data = Stripes(60, 1)
+    features = data.palette[data.stripes].numpy().astype(np.float32)
+    words = [f"w{index}" for index in range(6)]
+    captions = [" ".join(f"w{index}" for index in row) for row in data.stripes.tolist()]
+    splits = CaptionDataset(features, captions, np.arange(60), Vocabulary.build([" ".join(words)], 1))
+    torch.manual_seed(3)
+    model = models.create("scan", vocab_size=len(splits.vocabulary), feature_dim=3, embed_dim=16, word_dim=8)
+    monkeypatch.setattr(losses.TripletLoss, "forward", lambda *_: pytest.fail("scores and loss came apart"))
+    loss = losses.TripletLoss(0.3, mining="all")
+    result = run(
+        settings(tmp_path, text_augmentation=0.0, bucket_batches=2),
+        model=model, train_data=splits, validation_data=splits, loss=loss,
+    )  # fmt: skip
+    # It is a model of the package and can be loaded.
+    assert evaluation.evaluate(models.load(tmp_path), splits) == pytest.approx(result.best)
+
+
+def test_an_own_module_trains_on_a_data_folder_and_a_named_model_with_an_own_loss(tmp_path: Path) -> None:
+    folder = write_concepts(tmp_path / "data")
+
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.image, self.words = nn.LazyLinear(16), nn.Embedding(100, 16)
+
+        def encode_images(self, features: Tensor) -> Tensor:
+            return self.image(features).mean(1)
+
+        def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Tensor:
+            words = Fragments.from_padded(self.words(token_ids), lengths)
+            return torch.stack([one.mean(0) for one in words])
+
+        def score(self, images: Tensor, captions: Tensor) -> Tensor:
+            return images @ captions.t()
+
+    module = Linear()
+    module.image(torch.zeros(1, np.load(folder / "train_ims.npy", mmap_mode="r").shape[2]))
+    nothing = {"train_data": None, "validation_data": None}
+    run(settings(tmp_path / "module", data=str(folder), mean_loss=True), model=module, loss=None, **nothing)
+    assert (tmp_path / "module" / "vocab.json").exists()
+    options = {"embed_dim": 16, "word_dim": 12}
+    run(settings(tmp_path / "named", data=str(folder), model_options=options), model=None, **nothing)
+    assert isinstance(models.load(tmp_path / "named"), models.SCAN)
+
+
+class Unused(Matcher):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+
+
+class Mute(Matcher):
+    score = None  # type: ignore[assignment]
+
+
+def broken(**changes: object) -> Stripes:
+    data = Stripes(60, 1)
+    for name, value in changes.items():
+        setattr(data, name, value)
+    return data
+
+
+@pytest.mark.parametrize(
+    ("parts", "changes", "error", "message"),
+    [
+        ({"model": Mute()}, {}, TypeError, "model: Mute has no method score"),
+        ({"model": lambda: 1}, {}, TypeError, "model: expected a torch.nn.Module, got"),
+        ({"model": Matcher().requires_grad_(False)}, {}, ValueError, "model: Matcher has no weight to train"),
+        ({"model": Unused()}, {}, ValueError, r"does not depend on the weight module.head.weight \(2 such weights"),
+        ({"model": None}, {}, ValueError, "model: expected a module to train with train_data and validation_data"),
+        ({"train_data": object()}, {}, TypeError, "train data: object has no n_images"),
+        ({"validation_data": None}, {}, ValueError, "train_data, validation_data: expected both or none"),
+        (
+            {"validation_data": broken(caption_image=torch.zeros(60))}, {}, ValueError,
+            r"dev data: caption_image: expected int64 \(60,\), got torch.float32 \(60,\)",
+        ),
+        ({"train_data": broken(n_images=3)}, {}, ValueError, "train data: caption_image: expected images from 0 to 2"),
+        ({"loss": 3}, {}, TypeError, "loss: expected a function of the scores, got 3"),
+        ({"loss": lambda scores: scores}, {}, TypeError, r"loss: expected a scalar tensor, got shape \(25, 25\)"),
+        ({"loss": lambda scores: 1.0}, {}, TypeError, "loss: expected a scalar tensor, got float"),
+        ({}, {"scenario": "oss"}, ValueError, "scenario: expected single or mss with your own module, got oss"),
+        ({}, {"bert": "bert"}, ValueError, "bert: expected none with your own module"),
+        ({}, {"conversions": 2}, ValueError, "conversions: expected none with your own module"),
+        ({}, {"picture_augmentation": "crop"}, ValueError, "picture_augmentation: expected none with your own data"),
+        ({}, {"text_augmentation": 0.2}, ValueError, "text_augmentation: needs the vocabulary of the captions"),
+        ({}, {"bucket_batches": 2}, ValueError, "bucket_batches: Stripes has no caption_lengths"),
+    ],
+)  # fmt: skip
+def test_one_line_says_what_does_not_fit(
+    tmp_path: Path, parts: dict[str, Any], changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message) as raised:
+        run(settings(tmp_path, **changes), **parts)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_data_folder_is_required_without_own_data(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="data: this setting is required"):
+        run(settings(tmp_path), train_data=None, validation_data=None, model=None)
+
+
+def test_states_hold_the_weights_of_the_module(tmp_path: Path) -> None:
+    run(settings(tmp_path, epochs=1))
+    assert load_state(tmp_path)["position"] == 5
+    best = {f"module.{name}": one for name, one in load_file(tmp_path / "model.safetensors").items()}
+    assert same(weights(tmp_path), best)
