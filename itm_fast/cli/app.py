@@ -106,7 +106,7 @@ def run(arguments: list[str] | None = None) -> int:
         if str(error).startswith("DataLoader worker"):
             # torch raises this error anywhere in the training process. Other reading errors arrive unchanged.
             said = next(iter(str(error).splitlines())).strip(" .")
-            kept = "the last saved state is complete; continue a training run with --resume"
+            kept = "continue a training with --resume, and an import with the same command"
             _print_error(f"a process of --workers has ended ({said}); {kept}")
             return 1
         if not _is_out_of_memory(error):

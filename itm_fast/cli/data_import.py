@@ -12,7 +12,7 @@ import typer
 
 # As many are printed; the file names all.
 _PRINTED = 10
-SKIPPED = "skipped.txt"
+SKIPPED, DUPLICATES = "skipped.txt", "duplicates.txt"
 
 
 class _Dtype(str, Enum):
@@ -71,11 +71,16 @@ def import_command(
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the split.")] = 0,
     dtype: Annotated[_Dtype, typer.Option(metavar="NAME", help="Number format of the stored features.")] = _Dtype.bf16,
     size: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Without --encoder: height and width of the pictures in pixels.")
+        int,
+        typer.Option(
+            metavar="N", min=1, max=4096, help="Without --encoder: height and width of the pictures in pixels."
+        ),
     ] = 224,
     grid: Annotated[
         int,
-        typer.Option(metavar="N", min=1, help="Without --encoder: cut pictures into N x N patches, each a region."),
+        typer.Option(
+            metavar="N", min=1, max=256, help="Without --encoder: cut pictures into N x N patches, each a region."
+        ),
     ] = 7,
     picture_format: Annotated[
         _Format, typer.Option("--format", metavar="NAME", help="Format of stored pictures, jpeg or webp.")
@@ -110,8 +115,8 @@ def import_command(
 ) -> None:
     """Turn a folder of pictures with captions into a store, which train, evaluate and explain read.
 
-    Pictures never appear in two splits; pictures of different splits that look the same are listed. Nothing is
-    downloaded. Run the same command again to continue an interrupted one.
+    Pictures never appear in two splits: copies of a file are drawn together, and pictures of different splits that look
+    the same are listed. Nothing is downloaded. Run the same command again to continue an interrupted one.
     """
     from itm_fast.data import Vocabulary
     from itm_fast.data.import_pictures import import_features, import_pictures
@@ -133,6 +138,9 @@ def import_command(
     if vision is None and size % grid:
         raise ValueError(f"--grid: expected a divisor of --size {size}, got {grid}")
     found = collect(images, captions, shares=shares, seed=seed, skip_bad=skip_bad, workers=processes, progress=True)
+    if found.duplicates:
+        # Encoding takes long, so they come before it.
+        _list(f"pictures of different splits that look the same, later all in {out / DUPLICATES}", found.duplicates)
     common: dict[str, Any] = {"vocabulary": words, "min_count": min_count, "workers": processes, "progress": True}
     compressed: dict[str, Any] = {**common, "dtype": picture_format.value, "quality": quality}
     if vision is None:
@@ -153,7 +161,7 @@ def import_command(
         atomic.write_text(out / SKIPPED, "".join(f"{line}\n" for line in found.skipped))
         _list(f"left out, all in {out / SKIPPED}", found.skipped)
     if found.duplicates:
-        _list("pictures of different splits that look the same", found.duplicates)
+        atomic.write_text(out / DUPLICATES, "".join(f"{line}\n" for line in found.duplicates))
     patches = "" if vision else " --model-option image_encoder=patches"
     typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --model scan --out RUN{patches}")
 

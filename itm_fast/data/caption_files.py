@@ -26,6 +26,8 @@ _MAX_BYTES = 2**31
 _IMAGE = ("image", "file_name", "filename", "image_name", "file", "image_path", "path")
 _CAPTION = ("caption", "captions", "text", "sentence", "comment")
 _SPLIT = "split"
+# Of a file name on usual file systems, in bytes, and of a split in a store, in characters.
+_LONGEST_NAME, _LONGEST_SPLIT = 255, 200
 # Names of splits in published files, and those of this package.
 _SPLITS = {
     "train": "train", "training": "train", "restval": "train", "dev": "dev", "val": "dev", "valid": "dev",
@@ -83,7 +85,9 @@ def _table(path: Path) -> Iterator[_Found]:
     header = text.partition("\n")[0]
     # Some published files end in .csv and separate with semicolons or bars.
     delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;|\t", key=header.count)
-    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True)
+    # Bars separate captions of Flickr30k, which are not quoted, but may contain quotation marks.
+    quoted: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if delimiter == "|" else {}
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True, strict=True, **quoted)
     try:
         columns = [name.strip().lower() for name in next(lines, [])]
         repeated = next((name for name in columns if columns.count(name) > 1), None)
@@ -123,6 +127,8 @@ def _json_lines(path: Path) -> Iterator[_Found]:
             yield place, error, None, None
             continue
         several = content[caption] if isinstance(content[caption], list) else [content[caption]]
+        if not several:
+            yield place, ValueError(f"expected at least one caption, got {caption}: []"), None, None
         for one in several:
             yield place, content[image], one, content.get(_SPLIT)
 
@@ -158,6 +164,8 @@ def _karpathy(images: list[Mapping[str, Any]]) -> Iterator[_Found]:
         name, folder, sentences = image.get("filename"), image.get("filepath"), image.get("sentences")
         if isinstance(name, str) and isinstance(folder, str):
             name = f"{folder}/{name}"
+        if sentences == []:
+            yield f"images[{number}]", ValueError("expected at least one caption, got sentences: []"), None, None
         for index, sentence in enumerate(sentences if isinstance(sentences, list) else [None]):
             text = sentence.get("raw") if isinstance(sentence, dict) else None
             yield f"images[{number}].sentences[{index}]", name, text, image.get(_SPLIT)
@@ -171,6 +179,8 @@ def _image(value: Any) -> str:
     parts = Path(value.strip()).parts
     if Path(value.strip()).is_absolute() or ".." in parts or "\0" in value:
         raise ValueError(f"expected a path below the folder of pictures, got {shown(value)}")
+    if any(len(part.encode("utf-8", "replace")) > _LONGEST_NAME for part in parts):
+        raise ValueError(f"expected file names of at most {_LONGEST_NAME} bytes, got {shown(value)}")
     return "/".join(parts)
 
 
@@ -189,6 +199,8 @@ def _split(value: Any) -> str | None:
     name = _SPLITS.get(name.lower(), name)
     try:
         layout.check_split_name(name)
+        if len(name) > _LONGEST_SPLIT or "\\" in name:
+            raise ValueError
     except ValueError:
         raise ValueError(f"expected the name of a split, got {shown(value)}") from None
     return name

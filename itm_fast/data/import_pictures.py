@@ -5,6 +5,7 @@ Inside: `import_features`, `import_pictures`, `SHARD_BYTES`.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +13,12 @@ from pathlib import Path
 from itm_fast.data.dataset import CaptionDataset
 from itm_fast.data.digests import sha256_of_parts
 from itm_fast.data.features import Features
-from itm_fast.data.pack import pack_splits, state_of
+from itm_fast.data.pack import States, pack_splits
 from itm_fast.data.picture_folder import SplitPictures
 from itm_fast.data.picture_sources import EncodedPictures, Encoder, ResizedPictures
 from itm_fast.data.precomputed import PrecomputedDataset
 from itm_fast.data.preprocessing import Preprocessing
-from itm_fast.data.store_format import Manifest
+from itm_fast.data.store_format import MOST_REGIONS, Manifest
 from itm_fast.data.vocabulary import Vocabulary
 
 __all__ = ["SHARD_BYTES", "import_features", "import_pictures"]
@@ -108,10 +109,14 @@ def import_pictures(
         quality: of the compression, 1 to 100.
 
     Raises:
-        ValueError, OSError: as `import_features`; the side of a picture is no multiple of `grid`.
+        ValueError, OSError: as `import_features`; the side of a picture is no multiple of `grid`, or there are too many
+            patches.
     """
-    if grid < 1 or preprocessing.side % grid:
-        raise ValueError(f"grid: expected a divisor of {preprocessing.side}, the pixels of a side, got {grid}")
+    if grid < 1 or preprocessing.side % grid or grid**2 > MOST_REGIONS:
+        most = math.isqrt(MOST_REGIONS)
+        raise ValueError(
+            f"grid: expected a divisor of {preprocessing.side}, the pixels of a side, up to {most}, got {grid}"
+        )
     sources = [ResizedPictures(split, preprocessing, grid, dtype, quality, workers) for split in splits]
     return _import(splits, sources, captions, Path(out), dtype, vocabulary, min_count, shard_bytes, progress)
 
@@ -127,7 +132,8 @@ def _import(
     shard_bytes: int,
     progress: bool,
 ) -> Manifest:
-    states = {split.name: {captions: state_of(captions)} for split in splits}
+    # The captions are in memory, and the notes of an unfinished import hold their digest.
+    states: dict[str, States] = {split.name: {} for split in splits}
     train = next((split for split in splits if split.name == "train"), None)
     if vocabulary is None and train is None:
         raise ValueError(f"{captions}: no split train, from which the vocabulary is built; choose one with --vocab")

@@ -39,6 +39,8 @@ SHARD_BYTES = 256 * 2**20
 
 # For each file of a split, its size, modification time and inode; None for an absent file.
 States = dict[Path, tuple[int, int, int] | None]
+# Of a file whose content has been read.
+_STEADY = (0, 0, 0)
 
 
 def pack(
@@ -155,7 +157,9 @@ def _pack(
     sources = {data.split: _source_of(data) for data in datasets}
     words = store_format.vocabulary_digest(vocabulary)
     asked = {"dtype": dtype, "shard_bytes": shard_bytes, "vocabulary": words, "splits": sources}
-    features = {data.split: (data.features_path, states[data.split][data.features_path]) for data in datasets}
+    features = {
+        data.split: (data.features_path, states[data.split].get(data.features_path, _STEADY)) for data in datasets
+    }
     notes = Notes(target, asked, features)
     if notes.finished is not None:
         return notes.finished

@@ -41,7 +41,7 @@ def open_picture(path: Path, content: bytes | None = None) -> Image.Image:
     """Decode a picture as upright RGB.
 
     EXIF orientation is applied, transparent pixels are put on white, CMYK is converted, and 16 bits per channel are
-    scaled to 8. Of an animation, the first frame is used. EPS is not read.
+    scaled to 8. Of an animation, the first frame is used. EPS and pixels of 32 bits are not read.
 
     Args:
         path: the file.
@@ -89,10 +89,18 @@ def _content(path: Path) -> bytes:
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
-    if image.mode in _SIXTEEN_BITS:
-        return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
-    if image.mode == "F":
-        return Image.fromarray(np.nan_to_num(np.asarray(image)).clip(0, 255).astype(np.uint8)).convert("RGB")
+    if image.mode in (*_SIXTEEN_BITS, "F"):
+        numbers = np.asarray(image)
+        # Nothing in such a file tells the number that is white.
+        if image.mode == "F" or not 0 <= int(numbers.min()) <= int(numbers.max()) < 2**16:
+            raise ValueError(
+                f"pixels of 32 bits, from {numbers.min():g} to {numbers.max():g}; convert it to 8 or 16 bits"
+            )
+        grey = (numbers.astype(np.uint16) >> 8).astype(np.uint8)
+        transparent = image.info.get("transparency")
+        if transparent is not None:
+            grey[numbers == transparent] = 255
+        return Image.fromarray(grey).convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")

@@ -97,7 +97,7 @@ def collect(
     rows = [row for row in rows if row.image in looks]
     if not rows:
         raise ValueError(f"{captions}: no picture with captions is left of {images}")
-    split_of = _splits(captions, rows, shares, seed)
+    split_of = _splits(captions, rows, {name: look.digest for name, look in looks.items()}, shares, seed)
     names = dict.fromkeys([name for name in _DRAWN if name in split_of.values()] + list(split_of.values()))
     splits = [_split(name, rows, split_of, paths, looks) for name in names]
     return Collection(splits, skipped, _duplicates(splits))
@@ -153,8 +153,10 @@ def _look_at_all(
     return looks
 
 
-def _splits(captions: Path, rows: Sequence[Row], shares: Sequence[float], seed: int) -> dict[str, str]:
-    """Return the split of each picture: that of the file, else a drawn one."""
+def _splits(
+    captions: Path, rows: Sequence[Row], digests: Mapping[str, bytes], shares: Sequence[float], seed: int
+) -> dict[str, str]:
+    """Return the split of each picture: that of the file, else a drawn one. Copies of a file are drawn together."""
     named = {row.image: row for row in reversed(rows)}
     for row in rows:
         first = named[row.image]
@@ -168,6 +170,8 @@ def _splits(captions: Path, rows: Sequence[Row], shares: Sequence[float], seed: 
         raise ValueError(f"{without.place}: no split, but other rows name one; name one in each row, or in none")
     # Sorted, so that the order of the rows has no effect.
     names = sorted(named)
+    firsts = {digests[name]: name for name in reversed(names)}
+    copies, names = names, sorted(firsts.values())
     order = np.random.default_rng(seed).permutation(len(names))
     # Dev and test have at least one picture, unless their share is 0.
     counts = [max(round(share * len(names)), int(share > 0)) for share in shares[1:]]
@@ -175,7 +179,8 @@ def _splits(captions: Path, rows: Sequence[Row], shares: Sequence[float], seed: 
         raise ValueError(f"{captions}: {len(names)} pictures are too few to divide into train, dev and test")
     drawn = ["dev"] * counts[0] + ["test"] * counts[1]
     drawn += ["train"] * (len(names) - len(drawn))
-    return {names[position]: split for position, split in zip(order, drawn, strict=True)}
+    split_of = {names[position]: split for position, split in zip(order, drawn, strict=True)}
+    return {name: split_of[firsts[digests[name]]] for name in copies}
 
 
 def _split(

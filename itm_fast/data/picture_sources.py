@@ -67,6 +67,8 @@ class _Decoded:
             if isinstance(item, ValueError):
                 raise item
             yield item
+        if last == len(self._paths):
+            self._items = iter(())  # This ends the processes.
 
 
 def _unchanged(make: Callable[[Path], Any], digests: Mapping[Path, bytes], path: Path) -> Any:

@@ -47,7 +47,7 @@ _MAX_MANIFEST_BYTES = 16 * 2**20
 # More shards would not fit into the manifest or into the notes of an unfinished store.
 MOST_SHARDS = 2**16
 # Sizes of models may depend on it, but no file of a ragged split does.
-_MOST_REGIONS = 2**16
+MOST_REGIONS = 2**16
 _MOST_PIXELS_PER_SIDE = 4096
 _NAME = re.compile(r"(?!\.{1,2}$)[^/\\\0]{1,200}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -177,7 +177,7 @@ def _check_manifest(manifest: Manifest) -> None:
         regions, full = sum(shard.regions for shard in split.shards), split.images * split.regions
         if not images or images != split.images or not (regions == full or (split.ragged and regions < full)):
             raise ValueError(f"{split.name}: images of the shards")
-        if not split.width or not split.captions or split.regions > _MOST_REGIONS:
+        if not split.width or not split.captions or split.regions > MOST_REGIONS:
             raise ValueError(f"{split.name}: its width, captions or regions per image")
         grid, patch = math.isqrt(split.regions), math.isqrt(split.width // 3)
         if manifest.dtype in PICTURES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from itm_fast.data import BatchLoader, Vocabulary, emoji, open_split, picture_of
 from itm_fast.data.import_pictures import import_features
 from itm_fast.data.picture_files import open_picture
 from itm_fast.data.picture_folder import collect
+from itm_fast.data.picture_sources import EncodedPictures
 from itm_fast.models.vision_folder import load_picture_encoder
 from python_tests.helpers.commands import error, train_small
 from python_tests.helpers.grid_encoder import GridEncoder
@@ -203,6 +205,28 @@ import_features(collect(images, captions).splits, captions, out, GridEncoder(), 
 """
 
 
+def test_copies_of_a_file_are_drawn_into_one_split(tmp_path: Path) -> None:
+    names = write_pictures(tmp_path / "pictures", 20)
+    copies = [f"copy_{name}" for name in names]
+    for name, copy in zip(names, copies, strict=True):
+        (tmp_path / "pictures" / copy).write_bytes((tmp_path / "pictures" / name).read_bytes())
+    (tmp_path / "a.csv").write_text("image,caption\n" + "".join(f"{name},one\n" for name in (*names, *copies)))
+    found = collect(tmp_path / "pictures", tmp_path / "a.csv", shares=(0.6, 0.2, 0.2))
+    assert [len(split.names) for split in found.splits] == [24, 8, 8]
+    for split in found.splits:
+        assert {f"copy_{name}" for name in split.names if name in names} == set(split.names) & set(copies)
+
+
+def test_workers_end_with_the_last_picture(tmp_path: Path, arguments: list[object]) -> None:
+    splits = collect(tmp_path / "pictures", tmp_path / "captions.csv").splits
+    before = set(multiprocessing.active_children())
+    source = EncodedPictures(splits[0], GridEncoder(), 1)
+    source.stored(0, 3)
+    assert len(set(multiprocessing.active_children()) - before) == 1
+    source.stored(3, len(source))
+    assert set(multiprocessing.active_children()) <= before
+
+
 def test_an_import_continues_after_a_kill(tmp_path: Path, arguments: list[object]) -> None:
     images, captions, store = tmp_path / "pictures", tmp_path / "captions.csv", tmp_path / "store"
     splits = collect(images, captions).splits
@@ -218,6 +242,8 @@ def test_an_import_continues_after_a_kill(tmp_path: Path, arguments: list[object
             time.sleep(0.01)
         child.kill()
     kept = {path: path.stat().st_mtime_ns for path in store.glob("[!.]*-0*.safetensors")}
+    # The content of the captions counts, not the time of writing.
+    captions.touch()
     assert 5 <= len(kept) < 10
     import_features(splits, captions, store, GridEncoder(), shard_bytes=400, min_count=1)
     assert contents(store) == expected
@@ -328,16 +354,21 @@ def test_two_names_of_one_file_are_one_line(
     assert message.startswith(f"{captions}: line 3: dogs/{name} is the file of cats/{name}: {tmp_path / 'pictures'}")
 
 
-def test_near_duplicates_of_two_splits_are_listed(tmp_path: Path) -> None:
+def test_near_duplicates_of_two_splits_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     (tmp_path / "pictures").mkdir()
     for name, side in (("a.png", 80), ("b.png", 64)):
         Image.fromarray(pixels).resize((side, side)).save(tmp_path / "pictures" / name)
     (tmp_path / "a.csv").write_text("image,caption,split\na.png,one,train\nb.png,two,test\n")
     found = collect(tmp_path / "pictures", tmp_path / "a.csv")
-    assert found.duplicates == [
-        f"{tmp_path}/pictures/b.png of test looks like {tmp_path}/pictures/a.png of train"
-    ]  # fmt: skip
+    line = f"{tmp_path}/pictures/b.png of test looks like {tmp_path}/pictures/a.png of train"
+    assert found.duplicates == [line]
+    folders = ["--images", tmp_path / "pictures", "--captions", tmp_path / "a.csv", "--out", tmp_path / "store"]
+    assert run(["data", "import", *folders, "--workers", 0, "--min-count", 1, "--size", 64, "--grid", 4]) == 0
+    assert (tmp_path / "store" / "duplicates.txt").read_text() == f"{line}\n"
+    assert capsys.readouterr().out.startswith(
+        f"1 pictures of different splits that look the same, later all in {tmp_path}/store/duplicates.txt:\n  {line}\n"
+    )
 
 
 def test_options_that_do_not_fit_are_one_line(
@@ -354,6 +385,8 @@ def test_options_that_do_not_fit_are_one_line(
         1, "device: expected a device such as cpu or cuda, got 'no'"
     )  # fmt: skip
     del arguments[6:8]
+    assert error(capsys, *arguments, "--size", 4097)[0] == 2
+    assert error(capsys, *arguments, "--grid", 257)[0] == 2
     assert error(capsys, *arguments, "--grid", 5) == (1, "--grid: expected a divisor of --size 224, got 5")
     arguments[arguments.index("--images") + 1] = tmp_path / "none"
     assert error(capsys, *arguments) == (1, f"{tmp_path}/none: no such folder")

@@ -47,6 +47,14 @@ def test_every_kind_of_file_gives_the_same_captions(tmp_path: Path, name: str) -
     assert problems == []
 
 
+def test_captions_between_bars_may_contain_quotation_marks_and_commas(tmp_path: Path) -> None:
+    path = tmp_path / "results.csv"
+    path.write_text('image_name| comment_number| comment\n1.jpg| 0| "Stop," says a man .\n1.jpg| 1| A "sign\n')
+    rows, problems = read_caption_file(path)
+    assert [(row.image, row.caption) for row in rows] == [("1.jpg", '"Stop," says a man .'), ("1.jpg", 'A "sign')]
+    assert problems == []
+
+
 def test_a_line_may_have_several_captions(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"image": "a.png", "captions": ["one", "two\\n lines"]}\n')
     rows, _ = read_caption_file(tmp_path / "a.jsonl")
@@ -74,14 +82,33 @@ def test_rows_that_cannot_be_used_are_listed(tmp_path: Path) -> None:
 
 def test_bad_lines_of_json_are_listed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"image": "a.png"}\n[]\n{"image": "a.png", "caption": 3}\n{\n')
+    path.write_text('{"image": "a.png"}\n[]\n{"image": "a.png", "caption": 3}\n{"image": "a.png", "captions": []}\n{\n')
     _, problems = read_caption_file(path)
-    assert problems[:3] == [
+    assert problems[:4] == [
         f"{path}: line 1: expected a key caption or captions, found ['image']",
         f"{path}: line 2: expected a JSON object, got []",
         f"{path}: line 3: expected a caption, got 3",
+        f"{path}: line 4: expected at least one caption, got captions: []",
     ]
-    assert problems[3].startswith(f"{path}: line 4: Expecting property name")
+    assert problems[4].startswith(f"{path}: line 5: Expecting property name")
+
+
+def test_an_image_of_karpathy_without_captions_is_listed(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"images": [{"filename": "a.png", "sentences": []}]}))
+    assert read_caption_file(path) == ([], [f"{path}: images[0]: expected at least one caption, got sentences: []"])
+
+
+def test_names_that_no_file_or_store_can_have_are_listed(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    name, split = "ä" * 126 + ".png", "s" * 201
+    path.write_text(f"image\tcaption\tsplit\n{name}\tone\t\nb.png\ttwo\t{split}\nc.png\tthree\ta\\b\n")
+    _, problems = read_caption_file(path)
+    assert [problem.partition(": line ")[2].partition(",")[0] for problem in problems] == [
+        "2: expected file names of at most 255 bytes",
+        "3: expected the name of a split",
+        "4: expected the name of a split",
+    ]
 
 
 def test_an_annotation_of_no_image_is_listed(tmp_path: Path) -> None:

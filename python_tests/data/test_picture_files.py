@@ -74,6 +74,27 @@ def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path) -> None:
     assert np.asarray(open_picture(tmp_path / "a.png"))[0].tolist() == [[0] * 3, [1] * 3, [255] * 3, [128] * 3]
 
 
+def test_the_transparent_level_of_sixteen_bits_is_white(tmp_path: Path) -> None:
+    image = Image.fromarray(np.array([[0, 512, 768, 0]], dtype=np.uint16))
+    image.save(tmp_path / "a.png", transparency=512)
+    assert np.asarray(open_picture(tmp_path / "a.png"))[0].tolist() == [[0] * 3, [255] * 3, [3] * 3, [0] * 3]
+
+
+@pytest.mark.parametrize(
+    ("pixels", "numbers"),
+    [
+        (np.array([[0.0, 1.0]], dtype=np.float32), "from 0 to 1"),
+        (np.array([[7, 70_000]], dtype=np.int32), "from 7 to 70000"),
+    ],
+    ids=["float", "int"],
+)
+def test_pixels_of_32_bits_are_refused(tmp_path: Path, pixels: np.ndarray, numbers: str) -> None:
+    Image.fromarray(pixels).save(tmp_path / "a.tiff")
+    expected = rf"a.tiff: the picture cannot be decoded \(pixels of 32 bits, {numbers}; convert it to 8 or 16 bits\)"
+    with pytest.raises(ValueError, match=expected):
+        open_picture(tmp_path / "a.tiff")
+
+
 def test_cmyk_becomes_rgb(tmp_path: Path) -> None:
     Image.fromarray(np.full((8, 8, 3), (200, 40, 90), dtype=np.uint8)).convert("CMYK").save(tmp_path / "a.tiff")
     assert np.abs(np.asarray(open_picture(tmp_path / "a.tiff")).astype(int) - (200, 40, 90)).max() <= 1

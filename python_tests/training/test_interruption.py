@@ -156,7 +156,7 @@ def test_a_worker_process_that_is_killed_ends_the_run_with_one_line(
         patch.setattr(trainer_module.Trainer, "_after_step", kill)
         status, message = error(capsys, *command, lines=6)
     killed = r"DataLoader worker \(pid \d+\) is killed by signal: Killed"
-    kept = "the last saved state is complete; continue a training run with --resume"
+    kept = "continue a training with --resume, and an import with the same command"
     assert status == 1
     assert re.fullmatch(rf"a process of --workers has ended \({killed}\); {kept}", message)
     assert load_state(out)["position"] == 4

@@ -118,7 +118,7 @@ def test_bad_input_leaves_no_run_folder(data: Path, tmp_path: Path) -> None:
     [
         ("batch_size: 32", "batch_size: many", "batch_size: expected a whole number, got 'many'"),
         ("data:", "date:", "unknown setting 'date': did you mean 'data'?"),
-        ("data: ", "# data: ", "data: this setting is required"),
+        ("\nout: ", "\n# out: ", "out: this setting is required"),
         ("seed: 0", "seed: -1", "seed: expected a number at least 0 and at most 18446744073709551615, got -1"),
     ],
 )
