@@ -223,7 +223,7 @@ def test_input_that_does_not_fit_is_one_line(
     content = json.loads((large / "config.json").read_text())
     (large / "config.json").write_text(json.dumps({**content, "num_channels": 1}))
     assert refused("--image-backbone", large).startswith(
-        f"{large}: config.json and weights are not those of a vit model"
+        f"{large}/model.safetensors: embeddings.patch_embeddings.projection.weight: expected shape (16, 1, 8, 8), got"
     )
     assert not (tmp_path / "run").exists()
 
