@@ -206,7 +206,9 @@ def test_input_that_does_not_fit_is_one_line(
     assert refused("--image-backbone", vit, source=data).startswith(
         f"image_backbone: expected pictures, but {data} contains features; import pictures with itm-fast data import"
     )
-    assert refused("--image-frozen-epochs", 1) == "image_frozen_epochs: expected only with --image-backbone DIR"
+    assert refused("--image-frozen-epochs", 1) == (
+        "image_frozen_epochs: expected only with --image-backbone DIR or --clip DIR"
+    )
     assert refused("--model-option", "image_encoder=backbone") == (
         "image_backbone: image_encoder backbone needs a vision model: --image-backbone DIR"
     )
