@@ -114,14 +114,14 @@ class TrainConfig:
         None,
         group=MODEL,
         metavar="DIR",
-        help="Local BERT folder; default: a GRU encodes captions.",
+        help="Local BERT folder; default: a GRU.",
         free_on_resume=True,
     )
     clip: str | None = setting(
         None,
         group=MODEL,
         metavar="DIR",
-        help="Local CLIP or SigLIP folder for --model clip: both towers and the tokenizer.",
+        help="Local CLIP or SigLIP folder (--model clip).",
         free_on_resume=True,
     )
     image_backbone: str | None = setting(
