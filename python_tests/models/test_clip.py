@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -41,9 +42,12 @@ def pictures(side: int = 32, count: int = 3) -> np.ndarray:
     return colours.repeat(side // 4, 1).repeat(side // 4, 2)
 
 
+read = functools.cache(read_clip_folder)
+
+
 def loaded(folder: Path, **options: Any) -> models.CLIP:
     """Build the model of a folder from plain data, in float64."""
-    found = read_clip_folder(folder)
+    found = read(folder)
     model = models.create("clip", **json.loads(json.dumps(found.settings())), **FEATURES, **options)
     found.copy_weights(model)
     model.tokenizer = found.vocabulary
@@ -55,6 +59,7 @@ def scores_of(model: models.CLIP, side: int = 32) -> torch.Tensor:
     return model.score(model.encode_images(stored), model.encode_captions(CAPTIONS))
 
 
+@functools.cache
 def theirs(folder: Path, side: int = 32) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the model of transformers in float64, and its inputs: captions padded as published."""
     import transformers
@@ -65,7 +70,7 @@ def theirs(folder: Path, side: int = 32) -> tuple[Any, dict[str, torch.Tensor]]:
     words = tokenizer(CAPTIONS, return_tensors="pt", **filled)
     # The published processor of SigLIP gives no mask.
     names = ("input_ids", "attention_mask") if folder.name == "clip" else ("input_ids",)
-    preprocessing = read_clip_folder(folder).vision.preprocessing
+    preprocessing = read(folder).vision.preprocessing
     mean, std = (torch.tensor(values, dtype=torch.float64) for values in (preprocessing.mean, preprocessing.std))
     pixels = (torch.from_numpy(pictures(side)).double() / 255 - mean) / std
     inputs = {"pixel_values": pixels.permute(0, 3, 1, 2), **{name: words[name] for name in names}}
@@ -92,15 +97,17 @@ def test_global_scores_are_those_of_transformers(folders: Path, kind: str, side:
     assert not hasattr(model, "word_attention")
 
 
+@functools.cache
 def tokens_of(folder: Path, *, class_token: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the unit rows of each picture and caption: each token through the head, from transformers' states."""
     whole, inputs = theirs(folder)
     with torch.no_grad():
-        vision = whole.vision_model(pixel_values=inputs.pop("pixel_values")).last_hidden_state
-        text = whole.text_model(**inputs).last_hidden_state
+        vision = whole.vision_model(pixel_values=inputs["pixel_values"]).last_hidden_state
+        words = {name: value for name, value in inputs.items() if name != "pixel_values"}
+        text = whole.text_model(**words).last_hidden_state
         if folder.name == "clip":
             rows = whole.visual_projection(whole.vision_model.post_layernorm(vision))[:, 0 if class_token else 1 :]
-            words = whole.text_projection(text)
+            tokens = whole.text_projection(text)
         else:
             head = whole.vision_model.head
             width = vision.shape[2]
@@ -108,10 +115,10 @@ def tokens_of(folder: Path, *, class_token: bool) -> tuple[list[torch.Tensor], l
             # The attention over a single token gives its value.
             alone = (vision @ weight.T + bias) @ head.attention.out_proj.weight.T + head.attention.out_proj.bias
             rows = alone + head.mlp(head.layernorm(alone))
-            words = whole.text_model.head(text)
+            tokens = whole.text_model.head(text)
     vocabulary = TokenizerVocabulary.from_folder(folder)
     lengths = [len(vocabulary.encode(caption)) for caption in CAPTIONS]
-    unit = [[one / one.norm(dim=1, keepdim=True) for one in side] for side in (rows, words)]
+    unit = [[one / one.norm(dim=1, keepdim=True) for one in side] for side in (rows, tokens)]
     return unit[0], [caption[:length] for caption, length in zip(unit[1], lengths, strict=True)]
 
 
@@ -186,7 +193,7 @@ def test_settings_rebuild_the_model_and_all_weights_learn(
     folders: Path, tmp_path: Path, kind: str, interaction: str
 ) -> None:
     model = loaded(folders / kind, interaction=interaction).float()
-    options = {**json.loads(json.dumps(read_clip_folder(folders / kind).settings())), **FEATURES}
+    options = {**json.loads(json.dumps(read(folders / kind).settings())), **FEATURES}
     assert planned_shapes("clip", {**options, "interaction": interaction}) == shapes_of(model)
     model.save(tmp_path / "saved")
     again = models.load(tmp_path / "saved")
@@ -228,8 +235,8 @@ def test_padding_and_empty_captions(folders: Path, kind: str, interaction: str) 
 
 
 def test_settings_that_do_not_fit(folders: Path) -> None:
-    options = {**read_clip_folder(folders / "clip").settings(), **FEATURES}
-    other = read_clip_folder(folders / "siglip").settings()
+    options = {**read(folders / "clip").settings(), **FEATURES}
+    other = read(folders / "siglip").settings()
     image, text = options["image_backbone"], options["text_backbone"]
     for changes, message in (
         ({"text_backbone": other["text_backbone"]}, "text_backbone: model_type: expected clip as the picture tower"),

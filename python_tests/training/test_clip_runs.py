@@ -112,8 +112,9 @@ def test_a_scale_above_the_limit_of_infonce_is_cut(folder: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("kind", "loss", "interaction"),
-    [("clip", "triplet", "global"), ("clip", "infonce", "maxsim"), ("siglip", "siglip", "global"),
-     ("siglip", "triplet", "attention")],
+    [("clip", "infonce", "maxsim"), ("siglip", "siglip", "global"),
+     pytest.param("clip", "triplet", "global", marks=pytest.mark.thorough),
+     pytest.param("siglip", "triplet", "attention", marks=pytest.mark.thorough)],
 )  # fmt: skip
 def test_the_loss_falls(folder: Path, tmp_path: Path, kind: str, loss: str, interaction: str) -> None:
     """The loss of the last of six epochs is below that of the first."""
@@ -186,11 +187,16 @@ def test_checkpointed_layers_are_computed_twice(folder: Path, tmp_path: Path) ->
     [
         {"scenario": "mss", "kind": "siglip", "interaction": "maxsim"},
         {"scenario": "oss"},
-        {"scenario": "addr", "alternation": "step", "interaction": "attention", "direction": "t2i"},
-        {"precision": "bfloat16"},
+        pytest.param(
+            {"scenario": "addr", "alternation": "step", "interaction": "attention", "direction": "t2i"},
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param({"precision": "bfloat16"}, marks=pytest.mark.thorough),
         {"precision": "bfloat16", "kind": "siglip", "interaction": "maxsim"},
         {"interaction": "attention", "direction": "i2t", "image_class_token": True},
-        {"kind": "siglip", "loss": "siglip", "mining": "all", "micro_batch": 3},
+        pytest.param(
+            {"kind": "siglip", "loss": "siglip", "mining": "all", "micro_batch": 3}, marks=pytest.mark.thorough
+        ),
     ],
     ids=str,
 )
@@ -208,7 +214,7 @@ def test_scenarios_and_settings(folder: Path, tmp_path: Path, changes: dict[str,
         assert not same(first, last), "the boosting loss moves the target alone"
 
 
-@pytest.mark.parametrize("boosting", ["absolute", "relative"])
+@pytest.mark.parametrize("boosting", ["absolute", pytest.param("relative", marks=pytest.mark.thorough)])
 def test_a_frozen_anchor_of_deep_boosting_learning(folder: Path, tmp_path: Path, boosting: str) -> None:
     """OAS as in the paper: fine-tune first, then train a target beside the frozen result."""
     run(settings(folder, tmp_path / "anchor", epochs=1, loss="infonce", mining="all"))
@@ -225,7 +231,7 @@ def test_a_frozen_anchor_of_deep_boosting_learning(folder: Path, tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("kind", "options", "regions"),
-    [("clip", {"interaction": "maxsim"}, 16), ("siglip", {"interaction": "attention"}, 16),
+    [("siglip", {"interaction": "maxsim"}, 16),
      ("clip", {"interaction": "attention", "direction": "t2i", "class": True}, 17)],
 )  # fmt: skip
 def test_explain_draws_tokens_over_patches(
