@@ -136,8 +136,10 @@ class RegionDetector:
 
 
 def is_detector_folder(folder: Path) -> bool:
-    """Return whether a folder holds a detector: its settings, or weights with the name of a builder."""
-    return regular.is_present(folder / SETTINGS) or any(path.name.startswith(BUILDERS) for path in _files(folder))
+    """Return whether a folder holds a detector: its settings, or weights without the settings of another model."""
+    return regular.is_present(folder / SETTINGS) or (
+        bool(_files(folder)) and not regular.is_present(folder / "config.json")
+    )
 
 
 def load_detector(
@@ -187,7 +189,8 @@ def load_detector(
     if "batch_norm_eps" in settings:
         for part in model.modules():
             if isinstance(part, nn.BatchNorm2d):
-                part.eps = settings["batch_norm_eps"]
+                # torch refuses 0.
+                part.eps = max(settings["batch_norm_eps"], torch.finfo(torch.float32).tiny)
     digest = hashlib.sha256(f"{sorted(settings.items())} {regions} {min_regions} {confidence}".encode())
     digest.update(sha256_of_file(path, lambda _count: None).encode())
     return RegionDetector(
@@ -204,7 +207,12 @@ def _settings(folder: Path, weights: Path) -> dict[str, Any]:
     """Return the settings of a detector, checked."""
     path = folder / SETTINGS
     if not regular.is_present(path):
-        builder = next(name for name in BUILDERS if weights.name.startswith(name))
+        builder = next((name for name in BUILDERS if weights.name.startswith(name)), None)
+        if builder is None:
+            raise ValueError(
+                f"{path}: no such file; it names the builder of torchvision, as the name of {weights.name} does not "
+                'begin with it: {"builder": "fasterrcnn_resnet50_fpn"}'
+            )
         published: dict[str, Any] = {"builder": builder}
         return published | ({"batch_norm_eps": 0.0} if weights.name.startswith(_WITHOUT_EPSILON) else {})
     content = documents.read_json(path, documents.MAX_SETTINGS_BYTES)
