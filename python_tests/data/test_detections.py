@@ -304,6 +304,10 @@ def test_attention_is_drawn_on_the_boxes(
         assert picture.shape == (*(round(336 * side / longest) for side in file.size[::-1]), 3)
         expected = np.asarray(file.resize(picture.shape[1::-1], Image.Resampling.BILINEAR), dtype=np.int16)
     assert np.abs(picture - expected).mean() < 8
+    # As pixels to train on, it is a square.
+    square = open_split(store / "pictures", "test", test.vocabulary).image_batch([image]).view(336, 336, 3)
+    expected = np.asarray(Image.fromarray(picture).resize((336, 336)), dtype=np.float32) / 127.5 - 1
+    np.testing.assert_allclose(square.numpy(), expected, rtol=0, atol=1e-6)
     # Four regions are no grid of 2 x 2.
     assert picture_of(test, image) == (None, 1)
     html = page.read_text(encoding="utf-8")
@@ -324,7 +328,7 @@ def test_attention_is_drawn_on_the_boxes(
     for region, (x0, y0, x1, y1) in enumerate(boxes.tolist()):
         left, top, right, bottom = int(x0 * width), int(y0 * height), math.ceil(x1 * width), math.ceil(y1 * height)
         np.testing.assert_array_equal(cutouts[region], picture[top:bottom, left:right])
-    # On another picture, and without one.
+    # On another picture.
     other = tmp_path / "other.png"
     Image.new("RGB", (700, 350), "red").save(other)
     run([*explain, "--picture", other])

@@ -38,7 +38,7 @@ def random_model(builder: str, **options: object) -> Any:
             if isinstance(part, torch.nn.BatchNorm2d):
                 part.momentum = 1.0
         # Batch normalisation learns statistics with which activations keep their variance.
-        colours = torch.nn.functional.interpolate(torch.randn(2, 3, 6, 8), scale_factor=8)
+        colours = torch.nn.functional.interpolate(torch.randn(4, 3, 6, 8), scale_factor=16)
         model.backbone.train()(colours)
         scale = max(float(one.std()) for one in model.eval().backbone(colours).values())
         for name, weight in model.backbone.fpn.named_parameters():
