@@ -127,6 +127,10 @@ class BertVocabulary(Vocabulary):
         """Return the ids of `[CLS]`, the pieces of `caption` (`[UNK]` for unknown words), and `[SEP]`."""
         return list(self._tokenizer.encode(caption).ids)
 
+    def tokens(self, caption: str) -> list[str]:
+        """Return `[CLS]`, the pieces of `caption` and `[SEP]`."""
+        return [self.words[index] for index in self.encode(caption)]
+
     @functools.cached_property
     def _tokenizer(self) -> Any:
         try:

@@ -136,6 +136,11 @@ class Vocabulary:
         """Return the ids of `<start>`, the words of `caption` (unknown words as `<unk>`), and `<end>`."""
         return [self.start, *(self._ids.get(word, self.unk) for word in tokenize(caption)), self.end]
 
+    def tokens(self, caption: str) -> list[str]:
+        """Return the texts of the tokens that `encode` returns; unknown words are followed by " (unknown)"."""
+        inner = (word if word in self else f"{word} (unknown)" for word in tokenize(caption))
+        return [self.special[1], *inner, self.special[2]]
+
     def decode(self, token_ids: Iterable[int]) -> list[str]:
         """Return the words of `token_ids`, without `<pad>`, `<start>` and `<end>`."""
         dropped = {self.pad, self.start, self.end}
