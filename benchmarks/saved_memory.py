@@ -41,8 +41,8 @@ def saved_bytes(call: Callable[[], Any], known: Iterable[Tensor] = ()) -> int:
 def without_memory() -> FakeTensorMode:
     """Return a context whose new tensors have shapes and types but no values, and take no memory.
 
-    Weights may be ordinary tensors. The context, as `mode`, replaces them by `mode.from_tensor(weight)`: for `saved_bytes`
-    both are known.
+    Weights may be ordinary tensors. The context, as `mode`, replaces them by `mode.from_tensor(weight)`: both are known
+    to `saved_bytes` then.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
 
