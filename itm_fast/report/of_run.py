@@ -54,7 +54,8 @@ def write_run_report(path: str | os.PathLike[str], run: str | os.PathLike[str], 
     Raises:
         ValueError: the run or the data are damaged, or the pictures are unknown. The message names the file.
     """
-    config, model = run_folder.saved_config(Path(run)), models.load(run)
+    config = run_folder.saved_config(Path(run))
+    model = models.load(run, config.device)
     dataset = open_split(data, split, Vocabulary.from_file(Path(run) / run_folder.VOCABULARY))
     scores = evaluation.score_matrix(model, dataset, progress=True, description=split)
     metrics = read_metrics(Path(run) / run_folder.METRICS)

@@ -32,7 +32,7 @@ def test_the_tool_writes_the_same_models_again(folders: list[Path], tmp_path: Pa
 
     for folder in folders:
         encoder = load_picture_encoder(folder)
-        assert (encoder.regions, encoder.width, encoder.preprocessing.side) == (36, 96, 72)
+        assert (encoder.regions, encoder.width, encoder.preprocessing.side) == (36, 64, 72)
         tokens = encoder(torch.randint(256, (2, 72, 72, 3), dtype=torch.uint8))
         assert float((tokens[0] - tokens[1]).abs().mean()) > 0.01
     for again in small_vision_models.write_models(tmp_path / "again"):
