@@ -14,6 +14,7 @@ import torch
 from itm_fast import cli, models
 from itm_fast.data import BertVocabulary
 from itm_fast.data.picture_augmentation import PictureAugmentation
+from itm_fast.evaluation import explain
 from itm_fast.models.vision_folder import read_vision_folder
 from itm_fast.training.checkpoint import load_state
 from python_tests.helpers.bert import PIECES, SIZES, write_bert
@@ -160,7 +161,12 @@ def test_bert_reads_the_captions_of_every_model_with_attention(folder: Path, tmp
     words = model.encode_captions(batch.token_ids, batch.lengths)
     torch.testing.assert_close(words[0], rows / rows.norm(dim=1, keepdim=True), rtol=1e-4, atol=1e-5)
     assert run(chosen).steps == (8 if chosen.scenario == "addr" else 4)
-    assert models.load(tmp_path / "run").max_caption_length == 16
+    again = models.load(tmp_path / "run")
+    assert again.max_caption_length == 16
+    explanation = explain(again, data, 0, 0)
+    assert explanation.words == [data.vocabulary.words[index] for index in batch.token_ids[0, :length]]
+    assert explanation.words[0] == "[CLS]"
+    assert explanation.directions["t2i"].attention[0].shape == (length, 16)
 
 
 def test_attention_is_drawn_over_the_patches_of_the_model(folder: Path, tmp_path: Path) -> None:
