@@ -2,8 +2,8 @@
 
     python tools/small_vision_models.py --out runs/emoji-pixels
 
-Both take pictures of 72 x 72 pixels, such as the bundled emoji, and give 6 x 6 patch tokens of width 64. The same command
-with the same versions of torch and transformers gives the same files.
+Both take pictures of 72 x 72 pixels, such as the bundled emoji, and give 6 x 6 patch tokens of width 64. The same
+command with the same versions of torch and transformers gives the same files.
 """
 
 from __future__ import annotations
@@ -15,8 +15,21 @@ from typing import Any
 import torch
 
 SIDE, WIDTH = 72, 64
-VIT = {"patch_size": 12, "hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
-SWIN = {"patch_size": 6, "embed_dim": WIDTH // 2, "depths": [2, 2], "num_heads": [2, 4], "window_size": 6, "mlp_ratio": 2.0}
+VIT = {
+    "patch_size": 12,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+}
+SWIN = {
+    "patch_size": 6,
+    "embed_dim": WIDTH // 2,
+    "depths": [2, 2],
+    "num_heads": [2, 4],
+    "window_size": 6,
+    "mlp_ratio": 2.0,
+}
 
 
 def write_models(out: Path, seed: int = 0) -> list[Path]:
@@ -32,10 +45,10 @@ def write_models(out: Path, seed: int = 0) -> list[Path]:
             transformers.SwinConfig(image_size=SIDE, drop_path_rate=0.0, **SWIN), add_pooling_layer=False
         ),
     }
-    for name, make in models.items():
+    for kind, make in models.items():
         torch.manual_seed(seed)
-        make().save_pretrained(out / name)
-        processor(size={"height": SIDE, "width": SIDE}).save_pretrained(out / name)
+        make().save_pretrained(out / kind)
+        processor(size={"height": SIDE, "width": SIDE}).save_pretrained(out / kind)
     return [out / name for name in models]
 
 

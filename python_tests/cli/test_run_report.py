@@ -1,4 +1,4 @@
-"""`itm-fast train --report`: from a folder of pictures and a CSV, two commands give a model and the page of its searches."""
+"""`itm-fast train --report`: two commands turn a folder of pictures and a CSV into a model and a page of searches."""
 
 from __future__ import annotations
 
