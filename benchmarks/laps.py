@@ -25,6 +25,7 @@ from itm_fast import Fragments
 from itm_fast.benchmarking.measure import interleave, peak_memory
 from itm_fast.benchmarking.table import megabytes, table
 from itm_fast.benchmarking.table import time as described_time
+from itm_fast.files import atomic
 from itm_fast.files.environment import environment
 from itm_fast.nn.patch_slimming import PatchSlimming
 from itm_fast.ops.library import build_info
@@ -146,6 +147,12 @@ def markdown(results: dict[str, Any]) -> str:
     )
 
 
+def _write(path: Path | None, results: dict[str, Any]) -> None:
+    results["environment"]["command"] = " ".join(["python", "-m", "benchmarks.laps", *sys.argv[1:]])
+    if path is not None:
+        atomic.write_text(path, json.dumps(results, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Benchmark training steps of LAPS on patch tokens.")
     parser.add_argument("--encoders", action="store_true", help="include a ViT base and a BERT base (float32)")
@@ -154,7 +161,7 @@ def main() -> None:
         "--measured", type=int, nargs="*", default=[64, 108],
         help="with --encoders: batches whose smallest variant takes a step (default 64 108)",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=Path, help="write all figures to this file; with --encoders, continue it")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default 3)")
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 108], help="pairs per step (default 64 108)")
@@ -167,12 +174,18 @@ def main() -> None:
     if options.encoders:
         from benchmarks import laps_encoders
 
-        results = laps_encoders.run(options.small_batch, options.batches, measured=options.measured, **common)
+        path: Path | None = options.json
+        results = laps_encoders.run(
+            options.small_batch,
+            options.batches,
+            measured=options.measured,
+            before=json.loads(path.read_text()) if path is not None and path.is_file() else None,
+            save=lambda found: _write(path, found),
+            **common,
+        )
     else:
         results = run(options.batches, **common)
-    results["environment"]["command"] = " ".join(["python", "-m", "benchmarks.laps", *sys.argv[1:]])
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    _write(options.json, results)
     print(laps_encoders.markdown(results) if options.encoders else markdown(results))
 
 

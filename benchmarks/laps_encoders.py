@@ -117,15 +117,15 @@ def make_step(
     return partial(step_of, make_model(sizes), make_inputs(sizes, batch), form, micro_batch)
 
 
-def encoder_bytes(model: Any, sizes: Sizes, batch: int) -> int:
-    """Count what both encoders keep for the backward pass of a batch."""
+def encoder_bytes(model: Any, sizes: Sizes, batch: int) -> tuple[int, int]:
+    """Count what the encoders of pictures and of captions keep for the backward pass of a batch."""
     known = list(model.parameters())
     with without_memory() as mode:
         pictures = torch.empty(batch, sizes.patches, 3 * sizes.patch**2)
         found = saved_bytes(lambda: model.encode_images(pictures), [*known, *map(mode.from_tensor, known)])
     # The length of the longest caption decides shapes, so captions need values.
     _, ids, lengths = make_inputs(attrs.evolve(sizes, side=sizes.patch), batch)
-    return found + saved_bytes(lambda: model.encode_captions(ids, lengths), known)
+    return found, saved_bytes(lambda: model.encode_captions(ids, lengths), known)
 
 
 def score_bytes(model: Any, sizes: Sizes, batch: int, form: str) -> int:
@@ -149,8 +149,10 @@ def counted(
 ) -> tuple[int, str]:
     """Return the memory of a step above weights and inputs, and how it was found.
 
-    The graph is complete at the end of the forward pass. In micro-batches there are two peaks: the graph of the scores,
-    and later that of one micro-batch beside the gradients.
+    The graph is complete at the end of the forward pass. The backward pass reaches the pictures last: their graph is
+    still there when all gradients of the text encoder are. In micro-batches the graph of the scores is gone before the
+    encoders run again, pictures first; then there is the graph or the gradients of one micro-batch beside the sums of
+    gradients.
 
     Args:
         sparse_bytes: measured peak of scores with gradient sparsity, their backward pass included.
@@ -158,11 +160,13 @@ def counted(
     form, parts = VARIANTS[variant]
     scores = (sparse_bytes or 0) if form == "itm_fast" else score_bytes(model, sizes, batch, form)
     how = "counted; scores measured" if form == "itm_fast" else "counted"
+    pictures, captions = encoder_bytes(model, sizes, micro_batch if parts else batch)
+    of_pictures, of_captions = _bytes_of(model.image_encoder), _bytes_of(model.text_encoder)
     if not parts:
-        return encoder_bytes(model, sizes, batch) + scores, how
+        return max(pictures + captions + scores, pictures + of_captions), how
     embeddings = _BYTES * sizes.dim * (batch * sizes.patches + int(lengths_of(batch).sum()))
-    gradients = sum(one.numel() * one.element_size() for one in model.parameters())
-    return embeddings + max(scores, encoder_bytes(model, sizes, micro_batch) + gradients), how
+    again = of_pictures + max(pictures, of_pictures), of_pictures + of_captions + max(captions, of_captions)
+    return embeddings + max(scores, *again), how
 
 
 def run(
@@ -174,6 +178,8 @@ def run(
     threads: int,
     micro_batches: tuple[int, int] = (2, 8),
     sizes: Sizes | None = None,
+    before: Mapping[str, Any] | None = None,
+    save: Callable[[dict[str, Any]], None] = lambda _: None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Compare all variants in a batch that fits, and count the memory of larger batches.
@@ -183,40 +189,54 @@ def run(
         batches: larger numbers of pairs.
         measured: those in which the last variant takes a step.
         micro_batches: pairs that are encoded at a time, in the small batch and in the others.
+        before: results of an interrupted call. What they contain is not measured again.
+        save: called with the results after each part.
     """
     sizes = sizes or Sizes()
     torch.set_num_threads(threads)
-    load = os.getloadavg()[0]
+    where = environment(threads, build_info())
+    results = dict(before) if before else {"format_version": laps.FORMAT_VERSION, "environment": where, "commits": []}
+    load, commit = os.getloadavg()[0], where["commit"]
+    results["loads"] = [*results.get("loads", []), load]
+    if commit not in results["commits"]:
+        results["commits"].append(commit)
     model = make_model(sizes)
-    small = _compare(model, sizes, small_batch, micro_batches[0], rounds, threads, progress)
-    large = []
+    results |= {"sizes": attrs.asdict(sizes), "weight_bytes": _bytes_of(model)}
+    if "small" not in results:
+        variants = _compare(model, sizes, small_batch, micro_batches[0], rounds, progress)
+        results["small"] = {"batch": small_batch, "micro_batch": micro_batches[0], "rounds": rounds} | {
+            "variants": variants
+        }
+        save(results)
+    large = {case["batch"]: case for case in results.get("large", [])}
     for batch in batches:
-        progress(f"batches of {batch}: counts")
-        found = _counts(model, sizes, batch, micro_batches[1], threads)
-        if batch in measured:
+        if batch not in large:
+            progress(f"batches of {batch}: counts")
+            found = _counts(model, sizes, batch, micro_batches[1], threads)
+            large[batch] = {"batch": batch, "micro_batch": micro_batches[1], "variants": found}
+            save(results | {"large": list(large.values())})
+    results["large"] = list(large.values())
+    _add_memory(model, sizes, results, threads, progress, save)
+    for batch in measured:
+        if "seconds" not in large[batch]["variants"][BOTH]:
             progress(f"batches of {batch}: {BOTH}")
-            found[BOTH] |= _measured_step(model, make_inputs(sizes, batch), micro_batches[1])
-        large.append({"batch": batch, "micro_batch": micro_batches[1], "variants": found})
-    return {
-        "format_version": laps.FORMAT_VERSION,
-        "environment": environment(threads, build_info()),
-        "load_before": load,
-        "load_after": os.getloadavg()[0],
-        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
-        "sizes": attrs.asdict(sizes),
-        "weight_bytes": sum(one.numel() * one.element_size() for one in model.parameters()),
-        "small": {"batch": small_batch, "micro_batch": micro_batches[0], "rounds": rounds, "variants": small},
-        "large": large,
-    }
+            large[batch]["variants"][BOTH] |= _measured_step(model, make_inputs(sizes, batch), micro_batches[1])
+            save(results)
+    results["loads"].append(os.getloadavg()[0])
+    return results
+
+
+def _bytes_of(model: Any) -> int:
+    return sum(one.numel() * one.element_size() for one in model.parameters())
 
 
 def _compare(
-    model: Any, sizes: Sizes, batch: int, micro: int, rounds: int, threads: int, progress: Callable[[str], None]
+    model: Any, sizes: Sizes, batch: int, micro: int, rounds: int, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure time, memory and agreement of all variants."""
+    """Measure time and agreement of all variants."""
     inputs = make_inputs(sizes, batch)
     walls: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    differences: dict[str, tuple[float, float]] = {}
+    differences: dict[str, tuple[float, float]] = {LOOP: (0.0, 0.0)}
     exact: dict[str, Any] = {}
 
     def take(name: str) -> float:
@@ -238,24 +258,39 @@ def _compare(
         lambda call: call(),
         lambda name: progress(f"batches of {batch}: {name}"),
     )
-    exact.clear()
     model.zero_grad(set_to_none=True)
-    sparse = peak_memory(laps.make_step, "itm_fast", batch, threads=threads)
-    found = {}
-    for name, (form, parts) in VARIANTS.items():
-        progress(f"batches of {batch}: memory of {name}")
-        peak = peak_memory(make_step, form, sizes, batch, micro if parts else None, threads=threads)
-        count, how = counted(model, sizes, batch, micro, sparse, name)
-        found[name] = {
-            **timings[name].as_dict(),
+    return {
+        name: {
+            **timing.as_dict(),
             "wall_s": walls[name][-rounds:],
-            "peak_bytes": peak,
-            "counted_bytes": count,
-            "how": how,
-            "largest_score_difference": differences.get(name, (0.0, 0.0))[0],
-            "gradient_difference": differences.get(name, (0.0, 0.0))[1],
+            "largest_score_difference": differences[name][0],
+            "gradient_difference": differences[name][1],
         }
-    return found
+        for name, timing in timings.items()
+    }
+
+
+def _add_memory(
+    model: Any,
+    sizes: Sizes,
+    results: dict[str, Any],
+    threads: int,
+    progress: Callable[[str], None],
+    save: Callable[[dict[str, Any]], None],
+) -> None:
+    """Add measured and counted memory to the variants of the small batch."""
+    small = results["small"]
+    batch, micro = small["batch"], small["micro_batch"]
+    sparse = None
+    for name, (form, parts) in VARIANTS.items():
+        found = small["variants"][name]
+        if "counted_bytes" not in found:
+            sparse = sparse or peak_memory(laps.make_step, "itm_fast", batch, threads=threads)
+            found["counted_bytes"], found["how"] = counted(model, sizes, batch, micro, sparse, name)
+        if "peak_bytes" not in found:
+            progress(f"batches of {batch}: memory of {name}")
+            found["peak_bytes"] = peak_memory(make_step, form, sizes, batch, micro if parts else None, threads=threads)
+            save(results)
 
 
 def _difference(model: Any, exact: Sequence[Tensor]) -> float:
@@ -318,7 +353,7 @@ def markdown(results: Mapping[str, Any]) -> str:
                     str(case["batch"]),
                     name,
                     f"{size / 1e6:,.0f} MB",
-                    f"measured; counted: {_counted(found)}" if measured else found["how"],
+                    f"measured; {found['how']}: {_counted(found)}" if measured else found["how"],
                     f"{size / base:.2f}",
                     f"{found['seconds']:.0f} s, one step" if measured else "not run",
                     f"{found['wall_s']:.0f} s" if measured else "",
@@ -328,15 +363,16 @@ def markdown(results: Mapping[str, Any]) -> str:
     return (
         f"Batches of {small['batch']}, micro-batches of {small['micro_batch']}: everything is measured, and memory is "
         f"counted, too.\n\n{table(rows)}\n\nLarger batches, micro-batches of {results['large'][0]['micro_batch']}:\n\n"
-        f"{table(larger)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` at {where['commit'][:12]}: "
+        f"{table(larger)}\n\nMeasured on {where['date'][:10]} with `{where['command']}` at "
+        f"{', '.join(str(commit)[:12] for commit in results['commits'])}: "
         f"{where['processor']}, {where['threads']} threads, torch {where['torch']}, float32, random weights. ViT: "
         f"{sizes['side']} pixels, patches of {sizes['patch']}, width {sizes['width']}, {sizes['layers']} layers; BERT "
         f"of the same width and depth, captions of {laps.WORDS.start} to {laps.WORDS.stop - 1} tokens; joint width "
         f"{sizes['dim']}. Times are processor time, medians of {small['rounds']} interleaved steps with smallest and "
         f"largest in brackets, without the optimiser; wall times show the other load of the machine "
-        f"({results['load_before']:.1f} before, {results['load_after']:.1f} after). Memory is above the weights "
-        f"({weights / 1e6:,.0f} MB; AdamW adds {2 * weights / 1e6:,.0f} MB) and the inputs. Counted memory is what the "
-        f"graph keeps at the end of the forward pass, each storage once.\n"
+        f"({min(results['loads']):.1f} to {max(results['loads']):.1f}). Memory is above the weights "
+        f"({weights / 1e6:,.0f} MB; AdamW adds {2 * weights / 1e6:,.0f} MB) and the inputs. Counted memory is what "
+        f"graph and gradients keep at the fullest moment, each storage once, without intermediate results.\n"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -53,27 +55,36 @@ def test_the_counts_of_encoders_and_scores_add_up_to_that_of_a_step(form: str) -
     def forward() -> torch.Tensor:
         return laps.FORMS[form](model.similarity, *model.encode(*inputs))
 
-    parts = laps_encoders.encoder_bytes(model, sizes, 3) + laps_encoders.score_bytes(model, sizes, 3, form)
+    parts = sum(laps_encoders.encoder_bytes(model, sizes, 3)) + laps_encoders.score_bytes(model, sizes, 3, form)
     assert parts == saved_bytes(forward, model.parameters())
 
 
 def test_a_small_run_with_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(laps_encoders, "peak_memory", lambda *_, **__: 5_000_000)
-    sizes = laps_encoders.SMALL
-    results = laps_encoders.run(3, [4, 5], measured=[4], rounds=2, threads=1, micro_batches=(1, 2), sizes=sizes)
+    sizes, saved = laps_encoders.SMALL, []
+    common = {"measured": [4], "rounds": 2, "threads": 1, "micro_batches": (1, 2), "sizes": sizes}
+    results = laps_encoders.run(3, [4, 5], **common, save=lambda found: saved.append(json.loads(json.dumps(found))))
     variants = results["small"]["variants"]
     assert list(variants) == list(laps_encoders.VARIANTS)
     for variant in variants.values():
         assert variant["largest_score_difference"] < 1e-6
         assert variant["gradient_difference"] < 1e-5
+        assert variant["peak_bytes"] == 5_000_000
     assert variants["micro-batches"]["gradient_difference"] > 0
     large, unmeasured = results["large"]
-    assert "seconds" not in unmeasured["variants"]["both"]
     assert large["variants"]["both"]["seconds"] > 0
+    assert "seconds" not in unmeasured["variants"]["both"]
     model = laps_encoders.make_model(sizes)
-    whole = laps_encoders.encoder_bytes(model, sizes, 4)
+    whole = sum(laps_encoders.encoder_bytes(model, sizes, 4))
     assert large["variants"]["gradient sparsity"]["counted_bytes"] == whole + 5_000_000
-    results["environment"]["commit"] = results["environment"]["commit"] or "0" * 12
+    results["commits"] = ["0" * 40]
     text = laps_encoders.markdown(results)
     assert text.count("| both |") == 3
-    assert text.count("counted; scores measured") == 3
+    assert text.count("counted; scores measured") == 4
+
+    # An interrupted call continues: nothing is measured twice.
+    assert [len(found.get("large", [])) for found in saved] == [0, 1, 2, 2, 2, 2, 2, 2, 2]
+    middle = laps_encoders.run(3, [4, 5], **common, before=saved[1])
+    assert middle["small"]["variants"]["both"]["runs_s"] == results["small"]["variants"]["both"]["runs_s"]
+    again = laps_encoders.run(3, [4, 5], **common, before=results)
+    assert {name: again[name] for name in ("small", "large")} == {name: results[name] for name in ("small", "large")}
