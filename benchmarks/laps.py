@@ -172,10 +172,10 @@ def main() -> None:
         "progress": lambda what: print(what, file=sys.stderr, flush=True),
     }
     if options.encoders:
-        from benchmarks import laps_encoders
+        from benchmarks import laps_steps
 
         path: Path | None = options.json
-        results = laps_encoders.run(
+        results = laps_steps.run(
             options.small_batch,
             options.batches,
             measured=options.measured,
@@ -186,7 +186,7 @@ def main() -> None:
     else:
         results = run(options.batches, **common)
     _write(options.json, results)
-    print(laps_encoders.markdown(results) if options.encoders else markdown(results))
+    print(laps_steps.markdown(results) if options.encoders else markdown(results))
 
 
 if __name__ == "__main__":

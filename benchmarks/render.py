@@ -21,7 +21,7 @@ from benchmarks import (
     coco_table,
     discriminators,
     laps,
-    laps_encoders,
+    laps_steps,
     long_sets,
     maxsim,
     methods_table,
@@ -126,7 +126,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     PERFORMANCE / "results" / "selhn.md": {"gradients": selhn_gradients},
     PERFORMANCE / "results" / "vision.md": {
         "laps_encoders": measured(
-            "laps_encoders", laps_encoders.markdown, "python -m benchmarks.laps --encoders --json {}"
+            "laps_encoders", laps_steps.markdown, "python -m benchmarks.laps --encoders --json {}"
         )
     },
     PERFORMANCE / "scaling.md": {"scaling": scaled},

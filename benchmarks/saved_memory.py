@@ -5,6 +5,7 @@ Inside: `saved_bytes`, `without_memory`.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,9 +34,9 @@ def saved_bytes(call: Callable[[], Any], known: Iterable[Tensor] = ()) -> int:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         # While the graph exists, no two of its storages share an address.
         kept = call()
-    total = sum(sizes.values())
     del kept
-    return total
+    gc.collect()  # Hooks and graph may refer to each other.
+    return sum(sizes.values())
 
 
 def without_memory() -> FakeTensorMode:

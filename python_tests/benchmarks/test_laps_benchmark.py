@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import laps, laps_encoders
+from benchmarks import laps, laps_encoders, laps_steps
 from benchmarks.saved_memory import saved_bytes, without_memory
 from itm_fast.nn.patch_slimming import PatchSlimming
 from python_tests.helpers.fragments import random_fragments
@@ -60,10 +60,10 @@ def test_the_counts_of_encoders_and_scores_add_up_to_that_of_a_step(form: str) -
 
 
 def test_a_small_run_with_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(laps_encoders, "peak_memory", lambda *_, **__: 5_000_000)
+    monkeypatch.setattr(laps_steps, "peak_memory", lambda *_, **__: 5_000_000)
     sizes, saved = laps_encoders.SMALL, []
     common = {"measured": [4], "rounds": 2, "threads": 1, "micro_batches": (1, 2), "sizes": sizes}
-    results = laps_encoders.run(3, [4, 5], **common, save=lambda found: saved.append(json.loads(json.dumps(found))))
+    results = laps_steps.run(3, [4, 5], **common, save=lambda found: saved.append(json.loads(json.dumps(found))))
     variants = results["small"]["variants"]
     assert list(variants) == list(laps_encoders.VARIANTS)
     for variant in variants.values():
@@ -78,13 +78,13 @@ def test_a_small_run_with_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sum(laps_encoders.encoder_bytes(model, sizes, 4))
     assert large["variants"]["gradient sparsity"]["counted_bytes"] == whole + 5_000_000
     results["commits"] = ["0" * 40]
-    text = laps_encoders.markdown(results)
+    text = laps_steps.markdown(results)
     assert text.count("| both |") == 3
     assert text.count("counted; scores measured") == 4
 
     # An interrupted call continues: nothing is measured twice.
     assert [len(found.get("large", [])) for found in saved] == [0, 1, 2, 2, 2, 2, 2, 2, 2]
-    middle = laps_encoders.run(3, [4, 5], **common, before=saved[1])
+    middle = laps_steps.run(3, [4, 5], **common, before=saved[1])
     assert middle["small"]["variants"]["both"]["runs_s"] == results["small"]["variants"]["both"]["runs_s"]
-    again = laps_encoders.run(3, [4, 5], **common, before=results)
+    again = laps_steps.run(3, [4, 5], **common, before=results)
     assert {name: again[name] for name in ("small", "large")} == {name: results[name] for name in ("small", "large")}
