@@ -7,6 +7,7 @@ from itm_fast.models.dbl import DBL, DBLConfig
 from itm_fast.models.fdf import FDF, FDF_HOSTS, FDFConfig
 from itm_fast.models.fragment_model import Encoded, FragmentModel
 from itm_fast.models.laps import LAPS, LAPSConfig
+from itm_fast.models.saem import SAEM, SAEMConfig
 from itm_fast.models.scan import SCAN, SCANConfig
 from itm_fast.models.sgraf import SGRAF, SGRAFConfig
 from itm_fast.models.vse_infty import RVSEPP, RVSEPPConfig, VSEInfty, VSEInftyConfig
@@ -21,6 +22,7 @@ __all__ = [
     "FDF_HOSTS",
     "LAPS",
     "RVSEPP",
+    "SAEM",
     "SCAN",
     "SGRAF",
     "VSEPP",
@@ -34,6 +36,7 @@ __all__ = [
     "LAPSConfig",
     "MatchingModel",
     "RVSEPPConfig",
+    "SAEMConfig",
     "SCANConfig",
     "SGRAFConfig",
     "VSEInfty",

@@ -11,6 +11,7 @@ from itm_fast.nn.maxsim import MaxsimScores
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.patch_encoder import PatchEncoder
 from itm_fast.nn.patch_slimming import PatchSlimming
+from itm_fast.nn.phrase_pooling import PhrasePooling
 from itm_fast.nn.pooling import final_states, mean_pool
 from itm_fast.nn.region_reasoning import RegionReader, RegionReasoning
 from itm_fast.nn.regulated_similarity import RegulatedSimilarity
@@ -20,6 +21,7 @@ from itm_fast.nn.regulators import (
     RecurrentCorrespondenceRegulator,
 )
 from itm_fast.nn.residual_image_encoder import ResidualImageEncoder
+from itm_fast.nn.self_attention import SelfAttentionLayer
 from itm_fast.nn.similarity import inner_products
 from itm_fast.nn.text_encoder import TextEncoder
 
@@ -37,12 +39,14 @@ __all__ = [
     "MaxsimScores",
     "PatchEncoder",
     "PatchSlimming",
+    "PhrasePooling",
     "RecurrentAggregationRegulator",
     "RecurrentCorrespondenceRegulator",
     "RegionReader",
     "RegionReasoning",
     "RegulatedSimilarity",
     "ResidualImageEncoder",
+    "SelfAttentionLayer",
     "TextEncoder",
     "final_states",
     "inner_products",

@@ -65,6 +65,7 @@ SOURCES = {
     "dbl": "Deep Boosting Learning",
     "scan": "Lee et al.", "rcar": "Plug-and-Play", "bfan": "Liu et al.", "vsepp": "Faghri et al.",
     "vse-infty": "Best Pooling Strategy", "vse-": "Selectively Hard Negative", "rvse": "Selectively Hard Negative",
+    "saem": "Fragment Self-Attention Embeddings",
     "s": "Similarity Reasoning and Filtration",
 }  # fmt: skip
 DBL = {
@@ -178,6 +179,14 @@ PUBLISHED |= {
     for kind, keep, share in (("vit", 0.5, 0.4), ("swin", 0.8, 0.6))
     for data in ("f30k", "coco")
 }  # fmt: skip
+PUBLISHED |= {
+    f"saem-{data}": (
+        "saem",
+        {"epochs": 30, "batch_size": 64, "lr": 1e-4, "lr_decay_every": 10, "drop_last": None, "validation_images": None},
+        {"embed_dim": 256, **BERT, "freeze_bert": True, "phrase_channels": 512},
+    )
+    for data in ("f30k", "coco")
+}
 # The paper keeps the settings of its hosts.
 FDF = {"conversions": 8, "conversion_layer": "ffn", "online_weight": 0.5}
 PUBLISHED |= {
