@@ -2,6 +2,7 @@
 
 from itm_fast.models.base import MatchingModel, config_class, create, load, names, register
 from itm_fast.models.bfan import BFAN, BFANConfig
+from itm_fast.models.camp import CAMP, CAMPConfig
 from itm_fast.models.chan import CHAN, CHANConfig
 from itm_fast.models.dbl import DBL, DBLConfig
 from itm_fast.models.fdf import FDF, FDF_HOSTS, FDFConfig
@@ -16,6 +17,7 @@ from itm_fast.models.vsrn import VSRN, VSRNConfig
 
 __all__ = [
     "BFAN",
+    "CAMP",
     "CHAN",
     "DBL",
     "FDF",
@@ -28,6 +30,7 @@ __all__ = [
     "VSEPP",
     "VSRN",
     "BFANConfig",
+    "CAMPConfig",
     "CHANConfig",
     "DBLConfig",
     "Encoded",

@@ -15,7 +15,15 @@ from itm_fast.config import other_default, setting
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel, register
 from itm_fast.models.encoders import BertEncoderConfig, make_bert_encoder, make_image_encoder, make_text_encoder
-from itm_fast.nn import PhrasePooling, SelfAttentionLayer, inner_products, l2norm, mean_pool
+from itm_fast.nn import (
+    BertTextEncoder,
+    PhrasePooling,
+    SelfAttentionLayer,
+    TextEncoder,
+    inner_products,
+    l2norm,
+    mean_pool,
+)
 
 __all__ = ["SAEM", "SAEMConfig"]
 
@@ -48,7 +56,7 @@ class SAEM(MatchingModel):
     """Score the mean of an image's regions after self-attention with the strongest phrases of a caption, by cosine."""
 
     name = "saem"
-    summary = "SAEM: self-attention over regions, convolutions over words, one vector per item (Wu et al., ACM MM 2019)."
+    summary = "SAEM: self-attention over regions, convolutions over words, one vector per item (Wu et al., MM 2019)."
     Config = SAEMConfig
 
     def __init__(self, config: SAEMConfig) -> None:
@@ -70,10 +78,11 @@ class SAEM(MatchingModel):
                 for _ in range(config.attention_layers)
             )
         )
+        self.text_encoder: BertTextEncoder | TextEncoder
         if config.text_encoder == "bert":
             # The convolutions see BERT's states as they are.
             self.text_encoder = make_bert_encoder(config, no_txtnorm=True, projected=False)
-            self.text_encoder.bert.requires_grad_(not config.freeze_bert)
+            self.text_encoder.requires_grad_(not config.freeze_bert)
         else:
             self.text_encoder = make_text_encoder(config, bidirectional=config.bidirectional, no_txtnorm=True)
         self.phrases = PhrasePooling(

@@ -8,6 +8,7 @@ from itm_fast.nn.generalized_pooling import GeneralizedPooling
 from itm_fast.nn.gradient_sparse import GradientSparseScores
 from itm_fast.nn.image_encoder import ImageEncoder
 from itm_fast.nn.maxsim import MaxsimScores
+from itm_fast.nn.message_passing import MessagePassing
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.patch_encoder import PatchEncoder
 from itm_fast.nn.patch_slimming import PatchSlimming
@@ -37,6 +38,7 @@ __all__ = [
     "GradientSparseScores",
     "ImageEncoder",
     "MaxsimScores",
+    "MessagePassing",
     "PatchEncoder",
     "PatchSlimming",
     "PhrasePooling",

@@ -37,6 +37,7 @@ class PhrasePooling(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
+        self.widths = widths
         self.convolutions = nn.ModuleList(nn.Conv1d(word_dim, channels, width) for width in widths)
         self.dropout = nn.Dropout(dropout)
         self.fc = nn.Linear(len(widths) * channels, dim)
@@ -44,15 +45,15 @@ class PhrasePooling(nn.Module):
     def forward(self, words: Fragments) -> Tensor:
         """Pool words (N, word_dim) of n captions to (n, d), float32 (float64 for float64); zero for an empty one."""
         padded, lengths = words.to_padded()
-        pooled = [self._strongest(layer, padded.transpose(1, 2), lengths) for layer in self.convolutions]
+        pairs = zip(self.widths, self.convolutions, strict=True)
+        pooled = [self._strongest(layer, width, padded.transpose(1, 2), lengths) for width, layer in pairs]
         vectors = self.fc(self.dropout(torch.cat(pooled, dim=1)))
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
         return vectors.masked_fill((lengths == 0)[:, None], 0.0)
 
     @staticmethod
-    def _strongest(layer: nn.Module, padded: Tensor, lengths: Tensor) -> Tensor:
+    def _strongest(layer: nn.Module, width: int, padded: Tensor, lengths: Tensor) -> Tensor:
         """Return the maximum (n, channels) of a convolution over the phrases of captions (n, word_dim, longest)."""
-        (width,) = layer.kernel_size
         phrases = layer(F.pad(padded, (0, max(width - padded.shape[2], 0))))  # (n, channels, phrases)
         last = (lengths - width).clamp(min=0)
         beyond = torch.arange(phrases.shape[2], device=last.device) > last[:, None]

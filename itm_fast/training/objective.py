@@ -11,7 +11,7 @@ from torch import nn
 from itm_fast import losses
 from itm_fast.losses import registry
 from itm_fast.training.config import TrainConfig
-from itm_fast.training.loss_rules import boosting_of, loss_settings
+from itm_fast.training.loss_rules import boosting_of, loss_settings, warms_up_itself
 
 __all__ = ["make_boosting_loss", "make_losses", "make_realignment_losses"]
 
@@ -19,7 +19,10 @@ __all__ = ["make_boosting_loss", "make_losses", "make_realignment_losses"]
 def make_losses(config: TrainConfig) -> dict[str, nn.Module]:
     """Return the losses by the negatives of a step: `config.mining`, and "all" for the warm-up."""
     run = loss_settings(config)
-    warm_up = registry.create("triplet", {**run, "mining": "all"}, {})
+    if warms_up_itself(config.loss):
+        warm_up = registry.create(config.loss, {**run, "mining": "all"}, config.loss_options)
+    else:
+        warm_up = registry.create("triplet", {**run, "mining": "all"}, {})
     return {"all": warm_up, config.mining: registry.create(config.loss, run, config.loss_options)}
 
 

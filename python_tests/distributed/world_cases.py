@@ -57,6 +57,7 @@ STEPS: dict[str, tuple[str, dict[str, Any], int, bool]] = {
     "fused conversions": ("fdf", {"host": "scan", "host_options": SIZES, "conversions": 3}, 5, True),
     "normalised": ("vse_infty", {**SIZES, "image_encoder": "residual"}, 7, True),
     "normalised, fewer captions than processes": ("vse_infty", {**SIZES, "image_encoder": "residual"}, 3, False),
+    "messages": ("camp", {**ALIGNED, "regulator": "rcar", "regulator_dropout": 0.0}, 5, True),
     "self-attention over regions": ("saem", {**SIZES, **SAEM}, 7, True),
     "self-attention over regions, fewer than processes": ("saem", {**SIZES, **SAEM}, 3, False),
     "normalised regions that reason": ("vsrn", REASONING, 7, True),

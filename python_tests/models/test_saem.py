@@ -127,7 +127,8 @@ def test_the_phrases_of_bert_equal_the_definition() -> None:
     for one in (model, exact):
         one.text_encoder.bert.load_state_dict(own)
     ids, lengths = torch.tensor([[2, 11, 5, 6, 3], [2, 3, 0, 0, 0], [2, 8, 9, 10, 3]]), torch.tensor([5, 2, 4])
-    states = [torch.from_numpy(bert_states(own, row[:n])) for row, n in zip(ids.tolist(), lengths.tolist(), strict=True)]
+    pairs = zip(ids.tolist(), lengths.tolist(), strict=True)
+    states = [torch.from_numpy(bert_states(own, row[:length])) for row, length in pairs]
     expected = torch.stack([unit(phrased(exact.phrases, words)) for words in states])
     torch.testing.assert_close(exact.encode_captions(ids, lengths), expected, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(model.encode_captions(ids, lengths).double(), expected, rtol=0, atol=5e-6)

@@ -48,6 +48,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "rvsepp": ("rvsepp", GRU),
     "vsrn": ("vsrn", {**GRU, "graph_layers": 2, "image_batch_norm": True}),
     "saem": ("saem", {**GRU, **SAEM}),
+    "camp": ("camp", GRU),
+    "camp rcar": ("camp", {**GRU, "regulator": "rcar", "alignment_dim": 16, "regulator_dropout": 0.0}),
     "fdf scan": ("fdf", {"host": "scan", "host_options": GRU, "conversions": 2}),
     "fdf vse_infty": ("fdf", {"host": "vse_infty", "host_options": GRU, "conversions": 2}),
 }

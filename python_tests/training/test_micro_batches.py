@@ -32,6 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "vse_infty": ("vse_infty", {**WORDS, "image_encoder": "linear"}),
     "chan bert": ("chan", BERT),
     "saem": ("saem", {**WORDS, **SAEM}),
+    "camp": ("camp", WORDS),
 }
 COUNT = 11
 

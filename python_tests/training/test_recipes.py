@@ -65,7 +65,7 @@ SOURCES = {
     "dbl": "Deep Boosting Learning",
     "scan": "Lee et al.", "rcar": "Plug-and-Play", "bfan": "Liu et al.", "vsepp": "Faghri et al.",
     "vse-infty": "Best Pooling Strategy", "vse-": "Selectively Hard Negative", "rvse": "Selectively Hard Negative",
-    "saem": "Fragment Self-Attention Embeddings",
+    "camp": "Cross-Modal Adaptive Message Passing", "saem": "Fragment Self-Attention Embeddings",
     "s": "Similarity Reasoning and Filtration",
 }  # fmt: skip
 DBL = {
@@ -182,11 +182,25 @@ PUBLISHED |= {
 PUBLISHED |= {
     f"saem-{data}": (
         "saem",
-        {"epochs": 30, "batch_size": 64, "lr": 1e-4, "lr_decay_every": 10, "drop_last": None, "validation_images": None},
+        {
+            "epochs": 30, "batch_size": 64, "lr": 1e-4, "lr_decay_every": 10, "drop_last": None,
+            "validation_images": None,
+        },
         {"embed_dim": 256, **BERT, "freeze_bert": True, "phrase_channels": 512},
     )
     for data in ("f30k", "coco")
-}
+}  # fmt: skip
+PUBLISHED["camp-f30k"] = (
+    "camp",
+    {
+        "epochs": 60, "lr": 2e-4, "lr_decay_every": 15, "loss": "bce", "margin": None, "validation_images": None,
+        "warmup_epochs": None,
+    },
+    {
+        **SIZES, "bidirectional": True, "no_imgnorm": True, "no_txtnorm": True, "head": "sigmoid", "fusion": "concat",
+        "message_attention": True, "pooling_heads": 4,
+    },
+)  # fmt: skip
 # The paper keeps the settings of its hosts.
 FDF = {"conversions": 8, "conversion_layer": "ffn", "online_weight": 0.5}
 PUBLISHED |= {
