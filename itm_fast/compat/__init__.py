@@ -17,7 +17,7 @@ from pathlib import Path
 import attrs
 
 from itm_fast import config as settings
-from itm_fast.compat import dbl, rcar, rvsepp, scan, sgraf, vse_infty
+from itm_fast.compat import dbl, naaf, rcar, rvsepp, scan, sgraf, vse_infty
 from itm_fast.compat.checkpoint import OfficialCheckpoint, read_checkpoint
 from itm_fast.data import BertVocabulary, Vocabulary
 from itm_fast.files import atomic, regular
@@ -48,6 +48,7 @@ SOURCES: Mapping[str, Source] = {
     "sgraf": Source(sgraf.read),
     "rcar": Source(rcar.read, has_mask=lambda _: True),
     "dbl": Source(dbl.read, has_mask=dbl.has_mask),
+    "naaf": Source(naaf.read),
     "vse_infty": Source(vse_infty.read, has_mask=lambda _: True, bert=True),
     "rvsepp": Source(rvsepp.read, has_mask=lambda _: True, bert=True),
 }

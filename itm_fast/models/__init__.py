@@ -8,6 +8,7 @@ from itm_fast.models.dbl import DBL, DBLConfig
 from itm_fast.models.fdf import FDF, FDF_HOSTS, FDFConfig
 from itm_fast.models.fragment_model import Encoded, FragmentModel
 from itm_fast.models.laps import LAPS, LAPSConfig
+from itm_fast.models.naaf import NAAF, NAAFConfig
 from itm_fast.models.saem import SAEM, SAEMConfig
 from itm_fast.models.scan import SCAN, SCANConfig
 from itm_fast.models.sgraf import SGRAF, SGRAFConfig
@@ -23,6 +24,7 @@ __all__ = [
     "FDF",
     "FDF_HOSTS",
     "LAPS",
+    "NAAF",
     "RVSEPP",
     "SAEM",
     "SCAN",
@@ -38,6 +40,7 @@ __all__ = [
     "FragmentModel",
     "LAPSConfig",
     "MatchingModel",
+    "NAAFConfig",
     "RVSEPPConfig",
     "SAEMConfig",
     "SCANConfig",

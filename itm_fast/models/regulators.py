@@ -14,7 +14,13 @@ from itm_fast.config import fields_of, setting
 from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
 from itm_fast.models.encoders import BertEncoderConfig
-from itm_fast.nn import CrossAttentionAlignments, CrossAttentionScores, MessagePassing, RegulatedSimilarity
+from itm_fast.nn import (
+    CrossAttentionAlignments,
+    CrossAttentionScores,
+    MessagePassing,
+    NegativeAwareSimilarity,
+    RegulatedSimilarity,
+)
 from itm_fast.nn.regulated_similarity import FACTORS
 from itm_fast.reference.regulator_parameters import SCHEDULES
 
@@ -117,7 +123,11 @@ def make_similarity(
 
 
 def pairwise_weights(
-    similarity: CrossAttentionScores | RegulatedSimilarity | CrossAttentionAlignments | MessagePassing,
+    similarity: CrossAttentionScores
+    | RegulatedSimilarity
+    | CrossAttentionAlignments
+    | MessagePassing
+    | NegativeAwareSimilarity,
     images: Fragments,
     captions: Fragments,
 ) -> list[Tensor]:
@@ -174,7 +184,7 @@ def pair_steps(
 
 
 def directed_steps(
-    similarity: CrossAttentionScores | RegulatedSimilarity | CrossAttentionAlignments,
+    similarity: CrossAttentionScores | RegulatedSimilarity | CrossAttentionAlignments | NegativeAwareSimilarity,
     queries: Fragments,
     contexts: Fragments,
     score: Tensor,

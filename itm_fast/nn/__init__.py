@@ -9,6 +9,7 @@ from itm_fast.nn.gradient_sparse import GradientSparseScores
 from itm_fast.nn.image_encoder import ImageEncoder
 from itm_fast.nn.maxsim import MaxsimScores
 from itm_fast.nn.message_passing import MessagePassing
+from itm_fast.nn.negative_attention import NegativeAwareSimilarity
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.patch_encoder import PatchEncoder
 from itm_fast.nn.patch_slimming import PatchSlimming
@@ -39,6 +40,7 @@ __all__ = [
     "ImageEncoder",
     "MaxsimScores",
     "MessagePassing",
+    "NegativeAwareSimilarity",
     "PatchEncoder",
     "PatchSlimming",
     "PhrasePooling",

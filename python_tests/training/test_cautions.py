@@ -87,6 +87,7 @@ def test_what_is_said_to_have_no_effect_has_none(data: Path, tmp_path: Path, add
         ("vse_infty", {"no_imgnorm": True}, False),
         ("vsrn", {}, True),
         ("camp", {}, True),
+        ("naaf", {}, False),
         ("saem", {"phrase_channels": 4, "attention_hidden_dim": 8}, True),
         ("fdf", {"host": "scan"}, True),
         ("fdf", {"host": "chan"}, False),

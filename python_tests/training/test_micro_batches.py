@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "chan bert": ("chan", BERT),
     "saem": ("saem", {**WORDS, **SAEM}),
     "camp": ("camp", WORDS),
+    "naaf": ("naaf", WORDS),
 }
 COUNT = 11
 

@@ -65,7 +65,7 @@ SOURCES = {
     "dbl": "Deep Boosting Learning",
     "scan": "Lee et al.", "rcar": "Plug-and-Play", "bfan": "Liu et al.", "vsepp": "Faghri et al.",
     "vse-infty": "Best Pooling Strategy", "vse-": "Selectively Hard Negative", "rvse": "Selectively Hard Negative",
-    "camp": "Cross-Modal Adaptive Message Passing", "saem": "Fragment Self-Attention Embeddings",
+    "naaf": "Negative-Aware Attention", "camp": "Cross-Modal Adaptive Message Passing", "saem": "Fragment Self-Attention Embeddings",
     "s": "Similarity Reasoning and Filtration",
 }  # fmt: skip
 DBL = {
@@ -201,6 +201,14 @@ PUBLISHED["camp-f30k"] = (
         "message_attention": True, "pooling_heads": 4,
     },
 )  # fmt: skip
+PUBLISHED |= {
+    f"naaf-{data}": (
+        "naaf",
+        {"epochs": 20, "batch_size": batch, "lr": 5e-4, "lr_decay_every": 10},
+        {**SIZES, "temperature": 20.0, "intra_temperature": 5.0, "penalty": 2.0, "threshold_words": 200},
+    )
+    for data, batch in (("f30k", 128), ("coco", 256))
+}
 # The paper keeps the settings of its hosts.
 FDF = {"conversions": 8, "conversion_layer": "ffn", "online_weight": 0.5}
 PUBLISHED |= {
