@@ -5,6 +5,7 @@ from itm_fast.models.bfan import BFAN, BFANConfig
 from itm_fast.models.camp import CAMP, CAMPConfig
 from itm_fast.models.chan import CHAN, CHANConfig
 from itm_fast.models.dbl import DBL, DBLConfig
+from itm_fast.models.esa import ESA, ESAConfig
 from itm_fast.models.fdf import FDF, FDF_HOSTS, FDFConfig
 from itm_fast.models.fragment_model import Encoded, FragmentModel
 from itm_fast.models.laps import LAPS, LAPSConfig
@@ -21,6 +22,7 @@ __all__ = [
     "CAMP",
     "CHAN",
     "DBL",
+    "ESA",
     "FDF",
     "FDF_HOSTS",
     "LAPS",
@@ -35,6 +37,7 @@ __all__ = [
     "CAMPConfig",
     "CHANConfig",
     "DBLConfig",
+    "ESAConfig",
     "Encoded",
     "FDFConfig",
     "FragmentModel",

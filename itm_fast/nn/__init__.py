@@ -3,6 +3,7 @@
 from itm_fast.nn.attention import CrossAttentionScores
 from itm_fast.nn.backbone_encoder import BackboneEncoder
 from itm_fast.nn.bert_text_encoder import BertTextEncoder
+from itm_fast.nn.external_attention import ExternalSpacePooling
 from itm_fast.nn.feature_diversification import FeatureConversions, FeatureDiversification, FeatureReweighting
 from itm_fast.nn.generalized_pooling import GeneralizedPooling
 from itm_fast.nn.gradient_sparse import GradientSparseScores
@@ -32,6 +33,7 @@ __all__ = [
     "BertTextEncoder",
     "CrossAttentionAlignments",
     "CrossAttentionScores",
+    "ExternalSpacePooling",
     "FeatureConversions",
     "FeatureDiversification",
     "FeatureReweighting",

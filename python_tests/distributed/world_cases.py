@@ -58,6 +58,7 @@ STEPS: dict[str, tuple[str, dict[str, Any], int, bool]] = {
     "normalised": ("vse_infty", {**SIZES, "image_encoder": "residual"}, 7, True),
     "normalised, fewer captions than processes": ("vse_infty", {**SIZES, "image_encoder": "residual"}, 3, False),
     "messages": ("camp", {**ALIGNED, "regulator": "rcar", "regulator_dropout": 0.0}, 5, True),
+    "elementwise attention": ("esa", {**SIZES, "image_encoder": "linear", "word_dropout": 0.0}, 5, True),
     "learned thresholds": ("naaf", {**SIZES, "threshold_words": 2}, 7, True),
     "learned thresholds, fewer than processes": ("naaf", {**SIZES, "threshold_words": 2}, 3, False),
     "self-attention over regions": ("saem", {**SIZES, **SAEM}, 7, True),

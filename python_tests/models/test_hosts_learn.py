@@ -17,6 +17,7 @@ PICTURES = 12  # of five captions each
 MODELS: dict[str, dict[str, Any]] = {
     "saem": {"attention_hidden_dim": 32, "phrase_channels": 32},
     "camp": {},
+    "esa": {},
     "naaf": {"threshold_words": 20},
 }
 

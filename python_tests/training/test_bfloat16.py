@@ -48,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "rvsepp": ("rvsepp", GRU),
     "vsrn": ("vsrn", {**GRU, "graph_layers": 2, "image_batch_norm": True}),
     "saem": ("saem", {**GRU, **SAEM}),
+    "esa": ("esa", GRU),
     "camp": ("camp", GRU),
     "camp rcar": ("camp", {**GRU, "regulator": "rcar", "alignment_dim": 16, "regulator_dropout": 0.0}),
     "fdf scan": ("fdf", {"host": "scan", "host_options": GRU, "conversions": 2}),
@@ -126,7 +127,7 @@ def test_a_step_is_as_near_to_float32_as_rounding_lets_it(name: str) -> None:
     assert float((found[1] - exact[1]).abs()) <= float(slopes.norm() * (found[0] - exact[0]).norm()) + rounding
 
 
-@pytest.mark.parametrize("name", ["vsepp", "vse_infty", "rvsepp", "vsrn", "saem", "fdf vse_infty"])
+@pytest.mark.parametrize("name", ["vsepp", "vse_infty", "rvsepp", "vsrn", "saem", "esa", "fdf vse_infty"])
 def test_one_vector_an_item_is_float32(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         images, captions = make(name).encode(*batch())

@@ -88,6 +88,7 @@ def test_what_is_said_to_have_no_effect_has_none(data: Path, tmp_path: Path, add
         ("vsrn", {}, True),
         ("camp", {}, True),
         ("naaf", {}, False),
+        ("esa", {}, True),
         ("saem", {"phrase_channels": 4, "attention_hidden_dim": 8}, True),
         ("fdf", {"host": "scan"}, True),
         ("fdf", {"host": "chan"}, False),

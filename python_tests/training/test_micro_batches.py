@@ -34,6 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "saem": ("saem", {**WORDS, **SAEM}),
     "camp": ("camp", WORDS),
     "naaf": ("naaf", WORDS),
+    "esa": ("esa", {**WORDS, "image_encoder": "linear", "word_dropout": 0.0}),
 }
 COUNT = 11
 

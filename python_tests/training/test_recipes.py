@@ -65,7 +65,8 @@ SOURCES = {
     "dbl": "Deep Boosting Learning",
     "scan": "Lee et al.", "rcar": "Plug-and-Play", "bfan": "Liu et al.", "vsepp": "Faghri et al.",
     "vse-infty": "Best Pooling Strategy", "vse-": "Selectively Hard Negative", "rvse": "Selectively Hard Negative",
-    "naaf": "Negative-Aware Attention", "camp": "Cross-Modal Adaptive Message Passing", "saem": "Fragment Self-Attention Embeddings",
+    "naaf": "Negative-Aware Attention", "camp": "Cross-Modal Adaptive Message Passing",
+    "saem": "Fragment Self-Attention Embeddings", "esa": "External Space Attention Aggregation",
     "s": "Similarity Reasoning and Filtration",
 }  # fmt: skip
 DBL = {
@@ -208,6 +209,11 @@ PUBLISHED |= {
         {**SIZES, "temperature": 20.0, "intra_temperature": 5.0, "penalty": 2.0, "threshold_words": 200},
     )
     for data, batch in (("f30k", 128), ("coco", 256))
+}
+PUBLISHED |= {
+    f"esa{suffix}-{data}": ("esa", {**INFTY, **numbers}, {"embed_dim": 1024, **options, "image_encoder": "residual"})
+    for data in ("f30k", "coco")
+    for suffix, numbers, options in (("", {}, {**GRU, "word_dropout": 0.1}), ("-bert", SLOW_BERT, BERT))
 }
 # The paper keeps the settings of its hosts.
 FDF = {"conversions": 8, "conversion_layer": "ffn", "online_weight": 0.5}
