@@ -16,7 +16,7 @@ def convert(
     source: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Source of the checkpoint: scan, sgraf, rcar, dbl, naaf, esa, vse_infty or rvsepp."
+            metavar="NAME", help="Source of the checkpoint: scan, sgraf, rcar, dbl, esa, naaf, vse_infty or rvsepp."
         ),
     ],
     vocab: Annotated[

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from itm_fast import models
 from itm_fast.evaluation import word_attention
 from itm_fast.fragments import Fragments
 from itm_fast.losses import BCELoss
-from python_tests.helpers.runs import config, make_trainer
+from python_tests.helpers.runs import config, make_trainer, run, same, weights
 
 SIZES = {"vocab_size": 23, "feature_dim": 10, "embed_dim": 6, "word_dim": 7, "alignment_dim": 5, "pooling_heads": 3}
 IDS = torch.tensor([[1, 5, 2, 9], [4, 2, 0, 0], [7, 0, 0, 0]])
@@ -280,9 +281,22 @@ def test_a_run_warms_up_with_the_own_loss(data: Path, tmp_path: Path) -> None:
         config(data, tmp_path, model="camp", loss="bce", mining="selective")
 
 
+def test_a_resumed_run_equals_an_uninterrupted_one(data: Path, tmp_path: Path) -> None:
+    """With the dropout of RAR, which the backward draws again, an epoch of all negatives and one of the hardest."""
+    options = {"embed_dim": 6, "word_dim": 6, "regulator": "rcar", "alignment_dim": 4}
+    changes = {"model": "camp", "loss": "bce", "warmup_epochs": 1, "batch_size": 60, "model_options": options}
+    settings = config(data, tmp_path / "whole", **changes)
+    run(settings)
+    parts = attrs.evolve(settings, out=str(tmp_path / "parts"), epochs=1)
+    run(parts)
+    torch.manual_seed(99)
+    run(attrs.evolve(parts, epochs=2), resume=True)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
 def test_attention_over_a_data_set(data: Path, tmp_path: Path) -> None:
     options = {"embed_dim": 8, "word_dim": 6}
     trainer = make_trainer(config(data, tmp_path, model="camp", loss="bce", model_options=options))
-    weights = word_attention(trainer.model, trainer.validation_data, torch.arange(3))
-    for one in weights:
+    found = word_attention(trainer.model, trainer.validation_data, torch.arange(3))
+    for one in found:
         torch.testing.assert_close(one.sum(1), torch.ones(len(one)), rtol=1e-6, atol=1e-6)
