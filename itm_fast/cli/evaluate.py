@@ -28,7 +28,16 @@ def evaluate(
     ],
     data: Annotated[Path, typer.Option(metavar="DIR", help="Data folder or feature store.")],
     split: Annotated[str, typer.Option(metavar="NAME", help="Split to evaluate.")] = "test",
-    folds: Annotated[int, typer.Option(metavar="N", help="Average over N equal parts of the images (COCO 1K: 5).")] = 1,
+    protocol: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Published protocol: f30k, coco1k (five folds) or coco5k; checks the sizes."),
+    ] = None,
+    folds: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Average over N equal parts of the images (COCO 1K: 5); default: 1, or the protocol's."
+        ),
+    ] = None,
     first_images: Annotated[
         int | None, typer.Option(metavar="N", help="Use the first N images and their captions; default: all.")
     ] = None,
@@ -59,6 +68,7 @@ def evaluate(
     import itm_fast
     from itm_fast import evaluation
     from itm_fast.distributed import joined
+    from itm_fast.evaluation.standards import check_sizes, folds_of
     from itm_fast.files import atomic
     from itm_fast.files.processors import set_threads
     from itm_fast.training.run import device_of, warn_of_unknown_words
@@ -66,6 +76,7 @@ def evaluate(
     if json_file is not None:
         atomic.check_target(json_file)
     _check_distinct(checkpoint)
+    n_folds = folds_of(protocol or "full", folds)
     set_threads(threads)
     members: list[tuple[MatchingModel, PrecomputedDataset]] = []
     sources = []
@@ -77,13 +88,16 @@ def evaluate(
                 known = [dataset for _, dataset in members]
                 members.append((model, dataset_of(data, split, vocabulary, model, run, known)))
                 sources.append({"checkpoint": str(run), "vocabulary": str(path)})
+            if protocol is not None:
+                dataset = members[0][1]
+                check_sizes(protocol, first_images or dataset.n_images, len(dataset), any_captions=True)
             for dataset in dict.fromkeys(dataset for _, dataset in members):
                 warn_of_unknown_words(dataset)
         start = time.perf_counter()
         with torch.autocast(where.type, torch.bfloat16, enabled=precision is _Precision.bfloat16):
             alone, ensemble = evaluation.evaluate_ensemble(
                 members,
-                folds=folds,
+                folds=n_folds,
                 first_images=first_images,
                 streaming=streaming,
                 progress=world.first,
@@ -95,12 +109,12 @@ def evaluate(
         return
 
     n_images = first_images or members[0][1].n_images
-    protocol = f"{split}, {n_images} images" + (f" in {folds} folds" if folds > 1 else "")
+    title = f"{split}, {n_images} images" + (f" in {n_folds} folds" if n_folds > 1 else "")
     for source in dict.fromkeys(source["vocabulary"] for source in sources):
         typer.echo(f"vocabulary: {source}")
-    rows = {protocol: ensemble}
+    rows = {title: ensemble}
     if len(checkpoint) > 1:
-        typer.echo(protocol)
+        typer.echo(title)
         rows = {str(run): summary for run, summary in zip(checkpoint, alone, strict=True)}
         rows[f"mean score of {len(checkpoint)}"] = ensemble
     typer.echo(evaluation.recall_table(rows))
@@ -111,7 +125,8 @@ def evaluate(
             "data": str(data),
             "split": split,
             "images": n_images,
-            "folds": folds,
+            **({} if protocol is None else {"protocol": protocol}),
+            "folds": n_folds,
             "precision": precision.value,
             "ties": "pessimistic",
             "seconds": round(seconds, 3),
