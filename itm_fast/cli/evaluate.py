@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from itm_fast.cli.evaluate_truth import evaluate_truth
 from itm_fast.cli.models import dataset_of, load_run
+from itm_fast.cli.score_run import TruthOptions
 
 if TYPE_CHECKING:
     from itm_fast.data import PrecomputedDataset
@@ -30,8 +32,19 @@ def evaluate(
     split: Annotated[str, typer.Option(metavar="NAME", help="Split to evaluate.")] = "test",
     protocol: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Published protocol: f30k, coco1k (five folds) or coco5k; checks the sizes."),
+        typer.Option(
+            metavar="NAME",
+            help="Protocol: f30k, coco1k (five folds) or coco5k, which check the sizes; or eccv, cxc or pmrp, which "
+            "need --ground-truth and the COCO numbers (see score).",
+        ),
     ] = None,
+    ground_truth: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the files that eccv, cxc or pmrp need.")
+    ] = None,
+    image_ids: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="COCO number of each image, for these protocols.")
+    ] = None,
+    caption_ids: Annotated[Path | None, typer.Option(metavar="FILE", help="COCO number of each caption.")] = None,
     folds: Annotated[
         int | None,
         typer.Option(
@@ -68,7 +81,7 @@ def evaluate(
     import itm_fast
     from itm_fast import evaluation
     from itm_fast.distributed import joined
-    from itm_fast.evaluation.standards import check_sizes, folds_of
+    from itm_fast.evaluation.standards import PROTOCOLS, check_sizes, folds_of
     from itm_fast.files import atomic
     from itm_fast.files.processors import set_threads
     from itm_fast.training.run import device_of, warn_of_unknown_words
@@ -77,6 +90,12 @@ def evaluate(
         atomic.check_target(json_file)
     _check_distinct(checkpoint)
     n_folds = folds_of(protocol or "full", folds)
+    truth = TruthOptions(ground_truth, image_ids, caption_ids)
+    by_truth = protocol is not None and PROTOCOLS[protocol].truth
+    if by_truth:
+        truth.paths()
+        if streaming or first_images is not None:
+            raise ValueError(f"--protocol {protocol}: needs all scores; leave out --streaming and --first-images")
     set_threads(threads)
     members: list[tuple[MatchingModel, PrecomputedDataset]] = []
     sources = []
@@ -95,15 +114,19 @@ def evaluate(
                 warn_of_unknown_words(dataset)
         start = time.perf_counter()
         with torch.autocast(where.type, torch.bfloat16, enabled=precision is _Precision.bfloat16):
-            alone, ensemble = evaluation.evaluate_ensemble(
-                members,
-                folds=n_folds,
-                first_images=first_images,
-                streaming=streaming,
-                progress=world.first,
-                description=split,
-                world=world,
-            )
+            alone: list[dict[str, float]] = []
+            if by_truth:
+                ensemble = evaluate_truth(members, str(protocol), truth, n_folds, world, split)
+            else:
+                alone, ensemble = evaluation.evaluate_ensemble(
+                    members,
+                    folds=n_folds,
+                    first_images=first_images,
+                    streaming=streaming,
+                    progress=world.first,
+                    description=split,
+                    world=world,
+                )
         seconds = time.perf_counter() - start
     if not world.first:
         return
@@ -113,11 +136,15 @@ def evaluate(
     for source in dict.fromkeys(source["vocabulary"] for source in sources):
         typer.echo(f"vocabulary: {source}")
     rows = {title: ensemble}
-    if len(checkpoint) > 1:
+    if len(checkpoint) > 1 and not by_truth:
         typer.echo(title)
         rows = {str(run): summary for run, summary in zip(checkpoint, alone, strict=True)}
         rows[f"mean score of {len(checkpoint)}"] = ensemble
-    typer.echo(evaluation.recall_table(rows))
+    if by_truth:
+        measures = [(name, f"{value:.2f}") for name, value in ensemble.items()]
+        typer.echo(evaluation.measure_table(("measure", f"{protocol}: {title}"), measures))
+    else:
+        typer.echo(evaluation.recall_table(rows))
     if json_file is not None:
         single = len(sources) == 1
         result: dict[str, Any] = {
@@ -135,7 +162,9 @@ def evaluate(
             **ensemble,
         }
         if not single:
-            result["members"] = [{**source, **summary} for source, summary in zip(sources, alone, strict=True)]
+            result["members"] = [
+                {**source, **summary} for source, summary in zip(sources, alone or [{}] * len(sources), strict=True)
+            ]
         atomic.write_text(json_file, json.dumps(result, indent=2) + "\n")
 
 

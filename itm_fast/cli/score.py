@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from itm_fast.cli.score_run import ScoreOptions
+from itm_fast.cli.score_run import ScoreOptions, TruthOptions
 
 _MATRIX, _TRUTH, _TESTS, _OUTPUT = "Scores", "Protocol and ground truth", "Intervals and tests", "Output"
 
@@ -66,7 +66,32 @@ def score(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Protocol: full (any split), f30k, coco1k (five folds) or coco5k; repeatable. Default: full.",
+            help="Protocol: full (any split), f30k, coco1k (five folds), coco5k, eccv (ECCV Caption), cxc "
+            "(Crisscrossed Captions) or pmrp (plausible matches); repeatable. Default: full.",
+            rich_help_panel=_TRUTH,
+        ),
+    ] = None,
+    ground_truth: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of the files that eccv, cxc or pmrp need, under their published names.",
+            rich_help_panel=_TRUTH,
+        ),
+    ] = None,
+    image_ids: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="COCO number of each image, one per line or as .npy, for these protocols.",
+            rich_help_panel=_TRUTH,
+        ),
+    ] = None,
+    caption_ids: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="COCO number of each caption, one per line or as .npy.",
             rich_help_panel=_TRUTH,
         ),
     ] = None,
@@ -126,6 +151,10 @@ def score(
     Images are the rows of a score matrix, captions its columns. Files are read in tiles, so a matrix need not fit into
     memory. No Python objects are loaded.
 
+    For eccv, --ground-truth has eccv_image_to_caption.json and eccv_caption_to_image.json of the package eccv_caption;
+    for cxc, sits_test.csv, sts_test.csv and sis_test.csv of Crisscrossed-Captions; for pmrp, instances_val2014.json of
+    COCO, or pm_image_to_caption.json and pm_caption_to_image.json of ECCV Caption. Nothing is downloaded.
+
     Ties count as errors. Warnings name what is suspicious, such as captions as rows, NaN, constant rows, ties by the
     thousand, or captions in another order than the images.
     """
@@ -136,6 +165,7 @@ def score(
             scores=scores, image_embeddings=image_embeddings, caption_embeddings=caption_embeddings,
             similarity=similarity, key=key, captions_first=captions_first, distances=distances,
             caption_image=caption_image, protocols=protocol or ["full"], folds=folds,
+            truth=TruthOptions(ground_truth, image_ids, caption_ids),
             ties="optimistic" if optimistic else "pessimistic", bootstrap=bootstrap, against=against,
             permutations=permutations, seed=seed, rankings=rankings, top=top, json_file=json_file, threads=threads,
         )

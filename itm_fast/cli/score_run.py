@@ -7,21 +7,41 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import typer
+
+from itm_fast.cli.score_output import report_protocol, write_rankings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from itm_fast.evaluation.bootstrap import Comparison
     from itm_fast.evaluation.opening import Opened
     from itm_fast.evaluation.score_protocols import Scored
+    from itm_fast.evaluation.score_sources import ScoreSource
+    from itm_fast.evaluation.suspicion import Look
 
-__all__ = ["ScoreOptions", "run_score"]
+__all__ = ["ScoreOptions", "TruthOptions", "run_score", "score_by_truth"]
+
+
+@attrs.frozen
+class TruthOptions:
+    """Files that name more positives than the captions of an image, and the numbers that they use."""
+
+    ground_truth: Path | None
+    image_ids: Path | None
+    caption_ids: Path | None
+
+    def paths(self) -> tuple[Path, Path, Path]:
+        """Return all three; raise ValueError if one was not given."""
+        if self.ground_truth is None or self.image_ids is None or self.caption_ids is None:
+            raise ValueError(
+                "--protocol: eccv, cxc and pmrp need --ground-truth DIR, the folder of their files, and --image-ids "
+                "FILE and --caption-ids FILE, the COCO number of each image and caption"
+            )
+        return self.ground_truth, self.image_ids, self.caption_ids
 
 
 @attrs.frozen
@@ -38,6 +58,7 @@ class ScoreOptions:
     caption_image: Path | None
     protocols: list[str]
     folds: int | None
+    truth: TruthOptions
     ties: str
     bootstrap: int
     against: Path | None
@@ -54,7 +75,7 @@ def run_score(options: ScoreOptions) -> None:
     import torch
 
     from itm_fast.data import layout
-    from itm_fast.evaluation.standards import check_sizes, folds_of
+    from itm_fast.evaluation.standards import PROTOCOLS, check_sizes, folds_of
     from itm_fast.evaluation.suspicion import Look, suspicions
     from itm_fast.files import atomic
     from itm_fast.files.processors import set_threads
@@ -64,6 +85,8 @@ def run_score(options: ScoreOptions) -> None:
             atomic.check_target(target)
     for name in options.protocols:
         folds_of(name, options.folds)
+        if PROTOCOLS[name].truth:
+            options.truth.paths()
     set_threads(options.threads)
     known = None if options.caption_image is None else len(layout.read_lines(options.caption_image))
     opened = _open(options, known)
@@ -71,36 +94,83 @@ def run_score(options: ScoreOptions) -> None:
     owners = torch.arange(source.n_captions) // max(source.n_captions // source.n_images, 1)
     if options.caption_image is not None:
         owners = torch.from_numpy(layout.read_caption_image(options.caption_image, source.n_images, source.n_captions))
-    for note in opened.notes:
-        _warn(note)
     for name in options.protocols:
         check_sizes(name, source.n_images, source.n_captions, any_captions=known is not None)
+    second = None if options.against is None else _open_second(options, opened)
+    for note in [*opened.notes, *([] if second is None else second.notes)]:
+        warnings.warn(note, stacklevel=2)
     look = Look(source.n_images, source.n_captions)
-    results = _score(options, opened, owners, look)
-    found = suspicions(source, owners, look, [fold.ranks for fold in results[0].rankings])
+    results = _score(options, source, owners, look)
+    looked_at = next((result for result in results if result.rankings), None)
+    if looked_at is None:
+        looked_at = _score(attrs.evolve(options, protocols=["full"], folds=1), source, owners, look)[0]
+    found = suspicions(source, owners, look, [fold.ranks for fold in looked_at.rankings])
     for line in found:
-        _warn(line)
-    other = None if options.against is None else _score(options, _open_second(options, opened), owners, None)
+        warnings.warn(line, stacklevel=2)
+    others = None if second is None else _score(options, second.source, owners, None)
+    paths = (options.scores, options.image_embeddings, options.caption_embeddings)
     content: dict[str, Any] = {
-        "scores": [
-            str(path)
-            for path in (options.scores, options.image_embeddings, options.caption_embeddings)
-            if path is not None
-        ],
+        "scores": [str(path) for path in paths if path is not None],
         "images": source.n_images,
         "captions": source.n_captions,
         "ties": options.ties,
         "warnings": [*opened.notes, *found],
         "bootstrap": {"samples": options.bootstrap, "seed": options.seed},
-    }
-    content["protocols"] = {
-        result.name: _report(options, result, None if other is None else other[number])
-        for number, result in enumerate(results)
+        "protocols": {
+            result.name: report_protocol(
+                result,
+                None if others is None else (str(options.against), others[number]),
+                bootstrap=options.bootstrap,
+                permutations=options.permutations,
+                seed=options.seed,
+            )
+            for number, result in enumerate(results)
+        },
     }
     if options.rankings is not None:
-        _write_rankings(options.rankings, results)
+        write_rankings(options.rankings, results)
     if options.json_file is not None:
         atomic.write_text(options.json_file, json.dumps(content, indent=2) + "\n")
+
+
+def score_by_truth(
+    protocols: Sequence[str],
+    source: ScoreSource,
+    owners: Tensor,
+    truth: TruthOptions,
+    *,
+    folds: int | None = None,
+    seed: int = 0,
+) -> dict[str, Scored]:
+    """Evaluate scores by the protocols whose positives are in files; by name."""
+    from itm_fast.evaluation.ground_truth import Ids, read_ids
+    from itm_fast.evaluation.score_truth import score_truth
+
+    folder, image_ids, caption_ids = truth.paths()
+    ids = Ids(read_ids(image_ids, source.n_images, "images"), read_ids(caption_ids, source.n_captions, "captions"))
+    return {
+        name: score_truth(name, source, owners, folder, ids, folds=folds or 1, seed=seed, progress=True)
+        for name in protocols
+    }
+
+
+def _score(options: ScoreOptions, source: ScoreSource, owners: Tensor, look: Look | None) -> list[Scored]:
+    from itm_fast.evaluation.score_protocols import score_protocol
+    from itm_fast.evaluation.standards import PROTOCOLS
+
+    by_truth = [name for name in options.protocols if PROTOCOLS[name].truth]
+    found: dict[str, Scored] = {}
+    if by_truth:
+        found = score_by_truth(by_truth, source, owners, options.truth, folds=options.folds, seed=options.seed)
+    # The first pass over all tiles also looks at them.
+    for name in dict.fromkeys(options.protocols):
+        if name not in found:
+            found[name] = score_protocol(
+                name, source, owners, folds=options.folds, ties=options.ties,
+                top=options.top if look is not None and options.rankings is not None else 0,
+                look=None if any(result.rankings for result in found.values()) else look, progress=True,
+            )  # fmt: skip
+    return [found[name] for name in dict.fromkeys(options.protocols)]
 
 
 def _open(options: ScoreOptions, n_captions: int | None) -> Opened:
@@ -125,100 +195,16 @@ def _open(options: ScoreOptions, n_captions: int | None) -> Opened:
 def _open_second(options: ScoreOptions, first: Opened) -> Opened:
     from itm_fast.evaluation.opening import open_matrix
 
-    assert options.against is not None
-    source = first.source
+    path = options.against
+    assert path is not None
+    n_images = first.source.n_images
     second = open_matrix(
-        options.against, options.key, captions_first=options.captions_first, distances=options.distances,
-        n_captions=source.n_captions,
+        path, options.key, captions_first=options.captions_first, distances=options.distances,
+        n_captions=first.source.n_captions,
     )  # fmt: skip
-    if second.source.n_images != source.n_images:
+    if second.source.n_images != n_images:
         raise ValueError(
-            f"{options.against}: expected scores of the same {source.n_images:,} images, found "
-            f"{second.source.n_images:,}: scores of another split?"
+            f"{path}: expected scores of the same {n_images:,} images, found {second.source.n_images:,}: scores of "
+            "another split?"
         )
-    for note in second.notes:
-        _warn(note)
     return second
-
-
-def _score(options: ScoreOptions, opened: Opened, owners: Tensor, look: Any) -> list[Scored]:
-    from itm_fast.evaluation.score_protocols import score_protocol
-
-    return [
-        score_protocol(
-            name, opened.source, owners, folds=options.folds, ties=options.ties,
-            top=options.top if look is not None and options.rankings is not None else 0,
-            look=look if number == 0 else None, progress=True,
-        )
-        for number, name in enumerate(options.protocols)
-    ]  # fmt: skip
-
-
-def _report(options: ScoreOptions, result: Scored, other: Scored | None) -> dict[str, Any]:
-    """Print the tables of a protocol; return its part of the JSON."""
-    from itm_fast.evaluation.bootstrap import compare, intervals
-    from itm_fast.evaluation.table import recall_table
-
-    content: dict[str, Any] = dict(result.summary)
-    typer.echo(recall_table({result.name: result.summary}))
-    if options.bootstrap:
-        ends = intervals(result.measures, samples=options.bootstrap, seed=options.seed)
-        content["intervals"] = {name: list(pair) for name, pair in ends.items()}
-    if other is None:
-        if options.bootstrap:
-            values = dict(zip(result.measures.names, result.measures.values(), strict=True))
-            typer.echo("\n" + _interval_table(values, ends))
-        return content
-    compared = compare(
-        result.measures, other.measures, samples=max(options.bootstrap, 1), permutations=options.permutations,
-        seed=options.seed,
-    )  # fmt: skip
-    typer.echo(recall_table({str(options.against): other.summary}))
-    typer.echo("\n" + _comparison_table(compared))
-    content["against"] = {
-        "scores": str(options.against),
-        **other.summary,
-        "differences": {
-            name: {"difference": one.difference, "interval": [one.lowest, one.highest], "p": one.p}
-            for name, one in compared.items()
-        },
-    }
-    return content
-
-
-def _interval_table(values: Mapping[str, float], ends: Mapping[str, tuple[float, float]]) -> str:
-    from itm_fast.evaluation.table import measure_table
-
-    rows = [(name, f"{values[name]:.2f}", f"{low:.2f} to {high:.2f}") for name, (low, high) in ends.items()]
-    return measure_table(("measure", "value", "95 % interval"), rows)
-
-
-def _comparison_table(compared: Mapping[str, Comparison]) -> str:
-    from itm_fast.evaluation.table import measure_table
-
-    rows = [
-        (
-            name, f"{one.first:.2f}", f"{one.second:.2f}", f"{one.difference:+.2f}",
-            f"{one.lowest:+.2f} to {one.highest:+.2f}", f"{one.p:.4f}",
-        )
-        for name, one in compared.items()
-    ]  # fmt: skip
-    return measure_table(("measure", "scores", "against", "difference", "95 % interval", "p"), rows)
-
-
-def _write_rankings(path: Path, results: list[Scored]) -> None:
-    import numpy as np
-
-    from itm_fast.evaluation.ranking import saved_rankings
-    from itm_fast.files import atomic
-
-    arrays: dict[str, Any] = {}
-    for result in results:
-        if result.rankings:
-            arrays |= {f"{result.name}_{name}": array for name, array in saved_rankings(result.rankings).items()}
-    with atomic.atomic_file(path) as file:
-        np.savez(file, **arrays)
-
-
-def _warn(line: str) -> None:
-    warnings.warn(line, stacklevel=2)

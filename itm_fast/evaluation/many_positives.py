@@ -54,8 +54,8 @@ def positive_measures(
         n = right.sum(1) + missing
         places = torch.arange(1, hits.shape[1] + 1)
         inside = places <= n[:, None]
-        precision = hits.cumsum(1) / places
-        parts.setdefault("map_at_r", []).append((precision * (hits & inside)).sum(1, dtype=torch.float64) / n)
+        precision = hits.cumsum(1).double() / places
+        parts.setdefault("map_at_r", []).append((precision * (hits & inside)).sum(1) / n)
         parts.setdefault("r_precision", []).append((hits & inside).sum(1).double() / n)
         for k in _RECALLS:
             parts.setdefault(f"r{k}", []).append(hits[:, :k].any(1).double())

@@ -21,16 +21,18 @@ class Standard:
         images: the sizes of its splits in images; empty: any.
         splits: the splits, in words.
         truth: whether it needs files with more positives than the captions of an image.
+        any_folds: whether it takes another number of folds.
     """
 
     folds: int = 1
     images: tuple[int, ...] = ()
     splits: str = ""
     truth: bool = False
+    any_folds: bool = False
 
 
 PROTOCOLS = {
-    "full": Standard(),
+    "full": Standard(any_folds=True),
     "f30k": Standard(
         images=(1000, 1014), splits="the test split of Flickr30K (1,000), or its validation split (1,014)"
     ),
@@ -38,7 +40,7 @@ PROTOCOLS = {
     "coco5k": Standard(images=(5000,), splits="all 5,000 images of the test split of COCO"),
     "eccv": Standard(truth=True),
     "cxc": Standard(truth=True),
-    "pmrp": Standard(truth=True),
+    "pmrp": Standard(truth=True, any_folds=True),
 }
 
 
@@ -82,6 +84,6 @@ def folds_of(name: str, folds: int | None) -> int:
     own = PROTOCOLS[name].folds
     if folds is None or folds == own:
         return own
-    if name != "full":
+    if not PROTOCOLS[name].any_folds:
         raise ValueError(f"protocol {name}: has {own} fold{'s' * (own > 1)}, got folds {folds}; use protocol full")
     return folds

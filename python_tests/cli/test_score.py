@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from itm_fast import cli
+from itm_fast import cli, models
+from itm_fast.data import PrecomputedDataset, Vocabulary
+from itm_fast.evaluation import score_matrix
 from itm_fast.evaluation.ranking import rank_folds, saved_rankings
 from itm_fast.evaluation.score_sources import MatrixScores
 from python_tests.helpers.commands import error
@@ -202,3 +204,59 @@ def test_evaluate_takes_the_protocols(
         del results[-1]["seconds"]
     assert results[1].pop("protocol") == "full"
     assert results[0] == results[1]
+
+
+TRUTH = ["--image-ids", "images.txt", "--caption-ids", "captions.txt", "--ground-truth", "."]
+
+
+def write_truth(n_images: int, n_captions: int) -> None:
+    """Write numbers, and one positive for the first image and the first caption."""
+    for name, n, first in (("images", n_images, 500), ("captions", n_captions, 9000)):
+        Path(f"{name}.txt").write_text("".join(f"{first + number}\n" for number in range(n)))
+    Path("eccv_image_to_caption.json").write_text('{"500": [9000, 9007]}')
+    Path("eccv_caption_to_image.json").write_text('{"9000": [500]}')
+
+
+def test_positives_in_files(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_truth(12, 60)
+    run(file, "--protocol", "eccv", *TRUTH, "--json", "r.json", "--bootstrap", 5, "--against", file)
+    found = json.loads(Path("r.json").read_text())["protocols"]["eccv"]
+    order = np.argsort(-table()[0]).tolist()
+    ranks = sorted(order.index(caption) for caption in (0, 7))
+    assert found["i2t_r_precision"] == 50.0 * sum(rank < 2 for rank in ranks)
+    assert found["t2i_r1"] == 100.0 * (table()[:, 0].argmax() == 0)
+    assert found["against"]["differences"]["i2t_map_at_r"]["p"] == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("eccv\nmeasure")
+    assert f"i2t_r_precision {found['i2t_r_precision']:.2f}" in " ".join(printed.split())
+    run(file, "--protocol", "eccv", *TRUTH, "--bootstrap", 0)
+    assert " ".join(capsys.readouterr().out.split()).startswith(
+        f"eccv measure value 95 % interval i2t_map_at_r {found['i2t_map_at_r']:.2f}"
+    )
+    message = (
+        "--protocol: eccv, cxc and pmrp need --ground-truth DIR, the folder of their files, and --image-ids FILE and "
+        "--caption-ids FILE, the COCO number of each image and caption"
+    )
+    assert error(capsys, "score", file, "--protocol", "cxc", *TRUTH[2:]) == (1, message)
+
+
+def test_evaluate_takes_positives_in_files(
+    data: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = PrecomputedDataset(data, "test", Vocabulary.from_file(trained / "vocab.json"))
+    monkeypatch.chdir(tmp_path)
+    write_truth(dataset.n_images, len(dataset))
+    command = ["evaluate", "--checkpoint", trained, "--data", data, "--protocol", "eccv", *TRUTH]
+    assert cli.run([str(word) for word in [*command, "--json", "r.json"]]) == 0
+    found = json.loads(Path("r.json").read_text())
+    scores = score_matrix(models.load(trained), dataset).numpy()
+    ranks = sorted(np.argsort(-scores[0], kind="stable").tolist().index(caption) for caption in (0, 7))
+    assert found["i2t_r_precision"] == 50.0 * sum(rank < 2 for rank in ranks)
+    assert found["t2i_r1"] == 100.0 * (scores[:, 0].argmax() == 0)
+    assert f"t2i_r1 {found['t2i_r1']:.2f}" in " ".join(capsys.readouterr().out.split())
+    assert error(capsys, *command, "--streaming") == (
+        1, "--protocol eccv: needs all scores; leave out --streaming and --first-images",
+    )  # fmt: skip
