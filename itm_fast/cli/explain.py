@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from itm_fast.cli.models import dataset_of, load_run
+from itm_fast.cli.models import dataset_of, find_picture, load_run
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from itm_fast.data import PrecomputedDataset
     from itm_fast.evaluation import Explanation
     from itm_fast.models import MatchingModel
@@ -85,7 +83,7 @@ def explain(
         raise ValueError(f"{checkpoint}: {error}") from None
     if region and "i2t" not in explanation.directions:
         raise ValueError(f"--region: in {checkpoint} regions do not attend to words")
-    picture, grid, credits = _picture(dataset, number, grid_side)
+    picture, grid, credits = find_picture(dataset, number, grid_side)
     write_pair(
         out,
         PairReport(
@@ -129,23 +127,6 @@ def explain(
         }  # fmt: skip
         atomic.write_text(json_file, json.dumps(content, indent=2) + "\n")
     typer.echo(f"score {explanation.score:.4f}; page: {out}")
-
-
-def _picture(
-    dataset: PrecomputedDataset, image: int, grid_side: int | None
-) -> tuple[np.ndarray | None, tuple[int, int], str]:
-    """Return the picture, the rows and columns of its patches, and its credits if it is a bundled emoji.
-
-    The picture is None if the features are not pixels. `grid_side`: patches per side, if not those of the data.
-    """
-    from itm_fast.data import emoji, picture_of
-
-    features = dataset.image_batch([image])
-    picture = emoji.picture_if_patches(features[0].numpy())
-    if picture is not None and grid_side is None:
-        return picture, (emoji.GRID, emoji.GRID), emoji.CREDITS if emoji.is_bundled(picture) else ""
-    picture, grid = picture_of(dataset, image, grid_side)
-    return picture, (grid, grid), ""
 
 
 def _facts(

@@ -129,6 +129,24 @@ def score(
     seed: Annotated[
         int, typer.Option(metavar="N", min=0, help="Seed of resamples and exchanges.", rich_help_panel=_TESTS)
     ] = 0,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Data folder or feature store of the scores, for the image of each caption, and for texts and "
+            "pictures in --report.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    split: Annotated[str, typer.Option(metavar="NAME", help="Split of --data.", rich_help_panel=_OUTPUT)] = "test",
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write an HTML page: measures, warnings, and the queries with the worst ranks.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
     rankings: Annotated[
         Path | None,
         typer.Option(
@@ -148,7 +166,7 @@ def score(
 ) -> None:  # fmt: skip
     """Evaluate a score matrix, or two files of embeddings, of any repository.
 
-    Images are the rows of a score matrix, captions its columns. Files are read in tiles, so a matrix need not fit into
+    Images are rows of a score matrix, captions are columns. Files are read in tiles, so a matrix need not fit into
     memory. No Python objects are loaded.
 
     For eccv, --ground-truth has eccv_image_to_caption.json and eccv_caption_to_image.json of the package eccv_caption;
@@ -167,6 +185,7 @@ def score(
             caption_image=caption_image, protocols=protocol or ["full"], folds=folds,
             truth=TruthOptions(ground_truth, image_ids, caption_ids),
             ties="optimistic" if optimistic else "pessimistic", bootstrap=bootstrap, against=against,
-            permutations=permutations, seed=seed, rankings=rankings, top=top, json_file=json_file, threads=threads,
+            permutations=permutations, seed=seed, data=data, split=split, report=report,
+            rankings=rankings, top=top, json_file=json_file, threads=threads,
         )
     )  # fmt: skip

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from itm_fast.cli.score_output import report_protocol, write_rankings
+from itm_fast.cli.score_report import SHOWN, write_page
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from itm_fast.data import PrecomputedDataset
     from itm_fast.evaluation.opening import Opened
     from itm_fast.evaluation.score_protocols import Scored
     from itm_fast.evaluation.score_sources import ScoreSource
@@ -64,6 +66,9 @@ class ScoreOptions:
     against: Path | None
     permutations: int
     seed: int
+    data: Path | None
+    split: str
+    report: Path | None
     rankings: Path | None
     top: int
     json_file: Path | None
@@ -72,15 +77,13 @@ class ScoreOptions:
 
 def run_score(options: ScoreOptions) -> None:
     """Evaluate the scores, print the tables and write the files."""
-    import torch
-
     from itm_fast.data import layout
     from itm_fast.evaluation.standards import PROTOCOLS, check_sizes, folds_of
     from itm_fast.evaluation.suspicion import Look, suspicions
     from itm_fast.files import atomic
     from itm_fast.files.processors import set_threads
 
-    for target in (options.json_file, options.rankings):
+    for target in (options.json_file, options.rankings, options.report):
         if target is not None:
             atomic.check_target(target)
     for name in options.protocols:
@@ -88,12 +91,13 @@ def run_score(options: ScoreOptions) -> None:
         if PROTOCOLS[name].truth:
             options.truth.paths()
     set_threads(options.threads)
-    known = None if options.caption_image is None else len(layout.read_lines(options.caption_image))
+    dataset = _open_data(options)
+    known = None if dataset is None else len(dataset)
+    if options.caption_image is not None:
+        known = len(layout.read_lines(options.caption_image))
     opened = _open(options, known)
     source = opened.source
-    owners = torch.arange(source.n_captions) // max(source.n_captions // source.n_images, 1)
-    if options.caption_image is not None:
-        owners = torch.from_numpy(layout.read_caption_image(options.caption_image, source.n_images, source.n_captions))
+    owners = _owners(options, source, dataset)
     for name in options.protocols:
         check_sizes(name, source.n_images, source.n_captions, any_captions=known is not None)
     second = None if options.against is None else _open_second(options, opened)
@@ -128,7 +132,9 @@ def run_score(options: ScoreOptions) -> None:
         },
     }
     if options.rankings is not None:
-        write_rankings(options.rankings, results)
+        write_rankings(options.rankings, results, options.top)
+    if options.report is not None:
+        write_page(options.report, content, looked_at, source, owners, dataset)
     if options.json_file is not None:
         atomic.write_text(options.json_file, json.dumps(content, indent=2) + "\n")
 
@@ -158,6 +164,7 @@ def _score(options: ScoreOptions, source: ScoreSource, owners: Tensor, look: Loo
     from itm_fast.evaluation.score_protocols import score_protocol
     from itm_fast.evaluation.standards import PROTOCOLS
 
+    top = max(options.top if options.rankings is not None else 0, SHOWN if options.report is not None else 0)
     by_truth = [name for name in options.protocols if PROTOCOLS[name].truth]
     found: dict[str, Scored] = {}
     if by_truth:
@@ -167,10 +174,35 @@ def _score(options: ScoreOptions, source: ScoreSource, owners: Tensor, look: Loo
         if name not in found:
             found[name] = score_protocol(
                 name, source, owners, folds=options.folds, ties=options.ties,
-                top=options.top if look is not None and options.rankings is not None else 0,
+                top=top if look is not None else 0,
                 look=None if any(result.rankings for result in found.values()) else look, progress=True,
             )  # fmt: skip
     return [found[name] for name in dict.fromkeys(options.protocols)]
+
+
+def _open_data(options: ScoreOptions) -> PrecomputedDataset | None:
+    """Open the data for texts and pictures; its words are of no interest."""
+    from itm_fast.data import Vocabulary, open_split
+
+    return None if options.data is None else open_split(options.data, options.split, Vocabulary(Vocabulary.special))
+
+
+def _owners(options: ScoreOptions, source: ScoreSource, dataset: PrecomputedDataset | None) -> Tensor:
+    """Return the index of the image of each caption."""
+    import torch
+
+    from itm_fast.data import layout
+
+    if dataset is not None and (dataset.n_images, len(dataset)) != (source.n_images, source.n_captions):
+        raise ValueError(
+            f"{options.data}: split {options.split} has {dataset.n_images:,} images and {len(dataset):,} captions, the "
+            f"scores have {source.n_images:,} and {source.n_captions:,}: scores of another split?"
+        )
+    if options.caption_image is not None:
+        return torch.from_numpy(layout.read_caption_image(options.caption_image, source.n_images, source.n_captions))
+    if dataset is not None:
+        return dataset.caption_image
+    return torch.arange(source.n_captions) // max(source.n_captions // source.n_images, 1)
 
 
 def _open(options: ScoreOptions, n_captions: int | None) -> Opened:

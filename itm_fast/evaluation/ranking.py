@@ -131,8 +131,12 @@ def _ranked(
     )
 
 
-def saved_rankings(rankings: Sequence[Ranking]) -> dict[str, npt.NDArray[np.int64]]:
+def saved_rankings(rankings: Sequence[Ranking], top: int | None = None) -> dict[str, npt.NDArray[np.int64]]:
     """Return ranks and best matches of all queries, to be saved.
+
+    Args:
+        rankings: the ranking of each fold.
+        top: number of best matches; None: all that were kept.
 
     Returns:
         `images` and `captions`: the queries, by their index. `image_to_text` and `text_to_image`: their ranks from 0,
@@ -148,7 +152,7 @@ def saved_rankings(rankings: Sequence[Ranking]) -> dict[str, npt.NDArray[np.int6
     for name in ("best_captions", "best_images"):
         found = [getattr(fold, name) for fold in rankings]
         if all(one is not None for one in found):
-            arrays[name] = found
+            arrays[name] = [one[:, :top] for one in found]
     # Folds may have different numbers of captions, so that fewer than k matches exist in one.
     return {name: torch.cat([_padded(part, parts) for part in parts]).numpy() for name, parts in arrays.items()}
 
