@@ -10,6 +10,7 @@ from itm_fast.evaluation.bootstrap import Comparison, compare, intervals
 from itm_fast.evaluation.distance import MeanDistance
 from itm_fast.evaluation.explanation import Explanation, explain
 from itm_fast.evaluation.measures import Measures
+from itm_fast.evaluation.metric import RetrievalRecall
 from itm_fast.evaluation.opening import Opened, open_embeddings, open_matrix
 from itm_fast.evaluation.protocols import evaluate, evaluate_ensemble, evaluate_scores
 from itm_fast.evaluation.score_protocols import Scored, score_protocol
@@ -27,6 +28,7 @@ __all__ = [
     "MeanDistance",
     "Measures",
     "Opened",
+    "RetrievalRecall",
     "ScoreSource",
     "Scored",
     "Scorer",

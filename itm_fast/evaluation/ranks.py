@@ -86,11 +86,11 @@ class Ranks:
         self.distance.add(tile, own)
         if self._own is None:
             raise ValueError("tiles: call note_own for all captions before add")
-        numbers = tile.to(torch.float64)
-        above, equal = self._compared(numbers, self._own[columns], own)
+        # Exact in the type of the tile, from which the matching scores came.
+        above, equal = self._compared(tile, self._own[columns].to(tile.dtype), own)
         self.text_to_image[columns] += above.sum(0)
         self.text_ties[columns] += equal.sum(0)
-        above, equal = self._compared(numbers, self._best[rows, None], own)
+        above, equal = self._compared(tile, self._best[rows, None].to(tile.dtype), own)
         captioned = self.image_to_text[rows] >= 0
         self.image_to_text[rows] += torch.where(captioned, above.sum(1), 0)
         self.image_ties[rows] += torch.where(captioned, equal.sum(1), 0)
@@ -100,6 +100,12 @@ class Ranks:
 
         NaN is the lowest value and equals NaN.
         """
-        equal = ((scores == matching) | (scores.isnan() & matching.isnan())) & ~own
-        above = ((scores > matching) | (matching.isnan() & ~scores.isnan())) & ~own
+        equal, above = scores == matching, scores > matching
+        lost = matching.isnan()
+        if bool(lost.any()):
+            equal |= lost & scores.isnan()
+            above |= lost & ~scores.isnan()
+        if bool(own.any()):
+            equal &= ~own
+            above &= ~own
         return (above | equal if self._pessimistic else above), equal
