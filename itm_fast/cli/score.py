@@ -41,6 +41,14 @@ def score(
             rich_help_panel=_MATRIX,
         ),
     ] = None,
+    image_key: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the images' array, if it differs.", rich_help_panel=_MATRIX),
+    ] = None,
+    caption_key: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the captions' array, if it differs.", rich_help_panel=_MATRIX),
+    ] = None,
     captions_first: Annotated[
         bool,
         typer.Option(
@@ -181,7 +189,8 @@ def score(
     run_score(
         ScoreOptions(
             scores=scores, image_embeddings=image_embeddings, caption_embeddings=caption_embeddings,
-            similarity=similarity, key=key, captions_first=captions_first, distances=distances,
+            similarity=similarity, key=key, image_key=image_key, caption_key=caption_key,
+            captions_first=captions_first, distances=distances,
             caption_image=caption_image, protocols=protocol or ["full"], folds=folds,
             truth=TruthOptions(ground_truth, image_ids, caption_ids),
             ties="optimistic" if optimistic else "pessimistic", bootstrap=bootstrap, against=against,

@@ -55,6 +55,8 @@ class ScoreOptions:
     caption_embeddings: Path | None
     similarity: str
     key: str | None
+    image_key: str | None
+    caption_key: str | None
     captions_first: bool
     distances: bool
     caption_image: Path | None
@@ -220,7 +222,12 @@ def _open(options: ScoreOptions, n_captions: int | None) -> Opened:
         raise ValueError("--captions-first and --distances are for a score matrix, not for embeddings")
     images, captions = (path for path in embeddings if path is not None)
     return open_embeddings(
-        images, captions, options.key, options.key, similarity=options.similarity, n_captions=n_captions
+        images,
+        captions,
+        options.image_key or options.key,
+        options.caption_key or options.key,
+        similarity=options.similarity,
+        n_captions=n_captions,
     )
 
 

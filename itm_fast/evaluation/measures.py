@@ -5,7 +5,7 @@ Inside: `Measures`, `recall_measures`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -68,31 +68,24 @@ class Measures:
                 )
                 for name, sums, counts in self._parts()
             }
-        return self._with_totals(found)
+        return np.array([*found.values(), *(sum(found[part] for part in parts) for parts in self._totals.values())])
 
-    def differences(self, other: Measures, signs: Floats) -> Floats:
-        """Return the differences `other - self` if the two are exchanged for the images whose sign is -1.
+    def differences(self, other: Measures) -> Floats:
+        """Return what each image adds to the differences `other - self` of all measures, `(len(names), n_images)`.
 
         Args:
             other: the same measures of other scores of the same pairs.
-            signs: 1 or -1 for each image, `(n_images,)`.
         """
-        found = {
-            name: float(
-                np.mean(
-                    [(other._sums[name][fold] - sums[fold]) @ signs[fold] / counts[fold].sum() for fold in self.folds]
-                )
-            )
-            for name, sums, counts in self._parts()
-        }
-        return self._with_totals(found)
+        found = {}
+        for name, sums, counts in self._parts():
+            found[name] = np.zeros(self.n_images)
+            for fold in self.folds:
+                found[name][fold] = (other._sums[name][fold] - sums[fold]) / (counts[fold].sum() * len(self.folds))
+        totals = [sum(found[part] for part in parts) for parts in self._totals.values()]
+        return np.array([*found.values(), *totals])
 
     def _parts(self) -> Iterator[tuple[str, Floats, Floats]]:
         return ((name, sums, self._counts[name]) for name, sums in self._sums.items())
-
-    def _with_totals(self, found: Mapping[str, float]) -> Floats:
-        totals = [sum(found[part] for part in parts) for parts in self._totals.values()]
-        return np.array([*found.values(), *totals])
 
 
 def recall_measures(rankings: Sequence[Ranking], caption_image: Tensor, n_images: int) -> Measures:

@@ -105,6 +105,13 @@ def test_embeddings_and_captions_in_another_order(tmp_path: Path, capsys: pytest
         found = json.loads((tmp_path / "r.json").read_text())["protocols"]["full"]
         assert found == pytest.approx(standard(scores.tolist(), owners.tolist()), rel=1e-9)
     assert capsys.readouterr().err == ""
+    np.savez(tmp_path / "both.npz", i=images, c=captions)
+    run(
+        "--image-embeddings", tmp_path / "both.npz", "--image-key", "i", "--caption-embeddings", tmp_path / "both.npz",
+        "--caption-key", "c", "--similarity", "dot", "--caption-image", tmp_path / "owners.txt", "--json",
+        tmp_path / "again.json", "--bootstrap", 0,
+    )  # fmt: skip
+    assert json.loads((tmp_path / "again.json").read_text())["protocols"]["full"] == found
 
 
 def test_rankings(file: Path, tmp_path: Path) -> None:
