@@ -21,8 +21,8 @@ class Explanation:
     """Intermediate results of one pair. Tensors are float32 on the CPU.
 
     Attributes:
-        words: the caption's words with `<start>` and `<end>`; words outside the vocabulary end in " (unknown)". With
-            BERT, its pieces with `[CLS]` and `[SEP]`.
+        words: the caption's words with `<start>` and `<end>`, as `Vocabulary.pieces` returns them: words outside the
+            vocabulary end in " (unknown)", and a pretrained text encoder has its own pieces.
         directions: the steps of each direction that the model has: "t2i" if words attend to regions, "i2t" if regions
             attend to words. The rows of attention, temperatures and aggregation weights are the words or the regions.
         score: score of the pair.
@@ -61,7 +61,7 @@ def explain(model: Scorer, dataset: CaptionDataset, caption: int, image: int) ->
         steps = steps_of(regions, words)
         score = float(model.score(regions, words))
     return Explanation(
-        words=dataset.vocabulary.tokens(dataset.captions[caption]),
+        words=dataset.vocabulary.pieces(dataset.captions[caption]),
         directions={direction: _on_cpu(part) for direction, part in steps.items()},
         score=score,
     )

@@ -139,7 +139,7 @@ def _attention(model: MatchingModel, dataset: PrecomputedDataset, captions: list
         side = math.isqrt(rows.shape[1])
         grids = rows[1:-1, rows.shape[1] - side * side :].reshape(-1, side, side).numpy()
         text = dataset.captions[caption]
-        words = dataset.vocabulary.tokens(text)[1:-1]
+        words = dataset.vocabulary.pieces(text)[1:-1]
         examples.append(WordAttention(text, int(dataset.caption_image[caption]), words, grids))
     return examples
 

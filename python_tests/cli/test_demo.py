@@ -66,6 +66,6 @@ def test_demo_trains_on_the_training_split_alone(tmp_path: Path, monkeypatch: py
         index = test.captions.index(caption)
         (weights,) = evaluation.word_attention(models.load(out), test, torch.tensor([index]))
         tiles = re.findall(r'alt="([^"]*): most attention in row (\d), column (\d) of 6 x 6"', example)
-        assert [word for word, *_ in tiles] == vocabulary.tokens(caption)[1:-1]
+        assert [word for word, *_ in tiles] == vocabulary.pieces(caption)[1:-1]
         peaks = [divmod(int(row.argmax()), 6) for row in weights[1:-1]]
         assert [(int(row) - 1, int(column) - 1) for _, row, column in tiles] == peaks

@@ -47,7 +47,7 @@ def test_the_report_of_a_run_on_pictures(store: Path, tmp_path: Path, model: str
         index = test.captions.index(caption)
         (weights,) = evaluation.word_attention(trained, test, torch.tensor([index]))
         tiles = re.findall(r'alt="([^"]*): most attention in row (\d), column (\d) of 4 x 4"', example)
-        assert [word for word, *_ in tiles] == test.vocabulary.tokens(caption)[1:-1]
+        assert [word for word, *_ in tiles] == test.vocabulary.pieces(caption)[1:-1]
         peaks = [divmod(int(row.argmax()), 4) for row in weights[1:-1]]
         assert [(int(row) - 1, int(column) - 1) for _, row, column in tiles] == peaks
 

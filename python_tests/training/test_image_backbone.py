@@ -163,10 +163,9 @@ def test_bert_reads_the_captions_of_every_model_with_attention(folder: Path, tmp
     assert run(chosen).steps == (8 if chosen.scenario == "addr" else 4)
     again = models.load(tmp_path / "run")
     assert again.max_caption_length == 16
-    explanation = explain(again, data, 0, 0)
-    assert explanation.words == [data.vocabulary.words[index] for index in batch.token_ids[0, :length]]
-    assert explanation.words[0] == "[CLS]"
-    assert explanation.directions["t2i"].attention[0].shape == (length, 16)
+    explained = explain(again, data, 0, 0)
+    assert explained.words == data.vocabulary.pieces(data.captions[0])
+    assert explained.directions["t2i"].attention[0].shape == (len(explained.words), 16)
 
 
 def test_attention_is_drawn_over_the_patches_of_the_model(folder: Path, tmp_path: Path) -> None:
@@ -207,7 +206,9 @@ def test_input_that_does_not_fit_is_one_line(
     assert refused("--image-backbone", vit, source=data).startswith(
         f"image_backbone: expected pictures, but {data} contains features; import pictures with itm-fast data import"
     )
-    assert refused("--image-frozen-epochs", 1) == "image_frozen_epochs: expected only with --image-backbone DIR"
+    assert refused("--image-frozen-epochs", 1) == (
+        "image_frozen_epochs: expected only with --image-backbone DIR or --clip DIR"
+    )
     assert refused("--model-option", "image_encoder=backbone") == (
         "image_backbone: image_encoder backbone needs a vision model: --image-backbone DIR"
     )
@@ -229,7 +230,7 @@ def test_input_that_does_not_fit_is_one_line(
     content = json.loads((large / "config.json").read_text())
     (large / "config.json").write_text(json.dumps({**content, "num_channels": 1}))
     assert refused("--image-backbone", large).startswith(
-        f"{large}: config.json and weights are not those of a vit model"
+        f"{large}/model.safetensors: embeddings.patch_embeddings.projection.weight: expected shape (16, 1, 8, 8), got"
     )
     assert not (tmp_path / "run").exists()
 
