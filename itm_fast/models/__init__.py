@@ -4,6 +4,7 @@ from itm_fast.models.base import MatchingModel, config_class, create, load, name
 from itm_fast.models.bfan import BFAN, BFANConfig
 from itm_fast.models.camp import CAMP, CAMPConfig
 from itm_fast.models.chan import CHAN, CHANConfig
+from itm_fast.models.clip import CLIP, CLIPConfig
 from itm_fast.models.dbl import DBL, DBLConfig
 from itm_fast.models.esa import ESA, ESAConfig
 from itm_fast.models.fdf import FDF, FDF_HOSTS, FDFConfig
@@ -21,6 +22,7 @@ __all__ = [
     "BFAN",
     "CAMP",
     "CHAN",
+    "CLIP",
     "DBL",
     "ESA",
     "FDF",
@@ -36,6 +38,7 @@ __all__ = [
     "BFANConfig",
     "CAMPConfig",
     "CHANConfig",
+    "CLIPConfig",
     "DBLConfig",
     "ESAConfig",
     "Encoded",
