@@ -5,7 +5,7 @@
 
 from itm_fast.evaluation.attention import word_attention
 from itm_fast.evaluation.distance import MeanDistance
-from itm_fast.evaluation.explanation import Explanation, explain
+from itm_fast.evaluation.explanation import Explanation, explain, explain_encoded, words_of
 from itm_fast.evaluation.protocols import evaluate, evaluate_ensemble, evaluate_scores
 from itm_fast.evaluation.scoring import Gallery, Scorer, score_matrix
 from itm_fast.evaluation.streaming import stream_ranks, top_k
@@ -20,9 +20,11 @@ __all__ = [
     "evaluate_ensemble",
     "evaluate_scores",
     "explain",
+    "explain_encoded",
     "recall_table",
     "score_matrix",
     "stream_ranks",
     "top_k",
     "word_attention",
+    "words_of",
 ]

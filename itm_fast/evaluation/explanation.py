@@ -1,19 +1,21 @@
 """Intermediate results of one image-caption pair: attention, regulation, aggregation, score.
 
-Inside: `Explanation`, `explain`.
+Inside: `Explanation`, `explain`, `explain_encoded`, `words_of`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from itm_fast.data import CaptionDataset, tokenize
+from itm_fast.data import BertVocabulary, CaptionDataset, Vocabulary, tokenize
 from itm_fast.evaluation.scoring import Scorer, evaluation_mode
 from itm_fast.models.regulators import PairSteps
 
-__all__ = ["Explanation", "explain"]
+__all__ = ["Explanation", "explain", "explain_encoded", "words_of"]
 
 
 @attrs.frozen(eq=False)
@@ -46,9 +48,6 @@ def explain(model: Scorer, dataset: CaptionDataset, caption: int, image: int) ->
     Raises:
         ValueError: an index is out of range, or the model has no attention between words and regions.
     """
-    steps_of = getattr(model, "pair_steps", None)
-    if steps_of is None:
-        raise ValueError(f"model: {type(model).__name__} has no attention between words and regions")
     for name, index, size in (("caption", caption, len(dataset)), ("image", image, dataset.n_images)):
         if not 0 <= index < size:
             raise ValueError(f"{name}: expected a number from 0 to {size - 1}, got {index}")
@@ -57,14 +56,40 @@ def explain(model: Scorer, dataset: CaptionDataset, caption: int, image: int) ->
         regions = model.encode_images(dataset.image_batch([image]).to(device))
         token_ids, lengths = dataset.caption_batch([caption])
         words = model.encode_captions(token_ids.to(device), lengths.to(device))
+    return explain_encoded(model, regions, words, words_of(dataset.vocabulary, dataset.captions[caption]))
+
+
+def explain_encoded(model: Scorer, regions: Any, words: Any, names: list[str]) -> Explanation:
+    """Record what a model computes for one encoded image and one encoded caption.
+
+    Args:
+        model: as in `explain`.
+        regions: the embeddings of the image, as the model's `encode_images` returns them.
+        words: those of the caption.
+        names: the words of the caption, as `words_of` returns them.
+
+    Raises:
+        ValueError: the model has no attention between words and regions.
+    """
+    steps_of = getattr(model, "pair_steps", None)
+    if steps_of is None:
+        raise ValueError(f"model: {type(model).__name__} has no attention between words and regions")
+    with evaluation_mode(model):
         steps = steps_of(regions, words)
         score = float(model.score(regions, words))
-    inner = [w if w in dataset.vocabulary else f"{w} (unknown)" for w in tokenize(dataset.captions[caption])]
     return Explanation(
-        words=["<start>", *inner, "<end>"],
+        words=names,
         directions={direction: _on_cpu(part) for direction, part in steps.items()},
         score=score,
     )
+
+
+def words_of(vocabulary: Vocabulary, caption: str) -> list[str]:
+    """Return the words of a caption with `<start>` and `<end>`, unknown ones marked, or its word pieces."""
+    if isinstance(vocabulary, BertVocabulary):
+        return [vocabulary.words[piece] for piece in vocabulary.encode(caption)]
+    inner = [w if w in vocabulary else f"{w} (unknown)" for w in tokenize(caption)]
+    return ["<start>", *inner, "<end>"]
 
 
 def _on_cpu(steps: PairSteps) -> PairSteps:

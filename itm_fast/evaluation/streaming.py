@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from itm_fast.distributed import World, gather_rows, sum_of_all
 from itm_fast.evaluation.distance import MeanDistance
+from itm_fast.evaluation.ordering import best_first
 from itm_fast.evaluation.scoring import Gallery, Scorer, check_tiles, evaluation_mode
 from itm_fast.evaluation.shares import encoded_tiles, split_tiles
 
@@ -347,11 +348,7 @@ def _merged(best: tuple[Tensor, Tensor] | None, scores: Tensor, indices: Tensor,
     places = indices.expand(scores.shape)
     if best is not None:
         scores, places = torch.cat([best[0], scores], 1), torch.cat([best[1], places], 1)
-    # A stable sort keeps equal scores in their order. NaN is placed behind minus infinity.
-    order = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    chosen = order.sort(dim=1, descending=True, stable=True).indices
-    lost = scores.gather(1, chosen).isnan().to(torch.uint8)
-    chosen = chosen.gather(1, lost.sort(dim=1, stable=True).indices)[:, :k]
+    chosen = best_first(scores)[:, :k]
     return scores.gather(1, chosen), places.gather(1, chosen)
 
 

@@ -1,19 +1,27 @@
-"""HTML reports of a run, `write_report(path, Report(...))`, and of one pair, `write_pair(path, PairReport(...))`."""
+"""HTML pages of a run, of one image-caption pair, and of search results.
+
+`write_report(path, Report(...))`, `write_pair(path, PairReport(...))`, `write_search(path, SearchPage(...))`.
+"""
 
 from itm_fast.report.content import Hit, ImageQuery, PairDirection, PairReport, Report, TextQuery, WordAttention
 from itm_fast.report.pair import render_pair, write_pair
+from itm_fast.report.search import FoundItem, SearchPage, render_search, write_search
 from itm_fast.report.write import render_report, write_report
 
 __all__ = [
+    "FoundItem",
     "Hit",
     "ImageQuery",
     "PairDirection",
     "PairReport",
     "Report",
+    "SearchPage",
     "TextQuery",
     "WordAttention",
     "render_pair",
     "render_report",
+    "render_search",
     "write_pair",
     "write_report",
+    "write_search",
 ]
