@@ -74,11 +74,13 @@ def build_command(
         _Dtype, typer.Option(metavar="NAME", help="Type of the stored embeddings: bf16, or int8 in half the space.")
     ] = _Dtype.bf16,
     pooling: Annotated[
-        _Pooling,
+        _Pooling | None,
         typer.Option(
-            metavar="NAME", help="How candidates are found: mean of the embeddings, or learned from the model's scores."
+            metavar="NAME",
+            help="How candidates are found: mean of the embeddings, or learned from the model's scores. Default: "
+            "learned with --data.",
         ),
-    ] = _Pooling.mean,
+    ] = None,
     training_split: Annotated[
         str, typer.Option(metavar="NAME", help="Split of --data that a learned pooling is trained on.")
     ] = "train",
@@ -126,8 +128,8 @@ def build_command(
         out,
         preprocessing=preprocessing,
         dtype=dtype.value,
-        pooling=pooling.value,
-        training=_split(members, checkpoint, data, training_split) if data and pooling is _Pooling.learned else None,
+        pooling=None if pooling is None else pooling.value,
+        training=_split(members, checkpoint, data, training_split) if data and pooling is not _Pooling.mean else None,
         candidates=candidates,
         thumbnails=thumbnails,
         overwrite=overwrite,

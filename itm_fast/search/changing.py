@@ -69,8 +69,8 @@ def build(
     captions: Sequence[str] | None,
     preprocessing: str | None,
     dtype: str,
-    pooling: str,
-    training: Source | None,
+    pooling: str | None,
+    training: CaptionDataset | None,
     candidates: int,
     thumbnails: bool,
     overwrite: bool,
@@ -78,7 +78,12 @@ def build(
     progress: bool,
 ) -> None:
     """Write an index; arguments as in `Index.build`."""
+    data = source if training is None and isinstance(source, CaptionDataset) else training
+    if pooling is None:
+        pooling = "mean" if data is None else "learned"
     _check(candidates, dtype, pooling, batch_size)
+    if pooling == "learned" and (data is None or not len(data)):
+        raise ValueError("pooling: a learned pooling needs a data set with captions; mean needs none")
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path}: expected a folder, found a file")
     with locked(path):
@@ -93,10 +98,7 @@ def build(
         if preprocessing is None:
             preprocessing = kind_of(source) if isinstance(source, CaptionDataset) else ""
         pool, weights = Pooling([None] * len(members.models)), None
-        if pooling == "learned":
-            data = source if training is None else training
-            if not isinstance(data, CaptionDataset):
-                raise ValueError("pooling: a learned pooling needs a data set with captions in `training`")
+        if pooling == "learned" and data is not None:
             pool = learned_pooling(members, data, progress=progress)
             tensors = pool.tensors()
             weights = write_tensors(path, "pooling", tensors) if tensors else None

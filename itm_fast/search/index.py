@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from itm_fast.data import CaptionDataset
 from itm_fast.evaluation import Explanation, explain_encoded, words_of
 from itm_fast.files import regular
 from itm_fast.files.messages import shown
@@ -87,8 +88,8 @@ class Index:
         captions: Sequence[str] | None = None,
         preprocessing: str | None = None,
         dtype: str = "bf16",
-        pooling: str = "mean",
-        training: Source | None = None,
+        pooling: str | None = None,
+        training: CaptionDataset | None = None,
         candidates: int = searching.CANDIDATES,
         thumbnails: bool = True,
         overwrite: bool = False,
@@ -109,8 +110,9 @@ class Index:
             preprocessing: how a picture becomes features: "emoji", or "SIDExGRID" for the patches that stores of
                 pictures hold, such as "224x14". Default: as in the data set. Without it, pictures cannot be searched.
             dtype: "bf16", or "int8" with a scale per row, which takes half the space.
-            pooling: "mean" of the rows, or "learned" from the model's own scores on `training`.
-            training: a data set for the learned pooling; default: `source`.
+            pooling: how candidates are found: by the "mean" of the rows, or by vectors "learned" from the model's own
+                scores on `training`. Default: learned if `training` or `source` is a data set.
+            training: a data set with captions for the learned pooling, best that of the training; default: `source`.
             candidates: number of items that the model scores per query.
             thumbnails: keep a small copy of each picture.
             overwrite: replace the index in `path` in one step.

@@ -1,9 +1,12 @@
-"""Learn pooled vectors from a model's own scores.
+"""Learn pooled vectors from a model's own scores, in closed form.
 
 Inside: `learned_pooling`.
 
-Pooled vectors of random batches of images and captions are trained so that the softmax of their inner products, over
-the images of each caption and over the captions of each image, is that of the model's scores.
+With features F_i of the images and F_c of the captions (`pooling.set_features`, centred, and a constant), the model's
+scores S are fitted by `F_c M F_i'`: M minimises the squared error with a ridge on both sides. The singular value
+decomposition of M between the roots of both covariances gives the best vectors of a given width: `F_c M F_i'` is then
+an inner product of two short vectors. The landmarks of both sides are words of the captions: cross-attention looks for
+the region that fits a word best, and so does the greatest product with a landmark.
 """
 
 from __future__ import annotations
@@ -12,105 +15,93 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from tqdm.auto import tqdm
 
 from itm_fast.data import CaptionDataset
 from itm_fast.fragments import Fragments
 from itm_fast.search.members import Members
-from itm_fast.search.pooling import Pooling, SetPooling
+from itm_fast.search.pooling import Pooling, SetPooling, set_features
 
 __all__ = ["learned_pooling"]
 
-_STEPS, _BATCH, _RATE = 600, 256, 1e-3
-# Images and captions that are encoded for training.
-_MOST_IMAGES, _MOST_CAPTIONS = 10_000, 20_000
+WIDTH, LANDMARKS = 256, 512
+# Images and captions whose scores are fitted.
+_MOST_IMAGES, _MOST_CAPTIONS = 4000, 2000
 _TILE = 256
-# The temperature of the softmax in standard deviations of the scores: smaller values look at fewer neighbours.
-_SHARPNESS = 0.25
+# Of the mean variance of the features.
+_RIDGE = 1e-4
 
 
-def learned_pooling(members: Members, data: CaptionDataset, *, steps: int = _STEPS, progress: bool = False) -> Pooling:
-    """Train a pooling of each model that compares sets of rows; models with one vector per item keep it.
+def learned_pooling(members: Members, data: CaptionDataset, *, progress: bool = False) -> Pooling:
+    """Fit the pooling of each model that compares sets of rows; models with one vector per item keep it.
 
     Args:
         members: the models.
-        data: images and captions; at most 10,000 and 20,000 are used.
-        steps: training steps per model.
+        data: images and captions; up to 4,000 and 2,000 of them are drawn at random.
         progress: show a progress bar on a terminal.
 
     Returns:
         The pooling. The same models and data give the same pooling.
     """
     generator = torch.Generator().manual_seed(0)
-    images = torch.randperm(data.n_images, generator=generator)[:_MOST_IMAGES]
-    captions = torch.randperm(len(data), generator=generator)[:_MOST_CAPTIONS]
-    encoded = {
-        "images": _joined([members.encode_images(data.image_batch(part)) for part in images.split(_TILE)]),
-        "captions": _joined(
-            [
-                members.encode_captions([data.captions[number] for number in part.tolist()])
-                for part in captions.split(_TILE)
-            ]
-        ),
-    }
-    owners = _positions(images, data)[captions]
-    parts: list[dict[str, SetPooling] | None] = []
-    with tqdm(total=steps * len(members.models), desc="pooling", unit="step", leave=False,
-              disable=None if progress else True) as bar:  # fmt: skip
+    images = torch.randperm(data.n_images, generator=generator)[:_MOST_IMAGES].split(_TILE)
+    captions = torch.randperm(len(data), generator=generator)[:_MOST_CAPTIONS].split(_TILE)
+    steps = len(images) * (1 + len(members.models)) + len(captions)
+    hidden = None if progress else True
+    with tqdm(total=steps, desc="pooling", unit="tile", leave=False, disable=hidden) as bar:
+
+        def seen(encodings: Any) -> Any:
+            bar.update()
+            return encodings
+
+        left = [seen(members.encode_images(data.image_batch(part))) for part in images]
+        right = [seen(members.encode_captions([data.captions[one] for one in part.tolist()])) for part in captions]
+        parts: list[dict[str, SetPooling] | None] = []
         for member, model in enumerate(members.models):
-            own = {side: encoded[side][member] for side in encoded}
-            if not all(isinstance(one, Fragments) for one in own.values()):
+            of_images, of_captions = [part[member] for part in left], [part[member] for part in right]
+            if not isinstance(of_images[0], Fragments) or not isinstance(of_captions[0], Fragments):
                 parts.append(None)
                 continue
-            parts.append(_trained(model, own, owners, steps, generator, bar))
+            words = Fragments.cat(of_captions)
+            rows = torch.randperm(len(words.values), generator=generator)[:LANDMARKS]
+            tiles = (seen(Members.scores_of(model, "captions", words, part)) for part in of_images)
+            parts.append(_fitted(of_images, words, words.values[rows], tiles))
     return Pooling(parts)
 
 
-def _positions(images: Tensor, data: CaptionDataset) -> Tensor:
-    """Return the place of each caption's image among `images`, -1 if it is not there; in the order of the data set."""
-    places = torch.full((data.n_images,), -1)
-    places[images] = torch.arange(len(images))
-    return places[data.caption_image]
-
-
-def _joined(parts: list[Any]) -> list[Any]:
-    return [Fragments.cat(one) if isinstance(one[0], Fragments) else torch.cat(one) for one in zip(*parts, strict=True)]
-
-
-def _trained(
-    model: Any, encoded: dict[str, Fragments], owners: Tensor, steps: int, generator: torch.Generator, bar: Any
-) -> dict[str, SetPooling]:
-    images, captions = encoded["images"], encoded["captions"]
-    width = images.values.shape[1]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        pooling = {side: SetPooling(width) for side in encoded}
-    parameters = [one for part in pooling.values() for one in part.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=_RATE, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps)
-    device = next(model.parameters()).device
-    for _ in range(steps):
-        # Captions with their own images, so that each has a neighbour that scores high, and random images beside.
-        chosen = torch.randint(len(captions), (_BATCH,), generator=generator)
-        own = owners[chosen]
-        random = torch.randint(len(images), (_BATCH,), generator=generator)
-        some = torch.cat([own[own >= 0], random]).unique()[: 2 * _BATCH]
-        left, right = images.index_select(some), captions.index_select(chosen)
-        with torch.no_grad():
-            scores = model.score(left.to(device), right.to(device)).cpu().float()
-        products = pooling["images"](left) @ pooling["captions"](right).t()
-        temperature = _SHARPNESS * scores.std().clamp(min=1e-6)
-        loss = sum(
-            functional.kl_div(
-                (products / temperature).log_softmax(dim), (scores / temperature).softmax(dim), reduction="sum"
-            )
-            / scores.shape[1 - dim]
-            for dim in (0, 1)
+def _fitted(images: list[Fragments], captions: Fragments, landmarks: Tensor, tiles: Any) -> dict[str, SetPooling]:
+    """Fit one model; `tiles` gives its scores (n_captions, n_images of the part) for each part of the images."""
+    features = {
+        "images": torch.cat([set_features(part, landmarks) for part in images]).double(),
+        "captions": set_features(captions, landmarks).double(),
+    }
+    means = {side: one.mean(0) for side, one in features.items()}
+    centred = {side: torch.cat([one - means[side], one.new_ones(len(one), 1)], 1) for side, one in features.items()}
+    product, first = torch.zeros((), dtype=torch.float64), 0
+    for tile in tiles:
+        last = first + tile.shape[1]
+        product = product + (centred["captions"].t() @ tile.double()) @ centred["images"][first:last]
+        first = last
+    product = product / (len(captions) * first)
+    roots = {side: _inverse_root(one.t() @ one / len(one)) for side, one in centred.items()}
+    left, values, right = torch.linalg.svd(roots["captions"] @ product @ roots["images"], full_matrices=False)
+    width = min(WIDTH, len(values))
+    maps = {
+        "captions": roots["captions"] @ left[:, :width] * values[:width],
+        "images": roots["images"] @ right[:width].t(),
+    }
+    return {
+        side: SetPooling(
+            landmarks.clone(),
+            one[:-1].float().contiguous(),
+            (one[-1] - means[side] @ one[:-1]).float(),
         )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        bar.update()
-    return {side: part.eval() for side, part in pooling.items()}
+        for side, one in maps.items()
+    }
+
+
+def _inverse_root(covariance: Tensor) -> Tensor:
+    """Return the inverse square root of a covariance with the ridge."""
+    values, vectors = torch.linalg.eigh(covariance)
+    values = values.clamp(min=0) + _RIDGE * covariance.diagonal().mean()
+    return (vectors * values.rsqrt()) @ vectors.t()

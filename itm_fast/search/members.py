@@ -97,18 +97,21 @@ class Members:
         A model has no score for two images or for two captions. Such pairs are scored by the cosines of their rows: the
         mean over all rows of both of the greatest cosine with a row of the other, or the cosine of two vectors.
         """
-        total: Tensor | None = None
-        for model, own, others in zip(self.models, queries, items, strict=True):
-            if query_side == side:
-                scores = _likeness(own, others)
-            else:
-                where = _device(model)
-                images, captions = (own, others) if query_side == "images" else (others, own)
-                scores = model.score(images.to(where), captions.to(where)).to("cpu", torch.float32)
-                scores = scores if query_side == "images" else scores.t()
-            total = scores if total is None else total + scores
-        assert total is not None
-        return total / len(self.models)
+        members = zip(self.models, queries, items, strict=True)
+        scores = [
+            _likeness(own, others) if query_side == side else self.scores_of(model, query_side, own, others)
+            for model, own, others in members
+        ]
+        return scores[0] if len(scores) == 1 else torch.stack(scores).mean(0)
+
+    @staticmethod
+    @torch.no_grad()
+    def scores_of(model: MatchingModel, query_side: str, queries: Any, items: Any) -> Tensor:
+        """Score queries with items of the other side by one model: (n_queries, n_items) float32 on the CPU."""
+        where = _device(model)
+        images, captions = (queries, items) if query_side == "images" else (items, queries)
+        scores = model.score(images.to(where), captions.to(where)).to("cpu", torch.float32)
+        return scores if query_side == "images" else scores.t()
 
 
 def _device(model: MatchingModel) -> torch.device:

@@ -1,6 +1,6 @@
 """Pool a set of rows into one vector, so that inner products of pooled vectors find what a model ranks first.
 
-Inside: `Pooling`, `SetPooling`.
+Inside: `Pooling`, `SetPooling`, `set_features`.
 """
 
 from __future__ import annotations
@@ -8,49 +8,57 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from itm_fast.fragments import Fragments
 from itm_fast.nn import l2norm
 from itm_fast.search.members import Encodings
 
-__all__ = ["Pooling", "SetPooling", "mean_rows"]
+__all__ = ["Pooling", "SetPooling", "set_features"]
 
-_HIDDEN = 512
 _SIDES = ("images", "captions")
+_NAMES = ("landmarks", "projection", "bias")
 
 
-def mean_rows(sets: Fragments, values: Tensor | None = None) -> Tensor:
-    """Return the mean row of each set, (n_sets, width); zeros for a set without rows."""
-    values = sets.values if values is None else values
-    sums = values.new_zeros(len(sets), values.shape[1]).index_add(0, sets.set_index(), values)
-    return sums / sets.lengths.clamp(min=1)[:, None]
-
-
-class SetPooling(nn.Module):
-    """A learned vector of a set: `l2norm(A mean(x) + B mean(relu(C x + c)))`, times a scale.
-
-    It starts as the mean of the rows: B is zero and A the identity.
+def set_features(sets: Fragments, landmarks: Tensor) -> Tensor:
+    """Describe sets by their mean row and by how well their best row fits each landmark.
 
     Args:
-        width: width d of the rows, and of the vector.
-        hidden: rows of C.
+        sets: rows (N, d).
+        landmarks: (L, d).
+
+    Returns:
+        (n_sets, d + L): the mean row, then the greatest inner product of a row with each landmark; zeros for a set
+        without rows.
+    """
+    owners = sets.set_index()
+    sums = sets.values.new_zeros(len(sets), sets.values.shape[1]).index_add(0, owners, sets.values)
+    products = sets.values @ landmarks.t()
+    best = products.new_full((len(sets), len(landmarks)), -torch.inf)
+    best.scatter_reduce_(0, owners[:, None].expand_as(products), products, "amax")
+    features = torch.cat([sums / sets.lengths.clamp(min=1)[:, None], best], 1)
+    return features.masked_fill((sets.lengths == 0)[:, None], 0)
+
+
+@attrs.frozen(eq=False)
+class SetPooling:
+    """A linear map of `set_features`, float32.
+
+    Attributes:
+        landmarks: (L, d).
+        projection: (d + L, D).
+        bias: (D,).
     """
 
-    def __init__(self, width: int, hidden: int = _HIDDEN) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width, bias=False)
-        self.hidden = nn.Linear(width, hidden)
-        self.out = nn.Linear(hidden, width, bias=False)
-        self.scale = nn.Parameter(torch.ones(()))
-        nn.init.eye_(self.linear.weight)
-        nn.init.zeros_(self.out.weight)
+    landmarks: Tensor
+    projection: Tensor
+    bias: Tensor
 
-    def forward(self, sets: Fragments) -> Tensor:
-        """Return (n_sets, width) of rows (N, width)."""
-        features = mean_rows(sets, self.hidden(sets.values).relu())
-        return self.scale * l2norm(self.linear(mean_rows(sets)) + self.out(features))
+    def __call__(self, sets: Fragments) -> Tensor:
+        """Return (n_sets, D)."""
+        return set_features(sets, self.landmarks) @ self.projection + self.bias
 
 
 class Pooling:
@@ -66,11 +74,6 @@ class Pooling:
     def __init__(self, parts: Sequence[dict[str, SetPooling] | None]) -> None:
         self.parts = list(parts)
 
-    @property
-    def kind(self) -> str:
-        return "mean" if all(part is None for part in self.parts) else "learned"
-
-    @torch.no_grad()
     def __call__(self, side: str, encodings: Encodings) -> Tensor:
         """Return (n, D) float32 for the embeddings of n images or captions."""
         return torch.cat([self._of(part, side, one) for part, one in zip(self.parts, encodings, strict=True)], 1)
@@ -79,35 +82,37 @@ class Pooling:
     def _of(part: dict[str, SetPooling] | None, side: str, embeddings: Any) -> Tensor:
         if isinstance(embeddings, Tensor):
             return embeddings
-        return l2norm(mean_rows(embeddings)) if part is None else part[side](embeddings)
+        if part is not None:
+            return part[side](embeddings)
+        return l2norm(set_features(embeddings, embeddings.values[:0]))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights of learned poolings by name."""
         return {
-            f"{member}.{side}.{name}": tensor.detach()
+            f"{member}.{side}.{name}": getattr(part[side], name)
             for member, part in enumerate(self.parts)
             if part is not None
             for side in _SIDES
-            for name, tensor in part[side].state_dict().items()
+            for name in _NAMES
         }
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor], members: int) -> Pooling:
-        """Make a pooling from what `tensors` returned; ValueError if weights are missing or have other shapes."""
+        """Make a pooling from what `tensors` returned; ValueError if weights are missing or do not fit each other."""
         parts: list[dict[str, SetPooling] | None] = []
         for member in range(members):
-            if f"{member}.images.hidden.weight" not in tensors:
+            if f"{member}.images.landmarks" not in tensors:
                 parts.append(None)
                 continue
             part = {}
             for side in _SIDES:
-                prefix = f"{member}.{side}."
-                state = {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
-                try:
-                    hidden, width = state["hidden.weight"].shape
-                    part[side] = SetPooling(width, hidden)
-                    part[side].load_state_dict(state)
-                except (KeyError, ValueError, RuntimeError) as error:
-                    raise ValueError(f"weights of the pooling: {str(error).splitlines()[0]}") from None
+                names = [f"{member}.{side}.{name}" for name in _NAMES]
+                missing = [name for name in names if name not in tensors]
+                if missing:
+                    raise ValueError(f"damaged: there is no {missing[0]}")
+                part[side] = one = SetPooling(*(tensors[name] for name in names))
+                width = sum(one.landmarks.shape) if one.landmarks.dim() == 2 else -1
+                if one.projection.shape != (width, *one.bias.shape):
+                    raise ValueError(f"damaged: the shape of {names[1]}")
             parts.append(part)
         return cls(parts)
