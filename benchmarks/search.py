@@ -169,12 +169,13 @@ def markdown(results: dict[str, Any]) -> str:
         )
     where, case = results["environment"], results["cases"][-1]
     return (
-        f"{table(rows)}\n\nProcessor time of one thread, with {CANDIDATES} candidates and {K} results, {case['queries']} "
-        f'captions as queries; recall against the exact search of {case["exact_queries"]}. "all scored" is the exact '
+        f"{table(rows)}\n\nProcessor time of one thread, with {CANDIDATES} candidates and {K} results, "
+        f"{case['queries']} captions as queries; recall against the exact search of {case['exact_queries']}. "
+        '"all scored" is the exact '
         f'search in a batch, per query; "open" is wall time. SCAN, d = 256, 36 regions per image, the model of '
         f"`itm-fast demo` after a short training. Encoding takes {1e3 * case['encode_cpu_s_per_item']:.1f} ms per "
-        f"image, pooling and writing {1e3 * case['write_cpu_s_per_item']:.2f} ms. Measured on {where['date'][:10]} with "
-        f"`{where['command']}` at {where['commit'][:12]}: {where['processor']}, torch {where['torch']}; load of the "
+        f"image, pooling and writing {1e3 * case['write_cpu_s_per_item']:.2f} ms. Measured on {where['date'][:10]} "
+        f"with `{where['command']}` at {where['commit'][:12]}: {where['processor']}, torch {where['torch']}; load of the "
         f"machine {results['load']:.0f}.\n"
     )
 

@@ -25,6 +25,7 @@ import torch
 
 from itm_fast import build_info
 from itm_fast.benchmarking.measure import status_bytes
+from itm_fast.benchmarking.table import table
 from itm_fast.files.environment import environment
 
 WIDTH, TOP, QUERIES = 256, 200, 100
@@ -168,6 +169,41 @@ def _process(name: str, path: Path, count: int, phase: str, folder: str | None) 
         raise RuntimeError(f"{name}: {lines[-1] if lines else done.returncode}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+_NAMES = {
+    "torch": "exact product in torch",
+    "usearch": "usearch, HNSW",
+    "faiss": "faiss-cpu, HNSW",
+    "milvus": "Milvus Lite",
+    "lancedb": "LanceDB, IVF-PQ",
+}
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Render one row per engine."""
+    rows = [["engine", "build", "query, p50", "recall", "first query", "memory", "installed size"]]
+    for name, found in results["engines"].items():
+        installed = found.get("installed_bytes")
+        rows.append(
+            [
+                _NAMES[name],
+                f"{found['build_cpu_s']:.1f} s",
+                f"{1e3 * found['query_cpu_p50_s']:.1f} ms",
+                f"{found['recall']:.3f}",
+                f"{1e3 * found['open_s']:.0f} ms",
+                f"{found['resident_bytes'] / 1e6:.0f} MB",
+                "-" if installed is None else f"{installed / 1e6:.0f} MB",
+            ]
+        )
+    where = results["environment"]
+    return (
+        f"{table(rows)}\n\n{results['count']:,} random vectors of {results['width']} dimensions around 2,000 centres, the "
+        f"{results['top']} greatest inner products, one thread, defaults of the engines or as in the script. Build and "
+        "query are processor time; the first query includes opening the index, in wall time on a busy machine. Memory is "
+        "that of the process; the installed size includes dependencies, of which numpy is there anyway. Measured on "
+        f"{where['date'][:10]}: {where['processor']}.\n"
+    )
 
 
 def main() -> None:
