@@ -198,10 +198,11 @@ def markdown(results: dict[str, Any]) -> str:
         )
     where = results["environment"]
     return (
-        f"{table(rows)}\n\n{results['count']:,} random vectors of {results['width']} dimensions around 2,000 centres, the "
-        f"{results['top']} greatest inner products, one thread, defaults of the engines or as in the script. Build and "
-        "query are processor time; the first query includes opening the index, in wall time on a busy machine. Memory is "
-        "that of the process; the installed size includes dependencies, of which numpy is there anyway. Measured on "
+        f"{table(rows)}\n\n{results['count']:,} random vectors of {results['width']} dimensions around 2,000 centres, "
+        f"the {results['top']} greatest inner products, one thread, defaults of the engines or as in the script. Build "
+        "and query are processor time; the first query includes opening the index, in wall time on a busy machine. "
+        "Memory is that of the process. The installed size includes dependencies, of which numpy is there anyway. "
+        "Measured on "
         f"{where['date'][:10]}: {where['processor']}.\n"
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
 from enum import Enum
@@ -67,7 +66,7 @@ def build_command(
         typer.Option(
             metavar="NAME",
             help="How pictures become features: emoji, or SIDExGRID such as 224x14, for models trained on a store of "
-            "pictures. Default: as in --data.",
+            "pictures. Default: as in --data, or in the training data of RUN.",
         ),
     ] = None,
     dtype: Annotated[
@@ -78,11 +77,14 @@ def build_command(
         typer.Option(
             metavar="NAME",
             help="How candidates are found: mean of the embeddings, or learned from the model's scores. Default: "
-            "learned with --data.",
+            "learned if the training split is found.",
         ),
     ] = None,
     training_split: Annotated[
-        str, typer.Option(metavar="NAME", help="Split of --data that a learned pooling is trained on.")
+        str,
+        typer.Option(
+            metavar="NAME", help="Split that a learned pooling is trained on, of --data or of the training data of RUN."
+        ),
     ] = "train",
     candidates: Annotated[
         int, typer.Option(metavar="N", min=1, help="Number of items that the model scores per query.")
@@ -110,18 +112,28 @@ def build_command(
     from itm_fast.search import Index
     from itm_fast.search import calibrate as choose
     from itm_fast.search.members import Members
+    from itm_fast.search.pictures import kind_of
 
     if calibrate is not None and not 0 < calibrate <= 1:
         raise ValueError(f"--calibrate: expected a number above 0 and at most 1, got {calibrate:g}")
-    if data is None and (calibrate is not None or pooling is _Pooling.learned):
-        raise ValueError("--data: expected a data folder, for the captions that --calibrate and --pooling learned need")
+    if data is None and calibrate is not None:
+        raise ValueError("--data: expected a data folder, for the captions that --calibrate needs")
     set_threads(threads)
     for run in checkpoint:
         check_run(run)
     members = Members(checkpoint, device)
     source = _source(members, checkpoint, data, split, pictures)
-    if preprocessing is None and pictures is not None:
-        preprocessing = _preprocessing(members, checkpoint[0])
+    if data is not None:
+        training = None if pooling is _Pooling.mean else _split(members, checkpoint, data, training_split)
+    else:
+        training = _training_data(members, checkpoint[0], training_split)
+        if preprocessing is None:
+            preprocessing = "" if training is None else kind_of(training)
+        if not preprocessing:
+            raise ValueError(
+                "--preprocessing: expected how pictures become features, such as 224x14; the training data of "
+                f"{checkpoint[0]} do not tell"
+            )
     index = Index.build(
         members,
         source,
@@ -129,7 +141,7 @@ def build_command(
         preprocessing=preprocessing,
         dtype=dtype.value,
         pooling=None if pooling is None else pooling.value,
-        training=_split(members, checkpoint, data, training_split) if data and pooling is not _Pooling.mean else None,
+        training=None if pooling is _Pooling.mean else training,
         candidates=candidates,
         thumbnails=thumbnails,
         overwrite=overwrite,
@@ -247,25 +259,18 @@ def _split(members: Members, runs: list[Path], data: Path | None, split: str) ->
     return dataset_of(data, split, model.tokenizer, model, runs[0])
 
 
-def _preprocessing(members: Members, run: Path) -> str:
-    """Return how pictures become features in the data that a model was trained on."""
+def _training_data(members: Members, run: Path, split: str) -> PrecomputedDataset | None:
+    """Return a split of the data that a model was trained on; None if they were moved."""
     from itm_fast.data import open_split
-    from itm_fast.search.pictures import kind_of
     from itm_fast.training import run_folder
 
-    kind = ""
     tokenizer = members.main.tokenizer
-    if tokenizer is not None and (run / run_folder.CONFIG).exists():
-        # The data may have been moved, or hold features of a detector.
-        with contextlib.suppress(ValueError, OSError):
-            config = run_folder.saved_config(run)
-            kind = kind_of(open_split(config.data or "", config.validation_split, tokenizer, max_images=1))
-    if not kind:
-        raise ValueError(
-            f"--preprocessing: expected how pictures become features, such as 224x14; the training data of {run} "
-            "do not tell"
-        )
-    return kind
+    if tokenizer is None or not (run / run_folder.CONFIG).exists():
+        return None
+    try:
+        return open_split(run_folder.saved_config(run).data or "", split, tokenizer)
+    except (ValueError, OSError):
+        return None
 
 
 def _print_sizes(index: Index) -> None:

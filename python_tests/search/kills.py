@@ -93,6 +93,11 @@ def main(data: Path, out: Path, kills: int, seed: int) -> None:
         "compact": lambda: opened().compact(),
         "replace": lambda: Index.build(scan(), dev, index, pooling="mean", overwrite=True),
     }
+    # Once in this process, so that forks import nothing that the first one would count.
+    for change in changes.values():
+        change()
+    state(index)
+    shutil.rmtree(index)
     # Each change once, to know its states and its number of calls.
     states, counts = [state(index)], {}
     for name, change in changes.items():
