@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from itm_fast import build_info
 from itm_fast.benchmarking.measure import status_bytes
@@ -33,6 +34,7 @@ from itm_fast.search import Index, Item
 from itm_fast.search.learning import learned_pooling
 from itm_fast.search.manifest import Manifest
 from itm_fast.search.members import Members
+from itm_fast.search.pooling import Pooling
 from itm_fast.search.segments import write_tensors
 from itm_fast.search.writing import Builder, commit, locked
 
@@ -52,14 +54,14 @@ def synthetic(real: Fragments, count: int) -> Iterator[Fragments]:
         yield Fragments.from_padded(torch.nn.functional.normalize(mixed, dim=2))
 
 
-def build(checkpoint: Path, path: Path, count: int, dtype: str) -> dict[str, float]:
+def build(checkpoint: Path, path: Path, count: int, dtype: str, weights_file: Path) -> dict[str, float]:
     """Write an index of synthetic images; return processor seconds of pooling and writing, without the encoder."""
     members = Members(checkpoint)
     pictures = torch.from_numpy(emoji.patches(emoji.pictures("test")))
     start = time.process_time()
     real = Fragments.cat([members.encode_images(part)[0] for part in pictures.split(_BATCH)])
     encoding = (time.process_time() - start) / len(pictures)
-    pooling = learned_pooling(members, emoji.load("train", members.main.tokenizer))
+    pooling = Pooling.of_tensors(load_file(weights_file), 1)
     seconds = 0.0
     with locked(path):
         builder = Builder(path, pooling, dtype)
@@ -185,29 +187,32 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="run directory of a model of the emoji, as demo writes it")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--items", type=int, nargs="+", default=[10_000, 100_000])
-    parser.add_argument("--dtypes", nargs="+", default=["bf16", "int8"], choices=("bf16", "int8"))
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "int8"], help="type of the rows of each of --items")
     parser.add_argument("--queries", type=int, default=200)
     parser.add_argument("--exact", type=int, default=40, help="queries that are searched exactly, too")
     parser.add_argument("--build", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--search", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--pooling", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.build:
-        print(json.dumps(build(options.run, options.build, options.items[0], options.dtypes[0])))
+        print(json.dumps(build(options.run, options.build, options.items[0], options.dtypes[0], options.pooling)))
         return
     if options.search:
         print(json.dumps(search(options.search, options.queries, options.exact)))
         return
     cases = []
-    for items in options.items:
-        for dtype in options.dtypes:
-            folder = Path(tempfile.mkdtemp())
-            try:
-                place = folder / "index"
-                built = _in_process("--run", options.run, "--build", place, "--items", items, "--dtypes", dtype)
-                found = _in_process("--search", place, "--queries", options.queries, "--exact", options.exact)
-            finally:
-                shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory() as place:
+        members = Members(options.run)
+        weights = Path(place) / "pooling.safetensors"
+        learned = learned_pooling(members, emoji.load("train", members.main.tokenizer))
+        save_file({name: tensor.contiguous() for name, tensor in learned.tensors().items()}, weights)
+        for items, dtype in zip(options.items, options.dtypes, strict=True):
+            path = Path(place) / "index"
+            of_build = ("--build", path, "--items", items, "--dtypes", dtype, "--pooling", weights)
+            built = _in_process("--run", options.run, *of_build)
+            found = _in_process("--search", path, "--queries", options.queries, "--exact", options.exact)
+            shutil.rmtree(path)
             cases.append({"items": items, "dtype": dtype, **built, **found})
             print(cases[-1], file=sys.stderr, flush=True)
     results = {

@@ -48,9 +48,9 @@ def test_an_index_is_built_and_searched(
     opened = Index.open(path)
     for line in lines:
         (found,) = opened.search(line["query"], 3)
-        assert [(hit["item"]["id"], hit["score"]) for hit in line["hits"]] == [
-            (hit.item.id, hit.score) for hit in found.hits
-        ]
+        assert [hit["item"]["id"] for hit in line["hits"]] == [hit.item.id for hit in found.hits]
+        # Captions that are encoded together may differ by rounding from one alone.
+        assert [hit["score"] for hit in line["hits"]] == pytest.approx([hit.score for hit in found.hits], abs=1e-6)
     table = run(capsys, "search", path, caption, "-k", 2)
     (found,) = opened.search(caption, 2)
     for hit in found.hits:
