@@ -123,7 +123,7 @@ def markdown(results: dict[str, Any]) -> str:
         f"{table(rows)}\n\nShare of the {TOP} best of {results['images']:,} pictures among so many candidates, over "
         f"{results['queries']} captions of unseen pictures; {results['model']} after a short training on the emoji. "
         f"Learning the vectors took {results['learning_cpu_s']:.0f} s of processor time. Measured on "
-        f"{where['date'][:10]} with `{where['command']}` at {where['commit'][:12]}: {where['processor']}, torch "
+        f"{where['date'][:10]} with `python -m benchmarks.search_pooling` at {where['commit'][:12]}: {where['processor']}, torch "
         f"{where['torch']}.\n"
     )
 

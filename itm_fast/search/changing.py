@@ -31,7 +31,7 @@ from itm_fast.search.pooling import Pooling
 from itm_fast.search.segments import write_tensors
 from itm_fast.search.snapshot import Snapshot
 from itm_fast.search.sources import Source, batches_of, size_of
-from itm_fast.search.writing import LOCK, Builder, commit, compacted, locked, remove_strays
+from itm_fast.search.writing import Builder, check_folder, commit, compacted, locked, remove_strays
 
 __all__ = ["add", "build", "compact", "delete", "members_of", "update"]
 
@@ -84,17 +84,12 @@ def build(
     _check(candidates, dtype, pooling, batch_size)
     if pooling == "learned" and (data is None or not len(data)):
         raise ValueError("pooling: a learned pooling needs a data set with captions; mean needs none")
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{path}: expected a folder, found a file")
+    check_folder(path)
     with locked(path):
         earlier = read_manifest(path) if is_index(path) else None
         if earlier is not None and not overwrite:
             raise ValueError(f"{path}: contains an index; --overwrite replaces it")
         remove_strays(path, set() if earlier is None else earlier.files())
-        if earlier is None:
-            others = sorted(one.name for one in path.iterdir() if one.name != LOCK)
-            if others:
-                raise ValueError(f"{path}: expected a new or empty folder, found {shown(others[0])}")
         if preprocessing is None:
             preprocessing = kind_of(source) if isinstance(source, CaptionDataset) else ""
         pool, weights = Pooling([None] * len(members.models)), None

@@ -34,6 +34,7 @@ __all__ = ["Segment", "joined_parts", "read_tensors", "write_segment", "write_te
 
 _TEXTS = ("ids", "captions", "pictures", "owners")
 _COLUMNS = (*_TEXTS, "thumbnails")
+_BETWEEN = "\0"  # between the captions of an image
 
 Stored = dict[str, Tensor]
 
@@ -49,10 +50,9 @@ def packed(
             continue
         stored |= {f"{member}.{name}": one for name, one in encoded_rows(embeddings.values, dtype).items()}
         stored[f"{member}.offsets"] = embeddings.offsets.to(torch.int64)
-    # Captions are lines, so they are joined by line feeds.
     texts = {
         "ids": [item.id for item in items],
-        "captions": ["\n".join(item.captions) for item in items],
+        "captions": [_BETWEEN.join(item.captions) for item in items],
         "pictures": [item.picture for item in items],
         "owners": [item.image for item in items],
     }
@@ -160,8 +160,20 @@ class Segment:
         missing = [name for name in names if name not in self.stored]
         if missing:
             return f"there is no {missing[0]}"
+        tables = ["pooled", *names[1 : 1 + self.members]]
+        flat = next((name for name in tables if self.stored[name].dim() != 2), None)
+        if flat is not None:
+            return flat
         if self.stored["pooled"].shape[0] != self.record.items:
             return "pooled has another number of items"
+        for member in range(self.members):
+            values, offsets = (self.stored.get(f"{member}.{name}") for name in ("values", "offsets"))
+            scales = self.stored.get(f"{member}.scales")
+            assert values is not None
+            if scales is not None and scales.shape != values.shape[:1]:
+                return f"{member}.scales"
+            if values.shape[0] != self.record.items if offsets is None else bool((offsets.diff() < 0).any()):
+                return f"{member}.values" if offsets is None else f"{member}.offsets"
         for name, tensor in self.stored.items():
             base, _, suffix = name.rpartition(".")
             if suffix in ("offsets", "ends"):
@@ -204,7 +216,7 @@ class Segment:
 
     def item(self, number: int) -> Item:
         texts = {name: self.text(name, number) for name in _TEXTS}
-        captions = tuple(texts["captions"].split("\n")) if texts["captions"] else ()
+        captions = tuple(texts["captions"].split(_BETWEEN)) if texts["captions"] else ()
         return Item(texts["ids"], self.record.side, captions, texts["pictures"], texts["owners"])
 
     def kept(self) -> Stored:

@@ -1,6 +1,6 @@
 """Change an index: one writer at a time, new files first, then the manifest in one step, then old files are removed.
 
-Inside: `locked`, `commit`, `Builder`, `compacted`, `remove_strays`.
+Inside: `locked`, `check_folder`, `commit`, `Builder`, `compacted`, `remove_strays`.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from itm_fast.files import atomic, lock
-from itm_fast.search.manifest import SIDES, Manifest, SegmentRecord, write_manifest
+from itm_fast.files.messages import shown
+from itm_fast.search.manifest import SIDES, Manifest, SegmentRecord, is_index, write_manifest
 from itm_fast.search.members import Encodings
 from itm_fast.search.pooling import Pooling
 from itm_fast.search.results import Item
 from itm_fast.search.segments import Segment, Stored, joined_parts, packed, write_segment
 
-__all__ = ["Builder", "commit", "compacted", "locked", "remove_strays"]
+__all__ = ["Builder", "check_folder", "commit", "compacted", "locked", "remove_strays"]
 
 LOCK = "lock"
 # A segment that reaches this size is complete.
 SEGMENT_BYTES = 128 * 2**20
 # The names of segments and poolings, and of the temporary files of killed writers.
-_OWN = [f"{kind}-????????.safetensors" for kind in (*SIDES, "pooling")]
-_TEMPORARY = [f".{kind}-????????.????????.tmp.safetensors" for kind in (*SIDES, "pooling")] + [
-    ".index.????????.tmp.json"
-]
+_HEX = "[0-9a-f]" * 8
+_OWN = [f"{kind}-{_HEX}.safetensors" for kind in (*SIDES, "pooling")]
+_TEMPORARY = [f".index.{_HEX}.tmp.json"]
+_TEMPORARY += [f".{kind}-{_HEX}.{_HEX}.tmp.safetensors" for kind in (*SIDES, "pooling")]
 
 
 @contextlib.contextmanager
@@ -42,6 +43,19 @@ def locked(directory: Path) -> Iterator[None]:
         warning=lambda reason: f"{directory}: the file system has no locks ({reason}); keep to one writer at a time",
     ):
         yield
+
+
+def check_folder(directory: Path) -> None:
+    """Raise ValueError if a folder that is no index holds something else than what a killed build left."""
+    if not directory.exists() or is_index(directory):
+        return
+    if not directory.is_dir():
+        raise ValueError(f"{directory}: expected a folder, found a file")
+    with atomic.open_folder(directory) as folder:
+        own = {name for pattern in (*_OWN, *_TEMPORARY, LOCK) for name in folder.names(pattern)}
+        others = [name for name in folder.names("*") if name not in own]
+    if others:
+        raise ValueError(f"{directory}: expected a new or empty folder, found {shown(others[0])}")
 
 
 def remove_strays(directory: Path, kept: set[str]) -> None:

@@ -174,6 +174,8 @@ def test_sizes_that_do_not_fit_are_refused_when_the_index_is_opened(built: Path,
     stored = {name: one.clone() for name, one in segments_module.read_tensors(path, record).items()}
     for name, change, problem in (
         ("0.offsets", lambda one: one + 1, "0.offsets"),
+        ("0.offsets", lambda one: one.flip(0), "0.offsets"),
+        ("0.values", lambda one: one.flatten(), "0.values"),
         ("ids.ends", lambda one: one[:-1], "ids.ends"),
         ("pooled", lambda one: one[:-1], "pooled has another number of items"),
     ):
