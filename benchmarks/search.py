@@ -177,8 +177,8 @@ def markdown(results: dict[str, Any]) -> str:
         f'search in a batch, per query; "open" is wall time. SCAN, d = 256, 36 regions per image, the model of '
         f"`itm-fast demo` after a short training. Encoding takes {1e3 * case['encode_cpu_s_per_item']:.1f} ms per "
         f"image, pooling and writing {1e3 * case['write_cpu_s_per_item']:.2f} ms. Measured on {where['date'][:10]} "
-        f"with `python -m benchmarks.search` at {where['commit'][:12]}: {where['processor']}, torch {where['torch']}; load "
-        f"of the machine {results['load']:.0f}.\n"
+        f"with `python -m benchmarks.search` at {where['commit'][:12]}: {where['processor']}, torch "
+        f"{where['torch']}; load of the machine {results['load']:.0f}.\n"
     )
 
 

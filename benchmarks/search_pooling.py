@@ -3,7 +3,7 @@
     python -m benchmarks.search_pooling --run runs/demo --json benchmarks/results/search_pooling.json
 
 The gallery is all 3,621 bundled emoji; the queries are captions of dev and test, which neither the model nor a pooling
-was trained on. Recall is the share of the ten images with the best scores that are among so many candidates. The exact
+was trained on. Recall is the share of the ten images with the best scores that are among the candidates. The exact
 scores of the candidates then give their order, so this is the recall of a search in two stages.
 """
 
@@ -120,11 +120,11 @@ def markdown(results: dict[str, Any]) -> str:
         rows.append([name, width, *(f"{recall:.3f}" for recall in form["recalls"])])
     where = results["environment"]
     return (
-        f"{table(rows)}\n\nShare of the {TOP} best of {results['images']:,} pictures among so many candidates, over "
+        f"{table(rows)}\n\nShare of the {TOP} best of {results['images']:,} pictures among the candidates, by their number, over "
         f"{results['queries']} captions of unseen pictures; {results['model']} after a short training on the emoji. "
         f"Learning the vectors took {results['learning_cpu_s']:.0f} s of processor time. Measured on "
-        f"{where['date'][:10]} with `python -m benchmarks.search_pooling` at {where['commit'][:12]}: {where['processor']}, torch "
-        f"{where['torch']}.\n"
+        f"{where['date'][:10]} with `python -m benchmarks.search_pooling` at {where['commit'][:12]}: "
+        f"{where['processor']}, torch {where['torch']}.\n"
     )
 
 

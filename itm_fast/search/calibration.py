@@ -51,7 +51,7 @@ def candidate_ranks(index: Index, texts: Sequence[str], k: int = 10, *, progress
 
 
 def recalls(ranks: Tensor, candidates: Sequence[int]) -> list[float]:
-    """Return recall@k of a search with so many candidates against an exact one, for `candidate_ranks`."""
+    """Return recall@k against an exact search for each number of candidates, from `candidate_ranks`."""
     return [float((ranks < number).double().mean()) for number in candidates]
 
 
