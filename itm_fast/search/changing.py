@@ -44,7 +44,11 @@ def members_of(path: Path, manifest: Manifest, given: Models | Members | None, d
     """
     if given is None and not manifest.checkpoints:
         raise ValueError(f"{path}: the index names no run directory; name the model that it was built with")
-    members = given if isinstance(given, Members) else Members(manifest.checkpoints if given is None else given, device)
+    try:
+        members = given if isinstance(given, Members) else Members(given or manifest.checkpoints, device)
+    except ValueError as error:
+        hint = "; if the run directory was moved, name it with --checkpoint RUN" if given is None else ""
+        raise ValueError(f"{error}{hint}") from None
     if members.fingerprints != manifest.models:
         what = ", ".join(members.checkpoints) or "this model"
         raise ValueError(f"{path}: the index was built with another model than {what}; build it again to use this one")

@@ -224,13 +224,25 @@ def test_a_query_of_ten_megabytes_is_refused_by_its_length(index: Path) -> None:
         Index.open(index).search("a" * 10_000_000)
 
 
-def test_an_index_of_another_model_is_refused(index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_index_of_another_model_is_refused(
+    index: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = tmp_path / "other"
     scan(5).save(other)
     message = f"{index}: the index was built with another model than {other}; build it again to use this one"
     assert error(capsys, "search", index, "red", "--checkpoint", other) == (1, message)
     with pytest.raises(ValueError, match="the index was built with another model than this model; build it again"):
         Index.open(index, scan(5))
+    moved = tmp_path / "moved"
+    shutil.copytree(trained, tmp_path / "run")
+    copy = Index.build(str(tmp_path / "run"), np.ones((2, 4, 8), dtype=np.float32), tmp_path / "copy")
+    (tmp_path / "run").rename(moved)
+    message = (
+        f"{tmp_path / 'run' / 'config.json'}: no such file; {tmp_path / 'run'} is not a saved model; if the run directory "
+        "was moved, name it with --checkpoint RUN"
+    )
+    assert error(capsys, "search", copy.path, "red") == (1, message)
+    assert run(capsys, "search", copy.path, "red", "--checkpoint", moved, "--json").count('"rank"') == 2
     features = np.zeros((2, 4, 8), dtype=np.float32)
     nameless = Index.build(scan(), features + 1, tmp_path / "nameless")
     assert nameless.search("red", 1)[0].hits[0].item.id == "0"
