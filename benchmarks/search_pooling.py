@@ -120,9 +120,9 @@ def markdown(results: dict[str, Any]) -> str:
         rows.append([name, width, *(f"{recall:.3f}" for recall in form["recalls"])])
     where = results["environment"]
     return (
-        f"{table(rows)}\n\nShare of the {TOP} best of {results['images']:,} pictures among the candidates, by their number, "
-        f"over {results['queries']} captions of unseen pictures; {results['model']} after a short training on the emoji. "
-        f"Learning the vectors took {results['learning_cpu_s']:.0f} s of processor time. Measured on "
+        f"{table(rows)}\n\nShare of the {TOP} best of {results['images']:,} pictures among the candidates, by their "
+        f"number, over {results['queries']} captions of unseen pictures; {results['model']} after a short training on "
+        f"the emoji. Learning the vectors took {results['learning_cpu_s']:.0f} s of processor time. Measured on "
         f"{where['date'][:10]} with `python -m benchmarks.search_pooling` at {where['commit'][:12]}: "
         f"{where['processor']}, torch {where['torch']}.\n"
     )

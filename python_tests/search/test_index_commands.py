@@ -238,8 +238,8 @@ def test_an_index_of_another_model_is_refused(
     copy = Index.build(str(tmp_path / "run"), np.ones((2, 4, 8), dtype=np.float32), tmp_path / "copy")
     (tmp_path / "run").rename(moved)
     message = (
-        f"{tmp_path / 'run' / 'config.json'}: no such file; {tmp_path / 'run'} is not a saved model; if the run directory "
-        "was moved, name it with --checkpoint RUN"
+        f"{tmp_path / 'run' / 'config.json'}: no such file; {tmp_path / 'run'} is not a saved model; if the run "
+        "directory was moved, name it with --checkpoint RUN"
     )
     assert error(capsys, "search", copy.path, "red") == (1, message)
     assert run(capsys, "search", copy.path, "red", "--checkpoint", moved, "--json").count('"rank"') == 2
