@@ -133,8 +133,8 @@ def markdown(results: dict[str, Any]) -> str:
     return (
         f"{table(rows)}\n\nShare of the {TOP} best of {results['images']:,} pictures among the candidates, by their "
         f"number, over {results['queries']} captions of unseen pictures; {results['model']} after a short training on "
-        f"the emoji. Learning the vectors took {results['learning_cpu_s']:.0f} s of processor time. With stored rows in bf16, "
-        f"{100 * results['stored']['bf16']:.1f} % of the ten best are those of float32 rows, with int8 "
+        f"the emoji. Learning the vectors took {results['learning_cpu_s']:.0f} s of processor time. With stored "
+        f"rows in bf16, {100 * results['stored']['bf16']:.1f} % of the ten best are those of float32 rows, with int8 "
         f"{100 * results['stored']['int8']:.1f} %. Measured on "
         f"{where['date'][:10]} with `python -m benchmarks.search_pooling` at {where['commit'][:12]}: "
         f"{where['processor']}, torch {where['torch']}.\n"

@@ -136,12 +136,17 @@ class Builder:
 def compacted(directory: Path, manifest: Manifest, limit: int = 0) -> list[SegmentRecord]:
     """Write the items that are not deleted into few segments; return the records of the new state.
 
-    A complete segment without deleted items stays as it is. Memory holds one segment at a time.
+    A complete segment without deleted items stays as it is, and so does a single one that is not complete. Memory holds one segment at a time.
     """
     members = len(manifest.models)
     builder = Builder(directory, Pooling([None] * members), manifest.dtype, limit)
     for side in SIDES:
-        for record in (one for one in manifest.segments if one.side == side):
+        own = [one for one in manifest.segments if one.side == side]
+        unfinished = [one for one in own if one.deleted or one.bytes < builder.limit]
+        if len(unfinished) <= 1 and not any(one.deleted for one in unfinished):
+            builder.records += own
+            continue
+        for record in own:
             if not record.deleted and record.bytes >= builder.limit and not builder.pending(side):
                 builder.records.append(record)
             else:

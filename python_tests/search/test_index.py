@@ -186,6 +186,9 @@ def test_many_additions_make_few_files(train: CaptionDataset, tmp_path: Path) ->
     size = {index.path: sum(file.stat().st_size for file in index.path.glob("images-*")) for index in (index, alone)}
     assert size[index.path] == size[alone.path]
     assert len(index.manifest.segments) == 1
+    before = index.manifest
+    index.compact()
+    assert index.manifest == before
 
 
 def test_segments_of_bounded_size_hold_the_same_items(
