@@ -136,7 +136,8 @@ class Builder:
 def compacted(directory: Path, manifest: Manifest, limit: int = 0) -> list[SegmentRecord]:
     """Write the items that are not deleted into few segments; return the records of the new state.
 
-    A complete segment without deleted items stays as it is, and so does a single one that is not complete. Memory holds one segment at a time.
+    A complete segment without deleted items stays as it is, and so does a single one that is not complete. Memory holds
+    one segment at a time.
     """
     members = len(manifest.models)
     builder = Builder(directory, Pooling([None] * members), manifest.dtype, limit)
