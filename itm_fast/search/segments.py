@@ -28,7 +28,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.search.manifest import FileRecord, SegmentRecord
 from itm_fast.search.members import Encodings
 from itm_fast.search.results import Item
-from itm_fast.search.rows import decoded_rows, encoded_rows
+from itm_fast.search.rows import chosen_rows, encoded_rows
 
 __all__ = ["Segment", "joined_parts", "read_tensors", "write_segment", "write_tensors"]
 
@@ -190,16 +190,13 @@ class Segment:
     def __len__(self) -> int:
         return self.record.items
 
-    def encodings(self, items: Tensor) -> Encodings:
-        """Return the embeddings of items (n,) int64 by each model, in float32."""
-        found: Encodings = []
+    def rows(self, items: Tensor) -> list[Stored]:
+        """Return what is stored of items (n,) int64 for each model: as `chosen_rows`, or one vector per item."""
+        found: list[Stored] = []
         for member in range(self.members):
-            own = {
-                name: self.stored[f"{member}.{name}"]
-                for name in ("values", "offsets", "scales")
-                if f"{member}.{name}" in self.stored
-            }
-            found.append(decoded_rows(own, items) if "offsets" in own else own["values"][items])
+            own = {name: self.stored.get(f"{member}.{name}") for name in ("values", "offsets", "scales")}
+            known = {name: one for name, one in own.items() if one is not None}
+            found.append(chosen_rows(known, items) if "offsets" in known else {"values": known["values"][items]})
         return found
 
     def text(self, column: str, item: int) -> str:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from itm_fast.files.messages import shown
-from itm_fast.fragments import Fragments
 from itm_fast.search.manifest import SIDES, Manifest
 from itm_fast.search.members import Encodings
 from itm_fast.search.pooling import Pooling
 from itm_fast.search.results import Item
+from itm_fast.search.rows import decoded_rows
 from itm_fast.search.segments import Segment, read_tensors
 
 __all__ = ["Side", "Snapshot"]
@@ -61,9 +61,10 @@ class Side:
 
     def encodings(self, positions: Tensor) -> Encodings:
         """Return the embeddings of items at ascending positions (n,) int64."""
-        parts: list[Encodings] = [one.encodings(own) for one, own in self._split(positions)]
+        parts = [segment.rows(own) for segment, own in self._split(positions)]
         return [
-            Fragments.cat(one) if isinstance(one[0], Fragments) else torch.cat(one) for one in zip(*parts, strict=True)
+            decoded_rows(one) if "lengths" in one[0] else torch.cat([part["values"] for part in one])
+            for one in zip(*parts, strict=True)
         ]
 
     def _split(self, positions: Tensor) -> Iterator[tuple[Segment, Tensor]]:
