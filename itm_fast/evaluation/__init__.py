@@ -5,7 +5,7 @@
 
 from itm_fast.evaluation.attention import word_attention
 from itm_fast.evaluation.distance import MeanDistance
-from itm_fast.evaluation.explanation import Explanation, explain, explain_encoded, words_of
+from itm_fast.evaluation.explanation import Explanation, explain, explain_encoded
 from itm_fast.evaluation.protocols import evaluate, evaluate_ensemble, evaluate_scores
 from itm_fast.evaluation.scoring import Gallery, Scorer, score_matrix
 from itm_fast.evaluation.streaming import stream_ranks, top_k
@@ -26,5 +26,4 @@ __all__ = [
     "stream_ranks",
     "top_k",
     "word_attention",
-    "words_of",
 ]

@@ -1,6 +1,6 @@
 """Intermediate results of one image-caption pair: attention, regulation, aggregation, score.
 
-Inside: `Explanation`, `explain`, `explain_encoded`, `words_of`.
+Inside: `Explanation`, `explain`, `explain_encoded`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from itm_fast.data import BertVocabulary, CaptionDataset, Vocabulary, tokenize
+from itm_fast.data import CaptionDataset
 from itm_fast.evaluation.scoring import Scorer, evaluation_mode
 from itm_fast.models.regulators import PairSteps
 
-__all__ = ["Explanation", "explain", "explain_encoded", "words_of"]
+__all__ = ["Explanation", "explain", "explain_encoded"]
 
 
 @attrs.frozen(eq=False)
@@ -23,7 +23,8 @@ class Explanation:
     """Intermediate results of one pair. Tensors are float32 on the CPU.
 
     Attributes:
-        words: the caption's words with `<start>` and `<end>`; words outside the vocabulary end in " (unknown)".
+        words: the caption's words with `<start>` and `<end>`, as `Vocabulary.pieces` returns them: words outside the
+            vocabulary end in " (unknown)", and a pretrained text encoder has its own pieces.
         directions: the steps of each direction that the model has: "t2i" if words attend to regions, "i2t" if regions
             attend to words. The rows of attention, temperatures and aggregation weights are the words or the regions.
         score: score of the pair.
@@ -56,7 +57,7 @@ def explain(model: Scorer, dataset: CaptionDataset, caption: int, image: int) ->
         regions = model.encode_images(dataset.image_batch([image]).to(device))
         token_ids, lengths = dataset.caption_batch([caption])
         words = model.encode_captions(token_ids.to(device), lengths.to(device))
-    return explain_encoded(model, regions, words, words_of(dataset.vocabulary, dataset.captions[caption]))
+    return explain_encoded(model, regions, words, dataset.vocabulary.pieces(dataset.captions[caption]))
 
 
 def explain_encoded(model: Scorer, regions: Any, words: Any, names: list[str]) -> Explanation:
@@ -66,7 +67,7 @@ def explain_encoded(model: Scorer, regions: Any, words: Any, names: list[str]) -
         model: as in `explain`.
         regions: the embeddings of the image, as the model's `encode_images` returns them.
         words: those of the caption.
-        names: the words of the caption, as `words_of` returns them.
+        names: the words of the caption, as `Vocabulary.pieces` returns them.
 
     Raises:
         ValueError: the model has no attention between words and regions.
@@ -82,14 +83,6 @@ def explain_encoded(model: Scorer, regions: Any, words: Any, names: list[str]) -
         directions={direction: _on_cpu(part) for direction, part in steps.items()},
         score=score,
     )
-
-
-def words_of(vocabulary: Vocabulary, caption: str) -> list[str]:
-    """Return the words of a caption with `<start>` and `<end>`, unknown ones marked, or its word pieces."""
-    if isinstance(vocabulary, BertVocabulary):
-        return [vocabulary.words[piece] for piece in vocabulary.encode(caption)]
-    inner = [w if w in vocabulary else f"{w} (unknown)" for w in tokenize(caption)]
-    return ["<start>", *inner, "<end>"]
 
 
 def _on_cpu(steps: PairSteps) -> PairSteps:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from itm_fast.data import CaptionDataset
-from itm_fast.evaluation import Explanation, explain_encoded, words_of
+from itm_fast.evaluation import Explanation, explain_encoded
 from itm_fast.files import regular
 from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
@@ -272,7 +272,7 @@ class Index:
         regions, words = encoded[member].to(device), query.encodings[member].to(device)
         if model.tokenizer is None:
             raise ValueError("tokenizer: the model has none")
-        return explain_encoded(model, regions, words, words_of(model.tokenizer, query.names[0]))
+        return explain_encoded(model, regions, words, model.tokenizer.pieces(query.names[0]))
 
     # Changing
 

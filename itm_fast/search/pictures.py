@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from itm_fast.data import CaptionDataset, PrecomputedDataset, emoji, picture_of
+from itm_fast.data import CaptionDataset, PrecomputedDataset, emoji, whole_picture_of
 from itm_fast.data.picture_files import open_picture
 from itm_fast.data.picture_shards import StoredPictures, as_patches
 from itm_fast.files.messages import shown
@@ -86,5 +86,5 @@ def picture_in(dataset: CaptionDataset, image: int) -> np.ndarray | None:
     features = dataset.image_batch([image])[0]
     pixels = emoji.picture_if_patches(features.numpy())
     if pixels is None and isinstance(dataset, PrecomputedDataset):
-        pixels, _ = picture_of(dataset, image)
+        pixels = whole_picture_of(dataset, image)
     return pixels

@@ -63,7 +63,10 @@ def check_text(members: Members, text: object) -> str:
         raise ValueError("query: expected words, got an empty text")
     for model in members.models:
         vocabulary = model.tokenizer
-        if vocabulary is not None and set(vocabulary.encode(text)[1:-1]) <= {vocabulary.unk}:
+        if vocabulary is None:
+            continue
+        unknown = {vocabulary.start, vocabulary.end, vocabulary.pad, vocabulary.unk}
+        if set(vocabulary.encode(text)) <= unknown:
             raise ValueError(f"query: the model knows none of the words of {shown(text)}")
     return text
 
