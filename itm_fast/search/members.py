@@ -30,8 +30,13 @@ Models = MatchingModel | str | os.PathLike[str] | Sequence[MatchingModel | str |
 
 
 def fingerprint(model: MatchingModel) -> str:
-    """Return the SHA-256 of a model: its name, settings, weights and vocabulary."""
-    digest = hashlib.sha256(json.dumps([model.name, settings.to_dict(model.config)], sort_keys=True).encode())
+    """Return the SHA-256 of a model: its name, settings, weights and vocabulary.
+
+    Settings with their default value are left out, so that a new setting of a later version does not change it.
+    """
+    fields = settings.fields_of(type(model.config))
+    chosen = {name: value for name, value in settings.to_dict(model.config).items() if value != fields[name].default}
+    digest = hashlib.sha256(json.dumps([model.name, chosen], sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
