@@ -31,6 +31,9 @@ from benchmarks import (
     regulated_step,
     scaling,
     scenarios,
+    search,
+    search_engines,
+    search_pooling,
 )
 from benchmarks.cpu_table import markdown, summary
 from benchmarks.findings import FINDINGS, selhn_gradients
@@ -118,6 +121,15 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "maxsim": measured("maxsim", maxsim.markdown, "python -m benchmarks.maxsim --json {}"),
         "buckets": measured("buckets", buckets.markdown, "python -m benchmarks.buckets --json {}"),
         "coco": coco,
+    },
+    ROOT / "docs" / "guides" / "search.md": {
+        "search": measured("search", search.markdown, "python -m benchmarks.search --run runs/demo --json {}"),
+        "search_pooling": measured(
+            "search_pooling", search_pooling.markdown, "python -m benchmarks.search_pooling --run runs/demo --json {}"
+        ),
+        "search_engines": measured(
+            "search_engines", search_engines.markdown, "python -m benchmarks.search_engines --json {}"
+        ),
     },
     PERFORMANCE / "predictions.md": {"cost model": gpus},
     PERFORMANCE / "results" / "fdf.md": {

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 from itm_fast.version import __version__
 
 if TYPE_CHECKING:
-    from itm_fast import data, evaluation, functional, losses, models, nn, reference, training
+    from itm_fast import data, evaluation, functional, losses, models, nn, reference, search, training
     from itm_fast.fragments import Fragments
     from itm_fast.ops.library import FallbackWarning, build_info
     from itm_fast.reference.validation import debug_checks
+    from itm_fast.search import Index
 
 __all__ = [
     "FallbackWarning",
     "Fragments",
+    "Index",
     "__version__",
     "build_info",
     "data",
@@ -25,12 +27,14 @@ __all__ = [
     "models",
     "nn",
     "reference",
+    "search",
     "training",
 ]
 
 _SOURCES = {
     "FallbackWarning": "itm_fast.ops.library",
     "Fragments": "itm_fast.fragments",
+    "Index": "itm_fast.search",
     "build_info": "itm_fast.ops.library",
     "debug_checks": "itm_fast.reference.validation",
 }

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from itm_fast.cli import data, data_import
+from itm_fast.cli import data, data_import, index
 from itm_fast.cli.bench import bench
 from itm_fast.cli.convert import convert
 from itm_fast.cli.curves import curves
@@ -27,6 +27,7 @@ from itm_fast.cli.options import Command, Group
 from itm_fast.cli.realign import realign
 from itm_fast.cli.recipes import recipes
 from itm_fast.cli.score import score
+from itm_fast.cli.search import search
 from itm_fast.cli.train import TrainCommand, train
 from itm_fast.distributed.launch import launched
 from itm_fast.distributed.world import joined_before
@@ -44,10 +45,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, recipes, models, evaluate, score, explain, curves, realign, convert, bench):
+for command in (demo, train, recipes, models, evaluate, score, search, explain, curves, realign, convert, bench):
     app.command(cls=TrainCommand if command is train else Command)(command)
 data.app.command("import", cls=Command)(data_import.import_command)
 app.add_typer(data.app, name="data")
+app.add_typer(index.app, name="index")
 
 # Not every version of typer exports the base class of usage errors, from which the public one derives.
 _UsageError: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")

@@ -1,6 +1,6 @@
 """Match a folder of pictures with a file of captions, and divide the pictures into splits.
 
-Inside: `Collection`, `SplitPictures`, `collect`.
+Inside: `Collection`, `SplitPictures`, `collect`, `pictures_in`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tqdm import tqdm
 from itm_fast.data.caption_files import Row, read_caption_file
 from itm_fast.data.picture_files import Look, decoded, look_at, near_duplicates, readable_formats
 
-__all__ = ["Collection", "SplitPictures", "collect"]
+__all__ = ["Collection", "SplitPictures", "collect", "pictures_in"]
 
 _DRAWN = ("train", "dev", "test")
 
@@ -86,7 +86,7 @@ def collect(
     known = {path.resolve() for path in paths.values()}
     skipped += [
         f"{path}: a picture without captions in {captions}"
-        for path in _pictures_in(images)
+        for path in pictures_in(images)
         if path.resolve() not in known
     ]
     if skipped and not skip_bad:
@@ -129,7 +129,7 @@ def _found(images: Path, rows: Sequence[Row], skipped: list[str]) -> dict[str, P
     return found
 
 
-def _pictures_in(images: Path) -> list[Path]:
+def pictures_in(images: Path) -> list[Path]:
     """Return the files with a suffix of a format that Pillow reads, sorted."""
     formats = readable_formats()
     suffixes = {suffix for suffix, name in Image.registered_extensions().items() if name in formats}

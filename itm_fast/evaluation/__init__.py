@@ -8,7 +8,7 @@ intermediate results of one pair.
 from itm_fast.evaluation.attention import word_attention
 from itm_fast.evaluation.bootstrap import Comparison, compare, intervals
 from itm_fast.evaluation.distance import MeanDistance
-from itm_fast.evaluation.explanation import Explanation, explain
+from itm_fast.evaluation.explanation import Explanation, explain, explain_encoded
 from itm_fast.evaluation.measures import Measures
 from itm_fast.evaluation.metric import RetrievalRecall
 from itm_fast.evaluation.opening import Opened, open_embeddings, open_matrix
@@ -37,6 +37,7 @@ __all__ = [
     "evaluate_ensemble",
     "evaluate_scores",
     "explain",
+    "explain_encoded",
     "intervals",
     "measure_table",
     "open_embeddings",

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from itm_fast.evaluation.ordering import best_first
+
 __all__ = ["BestMatches"]
 
 _Best = tuple[Tensor, Tensor]
@@ -52,11 +54,7 @@ def _merged(best: _Best | None, scores: Tensor, indices: Tensor, k: int) -> _Bes
     places = indices.expand(scores.shape)
     if best is not None:
         scores, places = torch.cat([best[0], scores], 1), torch.cat([best[1], places], 1)
-    # A stable sort keeps equal scores in their order. NaN is placed behind minus infinity.
-    order = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    chosen = order.sort(dim=1, descending=True, stable=True).indices
-    lost = scores.gather(1, chosen).isnan().to(torch.uint8)
-    chosen = chosen.gather(1, lost.sort(dim=1, stable=True).indices)[:, :k]
+    chosen = best_first(scores)[:, :k]
     return scores.gather(1, chosen), places.gather(1, chosen)
 
 

@@ -1,9 +1,11 @@
 """Intermediate results of one image-caption pair: attention, regulation, aggregation, score.
 
-Inside: `Explanation`, `explain`.
+Inside: `Explanation`, `explain`, `explain_encoded`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import attrs
 import torch
@@ -13,7 +15,7 @@ from itm_fast.data import CaptionDataset
 from itm_fast.evaluation.scoring import Scorer, evaluation_mode
 from itm_fast.models.regulators import PairSteps
 
-__all__ = ["Explanation", "explain"]
+__all__ = ["Explanation", "explain", "explain_encoded"]
 
 
 @attrs.frozen(eq=False)
@@ -47,9 +49,6 @@ def explain(model: Scorer, dataset: CaptionDataset, caption: int, image: int) ->
     Raises:
         ValueError: an index is out of range, or the model has no attention between words and regions.
     """
-    steps_of = getattr(model, "pair_steps", None)
-    if steps_of is None:
-        raise ValueError(f"model: {type(model).__name__} has no attention between words and regions")
     for name, index, size in (("caption", caption, len(dataset)), ("image", image, dataset.n_images)):
         if not 0 <= index < size:
             raise ValueError(f"{name}: expected a number from 0 to {size - 1}, got {index}")
@@ -58,10 +57,29 @@ def explain(model: Scorer, dataset: CaptionDataset, caption: int, image: int) ->
         regions = model.encode_images(dataset.image_batch([image]).to(device))
         token_ids, lengths = dataset.caption_batch([caption])
         words = model.encode_captions(token_ids.to(device), lengths.to(device))
+    return explain_encoded(model, regions, words, dataset.vocabulary.pieces(dataset.captions[caption]))
+
+
+def explain_encoded(model: Scorer, regions: Any, words: Any, names: list[str]) -> Explanation:
+    """Record what a model computes for one encoded image and one encoded caption.
+
+    Args:
+        model: as in `explain`.
+        regions: the embeddings of the image, as the model's `encode_images` returns them.
+        words: those of the caption.
+        names: the words of the caption, as `Vocabulary.pieces` returns them.
+
+    Raises:
+        ValueError: the model has no attention between words and regions.
+    """
+    steps_of = getattr(model, "pair_steps", None)
+    if steps_of is None:
+        raise ValueError(f"model: {type(model).__name__} has no attention between words and regions")
+    with evaluation_mode(model):
         steps = steps_of(regions, words)
         score = float(model.score(regions, words))
     return Explanation(
-        words=dataset.vocabulary.pieces(dataset.captions[caption]),
+        words=names,
         directions={direction: _on_cpu(part) for direction, part in steps.items()},
         score=score,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,9 @@ from itm_fast.training.metrics_log import read_metrics
 PARTS = {"train": slice(0, 16), "dev": slice(16, 26), "test": slice(26, 40)}
 
 
-def test_demo_trains_on_the_training_split_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_trains_on_the_training_split_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The splits share no picture. The steps see only training pictures, and the reported numbers are of the test
     split.
     """
@@ -44,6 +47,15 @@ def test_demo_trains_on_the_training_split_alone(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(demo_command, "SETTINGS", {**demo_command.SETTINGS, **changes})
     out = tmp_path / "demo"
     assert cli.run(["demo", "--out", str(out)]) == 0
+
+    printed = capsys.readouterr().out.splitlines()
+    build, search = (shlex.split(line) for line in printed if line.startswith("  itm-fast "))
+    assert cli.run(build[1:]) == 0
+    page = tmp_path / "found.html"
+    # The vocabulary of so few captions lacks the words of the example.
+    assert search[1:] == ["search", build[-1], "a red heart", "--html", "found.html"]
+    assert cli.run(["search", build[-1], captions[0], "--html", str(page), "-k", "14"]) == 0
+    assert page.read_text(encoding="utf-8").count("data:image/webp") == 14
 
     train_pictures = torch.from_numpy(pictures[PARTS["train"]]).float()
     for batch in seen:

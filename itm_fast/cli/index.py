@@ -1,0 +1,280 @@
+"""`itm-fast index`: encode images and captions once, to be searched."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from itm_fast.cli.models import check_run
+from itm_fast.cli.options import Command, Group
+
+if TYPE_CHECKING:
+    from itm_fast.data import PrecomputedDataset
+    from itm_fast.search import Index
+    from itm_fast.search.members import Members
+
+app = typer.Typer(cls=Group, help="Build, change and check search indexes.", no_args_is_help=True)
+
+IndexArgument = Annotated[Path, typer.Argument(metavar="INDEX", help="Folder of the index.", show_default=False)]
+Checkpoints = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--checkpoint", metavar="RUN", help="Run directory of the model, if it was moved since the build; repeatable."
+    ),
+]
+Data = Annotated[Path | None, typer.Option(metavar="DIR", help="Data folder or feature store to take a split from.")]
+Split = Annotated[str, typer.Option(metavar="NAME", help="Split of --data.")]
+Pictures = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of pictures, and its subfolders.")]
+Thumbnails = Annotated[
+    bool, typer.Option("--thumbnails/--no-thumbnails", help="Keep a small copy of each picture, for result pages.")
+]
+Threads = Annotated[int, typer.Option(metavar="N", min=0, help="CPU threads; 0 uses PyTorch's default.")]
+
+
+class _Dtype(str, Enum):
+    bf16 = "bf16"
+    int8 = "int8"
+
+
+class _Pooling(str, Enum):
+    mean = "mean"
+    learned = "learned"
+
+
+@app.callback()
+def _root() -> None:
+    """Build, change and check search indexes."""
+
+
+@app.command("build", cls=Command)
+def build_command(
+    checkpoint: Annotated[
+        list[Path],
+        typer.Option(metavar="RUN", help="Run directory of a trained model; repeat it for an ensemble by mean score."),
+    ],
+    out: Annotated[Path, typer.Option(metavar="INDEX", help="Folder of the index; created if missing.")],
+    data: Data = None,
+    split: Split = "test",
+    pictures: Pictures = None,
+    preprocessing: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="How pictures become features: emoji, or SIDExGRID such as 224x14, for models trained on a store of "
+            "pictures. Default: as in --data, or in the training data of RUN.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        _Dtype, typer.Option(metavar="NAME", help="Type of the stored embeddings: bf16, or int8 in half the space.")
+    ] = _Dtype.bf16,
+    pooling: Annotated[
+        _Pooling | None,
+        typer.Option(
+            metavar="NAME",
+            help="How candidates are found: mean of the embeddings, or learned from the model's scores. Default: "
+            "learned if the training split is found.",
+        ),
+    ] = None,
+    training_split: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Split that a learned pooling is trained on, of --data or of the training data of RUN."
+        ),
+    ] = "train",
+    candidates: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Number of items that the model scores per query.")
+    ] = 200,
+    calibrate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X", help="Choose the number of candidates for this recall of the exact best 10, such as 0.95."
+        ),
+    ] = None,
+    calibrate_split: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Split of --data whose captions are the queries; default: --split."),
+    ] = None,
+    calibrate_queries: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Number of captions to calibrate with, drawn at random.")
+    ] = 200,
+    thumbnails: Thumbnails = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the index in INDEX in one step.")] = False,
+    device: Annotated[str, typer.Option(metavar="NAME", help="Device, for example cpu or cuda.")] = "cpu",
+    threads: Threads = 0,
+) -> None:
+    """Encode the images and captions of a split, or a folder of pictures, and write an index."""
+    from itm_fast.files.processors import set_threads
+    from itm_fast.search import Index
+    from itm_fast.search import calibrate as choose
+    from itm_fast.search.members import Members
+    from itm_fast.search.pictures import kind_of
+
+    if calibrate is not None and not 0 < calibrate <= 1:
+        raise ValueError(f"--calibrate: expected a number above 0 and at most 1, got {calibrate:g}")
+    if data is None and calibrate is not None:
+        raise ValueError("--data: expected a data folder, for the captions that --calibrate needs")
+    set_threads(threads)
+    for run in checkpoint:
+        check_run(run)
+    members = Members(checkpoint, device)
+    source = _source(members, checkpoint, data, split, pictures)
+    if data is not None:
+        training = None if pooling is _Pooling.mean else _split(members, checkpoint, data, training_split)
+    else:
+        training = _training_data(members, checkpoint[0], training_split)
+        if preprocessing is None:
+            preprocessing = "" if training is None else kind_of(training)
+        if not preprocessing:
+            raise ValueError(
+                "--preprocessing: expected how pictures become features, such as 224x14; the training data of "
+                f"{checkpoint[0]} do not tell"
+            )
+    index = Index.build(
+        members,
+        source,
+        out,
+        preprocessing=preprocessing,
+        dtype=dtype.value,
+        pooling=None if pooling is None else pooling.value,
+        training=None if pooling is _Pooling.mean else training,
+        candidates=candidates,
+        thumbnails=thumbnails,
+        overwrite=overwrite,
+        progress=True,
+    )
+    _print_sizes(index)
+    if calibrate is not None and data is not None:
+        import torch
+
+        texts = _split(members, checkpoint, data, calibrate_split or split).captions
+        chosen = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))[:calibrate_queries].tolist()
+        number, recall = choose(index, [texts[one] for one in chosen], calibrate, progress=True)
+        typer.echo(f"candidates: {number}, recall of the exact best 10: {recall:.3f} over {len(chosen)} captions")
+    typer.echo(f'search it with: itm-fast search {shlex.quote(str(out))} "a dog"')
+
+
+@app.command("add", cls=Command)
+def add_command(
+    index: IndexArgument,
+    data: Data = None,
+    split: Split = "test",
+    pictures: Pictures = None,
+    checkpoint: Checkpoints = None,
+    thumbnails: Thumbnails = True,
+    threads: Threads = 0,
+) -> None:
+    """Encode more images and captions, and add them to an index: all, or none if there is an error."""
+    from itm_fast.files.processors import set_threads
+    from itm_fast.search import Index
+
+    set_threads(threads)
+    opened = Index.open(index, checkpoint)
+    source = _source(opened.members, checkpoint or [index], data, split, pictures)
+    opened.add(source, thumbnails=thumbnails, progress=True)
+    _print_sizes(opened)
+
+
+@app.command("delete", cls=Command)
+def delete_command(
+    index: IndexArgument,
+    ids: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID]...", help="Items to delete.", show_default=False)
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--ids", metavar="FILE", help="Text file with one id per line.")] = None,
+) -> None:
+    """Delete images with their captions, or captions, by id: all, or none if there is an error.
+
+    The files keep the deleted items until itm-fast index compact.
+    """
+    from itm_fast.search import Index
+    from itm_fast.search.query_file import read_lines
+
+    wanted = [*(ids or ()), *(read_lines(file) if file is not None else ())]
+    if not wanted:
+        raise ValueError("ID: expected at least one id, or --ids FILE")
+    opened = Index.open(index)
+    count = opened.delete(wanted)
+    typer.echo(f"{count:,} deleted")
+    _print_sizes(opened)
+
+
+@app.command("compact", cls=Command)
+def compact_command(index: IndexArgument) -> None:
+    """Remove deleted items from the disk, and join small files."""
+    from itm_fast.search import Index
+
+    opened = Index.open(index)
+    opened.compact()
+    _print_sizes(opened)
+
+
+@app.command("info", cls=Command)
+def info_command(
+    index: IndexArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Print what an index holds."""
+    from itm_fast.search import Index
+
+    facts = Index.open(index).info()
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    for name, value in facts.items():
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+        typer.echo(f"{name}: {f'{value:,}' if type(value) is int else shown}")
+
+
+@app.command("check", cls=Command)
+def check_command(index: IndexArgument) -> None:
+    """Read a whole index and compare it with its checksums; the exit status is 1 if there are problems."""
+    from itm_fast.search import check
+
+    problems = check(index, progress=True)
+    for problem in problems:
+        typer.echo(problem)
+    typer.echo(f"{index}: {len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'} found")
+    if problems:
+        raise typer.Exit(1)
+
+
+def _source(members: Members, runs: list[Path], data: Path | None, split: str, pictures: Path | None) -> Any:
+    if (data is None) == (pictures is None):
+        raise ValueError("--data: expected either --data DIR or --pictures DIR")
+    return str(pictures) if pictures is not None else _split(members, runs, data, split)
+
+
+def _split(members: Members, runs: list[Path], data: Path | None, split: str) -> PrecomputedDataset:
+    from itm_fast.cli.models import dataset_of
+
+    model = members.main
+    if model.tokenizer is None:
+        raise ValueError(f"{runs[0]}: expected the vocabulary of the training in this folder, found none")
+    assert data is not None
+    return dataset_of(data, split, model.tokenizer, model, runs[0])
+
+
+def _training_data(members: Members, run: Path, split: str) -> PrecomputedDataset | None:
+    """Return a split of the data that a model was trained on; None if they were moved."""
+    from itm_fast.data import open_split
+    from itm_fast.training import run_folder
+
+    tokenizer = members.main.tokenizer
+    if tokenizer is None or not (run / run_folder.CONFIG).exists():
+        return None
+    try:
+        return open_split(run_folder.saved_config(run).data or "", split, tokenizer)
+    except (ValueError, OSError):
+        return None
+
+
+def _print_sizes(index: Index) -> None:
+    facts = index.info()
+    typer.echo(
+        f"{index.path}: {facts['images']:,} images, {facts['captions']:,} captions, {facts['bytes'] / 1e6:,.1f} MB"
+    )

@@ -1,0 +1,148 @@
+"""`itm-fast search`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import attrs
+import typer
+
+from itm_fast.cli.index import Checkpoints, IndexArgument, Threads
+
+if TYPE_CHECKING:
+    from itm_fast.report import FoundItem
+    from itm_fast.search import Hit, Index, Results
+
+# Queries that are encoded at a time.
+_BATCH = 64
+# More would make the page too large for a browser.
+_MOST_ON_PAGE = 200
+
+
+class _Side(str, Enum):
+    images = "images"
+    captions = "captions"
+
+
+def search(
+    index: IndexArgument,
+    text: Annotated[
+        list[str] | None, typer.Argument(metavar="[TEXT]...", help="What to search for.", show_default=False)
+    ] = None,
+    k: Annotated[
+        int | None, typer.Option("-k", metavar="N", help="Results per query; default: 10, or all of a smaller index.")
+    ] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Search with this picture; repeatable.")
+    ] = None,
+    like: Annotated[
+        list[str] | None, typer.Option(metavar="ID", help="Search with this image of the index; repeatable.")
+    ] = None,
+    queries: Annotated[Path | None, typer.Option(metavar="FILE", help="Search with each line of a text file.")] = None,
+    of: Annotated[
+        _Side | None,
+        typer.Option(
+            metavar="NAME",
+            help="Search images or captions. Default: images for texts; captions for pictures, if the index has any.",
+        ),
+    ] = None,
+    candidates: Annotated[
+        int | None, typer.Option(metavar="N", help="Number of items that the model scores; default: that of the index.")
+    ] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Score all items.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per query and line.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the results with their pictures.")
+    ] = None,
+    checkpoint: Checkpoints = None,
+    device: Annotated[str, typer.Option(metavar="NAME", help="Device, for example cpu or cuda.")] = "cpu",
+    threads: Threads = 0,
+) -> None:
+    """Find the best items of an index for texts or pictures.
+
+    A picture finds captions, or with --of images those that look like it.
+    """
+    from itm_fast.files import atomic
+    from itm_fast.files.processors import set_threads
+    from itm_fast.report import SearchPage, write_search
+    from itm_fast.search import Index
+    from itm_fast.search.query_file import read_lines
+
+    if html is not None:
+        atomic.check_target(html)
+    texts = [*(text or ()), *(read_lines(queries) if queries is not None else ())]
+    given = {"texts": texts, "pictures": [str(path) for path in image or ()], "items": list(like or ())}
+    kinds = [name for name, values in given.items() if values]
+    if len(kinds) != 1:
+        raise ValueError("TEXT: expected texts, --image or --like, and one of these at a time")
+    if html is not None and len(given[kinds[0]]) > _MOST_ON_PAGE:
+        raise ValueError(f"--html: expected at most {_MOST_ON_PAGE} queries, got {len(given[kinds[0]]):,}")
+    set_threads(threads)
+    opened = Index.open(index, checkpoint, device=device)
+    found: list[Results] = []
+
+    def answers() -> Iterator[Results]:
+        values = given[kinds[0]]
+        for first in range(0, len(values), _BATCH):
+            yield from opened.search(
+                **{kinds[0]: values[first : first + _BATCH]},  # type: ignore[arg-type]
+                k=k,
+                of=None if of is None else of.value,
+                candidates=candidates,
+                exact=exact,
+            )
+
+    for results in answers():
+        if as_json:
+            typer.echo(json.dumps(attrs.asdict(results)))
+        elif html is None or len(given[kinds[0]]) == 1:
+            _print(results)
+        if html is not None:
+            found.append(results)
+    if html is not None:
+        write_search(
+            html,
+            SearchPage(
+                queries=[(one.query, [_found(opened, hit) for hit in one.hits]) for one in found],
+                facts=[(name, str(value)) for name, value in _facts(opened, found).items()],
+            ),
+        )
+        typer.echo(f"page: {html}", err=as_json)
+
+
+def _print(results: Results) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from itm_fast.files.messages import printable, shortened
+
+    table = Table("", "score", "id", "caption", title=escape(printable(shortened(results.query))), title_justify="left")
+    for hit in results.hits:
+        cells = (hit.item.id, hit.item.captions[0] if hit.item.captions else hit.item.picture)
+        table.add_row(str(hit.rank), f"{hit.score:.4f}", *(escape(printable(cell)) for cell in cells))
+    Console(highlight=False).print(table)
+
+
+def _found(index: Index, hit: Hit) -> FoundItem:
+    from itm_fast.report import FoundItem
+
+    item = hit.item
+    image = item.id if item.side == "images" else item.image
+    thumbnail = index.thumbnail(image) if image in index.snapshot.sides["images"].by_id else None
+    return FoundItem(hit.rank, hit.score, item.id, item.captions, thumbnail)
+
+
+def _facts(index: Index, found: list[Results]) -> dict[str, object]:
+    info = index.info()
+    return {
+        "Index": index.path,
+        "Images": f"{info['images']:,}",
+        "Captions": f"{info['captions']:,}",
+        "Model": ", ".join(model.name for model in index.members.models),
+        "Items scored per query": f"{max((one.scored for one in found), default=0):,}",
+    }

@@ -1,0 +1,16 @@
+"""Search: encode images and captions once, find candidates by pooled vectors, rank them by the model's own score.
+
+`index` has the public class. `changing` builds and changes an index from `sources`, `writing` makes a change take
+effect in one step, and `segments`, `rows` and `manifest` define its files. `snapshot` is one state of it, `searching`
+finds, and `queries` checks and encodes what is asked. `members` holds the models, `pooling` and `learning` make pooled
+vectors, `calibration` chooses the number of candidates, and `checking` finds damage.
+"""
+
+from itm_fast.search.calibration import calibrate, recalls
+from itm_fast.search.checking import check
+from itm_fast.search.index import Index
+from itm_fast.search.manifest import is_index
+from itm_fast.search.members import fingerprint
+from itm_fast.search.results import Hit, Item, Results
+
+__all__ = ["Hit", "Index", "Item", "Results", "calibrate", "check", "fingerprint", "is_index", "recalls"]

@@ -1,0 +1,245 @@
+"""Build, add, delete and compact: each takes the lock, and takes effect when the manifest is replaced.
+
+Inside: `build`, `add`, `delete`, `compact`, `update`, `members_of`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import attrs
+import torch
+from tqdm.auto import tqdm
+
+from itm_fast.data import CaptionDataset
+from itm_fast.files.messages import shown
+from itm_fast.search.learning import learned_pooling
+from itm_fast.search.manifest import (
+    POOLINGS,
+    ROW_TYPES,
+    SIDES,
+    Manifest,
+    SegmentRecord,
+    is_index,
+    read_manifest,
+)
+from itm_fast.search.members import Members, Models
+from itm_fast.search.pictures import kind_of
+from itm_fast.search.pooling import Pooling
+from itm_fast.search.segments import write_tensors
+from itm_fast.search.snapshot import Snapshot
+from itm_fast.search.sources import Source, batches_of, size_of
+from itm_fast.search.writing import Builder, check_folder, commit, compacted, locked, remove_strays
+
+__all__ = ["add", "build", "compact", "delete", "members_of", "update"]
+
+
+def members_of(path: Path, manifest: Manifest, given: Models | Members | None, device: torch.device | str) -> Members:
+    """Return the models of an index: those `given`, or those of the run directories that it names.
+
+    Raises:
+        ValueError: the index names none, one cannot be read, or they are not the models of the index.
+    """
+    if given is None and not manifest.checkpoints:
+        raise ValueError(f"{path}: the index names no run directory; name the model that it was built with")
+    try:
+        members = given if isinstance(given, Members) else Members(given or manifest.checkpoints, device)
+    except ValueError as error:
+        hint = "; if the run directory was moved, name it with --checkpoint RUN" if given is None else ""
+        raise ValueError(f"{error}{hint}") from None
+    if members.fingerprints != manifest.models:
+        what = ", ".join(members.checkpoints) or "this model"
+        raise ValueError(f"{path}: the index was built with another model than {what}; build it again to use this one")
+    return members
+
+
+def _check(candidates: int, dtype: str, pooling: str, batch_size: int) -> None:
+    for name, value in (("candidates", candidates), ("batch_size", batch_size)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {shown(value)}")
+    for name, choice, choices in (("dtype", dtype, ROW_TYPES), ("pooling", pooling, POOLINGS)):
+        if choice not in choices:
+            raise ValueError(f"{name}: expected {' or '.join(choices)}, got {shown(choice)}")
+
+
+def build(
+    members: Members,
+    source: Source,
+    path: Path,
+    *,
+    ids: Sequence[str] | None,
+    captions: Sequence[str] | None,
+    preprocessing: str | None,
+    dtype: str,
+    pooling: str | None,
+    training: CaptionDataset | None,
+    candidates: int,
+    thumbnails: bool,
+    overwrite: bool,
+    batch_size: int,
+    progress: bool,
+) -> None:
+    """Write an index; arguments as in `Index.build`."""
+    data = source if training is None and isinstance(source, CaptionDataset) else training
+    if pooling is None:
+        pooling = "mean" if data is None else "learned"
+    _check(candidates, dtype, pooling, batch_size)
+    if pooling == "learned" and (data is None or not len(data)):
+        raise ValueError("pooling: a learned pooling needs a data set with captions; mean needs none")
+    check_folder(path)
+    with locked(path):
+        earlier = read_manifest(path) if is_index(path) else None
+        if earlier is not None and not overwrite:
+            raise ValueError(f"{path}: contains an index; --overwrite replaces it")
+        remove_strays(path, set() if earlier is None else earlier.files())
+        if preprocessing is None:
+            preprocessing = kind_of(source) if isinstance(source, CaptionDataset) else ""
+        pool, weights = Pooling([None] * len(members.models)), None
+        if pooling == "learned" and data is not None:
+            pool = learned_pooling(members, data, progress=progress)
+            tensors = pool.tensors()
+            weights = write_tensors(path, "pooling", tensors) if tensors else None
+        builder = Builder(path, pool, dtype)
+        _fill(builder, members, source, {side: set() for side in SIDES}, ids, captions, preprocessing,
+              thumbnails, batch_size, progress)  # fmt: skip
+        for side in SIDES:
+            builder.flush(side)
+        manifest = Manifest(
+            generation=1 if earlier is None else earlier.generation + 1,
+            models=members.fingerprints,
+            checkpoints=members.checkpoints,
+            dtype=dtype,
+            pooling="mean" if weights is None else "learned",
+            weights=weights,
+            pictures=preprocessing,
+            candidates=candidates,
+            segments=tuple(builder.records),
+        )
+        commit(path, manifest)
+
+
+def _fill(
+    builder: Builder,
+    members: Members,
+    source: Source,
+    taken: dict[str, set[str]],
+    ids: Sequence[str] | None,
+    captions: Sequence[str] | None,
+    preprocessing: str,
+    thumbnails: bool,
+    batch_size: int,
+    progress: bool,
+) -> None:
+    batches = batches_of(
+        source, ids=ids, captions=captions, pictures=preprocessing, thumbnails=thumbnails, size=batch_size
+    )
+    hidden = None if progress else True
+    with tqdm(total=size_of(source), desc="index", unit="item", leave=False, disable=hidden) as bar:
+        for batch in batches:
+            side = batch.items[0].side
+            for item in batch.items:
+                if item.id in taken[side]:
+                    raise ValueError(f"ids: {shown(item.id)} is in the index already; delete it first")
+            if batch.features is None:
+                encodings = members.encode_captions([item.captions[0] for item in batch.items])
+            else:
+                encodings = members.encode_images(batch.features)
+            builder.add(side, batch.items, batch.thumbnails, encodings)
+            bar.update(len(batch.items))
+
+
+def add(
+    path: Path,
+    members: Members,
+    source: Source,
+    *,
+    ids: Sequence[str] | None,
+    captions: Sequence[str] | None,
+    thumbnails: bool,
+    batch_size: int,
+    progress: bool,
+) -> None:
+    """Add items to an index; arguments as in `Index.add`."""
+    _check(1, ROW_TYPES[0], POOLINGS[0], batch_size)
+    with _changing(path) as manifest:
+        if manifest.models != members.fingerprints:
+            raise ValueError(f"{path}: the index was replaced by one of another model; open it again")
+        snapshot = Snapshot(path, manifest)
+        taken = {side: set(snapshot.sides[side].by_id) for side in SIDES}
+        builder = Builder(path, snapshot.pooling, manifest.dtype)
+        _fill(builder, members, source, taken, ids, captions, manifest.pictures, thumbnails, batch_size, progress)
+        kept: list[SegmentRecord] = []
+        for side in SIDES:
+            own = [one for one in manifest.segments if one.side == side]
+            if not any(one.side == side for one in builder.records):
+                own = builder.take_small(side, own, len(manifest.models))
+            kept += own
+            builder.flush(side)
+        commit(path, _changed(manifest, [*kept, *builder.records]))
+
+
+def delete(path: Path, ids: Sequence[str]) -> int:
+    """Delete items of an index; as `Index.delete`."""
+    if isinstance(ids, str):
+        raise TypeError("ids: expected a list of ids, got a text")
+    with _changing(path) as manifest:
+        snapshot = Snapshot(path, manifest)
+        images, captions = (snapshot.sides[side] for side in SIDES)
+        gone = {"images": set[int](), "captions": set[int]()}
+        owners = set()
+        for name in ids:
+            if name in images.by_id:
+                gone["images"].add(images.by_id[name])
+                owners.add(name)
+            elif name in captions.by_id:
+                gone["captions"].add(captions.by_id[name])
+            else:
+                raise ValueError(f"id: the index holds no item {shown(name)}")
+        if owners:
+            texts = [text for one in captions.segments for text in one.column("owners")]
+            gone["captions"] |= {place for place in captions.positions().tolist() if texts[place] in owners}
+        records = []
+        for side in SIDES:
+            live = snapshot.sides[side].live.numpy().copy()
+            live[list(gone[side])] = False
+            first = 0
+            for segment in snapshot.sides[side].segments:
+                own = live[first : first + len(segment)]
+                first += len(segment)
+                if own.any():
+                    records.append(segment.record.with_live(own))
+        if any(gone.values()):
+            commit(path, _changed(manifest, records))
+        return sum(map(len, gone.values()))
+
+
+def compact(path: Path) -> None:
+    """Write the items that are not deleted into few segments."""
+    with _changing(path) as manifest:
+        records = compacted(path, manifest)
+        if tuple(records) != manifest.segments:
+            commit(path, _changed(manifest, records))
+
+
+def update(path: Path, change: Callable[[Manifest], Manifest]) -> None:
+    """Change settings in the manifest."""
+    with _changing(path) as manifest:
+        changed = change(manifest)
+        _check(changed.candidates, changed.dtype, changed.pooling, 1)
+        commit(path, _changed(changed, changed.segments))
+
+
+@contextlib.contextmanager
+def _changing(path: Path) -> Iterator[Manifest]:
+    """Hold the lock of an index, and yield its manifest. Files of killed writers are removed."""
+    read_manifest(path)
+    with locked(path):
+        manifest = read_manifest(path)
+        remove_strays(path, manifest.files())
+        yield manifest
+
+
+def _changed(manifest: Manifest, records: Sequence[SegmentRecord]) -> Manifest:
+    return attrs.evolve(manifest, generation=manifest.generation + 1, segments=tuple(records))

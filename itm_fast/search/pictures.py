@@ -1,0 +1,90 @@
+"""Turn pictures into the features that a model was trained on, and into thumbnails.
+
+Inside: `Picture`, `kind_of`, `features_of`, `thumbnail`, `picture_in`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from itm_fast.data import CaptionDataset, PrecomputedDataset, emoji, whole_picture_of
+from itm_fast.data.picture_files import open_picture
+from itm_fast.data.picture_shards import StoredPictures, as_patches
+from itm_fast.files.messages import shown
+
+__all__ = ["Picture", "features_of", "kind_of", "picture_in", "thumbnail"]
+
+# A path, the content of a file, or pixels (height, width, 3) uint8.
+Picture = str | os.PathLike[str] | bytes | np.ndarray
+
+_KIND = re.compile(r"(\d{1,4})x(\d{1,3})")
+_THUMBNAIL = 192
+
+
+def kind_of(dataset: CaptionDataset) -> str:
+    """Return how a picture becomes the features of a data set: "emoji", "SIDExGRID", or "" if that is unknown."""
+    if isinstance(dataset.source, StoredPictures):
+        return f"{dataset.source.side}x{dataset.source.grid}"
+    features = dataset.image_batch([0])[0]
+    return "emoji" if emoji.picture_if_patches(features.numpy()) is not None else ""
+
+
+def features_of(pictures: list[Picture], kind: str) -> Tensor:
+    """Return the features (n, k, f) float32 of pictures. `kind` is as `kind_of` returns it.
+
+    Raises:
+        ValueError: the index does not know how a picture becomes features, or a picture cannot be decoded.
+    """
+    found = _KIND.fullmatch(kind)
+    if kind != "emoji" and found is None:
+        raise ValueError(
+            "pictures: the index was built from features, and does not know how a picture becomes features; pass "
+            "features, or the id of an item"
+        )
+    side, grid = (emoji.SIZE, emoji.GRID) if found is None else map(int, found.groups())
+    pixels = np.stack([_square(picture, side) for picture in pictures])
+    return torch.from_numpy(emoji.patches(pixels)) if kind == "emoji" else as_patches(pixels, grid)
+
+
+def opened(picture: Picture) -> Image.Image:
+    """Decode a picture as upright RGB; ValueError names it if it cannot be decoded."""
+    if isinstance(picture, np.ndarray):
+        if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
+            raise ValueError(f"picture: expected uint8 (height, width, 3), got {picture.dtype} {picture.shape}")
+        return Image.fromarray(picture)
+    if isinstance(picture, bytes):
+        return open_picture(Path("picture"), picture)
+    if not isinstance(picture, str | os.PathLike):
+        raise TypeError(f"picture: expected a path, bytes or an array, got {shown(picture)}")
+    return open_picture(Path(picture))
+
+
+def _square(picture: Picture, side: int) -> np.ndarray:
+    image = opened(picture)
+    return np.asarray(image if image.size == (side, side) else image.resize((side, side), Image.Resampling.BICUBIC))
+
+
+def thumbnail(picture: Picture) -> bytes:
+    """Return a WebP file of a picture, scaled down to at most 192 pixels per side."""
+    image = opened(picture)
+    image.thumbnail((_THUMBNAIL, _THUMBNAIL), Image.Resampling.BICUBIC)
+    buffer = io.BytesIO()
+    image.save(buffer, "WEBP", quality=85)
+    return buffer.getvalue()
+
+
+def picture_in(dataset: CaptionDataset, image: int) -> np.ndarray | None:
+    """Return the pixels (height, width, 3) uint8 of an image of a data set, or None if the data hold no pictures."""
+    features = dataset.image_batch([image])[0]
+    pixels = emoji.picture_if_patches(features.numpy())
+    if pixels is None and isinstance(dataset, PrecomputedDataset):
+        pixels = whole_picture_of(dataset, image)
+    return pixels

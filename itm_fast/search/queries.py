@@ -1,0 +1,106 @@
+"""Check and encode queries: texts, pictures, features, or items of the index.
+
+Inside: `Queries`, `of_texts`, `of_features`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from itm_fast.data import tokenize
+from itm_fast.files.messages import shown
+from itm_fast.fragments import Fragments
+from itm_fast.search.members import Encodings, Members
+from itm_fast.search.pictures import Picture
+
+__all__ = ["MAX_CHARACTERS", "Queries", "check_text", "joined", "name_of", "of_features", "of_texts"]
+
+MAX_CHARACTERS = 2000
+
+
+@attrs.frozen(eq=False)
+class Queries:
+    """Encoded queries of one side, and the position of each that is an item of the index (else -1)."""
+
+    names: list[str]
+    side: str
+    encodings: Encodings
+    positions: list[int]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def one(self, number: int) -> Encodings:
+        """Return the embeddings of one query."""
+        return [_row(one, number) for one in self.encodings]
+
+
+def _row(embeddings: Any, number: int) -> Any:
+    if isinstance(embeddings, Tensor):
+        return embeddings[number : number + 1]
+    return Fragments.from_list([embeddings[number]])
+
+
+def check_text(members: Members, text: object) -> str:
+    """Return a query with single blanks.
+
+    Raises:
+        TypeError: the query is no text.
+        ValueError: the query is empty or too long, or a model knows none of its words.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"query: expected a text, got {shown(text)}")
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"query: expected at most {MAX_CHARACTERS:,} characters, got {len(text):,}")
+    text = " ".join(text.split())
+    if not tokenize(text):
+        raise ValueError("query: expected words, got an empty text")
+    for model in members.models:
+        vocabulary = model.tokenizer
+        if vocabulary is None:
+            continue
+        unknown = {vocabulary.start, vocabulary.end, vocabulary.pad, vocabulary.unk}
+        if set(vocabulary.encode(text)) <= unknown:
+            raise ValueError(f"query: the model knows none of the words of {shown(text)}")
+    return text
+
+
+def of_texts(members: Members, texts: str | Sequence[str]) -> Queries:
+    """Encode texts. Raises as `check_text`, and ValueError if a text has more tokens than a model reads."""
+    given = [texts] if isinstance(texts, str) else list(texts)
+    checked = [check_text(members, text) for text in given]
+    if not checked:
+        raise ValueError("query: expected at least one")
+    return Queries(checked, "captions", members.encode_captions(checked), [-1] * len(checked))
+
+
+def of_features(members: Members, features: Tensor | Fragments, names: Sequence[str]) -> Queries:
+    """Encode features (n, k, f) or Fragments as images.
+
+    Raises:
+        ValueError: there are none, or a value is not finite.
+    """
+    values = features.values if isinstance(features, Fragments) else features
+    if not len(features):
+        raise ValueError("query: expected at least one")
+    if not bool(values.isfinite().all()):
+        raise ValueError("features: expected finite values")
+    return Queries(list(names), "images", members.encode_images(features), [-1] * len(names))
+
+
+def name_of(picture: Picture) -> str:
+    return str(picture) if isinstance(picture, str | os.PathLike) else "picture"
+
+
+def joined(parts: Sequence[Encodings]) -> Encodings:
+    """Concatenate embeddings of several queries."""
+    return [
+        Fragments.cat(column) if isinstance(column[0], Fragments) else torch.cat(column)
+        for column in zip(*parts, strict=True)
+    ]

@@ -1,0 +1,81 @@
+"""Search in two stages: nearest pooled vectors, then the model's scores of these candidates.
+
+Inside: `search`, `exact_hits`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from itm_fast.evaluation.ordering import best_first
+from itm_fast.search.members import Members
+from itm_fast.search.queries import Queries
+from itm_fast.search.results import Hit, Results
+from itm_fast.search.snapshot import Side, Snapshot
+
+__all__ = ["CANDIDATES", "exact_hits", "search"]
+
+CANDIDATES = 200
+_RESULTS = 10
+# Items that are scored at a time.
+_TILE = 512
+
+
+def search(
+    snapshot: Snapshot,
+    members: Members,
+    queries: Queries,
+    side: str,
+    k: int | None,
+    candidates: int | None,
+    *,
+    exact: bool,
+) -> list[Results]:
+    """Return the best `k` items of a side for each query. Arguments as in `Index.search`."""
+    own = snapshot.sides[side]
+    like = [position if queries.side == side else -1 for position in queries.positions]
+    most = own.count - any(position >= 0 for position in like)
+    if not most:
+        raise ValueError(f"of: the index holds no {'other ' if own.count else ''}{side}")
+    k = min(_RESULTS, most) if k is None else k
+    if type(k) is not int or not 1 <= k <= most:
+        raise ValueError(f"k: expected 1 to {most}, the number of {side}, got {k}")
+    candidates = snapshot.manifest.candidates if candidates is None else candidates
+    if type(candidates) is not int or candidates < 1:
+        raise ValueError(f"candidates: expected at least 1, got {candidates}")
+    if exact:
+        ranked = exact_hits(own, members, queries, side, k + 1)
+        scored = own.count
+    else:
+        scored = min(max(candidates, k) + any(position >= 0 for position in like), own.count)
+        nearest = own.nearest(snapshot.pooling(queries.side, queries.encodings), scored)
+        ranked = []
+        for number, positions in enumerate(nearest):
+            scores = members.scores(queries.one(number), queries.side, own.encodings(positions), side)
+            order = best_first(scores)[0, : k + 1]
+            ranked.append((scores[0, order], positions[order]))
+    return [
+        Results(name, _hits(own, *found, k, position), scored)
+        for name, found, position in zip(queries.names, ranked, like, strict=True)
+    ]
+
+
+def exact_hits(own: Side, members: Members, queries: Queries, side: str, k: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the scores (k,) and positions (k,) of the best items of each query, all of which are scored."""
+    scores = torch.empty(len(queries), 0)
+    places = torch.empty(len(queries), 0, dtype=torch.int64)
+    for positions in own.positions().split(_TILE):
+        tile = members.scores(queries.encodings, queries.side, own.encodings(positions), side)
+        scores = torch.cat([scores, tile], 1)
+        places = torch.cat([places, positions.expand(len(queries), -1)], 1)
+        order = best_first(scores)[:, :k]
+        scores, places = scores.gather(1, order), places.gather(1, order)
+    return list(zip(scores, places, strict=True))
+
+
+def _hits(own: Side, scores: Tensor, positions: Tensor, k: int, left_out: int) -> tuple[Hit, ...]:
+    found = [
+        (score, place) for score, place in zip(scores.tolist(), positions.tolist(), strict=True) if place != left_out
+    ]
+    return tuple(Hit(rank, score, own.item(place)) for rank, (score, place) in enumerate(found[:k], 1))

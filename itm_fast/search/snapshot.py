@@ -1,0 +1,128 @@
+"""One state of an index: its open segments, what they find, and what they hold. It never changes.
+
+Inside: `Snapshot`, `Side`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from itm_fast.files.messages import shown
+from itm_fast.search.manifest import SIDES, Manifest
+from itm_fast.search.members import Encodings
+from itm_fast.search.pooling import Pooling
+from itm_fast.search.results import Item
+from itm_fast.search.rows import decoded_rows
+from itm_fast.search.segments import Segment, read_tensors
+
+__all__ = ["Side", "Snapshot"]
+
+# Inner products of pooled vectors in memory at a time.
+_PRODUCTS = 2**24
+
+
+class Side:
+    """The items of one side in all segments. Positions count through the segments, deleted items included."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = list(segments)
+        sizes = torch.tensor([0, *map(len, self.segments)])
+        self._firsts = sizes.cumsum(0)
+        self.live = (
+            torch.cat([one.live for one in self.segments]) if self.segments else torch.zeros(0, dtype=torch.bool)
+        )
+        self._dead = (~self.live).nonzero().squeeze(1)
+        self.count = len(self.live) - len(self._dead)
+
+    def nearest(self, queries: Tensor, n: int) -> Tensor:
+        """Return the positions (n_queries, n) of the live items with the greatest inner products, in ascending order.
+
+        Args:
+            queries: pooled vectors (n_queries, D).
+            n: at most the number of live items.
+        """
+        parts = queries.split(max(_PRODUCTS // max(len(self.live), 1), 1))
+        return torch.cat([self.products(part).topk(n, sorted=False).indices.sort(1).values for part in parts])
+
+    def products(self, queries: Tensor) -> Tensor:
+        """Return the inner products (n_queries, positions) of pooled vectors; minus infinity for deleted items."""
+        products = torch.cat([queries @ one.stored["pooled"].t() for one in self.segments], 1)
+        products[:, self._dead] = -torch.inf
+        return products
+
+    def positions(self) -> Tensor:
+        """Return the positions of all live items."""
+        return self.live.nonzero().squeeze(1)
+
+    def encodings(self, positions: Tensor) -> Encodings:
+        """Return the embeddings of items at ascending positions (n,) int64."""
+        parts = [segment.rows(own) for segment, own in self._split(positions)]
+        return [
+            decoded_rows(one) if "lengths" in one[0] else torch.cat([part["values"] for part in one])
+            for one in zip(*parts, strict=True)
+        ]
+
+    def _split(self, positions: Tensor) -> Iterator[tuple[Segment, Tensor]]:
+        bounds = torch.searchsorted(positions, self._firsts).tolist()
+        for segment, first, start, end in zip(self.segments, self._firsts.tolist(), bounds, bounds[1:], strict=False):
+            if end > start:
+                yield segment, positions[start:end] - first
+
+    def _place(self, position: int) -> tuple[Segment, int]:
+        number = int(torch.searchsorted(self._firsts, position, right=True)) - 1
+        return self.segments[number], position - int(self._firsts[number])
+
+    def item(self, position: int) -> Item:
+        segment, number = self._place(position)
+        return segment.item(number)
+
+    def thumbnail(self, position: int) -> bytes:
+        segment, number = self._place(position)
+        return segment.bytes("thumbnails", number)
+
+    @functools.cached_property
+    def by_id(self) -> dict[str, int]:
+        """The position of each live item by its id; made on first use."""
+        ids = [text for one in self.segments for text in one.column("ids")]
+        return {ids[position]: position for position in self.positions().tolist()}
+
+    def find(self, name: str) -> int:
+        """Return the position of an item; ValueError if there is none of this id."""
+        if name not in self.by_id:
+            raise ValueError(f"id: the index holds no item {shown(name)}")
+        return self.by_id[name]
+
+
+class Snapshot:
+    """The segments of a manifest.
+
+    Args:
+        directory: the index.
+        manifest: its manifest.
+
+    Attributes:
+        manifest: the argument.
+        sides: the images and the captions.
+        pooling: the pooling of the index.
+
+    Raises:
+        FileNotFoundError: a file is missing, as when the index was changed since the manifest was read.
+        ValueError: a file is damaged. The message names it.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self.manifest = manifest
+        members = len(manifest.models)
+        segments = [Segment(directory, record, members) for record in manifest.segments]
+        self.sides = {side: Side([one for one in segments if one.record.side == side]) for side in SIDES}
+        self.pooling = Pooling([None] * members)
+        if manifest.weights is not None:
+            try:
+                self.pooling = Pooling.of_tensors(read_tensors(directory, manifest.weights), members)
+            except ValueError as error:
+                raise ValueError(f"{directory / manifest.weights.file}: {error}") from None

@@ -1,0 +1,80 @@
+"""The benchmarks of searches: MUVERA's encoding in loops, recalls by sorting, the engines' exact form, and tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import search, search_engines, search_pooling
+from itm_fast.fragments import Fragments
+from python_tests.helpers.processes import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("queries", [True, False])
+def test_the_fixed_encoding_sums_or_averages_each_cell(queries: bool) -> None:
+    torch.manual_seed(0)
+    sets = Fragments(torch.randn(9, 5), torch.tensor([0, 4, 9]))
+    found = search_pooling.fixed_encoding(sets, 2, 2, 3, queries=queries)
+    generator = torch.Generator().manual_seed(0)
+    parts = []
+    for _ in range(2):
+        planes = torch.randn(5, 2, generator=generator)
+        signs = torch.randint(0, 2, (5, 3), generator=generator) * 2.0 - 1
+        rows = []
+        for number in range(2):
+            cells: dict[int, list[torch.Tensor]] = {}
+            for row in sets[number]:
+                cell = sum(2**bit for bit in range(2) if float(row @ planes[:, bit]) > 0)
+                cells.setdefault(cell, []).append(row @ signs / 3**0.5)
+            for cell in range(4):
+                if queries:
+                    rows.append(sum(cells.get(cell, []), torch.zeros(3)))
+                else:
+                    nearest = min(cells, key=lambda other: ((cell ^ other).bit_count(), other))
+                    rows.append(torch.stack(cells[nearest]).mean(0))
+        parts.append(torch.stack(rows).view(2, 12))
+    torch.testing.assert_close(found, torch.cat(parts, 1))
+
+
+def test_recalls_count_the_best_among_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_pooling, "CANDIDATES", (1, 3, 8))
+    torch.manual_seed(0)
+    products, scores = torch.randn(4, 8), torch.randn(4, 8)
+    best = scores.topk(2).indices
+    shares = []
+    for count in (1, 3, 8):
+        pairs = zip(best.tolist(), products.topk(count).indices.tolist(), strict=True)
+        shares.append(np.mean([len({*row} & {*near}) / 2 for row, near in pairs]))
+    assert search_pooling.recalls(products, best) == pytest.approx(shares)
+
+
+def test_the_exact_product_finds_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_engines, "QUERIES", 3)
+    built = search_engines.measure("torch", tmp_path, 300, "build")
+    assert built["disk_bytes"] == (tmp_path / "vectors.npy").stat().st_size
+    assert search_engines.measure("torch", tmp_path, 300, "search")["recall"] == 1
+
+
+def test_synthetic_images_are_unit_rows_of_two_real_ones() -> None:
+    torch.manual_seed(0)
+    real = Fragments.from_padded(torch.nn.functional.normalize(torch.randn(4, 6, 16), dim=2))
+    (batch,) = search.synthetic(real, 5)
+    assert len(batch) == 5
+    torch.testing.assert_close(batch.values.norm(dim=1), torch.ones(30))
+    cosines = batch.values.view(5, 6, 16) @ real.values.view(4, 6, 16).transpose(1, 2)[:, None]
+    nearest = cosines.diagonal(dim1=2, dim2=3).amax(0)
+    assert float(nearest.min()) > 0.9, "each region is that of a real image in the same place, with little noise"
+
+
+@pytest.mark.parametrize("module", [search, search_engines, search_pooling])
+def test_the_tables_have_a_row_for_each_measurement(module: object) -> None:
+    name = module.__name__.rpartition(".")[2]  # type: ignore[attr-defined]
+    results = json.loads((RESULTS / f"{name}.json").read_text())
+    measured = results.get("cases") or results.get("engines") or results["forms"]
+    assert module.markdown(results).split("\n\n")[0].count("\n") == len(measured) + 1  # type: ignore[attr-defined]

@@ -1,0 +1,295 @@
+"""`itm-fast index` and `itm-fast search`: what they print, and one line for each kind of bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from itm_fast import cli, models
+from itm_fast.data import emoji
+from itm_fast.search import Index
+from python_tests.helpers.commands import error
+from python_tests.helpers.search import scan
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert cli.run([str(one) for one in arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def index(data: Path, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("commands") / "index"
+    assert cli.run(["index", "build", "--checkpoint", str(trained), "--data", str(data), "--out", str(path)]) == 0
+    return path
+
+
+def test_an_index_is_built_and_searched(
+    data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "index"
+    build = ["index", "build", "--checkpoint", trained, "--data", data, "--out", path, "--calibrate", "0.9"]
+    printed = run(capsys, *build, "--calibrate-queries", 9)
+    sizes = rf"{path}: 10 images, 50 captions, 1\.\d MB\n"
+    assert re.match(sizes + "candidates: 10, recall of the exact best 10: 1.000 over 9 captions\n", printed)
+    assert printed.endswith(f'search it with: itm-fast search {path} "a dog"\n')
+    caption = (data / "test_caps.txt").read_text().splitlines()[0]
+    printed = run(capsys, "search", path, caption, "red ball", "--json", "-k", 3)
+    lines = [json.loads(line) for line in printed.splitlines()]
+    assert [line["query"] for line in lines] == [caption, "red ball"]
+    opened = Index.open(path)
+    for line in lines:
+        (found,) = opened.search(line["query"], 3)
+        assert [hit["item"]["id"] for hit in line["hits"]] == [hit.item.id for hit in found.hits]
+        # Captions that are encoded together may differ by rounding from one alone.
+        assert [hit["score"] for hit in line["hits"]] == pytest.approx([hit.score for hit in found.hits], abs=1e-6)
+    table = run(capsys, "search", path, caption, "-k", 2)
+    (found,) = opened.search(caption, 2)
+    for hit in found.hits:
+        assert re.search(rf"{hit.rank} +│ +{hit.score:.4f} +│ +{hit.item.id} ", table)
+
+
+def test_pictures_are_added_and_deleted(
+    emoji_index: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, _, built = emoji_index
+    path = tmp_path / "index"
+    shutil.copytree(built, path)
+    (tmp_path / "more").mkdir()
+    for number in (20, 21):
+        (tmp_path / "more" / f"{number}.png").write_bytes(emoji.picture_png("test", number))
+    printed = run(capsys, "index", "add", path, "--pictures", tmp_path / "more")
+    assert printed.startswith(f"{path}: 12 images, 0 captions")
+    (tmp_path / "ids").write_text("20.png\n0.png\n")
+    printed = run(capsys, "index", "delete", path, "inner/1.png", "--ids", tmp_path / "ids")
+    assert printed.startswith(f"3 deleted\n{path}: 9 images, 0 captions")
+    before = Index.open(path).search("red heart", 9, exact=True)
+    assert run(capsys, "index", "compact", path).startswith(f"{path}: 9 images, 0 captions")
+    assert Index.open(path).search("red heart", 9, exact=True) == before
+    assert {hit.item.id for hit in before[0].hits} == {
+        "21.png", *(f"{number}.png" for number in (2, 4, 6, 8)), *(f"inner/{number}.png" for number in (3, 5, 7, 9))
+    }  # fmt: skip
+
+
+def test_the_facts_of_an_index(index: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads(run(capsys, "index", "info", index, "--json"))
+    assert {name: facts[name] for name in ("images", "captions", "deleted", "dtype", "pooling", "candidates")} == {
+        "images": 10, "captions": 50, "deleted": 0, "dtype": "bf16", "pooling": "learned", "candidates": 200,
+    }  # fmt: skip
+    assert facts["bytes"] == sum(file.stat().st_size for file in index.glob("*.safetensors"))
+    assert facts["checkpoints"] == [str(trained.resolve())]
+    assert "images: 10\n" in run(capsys, "index", "info", index)
+    assert run(capsys, "index", "check", index) == f"{index}: no problems found\n"
+
+
+def test_queries_come_from_a_file(index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "queries.txt"
+    file.write_text("red ball\n\n  dog tree \n" + "sun\n" * 70)
+    lines = run(capsys, "search", index, "--queries", file, "--json", "-k", 1).splitlines()
+    assert [json.loads(line)["query"] for line in lines] == ["red ball", "dog tree", *["sun"] * 70]
+
+
+@pytest.fixture(scope="module")
+def emoji_index(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """Index ten emoji pictures in a folder with an untrained model; return the run, the pictures and the index."""
+    folder = tmp_path_factory.mktemp("emoji")
+    import torch
+
+    torch.manual_seed(0)
+    words = emoji.vocabulary()
+    model = models.create(
+        "scan", vocab_size=len(words), feature_dim=432, embed_dim=16, word_dim=8, image_encoder="patches"
+    ).eval()
+    model.tokenizer = words
+    model.save(folder / "run")
+    (folder / "pictures" / "inner").mkdir(parents=True)
+    for number in range(10):
+        place = folder / "pictures" / ("inner" if number % 2 else "") / f"{number}.png"
+        place.write_bytes(emoji.picture_png("test", number))
+    arguments = ["--checkpoint", folder / "run", "--pictures", folder / "pictures", "--preprocessing", "emoji"]
+    assert cli.run(["index", "build", *map(str, arguments), "--out", str(folder / "index")]) == 0
+    return folder / "run", folder / "pictures", folder / "index"
+
+
+def test_a_folder_of_pictures_gives_the_same_index_as_its_features(
+    emoji_index: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_folder, pictures, path = emoji_index
+    index = Index.open(path)
+    names = sorted(file.relative_to(pictures).as_posix() for file in pictures.rglob("*.png"))
+    assert [item.id for item in index.items()] == names
+    order = [int(Path(name).stem) for name in names]
+    other = Index.build(run_folder, emoji.patches(emoji.pictures("test")[order]), tmp_path / "other", ids=names)
+    (found,), (expected,) = (one.search("red heart", 10) for one in (index, other))
+    assert [(hit.item.id, hit.score) for hit in found.hits] == [(hit.item.id, hit.score) for hit in expected.hits]
+    assert found.hits[0].item.picture == str((pictures / found.hits[0].item.id).absolute())
+    out = run(capsys, "search", path, "--image", pictures / "4.png", "-k", 1, "--json")
+    hit = json.loads(out)["hits"][0]
+    assert (hit["item"]["id"], hit["score"]) == ("4.png", pytest.approx(1, abs=1e-3))
+    with Image.open(io.BytesIO(index.thumbnail("4.png") or b"")) as small:
+        close = np.asarray(small.convert("RGB")).astype(int) - emoji.pictures("test")[4]
+    assert np.abs(close).mean() < 6
+
+
+def test_the_page_shows_pictures_and_escapes_texts(
+    emoji_index: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, _, path = emoji_index
+    page = tmp_path / "page.html"
+    printed = run(capsys, "search", path, "red <b> heart", "face", "-k", 4, "--html", page)
+    assert printed == f"page: {page}\n"
+    text = page.read_text()
+    assert "<h2>red &lt;b&gt; heart</h2>" in text
+    assert text.count("data:image/webp;base64,") == 8
+    (found,) = Index.open(path).search("face", 4)
+    for hit in found.hits:
+        assert f"<b>{hit.rank}. {hit.item.id}</b><span>score {hit.score:.4f}</span>" in text
+    assert "http" not in text
+
+
+BAD = [
+    (["search", "INDEX", ""], "query: expected words, got an empty text"),
+    (["search", "INDEX", " \t "], "query: expected words, got an empty text"),
+    (["search", "INDEX", "xyzzy plugh"], "query: the model knows none of the words of 'xyzzy plugh'"),
+    (["search", "INDEX", "red " * 501], "query: expected at most 2,000 characters, got 2,004"),
+    (["search", "INDEX", "red", "-k", "0"], "k: expected 1 to 10, the number of images, got 0"),
+    (["search", "INDEX", "red", "-k", "11"], "k: expected 1 to 10, the number of images, got 11"),
+    (["search", "INDEX", "red", "--candidates", "0"], "candidates: expected at least 1, got 0"),
+    (["search", "INDEX"], "TEXT: expected texts, --image or --like, and one of these at a time"),
+    (["search", "INDEX", "red", "--like", "0"], "TEXT: expected texts, --image or --like, and one of these at a time"),
+    (["search", "INDEX", "--like", "nothing"], "id: the index holds no item 'nothing'"),
+    (
+        ["search", "INDEX", "--image", "DATA/train_caps.txt"],
+        "pictures: the index was built from features, and does not know how a picture becomes features; pass features, "
+        "or the id of an item",
+    ),
+    (["search", "INDEX", "--queries", "DATA/none.txt"], "DATA/none.txt: cannot be read: No such file or directory"),
+    (
+        ["search", "DATA", "red"],
+        "DATA/index.json: no such file, so DATA is not an index; itm-fast index build writes one",
+    ),
+    (
+        ["index", "build", "--checkpoint", "RUN", "--data", "DATA", "--out", "INDEX"],
+        "INDEX: contains an index; --overwrite replaces it",
+    ),
+    (
+        ["index", "build", "--checkpoint", "RUN", "--data", "DATA", "--out", "DATA"],
+        "DATA: expected a new or empty folder, found 'dev_caps.txt'",
+    ),
+    (["index", "build", "--checkpoint", "RUN", "--out", "NEW"], "--data: expected either --data DIR or --pictures DIR"),
+    (
+        ["index", "build", "--checkpoint", "RUN", "--pictures", "DATA", "--out", "NEW"],
+        "--preprocessing: expected how pictures become features, such as 224x14; the training data of RUN do not tell",
+    ),
+    (
+        ["index", "build", "--checkpoint", "RUN", "--pictures", "DATA", "--preprocessing", "emoji", "--out", "NEW"],
+        "DATA: contains no pictures that Pillow reads",
+    ),
+    (
+        ["index", "build", "--checkpoint", "RUN", "--data", "DATA", "--out", "NEW", "--calibrate", "2"],
+        "--calibrate: expected a number above 0 and at most 1, got 2",
+    ),
+    (["index", "build", "--checkpoint", "NEW", "--data", "DATA", "--out", "NEW"], "NEW: no such run directory"),
+    (["index", "delete", "INDEX"], "ID: expected at least one id, or --ids FILE"),
+    (["index", "delete", "INDEX", "0", "nothing"], "id: the index holds no item 'nothing'"),
+    (["index", "add", "INDEX", "--data", "DATA"], "ids: '0' is in the index already; delete it first"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[str(number) for number in range(len(BAD))])
+def test_bad_input_is_one_line(
+    arguments: list[str], message: str, index: Path, data: Path, trained: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    places = {"INDEX": index, "DATA": data, "RUN": trained, "NEW": tmp_path / "new"}
+    before = Index.open(index).manifest
+
+    def named(text: str) -> str:
+        return re.sub(r"\b(INDEX|DATA|RUN|NEW)\b", lambda found: str(places[found[0]]), text)
+
+    assert error(capsys, *map(named, arguments)) == (1, named(message))
+    assert Index.open(index).manifest == before
+
+
+def test_a_query_of_ten_megabytes_is_refused_by_its_length(index: Path) -> None:
+    with pytest.raises(ValueError, match=r"^query: expected at most 2,000 characters, got 10,000,000$"):
+        Index.open(index).search("a" * 10_000_000)
+
+
+def test_an_index_of_another_model_is_refused(
+    index: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    scan(5).save(other)
+    message = f"{index}: the index was built with another model than {other}; build it again to use this one"
+    assert error(capsys, "search", index, "red", "--checkpoint", other) == (1, message)
+    with pytest.raises(ValueError, match="the index was built with another model than this model; build it again"):
+        Index.open(index, scan(5))
+    moved = tmp_path / "moved"
+    shutil.copytree(trained, tmp_path / "run")
+    copy = Index.build(str(tmp_path / "run"), np.ones((2, 4, 8), dtype=np.float32), tmp_path / "copy")
+    (tmp_path / "run").rename(moved)
+    message = (
+        f"{tmp_path / 'run' / 'config.json'}: no such file; {tmp_path / 'run'} is not a saved model; if the run "
+        "directory was moved, name it with --checkpoint RUN"
+    )
+    assert error(capsys, "search", copy.path, "red") == (1, message)
+    assert run(capsys, "search", copy.path, "red", "--checkpoint", moved, "--json").count('"rank"') == 2
+    features = np.zeros((2, 4, 8), dtype=np.float32)
+    nameless = Index.build(scan(), features + 1, tmp_path / "nameless")
+    assert nameless.search("red", 1)[0].hits[0].item.id == "0"
+    with pytest.raises(ValueError, match="the index names no run directory; name the model that it was built with"):
+        Index.open(nameless.path).search("red")
+
+
+def test_bad_pictures_and_features_are_one_line(emoji_index: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    _, _, path = emoji_index
+    index = Index.open(path)
+    (tmp_path / "text.png").write_text("not a picture")
+    with pytest.raises(ValueError, match=r"text.png: not a picture in a format that Pillow reads"):
+        index.search(pictures=[tmp_path / "text.png"])
+    # A file of some kilobytes that claims to have more pixels than are decoded.
+    Image.new("1", (20_000, 20_000)).save(tmp_path / "bomb.png")
+    with pytest.raises(ValueError, match=r"bomb\.png: a picture of more than 100,000,000 pixels; scale it down first"):
+        index.search(pictures=[tmp_path / "bomb.png"])
+    with pytest.raises(ValueError, match=r"picture: expected uint8 \(height, width, 3\), got float64 \(2, 2\)"):
+        index.search(pictures=[np.zeros((2, 2))])
+    with pytest.raises(ValueError, match="features: expected finite values"):
+        index.search(features=np.full((1, 36, 432), np.nan, dtype=np.float32))
+    with pytest.raises(ValueError, match="query: expected one of texts, pictures, features and items"):
+        index.search()
+    with pytest.raises(ValueError, match="of: expected images or captions, got 'words'"):
+        index.search("red", of="words")
+    with pytest.raises(ValueError, match="of: the index holds no captions"):
+        index.search("red", of="captions")
+
+
+def test_bad_sources_are_one_line(tmp_path: Path) -> None:
+    features = np.ones((3, 4, 8), dtype=np.float32)
+    for source, options, message in (
+        (features, {"ids": ["a", "b"]}, r"ids: expected one per image \(3\), got 2"),
+        (features, {"ids": ["a", "b", "a"]}, "ids: 'a' occurs twice"),
+        (features, {"ids": ["a", "", "b"]}, "ids: expected texts that are not empty, got ''"),
+        (features, {"captions": ["a"]}, r"captions: expected one per image \(3\), got 1"),
+        (features[0], {}, r"features: expected shape \(images, regions, channels\), got \(4, 8\)"),
+        (features * np.nan, {}, "features: row 0 holds values that are not finite"),
+        (features, {"dtype": "fp4"}, "dtype: expected bf16 or int8, got 'fp4'"),
+        (
+            features,
+            {"pooling": "learned"},
+            "pooling: a learned pooling needs a data set with captions; mean needs none",
+        ),
+        (features[:0], {}, "source: expected at least one item"),
+        ([tmp_path / "x.png"], {}, "pictures: the index was built from features, and does not know"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Index.build(scan(), source, tmp_path / "index", **options)
+    assert not (tmp_path / "index" / "index.json").exists()

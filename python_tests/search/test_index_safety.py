@@ -1,0 +1,191 @@
+"""An index survives kills, a second writer, flipped bits and a full disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import save
+
+from itm_fast.data import CaptionDataset
+from itm_fast.search import Index, check
+from itm_fast.search import segments as segments_module
+from itm_fast.search.writing import locked
+from python_tests.helpers.commands import error
+from python_tests.helpers.full_disk import no_file_above
+from python_tests.helpers.processes import ROOT
+from python_tests.helpers.processes import run as run_process
+from python_tests.helpers.search import concepts, files_of, scan
+
+
+@pytest.fixture(scope="module")
+def train(data: Path) -> CaptionDataset:
+    return concepts(data)
+
+
+@pytest.fixture(scope="module")
+def built(train: CaptionDataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("built") / "index"
+    Index.build(scan(), train, path)
+    return path
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.thorough)])
+def test_a_killed_change_happened_or_did_not(data: Path, tmp_path: Path, kills: int) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    arguments = ["-m", "python_tests.search.kills", data, tmp_path, kills, seed]
+    done = run_process([sys.executable, *arguments], cwd=ROOT, PYTHONPATH=ROOT, OMP_NUM_THREADS=1)
+    assert done.returncode == 0, f"seed {seed}: {done.stderr}"
+    found = json.loads(done.stdout)
+    # A change makes a few calls more or less each time, so a kill close to the end may miss it.
+    assert sum(found["killed"].values()) > kills // 2, f"seed {seed}: {found}"
+
+
+def test_a_second_writer_is_told(train: CaptionDataset, built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index = Index.open(built, scan())
+    before = index.manifest
+    message = rf"{re.escape(str(built))}: process {os.getpid()} on \S+ is changing this index; try again when it has"
+    with locked(built):
+        for change in (
+            lambda: index.add(np.asarray(train.features)[:1], ids=["new"]),
+            lambda: index.delete(["train0"]),
+            index.compact,
+            lambda: index.set_candidates(3),
+            lambda: Index.build(scan(), train, built, overwrite=True),
+        ):
+            with pytest.raises(ValueError, match=message):
+                change()
+        assert index.search("red", 1)
+        status, text = error(capsys, "index", "delete", built, "train0")
+        assert (status, bool(re.match(message, text))) == (1, True)
+    assert Index.open(built).manifest == before
+
+
+def test_every_flipped_bit_is_found(built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(built) == []
+    chosen = random.Random(0)
+    names = sorted(file.name for file in built.glob("*.safetensors"))
+    assert [name.partition("-")[0] for name in names] == ["captions", "images", "pooling"]
+    for name in names:
+        for _ in range(8):
+            copy = tmp_path / "copy"
+            shutil.copytree(built, copy)
+            content = bytearray((copy / name).read_bytes())
+            content[chosen.randrange(len(content))] ^= 1 << chosen.randrange(8)
+            (copy / name).write_bytes(content)
+            assert check(copy) == [f"{copy / name}: damaged: its content does not match its checksum"]
+            shutil.rmtree(copy)
+    shutil.copytree(built, tmp_path / "copy")
+    (tmp_path / "copy" / names[0]).unlink()
+    capsys.readouterr()
+    status, message = error(capsys, "search", tmp_path / "copy", "red")
+    assert (status, message) == (1, f"{tmp_path / 'copy' / names[0]}: no such file; the index needs it")
+
+
+def problem_of(path: Path) -> str:
+    try:
+        Index.open(path)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_damaged_manifest_or_segment_is_one_line(built: Path, tmp_path: Path) -> None:
+    chosen = random.Random(1)
+    original = (built / "index.json").read_bytes()
+    copy = tmp_path / "copy"
+    shutil.copytree(built, copy)
+    for _ in range(60):
+        content = bytearray(original)
+        place = chosen.randrange(len(content))
+        content[place] ^= 1 << chosen.randrange(8)
+        (copy / "index.json").write_bytes(content)
+        message = problem_of(copy)
+        # White space may change without a change of the values.
+        assert "\n" not in message
+        assert message.startswith(str(copy)) or Index.open(copy).manifest == Index.open(built).manifest
+    (copy / "index.json").write_bytes(original)
+    segment = next(copy.glob("images-*"))
+    whole = segment.read_bytes()
+    segment.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=f"the index wrote {len(whole):,} bytes, the file has {len(whole) - 1:,}"):
+        Index.open(copy)
+    segment.write_bytes(b"\xff" * 8 + whole[8:])
+    with pytest.raises(ValueError, match=re.escape(f"{segment}: not a readable segment (")):
+        Index.open(copy)
+    (copy / "index.json").write_text(json.dumps({**json.loads(original), "format_version": 2}))
+    with pytest.raises(ValueError, match="format_version 2 is newer than 1"):
+        Index.open(copy)
+
+
+def test_a_full_disk_leaves_the_index_as_it_was(built: Path, train: CaptionDataset, tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    shutil.copytree(built, path)
+    index = Index.open(path, scan())
+    before = index.search("red ball", 24)
+    for change in (
+        lambda: index.add(np.asarray(train.features)[:20], ids=[f"new{number}" for number in range(20)]),
+        lambda: index.delete(["train0"]),
+        lambda: Index.build(scan(), train, path, overwrite=True, pooling="mean"),
+    ):
+        with no_file_above(500), pytest.raises(OSError, match=r"cannot be written: File too large"):
+            change()
+        assert check(path) == []
+        assert Index.open(path, scan()).search("red ball", 24) == before
+    index.delete(["train0"])
+    assert not files_of(path)
+    with no_file_above(500), pytest.raises(OSError, match="cannot be written: File too large"):
+        Index.build(scan(), train, tmp_path / "other", pooling="mean")
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'other' / 'index.json'}: no such file, so")):
+        Index.open(tmp_path / "other")
+    Index.build(scan(), train, tmp_path / "other", pooling="mean")
+    assert not files_of(tmp_path / "other")
+
+
+def test_links_are_not_followed_for_writing(train: CaptionDataset, tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    index = Index.build(scan(), train, path, pooling="mean")
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    content = (path / "index.json").read_bytes()
+    (path / "index.json").unlink()
+    (tmp_path / "moved.json").write_bytes(content)
+    (path / "index.json").symlink_to(tmp_path / "moved.json")
+    with pytest.raises(ValueError, match="is a symbolic link, which is not followed for writing"):
+        index.delete(["train0"])
+    assert (tmp_path / "moved.json").read_bytes() == content
+
+
+def test_sizes_that_do_not_fit_are_refused_when_the_index_is_opened(built: Path, tmp_path: Path) -> None:
+    """A segment with a right checksum may still be wrong: one that somebody wrote so."""
+    path = tmp_path / "index"
+    shutil.copytree(built, path)
+    manifest = Index.open(path).manifest
+    record = manifest.segments[0]
+    # Copies: the file is written again below.
+    stored = {name: one.clone() for name, one in segments_module.read_tensors(path, record).items()}
+    for name, change, problem in (
+        ("0.offsets", lambda one: one + 1, "0.offsets"),
+        ("0.offsets", lambda one: one.flip(0), "0.offsets"),
+        ("0.values", lambda one: one.flatten(), "0.values"),
+        ("ids.ends", lambda one: one[:-1], "ids.ends"),
+        ("pooled", lambda one: one[:-1], "pooled has another number of items"),
+    ):
+        content = save({key: (change(one) if key == name else one).contiguous() for key, one in stored.items()})
+        (path / record.file).write_bytes(content)
+        changed = [{**segment} for segment in json.loads((path / "index.json").read_text())["segments"]]
+        changed[0]["bytes"] = len(content)
+        whole = {**json.loads((built / "index.json").read_text()), "segments": changed}
+        whole.pop("digest")
+        digest = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+        (path / "index.json").write_text(json.dumps({**whole, "digest": digest}))
+        with pytest.raises(ValueError, match=re.escape(f"{path / record.file}: damaged: {problem}")):
+            Index.open(path)
