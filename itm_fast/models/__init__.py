@@ -7,6 +7,7 @@ from itm_fast.models.dbl import DBL, DBLConfig
 from itm_fast.models.fdf import FDF, FDF_HOSTS, FDFConfig
 from itm_fast.models.fragment_model import Encoded, FragmentModel
 from itm_fast.models.laps import LAPS, LAPSConfig
+from itm_fast.models.oscar import OSCAR, OSCARConfig
 from itm_fast.models.scan import SCAN, SCANConfig
 from itm_fast.models.sgraf import SGRAF, SGRAFConfig
 from itm_fast.models.vse_infty import RVSEPP, RVSEPPConfig, VSEInfty, VSEInftyConfig
@@ -20,6 +21,7 @@ __all__ = [
     "FDF",
     "FDF_HOSTS",
     "LAPS",
+    "OSCAR",
     "RVSEPP",
     "SCAN",
     "SGRAF",
@@ -33,6 +35,7 @@ __all__ = [
     "FragmentModel",
     "LAPSConfig",
     "MatchingModel",
+    "OSCARConfig",
     "RVSEPPConfig",
     "SCANConfig",
     "SGRAFConfig",

@@ -9,6 +9,7 @@ from itm_fast.nn.gradient_sparse import GradientSparseScores
 from itm_fast.nn.image_encoder import ImageEncoder
 from itm_fast.nn.maxsim import MaxsimScores
 from itm_fast.nn.normalization import l2norm
+from itm_fast.nn.pair_transformer import PairScores, PairTransformer
 from itm_fast.nn.patch_encoder import PatchEncoder
 from itm_fast.nn.patch_slimming import PatchSlimming
 from itm_fast.nn.pooling import final_states, mean_pool
@@ -35,6 +36,8 @@ __all__ = [
     "GradientSparseScores",
     "ImageEncoder",
     "MaxsimScores",
+    "PairScores",
+    "PairTransformer",
     "PatchEncoder",
     "PatchSlimming",
     "RecurrentAggregationRegulator",

@@ -107,7 +107,7 @@ class TrainConfig:
     model: str = setting(
         "scan",
         group=MODEL,
-        help="Model: bfan, chan, dbl, laps, rvsepp, scan, sgraf, vse_infty, vsepp or vsrn.",
+        help="Model: bfan, chan, dbl, laps, oscar, rvsepp, scan, sgraf, vse_infty, vsepp or vsrn.",
     )
     model_options: Mapping[str, Any] = setting(factory=dict, group=MODEL, help="Settings of the model by name.")
     bert: str | None = setting(

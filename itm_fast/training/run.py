@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -286,10 +286,11 @@ def _model(config: TrainConfig, options: dict[str, Any]) -> models.MatchingModel
     )
 
 
-def _bert_options(config: TrainConfig, vocabulary: Vocabulary, known: Collection[str]) -> dict[str, Any]:
+def _bert_options(config: TrainConfig, vocabulary: Vocabulary, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the model that follow from the BERT folder."""
     if config.bert is None:
-        if config.model_options.get("text_encoder") == "bert":
+        default = known["text_encoder"].default if "text_encoder" in known else None
+        if config.model_options.get("text_encoder", default) == "bert":
             raise ValueError("bert: text_encoder bert needs the folder of a BERT model: --bert DIR")
         return {}
     if "text_encoder" not in known:
