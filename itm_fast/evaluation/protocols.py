@@ -124,7 +124,7 @@ def evaluate_ensemble(
             raise ValueError("members: expected the same images and captions in all data sets")
     alone: list[list[dict[str, float]]] = [[] for _ in members]
     together = []
-    for fold, (images, captions) in enumerate(_folds(first.caption_image, first.n_images, folds, first_images)):
+    for fold, (images, captions) in enumerate(folds_of(first.caption_image, first.n_images, folds, first_images)):
         if streaming:
             part = f", fold {fold + 1}/{folds}" if folds > 1 else ""
             ranks, of_mean = stream_ranks(
@@ -139,8 +139,8 @@ def evaluate_ensemble(
                 world=world,
             )
             for own, member in zip(ranks, alone, strict=True):
-                member.append(_streamed(own, own.distance.value))
-            together.append(_streamed(of_mean, MeanDistance.of_mean(own.distance for own in ranks)))
+                member.append(streamed(own, own.distance.value))
+            together.append(streamed(of_mean, MeanDistance.of_mean(own.distance for own in ranks)))
             continue
         total: Tensor | None = None
         distances = [MeanDistance() for _ in members]
@@ -167,8 +167,8 @@ def evaluate_ensemble(
             # The sum gives the same ranks as the mean, and has no ties from rounding in a division.
             recalls = _recalls(total, first.caption_image, images, captions, ties)
             together.append(_summary(recalls, MeanDistance.of_mean(distances)))
-    summaries = [_mean(summary) for summary in alone]
-    return summaries, _mean(together) if len(members) > 1 else summaries[0]
+    summaries = [mean_of(summary) for summary in alone]
+    return summaries, mean_of(together) if len(members) > 1 else summaries[0]
 
 
 def _add(total: Tensor, scores: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def evaluate_scores(
         ValueError: as in `evaluate`.
     """
     summaries = []
-    for images, captions in _folds(caption_image, scores.shape[0], folds, first_images):
+    for images, captions in folds_of(caption_image, scores.shape[0], folds, first_images):
         block = scores[int(images[0]) : int(images[-1]) + 1]
         # Captions are mostly in the order of their images; a slice then avoids a copy.
         if len(captions) and int(captions[-1]) - int(captions[0]) + 1 == len(captions):
@@ -213,10 +213,10 @@ def evaluate_scores(
         for rows, chosen in zip(block.split(_ROWS), images.to(owners.device).split(_ROWS), strict=True):
             distance.add(rows, chosen[:, None] == owners)
         summaries.append(_summary(recalls, distance.value))
-    return _mean(summaries)
+    return mean_of(summaries)
 
 
-def _folds(caption_image: Tensor, n_images: int, folds: int, first_images: int | None) -> list[tuple[Tensor, Tensor]]:
+def folds_of(caption_image: Tensor, n_images: int, folds: int, first_images: int | None) -> list[tuple[Tensor, Tensor]]:
     """Return the indices of the images and of the captions of each fold, in ascending order."""
     if first_images is not None:
         if not 1 <= first_images <= n_images:
@@ -236,7 +236,7 @@ def _recalls(block: Tensor, caption_image: Tensor, images: Tensor, captions: Ten
     return recall_summary(*retrieval_ranks(block, caption_image[captions] - int(images[0]), ties))
 
 
-def _streamed(ranks: Ranks, distance: float | None) -> dict[str, float]:
+def streamed(ranks: Ranks, distance: float | None) -> dict[str, float]:
     return _summary(recall_summary(ranks.image_to_text, ranks.text_to_image), distance)
 
 
@@ -244,7 +244,7 @@ def _summary(recalls: dict[str, float], distance: float | None) -> dict[str, flo
     return recalls if distance is None else {**recalls, "mean_distance": distance}
 
 
-def _mean(summaries: list[dict[str, float]]) -> dict[str, float]:
+def mean_of(summaries: list[dict[str, float]]) -> dict[str, float]:
     """Average the keys that all summaries have."""
     common = [key for key in summaries[0] if all(key in summary for summary in summaries)]
     return {key: sum(summary[key] for summary in summaries) / len(summaries) for key in common}
