@@ -1,6 +1,6 @@
 """Read official checkpoints: files of `torch.save` with state dicts and command-line options.
 
-Inside: `OfficialCheckpoint`, `StateDict`, `Weight`, `read_checkpoint`, `read_state_dict`.
+Inside: `OfficialCheckpoint`, `StateDict`, `Weight`, `read_checkpoint`, `read_state_dict`, `load_file`.
 
 Both formats of torch are supported: zip files, and the older pickle streams, also those written by Python 2. Only
 tensors, plain containers and `argparse.Namespace` are loaded. Any other Python object is refused before it can run.
@@ -22,7 +22,7 @@ from itm_fast.files import regular
 from itm_fast.files.messages import shown
 from itm_fast.files.torch_files import load_plain
 
-__all__ = ["OfficialCheckpoint", "StateDict", "Weight", "read_checkpoint", "read_state_dict"]
+__all__ = ["OfficialCheckpoint", "StateDict", "Weight", "load_file", "read_checkpoint", "read_state_dict"]
 
 
 @attrs.frozen(eq=False)
@@ -91,7 +91,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, ignored_options: Iterable[s
             the official layout. The message names the file and the key.
     """
     path = Path(path)
-    content = _load(path, [argparse.Namespace])
+    content = load_file(path, [argparse.Namespace])
     for key in ("model", "opt"):
         if not isinstance(content, dict) or key not in content:
             raise ValueError(f"{path}: expected a dict with 'model' and 'opt', found no {key!r}")
@@ -127,12 +127,13 @@ def read_state_dict(path: str | os.PathLike[str], *, ignored_options: Iterable[s
         ValueError: as `read_checkpoint`.
     """
     path = Path(path)
-    weights = _weights(path, "state_dict", _load(path), path.stat().st_size)
+    weights = _weights(path, "state_dict", load_file(path), path.stat().st_size)
     options = Options({}, str(path), ignored_options)
     return OfficialCheckpoint(path, [StateDict("state_dict", weights)], options, epoch=None, best_rsum=None)
 
 
-def _load(path: Path, allowed: Sequence[Callable[..., Any]] = ()) -> Any:
+def load_file(path: Path, allowed: Sequence[Callable[..., Any]] = ()) -> Any:
+    """Load tensors, plain values and objects of the classes `allowed`; ValueError naming the file otherwise."""
     if not regular.is_file(path):
         found = "expected a checkpoint file, found a folder" if path.is_dir() else "no such checkpoint file"
         raise ValueError(f"{path}: {found}")

@@ -5,10 +5,12 @@ Inside: `read`.
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
-from itm_fast.compat.checkpoint import OfficialCheckpoint
+from itm_fast.compat.checkpoint import OfficialCheckpoint, load_file
 from itm_fast.compat.encoders import check_words
+from itm_fast.compat.options import Options
 from itm_fast.compat.vse_infty import bert_sizes
 from itm_fast.compat.weights import Names, build_model
 from itm_fast.files import regular
@@ -33,8 +35,11 @@ _FIXED = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "img_layer_norm_eps": 1
 def read(checkpoint: OfficialCheckpoint, vocab_size: int, bert_heads: int | None = None) -> MatchingModel:
     """Build the model of a checkpoint whose one state dict contains BERT, the region layer and the matching head.
 
+    The model reads object tags, as published, unless `training_args.bin` says otherwise.
+
     Args:
-        checkpoint: the checkpoint. `config.json` beside it, which the official code writes, is read if it is there.
+        checkpoint: the checkpoint. `config.json` and `training_args.bin` beside it, which the official code writes, are
+            read if they are there.
         vocab_size: number of pieces in the vocabulary of the model.
         bert_heads: number of BERT's attention heads. None: that of `config.json`, else one per 64 channels.
 
@@ -49,9 +54,21 @@ def read(checkpoint: OfficialCheckpoint, vocab_size: int, bert_heads: int | None
         **bert_sizes(weights, bert_heads if heads is None or bert_heads is not None else heads),
         "vocab_size": vocab_size,
         "feature_dim": region.tensor.shape[1] if region is not None and region.tensor.dim() == 2 else 1,
+        "tags": _has_tags(checkpoint),
         "image_norm": "bert.LayerNorm.weight" in weights.weights,
     }
     return build_model("oscar", config, [(weights, _NAMES)], checkpoint.path)
+
+
+def _has_tags(checkpoint: OfficialCheckpoint) -> bool:
+    """Return whether the model was trained with object tags."""
+    path = checkpoint.path.with_name("training_args.bin")
+    if not regular.is_present(path):
+        return True
+    content = load_file(path, [argparse.Namespace])
+    if not isinstance(content, argparse.Namespace):
+        raise ValueError(f"{path}: expected an argparse.Namespace, got {type(content).__name__}")
+    return Options(vars(content), str(path)).get("add_od_labels", False)
 
 
 def _heads(checkpoint: OfficialCheckpoint) -> int | None:

@@ -14,6 +14,7 @@ from itm_fast.data.loading import BatchLoader, EpochSampler
 from itm_fast.data.pack import pack
 from itm_fast.data.precomputed import PrecomputedDataset
 from itm_fast.data.store import StoreDataset, check_data, open_split, picture_of
+from itm_fast.data.tagged_images import TaggedImages
 from itm_fast.data.tokenization import tokenize
 from itm_fast.data.vocabulary import Vocabulary, find_vocabulary, load_vocabulary
 
@@ -27,6 +28,7 @@ __all__ = [
     "PrecomputedDataset",
     "RegionAugmentation",
     "StoreDataset",
+    "TaggedImages",
     "TextAugmentation",
     "Vocabulary",
     "check_data",

@@ -30,7 +30,7 @@ class PrecomputedDataset(CaptionDataset):
 
     Args:
         directory: contains `{split}_ims.npy`, `{split}_caps.txt` and optionally `{split}_cap2im.txt`,
-            `{split}_ids.txt` and `{split}_regions.txt`.
+            `{split}_ids.txt`, `{split}_regions.txt` and `{split}_tags.txt`.
         split: "train", "dev", "test", "testall" or any other prefix of these files.
         vocabulary: turns the captions into token ids.
         max_images: use only the first images and their captions; None: all images.
@@ -73,12 +73,17 @@ class PrecomputedDataset(CaptionDataset):
         image_ids: list[str] | None = None
         if regular.is_present(ids_path):
             image_ids = layout.read_ids(ids_path, len(features), self.repeated, caption_image)
+        tags_path = layout.split_path(directory, split, "tags.txt")
+        tags: list[str] | None = None
+        if regular.is_present(tags_path):
+            tags = layout.read_tags(tags_path, len(features), self.repeated)
 
         if max_images is not None and max_images < len(features):
             kept = np.flatnonzero(caption_image < max_images)
             captions, caption_image = [captions[index] for index in kept], caption_image[kept]
             features, image_ids = features[:max_images], image_ids and image_ids[:max_images]
             counts = None if counts is None else counts[:max_images]
+            tags = None if tags is None else tags[:max_images]
         self._counts = counts
         super().__init__(
             features,
@@ -87,6 +92,7 @@ class PrecomputedDataset(CaptionDataset):
             vocabulary,
             image_ids=image_ids,
             region_counts=counts,
+            tags=tags,
             name=str(self.features_path),
         )
 
@@ -130,6 +136,10 @@ class PrecomputedDataset(CaptionDataset):
     def zeros_advice(self) -> str:
         """What to do about regions of zeros."""
         return layout.zeros_advice(self.split)
+
+    @property
+    def tags_advice(self) -> str:
+        return f"write {self.split}_tags.txt, one line per image"
 
     def features_digest(self) -> str:
         """Return a digest that identifies the features: SHA-256 of the file's size and of sampled blocks."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import itm_fast.functional as F_itm
 from itm_fast.config import setting
+from itm_fast.data.tagged_images import TaggedImages
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel, register
 from itm_fast.models.encoders import EncoderConfig, make_image_encoder
@@ -38,6 +39,7 @@ class OSCARConfig:
         "itm-fast train --image-backbone DIR sets it.",
     )
     image_class_token: bool = setting(False, help="Keep the class token of the vision model as the first region.")
+    tags: bool = setting(False, help="Read the object tags of the images, {split}_tags.txt in the data.")
     image_norm: bool = setting(False, help="Apply layer normalisation to the embedded regions, as VinVL does.")
     text_encoder: str = setting("bert", help="BERT (bert) reads captions and regions.", choices=("bert",))
     bert_dim: int = setting(768, help="Width of BERT's hidden states.", minimum=1)
@@ -54,14 +56,14 @@ class OSCARConfig:
 
 @register
 class OSCAR(MatchingModel):
-    """Score a pair by a matching head on the `[CLS]` state of a BERT over the words and the regions.
+    """Score a pair by a matching head on the `[CLS]` state of a BERT over the words, object tags and regions.
 
     Every pair is a forward pass of the transformer. The score is the log-odds of a match, or its probability; both give
     the same ranks.
     """
 
     name = "oscar"
-    summary = "OSCAR: a BERT over caption and regions that scores each pair (Li et al., ECCV 2020)."
+    summary = "OSCAR: a BERT over caption, tags and regions that scores each pair (Li et al., ECCV 2020)."
     Config = OSCARConfig
 
     def __init__(self, config: OSCARConfig) -> None:
@@ -103,20 +105,37 @@ class OSCAR(MatchingModel):
         """Return the maximum number of tokens per caption."""
         return self.config.bert_max_length
 
-    def encode_images(self, features: Tensor | Fragments) -> Fragments:
-        """Encode region features (n, k, f), or Fragments of rows (N, f), as Fragments of rows (n * k or N, d)."""
-        regions = self.image_encoder(features)
+    @property
+    def reads_tags(self) -> bool:
+        """Return whether images have object tags."""
+        return self.config.tags
+
+    def encode_images(self, features: Tensor | Fragments | TaggedImages) -> Fragments | tuple[Fragments, Fragments]:
+        """Encode region features (n, k, f), or Fragments of rows (N, f), as Fragments of rows (n * k or N, d).
+
+        With the setting `tags`, `TaggedImages` become these and the embedded tags.
+
+        Raises:
+            ValueError: there are tags, but the model does not read them, or the other way round.
+        """
+        if isinstance(features, TaggedImages) != self.config.tags:
+            expected = "TaggedImages" if self.config.tags else "regions without tags"
+            raise ValueError(f"features: expected {expected} with the setting tags {self.config.tags}")
+        regions = self.image_encoder(features.regions if isinstance(features, TaggedImages) else features)
         rows = regions.values if self.image_norm is None else self.image_norm(regions.values)
-        return regions.with_values(self.text_encoder.dropout(rows))
+        regions = regions.with_values(self.text_encoder.dropout(rows))
+        if not isinstance(features, TaggedImages):
+            return regions
+        return regions, self.text_encoder.embed_tags(features.tag_ids, features.tag_lengths)
 
     def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
         """Embed padded piece ids (n, L) int64 and lengths (n,) as Fragments of rows (sum of lengths, d)."""
         return self.text_encoder.embed_captions(token_ids, lengths)
 
-    def score(self, images: Fragments, captions: Fragments) -> Tensor:
+    def score(self, images: Fragments | tuple[Fragments, Fragments], captions: Fragments) -> Tensor:
         """Score each pair by a forward pass: (n_images, n_captions) float32, images are rows.
 
         In training with dropout, the backward pass computes all pairs of a chunk again if one of them has a gradient.
         """
-        pairs = self.text_encoder.pairs(tags=False)
+        pairs = self.text_encoder.pairs(tags=self.config.tags)
         return F_itm.gradient_sparse_scores(pairs, images, captions, chunk_pairs=self.config.chunk_pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -48,8 +49,11 @@ def test_converted_models_give_the_official_scores(
     tmp_path: Path, norm: bool, config: object, given: dict[str, int], heads: int, new: bool
 ) -> None:
     weights = random_oscar(WIDTH, norm=norm)
+    torch.save(argparse.Namespace(add_od_labels=False), tmp_path / "training_args.bin")
     held = {**weights, "bert.embeddings.position_ids": torch.arange(16)[None]}
-    convert(write(tmp_path / "official", held, config, new=new), tmp_path / "run", **given)
+    folder = write(tmp_path / "official", held, config, new=new)
+    (tmp_path / "training_args.bin").rename(folder / "training_args.bin")
+    convert(folder, tmp_path / "run", **given)
     features = np.random.default_rng(1).standard_normal((3, 5, WIDTH)).astype(np.float32)
     pieces = [BertVocabulary(PIECES).encode(caption) for caption in CAPTIONS]
     expected = np.array([[official_score(weights, one, ids, heads=heads) for ids in pieces] for one in features])
@@ -57,6 +61,22 @@ def test_converted_models_give_the_official_scores(
     found = converted(tmp_path / "run", features, CAPTIONS)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * max(1, np.abs(expected).max()))
     assert models.load(tmp_path / "run").config.bert_heads == heads
+
+
+def test_tags_are_read_as_in_the_training(tmp_path: Path) -> None:
+    folder = write(tmp_path / "official", random_oscar(WIDTH))
+    device = torch.device("cpu")
+    for number, (args, expected) in enumerate(
+        ((None, True), ({"add_od_labels": True}, True), ({"add_od_labels": False}, False), ({}, False))
+    ):
+        if args is not None:
+            torch.save(argparse.Namespace(device=device, **args), folder / "training_args.bin")
+        convert(folder, tmp_path / str(number))
+        assert models.load(tmp_path / str(number)).reads_tags is expected
+    torch.save(Attack(tmp_path / "was-run"), folder / "training_args.bin")
+    with pytest.raises(ValueError, match=r"/training_args\.bin: not a readable checkpoint: names the Python object"):
+        convert(folder, tmp_path / "refused")
+    assert not (tmp_path / "was-run").exists()
 
 
 @pytest.mark.parametrize(

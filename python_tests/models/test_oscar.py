@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ from torch import Tensor
 
 import itm_fast.functional as F_itm
 from itm_fast import Fragments, models
-from itm_fast.data import BertVocabulary
+from itm_fast.data import BertVocabulary, PrecomputedDataset
+from itm_fast.evaluation import rerank, score_matrix
 from itm_fast.nn import PairScores, PairTransformer
 from itm_fast.training.metrics_log import read_metrics
+from python_tests.evaluation.test_evaluation import Gallery, TableModel
+from python_tests.evaluation.test_reranking import expected as expected_recalls
 from python_tests.helpers.bert import PIECES, random_bert, write_bert
 from python_tests.helpers.commands import error
+from python_tests.helpers.concepts import WORDS
 from python_tests.helpers.official_oscar import official_score, random_oscar
 from python_tests.helpers.runs import config, differences, make_trainer, run, same, stop_at, what_a_run_leaves
 from python_tests.helpers.worlds import run_jobs
@@ -191,6 +196,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_bert(tmp_path_factory.mktemp("oscar") / "bert")
 
 
+@pytest.fixture(scope="module")
+def tagged(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data set with one to three tags for most images."""
+    folder = shutil.copytree(data, tmp_path_factory.mktemp("tagged") / "data")
+    for split, count in (("train", 24), ("dev", 10), ("test", 10)):
+        tags = [" ".join(WORDS[image % 7 : image % 7 + image % 4]) for image in range(count)]
+        (folder / f"{split}_tags.txt").write_text("".join(f"{one}\n" for one in tags))
+    return folder
+
+
 def settings(data: Path, folder: Path, out: Path, **changes: Any) -> Any:
     own = {"model": "oscar", "bert": str(folder), "model_options": {}, "bert_lr_factor": 1.0, "batch_size": 20}
     return config(data, out, **{**own, "epochs": 1, **changes})
@@ -216,11 +231,14 @@ def test_a_resumed_training_equals_an_uninterrupted_one(
 
 
 @pytest.mark.parametrize("scenario", ["single", "oss", "mss"])
-def test_micro_batches_train_as_the_batch(data: Path, folder: Path, tmp_path: Path, scenario: str) -> None:
-    changes = {"scenario": scenario, "batch_size": 6, "model_options": {"bert_dropout": 0.0}}
+def test_micro_batches_train_as_the_batch(tagged: Path, folder: Path, tmp_path: Path, scenario: str) -> None:
+    """With tags, of which some regions and none of the tags are dropped."""
+    options = {"bert_dropout": 0.0, "tags": True}
+    changes = {"scenario": scenario, "batch_size": 6, "model_options": options, "region_augmentation": 0.2}
     found = []
     for size in (None, 4):
-        trainer = make_trainer(settings(data, folder, tmp_path, micro_batch=size, **changes))
+        trainer = make_trainer(settings(tagged, folder, tmp_path, micro_batch=size, **changes))
+        trainer.train_data.read_tags()
         for branch in trainer.stepper.scenario.branches:
             branch.model.double()
             assert torch.equal(
@@ -231,9 +249,10 @@ def test_micro_batches_train_as_the_batch(data: Path, folder: Path, tmp_path: Pa
             trainer.stepper.scenario.anchor.double()
         batches = trainer._batches(0)
         numbers = []
+        torch.manual_seed(3)
         for _ in range(2):
             batch = next(batches)
-            numbers.append(trainer._step(attrs.evolve(batch, features=batch.features.double())))
+            numbers.append(trainer._step(attrs.evolve(batch, features=batch.features.to(torch.float64))))
         found.append((numbers, trainer.model.state_dict()))
     for plain, parts in zip(found[0][0], found[1][0], strict=True):
         assert parts == pytest.approx(plain, rel=1e-9)
@@ -249,20 +268,42 @@ def test_it_learns(data: Path, folder: Path, tmp_path: Path) -> None:
     assert result.best["rsum"] > 250, "untrained it is near 160: 1, 5 and 10 of 10 pictures or 50 captions"
 
 
-def test_two_processes_train_as_one(data: Path, folder: Path, tmp_path: Path) -> None:
+def test_it_re_ranks_the_candidates_of_a_cheap_model(tagged: Path) -> None:
+    """With tags, embeddings of images are pairs of Fragments."""
+    model = model_of(random_oscar(WIDTH), tags=True)
+    data = PrecomputedDataset(tagged, "test", BertVocabulary(PIECES), max_images=4)
+    data.read_tags()
+    cheap = torch.randn(4, 20, generator=torch.Generator().manual_seed(5))
+    owners = [caption // 5 for caption in range(20)]
+    found, _ = rerank(model, data, (TableModel(cheap), Gallery(owners, 4)), 3, tile_images=3, tile_captions=7)
+    scores = score_matrix(model, data)
+    assert found == expected_recalls(cheap, scores, owners, 3)
+    without = score_matrix(
+        model_of(random_oscar(WIDTH)), PrecomputedDataset(tagged, "test", data.vocabulary, max_images=4)
+    )
+    changed = (scores - without).abs().amax(1) > 1e-3
+    assert changed.tolist() == [False, True, True, True], "the first image has no tags"
+
+
+def test_two_processes_train_as_one(tagged: Path, folder: Path, tmp_path: Path) -> None:
     options = [
-        "--model", "oscar", "--bert", folder, "--batch-size", "10", "--lr-schedule", "constant", "--data", data,
-        "--model-option", "bert_dropout=0.0", "--epochs", "1", "--log-every", "1", "--validation-images", "2",
+        "--model", "oscar", "--bert", folder, "--batch-size", "15", "--lr-schedule", "constant", "--data", tagged,
+        "--model-option", "bert_dropout=0.0", "--model-option", "tags=true", "--epochs", "1",
+        "--log-every", "1", "--validation-images", "2",
     ]  # fmt: skip
     jobs = [
-        {"size": size, "arguments": ["train", "--out", str(tmp_path / str(size)), *map(str, options)]}
+        {
+            "size": size,
+            "imports": ["transformers.models.bert.modeling_bert"],
+            "arguments": ["train", "--out", str(tmp_path / str(size)), *map(str, options)],
+        }
         for size in (1, 2)
     ]
     for outcomes in run_jobs(jobs):
         assert [(status, err) for status, _, err in outcomes] == [(0, "")] * len(outcomes)
     one, two = (read_metrics(tmp_path / str(size) / "metrics.jsonl") for size in (1, 2))
     losses = [[line["loss"] for line in log if line["kind"] == "train"] for log in (one, two)]
-    assert len(losses[0]) == 12
+    assert len(losses[0]) == 8
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
@@ -270,6 +311,9 @@ def test_two_processes_train_as_one(data: Path, folder: Path, tmp_path: Path) ->
     ("arguments", "message"),
     [
         ([], "bert: text_encoder bert needs the folder of a BERT model: --bert DIR"),
+        (["--bert", "BERT", "--model-option", "tags=true"],
+         "DATA/train_ims.npy: the model reads object tags, but there are none; write train_tags.txt, one line per "
+         "image"),
         (["--bert", "DATA"], "DATA/vocab.txt: no such vocabulary file"),
         (["--bert", "BERT", "--model-option", "bert_layers=3"],
          "model_options: bert_layers: expected 2 with the BERT in BERT, got 3"),

@@ -195,7 +195,7 @@ OSCAR = {
     "bert_lr_factor": 1.0, "weight_decay": 0.05, "grad_clip": 1.0, "margin": None, "loss": "matching_bce",
     "mining": "all", "halve_loss": True, "mean_loss": True, "exclude_same_image": True, "validation_images": None,
 }  # fmt: skip
-OF_OSCAR = {**BERT, "bert_dropout": 0.1, "image_encoder": "linear"}
+OF_OSCAR = {**BERT, "bert_dropout": 0.1, "image_encoder": "linear", "tags": True}
 PUBLISHED["oscar-coco"] = ("oscar", OSCAR, OF_OSCAR)
 PUBLISHED["dbl-oscar-oas-coco"] = (
     "oscar", {**OSCAR, **BOOSTED, "margin": 0.2, "scenario": "oas", "anchor_start": True}, OF_OSCAR
