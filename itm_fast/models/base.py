@@ -166,6 +166,10 @@ class MatchingModel(nn.Module, abc.ABC):
         """Return whether `encode_images` takes `itm_fast.data.TaggedImages`: regions with object tags."""
         return False
 
+    def beside_bert(self) -> dict[str, nn.Module]:
+        """Return modules whose weights the folder of a pretrained BERT may contain, by their names there."""
+        return {}
+
     @property
     def max_caption_length(self) -> int | None:
         """Return the maximum number of tokens per caption; None if there is no limit, as with a GRU."""

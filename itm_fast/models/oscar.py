@@ -110,6 +110,15 @@ class OSCAR(MatchingModel):
         """Return whether images have object tags."""
         return self.config.tags
 
+    def beside_bert(self) -> dict[str, nn.Module]:
+        """Return the modules whose weights OSCAR's and VinVL's pretrained models contain."""
+        parts: dict[str, nn.Module] = {"pooler.dense": self.text_encoder.pooler}
+        if isinstance(self.image_encoder, ImageEncoder):
+            parts["img_embedding"] = self.image_encoder.fc
+        if self.image_norm is not None:
+            parts["LayerNorm"] = self.image_norm
+        return parts
+
     def encode_images(self, features: Tensor | Fragments | TaggedImages) -> Fragments | tuple[Fragments, Fragments]:
         """Encode region features (n, k, f), or Fragments of rows (N, f), as Fragments of rows (n * k or N, d).
 

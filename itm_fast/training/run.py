@@ -266,7 +266,7 @@ def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedD
     if folder is not None:
         load_backbone(config, model, folder)
     if config.bert is not None:
-        load_bert(model.get_submodule("text_encoder.bert"), config.bert)
+        load_bert(model.get_submodule("text_encoder.bert"), config.bert, model.beside_bert())
     return model
 
 

@@ -337,6 +337,39 @@ def test_settings_that_do_not_fit(
     assert not (tmp_path / "run").exists()
 
 
+def official_folder(folder: Path, official: object) -> Path:
+    """Write a pretrained model as the official code does: with other heads, and not as safetensors."""
+    write_bert(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(official, folder / "pytorch_model.bin")
+    return folder
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_pretrained_models_of_the_official_code(data: Path, tmp_path: Path, norm: bool) -> None:
+    official = {**random_oscar(WIDTH, norm=norm), "cls.seq_relationship.weight": torch.zeros(2, 24)}
+    folder = official_folder(tmp_path / "oscar", official)
+    options = {"image_norm": norm}
+    found = make_trainer(settings(data, folder, tmp_path / "run", model_options=options)).model.state_dict()
+    wanted = model_of(random_oscar(WIDTH, norm=norm)).state_dict()
+    differing = {name for name, weight in wanted.items() if not torch.equal(found[name], weight)}
+    assert differing == {"text_encoder.classifier.weight", "text_encoder.classifier.bias"}, "the head starts anew"
+
+
+def test_pretrained_models_that_do_not_fit(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, (official, message) in enumerate((
+        (random_oscar(WIDTH + 1), "img_embedding: weight: expected shape (24, 8), got (24, 9)"),
+        ({**random_oscar(WIDTH), "more": Path("x")}, "not readable weights: names the Python object "),
+        ({**random_oscar(WIDTH), "more": 5}, "expected tensors by name, got 'more': int"),
+        ([], "expected a state dict, got list"),
+    )):  # fmt: skip
+        folder = official_folder(tmp_path / str(number), official)
+        command = ["train", "--model", "oscar", "--data", data, "--out", tmp_path / "run", "--bert", folder]
+        found = error(capsys, *command)[1]
+        assert found.startswith(f"{folder}/pytorch_model.bin: {message}")
+        assert not (tmp_path / "run").exists()
+
+
 def test_data_of_another_width(data: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models.create("oscar", **{**MODEL, "feature_dim": 9}).save(tmp_path / "run")
     (tmp_path / "run" / "vocab.json").write_text(BertVocabulary(PIECES).to_json())
