@@ -353,7 +353,9 @@ def test_pretrained_models_of_the_official_code(data: Path, tmp_path: Path, norm
     found = make_trainer(settings(data, folder, tmp_path / "run", model_options=options)).model.state_dict()
     wanted = model_of(random_oscar(WIDTH, norm=norm)).state_dict()
     differing = {name for name, weight in wanted.items() if not torch.equal(found[name], weight)}
-    assert differing == {"text_encoder.classifier.weight", "text_encoder.classifier.bias"}, "the head is that of the seed"
+    assert differing == {"text_encoder.classifier.weight", "text_encoder.classifier.bias"}, (
+        "the head is that of the seed"
+    )
 
 
 def test_pretrained_models_that_do_not_fit(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
