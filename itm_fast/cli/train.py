@@ -15,7 +15,8 @@ from itm_fast.training.config import GROUPS, LOSS, MODEL, OUTPUT, RCAR, TrainCon
 
 # The options of --help, in its order; --help-all prints all.
 COMMON = (
-    "data", "out", "recipe", "config", "model", "model_option", "bert", "image_backbone", "loss", "mining", "epochs",
+    "data", "out", "recipe", "config", "model", "model_option", "bert", "image_backbone", "clip",
+    "loss", "mining", "epochs",
     "batch_size", "lr", "seed", "workers", "device", "precision", "resume", "help_all", "help",
 )  # fmt: skip
 
@@ -112,10 +113,11 @@ def train(
     A flag such as --drop-last also has the form --no-drop-last, which overrides a recipe or a file.
 
     --resume takes the settings from the run; other options must match them. These may change without an effect on the
-    result: --data, --bert and --image-backbone (the same content in another folder), --workers, --features,
-    --image-checkpointing, --discriminators-on-disk, --save-every and --tensorboard. --device and --threads change the
-    rounding. --micro-batch changes the rounding, dropout and batch normalisation. --epochs may not drop below the
-    epochs already done; with a cosine schedule, the learning rate follows the new length from the resume point on.
+    result: --data, --bert, --image-backbone and --clip (the same content in another folder), --workers, --features,
+    --image-checkpointing, --text-checkpointing, --discriminators-on-disk, --save-every and --tensorboard. --device and
+    --threads change the rounding. --micro-batch changes the rounding, dropout and batch normalisation. --epochs may not
+    drop below the epochs already done; with a cosine schedule, the learning rate follows the new length from the resume
+    point on.
     """
     from itm_fast.distributed import launched
     from itm_fast.training import recipes, run_folder

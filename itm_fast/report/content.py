@@ -125,9 +125,11 @@ class PairReport:
         directions: one or both directions of attention.
         regions: numbers, from 0, of the regions whose attention over the words is shown, in this order.
         picture: pixels, uint8 (height, width, 3); the cells of `grid` are its regions. None: there are only features.
-        grid: rows and columns of the regions.
+        grid: rows and columns of the regions, if they have no boxes.
         facts: labels and values, in the order shown.
         credits: source and licence of pictures and texts, shown in the footer; empty: no footer.
+        boxes: (n_regions, 4), left, top, right and bottom edge of the regions as shares of the sides of the picture;
+            None: they are the cells of `grid`.
     """
 
     title: str
@@ -140,3 +142,4 @@ class PairReport:
     grid: tuple[int, int]
     facts: Sequence[tuple[str, str]]
     credits: str
+    boxes: np.ndarray | None = None

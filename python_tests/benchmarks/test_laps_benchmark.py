@@ -19,6 +19,7 @@ def test_the_loop_scores_as_the_module(ratios: dict[str, float]) -> None:
     torch.testing.assert_close(found, module(images, captions), rtol=0, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(laps, "DIM", 16)
     monkeypatch.setattr(laps, "PATCHES", 12)
