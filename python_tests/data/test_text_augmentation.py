@@ -155,7 +155,7 @@ def seen_by(settings: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     return seen
 
 
-@pytest.mark.parametrize("model", models.names())
+@pytest.mark.parametrize("model", [name for name in models.names() if name != "clip"])
 def test_models_train_on_changed_and_evaluate_on_unchanged_captions(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
