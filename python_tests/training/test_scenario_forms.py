@@ -21,8 +21,8 @@ from python_tests.helpers.runs import OPTIONS, config, make_trainer, same
 from python_tests.helpers.triplets import loop_losses as loop_triplets
 
 CAPTIONS = [0, 1, 7, 20, 31, 44, 57, 90]
-# Every model but clip, which needs pictures, with dropout if it has any; one has RCAR's regulators, one FDF's conversions
-# without realignment.
+# Every model but clip, which needs pictures, with dropout if it has any; one has RCAR's regulators, one FDF's
+# conversions without realignment.
 REGULATED = {"regulator": "rcar", "alignment_dim": 8, "image_encoder": "residual"}
 MODELS: dict[str, dict[str, Any]] = {
     **{name: {"model": name} for name in models.names() if name not in ("clip", "fdf")},
