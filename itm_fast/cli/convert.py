@@ -11,12 +11,16 @@ import typer
 
 def convert(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint of the authors' code (.pth.tar).")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="Checkpoint of the authors' code (.pth.tar; pytorch_model.bin of oscar)."
+        ),
     ],
     source: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Source of the checkpoint: scan, sgraf, rcar, dbl, esa, naaf, vse_infty or rvsepp."
+            metavar="NAME",
+            help="Source of the checkpoint: scan, sgraf, rcar, dbl, esa, naaf, vse_infty, rvsepp or oscar.",
         ),
     ],
     vocab: Annotated[
@@ -30,7 +34,10 @@ def convert(
     ] = None,
     bert_heads: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Attention heads of its BERT; default: one per 64 channels."),
+        typer.Option(
+            metavar="N",
+            help="Attention heads of its BERT; default: as in config.json of oscar, else one per 64 channels.",
+        ),
     ] = None,
 ) -> None:
     """Convert a checkpoint of the authors' code into a run directory for evaluate.

@@ -57,6 +57,17 @@ def evaluate(
     streaming: Annotated[
         bool, typer.Option("--streaming", help="Count ranks tile by tile, without the whole score matrix in memory.")
     ] = False,
+    rerank: Annotated[
+        int | None,
+        typer.Option(metavar="K", help="Score only the first K candidates of --candidates in both directions."),
+    ] = None,
+    candidates: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Run directory of the cheap model that orders the candidates.")
+    ] = None,
+    candidates_data: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Data of the cheap model, if its features differ; default: --data."),
+    ] = None,
     vocab: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Vocabulary JSON; default: the one in RUN.")
     ] = None,
@@ -71,6 +82,9 @@ def evaluate(
 
     The rank of an image is the best rank of its captions. Ties count against the query. Several models are evaluated
     one by one and as an ensemble by mean score.
+
+    With --rerank K, a cheap model orders all candidates and the model scores only the first K of each query. The others
+    stay behind them in the order of the cheap model.
 
     Several processes share the work: torchrun --nproc-per-node N -m itm_fast evaluate ...
     """
@@ -96,6 +110,7 @@ def evaluate(
         truth.paths()
         if streaming or first_images is not None:
             raise ValueError(f"--protocol {protocol}: needs all scores; leave out --streaming and --first-images")
+    _check_reranking(checkpoint, rerank, candidates, candidates_data)
     set_threads(threads)
     members: list[tuple[MatchingModel, PrecomputedDataset]] = []
     sources = []
@@ -110,23 +125,25 @@ def evaluate(
             if protocol is not None:
                 dataset = members[0][1]
                 check_sizes(protocol, first_images or dataset.n_images, len(dataset), any_captions=True)
-            for dataset in dict.fromkeys(dataset for _, dataset in members):
+            cheap: list[tuple[MatchingModel, PrecomputedDataset]] = []
+            if candidates is not None:
+                other, vocabulary, path = load_run(candidates, where, None)
+                cheap.append((other, dataset_of(candidates_data or data, split, vocabulary, other, candidates)))
+                sources.append({"checkpoint": str(candidates), "vocabulary": str(path)})
+            for dataset in dict.fromkeys(dataset for _, dataset in members + cheap):
                 warn_of_unknown_words(dataset)
         start = time.perf_counter()
+        options: dict[str, Any] = {"progress": world.first, "description": split, "world": world}
+        options |= {"folds": n_folds, "first_images": first_images}
         with torch.autocast(where.type, torch.bfloat16, enabled=precision is _Precision.bfloat16):
             alone: list[dict[str, float]] = []
             if by_truth:
                 ensemble = evaluate_truth(members, str(protocol), truth, n_folds, world, split)
+            elif cheap and rerank is not None:
+                ensemble, before = evaluation.rerank(*members[0], cheap[0], rerank, **options)
+                alone = [ensemble, before]
             else:
-                alone, ensemble = evaluation.evaluate_ensemble(
-                    members,
-                    folds=n_folds,
-                    first_images=first_images,
-                    streaming=streaming,
-                    progress=world.first,
-                    description=split,
-                    world=world,
-                )
+                alone, ensemble = evaluation.evaluate_ensemble(members, streaming=streaming, **options)
         seconds = time.perf_counter() - start
     if not world.first:
         return
@@ -136,7 +153,10 @@ def evaluate(
     for source in dict.fromkeys(source["vocabulary"] for source in sources):
         typer.echo(f"vocabulary: {source}")
     rows = {title: ensemble}
-    if len(checkpoint) > 1 and not by_truth:
+    if rerank is not None:
+        rows = {f"{candidates}, all": alone[1], f"{checkpoint[0]}, first {rerank}": ensemble}
+        typer.echo(title)
+    elif len(checkpoint) > 1 and not by_truth:
         typer.echo(title)
         rows = {str(run): summary for run, summary in zip(checkpoint, alone, strict=True)}
         rows[f"mean score of {len(checkpoint)}"] = ensemble
@@ -146,9 +166,8 @@ def evaluate(
     else:
         typer.echo(evaluation.recall_table(rows))
     if json_file is not None:
-        single = len(sources) == 1
         result: dict[str, Any] = {
-            **(sources[0] if single else {}),
+            **(sources[0] if len(checkpoint) == 1 else {}),
             "data": str(data),
             "split": split,
             "images": n_images,
@@ -161,11 +180,27 @@ def evaluate(
             "torch": torch.__version__,
             **ensemble,
         }
-        if not single:
+        if rerank is not None:
+            result |= {"rerank": rerank, "candidates": {**sources[1], "data": str(candidates_data or data), **alone[1]}}
+        elif len(checkpoint) > 1:
             result["members"] = [
                 {**source, **summary} for source, summary in zip(sources, alone or [{}] * len(sources), strict=True)
             ]
         atomic.write_text(json_file, json.dumps(result, indent=2) + "\n")
+
+
+def _check_reranking(checkpoints: list[Path], k: int | None, candidates: Path | None, data: Path | None) -> None:
+    if k is None and candidates is None and data is None:
+        return
+    if k is None or candidates is None:
+        given, missing = ("--rerank", "--candidates RUN") if k is not None else ("--candidates", "--rerank K")
+        raise ValueError(
+            f"{given}: expected with {missing}, which says {'which candidates' if k else 'how many'} to score"
+        )
+    if k < 1:
+        raise ValueError(f"--rerank: expected at least 1 candidate per query, got {k}")
+    if len(checkpoints) > 1:
+        raise ValueError(f"--rerank: expected one --checkpoint, got {len(checkpoints)}")
 
 
 def _check_distinct(checkpoints: list[Path]) -> None:

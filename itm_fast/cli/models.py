@@ -53,12 +53,15 @@ def dataset_of(
     run: Path,
     known: Sequence[PrecomputedDataset] = (),
 ) -> PrecomputedDataset:
-    """Return the split as the model of `run` sees it. A data set of `known` with the same vocabulary is reused."""
+    """Return the split as the model of `run` sees it. One of `known` that gives the same batches is reused."""
     from itm_fast.data import open_split
 
-    dataset = next((other for other in known if other.vocabulary == vocabulary), None)
+    fits = (one for one in known if one.vocabulary == vocabulary and one.reads_tags == model.reads_tags)
+    dataset = next(fits, None)
     if dataset is None:
         dataset = open_split(data, split, vocabulary)
+        if model.reads_tags:
+            dataset.read_tags()
     width = int(dataset.features.shape[2])
     expected = getattr(model.encoder_config, "feature_dim", width)
     if width != expected:

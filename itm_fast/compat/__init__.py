@@ -17,8 +17,8 @@ from pathlib import Path
 import attrs
 
 from itm_fast import config as settings
-from itm_fast.compat import dbl, esa, naaf, rcar, rvsepp, scan, sgraf, vse_infty
-from itm_fast.compat.checkpoint import OfficialCheckpoint, read_checkpoint
+from itm_fast.compat import dbl, esa, naaf, oscar, rcar, rvsepp, scan, sgraf, vse_infty
+from itm_fast.compat.checkpoint import OfficialCheckpoint, read_checkpoint, read_state_dict
 from itm_fast.data import BertVocabulary, Vocabulary
 from itm_fast.files import atomic, regular
 from itm_fast.files.messages import shortened
@@ -36,11 +36,13 @@ class Source:
         read: function that builds a model from a checkpoint and the vocabulary size.
         has_mask: function that returns whether the official code added `<mask>` to the vocabulary of a checkpoint.
         bert: whether `read` takes the argument `bert_heads`.
+        open: function that reads the file.
     """
 
     read: Callable[..., MatchingModel]
     has_mask: Callable[[OfficialCheckpoint], bool] = lambda _: False
     bert: bool = False
+    open: Callable[..., OfficialCheckpoint] = read_checkpoint
 
 
 SOURCES: Mapping[str, Source] = {
@@ -52,6 +54,7 @@ SOURCES: Mapping[str, Source] = {
     "naaf": Source(naaf.read),
     "vse_infty": Source(vse_infty.read, has_mask=lambda _: True, bert=True),
     "rvsepp": Source(rvsepp.read, has_mask=lambda _: True, bert=True),
+    "oscar": Source(oscar.read, bert=True, open=read_state_dict),
 }
 
 
@@ -90,7 +93,8 @@ def convert(
     more = {}
     if bert_heads is not None:
         if not SOURCES[source].bert:
-            raise ValueError(f"bert_heads: expected only for vse_infty, rvsepp and esa, got {bert_heads} for {source}")
+            with_bert = ", ".join(name for name, one in SOURCES.items() if one.bert)
+            raise ValueError(f"bert_heads: expected only for {with_bert}, got {bert_heads} for {source}")
         more = {"bert_heads": bert_heads}
     folder, vocabulary = Path(out), Path(vocabulary)
     if folder.exists() and not folder.is_dir():
@@ -98,7 +102,7 @@ def convert(
     if not regular.is_file(vocabulary):
         raise ValueError(f"{vocabulary}: no such vocabulary file")
     known = Vocabulary.from_file(vocabulary)
-    official = read_checkpoint(checkpoint, ignored_options=ignored_options)
+    official = SOURCES[source].open(checkpoint, ignored_options=ignored_options)
     words = known.with_mask() if SOURCES[source].has_mask(official) else known
     model = SOURCES[source].read(official, len(words), **more)
     for name in official.options.unknown():
@@ -107,9 +111,9 @@ def convert(
             f"that it does not change scores (--ignore-option {shortened(name)} silences this warning)",
             stacklevel=2,
         )
-    with_bert = getattr(model.config, "text_encoder", None) == "bert"
-    if with_bert != isinstance(words, BertVocabulary):
-        kind = "vocab.txt or tokenizer.json of a BERT model" if with_bert else "a vocabulary of words"
+    reads_pieces = getattr(model.config, "text_encoder", None) == "bert"
+    if reads_pieces != isinstance(words, BertVocabulary):
+        kind = "vocab.txt or tokenizer.json of a BERT model" if reads_pieces else "a vocabulary of words"
         raise ValueError(f"{vocabulary}: expected {kind}, as in the training of the checkpoint")
     # Write the model's own files last: an interrupted conversion then leaves no loadable model.
     as_it_is = words is known and not isinstance(words, BertVocabulary)

@@ -1,6 +1,6 @@
 """Read official checkpoints: files of `torch.save` with state dicts and command-line options.
 
-Inside: `OfficialCheckpoint`, `StateDict`, `Weight`, `read_checkpoint`.
+Inside: `OfficialCheckpoint`, `StateDict`, `Weight`, `read_checkpoint`, `read_state_dict`, `load_file`.
 
 Both formats of torch are supported: zip files, and the older pickle streams, also those written by Python 2. Only
 tensors, plain containers and `argparse.Namespace` are loaded. Any other Python object is refused before it can run.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from itm_fast.files import regular
 from itm_fast.files.messages import shown
 from itm_fast.files.torch_files import load_plain
 
-__all__ = ["OfficialCheckpoint", "StateDict", "Weight", "read_checkpoint"]
+__all__ = ["OfficialCheckpoint", "StateDict", "Weight", "load_file", "read_checkpoint", "read_state_dict"]
 
 
 @attrs.frozen(eq=False)
@@ -91,13 +91,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, ignored_options: Iterable[s
             the official layout. The message names the file and the key.
     """
     path = Path(path)
-    if not regular.is_file(path):
-        found = "expected a checkpoint file, found a folder" if path.is_dir() else "no such checkpoint file"
-        raise ValueError(f"{path}: {found}")
-    try:
-        content = load_plain(path, [argparse.Namespace])
-    except ValueError as error:
-        raise ValueError(f"{path}: not a readable checkpoint: {error}") from None
+    content = load_file(path, [argparse.Namespace])
     for key in ("model", "opt"):
         if not isinstance(content, dict) or key not in content:
             raise ValueError(f"{path}: expected a dict with 'model' and 'opt', found no {key!r}")
@@ -120,6 +114,33 @@ def read_checkpoint(path: str | os.PathLike[str], *, ignored_options: Iterable[s
         epoch=_number(content.get("epoch"), (int,)),
         best_rsum=_number(content.get("best_rsum"), (int, float)),
     )
+
+
+def read_state_dict(path: str | os.PathLike[str], *, ignored_options: Iterable[str] = ()) -> OfficialCheckpoint:
+    """Read a file that contains the weights of a whole model and nothing else, such as `pytorch_model.bin`.
+
+    Args:
+        path: the file.
+        ignored_options: unused, as there are no options.
+
+    Raises:
+        ValueError: as `read_checkpoint`.
+    """
+    path = Path(path)
+    weights = _weights(path, "state_dict", load_file(path), path.stat().st_size)
+    options = Options({}, str(path), ignored_options)
+    return OfficialCheckpoint(path, [StateDict("state_dict", weights)], options, epoch=None, best_rsum=None)
+
+
+def load_file(path: Path, allowed: Sequence[Callable[..., Any]] = ()) -> Any:
+    """Load tensors, plain values and objects of the classes `allowed`; ValueError naming the file otherwise."""
+    if not regular.is_file(path):
+        found = "expected a checkpoint file, found a folder" if path.is_dir() else "no such checkpoint file"
+        raise ValueError(f"{path}: {found}")
+    try:
+        return load_plain(path, allowed)
+    except ValueError as error:
+        raise ValueError(f"{path}: not a readable checkpoint: {error}") from None
 
 
 def _weights(path: Path, part: str, state: Any, room: int) -> dict[str, Weight]:

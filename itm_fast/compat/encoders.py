@@ -1,6 +1,6 @@
 """Encoder settings that the official scripts share: a GRU over word vectors, and options for sizes.
 
-Inside: `encoder_config`.
+Inside: `encoder_config`, `check_words`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,20 @@ from typing import Any
 
 from itm_fast.compat.checkpoint import OfficialCheckpoint, StateDict
 
-__all__ = ["encoder_config"]
+__all__ = ["check_words", "encoder_config"]
+
+
+def check_words(
+    checkpoint: OfficialCheckpoint, part: StateDict, embedding: str, vocab_size: int, *, masked: bool = False
+) -> None:
+    """Raise ValueError if there are more or fewer word vectors than words. Arguments as in `encoder_config`."""
+    words = part.weights[embedding].tensor.shape[:1] if embedding in part.weights else ()
+    known = f"{vocab_size} with <mask>" if masked else str(vocab_size)
+    if words and words[0] != vocab_size:
+        raise ValueError(
+            f"{checkpoint.path}: {part.weights[embedding].key}: {words[0]} words, but the vocabulary has {known}; "
+            "pass the vocabulary that the model was trained with"
+        )
 
 
 def encoder_config(
@@ -28,13 +41,7 @@ def encoder_config(
         ValueError: an option has the wrong type, or there are more or fewer word vectors than words.
     """
     options = checkpoint.options
-    words = part.weights[embedding].tensor.shape[:1] if embedding in part.weights else ()
-    known = f"{vocab_size} with <mask>" if masked else str(vocab_size)
-    if words and words[0] != vocab_size:
-        raise ValueError(
-            f"{checkpoint.path}: {part.weights[embedding].key}: {words[0]} words, but the vocabulary has {known}; "
-            "pass the vocabulary that the model was trained with"
-        )
+    check_words(checkpoint, part, embedding, vocab_size, masked=masked)
     if options.get("vocab_size", vocab_size) != vocab_size:
         raise options.error(
             "vocab_size", f"expected {vocab_size} as in the vocabulary{' with <mask>' if masked else ''}"

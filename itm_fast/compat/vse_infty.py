@@ -1,6 +1,6 @@
 """Convert checkpoints of VSE-infinity's official code (Chen et al., CVPR 2021): region features, BiGRU or BERT.
 
-Inside: `read`; `TRAINING` and `read_pooled`, which `rvsepp` also uses.
+Inside: `read`; `TRAINING` and `read_pooled`, which `rvsepp` also uses; `bert_sizes`, which `oscar` also uses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itm_fast.compat.encoders import encoder_config
 from itm_fast.compat.weights import Names, build_model
 from itm_fast.models import MatchingModel
 
-__all__ = ["TRAINING", "read", "read_pooled"]
+__all__ = ["TRAINING", "bert_sizes", "read", "read_pooled"]
 
 # Options of the official script that do not change the scores of a trained model.
 TRAINING = (
@@ -84,7 +84,7 @@ def read_pooled(
     options.choice("precomp_enc_type", "basic", {"basic": "basic"})
     options.mark_known(training)
     if with_bert:
-        config.update(_bert_sizes(text, bert_heads))
+        config.update(bert_sizes(text, bert_heads))
     elif bert_heads is not None:
         raise ValueError(f"{checkpoint.path}: bert_heads: got {bert_heads}, but the text encoder is a GRU")
     official, own = pooling
@@ -96,7 +96,7 @@ def read_pooled(
     return build_model(model, config, parts, checkpoint.path)
 
 
-def _bert_sizes(part: StateDict, heads: int | None) -> dict[str, Any]:
+def bert_sizes(part: StateDict, heads: int | None) -> dict[str, Any]:
     """Return the settings of BERT from the shapes of its weights, which do not depend on the number of heads.
 
     A missing weight counts as size 1 here; `build_model` reports it.

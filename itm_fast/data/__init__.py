@@ -16,6 +16,7 @@ from itm_fast.data.pack import pack
 from itm_fast.data.picture_lookup import picture_of, whole_picture_of
 from itm_fast.data.precomputed import PrecomputedDataset
 from itm_fast.data.store import StoreDataset, check_data, open_split
+from itm_fast.data.tagged_images import TaggedImages
 from itm_fast.data.tokenization import tokenize
 from itm_fast.data.tokenizer_vocabulary import TokenizerVocabulary
 from itm_fast.data.vocabulary import Vocabulary, find_vocabulary, load_vocabulary
@@ -30,6 +31,7 @@ __all__ = [
     "PrecomputedDataset",
     "RegionAugmentation",
     "StoreDataset",
+    "TaggedImages",
     "TextAugmentation",
     "TokenizerVocabulary",
     "Vocabulary",

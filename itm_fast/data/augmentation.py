@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from itm_fast.data.dataset import Batch
+from itm_fast.data.tagged_images import TaggedImages
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.fragments import Fragments
 
@@ -168,6 +169,9 @@ class BatchAugmentation:
             token_ids, lengths = self._words(batch.token_ids, batch.lengths)
             batch = attrs.evolve(batch, token_ids=token_ids, lengths=lengths)
         if self._regions is not None:
-            features = self._regions(batch.features, device=device, non_blocking=non_blocking)
+            images = batch.features
+            regions = images.regions if isinstance(images, TaggedImages) else images
+            kept = self._regions(regions, device=device, non_blocking=non_blocking)
+            features = images.with_regions(kept) if isinstance(images, TaggedImages) else kept
             batch = attrs.evolve(batch, features=features)
         return batch if device is None else batch.to(device, non_blocking=non_blocking)

@@ -140,6 +140,7 @@ class SplitCheck:
                 if len(without):
                     self._add("ims.npy", "images without captions", len(without), (f"row {row}" for row in without))
             self._check_ids(n_images, stride, caption_image, len(captions or ()))
+            self._check_tags(n_images, stride)
         return SplitSummary(
             split=self.split,
             images=None if rows is None else len(rows) // stride,
@@ -274,6 +275,11 @@ class SplitCheck:
     def digest(self, image: int) -> bytes:
         """Return a digest of an image's features."""
         return b"" if self.rows is None else hashlib.blake2b(self.rows[self.row(image)].tobytes()).digest()
+
+    def _check_tags(self, n_images: int, stride: int) -> None:
+        tags = self._lines("tags.txt", layout.tags_in)
+        if tags is not None and len(tags) not in (n_images, n_images * stride):
+            self._add("tags.txt", f"expected one line per image ({n_images}), got {len(tags)} lines")
 
     def _check_ids(self, n_images: int, stride: int, caption_image: np.ndarray | None, n_captions: int) -> None:
         known = caption_image is not None

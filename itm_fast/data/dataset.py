@@ -15,6 +15,7 @@ from torch import Tensor
 
 from itm_fast.data.features import ArrayFeatures, Features, ResidentFeatures
 from itm_fast.data.picture_augmentation import PictureAugmentation
+from itm_fast.data.tagged_images import TaggedImages
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.fragments import Fragments
 
@@ -26,13 +27,14 @@ class Batch:
     """n captions, each with its image.
 
     Attributes:
-        features: (n, k, f) of the source's `batch_dtype`, or Fragments of rows (N, f) if images differ in regions.
+        features: (n, k, f) of the source's `batch_dtype`, or Fragments of rows (N, f) if images differ in regions; with
+            object tags `TaggedImages` of these.
         token_ids: (n, L) int64, padded with the vocabulary's `<pad>`.
         lengths: (n,) int64, including `<start>` and `<end>`.
         image_index, caption_index: (n,) int64, the image and the caption in the split.
     """
 
-    features: Tensor | Fragments
+    features: Any  # Tensor | Fragments | TaggedImages
     token_ids: Tensor
     lengths: Tensor
     image_index: Tensor
@@ -68,11 +70,13 @@ class CaptionDataset:
         region_counts: (n_images,) int64, how many of the k regions each image has; batches then contain Fragments.
             None: all regions.
         token_ids: the ids of all captions (int32, end to end) and the length of each caption (int64), if known.
+        tags: the object tags of each image as text ("" for none), or None.
         boxes: (N, 4) float32, the boxes of the regions of all images end to end, or None; see the method `boxes`.
         name: the name of the features in messages about a row.
 
     Attributes:
-        features, captions, vocabulary, image_ids, name: the arguments.
+        features, captions, vocabulary, image_ids, tags, name: the arguments.
+        reads_tags: whether batches contain the object tags, after `read_tags`.
         caption_image: (n_captions,) int64 tensor.
         token_ids: int32 tensor, the ids of all captions end to end.
         caption_lengths: (n_captions,) int64 tensor.
@@ -94,6 +98,7 @@ class CaptionDataset:
         image_ids: Sequence[str] | None = None,
         region_counts: np.ndarray | None = None,
         token_ids: tuple[Tensor, Tensor] | None = None,
+        tags: Sequence[str] | None = None,
         boxes: np.ndarray | None = None,
         name: str = "features",
     ) -> None:
@@ -103,8 +108,12 @@ class CaptionDataset:
             )
         if image_ids is not None and len(image_ids) != len(features):
             raise ValueError(f"image_ids: expected one name per image ({len(features)}), got {len(image_ids)}")
+        if tags is not None and len(tags) != len(features):
+            raise ValueError(f"tags: expected one text per image ({len(features)}), got {len(tags)}")
         self.features, self.captions, self.vocabulary, self.name = features, list(captions), vocabulary, name
         self.image_ids = None if image_ids is None else list(image_ids)
+        self.tags = None if tags is None else list(tags)
+        self._tag_ids: list[Tensor] | None = None
         self.n_images = len(features)
         self.source = self._source(features, region_counts)
         self.box_source = self._box_source(boxes)
@@ -149,13 +158,45 @@ class CaptionDataset:
         """Return the row of an image in the file `name`."""
         return image
 
-    def image_batch(self, image_indices: Indices) -> Tensor | Fragments:
+    @property
+    def reads_tags(self) -> bool:
+        return self._tag_ids is not None
+
+    def read_tags(self) -> None:
+        """Let batches contain the object tags, for a model that reads them.
+
+        Raises:
+            ValueError: there are no tags.
+        """
+        if self.tags is None:
+            raise ValueError(f"{self.name}: the model reads object tags, but there are none; {self.tags_advice}")
+        # The pieces and the word that ends a caption; nothing for an image without tags.
+        encoded = (self.vocabulary.encode(text)[1:] if text else [] for text in self.tags)
+        self._tag_ids = [torch.tensor(ids, dtype=torch.int64) for ids in encoded]
+
+    @property
+    def tags_advice(self) -> str:
+        """What to do about missing tags."""
+        return "pass them as tags"
+
+    def image_batch(self, image_indices: Indices) -> Any:
         """Read the features of images, (n, k, f) of the source's `batch_dtype`, or Fragments if they differ in regions.
+
+        After `read_tags`, these are the regions of `TaggedImages`.
 
         Raises:
             ValueError: a value is not finite, or a file has changed. The message names file and row.
         """
-        return self.source.gather(_as_indices(image_indices, self.n_images, "image_indices"))
+        images = _as_indices(image_indices, self.n_images, "image_indices")
+        return self._tagged(self.source.gather(images), images)
+
+    def _tagged(self, regions: Tensor | Fragments, images: np.ndarray) -> Any:
+        if self._tag_ids is None:
+            return regions
+        ids = [self._tag_ids[image] for image in images.tolist()]
+        lengths = torch.tensor([len(one) for one in ids], dtype=torch.int64)
+        padded = torch.nn.utils.rnn.pad_sequence(ids or [lengths], batch_first=True)[: len(ids)]
+        return TaggedImages(regions, padded, lengths)
 
     def boxes(self, image_indices: Indices) -> Tensor | Fragments:
         """Return the boxes of the regions of images: left, top, right and bottom edge as shares of the picture's sides.
@@ -192,7 +233,9 @@ class CaptionDataset:
         if augmentation is None:
             features = self.image_batch(images)
         else:
-            features = self.source.augmented(images.numpy(), captions.numpy(), augmentation)
+            features = self._tagged(
+                self.source.augmented(images.numpy(), captions.numpy(), augmentation), images.numpy()
+            )
         return Batch(features, token_ids, lengths, images, captions)
 
 

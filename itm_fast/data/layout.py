@@ -1,8 +1,8 @@
 """Read and check the files of the published precomputed layout, one at a time.
 
 Inside: `SUFFIXES`, `split_path`, `available_splits`, `map_floats`, `open_features`, `read_captions`,
-`read_caption_image`, `match_counts`, `read_ids`, `read_region_counts`, `zeros_advice`. For one line of a file:
-`text_in`, `caption_in`, `image_row_in`, `region_count_in`.
+`read_caption_image`, `match_counts`, `read_ids`, `read_region_counts`, `read_tags`, `zeros_advice`. For one line of a
+file: `text_in`, `caption_in`, `image_row_in`, `region_count_in`, `tags_in`.
 
 Every problem is a ValueError. Its one-line message names the file and, if known, the line (from 1) or the row (from 0).
 """
@@ -26,7 +26,7 @@ CAPTIONS_PER_IMAGE = 5
 # The longest caption in characters, which bounds the time and memory that one line takes.
 MAX_CAPTION_LENGTH = 100_000
 # The files of a split. Only the first two are required.
-SUFFIXES = ("ims.npy", "caps.txt", "cap2im.txt", "ids.txt", "regions.txt", "boxes.npy")
+SUFFIXES = ("ims.npy", "caps.txt", "cap2im.txt", "ids.txt", "regions.txt", "boxes.npy", "tags.txt")
 
 Parsed = TypeVar("Parsed")
 
@@ -148,6 +148,18 @@ def region_count_in(line: bytes, most: int) -> int:
     return int(text)
 
 
+def tags_in(line: bytes) -> str:
+    """Return the object tags in a line of `{split}_tags.txt`; "" for an image without tags.
+
+    Raises:
+        ValueError: the line is not UTF-8, or has more than `MAX_CAPTION_LENGTH` characters.
+    """
+    tags = text_in(line)
+    if len(tags) > MAX_CAPTION_LENGTH:
+        raise ValueError(f"expected tags of at most {MAX_CAPTION_LENGTH:,} characters, got {len(tags):,}")
+    return tags
+
+
 def _parsed(path: str | os.PathLike[str], lines: list[bytes], parse: Callable[[bytes], Parsed]) -> list[Parsed]:
     parsed = []
     for number, line in enumerate(lines, 1):
@@ -180,6 +192,14 @@ def read_region_counts(path: str | os.PathLike[str], n_rows: int, most: int) -> 
     if len(lines) != n_rows:
         raise ValueError(f"{path}: expected one line per row of the features ({n_rows}), got {len(lines)} lines")
     return np.array(_parsed(path, lines, lambda line: region_count_in(line, most)), dtype=np.int64)
+
+
+def read_tags(path: str | os.PathLike[str], n_images: int, stride: int) -> list[str]:
+    """Read the object tags of each image from `{split}_tags.txt`: one line per image, or per row of the features."""
+    lines = read_lines(path)
+    if len(lines) not in (n_images, n_images * stride):
+        raise ValueError(f"{path}: expected one line per image ({n_images}), got {len(lines)} lines")
+    return _parsed(path, lines, tags_in)[:: len(lines) // n_images]
 
 
 def match_counts(directory: str | os.PathLike[str], split: str, rows: np.memmap, n_captions: int) -> int:

@@ -204,23 +204,28 @@ def _source_of(data: PrecomputedDataset) -> dict[str, str]:
 
 def _index_of(data: PrecomputedDataset) -> bytes:
     """Return the content of a split's index file."""
-    texts = [caption.encode() for caption in data.captions]
     arrays = {
         "token_ids": data.token_ids.numpy(),
         "caption_lengths": data.caption_lengths.numpy(),
         "caption_image": data.caption_image.numpy(),
-        "text": np.frombuffer(b"".join(texts), dtype=np.uint8),
-        "text_lengths": np.array([len(text) for text in texts], dtype=np.int64),
+        **_as_bytes("text", data.captions),
     }
     if data.image_ids is not None:
-        names = [name.encode() for name in data.image_ids]
-        arrays["ids"] = np.frombuffer(b"".join(names), dtype=np.uint8)
-        arrays["ids_lengths"] = np.array([len(name) for name in names], dtype=np.int64)
+        arrays |= _as_bytes("ids", data.image_ids)
+    if data.tags is not None:
+        arrays |= _as_bytes("tags", data.tags)
     if data.source.counts is not None:
         arrays["region_counts"] = data.source.counts
     if data.box_source is not None:
         arrays["boxes"] = data.box_source.values.numpy()
     return bytes(save_tensors({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+
+
+def _as_bytes(name: str, texts: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return texts end to end, and their lengths in bytes."""
+    encoded = [text.encode() for text in texts]
+    lengths = np.array([len(text) for text in encoded], dtype=np.int64)
+    return {name: np.frombuffer(b"".join(encoded), dtype=np.uint8), f"{name}_lengths": lengths}
 
 
 def _pack_split(

@@ -31,7 +31,7 @@ class PrecomputedDataset(CaptionDataset):
 
     Args:
         directory: contains `{split}_ims.npy`, `{split}_caps.txt` and optionally `{split}_cap2im.txt`,
-            `{split}_ids.txt`, `{split}_regions.txt` and `{split}_boxes.npy`.
+            `{split}_ids.txt`, `{split}_regions.txt`, `{split}_boxes.npy` and `{split}_tags.txt`.
         split: "train", "dev", "test", "testall" or any other prefix of these files.
         vocabulary: turns the captions into token ids.
         max_images: use only the first images and their captions; None: all images.
@@ -74,6 +74,10 @@ class PrecomputedDataset(CaptionDataset):
         image_ids: list[str] | None = None
         if regular.is_present(ids_path):
             image_ids = layout.read_ids(ids_path, len(features), self.repeated, caption_image)
+        tags_path = layout.split_path(directory, split, "tags.txt")
+        tags: list[str] | None = None
+        if regular.is_present(tags_path):
+            tags = layout.read_tags(tags_path, len(features), self.repeated)
 
         self._counts = counts
         boxes = self._read_boxes(rows)
@@ -81,6 +85,7 @@ class PrecomputedDataset(CaptionDataset):
             kept = np.flatnonzero(caption_image < max_images)
             captions, caption_image = [captions[index] for index in kept], caption_image[kept]
             features, image_ids = features[:max_images], image_ids and image_ids[:max_images]
+            tags = None if tags is None else tags[:max_images]
             kept_regions = max_images * rows.shape[1] if counts is None else int(counts[:max_images].sum())
             boxes = None if boxes is None else boxes[:kept_regions]
             self._counts = counts = None if counts is None else counts[:max_images]
@@ -91,6 +96,7 @@ class PrecomputedDataset(CaptionDataset):
             vocabulary,
             image_ids=image_ids,
             region_counts=counts,
+            tags=tags,
             boxes=boxes,
             name=str(self.features_path),
         )
@@ -142,6 +148,10 @@ class PrecomputedDataset(CaptionDataset):
     def zeros_advice(self) -> str:
         """What to do about regions of zeros."""
         return layout.zeros_advice(self.split)
+
+    @property
+    def tags_advice(self) -> str:
+        return f"write {self.split}_tags.txt, one line per image"
 
     def features_digest(self) -> str:
         """Return a digest that identifies the features: SHA-256 of the file's size and of sampled blocks."""

@@ -206,6 +206,7 @@ class StoreDataset(PrecomputedDataset):
             check_token_ids(index_path, index, vocabulary)
         captions, caption_image = texts(index, "text"), index["caption_image"]
         image_ids = texts(index, "ids") if "ids" in index else None
+        tags = texts(index, "tags") if "tags" in index else None
         token_ids, lengths, counts = index["token_ids"], index["caption_lengths"], index.get("region_counts")
         boxes = index.get("boxes")
         features: StoreFeatures | StoredPictures
@@ -218,12 +219,13 @@ class StoreDataset(PrecomputedDataset):
             token_ids = token_ids[np.repeat(kept, lengths)]
             captions = [captions[number] for number in np.flatnonzero(kept)]
             lengths, caption_image, image_ids = lengths[kept], caption_image[kept], image_ids and image_ids[:max_images]
+            tags = tags and tags[:max_images]
             features.keep(max_images)
             boxes = None if boxes is None else boxes[: features.n_regions]
         encoded = (torch.from_numpy(token_ids.copy()), torch.from_numpy(lengths.copy())) if known else None
         CaptionDataset.__init__(
             self, features, captions, caption_image, vocabulary, image_ids=image_ids, token_ids=encoded,
-            boxes=None if boxes is None else boxes.copy(), name=str(self.features_path),
+            tags=tags, boxes=None if boxes is None else boxes.copy(), name=str(self.features_path),
         )  # fmt: skip
 
     def features_digest(self) -> str:
@@ -239,13 +241,24 @@ class StoreDataset(PrecomputedDataset):
     def zeros_advice(self) -> str:
         return f"{super().zeros_advice} of the data folder, and pack it again"
 
+    @property
+    def tags_advice(self) -> str:
+        return f"{super().tags_advice}, into the data folder, and pack it again"
+
     def _row(self, image: int) -> int:
         return image
 
     def __reduce__(self) -> Any:
         # Open files and threads cannot be pickled: a worker process opens the store again.
-        opened = functools.partial(StoreDataset, max_images=self._max_images)
+        opened = functools.partial(_opened_again, max_images=self._max_images, tags=self.reads_tags)
         return opened, (self.directory, self.split, self.vocabulary)
+
+
+def _opened_again(*arguments: Any, max_images: int | None, tags: bool) -> StoreDataset:
+    dataset = StoreDataset(*arguments, max_images=max_images)
+    if tags:
+        dataset.read_tags()
+    return dataset
 
 
 def _is_of(manifest: Manifest, directory: Path, vocabulary: Vocabulary) -> bool:

@@ -5,7 +5,7 @@ Inside: `Manifest`, `SplitRecord`, `ShardRecord`, `DTYPES`, `PICTURES`, `is_stor
 
 STORE/store.json                     the manifest, written last: a folder without it is not a store
 STORE/vocab.json                     the vocabulary of the token ids
-STORE/{split}-index.safetensors      captions (text, token ids, image); names and region counts of images, boxes
+STORE/{split}-index.safetensors      captions (text, token ids, image); names, region counts, boxes and tags of images
 STORE/{split}-00000.safetensors ...  "features": the regions (N, f) of consecutive images, or pictures (picture_shards)
 STORE/pictures/                      optional: a store of the pictures that the features were computed from
 """

@@ -17,9 +17,9 @@ from itm_fast.files.messages import shown
 
 __all__ = ["check_captions", "check_index", "check_token_ids", "texts"]
 
-_DTYPES = {"token_ids": "int32", "text": "uint8", "ids": "uint8"}  # All other arrays are int64.
+_DTYPES = {"token_ids": "int32", "text": "uint8", "ids": "uint8", "tags": "uint8"}  # All other arrays are int64.
 # Arrays of lengths, and the arrays whose parts they delimit.
-_PARTS = {"caption_lengths": "token_ids", "text_lengths": "text", "ids_lengths": "ids"}
+_PARTS = {"caption_lengths": "token_ids", "text_lengths": "text", "ids_lengths": "ids", "tags_lengths": "tags"}
 
 
 class Split(Protocol):
@@ -54,8 +54,9 @@ def check_index(path: Path, arrays: Mapping[str, np.ndarray], split: Split) -> N
     """
     sizes: dict[str, int | None] = {"token_ids": None, "text": None}
     sizes |= dict.fromkeys(("caption_lengths", "caption_image", "text_lengths"), split.captions)
-    if "ids" in arrays or "ids_lengths" in arrays:
-        sizes |= {"ids": None, "ids_lengths": split.images}
+    for name in ("ids", "tags"):
+        if name in arrays or f"{name}_lengths" in arrays:
+            sizes |= {name: None, f"{name}_lengths": split.images}
     if split.ragged:
         sizes["region_counts"] = split.images
     elif "region_counts" in arrays:
@@ -74,7 +75,7 @@ def check_index(path: Path, arrays: Mapping[str, np.ndarray], split: Split) -> N
         total, whole = int(arrays[name].sum()), len(arrays[_PARTS[name]])
         if total != whole:
             raise ValueError(f"{path}: {name}: expected a sum of {whole}, the length of {_PARTS[name]}, got {total}")
-    for name in filter({"text", "ids"}.__contains__, sizes):
+    for name in filter({"text", "ids", "tags"}.__contains__, sizes):
         _check_text(path, name, arrays[name], arrays[f"{name}_lengths"])
     if split.ragged:
         _check_regions(path, arrays["region_counts"], split)
@@ -114,7 +115,7 @@ def check_captions(path: Path, arrays: Mapping[str, np.ndarray], vocabulary: Voc
 
 
 def texts(arrays: Mapping[str, np.ndarray], name: str) -> list[str]:
-    """Return the texts `name` of a checked index: "text", the captions, or "ids", the names of images."""
+    """Return the texts `name` of a checked index: "text", the captions, "ids", the names of images, or "tags"."""
     content, ends = arrays[name].tobytes(), np.cumsum(arrays[f"{name}_lengths"]).tolist()
     return [content[start:end].decode() for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 

@@ -12,20 +12,23 @@ from torch import Tensor
 
 from itm_fast.data.dataset import Batch
 from itm_fast.data.precomputed import PrecomputedDataset
+from itm_fast.data.tagged_images import TaggedImages
 from itm_fast.fragments import Fragments
 
 __all__ = ["count_zeros", "warn_of_zeros"]
 
 
-def count_zeros(features: Tensor | Fragments) -> Tensor:
+def count_zeros(features: Tensor | Fragments | TaggedImages) -> Tensor:
     """Count the regions of each image whose features are all zero.
 
     Args:
-        features: (n, k, f), or Fragments of n images, on any device.
+        features: (n, k, f), Fragments of n images, or `TaggedImages`, on any device.
 
     Returns:
         (n,) int64 on the CPU.
     """
+    if isinstance(features, TaggedImages):
+        features = features.regions
     if not isinstance(features, Fragments):
         return (~features.any(2)).sum(1).cpu()
     zero = (~features.values.any(1)).cpu()

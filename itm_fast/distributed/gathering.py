@@ -21,7 +21,7 @@ from itm_fast.fragments import Fragments
 
 __all__ = ["gather_columns", "gather_rows", "gather_sets", "none_of", "sum_of_all"]
 
-Sets = TypeVar("Sets", Fragments, Tensor)
+Sets = TypeVar("Sets", Fragments, Tensor, tuple[Any, ...])
 
 
 def gather_sets(sets: Sets, counts: Sequence[int], world: World) -> Sets:
@@ -31,15 +31,17 @@ def gather_sets(sets: Sets, counts: Sequence[int], world: World) -> Sets:
     exchange. It sums the gradients of its own sets in float32 (float64 for float64) in the order of the ranks.
 
     Args:
-        sets: Fragments of `counts[rank]` sets, or a tensor `(counts[rank], ...)`.
+        sets: Fragments of `counts[rank]` sets, a tensor `(counts[rank], ...)`, or a tuple of these.
         counts: number of sets of each process.
         world: the processes.
 
     Returns:
-        Fragments of `sum(counts)` sets, or a tensor `(sum(counts), ...)`.
+        Fragments of `sum(counts)` sets, a tensor `(sum(counts), ...)`, or a tuple of these.
     """
     if world.size == 1:
         return sets
+    if isinstance(sets, tuple):
+        return tuple(gather_sets(part, counts, world) for part in sets)
     if isinstance(sets, Tensor):
         return _GatherRows.apply(sets, tuple(counts), world)
     lengths = gather_rows(sets.lengths.to(torch.int64), counts, world)
@@ -109,6 +111,8 @@ def sum_of_all(own: Tensor, world: World) -> Tensor:
 
 def none_of(sets: Sets) -> Sets:
     """Return zero sets of the same type, connected to the same autograd graph."""
+    if isinstance(sets, tuple):
+        return tuple(none_of(part) for part in sets)
     if isinstance(sets, Tensor):
         return sets[:0]
     return Fragments(sets.values[:0], sets.offsets[:1], check=False, max_length=0)

@@ -13,6 +13,7 @@ from itm_fast.evaluation.measures import Measures
 from itm_fast.evaluation.metric import RetrievalRecall
 from itm_fast.evaluation.opening import Opened, open_embeddings, open_matrix
 from itm_fast.evaluation.protocols import evaluate, evaluate_ensemble, evaluate_scores
+from itm_fast.evaluation.reranking import rerank
 from itm_fast.evaluation.score_protocols import Scored, score_protocol
 from itm_fast.evaluation.score_sources import EmbeddingScores, MatrixScores, ScoreSource
 from itm_fast.evaluation.scoring import Gallery, Scorer, score_matrix
@@ -43,6 +44,7 @@ __all__ = [
     "open_embeddings",
     "open_matrix",
     "recall_table",
+    "rerank",
     "score_matrix",
     "score_protocol",
     "stream_ranks",

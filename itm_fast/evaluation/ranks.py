@@ -1,6 +1,6 @@
 """Count ranks from tiles of scores.
 
-Inside: `Ranks`.
+Inside: `Ranks`, `compared`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from itm_fast.distributed import World, gather_rows, sum_of_all
 from itm_fast.evaluation.distance import MeanDistance
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "compared"]
 
 
 class Ranks:
@@ -96,16 +96,22 @@ class Ranks:
         self.image_ties[rows] += torch.where(captioned, equal.sum(1), 0)
 
     def _compared(self, scores: Tensor, matching: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where a score of another pair outranks the matching one, and where it equals it.
-
-        NaN is the lowest value and equals NaN.
-        """
-        equal, above = scores == matching, scores > matching
-        lost = matching.isnan()
-        if bool(lost.any()):
-            equal |= lost & scores.isnan()
-            above |= lost & ~scores.isnan()
+        """Return where a score of another pair outranks the matching one, and where it equals it."""
+        above, equal = compared(scores, matching)
         if bool(own.any()):
             equal &= ~own
             above &= ~own
         return (above | equal if self._pessimistic else above), equal
+
+
+def compared(scores: Tensor, matching: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where a score is above the matching one, and where it equals it.
+
+    NaN is the lowest value and equals NaN.
+    """
+    equal, above = scores == matching, scores > matching
+    lost = matching.isnan()
+    if bool(lost.any()):
+        equal |= lost & scores.isnan()
+        above |= lost & ~scores.isnan()
+    return above, equal

@@ -16,7 +16,6 @@ from tqdm.auto import tqdm
 from itm_fast.distributed import World
 from itm_fast.evaluation.distance import MeanDistance
 from itm_fast.evaluation.shares import encoded_tiles, gathered_scores, split_tiles
-from itm_fast.fragments import Fragments
 
 __all__ = ["Gallery", "Scorer", "check_tiles", "evaluation_mode", "score_matrix"]
 
@@ -28,7 +27,7 @@ class Gallery(Protocol):
     n_images: int
 
     def __len__(self) -> int: ...
-    def image_batch(self, image_indices: Tensor, /) -> Tensor | Fragments: ...
+    def image_batch(self, image_indices: Tensor, /) -> Any: ...  # What `encode_images` takes.
     def caption_batch(self, caption_indices: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
 

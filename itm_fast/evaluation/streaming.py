@@ -1,6 +1,6 @@
 """Compute ranks and best matches tile by tile, without a score matrix.
 
-Inside: `stream_ranks`, `top_k`.
+Inside: `stream_ranks`, `top_k`; `Member`, which `reranking` also uses.
 
 A rank counts the scores above the score of the matching pair, so that score must be known first. Tiles that contain
 matching pairs are therefore scored first. Captions are sorted by image, so these tiles are few. They are kept until
@@ -23,13 +23,13 @@ from itm_fast.evaluation.ranks import Ranks
 from itm_fast.evaluation.scoring import Gallery, Scorer, check_tiles, evaluation_mode
 from itm_fast.evaluation.shares import encoded_tiles, split_tiles
 
-__all__ = ["stream_ranks", "top_k"]
+__all__ = ["CHUNK_CAPTIONS", "Member", "stream_ranks", "top_k"]
 
 # Captions encoded at a time: 0.4 GB of embeddings for 13 words per caption and 1,024 float32 values per word.
 CHUNK_CAPTIONS = 8192
 
 
-class _Member:
+class Member:
     """A model and its data set; encodes tiles."""
 
     def __init__(self, model: Scorer, dataset: Gallery) -> None:
@@ -86,7 +86,7 @@ def stream_ranks(
     owners = members[0][1].caption_image[captions] - int(images[0])
     order = torch.argsort(owners, stable=True)
     chosen, owners = captions[order], owners[order]
-    parts = [_Member(*member) for member in members]
+    parts = [Member(*member) for member in members]
     ranks = [Ranks(owners, len(images), ties) for _ in parts]
     together = Ranks(owners, len(images), ties) if len(parts) > 1 else ranks[0]
     share = world.share(len(images))
@@ -130,7 +130,7 @@ Tiles = list[tuple[int, Tensor]]
 
 
 def _own_tiles(
-    parts: Sequence[_Member], image_tiles: Tiles, caption_tiles: Tiles, owners: Tensor
+    parts: Sequence[Member], image_tiles: Tiles, caption_tiles: Tiles, owners: Tensor
 ) -> dict[tuple[int, int], list[Tensor]]:
     """Score the tiles that contain matching pairs; the keys are positions of the first image and caption."""
     kept: dict[tuple[int, int], list[Tensor]] = {}
@@ -153,7 +153,7 @@ def _own_tiles(
 
 
 def _score_chunk(
-    parts: Sequence[_Member],
+    parts: Sequence[Member],
     image_tiles: Tiles,
     chunk: Tiles,
     tile_captions: int,
@@ -191,7 +191,7 @@ def _sum(tiles: Sequence[Tensor]) -> Tensor:
 
 
 @contextlib.contextmanager
-def _evaluation_modes(parts: Sequence[_Member]) -> Iterator[None]:
+def _evaluation_modes(parts: Sequence[Member]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for part in parts:
             stack.enter_context(evaluation_mode(part.model))
@@ -238,7 +238,7 @@ def top_k(
     check_tiles(tile_images, tile_captions)
     if k < 1:
         raise ValueError(f"k: expected at least 1, got {k}")
-    part = _Member(model, dataset)
+    part = Member(model, dataset)
     images = torch.arange(dataset.n_images) if images is None else images
     captions = torch.arange(len(dataset)) if captions is None else captions
     image_tiles = list(enumerate(split_tiles(images, tile_images)))

@@ -6,6 +6,7 @@ from itm_fast.losses.cmpm_loss import CMPMLoss
 from itm_fast.losses.contrastive_loss import InfoNCELoss, SigLIPLoss
 from itm_fast.losses.distillation import DINOLoss, DMLLoss, RKDLoss, SoftRankLoss
 from itm_fast.losses.domain_regularization import DomainRegularization
+from itm_fast.losses.matching_loss import MatchingBCELoss
 from itm_fast.losses.polynomial_loss import PolynomialLoss
 from itm_fast.losses.realignment_loss import RealignmentLoss
 from itm_fast.losses.registry import names, register
@@ -19,6 +20,7 @@ __all__ = [
     "DMLLoss",
     "DomainRegularization",
     "InfoNCELoss",
+    "MatchingBCELoss",
     "PolynomialLoss",
     "RKDLoss",
     "RealignmentLoss",

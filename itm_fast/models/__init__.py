@@ -11,6 +11,7 @@ from itm_fast.models.fdf import FDF, FDF_HOSTS, FDFConfig
 from itm_fast.models.fragment_model import Encoded, FragmentModel
 from itm_fast.models.laps import LAPS, LAPSConfig
 from itm_fast.models.naaf import NAAF, NAAFConfig
+from itm_fast.models.oscar import OSCAR, OSCARConfig
 from itm_fast.models.saem import SAEM, SAEMConfig
 from itm_fast.models.scan import SCAN, SCANConfig
 from itm_fast.models.sgraf import SGRAF, SGRAFConfig
@@ -29,6 +30,7 @@ __all__ = [
     "FDF_HOSTS",
     "LAPS",
     "NAAF",
+    "OSCAR",
     "RVSEPP",
     "SAEM",
     "SCAN",
@@ -47,6 +49,7 @@ __all__ = [
     "LAPSConfig",
     "MatchingModel",
     "NAAFConfig",
+    "OSCARConfig",
     "RVSEPPConfig",
     "SAEMConfig",
     "SCANConfig",

@@ -67,7 +67,7 @@ class MatchingModel(nn.Module, abc.ABC):
                 setattr(cls, name, wrapped(vars(cls)[name]))
 
     @abc.abstractmethod
-    def encode_images(self, features: Tensor | Fragments) -> Embeddings:
+    def encode_images(self, features: Tensor | Fragments) -> Any:
         """Encode images.
 
         Args:
@@ -75,7 +75,7 @@ class MatchingModel(nn.Module, abc.ABC):
                 model and encoded without an autograd graph.
 
         Returns:
-            The embeddings of n images.
+            The embeddings of n images: Fragments, a tensor, or a tuple of these.
         """
 
     @abc.abstractmethod
@@ -160,6 +160,15 @@ class MatchingModel(nn.Module, abc.ABC):
     def scores_within_one(self) -> bool:
         """Return whether all scores lie within [-1, 1], as cosines and their means do."""
         return True
+
+    @property
+    def reads_tags(self) -> bool:
+        """Return whether `encode_images` takes `itm_fast.data.TaggedImages`: regions with object tags."""
+        return False
+
+    def beside_bert(self) -> dict[str, nn.Module]:
+        """Return modules whose weights the folder of a pretrained BERT may contain, by their names there."""
+        return {}
 
     @property
     def pretrained_scale(self) -> tuple[float | None, float | None]:

@@ -7,14 +7,17 @@ executed.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from itm_fast.files import regular
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, read_json
 from itm_fast.files.messages import shown
+from itm_fast.files.torch_files import load_plain
 from itm_fast.models.base import check_shapes, load_weights, shapes_of
 from itm_fast.models.weights_file import read_shapes, read_weights
 
@@ -38,6 +41,7 @@ _FIXED = {
     "is_decoder": False,
 }
 _WEIGHTS = "model.safetensors"
+_OLD_WEIGHTS = "pytorch_model.bin"
 
 
 def bert_vocabulary_file(folder: str | os.PathLike[str]) -> Path:
@@ -82,28 +86,67 @@ def bert_options(folder: str | os.PathLike[str], vocab_size: int) -> dict[str, A
     return {"text_encoder": "bert", **{own: content[name] for name, own in _SIZES.items()}}
 
 
-def load_bert(bert: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Copy the weights in `folder` (`model.safetensors`) into a BERT of the same sizes.
+def load_bert(
+    bert: nn.Module, folder: str | os.PathLike[str], parts: Mapping[str, nn.Module] = MappingProxyType({})
+) -> None:
+    """Copy the weights in `folder` (`model.safetensors`, else `pytorch_model.bin`) into a BERT of the same sizes.
 
     Weights of other parts, such as pretraining heads, are ignored.
+
+    Args:
+        bert: the model.
+        folder: the folder.
+        parts: further modules by their names in the file, such as "pooler.dense". The weights of those that the file
+            contains are copied, too.
 
     Raises:
         ValueError: the file is missing or damaged, or its weights do not fit; one line names the file and the weight.
     """
     path = Path(folder) / _WEIGHTS
+    old = Path(folder) / _OLD_WEIGHTS
+    if not regular.is_present(path) and regular.is_present(old):
+        path = old
     if not regular.is_file(path):
         raise ValueError(
             f"{path}: no such file; expected the weights of a BERT model (save_pretrained of transformers writes them)"
         )
-    shapes = read_shapes(path)
+    found = _read_old(path) if path == old else None
+    shapes = read_shapes(path) if found is None else {name: tuple(one.shape) for name, one in found.items()}
     own = {name: _own_name(name) for name in shapes}
-    known = shapes_of(bert)
-    taken = {name: plain for name, plain in own.items() if plain in known}
-    if len(set(taken.values())) != len(taken):
-        raise ValueError(f"{path}: a weight of BERT appears twice, with and without 'bert.'")
-    check_shapes(known, {plain: shapes[name] for name, plain in taken.items()}, str(path))
-    weights = read_weights(path)
-    load_weights(bert, {plain: weights[name] for name, plain in taken.items()}, str(path))
+    taken = []
+    for prefix, module in {"": bert, **parts}.items():
+        known = shapes_of(module)
+        names = {name: plain for name, plain in _below(prefix, own).items() if plain in known}
+        if prefix and len(names) < len(known):
+            continue
+        if len(set(names.values())) != len(names):
+            raise ValueError(f"{path}: a weight of BERT appears twice, with and without 'bert.'")
+        source = f"{path}: {prefix}" if prefix else str(path)
+        check_shapes(known, {plain: shapes[name] for name, plain in names.items()}, source)
+        taken.append((module, names, source))
+    weights = read_weights(path) if found is None else found
+    for module, names, source in taken:
+        load_weights(module, {plain: weights[name] for name, plain in names.items()}, source)
+
+
+def _below(prefix: str, own: Mapping[str, str]) -> dict[str, str]:
+    """Return the names in the file of the weights of a part, with their names in it."""
+    start = f"{prefix}." if prefix else ""
+    return {name: plain.removeprefix(start) for name, plain in own.items() if plain.startswith(start)}
+
+
+def _read_old(path: Path) -> dict[str, Tensor]:
+    """Read a file of `torch.save`, in which nothing is executed."""
+    try:
+        content = load_plain(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: not readable weights: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a state dict, got {type(content).__name__}")
+    for name, tensor in content.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ValueError(f"{path}: expected tensors by name, got {shown(name)}: {type(tensor).__name__}")
+    return content
 
 
 def _own_name(name: str) -> str:

@@ -13,6 +13,7 @@ from itm_fast.nn.maxsim import MaxsimScores
 from itm_fast.nn.message_passing import MessagePassing
 from itm_fast.nn.negative_attention import NegativeAwareSimilarity
 from itm_fast.nn.normalization import l2norm
+from itm_fast.nn.pair_transformer import PairScores, PairTransformer
 from itm_fast.nn.patch_encoder import PatchEncoder
 from itm_fast.nn.patch_slimming import PatchSlimming
 from itm_fast.nn.phrase_pooling import PhrasePooling
@@ -46,6 +47,8 @@ __all__ = [
     "MaxsimScores",
     "MessagePassing",
     "NegativeAwareSimilarity",
+    "PairScores",
+    "PairTransformer",
     "PatchEncoder",
     "PatchSlimming",
     "PhrasePooling",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,7 @@ from itm_fast.nn.image_encoder import linear_layer
 from itm_fast.nn.normalization import l2norm
 from itm_fast.nn.text_encoder import check_captions
 
-__all__ = ["BertTextEncoder"]
+__all__ = ["BertTextEncoder", "make_bert", "padded_pieces"]
 
 
 class BertTextEncoder(nn.Module):
@@ -46,27 +48,9 @@ class BertTextEncoder(nn.Module):
         no_txtnorm: bool = False,
     ) -> None:
         super().__init__()
-        try:
-            from transformers import BertConfig, BertModel
-        except ImportError:
-            raise ValueError(
-                "bert: the package transformers is not installed; install it with pip install 'itm_fast[bert]'"
-            ) from None
-        if bert_dim % heads:
-            raise ValueError(f"bert_dim: expected a multiple of the {heads} heads, got {bert_dim}")
         self.no_txtnorm = no_txtnorm
-        config = BertConfig(
-            vocab_size=vocab_size,
-            hidden_size=bert_dim,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            intermediate_size=hidden_dim,
-            max_position_embeddings=max_length,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-        )
         self.vocab_size, self.max_length = vocab_size, max_length
-        self.bert = BertModel(config, add_pooling_layer=False)
+        self.bert = make_bert(vocab_size, bert_dim, layers, heads, hidden_dim, max_length, dropout)
         self.fc = nn.Identity() if embed_dim is None else linear_layer(bert_dim, embed_dim)
 
     def forward(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
@@ -81,19 +65,64 @@ class BertTextEncoder(nn.Module):
 
     def states(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
         """BERT's states: rows (sum of lengths, `bert_dim`). Arguments and errors as in `forward`."""
-        check_captions(token_ids, lengths, self.vocab_size)
-        lengths = lengths.to(token_ids.device)
-        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
-        torch.cumsum(lengths, 0, out=offsets[1:])
-        longest = int(lengths.max()) if len(lengths) else 0
-        if longest > self.max_length:
-            raise ValueError(f"token_ids: expected at most {self.max_length} tokens in a caption, got {longest}")
-        if longest == 0:
+        ids, inside, offsets = padded_pieces(token_ids, lengths, self.vocab_size, self.max_length)
+        if ids.shape[1] == 0:
             empty = next(self.bert.parameters()).new_zeros(0, self.bert.config.hidden_size)
             return Fragments(empty, offsets, check=False, max_length=0)
-        inside = torch.arange(longest, device=lengths.device) < lengths[:, None]
-        # What stands behind a caption may be no id at all; a caption without words sees one token, whose state is left.
-        ids = token_ids[:, :longest].masked_fill(~inside, 0).to(torch.int64)
-        seen = inside | (torch.arange(longest, device=lengths.device) == 0)
+        # A caption without words sees one token, whose state is left.
+        seen = inside | (torch.arange(ids.shape[1], device=ids.device) == 0)
         states = self.bert(input_ids=ids, attention_mask=seen.to(torch.int64)).last_hidden_state
-        return Fragments(states[inside], offsets, check=False, max_length=longest)
+        return Fragments(states[inside], offsets, check=False, max_length=ids.shape[1])
+
+
+def make_bert(
+    vocab_size: int, dim: int, layers: int, heads: int, hidden_dim: int, max_length: int, dropout: float
+) -> Any:
+    """Create the `BertModel` of transformers with random weights, without a pooling layer.
+
+    Raises:
+        ValueError: the package transformers is not installed, or `dim` is no multiple of `heads`.
+    """
+    try:
+        from transformers import BertConfig, BertModel
+    except ImportError:
+        raise ValueError(
+            "bert: the package transformers is not installed; install it with pip install 'itm_fast[bert]'"
+        ) from None
+    if dim % heads:
+        raise ValueError(f"bert_dim: expected a multiple of the {heads} heads, got {dim}")
+    config = BertConfig(
+        vocab_size=vocab_size,
+        hidden_size=dim,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=hidden_dim,
+        max_position_embeddings=max_length,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    return BertModel(config, add_pooling_layer=False)
+
+
+def padded_pieces(
+    token_ids: Tensor, lengths: Tensor, vocab_size: int, max_length: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Check token ids (n, L), padded anyhow, and lengths (n,).
+
+    Returns:
+        The ids without needless padding, int64 (n, longest), 0 behind a caption; where captions are, bool (n, longest);
+        and the offsets (n + 1,) of the captions end to end.
+
+    Raises:
+        ValueError: a type, shape or value does not fit, or a caption is longer than `max_length`.
+    """
+    check_captions(token_ids, lengths, vocab_size)
+    lengths = lengths.to(token_ids.device)
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    longest = int(lengths.max()) if len(lengths) else 0
+    if longest > max_length:
+        raise ValueError(f"token_ids: expected at most {max_length} tokens in a caption, got {longest}")
+    inside = torch.arange(longest, device=lengths.device) < lengths[:, None]
+    # What stands behind a caption may be no id at all.
+    return token_ids[:, :longest].masked_fill(~inside, 0).to(torch.int64), inside, offsets

@@ -39,3 +39,5 @@ def cautions(config: TrainConfig, model: MatchingModel) -> Iterator[str]:
             f"soft: soft margins take scores to lie within [-1, 1], but those of this {model.name} may lie outside, "
             "where the margins turn negative"
         )
+    if config.loss == "matching_bce" and model.scores_within_one:
+        yield f"loss: matching_bce takes log-odds, but the scores of this {model.name} lie within [-1, 1]"

@@ -107,8 +107,8 @@ class TrainConfig:
     model: str = setting(
         "scan",
         group=MODEL,
-        help="Model: bfan, camp, chan, clip, dbl, esa, laps, naaf, rvsepp, saem, scan, sgraf, vse_infty, vsepp or "
-        "vsrn.",
+        help="Model: bfan, camp, chan, clip, dbl, esa, laps, naaf, oscar, rvsepp, saem, scan, sgraf, vse_infty, "
+        "vsepp or vsrn.",
     )
     model_options: Mapping[str, Any] = setting(factory=dict, group=MODEL, help="Settings of the model by name.")
     bert: str | None = setting(
@@ -188,8 +188,8 @@ class TrainConfig:
     lr_schedule: str = setting(
         "step",
         group=OPTIMIZER,
-        help="Learning rate schedule: decay in steps, along a cosine, or not at all.",
-        choices=("step", "cosine", "constant"),
+        help="Learning rate schedule: decay in steps, along a cosine, along a line to 0 (linear), or not at all.",
+        choices=("step", "cosine", "linear", "constant"),
     )
     lr_decay_every: int = setting(
         15, group=OPTIMIZER, minimum=1, help="Epochs or steps between two decays (step schedule)."
@@ -206,7 +206,7 @@ class TrainConfig:
     loss: str = setting(
         "triplet",
         group=LOSS,
-        help="Loss: triplet, polynomial, bce, cmpm, infonce, siglip, or a registered one.",
+        help="Loss: triplet, polynomial, bce, cmpm, infonce, siglip, matching_bce, or a registered one.",
     )
     loss_options: Mapping[str, Any] = setting(
         factory=dict, group=LOSS, help="Further settings of the loss by name, for registered losses."
@@ -236,14 +236,14 @@ class TrainConfig:
     halve_loss: bool = setting(
         False,
         group=LOSS,
-        help="Average the two directions of the triplet loss or infonce instead of adding them (authors' code of SelHN "
-        "and CLIP).",
+        help="Average the two directions of the triplet loss or infonce, or the two terms of matching_bce, instead of "
+        "adding them (authors' code of SelHN, CLIP and OSCAR).",
     )
     mean_loss: bool = setting(
         False,
         group=LOSS,
         help="Average the loss over the batch instead of adding it up (authors' code of SelHN, polynomial loss, cmpm, "
-        "infonce and siglip).",
+        "infonce, siglip and matching_bce).",
     )
     softmax_scale: float = setting(
         1.0,

@@ -25,7 +25,9 @@ def fingerprints(data: PrecomputedDataset | OwnData) -> dict[str, str]:
     """
     if isinstance(data, OwnData):
         return data.fingerprints()
+    tags = {f"{data.split}_tags.txt": sha256_of_parts("\n".join(data.tags or ()).encode())} if data.reads_tags else {}
     return {
+        **tags,
         f"{data.split}_caps.txt": sha256_of_parts(
             "\n".join(data.captions).encode(), data.caption_image.numpy().tobytes()
         ),

@@ -127,7 +127,7 @@ class OwnData:
             )
         return torch.as_tensor(found)
 
-    def image_batch(self, image_indices: Tensor) -> Tensor | Fragments:
+    def image_batch(self, image_indices: Tensor) -> Any:
         """Read images; see `Gallery`."""
         return self.data.image_batch(image_indices)
 

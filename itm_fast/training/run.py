@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,8 @@ def _trainer(
             if isinstance(model, models.MatchingModel):
                 for data in (train_data, validation_data):
                     data.check_caption_lengths(model.max_caption_length)
+                    if model.reads_tags:
+                        data.read_tags()
                 anchor = frozen_anchor(config, model, vocabulary, resume=resume)
         if train_data is None or validation_data is None:
             raise ValueError("train_data, validation_data: expected both or none")
@@ -277,7 +279,7 @@ def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedD
     if clip is not None:
         load_clip(config, model, clip)
     if config.bert is not None:
-        load_bert(model.get_submodule("text_encoder.bert"), config.bert)
+        load_bert(model.get_submodule("text_encoder.bert"), config.bert, model.beside_bert())
     return model
 
 
@@ -299,10 +301,11 @@ def _model(config: TrainConfig, options: dict[str, Any]) -> models.MatchingModel
     )
 
 
-def _bert_options(config: TrainConfig, vocabulary: Vocabulary, known: Collection[str]) -> dict[str, Any]:
+def _bert_options(config: TrainConfig, vocabulary: Vocabulary, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the model that follow from the BERT folder."""
     if config.bert is None:
-        if config.model_options.get("text_encoder") == "bert":
+        default = known["text_encoder"].default if "text_encoder" in known else None
+        if config.model_options.get("text_encoder", default) == "bert":
             raise ValueError("bert: text_encoder bert needs the folder of a BERT model: --bert DIR")
         return {}
     if "text_encoder" not in known:

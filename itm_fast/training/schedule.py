@@ -18,10 +18,10 @@ def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float
     if config.lr_schedule == "step":
         unit = steps_per_epoch if config.lr_decay_unit == "epoch" else 1
         factor = config.lr_decay_factor ** (step // (config.lr_decay_every * unit))
-    elif config.lr_schedule == "cosine":
+    elif config.lr_schedule in ("cosine", "linear"):
         total = config.epochs * steps_per_epoch - config.lr_warmup_steps
         done = min(max(step - config.lr_warmup_steps, 0) / max(total, 1), 1.0)
-        factor = 0.5 * (1.0 + math.cos(math.pi * done))
+        factor = 1.0 - done if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     else:
         factor = 1.0
     rate = max(config.lr * factor, min(config.lr_floor, config.lr))

@@ -1,6 +1,6 @@
 """A tiny BERT with random weights: its model folder in the layout of transformers, and its hidden states in float64.
 
-Inside: `PIECES`, `SIZES`, `random_bert`, `write_bert`, `bert_states`.
+Inside: `PIECES`, `SIZES`, `random_bert`, `write_bert`, `bert_states`; `BertLoop`, which computes them.
 """
 
 from __future__ import annotations
@@ -71,33 +71,50 @@ def write_bert(folder: Path, weights: Mapping[str, torch.Tensor] | None = None, 
 def bert_states(
     weights: Mapping[str, torch.Tensor], ids: list[int], heads: int = SIZES["num_attention_heads"]
 ) -> np.ndarray:
-    """Compute the last hidden states (L, 24) of one sequence in float64.
+    """Compute the last hidden states (L, 24) of one sequence in float64."""
+    bert = BertLoop(weights, heads)
+    return bert.layers(bert.embedded(ids))
+
+
+class BertLoop:
+    """BERT for one sequence without padding, in float64.
 
     Sources: Vaswani et al. 2017, section 3; Devlin et al. 2019.
     """
-    w = {name: value.detach().double().numpy() for name, value in weights.items()}
 
-    def linear(name: str, x: np.ndarray) -> np.ndarray:
-        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+    def __init__(self, weights: Mapping[str, torch.Tensor], heads: int = SIZES["num_attention_heads"]) -> None:
+        self.weights = {name: value.detach().double().numpy() for name, value in weights.items()}
+        self.heads = heads
 
-    def norm(name: str, x: np.ndarray) -> np.ndarray:
+    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
+        return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
+
+    def norm(self, name: str, x: np.ndarray) -> np.ndarray:
         centred = x - x.mean(axis=-1, keepdims=True)
         scaled = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-12)
-        return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
+        return scaled * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
 
-    def split(x: np.ndarray) -> np.ndarray:
-        return x.reshape(len(ids), heads, -1).transpose(1, 0, 2)
+    def embedded(self, ids: list[int], kind: int = 0, first: int = 0) -> np.ndarray:
+        """Embed pieces of a token type at the positions from `first` on."""
+        words, places, kinds = (
+            self.weights[f"embeddings.{name}_embeddings.weight"] for name in ("word", "position", "token_type")
+        )
+        return self.norm("embeddings.LayerNorm", words[ids] + places[first : first + len(ids)] + kinds[kind])
 
-    embedded = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.position_embeddings.weight"][: len(ids)]
-    x = norm("embeddings.LayerNorm", embedded + w["embeddings.token_type_embeddings.weight"][0])
-    for index in range(SIZES["num_hidden_layers"]):
-        name = f"encoder.layer.{index}"
-        query, key, value = (split(linear(f"{name}.attention.self.{one}", x)) for one in ("query", "key", "value"))
-        powers = np.exp(query @ key.transpose(0, 2, 1) / math.sqrt(query.shape[-1]))
-        context = powers / powers.sum(axis=-1, keepdims=True) @ value
-        attended = linear(f"{name}.attention.output.dense", context.transpose(1, 0, 2).reshape(len(ids), -1))
-        x = norm(f"{name}.attention.output.LayerNorm", x + attended)
-        hidden = linear(f"{name}.intermediate.dense", x)
-        hidden = hidden * (1 + np.vectorize(math.erf)(hidden / math.sqrt(2))) / 2
-        x = norm(f"{name}.output.LayerNorm", x + linear(f"{name}.output.dense", hidden))
-    return x
+    def layers(self, x: np.ndarray) -> np.ndarray:
+        def split(rows: np.ndarray) -> np.ndarray:
+            return rows.reshape(len(x), self.heads, -1).transpose(1, 0, 2)
+
+        for index in range(SIZES["num_hidden_layers"]):
+            name = f"encoder.layer.{index}"
+            query, key, value = (
+                split(self.linear(f"{name}.attention.self.{one}", x)) for one in ("query", "key", "value")
+            )
+            powers = np.exp(query @ key.transpose(0, 2, 1) / math.sqrt(query.shape[-1]))
+            context = powers / powers.sum(axis=-1, keepdims=True) @ value
+            attended = self.linear(f"{name}.attention.output.dense", context.transpose(1, 0, 2).reshape(len(x), -1))
+            x = self.norm(f"{name}.attention.output.LayerNorm", x + attended)
+            hidden = self.linear(f"{name}.intermediate.dense", x)
+            hidden = hidden * (1 + np.vectorize(math.erf)(hidden / math.sqrt(2))) / 2
+            x = self.norm(f"{name}.output.LayerNorm", x + self.linear(f"{name}.output.dense", hidden))
+        return x

@@ -62,7 +62,7 @@ ADDR = {
 SOURCES = {
     "addr": "Adversarial Discriminative Domain Regularization", "vsrn": "Visual Semantic Reasoning",
     "chan": "Hard Aligning Network", "laps": "Patch Slimming", "fdf": "Feature Diversification Framework",
-    "dbl": "Deep Boosting Learning",
+    "dbl": "Deep Boosting Learning", "oscar": "Object-Semantics Aligned",
     "scan": "Lee et al.", "rcar": "Plug-and-Play", "bfan": "Liu et al.", "vsepp": "Faghri et al.",
     "vse-infty": "Best Pooling Strategy", "vse-": "Selectively Hard Negative", "rvse": "Selectively Hard Negative",
     "naaf": "Negative-Aware Attention", "camp": "Cross-Modal Adaptive Message Passing",
@@ -227,6 +227,16 @@ PUBLISHED |= {
     )
     for model, numbers, options in [PUBLISHED[host]]
 }
+OSCAR = {
+    **CONSTANT, "lr_schedule": "linear", "epochs": 20, "batch_size": 256, "optimizer": "adamw", "lr": 2e-5,
+    "bert_lr_factor": 1.0, "weight_decay": 0.05, "grad_clip": 1.0, "margin": None, "loss": "matching_bce",
+    "mining": "all", "halve_loss": True, "mean_loss": True, "exclude_same_image": True, "validation_images": None,
+}  # fmt: skip
+OF_OSCAR = {**BERT, "bert_dropout": 0.1, "image_encoder": "linear", "tags": True}
+PUBLISHED["oscar-coco"] = ("oscar", OSCAR, OF_OSCAR)
+PUBLISHED["dbl-oscar-oas-coco"] = (
+    "oscar", {**OSCAR, **BOOSTED, "margin": 0.2, "scenario": "oas", "anchor_start": True}, OF_OSCAR
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -262,6 +272,9 @@ def test_a_recipe_holds_the_published_numbers(name: str) -> None:
     if settings.lr_decay_unit == "step":
         rates = [learning_rate(settings, step, 7) for step in (0, 7999, 8000, 16_000, 10**6)]
         assert rates == pytest.approx([*[numbers["lr"]] * 2, numbers["lr"] / 5, max(numbers["lr"] / 25, 1e-5), 1e-5])
+    elif settings.lr_schedule == "linear":
+        rates = [learning_rate(settings, step, 1) for step in (0, 5, 19)]
+        assert rates == pytest.approx([numbers["lr"], 0.75 * numbers["lr"], numbers["lr"] / 20])
     else:
         rates = [learning_rate(settings, step, 1) for step in range(settings.epochs)]
         before = numbers["lr_decay_every"] or settings.epochs

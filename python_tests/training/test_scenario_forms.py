@@ -14,16 +14,18 @@ from torch import Tensor
 from itm_fast import models
 from itm_fast.training import TrainConfig, Trainer
 from itm_fast.training.scenarios import MomentumScenario
+from python_tests.helpers.bert import write_bert
 from python_tests.helpers.boosting import loop_boosting
 from python_tests.helpers.comparison_loops import loop_losses
 from python_tests.helpers.runs import OPTIONS, config, make_trainer, same
 from python_tests.helpers.triplets import loop_losses as loop_triplets
 
 CAPTIONS = [0, 1, 7, 20, 31, 44, 57, 90]
-# Every model, with dropout if it has any; one has RCAR's regulators, one FDF's conversions without realignment.
+# Every model but clip, which needs pictures, with dropout if it has any; one has RCAR's regulators, one FDF's
+# conversions without realignment.
 REGULATED = {"regulator": "rcar", "alignment_dim": 8, "image_encoder": "residual"}
 MODELS: dict[str, dict[str, Any]] = {
-    **{name: {"model": name} for name in models.names() if name != "fdf"},
+    **{name: {"model": name} for name in models.names() if name not in ("clip", "fdf")},
     "fdf": {"model": "vse_infty", "conversions": 2, "realignment": False},
     "regulated": {"model": "scan", "model_options": {**OPTIONS, **REGULATED}},
 }
@@ -32,8 +34,10 @@ MODELS: dict[str, dict[str, Any]] = {
 def trainer_of(data: Path, folder: Path, scenario: str, **changes: Any) -> Trainer:
     """Return a trainer of small models; the frozen model of oas is a different, untrained one."""
     settings = {"scenario": scenario, **changes}
+    if settings.get("model") == "oscar":
+        settings |= {"bert": str(write_bert(folder / "bert")), "model_options": {}}
     if scenario == "oas":
-        of_model = ("model", "model_options", "conversions", "realignment")
+        of_model = ("model", "bert", "model_options", "conversions", "realignment")
         alone = {name: value for name, value in settings.items() if name in of_model}
         other = make_trainer(config(data, folder, seed=5, **alone))
         other.model.save(folder / "anchor")

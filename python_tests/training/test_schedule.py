@@ -37,6 +37,11 @@ def test_cosine_schedule() -> None:
     assert values[2:] == pytest.approx([1, 0.5 * (1 + math.cos(math.pi * 20 / 42)), 0.1])
 
 
+def test_linear_schedule() -> None:
+    values = rates([0, 4, 8, 29, 49, 60], epochs=5, lr_schedule="linear", lr_warmup_steps=8)
+    assert values == pytest.approx([1 / 8, 5 / 8, 1, 0.5, 1 / 42, 0])
+
+
 def test_constant_schedule() -> None:
     assert rates([0, 1000], lr_schedule="constant") == [1.0, 1.0]
 
