@@ -3,6 +3,7 @@
 from itm_fast.models.base import MatchingModel, config_class, create, load, names, register
 from itm_fast.models.bfan import BFAN, BFANConfig
 from itm_fast.models.chan import CHAN, CHANConfig
+from itm_fast.models.clip import CLIP, CLIPConfig
 from itm_fast.models.dbl import DBL, DBLConfig
 from itm_fast.models.fdf import FDF, FDF_HOSTS, FDFConfig
 from itm_fast.models.fragment_model import Encoded, FragmentModel
@@ -16,6 +17,7 @@ from itm_fast.models.vsrn import VSRN, VSRNConfig
 __all__ = [
     "BFAN",
     "CHAN",
+    "CLIP",
     "DBL",
     "FDF",
     "FDF_HOSTS",
@@ -27,6 +29,7 @@ __all__ = [
     "VSRN",
     "BFANConfig",
     "CHANConfig",
+    "CLIPConfig",
     "DBLConfig",
     "Encoded",
     "FDFConfig",

@@ -162,6 +162,11 @@ class MatchingModel(nn.Module, abc.ABC):
         return True
 
     @property
+    def pretrained_scale(self) -> tuple[float | None, float | None]:
+        """Return scale and bias of the scores after pretraining, where a loss may start; None: there is none."""
+        return None, None
+
+    @property
     def max_caption_length(self) -> int | None:
         """Return the maximum number of tokens per caption; None if there is no limit, as with a GRU."""
         encoder = getattr(self, "text_encoder", None)

@@ -3,6 +3,7 @@
 from itm_fast.nn.attention import CrossAttentionScores
 from itm_fast.nn.backbone_encoder import BackboneEncoder
 from itm_fast.nn.bert_text_encoder import BertTextEncoder
+from itm_fast.nn.clip_encoders import ClipImageEncoder, ClipTextEncoder
 from itm_fast.nn.feature_diversification import FeatureConversions, FeatureDiversification, FeatureReweighting
 from itm_fast.nn.generalized_pooling import GeneralizedPooling
 from itm_fast.nn.gradient_sparse import GradientSparseScores
@@ -26,6 +27,8 @@ from itm_fast.nn.text_encoder import TextEncoder
 __all__ = [
     "BackboneEncoder",
     "BertTextEncoder",
+    "ClipImageEncoder",
+    "ClipTextEncoder",
     "CrossAttentionAlignments",
     "CrossAttentionScores",
     "FeatureConversions",

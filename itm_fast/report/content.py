@@ -66,7 +66,7 @@ class Report:
         image_queries: results of image-to-text search.
         attention: captions whose words are drawn over their pictures; may be empty.
         trained: summary of `recall_summary` for the trained model.
-        untrained: the same for the untrained model.
+        untrained: the same for the untrained model; None: not known.
         metrics: lines of the run's log.
         facts: labels and values, in the order shown.
         n_images: number of images searched.
@@ -85,7 +85,7 @@ class Report:
     image_queries: Sequence[ImageQuery]
     attention: Sequence[WordAttention]
     trained: dict[str, float]
-    untrained: dict[str, float]
+    untrained: dict[str, float] | None
     metrics: Sequence[dict[str, Any]]
     facts: Sequence[tuple[str, str]]
     n_images: int

@@ -107,14 +107,21 @@ class TrainConfig:
     model: str = setting(
         "scan",
         group=MODEL,
-        help="Model: bfan, chan, dbl, laps, rvsepp, scan, sgraf, vse_infty, vsepp or vsrn.",
+        help="Model: bfan, chan, clip, dbl, laps, rvsepp, scan, sgraf, vse_infty, vsepp or vsrn.",
     )
     model_options: Mapping[str, Any] = setting(factory=dict, group=MODEL, help="Settings of the model by name.")
     bert: str | None = setting(
         None,
         group=MODEL,
         metavar="DIR",
-        help="Local BERT folder; default: a GRU encodes captions.",
+        help="Local BERT folder; default: a GRU.",
+        free_on_resume=True,
+    )
+    clip: str | None = setting(
+        None,
+        group=MODEL,
+        metavar="DIR",
+        help="Local CLIP or SigLIP folder (--model clip).",
         free_on_resume=True,
     )
     image_backbone: str | None = setting(
@@ -130,10 +137,19 @@ class TrainConfig:
     image_frozen_epochs: int = setting(
         0, group=OPTIMIZER, minimum=0, help="Initial epochs in which the vision model does not learn."
     )
+    text_frozen_epochs: int = setting(
+        0, group=OPTIMIZER, minimum=0, help="Initial epochs in which the text tower of --clip does not learn."
+    )
     image_checkpointing: bool = setting(
         False,
         group=MACHINE,
         help="Compute the layers of the vision model again in the backward pass, to save memory.",
+        free_on_resume=True,
+    )
+    text_checkpointing: bool = setting(
+        False,
+        group=MACHINE,
+        help="Compute the layers of the text tower of --clip again in the backward pass.",
         free_on_resume=True,
     )
 
@@ -162,6 +178,9 @@ class TrainConfig:
     )
     image_lr_factor: float = setting(
         0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of the vision model."
+    )
+    text_lr_factor: float = setting(
+        0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of the text tower of --clip."
     )
     weight_decay: float = setting(0.0, group=OPTIMIZER, minimum=0, help="Weight decay; decoupled with adamw.")
     grad_clip: float = setting(2.0, group=OPTIMIZER, minimum=0, help="Maximum gradient norm; 0 turns clipping off.")

@@ -58,6 +58,7 @@ def test_captions_are_cut_as_bert_cuts_them(folder: Path, caption: str, pieces: 
     assert isinstance(vocabulary, BertVocabulary)
     assert vocabulary.encode(caption) == [PIECES.index(piece) for piece in pieces.split()]
     assert vocabulary.decode(vocabulary.encode(caption)) == pieces.split()[1:-1]
+    assert vocabulary.pieces(caption) == pieces.split()
 
 
 def test_case_is_kept_where_the_folder_says_so(folder: Path) -> None:
@@ -154,8 +155,8 @@ def test_vocabularies_are_saved_and_read(tmp_path: Path, lowercase: bool) -> Non
     ("content", "message"),
     [
         ('{"kind": "bert", "lowercase": 1, "word2idx": {}}', "vocabulary: expected lowercase to be true or false"),
-        ('{"kind": ["bert"], "word2idx": {}}', "vocabulary: expected the kind bert, got ['bert']"),
-        ('{"kind": "gpt", "word2idx": {}}', "vocabulary: expected the kind bert, got 'gpt'"),
+        ('{"kind": ["bert"], "word2idx": {}}', "vocabulary: expected the kind bert or tokenizer, got ['bert']"),
+        ('{"kind": "gpt", "word2idx": {}}', "vocabulary: expected the kind bert or tokenizer, got 'gpt'"),
         ('{"kind": "bert", "lowercase": true, "word2idx": {"a": 0}}',
          "vocabulary: expected the words [PAD] [CLS] [SEP] [UNK], found no [PAD] [CLS] [SEP] [UNK]"),
         ('{"kind": "bert", "lowercase": true, "word2idx": {"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "[UNK]": 3}}',
