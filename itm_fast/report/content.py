@@ -48,12 +48,16 @@ class ImageQuery:
 
 @attrs.frozen(eq=False)
 class WordAttention:
-    """Attention of a caption's words over a picture: `weights` (n_words, rows, columns), one grid per word."""
+    """Attention of a caption's words over a picture: `weights` (n_words, rows, columns), one grid per word.
+
+    If the regions have `boxes`, (n_regions, 4) as shares of the picture's sides, `weights` are (n_words, n_regions).
+    """
 
     caption: str
     picture: int
     words: Sequence[str]
     weights: np.ndarray
+    boxes: np.ndarray | None = None
 
 
 @attrs.frozen(eq=False)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import itm_fast
 from itm_fast import evaluation, models
-from itm_fast.data import PrecomputedDataset, Vocabulary, emoji, open_split, picture_of
+from itm_fast.data import PrecomputedDataset, Vocabulary, emoji, open_split, picture_of, whole_picture_of
 from itm_fast.files.environment import processor_name
 from itm_fast.models import MatchingModel
 from itm_fast.report.content import Report, WordAttention
@@ -135,16 +135,22 @@ def _attention(model: MatchingModel, dataset: PrecomputedDataset, captions: list
         return []
     examples = []
     for caption, rows in zip(captions, weights, strict=True):
+        text, image = dataset.captions[caption], int(dataset.caption_image[caption])
+        words = dataset.vocabulary.pieces(text)[1:-1]
+        if dataset.box_source is not None:
+            boxes = dataset.boxes([image])[0].numpy()
+            examples.append(WordAttention(text, image, words, rows[1:-1].numpy(), boxes))
+            continue
         # A class token, if there is one, comes before the square grid of the patches.
         side = math.isqrt(rows.shape[1])
         grids = rows[1:-1, rows.shape[1] - side * side :].reshape(-1, side, side).numpy()
-        text = dataset.captions[caption]
-        words = dataset.vocabulary.pieces(text)[1:-1]
-        examples.append(WordAttention(text, int(dataset.caption_image[caption]), words, grids))
+        examples.append(WordAttention(text, image, words, grids))
     return examples
 
 
 def _picture(dataset: PrecomputedDataset, image: int) -> np.ndarray | None:
     """Return the pixels of an image, uint8 (height, width, 3); None if only features are known."""
+    if dataset.box_source is not None:
+        return whole_picture_of(dataset, image)
     found, _ = picture_of(dataset, image)
     return found if found is not None else emoji.picture_if_patches(dataset.image_batch([image])[0].numpy())

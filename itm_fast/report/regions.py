@@ -53,12 +53,15 @@ class BoxRegions:
 
     Attributes:
         picture, boxes: the arguments.
-        shown: the picture with all boxes and their numbers.
     """
 
     def __init__(self, picture: np.ndarray, boxes: np.ndarray) -> None:
         self.picture, self.boxes = picture, boxes
-        self.shown = drawing.numbered(picture, boxes)
+
+    @property
+    def shown(self) -> np.ndarray:
+        """The picture with all boxes and their numbers."""
+        return drawing.numbered(self.picture, self.boxes)
 
     def described(self, number: int) -> tuple[str, np.ndarray | None]:
         """Return the name of a region, counted from 0, and its pixels."""

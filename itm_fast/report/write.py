@@ -8,10 +8,10 @@ from typing import Any
 from markupsafe import Markup
 
 from itm_fast.files import atomic
-from itm_fast.report.content import Report
+from itm_fast.report.content import Report, WordAttention
 from itm_fast.report.curves import curves_svg
-from itm_fast.report.heat import heat, peak
 from itm_fast.report.page import png_uri, render
+from itm_fast.report.regions import BoxRegions, GridRegions
 
 __all__ = ["render_report", "write_report"]
 
@@ -33,21 +33,29 @@ def render_report(report: Report) -> str:
         curves=[(title, Markup(svg)) for title, svg in curves_svg(report.metrics)],
         table=_table(report),
         attention=_attention(report),
+        boxes=any(example.boxes is not None for example in report.attention),
     )
 
 
 def _attention(report: Report) -> list[dict[str, Any]]:
-    """Return each picture and, for each word, the picture lit by its attention and the brightest patch."""
+    """Return each picture and, for each word, the picture lit by its attention and the strongest region."""
     drawn = []
     for example in report.attention:
-        tiles = []
+        regions, tiles = _regions(report, example), []
         for word, weights in zip(example.words, example.weights, strict=True):
-            row, column, weight = peak(weights)
-            where = f"most attention in row {row}, column {column} of {weights.shape[0]} x {weights.shape[1]}"
-            light = png_uri(heat(report.pictures[example.picture], weights))
-            tiles.append({"word": word, "image": light, "where": where, "share": f"{100 * weight:.0f} %"})
+            pixels, place, weight = regions.lit(weights.reshape(-1))
+            tile = {"word": word, "image": png_uri(pixels), "where": f"most attention in {place}"}
+            tiles.append({**tile, "share": f"{100 * weight:.0f} %"})
         drawn.append({"picture": example.picture, "caption": example.caption, "tiles": tiles})
     return drawn
+
+
+def _regions(report: Report, example: WordAttention) -> GridRegions | BoxRegions:
+    picture = report.pictures[example.picture]
+    if example.boxes is not None:
+        return BoxRegions(picture, example.boxes)
+    _, rows, columns = example.weights.shape
+    return GridRegions(picture, (rows, columns), rows * columns)
 
 
 def _table(report: Report) -> list[dict[str, Any]]:

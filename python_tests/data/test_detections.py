@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from itm_fast import cli
+from itm_fast import cli, evaluation, models
 from itm_fast.data import Vocabulary, detections, open_split, picture_of, whole_picture_of
 from itm_fast.data.import_pictures import import_features, import_regions
 from itm_fast.data.picture_folder import SplitPictures, collect
@@ -334,6 +334,32 @@ def test_attention_is_drawn_on_the_boxes(
     run([*explain, "--picture", other])
     _, pixels = pictures_in(page.read_text(encoding="utf-8"))
     np.testing.assert_array_equal(pixels[0], numbered(np.full((168, 336, 3), (255, 0, 0), np.uint8), boxes))
+
+
+def test_the_report_of_a_run_draws_boxes(imported: Callable[..., list[object]], tmp_path: Path) -> None:
+    """Each word of a caption over its own picture; pictures keep their proportions."""
+    store = tmp_path / "store"
+    run(imported())
+    train_small(store, tmp_path / "run", "--report")
+    model, vocabulary = models.load(tmp_path / "run"), Vocabulary.from_file(store / "vocab.json")
+    html = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    test = open_split(store, "test", vocabulary)
+    images, pixels = pictures_in(html)
+    shown = {image["alt"]: array for image, array in zip(images, pixels, strict=True)}
+    drawn = [(image, array) for image, array in zip(images, pixels, strict=True) if "most attention" in image["alt"]]
+    assert "Regions that a word attends to are bright and outlined" in html
+    expected = []
+    for caption, weights in enumerate(evaluation.word_attention(model, test, torch.arange(len(test)))):
+        image = int(test.caption_image[caption])
+        picture, boxes = whole_picture_of(test, image), test.boxes([image])[0].numpy()
+        np.testing.assert_array_equal(shown[test.image_ids[image]], picture)
+        expected += [heat_of_boxes(picture, boxes, row.numpy()) for row in weights[1:-1]]
+    assert drawn
+    for image, array in drawn:
+        assert image["title"].startswith("most attention in region ")
+        # The report encodes fewer captions at a time.
+        same = [one for one in expected if one.shape == array.shape and np.abs(array.astype(int) - one).max() <= 1]
+        assert same
 
 
 def test_without_stored_pictures_attention_is_in_tables(
