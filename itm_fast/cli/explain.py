@@ -10,6 +10,8 @@ import typer
 from itm_fast.cli.models import dataset_of, find_picture, load_run
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from itm_fast.data import PrecomputedDataset
     from itm_fast.evaluation import Explanation
     from itm_fast.models import MatchingModel
@@ -38,6 +40,14 @@ def explain(
             help="Show the attention of region R, from 1, over the words; repeatable. Default: all.",
         ),
     ] = None,
+    picture_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--picture",
+            metavar="FILE",
+            help="Picture of the image, to draw the boxes of its regions on. Default: the one that data import stored.",
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="HTML page to write.")] = Path("explanation.html"),
     vocab: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Vocabulary JSON; default: the one in RUN.")
@@ -48,7 +58,8 @@ def explain(
 
     The page shows the attention of words over regions and of regions over words at each step of the regulator, and the
     aggregation weights. For a model with one direction, it shows only this one. Features whose pictures are known
-    (the bundled emoji, pictures that data import stored) are drawn over the picture, others as tables.
+    (the bundled emoji, pictures that data import stored) are drawn over the picture, others as tables. If the data
+    contain boxes of the regions, the attention is drawn on them.
     """
     import json
     import math
@@ -83,7 +94,13 @@ def explain(
         raise ValueError(f"{checkpoint}: {error}") from None
     if region and "i2t" not in explanation.directions:
         raise ValueError(f"--region: in {checkpoint} regions do not attend to words")
-    picture, grid, credits = find_picture(dataset, number, grid_side)
+    boxes = None if dataset.box_source is None or grid_side is not None else dataset.boxes([number])[0].numpy()
+    if boxes is not None:
+        picture, grid, credits = _boxed_picture(dataset, number, picture_file), (1, 1), ""
+    elif picture_file is not None:
+        raise ValueError(f"--picture: {data} contains no boxes of the regions, which would be drawn on it")
+    else:
+        picture, grid, credits = find_picture(dataset, number, grid_side)
     write_pair(
         out,
         PairReport(
@@ -106,12 +123,14 @@ def explain(
             grid=grid,
             facts=_facts(model, checkpoint, dataset, number, n_regions, explanation),
             credits=credits,
+            boxes=boxes,
         ),
     )
     if json_file is not None:
         content = {
             "checkpoint": str(checkpoint), "data": str(data), "split": split, "image": number, "caption": caption,
             "words": explanation.words,
+            **({} if boxes is None else {"boxes": boxes.tolist()}),
             "directions": {
                 direction: {
                     "attention": [weights.tolist() for weights in steps.attention],
@@ -127,6 +146,21 @@ def explain(
         }  # fmt: skip
         atomic.write_text(json_file, json.dumps(content, indent=2) + "\n")
     typer.echo(f"score {explanation.score:.4f}; page: {out}")
+
+
+def _boxed_picture(dataset: PrecomputedDataset, image: int, file: Path | None) -> np.ndarray | None:
+    """Return the picture of an image with its proportions: that of `file`, or the one in the data, if any."""
+    import numpy as np
+
+    from itm_fast.data import whole_picture_of
+    from itm_fast.data.picture_files import open_picture
+    from itm_fast.data.store_format import BOXED_SIDE
+
+    if file is None:
+        return whole_picture_of(dataset, image)
+    picture = open_picture(file)
+    picture.thumbnail((BOXED_SIDE, BOXED_SIDE))
+    return np.asarray(picture)
 
 
 def _facts(

@@ -13,8 +13,9 @@ from itm_fast.data.bert_vocabulary import BertVocabulary
 from itm_fast.data.dataset import Batch, CaptionDataset
 from itm_fast.data.loading import BatchLoader, EpochSampler
 from itm_fast.data.pack import pack
+from itm_fast.data.picture_lookup import picture_of, whole_picture_of
 from itm_fast.data.precomputed import PrecomputedDataset
-from itm_fast.data.store import StoreDataset, check_data, open_split, picture_of
+from itm_fast.data.store import StoreDataset, check_data, open_split
 from itm_fast.data.tokenization import tokenize
 from itm_fast.data.tokenizer_vocabulary import TokenizerVocabulary
 from itm_fast.data.vocabulary import Vocabulary, find_vocabulary, load_vocabulary
@@ -39,4 +40,5 @@ __all__ = [
     "pack",
     "picture_of",
     "tokenize",
+    "whole_picture_of",
 ]

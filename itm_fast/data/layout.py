@@ -1,8 +1,8 @@
 """Read and check the files of the published precomputed layout, one at a time.
 
-Inside: `SUFFIXES`, `split_path`, `available_splits`, `open_features`, `read_captions`, `read_caption_image`,
-`match_counts`, `read_ids`, `read_region_counts`, `zeros_advice`. For one line of a file: `text_in`, `caption_in`,
-`image_row_in`, `region_count_in`.
+Inside: `SUFFIXES`, `split_path`, `available_splits`, `open_array`, `open_features`, `read_captions`,
+`read_caption_image`, `match_counts`, `read_ids`, `read_region_counts`, `zeros_advice`. For one line of a file:
+`text_in`, `caption_in`, `image_row_in`, `region_count_in`.
 
 Every problem is a ValueError. Its one-line message names the file and, if known, the line (from 1) or the row (from 0).
 """
@@ -26,7 +26,7 @@ CAPTIONS_PER_IMAGE = 5
 # The longest caption in characters, which bounds the time and memory that one line takes.
 MAX_CAPTION_LENGTH = 100_000
 # The files of a split. Only the first two are required.
-SUFFIXES = ("ims.npy", "caps.txt", "cap2im.txt", "ids.txt", "regions.txt")
+SUFFIXES = ("ims.npy", "caps.txt", "cap2im.txt", "ids.txt", "regions.txt", "boxes.npy")
 
 Parsed = TypeVar("Parsed")
 
@@ -74,11 +74,17 @@ def zeros_advice(split: str) -> str:
     return f"if the zeros are padding, write the number of true regions of each row to {split}_regions.txt"
 
 
+def open_array(path: str | os.PathLike[str], what: str = "numbers") -> np.memmap:
+    """Map an array of float16, float32 or float64 numbers. Only the header is read."""
+    array = map_npy(path)
+    if array.dtype.kind != "f" or array.dtype.itemsize > 8:
+        raise ValueError(f"{path}: expected float16, float32 or float64 {what}, got {array.dtype}")
+    return array
+
+
 def open_features(path: str | os.PathLike[str]) -> np.memmap:
     """Map `(n_rows, k, f)` float16, float32 or float64 features. Only the header is read."""
-    features = map_npy(path)
-    if features.dtype.kind != "f" or features.dtype.itemsize > 8:
-        raise ValueError(f"{path}: expected float16, float32 or float64 features, got {features.dtype}")
+    features = open_array(path, "features")
     if features.ndim != 3:
         raise ValueError(f"{path}: expected features of shape (images, regions, channels), got shape {features.shape}")
     if 0 in features.shape:

@@ -70,7 +70,7 @@ class Report:
         image_queries: results of image-to-text search.
         attention: captions whose words are drawn over their pictures; may be empty.
         trained: summary of `recall_summary` for the trained model.
-        untrained: the same for the untrained model.
+        untrained: the same for the untrained model; None: not known.
         metrics: lines of the run's log.
         facts: labels and values, in the order shown.
         n_images: number of images searched.
@@ -89,7 +89,7 @@ class Report:
     image_queries: Sequence[ImageQuery]
     attention: Sequence[WordAttention]
     trained: dict[str, float]
-    untrained: dict[str, float]
+    untrained: dict[str, float] | None
     metrics: Sequence[dict[str, Any]]
     facts: Sequence[tuple[str, str]]
     n_images: int
@@ -129,9 +129,11 @@ class PairReport:
         directions: one or both directions of attention.
         regions: numbers, from 0, of the regions whose attention over the words is shown, in this order.
         picture: pixels, uint8 (height, width, 3); the cells of `grid` are its regions. None: there are only features.
-        grid: rows and columns of the regions.
+        grid: rows and columns of the regions, if they have no boxes.
         facts: labels and values, in the order shown.
         credits: source and licence of pictures and texts, shown in the footer; empty: no footer.
+        boxes: (n_regions, 4), left, top, right and bottom edge of the regions as shares of the sides of the picture;
+            None: they are the cells of `grid`.
     """
 
     title: str
@@ -144,6 +146,7 @@ class PairReport:
     grid: tuple[int, int]
     facts: Sequence[tuple[str, str]]
     credits: str
+    boxes: np.ndarray | None = None
 
 
 @attrs.frozen
