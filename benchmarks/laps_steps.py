@@ -245,4 +245,4 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def _counted(found: Mapping[str, Any]) -> str:
-    return f"{found['counted_bytes'] / 1e6:,.0f} MB"
+    return f"{found['counted_bytes'] / 1e6:,.0f} MB" if "counted_bytes" in found else "not run"

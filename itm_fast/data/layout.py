@@ -1,6 +1,6 @@
 """Read and check the files of the published precomputed layout, one at a time.
 
-Inside: `SUFFIXES`, `split_path`, `available_splits`, `open_array`, `open_features`, `read_captions`,
+Inside: `SUFFIXES`, `split_path`, `available_splits`, `map_floats`, `open_features`, `read_captions`,
 `read_caption_image`, `match_counts`, `read_ids`, `read_region_counts`, `zeros_advice`. For one line of a file:
 `text_in`, `caption_in`, `image_row_in`, `region_count_in`.
 
@@ -74,7 +74,7 @@ def zeros_advice(split: str) -> str:
     return f"if the zeros are padding, write the number of true regions of each row to {split}_regions.txt"
 
 
-def open_array(path: str | os.PathLike[str], what: str = "numbers") -> np.memmap:
+def map_floats(path: str | os.PathLike[str], what: str = "numbers") -> np.memmap:
     """Map an array of float16, float32 or float64 numbers. Only the header is read."""
     array = map_npy(path)
     if array.dtype.kind != "f" or array.dtype.itemsize > 8:
@@ -84,7 +84,7 @@ def open_array(path: str | os.PathLike[str], what: str = "numbers") -> np.memmap
 
 def open_features(path: str | os.PathLike[str]) -> np.memmap:
     """Map `(n_rows, k, f)` float16, float32 or float64 features. Only the header is read."""
-    features = open_array(path, "features")
+    features = map_floats(path, "features")
     if features.ndim != 3:
         raise ValueError(f"{path}: expected features of shape (images, regions, channels), got shape {features.shape}")
     if 0 in features.shape:

@@ -36,7 +36,7 @@ class NAAFConfig(BertEncoderConfig):
     negative_slope: float = setting(0.1, help="Slope of the clip below zero.")
     intra_temperature: float = setting(5.0, help="Inverse temperature of the relations between words, in evaluation.")
     penalty: float = setting(
-        2.0, help="Weight of the matched words beside the mismatched ones where the threshold is learned.", above=0
+        2.0, help="Weight of the mismatched words beside the matched ones where the threshold is learned.", above=0
     )
     threshold_words: int = setting(
         200,

@@ -36,7 +36,7 @@ class NegativeAwareSimilarity(nn.Module):
         temperature: inverse temperature of both attentions.
         negative_slope: of the leaky ReLU.
         intra_temperature: inverse temperature of the relations between the words of a caption.
-        penalty: how many mismatched words taken for matched ones weigh as much as one matched word that is missed.
+        penalty: weight of the mismatched words beside the matched ones where the threshold is learned, above 0.
         threshold_words: number of words from which the thresholds are learned; a batch with fewer sets both to 0.
 
     Source: Zhang et al., "Negative-Aware Attention Framework for Image-Text Matching" (CVPR 2022), in the form of its
@@ -142,7 +142,7 @@ class NegativeAwareSimilarity(nn.Module):
         """Learn the thresholds from the statistics of a batch.
 
         The products of matched words and those of mismatched ones are taken for normal distributions (m+, s+) and (m-,
-        s-). The threshold is where `penalty` times the density of the former equals that of the latter, and the safe
+        s-). The threshold is where the density of the former equals `penalty` times that of the latter, and the safe
         one is `m+ - 3 s+`. Values outside [0, 1] become 0. Batches are averaged with weights 0.7 (new) and 0.3.
         """
         count, *sums = statistics.double()

@@ -93,6 +93,7 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mss, both, soft": ("scan", SIZES, {"scenario": "mss", "boosting": "both", "soft": True, "ema_decay": 0.9}),
     "mss, soft_rank": ("scan", SIZES, {"scenario": "mss", "boosting": "soft_rank"}),
     "oss, dml": ("scan", SIZES, {"scenario": "oss", "boosting": "dml", "branches": 3}),
+    "naaf": ("naaf", {**SIZES, "threshold_words": 2}, {"mining": "all"}),
     "infonce": ("scan", SIZES, {"loss": "infonce", "mining": "all"}),
     "siglip, mss": ("vsepp", SIZES, {"loss": "siglip", "mining": "all", "mean_loss": True, "scenario": "mss"}),
     "conversions": ("scan", SIZES, {"conversions": 3, "realignment": False}),

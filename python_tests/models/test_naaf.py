@@ -159,6 +159,19 @@ def test_the_thresholds_follow_the_statistics_of_matched_and_mismatched_words() 
     assert (float(few.threshold), float(few.safe_threshold)) == (0.0, 0.0)
 
 
+def test_the_threshold_is_where_weighted_densities_are_equal() -> None:
+    """Many words of two normal distributions, with penalty 3, and no threshold before."""
+    similarity = NegativeAwareSimilarity(penalty=3.0)
+    n, (mp, sp), (mn, sn) = 1000.0, (0.6, 0.1), (0.3, 0.05)
+    sums = [n, n * mp, n * mp**2 + (n - 1) * sp**2, n * mn, n * mn**2 + (n - 1) * sn**2]
+    similarity.update(torch.tensor(sums, dtype=torch.float64))
+    t = float(similarity.threshold) / 0.7
+    densities = [math.exp(-((t - m) ** 2) / (2 * s**2)) / s for m, s in ((mp, sp), (mn, sn))]
+    assert densities[0] == pytest.approx(3 * densities[1], rel=1e-4)
+    assert mn < t < mp
+    assert float(similarity.safe_threshold) == pytest.approx(0.7 * (mp - 3 * sp), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("matched", "mismatched"),
     [([0.2, 0.3, 0.4], [0.1, 0.5, 0.9]), ([0.9, 0.8, 0.95], [0.1, 0.3, 0.2]), ([-0.2, -0.1, 0.3], [0.5, 0.6, 0.7])],
