@@ -11,7 +11,7 @@ import typer
 
 from itm_fast.cli.evaluate_truth import evaluate_truth
 from itm_fast.cli.models import dataset_of, load_run
-from itm_fast.cli.score_run import TruthOptions
+from itm_fast.cli.score_options import TruthOptions
 
 if TYPE_CHECKING:
     from itm_fast.data import PrecomputedDataset

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from itm_fast.cli.score_run import TruthOptions, score_by_truth
+from itm_fast.cli.score_options import TruthOptions
+from itm_fast.cli.score_run import score_by_truth
 
 if TYPE_CHECKING:
     from itm_fast.distributed import World

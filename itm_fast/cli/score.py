@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from itm_fast.cli.score_run import ScoreOptions, TruthOptions
+from itm_fast.cli.score_options import ScoreOptions, TruthOptions
 
 _MATRIX, _TRUTH, _TESTS, _OUTPUT = "Scores", "Protocol and ground truth", "Intervals and tests", "Output"
 

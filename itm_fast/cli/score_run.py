@@ -1,6 +1,6 @@
 """What `itm-fast score` does with its options.
 
-Inside: `ScoreOptions`, `run_score`.
+Inside: `run_score`, `score_by_truth`.
 """
 
 from __future__ import annotations
@@ -8,73 +8,23 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from itm_fast.cli.score_open import open_data, open_scores, open_second, owners_of
+from itm_fast.cli.score_options import ScoreOptions, TruthOptions
 from itm_fast.cli.score_output import report_protocol, write_rankings
 from itm_fast.cli.score_report import SHOWN, write_page
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from itm_fast.data import PrecomputedDataset
-    from itm_fast.evaluation.opening import Opened
     from itm_fast.evaluation.score_protocols import Scored
     from itm_fast.evaluation.score_sources import ScoreSource
     from itm_fast.evaluation.suspicion import Look
 
-__all__ = ["ScoreOptions", "TruthOptions", "run_score", "score_by_truth"]
-
-
-@attrs.frozen
-class TruthOptions:
-    """Files that name more positives than the captions of an image, and the numbers that they use."""
-
-    ground_truth: Path | None
-    image_ids: Path | None
-    caption_ids: Path | None
-
-    def paths(self) -> tuple[Path, Path, Path]:
-        """Return all three; raise ValueError if one was not given."""
-        if self.ground_truth is None or self.image_ids is None or self.caption_ids is None:
-            raise ValueError(
-                "--protocol: eccv, cxc and pmrp need --ground-truth DIR, the folder of their files, and --image-ids "
-                "FILE and --caption-ids FILE, the COCO number of each image and caption"
-            )
-        return self.ground_truth, self.image_ids, self.caption_ids
-
-
-@attrs.frozen
-class ScoreOptions:
-    """The options of the command, as it describes them."""
-
-    scores: Path | None
-    image_embeddings: Path | None
-    caption_embeddings: Path | None
-    similarity: str
-    key: str | None
-    image_key: str | None
-    caption_key: str | None
-    captions_first: bool
-    distances: bool
-    caption_image: Path | None
-    protocols: list[str]
-    folds: int | None
-    truth: TruthOptions
-    ties: str
-    bootstrap: int
-    against: Path | None
-    permutations: int
-    seed: int
-    data: Path | None
-    split: str
-    report: Path | None
-    rankings: Path | None
-    top: int
-    json_file: Path | None
-    threads: int
+__all__ = ["run_score", "score_by_truth"]
 
 
 def run_score(options: ScoreOptions) -> None:
@@ -93,16 +43,16 @@ def run_score(options: ScoreOptions) -> None:
         if PROTOCOLS[name].truth:
             options.truth.paths()
     set_threads(options.threads)
-    dataset = _open_data(options)
+    dataset = open_data(options)
     known = None if dataset is None else len(dataset)
     if options.caption_image is not None:
         known = len(layout.read_lines(options.caption_image))
-    opened = _open(options, known)
+    opened = open_scores(options, known)
     source = opened.source
-    owners = _owners(options, source, dataset)
+    owners = owners_of(options, source, dataset)
     for name in options.protocols:
         check_sizes(name, source.n_images, source.n_captions, any_captions=known is not None)
-    second = None if options.against is None else _open_second(options, opened)
+    second = None if options.against is None else open_second(options, opened)
     for note in [*opened.notes, *([] if second is None else second.notes)]:
         warnings.warn(note, stacklevel=2)
     look = Look(source.n_images, source.n_captions)
@@ -180,70 +130,3 @@ def _score(options: ScoreOptions, source: ScoreSource, owners: Tensor, look: Loo
                 look=None if any(result.rankings for result in found.values()) else look, progress=True,
             )  # fmt: skip
     return [found[name] for name in dict.fromkeys(options.protocols)]
-
-
-def _open_data(options: ScoreOptions) -> PrecomputedDataset | None:
-    """Open the data for texts and pictures; its words are of no interest."""
-    from itm_fast.data import Vocabulary, open_split
-
-    return None if options.data is None else open_split(options.data, options.split, Vocabulary(Vocabulary.special))
-
-
-def _owners(options: ScoreOptions, source: ScoreSource, dataset: PrecomputedDataset | None) -> Tensor:
-    """Return the index of the image of each caption."""
-    import torch
-
-    from itm_fast.data import layout
-
-    if dataset is not None and (dataset.n_images, len(dataset)) != (source.n_images, source.n_captions):
-        raise ValueError(
-            f"{options.data}: split {options.split} has {dataset.n_images:,} images and {len(dataset):,} captions, the "
-            f"scores have {source.n_images:,} and {source.n_captions:,}: scores of another split?"
-        )
-    if options.caption_image is not None:
-        return torch.from_numpy(layout.read_caption_image(options.caption_image, source.n_images, source.n_captions))
-    if dataset is not None:
-        return dataset.caption_image
-    return torch.arange(source.n_captions) // max(source.n_captions // source.n_images, 1)
-
-
-def _open(options: ScoreOptions, n_captions: int | None) -> Opened:
-    from itm_fast.evaluation.opening import open_embeddings, open_matrix
-
-    embeddings = (options.image_embeddings, options.caption_embeddings)
-    if options.scores is not None and embeddings == (None, None):
-        return open_matrix(
-            options.scores, options.key, captions_first=options.captions_first, distances=options.distances,
-            n_captions=n_captions,
-        )  # fmt: skip
-    if options.scores is not None or None in embeddings:
-        raise ValueError("FILE: give either a score matrix, or --image-embeddings and --caption-embeddings")
-    if options.captions_first or options.distances:
-        raise ValueError("--captions-first and --distances are for a score matrix, not for embeddings")
-    images, captions = (path for path in embeddings if path is not None)
-    return open_embeddings(
-        images,
-        captions,
-        options.image_key or options.key,
-        options.caption_key or options.key,
-        similarity=options.similarity,
-        n_captions=n_captions,
-    )
-
-
-def _open_second(options: ScoreOptions, first: Opened) -> Opened:
-    from itm_fast.evaluation.opening import open_matrix
-
-    path = options.against
-    assert path is not None
-    n_images = first.source.n_images
-    second = open_matrix(
-        path, options.key, captions_first=options.captions_first, distances=options.distances,
-        n_captions=first.source.n_captions,
-    )  # fmt: skip
-    if second.source.n_images != n_images:
-        raise ValueError(
-            f"{path}: expected scores of the same {n_images:,} images, found {second.source.n_images:,}: scores of "
-            "another split?"
-        )
-    return second

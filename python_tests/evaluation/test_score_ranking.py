@@ -71,7 +71,6 @@ def test_tiles_of_any_size_captions_in_any_order(data: st.DataObject) -> None:
     ]
     for caption, owner in enumerate(owners.tolist()):
         order = ranked(scores[:, caption].tolist(), {owner})
-        # For infinity, the plain order differs: NaN is below it, in the package they are compared alike.
         assert found[0]["text_to_image"][caption] == order.index(owner)
 
 

@@ -1,0 +1,88 @@
+"""Open the scores and the data of `itm-fast score`.
+
+Inside: `open_data`, `open_scores`, `open_second`, `owners_of`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from itm_fast.cli.score_options import ScoreOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from itm_fast.data import PrecomputedDataset
+    from itm_fast.evaluation.opening import Opened
+    from itm_fast.evaluation.score_sources import ScoreSource
+
+__all__ = ["open_data", "open_scores", "open_second", "owners_of"]
+
+
+def open_data(options: ScoreOptions) -> PrecomputedDataset | None:
+    """Open the data for texts and pictures; its words are of no interest."""
+    from itm_fast.data import Vocabulary, open_split
+
+    return None if options.data is None else open_split(options.data, options.split, Vocabulary(Vocabulary.special))
+
+
+def owners_of(options: ScoreOptions, source: ScoreSource, dataset: PrecomputedDataset | None) -> Tensor:
+    """Return the index of the image of each caption."""
+    import torch
+
+    from itm_fast.data import layout
+
+    if dataset is not None and (dataset.n_images, len(dataset)) != (source.n_images, source.n_captions):
+        raise ValueError(
+            f"{options.data}: split {options.split} has {dataset.n_images:,} images and {len(dataset):,} captions, the "
+            f"scores have {source.n_images:,} and {source.n_captions:,}: scores of another split?"
+        )
+    if options.caption_image is not None:
+        return torch.from_numpy(layout.read_caption_image(options.caption_image, source.n_images, source.n_captions))
+    if dataset is not None:
+        return dataset.caption_image
+    return torch.arange(source.n_captions) // max(source.n_captions // source.n_images, 1)
+
+
+def open_scores(options: ScoreOptions, n_captions: int | None) -> Opened:
+    """Open the matrix or the embeddings; `n_captions` is their number, if it is known."""
+    from itm_fast.evaluation.opening import open_embeddings, open_matrix
+
+    embeddings = (options.image_embeddings, options.caption_embeddings)
+    if options.scores is not None and embeddings == (None, None):
+        return open_matrix(
+            options.scores, options.key, captions_first=options.captions_first, distances=options.distances,
+            n_captions=n_captions,
+        )  # fmt: skip
+    if options.scores is not None or None in embeddings:
+        raise ValueError("FILE: give either a score matrix, or --image-embeddings and --caption-embeddings")
+    if options.captions_first or options.distances:
+        raise ValueError("--captions-first and --distances are for a score matrix, not for embeddings")
+    images, captions = (path for path in embeddings if path is not None)
+    return open_embeddings(
+        images,
+        captions,
+        options.image_key or options.key,
+        options.caption_key or options.key,
+        similarity=options.similarity,
+        n_captions=n_captions,
+    )
+
+
+def open_second(options: ScoreOptions, first: Opened) -> Opened:
+    """Open the matrix of --against, which must have the images and captions of `first`."""
+    from itm_fast.evaluation.opening import open_matrix
+
+    path = options.against
+    assert path is not None
+    n_images = first.source.n_images
+    second = open_matrix(
+        path, options.key, captions_first=options.captions_first, distances=options.distances,
+        n_captions=first.source.n_captions,
+    )  # fmt: skip
+    if second.source.n_images != n_images:
+        raise ValueError(
+            f"{path}: expected scores of the same {n_images:,} images, found {second.source.n_images:,}: scores of "
+            "another split?"
+        )
+    return second
