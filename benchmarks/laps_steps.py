@@ -228,6 +228,9 @@ def markdown(results: Mapping[str, Any]) -> str:
                 ]
             )
     weights = results["weight_bytes"]
+    known = [one for one in small["variants"].values() if one.get("peak_bytes") and "counted_bytes" in one]
+    shares = [one["counted_bytes"] / one["peak_bytes"] for one in known]
+    agreement = f"; in the small batch {min(shares):.0%} to {max(shares):.0%} of the measured peaks" if shares else ""
     return (
         f"Batches of {small['batch']}, micro-batches of {small['micro_batch']}: everything is measured, and memory is "
         f"counted, too.\n\n{table(rows)}\n\nLarger batches, micro-batches of {results['large'][0]['micro_batch']}:\n\n"
@@ -240,7 +243,8 @@ def markdown(results: Mapping[str, Any]) -> str:
         f"largest in brackets, without the optimiser; wall times show the other load of the machine "
         f"({min(results['loads']):.1f} to {max(results['loads']):.1f}). Memory is above the weights "
         f"({weights / 1e6:,.0f} MB; AdamW adds {2 * weights / 1e6:,.0f} MB) and the inputs. Counted memory is what "
-        f"graph and gradients keep at the fullest moment, each storage once, without intermediate results.\n"
+        f"graph and gradients keep at the fullest moment, each storage once, without intermediate results"
+        f"{agreement}.\n"
     )
 
 
