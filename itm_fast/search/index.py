@@ -53,7 +53,7 @@ class Index:
         self.path = path
         self._given, self._device = model, device
         self._members: Members | None = None
-        self._lock = threading.Lock()
+        self._lock, self._reloading = threading.Lock(), threading.Lock()
         self._state: tuple[int, int, int] | None = None
         self.snapshot = self._opened()
 
@@ -325,15 +325,16 @@ class Index:
         Raises:
             ValueError: the new state is damaged, or is that of another model. The old one stays open.
         """
-        if not self.is_stale():
-            return False
-        before = self._state
-        snapshot = self._opened()
-        if self._members is not None and snapshot.manifest.models != self._members.fingerprints:
-            self._state = before
-            raise ValueError(f"{self.path}: the index was replaced by one of another model; open it again")
-        self.snapshot = snapshot
-        return True
+        with self._reloading:
+            if not self.is_stale():
+                return False
+            before = self._state
+            snapshot = self._opened()
+            if self._members is not None and snapshot.manifest.models != self._members.fingerprints:
+                self._state = before
+                raise ValueError(f"{self.path}: the index was replaced by one of another model; open it again")
+            self.snapshot = snapshot
+            return True
 
     def _file_state(self) -> tuple[int, int, int] | None:
         if not regular.is_file(self.path / MANIFEST):

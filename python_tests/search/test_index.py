@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from itm_fast.data import CaptionDataset
 from itm_fast.fragments import Fragments
 from itm_fast.search import Index, Results, check
 from itm_fast.search import writing as writing_module
+from python_tests.helpers.processes import HANGS
 from python_tests.helpers.search import concepts, files_of, likeness, rounded, scan, scan_score, vsepp
 
 QUERIES = ["red ball dog tree", "car  boat", "sun cup hat fish door lamp"]
@@ -237,25 +239,33 @@ def test_readers_go_on_during_changes(train: CaptionDataset, tmp_path: Path) -> 
     def read() -> int:
         searches = 0
         while not done.is_set():
-            reader.reload()
-            (found,) = reader.search(QUERIES[0], 20, exact=True)
+            try:
+                reader.reload()
+                (found,) = reader.search(QUERIES[0], 20, exact=True)
+            except BaseException:
+                started.abort()
+                raise
             names = {hit.item.id for hit in found.hits}
             assert len(names) == 20
             assert names <= known
             searches += 1
+            if searches == 1:
+                started.wait(HANGS)
         return searches
 
-    import threading
-
-    done = threading.Event()
+    # The changes begin when both readers have searched once.
+    started, done = threading.Barrier(3), threading.Event()
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         reading = [pool.submit(read) for _ in range(2)]
+        started.wait(HANGS)
         for number in range(6):
             index.delete([str(number % 3)])
             index.add(np.asarray(train.features)[number % 3][None], ids=[str(number % 3)])
             index.compact()
         done.set()
         assert min(one.result() for one in reading) > 0
+    # The last change may have been made after the last search.
+    reader.reload()
     assert reader.search(QUERIES, 5)[0].hits == before[0].hits
     assert reader.reload() is False
 
