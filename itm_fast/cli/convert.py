@@ -19,7 +19,8 @@ def convert(
     source: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Source of the checkpoint: scan, sgraf, rcar, dbl, vse_infty, rvsepp or oscar."
+            metavar="NAME",
+            help="Source of the checkpoint: scan, sgraf, rcar, dbl, esa, naaf, vse_infty, rvsepp or oscar.",
         ),
     ],
     vocab: Annotated[

@@ -188,8 +188,8 @@ def import_command(
         _list(f"left out, all in {out / SKIPPED}", found.skipped)
     if found.duplicates:
         atomic.write_text(out / DUPLICATES, "".join(f"{line}\n" for line in found.duplicates))
-    patches = "" if encoder else " --model-option image_encoder=patches"
-    typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --model scan --out RUN{patches}")
+    report = " --report" if encoder is None or pictures else ""
+    typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --model scan --out RUN{report}")
 
 
 def _shares(text: str) -> list[float]:

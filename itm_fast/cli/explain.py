@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from itm_fast.cli.models import dataset_of, load_run
+from itm_fast.cli.models import dataset_of, find_picture, load_run
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,7 +100,7 @@ def explain(
     elif picture_file is not None:
         raise ValueError(f"--picture: {data} contains no boxes of the regions, which would be drawn on it")
     else:
-        picture, grid, credits = _picture(dataset, number, grid_side)
+        picture, grid, credits = find_picture(dataset, number, grid_side)
     write_pair(
         out,
         PairReport(
@@ -161,23 +161,6 @@ def _boxed_picture(dataset: PrecomputedDataset, image: int, file: Path | None) -
     picture = open_picture(file)
     picture.thumbnail((BOXED_SIDE, BOXED_SIDE))
     return np.asarray(picture)
-
-
-def _picture(
-    dataset: PrecomputedDataset, image: int, grid_side: int | None
-) -> tuple[np.ndarray | None, tuple[int, int], str]:
-    """Return the picture, the rows and columns of its patches, and its credits if it is a bundled emoji.
-
-    The picture is None if the features are not pixels. `grid_side`: patches per side, if not those of the data.
-    """
-    from itm_fast.data import emoji, picture_of
-
-    features = dataset.image_batch([image])
-    picture = emoji.picture_if_patches(features[0].numpy())
-    if picture is not None and grid_side is None:
-        return picture, (emoji.GRID, emoji.GRID), emoji.CREDITS if emoji.is_bundled(picture) else ""
-    picture, grid = picture_of(dataset, image, grid_side)
-    return picture, (grid, grid), ""
 
 
 def _facts(

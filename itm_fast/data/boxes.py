@@ -30,7 +30,7 @@ def open_boxes(path: str | os.PathLike[str], n_rows: int, regions: int) -> np.me
     Raises:
         ValueError: the file is damaged, or its shape is another one. The message names it.
     """
-    boxes = layout.open_array(path)
+    boxes = layout.map_floats(path)
     if boxes.shape != (n_rows, regions, 4):
         raise ValueError(
             f"{path}: expected shape {(n_rows, regions, 4)}, a box for each region of the features, got {boxes.shape}"

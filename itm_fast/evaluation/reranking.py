@@ -18,10 +18,10 @@ from torch.utils import _pytree
 from tqdm.auto import tqdm
 
 from itm_fast.distributed import World, gather_rows
-from itm_fast.evaluation.protocols import folds_of, mean_of, streamed
+from itm_fast.evaluation.protocols import fold_indices, mean_summary, ranks_summary
 from itm_fast.evaluation.scoring import Gallery, Scorer, check_tiles, evaluation_mode
 from itm_fast.evaluation.shares import encoded_tiles, split_tiles
-from itm_fast.evaluation.streaming import CHUNK_CAPTIONS, Member, outranks, stream_ranks, top_k
+from itm_fast.evaluation.streaming import CHUNK_CAPTIONS, Member, stream_ranks, top_k
 from itm_fast.fragments import Fragments
 from itm_fast.functional import recall_summary
 from itm_fast.ops.sets import leaves_of
@@ -83,11 +83,13 @@ def rerank(
     sizes = (tile_images, tile_captions, chunk_captions)
     tiles: dict[str, Any] = dict(zip(("tile_images", "tile_captions", "chunk_captions"), sizes, strict=True))
     after, before = [], []
-    for fold, (images, captions) in enumerate(folds_of(dataset.caption_image, dataset.n_images, folds, first_images)):
+    for fold, (images, captions) in enumerate(
+        fold_indices(dataset.caption_image, dataset.n_images, folds, first_images)
+    ):
         part = f"{description}, fold {fold + 1}/{folds}" if folds > 1 else description
         shown: dict[str, Any] = {"progress": progress, "description": f"{part}, candidates"}
         (first, *_), _ = stream_ranks([candidates], images, captions, ties=ties, world=world, **tiles, **shown)
-        before.append(streamed(first, first.distance.value))
+        before.append(ranks_summary(first, first.distance.value))
         of_images, of_captions = _candidates(candidates, images, captions, k, world, **tiles, **shown)
         n = len(captions)
         rows, columns = torch.arange(len(images))[:, None], torch.arange(n)[:, None]
@@ -99,7 +101,7 @@ def rerank(
         of_own = owners[of_images] == rows, of_captions == owners[:, None]
         known = first.image_to_text, first.text_to_image
         after.append(recall_summary(*(_reranked(*one, ties) for one in zip(found, of_own, known, strict=True))))
-    return mean_of(after), mean_of(before)
+    return mean_summary(after), mean_summary(before)
 
 
 def _check_same(dataset: Any, other: Any) -> None:
@@ -203,7 +205,11 @@ def _reranked(scores: Tensor, own: Tensor, before: Tensor, ties: str) -> Tensor:
     comparable = own & ~scores.isnan()
     best = scores.masked_fill(~comparable, -torch.inf).amax(1, keepdim=True)
     best = best.masked_fill(~comparable.any(1, keepdim=True), torch.nan)
-    ahead = (outranks(scores, best, pessimistic=ties == "pessimistic") & ~own).sum(1)
+    # NaN is the lowest value and ties with NaN.
+    higher = (scores > best) | (best.isnan() & ~scores.isnan())
+    if ties == "pessimistic":
+        higher |= (scores == best) | (scores.isnan() & best.isnan())
+    ahead = (higher & ~own).sum(1)
     # Without a match among the candidates, all of them are ahead, also those with the score of the match.
     behind = torch.where(before < 0, before, before.clamp(min=own.shape[1]))
     return torch.where(own.any(1), ahead, behind)

@@ -32,6 +32,7 @@ _RAR = (
 )
 _AGGREGATIONS = {
     "RAR": _RAR,
+    "Pooling": "The {queries}, fused with their messages, are summed with these weights.",
     "SGR": (
         "The nodes of a graph are the words and picture and caption as a whole. The score is computed from the node "
         "of the whole, which combines messages from all nodes with these weights in each step."

@@ -87,15 +87,22 @@ def _check_stored(name: str, data: PrecomputedDataset) -> None:
         )
 
 
-def backbone_options(config: TrainConfig, folder: VisionFolder | None) -> dict[str, Any]:
-    """Return the settings of the model that follow from the folder of the vision model."""
-    if folder is None:
-        return {}
-    return {
-        "image_encoder": "backbone",
-        "image_backbone": folder.settings(),
-        "image_class_token": config.image_class_token,
-    }
+def backbone_options(
+    config: TrainConfig, folder: VisionFolder | None, data: PrecomputedDataset, known: Collection[str]
+) -> dict[str, Any]:
+    """Return the settings of the model that follow from the folder of the vision model, or from pictures without one.
+
+    Pixels that only a linear layer reads teach a model little, so patches are encoded by convolutions unless an image
+    encoder is given.
+    """
+    if folder is not None:
+        return {
+            "image_encoder": "backbone",
+            "image_backbone": folder.settings(),
+            "image_class_token": config.image_class_token,
+        }
+    pixels = isinstance(data.features, StoredPictures) and "image_encoder" in known
+    return {"image_encoder": "patches"} if pixels and "image_encoder" not in config.model_options else {}
 
 
 def regions_of(config: TrainConfig, folder: VisionFolder, data: PrecomputedDataset) -> int:

@@ -107,7 +107,8 @@ class TrainConfig:
     model: str = setting(
         "scan",
         group=MODEL,
-        help="Model: bfan, chan, clip, dbl, laps, oscar, rvsepp, scan, sgraf, vse_infty, vsepp or vsrn.",
+        help="Model: bfan, camp, chan, clip, dbl, esa, laps, naaf, oscar, rvsepp, saem, scan, sgraf, vse_infty, vsepp "
+        "or vsrn.",
     )
     model_options: Mapping[str, Any] = setting(factory=dict, group=MODEL, help="Settings of the model by name.")
     bert: str | None = setting(
@@ -205,7 +206,7 @@ class TrainConfig:
     loss: str = setting(
         "triplet",
         group=LOSS,
-        help="Loss: triplet, polynomial, cmpm, infonce, siglip, matching_bce, or a registered one.",
+        help="Loss: triplet, polynomial, bce, cmpm, infonce, siglip, matching_bce, or a registered one.",
     )
     loss_options: Mapping[str, Any] = setting(
         factory=dict, group=LOSS, help="Further settings of the loss by name, for registered losses."
@@ -254,8 +255,8 @@ class TrainConfig:
         None,
         group=LOSS,
         minimum=0,
-        help="Initial epochs with all negatives, so that scores do not collapse. Default: 1 with the triplet loss, "
-        "--mining hardest and several epochs, unless it starts from its anchor; else 0.",
+        help="Initial epochs with all negatives, so that scores do not collapse. Default: 1 with the triplet loss or "
+        "bce, --mining hardest and several epochs, unless it starts from its anchor; else 0.",
     )
     exclude_same_image: bool = setting(
         True, group=LOSS, help="Do not use captions of the same image as negatives of each other."

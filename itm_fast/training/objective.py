@@ -13,7 +13,7 @@ from itm_fast.losses import registry
 from itm_fast.losses.contrastive_loss import LARGEST_SCALE
 from itm_fast.models.base import MatchingModel
 from itm_fast.training.config import TrainConfig
-from itm_fast.training.loss_rules import boosting_of, loss_settings
+from itm_fast.training.loss_rules import boosting_of, loss_settings, warms_up_itself
 
 __all__ = ["make_boosting_loss", "make_losses", "make_realignment_losses"]
 
@@ -24,8 +24,11 @@ def make_losses(config: TrainConfig, model: MatchingModel) -> dict[str, nn.Modul
     Learned scales start where those of a pretrained `model` ended.
     """
     run = loss_settings(config)
-    warm_up = registry.create("triplet", {**run, "mining": "all"}, {})
     options = {**_pretrained_start(config.loss, model), **config.loss_options}
+    if warms_up_itself(config.loss):
+        warm_up = registry.create(config.loss, {**run, "mining": "all"}, options)
+    else:
+        warm_up = registry.create("triplet", {**run, "mining": "all"}, {})
     return {"all": warm_up, config.mining: registry.create(config.loss, run, options)}
 
 

@@ -269,7 +269,7 @@ def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedD
     options = {
         **config.model_options,
         **_bert_options(config, vocabulary, known),
-        **backbone_options(config, folder),
+        **backbone_options(config, folder, data, known),
         **sizes,
         **clip_options(config, clip),
     }

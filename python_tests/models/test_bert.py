@@ -236,7 +236,9 @@ def test_captions_without_words_are_zero_under_the_mean() -> None:
 
 
 def test_settings_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="text_pooling: expected mean or gpo where BERT reads the captions, got last"):
+    with pytest.raises(
+        ValueError, match="text_pooling: expected mean, gpo or esa where BERT reads the captions, got last"
+    ):
         models.create("vsepp", **MODEL)
     with pytest.raises(ValueError, match="bert_dim: expected a multiple of the 5 heads, got 24"):
         models.create("vse_infty", **{**MODEL, "bert_heads": 5})
@@ -470,6 +472,6 @@ def test_heads_of_a_checkpoint(folder: Path, tmp_path: Path, capsys: pytest.Capt
         == f"{gru}: bert_heads: got 12, but the text encoder is a GRU"
     )
     assert error_of(capsys, "convert", gru, "--source", "scan", "--vocab", words, "--out", out, "--bert-heads", 12) == (
-        "bert_heads: expected only for vse_infty, rvsepp, oscar, got 12 for scan"
+        "bert_heads: expected only for esa, vse_infty, rvsepp, oscar, got 12 for scan"
     )
     assert not out.exists()
