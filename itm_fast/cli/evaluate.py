@@ -103,6 +103,7 @@ def evaluate(
     if json_file is not None:
         atomic.check_target(json_file)
     _check_distinct(checkpoint)
+    _check_reranking(checkpoint, rerank, candidates, candidates_data)
     n_folds = folds_of(protocol or "full", folds)
     truth = TruthOptions(ground_truth, image_ids, caption_ids)
     by_truth = protocol is not None and PROTOCOLS[protocol].truth
@@ -110,7 +111,8 @@ def evaluate(
         truth.paths()
         if streaming or first_images is not None:
             raise ValueError(f"--protocol {protocol}: needs all scores; leave out --streaming and --first-images")
-    _check_reranking(checkpoint, rerank, candidates, candidates_data)
+        if rerank is not None:
+            raise ValueError(f"--protocol {protocol}: needs all scores; leave out --rerank")
     set_threads(threads)
     members: list[tuple[MatchingModel, PrecomputedDataset]] = []
     sources = []
@@ -122,14 +124,14 @@ def evaluate(
                 known = [dataset for _, dataset in members]
                 members.append((model, dataset_of(data, split, vocabulary, model, run, known)))
                 sources.append({"checkpoint": str(run), "vocabulary": str(path)})
-            if protocol is not None:
-                dataset = members[0][1]
-                check_sizes(protocol, first_images or dataset.n_images, len(dataset), any_captions=True)
             cheap: list[tuple[MatchingModel, PrecomputedDataset]] = []
             if candidates is not None:
                 other, vocabulary, path = load_run(candidates, where, None)
                 cheap.append((other, dataset_of(candidates_data or data, split, vocabulary, other, candidates)))
                 sources.append({"checkpoint": str(candidates), "vocabulary": str(path)})
+            if protocol is not None:
+                dataset = members[0][1]
+                check_sizes(protocol, first_images or dataset.n_images, len(dataset), any_captions=True)
             for dataset in dict.fromkeys(dataset for _, dataset in members + cheap):
                 warn_of_unknown_words(dataset)
         start = time.perf_counter()
