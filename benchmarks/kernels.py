@@ -30,6 +30,8 @@ LAUNCH_SECONDS = 3e-6
 LEAST_SHARE = 0.6
 # Warps of a block of the kernels over tiles, and bytes of a row in a slice (tile_product.h).
 TILE_WARPS, SLICE_BYTES = 8, 64
+# Rows of a product of a set with itself, and bytes of a row in a slice (set_products.h).
+SET_ROWS, SET_SLICE_BYTES = 64, 256
 # Channels of a chunk, and columns of a product (RegulationTile112).
 CHUNK, COLUMNS = 512, 128
 STRIP = 128  # scores that a warp reads at a time: ScoreTile<8, 8, 4>
@@ -197,6 +199,13 @@ def products(tiles: float, n_slices: int) -> float:
     return tiles * n_slices * of_warp * TILE_WARPS
 
 
+def gram_products(sets: int, length: int, dim: int, element: int = costs.ELEMENT) -> float:
+    """Return the HMMA of all warps for the Gram matrices of N sets. Empty rows of a tile count, too."""
+    tiles = math.ceil(length / SET_ROWS)
+    depth = math.ceil(dim * element / SET_SLICE_BYTES) * SET_SLICE_BYTES / element
+    return sets * tiles * (tiles + 1) / 2 * depth / 16 * (SET_ROWS / 16) * (SET_ROWS / 8)
+
+
 def scores(images: int, captions: int, dim: int = costs.DIM) -> Work:
     """Scores of all pairs: Gram matrices, then a block for each pair of tiles."""
     lengths = caption_lengths(captions).tolist()
@@ -211,7 +220,7 @@ def scores(images: int, captions: int, dim: int = costs.DIM) -> Work:
         "Gram blocks": columns * 8 * len(blocks_of_eight) / LANES,
         "cosines": columns / LANES,
     }
-    prepared = Launch(PREPARED, {"product": products(images, slices(dim))}, images)
+    prepared = Launch(PREPARED, {"product": gram_products(images, REGIONS, dim)}, images)
     return Work(costs.scores(images, captions, dim), (prepared, Launch(SCORES, work, pairs)))
 
 

@@ -101,8 +101,9 @@ _BACKWARD = (
 WANTED = (
     *(
         Wanted(kernel, "product", ("multiply_slices",), "HMMA.*", "HMMA")
-        for kernel in (_SCORES, _PREPARED, _REGULATED, _DIFFERENTIATED, _MAXSIM)
+        for kernel in (_SCORES, _REGULATED, _DIFFERENTIATED, _MAXSIM)
     ),
+    Wanted(_PREPARED, "product", ("add_slice",), "HMMA.*", "HMMA"),
     Wanted(_DIFFERENTIATED, "sum of rows", ("add_to_weight", "sum_rows"), "HMMA.*", "HMMA"),
     Wanted(_SCORES, "statistics", ("row_factor",), "LDS", "raw score"),
     Wanted(_SCORES, "attention", ("attend_column",), "STS", "raw score", without=("attend_hard",)),

@@ -83,9 +83,10 @@ def test_a_loop_without_counts_is_one_line() -> None:
 def test_the_work_of_scores_is_that_of_a_hand_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "caption_lengths", lambda count: torch.full((count,), 13))
     prepared, scored = kernels.scores(6, 18, dim=1024).counted
-    # Two tiles of three images and two of nine captions; 32 slices, and 32 HMMA for each of eight warps.
+    # Two tiles of three images and two of nine captions; 32 slices, and 32 HMMA for each of eight warps. A Gram matrix
+    # is a tile of 64 x 64, with 8 slices of 256 bytes.
     assert (scored.blocks, scored.work["product"]) == (4, 4 * 32 * 32 * 8)
-    assert (prepared.blocks, prepared.work["product"]) == (6, 6 * 32 * 32 * 8)
+    assert (prepared.blocks, prepared.work["product"]) == (6, 6 * 8 * 32 * 8)
     words = 6 * 18 * 13
     assert scored.work["statistics"] == scored.work["attention"] == words * 36 / 32
     # Blocks of eight columns of the Gram matrix have 36, 28, 20, 12 and 4 rows.
