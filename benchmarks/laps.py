@@ -1,6 +1,7 @@
 """Benchmark training steps of LAPS on patch tokens: a loop over captions, all pairs at once, and gradient sparsity.
 
-python -m benchmarks.laps --json benchmarks/results/laps.json   # some minutes and up to 8 GB
+python -m benchmarks.laps --json benchmarks/results/laps.json                       # some minutes and up to 12 GB
+python -m benchmarks.laps --encoders --json benchmarks/results/laps_encoders.json   # a quarter of an hour, 4 GB
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from itm_fast import Fragments
 from itm_fast.benchmarking.measure import interleave, peak_memory
 from itm_fast.benchmarking.table import megabytes, table
 from itm_fast.benchmarking.table import time as described_time
+from itm_fast.files import atomic
 from itm_fast.files.environment import environment
 from itm_fast.nn.patch_slimming import PatchSlimming
 from itm_fast.ops.library import build_info
@@ -36,13 +38,17 @@ PATCHES, DIM, WORDS = 196, 512, range(8, 25)
 
 def loop_scores(module: PatchSlimming, images: Fragments, captions: Fragments) -> Tensor:
     """Score as the authors' code does: one caption at a time, with kept patches copied for each."""
-    patches = images.values.view(len(images), module.n_regions, -1)
+    words = captions.values.split(captions.lengths.tolist())
+    return loop_over(module, images.values.view(len(images), module.n_regions, -1), words)
+
+
+def loop_over(module: PatchSlimming, patches: Tensor, captions: Sequence[Tensor]) -> Tensor:
+    """Score patches (n, k, d) and captions of rows (w, d), as `loop_scores`."""
     units = functional.normalize(patches, dim=2)
     with torch.no_grad():
         own = (functional.normalize(patches.mean(1), dim=1)[:, None] * units).sum(2)
     columns = []
-    for start, stop in zip(captions.offsets[:-1].tolist(), captions.offsets[1:].tolist(), strict=True):
-        words = captions.values[start:stop]
+    for words in captions:
         with torch.no_grad():
             significance = own + units @ functional.normalize(words.mean(0), dim=0)
         values, order = significance.sort(dim=1, descending=True)
@@ -141,23 +147,46 @@ def markdown(results: dict[str, Any]) -> str:
     )
 
 
+def _write(path: Path | None, results: dict[str, Any]) -> None:
+    results["environment"]["command"] = " ".join(["python", "-m", "benchmarks.laps", *sys.argv[1:]])
+    if path is not None:
+        atomic.write_text(path, json.dumps(results, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Benchmark training steps of LAPS on patch tokens.")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--encoders", action="store_true", help="include a ViT base and a BERT base (float32)")
+    parser.add_argument("--small-batch", type=int, default=8, help="pairs per step that all variants take (default 8)")
+    parser.add_argument(
+        "--measured", type=int, nargs="*", default=[64, 108],
+        help="with --encoders: batches whose smallest variant takes a step (default 64 108)",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, help="write all figures to this file; with --encoders, continue it")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (default 3)")
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 108], help="pairs per step (default 64 108)")
     options = parser.parse_args()
-    results = run(
-        options.batches,
-        rounds=options.rounds,
-        threads=options.threads,
-        progress=lambda what: print(what, file=sys.stderr, flush=True),
-    )
-    results["environment"]["command"] = " ".join(["python", "-m", "benchmarks.laps", *sys.argv[1:]])
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
-    print(markdown(results))
+    common: dict[str, Any] = {
+        "rounds": options.rounds,
+        "threads": options.threads,
+        "progress": lambda what: print(what, file=sys.stderr, flush=True),
+    }
+    if options.encoders:
+        from benchmarks import laps_steps
+
+        path: Path | None = options.json
+        results = laps_steps.run(
+            options.small_batch,
+            options.batches,
+            measured=options.measured,
+            before=json.loads(path.read_text()) if path is not None and path.is_file() else None,
+            save=lambda found: _write(path, found),
+            **common,
+        )
+    else:
+        results = run(options.batches, **common)
+    _write(options.json, results)
+    print(laps_steps.markdown(results) if options.encoders else markdown(results))
 
 
 if __name__ == "__main__":

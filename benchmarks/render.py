@@ -21,6 +21,7 @@ from benchmarks import (
     coco_table,
     discriminators,
     laps,
+    laps_steps,
     long_sets,
     maxsim,
     methods_table,
@@ -123,6 +124,11 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "realignment": measured("realignment", realignment.markdown, "python -m benchmarks.realignment --json {}")
     },
     PERFORMANCE / "results" / "selhn.md": {"gradients": selhn_gradients},
+    PERFORMANCE / "results" / "vision.md": {
+        "laps_encoders": measured(
+            "laps_encoders", laps_steps.markdown, "python -m benchmarks.laps --encoders --json {}"
+        )
+    },
     PERFORMANCE / "scaling.md": {"scaling": scaled},
     **{ROOT / "docs" / "methods" / f"{name}.md": {"findings": section} for name, section in FINDINGS.items()},
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build a copy of the sources with nvcc against the oldest supported torch with CUDA, load both libraries, check which
-# CUDA operators are registered, and run the tests that depend on torch or Python. Needs no GPU. The copy holds the
-# environment of `make test-oldest`, 7 GB with torch; all of it is removed at the end.
+# CUDA operators are registered, and run the tests that depend on torch or Python, then those of torchvision. Needs no
+# GPU. The copy holds the environment of `make test-oldest`, 7 GB with torch; all of it is removed at the end.
 set -euo pipefail
 say() { echo "test_cuda_load: $1" >&2; exit 1; }
 command -v nvcc >/dev/null || say "needs nvcc on the path"
@@ -33,3 +33,6 @@ make -C "$copy" OLDEST=1 PROCESSES=1 test ARGS="-q python_tests/tools/test_cuda_
 # Simulated kernels, the build, benchmarks and docs do not depend on the version of torch.
 skipped=$(printf -- ' --ignore=python_tests/%s' shim tools benchmarks docs fuzz operators/test_instruction_sets.py)
 make -C "$copy" OLDEST=1 PROCESSES=1 test ARGS="-q -x $skipped $*"
+# PyPI's torchvision only loads beside PyPI's torch, which this is. Before, its tests were not collected.
+"$copy/.venv-oldest/bin/python" -m pip install -q --disable-pip-version-check --no-deps torchvision==0.26.0
+make -C "$copy" OLDEST=1 PROCESSES=1 test ARGS="-q python_tests/torchvision"

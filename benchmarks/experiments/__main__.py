@@ -62,7 +62,7 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
 
     import itm_fast
     from itm_fast import evaluation, models
-    from itm_fast.data import PrecomputedDataset, Vocabulary
+    from itm_fast.data import Vocabulary, open_split
     from itm_fast.files.environment import environment
     from itm_fast.training import checkpoint, run_folder, train
     from itm_fast.training.metrics_log import read_metrics
@@ -80,7 +80,7 @@ def execute(experiment: Experiment, run: Run, out: Path, results: Path, **machin
         return False
     started = time.monotonic()
     vocabulary = Vocabulary.from_file(folder / run_folder.VOCABULARY)
-    dataset = PrecomputedDataset(data, experiment.split, vocabulary, max_images=experiment.images)
+    dataset = open_split(data, experiment.split, vocabulary, max_images=experiment.images)
     model = models.load(folder, config.device)
     scores = evaluation.score_matrix(model, dataset, progress=True, description=experiment.split)
     test = evaluation.evaluate_scores(scores, dataset.caption_image)

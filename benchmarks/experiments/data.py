@@ -1,6 +1,6 @@
 """The data of the experiments: the bundled data or a part of them, and fingerprints of data.
 
-Inside: `bundled_data`, `bundled_split`, `bundled_fingerprints`, `folder_fingerprints`.
+Inside: `bundled_data`, `bundled_split`, `bundled_fingerprints`, `folder_fingerprints`, `vision_fingerprints`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ if TYPE_CHECKING:
 
     from itm_fast.training import TrainConfig
 
-__all__ = ["Fingerprints", "bundled_data", "bundled_fingerprints", "bundled_split", "folder_fingerprints"]
+__all__ = [
+    "Fingerprints",
+    "bundled_data",
+    "bundled_fingerprints",
+    "bundled_split",
+    "folder_fingerprints",
+    "vision_fingerprints",
+]
 
-# Purpose of data ("train", "validation" or "evaluation") to SHA-256 by file name.
+# Purpose of data ("train", "validation", "evaluation" or "vision model") to SHA-256 by file name.
 Fingerprints = dict[str, dict[str, str]]
 
 
@@ -91,3 +98,11 @@ def folder_fingerprints(config: TrainConfig, split: str, images: int | None) -> 
     evaluated = open_split(config.data, split, vocabulary, max_images=images)
     used = {"train": train_data, "validation": validation_data, "evaluation": evaluated}
     return {use: fingerprints(data) for use, data in used.items()}
+
+
+def vision_fingerprints(config: TrainConfig) -> Fingerprints:
+    """Return fingerprints of the settings and weights of a training's vision model; none without one."""
+    if config.image_backbone is None:
+        return {}
+    files = sorted(path for path in Path(config.image_backbone).iterdir() if path.suffix in (".json", ".safetensors"))
+    return {"vision model": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}}

@@ -47,7 +47,7 @@ def evaluate_ensemble(
 
     import itm_fast
     from itm_fast import evaluation, models
-    from itm_fast.data import PrecomputedDataset, Vocabulary
+    from itm_fast.data import Vocabulary, open_split
     from itm_fast.files.environment import environment
     from itm_fast.training import run_folder
 
@@ -63,7 +63,7 @@ def evaluate_ensemble(
         if sha256(folder / WEIGHTS_FILE) != identity["members"][run.file_name]:
             raise ValueError(f"{folder}: expected the weights that {results / run.file_name}.json was measured with")
         vocabulary = Vocabulary.from_file(folder / run_folder.VOCABULARY)
-        dataset = PrecomputedDataset(data, experiment.split, vocabulary, max_images=experiment.images)
+        dataset = open_split(data, experiment.split, vocabulary, max_images=experiment.images)
         members.append((models.load(folder, device), dataset))
     _, test = evaluation.evaluate_ensemble(members, progress=True, description=ensemble.name)
     result = {

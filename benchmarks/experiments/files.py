@@ -15,7 +15,12 @@ from typing import Any
 
 import attrs
 
-from benchmarks.experiments.data import Fingerprints, bundled_fingerprints, folder_fingerprints
+from benchmarks.experiments.data import (
+    Fingerprints,
+    bundled_fingerprints,
+    folder_fingerprints,
+    vision_fingerprints,
+)
 from itm_fast import config as settings
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, parse_yaml, read_json, read_text
 from itm_fast.files.messages import shown
@@ -137,24 +142,26 @@ class Experiment:
         return found if run.anchor is None else {**found, "anchor": self.identity(run.anchor)}
 
     def fingerprints(self, run: Run) -> Fingerprints | None:
-        """Return the fingerprints of a run's data, read once; None if their folder is missing.
+        """Return the fingerprints of a run's data and vision model, read once; None if a folder is missing.
 
         Raises:
             ValueError: the data are damaged, or lack what the run reads.
         """
         config = run.config(self.data, Path(run.file_name))
-        if self.data != BUNDLED and not Path(self.data).is_dir():
+        folders = [config.image_backbone, None if self.data == BUNDLED else self.data]
+        if not all(folder is None or Path(folder).is_dir() for folder in folders):
             return None
         key = (
             config.vocab, config.min_count, config.text_augmentation > 0, config.validation_split,
-            config.validation_images,
+            config.validation_images, config.image_backbone,
         )  # fmt: skip
         if key not in self._known:
-            self._known[key] = (
+            found = (
                 bundled_fingerprints(self.train_images, config.validation_split, self.split)
                 if self.data == BUNDLED
                 else folder_fingerprints(config, self.split, self.images)
             )
+            self._known[key] = {**found, **vision_fingerprints(config)}
         return self._known[key]
 
 

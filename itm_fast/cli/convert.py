@@ -15,7 +15,9 @@ def convert(
     ],
     source: Annotated[
         str,
-        typer.Option(metavar="NAME", help="Source of the checkpoint: scan, sgraf, rcar, dbl, vse_infty or rvsepp."),
+        typer.Option(
+            metavar="NAME", help="Source of the checkpoint: scan, sgraf, rcar, dbl, esa, naaf, vse_infty or rvsepp."
+        ),
     ],
     vocab: Annotated[
         Path,

@@ -174,6 +174,9 @@ def _print(report: Report | StoreReport) -> None:
             for one in report.splits
         ]
         _print_table(console, header, [[_cell(value) for value in row] for row in rows])
+    boxes = [one.split for one in report.splits if one.boxes] if isinstance(report, Report) else report.boxes
+    if boxes:
+        typer.echo(f"with boxes of the regions: {printable(', '.join(boxes))}")
     _print_problems(report.problems, report.folder, console)
 
 

@@ -45,7 +45,8 @@ def import_command(
         typer.Option(
             metavar="DIR",
             help="Local folder of a ViT, DeiT, Swin, DINOv2, CLIP or SigLIP, written by transformers: its patch tokens "
-            "become the regions. Default: store the pictures, without features.",
+            "become the regions. Or of a Faster R-CNN of torchvision: the regions that it detects, with their boxes. "
+            "Default: store the pictures, without features.",
         ),
     ] = None,
     layer: Annotated[
@@ -62,6 +63,17 @@ def import_command(
             "averages over a grid such as 7x7.",
         ),
     ] = "patches",
+    regions: Annotated[
+        int, typer.Option(metavar="N", min=1, max=1000, help="With a Faster R-CNN: maximum regions of a picture.")
+    ] = 36,
+    min_regions: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, max=1000, help="With a Faster R-CNN: regions to keep below --confidence."),
+    ] = 1,
+    confidence: Annotated[
+        float,
+        typer.Option(metavar="X", min=0, max=1, help="With a Faster R-CNN: leave out regions of a lower confidence."),
+    ] = 0.0,
     split: Annotated[
         str,
         typer.Option(
@@ -119,12 +131,13 @@ def import_command(
     the same are listed. Nothing is downloaded. Run the same command again to continue an interrupted one.
     """
     from itm_fast.data import Vocabulary
-    from itm_fast.data.import_pictures import import_features, import_pictures
+    from itm_fast.data.import_pictures import import_features, import_pictures, import_regions
     from itm_fast.data.pack import check_target
     from itm_fast.data.picture_folder import collect
-    from itm_fast.data.preprocessing import Preprocessing
-    from itm_fast.data.store_format import PICTURES_FOLDER
+    from itm_fast.data.preprocessing import KeptProportions, Preprocessing
+    from itm_fast.data.store_format import BOXED_SIDE, PICTURES_FOLDER
     from itm_fast.files import atomic, processors
+    from itm_fast.models.detector_folder import is_detector_folder, load_detector
     from itm_fast.models.vision_folder import load_picture_encoder
     from itm_fast.training.run import device_of
 
@@ -134,8 +147,16 @@ def import_command(
     words = None if vocab is None else Vocabulary.from_file(vocab)
     shares = _shares(split)
     where = device_of(device)
-    vision = None if encoder is None else load_picture_encoder(encoder, layer=layer, pool=pool, device=where)
-    if vision is None and size % grid:
+    vision = detector = None
+    if encoder is not None and is_detector_folder(encoder):
+        if (layer, pool) != (-1, "patches"):
+            raise ValueError(f"--layer, --pool: expected neither, as {encoder} is a Faster R-CNN")
+        detector = load_detector(encoder, regions=regions, min_regions=min_regions, confidence=confidence, device=where)
+    elif (regions, min_regions, confidence) != (36, 1, 0.0):
+        raise ValueError("--regions, --min-regions, --confidence: expected only with a Faster R-CNN as --encoder")
+    elif encoder is not None:
+        vision = load_picture_encoder(encoder, layer=layer, pool=pool, device=where)
+    elif size % grid:
         raise ValueError(f"--grid: expected a divisor of --size {size}, got {grid}")
     found = collect(images, captions, shares=shares, seed=seed, skip_bad=skip_bad, workers=processes, progress=True)
     if found.duplicates:
@@ -143,27 +164,32 @@ def import_command(
         _list(f"pictures of different splits that look the same, later all in {out / DUPLICATES}", found.duplicates)
     common: dict[str, Any] = {"vocabulary": words, "min_count": min_count, "workers": processes, "progress": True}
     compressed: dict[str, Any] = {**common, "dtype": picture_format.value, "quality": quality}
-    if vision is None:
+    scaling: Preprocessing | KeptProportions | None = None
+    if detector is not None:
+        manifest = import_regions(found.splits, captions, out, detector, dtype=dtype.value, **common)
+        scaling = KeptProportions(BOXED_SIDE)
+    elif vision is not None:
+        manifest = import_features(found.splits, captions, out, vision, dtype=dtype.value, **common)
+        scaling = vision.preprocessing
+    else:
         square = Preprocessing(size, shortest_edge=size)
         manifest = import_pictures(found.splits, captions, out, square, grid=grid, **compressed)
-    else:
-        manifest = import_features(found.splits, captions, out, vision, dtype=dtype.value, **common)
-        if pictures:
-            folder = out / PICTURES_FOLDER
-            import_pictures(found.splits, captions, folder, vision.preprocessing, grid=1, **compressed)
+    if pictures and scaling is not None:
+        import_pictures(found.splits, captions, out / PICTURES_FOLDER, scaling, grid=1, **compressed)
     for record in manifest.splits:
         size_bytes = sum(shard.bytes for shard in record.shards)
+        regions_each = f"{'up to ' * record.ragged}{record.regions} regions of {record.width} numbers"
         typer.echo(
-            f"{record.name}: {record.images:,} pictures, {record.captions:,} captions, {record.regions} regions of "
-            f"{record.width} numbers, {size_bytes / 1e9:.2f} GB"
+            f"{record.name}: {record.images:,} pictures, {record.captions:,} captions, {regions_each}, "
+            f"{size_bytes / 1e9:.2f} GB"
         )
     if found.skipped:
         atomic.write_text(out / SKIPPED, "".join(f"{line}\n" for line in found.skipped))
         _list(f"left out, all in {out / SKIPPED}", found.skipped)
     if found.duplicates:
         atomic.write_text(out / DUPLICATES, "".join(f"{line}\n" for line in found.duplicates))
-    patches = "" if vision else " --model-option image_encoder=patches"
-    typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --model scan --out RUN{patches}")
+    report = " --report" if encoder is None or pictures else ""
+    typer.echo(f"train on them with: itm-fast train --data {shlex.quote(str(out))} --model scan --out RUN{report}")
 
 
 def _shares(text: str) -> list[float]:

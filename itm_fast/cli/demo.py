@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import platform
-import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from itm_fast.data import PrecomputedDataset
     from itm_fast.models import MatchingModel
-    from itm_fast.report import Report, WordAttention
+    from itm_fast.report import Report
     from itm_fast.training import TrainConfig, TrainResult
 
 # Chosen on the dev split. One epoch takes about 22 seconds on two cores with AVX-512.
@@ -27,9 +26,6 @@ SETTINGS: dict[str, Any] = {
     "lr_schedule": "cosine",
     "warmup_epochs": 1,
 }
-QUERIES = 12
-ATTENTION = 4
-HITS = 5
 
 
 def demo(
@@ -176,20 +172,9 @@ def _report(
 ) -> Report:
     from itm_fast.data import emoji
     from itm_fast.report import Report
-    from itm_fast.report.queries import image_query, text_query
+    from itm_fast.report.of_run import searches
 
-    chosen = random.Random(config.seed)
-    text_queries = [
-        text_query(scores, test.caption_image, test.captions, caption, HITS)
-        for caption in chosen.sample(range(len(test)), QUERIES)
-    ]
-    image_queries = [
-        image_query(scores, test.caption_image, image, HITS) for image in chosen.sample(range(test.n_images), QUERIES)
-    ]
-    attention = _attention(model, test, chosen.sample(range(len(test)), ATTENTION))
-    shown = {hit.item for query in text_queries for hit in query.hits} | {query.picture for query in image_queries}
-    shown |= {example.picture for example in attention}
-    pictures, names = emoji.pictures("test"), emoji.names("test")
+    pictures = emoji.pictures("test")
     return Report(
         title="Finding emoji by description",
         lead=(
@@ -197,39 +182,14 @@ def _report(
             f"description belongs to which picture, in {_minutes(result.seconds)} on this computer's processor. "
             f"Below it searches {test.n_images} pictures that it never saw."
         ),
-        pictures={index: pictures[index] for index in sorted(shown)},
-        names={index: names[index] for index in sorted(shown)},
-        captions=test.captions,
-        text_queries=text_queries,
-        image_queries=image_queries,
-        attention=attention,
         trained=trained,
         untrained=untrained,
         metrics=metrics,
         facts=_facts(config, model, result, train_data),
-        n_images=test.n_images,
-        n_captions=len(test),
         split=test.split,
-        top=HITS,
         credits=emoji.CREDITS,
+        **searches(model, test, scores, config.seed, pictures.__getitem__, emoji.names("test")),
     )
-
-
-def _attention(model: MatchingModel, test: PrecomputedDataset, captions: list[int]) -> list[WordAttention]:
-    """Return the attention of each word of these captions over the patches of its picture."""
-    import torch
-
-    from itm_fast import evaluation
-    from itm_fast.data import emoji, tokenize
-    from itm_fast.report import WordAttention
-
-    examples = []
-    weights = evaluation.word_attention(model, test, torch.tensor(captions))
-    for caption, rows in zip(captions, weights, strict=True):
-        text, picture = test.captions[caption], int(test.caption_image[caption])
-        grids = rows[1:-1].reshape(-1, emoji.GRID, emoji.GRID).numpy()  # without <start> and <end>
-        examples.append(WordAttention(text, picture, tokenize(text), grids))
-    return examples
 
 
 def _facts(

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from itm_fast.cli.evaluate_truth import evaluate_truth
 from itm_fast.cli.models import dataset_of, load_run
+from itm_fast.cli.score_run import TruthOptions
 
 if TYPE_CHECKING:
     from itm_fast.data import PrecomputedDataset
@@ -28,7 +30,27 @@ def evaluate(
     ],
     data: Annotated[Path, typer.Option(metavar="DIR", help="Data folder or feature store.")],
     split: Annotated[str, typer.Option(metavar="NAME", help="Split to evaluate.")] = "test",
-    folds: Annotated[int, typer.Option(metavar="N", help="Average over N equal parts of the images (COCO 1K: 5).")] = 1,
+    protocol: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Protocol: f30k, coco1k (five folds) or coco5k, which check the sizes; or eccv, cxc or pmrp, which "
+            "need --ground-truth and the COCO numbers (see score).",
+        ),
+    ] = None,
+    ground_truth: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the files that eccv, cxc or pmrp need.")
+    ] = None,
+    image_ids: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="COCO number of each image, for these protocols.")
+    ] = None,
+    caption_ids: Annotated[Path | None, typer.Option(metavar="FILE", help="COCO number of each caption.")] = None,
+    folds: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Average over N equal parts of the images (COCO 1K: 5); default: 1, or the protocol's."
+        ),
+    ] = None,
     first_images: Annotated[
         int | None, typer.Option(metavar="N", help="Use the first N images and their captions; default: all.")
     ] = None,
@@ -59,6 +81,7 @@ def evaluate(
     import itm_fast
     from itm_fast import evaluation
     from itm_fast.distributed import joined
+    from itm_fast.evaluation.standards import PROTOCOLS, check_sizes, folds_of
     from itm_fast.files import atomic
     from itm_fast.files.processors import set_threads
     from itm_fast.training.run import device_of, warn_of_unknown_words
@@ -66,6 +89,13 @@ def evaluate(
     if json_file is not None:
         atomic.check_target(json_file)
     _check_distinct(checkpoint)
+    n_folds = folds_of(protocol or "full", folds)
+    truth = TruthOptions(ground_truth, image_ids, caption_ids)
+    by_truth = protocol is not None and PROTOCOLS[protocol].truth
+    if by_truth:
+        truth.paths()
+        if streaming or first_images is not None:
+            raise ValueError(f"--protocol {protocol}: needs all scores; leave out --streaming and --first-images")
     set_threads(threads)
     members: list[tuple[MatchingModel, PrecomputedDataset]] = []
     sources = []
@@ -77,33 +107,44 @@ def evaluate(
                 known = [dataset for _, dataset in members]
                 members.append((model, dataset_of(data, split, vocabulary, model, run, known)))
                 sources.append({"checkpoint": str(run), "vocabulary": str(path)})
+            if protocol is not None:
+                dataset = members[0][1]
+                check_sizes(protocol, first_images or dataset.n_images, len(dataset), any_captions=True)
             for dataset in dict.fromkeys(dataset for _, dataset in members):
                 warn_of_unknown_words(dataset)
         start = time.perf_counter()
         with torch.autocast(where.type, torch.bfloat16, enabled=precision is _Precision.bfloat16):
-            alone, ensemble = evaluation.evaluate_ensemble(
-                members,
-                folds=folds,
-                first_images=first_images,
-                streaming=streaming,
-                progress=world.first,
-                description=split,
-                world=world,
-            )
+            alone: list[dict[str, float]] = []
+            if by_truth:
+                ensemble = evaluate_truth(members, str(protocol), truth, n_folds, world, split)
+            else:
+                alone, ensemble = evaluation.evaluate_ensemble(
+                    members,
+                    folds=n_folds,
+                    first_images=first_images,
+                    streaming=streaming,
+                    progress=world.first,
+                    description=split,
+                    world=world,
+                )
         seconds = time.perf_counter() - start
     if not world.first:
         return
 
     n_images = first_images or members[0][1].n_images
-    protocol = f"{split}, {n_images} images" + (f" in {folds} folds" if folds > 1 else "")
+    title = f"{split}, {n_images} images" + (f" in {n_folds} folds" if n_folds > 1 else "")
     for source in dict.fromkeys(source["vocabulary"] for source in sources):
         typer.echo(f"vocabulary: {source}")
-    rows = {protocol: ensemble}
-    if len(checkpoint) > 1:
-        typer.echo(protocol)
+    rows = {title: ensemble}
+    if len(checkpoint) > 1 and not by_truth:
+        typer.echo(title)
         rows = {str(run): summary for run, summary in zip(checkpoint, alone, strict=True)}
         rows[f"mean score of {len(checkpoint)}"] = ensemble
-    typer.echo(evaluation.recall_table(rows))
+    if by_truth:
+        measures = [(name, f"{value:.2f}") for name, value in ensemble.items()]
+        typer.echo(evaluation.measure_table(("measure", f"{protocol}: {title}"), measures))
+    else:
+        typer.echo(evaluation.recall_table(rows))
     if json_file is not None:
         single = len(sources) == 1
         result: dict[str, Any] = {
@@ -111,7 +152,8 @@ def evaluate(
             "data": str(data),
             "split": split,
             "images": n_images,
-            "folds": folds,
+            **({} if protocol is None else {"protocol": protocol}),
+            "folds": n_folds,
             "precision": precision.value,
             "ties": "pessimistic",
             "seconds": round(seconds, 3),
@@ -120,7 +162,9 @@ def evaluate(
             **ensemble,
         }
         if not single:
-            result["members"] = [{**source, **summary} for source, summary in zip(sources, alone, strict=True)]
+            result["members"] = [
+                {**source, **summary} for source, summary in zip(sources, alone or [{}] * len(sources), strict=True)
+            ]
         atomic.write_text(json_file, json.dumps(result, indent=2) + "\n")
 
 

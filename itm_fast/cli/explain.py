@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from itm_fast.cli.models import dataset_of, load_run
+from itm_fast.cli.models import dataset_of, find_picture, load_run
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,6 +40,14 @@ def explain(
             help="Show the attention of region R, from 1, over the words; repeatable. Default: all.",
         ),
     ] = None,
+    picture_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--picture",
+            metavar="FILE",
+            help="Picture of the image, to draw the boxes of its regions on. Default: the one that data import stored.",
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="HTML page to write.")] = Path("explanation.html"),
     vocab: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Vocabulary JSON; default: the one in RUN.")
@@ -50,7 +58,8 @@ def explain(
 
     The page shows the attention of words over regions and of regions over words at each step of the regulator, and the
     aggregation weights. For a model with one direction, it shows only this one. Features whose pictures are known
-    (the bundled emoji, pictures that data import stored) are drawn over the picture, others as tables.
+    (the bundled emoji, pictures that data import stored) are drawn over the picture, others as tables. If the data
+    contain boxes of the regions, the attention is drawn on them.
     """
     import json
     import math
@@ -85,7 +94,13 @@ def explain(
         raise ValueError(f"{checkpoint}: {error}") from None
     if region and "i2t" not in explanation.directions:
         raise ValueError(f"--region: in {checkpoint} regions do not attend to words")
-    picture, grid, credits = _picture(dataset, number, grid_side)
+    boxes = None if dataset.box_source is None or grid_side is not None else dataset.boxes([number])[0].numpy()
+    if boxes is not None:
+        picture, grid, credits = _boxed_picture(dataset, number, picture_file), (1, 1), ""
+    elif picture_file is not None:
+        raise ValueError(f"--picture: {data} contains no boxes of the regions, which would be drawn on it")
+    else:
+        picture, grid, credits = find_picture(dataset, number, grid_side)
     write_pair(
         out,
         PairReport(
@@ -108,12 +123,14 @@ def explain(
             grid=grid,
             facts=_facts(model, checkpoint, dataset, number, n_regions, explanation),
             credits=credits,
+            boxes=boxes,
         ),
     )
     if json_file is not None:
         content = {
             "checkpoint": str(checkpoint), "data": str(data), "split": split, "image": number, "caption": caption,
             "words": explanation.words,
+            **({} if boxes is None else {"boxes": boxes.tolist()}),
             "directions": {
                 direction: {
                     "attention": [weights.tolist() for weights in steps.attention],
@@ -131,21 +148,19 @@ def explain(
     typer.echo(f"score {explanation.score:.4f}; page: {out}")
 
 
-def _picture(
-    dataset: PrecomputedDataset, image: int, grid_side: int | None
-) -> tuple[np.ndarray | None, tuple[int, int], str]:
-    """Return the picture, the rows and columns of its patches, and its credits if it is a bundled emoji.
+def _boxed_picture(dataset: PrecomputedDataset, image: int, file: Path | None) -> np.ndarray | None:
+    """Return the picture of an image with its proportions: that of `file`, or the one in the data, if any."""
+    import numpy as np
 
-    The picture is None if the features are not pixels. `grid_side`: patches per side, if not those of the data.
-    """
-    from itm_fast.data import emoji, picture_of
+    from itm_fast.data import whole_picture_of
+    from itm_fast.data.picture_files import open_picture
+    from itm_fast.data.store_format import BOXED_SIDE
 
-    features = dataset.image_batch([image])
-    picture = emoji.picture_if_patches(features[0].numpy())
-    if picture is not None and grid_side is None:
-        return picture, (emoji.GRID, emoji.GRID), emoji.CREDITS if emoji.is_bundled(picture) else ""
-    picture, grid = picture_of(dataset, image, grid_side)
-    return picture, (grid, grid), ""
+    if file is None:
+        return whole_picture_of(dataset, image)
+    picture = open_picture(file)
+    picture.thumbnail((BOXED_SIDE, BOXED_SIDE))
+    return np.asarray(picture)
 
 
 def _facts(

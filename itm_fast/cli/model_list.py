@@ -18,7 +18,7 @@ def models(
     """List the models that train --model takes, or print the settings of one.
 
     --model-option NAME=VALUE sets a model's setting in train. The data give vocab_size, feature_dim and n_regions,
-    --bert gives the sizes of BERT.
+    --bert gives the sizes of BERT, and --clip those of a CLIP or SigLIP.
     """
     from rich.console import Console
     from rich.table import Table

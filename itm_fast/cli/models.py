@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from itm_fast.files import regular
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from itm_fast.data import PrecomputedDataset, Vocabulary
     from itm_fast.models import MatchingModel
 
-__all__ = ["check_run", "dataset_of", "load_run"]
+__all__ = ["check_run", "dataset_of", "find_picture", "load_run"]
 
 
 def check_run(run: Path) -> None:
@@ -66,3 +67,20 @@ def dataset_of(
         )
     dataset.check_caption_lengths(model.max_caption_length)
     return dataset
+
+
+def find_picture(
+    dataset: PrecomputedDataset, image: int, grid_side: int | None = None
+) -> tuple[np.ndarray | None, tuple[int, int], str]:
+    """Return the picture of an image, the rows and columns of its patches, and its credits if it is a bundled emoji.
+
+    The picture is None if the features are not pixels. `grid_side`: patches per side, if not those of the data.
+    """
+    from itm_fast.data import emoji, picture_of
+
+    features = dataset.image_batch([image])
+    picture = emoji.picture_if_patches(features[0].numpy())
+    if picture is not None and grid_side is None:
+        return picture, (emoji.GRID, emoji.GRID), emoji.CREDITS if emoji.is_bundled(picture) else ""
+    picture, grid = picture_of(dataset, image, grid_side)
+    return picture, (grid, grid), ""

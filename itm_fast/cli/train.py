@@ -13,10 +13,13 @@ from itm_fast import config as settings
 from itm_fast.cli.options import Command, given_options, with_config_options
 from itm_fast.training.config import GROUPS, LOSS, MODEL, OUTPUT, RCAR, TrainConfig, read_yaml
 
+# The split of a report: no setting was chosen by it.
+REPORTED = "test"
 # The options of --help, in its order; --help-all prints all.
 COMMON = (
-    "data", "out", "recipe", "config", "model", "model_option", "bert", "image_backbone", "loss", "mining", "epochs",
-    "batch_size", "lr", "seed", "workers", "device", "precision", "resume", "help_all", "help",
+    "data", "out", "recipe", "config", "model", "model_option", "bert", "image_backbone", "clip",
+    "loss", "mining", "epochs",
+    "batch_size", "lr", "seed", "workers", "device", "precision", "report", "resume", "help_all", "help",
 )  # fmt: skip
 
 
@@ -76,7 +79,7 @@ def train(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="RCAR regulator: rcr, rar or rcar (scan, bfan, sgraf); default: none.",
+            help="RCAR regulator: rcr, rar or rcar (scan, bfan, camp, sgraf); default: none.",
             rich_help_panel=RCAR,
         ),
     ] = None,
@@ -99,6 +102,15 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in --out.", rich_help_panel=OUTPUT)
     ] = False,
+    report: Annotated[
+        bool,
+        typer.Option(
+            "--report",
+            help="Then search the split test and write RUN/report.html: recalls, curves, searches and attention. The "
+            "data must contain pictures.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
     help_all: Annotated[
         bool,
         typer.Option("--help-all", callback=_print_all_help, is_eager=True, help="Show all options and exit."),
@@ -112,10 +124,11 @@ def train(
     A flag such as --drop-last also has the form --no-drop-last, which overrides a recipe or a file.
 
     --resume takes the settings from the run; other options must match them. These may change without an effect on the
-    result: --data, --bert and --image-backbone (the same content in another folder), --workers, --features,
-    --image-checkpointing, --discriminators-on-disk, --save-every and --tensorboard. --device and --threads change the
-    rounding. --micro-batch changes the rounding, dropout and batch normalisation. --epochs may not drop below the
-    epochs already done; with a cosine schedule, the learning rate follows the new length from the resume point on.
+    result: --data, --bert, --image-backbone and --clip (the same content in another folder), --workers, --features,
+    --image-checkpointing, --text-checkpointing, --discriminators-on-disk, --save-every and --tensorboard. --device and
+    --threads change the rounding. --micro-batch changes the rounding, dropout and batch normalisation. --epochs may not
+    drop below the epochs already done; with a cosine schedule, the learning rate follows the new length from the resume
+    point on.
     """
     from itm_fast.distributed import launched
     from itm_fast.training import recipes, run_folder
@@ -144,6 +157,10 @@ def train(
             raise ValueError("out: --resume needs the RUN folder to continue: --out RUN, or out in the --config file")
         merged = recipes.merge(settings.to_dict(run_folder.saved_config(str(merged["out"]))), merged)
     chosen = settings.build(TrainConfig, merged)
+    if report and chosen.data is not None:
+        from itm_fast.report.of_run import check_pictures
+
+        check_pictures(chosen.data, REPORTED)
     result = run_training(chosen, resume=resume)
 
     out, launch = chosen.out, launched()
@@ -159,6 +176,12 @@ def train(
         f"best model: {out} (step {result.best_step}, rsum {result.best['rsum']:.1f} on the validation split); "
         f"{result.steps} steps in {result.seconds:.0f} s"
     )
+    if report and chosen.data is not None:
+        from itm_fast.report.of_run import write_run_report
+
+        page = Path(out) / "report.html"
+        write_run_report(page, out, chosen.data, REPORTED)
+        typer.echo(f"report: {page}")
 
 
 def _named_options(option: str, texts: list[str]) -> dict[str, Any]:

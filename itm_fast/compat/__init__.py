@@ -17,7 +17,7 @@ from pathlib import Path
 import attrs
 
 from itm_fast import config as settings
-from itm_fast.compat import dbl, rcar, rvsepp, scan, sgraf, vse_infty
+from itm_fast.compat import dbl, esa, naaf, rcar, rvsepp, scan, sgraf, vse_infty
 from itm_fast.compat.checkpoint import OfficialCheckpoint, read_checkpoint
 from itm_fast.data import BertVocabulary, Vocabulary
 from itm_fast.files import atomic, regular
@@ -48,6 +48,8 @@ SOURCES: Mapping[str, Source] = {
     "sgraf": Source(sgraf.read),
     "rcar": Source(rcar.read, has_mask=lambda _: True),
     "dbl": Source(dbl.read, has_mask=dbl.has_mask),
+    "esa": Source(esa.read, has_mask=lambda _: True, bert=True),
+    "naaf": Source(naaf.read),
     "vse_infty": Source(vse_infty.read, has_mask=lambda _: True, bert=True),
     "rvsepp": Source(rvsepp.read, has_mask=lambda _: True, bert=True),
 }
@@ -88,7 +90,7 @@ def convert(
     more = {}
     if bert_heads is not None:
         if not SOURCES[source].bert:
-            raise ValueError(f"bert_heads: expected only for vse_infty and rvsepp, got {bert_heads} for {source}")
+            raise ValueError(f"bert_heads: expected only for vse_infty, rvsepp and esa, got {bert_heads} for {source}")
         more = {"bert_heads": bert_heads}
     folder, vocabulary = Path(out), Path(vocabulary)
     if folder.exists() and not folder.is_dir():

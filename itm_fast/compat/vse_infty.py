@@ -30,15 +30,13 @@ _IMAGE_NAMES: Names = {
     "mlp.bns.0.": "image_encoder.mlp.1.",
     "mlp.layers.1.": "image_encoder.mlp.3.",
     "mlp.bns.1.": None,  # not used: the last layer has no normalisation
-    "gpool.": "image_pool.",
 }
-_GRU_NAMES: Names = {"embed.": "text_encoder.embed.", "rnn.": "text_encoder.rnn.", "gpool.": "text_pool."}
+_GRU_NAMES: Names = {"embed.": "text_encoder.embed.", "rnn.": "text_encoder.rnn."}
 _BERT_NAMES: Names = {
     "bert.pooler.": None,
     "bert.embeddings.position_ids": None,
     "bert.": "text_encoder.bert.",
     "linear.": "text_encoder.fc.",
-    "gpool.": "text_pool.",
 }
 _PIECES = "bert.embeddings.word_embeddings.weight"
 
@@ -59,7 +57,12 @@ def read(checkpoint: OfficialCheckpoint, vocab_size: int, bert_heads: int | None
 
 
 def read_pooled(
-    checkpoint: OfficialCheckpoint, vocab_size: int, bert_heads: int | None, model: str, training: Iterable[str]
+    checkpoint: OfficialCheckpoint,
+    vocab_size: int,
+    bert_heads: int | None,
+    model: str,
+    training: Iterable[str],
+    pooling: tuple[str, str] = ("gpool.", ""),
 ) -> MatchingModel:
     """Build a model like `read`.
 
@@ -69,6 +72,7 @@ def read_pooled(
         bert_heads: as in `read`.
         model: name of our model.
         training: options that do not change the scores of a trained model.
+        pooling: prefixes of the weights of the pooling in the official model, and in ours.
     """
     image, text = checkpoint.modules("image encoder", "text encoder")
     options = checkpoint.options
@@ -83,7 +87,12 @@ def read_pooled(
         config.update(_bert_sizes(text, bert_heads))
     elif bert_heads is not None:
         raise ValueError(f"{checkpoint.path}: bert_heads: got {bert_heads}, but the text encoder is a GRU")
-    parts = [(image, _IMAGE_NAMES), (text, _BERT_NAMES if with_bert else _GRU_NAMES)]
+    official, own = pooling
+    of_text = _BERT_NAMES if with_bert else _GRU_NAMES
+    parts: list[tuple[StateDict, Names]] = [
+        (image, {**_IMAGE_NAMES, official: f"image_pool.{own}"}),
+        (text, {**of_text, official: f"text_pool.{own}"}),
+    ]
     return build_model(model, config, parts, checkpoint.path)
 
 

@@ -82,7 +82,8 @@ class BertVocabulary(Vocabulary):
             raise ValueError(f"{path}: {error}") from None
 
     @classmethod
-    def _from_content(cls, content: Any, words: list[str]) -> BertVocabulary:
+    def _from_content(cls, content: Any) -> BertVocabulary:
+        words = words_by_id(content)
         lowercase = content.get("lowercase")
         if not isinstance(lowercase, bool):
             raise ValueError("vocabulary: expected lowercase to be true or false")
@@ -126,6 +127,10 @@ class BertVocabulary(Vocabulary):
     def encode(self, caption: str) -> list[int]:
         """Return the ids of `[CLS]`, the pieces of `caption` (`[UNK]` for unknown words), and `[SEP]`."""
         return list(self._tokenizer.encode(caption).ids)
+
+    def pieces(self, caption: str) -> list[str]:
+        """Return the pieces of `encode(caption)`."""
+        return [self.words[index] for index in self.encode(caption)]
 
     @functools.cached_property
     def _tokenizer(self) -> Any:

@@ -15,6 +15,7 @@ import attrs
 import numpy as np
 
 from itm_fast.data import layout
+from itm_fast.data.boxes import RULE, are_boxes, open_boxes
 from itm_fast.data.tokenization import tokenize
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.files import regular
@@ -49,6 +50,7 @@ class SplitSummary:
     stored_five_times: bool
     words: dict[str, float] | None
     unknown_share: float | None
+    boxes: bool
 
 
 class SplitCheck:
@@ -130,6 +132,7 @@ class SplitCheck:
         if rows is not None:
             counts = self._region_counts(len(rows), rows.shape[1])
             self._scan(rows.shape, rows.itemsize, stride, counts, advance)
+            self._check_boxes(counts, rows.shape[1])
         if rows is not None:
             n_images = len(rows) // stride
             if caption_image is not None:
@@ -147,6 +150,7 @@ class SplitCheck:
             stored_five_times=stride > 1,
             words=words,
             unknown_share=unknown_share,
+            boxes=self._path("boxes.npy").is_file(),
         )
 
     def _words(self, vocabulary: Vocabulary | None) -> tuple[dict[str, float] | None, float | None]:
@@ -240,6 +244,28 @@ class SplitCheck:
         if different:
             what = f"as many rows as captions ({shape[0]}), but not each image repeated five times"
             self._add("ims.npy", what, len(different), (f"rows {row} to {row + stride - 1}" for row in different))
+
+    def _check_boxes(self, counts: np.ndarray, most: int) -> None:
+        """Check the boxes of the regions, one block of rows at a time."""
+        path = self._path("boxes.npy")
+        places: list[str] = []
+        count = 0
+        try:
+            if not regular.is_present(path):
+                return
+            block = max(BLOCK_BYTES // (32 * most), 1)
+            for start in range(0, len(counts), block):
+                with np.errstate(over="ignore", invalid="ignore"):
+                    rows = open_boxes(path, len(counts), most)[start : start + block].astype(np.float32)
+                there = np.arange(most) < counts[start : start + block, None]
+                wrong = np.argwhere(there & ~are_boxes(rows)).tolist()
+                count += len(wrong)
+                more = MAX_PLACES - len(places)
+                places += [f"row {start + row}, region {region}" for row, region in wrong[:more]]
+        except (ValueError, OSError) as error:
+            self._add_unreadable("boxes.npy", error)
+        if count:
+            self._add("boxes.npy", f"boxes (x0, y0, x1, y1) that break {RULE}", count, places)
 
     def row(self, image: int) -> int:
         """Return the row of an image in the file."""

@@ -28,11 +28,12 @@ __all__ = ["StoreReport", "check_store", "check_vocabulary"]
 
 @attrs.frozen
 class StoreReport:
-    """The result of a check: the splits as the manifest records them, and the problems."""
+    """The result of a check: the splits as the manifest records them, those with boxes, and the problems."""
 
     folder: str
     dtype: str
     splits: list[SplitRecord]
+    boxes: list[str]
     problems: list[Problem]
 
 
@@ -56,6 +57,7 @@ def check_store(
             raise ValueError(f"{folder}: there is no split {name!r} in this feature store")
     chosen = [split for split in manifest.splits if not splits or split.name in splits]
     problems: list[Problem] = []
+    boxes: list[str] = []
     total = sum(shard.bytes for split in chosen for shard in split.shards)
     vocabulary = _check(
         folder / store_format.VOCABULARY, problems, lambda path: check_vocabulary(path, manifest.vocabulary)
@@ -66,6 +68,8 @@ def check_store(
 
             def check_index(path: Path, split: SplitRecord = split) -> None:
                 index = store_format.read_index(path, split)
+                if "boxes" in index:
+                    boxes.append(split.name)
                 if vocabulary is not None:
                     check_token_ids(path, index, vocabulary)
                     check_captions(path, index, vocabulary)
@@ -84,7 +88,7 @@ def check_store(
     if store_format.is_store(pictures):
         inner = check_store(pictures, splits, progress=progress).problems
         problems += [attrs.evolve(one, file=f"{pictures.name}/{one.file}") for one in inner]
-    return StoreReport(str(folder), manifest.dtype, chosen, problems)
+    return StoreReport(str(folder), manifest.dtype, chosen, boxes, problems)
 
 
 def _check(path: Path, problems: list[Problem], read: Callable[[Path], Content]) -> Content | None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from itm_fast.data.features import ArrayFeatures, Features
+from itm_fast.data.features import ArrayFeatures, Features, ResidentFeatures
 from itm_fast.data.picture_augmentation import PictureAugmentation
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.fragments import Fragments
@@ -68,6 +68,7 @@ class CaptionDataset:
         region_counts: (n_images,) int64, how many of the k regions each image has; batches then contain Fragments.
             None: all regions.
         token_ids: the ids of all captions (int32, end to end) and the length of each caption (int64), if known.
+        boxes: (N, 4) float32, the boxes of the regions of all images end to end, or None; see the method `boxes`.
         name: the name of the features in messages about a row.
 
     Attributes:
@@ -77,6 +78,7 @@ class CaptionDataset:
         caption_lengths: (n_captions,) int64 tensor.
         n_images: the number of images; `len()` is the number of captions.
         source: the `Features` that batches are read from. It may be replaced by a source of the same features.
+        box_source: the boxes of the regions as `ResidentFeatures` of four channels, or None.
 
     Raises:
         ValueError: the arguments do not fit each other.
@@ -92,6 +94,7 @@ class CaptionDataset:
         image_ids: Sequence[str] | None = None,
         region_counts: np.ndarray | None = None,
         token_ids: tuple[Tensor, Tensor] | None = None,
+        boxes: np.ndarray | None = None,
         name: str = "features",
     ) -> None:
         if isinstance(features, np.ndarray) and (features.ndim != 3 or features.dtype.kind != "f"):
@@ -104,6 +107,7 @@ class CaptionDataset:
         self.image_ids = None if image_ids is None else list(image_ids)
         self.n_images = len(features)
         self.source = self._source(features, region_counts)
+        self.box_source = self._box_source(boxes)
         self.caption_image = torch.from_numpy(_as_indices(caption_image, len(features), "caption_image"))
         if len(self.caption_image) != len(self.captions):
             raise ValueError(
@@ -117,6 +121,15 @@ class CaptionDataset:
         if isinstance(features, Features):
             return features
         return ArrayFeatures(features, self.name, region_counts, self._row)
+
+    def _box_source(self, boxes: np.ndarray | None) -> ResidentFeatures | None:
+        if boxes is None:
+            return None
+        images, regions, _ = self.source.shape
+        expected = self.source.n_regions, 4
+        if boxes.dtype != np.float32 or boxes.shape != expected:
+            raise ValueError(f"boxes: expected float32 of shape {expected}, got {boxes.dtype} {boxes.shape}")
+        return ResidentFeatures(torch.from_numpy(boxes), (images, regions, 4), self.source.counts, torch.device("cpu"))
 
     def __len__(self) -> int:
         return len(self.captions)
@@ -143,6 +156,20 @@ class CaptionDataset:
             ValueError: a value is not finite, or a file has changed. The message names file and row.
         """
         return self.source.gather(_as_indices(image_indices, self.n_images, "image_indices"))
+
+    def boxes(self, image_indices: Indices) -> Tensor | Fragments:
+        """Return the boxes of the regions of images: left, top, right and bottom edge as shares of the picture's sides.
+
+        Returns:
+            (n, k, 4) float32 from 0 to 1, or Fragments if the images differ in regions. The order is that of
+            `image_batch`.
+
+        Raises:
+            ValueError: the data contain no boxes.
+        """
+        if self.box_source is None:
+            raise ValueError(f"{self.name}: these data contain no boxes of the regions")
+        return self.box_source.gather(_as_indices(image_indices, self.n_images, "image_indices"))
 
     def caption_batch(self, caption_indices: Indices) -> tuple[Tensor, Tensor]:
         """Return token ids (n, L) int64, padded with the vocabulary's `<pad>`, and lengths (n,) int64."""

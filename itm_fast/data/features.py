@@ -46,10 +46,14 @@ class Features(abc.ABC):
         return self.shape[0]
 
     @property
+    def n_regions(self) -> int:
+        """The number of regions of all images."""
+        return self.shape[0] * self.shape[1] if self.counts is None else int(self.counts.sum())
+
+    @property
     def nbytes(self) -> int:
         """The size of all features in bytes, as stored."""
-        regions = self.shape[0] * self.shape[1] if self.counts is None else int(self.counts.sum())
-        return regions * self.shape[2] * self.dtype.itemsize
+        return self.n_regions * self.shape[2] * self.dtype.itemsize
 
     @abc.abstractmethod
     def gather(self, images: np.ndarray) -> Tensor | Fragments:

@@ -1,6 +1,6 @@
-"""Import pictures: encode them into a feature store, or write a store of resized pictures.
+"""Import pictures: encode them or detect their regions for a feature store, or write a store of resized pictures.
 
-Inside: `import_features`, `import_pictures`, `SHARD_BYTES`.
+Inside: `import_features`, `import_regions`, `import_pictures`, `SHARD_BYTES`.
 """
 
 from __future__ import annotations
@@ -11,34 +11,36 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from itm_fast.data.dataset import CaptionDataset
-from itm_fast.data.digests import sha256_of_parts
+from itm_fast.data.detected_splits import detected_splits, remove_detections, source_digest
+from itm_fast.data.detections import DetectedPictures, Detector
 from itm_fast.data.features import Features
 from itm_fast.data.pack import States, pack_splits
 from itm_fast.data.picture_folder import SplitPictures
 from itm_fast.data.picture_sources import EncodedPictures, Encoder, ResizedPictures
 from itm_fast.data.precomputed import PrecomputedDataset
-from itm_fast.data.preprocessing import Preprocessing
+from itm_fast.data.preprocessing import KeptProportions, Preprocessing
 from itm_fast.data.store_format import MOST_REGIONS, Manifest
 from itm_fast.data.vocabulary import Vocabulary
 
-__all__ = ["SHARD_BYTES", "import_features", "import_pictures"]
+__all__ = ["SHARD_BYTES", "import_features", "import_pictures", "import_regions"]
 
 # An interrupted import continues with a shard, so shards are small beside the time that encoding takes.
 SHARD_BYTES = 64 * 2**20
 
 
+Source = EncodedPictures | DetectedPictures | ResizedPictures
+
+
 class _ImportedSplit(PrecomputedDataset):
     """A split of an import with the interface that packing needs."""
 
-    def __init__(
-        self, pictures: SplitPictures, source: EncodedPictures | ResizedPictures, captions: Path, vocabulary: Vocabulary
-    ) -> None:
+    def __init__(self, pictures: SplitPictures, source: Source, captions: Path, vocabulary: Vocabulary) -> None:
         self.directory, self.split, self.features_path, self.repeated = captions.parent, pictures.name, captions, 1
         self._pictures = pictures
-        self._digest = sha256_of_parts(source.digest.encode(), *(look.digest for look in pictures.looks))
+        self._digest = source_digest(source.digest, pictures)
         CaptionDataset.__init__(
             self, source, pictures.captions, pictures.caption_image, vocabulary, image_ids=pictures.names,
-            name=str(captions),
+            boxes=source.boxes if isinstance(source, DetectedPictures) else None, name=str(captions),
         )  # fmt: skip
 
     def features_digest(self) -> str:
@@ -85,11 +87,41 @@ def import_features(
     return _import(splits, sources, captions, Path(out), dtype, vocabulary, min_count, shard_bytes, progress)
 
 
+def import_regions(
+    splits: Sequence[SplitPictures],
+    captions: Path,
+    out: str | os.PathLike[str],
+    detector: Detector,
+    *,
+    dtype: str = "bf16",
+    vocabulary: Vocabulary | None = None,
+    min_count: int = 4,
+    workers: int = 0,
+    shard_bytes: int = SHARD_BYTES,
+    progress: bool = False,
+) -> Manifest:
+    """Detect the regions of pictures and write a feature store with their boxes; see `import_features`.
+
+    The regions are kept in files in `out` until those of all pictures are known. An interrupted import continues there.
+
+    Args:
+        detector: finds the regions of a picture.
+
+    Raises:
+        ValueError, OSError: as `import_features`; the detector returns values that are not finite.
+    """
+    out = Path(out)
+    sources = detected_splits(splits, detector, out, dtype, workers, progress)
+    manifest = _import(splits, sources, captions, out, dtype, vocabulary, min_count, shard_bytes, progress)
+    remove_detections(out)
+    return manifest
+
+
 def import_pictures(
     splits: Sequence[SplitPictures],
     captions: Path,
     out: str | os.PathLike[str],
-    preprocessing: Preprocessing,
+    preprocessing: Preprocessing | KeptProportions,
     *,
     grid: int = 7,
     dtype: str = "jpeg",
@@ -103,7 +135,7 @@ def import_pictures(
     """Resize pictures and write a store of JPEG or WebP files; see `import_features` for the other arguments.
 
     Args:
-        preprocessing: the size of the pictures.
+        preprocessing: the size of the pictures. `KeptProportions` is for pictures that boxes are drawn on.
         grid: patches per side, each of which is a region.
         dtype: "jpeg" or "webp".
         quality: of the compression, 1 to 100.
@@ -123,7 +155,7 @@ def import_pictures(
 
 def _import(
     splits: Sequence[SplitPictures],
-    sources: Sequence[EncodedPictures | ResizedPictures],
+    sources: Sequence[Source],
     captions: Path,
     out: Path,
     dtype: str,

@@ -1,8 +1,8 @@
 """Read and check the files of the published precomputed layout, one at a time.
 
-Inside: `SUFFIXES`, `split_path`, `available_splits`, `open_features`, `read_captions`, `read_caption_image`,
-`match_counts`, `read_ids`, `read_region_counts`, `zeros_advice`. For one line of a file: `text_in`, `caption_in`,
-`image_row_in`, `region_count_in`.
+Inside: `SUFFIXES`, `split_path`, `available_splits`, `map_floats`, `open_features`, `read_captions`,
+`read_caption_image`, `match_counts`, `read_ids`, `read_region_counts`, `zeros_advice`. For one line of a file:
+`text_in`, `caption_in`, `image_row_in`, `region_count_in`.
 
 Every problem is a ValueError. Its one-line message names the file and, if known, the line (from 1) or the row (from 0).
 """
@@ -10,11 +10,8 @@ Every problem is a ValueError. Its one-line message names the file and, if known
 from __future__ import annotations
 
 import codecs
-import math
 import os
 import re
-import tokenize
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -23,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from itm_fast.files import regular
+from itm_fast.files.arrays import map_npy
 
 CAPTIONS_PER_IMAGE = 5
 # The longest caption in characters, which bounds the time and memory that one line takes.
 MAX_CAPTION_LENGTH = 100_000
 # The files of a split. Only the first two are required.
-SUFFIXES = ("ims.npy", "caps.txt", "cap2im.txt", "ids.txt", "regions.txt")
+SUFFIXES = ("ims.npy", "caps.txt", "cap2im.txt", "ids.txt", "regions.txt", "boxes.npy")
 
 Parsed = TypeVar("Parsed")
 
@@ -76,56 +74,22 @@ def zeros_advice(split: str) -> str:
     return f"if the zeros are padding, write the number of true regions of each row to {split}_regions.txt"
 
 
+def map_floats(path: str | os.PathLike[str], what: str = "numbers") -> np.memmap:
+    """Map an array of float16, float32 or float64 numbers. Only the header is read."""
+    array = map_npy(path)
+    if array.dtype.kind != "f" or array.dtype.itemsize > 8:
+        raise ValueError(f"{path}: expected float16, float32 or float64 {what}, got {array.dtype}")
+    return array
+
+
 def open_features(path: str | os.PathLike[str]) -> np.memmap:
     """Map `(n_rows, k, f)` float16, float32 or float64 features. Only the header is read."""
-    status = Path(path).stat()
-    regular.check_regular(status, path)
-    size = status.st_size
-    try:
-        promised = _promised_size(path)
-        truncated = promised is not None and size < promised
-        features = None if truncated else np.load(path, mmap_mode="r", allow_pickle=False)
-    except _UNREADABLE as error:
-        # The first line of numpy's message names the kind of damage.
-        reason = (str(error).splitlines() or ["empty file"])[0]
-        raise ValueError(f"{path}: not a readable .npy array of numbers ({reason}; {size} bytes on disk)") from None
-    if features is None:
-        raise ValueError(f"{path}: truncated: the header promises {promised} bytes, the file has {size}")
-    if not isinstance(features, np.memmap):
-        raise ValueError(f"{path}: expected one .npy array, got {type(features).__name__}")
-    if features.dtype.kind != "f" or features.dtype.itemsize > 8:
-        raise ValueError(f"{path}: expected float16, float32 or float64 features, got {features.dtype}")
+    features = map_floats(path, "features")
     if features.ndim != 3:
         raise ValueError(f"{path}: expected features of shape (images, regions, channels), got shape {features.shape}")
     if 0 in features.shape:
         raise ValueError(f"{path}: expected at least one image, region and channel, got shape {features.shape}")
     return features
-
-
-# The errors that numpy raises for damaged or malicious headers.
-_UNREADABLE = (
-    ValueError, EOFError, SyntaxError, TypeError, KeyError, OverflowError, RecursionError, MemoryError,
-    tokenize.TokenError, zipfile.BadZipFile,
-)  # fmt: skip
-_MAX_HEADER_BYTES = 10_000  # numpy has the same limit, but reads the header before it checks the length.
-
-
-def _promised_size(path: str | os.PathLike[str]) -> int | None:
-    """Return the file size in bytes that the header of a .npy file of numbers implies; None for other files."""
-    readers = {(1, 0): (2, np.lib.format.read_array_header_1_0), (2, 0): (4, np.lib.format.read_array_header_2_0)}
-    with regular.open_file(path) as file:
-        if file.read(6) != np.lib.format.MAGIC_PREFIX:
-            return None
-        version = tuple(file.read(2))
-        if version not in readers:
-            return None
-        width, read_header = readers[version]
-        length = int.from_bytes(file.read(width), "little")
-        if length > _MAX_HEADER_BYTES:
-            raise ValueError(f"its header claims {length} bytes, more than {_MAX_HEADER_BYTES}")
-        file.seek(8)
-        shape, _, dtype = read_header(file)
-        return None if dtype.hasobject else file.tell() + math.prod(shape) * dtype.itemsize
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[bytes]:

@@ -22,6 +22,7 @@ from safetensors.numpy import save as save_tensors
 from tqdm import tqdm
 
 from itm_fast.data import layout, store_format
+from itm_fast.data.detections import DetectedPictures
 from itm_fast.data.digests import sha256_of_file
 from itm_fast.data.features import BLOCK_BYTES
 from itm_fast.data.pack_notes import Notes
@@ -160,7 +161,8 @@ def _pack(
     features = {
         data.split: (data.features_path, states[data.split].get(data.features_path, _STEADY)) for data in datasets
     }
-    notes = Notes(target, asked, features)
+    kept = store_format.DETECTIONS if isinstance(datasets[0].source, DetectedPictures) else None
+    notes = Notes(target, asked, features, kept=kept)
     if notes.finished is not None:
         return notes.finished
     vocabulary.save(target / store_format.VOCABULARY)
@@ -216,6 +218,8 @@ def _index_of(data: PrecomputedDataset) -> bytes:
         arrays["ids_lengths"] = np.array([len(name) for name in names], dtype=np.int64)
     if data.source.counts is not None:
         arrays["region_counts"] = data.source.counts
+    if data.box_source is not None:
+        arrays["boxes"] = data.box_source.values.numpy()
     return bytes(save_tensors({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
 
 

@@ -1,6 +1,6 @@
 """Record the shards of an unfinished feature store, and check whether a folder may become a store.
 
-Inside: `Notes`.
+Inside: `Notes`, `check_empty`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ class Notes:
         asked: the settings and digests of the source, which must be equal to continue.
         sources: the features file of each split and its state. Digests of large files only cover samples, so shards of
             a file that has been written to since are packed again.
+        kept: the name of a folder that an import has written there before.
 
     Raises:
         ValueError: the folder contains other files, or a store of other data or settings.
     """
 
-    def __init__(self, folder: Path, asked: dict[str, Any], sources: Mapping[str, Source]) -> None:
+    def __init__(
+        self, folder: Path, asked: dict[str, Any], sources: Mapping[str, Source], *, kept: str | None = None
+    ) -> None:
         self.path, self._asked, self._sources = folder / UNFINISHED, asked, sources
         self.finished: Manifest | None = None
         self.shards: dict[str, ShardRecord] = {}
@@ -54,11 +57,7 @@ class Notes:
         elif folder.is_dir():
             # A call that was killed before its first record leaves at most a temporary file.
             atomic.remove_temporaries(self.path)
-            found = min((path.name for path in folder.iterdir() if path.name != store_format.LOCK), default=None)
-            if found is not None:
-                raise ValueError(
-                    f"{folder}: expected an empty folder or a feature store, found {shown(found)}; choose another --out"
-                )
+            check_empty(folder, kept)
         for name in (MANIFEST, UNFINISHED, store_format.VOCABULARY):
             atomic.remove_temporaries(folder / name)
         # Written before the first shard, so that a folder with shards of an interrupted call is recognised.
@@ -104,6 +103,17 @@ class Notes:
             "shards": [attrs.asdict(one) for one in self.shards.values()],
         }
         atomic.write_text(self.path, json.dumps(content) + "\n")
+
+
+def check_empty(folder: Path, kept: str | None = None) -> None:
+    """Raise ValueError if a folder contains anything but the lock and `kept`."""
+    known = (store_format.LOCK, kept)
+    paths = folder.iterdir() if folder.is_dir() else ()
+    found = min((path.name for path in paths if path.name not in known), default=None)
+    if found is not None:
+        raise ValueError(
+            f"{folder}: expected an empty folder or a feature store, found {shown(found)}; choose another --out"
+        )
 
 
 def _is_of(manifest: Manifest, asked: dict[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """Shards of pictures in a store: JPEG or WebP files end to end, memory-mapped, decoded when a batch is read.
 
-Inside: `encode_picture`, `decode_picture`, `as_patches`, `write_shard`, `StoredPictures`.
+Inside: `encode_picture`, `decode_picture`, `as_square`, `as_patches`, `write_shard`, `StoredPictures`.
 
 A shard is a safetensors file: "lengths" (n,) int64, and "data" uint8, the files end to end. A store of pictures has
 the manifest and the index of a feature store; its `dtype` is the format. Each picture is a square grid of square
@@ -26,7 +26,7 @@ from itm_fast.data.picture_augmentation import PictureAugmentation
 from itm_fast.data.store_format import PICTURES, ShardRecord, SplitRecord, check_shard
 from itm_fast.files import atomic, regular
 
-__all__ = ["StoredPictures", "as_patches", "decode_picture", "encode_picture", "write_shard"]
+__all__ = ["StoredPictures", "as_patches", "as_square", "decode_picture", "encode_picture", "write_shard"]
 
 _MAX_HEADER_BYTES = 4096
 
@@ -39,18 +39,25 @@ def encode_picture(pixels: np.ndarray, dtype: str, quality: int) -> bytes:
 
 
 def decode_picture(content: bytes, side: int) -> np.ndarray:
-    """Return the pixels (side, side, 3) uint8 of a stored file.
+    """Return the pixels (height, width, 3) uint8 of a stored file, the longer of whose sides has `side` pixels.
 
     Raises:
         ValueError: the file is damaged, or has another size.
     """
     try:
         with Image.open(io.BytesIO(content), formats=list(PICTURES.values())) as opened:
-            if opened.size != (side, side):
+            if max(opened.size) != side:
                 raise ValueError(f"expected {side} x {side} pixels, got {opened.width} x {opened.height}")
             return np.array(opened.convert("RGB"))
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(str(error)) from None
+
+
+def as_square(pixels: np.ndarray, side: int) -> np.ndarray:
+    """Return (height, width, 3) uint8 scaled to (side, side, 3), whatever the proportions."""
+    if pixels.shape[:2] == (side, side):
+        return pixels
+    return np.array(Image.fromarray(pixels).resize((side, side)))
 
 
 def as_patches(pixels: np.ndarray, grid: int) -> Tensor:
@@ -135,7 +142,15 @@ class StoredPictures(Features):
         self.shape = (n_images, *self.shape[1:])
 
     def picture(self, image: int) -> np.ndarray:
-        """Decode a picture, (side, side, 3) uint8.
+        """Decode a picture, (side, side, 3) uint8; one stored with its proportions is scaled to a square.
+
+        Raises:
+            ValueError: as `whole_picture`.
+        """
+        return as_square(self.whole_picture(image), self.side)
+
+    def whole_picture(self, image: int) -> np.ndarray:
+        """Decode a picture as it is stored, (height, width, 3) uint8.
 
         Raises:
             ValueError: the shard is damaged. The message names it and the picture's row.

@@ -1,6 +1,6 @@
 """Sources of an import: picture files that are encoded, or resized and compressed, when they are read.
 
-Inside: `Encoder`, `EncodedPictures`, `ResizedPictures`.
+Inside: `Encoder`, `EncodedPictures`, `ResizedPictures`, `Decoded`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from itm_fast.data.digests import sha256_of_parts
 from itm_fast.data.features import Features
 from itm_fast.data.picture_files import decoded
 from itm_fast.data.picture_folder import SplitPictures
-from itm_fast.data.picture_shards import as_patches, decode_picture, encode_picture
-from itm_fast.data.preprocessing import Preprocessing
+from itm_fast.data.picture_shards import as_patches, as_square, decode_picture, encode_picture
+from itm_fast.data.preprocessing import KeptProportions, Preprocessing
 from itm_fast.files import regular
 
-__all__ = ["EncodedPictures", "Encoder", "ResizedPictures"]
+__all__ = ["Decoded", "EncodedPictures", "Encoder", "ResizedPictures"]
 
 # Pictures per call of the encoder.
 _BATCH = 32
@@ -49,8 +49,14 @@ class Encoder(Protocol):
     def __call__(self, pixels: Tensor) -> Tensor: ...
 
 
-class _Decoded:
-    """Results for pictures in order, made by processes that work ahead."""
+class Decoded:
+    """Results for pictures in order, made by processes that work ahead.
+
+    Args:
+        pictures: the pictures.
+        make: returns the result for a file; worker processes call it.
+        workers: processes; 0: this process.
+    """
 
     def __init__(self, pictures: SplitPictures, make: Callable[[Path], Any], workers: int) -> None:
         digests = {path: look.digest for path, look in zip(pictures.paths, pictures.looks, strict=True)}
@@ -96,7 +102,7 @@ class EncodedPictures(Features):
         self.shape = (len(pictures.paths), encoder.regions, encoder.width)
         self.digest = encoder.digest
         self._paths, self._encoder = pictures.paths, encoder
-        self._pixels = _Decoded(pictures, encoder.preprocessing.picture, workers)
+        self._pixels = Decoded(pictures, encoder.preprocessing.picture, workers)
 
     def gather(self, images: np.ndarray) -> Tensor:
         """Encode pictures in any order; slow for many."""
@@ -133,13 +139,19 @@ class ResizedPictures(Features):
     dtype = torch.uint8
 
     def __init__(
-        self, pictures: SplitPictures, preprocessing: Preprocessing, grid: int, dtype: str, quality: int, workers: int
+        self,
+        pictures: SplitPictures,
+        preprocessing: Preprocessing | KeptProportions,
+        grid: int,
+        dtype: str,
+        quality: int,
+        workers: int,
     ) -> None:
         patch = preprocessing.side // grid
         self.shape = (len(pictures.paths), grid * grid, 3 * patch * patch)
         self.digest = sha256_of_parts(repr((preprocessing, grid, dtype, quality)).encode())
         self._preprocessing = preprocessing
-        self._files = _Decoded(pictures, functools.partial(_compressed, preprocessing, dtype, quality), workers)
+        self._files = Decoded(pictures, functools.partial(_compressed, preprocessing, dtype, quality), workers)
 
     def files(self, first: int, last: int, advance: Callable[[int], object]) -> Iterator[bytes]:
         """Yield the compressed files of pictures; `advance` is called with the size of each in pixels."""
@@ -154,9 +166,9 @@ class ResizedPictures(Features):
 
     def stored(self, first: int, last: int) -> Tensor:
         side = self._preprocessing.side
-        pixels = np.stack([decode_picture(file, side) for file in self._files.take(first, last)])
+        pixels = np.stack([as_square(decode_picture(file, side), side) for file in self._files.take(first, last)])
         return as_patches(pixels, math.isqrt(self.shape[1])).view(-1, self.shape[2])
 
 
-def _compressed(preprocessing: Preprocessing, dtype: str, quality: int, path: Path) -> bytes:
+def _compressed(preprocessing: Preprocessing | KeptProportions, dtype: str, quality: int, path: Path) -> bytes:
     return encode_picture(preprocessing.picture(path), dtype, quality)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from itm_fast.data import layout
+from itm_fast.data.boxes import read_boxes
 from itm_fast.data.dataset import CaptionDataset
 from itm_fast.data.digests import sampled_sha256, sha256_of_parts
 from itm_fast.data.features import Features
@@ -30,7 +31,7 @@ class PrecomputedDataset(CaptionDataset):
 
     Args:
         directory: contains `{split}_ims.npy`, `{split}_caps.txt` and optionally `{split}_cap2im.txt`,
-            `{split}_ids.txt` and `{split}_regions.txt`.
+            `{split}_ids.txt`, `{split}_regions.txt` and `{split}_boxes.npy`.
         split: "train", "dev", "test", "testall" or any other prefix of these files.
         vocabulary: turns the captions into token ids.
         max_images: use only the first images and their captions; None: all images.
@@ -74,12 +75,15 @@ class PrecomputedDataset(CaptionDataset):
         if regular.is_present(ids_path):
             image_ids = layout.read_ids(ids_path, len(features), self.repeated, caption_image)
 
+        self._counts = counts
+        boxes = self._read_boxes(rows)
         if max_images is not None and max_images < len(features):
             kept = np.flatnonzero(caption_image < max_images)
             captions, caption_image = [captions[index] for index in kept], caption_image[kept]
             features, image_ids = features[:max_images], image_ids and image_ids[:max_images]
-            counts = None if counts is None else counts[:max_images]
-        self._counts = counts
+            kept_regions = max_images * rows.shape[1] if counts is None else int(counts[:max_images].sum())
+            boxes = None if boxes is None else boxes[:kept_regions]
+            self._counts = counts = None if counts is None else counts[:max_images]
         super().__init__(
             features,
             captions,
@@ -87,6 +91,7 @@ class PrecomputedDataset(CaptionDataset):
             vocabulary,
             image_ids=image_ids,
             region_counts=counts,
+            boxes=boxes,
             name=str(self.features_path),
         )
 
@@ -97,6 +102,13 @@ class PrecomputedDataset(CaptionDataset):
             return layout.read_caption_image(cap2im, len(rows), n_captions), 1
         stride = layout.match_counts(self.directory, self.split, rows, n_captions)
         return np.arange(n_captions, dtype=np.int64) // layout.CAPTIONS_PER_IMAGE, stride
+
+    def _read_boxes(self, rows: np.memmap) -> np.ndarray | None:
+        """Return the boxes (N, 4) of all regions, if there are any."""
+        path = layout.split_path(self.directory, self.split, "boxes.npy")
+        if not regular.is_present(path):
+            return None
+        return read_boxes(path, len(rows), rows.shape[1], self._counts, self.repeated)
 
     def check_caption_lengths(self, longest: int | None) -> None:
         """Raise ValueError if a caption has more than `longest` tokens; None allows any length."""

@@ -1,6 +1,6 @@
 """Bring pictures to the size that a vision model takes, as its `preprocessor_config.json` says.
 
-Inside: `Preprocessing`, `read_preprocessing`.
+Inside: `Preprocessing`, `read_preprocessing`; for pictures with boxes: `KeptProportions`, `Shrinking`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itm_fast.data.picture_files import open_picture
 from itm_fast.files import documents
 from itm_fast.files.messages import shown
 
-__all__ = ["Preprocessing", "read_preprocessing"]
+__all__ = ["KeptProportions", "Preprocessing", "Shrinking", "read_preprocessing"]
 
 FILE = "preprocessor_config.json"
 _MOST_PIXELS_PER_SIDE = 4096
@@ -64,6 +64,40 @@ class Preprocessing:
         """Turn pixels (n, side, side, 3) uint8 into (n, 3, side, side) float32, scaled and normalised."""
         mean, std = (torch.tensor(values, device=pixels.device) for values in (self.mean, self.std))
         return ((pixels.to(torch.float32) * self.scale - mean) / std).permute(0, 3, 1, 2).contiguous()
+
+
+@attrs.frozen
+class KeptProportions:
+    """Scale the longer side of a picture to `side` pixels."""
+
+    side: int
+
+    def picture(self, path: Path) -> np.ndarray:
+        """Decode a picture; return (height, width, 3) uint8. Raises ValueError as `open_picture`."""
+        return _scaled(image := open_picture(path), self.side / max(image.size))
+
+
+@attrs.frozen
+class Shrinking:
+    """Scale large pictures down with their proportions, as far as a detector would scale them itself.
+
+    Attributes:
+        shortest: pixels of the shorter side, unless the longer one then has more than `longest`.
+        longest: maximum pixels of the longer side.
+    """
+
+    shortest: int
+    longest: int
+
+    def picture(self, path: Path) -> np.ndarray:
+        """Decode a picture; return (height, width, 3) uint8. Raises ValueError as `open_picture`."""
+        image = open_picture(path)
+        return _scaled(image, min(self.shortest / min(image.size), self.longest / max(image.size), 1.0))
+
+
+def _scaled(image: Image.Image, factor: float) -> np.ndarray:
+    size = max(round(image.width * factor), 1), max(round(image.height * factor), 1)
+    return np.asarray(image if size == image.size else image.resize(size, Image.Resampling.BILINEAR))
 
 
 def read_preprocessing(folder: Path) -> Preprocessing:

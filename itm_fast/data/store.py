@@ -1,19 +1,17 @@
 """Splits of a feature store. They give the same batches as the data folder that was packed.
 
-Inside: `StoreDataset`, `StoreFeatures`, `open_split`, `picture_of`, `check_data`.
+Inside: `StoreDataset`, `StoreFeatures`, `open_split`, `check_data`.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from itm_fast.data import layout, store_format
@@ -30,7 +28,7 @@ from itm_fast.files import regular
 from itm_fast.files.processors import check_count
 from itm_fast.fragments import Fragments
 
-__all__ = ["StoreDataset", "StoreFeatures", "check_data", "open_split", "picture_of"]
+__all__ = ["StoreDataset", "StoreFeatures", "check_data", "open_split"]
 
 # For each source type, the stored types that give the same float32 batches.
 _LOSSLESS = {"float16": ("fp16", "fp32"), "float32": ("fp32",), "float64": ("fp32",)}
@@ -39,7 +37,8 @@ _LOSSLESS = {"float16": ("fp16", "fp32"), "float32": ("fp32",), "float64": ("fp3
 def check_data(directory: str | os.PathLike[str], split: str) -> None:
     """Raise ValueError if a data folder or feature store lacks a split."""
     if not store_format.is_store(directory):
-        if regular.is_present(Path(directory) / store_format.UNFINISHED):
+        unfinished = regular.is_present(Path(directory) / store_format.UNFINISHED)
+        if unfinished or (Path(directory) / store_format.DETECTIONS).is_dir():
             raise ValueError(f"{directory}: an unfinished store; finish it with the same itm-fast data command")
         layout.check_split(directory, split)
         return
@@ -56,30 +55,6 @@ def open_split(
     check_data(directory, split)
     kind = StoreDataset if store_format.is_store(directory) else PrecomputedDataset
     return kind(directory, split, vocabulary, max_images=max_images)
-
-
-def picture_of(dataset: PrecomputedDataset, image: int, grid: int | None = None) -> tuple[np.ndarray | None, int]:
-    """Return the picture of an image, and how many regions each of its sides has: `grid`, or those of the data.
-
-    The picture (height, width, 3) uint8 is None if the data contain no pictures or the regions are no square grid.
-    Height and width are multiples of the grid.
-    """
-    square = grid is not None or math.isqrt(dataset.region_count(image)) ** 2 == dataset.region_count(image)
-    grid = grid or math.isqrt(dataset.region_count(image))
-    source = dataset.source
-    folder = dataset.directory / store_format.PICTURES_FOLDER
-    if isinstance(source, StoreFeatures) and store_format.is_store(folder):
-        manifest = store_format.read_manifest(folder)
-        record = manifest.split(dataset.split)
-        if manifest.dtype in store_format.PICTURES and record is not None and record.images > image:
-            source = StoredPictures(folder, manifest.dtype, record)
-    if not isinstance(source, StoredPictures) or not square or grid > source.side:
-        return None, 1
-    picture = source.picture(image)
-    side = -(-source.side // grid) * grid
-    if side != source.side:
-        picture = np.asarray(Image.fromarray(picture).resize((side, side)))
-    return picture, grid
 
 
 class StoreFeatures(Features):
@@ -232,6 +207,7 @@ class StoreDataset(PrecomputedDataset):
         captions, caption_image = texts(index, "text"), index["caption_image"]
         image_ids = texts(index, "ids") if "ids" in index else None
         token_ids, lengths, counts = index["token_ids"], index["caption_lengths"], index.get("region_counts")
+        boxes = index.get("boxes")
         features: StoreFeatures | StoredPictures
         if manifest.dtype in store_format.PICTURES:
             features = StoredPictures(self.directory, manifest.dtype, record)
@@ -243,10 +219,11 @@ class StoreDataset(PrecomputedDataset):
             captions = [captions[number] for number in np.flatnonzero(kept)]
             lengths, caption_image, image_ids = lengths[kept], caption_image[kept], image_ids and image_ids[:max_images]
             features.keep(max_images)
+            boxes = None if boxes is None else boxes[: features.n_regions]
         encoded = (torch.from_numpy(token_ids.copy()), torch.from_numpy(lengths.copy())) if known else None
         CaptionDataset.__init__(
             self, features, captions, caption_image, vocabulary, image_ids=image_ids, token_ids=encoded,
-            name=str(self.features_path),
+            boxes=None if boxes is None else boxes.copy(), name=str(self.features_path),
         )  # fmt: skip
 
     def features_digest(self) -> str:

@@ -5,7 +5,7 @@ Inside: `Manifest`, `SplitRecord`, `ShardRecord`, `DTYPES`, `PICTURES`, `is_stor
 
 STORE/store.json                     the manifest, written last: a folder without it is not a store
 STORE/vocab.json                     the vocabulary of the token ids
-STORE/{split}-index.safetensors      captions (text, token ids, image), and names and region counts of images
+STORE/{split}-index.safetensors      captions (text, token ids, image); names and region counts of images, boxes
 STORE/{split}-00000.safetensors ...  "features": the regions (N, f) of consecutive images, or pictures (picture_shards)
 STORE/pictures/                      optional: a store of the pictures that the features were computed from
 """
@@ -36,9 +36,13 @@ FORMAT = Format()
 MANIFEST = "store.json"
 UNFINISHED = "unfinished.json"
 LOCK = "packing.lock"
+# In an unfinished store: regions that were detected in pictures, until they are packed.
+DETECTIONS = "detections"
 VOCABULARY = "vocab.json"
 # In a feature store: a store of the pictures that the features were computed from.
 PICTURES_FOLDER = "pictures"
+# The longer side of these pictures if regions have boxes, in pixels.
+BOXED_SIDE = 336
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Formats of pictures, which a store may hold instead of features; the names that Pillow has for them.
 PICTURES = {"jpeg": "JPEG", "webp": "WEBP"}

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from itm_fast.data.boxes import RULE, are_boxes
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.files.messages import shown
 
@@ -77,6 +78,8 @@ def check_index(path: Path, arrays: Mapping[str, np.ndarray], split: Split) -> N
         _check_text(path, name, arrays[name], arrays[f"{name}_lengths"])
     if split.ragged:
         _check_regions(path, arrays["region_counts"], split)
+    if "boxes" in arrays:
+        _check_boxes(path, arrays["boxes"], sum(shard.regions for shard in split.shards))
 
 
 def check_token_ids(path: Path, arrays: Mapping[str, np.ndarray], vocabulary: Vocabulary) -> None:
@@ -141,3 +144,12 @@ def _check_regions(path: Path, counts: np.ndarray, split: Split) -> None:
     for shard, regions in zip(split.shards, np.add.reduceat(counts, ends[:-1]).tolist(), strict=True):
         if regions != shard.regions:
             raise ValueError(f"{path}: region_counts: {shard.file} holds {shard.regions} regions, its counts {regions}")
+
+
+def _check_boxes(path: Path, boxes: np.ndarray, regions: int) -> None:
+    if boxes.dtype != np.float32 or boxes.shape != (regions, 4):
+        raise ValueError(f"{path}: boxes: expected float32 of shape {(regions, 4)}, got {boxes.dtype} {boxes.shape}")
+    wrong = np.flatnonzero(~are_boxes(boxes))
+    if len(wrong):
+        found = ", ".join(f"{value:g}" for value in boxes[wrong[0]])
+        raise ValueError(f"{path}: boxes: row {wrong[0]}: expected (x0, y0, x1, y1) with {RULE}, got ({found})")

@@ -79,7 +79,8 @@ class Vocabulary:
     def from_file(cls, path: str | os.PathLike[str]) -> Vocabulary:
         """Read the published JSON: `word2idx`, and `idx2word` and `idx` if present.
 
-        A `.txt` file, the `tokenizer.json` of a BERT model, or JSON of the kind "bert" gives a `BertVocabulary`.
+        A `.txt` file, the `tokenizer.json` of a BERT model, or JSON of the kind "bert" gives a `BertVocabulary`; JSON
+        of the kind "tokenizer" gives a `TokenizerVocabulary`.
 
         Raises:
             ValueError: the file is not such JSON, its ids are not 0 to n - 1, its parts disagree, or one of `<pad>`,
@@ -92,11 +93,12 @@ class Vocabulary:
         try:
             if isinstance(content, dict) and "word2idx" not in content and "model" in content:
                 return cls.kinds["bert"]._from_tokenizer(content)
-            words = words_by_id(content)
-            kind = content.get("kind")
-            if kind is not None and (not isinstance(kind, str) or kind not in cls.kinds):
+            kind = content.get("kind") if isinstance(content, dict) else None
+            if kind is None:
+                return cls(words_by_id(content))
+            if not isinstance(kind, str) or kind not in cls.kinds:
                 raise ValueError(f"vocabulary: expected the kind {' or '.join(cls.kinds)}, got {shown(kind)}")
-            return cls(words) if kind is None else cls.kinds[kind]._from_content(content, words)
+            return cls.kinds[kind]._from_content(content)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -111,8 +113,8 @@ class Vocabulary:
         raise ValueError("vocabulary: expected a JSON object with an object 'word2idx'")
 
     @classmethod
-    def _from_content(cls, _content: Any, words: list[str]) -> Vocabulary:
-        return cls(words)
+    def _from_content(cls, content: Any) -> Vocabulary:
+        return cls(words_by_id(content))
 
     @property
     def continuations(self) -> list[int]:
@@ -135,6 +137,11 @@ class Vocabulary:
     def encode(self, caption: str) -> list[int]:
         """Return the ids of `<start>`, the words of `caption` (unknown words as `<unk>`), and `<end>`."""
         return [self.start, *(self._ids.get(word, self.unk) for word in tokenize(caption)), self.end]
+
+    def pieces(self, caption: str) -> list[str]:
+        """Return what each token of `encode(caption)` stands for; words outside the vocabulary end in " (unknown)"."""
+        words = (word if word in self else f"{word} (unknown)" for word in tokenize(caption))
+        return [START, *words, END]
 
     def decode(self, token_ids: Iterable[int]) -> list[str]:
         """Return the words of `token_ids`, without `<pad>`, `<start>` and `<end>`."""

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from itm_fast.data import CaptionDataset, tokenize
+from itm_fast.data import CaptionDataset
 from itm_fast.evaluation.scoring import Scorer, evaluation_mode
 from itm_fast.models.regulators import PairSteps
 
@@ -21,7 +21,8 @@ class Explanation:
     """Intermediate results of one pair. Tensors are float32 on the CPU.
 
     Attributes:
-        words: the caption's words with `<start>` and `<end>`; words outside the vocabulary end in " (unknown)".
+        words: the caption's words with `<start>` and `<end>`, as `Vocabulary.pieces` returns them: words outside the
+            vocabulary end in " (unknown)", and a pretrained text encoder has its own pieces.
         directions: the steps of each direction that the model has: "t2i" if words attend to regions, "i2t" if regions
             attend to words. The rows of attention, temperatures and aggregation weights are the words or the regions.
         score: score of the pair.
@@ -59,9 +60,8 @@ def explain(model: Scorer, dataset: CaptionDataset, caption: int, image: int) ->
         words = model.encode_captions(token_ids.to(device), lengths.to(device))
         steps = steps_of(regions, words)
         score = float(model.score(regions, words))
-    inner = [w if w in dataset.vocabulary else f"{w} (unknown)" for w in tokenize(dataset.captions[caption])]
     return Explanation(
-        words=["<start>", *inner, "<end>"],
+        words=dataset.vocabulary.pieces(dataset.captions[caption]),
         directions={direction: _on_cpu(part) for direction, part in steps.items()},
         score=score,
     )

@@ -1,7 +1,7 @@
 """The field's evaluation protocols.
 
 Inside: `evaluate` for a model and a data set, `evaluate_ensemble` for several models, `evaluate_scores` for a given
-score matrix.
+score matrix; `fold_indices`, `ranks_summary` and `mean_summary` for other scores.
 
 | protocol | call |
 | --- | --- |
@@ -19,11 +19,12 @@ from torch import Tensor
 
 from itm_fast.distributed import World
 from itm_fast.evaluation.distance import MeanDistance
+from itm_fast.evaluation.ranks import Ranks
 from itm_fast.evaluation.scoring import Gallery, Scorer, score_matrix
-from itm_fast.evaluation.streaming import Ranks, stream_ranks
+from itm_fast.evaluation.streaming import stream_ranks
 from itm_fast.functional import recall_summary, retrieval_ranks
 
-__all__ = ["evaluate", "evaluate_ensemble", "evaluate_scores"]
+__all__ = ["evaluate", "evaluate_ensemble", "evaluate_scores", "fold_indices", "mean_summary", "ranks_summary"]
 
 _ROWS = 256  # rows of a given score matrix that the mean distance takes at a time
 
@@ -124,7 +125,7 @@ def evaluate_ensemble(
             raise ValueError("members: expected the same images and captions in all data sets")
     alone: list[list[dict[str, float]]] = [[] for _ in members]
     together = []
-    for fold, (images, captions) in enumerate(_folds(first.caption_image, first.n_images, folds, first_images)):
+    for fold, (images, captions) in enumerate(fold_indices(first.caption_image, first.n_images, folds, first_images)):
         if streaming:
             part = f", fold {fold + 1}/{folds}" if folds > 1 else ""
             ranks, of_mean = stream_ranks(
@@ -139,8 +140,8 @@ def evaluate_ensemble(
                 world=world,
             )
             for own, member in zip(ranks, alone, strict=True):
-                member.append(_streamed(own, own.distance.value))
-            together.append(_streamed(of_mean, MeanDistance.of_mean(own.distance for own in ranks)))
+                member.append(ranks_summary(own, own.distance.value))
+            together.append(ranks_summary(of_mean, MeanDistance.of_mean(own.distance for own in ranks)))
             continue
         total: Tensor | None = None
         distances = [MeanDistance() for _ in members]
@@ -167,8 +168,8 @@ def evaluate_ensemble(
             # The sum gives the same ranks as the mean, and has no ties from rounding in a division.
             recalls = _recalls(total, first.caption_image, images, captions, ties)
             together.append(_summary(recalls, MeanDistance.of_mean(distances)))
-    summaries = [_mean(summary) for summary in alone]
-    return summaries, _mean(together) if len(members) > 1 else summaries[0]
+    summaries = [mean_summary(summary) for summary in alone]
+    return summaries, mean_summary(together) if len(members) > 1 else summaries[0]
 
 
 def _add(total: Tensor, scores: Tensor) -> Tensor:
@@ -201,7 +202,7 @@ def evaluate_scores(
         ValueError: as in `evaluate`.
     """
     summaries = []
-    for images, captions in _folds(caption_image, scores.shape[0], folds, first_images):
+    for images, captions in fold_indices(caption_image, scores.shape[0], folds, first_images):
         block = scores[int(images[0]) : int(images[-1]) + 1]
         # Captions are mostly in the order of their images; a slice then avoids a copy.
         if len(captions) and int(captions[-1]) - int(captions[0]) + 1 == len(captions):
@@ -213,10 +214,12 @@ def evaluate_scores(
         for rows, chosen in zip(block.split(_ROWS), images.to(owners.device).split(_ROWS), strict=True):
             distance.add(rows, chosen[:, None] == owners)
         summaries.append(_summary(recalls, distance.value))
-    return _mean(summaries)
+    return mean_summary(summaries)
 
 
-def _folds(caption_image: Tensor, n_images: int, folds: int, first_images: int | None) -> list[tuple[Tensor, Tensor]]:
+def fold_indices(
+    caption_image: Tensor, n_images: int, folds: int, first_images: int | None
+) -> list[tuple[Tensor, Tensor]]:
     """Return the indices of the images and of the captions of each fold, in ascending order."""
     if first_images is not None:
         if not 1 <= first_images <= n_images:
@@ -236,7 +239,8 @@ def _recalls(block: Tensor, caption_image: Tensor, images: Tensor, captions: Ten
     return recall_summary(*retrieval_ranks(block, caption_image[captions] - int(images[0]), ties))
 
 
-def _streamed(ranks: Ranks, distance: float | None) -> dict[str, float]:
+def ranks_summary(ranks: Ranks, distance: float | None) -> dict[str, float]:
+    """Summarise the ranks of one fold, with its mean distance if there is one."""
     return _summary(recall_summary(ranks.image_to_text, ranks.text_to_image), distance)
 
 
@@ -244,7 +248,7 @@ def _summary(recalls: dict[str, float], distance: float | None) -> dict[str, flo
     return recalls if distance is None else {**recalls, "mean_distance": distance}
 
 
-def _mean(summaries: list[dict[str, float]]) -> dict[str, float]:
+def mean_summary(summaries: list[dict[str, float]]) -> dict[str, float]:
     """Average the keys that all summaries have."""
     common = [key for key in summaries[0] if all(key in summary for summary in summaries)]
     return {key: sum(summary[key] for summary in summaries) / len(summaries) for key in common}

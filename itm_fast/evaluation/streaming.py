@@ -1,6 +1,6 @@
 """Compute ranks and best matches tile by tile, without a score matrix.
 
-Inside: `stream_ranks`, `Ranks`, `top_k`.
+Inside: `stream_ranks`, `top_k`.
 
 A rank counts the scores above the score of the matching pair, so that score must be known first. Tiles that contain
 matching pairs are therefore scored first. Captions are sorted by image, so these tiles are few. They are kept until
@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from itm_fast.distributed import World, gather_rows, sum_of_all
-from itm_fast.evaluation.distance import MeanDistance
+from itm_fast.distributed import World
+from itm_fast.evaluation.best import BestMatches
+from itm_fast.evaluation.ranks import Ranks
 from itm_fast.evaluation.scoring import Gallery, Scorer, check_tiles, evaluation_mode
 from itm_fast.evaluation.shares import encoded_tiles, split_tiles
 
-__all__ = ["Ranks", "stream_ranks", "top_k"]
+__all__ = ["stream_ranks", "top_k"]
 
 # Captions encoded at a time: 0.4 GB of embeddings for 13 words per caption and 1,024 float32 values per word.
 CHUNK_CAPTIONS = 8192
@@ -42,86 +42,6 @@ class _Member:
     def encode_captions(self, captions: Tensor) -> Any:
         token_ids, lengths = self.dataset.caption_batch(captions)
         return self.model.encode_captions(token_ids.to(self.device), lengths.to(self.device))
-
-
-class Ranks:
-    """Count ranks and the mean distance from tiles of scores in any order.
-
-    Args:
-        owners: position of each caption's image among the images, int64 `(n_captions,)`; in ascending order if there
-            are several processes.
-        n_images: number of images.
-        ties: "pessimistic" or "optimistic", as in `itm_fast.functional.retrieval_ranks`.
-
-    Attributes:
-        image_to_text: int64 `(n_images,)`: rank from 0 of the best own caption; -1 without captions.
-        text_to_image: int64 `(n_captions,)`: rank from 0 of the own image.
-        distance: the mean distance.
-    """
-
-    def __init__(self, owners: Tensor, n_images: int, ties: str) -> None:
-        self._owners, self._pessimistic = owners, ties == "pessimistic"
-        self._own: Tensor | None = None
-        self._best = torch.full((n_images,), torch.nan, dtype=torch.float64)
-        self.image_to_text = torch.zeros(n_images, dtype=torch.int64)
-        self.text_to_image = torch.zeros(len(owners), dtype=torch.int64)
-        self.image_to_text[torch.bincount(owners, minlength=n_images) == 0] = -1
-        self.distance = MeanDistance()
-
-    def note_own(self, tile: Tensor, row: int, column: int) -> None:
-        """Store the matching scores of a tile that starts at image `row` and caption `column`, before `add`."""
-        owners = self._owners[column : column + tile.shape[1]]
-        inside = (owners >= row) & (owners < row + tile.shape[0])
-        columns = inside.nonzero().squeeze(1)
-        scores = tile[owners[columns] - row, columns].to(torch.float64)
-        if self._own is None:
-            self._own = torch.full((len(self._owners),), torch.nan, dtype=torch.float64)
-        self._own[column + columns] = scores
-        # The best score of an image with its own captions; NaN is the lowest value.
-        comparable = ~scores.isnan()
-        lowest = self._best.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        lowest.scatter_reduce_(0, owners[columns][comparable], scores[comparable], "amax")
-        known = ~self._best.isnan()
-        known[owners[columns][comparable]] = True
-        self._best = torch.where(known, lowest, torch.nan)
-
-    def note_others(self, world: World) -> None:
-        """Gather the matching scores of the other processes, each for its share of the images."""
-        if world.size == 1:
-            return
-        own = torch.full((len(self._owners),), torch.nan, dtype=torch.float64) if self._own is None else self._own
-        ends = [0, *accumulate(world.counts(len(self._best)))]
-        places = torch.searchsorted(self._owners, torch.tensor(ends)).tolist()
-        counts = [last - first for first, last in pairwise(places)]
-        self._own = gather_rows(own[places[world.rank] : places[world.rank + 1]], counts, world)
-
-    def add_others(self, world: World) -> None:
-        """Add the counts of the other processes."""
-        if world.size == 1:
-            return
-        self.text_to_image = sum_of_all(self.text_to_image, world)
-        counts = world.counts(len(self._best))
-        self.image_to_text = gather_rows(self.image_to_text[world.share(len(self._best))], counts, world)
-        self.distance.add_others(world)
-
-    def add(self, tile: Tensor, row: int, column: int) -> None:
-        """Count the scores of a tile that starts at image `row` and caption `column`."""
-        rows, columns = slice(row, row + tile.shape[0]), slice(column, column + tile.shape[1])
-        own = torch.arange(row, row + tile.shape[0])[:, None] == self._owners[columns]
-        self.distance.add(tile, own)
-        if self._own is None:
-            raise ValueError("tiles: call note_own for all captions before add")
-        numbers = tile.to(torch.float64)
-        self.text_to_image[columns] += (self._above(numbers, self._own[columns]) & ~own).sum(0)
-        counts = (self._above(numbers, self._best[rows, None]) & ~own).sum(1)
-        self.image_to_text[rows] += torch.where(self.image_to_text[rows] >= 0, counts, 0)
-
-    def _above(self, scores: Tensor, own: Tensor) -> Tensor:
-        """Return True where a score outranks the matching one. NaN is the lowest value and ties with NaN."""
-        higher = (scores > own) | (own.isnan() & ~scores.isnan())
-        if self._pessimistic:
-            higher |= (scores == own) | (scores.isnan() & own.isnan())
-        return higher
 
 
 def stream_ranks(
@@ -323,8 +243,7 @@ def top_k(
     captions = torch.arange(len(dataset)) if captions is None else captions
     image_tiles = list(enumerate(split_tiles(images, tile_images)))
     caption_tiles = list(enumerate(split_tiles(captions, tile_captions)))
-    of_images: list[tuple[Tensor, Tensor] | None] = [None] * (len(image_tiles) if caption_tiles else 0)
-    of_captions: list[tuple[Tensor, Tensor] | None] = [None] * (len(caption_tiles) if image_tiles else 0)
+    best = BestMatches([tile for _, tile in image_tiles], [tile for _, tile in caption_tiles], k)
     per_chunk = max(chunk_captions // tile_captions, 1)
     with evaluation_mode(model), tqdm(
         total=len(image_tiles) * len(caption_tiles), desc=description, unit="tile", leave=False,
@@ -332,31 +251,10 @@ def top_k(
     ) as bar:  # fmt: skip
 
         def merge(row: int, column: int, tiles: list[Tensor]) -> None:
-            of_images[row] = _merged(of_images[row], tiles[0], caption_tiles[column][1], k)
-            of_captions[column] = _merged(of_captions[column], tiles[0].t(), image_tiles[row][1], k)
+            best.add(row, column, tiles[0])
             bar.update()
 
         for start in range(0, len(caption_tiles), per_chunk):
             chunk = caption_tiles[start : start + per_chunk]
             _score_chunk([part], image_tiles, chunk, tile_captions, {}, World(), merge)
-    return _joined(of_images, len(images)), _joined(of_captions, len(captions))
-
-
-def _merged(best: tuple[Tensor, Tensor] | None, scores: Tensor, indices: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Merge `best` with the scores (n, m) of the items `indices` (m,), and keep the best `k`."""
-    places = indices.expand(scores.shape)
-    if best is not None:
-        scores, places = torch.cat([best[0], scores], 1), torch.cat([best[1], places], 1)
-    # A stable sort keeps equal scores in their order. NaN is placed behind minus infinity.
-    order = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    chosen = order.sort(dim=1, descending=True, stable=True).indices
-    lost = scores.gather(1, chosen).isnan().to(torch.uint8)
-    chosen = chosen.gather(1, lost.sort(dim=1, stable=True).indices)[:, :k]
-    return scores.gather(1, chosen), places.gather(1, chosen)
-
-
-def _joined(parts: Sequence[tuple[Tensor, Tensor] | None], n: int) -> tuple[Tensor, Tensor]:
-    found = [part for part in parts if part is not None]
-    if not found:
-        return torch.empty(n, 0), torch.empty(n, 0, dtype=torch.int64)
-    return torch.cat([scores for scores, _ in found]), torch.cat([places for _, places in found])
+    return best.of_images, best.of_captions

@@ -1,13 +1,13 @@
-"""Recall tables as text, in the layout of papers.
+"""Tables as text: recalls in the layout of papers, and other measures.
 
-Inside: `recall_table`.
+Inside: `recall_table`, `measure_table`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-__all__ = ["recall_table"]
+__all__ = ["measure_table", "recall_table"]
 
 _COLUMNS = (("r1", "R@1"), ("r5", "R@5"), ("r10", "R@10"), ("medr", "Med r"), ("meanr", "Mean r"))
 _DIRECTIONS = (("i2t", "image to text"), ("t2i", "text to image"))
@@ -40,4 +40,23 @@ def recall_table(summaries: Mapping[str, Mapping[str, float]]) -> str:
         # Adding zero turns -0.0 into 0.0.
         cells += [f"{round(summary[_DISTANCE], 2) + 0.0:.2f}" if _DISTANCE in summary else ""] * (len(last) - 1)
         lines.append(f"{name:<{first}}" + "".join(f"{cell:>{_WIDTH}}" for cell in cells))
+    return "\n".join(lines)
+
+
+def measure_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format rows of texts in columns: the first is aligned to the left, the others to the right.
+
+    Args:
+        header: title of each column.
+        rows: the cells of each row.
+
+    Returns:
+        Lines, joined by newlines.
+    """
+    table = [header, *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    lines = []
+    for first, *others in table:
+        cells = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([f"{first:<{widths[0]}}", *cells]))
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """Losses as modules, and `register` for losses of your own."""
 
+from itm_fast.losses.binary_loss import BCELoss
 from itm_fast.losses.boosting_loss import BoostingLoss
 from itm_fast.losses.cmpm_loss import CMPMLoss
 from itm_fast.losses.contrastive_loss import InfoNCELoss, SigLIPLoss
@@ -11,6 +12,7 @@ from itm_fast.losses.registry import names, register
 from itm_fast.losses.triplet_loss import TripletLoss
 
 __all__ = [
+    "BCELoss",
     "BoostingLoss",
     "CMPMLoss",
     "DINOLoss",

@@ -162,6 +162,11 @@ class MatchingModel(nn.Module, abc.ABC):
         return True
 
     @property
+    def pretrained_scale(self) -> tuple[float | None, float | None]:
+        """Return scale and bias of the scores after pretraining, where a loss may start; None: there is none."""
+        return None, None
+
+    @property
     def max_caption_length(self) -> int | None:
         """Return the maximum number of tokens per caption; None if there is no limit, as with a GRU."""
         encoder = getattr(self, "text_encoder", None)
@@ -170,8 +175,35 @@ class MatchingModel(nn.Module, abc.ABC):
     def forward(
         self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor, micro_batch: int | None = None
     ) -> Tensor:
-        """Score all images with all captions: (n_images, n_captions), images are rows. `micro_batch` as in `encode`."""
-        return self.score(*self.encode(features, token_ids, lengths, micro_batch))
+        """Score all images with all captions: (n_images, n_captions), images are rows. `micro_batch` as in `encode`.
+
+        In training mode, image i and caption i are a pair, and the model may `observe` the scores.
+        """
+        images, captions = self.encode(features, token_ids, lengths, micro_batch)
+        scores: Tensor = self.score(images, captions)
+        if self.training:
+            self.observe(images, captions, scores.detach())
+        return scores
+
+    def observe(
+        self,
+        images: Any,
+        captions: Any,
+        scores: Tensor,
+        *,
+        first: int = 0,
+        total: Callable[[Tensor], Tensor] = lambda own: own,
+    ) -> None:
+        """Learn from the scores of a training batch what is not learned by gradients. Most models learn nothing here.
+
+        It is called after the scores are computed, so that what it changes counts from the next batch on.
+
+        Args:
+            images: embeddings of all images of the batch. captions: those of this process.
+            scores: (n_images, n_captions), without a graph.
+            first: index of the image of the first caption.
+            total: adds a tensor up over the processes that share the batch. All of them call it.
+        """
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write `config.json`, `model.safetensors` and the tokenizer, if any, each atomically.

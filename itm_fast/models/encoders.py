@@ -121,11 +121,14 @@ def make_caption_encoder(
     return make_text_encoder(config, bidirectional=bidirectional, no_txtnorm=no_txtnorm)
 
 
-def make_bert_encoder(config: BertEncoderConfig, *, no_txtnorm: bool) -> BertTextEncoder:
-    """Create a BERT encoder with random weights: token ids of a `BertVocabulary` to Fragments of embeddings."""
+def make_bert_encoder(config: BertEncoderConfig, *, no_txtnorm: bool, projected: bool = True) -> BertTextEncoder:
+    """Create a BERT encoder with random weights: token ids of a `BertVocabulary` to Fragments of embeddings.
+
+    Unless `projected`, the embeddings are BERT's states.
+    """
     return BertTextEncoder(
         config.vocab_size,
-        config.embed_dim,
+        config.embed_dim if projected else None,
         bert_dim=config.bert_dim,
         layers=config.bert_layers,
         heads=config.bert_heads,

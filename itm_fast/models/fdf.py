@@ -73,8 +73,10 @@ class FDF(FragmentModel):
         for name in ("no_imgnorm", "no_txtnorm"):
             if getattr(of_host, name):
                 raise ValueError(f"{name}: feature conversions are l2-normalised, and take no true")
-        if pooled and of_host.text_pooling == "last":
-            raise ValueError("text_pooling: expected mean or gpo with feature conversions, got last")
+        for name in ("image_pooling", "text_pooling") if pooled else ():
+            if getattr(of_host, name) not in ("mean", "gpo"):
+                found = getattr(of_host, name)
+                raise ValueError(f"{name}: expected mean or gpo with feature conversions, got {found}")
 
         extractor: nn.Module = host.get_submodule("image_encoder")
         self.image_encoder = extractor if isinstance(extractor, PatchEncoder | BackboneEncoder) else None

@@ -1,7 +1,7 @@
 """Settings of the regulators for models with cross-attention, and the intermediate results of one pair.
 
-Inside: `RegulatedConfig`, `steps_of`, `make_similarity`, `pairwise_weights`; `PairSteps`, `pair_steps`,
-`directed_steps`, `check_pair`.
+Inside: `RegulatorConfig`, `RegulatedConfig`, `steps_of`, `make_similarity`, `pairwise_weights`; `PairSteps`,
+`pair_steps`, `directed_steps`, `check_pair`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ from itm_fast.config import fields_of, setting
 from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
 from itm_fast.models.encoders import BertEncoderConfig
-from itm_fast.nn import CrossAttentionAlignments, CrossAttentionScores, RegulatedSimilarity
+from itm_fast.nn import (
+    CrossAttentionAlignments,
+    CrossAttentionScores,
+    MessagePassing,
+    NegativeAwareSimilarity,
+    RegulatedSimilarity,
+)
 from itm_fast.nn.regulated_similarity import FACTORS
 from itm_fast.reference.regulator_parameters import SCHEDULES
 
 __all__ = [
     "PairSteps",
     "RegulatedConfig",
+    "RegulatorConfig",
     "check_pair",
     "directed_steps",
     "make_similarity",
@@ -35,7 +42,7 @@ _OF_REGULATORS = ("schedule", "factors", "residual_correspondence", "residual_ag
 
 
 @attrs.frozen(kw_only=True)
-class RegulatedConfig(BertEncoderConfig):
+class RegulatorConfig(BertEncoderConfig):
     """Settings of the encoders and of the regulators of RCAR; the defaults are the published ones."""
 
     regulator: str | None = setting(
@@ -51,6 +58,18 @@ class RegulatedConfig(BertEncoderConfig):
     )
     alignment_dim: int = setting(256, help="Width of the alignment vectors.", minimum=1)
     regulator_dropout: float = setting(0.4, help="Dropout in RAR during training.", minimum=0, below=1)
+    residual_correspondence: bool = setting(
+        True, help="Update the factors of the step before in each RCR step, instead of replacing them."
+    )
+    residual_aggregation: bool = setting(
+        False, help="Average the vector of each RAR step with that of the step before."
+    )
+
+
+@attrs.frozen(kw_only=True)
+class RegulatedConfig(RegulatorConfig):
+    """Settings of models whose whole similarity is that of RCAR."""
+
     schedule: str = setting(
         "interleaved",
         help="Order of the steps: RCR and RAR in turns (interleaved), or all RCR first (sequential).",
@@ -61,15 +80,9 @@ class RegulatedConfig(BertEncoderConfig):
         help="Source of the attention factors of RCR: the alignment (paper), the query, one learnable pair, or fixed.",
         choices=FACTORS,
     )
-    residual_correspondence: bool = setting(
-        True, help="Update the factors of the step before in each RCR step, instead of replacing them."
-    )
-    residual_aggregation: bool = setting(
-        False, help="Average the vector of each RAR step with that of the step before."
-    )
 
 
-def steps_of(config: RegulatedConfig) -> tuple[int, int]:
+def steps_of(config: RegulatorConfig) -> tuple[int, int]:
     """Return the numbers of steps of RCR and RAR.
 
     Raises:
@@ -80,8 +93,8 @@ def steps_of(config: RegulatedConfig) -> tuple[int, int]:
             raise ValueError(f"steps: {config.steps} steps of which regulator? Set regulator to rcr, rar or rcar")
         fields = fields_of(type(config))
         for name in _OF_REGULATORS:
-            value = getattr(config, name)
-            if value != fields[name].default:
+            value = getattr(config, name, None)
+            if name in fields and value != fields[name].default:
                 raise ValueError(f"{name}: {shown(value)} needs a regulator; set regulator to rcr, rar or rcar")
         return 0, 0
     steps = DEFAULT_STEPS if config.steps is None else config.steps
@@ -110,7 +123,11 @@ def make_similarity(
 
 
 def pairwise_weights(
-    similarity: CrossAttentionScores | RegulatedSimilarity | CrossAttentionAlignments,
+    similarity: CrossAttentionScores
+    | RegulatedSimilarity
+    | CrossAttentionAlignments
+    | MessagePassing
+    | NegativeAwareSimilarity,
     images: Fragments,
     captions: Fragments,
 ) -> list[Tensor]:
@@ -167,7 +184,7 @@ def pair_steps(
 
 
 def directed_steps(
-    similarity: CrossAttentionScores | RegulatedSimilarity | CrossAttentionAlignments,
+    similarity: CrossAttentionScores | RegulatedSimilarity | CrossAttentionAlignments | NegativeAwareSimilarity,
     queries: Fragments,
     contexts: Fragments,
     score: Tensor,

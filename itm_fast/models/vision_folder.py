@@ -20,14 +20,13 @@ from torch.nn import functional
 
 from itm_fast.data.digests import sha256_of_file
 from itm_fast.data.preprocessing import FILE, Preprocessing, read_preprocessing
-from itm_fast.files import documents, regular
 from itm_fast.files.messages import shortened, shown
 from itm_fast.models.base import load_weights, shapes_of
-from itm_fast.nn.vision_backbone import KINDS, backbone_settings, class_of, quiet, special_tokens
+from itm_fast.models.pretrained_folder import check_folder, load_pretrained, read_config, weight_files
+from itm_fast.nn.vision_backbone import KINDS, backbone_settings, class_of, special_tokens
 
 __all__ = ["PictureEncoder", "VisionFolder", "load_picture_encoder", "read_vision_folder"]
 
-_WEIGHTS, _SHARDED = "model.safetensors", "model.safetensors.index.json"
 # Parts behind the states that are read. A folder may lack them.
 _UNUSED = re.compile(r"(^|\.)(pooler|post_layernorm|head|mask_token)(\.|$)|mask_token$")
 _UNUSED_IN_SIGLIP = re.compile(r"(^|\.)head\.")
@@ -161,36 +160,14 @@ def read_vision_folder(folder: str | os.PathLike[str]) -> VisionFolder:
             the package transformers is not installed. The message names the file.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        what = "expected a folder, found a file" if folder.exists() else "no such folder"
-        raise ValueError(
-            f"{folder}: {what}; expected a local folder of a vision model, as nothing is downloaded: write one with "
-            "save_pretrained of the model and its image processor in transformers"
-        )
-    content, kind = _config(folder / "config.json")
+    check_folder(folder, "a vision model", "image processor")
+    content, kind = read_config(folder / "config.json", KINDS, "a vision model")
     preprocessing = read_preprocessing(folder)
-    files = _weight_files(folder)
-    cls = class_of(kind)
-    with quiet():
-        try:
-            config = cls.config_class.from_dict(content)
-            attention = "sdpa" if cls._supports_sdpa else "eager"
-            # Only named classes of transformers are built, and only from files in the folder.
-            model, found = cls.from_pretrained(
-                folder, config=config, local_files_only=True, trust_remote_code=False, use_safetensors=True,
-                attn_implementation=attention, output_loading_info=True,
-            )  # fmt: skip
-        except Exception as error:
-            reason = shortened(" ".join(str(error).split()), 300)
-            raise ValueError(f"{folder}: config.json and weights are not those of a {kind} model ({reason})") from None
+    files = weight_files(folder)
     # The last layer norm is behind the states of a CLIP, but before those of a SigLIP.
     unused = _UNUSED_IN_SIGLIP if kind.startswith("siglip") else _UNUSED
-    missing = sorted(weight for weight in found["missing_keys"] if not unused.search(weight))
-    wrong = missing or sorted(str(one[0] if isinstance(one, tuple) else one) for one in found["mismatched_keys"])
-    if wrong:
-        what = "is missing" if missing else "has another shape"
-        raise ValueError(f"{files[0]}: the weight {wrong[0]} {what} ({len(wrong)} weights in all)")
-    return VisionFolder(folder, kind, model.float().eval(), preprocessing, files)
+    model = load_pretrained(class_of(kind), content.get("vision_config", content), folder, files, kind, unused)
+    return VisionFolder(folder, kind, model, preprocessing, files)
 
 
 def load_picture_encoder(
@@ -231,48 +208,3 @@ def load_picture_encoder(
         raise ValueError(
             f"{found.folder / FILE}: pictures of {preprocessing.side} pixels do not fit the model ({reason})"
         ) from None
-
-
-def _config(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the settings of the vision tower in `config.json`, and the model's type."""
-    try:
-        content = documents.read_json(path, documents.MAX_SETTINGS_BYTES)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; expected the folder of a vision model") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {shown(content)}")
-    kind = content.get("model_type")
-    if kind == "timm_wrapper" or (kind is None and "architecture" in content):
-        raise ValueError(
-            f"{path}: a model of timm, which is not supported; expected a ViT, DeiT, Swin, DINOv2, CLIP or SigLIP of "
-            "transformers"
-        )
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"{path}: model_type: expected {', '.join(KINDS)}, got {shown(kind)}")
-    if "vision_config" in content:
-        content = content["vision_config"]
-        if not isinstance(content, dict):
-            raise ValueError(f"{path}: vision_config: expected a JSON object, got {shown(content)}")
-    if "quantization_config" in content:
-        raise ValueError(f"{path}: quantization_config: quantised weights are not supported; save the model without")
-    return content, kind
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder."""
-    if regular.is_present(folder / "adapter_config.json"):
-        raise ValueError(f"{folder / 'adapter_config.json'}: adapters are not supported; merge them into the model")
-    if regular.is_present(folder / _WEIGHTS):
-        return [folder / _WEIGHTS]
-    if not regular.is_present(folder / _SHARDED):
-        raise ValueError(
-            f"{folder / _WEIGHTS}: no such file; expected weights as safetensors (save_pretrained of transformers "
-            "writes them)"
-        )
-    index = documents.read_json(folder / _SHARDED, documents.MAX_SETTINGS_BYTES * 16)
-    names = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(names, dict) or not all(
-        isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors") for name in names.values()
-    ):
-        raise ValueError(f"{folder / _SHARDED}: expected a weight_map with the names of safetensors files")
-    return [folder / name for name in sorted(set(names.values()))]

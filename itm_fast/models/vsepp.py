@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from itm_fast.config import setting
 from itm_fast.fragments import Fragments
 from itm_fast.models.base import MatchingModel, register
 from itm_fast.models.encoders import BertEncoderConfig, make_caption_encoder, make_image_encoder
 from itm_fast.nn import (
+    ExternalSpacePooling,
     GeneralizedPooling,
     ImageEncoder,
     TextEncoder,
@@ -32,12 +33,15 @@ class VSEPPConfig(BertEncoderConfig):
         False, help="Use a bidirectional GRU and average its directions; VSE++ reads forwards."
     )
     image_pooling: str = setting(
-        "mean", help="Pooling of the regions: mean, or generalized pooling (gpo).", choices=("mean", "gpo")
+        "mean",
+        help="Pooling of the regions: mean, generalized pooling (gpo), or external space attention (esa).",
+        choices=("mean", "gpo", "esa"),
     )
     text_pooling: str = setting(
         "last",
-        help="Pooling of the GRU states: the last state of each direction (last), mean, or generalized pooling (gpo).",
-        choices=("last", "mean", "gpo"),
+        help="Pooling of the GRU states: the last state of each direction (last), mean, generalized pooling (gpo), or "
+        "external space attention (esa).",
+        choices=("last", "mean", "gpo", "esa"),
     )
 
 
@@ -54,10 +58,10 @@ class VSEPP(MatchingModel):
         self.config = config
         self.image_encoder = make_image_encoder(config, no_imgnorm=True)
         if config.text_encoder == "bert" and config.text_pooling == "last":
-            raise ValueError("text_pooling: expected mean or gpo where BERT reads the captions, got last")
+            raise ValueError("text_pooling: expected mean, gpo or esa where BERT reads the captions, got last")
         self.text_encoder = make_caption_encoder(config, bidirectional=config.bidirectional, no_txtnorm=True)
-        self.image_pool = GeneralizedPooling() if config.image_pooling == "gpo" else None
-        self.text_pool = GeneralizedPooling() if config.text_pooling == "gpo" else None
+        self.image_pool = _learned_pooling(config.image_pooling, config.embed_dim)
+        self.text_pool = _learned_pooling(config.text_pooling, config.embed_dim)
 
     def encode_images(self, features: Tensor | Fragments) -> Tensor:
         """Encode region features (n, k, f), or Fragments of rows (N, f), as (n, d).
@@ -99,3 +103,10 @@ class VSEPP(MatchingModel):
     def score(self, images: Tensor, captions: Tensor) -> Tensor:
         """Score images (n, d) and captions (m, d): (n, m) float32, images are rows."""
         return inner_products(images, captions)
+
+
+def _learned_pooling(name: str, dim: int) -> nn.Module | None:
+    """Return the pooling with weights of that name; None if it has none."""
+    if name == "esa":
+        return ExternalSpacePooling(dim)
+    return GeneralizedPooling() if name == "gpo" else None

@@ -36,7 +36,9 @@ class BackboneEncoder(nn.Module):
         no_imgnorm: leave the l2 normalisation out.
 
     Attributes:
+        kind: `model_type` of the vision model.
         width: width of the tokens.
+        embed_dim: the argument.
 
     Raises:
         ValueError: the settings are not those of a vision model, the model has no class token to keep, or the package
@@ -56,7 +58,7 @@ class BackboneEncoder(nn.Module):
         no_imgnorm: bool = False,
     ) -> None:
         super().__init__()
-        self.side, self.no_imgnorm = patch_side(feature_dim), no_imgnorm
+        self.side, self.embed_dim, self.no_imgnorm = patch_side(feature_dim), embed_dim, no_imgnorm
         config = settings.get("config")
         if not isinstance(config, Mapping):
             raise ValueError(
@@ -64,13 +66,13 @@ class BackboneEncoder(nn.Module):
                 f"them from its folder), got {shown(settings)}"
             )
         backbone: Any = build_backbone(config)
-        self._kind: str = config["model_type"]
-        self._step, self._special = step_of(config), special_tokens(self._kind, backbone.config)
-        if class_token and not KINDS[self._kind][1]:
-            raise ValueError(f"image_class_token: a {self._kind} model has no class token to keep")
+        self.kind: str = config["model_type"]
+        self._step, self._special = step_of(config), special_tokens(self.kind, backbone.config)
+        if class_token and not KINDS[self.kind][1]:
+            raise ValueError(f"image_class_token: a {self.kind} model has no class token to keep")
         self.class_token, self.width = class_token, width_of(backbone)
         # First, because the gradient of an encoder's first weight is logged.
-        self.fc = linear_layer(self.width, embed_dim)
+        self.fc: nn.Module = linear_layer(self.width, embed_dim)
         self.backbone = backbone
         for name in ("mean", "std"):
             self.register_buffer(name, torch.tensor(_colours(settings, name)).view(CHANNELS, 1, 1), persistent=False)
@@ -85,7 +87,7 @@ class BackboneEncoder(nn.Module):
             size = max(side // self._step, 1) * self._step
             raise ValueError(
                 f"image_backbone: expected pictures with a multiple of {self._step} pixels per side, as this "
-                f"{self._kind} model takes them, got {side}; import them with --size {size}"
+                f"{self.kind} model takes them, got {side}; import them with --size {size}"
             )
         return (side // self._step) ** 2 + self.class_token
 
@@ -110,7 +112,7 @@ class BackboneEncoder(nn.Module):
             return Fragments.from_padded(pictures.new_zeros(0, count, self.width))
         pixels = ((pictures + 1) / 2 - self.mean) / self.std
         # DINOv2 interpolates without being asked.
-        more = {} if self._kind.startswith("dinov2") else {"interpolate_pos_encoding": True}
+        more = {} if self.kind.startswith("dinov2") else {"interpolate_pos_encoding": True}
         tokens: Tensor = self.backbone(pixel_values=pixels, **more).last_hidden_state
         patches = tokens[:, self._special :]
         return Fragments.from_padded(torch.cat([tokens[:, :1], patches], 1) if self.class_token else patches)

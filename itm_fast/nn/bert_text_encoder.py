@@ -21,7 +21,7 @@ class BertTextEncoder(nn.Module):
 
     Args:
         vocab_size: number of pieces in the vocabulary.
-        embed_dim: width d of the embeddings.
+        embed_dim: width d of the embeddings; None: BERT's states are the embeddings, without a linear layer.
         bert_dim: width of BERT's states. layers, heads: of its transformer. hidden_dim: width of its perceptrons.
         max_length: maximum tokens per caption, including `[CLS]` and `[SEP]`.
         dropout: of BERT's states and attention weights in training.
@@ -35,7 +35,7 @@ class BertTextEncoder(nn.Module):
     def __init__(
         self,
         vocab_size: int,
-        embed_dim: int,
+        embed_dim: int | None,
         *,
         bert_dim: int = 768,
         layers: int = 12,
@@ -67,7 +67,7 @@ class BertTextEncoder(nn.Module):
         )
         self.vocab_size, self.max_length = vocab_size, max_length
         self.bert = BertModel(config, add_pooling_layer=False)
-        self.fc = linear_layer(bert_dim, embed_dim)
+        self.fc = nn.Identity() if embed_dim is None else linear_layer(bert_dim, embed_dim)
 
     def forward(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
         """`token_ids` (n, L) int64, padded anyhow, and `lengths` (n,) to Fragments of rows (sum of lengths, d).

@@ -1,4 +1,7 @@
-"""Pack sets of different lengths for torch's recurrent networks, so that padding costs no work."""
+"""Sets of different lengths in the layouts of torch: packed for recurrent networks, or padded.
+
+Inside: `Packing`, with which padding costs no work; `padded_rows`, `rows_of_padded`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from itm_fast.fragments import Fragments
 
-__all__ = ["Packing"]
+__all__ = ["Packing", "padded_rows", "rows_of_padded"]
 
 
 class Packing:
@@ -51,3 +54,22 @@ class Packing:
     def padded_index(self, width: int) -> Tensor:
         """Return the index of each packed row in a flattened padded tensor of `width` columns."""
         return self._set * width + self._step
+
+
+def padded_rows(sets: Fragments, rows: Tensor) -> Tensor:
+    """Pad rows (N, d) of `sets` with zeros to (n_sets, longest, d), without a copy if no set needs padding."""
+    if _is_full(sets):
+        return rows.reshape(len(sets), sets.max_length, rows.shape[1])
+    return sets.with_values(rows).to_padded()[0]
+
+
+def rows_of_padded(sets: Fragments, padded: Tensor) -> Tensor:
+    """Return the rows (N, d) of `sets` from a padded tensor (n_sets, longest, d)."""
+    if _is_full(sets):
+        return padded.reshape(sets.values.shape[0], padded.shape[2])
+    numbers = sets.set_index()
+    return padded[numbers, torch.arange(sets.values.shape[0], device=numbers.device) - sets.offsets[numbers]]
+
+
+def _is_full(sets: Fragments) -> bool:
+    return sets.values.shape[0] == len(sets) * sets.max_length

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from itm_fast.fragments import Fragments
-from itm_fast.nn.packing import Packing
+from itm_fast.nn.packing import Packing, padded_rows, rows_of_padded
 from itm_fast.nn.pooling import final_states
 from itm_fast.nn.residual_image_encoder import RowNorm
 
@@ -39,9 +39,9 @@ class RegionReasoning(nn.Module):
     def forward(self, regions: Fragments) -> Fragments:
         """Map regions (N, D) to regions (N, D). An image without regions stays empty."""
         # What pads an image to the longest is zero in all three, and so neither has affinities nor a message.
-        theta, phi, g = (_padded(regions, layer(regions.values)) for layer in (self.theta, self.phi, self.g))
+        theta, phi, g = (padded_rows(regions, layer(regions.values)) for layer in (self.theta, self.phi, self.g))
         affinities = torch.bmm(theta, phi.transpose(1, 2)) / regions.lengths.clamp(min=1)[:, None, None]
-        messages = _rows(regions, torch.bmm(affinities, g))
+        messages = rows_of_padded(regions, torch.bmm(affinities, g))
         return regions.with_values(regions.values + self.norm(self.out(messages)))
 
 
@@ -62,21 +62,3 @@ class RegionReader(nn.Module):
         if packing.n_rows == 0:
             return regions.values.new_zeros(len(regions), regions.values.shape[1])
         return final_states(packing.unpack(self.rnn(packing.pack(regions.values))[0].data))
-
-
-def _is_full(regions: Fragments) -> bool:
-    """Return whether all images have the same number of regions, so that padding costs no memory."""
-    return regions.values.shape[0] == len(regions) * regions.max_length
-
-
-def _padded(regions: Fragments, values: Tensor) -> Tensor:
-    if _is_full(regions):
-        return values.reshape(len(regions), regions.max_length, values.shape[1])
-    return regions.with_values(values).to_padded()[0]
-
-
-def _rows(regions: Fragments, padded: Tensor) -> Tensor:
-    if _is_full(regions):
-        return padded.reshape(regions.values.shape[0], padded.shape[2])
-    sets = regions.set_index()
-    return padded[sets, torch.arange(regions.values.shape[0], device=sets.device) - regions.offsets[sets]]

@@ -132,6 +132,16 @@ class RecurrentAggregationRegulator(nn.Module):
             TypeError: `alignments` is not Fragments.
             ValueError: the width is not `alignment_dim`.
         """
+        return self._run(alignments, [])
+
+    def shares(self, alignments: Fragments) -> list[Tensor]:
+        """Return the weights (N,) of the alignments in the vector of their pair, for each step. Arguments as above."""
+        shares: list[Tensor] = []
+        self._run(alignments, shares)
+        return shares
+
+    def _run(self, alignments: Fragments, shares: list[Tensor]) -> Tensor:
+        """Aggregate, and append the weights of each step to `shares`."""
         if not isinstance(alignments, Fragments):
             raise TypeError(f"alignments: expected Fragments, got {validation.describe(alignments)}")
         _check_width("alignments", alignments.values, self.alignment_dim)
@@ -139,7 +149,8 @@ class RecurrentAggregationRegulator(nn.Module):
         aligned = alignments.values[None]
         guidance = rows.mean(aligned)
         for step, weights in enumerate(self.weights()):
-            guidance, _ = aggregate(rows, aligned, guidance, weights, step, self.residual)
+            guidance, share = aggregate(rows, aligned, guidance, weights, step, self.residual)
+            shares.append(share[0])
         return guidance[0]
 
     def extra_repr(self) -> str:

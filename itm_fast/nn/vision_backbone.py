@@ -1,6 +1,7 @@
 """Vision models of transformers, built from their settings alone.
 
-Inside: `KINDS`, `build_backbone`, `backbone_settings`, `class_of`, `special_tokens`, `quiet`, `step_of`, `width_of`.
+Inside: `KINDS`, `build_backbone`, `backbone_settings`, `class_of`, `special_tokens`, `step_of`, `width_of`; `built`,
+`check_layers`, `class_named` and `quiet`, for other models of transformers, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ __all__ = [
     "KINDS",
     "backbone_settings",
     "build_backbone",
+    "built",
+    "check_layers",
+    "class_named",
     "class_of",
     "quiet",
     "special_tokens",
@@ -43,7 +47,12 @@ _MAX_SIDE = 4096
 
 
 def class_of(kind: str) -> Any:
-    """Return the class of transformers for a kind of model.
+    """Return the class of transformers for a kind of model; ValueError as `class_named`."""
+    return class_named(KINDS[kind][0])
+
+
+def class_named(name: str) -> Any:
+    """Return a class of transformers.
 
     Raises:
         ValueError: the package transformers is not installed.
@@ -54,7 +63,7 @@ def class_of(kind: str) -> Any:
         raise ValueError(
             "encoder: the package transformers is not installed; install it with pip install 'itm_fast[vision]'"
         ) from None
-    return getattr(transformers, KINDS[kind][0])
+    return getattr(transformers, name)
 
 
 def special_tokens(kind: str, config: Any) -> int:
@@ -84,19 +93,9 @@ def build_backbone(settings: Mapping[str, Any]) -> nn.Module:
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"image_backbone: model_type: expected one of {', '.join(KINDS)}, got {shown(kind)}")
     _check_sizes(settings)
-    cls = class_of(kind)
     more = {"vision_use_head": False} if kind.startswith("siglip") else {}
-    try:
-        with quiet():
-            # The model types of a whole CLIP or SigLIP are not those of their vision towers.
-            plain = {name: value for name, value in settings.items() if name != "model_type"}
-            config = cls.config_class.from_dict({**plain, **more})
-            config._attn_implementation = "sdpa" if cls._supports_sdpa else "eager"
-            model: nn.Module = cls(config, **({"add_pooling_layer": False} if kind in _POOLED else {}))
-    except Exception as error:
-        # Each class of transformers has its own exceptions for settings that do not fit.
-        reason = shortened(" ".join(str(error).split()), 300)
-        raise ValueError(f"image_backbone: the settings are not those of a {kind} model ({reason})") from None
+    options = {"add_pooling_layer": False} if kind in _POOLED else {}
+    model = built(class_of(kind), {**settings, **more}, "image_backbone", **options)
     part: Any
     for part in list(model.modules()):
         if kind.startswith("clip") and hasattr(part, "post_layernorm"):
@@ -106,13 +105,44 @@ def build_backbone(settings: Mapping[str, Any]) -> nn.Module:
     return model
 
 
+def built(cls: Any, settings: Mapping[str, Any], what: str, **options: Any) -> nn.Module:
+    """Build a model of a class of transformers with random weights.
+
+    Args:
+        cls: the class.
+        settings: of its configuration, as `backbone_settings` returns them.
+        what: the setting that contains them, for the message.
+        options: further arguments of the class.
+
+    Raises:
+        ValueError: the settings are not those of such a model.
+    """
+    try:
+        with quiet():
+            # The model types of a whole CLIP or SigLIP are not those of their towers.
+            plain = {name: value for name, value in settings.items() if name != "model_type"}
+            config = cls.config_class.from_dict(plain)
+            config._attn_implementation = "sdpa" if cls._supports_sdpa else "eager"
+            model: nn.Module = cls(config, **options)
+            return model
+    except Exception as error:
+        # Each class of transformers has its own exceptions for settings that do not fit.
+        reason = shortened(" ".join(str(error).split()), 300)
+        kind = settings.get("model_type")
+        raise ValueError(f"{what}: the settings are not those of a {kind} model ({reason})") from None
+
+
+def check_layers(depths: Any, what: str) -> None:
+    """Raise ValueError unless the numbers of layers fit, as they decide how long building takes."""
+    if not isinstance(depths, list) or not all(type(one) is int and one > 0 for one in depths):
+        raise ValueError(f"{what}: depths: expected positive whole numbers, got {shown(depths)}")
+    if sum(depths) > _MAX_LAYERS:
+        raise ValueError(f"{what}: expected at most {_MAX_LAYERS} layers, got {sum(depths)}")
+
+
 def _check_sizes(settings: Mapping[str, Any]) -> None:
     """Check the numbers that decide how long building takes, and those that the encoder reads."""
-    depths = settings.get("depths", [settings.get("num_hidden_layers", 1)])
-    if not isinstance(depths, list) or not all(type(one) is int and one > 0 for one in depths):
-        raise ValueError(f"image_backbone: depths: expected positive whole numbers, got {shown(depths)}")
-    if sum(depths) > _MAX_LAYERS:
-        raise ValueError(f"image_backbone: expected at most {_MAX_LAYERS} layers, got {sum(depths)}")
+    check_layers(settings.get("depths", [settings.get("num_hidden_layers", 1)]), "image_backbone")
     for name in ("patch_size", "image_size"):
         if type(settings.get(name)) is not int or not 1 <= settings[name] <= _MAX_SIDE:
             raise ValueError(

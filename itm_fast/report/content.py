@@ -1,6 +1,7 @@
 """The content of reports, as plain data.
 
-Inside: `Report`, `TextQuery`, `ImageQuery`, `Hit`, `WordAttention`; `PairReport`, `PairDirection`.
+Inside: `Report`, `TextQuery`, `ImageQuery`, `Hit`, `WordAttention`; `PairReport`, `PairDirection`;
+`ScoreReport`, `MeasureTable`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from typing import Any
 import attrs
 import numpy as np
 
-__all__ = ["Hit", "ImageQuery", "PairDirection", "PairReport", "Report", "TextQuery", "WordAttention"]
+__all__ = [
+    "Hit", "ImageQuery", "MeasureTable", "PairDirection", "PairReport", "Report", "ScoreReport", "TextQuery",
+    "WordAttention",
+]  # fmt: skip
 
 
 @attrs.frozen
@@ -66,7 +70,7 @@ class Report:
         image_queries: results of image-to-text search.
         attention: captions whose words are drawn over their pictures; may be empty.
         trained: summary of `recall_summary` for the trained model.
-        untrained: the same for the untrained model.
+        untrained: the same for the untrained model; None: not known.
         metrics: lines of the run's log.
         facts: labels and values, in the order shown.
         n_images: number of images searched.
@@ -85,7 +89,7 @@ class Report:
     image_queries: Sequence[ImageQuery]
     attention: Sequence[WordAttention]
     trained: dict[str, float]
-    untrained: dict[str, float]
+    untrained: dict[str, float] | None
     metrics: Sequence[dict[str, Any]]
     facts: Sequence[tuple[str, str]]
     n_images: int
@@ -125,9 +129,11 @@ class PairReport:
         directions: one or both directions of attention.
         regions: numbers, from 0, of the regions whose attention over the words is shown, in this order.
         picture: pixels, uint8 (height, width, 3); the cells of `grid` are its regions. None: there are only features.
-        grid: rows and columns of the regions.
+        grid: rows and columns of the regions, if they have no boxes.
         facts: labels and values, in the order shown.
         credits: source and licence of pictures and texts, shown in the footer; empty: no footer.
+        boxes: (n_regions, 4), left, top, right and bottom edge of the regions as shares of the sides of the picture;
+            None: they are the cells of `grid`.
     """
 
     title: str
@@ -138,5 +144,49 @@ class PairReport:
     regions: Sequence[int]
     picture: np.ndarray | None
     grid: tuple[int, int]
+    facts: Sequence[tuple[str, str]]
+    credits: str
+    boxes: np.ndarray | None = None
+
+
+@attrs.frozen
+class MeasureTable:
+    """A table of measures: its title, the titles of its columns, and its rows of texts."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@attrs.frozen(eq=False)
+class ScoreReport:
+    """The content of the report of given scores.
+
+    Attributes:
+        title: heading of the page.
+        lead: paragraph below the heading.
+        warnings: what is suspicious about the scores.
+        tables: the measures.
+        pictures: pixels of the pictures that the queries show, uint8 (height, width, 3), by index; images without
+            pictures are shown by name.
+        names: short description of each image that the queries show, by index.
+        captions: text of each caption.
+        text_queries: captions whose own image ranks lowest, with the images found.
+        image_queries: images whose best caption ranks lowest, with the captions found.
+        top: number of hits shown for each query; a hit of a lower rank is shown separately.
+        facts: labels and values, in the order shown.
+        credits: source and licence of pictures and texts, shown in the footer; empty: no footer.
+    """
+
+    title: str
+    lead: str
+    warnings: Sequence[str]
+    tables: Sequence[MeasureTable]
+    pictures: dict[int, np.ndarray]
+    names: dict[int, str]
+    captions: Sequence[str]
+    text_queries: Sequence[TextQuery]
+    image_queries: Sequence[ImageQuery]
+    top: int
     facts: Sequence[tuple[str, str]]
     credits: str

@@ -1,13 +1,14 @@
 """Draw attention over the regions of a picture: attended regions keep their colours, others become dark and grey.
 
-Inside: `heat`, `peak`.
+Inside: `heat`, `peak`; `lit` and `shares_of`, their parts.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-__all__ = ["heat", "peak"]
+__all__ = ["heat", "lit", "peak", "shares_of"]
 
 # A patch without attention: bluish grey with 40 % of its brightness.
 _UNLIT = 0.4 * np.array([0.92, 0.98, 1.15])
@@ -35,10 +36,23 @@ def heat(picture: np.ndarray, weights: np.ndarray, *, largest: float | None = No
     height, width = picture.shape[0] // rows, picture.shape[1] // columns
     if picture.shape != (rows * height, columns * width, 3):
         raise ValueError(f"picture: expected multiples of {rows} x {columns} pixels of 3 colours, got {picture.shape}")
-    share = (weights / max(float(weights.max()) if largest is None else largest, 1e-12)) ** power
-    light = np.kron(share, np.ones((height, width)))[:, :, None]
+    return lit(picture, np.kron(shares_of(weights, largest, power), np.ones((height, width))))
+
+
+def shares_of(weights: np.ndarray, largest: float | None, power: float) -> npt.NDArray[np.float64]:
+    """Return the brightness of weights, from 0 to 1."""
+    shares: npt.NDArray[np.float64] = (
+        weights / max(float(weights.max()) if largest is None else largest, 1e-12)
+    ) ** power
+    return shares
+
+
+def lit(picture: np.ndarray, light: np.ndarray) -> npt.NDArray[np.uint8]:
+    """Make pixels (height, width, 3) uint8 dark and grey, except by their light (height, width) from 0 to 1."""
+    light = light[:, :, None]
     unlit = (picture @ _LUMA)[:, :, None] * _UNLIT
-    return np.rint(picture * light + unlit * (1 - light)).astype(np.uint8)
+    pixels: npt.NDArray[np.uint8] = np.rint(picture * light + unlit * (1 - light)).astype(np.uint8)
+    return pixels
 
 
 def peak(weights: np.ndarray) -> tuple[int, int, float]:

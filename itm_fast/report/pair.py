@@ -13,10 +13,12 @@ import numpy as np
 
 from itm_fast.files import atomic
 from itm_fast.report.content import PairDirection, PairReport
-from itm_fast.report.heat import heat, peak
 from itm_fast.report.page import png_uri, render
+from itm_fast.report.regions import BoxRegions, GridRegions
 
 __all__ = ["render_pair", "write_pair"]
+
+Regions = GridRegions | BoxRegions | None
 
 WHOLE = "picture and caption as a whole"
 
@@ -30,6 +32,7 @@ _RAR = (
 )
 _AGGREGATIONS = {
     "RAR": _RAR,
+    "Pooling": "The {queries}, fused with their messages, are summed with these weights.",
     "SGR": (
         "The nodes of a graph are the words and picture and caption as a whole. The score is computed from the node "
         "of the whole, which combines messages from all nodes with these weights in each step."
@@ -45,11 +48,19 @@ def write_pair(path: str | os.PathLike[str], report: PairReport) -> None:
 
 def render_pair(report: PairReport) -> str:
     """Return the page. Weights are percentages with one decimal."""
+    attention = report.directions[0]
+    count = attention.attention[0].shape[1 if attention.direction == "t2i" else 0]
+    regions: Regions = None
+    if report.picture is not None and report.boxes is not None:
+        regions = BoxRegions(report.picture, report.boxes)
+    elif report.picture is not None:
+        regions = GridRegions(report.picture, report.grid, count)
     return render(
         "pair.html.j2",
         report=report,
-        picture=None if report.picture is None else png_uri(report.picture),
-        directions=[_direction(report, part) for part in report.directions],
+        picture=None if regions is None else png_uri(regions.shown),
+        boxes=isinstance(regions, BoxRegions),
+        directions=[_direction(report, regions, part) for part in report.directions],
     )
 
 
@@ -57,11 +68,11 @@ def _percent(weight: float) -> str:
     return f"{100 * weight:.1f}"
 
 
-def _direction(report: PairReport, part: PairDirection) -> dict[str, Any]:
+def _direction(report: PairReport, places: Regions, part: PairDirection) -> dict[str, Any]:
     """Return the values of one direction for the template."""
     of_words = part.direction == "t2i"
     count = part.attention[0].shape[1 if of_words else 0]
-    regions = [_region(report, number, count) for number in range(count)]
+    regions = [_region(places, number) for number in range(count)]
     queries = [{"name": word, "image": None} for word in report.words] if of_words else regions
     shown = range(len(queries)) if of_words else report.regions
     tables = [
@@ -72,48 +83,33 @@ def _direction(report: PairReport, part: PairDirection) -> dict[str, Any]:
         "of_words": of_words,
         "queries": "words" if of_words else "regions",
         "steps": len(part.attention),
-        "cards": _word_cards(report, part) if of_words else _shares_of_words(report, part),
+        "cards": _word_cards(report, places, part) if of_words else _shares_of_words(report, places, part),
         "contexts": [region["number"] for region in regions] if of_words else report.words,
         "tables": tables,
-        "aggregations": [_aggregation(report, part, name, queries) for name in part.aggregation],
+        "aggregations": [_aggregation(places, part, name, queries) for name in part.aggregation],
     }
 
 
-def _region(report: PairReport, number: int, count: int) -> dict[str, Any]:
-    """Return the name of a region, counted from 1, and its patch if there is a picture."""
-    region: dict[str, Any] = {"number": number + 1, "name": f"region {number + 1}", "image": None}
-    if report.picture is not None:
-        rows, columns = report.grid
-        patch_number = number - (count - rows * columns)
-        if patch_number < 0:
-            return {**region, "name": "class token"}
-        row, column = divmod(patch_number, columns)
-        height, width = report.picture.shape[0] // rows, report.picture.shape[1] // columns
-        patch = report.picture[row * height : (row + 1) * height, column * width : (column + 1) * width]
-        region["name"] = f"row {row + 1}, column {column + 1}"
-        region["image"] = png_uri(patch)
-    return region
+def _region(places: Regions, number: int) -> dict[str, Any]:
+    """Return the name of a region, counted from 1, and its pixels if there is a picture."""
+    name, pixels = (f"region {number + 1}", None) if places is None else places.described(number)
+    return {"number": number + 1, "name": name, "image": None if pixels is None else png_uri(pixels)}
 
 
-def _over_picture(report: PairReport, weights: np.ndarray, what: str, **scale: float) -> dict[str, Any]:
-    """Light the picture by the weights of the regions (n_regions,); return it with the brightest patch."""
-    assert report.picture is not None
-    rows, columns = report.grid
-    # A class token comes before the patches.
-    cells = weights[len(weights) - rows * columns :].reshape(report.grid)
-    row, column, weight = peak(cells)
-    where = f"{what} in row {row}, column {column} of {rows} x {columns}"
-    return {"image": png_uri(heat(report.picture, cells, **scale)), "where": where, "share": _percent(weight)}
+def _over_picture(places: GridRegions | BoxRegions, weights: np.ndarray, what: str, **scale: float) -> dict[str, Any]:
+    """Light the picture by the weights of the regions (n_regions,); return it with the strongest region."""
+    pixels, place, weight = places.lit(weights, **scale)
+    return {"image": png_uri(pixels), "where": f"{what} in {place}", "place": place, "share": _percent(weight)}
 
 
-def _word_cards(report: PairReport, part: PairDirection) -> list[dict[str, Any]]:
+def _word_cards(report: PairReport, places: Regions, part: PairDirection) -> list[dict[str, Any]]:
     """Return the temperature and attention of each word at each step, drawn over the picture if there is one."""
     drawn = []
     for index, word in enumerate(report.words):
         looks = []
         for weights, temperatures in zip(part.attention, part.temperatures, strict=True):
-            if report.picture is not None:
-                look = _over_picture(report, weights[index], f"{word}: most attention")
+            if places is not None:
+                look = _over_picture(places, weights[index], f"{word}: most attention")
             else:
                 region = int(weights[index].argmax())
                 look = {"image": None, "where": f"region {region + 1}", "share": _percent(weights[index][region])}
@@ -122,13 +118,13 @@ def _word_cards(report: PairReport, part: PairDirection) -> list[dict[str, Any]]
     return drawn
 
 
-def _shares_of_words(report: PairReport, part: PairDirection) -> list[dict[str, Any]]:
+def _shares_of_words(report: PairReport, places: Regions, part: PairDirection) -> list[dict[str, Any]]:
     """Return, for each word, the attention that it gets from every region, drawn over the picture if there is one.
 
     All pictures of a step have one scale: full brightness is the largest weight of the step. The scale is linear,
     because weights over words vary less than weights over regions.
     """
-    if report.picture is None:
+    if places is None:
         return []
     return [
         {
@@ -136,7 +132,7 @@ def _shares_of_words(report: PairReport, part: PairDirection) -> list[dict[str, 
             "looks": [
                 {
                     **_over_picture(
-                        report,
+                        places,
                         weights[:, index],
                         f"{word}: looked at most",
                         largest=float(weights.max()),
@@ -168,9 +164,7 @@ def _table(
     ]
 
 
-def _aggregation(
-    report: PairReport, part: PairDirection, name: str, queries: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+def _aggregation(places: Regions, part: PairDirection, name: str, queries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the weights of each query at each step with bar lengths, 0 to 100; also draw those of regions."""
     steps = part.aggregation[name]
     of_words = part.direction == "t2i"
@@ -180,11 +174,11 @@ def _aggregation(
     for index, label in enumerate(labels):
         cells = [(_percent(weights[index]), round(100 * float(weights[index]) / longest)) for weights in steps]
         rows.append({"query": label, "cells": cells})
-    drawn = not of_words and report.picture is not None
+    drawn = None if of_words else places
     return {
         "name": name,
         "lead": _AGGREGATIONS[name].format(queries="words" if of_words else "regions"),
         "rows": rows,
         "steps": len(steps),
-        "maps": [_over_picture(report, weights, "largest weight") for weights in steps] if drawn else [],
+        "maps": [] if drawn is None else [_over_picture(drawn, weights, "largest weight") for weights in steps],
     }

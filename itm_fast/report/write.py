@@ -56,6 +56,8 @@ def _table(report: Report) -> list[dict[str, Any]]:
     for prefix, direction in _DIRECTIONS:
         rows = []
         for label, summary in (("trained", report.trained), ("untrained", report.untrained)):
+            if summary is None:
+                continue
             values = [f"{summary[f'{prefix}_{recall}']:.1f}" for recall in _RECALLS]
             rows.append((label, [*values, f"{summary[f'{prefix}_medr']:.0f}"]))
         table.append({"direction": direction, "rows": rows})

@@ -1,6 +1,7 @@
 """The vision model of a run: its settings, its weights and how its layers are computed.
 
-Inside: `read_backbone`, `check_pictures`, `backbone_options`, `regions_of`, `load_backbone`, `set_checkpointing`.
+Inside: `read_backbone`, `check_pictures`, `check_whole_pictures`, `backbone_options`, `regions_of`, `load_backbone`,
+`set_checkpointing`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,18 @@ from itm_fast.files.messages import shortened
 from itm_fast.models import MatchingModel
 from itm_fast.models.vision_folder import VisionFolder, read_vision_folder
 from itm_fast.nn import BackboneEncoder
-from itm_fast.training.branch import BACKBONE
+from itm_fast.training.branch import BACKBONE, TEXT_TOWER
 from itm_fast.training.config import TrainConfig
 
-__all__ = ["backbone_options", "check_pictures", "load_backbone", "read_backbone", "regions_of", "set_checkpointing"]
+__all__ = [
+    "backbone_options",
+    "check_pictures",
+    "check_whole_pictures",
+    "load_backbone",
+    "read_backbone",
+    "regions_of",
+    "set_checkpointing",
+]
 
 _ONLY_WITH_BACKBONE = ("image_class_token", "image_frozen_epochs", "image_checkpointing")
 
@@ -39,19 +48,25 @@ def read_backbone(config: TrainConfig, data: PrecomputedDataset, known: Collecti
     if config.image_backbone is None:
         if config.model_options.get("image_encoder") == "backbone":
             raise ValueError("image_backbone: image_encoder backbone needs a vision model: --image-backbone DIR")
-        for name in _ONLY_WITH_BACKBONE:
+        for name in _ONLY_WITH_BACKBONE if config.clip is None else ():
             if getattr(config, name):
-                raise ValueError(f"{name}: expected only with --image-backbone DIR")
+                raise ValueError(f"{name}: expected only with --image-backbone DIR or --clip DIR")
         return None
-    if "image_backbone" not in known:
+    if "image_encoder" not in known:
         raise ValueError(f"image_backbone: the model {config.model} has no image encoder that could be replaced")
     for name in ("image_backbone", "image_class_token", "image_encoder"):
         if config.model_options.get(name, "backbone" if name == "image_encoder" else None) not in (None, "backbone"):
             raise ValueError(f"model_options: {name} follows from --image-backbone and cannot be given")
-    _check_stored("image_backbone", data)
-    if config.region_augmentation:
-        raise ValueError("region_augmentation: expected 0 with --image-backbone, which needs whole pictures")
+    check_whole_pictures("image_backbone", config, data)
     return read_vision_folder(config.image_backbone)
+
+
+def check_whole_pictures(name: str, config: TrainConfig, data: PrecomputedDataset) -> None:
+    """Raise ValueError naming the setting `name` if the vision model would not get whole pictures."""
+    _check_stored(name, data)
+    if config.region_augmentation:
+        option = "--" + name.replace("_", "-")
+        raise ValueError(f"region_augmentation: expected 0 with {option}, which needs whole pictures")
 
 
 def check_pictures(config: TrainConfig, data: PrecomputedDataset) -> None:
@@ -72,33 +87,39 @@ def _check_stored(name: str, data: PrecomputedDataset) -> None:
         )
 
 
-def backbone_options(config: TrainConfig, folder: VisionFolder | None) -> dict[str, Any]:
-    """Return the settings of the model that follow from the folder of the vision model."""
-    if folder is None:
-        return {}
-    return {
-        "image_encoder": "backbone",
-        "image_backbone": folder.settings(),
-        "image_class_token": config.image_class_token,
-    }
+def backbone_options(
+    config: TrainConfig, folder: VisionFolder | None, data: PrecomputedDataset, known: Collection[str]
+) -> dict[str, Any]:
+    """Return the settings of the model that follow from the folder of the vision model, or from pictures without one.
+
+    Pixels that only a linear layer reads teach a model little, so patches are encoded by convolutions unless an image
+    encoder is given.
+    """
+    if folder is not None:
+        return {
+            "image_encoder": "backbone",
+            "image_backbone": folder.settings(),
+            "image_class_token": config.image_class_token,
+        }
+    pixels = isinstance(data.features, StoredPictures) and "image_encoder" in known
+    return {"image_encoder": "patches"} if pixels and "image_encoder" not in config.model_options else {}
 
 
-def regions_of(config: TrainConfig, folder: VisionFolder, data: PrecomputedDataset, width: int) -> int:
+def regions_of(config: TrainConfig, folder: VisionFolder, data: PrecomputedDataset) -> int:
     """Return the regions of each picture, after encoding one without colour.
 
     Raises:
         ValueError: the model does not take pictures of this size.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
+        width = int(data.features.shape[2])
         encoder = BackboneEncoder(width, 1, folder.settings(), class_token=config.image_class_token).eval()
         try:
             return len(encoder(torch.zeros(1, *data.features.shape[1:])).values)
         except RuntimeError as error:
             reason = shortened(" ".join(str(error).split()), 300)
             side = cast(StoredPictures, data.features).side
-            raise ValueError(
-                f"{config.image_backbone}: pictures of {side} pixels do not fit the model ({reason})"
-            ) from None
+            raise ValueError(f"{folder.folder}: pictures of {side} pixels do not fit the model ({reason})") from None
 
 
 def load_backbone(config: TrainConfig, model: MatchingModel, folder: VisionFolder) -> None:
@@ -108,10 +129,11 @@ def load_backbone(config: TrainConfig, model: MatchingModel, folder: VisionFolde
 
 
 def set_checkpointing(config: TrainConfig, model: MatchingModel) -> None:
-    """Let the layers of the vision model be computed again in the backward pass, with `image_checkpointing`."""
-    if config.image_checkpointing:
-        backbone: Any = model.get_submodule(BACKBONE.rstrip("."))
-        # Version 5 of transformers has another name for it.
-        new = getattr(backbone, "activation_checkpointing_enable", None)
-        enable = backbone.gradient_checkpointing_enable if new is None else new
-        enable({"use_reentrant": False})
+    """Let the layers of pretrained models be computed again in the backward pass, as `config` says."""
+    for wanted, prefix in ((config.image_checkpointing, BACKBONE), (config.text_checkpointing, TEXT_TOWER)):
+        if wanted:
+            backbone: Any = model.get_submodule(prefix.rstrip("."))
+            # Version 5 of transformers has another name for it.
+            new = getattr(backbone, "activation_checkpointing_enable", None)
+            enable = backbone.gradient_checkpointing_enable if new is None else new
+            enable({"use_reentrant": False})

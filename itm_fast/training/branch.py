@@ -1,6 +1,6 @@
 """A model that learns, with its optimiser and learning rate.
 
-Inside: `Branch`, `finite`, `BERT`, `BACKBONE`.
+Inside: `Branch`, `finite`, `BERT`, `BACKBONE`, `TEXT_TOWER`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ from itm_fast.training.config import TrainConfig
 from itm_fast.training.schedule import learning_rate
 from itm_fast.training.state_check import check_equal, check_like
 
-__all__ = ["BACKBONE", "BERT", "Branch", "finite"]
+__all__ = ["BACKBONE", "BERT", "TEXT_TOWER", "Branch", "finite", "frozen_epochs"]
 
 # The first part of the names of pretrained weights.
-BERT, BACKBONE = "text_encoder.bert.", "image_encoder.backbone."
+BERT, BACKBONE, TEXT_TOWER = "text_encoder.bert.", "image_encoder.backbone.", "text_encoder.backbone."
+
+
+def frozen_epochs(config: TrainConfig, name: str) -> int:
+    """Return the number of initial epochs in which the weight `name` does not learn."""
+    if name.startswith(BACKBONE):
+        return config.image_frozen_epochs
+    return config.text_frozen_epochs if name.startswith(TEXT_TOWER) else 0
 
 
 class Branch:
@@ -34,8 +41,12 @@ class Branch:
         self, config: TrainConfig, model: MatchingModel, per_epoch: int, of_loss: Sequence[nn.Parameter] = ()
     ) -> None:
         self.config, self.model, self._of_loss = config, model, list(of_loss)
-        self._late = [one for name, one in model.named_parameters() if name.startswith(BACKBONE) and one.requires_grad]
-        self._frozen_steps = config.image_frozen_epochs * per_epoch
+        # The steps in which pretrained weights do not learn.
+        self._frozen_steps = {
+            one: frozen_epochs(config, name) * per_epoch
+            for name, one in model.named_parameters()
+            if name.startswith((BACKBONE, TEXT_TOWER)) and one.requires_grad
+        }
         self.optimizer = _optimizer(config, model, self._of_loss)
         self.scheduler = LambdaLR(self.optimizer, lambda step: learning_rate(config, step, per_epoch) / config.lr)
         # What is to be done once the gradients are whole, before they are clipped.
@@ -43,9 +54,9 @@ class Branch:
         self._freeze()
 
     def _freeze(self) -> None:
-        """Freeze the vision model, or let it learn from the next step on."""
-        for parameter in self._late:
-            parameter.requires_grad_(self.steps >= self._frozen_steps)
+        """Freeze pretrained weights, or let them learn from the next step on."""
+        for parameter, frozen in self._frozen_steps.items():
+            parameter.requires_grad_(self.steps >= frozen)
 
     @property
     def steps(self) -> int:
@@ -96,9 +107,9 @@ class Branch:
         # Both kinds of Adam keep the same of each weight, from the first step on.
         moments = {"step": torch.zeros(())}
         groups = self.optimizer.param_groups if steps else []
-        late = {id(parameter) for parameter in self._late}
+        late = self._frozen_steps
         for index, parameter in enumerate(parameter for group in groups for parameter in group["params"]):
-            if steps > self._frozen_steps if id(parameter) in late else parameter.requires_grad:
+            if steps > late[parameter] if parameter in late else parameter.requires_grad:
                 expected["optimizer"]["state"][index] = {**moments, "exp_avg": parameter, "exp_avg_sq": parameter}
         return expected
 
@@ -117,10 +128,9 @@ class Branch:
             # The rate is where the schedule was; which kernels step is a matter of the device.
             check_equal(found, wanted, f"{place}optimizer.param_groups.{index}", free=("lr", "fused", "foreach"))
         check_equal(state["scheduler"], {"base_lrs": self.scheduler.base_lrs, "last_epoch": steps}, f"{place}scheduler")
-        late = {id(parameter) for parameter in self._late}
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for index, kept in state["optimizer"]["state"].items():
-            done = steps - self._frozen_steps if id(parameters[index]) in late else steps
+            done = steps - self._frozen_steps.get(parameters[index], 0)
             # float32 counts no further.
             if float(kept["step"]) != min(done, 2**24):
                 raise ValueError(f"{place}optimizer.state.{index}.step: expected {done}, got {float(kept['step']):g}")
@@ -141,9 +151,10 @@ def _optimizer(config: TrainConfig, model: MatchingModel, of_loss: list[nn.Param
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
     named = dict(model.named_parameters())
     groups: list[dict[str, Any]] = [
-        {"params": [one for name, one in named.items() if not name.startswith((BERT, BACKBONE))]}
+        {"params": [one for name, one in named.items() if not name.startswith((BERT, BACKBONE, TEXT_TOWER))]}
     ]
-    for prefix, factor in ((BERT, config.bert_lr_factor), (BACKBONE, config.image_lr_factor)):
+    factors = {BERT: config.bert_lr_factor, BACKBONE: config.image_lr_factor, TEXT_TOWER: config.text_lr_factor}
+    for prefix, factor in factors.items():
         own = [one for name, one in named.items() if name.startswith(prefix)]
         groups += [{"params": own, "lr": config.lr * factor}] if own else []
     if of_loss:

@@ -107,14 +107,22 @@ class TrainConfig:
     model: str = setting(
         "scan",
         group=MODEL,
-        help="Model: bfan, chan, dbl, laps, rvsepp, scan, sgraf, vse_infty, vsepp or vsrn.",
+        help="Model: bfan, camp, chan, clip, dbl, esa, laps, naaf, rvsepp, saem, scan, sgraf, vse_infty, vsepp or "
+        "vsrn.",
     )
     model_options: Mapping[str, Any] = setting(factory=dict, group=MODEL, help="Settings of the model by name.")
     bert: str | None = setting(
         None,
         group=MODEL,
         metavar="DIR",
-        help="Local BERT folder; default: a GRU encodes captions.",
+        help="Local BERT folder; default: a GRU.",
+        free_on_resume=True,
+    )
+    clip: str | None = setting(
+        None,
+        group=MODEL,
+        metavar="DIR",
+        help="Local CLIP or SigLIP folder (--model clip).",
         free_on_resume=True,
     )
     image_backbone: str | None = setting(
@@ -130,10 +138,19 @@ class TrainConfig:
     image_frozen_epochs: int = setting(
         0, group=OPTIMIZER, minimum=0, help="Initial epochs in which the vision model does not learn."
     )
+    text_frozen_epochs: int = setting(
+        0, group=OPTIMIZER, minimum=0, help="Initial epochs in which the text tower of --clip does not learn."
+    )
     image_checkpointing: bool = setting(
         False,
         group=MACHINE,
         help="Compute the layers of the vision model again in the backward pass, to save memory.",
+        free_on_resume=True,
+    )
+    text_checkpointing: bool = setting(
+        False,
+        group=MACHINE,
+        help="Compute the layers of the text tower of --clip again in the backward pass.",
         free_on_resume=True,
     )
 
@@ -163,6 +180,9 @@ class TrainConfig:
     image_lr_factor: float = setting(
         0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of the vision model."
     )
+    text_lr_factor: float = setting(
+        0.1, group=OPTIMIZER, above=0, help="Factor on the learning rate of the text tower of --clip."
+    )
     weight_decay: float = setting(0.0, group=OPTIMIZER, minimum=0, help="Weight decay; decoupled with adamw.")
     grad_clip: float = setting(2.0, group=OPTIMIZER, minimum=0, help="Maximum gradient norm; 0 turns clipping off.")
     lr_schedule: str = setting(
@@ -186,7 +206,7 @@ class TrainConfig:
     loss: str = setting(
         "triplet",
         group=LOSS,
-        help="Loss: triplet, polynomial, cmpm, infonce, siglip, or a registered one.",
+        help="Loss: triplet, polynomial, bce, cmpm, infonce, siglip, or a registered one.",
     )
     loss_options: Mapping[str, Any] = setting(
         factory=dict, group=LOSS, help="Further settings of the loss by name, for registered losses."
@@ -235,8 +255,8 @@ class TrainConfig:
         None,
         group=LOSS,
         minimum=0,
-        help="Initial epochs with all negatives, so that scores do not collapse. Default: 1 with the triplet loss, "
-        "--mining hardest and several epochs, unless it starts from its anchor; else 0.",
+        help="Initial epochs with all negatives, so that scores do not collapse. Default: 1 with the triplet loss or "
+        "bce, --mining hardest and several epochs, unless it starts from its anchor; else 0.",
     )
     exclude_same_image: bool = setting(
         True, group=LOSS, help="Do not use captions of the same image as negatives of each other."

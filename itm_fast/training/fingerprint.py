@@ -11,7 +11,7 @@ from pathlib import Path
 from itm_fast.data import PrecomputedDataset
 from itm_fast.data.digests import sha256_of_parts
 from itm_fast.models.base import MatchingModel
-from itm_fast.training.branch import BACKBONE
+from itm_fast.training.branch import frozen_epochs
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.own import OwnData
 
@@ -35,17 +35,20 @@ def fingerprints(data: PrecomputedDataset | OwnData) -> dict[str, str]:
 
 
 def model_fingerprint(config: TrainConfig, model: MatchingModel) -> dict[str, str]:
-    """Return what weight shapes do not show: the heads of a BERT, and which weights are frozen."""
+    """Return what weight shapes do not show: the architecture of pretrained models, and which weights are frozen."""
     found = {}
     if config.bert is not None:
         found["config.json of the BERT model"] = f"num_attention_heads {model.encoder_config.bert_heads}"
     if config.image_backbone is not None:
         found["config.json of the vision model"] = json.dumps(model.encoder_config.image_backbone, sort_keys=True)
-    # Weights of a vision model may be frozen for some epochs only.
+    if config.clip is not None:
+        towers = (model.encoder_config.image_backbone, model.encoder_config.text_backbone)
+        found["config.json of the CLIP"] = json.dumps(towers, sort_keys=True)
+    # Pretrained weights may be frozen for some epochs only.
     frozen = [
         (name, weight)
         for name, weight in model.named_parameters()
-        if not weight.requires_grad and not (name.startswith(BACKBONE) and config.image_frozen_epochs)
+        if not weight.requires_grad and not frozen_epochs(config, name)
     ]
     if frozen:
         parts = (part for name, weight in frozen for part in (name.encode(), weight.detach().cpu().numpy().tobytes()))

@@ -26,6 +26,7 @@ __all__ = [
     "described_boosting",
     "is_mutual",
     "loss_settings",
+    "warms_up_itself",
     "without_idle",
 ]
 
@@ -94,7 +95,8 @@ def default_warmup(config: Any) -> int:
     there. The code of VSE-infinity starts with an epoch of all negatives, too.
     """
     is_fresh = config.scenario != "oas" or not config.anchor_start
-    return int(config.loss == "triplet" and config.mining == "hardest" and config.epochs > 1 and is_fresh)
+    warms_up = config.loss == "triplet" or warms_up_itself(config.loss)
+    return int(warms_up and config.mining == "hardest" and config.epochs > 1 and is_fresh)
 
 
 def without_idle(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +133,14 @@ def loss_settings(config: Any) -> dict[str, Any]:
     }
 
 
+def warms_up_itself(loss: str) -> bool:
+    """Return whether a loss takes hardest or all negatives, and no others: it then warms up with its own form."""
+    return set(registry.find(loss).mining or ()) == {"hardest", "all"}
+
+
 def _takes(loss: str, name: str) -> bool:
+    if name == "warmup_epochs" and warms_up_itself(loss):
+        return True
     return _OF_LOSS[name] in registry.find(loss).parameters
 
 

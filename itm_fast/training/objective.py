@@ -10,17 +10,37 @@ from torch import nn
 
 from itm_fast import losses
 from itm_fast.losses import registry
+from itm_fast.losses.contrastive_loss import LARGEST_SCALE
+from itm_fast.models.base import MatchingModel
 from itm_fast.training.config import TrainConfig
-from itm_fast.training.loss_rules import boosting_of, loss_settings
+from itm_fast.training.loss_rules import boosting_of, loss_settings, warms_up_itself
 
 __all__ = ["make_boosting_loss", "make_losses", "make_realignment_losses"]
 
 
-def make_losses(config: TrainConfig) -> dict[str, nn.Module]:
-    """Return the losses by the negatives of a step: `config.mining`, and "all" for the warm-up."""
+def make_losses(config: TrainConfig, model: MatchingModel) -> dict[str, nn.Module]:
+    """Return the losses by the negatives of a step: `config.mining`, and "all" for the warm-up.
+
+    Learned scales start where those of a pretrained `model` ended.
+    """
     run = loss_settings(config)
-    warm_up = registry.create("triplet", {**run, "mining": "all"}, {})
-    return {"all": warm_up, config.mining: registry.create(config.loss, run, config.loss_options)}
+    options = {**_pretrained_start(config.loss, model), **config.loss_options}
+    if warms_up_itself(config.loss):
+        warm_up = registry.create(config.loss, {**run, "mining": "all"}, options)
+    else:
+        warm_up = registry.create("triplet", {**run, "mining": "all"}, {})
+    return {"all": warm_up, config.mining: registry.create(config.loss, run, options)}
+
+
+def _pretrained_start(loss: str, model: MatchingModel) -> dict[str, Any]:
+    """Return the options of a loss with a learned scale that follow from the pretraining of the model."""
+    scale, bias = model.pretrained_scale
+    if loss == "infonce" and scale is not None:
+        return {"initial_scale": min(scale, LARGEST_SCALE)}
+    # The scale of a softmax says nothing about the scale of single pairs.
+    if loss == "siglip" and scale is not None and bias is not None:
+        return {"initial_scale": scale, "initial_bias": bias}
+    return {}
 
 
 def make_realignment_losses(config: TrainConfig) -> dict[str, nn.Module]:

@@ -30,7 +30,7 @@ __all__ = ["OwnData", "OwnLoss", "OwnModel", "as_data", "as_loss", "as_model", "
 
 _ENCODES = ("encode_images", "encode_captions", "score")
 # Settings that say how to build or wrap a model of this package.
-_OF_BUILT_IN = ("bert", "image_backbone", "conversions")
+_OF_BUILT_IN = ("bert", "clip", "image_backbone", "conversions")
 _READS = ("n_images", "caption_image", "image_batch", "caption_batch", "__len__")
 
 

@@ -102,15 +102,24 @@ class GatheredScores(nn.Module):
         """Return scores (B, B) of the whole batch, and all images, from this process's embeddings or a stand-in."""
         # After both encoders, so that in the backward the gradients of images travel before any weight's.
         everything = self.gathered(images, counts)
-        own = self.model.score(everything, captions)
-        scores = gather_columns(own[:, : counts[self.world.rank]], counts, self.world)
+        own = self.model.score(everything, captions)[:, : counts[self.world.rank]]
+        scores = gather_columns(own, counts, self.world)
         if self.model.training:
+            first, counted = sum(counts[: self.world.rank]), counts[self.world.rank] > 0
+            seen = captions if counted else none_of(captions)
+            self.model.observe(everything, seen, own.detach(), first=first, total=self._total)
             self._mean_statistics(counts)
         return scores, everything
 
     def gathered(self, sets: Any, counts: Sequence[int]) -> Any:
         """Return the sets of the whole batch; `sets` are those of this process, or a stand-in."""
         return gather_sets(sets if counts[self.world.rank] else none_of(sets), counts, self.world)
+
+    def _total(self, own: Tensor) -> Tensor:
+        """Add up a tensor over all processes."""
+        together = own.clone()
+        dist.all_reduce(together, group=self.world.group)
+        return together
 
     @torch.no_grad()
     def _mean_statistics(self, counts: Sequence[int]) -> None:
@@ -184,6 +193,8 @@ class Replicas:
             return found
         encoded = model.encode_fragments(batch.features, batch.token_ids, batch.lengths, self.micro_batch)
         scores = model.score(encoded.images, encoded.captions) if scored else None
+        if scores is not None and model.training:
+            model.observe(encoded.images, encoded.captions, scores.detach())
         return scores, encoded.regions, encoded.words
 
     def sum(self, values: Tensor, batch: Batch) -> Tensor:

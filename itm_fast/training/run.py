@@ -18,14 +18,17 @@ from tqdm import tqdm
 from itm_fast import config as settings
 from itm_fast import models
 from itm_fast.data import PrecomputedDataset, Vocabulary, check_data, find_vocabulary, load_vocabulary, open_split
+from itm_fast.data.tokenizer_vocabulary import TOKENIZER_FILE
 from itm_fast.distributed import World, joined
 from itm_fast.evaluation import Gallery
 from itm_fast.files import regular
 from itm_fast.files.processors import check_count, set_threads
 from itm_fast.models.bert_folder import bert_options, bert_vocabulary_file, load_bert
+from itm_fast.models.clip_folder import read_clip_tokenizer
 from itm_fast.training import run_folder
 from itm_fast.training.backbone import backbone_options, load_backbone, read_backbone, regions_of
 from itm_fast.training.cautions import cautions
+from itm_fast.training.clip import clip_options, load_clip, read_clip
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
 from itm_fast.training.loss_rules import described_boosting
@@ -163,7 +166,10 @@ def load_data(
             f"min_count: {config.min_count} is for a vocabulary that is built from the training captions, but {path} "
             "holds one already"
         )
-    vocabulary = load_vocabulary(config.data, path, min_count=config.min_count)
+    if config.clip is not None and path == Path(config.clip) / TOKENIZER_FILE:
+        vocabulary: Vocabulary = read_clip_tokenizer(config.clip)
+    else:
+        vocabulary = load_vocabulary(config.data, path, min_count=config.min_count)
     if config.text_augmentation:
         # The vocabularies published with SCAN have no <mask>; the run keeps the one that it trained with.
         vocabulary = vocabulary.with_mask()
@@ -186,6 +192,10 @@ def vocabulary_path(config: TrainConfig, *, resume: bool = False) -> Path | None
         if config.vocab is not None:
             raise ValueError(f"vocab: the BERT model in {config.bert} contains its own vocabulary; expected no other")
         return bert_vocabulary_file(config.bert)
+    if config.clip is not None:
+        if config.vocab is not None:
+            raise ValueError(f"vocab: the model in {config.clip} contains its own tokenizer; expected no other")
+        return Path(config.clip) / TOKENIZER_FILE
     if config.vocab is not None:
         return Path(config.vocab)
     return None if config.data is None else find_vocabulary(config.data)
@@ -250,19 +260,22 @@ def create_model(config: TrainConfig, vocabulary: Vocabulary, data: PrecomputedD
         "feature_dim": int(data.features.shape[2]),
         "n_regions": int(data.features.shape[1]),
     }
-    folder = read_backbone(config, data, known)
+    clip, folder = read_clip(config, data), read_backbone(config, data, known)
     if folder is not None:
-        from_data["n_regions"] = regions_of(config, folder, data, from_data["feature_dim"])
+        from_data["n_regions"] = regions_of(config, folder, data)
     sizes = {name: value for name, value in from_data.items() if name in known}
     options = {
         **config.model_options,
         **_bert_options(config, vocabulary, known),
-        **backbone_options(config, folder),
+        **backbone_options(config, folder, data, known),
         **sizes,
+        **clip_options(config, clip),
     }
     model = _model(config, options)
     if folder is not None:
         load_backbone(config, model, folder)
+    if clip is not None:
+        load_clip(config, model, clip)
     if config.bert is not None:
         load_bert(model.get_submodule("text_encoder.bert"), config.bert)
     return model

@@ -102,6 +102,8 @@ def make_scenario(
                 part = prefix.rstrip(".")
                 one.get_submodule(part).load_state_dict(model.get_submodule(part).state_dict())
         for one in fresh:
+            if config.clip is not None:
+                one.load_state_dict(model.state_dict())
             set_checkpointing(config, one)
         branches = [*(Branch(config, one, per_epoch) for one in fresh), target]
         return Scenario(branches, weight, mutual=is_mutual(config))

@@ -57,7 +57,7 @@ class Stepper:
         loss: nn.Module | None = None,
     ) -> None:
         self.config, self.device, self.world = config, device, world or World()
-        self.losses = nn.ModuleDict(make_losses(config) if loss is None else {config.mining: loss}).to(device)
+        self.losses = nn.ModuleDict(make_losses(config, model) if loss is None else {config.mining: loss}).to(device)
         self._is_triplet = config.loss == "triplet" and loss is None
         self.boosting_loss = make_boosting_loss(config)
         self.realignment_losses = make_realignment_losses(config)

@@ -201,6 +201,7 @@ def test_other_batches_are_encoded_anew_in_fresh_steps_alone(name: str, other_ba
         found.clear()
 
 
+@pytest.mark.thorough
 def test_memory_and_time_with_other_batches_kept_and_fresh_are_of_one_run() -> None:
     """Both modes are measured in the same rounds. The peak holds at least weights, gradients and both Adam moments."""
     host = quick(FDF_HOSTS["SCAN"])
@@ -240,6 +241,7 @@ def test_errors_are_relative_to_all_numbers() -> None:
     assert methods._relative_error(found, exact) == pytest.approx(0.01)
 
 
+@pytest.mark.thorough
 def test_the_committed_figures_are_those_of_the_bar() -> None:
     """The committed figures are for two conversions on CHAN with BERT-base, with accuracy from the same run."""
     found = json.loads((RESULTS / "methods.json").read_text())

@@ -95,7 +95,7 @@ def test_train_help_all_lists_every_setting(
 
 COMMANDS = [
     [], ["train"], ["demo"], ["recipes"], ["models"], ["evaluate"], ["explain"], ["curves"], ["realign"], ["convert"],
-    ["bench"], ["data"], *(["data", name] for name in ("emoji", "pack", "synthesize", "check")),
+    ["bench"], ["score"], ["data"], *(["data", name] for name in ("emoji", "pack", "synthesize", "check")),
 ]  # fmt: skip
 
 

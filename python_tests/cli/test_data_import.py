@@ -98,7 +98,7 @@ def test_stored_pictures_become_a_trained_model(
     assert run([*arguments, "--size", 24, "--grid", 2, "--format", "webp", "--quality", 100]) == 0
     printed = capsys.readouterr().out
     assert "train: 32 pictures, 64 captions, 4 regions of 432 numbers" in printed
-    assert printed.endswith(f"--data {store} --model scan --out RUN --model-option image_encoder=patches\n")
+    assert printed.endswith(f"--data {store} --model scan --out RUN --report\n")
     vocabulary = Vocabulary.from_file(store / "vocab.json")
     train = open_split(store, "train", vocabulary)
     batch = train.image_batch([3, 0]).view(2, 2, 2, 12, 12, 3)
@@ -114,7 +114,7 @@ def test_stored_pictures_become_a_trained_model(
     few = open_split(store, "train", vocabulary, max_images=3)
     torch.testing.assert_close(few.image_batch([2, 0]), train.image_batch([2, 0]), rtol=0, atol=0)
     assert run(["data", "check", store]) == 0
-    train_small(store, tmp_path / "run", "--model-option", "image_encoder=patches", "--workers", "1")
+    train_small(store, tmp_path / "run", "--workers", "1")
     train_small(store, tmp_path / "host", "--model-option", "image_encoder=patches", "--features", "host")
     runs = [load_file(tmp_path / name / "model.safetensors") for name in ("run", "host")]
     assert all(torch.equal(weight, runs[1][name]) for name, weight in runs[0].items())

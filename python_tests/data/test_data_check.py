@@ -157,7 +157,7 @@ def test_all_problems_are_reported_at_once(folder: Path) -> None:
     assert attrs.asdict(report.splits[1]) == {
         "split": "gold", "images": None, "captions": 1, "regions": None, "channels": None, "dtype": None,
         "stored_five_times": False, "words": {"min": 2, "median": 2, "mean": 2, "p95": 2, "max": 2},
-        "unknown_share": None,
+        "unknown_share": None, "boxes": False,
     }  # fmt: skip
 
 

@@ -346,6 +346,7 @@ print((status_bytes("VmHWM") - before) // 1024)
 """
 
 
+@pytest.mark.thorough
 def test_the_memory_of_packing_does_not_grow_with_the_data(tmp_path: Path) -> None:
     """With sparse files of 300 and 600 MB, the peaks differ by less than 100 MB."""
     peaks = []

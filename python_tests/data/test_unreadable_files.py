@@ -67,7 +67,7 @@ def test_a_file_is_absent_only_if_nothing_has_its_name(tmp_path: Path, unreadabl
     refused(tmp_path / "inside", DANGLING, lambda: regular.is_present(tmp_path / "inside"))
 
 
-@pytest.mark.parametrize("suffix", ["cap2im.txt", "regions.txt", "ids.txt", "caps.txt", "ims.npy"])
+@pytest.mark.parametrize("suffix", ["cap2im.txt", "regions.txt", "ids.txt", "boxes.npy", "caps.txt", "ims.npy"])
 def test_an_unreadable_file_of_a_split_is_an_error(
     data: Path, tmp_path: Path, suffix: str, unreadable: Callable[[Path], str]
 ) -> None:

@@ -89,7 +89,7 @@ def test_a_check_of_a_store_lists_named_pipes(
     assert problems(capsys, store, tmp_path) == [(name, PIPE)]
 
 
-@pytest.mark.parametrize("suffix", ["ims.npy", "caps.txt", "ids.txt", "cap2im.txt", "regions.txt"])
+@pytest.mark.parametrize("suffix", ["ims.npy", "caps.txt", "ids.txt", "cap2im.txt", "regions.txt", "boxes.npy"])
 def test_a_check_of_data_lists_named_pipes(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
 ) -> None:

@@ -27,6 +27,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
+@pytest.mark.thorough
 def test_a_signal_to_torchrun_saves_and_ends_all(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = train_job(2, data, out, *OPTIONS, "--epochs", "1000")["arguments"]
@@ -106,6 +107,7 @@ main()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("attempt", range(3))
 def test_processes_end_although_gloo_still_holds_tensors(tmp_path: Path, attempt: int) -> None:
     script = tmp_path / "hurried.py"

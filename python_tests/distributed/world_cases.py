@@ -35,6 +35,7 @@ BERT = {
     "bert_heads": 2, "bert_hidden_dim": 12, "bert_max_length": 8, "bert_dropout": 0.0,
 }  # fmt: skip
 REASONING = {**SIZES, "graph_layers": 2, "image_batch_norm": True}
+SAEM = {"attention_hidden_dim": 8, "phrase_channels": 6, "attention_dropout": 0.0, "phrase_dropout": 0.0}
 GLOBAL = {**ALIGNED, "word_dropout": 0.0, "attention_dropout": 0.0, "n_regions": 4}
 # Name, model, settings, captions per batch, and whether images differ in their number of regions.
 STEPS: dict[str, tuple[str, dict[str, Any], int, bool]] = {
@@ -56,6 +57,12 @@ STEPS: dict[str, tuple[str, dict[str, Any], int, bool]] = {
     "fused conversions": ("fdf", {"host": "scan", "host_options": SIZES, "conversions": 3}, 5, True),
     "normalised": ("vse_infty", {**SIZES, "image_encoder": "residual"}, 7, True),
     "normalised, fewer captions than processes": ("vse_infty", {**SIZES, "image_encoder": "residual"}, 3, False),
+    "messages": ("camp", {**ALIGNED, "regulator": "rcar", "regulator_dropout": 0.0}, 5, True),
+    "elementwise attention": ("esa", {**SIZES, "image_encoder": "linear", "word_dropout": 0.0}, 5, True),
+    "learned thresholds": ("naaf", {**SIZES, "threshold_words": 2}, 7, True),
+    "learned thresholds, fewer than processes": ("naaf", {**SIZES, "threshold_words": 2}, 3, False),
+    "self-attention over regions": ("saem", {**SIZES, **SAEM}, 7, True),
+    "self-attention over regions, fewer than processes": ("saem", {**SIZES, **SAEM}, 3, False),
     "normalised regions that reason": ("vsrn", REASONING, 7, True),
     "normalised regions that reason, fewer than processes": ("vsrn", REASONING, 3, False),
     "normalised patches": ("vsepp", {**SIZES, "feature_dim": 12, "image_encoder": "patches"}, 3, False),
@@ -86,6 +93,7 @@ SCENARIOS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mss, both, soft": ("scan", SIZES, {"scenario": "mss", "boosting": "both", "soft": True, "ema_decay": 0.9}),
     "mss, soft_rank": ("scan", SIZES, {"scenario": "mss", "boosting": "soft_rank"}),
     "oss, dml": ("scan", SIZES, {"scenario": "oss", "boosting": "dml", "branches": 3}),
+    "naaf": ("naaf", {**SIZES, "threshold_words": 2}, {"mining": "all"}),
     "infonce": ("scan", SIZES, {"loss": "infonce", "mining": "all"}),
     "siglip, mss": ("vsepp", SIZES, {"loss": "siglip", "mining": "all", "mean_loss": True, "scenario": "mss"}),
     "conversions": ("scan", SIZES, {"conversions": 3, "realignment": False}),

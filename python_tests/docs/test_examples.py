@@ -76,6 +76,7 @@ def test_own_parts_train_like_built_in_ones(script: str, setting: str, data: Pat
     assert len([line for line in lines if line["kind"] == "validation"]) == 3
 
 
+@pytest.mark.thorough
 def test_the_own_loop_learns_in_one_process_and_in_two(tmp_path: Path) -> None:
     compiled = ["--compile", "aot_eager", "--bfloat16"]
     alone = run("own_loop.py", "--steps", 52, *compiled, cwd=tmp_path)

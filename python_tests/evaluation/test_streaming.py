@@ -189,6 +189,7 @@ print(used() - before, wide == narrow and same)
 """
 
 
+@pytest.mark.thorough
 def test_5000_by_25000_in_a_fifth_of_the_memory_of_its_matrix() -> None:
     """A chunk of wide captions is in memory too, whether captions are ranked or the best ones are searched."""
     # What is freed goes back at once: the allocator is not what is measured.

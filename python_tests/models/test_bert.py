@@ -58,6 +58,7 @@ def test_captions_are_cut_as_bert_cuts_them(folder: Path, caption: str, pieces: 
     assert isinstance(vocabulary, BertVocabulary)
     assert vocabulary.encode(caption) == [PIECES.index(piece) for piece in pieces.split()]
     assert vocabulary.decode(vocabulary.encode(caption)) == pieces.split()[1:-1]
+    assert vocabulary.pieces(caption) == pieces.split()
 
 
 def test_case_is_kept_where_the_folder_says_so(folder: Path) -> None:
@@ -154,8 +155,8 @@ def test_vocabularies_are_saved_and_read(tmp_path: Path, lowercase: bool) -> Non
     ("content", "message"),
     [
         ('{"kind": "bert", "lowercase": 1, "word2idx": {}}', "vocabulary: expected lowercase to be true or false"),
-        ('{"kind": ["bert"], "word2idx": {}}', "vocabulary: expected the kind bert, got ['bert']"),
-        ('{"kind": "gpt", "word2idx": {}}', "vocabulary: expected the kind bert, got 'gpt'"),
+        ('{"kind": ["bert"], "word2idx": {}}', "vocabulary: expected the kind bert or tokenizer, got ['bert']"),
+        ('{"kind": "gpt", "word2idx": {}}', "vocabulary: expected the kind bert or tokenizer, got 'gpt'"),
         ('{"kind": "bert", "lowercase": true, "word2idx": {"a": 0}}',
          "vocabulary: expected the words [PAD] [CLS] [SEP] [UNK], found no [PAD] [CLS] [SEP] [UNK]"),
         ('{"kind": "bert", "lowercase": true, "word2idx": {"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "[UNK]": 3}}',
@@ -235,7 +236,9 @@ def test_captions_without_words_are_zero_under_the_mean() -> None:
 
 
 def test_settings_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="text_pooling: expected mean or gpo where BERT reads the captions, got last"):
+    with pytest.raises(
+        ValueError, match="text_pooling: expected mean, gpo or esa where BERT reads the captions, got last"
+    ):
         models.create("vsepp", **MODEL)
     with pytest.raises(ValueError, match="bert_dim: expected a multiple of the 5 heads, got 24"):
         models.create("vse_infty", **{**MODEL, "bert_heads": 5})
@@ -469,6 +472,6 @@ def test_heads_of_a_checkpoint(folder: Path, tmp_path: Path, capsys: pytest.Capt
         == f"{gru}: bert_heads: got 12, but the text encoder is a GRU"
     )
     assert error_of(capsys, "convert", gru, "--source", "scan", "--vocab", words, "--out", out, "--bert-heads", 12) == (
-        "bert_heads: expected only for vse_infty and rvsepp, got 12 for scan"
+        "bert_heads: expected only for vse_infty, rvsepp and esa, got 12 for scan"
     )
     assert not out.exists()

@@ -133,6 +133,9 @@ def test_missing_weights_are_one_line(tmp_path: Path) -> None:
 def test_weights_of_another_size_are_one_line(tmp_path: Path) -> None:
     write_encoder(tmp_path / "vit")
     change(tmp_path / "vit" / "config.json", hidden_size=24)
+    message = rf"{tmp_path}/vit/model.safetensors: (vit\.)?embeddings\.cls_token: expected shape \(1, 1, 24\), got "
+    assert re.match(message + r"\(1, 1, 16\) \(\d\d such weights in all\)$", refused(tmp_path / "vit"))
+    change(tmp_path / "vit" / "config.json", hidden_size="wide")
     assert refused(tmp_path / "vit").startswith(
         f"{tmp_path}/vit: config.json and weights are not those of a vit model ("
     )

@@ -105,7 +105,7 @@ def test_pooling_is_a_setting_of_each_side() -> None:
     same.load_state_dict(model.state_dict())
     features = torch.randn(3, 5, 10)
     assert torch.equal(model(features, IDS, LENGTHS), same(features, IDS, LENGTHS))
-    with pytest.raises(ValueError, match="image_pooling: expected one of mean, gpo, got 'max'"):
+    with pytest.raises(ValueError, match="image_pooling: expected one of mean, gpo, esa, got 'max'"):
         models.create("vse_infty", **SIZES, image_pooling="max")
 
 

@@ -129,7 +129,7 @@ def test_settings_reach_the_embeddings() -> None:
     assert float((states.norm(dim=1) - 1).detach().abs().min()) > 1e-3
     assert models.create("vsepp", **SIZES, num_layers=3).text_encoder.rnn.num_layers == 3
     assert models.create("vsepp", **SIZES, word_dropout=0.3).text_encoder.dropout.p == 0.3
-    with pytest.raises(ValueError, match="text_pooling: expected one of last, mean, gpo, got 'max'"):
+    with pytest.raises(ValueError, match="text_pooling: expected one of last, mean, gpo, esa, got 'max'"):
         models.create("vsepp", **SIZES, text_pooling="max")
 
 

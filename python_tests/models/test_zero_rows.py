@@ -16,6 +16,8 @@ SIZES = {"vocab_size": 30, "feature_dim": 12, "embed_dim": 16, "word_dim": 8}
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("scan", {}), ("scan", {"direction": "i2t"}), ("scan", {"regulator": "rcar", "steps": 2}), ("bfan", {}),
     ("chan", {}), ("vsrn", {}), ("sgraf", {"n_regions": 5}), ("dbl", {}), ("vsepp", {}), ("vse_infty", {}),
+    ("camp", {"alignment_dim": 6, "regulator": "rcar", "regulator_dropout": 0.0}), ("camp", {"head": "cosine"}),
+    ("naaf", {}), ("esa", {}), ("saem", {"attention_dropout": 0.0, "phrase_dropout": 0.0}),
     ("scan", {"image_encoder": "residual"}), ("vsepp", {"image_encoder": "projected_residual"}),
 ]  # fmt: skip
 

@@ -18,6 +18,8 @@ from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.processes import ROOT
 from python_tests.helpers.regulators import random_parameters
 
+pytestmark = pytest.mark.shim
+
 KERNELS = sorted((ROOT / "csrc/cpu/kernels/low_precision").glob("*.cpp"))
 DRIVERS = sorted((Path(__file__).parents[1] / "native").glob("amx_*.cpp"))
 

@@ -180,6 +180,29 @@ def test_the_page_holds_the_weights_of_the_scores(data: Path, tmp_path: Path, ca
         assert (f"<h2>{heading}</h2>" in html) == (direction in similarities)
 
 
+@pytest.mark.parametrize("regulator", [None, "rcar"])
+def test_the_page_of_messages_holds_their_attention_and_pooling(
+    data: Path, tmp_path: Path, regulator: str | None
+) -> None:
+    options = {"regulator": regulator, "alignment_dim": 6}
+    run = make_run(tmp_path / "run", data, "camp", options)
+    html, content = explain(run, data, tmp_path / "page.html", "--caption", 4, "--image", 2)
+    model, images, captions = encoded(run, data, "test", 4, 2)
+    with torch.no_grad():
+        steps, score = model.pair_steps(images, captions), model.score(images, captions).item()
+    assert content["score"] == pytest.approx(score, abs=1e-6)
+    parts = content["directions"]
+    name = "RAR" if regulator else "Pooling"
+    for direction, part in parts.items():
+        for ours, theirs in ((part["attention"], steps[direction].attention),
+                             (part["aggregation"][name], steps[direction].aggregation[name])):  # fmt: skip
+            assert len(ours) == len(theirs) == (2 if regulator else 1)
+            torch.testing.assert_close(torch.tensor(ours), torch.stack(theirs))
+    assert tables(html, "attention") == [percent(torch.tensor(s)) for part in parts.values() for s in part["attention"]]
+    shares = [percent(torch.tensor(part["aggregation"][name]).t()) for part in parts.values()]
+    assert tables(html, "shares") == shares
+
+
 def test_weights_of_the_regions_give_the_score(data: Path, tmp_path: Path) -> None:
     """The region alignments, weighted by the weights in the JSON, give the model's score."""
     run = make_run(tmp_path / "run", data, "scan", {**RCAR, "direction": "i2t", "regulator": "rar", "steps": 1})

@@ -301,7 +301,8 @@ def test_batches_from_any_step_are_those_of_the_whole(data: Path, tmp_path: Path
 
 
 FRAGMENTS: dict[str, dict[str, object]] = {
-    "scan": {}, "scan mean": {"direction": "mean"}, "chan": {}, "bfan": {}, "sgraf": {}, "dbl": {}, "vsrn": {},
+    "scan": {}, "scan mean": {"direction": "mean"}, "chan": {}, "bfan": {}, "sgraf": {}, "dbl": {}, "camp": {},
+    "naaf": {}, "vsrn": {},
     "scan raw": {"no_imgnorm": True, "no_txtnorm": True}, "fdf scan": {}, "fdf chan raw": {"normalize_fused": False},
 }  # fmt: skip
 

@@ -31,6 +31,7 @@ BERT = {
 }  # fmt: skip
 GRU = {"word_dim": 20, "word_dropout": 0.0}
 SGRAF = {**GRU, "n_regions": 6, "alignment_dim": 16, "attention_dropout": 0.0}
+SAEM = {"attention_hidden_dim": 64, "phrase_channels": 32, "attention_dropout": 0.0, "phrase_dropout": 0.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "scan t2i": ("scan", GRU),
     "scan i2t": ("scan", {**GRU, "direction": "i2t", "aggregation": "logsumexp"}),
@@ -46,6 +47,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "vse_infty bert": ("vse_infty", BERT),
     "rvsepp": ("rvsepp", GRU),
     "vsrn": ("vsrn", {**GRU, "graph_layers": 2, "image_batch_norm": True}),
+    "saem": ("saem", {**GRU, **SAEM}),
+    "esa": ("esa", GRU),
+    "camp": ("camp", GRU),
+    "camp rcar": ("camp", {**GRU, "regulator": "rcar", "alignment_dim": 16, "regulator_dropout": 0.0}),
     "fdf scan": ("fdf", {"host": "scan", "host_options": GRU, "conversions": 2}),
     "fdf vse_infty": ("fdf", {"host": "vse_infty", "host_options": GRU, "conversions": 2}),
 }
@@ -122,7 +127,7 @@ def test_a_step_is_as_near_to_float32_as_rounding_lets_it(name: str) -> None:
     assert float((found[1] - exact[1]).abs()) <= float(slopes.norm() * (found[0] - exact[0]).norm()) + rounding
 
 
-@pytest.mark.parametrize("name", ["vsepp", "vse_infty", "rvsepp", "vsrn", "fdf vse_infty"])
+@pytest.mark.parametrize("name", ["vsepp", "vse_infty", "rvsepp", "vsrn", "saem", "esa", "fdf vse_infty"])
 def test_one_vector_an_item_is_float32(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         images, captions = make(name).encode(*batch())

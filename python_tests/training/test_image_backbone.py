@@ -14,6 +14,7 @@ import torch
 from itm_fast import cli, models
 from itm_fast.data import BertVocabulary
 from itm_fast.data.picture_augmentation import PictureAugmentation
+from itm_fast.evaluation import explain
 from itm_fast.models.vision_folder import read_vision_folder
 from itm_fast.training.checkpoint import load_state
 from python_tests.helpers.bert import PIECES, SIZES, write_bert
@@ -160,7 +161,11 @@ def test_bert_reads_the_captions_of_every_model_with_attention(folder: Path, tmp
     words = model.encode_captions(batch.token_ids, batch.lengths)
     torch.testing.assert_close(words[0], rows / rows.norm(dim=1, keepdim=True), rtol=1e-4, atol=1e-5)
     assert run(chosen).steps == (8 if chosen.scenario == "addr" else 4)
-    assert models.load(tmp_path / "run").max_caption_length == 16
+    again = models.load(tmp_path / "run")
+    assert again.max_caption_length == 16
+    explained = explain(again, data, 0, 0)
+    assert explained.words == data.vocabulary.pieces(data.captions[0])
+    assert explained.directions["t2i"].attention[0].shape == (len(explained.words), 16)
 
 
 def test_attention_is_drawn_over_the_patches_of_the_model(folder: Path, tmp_path: Path) -> None:
@@ -201,7 +206,9 @@ def test_input_that_does_not_fit_is_one_line(
     assert refused("--image-backbone", vit, source=data).startswith(
         f"image_backbone: expected pictures, but {data} contains features; import pictures with itm-fast data import"
     )
-    assert refused("--image-frozen-epochs", 1) == "image_frozen_epochs: expected only with --image-backbone DIR"
+    assert refused("--image-frozen-epochs", 1) == (
+        "image_frozen_epochs: expected only with --image-backbone DIR or --clip DIR"
+    )
     assert refused("--model-option", "image_encoder=backbone") == (
         "image_backbone: image_encoder backbone needs a vision model: --image-backbone DIR"
     )
@@ -223,7 +230,7 @@ def test_input_that_does_not_fit_is_one_line(
     content = json.loads((large / "config.json").read_text())
     (large / "config.json").write_text(json.dumps({**content, "num_channels": 1}))
     assert refused("--image-backbone", large).startswith(
-        f"{large}: config.json and weights are not those of a vit model"
+        f"{large}/model.safetensors: embeddings.patch_embeddings.projection.weight: expected shape (16, 1, 8, 8), got"
     )
     assert not (tmp_path / "run").exists()
 

@@ -7,6 +7,8 @@ import random
 import sys
 from pathlib import Path
 
+import pytest
+
 from python_tests.helpers.concepts import write_concepts
 from python_tests.helpers.processes import ROOT
 from python_tests.helpers.processes import run as run_process
@@ -16,6 +18,7 @@ from python_tests.training.kills import PLACES
 KILLS = 20
 
 
+@pytest.mark.thorough
 def test_killed_at_random_moments_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     """SIGKILL twenty times: at random calls, during saves, during validations, and after random times."""
     seed = random.SystemRandom().randrange(2**32)

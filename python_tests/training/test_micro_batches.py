@@ -21,6 +21,7 @@ BERT = {
     "text_encoder": "bert", "bert_dim": 12, "bert_layers": 2, "bert_heads": 2, "bert_hidden_dim": 10,
     "bert_max_length": 16, "bert_dropout": 0.0,
 }  # fmt: skip
+SAEM = {"attention_hidden_dim": 6, "phrase_channels": 4, "attention_dropout": 0.0, "phrase_dropout": 0.0}
 # Models that encode each set independently and without random numbers.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "scan t2i": ("scan", WORDS),
@@ -30,6 +31,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "saf": ("sgraf", {**WORDS, "n_regions": 4, "alignment_dim": 6, "word_dropout": 0.0, "module": "saf"}),
     "vse_infty": ("vse_infty", {**WORDS, "image_encoder": "linear"}),
     "chan bert": ("chan", BERT),
+    "saem": ("saem", {**WORDS, **SAEM}),
+    "camp": ("camp", WORDS),
+    "naaf": ("naaf", WORDS),
+    "esa": ("esa", {**WORDS, "image_encoder": "linear", "word_dropout": 0.0}),
 }
 COUNT = 11
 

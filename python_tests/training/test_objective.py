@@ -79,7 +79,7 @@ def test_the_choices_are_those_of_the_operator() -> None:
         ({"loss": "cmpm", "mining": "all", "margin": 0.5},
          "margin: 0.5 goes with the loss polynomial or triplet, not cmpm"),
         ({"loss": "cmpm", "mining": "all", "warmup_epochs": 1},
-         "warmup_epochs: 1 goes with the loss polynomial or triplet, not cmpm"),
+         "warmup_epochs: 1 goes with the loss bce or polynomial or triplet, not cmpm"),
         ({"loss": "polynomial", "halve_loss": True},
          "halve_loss: True goes with the loss infonce or triplet, not polynomial"),
         ({"softmax_scale": 2.0}, "softmax_scale: 2.0 goes with the loss cmpm, not triplet"),

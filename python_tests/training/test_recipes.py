@@ -65,6 +65,8 @@ SOURCES = {
     "dbl": "Deep Boosting Learning",
     "scan": "Lee et al.", "rcar": "Plug-and-Play", "bfan": "Liu et al.", "vsepp": "Faghri et al.",
     "vse-infty": "Best Pooling Strategy", "vse-": "Selectively Hard Negative", "rvse": "Selectively Hard Negative",
+    "naaf": "Negative-Aware Attention", "camp": "Cross-Modal Adaptive Message Passing",
+    "saem": "Fragment Self-Attention Embeddings", "esa": "External Space Attention Aggregation",
     "s": "Similarity Reasoning and Filtration",
 }  # fmt: skip
 DBL = {
@@ -178,6 +180,41 @@ PUBLISHED |= {
     for kind, keep, share in (("vit", 0.5, 0.4), ("swin", 0.8, 0.6))
     for data in ("f30k", "coco")
 }  # fmt: skip
+PUBLISHED |= {
+    f"saem-{data}": (
+        "saem",
+        {
+            "epochs": 30, "batch_size": 64, "lr": 1e-4, "lr_decay_every": 10, "drop_last": None,
+            "validation_images": None,
+        },
+        {"embed_dim": 256, **BERT, "freeze_bert": True, "phrase_channels": 512},
+    )
+    for data in ("f30k", "coco")
+}  # fmt: skip
+PUBLISHED["camp-f30k"] = (
+    "camp",
+    {
+        "epochs": 60, "lr": 2e-4, "lr_decay_every": 15, "loss": "bce", "margin": None, "validation_images": None,
+        "warmup_epochs": None,
+    },
+    {
+        **SIZES, "bidirectional": True, "no_imgnorm": True, "no_txtnorm": True, "head": "sigmoid", "fusion": "concat",
+        "message_attention": True, "pooling_heads": 4,
+    },
+)  # fmt: skip
+PUBLISHED |= {
+    f"naaf-{data}": (
+        "naaf",
+        {"epochs": 20, "batch_size": batch, "lr": 5e-4, "lr_decay_every": 10},
+        {**SIZES, "temperature": 20.0, "intra_temperature": 5.0, "penalty": 2.0, "threshold_words": 200},
+    )
+    for data, batch in (("f30k", 128), ("coco", 256))
+}
+PUBLISHED |= {
+    f"esa{suffix}-{data}": ("esa", {**INFTY, **numbers}, {"embed_dim": 1024, **options, "image_encoder": "residual"})
+    for data in ("f30k", "coco")
+    for suffix, numbers, options in (("", {}, {**GRU, "word_dropout": 0.1}), ("-bert", SLOW_BERT, BERT))
+}
 # The paper keeps the settings of its hosts.
 FDF = {"conversions": 8, "conversion_layer": "ffn", "online_weight": 0.5}
 PUBLISHED |= {

@@ -1,0 +1,97 @@
+"""Tables, JSON and rankings of `itm-fast score`.
+
+Inside: `report_protocol`, `write_rankings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from itm_fast.evaluation.bootstrap import Comparison
+    from itm_fast.evaluation.score_protocols import Scored
+
+__all__ = ["report_protocol", "write_rankings"]
+
+
+def report_protocol(
+    result: Scored, other: tuple[str, Scored] | None, *, bootstrap: int, permutations: int, seed: int
+) -> dict[str, Any]:
+    """Print the tables of a protocol; return its part of the JSON.
+
+    Args:
+        result: the result of the scores.
+        other: name and result of the second matrix, if there is one.
+        bootstrap: number of resamples; 0: no intervals.
+        permutations: number of exchanges for p-values.
+        seed: of resamples and exchanges.
+    """
+    from itm_fast.evaluation.bootstrap import compare, intervals
+    from itm_fast.evaluation.table import measure_table, recall_table
+
+    content: dict[str, Any] = dict(result.summary)
+    if result.rankings:
+        rows = {result.name: result.summary, **({} if other is None else {other[0]: other[1].summary})}
+        typer.echo(recall_table(rows))
+    else:
+        typer.echo(result.name)
+    ends = intervals(result.measures, samples=bootstrap, seed=seed) if bootstrap else {}
+    if ends:
+        content["intervals"] = {name: list(pair) for name, pair in ends.items()}
+    if other is not None:
+        path, second = other
+        compared = compare(
+            result.measures, second.measures, samples=max(bootstrap, 1), permutations=permutations, seed=seed
+        )
+        typer.echo(measure_table(("measure", "scores", "against", "difference", "95 % interval", "p"), _rows(compared)))
+        content["against"] = {
+            "scores": path,
+            **second.summary,
+            "differences": {
+                name: {"difference": one.difference, "interval": [one.lowest, one.highest], "p": one.p}
+                for name, one in compared.items()
+            },
+        }
+    # The table of recalls shows most measures, but no intervals.
+    shown = list(ends if result.rankings else result.summary)
+    if other is not None:
+        shown = [name for name in shown if name not in result.measures.names]
+    if shown:
+        values = dict(zip(result.measures.names, result.measures.values(), strict=True)) | result.summary
+        cells = [(name, f"{values[name]:.2f}", _interval(ends.get(name))) for name in shown]
+        typer.echo(measure_table(("measure", "value", "95 % interval"), cells))
+    typer.echo("")
+    return content
+
+
+def _interval(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else f"{ends[0]:.2f} to {ends[1]:.2f}"
+
+
+def _rows(compared: Mapping[str, Comparison]) -> list[tuple[str, ...]]:
+    return [
+        (
+            name, f"{one.first:.2f}", f"{one.second:.2f}", f"{one.difference:+.2f}",
+            f"{one.lowest:+.2f} to {one.highest:+.2f}", f"{one.p:.4f}",
+        )
+        for name, one in compared.items()
+    ]  # fmt: skip
+
+
+def write_rankings(path: Path, results: Sequence[Scored], top: int) -> None:
+    """Write ranks and the `top` best matches of all protocols that rank, as `.npz`."""
+    import numpy as np
+
+    from itm_fast.evaluation.ranking import saved_rankings
+    from itm_fast.files import atomic
+
+    arrays: dict[str, Any] = {}
+    for result in results:
+        if result.rankings:
+            arrays |= {f"{result.name}_{name}": array for name, array in saved_rankings(result.rankings, top).items()}
+    with atomic.atomic_file(path) as file:
+        np.savez(file, **arrays)

@@ -1,0 +1,165 @@
+"""The page of `itm-fast score --report`.
+
+Inside: `SHOWN`, `write_page`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from itm_fast.cli.models import find_picture
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from itm_fast.data import PrecomputedDataset
+    from itm_fast.evaluation import Scored, ScoreSource
+    from itm_fast.report import ImageQuery, MeasureTable, TextQuery
+
+__all__ = ["SHOWN", "write_page"]
+
+# Hits shown for each query.
+SHOWN = 5
+_TEXT_QUERIES, _IMAGE_QUERIES = 12, 8
+
+
+def write_page(
+    path: Path,
+    content: Mapping[str, Any],
+    result: Scored,
+    source: ScoreSource,
+    owners: Tensor,
+    dataset: PrecomputedDataset | None,
+) -> None:
+    """Write measures, warnings and the queries with the worst ranks.
+
+    Args:
+        path: page to write.
+        content: the JSON of the command.
+        result: a protocol with rankings of at least `SHOWN` best matches.
+        source: the scores.
+        owners: index of the image of each caption, int64 `(n_captions,)`.
+        dataset: texts and pictures; None: captions and images are shown by number.
+    """
+    from itm_fast.report import ScoreReport, write_scores
+
+    text_queries = _worst_captions(result, owners, _texts(dataset, source.n_captions))
+    image_queries = _worst_images(result, source, owners)
+    shown = {hit.item for query in text_queries for hit in query.hits} | {query.picture for query in image_queries}
+    pictures, names, credits = _pictures(dataset, sorted(shown))
+    files = ", ".join(Path(name).name for name in content["scores"])
+    facts = [
+        ("Images", f"{source.n_images:,}"),
+        ("Captions", f"{source.n_captions:,}"),
+        ("Ties", "count as errors" if content["ties"] == "pessimistic" else "do not count as errors"),
+        ("Resamples of the images", f"{content['bootstrap']['samples']:,}, seed {content['bootstrap']['seed']}"),
+        *(("Scores", name) for name in content["scores"]),
+    ]
+    write_scores(
+        path,
+        ScoreReport(
+            title=f"Scores: {files}",
+            lead=f"Retrieval among {source.n_images:,} images and {source.n_captions:,} captions. Recalls are in "
+            "percent; ranks count from 1.",
+            warnings=content["warnings"],
+            tables=[_table(name, measures) for name, measures in content["protocols"].items()],
+            pictures=pictures,
+            names=names,
+            captions=_texts(dataset, source.n_captions),
+            text_queries=text_queries,
+            image_queries=image_queries,
+            top=SHOWN,
+            facts=facts,
+            credits=credits,
+        ),
+    )
+
+
+def _table(name: str, measures: Mapping[str, Any]) -> MeasureTable:
+    from itm_fast.report import MeasureTable
+
+    ends, against = measures.get("intervals", {}), measures.get("against")
+    header = ["measure", "value"] + ["95 % interval"] * bool(ends)
+    header += ["against", "difference", "95 % interval", "p"] if against else []
+    rows = []
+    for key, value in measures.items():
+        if not isinstance(value, float):
+            continue
+        row = [key, f"{value:.2f}"]
+        row += [f"{ends[key][0]:.2f} to {ends[key][1]:.2f}" if key in ends else ""] if ends else []
+        if against:
+            one = against["differences"].get(key)
+            row.append(f"{against[key]:.2f}" if key in against else "")
+            if one is None:
+                row += ["", "", ""]
+            else:
+                low, high = one["interval"]
+                row += [f"{one['difference']:+.2f}", f"{low:+.2f} to {high:+.2f}", f"{one['p']:.4f}"]
+        rows.append(row)
+    title = name if against is None else f"{name}, against {Path(against['scores']).name}"
+    return MeasureTable(title, header, rows)
+
+
+def _worst_captions(result: Scored, owners: Tensor, captions: Sequence[str]) -> list[TextQuery]:
+    from itm_fast.report import Hit, TextQuery
+
+    found = []
+    for rank, fold, place in _worst(result, "text_to_image", _TEXT_QUERIES):
+        caption = int(fold.captions[place])
+        own, best = int(owners[caption]), fold.best_images[place].tolist()
+        hits = [Hit(item, number, item == own) for number, item in enumerate(best[:SHOWN], start=1)]
+        if own not in best[:SHOWN]:
+            hits.append(Hit(own, rank + 1, True))
+        found.append(TextQuery(captions[caption], hits))
+    return found
+
+
+def _worst_images(result: Scored, source: ScoreSource, owners: Tensor) -> list[ImageQuery]:
+    from itm_fast.report import Hit, ImageQuery
+
+    found = []
+    for rank, fold, place in _worst(result, "image_to_text", _IMAGE_QUERIES):
+        image, best = int(fold.images[place]), fold.best_captions[place].tolist()
+        own = fold.captions[owners[fold.captions] == image]
+        hits = [Hit(item, number, int(owners[item]) == image) for number, item in enumerate(best[:SHOWN], start=1)]
+        if not any(hit.right for hit in hits):
+            scores = source.pairs(own * 0 + image, own).nan_to_num(nan=-float("inf"))
+            hits.append(Hit(int(own[int(scores.argmax())]), rank + 1, True))
+        found.append(ImageQuery(image, hits))
+    return found
+
+
+def _worst(result: Scored, direction: str, most: int) -> list[tuple[int, Any, int]]:
+    """Return the highest ranks above 0, each with its fold and the place in it."""
+    ranks = [
+        (int(rank), number, place)
+        for number, fold in enumerate(result.rankings)
+        for place, rank in enumerate(getattr(fold.ranks, direction).tolist())
+        if rank > 0
+    ]
+    chosen = sorted(ranks, key=lambda one: (-one[0], one[1], one[2]))[:most]
+    return [(rank, result.rankings[number], place) for rank, number, place in chosen]
+
+
+def _texts(dataset: PrecomputedDataset | None, n_captions: int) -> Sequence[str]:
+    return [f"caption {number}" for number in range(n_captions)] if dataset is None else dataset.captions
+
+
+def _pictures(
+    dataset: PrecomputedDataset | None, images: Sequence[int]
+) -> tuple[dict[int, np.ndarray], dict[int, str], str]:
+    """Return the pictures, names and credits of images."""
+    if dataset is None:
+        return {}, {image: f"image {image}" for image in images}, ""
+    ids = dataset.image_ids
+    names = {image: f"image {image}" if ids is None else ids[image] for image in images}
+    pictures, credits = {}, ""
+    for image in images:
+        picture, _, source = find_picture(dataset, image)
+        credits = credits or source
+        if picture is not None:
+            pictures[image] = picture
+    return pictures, names, credits

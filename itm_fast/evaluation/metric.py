@@ -1,0 +1,111 @@
+"""Recalls as a metric with the interface of torchmetrics, which it does not need.
+
+Inside: `RetrievalRecall`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from itm_fast.evaluation.ranking import rank_folds, summarize
+from itm_fast.evaluation.score_sources import SIMILARITIES, EmbeddingScores
+
+__all__ = ["RetrievalRecall"]
+
+
+class RetrievalRecall:
+    """Collect embeddings batch by batch, and rank all images and captions that were collected.
+
+    `update`, `compute`, `reset` and a call behave like those of a metric of torchmetrics: a call updates the metric and
+    returns the value of its batch alone. Embeddings are kept on the CPU; scores are computed in tiles.
+
+    Args:
+        similarity: "cosine" or "dot".
+        ties: "pessimistic" or "optimistic", as in `itm_fast.functional.retrieval_ranks`.
+
+    Examples:
+        >>> import torch
+        >>> from itm_fast.evaluation import RetrievalRecall
+        >>> metric = RetrievalRecall()
+        >>> for batch in torch.eye(6).view(3, 2, 6):
+        ...     numbers = batch.argmax(1)
+        ...     metric.update(batch, batch, numbers)
+        >>> metric.compute()["rsum"]
+        600.0
+    """
+
+    higher_is_better = True
+
+    def __init__(self, *, similarity: str = "cosine", ties: str = "pessimistic") -> None:
+        if similarity not in SIMILARITIES:
+            raise ValueError(f"similarity: expected {' or '.join(SIMILARITIES)}, got {similarity!r}")
+        if ties not in ("pessimistic", "optimistic"):
+            raise ValueError(f"ties: expected pessimistic or optimistic, got {ties!r}")
+        self._similarity, self._ties = similarity, ties
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all embeddings."""
+        self._places: dict[int, int] = {}
+        self._images: list[Tensor] = []
+        self._captions: list[Tensor] = []
+        self._owners: list[Tensor] = []
+
+    def update(
+        self, images: Tensor, captions: Tensor, image_ids: Tensor, caption_image_ids: Tensor | None = None
+    ) -> None:
+        """Add the embeddings of a batch.
+
+        Args:
+            images: `(n, d)`. An image may occur again, once per caption; its first embedding counts.
+            captions: `(m, d)`.
+            image_ids: number of each image, integers `(n,)`, in any order and range.
+            caption_image_ids: number of the image of each caption, `(m,)`; None: that of `image_ids`, pair by pair.
+
+        Raises:
+            ValueError: shapes do not fit.
+        """
+        owners = image_ids if caption_image_ids is None else caption_image_ids
+        for name, tensor, rows in (("image_ids", image_ids, len(images)), ("caption_image_ids", owners, len(captions))):
+            if tensor.shape != (rows,):
+                raise ValueError(f"{name}: expected shape ({rows},), got {tuple(tensor.shape)}")
+        for name, tensor in (("images", images), ("captions", captions)):
+            width = self._images[0].shape[1] if self._images else images.shape[-1]
+            if tensor.ndim != 2 or tensor.shape[1] != width:
+                raise ValueError(f"{name}: expected shape (n, {width}), got {tuple(tensor.shape)}")
+        new = []
+        for row, number in enumerate(image_ids.tolist()):
+            if number not in self._places:
+                self._places[number] = len(self._places)
+                new.append(row)
+        self._images.append(images.detach()[new].cpu())
+        self._captions.append(captions.detach().cpu())
+        self._owners.append(owners.detach().cpu())
+
+    def compute(self) -> dict[str, float]:
+        """Return the recalls of everything collected: the keys of `evaluate`.
+
+        Raises:
+            ValueError: nothing was collected, or a caption's image was not.
+        """
+        if not self._places or not sum(map(len, self._captions)):
+            raise ValueError("compute: expected at least one image and caption; call update first")
+        owners = []
+        for number in torch.cat(self._owners).tolist():
+            if number not in self._places:
+                raise ValueError(f"compute: no embedding of image {number}, to which a caption belongs")
+            owners.append(self._places[number])
+        source = EmbeddingScores(torch.cat(self._images), torch.cat(self._captions), similarity=self._similarity)
+        return summarize(rank_folds(source, torch.tensor(owners), ties=self._ties))
+
+    def __call__(
+        self, images: Tensor, captions: Tensor, image_ids: Tensor, caption_image_ids: Tensor | None = None
+    ) -> dict[str, float]:
+        """Add a batch, and return the recalls of this batch alone."""
+        self.update(images, captions, image_ids, caption_image_ids)
+        batch = RetrievalRecall(similarity=self._similarity, ties=self._ties)
+        batch.update(images, captions, image_ids, caption_image_ids)
+        return batch.compute()
+
+    forward = __call__

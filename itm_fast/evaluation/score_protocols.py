@@ -1,0 +1,75 @@
+"""Evaluate given scores by a named protocol.
+
+Inside: `Scored`, `score_protocol`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+from torch import Tensor
+
+from itm_fast.evaluation.measures import Measures, recall_measures
+from itm_fast.evaluation.ranking import Ranking, rank_folds, summarize
+from itm_fast.evaluation.score_sources import ScoreSource
+from itm_fast.evaluation.standards import folds_of
+from itm_fast.evaluation.suspicion import Look
+
+__all__ = ["Scored", "score_protocol"]
+
+
+@attrs.frozen(eq=False)
+class Scored:
+    """The result of a protocol.
+
+    Attributes:
+        name: the protocol.
+        summary: measures by name, in percent except for ranks and `mean_distance`.
+        measures: those that can be resampled.
+        rankings: the ranking of each fold; empty for protocols with their own positives.
+    """
+
+    name: str
+    summary: dict[str, float]
+    measures: Measures
+    rankings: Sequence[Ranking] = ()
+
+
+def score_protocol(
+    name: str,
+    source: ScoreSource,
+    caption_image: Tensor,
+    *,
+    folds: int | None = None,
+    first_images: int | None = None,
+    ties: str = "pessimistic",
+    top: int = 0,
+    look: Look | None = None,
+    progress: bool = False,
+) -> Scored:
+    """Evaluate scores by a protocol whose positives are the captions of each image.
+
+    Args:
+        name: one of the protocols without `truth` in `PROTOCOLS`.
+        source: the scores.
+        caption_image: index of the image of each caption, int64 `(n_captions,)`.
+        folds: number of folds in place of the protocol's.
+        first_images: use only that many images; None: all.
+        ties: as in `itm_fast.functional.retrieval_ranks`.
+        top: number of best matches to keep for each query.
+        look: collects what is suspicious about the scores.
+        progress: show a progress bar if stderr is a terminal.
+    """
+    rankings = rank_folds(
+        source,
+        caption_image,
+        folds=folds_of(name, folds),
+        first_images=first_images,
+        ties=ties,
+        top=top,
+        look=look,
+        progress=progress,
+        description=name,
+    )
+    return Scored(name, summarize(rankings), recall_measures(rankings, caption_image, source.n_images), rankings)

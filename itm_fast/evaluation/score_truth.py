@@ -1,0 +1,167 @@
+"""Protocols of COCO with more positives than the captions of an image: ECCV Caption, CxC and PMRP.
+
+Inside: `score_truth`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from itm_fast.evaluation.correlation import sampled_spearman, spearman
+from itm_fast.evaluation.ground_truth import Ids, Positives, Ratings, rated_positives, read_positives, read_ratings
+from itm_fast.evaluation.many_positives import positive_measures
+from itm_fast.evaluation.measures import Measures
+from itm_fast.evaluation.plausible import plausible_precision, read_classes
+from itm_fast.evaluation.protocols import fold_indices
+from itm_fast.evaluation.score_protocols import Scored
+from itm_fast.evaluation.score_sources import EmbeddingScores, ScoreSource
+from itm_fast.files import regular
+
+__all__ = ["score_truth"]
+
+_DIRECTIONS = ("i2t", "t2i")
+# The names of the files that contain the ground truth.
+_CLASSES = "instances_val2014.json"
+
+
+def score_truth(
+    name: str,
+    source: ScoreSource,
+    caption_image: Tensor,
+    folder: Path,
+    ids: Ids,
+    *,
+    folds: int = 1,
+    samples: int = 1000,
+    seed: int = 0,
+    progress: bool = False,
+) -> Scored:
+    """Evaluate scores by a protocol whose positives are in files.
+
+    Args:
+        name: "eccv", "cxc" or "pmrp".
+        source: the scores.
+        caption_image: index of the image of each caption, int64 `(n_captions,)`.
+        folder: contains the files, under their published names.
+        ids: COCO numbers of the images and captions.
+        folds: number of folds of consecutive images, for PMRP from classes of objects.
+        samples: samples of Spearman's correlation.
+        seed: seed of these samples.
+        progress: show a progress bar if stderr is a terminal.
+
+    Returns:
+        Measures in percent; correlations times 100.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is missing or damaged, or is for other images.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: {'expected a folder, found a file' if folder.exists() else 'no such folder'}")
+    if name == "cxc":
+        return _cxc(source, caption_image, folder, ids, samples, seed, progress)
+    if name == "pmrp" and regular.is_present(folder / _CLASSES):
+        classes = read_classes(folder / _CLASSES, ids.images)
+        parts = fold_indices(caption_image, source.n_images, folds, None)
+        measures = Measures([images.numpy() for images, _ in parts], source.n_images)
+        for direction in _DIRECTIONS:
+            found = [
+                plausible_precision(
+                    source, caption_image, classes, direction, images=images, captions=captions, progress=progress
+                )
+                for images, captions in parts
+            ]
+            measures.add(f"{direction}_pmrp", *(np.concatenate(values) for values in zip(*found, strict=True)))
+        return _scored(name, measures)
+    if folds != 1:
+        raise ValueError(f"folds: expected 1 with protocol {name}, got {folds}; only {_CLASSES} has folds")
+    pm = name == "pmrp"
+    if pm and not regular.is_present(folder / "pm_image_to_caption.json"):
+        raise ValueError(f"{folder}: expected {_CLASSES} of COCO, or pm_image_to_caption.json of ECCV Caption")
+    positives = read_positives(folder, "pm" if pm else "eccv", ids)
+    measures = Measures([np.arange(source.n_images)], source.n_images)
+    _add_positives(measures, source, caption_image, positives, {"r_precision": "pmrp"} if pm else None, name, progress)
+    return _scored(name, measures)
+
+
+def _add_positives(
+    measures: Measures,
+    source: ScoreSource,
+    caption_image: Tensor,
+    positives: tuple[Positives, Positives],
+    names: Mapping[str, str] | None,
+    description: str,
+    progress: bool,
+) -> None:
+    """Add the measures of both directions; `names` chooses and renames some."""
+    for direction, truth in zip(_DIRECTIONS, positives, strict=True):
+        if missing := int(truth.missing.sum()):
+            total = missing + sum(map(len, truth.items))
+            warnings.warn(
+                f"protocol {description}: {missing:,} of {total:,} positives ({direction}) are not among the numbers "
+                "of the scores; they count as not found",
+                stacklevel=2,
+            )
+        found = positive_measures(source, truth, direction, progress=progress, description=description)
+        owners = truth.queries if direction == "i2t" else caption_image.numpy()[truth.queries]
+        for name, new in (names or {name: name for name in found}).items():
+            measures.add(f"{direction}_{new}", owners, found[name])
+
+
+def _cxc(
+    source: ScoreSource, caption_image: Tensor, folder: Path, ids: Ids, samples: int, seed: int, progress: bool
+) -> Scored:
+    sides = {"sits": (ids.captions, ids.images), "sts": (ids.captions,) * 2, "sis": (ids.images,) * 2}
+    ratings: dict[str, Ratings] = {}
+    for task, (first, second) in sides.items():
+        path = next((folder / f"{task}_{split}.csv" for split in ("test", "val") if _names(folder, task, split)), None)
+        if path is not None:
+            ratings[task] = read_ratings(path, first, second)
+    if "sits" not in ratings:
+        raise ValueError(
+            f"{folder}: expected sits_test.csv of Crisscrossed Captions, and sts_test.csv and sis_test.csv"
+        )
+    measures = Measures([np.arange(source.n_images)], source.n_images)
+    recalls = {f"r{k}": f"r{k}" for k in (1, 5, 10)}
+    _add_positives(measures, source, caption_image, rated_positives(ratings["sits"]), recalls, "cxc", progress)
+    scored = _scored("cxc", measures)
+    for task, rated in ratings.items():
+        scores = _pair_scores(source, task, rated)
+        if scores is None:
+            warnings.warn(
+                f"protocol cxc: a score matrix has no scores for {task.upper()}, which needs embeddings", stacklevel=2
+            )
+            continue
+        mean, deviation = sampled_spearman(rated.first, rated.ratings, scores, samples=samples, seed=seed)
+        scored.summary.update(
+            {
+                f"{task}_spearman": 100.0 * mean,
+                f"{task}_spearman_std": 100.0 * deviation,
+                f"{task}_spearman_all": 100.0 * spearman(rated.ratings, scores),
+            }
+        )
+    return scored
+
+
+def _names(folder: Path, task: str, split: str) -> bool:
+    return regular.is_present(folder / f"{task}_{split}.csv")
+
+
+def _pair_scores(source: ScoreSource, task: str, rated: Ratings) -> np.ndarray | None:
+    first, second = torch.from_numpy(rated.first), torch.from_numpy(rated.second)
+    if task == "sits":
+        return source.pairs(second, first).double().numpy()
+    if not isinstance(source, EmbeddingScores):
+        return None
+    pairs = source.caption_pairs if task == "sts" else source.image_pairs
+    return pairs(first, second).double().numpy()
+
+
+def _scored(name: str, measures: Measures) -> Scored:
+    return Scored(name, dict(zip(measures.names, map(float, measures.values()), strict=True)), measures)

@@ -1,0 +1,62 @@
+"""`itm-fast train --report`: two commands turn a folder of pictures and a CSV into a model and a page of searches."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from itm_fast import cli, evaluation, models
+from itm_fast.data import Vocabulary, open_split
+from itm_fast.report.of_run import ATTENTION, QUERIES
+from python_tests.helpers.commands import error
+from python_tests.helpers.pixels import write_pixels
+
+TINY = ["--epochs", "1", "--batch-size", "16", "--model-option", "embed_dim=8", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pixels(tmp_path_factory.mktemp("report"))
+
+
+@pytest.mark.parametrize(("model", "examples"), [("scan", ATTENTION), ("laps", 0)])
+def test_the_report_of_a_run_on_pictures(store: Path, tmp_path: Path, model: str, examples: int) -> None:
+    run = tmp_path / "run"
+    assert cli.run(["train", "--data", str(store), "--out", str(run), "--model", model, "--report", *TINY]) == 0
+    html = (run / "report.html").read_text(encoding="utf-8")
+    test = open_split(store, "test", Vocabulary.from_file(run / "vocab.json"))
+    trained = models.load(run)
+    assert trained.config.image_encoder == "patches", "the default for pictures"
+    found = evaluation.evaluate(trained, test)
+    assert f"<b>{found['rsum']:.1f}</b>" in html
+    assert "untrained" not in html.partition("</style>")[2]
+    shown = re.findall(r"<td>([\d.]+)</td>", html)
+    expected = [f"{found[f'{side}_{name}']:.1f}" for side in ("i2t", "t2i") for name in ("r1", "r5", "r10")]
+    assert [*shown[:3], *shown[4:7]] == expected
+    # Six pictures with two captions each: fewer than the page would show.
+    assert html.count('<ol class="tiles">') == min(QUERIES, len(test)) == 12
+    assert html.count('<ol class="found">') == test.n_images == 6
+    assert all(name in html for name in test.image_ids)
+    drawn = html.split('<ol class="looks">')
+    assert len(drawn) - 1 == examples
+    for example, before in zip(drawn[1:], drawn, strict=False):
+        (caption,) = re.findall(r'<p class="query">([^<]*)</p>\s*$', before)
+        index = test.captions.index(caption)
+        (weights,) = evaluation.word_attention(trained, test, torch.tensor([index]))
+        tiles = re.findall(r'alt="([^"]*): most attention in row (\d), column (\d) of 4 x 4"', example)
+        assert [word for word, *_ in tiles] == test.vocabulary.pieces(caption)[1:-1]
+        peaks = [divmod(int(row.argmax()), 4) for row in weights[1:-1]]
+        assert [(int(row) - 1, int(column) - 1) for _, row, column in tiles] == peaks
+
+
+def test_features_without_pictures_are_refused_first(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "--data", data, "--out", tmp_path / "run", "--report"]
+    assert error(capsys, *arguments)[1] == (
+        f"--report: {data} contains features without pictures; expected a store that itm-fast data import wrote"
+    )
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,269 @@
+"""`itm-fast score` on files that plain NumPy writes: tables, JSON, rankings, messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from itm_fast import cli, models
+from itm_fast.data import PrecomputedDataset, Vocabulary
+from itm_fast.evaluation import score_matrix
+from itm_fast.evaluation.ranking import rank_folds, saved_rankings
+from itm_fast.evaluation.score_sources import MatrixScores
+from python_tests.helpers.commands import error
+from python_tests.helpers.plain_retrieval import fold_means, standard
+
+OWNERS = np.arange(60) // 5
+
+
+def table(seed: int = 0) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    scores = random.standard_normal((12, 60))
+    scores[OWNERS, np.arange(60)] += 1.5
+    return scores
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    np.save(tmp_path / "scores.npy", table())
+    return tmp_path / "scores.npy"
+
+
+def run(*arguments: object) -> None:
+    assert cli.run(["score", *map(str, arguments)]) == 0
+
+
+def test_a_matrix(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(file, "--json", tmp_path / "r.json", "--folds", 3, "--bootstrap", 20)
+    printed, found = capsys.readouterr(), json.loads((tmp_path / "r.json").read_text())
+    expected = fold_means(table().tolist(), OWNERS.tolist(), 3)
+    result = found["protocols"]["full"]
+    ends = result.pop("intervals")
+    assert result == pytest.approx(expected, rel=1e-12)
+    assert (found["images"], found["captions"], found["ties"], found["warnings"]) == (12, 60, "pessimistic", [])
+    assert found["scores"] == [str(file)]
+    assert found["bootstrap"] == {"samples": 20, "seed": 0}
+    lines = printed.out.splitlines()
+    assert lines[2].split() == ["full", *(
+        f"{expected[key]:.1f}"
+        for key in [f"{way}_{name}" for way in ("i2t", "t2i") for name in ("r1", "r5", "r10", "medr", "meanr")]
+    ), f"{expected['rsum']:.1f}", f"{expected['mean_distance']:.2f}"]  # fmt: skip
+    low, high = ends["t2i_r5"]
+    assert low <= expected["t2i_r5"] <= high
+    assert f"t2i_r5 {expected['t2i_r5']:.2f} {low:.2f} to {high:.2f}" in [" ".join(line.split()) for line in lines]
+    assert printed.err == ""
+
+
+def test_two_matrices(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = table() + table(1)
+    np.savez(tmp_path / "other.npz", sims=other.T)
+    note = (
+        f"{tmp_path / 'other.npz'}: 60 x 12: read as captions x images, because images are the fewer; scores are images"
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(note)} x captions$"):
+        run(
+            file, "--against", tmp_path / "other.npz", "--json", tmp_path / "r.json", "--bootstrap", 20,
+            "--permutations", 30,
+        )  # fmt: skip
+    printed, found = capsys.readouterr(), json.loads((tmp_path / "r.json").read_text())
+    against = found["protocols"]["full"]["against"]
+    differences = against.pop("differences")
+    expected = standard(table().tolist(), OWNERS.tolist()), standard(other.tolist(), OWNERS.tolist())
+    assert against.pop("scores") == str(tmp_path / "other.npz")
+    assert against == pytest.approx(expected[1], rel=1e-12)
+    for name, one in differences.items():
+        assert one["difference"] == pytest.approx(expected[1][name] - expected[0][name], abs=1e-9)
+        assert one["interval"][0] <= one["difference"] <= one["interval"][1]
+        assert 1 / 31 <= one["p"] <= 1
+    (row,) = (line.split() for line in printed.out.splitlines() if line.startswith("rsum"))
+    assert row[1:4] == [
+        f"{expected[0]['rsum']:.2f}", f"{expected[1]['rsum']:.2f}", f"{differences['rsum']['difference']:+.2f}",
+    ]  # fmt: skip
+
+
+def test_embeddings_and_captions_in_another_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    random = np.random.default_rng(0)
+    images, captions = random.standard_normal((12, 8)), random.standard_normal((60, 8))
+    owners = random.permutation(OWNERS)
+    for name, array in (("images", images), ("captions", captions)):
+        np.save(tmp_path / f"{name}.npy", array)
+    (tmp_path / "owners.txt").write_text("".join(f"{owner}\n" for owner in owners))
+    for similarity in ("cosine", "dot"):
+        run(
+            "--image-embeddings", tmp_path / "images.npy", "--caption-embeddings", tmp_path / "captions.npy",
+            "--similarity", similarity, "--caption-image", tmp_path / "owners.txt", "--json", tmp_path / "r.json",
+            "--bootstrap", 0,
+        )  # fmt: skip
+        scores = images @ captions.T
+        if similarity == "cosine":
+            scores /= np.linalg.norm(images, axis=1)[:, None] * np.linalg.norm(captions, axis=1)
+        found = json.loads((tmp_path / "r.json").read_text())["protocols"]["full"]
+        assert found == pytest.approx(standard(scores.tolist(), owners.tolist()), rel=1e-9)
+    assert capsys.readouterr().err == ""
+    np.savez(tmp_path / "both.npz", i=images, c=captions)
+    run(
+        "--image-embeddings", tmp_path / "both.npz", "--image-key", "i", "--caption-embeddings", tmp_path / "both.npz",
+        "--caption-key", "c", "--similarity", "dot", "--caption-image", tmp_path / "owners.txt", "--json",
+        tmp_path / "again.json", "--bootstrap", 0,
+    )  # fmt: skip
+    assert json.loads((tmp_path / "again.json").read_text())["protocols"]["full"] == found
+
+
+def test_rankings(file: Path, tmp_path: Path) -> None:
+    run(file, "--rankings", tmp_path / "r.npz", "--top", 4, "--bootstrap", 0)
+    expected = saved_rankings(rank_folds(MatrixScores(table()), torch.from_numpy(OWNERS), top=4))
+    with np.load(tmp_path / "r.npz") as saved:
+        assert set(saved) == {f"full_{name}" for name in expected}
+        assert all(np.array_equal(saved[f"full_{name}"], array) for name, array in expected.items())
+        assert saved["full_best_images"].shape == (60, 4)
+
+
+def test_distances_and_optimistic_ties(tmp_path: Path) -> None:
+    np.save(tmp_path / "scores.npy", -table().round())
+    for flags, negated in ((["--distances"], -1.0), (["--distances", "--optimistic-ties"], -1.0)):
+        with pytest.warns(UserWarning, match="other pairs tie with the matching one; ties count as errors"):
+            run(tmp_path / "scores.npy", *flags, "--json", tmp_path / "r.json", "--bootstrap", 0)
+        found = json.loads((tmp_path / "r.json").read_text())
+        optimistic = "--optimistic-ties" in flags
+        assert found["ties"] == ("optimistic" if optimistic else "pessimistic")
+        scores = negated * np.load(tmp_path / "scores.npy")
+        # An optimist's matching scores are higher by a trifle.
+        scores[OWNERS, np.arange(60)] += 1e-6 * optimistic
+        expected = standard(scores.tolist(), OWNERS.tolist())
+        assert found["protocols"]["full"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_several_protocols_of_flickr30k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    random = np.random.default_rng(0)
+    scores = random.standard_normal((1000, 5000), np.float32)
+    scores[np.arange(5000) // 5, np.arange(5000)] += 3
+    np.save(tmp_path / "scores.npy", scores)
+    run(tmp_path / "scores.npy", "--protocol", "f30k", "--protocol", "full", "--json", tmp_path / "r.json")
+    found = json.loads((tmp_path / "r.json").read_text())["protocols"]
+    assert list(found) == ["f30k", "full"]
+    assert found["f30k"] == found["full"]
+    own = scores[np.arange(5000) // 5, np.arange(5000)]
+    ranks = np.array([(scores[:, caption] > own[caption]).sum() for caption in range(5000)])
+    assert found["f30k"]["t2i_r1"] == pytest.approx(100 * (ranks < 1).mean())
+    assert found["f30k"]["t2i_meanr"] == pytest.approx(ranks.mean() + 1)
+    # The interval of a share p of n independent queries has half a width of 1.96 sqrt(p (1 - p) / n).
+    low, high = found["f30k"]["intervals"]["t2i_r1"]
+    p = found["f30k"]["t2i_r1"] / 100
+    assert high - low == pytest.approx(2 * 196 * (p * (1 - p) / 5000) ** 0.5, rel=0.15)
+    assert error(capsys, "score", tmp_path / "scores.npy", "--protocol", "coco1k") == (
+        1,
+        "protocol coco1k: expected all 5,000 images of the test split of COCO, in five folds; found 1,000 images and "
+        "5,000 captions: one fold of COCO, or Flickr30K? --protocol full evaluates any split",
+    )
+
+
+def test_errors_are_one_line(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "other.npy", table()[:6])
+    (tmp_path / "owners.txt").write_text("0\n" * 60)
+    (tmp_path / "wrong.txt").write_text("0\n" * 59 + "12\n")
+    either = "FILE: give either a score matrix, or --image-embeddings and --caption-embeddings"
+    for arguments, message in (
+        ([], either),
+        ([file, "--image-embeddings", file], either),
+        (["--image-embeddings", file], either),
+        (
+            ["--image-embeddings", file, "--caption-embeddings", file, "--distances"],
+            "--captions-first and --distances are for a score matrix, not for embeddings",
+        ),
+        (
+            ["--image-embeddings", file, "--caption-embeddings", file, "--similarity", "l2"],
+            "similarity: expected cosine or dot, got 'l2'",
+        ),
+        (
+            [file, "--against", tmp_path / "other.npy"],
+            f"{tmp_path / 'other.npy'}: expected scores of the same 12 images, found 6: scores of another split?",
+        ),
+        (
+            [file, "--caption-image", tmp_path / "wrong.txt"],
+            f"{tmp_path / 'wrong.txt'}: line 60: expected an image row from 0 to 11, got 12",
+        ),
+        ([file, "--protocol", "coco"], "protocol: expected full, f30k, coco1k, coco5k, eccv, cxc, pmrp, got 'coco'"),
+        ([file, "--folds", 5], "folds: expected a divisor of the number of images, 12, got 5"),
+        ([tmp_path / "none.npy"], f"[Errno 2] No such file or directory: '{tmp_path / 'none.npy'}'"),
+        ([file, "--json", tmp_path], f"{tmp_path}: expected a file to write, found a folder"),
+    ):
+        assert error(capsys, "score", *arguments) == (1, message)
+
+
+def test_evaluate_takes_the_protocols(
+    data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["evaluate", "--checkpoint", trained, "--data", data]
+    _, message = error(capsys, *command, "--protocol", "f30k")
+    assert message.startswith("protocol f30k: expected the test split of Flickr30K (1,000), or its validation split ")
+    assert error(capsys, *command, "--protocol", "coco1k", "--folds", "2") == (
+        1, "protocol coco1k: has 5 folds, got folds 2; use protocol full",
+    )  # fmt: skip
+    results = []
+    for more in (["--folds", "2"], ["--folds", "2", "--protocol", "full"]):
+        assert cli.run([str(word) for word in [*command, *more, "--json", tmp_path / "r.json"]]) == 0
+        results.append(json.loads((tmp_path / "r.json").read_text()))
+        del results[-1]["seconds"]
+    assert results[1].pop("protocol") == "full"
+    assert results[0] == results[1]
+
+
+TRUTH = ["--image-ids", "images.txt", "--caption-ids", "captions.txt", "--ground-truth", "."]
+
+
+def write_truth(n_images: int, n_captions: int) -> None:
+    """Write numbers, and one positive for the first image and the first caption."""
+    for name, n, first in (("images", n_images, 500), ("captions", n_captions, 9000)):
+        Path(f"{name}.txt").write_text("".join(f"{first + number}\n" for number in range(n)))
+    Path("eccv_image_to_caption.json").write_text('{"500": [9000, 9007]}')
+    Path("eccv_caption_to_image.json").write_text('{"9000": [500]}')
+
+
+def test_positives_in_files(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_truth(12, 60)
+    run(file, "--protocol", "eccv", *TRUTH, "--json", "r.json", "--bootstrap", 5, "--against", file)
+    found = json.loads(Path("r.json").read_text())["protocols"]["eccv"]
+    order = np.argsort(-table()[0]).tolist()
+    ranks = sorted(order.index(caption) for caption in (0, 7))
+    assert found["i2t_r_precision"] == 50.0 * sum(rank < 2 for rank in ranks)
+    assert found["t2i_r1"] == 100.0 * (table()[:, 0].argmax() == 0)
+    assert found["against"]["differences"]["i2t_map_at_r"]["p"] == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("eccv\nmeasure")
+    assert f"i2t_r_precision {found['i2t_r_precision']:.2f}" in " ".join(printed.split())
+    run(file, "--protocol", "eccv", *TRUTH, "--bootstrap", 0)
+    assert " ".join(capsys.readouterr().out.split()).startswith(
+        f"eccv measure value 95 % interval i2t_map_at_r {found['i2t_map_at_r']:.2f}"
+    )
+    message = (
+        "--protocol: eccv, cxc and pmrp need --ground-truth DIR, the folder of their files, and --image-ids FILE and "
+        "--caption-ids FILE, the COCO number of each image and caption"
+    )
+    assert error(capsys, "score", file, "--protocol", "cxc", *TRUTH[2:]) == (1, message)
+
+
+def test_evaluate_takes_positives_in_files(
+    data: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = PrecomputedDataset(data, "test", Vocabulary.from_file(trained / "vocab.json"))
+    monkeypatch.chdir(tmp_path)
+    write_truth(dataset.n_images, len(dataset))
+    command = ["evaluate", "--checkpoint", trained, "--data", data, "--protocol", "eccv", *TRUTH]
+    assert cli.run([str(word) for word in [*command, "--json", "r.json"]]) == 0
+    found = json.loads(Path("r.json").read_text())
+    scores = score_matrix(models.load(trained), dataset).numpy()
+    ranks = sorted(np.argsort(-scores[0], kind="stable").tolist().index(caption) for caption in (0, 7))
+    assert found["i2t_r_precision"] == 50.0 * sum(rank < 2 for rank in ranks)
+    assert found["t2i_r1"] == 100.0 * (scores[:, 0].argmax() == 0)
+    assert f"t2i_r1 {found['t2i_r1']:.2f}" in " ".join(capsys.readouterr().out.split())
+    assert error(capsys, *command, "--streaming") == (
+        1, "--protocol eccv: needs all scores; leave out --streaming and --first-images",
+    )  # fmt: skip
