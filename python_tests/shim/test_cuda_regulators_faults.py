@@ -20,9 +20,8 @@ from python_tests.shim.shim_regulators import RegulatorKernels
 pytestmark = pytest.mark.shim
 
 KERNELS = "csrc/include/itm_fast/cuda/"
-TILE, CHAIN, ALIGNMENT, ATTENTION, STEPS, DROPOUT, PROBLEM = (
-    f"{KERNELS}regulation{name}.h"
-    for name in ("_tile", "", "_alignment", "_attention", "_steps", "_dropout", "_problem")
+TILE, CHAIN, ALIGNMENT, STEPS, DROPOUT, PROBLEM = (
+    f"{KERNELS}regulation{name}.h" for name in ("_tile", "", "_alignment", "_steps", "_dropout", "_problem")
 )
 LONG = r"^long sets: error"
 SMALL = ("-DITM_FAST_SMALL_TILE_ALONE", "-DITM_FAST_FLOAT32_ALONE")
@@ -99,7 +98,7 @@ FAULTS = {
         LONG,
     ),
     "a softmax over the contexts of one product": (
-        (ATTENTION, "n <= Tile::kColumns) {", "n <= kMostContexts) {"),
+        (ALIGNMENT, "s_.n_contexts <= kColumns) {", "s_.n_contexts <= kMostContexts) {"),
         LONG,
     ),
     "the first queries for all queries": (
@@ -140,14 +139,6 @@ FAULTS = {
     ),
     "the Gram matrix of the first contexts": (
         (PROBLEM, "p.grams + first * p.gram_width);", "p.grams + 0 * first);"),
-        r"^scores: error",
-    ),
-    "channels without zeros beyond their last": (
-        (ALIGNMENT, "pad_rows(chunk, n_run_, kChunk, size);", ""),
-        r"^scores: error",
-    ),
-    "attention without zeros beyond its last context": (
-        (ALIGNMENT, "pad_rows(of_block(p_.slab.attention), s_.n_rows, p_.columns, s_.n_contexts);", ""),
         r"^scores: error",
     ),
     "transposed contexts of the set before": (

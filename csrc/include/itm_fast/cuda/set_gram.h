@@ -8,8 +8,7 @@
 
 namespace itm_fast::cuda {
 
-// Writes the matrix of n rows, gram_stride(n) apart, zero beyond its columns. For blocks of SetTile::kThreads. Ends with
-// a barrier.
+// Writes the matrix of n rows, gram_stride(n) apart, zero beyond its columns. For blocks of SetTile::kThreads.
 template <int kParts, typename S>
 ITM_FAST_DEVICE void write_gram_of_set(const S* rows, int n, int64_t dim, bool is_aligned, float* gram) {
   const int stride = gram_stride(n), padding = stride - n;
