@@ -157,7 +157,7 @@ def regulated_scores(
     """Return the cost of RCAR's text-to-image scores: `steps` of RAR, one less of RCR. Two launches: plan, pairs.
 
     Rows are pairs of a word and an image. The squares in an alignment need the attended vector itself, so the Gram form
-    saves nothing. Weights are float32, and read once.
+    saves no product. Weights are float32, and read once.
     """
     pairs = images * captions
     products, epilogue = _regulated(pairs, pairs * words, dim, alignment, steps)

@@ -30,12 +30,15 @@ LAUNCH_SECONDS = 3e-6
 LEAST_SHARE = 0.6
 # Warps of a block of the kernels over tiles, and bytes of a row in a slice (tile_product.h).
 TILE_WARPS, SLICE_BYTES = 8, 64
+# Rows of a product of a set with itself, and bytes of a row in a slice (set_products.h).
+SET_ROWS, SET_SLICE_BYTES = 64, 256
 # Channels of a chunk, and columns of a product (RegulationTile112).
 CHUNK, COLUMNS = 512, 128
 STRIP = 128  # scores that a warp reads at a time: ScoreTile<8, 8, 4>
 
 SCORES, PREPARED = "score_tile<BFloat16, 1,", "prepare_scores<BFloat16,"
-REGULATED, RANKS = "regulate_tiles<BFloat16, 1,", "count_ranks<float, ScoreTile<8, 8, 4>>"
+REGULATED, PREPARED_REGULATION = "regulate_tiles<BFloat16, 1,", "prepare_regulation<BFloat16,"
+RANKS = "count_ranks<float, ScoreTile<8, 8, 4>>"
 DIFFERENTIATED = "differentiate_regulation<"
 # Products of bfloat16 parts for one product of float32 numbers.
 FLOAT_PRODUCTS = 6
@@ -197,22 +200,36 @@ def products(tiles: float, n_slices: int) -> float:
     return tiles * n_slices * of_warp * TILE_WARPS
 
 
+def gram_products(sets: int, length: int, row_bytes: int, element: int = costs.ELEMENT) -> float:
+    """Return the HMMA of all warps for the Gram matrices of N sets. Empty rows of a tile count, too."""
+    tiles = math.ceil(length / SET_ROWS)
+    depth = math.ceil(row_bytes / SET_SLICE_BYTES) * SET_SLICE_BYTES / element
+    return sets * tiles * (tiles + 1) / 2 * depth / 16 * (SET_ROWS / 16) * (SET_ROWS / 8)
+
+
 def scores(images: int, captions: int, dim: int = costs.DIM) -> Work:
     """Scores of all pairs: Gram matrices, then a block for each pair of tiles."""
     lengths = caption_lengths(captions).tolist()
     pairs, _ = costs.pairs_of_tiles([REGIONS] * images, lengths)
     columns = images * sum(lengths)  # of the attention: a query and an image each
-    blocks_of_eight = range(0, REGIONS, 8)
     work = {
         "product": products(pairs, slices(dim)),
         "statistics": columns * REGIONS / LANES,
         "attention": columns * REGIONS / LANES,
+        "cosines": columns / LANES,
+        **attended_norms(columns),
+    }
+    prepared = Launch(PREPARED, {"product": gram_products(images, REGIONS, dim * costs.ELEMENT)}, images)
+    return Work(costs.scores(images, captions, dim), (prepared, Launch(SCORES, work, pairs)))
+
+
+def attended_norms(columns: float) -> dict[str, float]:
+    """Return the work for the norms of attended vectors from Gram matrices, one for each query and image."""
+    blocks_of_eight = range(0, REGIONS, 8)
+    return {
         "Gram rows": columns * sum(REGIONS - first for first in blocks_of_eight) / LANES,
         "Gram blocks": columns * 8 * len(blocks_of_eight) / LANES,
-        "cosines": columns / LANES,
     }
-    prepared = Launch(PREPARED, {"product": products(images, slices(dim))}, images)
-    return Work(costs.scores(images, captions, dim), (prepared, Launch(SCORES, work, pairs)))
 
 
 def loss(batch: int, kernel: str = LOSS) -> Work:
@@ -247,16 +264,15 @@ def regulated_scores(images: int, captions: int, dim: int = costs.DIM, width: in
     pairs = costs.tiles(lengths, costs.TILE_REGIONS) * images
     hidden, narrow, chunks = 2 * width, width // 2, math.ceil(dim / CHUNK)
     outputs = math.ceil(width / COLUMNS)
-    # For each product of a tile, its slices: attention of the first step; norms and differences of both steps, each
-    # from attended vectors; alignments; RCR; RAR; channels and attention of the second step.
-    depth = slices(dim) + 2 * 2 * math.ceil(dim / COLUMNS) * slices(REGIONS)
+    # For each product of a tile, its slices: attention of the first step; differences of both steps, from attended
+    # vectors; alignments; RCR; RAR; channels and attention of the second step.
+    depth = slices(dim) + 2 * math.ceil(dim / COLUMNS) * slices(REGIONS)
     depth += 2 * chunks * outputs * slices(CHUNK)
     depth += (math.ceil(narrow / COLUMNS) + math.ceil(hidden / COLUMNS)) * slices(width)
     depth += 2 * 2 * outputs * slices(width)
     depth += math.ceil(dim / COLUMNS) * slices(hidden) + chunks * slices(CHUNK)
     rows = images * sum(lengths)
     of_row = {
-        "norms": 2 * dim,
         "differences": 2 * dim,
         "channels": dim,
         "alignments": 2 * chunks * width,
@@ -265,8 +281,10 @@ def regulated_scores(images: int, captions: int, dim: int = costs.DIM, width: in
         "aggregation": 2 * width,
     }
     work = {name: rows * channels / LANES for name, channels in of_row.items()}
-    work |= {"product": products(pairs, depth), "attention": 2.0 * rows}
-    return Work(costs.regulated_scores(images, captions, dim), (Launch(REGULATED, work, pairs),))
+    work |= {"product": products(pairs, depth), "attention": 2.0 * rows} | attended_norms(2.0 * rows)
+    # The rows of the contexts are float32.
+    prepared = Launch(PREPARED_REGULATION, {"product": gram_products(images, REGIONS, dim * 4, 4)}, images)
+    return Work(costs.regulated_scores(images, captions, dim), (prepared, Launch(REGULATED, work, pairs)))
 
 
 def regulated_step(batch: int, dim: int = costs.DIM) -> Work:

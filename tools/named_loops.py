@@ -78,6 +78,7 @@ class NamedLoop:
 
 
 _SCORES, _PREPARED, _REGULATED = "score_tile<BFloat16, 1,", "prepare_scores<BFloat16,", "regulate_tiles<BFloat16, 1,"
+_PREPARED_REGULATION = "prepare_regulation<BFloat16,"
 _MAXSIM, _GATHERED = "score_maxsim<BFloat16, 1>", "gather_maxsim<BFloat16>"
 _BACKPROPAGATED, _DIFFERENTIATED = "backpropagate_pairs<BFloat16>", "differentiate_regulation<"
 _LOSSES = (
@@ -101,20 +102,23 @@ _BACKWARD = (
 WANTED = (
     *(
         Wanted(kernel, "product", ("multiply_slices",), "HMMA.*", "HMMA")
-        for kernel in (_SCORES, _PREPARED, _REGULATED, _DIFFERENTIATED, _MAXSIM)
+        for kernel in (_SCORES, _REGULATED, _DIFFERENTIATED, _MAXSIM)
     ),
+    *(Wanted(kernel, "product", ("add_slice",), "HMMA.*", "HMMA") for kernel in (_PREPARED, _PREPARED_REGULATION)),
     Wanted(_DIFFERENTIATED, "sum of rows", ("add_to_weight", "sum_rows"), "HMMA.*", "HMMA"),
     Wanted(_SCORES, "statistics", ("row_factor",), "LDS", "raw score"),
     Wanted(_SCORES, "attention", ("attend_column",), "STS", "raw score", without=("attend_hard",)),
-    Wanted(_SCORES, "Gram rows", ("attended_norm",), r"LDG\.E\.128.*", "8 elements of a Gram matrix", work=0.5),
-    Wanted(
-        _SCORES,
-        "Gram blocks",
-        ("attended_norm",),
-        r"MUFU\.RSQ",
-        "diagonal element",
-        around=True,
-        without=("cosine_of",),
+    *(
+        Wanted(kernel, "Gram rows", ("attended_norm",), r"LDG?\.E\.128.*", "8 elements of a Gram matrix", work=0.5)
+        for kernel in (_SCORES, _REGULATED)
+    ),
+    *(
+        Wanted(
+            *(kernel, "Gram blocks", ("attended_norm",), r"MUFU\.RSQ", "diagonal element"),
+            around=True,
+            without=("cosine_of",),
+        )
+        for kernel in (_SCORES, _REGULATED)
     ),
     Wanted(_SCORES, "cosines", ("score_products", "cosine_of"), ITERATION, "query and image", around=True),
     *_BACKWARD,
@@ -135,7 +139,6 @@ WANTED = (
     *(Wanted(kernel, "gradient", ("write_gradient_tile", "is_active"), ITERATION, _STRIP) for kernel in _LOSSES),
     Wanted("count_ranks<float, ScoreTile<8, 8, 4>>", "comparison", ("is_above",), ITERATION, _STRIP),
     Wanted(_REGULATED, "attention", ("attend_row",), ITERATION, "query"),
-    Wanted(_REGULATED, "norms", ("measure", "attended_at"), "LDS", "channel"),
     Wanted(_REGULATED, "differences", ("write_differences", "attended_at"), "LDS", "channel"),
     Wanted(_REGULATED, "channels", ("reweight",), r"MUFU\.EX2", "channel"),
     Wanted(_REGULATED, "alignments", ("align_rows", "for_each_product"), "LDS", "output"),

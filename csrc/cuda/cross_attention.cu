@@ -14,7 +14,7 @@ using torch::stable::Tensor;
 
 // See prepare_scores and score_tile for the grids and for which block writes what.
 template <typename S, typename Tile>
-__global__ void __launch_bounds__(Tile::kThreads, blocks_together(kGramParts<S>))
+__global__ void __launch_bounds__(Tile::kThreads, blocks_together(kSetParts<S>))
     prepare_scores_kernel(const ScoreProblem<S> parameters) {
   prepare_scores<Tile>(parameters);
 }
@@ -89,7 +89,7 @@ Tensor cross_attention_scores(const Tensor& queries, const Tensor& query_offsets
 template <typename S>
 void launch_preparation(const ScoreProblem<S>& p, const DeviceStream& device) {
   using Tile = ScoreTile112;
-  device.launch(prepare_scores_kernel<S, Tile>, preparing_blocks(p), Tile::kThreads, p, kScoreBytes<Tile>);
+  device.launch(prepare_scores_kernel<S, Tile>, preparing_blocks(p), Tile::kThreads, p, SetTile::kBytes);
 }
 template void launch_preparation(const ScoreProblem<float>& p, const DeviceStream& device);
 template void launch_preparation(const ScoreProblem<BFloat16>& p, const DeviceStream& device);

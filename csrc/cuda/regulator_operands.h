@@ -71,6 +71,7 @@ class RegulatorOperands {
     p.queries = queries_.rows();
     p.contexts = contexts_.rows();
     p.dim = call.queries.size(1);
+    p.is_aligned = rows_are_aligned(p.contexts, p.contexts, p.dim);
     p.options = call.options;
     p.attention = PairOptions(call.options.attention);
     p.seed = call.options.dropout.probability > 0.0 ? data_of<int64_t>(call.seed) : nullptr;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "cuda/regulator_operands.h"
+#include "cuda/score_launch.h"
 #include "itm_fast/cuda/regulation_launch.h"
 #include "ops/cross_attention.h"
 
@@ -16,7 +17,7 @@ using torch::stable::Tensor;
 
 // See prepare_regulation and regulate_tiles for the grids and for which block writes what.
 template <typename S, typename Tile>
-__global__ void __launch_bounds__(Tile::kThreads)
+__global__ void __launch_bounds__(Tile::kThreads, blocks_together(kSetParts<S>))
     prepare_regulation_kernel(const __grid_constant__ RegulationProblem<S> parameters) {
   prepare_regulation<Tile>(parameters);
 }
@@ -44,7 +45,7 @@ void run(const Call& call, float* scores, float* alignments) {
   const Tensor memory = scratch(call.queries, measured.bytes());
   Workspace workspace(memory.mutable_data_ptr());
   place_regulation<Tile>(p, sizes, workspace);
-  device.launch(prepare_regulation_kernel<S, Tile>, preparing_blocks(p), Tile::kThreads, p);
+  device.launch(prepare_regulation_kernel<S, Tile>, preparing_blocks(p), Tile::kThreads, p, SetTile::kBytes);
   device.launch(regulate_tiles_kernel<S, kParts, Tile>, sizes.blocks, Tile::kThreads, p, kRegulationBytes<Tile>);
 }
 

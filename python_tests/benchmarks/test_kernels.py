@@ -83,9 +83,10 @@ def test_a_loop_without_counts_is_one_line() -> None:
 def test_the_work_of_scores_is_that_of_a_hand_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "caption_lengths", lambda count: torch.full((count,), 13))
     prepared, scored = kernels.scores(6, 18, dim=1024).counted
-    # Two tiles of three images and two of nine captions; 32 slices, and 32 HMMA for each of eight warps.
+    # Two tiles of three images and two of nine captions; 32 slices, and 32 HMMA for each of eight warps. A Gram matrix
+    # is a tile of 64 x 64, with 8 slices of 256 bytes.
     assert (scored.blocks, scored.work["product"]) == (4, 4 * 32 * 32 * 8)
-    assert (prepared.blocks, prepared.work["product"]) == (6, 6 * 32 * 32 * 8)
+    assert (prepared.blocks, prepared.work["product"]) == (6, 6 * 8 * 32 * 8)
     words = 6 * 18 * 13
     assert scored.work["statistics"] == scored.work["attention"] == words * 36 / 32
     # Blocks of eight columns of the Gram matrix have 36, 28, 20, 12 and 4 rows.
@@ -97,10 +98,11 @@ def test_the_work_of_scores_is_that_of_a_hand_count(monkeypatch: pytest.MonkeyPa
 def test_the_work_of_rcar_is_that_of_a_hand_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The products of a tile are those of the reference's formulas, in slices of 32 components for 128 columns."""
     monkeypatch.setattr(kernels, "caption_lengths", lambda count: torch.full((count,), 14))
-    (launch,) = kernels.regulated_scores(5, 16, dim=1024, width=256).counted
+    prepared, launch = kernels.regulated_scores(5, 16, dim=1024, width=256).counted
+    assert (prepared.blocks, prepared.work) == (5, {"product": 5 * 64 * 4 * 8})  # 64 x 64 products of 1024 components
     assert launch.blocks == 2 * 5  # Eight captions of 14 words fill a tile of 112 rows.
     attention = 32 + (8 * 16 + 2 * 16)  # of raw queries; of channels from 512 hidden units, in two chunks of 512
-    attended = 2 * (8 + 8) * 2  # 36 regions are two slices
+    attended = 2 * 8 * 2  # 36 regions are two slices
     alignments = 2 * 2 * 2 * 16
     correspondence = (1 + 4) * 8
     aggregation = 2 * 2 * 2 * 8
@@ -110,6 +112,8 @@ def test_the_work_of_rcar_is_that_of_a_hand_count(monkeypatch: pytest.MonkeyPatc
     assert launch.work["channels"] == rows * 1024 / 32
     assert launch.work["alignments"] == rows * 2 * 2 * 256 / 32
     assert launch.work["attention"] == 2 * rows
+    # Blocks of eight columns of the Gram matrix have 36, 28, 20, 12 and 4 rows.
+    assert (launch.work["Gram rows"], launch.work["Gram blocks"]) == (2 * rows * 100 / 32, 2 * rows * 40 / 32)
 
 
 def test_the_backward_multiplies_what_the_cost_model_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,6 +221,16 @@ def test_the_precisions_at_a_usual_width(request: pytest.FixtureRequest, cores: 
     assert max_error(medium, exact) > 1e-6
 
 
+@pytest.mark.parametrize("kernel", ["bf16", "fp16"])
+def test_rows_of_16_bits_at_a_usual_width(truncating: AttentionKernels, kernel: str) -> None:
+    """Tensor cores add up the products of 1,024 positive components, and cut off as many sums."""
+    queries, contexts = (random_fragments([n], 1024, DTYPES[kernel], seed=n) for n in (13, 36))
+    queries.values.abs_()
+    contexts.values.abs_()
+    exact = reference.cross_attention_scores(queries.to(torch.float64), contexts.to(torch.float64))
+    assert max_error(scores_of(truncating, queries, contexts, kernel), exact) < 2e-5
+
+
 def test_raw_scores_of_three_parts_keep_every_digit(kernels: AttentionKernels) -> None:
     """With one context per set, the score is <q, x> / |q| |x|; the numbers need all 24 bits."""
     generator = torch.Generator().manual_seed(0)

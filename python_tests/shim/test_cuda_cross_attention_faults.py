@@ -20,9 +20,12 @@ from python_tests.shim.shim_cases import outcomes
 pytestmark = pytest.mark.shim
 
 KERNELS = "csrc/include/itm_fast/cuda/"
-PRODUCT, SCORES, PAIR, LONG, LONG_TILES, TILES = (
+PRODUCT, SCORES, PAIR, LONG, LONG_TILES, TILES, GRAM, SETS = (
     f"{KERNELS}{name}.h"
-    for name in ("tile_product", "cross_attention", "attention_pair", "long_pairs", "long_tiles", "set_tiles")
+    for name in (
+        *("tile_product", "cross_attention", "attention_pair", "long_pairs", "long_tiles", "set_tiles"),
+        *("set_gram", "set_products"),
+    )
 )
 
 
@@ -106,6 +109,18 @@ FAULTS = {
     "missing warp sync before attention is read by the warp": (
         (SCORES, "if (lost != 0) warp_sync();  // All", "// All"),
         r"shared array 'scores': (race at|read of) index \d+",
+    ),
+    "missing barrier before the next product of a Gram matrix": (
+        (GRAM, "barrier();  // The next product takes the place of this one.", ""),
+        r"shared array '(planes|stages)': (race at|read of|write of) index \d+",
+    ),
+    "half of a long Gram matrix": (
+        (GRAM, "if (!is_diagonal) gram[", "if (is_diagonal) gram["),
+        r"^long tiles: error",
+    ),
+    "columns of a Gram matrix where a stage has none": (
+        (SETS, "(kSquare ? 0 : SetTile::kRows * SetTile::kSlice) +", "SetTile::kRows * SetTile::kSlice +"),
+        r"shared array 'stages': read of index \d+ before anything was written to it|^short sets: error",
     ),
     "no contexts cancel": (
         (PAIR, "square < scale * scale * kCancellation", "square < 0.0f * scale"),

@@ -21,6 +21,7 @@ from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.regulators import SETTINGS, hidden_widths, random_parameters
 from python_tests.helpers.shim import compiled_driver
 from python_tests.helpers.tolerance import assert_close_to_exact, max_error
+from python_tests.shim.attention_checks import cancelling_contexts
 from python_tests.shim.regulator_checks import check_alignments, check_scores, double, result_of, single
 from python_tests.shim.shim_attention import FOCAL_MODES, NORMALIZATIONS
 from python_tests.shim.shim_regulators import RegulatorKernels, random_weights
@@ -126,6 +127,13 @@ def test_sets_that_fill_the_tile_of_the_launchers(kernels: RegulatorKernels, foc
     queries, contexts = random_fragments([112, 50, 62], 12), random_fragments([128, 97], 12, seed=1)
     parameters = random_parameters("rcar2", 12, 10)
     check_scores(kernels, queries, contexts, parameters, name=focal, focal=focal, run={"large": True})
+
+
+@pytest.mark.parametrize("remainder", [1e-2, 1e-4, 0.0])
+def test_contexts_that_cancel(kernels: RegulatorKernels, remainder: float) -> None:
+    """The Gram matrix would lose the digits of the norms of attended vectors, so these are formed."""
+    queries, parameters = random_fragments([3, 9], 24, seed=3), random_parameters("rar1", 24, 10)
+    check_alignments(kernels, queries, cancelling_contexts(remainder), parameters, temperature=0.0)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -11,17 +11,17 @@ import pytest
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.regulators import random_parameters
 from python_tests.helpers.shim import SANITIZERS, KernelError, compile_driver, compiled_driver
+from python_tests.shim.attention_checks import cancelling_contexts
 from python_tests.shim.faults import planted, run_sanitized
-from python_tests.shim.regulator_checks import check_scores
+from python_tests.shim.regulator_checks import check_alignments, check_scores
 from python_tests.shim.shim_cases import outcomes
 from python_tests.shim.shim_regulators import RegulatorKernels
 
 pytestmark = pytest.mark.shim
 
 KERNELS = "csrc/include/itm_fast/cuda/"
-TILE, CHAIN, ALIGNMENT, ATTENTION, STEPS, DROPOUT, PROBLEM = (
-    f"{KERNELS}regulation{name}.h"
-    for name in ("_tile", "", "_alignment", "_attention", "_steps", "_dropout", "_problem")
+TILE, CHAIN, ALIGNMENT, STEPS, DROPOUT, PROBLEM = (
+    f"{KERNELS}regulation{name}.h" for name in ("_tile", "", "_alignment", "_steps", "_dropout", "_problem")
 )
 LONG = r"^long sets: error"
 SMALL = ("-DITM_FAST_SMALL_TILE_ALONE", "-DITM_FAST_FLOAT32_ALONE")
@@ -35,6 +35,9 @@ def check(library: Path) -> None:
     check_scores(kernels, queries, contexts, parameters, run={"blocks": 1}, **options)
     queries, contexts = random_fragments([40], 70), random_fragments([70], 70, seed=1)
     check_scores(kernels, queries, contexts, parameters, name="long sets", run={"blocks": 1}, **options)
+    queries, parameters = random_fragments([3, 9], 24, seed=3), random_parameters("rar1", 24, 10)
+    contexts = cancelling_contexts(1e-4)
+    check_alignments(kernels, queries, contexts, parameters, name="contexts that cancel", temperature=0.0)
 
 
 def test_the_kernels_as_they_are_pass() -> None:
@@ -53,8 +56,8 @@ FAULTS = {
     "missing barrier between normalisation and softmax": (
         (
             ALIGNMENT,
-            "    barrier();\n    for_each_row(s_.n_rows, [&](int row) {\n      S* attention",
-            "    for_each_row(s_.n_rows, [&](int row) {\n      S* attention",
+            "    barrier();\n    // Sets of half a tile",
+            "    // Sets of half a tile",
         ),
         r"shared array 'scores': (race at|read of|write of) index \d+",
     ),
@@ -67,7 +70,7 @@ FAULTS = {
         r"shared array 'logits': (race at|read of|write of) index \d+",
     ),
     "alignments of the last chunk alone": (
-        (ALIGNMENT, "(first == 0 ? layer.bias[output + c] : *sum)", "layer.bias[output + c]"),
+        (ALIGNMENT, "(first == 0 ? bias : *sum)", "bias"),
         r"^scores: error",
     ),
     "temperatures without their bias": (
@@ -95,7 +98,7 @@ FAULTS = {
         LONG,
     ),
     "a softmax over the contexts of one product": (
-        (ATTENTION, "n <= Tile::kColumns) {", "n <= kMostContexts) {"),
+        (ALIGNMENT, "s_.n_contexts <= kColumns) {", "s_.n_contexts <= kMostContexts) {"),
         LONG,
     ),
     "the first queries for all queries": (
@@ -121,6 +124,22 @@ FAULTS = {
     "logits of the first queries for all queries": (
         (STEPS, "const S* rows = aligned + run_ * width_stride_;", "const S* rows = aligned;"),
         LONG,
+    ),
+    "missing barrier before the norms": (
+        (ALIGNMENT, "barrier();  // The attention of all rows is in place of their scores.", ""),
+        r"shared array 'scores': (race at|read of|write of) index \d+",
+    ),
+    "no attended vectors cancel": (
+        (ALIGNMENT, "if (vote_any(any)) measure_rows", "if (vote_any(any && s_.n_rows < 0)) measure_rows"),
+        r"^contexts that cancel: error",
+    ),
+    "norms of the scale": (
+        (ALIGNMENT, "squares[row] = norm.square;", "squares[row] = norm.scale;"),
+        r"^scores: error",
+    ),
+    "the Gram matrix of the first contexts": (
+        (PROBLEM, "p.grams + first * p.gram_width);", "p.grams + 0 * first);"),
+        r"^scores: error",
     ),
     "transposed contexts of the set before": (
         (PROBLEM, "return (contexts.offset(set) + 7 * set) / 8 * 8;", "return set / 2 * 8;"),

@@ -12,7 +12,7 @@ using namespace itm_fast;
 using namespace itm_fast::cuda;
 
 // A small tile, so that few rows fill many tiles; three tiles of rows for two rows of warps.
-using SmallScoreTile = ProductTile<48, 64, 2, 2, 3, 40>;
+using SmallScoreTile = ProductTile<48, 64, 2, 4, 3, 40>;
 
 // Blocks for long sets: few, so that each takes several pairs of tiles.
 constexpr int64_t kSlabs = 2;
@@ -87,7 +87,7 @@ std::string run(const Settings& s, const void* queries, const int64_t* query_off
   Workspace workspace(memory.data());
   place(workspace);
   std::string problem =
-      shim::launch(preparing_blocks(p), Tile::kThreads, s.seed, [&] { prepare_scores<Tile>(p); }, kScoreBytes<Tile>);
+      shim::launch(preparing_blocks(p), Tile::kThreads, s.seed, [&] { prepare_scores<Tile>(p); }, SetTile::kBytes);
   if (problem.empty() && is_long) {
     problem = shim::launch(
         kSlabs, Tile::kThreads, s.seed + 1, [&] { score_long_tiles<kParts, Tile>(of_long); }, kScoreBytes<Tile>);

@@ -4,7 +4,7 @@
 
 namespace {
 
-// The small tile of cross_attention.cpp with the eight warps of the losses.
+// The small tile of cross_attention.cpp.
 using SmallScoreTile = ProductTile<48, 64, 2, 4, 3, 40>;
 
 struct Sides {
@@ -28,7 +28,7 @@ const char* run(const Settings& s, const Sides& sides, const ScoreProblem<float>
   const auto memory =
       workspace_of([&](Workspace& w) { return place_matching<Tile>(p, losses.memory, indices.memory, w); });
   std::string found = shim::launch(
-      preparing_blocks(p.scoring), Tile::kThreads, s.seed, [&] { prepare_scores<Tile>(p.scoring); }, kScoreBytes<Tile>);
+      preparing_blocks(p.scoring), Tile::kThreads, s.seed, [&] { prepare_scores<Tile>(p.scoring); }, SetTile::kBytes);
   if (found.empty()) {
     found = shim::launch_together(
         std::min(s.blocks, matching_blocks(p)), Tile::kThreads, s.seed + 1, [&] { matching_loss<3, Tile>(p); },

@@ -5,7 +5,7 @@
 namespace {
 
 // A small tile: few rows fill many tiles, few columns several output blocks, and few channels several chunks.
-struct SmallRegulationTile : ProductTile<32, 32, 2, 1, 2, 40> {
+struct SmallRegulationTile : ProductTile<32, 32, 4, 2, 2, 40> {
   static constexpr int kChunk = 64;
 };
 
@@ -38,7 +38,7 @@ std::string run(const Settings& s, const float* queries, const int64_t* query_of
     problem = shim::launch(blocks, Tile::kThreads, s.seed + counts[0], [&] { body(p); }, bytes);
     ++counts[0];
   };
-  launch(preparing_blocks(p), 0, [](const auto& p) { prepare_regulation<Tile>(p); });
+  launch(preparing_blocks(p), SetTile::kBytes, [](const auto& p) { prepare_regulation<Tile>(p); });
   launch(sizes.blocks, kRegulationBytes<Tile>, [](const auto& p) { regulate_tiles<kParts, Tile>(p); });
   std::copy_n(found.memory, size, result);
   return problem;

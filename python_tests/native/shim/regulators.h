@@ -69,6 +69,7 @@ class Operands {
     p.contexts = {context_values_.memory, offsets(wide_contexts_, narrow_contexts_), wide, s.context_sets,
                   s.context_rows};
     p.dim = s.dim;
+    p.is_aligned = rows_are_aligned(p.contexts, p.contexts, p.dim);
     p.options = s.options();
     p.attention = PairOptions(p.options.attention);
     p.seed = s.dropout > 0.0 ? dropout_seed_.memory : nullptr;

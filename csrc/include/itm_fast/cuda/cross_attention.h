@@ -8,6 +8,7 @@
 
 #include "itm_fast/cuda/attention_pair.h"
 #include "itm_fast/cuda/long_pairs.h"
+#include "itm_fast/cuda/set_gram.h"
 #include "itm_fast/cuda/set_tiles.h"
 #include "itm_fast/cuda/tile_pairs.h"
 #include "itm_fast/cuda/tile_product.h"
@@ -34,34 +35,13 @@ ITM_FAST_DEVICE int64_t score_place(const ScoreProblem<S>& p, int64_t query, int
   return p.is_transposed ? context * p.queries.n_sets + query : query * p.contexts.n_sets + context;
 }
 
-// For every precision: a norm must keep all its digits.
+// The Gram matrix of one context set.
 template <typename S>
-inline constexpr int kGramParts = std::is_same_v<S, float> ? 3 : 1;
-
-// The Gram matrix of one context set, rows gram_stride(length) apart, zero beyond its columns.
-template <typename Tile, typename S>
 ITM_FAST_DEVICE void write_gram(const ScoreProblem<S>& p, int64_t set) {
   const int64_t length = p.contexts.length(set), first = p.contexts.offset(set);
   if (length == 0 || length > p.gram_width) return;  // Longer sets do not use one.
-  const int n = static_cast<int>(length), stride = gram_stride(n);
-  const S* values = p.contexts.values + first * p.dim;
-  float* gram = p.grams + first * p.gram_width;
-  ITM_FAST_TILE_SCORES(Tile);
-  for (int row = 0; row < n; row += Tile::kRows) {
-    const int rows = n - row < Tile::kRows ? n - row : Tile::kRows;
-    for (int column = 0; column < n; column += Tile::kColumns) {
-      const int columns = n - column < Tile::kColumns ? n - column : Tile::kColumns;
-      multiply_tile<kGramParts<S>, Tile, true>(RowRun<S>{values + row * p.dim, rows, p.dim},
-                                               RowRun<S>{values + column * p.dim, columns, p.dim}, p.dim, p.is_aligned);
-      const int padded = column + columns < n ? columns : stride - column;
-      for (int i = thread_index(); i < rows * padded; i += Tile::kThreads) {
-        const int r = i / padded, c = i % padded;
-        gram[int64_t{row + r} * stride + column + c] =
-            c < columns ? static_cast<float>(scores[r * Tile::kScoreStride + c]) : 0.0f;
-      }
-      barrier();  // Before the next product overwrites the scores.
-    }
-  }
+  write_gram_of_set<kSetParts<S>>(p.contexts.values + first * p.dim, static_cast<int>(length), p.dim, p.is_aligned,
+                                  p.grams + first * p.gram_width);
 }
 
 template <typename S>
@@ -75,13 +55,14 @@ inline constexpr int64_t kNormRows = 64;
 
 template <typename Tile, typename S>
 ITM_FAST_DEVICE void prepare_scores(const ScoreProblem<S>& p) {
+  static_assert(Tile::kThreads == SetTile::kThreads);
   int64_t block = block_index();
   if (block == 0) {
     plan_tiles<Tile::kWindow>(p.contexts, Tile::kRows, p.context_tiles);
   } else if (block == 1) {
     plan_tiles<Tile::kWindow>(p.queries, Tile::kColumns, p.query_tiles);
   } else if ((block -= 2) < p.contexts.n_sets) {
-    write_gram<Tile>(p, block);
+    write_gram(p, block);
   } else {
     const int64_t first = (block - p.contexts.n_sets) * kNormRows;
     for (int64_t row = first + warp(); row < first + kNormRows && row < p.queries.n_rows; row += Tile::kWarps) {

@@ -25,6 +25,7 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
       for (int first = 0; first < dim_; first += kChunk) {
         const int count = part(first, dim_, kChunk);
         for (int block = 0; block < count; block += kColumns) reweight(first, block, part(block, count, kColumns));
+        pad_rows(of_block(p_.slab.chunk), n_run_, kChunk, count);
         multiply_contexts(of_block(p_.slab.chunk), kChunk, first, count);
       }
     });
@@ -36,32 +37,34 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
     }
   }
 
-  // The squared norm of every row's attended vector, and its product with the query.
-  ITM_FAST_DEVICE void measure() {
+  // The squared norm of every row's attended vector, from the Gram matrix of the contexts, right after attend(). Rows
+  // whose norm has lost too many digits, and those of long sets, form the vector.
+  ITM_FAST_DEVICE void find_norms() {
     ITM_FAST_DYNAMIC_SHARED(float, squares, Memory::kSquares, kMostQueries);
-    ITM_FAST_DYNAMIC_SHARED(float, dots, Memory::kDots, kMostQueries);
-    for_each_run([&] {
-      for (int first = 0; first < dim_; first += kColumns) {
-        const int count = part(first, dim_, kColumns);
-        load_attended(first, count);
-        for_each_row_of_run([&](int row, int place) {
-          const float* of_row = query(row) + first;
-          float square = 0.0f, dot = 0.0f;
-          for (int c = lane(); c < count; c += 32) {
-            const float attended = attended_at(place, c);
-            square += attended * attended;
-            dot += attended * of_row[c];
-          }
-          square = add_lanes(square);
-          dot = add_lanes(dot);
-          if (lane() == 0) {
-            squares[row] = first == 0 ? square : squares[row] + square;
-            dots[row] = first == 0 ? dot : dots[row] + dot;
-          }
-        });
-      }
-    });
+    ITM_FAST_DYNAMIC_SHARED(float, lost, Memory::kDots, kMostQueries);
+    if (is_long()) {
+      measure();
+      return;
+    }
+    static_assert(Tile::kRows <= Tile::kThreads);
+    const float* gram = p_.grams + p_.contexts.offset(s_.context) * p_.gram_width;
+    barrier();  // The attention of all rows is in place of their scores.
+    ITM_FAST_TILE_SCORES(Tile);
+    if (const int row = thread_index(); row < s_.n_rows) {
+      const auto attention = [&](int k) { return static_cast<float>(scores[row * kStride + k]); };
+      const AttendedNorm norm = attended_norm(attention, gram, s_.n_contexts);
+      squares[row] = norm.square;
+      lost[row] = norm.is_lost() ? 1.0f : 0.0f;
+    }
     barrier();
+    bool any = false;
+    for (int row = lane(); row < s_.n_rows; row += 32) any = any || lost[row] != 0.0f;
+    if (vote_any(any)) measure_rows([&](int row) { return lost[row] != 0.0f; }, false);
+  }
+
+  // The same for all rows from their attended vectors, and the products of these with the queries.
+  ITM_FAST_DEVICE void measure() {
+    measure_rows([](int) { return true; }, true);
   }
 
   // Eq 7.
@@ -77,13 +80,18 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
           load_attended(first + block, count);
           write_differences(first + block, count, chunk + block);
         }
+        pad_rows(chunk, n_run_, kChunk, size);
         for (int output = 0; output < width_; output += kColumns) {
           const int count = part(output, width_, kColumns);
           multiply_operands<kParts, Tile>(chunk, n_run_, kChunk, layer.packed + output * layer.stride() + first, count,
                                           layer.stride(), size);
-          for_each_product(count, [&](int place, int c, float product) {
-            float* sum = of_run + place * width_stride_ + output + c;
-            *sum = product + (first == 0 ? layer.bias[output + c] : *sum);
+          for_each_product(count, [&](int c) {
+            const float bias = layer.bias[output + c];
+            float* sums = of_run + output + c;
+            return [=, this](int place, float product) {
+              float* sum = sums + place * width_stride_;
+              *sum = product + (first == 0 ? bias : *sum);
+            };
           });
         }
       }
@@ -94,6 +102,36 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
   }
 
  private:
+  // Norms of the rows for which measures(row) holds, and with `with_products` also their products.
+  template <typename Measures>
+  ITM_FAST_DEVICE void measure_rows(const Measures& measures, bool with_products) {
+    ITM_FAST_DYNAMIC_SHARED(float, squares, Memory::kSquares, kMostQueries);
+    ITM_FAST_DYNAMIC_SHARED(float, dots, Memory::kDots, kMostQueries);
+    for_each_run([&] {
+      for (int first = 0; first < dim_; first += kColumns) {
+        const int count = part(first, dim_, kColumns);
+        load_attended(first, count);
+        for_each_row_of_run([&](int row, int place) {
+          if (!measures(row)) return;
+          const float* of_row = query(row) + first;
+          float square = 0.0f, dot = 0.0f;
+          for (int c = lane(); c < count; c += 32) {
+            const float attended = attended_at(place, c);
+            square += attended * attended;
+            dot += attended * of_row[c];
+          }
+          square = add_lanes(square);
+          dot = add_lanes(dot);
+          if (lane() == 0) {
+            squares[row] = first == 0 ? square : squares[row] + square;
+            if (with_products) dots[row] = first == 0 ? dot : dots[row] + dot;
+          }
+        });
+      }
+    });
+    barrier();
+  }
+
   // Whether the raw scores take several products. They are then in the slab.
   ITM_FAST_DEVICE bool is_long() const { return s_.n_rows > Tile::kRows || s_.n_contexts > kColumns; }
   ITM_FAST_DEVICE float* logits(int row) const { return of_block(p_.slab.logits) + row * p_.columns; }
@@ -126,33 +164,58 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
     barrier();
   }
 
-  // From the raw scores at(row, context), which become the normalised ones, to the attention.
-  template <bool kMayBeLong, typename At>
+  // From the raw scores at(row, context), which become the normalised ones, to the attention. That of short sets takes
+  // their place, too.
+  template <bool kIsLong, typename At>
   ITM_FAST_DEVICE void weigh(const At& at) const {
     ITM_FAST_DYNAMIC_SHARED(int32_t, starts, Memory::kStarts, Memory::kStartCount);
-    ITM_FAST_DYNAMIC_SHARED(float, temperatures, Memory::kTemperatures, kMostQueries);
     for (int i = thread_index(); i < s_.n_sets * s_.n_contexts; i += Tile::kThreads) {
       const int k = i % s_.n_contexts, set = i / s_.n_contexts;
       const auto of_row = [&](int row) -> decltype(auto) { return at(row, k); };
       normalize_over_queries(of_row, starts[set], starts[set + 1], p_.attention);
     }
     barrier();
+    // Sets of half a tile, such as 36 regions, take half of the instructions.
+    constexpr int kTile = kColumns / 32, kHalf = (kTile + 1) / 2;
+    if (s_.n_contexts <= 32 * kHalf) {
+      weigh_rows<kIsLong, kHalf>(at);
+    } else if (!kIsLong || s_.n_contexts <= kColumns) {
+      weigh_rows<kIsLong, kTile>(at);
+    } else {
+      weigh_rows<kIsLong, kMostContexts / 32>(at);
+    }
+    pad_rows(of_block(p_.slab.attention), s_.n_rows, p_.columns, s_.n_contexts);
+  }
+
+  // From normalised scores to the attention, with kPerLane contexts per lane.
+  template <bool kIsLong, int kPerLane, typename At>
+  ITM_FAST_DEVICE void weigh_rows(const At& at) const {
+    ITM_FAST_DYNAMIC_SHARED(float, temperatures, Memory::kTemperatures, kMostQueries);
     for_each_row(s_.n_rows, [&](int row) {
       S* attention = of_block(p_.slab.attention) + row * p_.columns;
       const auto of_context = [&](int k) { return static_cast<float>(at(row, k)); };
-      const auto store = [&](int k, float weight) { narrow(weight, attention[k]); };
+      const auto store = [&](int k, float weight) {
+        S stored;
+        narrow(weight, stored);
+        attention[k] = stored;
+        if constexpr (!kIsLong) at(row, k) = widen(stored);
+      };
       const float temperature = corresponded_ > 0 ? static_cast<float>(temperatures[row]) : first_temperature();
-      attend_contexts<Tile, kMayBeLong>(of_context, store, s_.n_contexts, temperature, p_.attention.focal);
+      attend_row<kPerLane>(of_context, store, s_.n_contexts, temperature, p_.attention.focal);
     });
   }
 
   // Fills columns of the chunk of queries that begins with channel `first` with e * q. The factor e is computed from
   // the hidden layers of all correspondences so far, one after the other (Eq 8).
   ITM_FAST_DEVICE void reweight(int first, int block, int count) {
-    const bool residual = p_.options.residual_correspondence;
+    const bool residual = p_.options.residual_correspondence, learned = p_.options.learned_factors;
+    const float* queries = query(run_) + first + block;
+    S* reweighted = of_block(p_.slab.chunk) + block;
     if (corresponded_ == 0) {
       for_each_row(n_run_, [&](int place) {
-        for (int c = lane(); c < count; c += 32) reweight_one(place, block + c, first, p_.channels[first + block + c]);
+        for (int c = lane(); c < count; c += 32) {
+          narrow(queries[place * p_.dim + c] * p_.channels[first + block + c], reweighted[place * kChunk + c]);
+        }
       });
       return;
     }
@@ -163,20 +226,24 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
       multiply_operands<kParts, Tile>(hidden_of(step) + run_ * stride, n_run_, stride,
                                       layer.packed + (first + block) * layer.stride(), count, layer.stride(),
                                       layer.inputs);
-      for_each_product(count, [&](int place, int c, float product) {
-        float* kept = of_block(p_.slab.channels) + place * kColumns + c;
+      const bool is_last = step + 1 == corresponded_, adds_kept = residual && step > 0;
+      float* kept = of_block(p_.slab.channels);
+      for_each_product(count, [&](int c) {
         const int channel = first + block + c;
-        float e = tanhf(product + layer.bias[channel]);
-        if (residual && step > 0) e += *kept;
-        if (residual && step == 0) e += p_.options.learned_factors ? p_.channels[channel] : 1.0f;
-        e = e < -1.0f ? -1.0f : e > 1.0f ? 1.0f : e;
-        if (step + 1 < corresponded_) *kept = e;
-        if (step + 1 == corresponded_) reweight_one(place, block + c, first, e);
+        const float bias = layer.bias[channel];
+        const float initial = residual && step == 0 ? (learned ? p_.channels[channel] : 1.0f) : 0.0f;
+        return [=, this](int place, float product) {
+          const float before = adds_kept ? kept[place * kColumns + c] : initial;
+          const float sum = tanhf(product + bias) + before;
+          const float e = sum < -1.0f ? -1.0f : sum > 1.0f ? 1.0f : sum;
+          if (is_last) {
+            narrow(queries[place * dim_ + c] * e, reweighted[place * kChunk + c]);
+          } else {
+            kept[place * kColumns + c] = e;
+          }
+        };
       });
     }
-  }
-  ITM_FAST_DEVICE void reweight_one(int place, int column, int first, float channel) const {
-    narrow(query(run_ + place)[first + column] * channel, of_block(p_.slab.chunk)[place * kChunk + column]);
   }
 
   // Prepares `count` columns of the attended vectors of a run, from `first` on, for attended_at.
@@ -209,6 +276,10 @@ class RegulatedAttention : private RegulationStep<kParts, Tile, S> {
 template <int kParts, typename Tile, typename S>
 ITM_FAST_DEVICE_APART void attend_tile(const RegulationProblem<S>& p, int corresponded) {
   RegulatedAttention<kParts, Tile, S>(p, corresponded).attend();
+}
+template <int kParts, typename Tile, typename S>
+ITM_FAST_DEVICE_APART void find_norms_of_tile(const RegulationProblem<S>& p, int corresponded) {
+  RegulatedAttention<kParts, Tile, S>(p, corresponded).find_norms();
 }
 template <int kParts, typename Tile, typename S>
 ITM_FAST_DEVICE_APART void measure_tile(const RegulationProblem<S>& p, int corresponded) {

@@ -76,11 +76,10 @@ ITM_FAST_DEVICE void attend_row(const At& at, const Store& store, int n, float t
   }
 }
 
-// The same for at most kMostContexts contexts. `kMayBeLong`: there may be more than the columns of a tile, which take
-// more registers.
-template <typename Tile, bool kMayBeLong, typename At, typename Store>
+// The same for at most kMostContexts contexts. More than the columns of a tile take more registers.
+template <typename Tile, typename At, typename Store>
 ITM_FAST_DEVICE void attend_contexts(const At& at, const Store& store, int n, float temperature, Focal focal) {
-  if (!kMayBeLong || n <= Tile::kColumns) {
+  if (n <= Tile::kColumns) {
     attend_row<Tile::kColumns / 32>(at, store, n, temperature, focal);
   } else {
     attend_row<kMostContexts / 32>(at, store, n, temperature, focal);

@@ -22,7 +22,7 @@ template <typename Tile>
 ITM_FAST_DEVICE void prepare_backward(const RegulationBackward& p) {
   const RegulationProblem<float>& f = p.forward;
   if (block_index() < p.prepared) {
-    prepare_regulation<Tile>(f);
+    prepare_operands<Tile>(f, block_index());
     return;
   }
   const int64_t first = (block_index() - p.prepared) * kPackedRows;

@@ -68,7 +68,7 @@ int64_t place_backward(RegulationBackward& p, const RegulationSizes& sizes, Work
   for (int64_t i = 0; i < f.n_layers(); ++i) {
     p.turned_layers[i] = workspace.take<float>(f.layers[i].inputs * operand_stride(f.layers[i].outputs));
   }
-  p.prepared = preparing_blocks(f);
+  p.prepared = operand_blocks(f);
   p.ones = workspace.take<float>(f.rows);
   const int64_t n_queries = f.queries.n_sets, n_contexts = f.contexts.n_sets, pairs = n_queries * n_contexts;
   TileLists& lists = p.lists;

@@ -22,7 +22,7 @@ struct RegulationSizes {
   int64_t blocks;  // of the second launch, each with a slab
 };
 
-// Lays out the operands of products. The layers are already set, except `packed`.
+// Lays out the operands of products. The layers are already set, except `packed`. The backward uses no Gram matrices.
 template <typename Tile, typename S>
 void place_operands(RegulationProblem<S>& p, const RegulationSizes& sizes, Workspace& workspace) {
   const int64_t stride = operand_stride(p.dim);
@@ -43,6 +43,8 @@ void place_operands(RegulationProblem<S>& p, const RegulationSizes& sizes, Works
 template <typename Tile, typename S>
 void place_regulation(RegulationProblem<S>& p, const RegulationSizes& sizes, Workspace& workspace) {
   place_operands<Tile>(p, sizes, workspace);
+  p.gram_width = Tile::kColumns;
+  p.grams = workspace.take<float>(p.contexts.n_rows * p.gram_width);
   const int64_t rows = p.rows, width = operand_stride(sizes.width);
   const int64_t before = workspace.bytes();
   const bool reweights = p.options.n_correspondences > 0;
@@ -62,10 +64,15 @@ void place_regulation(RegulationProblem<S>& p, const RegulationSizes& sizes, Wor
 }
 
 template <typename S>
-int64_t preparing_blocks(const RegulationProblem<S>& p) {
+int64_t operand_blocks(const RegulationProblem<S>& p) {
   int64_t rows = p.queries.n_rows + p.contexts.n_rows;
   for (int64_t i = 0; i < p.n_layers(); ++i) rows += p.layers[i].outputs;
   return 1 + p.contexts.n_sets + (rows + kPackedRows - 1) / kPackedRows;
+}
+
+template <typename S>
+int64_t preparing_blocks(const RegulationProblem<S>& p) {
+  return p.contexts.n_sets + operand_blocks(p);
 }
 
 // As many blocks as there are pairs of a tile and a context set, at most `at_most`.

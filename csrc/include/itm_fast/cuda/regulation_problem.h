@@ -1,12 +1,14 @@
 // Regulated cross-attention on a GPU: shared code of the two launches, and the first of them.
 //
 // prepare_regulation packs the query sets into tiles, and converts all operands of products: queries, contexts,
-// transposed contexts, and weights, in the multiplication type and with rows aligned to 16 bytes. The second launch is
-// in regulation.h.
+// transposed contexts, and weights, in the multiplication type and with rows aligned to 16 bytes. Rows of operands are
+// padded with zeros to whole asynchronous copies. It also computes the Gram matrices of the contexts, as they are
+// multiplied. The second launch is in regulation.h.
 #pragma once
 
 #include "itm_fast/cuda/attention_pair.h"
 #include "itm_fast/cuda/elements.h"
+#include "itm_fast/cuda/set_gram.h"
 #include "itm_fast/cuda/set_tiles.h"
 #include "itm_fast/cuda/tile_product.h"
 #include "itm_fast/regulators.h"
@@ -60,6 +62,7 @@ struct RegulationProblem {
   int32_t rows, columns;       // the most query rows of a tile, and contexts of a set
   RegulatorOptions options;
   PairOptions attention;
+  bool is_aligned;  // rows of contexts are aligned to 16 bytes
   const int64_t* seed;  // of the dropout; null: no dropout
   LayerOperand<S> layers[kMostLayers];
   VectorLayer shifts[kMostSteps];         // w4, b4
@@ -69,7 +72,9 @@ struct RegulationProblem {
   // Written by the first launch:
   TilePlan query_tiles;
   S *query_operand, *context_operand;  // (rows, operand_stride(dim))
-  S* transposed;                       // of each context set: (dim, operand_stride(length)), see transposed_row
+  S* transposed;                       // of each context set: (dim, operand_stride(length)), see transposed_start
+  float* grams;  // of each context set of at most gram_width rows: at its first row of (contexts.n_rows, gram_width)
+  int32_t gram_width;
   RegulationSlab<S> slab;
   float* scores;      // (queries.n_sets, contexts.n_sets), or null and
   float* alignments;  // (contexts.n_sets, queries.n_rows, width)
@@ -113,10 +118,9 @@ ITM_FAST_DEVICE void transpose_set(const RegulationProblem<S>& p, int64_t set) {
 
 inline constexpr int64_t kPackedRows = 64;  // per block
 
-// Grid: a block for the plan, one per context set, then one per kPackedRows rows of all other operands together.
+// Blocks: one for the plan, one per context set, then one per kPackedRows rows of all other operands together.
 template <typename Tile, typename S>
-ITM_FAST_DEVICE void prepare_regulation(const RegulationProblem<S>& p) {
-  int64_t block = block_index();
+ITM_FAST_DEVICE void prepare_operands(const RegulationProblem<S>& p, int64_t block) {
   if (block == 0) {
     plan_tiles<Tile::kWindow>(p.queries, Tile::kRows, p.query_tiles);
     return;
@@ -146,6 +150,23 @@ ITM_FAST_DEVICE void prepare_regulation(const RegulationProblem<S>& p) {
     const LayerOperand<S>& found = p.layers[layer];
     pack_row(found.weight + row * found.inputs, found.inputs, found.packed + row * found.stride());
   }
+}
+
+// Grid: a block for the Gram matrix of each context set, then those of prepare_operands.
+template <typename Tile, typename S>
+ITM_FAST_DEVICE void prepare_regulation(const RegulationProblem<S>& p) {
+  static_assert(Tile::kThreads == SetTile::kThreads);
+  const int64_t set = block_index();
+  if (set >= p.contexts.n_sets) {
+    prepare_operands<Tile>(p, set - p.contexts.n_sets);
+    return;
+  }
+  const int64_t length = p.contexts.length(set), first = p.contexts.offset(set);
+  if (length > p.gram_width) return;
+  // Of the operands: float32 rows are rounded to bfloat16 on their way.
+  constexpr int kGramParts = std::is_same_v<S, float> ? 3 : 1;
+  write_gram_of_set<kGramParts>(p.contexts.values + first * p.dim, static_cast<int>(length), p.dim, p.is_aligned,
+                                p.grams + first * p.gram_width);
 }
 
 }  // namespace itm_fast::cuda

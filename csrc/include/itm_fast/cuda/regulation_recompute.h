@@ -47,7 +47,7 @@ class RecomputedSteps : private BackwardStep<Tile> {
       float *weights = of_row(a_.attention, row, attention), *scores = normalized(row, attention);
       const auto at = [&](int k) { return scores[k]; };
       const auto store = [&](int k, float weight) { weights[k] = weight; };
-      attend_contexts<Tile, true>(at, store, s_.n_contexts, temperature_of(step, row), p_.attention.focal);
+      attend_contexts<Tile>(at, store, s_.n_contexts, temperature_of(step, row), p_.attention.focal);
     });
     multiply(of(a_.attention, attention), s_.n_rows, p_.columns, p_.transposed + p_.transposed_start(s_.context) * dim_,
              dim_, operand_stride(s_.n_contexts), s_.n_contexts,

@@ -44,14 +44,18 @@ class RegulatorSteps : private RegulationStep<kParts, Tile, S> {
       });
       S* hidden = hidden_of(step) + run_ * hidden_stride;
       for_each_output(seen, n_run_, stride, wide_layer, [&](int first, int count) {
-        for_each_product(count, [&](int place, int c, float product) {
-          narrow(tanhf(product + wide_layer.bias[first + c]), hidden[place * hidden_stride + first + c]);
+        for_each_product(count, [&](int c) {
+          const float bias = wide_layer.bias[first + c];
+          return [=](int place, float product) {
+            narrow(tanhf(product + bias), hidden[place * hidden_stride + first + c]);
+          };
         });
       });
+      pad_rows(hidden, n_run_, hidden_stride, wide_layer.outputs);
     });
   }
 
-  // Eq 5. A row's cosine replaces its product.
+  // Eq 5, from norms and products of the attended vectors. A row's cosine replaces its product.
   ITM_FAST_DEVICE void write_mean_cosines() {
     ITM_FAST_DYNAMIC_SHARED(float, squares, Memory::kSquares, kMostQueries);
     ITM_FAST_DYNAMIC_SHARED(float, dots, Memory::kDots, kMostQueries);
@@ -97,6 +101,7 @@ class RegulatorSteps : private RegulationStep<kParts, Tile, S> {
       of_block(p_.slab.guidance)[set * width_stride_ + at] = mean;
       narrow(mean, of_block(p_.slab.guidance_operand)[set * width_stride_ + at]);
     }
+    pad_rows(of_block(p_.slab.guidance_operand), s_.n_sets, width_stride_, width_);
     barrier();
   }
 

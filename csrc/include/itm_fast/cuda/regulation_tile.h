@@ -24,12 +24,13 @@ struct RegulationMemory {
 };
 
 // Rows times columns, stored in ITM_FAST_TILE_SCORES. A separate function, so that it does not share its callers'
-// registers and a kernel holds one copy of it.
-template <int kParts, typename Tile, typename S>
+// registers and a kernel holds one copy of it. Rows of the forward are padded with zeros to whole copies. Products of
+// several parts do not profit: with whole copies the kernel spills.
+template <int kParts, typename Tile, Copies kCopies = kParts == 1 ? Copies::whole_parts : Copies::parts, typename S>
 ITM_FAST_DEVICE_APART void multiply_operands(const S* rows, int n_rows, int64_t row_stride, const S* columns,
                                              int n_columns, int64_t column_stride, int depth) {
   barrier();  // The operands have been written, and what lies in the products' shared memory has been read.
-  multiply_tile<kParts, Tile, kParts >= 2, Copies::parts>(RowRun<S>{rows, n_rows, row_stride},
+  multiply_tile<kParts, Tile, kParts >= 2, kCopies>(RowRun<S>{rows, n_rows, row_stride},
                                                           RowRun<S>{columns, n_columns, column_stride}, depth, true);
 }
 
@@ -92,12 +93,24 @@ class RegulationStep {
   ITM_FAST_DEVICE void for_each_row_of_run(const Body& body) const {
     for_each_row(n_run_, [&](int row) { body(run_ + row, row); });
   }
-  // Calls body(row of the run, column of the tile, product) for `count` columns of a finished product.
-  template <typename Body>
-  ITM_FAST_DEVICE void for_each_product(int count, const Body& body) const {
+  // For `count` columns of a finished product: calls of_column(column of the tile), and what it returns for each
+  // (row of the run, product).
+  template <typename OfColumn>
+  ITM_FAST_DEVICE void for_each_product(int count, const OfColumn& of_column) const {
     ITM_FAST_TILE_SCORES(Tile);
-    for_each_row(n_run_, [&](int place) {
-      for (int c = lane(); c < count; c += 32) body(place, c, static_cast<float>(scores[place * kStride + c]));
+    for (int c = lane(); c < count; c += 32) {
+      const auto body = of_column(c);
+      for (int place = warp(); place < n_run_; place += Tile::kWarps) {
+        body(place, static_cast<float>(scores[place * kStride + c]));
+      }
+    }
+  }
+  // Pads rows of an operand with zeros to whole copies.
+  ITM_FAST_DEVICE static void pad_rows(S* rows, int n_rows, int64_t stride, int columns) {
+    const int padding = static_cast<int>(operand_stride(columns)) - columns;
+    if (padding == 0) return;
+    for_each_row(n_rows, [&](int row) {
+      if (lane() < padding) narrow(0.0f, rows[row * stride + columns + lane()]);
     });
   }
   // Calls body(first output, number of outputs) for each block of a layer's outputs, after the product of the rows with
@@ -132,6 +145,7 @@ class RegulationStep {
       vector[i] *= scale;
       narrow(vector[i], operand[i]);
     }
+    for (int i = width_ + lane(); i < width_stride_; i += 32) narrow(0.0f, operand[i]);
   }
 
   // Writes score_of(set), one thread per set of the tile; 0 if a side is empty.
@@ -159,7 +173,7 @@ class RegulationStep {
   using Step::kColumns, Step::kChunk, Step::kStride, Step::p_, Step::s_, Step::corresponded_, Step::dim_; \
   using Step::width_, Step::dim_stride_, Step::width_stride_, Step::of_block, Step::part, Step::query;    \
   using Step::for_each_row, Step::for_each_run, Step::for_each_row_of_run, Step::for_each_product;        \
-  using Step::for_each_output, Step::first_temperature, Step::hidden_of, Step::make_unit;                 \
+  using Step::for_each_output, Step::first_temperature, Step::hidden_of, Step::make_unit, Step::pad_rows; \
   using Step::write_scores, Step::run_, Step::n_run_;                                                     \
                                                                                                           \
  public:                                                                                                  \

@@ -11,8 +11,8 @@
 // planes in shared memory, in place of the stages, and are added up in order.
 //
 // Rows are multiplied as in tile_product.h: those of 16 bits without conversion, float32 in three bfloat16 parts whose
-// products are added up for 16 elements, then added to the sums in float32. Tensor cores add up a quarter of the width
-// of 16-bit rows. They truncate running sums: a sum of 1024 squares loses 2^-18 of itself in the shim.
+// products are added up for 16 elements, then added to the sums in float32. Of products of one part, tensor cores add
+// up a quarter of the width. They truncate running sums: a sum of 1024 squares loses 2^-18 of itself in the shim.
 #pragma once
 
 #include "itm_fast/cuda/score_tile.h"
@@ -39,6 +39,10 @@ struct SetTile {
 #define ITM_FAST_SET_STAGES(stages) ITM_FAST_DYNAMIC_SHARED(uint16_t, stages, 0, SetTile::kStages* SetTile::kStage)
 #define ITM_FAST_SET_PLANES(planes) ITM_FAST_DYNAMIC_SHARED(float, planes, 0, SetTile::kQuarters* SetTile::kPlane)
 
+// The parts of rows in products: float32 keeps all its digits.
+template <typename S>
+inline constexpr int kSetParts = std::is_same_v<S, float> ? 3 : 1;
+
 // The rows and columns of a tile.
 template <typename S>
 struct SetRuns {
@@ -48,12 +52,13 @@ struct SetRuns {
 };
 
 // Copies the slices of both runs to their stages, one after another. A thread copies the same part of eight rows, 16
-// apart. Elements outside of the runs become zero.
-template <bool kAligned, typename S>
+// apart. Elements outside of the runs become zero. `kSquare`: columns are the rows, which are copied once.
+template <bool kAligned, bool kSquare, typename S>
 class SetCopies {
   static constexpr int kHalves = sizeof(S) / 2;
   static constexpr int kApart = SetTile::kThreads / SetTile::kParts, kOfRows = SetTile::kRows / kApart;
   static constexpr int kOfBoth = kOfRows + SetTile::kColumns / kApart;
+  static constexpr int kCopied = kSquare ? kOfRows : kOfBoth;
   static_assert(kOfBoth == 2 * kOfRows);
 
  public:
@@ -73,7 +78,7 @@ class SetCopies {
   ITM_FAST_DEVICE void start(int stage) {
     ITM_FAST_SET_STAGES(stages);
     ITM_FAST_UNROLLED
-    for (int i = 0; i < kOfBoth; ++i) {
+    for (int i = 0; i < kCopied; ++i) {
       const bool is_row = i % kOfRows * kApart < (i < kOfRows ? rows_left_ : columns_left_);
       const uint16_t* source = (i < kOfRows ? rows_ : columns_) + uint64_t{step_} * (i % kOfRows);
       const int target = stage * SetTile::kStage + place_ + i * kApart * SetTile::kSlice;
@@ -161,26 +166,26 @@ ITM_FAST_DEVICE void add_slice(SetSums& of_warp, int rows_at, int columns_at, in
       if (m > 0 && of_warp.row_of(m) >= n_rows) continue;
       ITM_FAST_UNROLLED
       for (int step = 0; step < kSteps; ++step) {
-        multiply_pair<kHalf, kFloat>(of_warp.sums[m][n], of_warp.sums[m][n + 1], rows[step][m], columns[step][0],
+        multiply_pair<kHalf, (kParts > 1)>(of_warp.sums[m][n], of_warp.sums[m][n + 1], rows[step][m], columns[step][0],
                                      columns[step][1]);
       }
     }
   }
 }
 
-template <bool kAligned, typename S>
+template <int kParts, bool kAligned, bool kSquare, typename S>
 ITM_FAST_DEVICE void add_slices(SetSums& of_warp, const SetRuns<S>& runs) {
   constexpr bool kFloat = std::is_same_v<S, float>;
-  constexpr int kParts = kFloat ? 3 : 1;
   // A lane's row of the first matrices, and the part of its quarter (load_float_rows, load_rows).
   const int matrix = lane() / 8, row = lane() % 8, first_part = of_warp.quarter() * 4;
   const int rows_at = SetTile::place(of_warp.row_of(0) + row + (kFloat ? 0 : matrix % 2 * 8),
                                      first_part + (kFloat ? matrix : matrix / 2));
-  const int columns_at = SetTile::kRows * SetTile::kSlice + SetTile::place(row + (kFloat ? 0 : matrix / 2 * 8),
-                                                                           first_part + (kFloat ? matrix : matrix % 2));
+  const int columns_at =
+      (kSquare ? 0 : SetTile::kRows * SetTile::kSlice) +
+      SetTile::place(row + (kFloat ? 0 : matrix / 2 * 8), first_part + (kFloat ? matrix : matrix % 2));
   const int slices =
       static_cast<int>((runs.dim * static_cast<int64_t>(sizeof(S)) + 2 * SetTile::kSlice - 1) / (2 * SetTile::kSlice));
-  SetCopies<kAligned, S> copies(runs);
+  SetCopies<kAligned, kSquare, S> copies(runs);
   copies.start(0);
   commit_copies();
   for (int slice = 0; slice < slices; ++slice) {
@@ -196,38 +201,44 @@ ITM_FAST_DEVICE void add_slices(SetSums& of_warp, const SetRuns<S>& runs) {
 }
 
 // The products of a tile, in ITM_FAST_SET_PLANES. A separate function, so that a kernel holds one copy of it. Ends with
-// a barrier.
-template <typename S>
+// a barrier. `kSquare`: rows and columns are the same.
+template <int kParts, bool kSquare, typename S>
 ITM_FAST_DEVICE_APART void multiply_sets(const S* rows, int n_rows, const S* columns, int n_columns, int64_t dim,
                                          bool is_aligned) {
   const SetRuns<S> runs{rows, columns, n_rows, n_columns, dim};
   SetSums of_warp;
   if (is_aligned) {
-    add_slices<true>(of_warp, runs);
+    add_slices<kParts, true, kSquare>(of_warp, runs);
   } else {
-    add_slices<false>(of_warp, runs);
+    add_slices<kParts, false, kSquare>(of_warp, runs);
   }
   of_warp.store(runs.n_rows, runs.n_columns);
   barrier();
+}
+
+// A product of the tile: the sum of its quarters.
+ITM_FAST_DEVICE float product_of_planes(int row, int column) {
+  ITM_FAST_SET_PLANES(planes);
+  float product = 0.0f;
+  for (int quarter = 0; quarter < SetTile::kQuarters; ++quarter) {
+    product += planes[quarter * SetTile::kPlane + row * SetTile::kSumStride + column];
+  }
+  return product;
 }
 
 // Calls body(row, column, product) for all products of two sets.
 template <typename S, typename Body>
 ITM_FAST_DEVICE void each_product(const S* rows, int n_rows, const S* columns, int n_columns, int64_t dim,
                                   bool is_aligned, const Body& body) {
-  ITM_FAST_SET_PLANES(planes);
   for (int first_row = 0; first_row < n_rows; first_row += SetTile::kRows) {
     for (int first_column = 0; first_column < n_columns; first_column += SetTile::kColumns) {
       const int height = static_cast<int>(smaller(SetTile::kRows, n_rows - first_row));
       const int width = static_cast<int>(smaller(SetTile::kColumns, n_columns - first_column));
-      multiply_sets(rows + first_row * dim, height, columns + first_column * dim, width, dim, is_aligned);
+      multiply_sets<kSetParts<S>, false>(rows + first_row * dim, height, columns + first_column * dim, width, dim,
+                                         is_aligned);
       for (int i = thread_index(); i < height * width; i += SetTile::kThreads) {
         const int row = i / width, column = i % width;
-        float product = 0.0f;
-        for (int quarter = 0; quarter < SetTile::kQuarters; ++quarter) {
-          product += planes[quarter * SetTile::kPlane + row * SetTile::kSumStride + column];
-        }
-        body(first_row + row, first_column + column, product);
+        body(first_row + row, first_column + column, product_of_planes(row, column));
       }
       barrier();  // The next product takes the place of this one.
     }
