@@ -154,9 +154,7 @@ class TrainConfig:
         free_on_resume=True,
     )
 
-    epochs: int = setting(
-        30, group=OPTIMIZER, minimum=1, help="Number of passes over the training captions.", free_on_resume=True
-    )
+    epochs: int = setting(30, group=OPTIMIZER, minimum=1, help="Passes over the training set.", free_on_resume=True)
     batch_size: int = setting(128, group=OPTIMIZER, minimum=1, help="Caption-image pairs per step.")
     micro_batch: int | None = setting(
         None,
