@@ -38,7 +38,7 @@ class TrainConfig:
     data: str | None = setting(
         None, group=DATA, metavar="DIR", help="Data folder or feature store (required).", free_on_resume=True
     )
-    out: str = setting(group=OUTPUT, metavar="RUN", help="Run directory: best model, state, log.", free_on_resume=True)
+    out: str = setting(group=OUTPUT, metavar="RUN", help="Run directory: model, state, log.", free_on_resume=True)
     vocab: str | None = setting(
         None,
         group=DATA,
@@ -56,7 +56,7 @@ class TrainConfig:
         0,
         group=MACHINE,
         minimum=0,
-        help="Data loader processes; 0: read in the training process.",
+        help="Data loader processes; 0: none.",
         free_on_resume=True,
     )
     features: str = setting(
@@ -129,7 +129,7 @@ class TrainConfig:
         None,
         group=MODEL,
         metavar="DIR",
-        help="Local ViT, Swin, DINOv2 or CLIP folder, to train on pictures.",
+        help="Local ViT, Swin, DINOv2 or CLIP folder.",
         free_on_resume=True,
     )
     image_class_token: bool = setting(
@@ -154,9 +154,7 @@ class TrainConfig:
         free_on_resume=True,
     )
 
-    epochs: int = setting(
-        30, group=OPTIMIZER, minimum=1, help="Number of passes over the training captions.", free_on_resume=True
-    )
+    epochs: int = setting(30, group=OPTIMIZER, minimum=1, help="Passes over the training set.", free_on_resume=True)
     batch_size: int = setting(128, group=OPTIMIZER, minimum=1, help="Caption-image pairs per step.")
     micro_batch: int | None = setting(
         None,
@@ -166,9 +164,7 @@ class TrainConfig:
         free_on_resume=True,
     )
     drop_last: bool = setting(False, group=DATA, help="Drop the last batch of an epoch if it is not full.")
-    seed: int = setting(
-        0, group=OPTIMIZER, minimum=0, maximum=MAX_SEED, help="Seed of weights, data order and dropout."
-    )
+    seed: int = setting(0, group=OPTIMIZER, minimum=0, maximum=MAX_SEED, help="Seed of weights, order, dropout.")
 
     optimizer: str = setting("adam", group=OPTIMIZER, help="Optimiser.", choices=("adam", "adamw"))
     lr: float = setting(2e-4, group=OPTIMIZER, above=0, help="Learning rate.")
