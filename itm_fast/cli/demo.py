@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import platform
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -112,12 +111,6 @@ def demo(
     typer.echo(f"\n{test.n_images} test pictures, {len(test):,} captions:\n")
     typer.echo(evaluation.recall_table({"trained": trained, "untrained": untrained}))
     typer.echo(f"\nreport: {(out / 'report.html').resolve()}")
-    run, index = shlex.quote(str(out)), shlex.quote(str(out.with_name(f"{out.name}-index")))
-    typer.echo(
-        "\nsearch the pictures:\n"
-        f"  itm-fast index build --checkpoint {run} --data {shlex.quote(str(data))} --out {index}\n"
-        f'  itm-fast search {index} "a red heart" --html found.html'
-    )
 
 
 def _clear_earlier_demo(config: TrainConfig) -> None:
