@@ -152,6 +152,8 @@ def _pictures(
     dataset: PrecomputedDataset | None, images: Sequence[int]
 ) -> tuple[dict[int, np.ndarray], dict[int, str], str]:
     """Return the pictures, names and credits of images."""
+    from itm_fast.data import whole_picture_of
+
     if dataset is None:
         return {}, {image: f"image {image}" for image in images}, ""
     ids = dataset.image_ids
@@ -160,6 +162,8 @@ def _pictures(
     for image in images:
         picture, _, source = find_picture(dataset, image)
         credits = credits or source
+        if picture is None:
+            picture = whole_picture_of(dataset, image)
         if picture is not None:
             pictures[image] = picture
     return pictures, names, credits

@@ -21,6 +21,7 @@ from itm_fast.cli.train import COMMON
 from itm_fast.config import fields_of
 from itm_fast.data import PrecomputedDataset, Vocabulary, emoji
 from itm_fast.evaluation import scoring
+from itm_fast.report import of_run
 from itm_fast.training import TrainConfig
 from itm_fast.training.config import GROUPS, read_yaml
 from itm_fast.training.loss_rules import MINING
@@ -331,7 +332,7 @@ def test_demo_trains_evaluates_and_reports(
     assert result["environment"]["threads"] == torch.get_num_threads()
     html = (out / "report.html").read_text(encoding="utf-8")
     assert f"<b>{test_line['rsum']:.1f}</b>" in html
-    assert html.count('<article class="card pair">') == demo_command.QUERIES
+    assert html.count('<article class="card pair">') == of_run.QUERIES
     # Loss, recalls, gradient norm of the first image layer, and distance of the hardest negatives.
     assert html.count("<svg ") == 4
 

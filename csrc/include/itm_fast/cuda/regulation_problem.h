@@ -62,7 +62,7 @@ struct RegulationProblem {
   int32_t rows, columns;       // the most query rows of a tile, and contexts of a set
   RegulatorOptions options;
   PairOptions attention;
-  bool is_aligned;  // rows of contexts are aligned to 16 bytes
+  bool is_aligned;      // rows of contexts are aligned to 16 bytes
   const int64_t* seed;  // of the dropout; null: no dropout
   LayerOperand<S> layers[kMostLayers];
   VectorLayer shifts[kMostSteps];         // w4, b4

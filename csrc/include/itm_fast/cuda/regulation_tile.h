@@ -31,7 +31,7 @@ ITM_FAST_DEVICE_APART void multiply_operands(const S* rows, int n_rows, int64_t 
                                              int n_columns, int64_t column_stride, int depth) {
   barrier();  // The operands have been written, and what lies in the products' shared memory has been read.
   multiply_tile<kParts, Tile, kParts >= 2, kCopies>(RowRun<S>{rows, n_rows, row_stride},
-                                                          RowRun<S>{columns, n_columns, column_stride}, depth, true);
+                                                    RowRun<S>{columns, n_columns, column_stride}, depth, true);
 }
 
 // The sets of a tile. Kept in shared memory, where each step finds it.

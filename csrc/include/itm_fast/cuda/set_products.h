@@ -167,7 +167,7 @@ ITM_FAST_DEVICE void add_slice(SetSums& of_warp, int rows_at, int columns_at, in
       ITM_FAST_UNROLLED
       for (int step = 0; step < kSteps; ++step) {
         multiply_pair<kHalf, (kParts > 1)>(of_warp.sums[m][n], of_warp.sums[m][n + 1], rows[step][m], columns[step][0],
-                                     columns[step][1]);
+                                           columns[step][1]);
       }
     }
   }
