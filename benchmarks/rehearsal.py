@@ -31,6 +31,8 @@ RECIPES = {
     "VSE++": "vsepp-coco",
     "VSRN": "vsrn-coco",
     "RVSE++": "rvsepp-coco",
+    "NAAF": "naaf-coco",
+    "ESA": "esa-coco",
 }
 
 
