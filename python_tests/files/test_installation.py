@@ -80,7 +80,7 @@ def test_the_version_is_printed_without_torch() -> None:
 
 def test_submodules_are_there_after_import_itm_fast() -> None:
     code = "import itm_fast; print(itm_fast.models.names()[0], itm_fast.losses.names()[0], 'training' in dir(itm_fast))"
-    assert run_python(code) == "bfan cmpm True\n"
+    assert run_python(code) == "bfan bce True\n"
     with pytest.raises(AttributeError, match="module 'itm_fast' has no attribute 'model'"):
         itm_fast.model  # noqa: B018
 
