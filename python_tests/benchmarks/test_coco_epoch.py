@@ -301,6 +301,7 @@ def test_what_is_no_measurement_is_refused(changes: dict[str, Any], message: str
         gpu_markdown({**results(), **device, **changes})
 
 
+@pytest.mark.thorough
 def test_memory_of_the_host_is_flat_over_an_epoch(tmp_path: Path) -> None:
     """The trainer reads 31 batches of 9.4 MB from a store on the disk. All together exceed the bound four times."""
     plan = attrs.evolve(PLANS["dry"], scale=200 / 113_287, regions=36, width=2048, batch=32)

@@ -117,6 +117,7 @@ def test_an_anchor_is_trained_first_and_is_part_of_what_was_measured(
     assert result(tmp_path, "boosted")["test"] == json.loads(content)["test"]
 
 
+@pytest.mark.thorough
 def test_what_is_kept_of_a_run_is_what_its_figures_show(
     tool: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

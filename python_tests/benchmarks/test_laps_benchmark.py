@@ -60,6 +60,7 @@ def test_the_counts_of_encoders_and_scores_add_up_to_that_of_a_step(form: str) -
     assert parts == saved_bytes(forward, model.parameters())
 
 
+@pytest.mark.thorough
 def test_a_small_run_with_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(laps_steps, "peak_memory", lambda *_, **__: 5_000_000)
     sizes, saved = laps_encoders.SMALL, []

@@ -148,6 +148,7 @@ def test_the_tables() -> None:
     assert "multiplies every region" not in text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FDF_HOSTS)
 def test_what_is_measured_of_fdf_is_its_training(name: str) -> None:
     """The measured steps use the recipe's settings, a full queue from the first step on, and lower the loss."""

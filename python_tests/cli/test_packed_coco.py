@@ -17,6 +17,7 @@ from python_tests.helpers.processes import run as run_process
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.thorough
 def test_coco_from_its_files_to_a_training_in_several_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

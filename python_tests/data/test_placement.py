@@ -160,6 +160,7 @@ def test_processes_of_a_machine_share_host_memory(monkeypatch: pytest.MonkeyPatc
                 placement._choice(40 * GIB, "device", torch.device("cpu"), {}, world)
 
 
+@pytest.mark.thorough
 def test_all_processes_choose_the_same_place(tmp_path: Path) -> None:
     """Two processes need 20 of 60 GiB each. A process that checks after the other has allocated would find only 40."""
     names = ("room", "less for one", "not locked by one", "refused by one")

@@ -59,6 +59,7 @@ def wait_for(condition) -> bool:
     return condition()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("killed", ["while they start", "while they read"])
 def test_workers_end_with_a_training_process_that_is_killed(tmp_path: Path, method: str, killed: str) -> None:

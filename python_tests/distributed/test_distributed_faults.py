@@ -14,6 +14,8 @@ from itm_fast.training.metrics_log import read_metrics
 from python_tests.helpers.runs import differences, what_a_run_leaves
 from python_tests.helpers.worlds import Outcome, run_jobs, train_job, turn_a_bit
 
+pytestmark = pytest.mark.thorough
+
 # Three steps per epoch; states are saved after steps 2, 3, 4 and 6.
 OPTIONS = ("--batch-size", "59", "--epochs", "2", "--save-every", "2", "--model-option", "word_dropout=0.3")
 FULL = {"full state": "last/checkpoint.pt", "full log": "metrics.jsonl"}

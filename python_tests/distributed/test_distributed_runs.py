@@ -25,6 +25,8 @@ from python_tests.helpers.concepts import write_concepts
 from python_tests.helpers.runs import differences, what_a_run_leaves
 from python_tests.helpers.worlds import Outcome, run_jobs, train_job
 
+pytestmark = pytest.mark.thorough
+
 # 120 captions: three steps per epoch, the last with two captions, fewer than four processes.
 STEPS = ("--batch-size", "59", "--epochs", "2", "--save-every", "2")
 DRAWN = (*STEPS, "--model-option", "word_dropout=0.3", "--text-augmentation", "0.2")

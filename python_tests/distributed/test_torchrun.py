@@ -61,6 +61,7 @@ def test_a_signal_to_torchrun_saves_and_ends_all(data: Path, tmp_path: Path) -> 
     assert load_state(out)["position"] == int(epochs) * STEPS_PER_EPOCH
 
 
+@pytest.mark.thorough
 def test_why_a_run_ends_whose_process_was_killed_is_said(data: Path, tmp_path: Path) -> None:
     """torchrun sends SIGTERM to the others at once; the reason is reported nevertheless."""
     out = tmp_path / "run"

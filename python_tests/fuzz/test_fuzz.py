@@ -63,6 +63,7 @@ def test_anything_but_success_or_one_line_is_a_finding(status: int | None, said:
     files._judge(1, "itm-fast: warning: something\nitm-fast: error: config.json: damaged\n")
 
 
+@pytest.mark.thorough
 def test_a_command_that_writes_outside_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = files.make_base(tmp_path / "base")
 
@@ -85,6 +86,7 @@ def test_a_command_that_writes_outside_is_found(tmp_path: Path, monkeypatch: pyt
     assert messages[-1].startswith("link in ")
 
 
+@pytest.mark.thorough
 def test_the_command_writes_counts_and_repeats_one_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "counts.json"
     with pytest.raises(typer.Exit) as ended:

@@ -285,6 +285,7 @@ def test_it_re_ranks_the_candidates_of_a_cheap_model(tagged: Path) -> None:
     assert changed.tolist() == [False, True, True, True], "the first image has no tags"
 
 
+@pytest.mark.thorough
 def test_two_processes_train_as_one(tagged: Path, folder: Path, tmp_path: Path) -> None:
     options = [
         "--model", "oscar", "--bert", folder, "--batch-size", "15", "--lr-schedule", "constant", "--data", tagged,

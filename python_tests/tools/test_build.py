@@ -183,6 +183,7 @@ def test_without_a_compiler_the_package_installs_as_pure_python(source_tree, tmp
     assert_runs_on_the_reference(target, cause)
 
 
+@pytest.mark.thorough
 def test_on_windows_the_package_is_pure_python_even_with_a_compiler(source_tree, tmp_path):
     build = run([sys.executable, "-c", ON_WINDOWS + BUILD_WHEEL.format(folder=str(tmp_path))], cwd=source_tree)
     assert build.returncode == 0, build.stderr
@@ -198,6 +199,7 @@ def test_on_windows_the_package_is_pure_python_even_with_a_compiler(source_tree,
     assert_runs_on_the_reference(target, "itm_fast has no native library for Windows", ON_WINDOWS)
 
 
+@pytest.mark.thorough
 def test_a_compile_error_fails_the_install(source_tree, tmp_path):
     (source_tree / "csrc" / "host" / "host.cpp").write_text('#error "this file is broken"\n')
     result = run([*PIP, "--target", tmp_path / "installed", source_tree], cwd=tmp_path)
@@ -237,6 +239,7 @@ def test_an_unknown_cuda_option_is_an_error(tmp_path):
     assert "ITM_FAST_CUDA='yes': expected auto, on or off" in result.stderr
 
 
+@pytest.mark.thorough
 def test_without_the_headers_of_python_only_host_is_left_out(tmp_path):
     result = configure(tmp_path, "-DPython_INCLUDE_DIR=/nowhere")
     assert result.returncode == 0, result.stderr

@@ -182,6 +182,7 @@ def test_attention_is_drawn_over_the_patches_of_the_model(folder: Path, tmp_path
         assert text.count("data:image/png") > 2
 
 
+@pytest.mark.thorough
 def test_two_processes_train_as_one(folder: Path, tmp_path: Path) -> None:
     """The vision model joins in the second epoch. Each process has half of every batch. Resuming is exact."""
     more = ["--image-backbone", folder / "vit", "--image-frozen-epochs", 1, "--batch-size", 16, "--epochs", 2]

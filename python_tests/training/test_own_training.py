@@ -109,6 +109,7 @@ def test_a_resumed_run_refuses_other_data(tmp_path: Path) -> None:
     run(settings(tmp_path, epochs=3), train_data=Named(60, 1), resume=True)
 
 
+@pytest.mark.thorough
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     job = {"function": "python_tests.training.own_parts:train_in_a_world"}
     changes = {"batch_size": 24, "epochs": 1, "micro_batch": 5}
