@@ -9,8 +9,8 @@ An experiment is a YAML file with these keys:
 - `title`; `data`: a folder, or "emoji" for the bundled data; `train_images`: number of bundled training images.
 - `split` to evaluate, and the number of its first `images` to use (default: all).
 - `seeds`; `train`: settings of itm-fast train for all runs.
-- `grid`: a `seed` that no row has, and `choices`, settings by their labels. Each row is trained with each choice; the one
-  with the greatest sum of recalls on the validation split is used with the row's `seeds`.
+- `grid`: a `seed` that no row has, and `choices`, settings by their labels. Each row is trained with each choice; the
+  one with the greatest sum of recalls on the validation split is used with the row's `seeds`.
 - `rows`: each with a `name`, `train` with additional settings, and optionally `seeds`. A row with the scenario oas has
   an `anchor_row`, the name of an earlier row: run by run, its anchor is the model of that row with the same seed.
   `choices` replace those of the grid for the row, by as many; `grid_row` names an earlier row whose choice is used.
@@ -43,8 +43,9 @@ from typing import Any
 from benchmarks.experiments.data import bundled_data
 from benchmarks.experiments.ensembles import ensemble_result, evaluate_ensemble
 from benchmarks.experiments.figures import draw
-from benchmarks.experiments.files import BUNDLED, ROOT, Experiment, Run, read, sha256, shown_path
+from benchmarks.experiments.files import BUNDLED, ROOT, Experiment, Run, sha256, shown_path
 from benchmarks.experiments.queue import work_off
+from benchmarks.experiments.reading import read
 from benchmarks.experiments.results import ANCHOR, result_of, weights_of, with_winners
 from benchmarks.experiments.tables import rendered, table
 from benchmarks.experiments.traces import as_text, score_histogram, training_curves

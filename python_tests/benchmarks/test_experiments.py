@@ -78,7 +78,8 @@ def test_an_experiment_from_nothing_to_its_table(
     ]
     assert empty[6] == (
         "Sum of the six recalls on all images of dev, of 600; spread is the standard deviation of the seeds, R@1 "
-        "and MD (the mean score of positives minus that of negatives) are means over the seeds. No run has been measured yet."
+        "and MD (the mean score of positives minus that of negatives) are means over the seeds. No run has been "
+        "measured yet."
     )
     assert empty[8] == "fixed equals SCAN + RAR, recall by recall: not run."
 

@@ -1,7 +1,7 @@
 """The regulators of RCAR number by number in plain Python floats: the reference for PyTorch code and kernels.
 
-The computations do not use the package. Inside: `SETTINGS`, `PAPER_SETTINGS`, `random_parameters`, `hidden_widths`, `score_by_hand`,
-`alignments_by_hand`, `philox_by_hand`.
+The computations do not use the package. Inside: `SETTINGS`, `PAPER_SETTINGS`, `random_parameters`, `hidden_widths`,
+`score_by_hand`, `alignments_by_hand`, `philox_by_hand`.
 """
 
 from __future__ import annotations
@@ -194,9 +194,7 @@ def _dropped(x: Vector, row: int, context: int, stream: int, options: dict[str, 
     return [value / (1 - probability) if keep else 0.0 for value, keep in zip(x, kept, strict=True)]
 
 
-def _aggregate(
-    aligned: Rows, guidance: Vector, step: int, options: dict[str, Any], p: RegulatorParameters
-) -> Vector:
+def _aggregate(aligned: Rows, guidance: Vector, step: int, options: dict[str, Any], p: RegulatorParameters) -> Vector:
     w = p.aggregations[step]
     first_row, number = options.get("place", (0, 0))
     guide = [math.tanh(v) for v in _linear(w[0], w[1], guidance)]
