@@ -9,13 +9,20 @@ An experiment is a YAML file with these keys:
 - `title`; `data`: a folder, or "emoji" for the bundled data; `train_images`: number of bundled training images.
 - `split` to evaluate, and the number of its first `images` to use (default: all).
 - `seeds`; `train`: settings of itm-fast train for all runs.
+- `grid`: a `seed` that no row has, and `choices`, settings by their labels. Each row is trained with each choice; the
+  one with the greatest sum of recalls on the validation split is used with the row's `seeds`.
 - `rows`: each with a `name`, `train` with additional settings, and optionally `seeds`. A row with the scenario oas has
   an `anchor_row`, the name of an earlier row: run by run, its anchor is the model of that row with the same seed.
+  `choices` replace those of the grid for the row, by as many; `grid_row` names an earlier row whose choice is used.
+- `claims`: each a `text` that a `row` is better than another one (`over`), by the sum of recalls or another measure
+  (`of`: mean_distance, i2t_r1, t2i_r1). The table compares them seed by seed.
 - `equal`: pairs of rows whose results must agree in every digit.
 - `ensembles`: each with a `name`, a `row` and `seeds` of it. The mean scores of these runs are evaluated as a separate
   row once all runs are done.
 - `figures`: each with a `file` (SVG, for docs/images), a `text` that describes it, `rows`, optionally a
   `seed`, and what it `shows`: "training", or the "scores" of positive and negative pairs.
+
+`run` may be called several times, or with `--jobs`: the processes share the runs.
 
 Each run writes one JSON file atomically. A run with a result is not repeated; an interrupted or killed run resumes from
 its run directory. If a file or folder belongs to other settings or other data, the tool refuses and names the
@@ -27,6 +34,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -35,18 +43,10 @@ from typing import Any
 from benchmarks.experiments.data import bundled_data
 from benchmarks.experiments.ensembles import ensemble_result, evaluate_ensemble
 from benchmarks.experiments.figures import draw
-from benchmarks.experiments.files import (
-    ANCHOR,
-    BUNDLED,
-    ROOT,
-    Experiment,
-    Run,
-    read,
-    result_of,
-    sha256,
-    shown_path,
-    weights_of,
-)
+from benchmarks.experiments.files import BUNDLED, ROOT, Experiment, Run, sha256, shown_path
+from benchmarks.experiments.queue import work_off
+from benchmarks.experiments.reading import read
+from benchmarks.experiments.results import ANCHOR, result_of, weights_of, with_winners
 from benchmarks.experiments.tables import rendered, table
 from benchmarks.experiments.traces import as_text, score_histogram, training_curves
 from itm_fast import config as settings
@@ -136,31 +136,51 @@ def _cpu_seconds() -> float:
 
 def _run(options: argparse.Namespace, experiment: Experiment, results: Path) -> int:
     out = options.out or RUNS / experiment.path.stem
-    chosen = [run for runs in experiment.rows.values() for run in runs]
     for name in options.row or ():
         if name not in experiment.rows:
             raise ValueError(settings.unknown_name("row", name, list(experiment.rows)))
-    chosen = [run for run in chosen if not options.row or run.row in options.row]
-    # Seed by seed, so that rows can be compared early.
-    chosen = sorted((run for run in chosen if options.seed in (None, run.seed)), key=lambda run: run.seed)
-    chosen = list({one.file_name: one for run in chosen for one in run.in_order()}.values())
-    todo = [run for run in chosen if result_of(experiment, run, results) is None]
-    print(f"{len(chosen)} runs, {len(chosen) - len(todo)} of them done before", flush=True)
-    for run in todo:
-        print(f"{run.row}, seed {run.seed}: {out / run.file_name}", flush=True)
-        if not execute(experiment, run, out, results, device=options.device, threads=options.threads):
-            print("stopped; the same command resumes", file=sys.stderr)
-            return 130
-    names = {run.file_name for run in chosen}
+    machine = {"device": options.device, "threads": options.threads}
+    chosen = _chosen(options, with_winners(experiment, results))
+    print(
+        f"{len(chosen)} runs, {len(chosen) - len(_todo(options, experiment, results))} of them done before", flush=True
+    )
+    command = [sys.executable, "-m", "benchmarks.experiments", *options.arguments, "--jobs", "1"]
+    others = [subprocess.Popen(command) for _ in range(options.jobs - 1)]
+    finished = work_off(
+        lambda: _todo(options, experiment, results),
+        lambda run: execute(with_winners(experiment, results), run, out, results, **machine),
+        out,
+    )
+    codes = [process.wait() for process in others]
+    if not finished or any(codes):
+        print("stopped; the same command resumes", file=sys.stderr)
+        return 130 if not finished else max(codes)
+    experiment = with_winners(experiment, results)
+    names = {run.file_name for run in _chosen(options, experiment)}
     for ensemble in experiment.ensembles:
         mine = all(run.file_name in names for run in ensemble.members)
         if mine and ensemble_result(experiment, ensemble, results) is None:
             print(f"{ensemble.name}: mean scores of {len(ensemble.members)} runs", flush=True)
-            evaluate_ensemble(experiment, ensemble, out, results, device=options.device, threads=options.threads)
+            evaluate_ensemble(experiment, ensemble, out, results, **machine)
     return 0
 
 
+def _chosen(options: argparse.Namespace, experiment: Experiment) -> list[Run]:
+    """Return the runs that the options name, seed by seed, so that rows can be compared early, after their trials."""
+    chosen = [run for runs in experiment.rows.values() for run in runs]
+    chosen = [run for run in chosen if not options.row or run.row in options.row]
+    chosen = sorted((run for run in chosen if options.seed in (None, run.seed)), key=lambda run: run.seed)
+    in_order = [trial for run in chosen for trial in run.trials] + [one for run in chosen for one in run.in_order()]
+    return list({one.file_name: one for one in in_order}.values())
+
+
+def _todo(options: argparse.Namespace, experiment: Experiment, results: Path) -> list[Run]:
+    experiment = with_winners(experiment, results)
+    return [run for run in _chosen(options, experiment) if result_of(experiment, run, results) is None]
+
+
 def _figures(options: argparse.Namespace, experiment: Experiment, results: Path) -> int:
+    experiment = with_winners(experiment, results)
     for figure in experiment.figures:
         draw(experiment, figure, results)
         print(shown_path(figure.path))
@@ -168,7 +188,7 @@ def _figures(options: argparse.Namespace, experiment: Experiment, results: Path)
 
 
 def _table(options: argparse.Namespace, experiment: Experiment, results: Path) -> int:
-    text = table(experiment, results)
+    text = table(with_winners(experiment, results), results)
     if options.page is None:
         print(text, end="")
         return 0
@@ -190,6 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--seed", type=int, help="only this seed")
     run.add_argument("--device", default="cpu")
     run.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
+    run.add_argument("--jobs", type=int, default=1, help="processes that share the runs (default: 1)")
     run.set_defaults(action=_run)
     figures = commands.add_parser("figures", help="draw the figures")
     figures.set_defaults(action=_figures)
@@ -203,6 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
             "--results", type=Path, help="folder of the JSON files (default: under benchmarks/results)"
         )
     options = parser.parse_args(arguments)
+    options.arguments = sys.argv[1:] if arguments is None else arguments
     try:
         experiment = read(options.experiment)
         return options.action(options, experiment, options.results or RESULTS / experiment.path.stem)

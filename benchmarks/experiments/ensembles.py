@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.experiments.data import bundled_data
-from benchmarks.experiments.files import BUNDLED, Ensemble, Experiment, result_of, sha256, shown_path
+from benchmarks.experiments.files import BUNDLED, Ensemble, Experiment, sha256, shown_path
+from benchmarks.experiments.results import result_of
 from benchmarks.experiments.traces import as_text
 from itm_fast.files import atomic
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, read_json
@@ -23,7 +24,7 @@ def ensemble_result(experiment: Experiment, ensemble: Ensemble, results: Path) -
     """Return the result of an ensemble; None if it is not evaluated yet, or a run of it has no result.
 
     Raises:
-        ValueError: as `experiment_files.result_of`, or it was evaluated with other runs.
+        ValueError: as `result_of`, or it was evaluated with other runs.
     """
     path = results / f"{ensemble.file_name}.json"
     identity = _identity(experiment, ensemble, results)

@@ -13,7 +13,8 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from benchmarks.experiments.files import Experiment, Figure, result_of, shown_path
+from benchmarks.experiments.files import Experiment, Figure, shown_path
+from benchmarks.experiments.results import result_of
 from benchmarks.experiments.traces import as_metrics
 from itm_fast.files import atomic
 from itm_fast.report.comparison import line_style, write_comparison, write_figure

@@ -13,7 +13,9 @@ from typing import Any
 
 from benchmarks.experiments.ensembles import ensemble_result
 from benchmarks.experiments.figures import figures_there
-from benchmarks.experiments.files import Experiment, result_of, shown_path
+from benchmarks.experiments.files import Experiment, shown_path
+from benchmarks.experiments.results import result_of
+from benchmarks.experiments.verdicts import verdicts
 
 __all__ = ["rendered", "table"]
 
@@ -32,7 +34,8 @@ def table(experiment: Experiment, results: Path) -> str:
             date.
     """
     seeds = list(dict.fromkeys(run.seed for runs in experiment.rows.values() for run in runs))
-    heads = ["", *(f"seed {seed}" for seed in seeds), "mean", "spread", "MD", "seconds a run", "CPU seconds a run"]
+    heads = ["", *(f"seed {seed}" for seed in seeds), "mean", "spread", "R@1 i2t", "R@1 t2i", "MD"]
+    heads += ["seconds a run", "CPU seconds a run"]
     lines = [f"| {' | '.join(heads)} |", f"| --- {'| ---: ' * (len(heads) - 1)}|"]
     sums: dict[str, dict[int, dict[str, float] | None]] = {}
     measured: list[dict[str, Any]] = []
@@ -42,18 +45,21 @@ def table(experiment: Experiment, results: Path) -> str:
         sums[row] = {seed: None if result is None else result["test"] for seed, result in found.items()}
         cells = ["" if seed not in found else _sum(found[seed]) for seed in seeds]
         done = [result for result in found.values() if result is not None]
-        cells += _statistics([result["test"] for result in done]) if len(done) == len(found) else [_NOT_RUN] * 3
+        cells += _statistics([result["test"] for result in done]) if len(done) == len(found) else [_NOT_RUN] * 5
         cells += [_median([result[name] for result in done]) for name in ("seconds", "cpu_seconds")]
         lines.append(f"| {row} | {' | '.join(cells)} |")
     for ensemble in experiment.ensembles:
         result = ensemble_result(experiment, ensemble, results)
-        cells = [_NOT_RUN] * 3 if result is None else _statistics([result["test"]])
+        cells = [_NOT_RUN] * 5 if result is None else _statistics([result["test"]])
         cells[1] = f"seeds {', '.join(str(run.seed) for run in ensemble.members)}"
         lines.append(f"| {ensemble.name} | {' | '.join([*([''] * len(seeds)), *cells, '', ''])} |")
     images = "all images" if experiment.images is None else f"the first {experiment.images} images"
     meaning = f"Sum of the six recalls on {images} of {experiment.split}, of 600"
-    meaning += "; spread is the standard deviation of the seeds, MD the mean score of positives minus that of negatives"
+    meaning += "; spread is the standard deviation of the seeds, R@1 and MD (the mean score of positives minus "
+    meaning += "that of negatives) are means over the seeds"
     lines += ["", f"{meaning}. {_where(measured)}"]
+    lines += _chosen_settings(experiment)
+    lines += verdicts(experiment, results)
     for first, second in experiment.equal:
         lines += ["", f"{second} equals {first}, recall by recall: {_agreement(sums[first], sums[second])}."]
     for figure in figures_there(experiment, results):
@@ -62,12 +68,22 @@ def table(experiment: Experiment, results: Path) -> str:
     return "\n".join([*lines, "", "Made by:", "", "```", command, "```", ""])
 
 
+def _chosen_settings(experiment: Experiment) -> list[str]:
+    """Say which choice of the grid each row uses."""
+    firsts = {name: runs[0] for name, runs in experiment.rows.items() if runs[0].trials}
+    if experiment.grid is None or not firsts:
+        return []
+    shown = "; ".join(f"{name}: {run.winner or 'open'} (of {', '.join(run.choices)})" for name, run in firsts.items())
+    return ["", f"Settings were chosen by the sum of recalls on validation, seed {experiment.grid.seed}. {shown}."]
+
+
 def _statistics(summaries: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return mean and spread of a row's sums of recalls, and its mean distance."""
+    """Return mean and spread of a row's sums of recalls, its R@1 in both directions, and its mean distance."""
     sums = [summary["rsum"] for summary in summaries]
     spread = f"{statistics.stdev(sums):.1f}" if len(sums) > 1 else "one seed"
+    first = [f"{statistics.mean(summary[name] for summary in summaries):.1f}" for name in ("i2t_r1", "t2i_r1")]
     distance = statistics.mean(summary["mean_distance"] for summary in summaries)
-    return [f"{statistics.mean(sums):.1f}", spread, f"{distance:.2f}"]
+    return [f"{statistics.mean(sums):.1f}", spread, *first, f"{distance:.3f}"]
 
 
 def _sum(result: Mapping[str, Any] | None) -> str:

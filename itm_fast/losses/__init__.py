@@ -2,6 +2,7 @@
 
 from itm_fast.losses.binary_loss import BCELoss
 from itm_fast.losses.boosting_loss import BoostingLoss
+from itm_fast.losses.clipped_sct_loss import ClippedSCTLoss
 from itm_fast.losses.cmpm_loss import CMPMLoss
 from itm_fast.losses.contrastive_loss import InfoNCELoss, SigLIPLoss
 from itm_fast.losses.distillation import DINOLoss, DMLLoss, RKDLoss, SoftRankLoss
@@ -16,6 +17,7 @@ __all__ = [
     "BCELoss",
     "BoostingLoss",
     "CMPMLoss",
+    "ClippedSCTLoss",
     "DINOLoss",
     "DMLLoss",
     "DomainRegularization",

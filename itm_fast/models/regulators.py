@@ -21,7 +21,7 @@ from itm_fast.nn import (
     NegativeAwareSimilarity,
     RegulatedSimilarity,
 )
-from itm_fast.nn.regulated_similarity import FACTORS
+from itm_fast.nn.regulated_similarity import FACTORS, FORMS
 from itm_fast.reference.regulator_parameters import SCHEDULES
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
 
 DEFAULT_STEPS = 2
 # Settings that say how a regulator works, and nothing where there is none.
-_OF_REGULATORS = ("schedule", "factors", "residual_correspondence", "residual_aggregation")
+_OF_REGULATORS = ("schedule", "factors", "regulator_form", "residual_correspondence", "residual_aggregation")
 
 
 @attrs.frozen(kw_only=True)
@@ -74,6 +74,13 @@ class RegulatedConfig(RegulatorConfig):
         "interleaved",
         help="Order of the steps: RCR and RAR in turns (interleaved), or all RCR first (sequential).",
         choices=SCHEDULES,
+    )
+    regulator_form: str = setting(
+        "code",
+        help="RCAR as its authors' code computes it (code), or as printed (paper): attended vectors and guidance are "
+        "not normalised, and the biases of Eq 7 and 18 stay zero. The paper's form runs in PyTorch; its clip has "
+        "negative_slope=0.",
+        choices=FORMS,
     )
     factors: str = setting(
         "alignment",
@@ -119,6 +126,7 @@ def make_similarity(
         factors=config.factors,
         residual_correspondence=config.residual_correspondence,
         residual_aggregation=config.residual_aggregation,
+        form=config.regulator_form,
     )
 
 

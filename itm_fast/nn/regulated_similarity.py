@@ -23,6 +23,7 @@ from itm_fast.reference.regulator_parameters import FactorWeights, RegulatorPara
 __all__ = ["RegulatedSimilarity"]
 
 FACTORS = ("fixed", "learnable", "query", "alignment")
+FORMS = ("code", "paper")
 
 
 class RegulatedSimilarity(nn.Module):
@@ -48,6 +49,8 @@ class RegulatedSimilarity(nn.Module):
         residual_aggregation: as in the regulators.
         activation: of the score, "sigmoid" or "tanh".
         normalize_mean: l2-normalise the mean alignment before scoring it.
+        form: "code" (authors' code) or "paper". The paper normalises neither attended vectors in Eq 7 nor the output of
+            RAR in Eq 16, and has no biases in Eq 7 and 18; these then stay zero. It runs in PyTorch.
 
     Source: Diao et al., "Plug-and-Play Regulators for Image-Text Matching" (IEEE TIP 2023).
     """
@@ -70,6 +73,7 @@ class RegulatedSimilarity(nn.Module):
         residual_aggregation: bool = False,
         activation: str = "sigmoid",
         normalize_mean: bool = False,
+        form: str = "code",
     ) -> None:
         super().__init__()
         check_steps("correspondence_steps", correspondence_steps)
@@ -82,6 +86,7 @@ class RegulatedSimilarity(nn.Module):
         temperature = validation.finite_number("temperature", temperature)
         negative_slope = validation.finite_number("negative_slope", negative_slope)
         validation.check_option("focal", focal, FOCAL_MODES)
+        validation.check_option("form", form, FORMS)
         interleaved = schedule == "interleaved" and correspondence_steps and aggregation_steps
         if interleaved and aggregation_steps != correspondence_steps + 1:
             raise ValueError(
@@ -93,7 +98,7 @@ class RegulatedSimilarity(nn.Module):
             correspondence_steps = 0
         self.temperature, self.negative_slope, self.focal = temperature, negative_slope, focal
         self.dropout, self.schedule, self.factors = dropout, schedule, factors
-        self.activation, self.normalize_mean = activation, normalize_mean
+        self.activation, self.normalize_mean, self.form = activation, normalize_mean, form
         aligned = correspondence_steps + 1 if scored else correspondence_steps * (factors == "alignment")
         self.alignments = nn.ModuleList(linear_layer(embed_dim, alignment_dim) for _ in range(aligned))
         self.correspondence = RecurrentCorrespondenceRegulator(
@@ -107,6 +112,9 @@ class RegulatedSimilarity(nn.Module):
             alignment_dim, aggregation_steps, residual=residual_aggregation, dropout=dropout
         )
         self.score = linear_layer(alignment_dim, 1) if scored else None
+        if form == "paper":
+            for layer in (*self.alignments, *([] if self.score is None else [self.score])):
+                layer.bias.requires_grad_(False)
         learnable = factors == "learnable"
         self.initial_channels = nn.Parameter(torch.ones(embed_dim)) if learnable else None
         self.initial_temperature = nn.Parameter(torch.full((1,), float(temperature))) if learnable else None
@@ -129,6 +137,8 @@ class RegulatedSimilarity(nn.Module):
             residual_aggregation=self.aggregation.residual,
             correspondence_input="query" if self.factors == "query" else "alignment",
             initial_factors=factors,
+            normalize_attended=self.form == "code",
+            normalize_guidance=self.form == "code",
         )
 
     def forward(self, queries: Fragments, contexts: Fragments, *, seed: int | Tensor | None = None) -> Tensor:
@@ -164,5 +174,5 @@ class RegulatedSimilarity(nn.Module):
         return self.steps(queries, contexts).attention[-1]
 
     def extra_repr(self) -> str:
-        names = ("temperature", "negative_slope", "focal", "dropout", "schedule", "factors", "activation")
+        names = ("temperature", "negative_slope", "focal", "dropout", "schedule", "factors", "activation", "form")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

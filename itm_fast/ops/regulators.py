@@ -170,11 +170,13 @@ def _weights_of(operator: str, parameters: RegulatorParameters) -> list[Tensor]:
 
 
 def beyond_kernels(device: str, queries: Fragments, contexts: Fragments, parameters: RegulatorParameters) -> str | None:
-    """Return why the kernels of a device do not support these operands, or None. The CPU kernels support all.
+    """Return why the kernels of a device do not support these operands, or None. The CPU kernels support all sizes.
 
     On a GPU this synchronizes if the lengths are unknown. Call it before autocast, so that the caller's own Fragments
     cache the lengths.
     """
+    if not (parameters.normalize_attended and parameters.normalize_guidance):
+        return "the kernels of the regulators compute the form of the authors' code; the paper's form runs in PyTorch"
     if device != "cuda":
         return None
     if torch.compiler.is_compiling() and not (queries.knows_max_length and contexts.knows_max_length):

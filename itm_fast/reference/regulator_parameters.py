@@ -94,6 +94,9 @@ class RegulatorParameters:
             have input width d.
         initial_factors: learned `(e (d,), lambda (1,))` of the first attention. None: ones, and the `temperature` of
             the call.
+        normalize_attended: l2-normalize attended vectors in Eq 7 (authors' code), or not (paper).
+        normalize_guidance: l2-normalize the output of each RAR step, Eq 16 (authors' code), or not (paper). The native
+            kernels compute the form of the authors' code; other forms run in PyTorch.
 
     Raises:
         TypeError: an argument is not a floating point tensor, or the dtypes differ.
@@ -128,6 +131,8 @@ class RegulatorParameters:
         residual_aggregation: bool = False,
         correspondence_input: str = "alignment",
         initial_factors: Sequence[Tensor] | None = None,
+        normalize_attended: bool = True,
+        normalize_guidance: bool = True,
     ) -> None:
         self.alignments = _groups("alignments", alignments, AlignmentWeights)
         self.correspondences = _groups("correspondences", correspondences, CorrespondenceWeights)
@@ -142,12 +147,16 @@ class RegulatorParameters:
         validation.check_flag("normalize_mean", normalize_mean)
         validation.check_flag("residual_correspondence", residual_correspondence)
         validation.check_flag("residual_aggregation", residual_aggregation)
+        validation.check_flag("normalize_attended", normalize_attended)
+        validation.check_flag("normalize_guidance", normalize_guidance)
         self.activation = activation
         self.normalize_mean = normalize_mean
         self.schedule = schedule
         self.residual_correspondence = residual_correspondence
         self.residual_aggregation = residual_aggregation
         self.correspondence_input = correspondence_input
+        self.normalize_attended = normalize_attended
+        self.normalize_guidance = normalize_guidance
         self._check_steps()
         self._check_shapes()
 
@@ -256,6 +265,8 @@ class RegulatorParameters:
             residual_aggregation=self.residual_aggregation,
             correspondence_input=self.correspondence_input,
             initial_factors=None if self.initial_factors is None else taken(self.initial_factors),
+            normalize_attended=self.normalize_attended,
+            normalize_guidance=self.normalize_guidance,
         )
 
     def to(self, *args: Any, **kwargs: Any) -> RegulatorParameters:

@@ -74,9 +74,13 @@ def unit(vectors: Tensor) -> Tensor:
     return vectors / (norm + EPSILON).masked_fill(norm == 0, torch.inf)
 
 
-def align(query: Tensor, attended: Tensor, weights: AlignmentWeights) -> Tensor:
-    """Compute `l2norm(W |q - l2norm(c)|^2 + b)` (Eq 7): (..., d) and (..., d) to (..., m)."""
-    return unit(F.linear((query - unit(attended)).square(), weights.weight, weights.bias))
+def align(query: Tensor, attended: Tensor, weights: AlignmentWeights, normalize: bool = True) -> Tensor:
+    """Compute `l2norm(W |q - l2norm(c)|^2 + b)` (Eq 7): (..., d) and (..., d) to (..., m).
+
+    The inner norm is the authors' code; without `normalize` it is left out, as in the paper.
+    """
+    attended = unit(attended) if normalize else attended
+    return unit(F.linear((query - attended).square(), weights.weight, weights.bias))
 
 
 def correspond(
@@ -103,14 +107,24 @@ def correspond(
 
 
 def aggregate(
-    layout: Rows, aligned: Tensor, guidance: Tensor, weights: AggregationWeights, step: int, residual: bool
+    layout: Rows,
+    aligned: Tensor,
+    guidance: Tensor,
+    weights: AggregationWeights,
+    step: int,
+    residual: bool,
+    normalize: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Compute one step of RAR (Eq 15, 16): the next guidance (..., sets, m) and the row weights (..., rows)."""
+    """Compute one step of RAR (Eq 15, 16): the next guidance (..., sets, m) and the row weights (..., rows).
+
+    The guidance is l2-normalised as in the authors' code; without `normalize` it is not, as in the paper.
+    """
     guide = layout.drop_guidance(torch.tanh(F.linear(guidance, weights.a, weights.alpha)), step)
     local = layout.drop_rows(torch.tanh(F.linear(aligned, weights.b, weights.beta)), step)
     share = layout.softmax(F.linear(layout.spread(guide) * local, weights.v, weights.c).squeeze(-1))
     gathered = layout.sum(share[..., None] * aligned)
-    return unit((guidance + gathered) / 2 if residual else gathered), share
+    result = (guidance + gathered) / 2 if residual else gathered
+    return (unit(result) if normalize else result), share
 
 
 def mean_cosine(layout: Layout, attended: Tensor) -> Tensor:
@@ -130,7 +144,8 @@ def alignment_steps(
     aligned = layout.query  # Input of RCR if there is no alignment.
     for step in range(max(len(parameters.alignments), len(parameters.correspondences))):
         if step < len(parameters.alignments):
-            aligned = align(layout.query, layout.attend(channels, now), parameters.alignments[step])
+            attended = layout.attend(channels, now)
+            aligned = align(layout.query, attended, parameters.alignments[step], parameters.normalize_attended)
         if step < len(parameters.correspondences):
             seen = aligned if parameters.correspondence_input == "alignment" else layout.query
             channels, now = correspond(
@@ -150,7 +165,7 @@ def regulate(
 
     def aggregated(step: int) -> Tensor:
         weights, residual = parameters.aggregations[step], parameters.residual_aggregation
-        result, share = aggregate(layout, aligned, guidance, weights, step, residual)
+        result, share = aggregate(layout, aligned, guidance, weights, step, residual, parameters.normalize_guidance)
         if shares is not None:
             shares.append(share)
         return result

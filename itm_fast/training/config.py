@@ -202,7 +202,7 @@ class TrainConfig:
     loss: str = setting(
         "triplet",
         group=LOSS,
-        help="Loss: triplet, polynomial, bce, cmpm, infonce, siglip, matching_bce, or a registered one.",
+        help="Loss: triplet, polynomial, clipped_sct, bce, cmpm, infonce, siglip, matching_bce, or a registered one.",
     )
     loss_options: Mapping[str, Any] = setting(
         factory=dict, group=LOSS, help="Further settings of the loss by name, for registered losses."

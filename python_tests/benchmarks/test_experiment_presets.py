@@ -46,6 +46,7 @@ def test_all_rows_have_the_same_budget(tool: ModuleType, name: str) -> None:
     """Rows share data, steps, optimiser, schedule and widths. They differ in the model, the loss and the anchor."""
     experiment = tool.read(preset(name))
     groups = {setting: field.metadata["group"] for setting, field in settings.fields_of(TrainConfig).items()}
+    chosen = {name for choice in (experiment.grid.choices.values() if experiment.grid else ()) for name in choice}
     budgets, widths = [], set()
     for row, runs in experiment.rows.items():
         for run in runs:
@@ -53,16 +54,17 @@ def test_all_rows_have_the_same_budget(tool: ModuleType, name: str) -> None:
             widths.add(train["model_options"]["embed_dim"])
             if row not in OTHER_BUDGETS.get(name, ()):
                 kept = {setting for setting, group in groups.items() if group in (DATA, MACHINE, OPTIMIZER, OUTPUT)}
-                budgets.append({k: v for k, v in train.items() if k in kept and k != "seed"})
+                budgets.append({k: v for k, v in train.items() if k in kept - {"seed", *chosen}})
     assert len(widths) == 1
-    assert {"epochs", "batch_size", "lr", "lr_schedule"} <= set(budgets[0])
+    assert {"epochs", "batch_size", "lr", "lr_schedule"} - chosen <= set(budgets[0])
     assert all(budget == budgets[0] for budget in budgets)
 
 
 def test_the_results_are_small_and_say_what_they_are(tool: ModuleType) -> None:
     for name in PRESETS:
         experiment = tool.read(preset(name))
-        names = {run.file_name: run.row for runs in experiment.rows.values() for run in runs}
+        runs = [run for runs in experiment.rows.values() for run in runs]
+        names = {run.file_name: run.row for one in runs for run in (one, *one.trials)}
         names |= {ensemble.file_name: ensemble.name for ensemble in experiment.ensembles}
         for path in (ROOT / "benchmarks" / "results" / "experiments" / name).glob("*"):
             assert path.suffix == ".json"

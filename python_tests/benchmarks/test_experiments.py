@@ -57,6 +57,11 @@ def the_table(tool: ModuleType, experiment: Path) -> list[str]:
     return tool.table(tool.read(experiment), experiment.parent / "results").splitlines()
 
 
+def first_recalls_and_distance(*results: dict) -> str:
+    means = [statistics.mean(one["test"][name] for one in results) for name in ("i2t_r1", "t2i_r1", "mean_distance")]
+    return f"{means[0]:.1f} | {means[1]:.1f} | {means[2]:.3f}"
+
+
 def measured(folder: Path) -> dict[str, dict]:
     return {path.stem: json.loads(path.read_text()) for path in (folder / "results").iterdir()}
 
@@ -67,13 +72,14 @@ def test_an_experiment_from_nothing_to_its_table(
     experiment = write(tmp_path / "small.yaml", data)
     empty = the_table(tool, experiment)
     assert empty[2:5] == [
-        "| SCAN | not run | not run | not run | not run | not run | not run | not run |",
-        "| SCAN + RAR | not run | not run | not run | not run | not run | not run | not run |",
-        "| fixed | not run |  | not run | not run | not run | not run | not run |",
+        "| SCAN | not run | not run | not run | not run | not run | not run | not run | not run | not run |",
+        "| SCAN + RAR | not run | not run | not run | not run | not run | not run | not run | not run | not run |",
+        "| fixed | not run |  | not run | not run | not run | not run | not run | not run | not run |",
     ]
     assert empty[6] == (
-        "Sum of the six recalls on all images of dev, of 600; spread is the standard deviation of the seeds, MD the "
-        "mean score of positives minus that of negatives. No run has been measured yet."
+        "Sum of the six recalls on all images of dev, of 600; spread is the standard deviation of the seeds, R@1 "
+        "and MD (the mean score of positives minus that of negatives) are means over the seeds. No run has been "
+        "measured yet."
     )
     assert empty[8] == "fixed equals SCAN + RAR, recall by recall: not run."
 
@@ -87,11 +93,11 @@ def test_an_experiment_from_nothing_to_its_table(
     assert found["fixed-seed0"]["test"] == found["scan-rar-seed0"]["test"] != scan["test"]
     partial = the_table(tool, experiment)
     rsum, times = scan["test"]["rsum"], f"{scan['seconds']:.0f} | {scan['cpu_seconds']:.0f}"
-    assert partial[2] == f"| SCAN | {rsum:.1f} | not run | not run | not run | not run | {times} |"
+    assert partial[2] == f"| SCAN | {rsum:.1f} | {' | '.join(['not run'] * 6)} | {times} |"
     fixed = found["fixed-seed0"]
-    same, distance = f"{fixed['test']['rsum']:.1f}", f"{fixed['test']['mean_distance']:.2f}"
+    same, rest = f"{fixed['test']['rsum']:.1f}", first_recalls_and_distance(fixed)
     times = f"{fixed['seconds']:.0f} | {fixed['cpu_seconds']:.0f}"
-    assert partial[4] == f"| fixed | {same} |  | {same} | one seed | {distance} | {times} |"
+    assert partial[4] == f"| fixed | {same} |  | {same} | one seed | {rest} | {times} |"
     # If several runs took equally long, the table names the first one in the order of the rows.
     in_order = [found[f"{name}-seed0"] for name in ("scan", "scan-rar", "fixed")]
     longest = max(in_order, key=lambda result: result["cpu_seconds"])
@@ -115,8 +121,12 @@ def test_an_experiment_from_nothing_to_its_table(
     spread = f"{abs(rsum - second['test']['rsum']) / 2**0.5:.1f}"
     line = the_table(tool, experiment)[2].strip(" |").split(" | ")
     medians = [statistics.median([scan[name], second[name]]) for name in ("seconds", "cpu_seconds")]
-    distance = f"{statistics.mean([scan['test']['mean_distance'], second['test']['mean_distance']]):.2f}"
-    assert line[3:] == [mean, spread, distance, *(f"{median:.0f}" for median in medians)]
+    assert line[3:] == [
+        mean,
+        spread,
+        *first_recalls_and_distance(scan, second).split(" | "),
+        *(f"{median:.0f}" for median in medians),
+    ]
 
     changed = json.loads(json.dumps(fixed))
     changed["test"]["i2t_meanr"] += 0.01
@@ -131,7 +141,10 @@ def test_ensembles_are_evaluated_once_their_runs_are_there(
     experiment = write(tmp_path / "e.yaml", data, rows=[{"name": "SCAN"}], equal=[], ensembles=pair)
     assert tool.main(commands(experiment, "--seed", 0)) == 0
     assert sorted(measured(tmp_path)) == ["scan-seed0"]
-    assert the_table(tool, experiment)[3] == "| SCAN, two models |  |  | not run | seeds 0, 1 | not run |  |  |"
+    assert (
+        the_table(tool, experiment)[3]
+        == "| SCAN, two models |  |  | not run | seeds 0, 1 | not run | not run | not run |  |  |"
+    )
     assert tool.main(commands(experiment, "--threads", 1)) == 0
     folders = [tmp_path / "runs" / f"scan-seed{seed}" for seed in (0, 1)]
     dataset = PrecomputedDataset(data, "dev", Vocabulary.from_file(folders[0] / "vocab.json"))
@@ -140,8 +153,8 @@ def test_ensembles_are_evaluated_once_their_runs_are_there(
     found = measured(tmp_path)["scan-two-models"]
     # The mean distance is a difference of float32 scores within [-1, 1], so it needs an absolute tolerance.
     assert found["test"] == pytest.approx(expected, rel=1e-6, abs=1e-7)
-    mean, distance = f"{found['test']['rsum']:.1f}", f"{found['test']['mean_distance']:.2f}"
-    line = f"| SCAN, two models |  |  | {mean} | seeds 0, 1 | {distance} |  |  |"
+    mean, rest = f"{found['test']['rsum']:.1f}", first_recalls_and_distance(found)
+    line = f"| SCAN, two models |  |  | {mean} | seeds 0, 1 | {rest} |  |  |"
     assert the_table(tool, experiment)[3] == line
 
     # An existing evaluation is kept. It is valid only for the runs that it was made from.
@@ -195,7 +208,7 @@ def test_a_killed_run_goes_on_where_it_stood(tool: ModuleType, data: Path, tmp_p
     run = tmp_path / "killed" / "runs" / "one-seed3"
     assert (run / "last" / "checkpoint.pt").is_file()
     assert not (tmp_path / "killed" / "results").exists()
-    assert the_table(tool, killed)[2] == "| one | not run | not run | not run | not run | not run | not run |"
+    assert the_table(tool, killed)[2] == f"| one | {' | '.join(['not run'] * 8)} |"
 
     assert tool.main(commands(killed)) == 0
     assert tool.main(commands(tmp_path / "whole" / "e.yaml")) == 0

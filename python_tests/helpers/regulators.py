@@ -1,7 +1,7 @@
 """The regulators of RCAR number by number in plain Python floats: the reference for PyTorch code and kernels.
 
-The computations do not use the package. Inside: `SETTINGS`, `random_parameters`, `hidden_widths`, `score_by_hand`,
-`alignments_by_hand`, `philox_by_hand`.
+The computations do not use the package. Inside: `SETTINGS`, `PAPER_SETTINGS`, `random_parameters`, `hidden_widths`,
+`score_by_hand`, `alignments_by_hand`, `philox_by_hand`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ SETTINGS: dict[str, tuple[int, int, int, bool, dict[str, Any]]] = {
     "normalized mean": (1, 0, 0, True, {"activation": "tanh", "normalize_mean": True}),
     "rcr1, mean": (2, 1, 0, True, {}),
 }
+# The form that the paper prints. No kernel computes it.
+_PAPER = {"normalize_attended": False, "normalize_guidance": False}
+PAPER_SETTINGS: dict[str, tuple[int, int, int, bool, dict[str, Any]]] = {
+    "rar3, paper": (1, 0, 3, True, _PAPER),
+    "rcar3, paper": (3, 2, 3, True, _PAPER),
+    "rcr2, attended": (2, 2, 0, False, {"normalize_attended": False}),
+    "rcar2, guidance": (2, 1, 2, True, {"normalize_guidance": False, "residual_aggregation": True}),
+}
 
 
 def random_parameters(
@@ -48,7 +56,7 @@ def random_parameters(
 ) -> RegulatorParameters:
     """Draw random weights of a setting; the residual steps clamp some factors, but not all."""
     generator = torch.Generator().manual_seed(seed)
-    aligned, corresponded, aggregated, scored, options = SETTINGS[setting]
+    aligned, corresponded, aggregated, scored, options = (SETTINGS | PAPER_SETTINGS)[setting]
 
     def tensor(*shape: int, scale: float = 0.6) -> Tensor:
         return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
@@ -149,9 +157,9 @@ def _attend(query: Rows, context: Rows, channels: Rows, temperatures: Vector, op
     return attended
 
 
-def _align(query: Rows, attended: Rows, weights: Any) -> Rows:
+def _align(query: Rows, attended: Rows, weights: Any, normalize: bool) -> Rows:
     return [
-        _unit(_linear(*weights, [(a - b) ** 2 for a, b in zip(q, _unit(c), strict=True)]))
+        _unit(_linear(*weights, [(a - b) ** 2 for a, b in zip(q, _unit(c) if normalize else c, strict=True)]))
         for q, c in zip(query, attended, strict=True)
     ]
 
@@ -186,7 +194,8 @@ def _dropped(x: Vector, row: int, context: int, stream: int, options: dict[str, 
     return [value / (1 - probability) if keep else 0.0 for value, keep in zip(x, kept, strict=True)]
 
 
-def _aggregate(aligned: Rows, guidance: Vector, w: Any, step: int, options: dict[str, Any], residual: bool) -> Vector:
+def _aggregate(aligned: Rows, guidance: Vector, step: int, options: dict[str, Any], p: RegulatorParameters) -> Vector:
+    w = p.aggregations[step]
     first_row, number = options.get("place", (0, 0))
     guide = [math.tanh(v) for v in _linear(w[0], w[1], guidance)]
     guide = _dropped(guide, first_row, number, 2 * step + 1, options)
@@ -196,9 +205,9 @@ def _aggregate(aligned: Rows, guidance: Vector, w: Any, step: int, options: dict
         logits += _linear(w[4], w[5], [x * y for x, y in zip(guide, local, strict=True)])
     shares = _softmax(logits)
     gathered = [sum(s * a[i] for s, a in zip(shares, aligned, strict=True)) for i in range(len(guidance))]
-    if residual:
+    if p.residual_aggregation:
         gathered = [(x + y) / 2 for x, y in zip(guidance, gathered, strict=True)]
-    return _unit(gathered)
+    return _unit(gathered) if p.normalize_guidance else gathered
 
 
 def _mean(rows: Rows) -> Vector:
@@ -216,7 +225,7 @@ def _chain(query: Rows, context: Rows, p: RegulatorParameters, options: dict[str
     for step in range(max(len(p.alignments), len(p.correspondences))):
         if step < len(p.alignments):
             attended = _attend(query, context, channels, temperatures, options)
-            steps.append(_align(query, attended, p.alignments[step]))
+            steps.append(_align(query, attended, p.alignments[step], p.normalize_attended))
         if step < len(p.correspondences):
             seen = steps[-1] if p.correspondence_input == "alignment" else query
             factors = [
@@ -250,8 +259,8 @@ def score_by_hand(query: Rows, context: Rows, p: RegulatorParameters, options: d
         guidance, seen = _mean(steps[0]), steps
     else:
         guidance, seen = _mean(steps[-1]), [steps[-1]] * len(p.aggregations)
-    for step, (aligned, weights) in enumerate(zip(seen, p.aggregations, strict=True) if p.aggregations else ()):
-        guidance = _aggregate(aligned, guidance, weights, step, options, p.residual_aggregation)
+    for step in range(len(p.aggregations)):
+        guidance = _aggregate(seen[step], guidance, step, options, p)
     if p.normalize_mean:
         guidance = _unit(guidance)
     (value,) = _linear(*p.score, guidance)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from itm_fast import Fragments, cli, models
+from itm_fast import FallbackWarning, Fragments, cli, models
 from itm_fast.data import Batch
 from itm_fast.evaluation import word_attention
 from itm_fast.nn import RegulatedSimilarity
@@ -344,3 +344,21 @@ def test_word_attention_of_a_trained_data_set(data: Path, tmp_path: Path) -> Non
     weights = word_attention(trainer.model, trainer.train_data, torch.tensor([3]))
     assert weights[0].shape == (6, 4)
     assert isinstance(trainer.train_data.batch(torch.tensor([3])), Batch)
+
+
+def test_the_printed_form_trains_without_the_biases_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("itm_fast.ops.library._warned", set())
+    options = {"regulator_form": "paper", "regulator": "rcar", "regulator_dropout": 0.0, "negative_slope": 0.0}
+    model = models.create("scan", **SIZES, **options).train()
+    similarity = model.text_to_image
+    biases = [layer.bias for layer in (*similarity.alignments, similarity.score)]
+    features, ids, lengths = inputs()
+    with pytest.warns(FallbackWarning, match="the paper's form"):
+        scores = model.score(model.encode_images(features), model.encode_captions(ids, lengths))
+    scores.sum().backward()
+    assert all(not bias.requires_grad and not bias.any() for bias in biases)
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    parameters = similarity.regulator_parameters()
+    assert (parameters.normalize_attended, parameters.normalize_guidance) == (False, False)
+    with pytest.raises(ValueError, match="regulator_form"):
+        models.create("scan", **SIZES, regulator_form="paper")

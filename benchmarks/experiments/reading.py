@@ -1,0 +1,189 @@
+"""Read the experiments of `python -m benchmarks.experiments` from YAML files.
+
+Inside: `read`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.experiments.files import BUNDLED, MEASURES, Claim, Ensemble, Experiment, Figure, Grid, Run
+from itm_fast import config as settings
+from itm_fast.files.documents import MAX_SETTINGS_BYTES, parse_yaml, read_text
+from itm_fast.files.messages import shown
+from itm_fast.training import recipes
+
+__all__ = ["read"]
+
+_KEYS = {
+    "title": str,
+    "data": str,
+    "split": str,
+    "images": int,
+    "train_images": int,
+    "seeds": list,
+    "train": dict,
+    "rows": list,
+    "equal": list,
+    "grid": dict,
+    "claims": list,
+    "ensembles": list,
+    "figures": list,
+}
+_ROW_KEYS = {"name": str, "train": dict, "seeds": list, "anchor_row": str, "grid_row": str, "choices": dict}
+_GRID_KEYS = {"seed": int, "choices": dict}
+_CLAIM_KEYS = {"text": str, "row": str, "over": str, "of": str}
+_ENSEMBLE_KEYS = {"name": str, "row": str, "seeds": list}
+_FIGURE_KEYS = {"file": str, "shows": str, "text": str, "rows": list, "seed": int}
+_SHOWN = ("training", "scores")  # What a figure can show of its rows.
+
+
+def read(path: Path) -> Experiment:
+    """Read an experiment from a YAML file; ValueError naming the file and the problem."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        content = _checked(parse_yaml(read_text(path, MAX_SETTINGS_BYTES)), _KEYS, "setting", ("title", "data", "rows"))
+        seeds, common = content.get("seeds", [0]), content.get("train", {})
+        grid = _grid(content["grid"]) if "grid" in content else None
+        rows: dict[str, list[Run]] = {}
+        for number, entry in enumerate(content["rows"], start=1):
+            row = _checked(entry, _ROW_KEYS, f"setting of row {number}", ("name",))
+            if row["name"] in rows:
+                raise ValueError(f"rows: {shown(row['name'])} appears twice")
+            train = recipes.merge(common, row.get("train", {}))
+            anchors = _anchors(row, train, rows)
+            choices, tried = _trials(row, train, grid, rows)
+            rows[row["name"]] = [
+                Run(row["name"], seed, train, anchors.get(seed), tried, choices, pending=bool(tried))
+                for seed in row.get("seeds", seeds)
+            ]
+            if anchors and None in (run.anchor for run in rows[row["name"]]):
+                raise ValueError(f"anchor_row: {shown(row['anchor_row'])} lacks a seed of {shown(row['name'])}")
+        experiment = Experiment(
+            path, content["title"], content["data"], content.get("split", "test"), content.get("images"),
+            content.get("train_images"), rows,
+            [_pair(pair, rows) for pair in content.get("equal", [])],
+            [_ensemble(entry, rows) for entry in content.get("ensembles", [])],
+            [_figure(entry, rows) for entry in content.get("figures", [])],
+            [_claim(entry, rows) for entry in content.get("claims", [])], grid,
+        )  # fmt: skip
+        if experiment.train_images is not None and experiment.data != BUNDLED:
+            raise ValueError("train_images: only applies to the bundled data (data: emoji)")
+        names = [run.file_name for runs in rows.values() for run in runs]
+        names += {trial.file_name for runs in rows.values() for run in runs for trial in run.trials}
+        names += [ensemble.file_name for ensemble in experiment.ensembles]
+        if len(set(names)) != len(names):
+            raise ValueError("rows: two runs would write the same result file; change a name")
+        for runs in rows.values():
+            for run in runs:
+                for one in (run, *run.trials):
+                    experiment.identity(one)
+        return experiment
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _checked(content: Any, kinds: Mapping[str, type], what: str, required: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ValueError(f"expected names and values, got {shown(content)}")
+    for name, value in content.items():
+        if name not in kinds:
+            raise ValueError(settings.unknown_name(what, str(name), list(kinds)))
+        if type(value) is not kinds[name]:
+            raise ValueError(f"{name}: expected a {kinds[name].__name__}, got {shown(value)}")
+    for name in required:
+        if name not in content:
+            raise ValueError(f"{name}: this {what} is required")
+    return content
+
+
+def _pair(pair: Any, rows: Mapping[str, Any]) -> tuple[str, str]:
+    if not isinstance(pair, list) or len(pair) != 2 or not set(map(str, pair)) <= set(rows):
+        raise ValueError(f"equal: expected two names of rows, got {shown(pair)}")
+    return pair[0], pair[1]
+
+
+def _ensemble(entry: Any, rows: Mapping[str, list[Run]]) -> Ensemble:
+    content = _checked(entry, _ENSEMBLE_KEYS, "setting of an ensemble", tuple(_ENSEMBLE_KEYS))
+    known = {run.seed: run for run in rows.get(content["row"], [])}
+    seeds = content["seeds"]
+    if len(seeds) < 2 or len(set(map(str, seeds))) != len(seeds) or not all(seed in known for seed in seeds):
+        raise ValueError(
+            f"seeds of {shown(content['name'])}: expected several seeds of the row {shown(content['row'])}, "
+            f"got {shown(seeds)}"
+        )
+    return Ensemble(content["name"], [known[seed] for seed in seeds])
+
+
+def _anchors(row: Mapping[str, Any], train: Mapping[str, Any], rows: Mapping[str, list[Run]]) -> dict[int, Run]:
+    """By seed, the anchor runs of `row`; `rows` are the earlier rows."""
+    if "anchor" in train:
+        raise ValueError("anchor: expected anchor_row, the name of a row, because the content of a folder may change")
+    if "anchor_row" not in row:
+        if train.get("scenario") == "oas":
+            raise ValueError(f"anchor_row: the row {shown(row['name'])} with the scenario oas needs one")
+        return {}
+    if row["anchor_row"] not in rows:
+        raise ValueError(f"anchor_row: expected the name of a row above it, got {shown(row['anchor_row'])}")
+    return {run.seed: run for run in rows[row["anchor_row"]]}
+
+
+def _grid(content: Any) -> Grid:
+    grid = _checked(content, _GRID_KEYS, "setting of the grid", tuple(_GRID_KEYS))
+    if len(grid["choices"]) < 2 or not all(isinstance(choice, dict) for choice in grid["choices"].values()):
+        raise ValueError(f"choices: expected at least two labels with settings, got {shown(grid['choices'])}")
+    return Grid(grid["seed"], grid["choices"])
+
+
+def _trials(
+    row: Mapping[str, Any], train: Mapping[str, Any], grid: Grid | None, rows: Mapping[str, list[Run]]
+) -> tuple[Mapping[str, Any], tuple[Run, ...]]:
+    """Return the choices of the grid for a row, and their runs. A row with a `grid_row` has those of that row."""
+    if "grid_row" in row:
+        if grid is None or row["grid_row"] not in rows:
+            raise ValueError(f"grid_row: expected the name of a row above it, got {shown(row['grid_row'])}")
+        first = rows[row["grid_row"]][0]
+        return first.choices, first.trials
+    if grid is None:
+        return {}, ()
+    if "anchor_row" in row:
+        raise ValueError(
+            f"{row['name']}: expected grid_row in a row with anchor_row, because its anchor has other seeds"
+        )
+    choices = _grid({"seed": grid.seed, "choices": row.get("choices", grid.choices)}).choices
+    if len(choices) != len(grid.choices):
+        raise ValueError(
+            f"choices of {shown(row['name'])}: expected {len(grid.choices)} as in the grid, got {len(choices)}"
+        )
+    name = row["name"]
+    return choices, tuple(
+        Run(f"{name}, {label}", grid.seed, recipes.merge(train, choice)) for label, choice in choices.items()
+    )
+
+
+def _claim(entry: Any, rows: Mapping[str, list[Run]]) -> Claim:
+    content = _checked(entry, _CLAIM_KEYS, "setting of a claim", ("text", "row", "over"))
+    for name in (content["row"], content["over"]):
+        if name not in rows:
+            raise ValueError(settings.unknown_name("row of a claim", name, list(rows)))
+    if content.get("of", "rsum") not in MEASURES:
+        raise ValueError(settings.unknown_name("measure of a claim", content["of"], list(MEASURES)))
+    return Claim(content["text"], content["row"], content["over"], content.get("of", "rsum"))
+
+
+def _figure(entry: Any, rows: Mapping[str, list[Run]]) -> Figure:
+    content = _checked(entry, _FIGURE_KEYS, "setting of a figure", ("file", "shows", "text", "rows"))
+    if not re.fullmatch(r"[\w-]+\.svg", content["file"]):
+        raise ValueError(f"file: expected the name of an SVG file, got {shown(content['file'])}")
+    if content["shows"] not in _SHOWN:
+        raise ValueError(f"shows: expected {' or '.join(_SHOWN)}, got {shown(content['shows'])}")
+    seed = content.get("seed", 0)
+    known = {run.row: run for runs in rows.values() for run in runs if run.seed == seed}
+    for name in content["rows"]:
+        if name not in known:
+            raise ValueError(f"rows of {content['file']}: expected rows with seed {seed}, got {shown(name)}")
+    return Figure(content["file"], content["shows"], content["text"], [known[name] for name in content["rows"]])

@@ -1,0 +1,57 @@
+"""What the results of an experiment say of its claims: differences paired by seed, with intervals.
+
+Inside: `verdicts`, `interval`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.experiments.files import MEASURES, Claim, Experiment
+from benchmarks.experiments.results import result_of
+
+__all__ = ["interval", "verdicts"]
+
+# 97.5 % quantiles of Student's t by degrees of freedom.
+_QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of up to ten normally distributed differences (Student's t)."""
+    mean = statistics.mean(differences)
+    width = _QUANTILES[len(differences) - 1] * statistics.stdev(differences) / math.sqrt(len(differences))
+    return mean - width, mean + width
+
+
+def verdicts(experiment: Experiment, results: Path) -> list[str]:
+    """Return the lines of a table with one claim a row; none without claims."""
+    if not experiment.claims:
+        return []
+    heads = ["claim", "rows", "by", "seeds", "paired difference", "95 % interval", "verdict"]
+    lines = ["", f"| {' | '.join(heads)} |", "| --- | --- | --- | ---: | ---: | ---: | --- |"]
+    for claim in experiment.claims:
+        rows = f"{claim.row} minus {claim.over}"
+        cells = [claim.text, rows, MEASURES[claim.of], *_verdict(experiment, claim, results)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", "A claim holds or fails if the interval of the difference excludes 0; else it is open."]
+
+
+def _verdict(experiment: Experiment, claim: Claim, results: Path) -> list[str]:
+    values: list[dict[int, float]] = []
+    for row in (claim.row, claim.over):
+        found = {run.seed: result_of(experiment, run, results) for run in experiment.rows[row]}
+        values.append({seed: result["test"][claim.of] for seed, result in found.items() if result is not None})
+    seeds = sorted(set(values[0]) & set(values[1]))
+    if not seeds:
+        return ["0", "not run", "", "open"]
+    differences = [values[0][seed] - values[1][seed] for seed in seeds]
+    digits = 3 if claim.of == "mean_distance" else 1
+    shown = f"{statistics.mean(differences):+.{digits}f}"
+    if len(seeds) < 2:
+        return ["1", shown, "one seed", "open"]
+    low, high = interval(differences)
+    verdict = "holds" if low > 0 else "fails" if high < 0 else "open"
+    return [str(len(seeds)), shown, f"{low:+.{digits}f} to {high:+.{digits}f}", f"**{verdict}**"]

@@ -1,0 +1,117 @@
+"""Experiments choose settings on the validation split, share runs among processes, and compare rows seed by seed."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.experiments import __main__ as tool
+from benchmarks.experiments.verdicts import interval
+from itm_fast.files import atomic
+
+ROOT = Path(__file__).resolve().parents[2]
+CHOICES = {"small rate": {"lr": 1e-6}, "large rate": {"lr": 5e-3}}
+
+
+def write(path: Path, data: Path, **changes: object) -> Path:
+    content: dict[str, object] = {
+        "title": "tiny", "data": str(data), "split": "dev", "seeds": [0, 1],
+        "train": {"model": "vsepp", "model_options": {"embed_dim": 8, "word_dim": 6}, "epochs": 2, "batch_size": 32},
+        "grid": {"seed": 9, "choices": CHOICES},
+        "rows": [{"name": "VSE"}, {"name": "all", "train": {"mining": "all"}},
+                 {"name": "SCT", "seeds": [0], "grid_row": "VSE", "train": {"mining": "sct"}}],
+        "claims": [{"text": "all negatives help", "row": "all", "over": "VSE"},
+                   {"text": "SCT helps", "row": "SCT", "over": "VSE", "of": "mean_distance"}],
+    }  # fmt: skip
+    path.write_text(yaml.safe_dump({**content, **changes}))
+    return path
+
+
+def places(experiment: Path) -> list[str]:
+    return [str(experiment), "--results", str(experiment.parent / "results")]
+
+
+def run(experiment: Path, *more: str) -> list[str]:
+    return ["run", *places(experiment), "--out", str(experiment.parent / "runs"), "--threads", "1", *more]
+
+
+def measured(folder: Path) -> dict[str, dict]:
+    return {path.stem: json.loads(path.read_text()) for path in (folder / "results").iterdir()}
+
+
+@pytest.mark.thorough
+def test_the_grid_is_trained_first_and_its_winner_used(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = write(tmp_path / "e.yaml", data)
+    # Two processes share the runs: each run is trained once, the finals after all trials of their row.
+    command = [sys.executable, "-m", "benchmarks.experiments", *run(experiment)]
+    other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert tool.main(run(experiment)) == 0
+    lines = [*capsys.readouterr().out.splitlines(), *other.communicate(timeout=300)[0].splitlines()]
+    assert other.returncode == 0
+    trained = sorted(line.partition(": ")[0] for line in lines if " run" in line and " left" in line)
+    trials = [f"{row}, {label}, seed 9" for row in ("VSE", "all") for label in CHOICES]
+    assert trained == sorted([*trials, "VSE, seed 0", "VSE, seed 1", "all, seed 0", "all, seed 1", "SCT, seed 0"])
+
+    found = measured(tmp_path)
+    for row, name in (("VSE", "vse"), ("all", "all"), ("SCT", "vse")):
+        tried = {label: found[f"{name}-{label.replace(' ', '-')}-seed9"] for label in CHOICES}
+        best = max(CHOICES, key=lambda label: tried[label]["validation"]["rsum"])
+        assert found[f"{row.lower()}-seed0"]["identity"]["train"]["lr"] == CHOICES[best]["lr"]
+        assert {label: one["identity"]["train"]["lr"] for label, one in tried.items()} == {
+            label: choice["lr"] for label, choice in CHOICES.items()
+        }
+
+    assert tool.main(["table", *places(experiment)]) == 0
+    table = capsys.readouterr().out
+    assert "chosen by the sum of recalls on validation, seed 9. VSE: " in table
+    pairs = [found[f"all-seed{s}"]["test"]["rsum"] - found[f"vse-seed{s}"]["test"]["rsum"] for s in (0, 1)]
+    low, high = interval(pairs)
+    assert f"| 2 | {statistics.mean(pairs):+.1f} | {low:+.1f} to {high:+.1f} | **" in table
+    far = found["sct-seed0"]["test"]["mean_distance"] - found["vse-seed0"]["test"]["mean_distance"]
+    assert f"| MD | 1 | {far:+.3f} | one seed | open |" in table
+
+    # If the trials had another winner, the finished runs would belong to other settings.
+    trial = max((one["validation"]["rsum"], name) for name, one in found.items() if name.endswith("-seed9"))[1]
+    path = tmp_path / "results" / f"{trial}.json"
+    changed = json.loads(path.read_text())
+    changed["validation"]["rsum"] = -1
+    atomic.write_text(path, json.dumps(changed))
+    assert tool.main(["table", *places(experiment)]) == 1
+    assert "was measured with lr = " in capsys.readouterr().err
+
+
+def test_intervals_of_paired_differences() -> None:
+    # Student's t by hand: mean 2, standard deviation 1, three differences.
+    low, high = interval([1.0, 2.0, 3.0])
+    assert (low, high) == pytest.approx((2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"grid": {"seed": 9, "choices": {"one": {}}}}, "choices: expected at least two labels with settings"),
+        ({"grid": {"seed": 9, "choices": {"a": {"lrr": 1}, "b": {}}}}, "lrr"),
+        ({"rows": [{"name": "VSE", "choices": {"a": {}, "b": {}, "c": {}}}]}, "expected 2 as in the grid, got 3"),
+        ({"rows": [{"name": "SCT", "grid_row": "VSE"}]}, "grid_row: expected the name of a row above it, got 'VSE'"),
+        ({"claims": [{"text": "t", "row": "VES", "over": "VSE"}]}, "row of a claim"),
+        ({"claims": [{"text": "t", "row": "all", "over": "VSE", "of": "loss"}]}, "measure of a claim"),
+    ],
+)
+def test_wrong_grids_and_claims_are_one_line(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict, message: str
+) -> None:
+    experiment = write(tmp_path / "e.yaml", data, **changes)
+    if "rows" in changes:
+        experiment = write(tmp_path / "e.yaml", data, **changes, claims=[])
+    assert tool.main(run(experiment)) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
