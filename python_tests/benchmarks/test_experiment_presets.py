@@ -14,7 +14,7 @@ from itm_fast.training.config import DATA, MACHINE, OPTIMIZER, OUTPUT
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted(path.stem for path in (ROOT / "benchmarks" / "experiments").glob("*.yaml"))
-# Experiments with a result for every run. The others need a GPU and show missing cells as not run.
+# Experiments with a result for every run. The others are not complete, and show missing cells as not run.
 COMPLETE = ["addr", "dbl", "dbl-imitation", "fdf", "rcar", "selhn", "selhn-models", "vision"]
 # Rows that state a different budget.
 OTHER_BUDGETS = {"dbl": {"Baseline, twice the epochs"}}
