@@ -15,7 +15,7 @@ from torch import Tensor
 from itm_fast import Fragments, reference
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.tolerance import Form, assert_as_accurate
-from python_tests.shim.shim_backward import ROOM, BackwardKernels, Gradients
+from python_tests.shim.shim_backward import NEVER, ROOM, BackwardKernels, Gradients
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # Minimum relative distance of an attention weight to the threshold of a focal mode; below it, rounding may decide.
@@ -113,13 +113,14 @@ def check_gradients(
     *,
     room: int = ROOM,
     seed: int = 0,
+    dense_share: float = NEVER,
     **options: Any,
 ) -> Gradients:
     """Check the pair count and the errors of the gradients.
 
     An error may be at most twice that of plain PyTorch in float32, rounded to the dtype of the rows.
     """
-    found = run(kernels, queries, contexts, gradients, room=room, seed=seed, **options)
+    found = run(kernels, queries, contexts, gradients, room=room, seed=seed, dense_share=dense_share, **options)
     present = (queries.lengths > 0)[:, None] & (contexts.lengths > 0)
     assert found.pairs == int((present & (gradients != 0)).sum()), f"backward: {found.pairs} pairs"
     exact = reference_gradients(queries, contexts, gradients, torch.float64, **options)

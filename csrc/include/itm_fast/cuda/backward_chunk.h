@@ -22,6 +22,13 @@ struct CrossAttentionBackward {
   S *query_gradients, *context_gradients;  // null if not requested
   float *query_sums, *context_sums;        // gradients so far; null if one chunk holds all pairs
   int32_t* arrived;                        // zero: for the barriers of the grid
+  // Gradients of more than this share of all pairs take blocks of scores (block_plan.h). 1 or more: none do, and what
+  // follows has no place.
+  float dense_share;
+  TilePlan query_tiles, context_tiles;
+  float* query_norms;           // (queries.n_rows,)
+  uint64_t* longest;            // zero at first; then the length of the longest context set
+  int32_t *taken, *unsuitable;  // zero at first: tasks that blocks have taken; whether blocks of scores are refused
 
   // Null if the set is too long for a Gram matrix. The sum of the squares takes its place.
   template <int kParts = kMatrixParts>
