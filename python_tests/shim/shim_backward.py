@@ -47,6 +47,7 @@ class Gradients:
     pairs: int  # pairs that were differentiated
     launches: int
     blocks: str  # of scores, in place of lists: "taken", "refused" or "none"
+    longest_gram: int  # contexts of the longest set with a Gram matrix
 
 
 class BackwardKernels:
@@ -77,11 +78,11 @@ class BackwardKernels:
         )
         of_queries = np.full_like(queries, 777) if for_queries else None
         of_contexts = np.full_like(contexts, 777) if for_contexts else None
-        count, launches = np.full(1, 777, np.int64), np.zeros(2, np.int64)
+        count, launches = np.full(1, 777, np.int64), np.zeros(3, np.int64)
         operands = (gradients, queries, query_offsets, contexts, context_offsets)
         function = getattr(self.library, f"cross_attention_backward_{dtype}")
         call(function, ctypes.byref(settings), *operands, of_queries, of_contexts, count, launches)
-        return Gradients(of_queries, of_contexts, int(count[0]), int(launches[0]), ("none", "taken", "refused")[launches[1]])
+        return Gradients(of_queries, of_contexts, int(count[0]), int(launches[0]), ("none", "taken", "refused")[launches[1]], int(launches[2]))
 
     def workspace_bytes(
         self,

@@ -301,6 +301,18 @@ def test_gram_matrices_have_room_for_sets_a_quarter_longer_than_the_average(kern
         assert abs(matrices - 6 * 64 * length * longest) < 1024, length
 
 
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_a_few_long_sets_among_short_ones_have_gram_matrices(kernels: BackwardKernels, dtype: torch.dtype) -> None:
+    """They share what short sets leave of the room, in their order; 112 numbers for each context in all."""
+    queries, contexts = sets([3, 2], [5] * 12 + [130] + [7, 1, 128], dtype=dtype)
+    gradients = sparse_gradients(2, 16, 0.8, 0)
+    assert gradients[:, 12].any()
+    found = check_gradients(kernels, queries, contexts, gradients)
+    assert found.longest_gram == 130
+    queries, contexts = sets([3], [5, 641, 120], dtype=dtype)  # Room for the last one, but no set is that long.
+    assert check_gradients(kernels, queries, contexts, torch.ones(1, 3)).longest_gram == 120
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_small", [False, True])
 def test_rows_behind_the_last_set_have_no_gradient(

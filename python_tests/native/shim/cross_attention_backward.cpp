@@ -27,13 +27,14 @@ struct Settings {
             static_cast<Aggregation>(aggregation)};
   }
   BackwardSizes sizes() const {
-    return {query_sets,       query_rows,        context_sets, context_rows,                   dim,
-            for_queries != 0, for_contexts != 0, room,         static_cast<float>(dense_share)};
+    return {query_sets,        query_rows, context_sets,
+            context_rows,      dim,        for_queries != 0,
+            for_contexts != 0, room,       static_cast<float>(dense_share)};
   }
 };
 
 // Runs the kernels that the launcher launches; writes to `launches` their number, and 1 if blocks of scores took the
-// place of lists, or 2 if they were refused.
+// place of lists, or 2 if they were refused, and the length of the longest context set with a Gram matrix.
 template <typename S>
 const char* backward(const Settings& s, const float* gradients, const S* queries, const int64_t* query_offsets,
                      const S* contexts, const int64_t* context_offsets, S* query_gradients, S* context_gradients,
@@ -75,6 +76,7 @@ const char* backward(const Settings& s, const float* gradients, const S* queries
     ++launches[0];
   }
   launches[1] = *p.unsuitable != 0 ? 2 : *p.taken > 0 ? 1 : 0;
+  launches[2] = static_cast<int64_t>(*p.lists.longest);
   if (sizes.for_queries) std::copy_n(of_queries.memory, s.query_rows * s.dim, query_gradients);
   if (sizes.for_contexts) std::copy_n(of_contexts.memory, s.context_rows * s.dim, context_gradients);
   return report(problem);

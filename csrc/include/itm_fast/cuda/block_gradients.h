@@ -25,7 +25,8 @@ template <bool kAligned, typename S>
 ITM_FAST_DEVICE_APART void multiply_block(const BlockProduct<S>& product, int dim, int64_t task) {
   using Tile = BlockSums<S>;
   const int across = static_cast<int>(tiles_of(dim, Tile::kColumns));
-  const int first_row = static_cast<int>(task / across) * Tile::kRows, column = static_cast<int>(task % across) * Tile::kColumns;
+  const int first_row = static_cast<int>(task / across) * Tile::kRows,
+            column = static_cast<int>(task % across) * Tile::kColumns;
   const PartRange range{first_row, static_cast<int>(smaller(Tile::kRows, product.n_rows - first_row)),
                         column,    dim,
                         dim,       product.coefficients.stride};
@@ -49,10 +50,10 @@ ITM_FAST_DEVICE void multiply_blocks(const CrossAttentionBackward<S>& p, const B
   const TileRun &contexts = chunk.contexts, &queries = chunk.queries;
   const S* context_rows = p.lists.contexts.values + contexts.first_row * p.dim;
   const S* query_rows = p.lists.queries.values + queries.first_row * p.dim;
-  BlockProduct<S> of_queries{chunk.turned,   context_rows,    nullptr, queries.n_rows, contexts.n_rows,
-                             chunk.is_first_of_queries};
-  BlockProduct<S> of_contexts{chunk.weights,   query_rows,     nullptr, contexts.n_rows, queries.n_rows,
-                              chunk.is_first_of_contexts};
+  BlockProduct<S> of_queries{chunk.turned,   context_rows,    nullptr,
+                             queries.n_rows, contexts.n_rows, chunk.is_first_of_queries};
+  BlockProduct<S> of_contexts{chunk.weights,   query_rows,     nullptr,
+                              contexts.n_rows, queries.n_rows, chunk.is_first_of_contexts};
   if (p.query_gradients != nullptr) {
     of_queries.sums = p.query_sums + queries.first_row * p.dim;
   } else {
@@ -64,7 +65,8 @@ ITM_FAST_DEVICE void multiply_blocks(const CrossAttentionBackward<S>& p, const B
     of_contexts.n_rows = 0;
   }
   const bool queries_first = of_queries.depth >= of_contexts.depth;
-  const BlockProduct<S>&longest = queries_first ? of_queries : of_contexts, &other = queries_first ? of_contexts : of_queries;
+  const BlockProduct<S>&longest = queries_first ? of_queries : of_contexts,
+        &other = queries_first ? of_contexts : of_queries;
   const int64_t of_longest = longest.tasks(p.dim), tasks = of_longest + other.tasks(p.dim);
   while (true) {
     if (thread_index() == 0) next[0] = atomic_add(p.taken, 1) - static_cast<int32_t>(taken);
@@ -113,9 +115,10 @@ ITM_FAST_DEVICE void add_tile_sums(const CrossAttentionBackward<S>& p, const Blo
   }
 }
 
-// Step 4, after the last chunk of its contexts: M X, and the sums of the chunks. Rows of zeros have no gradient.
+// Step 4, after the last chunk of its contexts: M X, and the sums of the chunks. Rows of zeros have no gradient. A
+// separate function, so that its registers are its own.
 template <bool kAligned, typename S>
-ITM_FAST_DEVICE void finish_contexts(const CrossAttentionBackward<S>& p, const TileRun& run) {
+ITM_FAST_DEVICE_APART void finish_contexts(const CrossAttentionBackward<S>& p, const TileRun& run) {
   constexpr int kParts = RowParts<S>::kOfCoefficients;
   ITM_FAST_SHARED(int32_t, is_zero, PartTile<S>::kRows);
   const int64_t n_slices = slices_of(p.dim), tasks = (run.end_set - run.first_set) * n_slices;
@@ -126,9 +129,8 @@ ITM_FAST_DEVICE void finish_contexts(const CrossAttentionBackward<S>& p, const T
     const PartMatrix<kParts> matrix = p.template gram_of<kParts>(set);
     const S* values = p.lists.contexts.values + start;
     for (int first_row = 0; first_row < n; first_row += PartTile<S>::kRows) {
-      const PartRange range{first_row, static_cast<int>(smaller(PartTile<S>::kRows, n - first_row)),
-                            column,    dim,
-                            dim,       matrix.stride};
+      const PartRange range{
+          first_row, static_cast<int>(smaller(PartTile<S>::kRows, n - first_row)), column, dim, dim, matrix.stride};
       for (int row = warp(); row < range.n_rows; row += kGradientWarps) {
         const bool found = is_zero_row(values + (first_row + row) * p.dim, p.dim);
         if (lane() == 0) is_zero[row] = found ? 1 : 0;
@@ -160,7 +162,8 @@ ITM_FAST_DEVICE void finish_queries(const CrossAttentionBackward<S>& p) {
 }
 
 template <bool kAligned, typename S>
-ITM_FAST_DEVICE void backpropagate_chunk(const CrossAttentionBackward<S>& p, const BlockChunk<S>& chunk, int64_t& taken) {
+ITM_FAST_DEVICE void backpropagate_chunk(const CrossAttentionBackward<S>& p, const BlockChunk<S>& chunk,
+                                         int64_t& taken) {
   add_tile_sums(p, chunk);
   multiply_blocks<kAligned>(p, chunk, taken);
 }
@@ -173,8 +176,8 @@ ITM_FAST_DEVICE bool takes_blocks(const CrossAttentionBackward<S>& p) {
 }
 
 // All gradients, from blocks of scores. Returns 0, or the number of barriers if it leaves the gradients to the lists:
-// for sets longer than a tile, attended vectors that cancel, numbers that are not finite, or too little room. A separate
-// function, so that its registers are its own.
+// for sets longer than a tile, attended vectors that cancel, numbers that are not finite, or too little room. A
+// separate function, as are its steps, so that the registers of each are its own.
 template <typename S>
 ITM_FAST_DEVICE_APART int32_t backpropagate_blocks(const CrossAttentionBackward<S>& p) {
   int32_t rounds = 0;
@@ -190,8 +193,7 @@ ITM_FAST_DEVICE_APART int32_t backpropagate_blocks(const CrossAttentionBackward<
       const BlockChunk<S> chunk(p, chunks, across, down);
       const int64_t wide = chunk.queries.n_tiles(), tasks = chunk.contexts.n_tiles() * wide;
       for (int64_t task = block_index(); task < tasks; task += grid_blocks()) {
-        BlockScores<S>(p, chunk, chunk.contexts.first_tile + task / wide, chunk.queries.first_tile + task % wide)
-            .differentiate();
+        differentiate_scores(p, chunk, chunk.contexts.first_tile + task / wide, chunk.queries.first_tile + task % wide);
       }
       wait();
       if (load_coherent(p.unsuitable) != 0) return rounds;

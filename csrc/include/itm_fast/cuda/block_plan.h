@@ -11,7 +11,6 @@
 #pragma once
 
 #include "itm_fast/cuda/backward_chunk.h"
-#include "itm_fast/cuda/set_gram.h"
 
 namespace itm_fast::cuda {
 
@@ -47,10 +46,11 @@ struct BlockChunks {
   ITM_FAST_DEVICE explicit BlockChunks(const CrossAttentionBackward<S>& p) {
     constexpr int64_t kParts = RowParts<S>::kOfCoefficients, kRows = BlockTile::kRows, kColumns = BlockTile::kColumns;
     const int64_t of_contexts = *p.context_tiles.n_tiles, of_queries = *p.query_tiles.n_tiles;
-    const int64_t width = gram_stride(static_cast<int>(load_coherent(p.longest)));
+    const int64_t width = gram_stride(static_cast<int>(p.gram_contexts()));
     // A tile by a tile has two matrices of 16-bit parts, and a matrix of squares; a context tile has one more of these,
     // and room for a factor of each query.
-    const int64_t of_pair = kParts * (kRows + 8) * (kColumns + 8) + kRows * width + kColumns, of_context = kRows * width;
+    const int64_t of_pair = kParts * (kRows + 8) * (kColumns + 8) + kRows * width + kColumns,
+                  of_context = kRows * width;
     int64_t side = 1;
     while (4 * (side + 1) * (5 * (side + 1) * of_pair + of_context) <= p.room) ++side;
     context_tiles = 4 * side * (5 * side * of_pair + of_context) <= p.room ? 4 * side : 1;
@@ -88,24 +88,26 @@ struct BlockChunk {
   TileRun contexts, queries;
   bool is_first_of_contexts, is_last_of_contexts;  // of the chunks with these queries, or with these contexts
   bool is_first_of_queries;
-  int width;                     // of the rows of M
-  float* squares;                // (1 + query tiles, rows of contexts, width): M so far, and its terms
-  float* norms;                  // (context tiles, rows of queries): the terms of the factors of queries
-  PartMatrix<kParts> weights;    // W': (rows of queries, rows of contexts)
-  PartMatrix<kParts> turned;     // W: (rows of contexts, rows of queries)
+  int width;                   // of the rows of M
+  float* squares;              // (1 + query tiles, rows of contexts, width): M so far, and its terms
+  float* norms;                // (context tiles, rows of queries): the terms of the factors of queries
+  PartMatrix<kParts> weights;  // W': (rows of queries, rows of contexts)
+  PartMatrix<kParts> turned;   // W: (rows of contexts, rows of queries)
 
-  ITM_FAST_DEVICE BlockChunk(const CrossAttentionBackward<S>& p, const BlockChunks& chunks, int64_t across, int64_t down)
+  ITM_FAST_DEVICE BlockChunk(const CrossAttentionBackward<S>& p, const BlockChunks& chunks, int64_t across,
+                             int64_t down)
       : contexts(p.lists.contexts, p.context_tiles, across, chunks.context_tiles),
         queries(p.lists.queries, p.query_tiles, down, chunks.query_tiles),
         is_first_of_contexts(down == 0),
         is_last_of_contexts(down + 1 == chunks.down),
         is_first_of_queries(across == 0),
-        width(gram_stride(static_cast<int>(load_coherent(p.longest)))) {
+        width(gram_stride(static_cast<int>(p.gram_contexts()))) {
     squares = p.numbers;
     norms = squares + (1 + queries.n_tiles()) * contexts.n_rows * width;
     uint16_t* parts = reinterpret_cast<uint16_t*>(norms + contexts.n_tiles() * padded_parts(queries.n_rows));
     weights = {parts, static_cast<int>(padded_parts(contexts.n_rows))};
-    turned = {parts + int64_t{queries.n_rows} * kParts * weights.stride, static_cast<int>(padded_parts(queries.n_rows))};
+    turned = {parts + int64_t{queries.n_rows} * kParts * weights.stride,
+              static_cast<int>(padded_parts(queries.n_rows))};
   }
   // M of the first rows up to the chunk's, or its term of a query tile.
   ITM_FAST_DEVICE float* squares_of(int64_t slot) const { return squares + slot * contexts.n_rows * width; }
@@ -114,11 +116,11 @@ struct BlockChunk {
 // The Gram matrix of a context set in float32, in place of that in parts.
 template <typename S>
 ITM_FAST_DEVICE float* float_gram(const CrossAttentionBackward<S>& p, int64_t set) {
-  return reinterpret_cast<float*>(p.grams + p.lists.contexts.offset(set) * kMatrixParts * p.gram_contexts);
+  return reinterpret_cast<float*>(p.gram_of(set).first);
 }
 
-// Step 1 of backpropagate_blocks: tiles, Gram matrices and the norms of the queries. Refuses sets that are longer than a
-// tile, and offsets that do not ascend.
+// Step 1 of backpropagate_blocks: tiles, Gram matrices and the norms of the queries. Refuses sets that are longer than
+// a tile, and offsets that do not ascend.
 template <typename S>
 ITM_FAST_DEVICE void prepare_blocks(const CrossAttentionBackward<S>& p) {
   const SetRows<S>&queries = p.lists.queries, &contexts = p.lists.contexts;
@@ -135,9 +137,14 @@ ITM_FAST_DEVICE void prepare_blocks(const CrossAttentionBackward<S>& p) {
   for (int64_t set = block_index(); set < contexts.n_sets; set += grid_blocks()) {
     const int64_t length = contexts.length(set);
     if (length == 0 || length > BlockTile::kRows) continue;
-    if (thread_index() == 0) atomic_max(p.longest, static_cast<uint64_t>(length));
-    write_gram_of_set<kSetParts<S>>(contexts.values + contexts.offset(set) * p.dim, static_cast<int>(length), p.dim,
-                                    p.is_aligned, float_gram(p, set));
+    const S* rows = contexts.values + contexts.offset(set) * p.dim;
+    const int n = static_cast<int>(length), stride = gram_stride(n), padding = stride - n;
+    float* gram = float_gram(p, set);
+    each_product(rows, n, rows, n, p.dim, p.is_aligned,
+                 [&](int k, int l, float product) { gram[k * stride + l] = product; });
+    for (int i = thread_index(); i < n * padding; i += kGradientThreads) {
+      gram[i / padding * stride + n + i % padding] = 0.0f;
+    }
   }
   for (int64_t row = block_index() * kGradientWarps + warp(); row < queries.n_rows;
        row += grid_blocks() * kGradientWarps) {

@@ -119,11 +119,10 @@ class BlockScores {
     options.small_logits = false;  // The greatest numerator must be exactly 1, so that opposite vectors cancel.
     each_item([&](int, int column, int row, int n) {
       const int factors_at = column_sets[column] * BlockTile::kRows + row, at = row * kStride + column;
-      const float total =
-          attend_column([&](int k) { return static_cast<float>(scores[at + k * kStride]); },
-                        [&](int k) { return static_cast<float>(factors[factors_at + k]); },
-                        [&](int k, float e) { attention[at + k * kStride] = e; }, n, options)
-              .total;
+      const float total = attend_column([&](int k) { return static_cast<float>(scores[at + k * kStride]); },
+                                        [&](int k) { return static_cast<float>(factors[factors_at + k]); },
+                                        [&](int k, float e) { attention[at + k * kStride] = e; }, n, options)
+                              .total;
       for (int k = 0; k < n; ++k) attention[at + k * kStride] = attention[at + k * kStride] / total;
     });
     barrier();
@@ -133,25 +132,26 @@ class BlockScores {
   ITM_FAST_DEVICE void multiply_by_grams() const {
     ITM_FAST_DYNAMIC_SHARED(float, attention, Memory::kAttention, Memory::kMatrix);
     ITM_FAST_DYNAMIC_SHARED(float, mixed, Memory::kMixed, Memory::kMatrix);
-    each_part(n_columns_, [](int n) { return gram_stride(n) / kGramBlock; },
-              [&](int set, int row, int n, int part, int column) {
-                const int stride = gram_stride(n), first = part * kGramBlock;
-                const float* gram = float_gram(p_, contexts_.first_set + set) + first;
-                float sums[kGramBlock] = {};
-                for (int l = 0; l < n; ++l) {
-                  const float e = attention[(row + l) * kStride + column];
-                  ITM_FAST_UNROLLED
-                  for (int four = 0; four < kGramBlock; four += 4) {
-                    float loaded[4];
-                    load_four(loaded, gram + l * stride + four);
-                    for (int i = 0; i < 4; ++i) sums[four + i] += loaded[i] * e;
-                  }
-                }
-                ITM_FAST_UNROLLED
-                for (int i = 0; i < kGramBlock; ++i) {
-                  if (first + i < n) mixed[(row + first + i) * kStride + column] = sums[i];
-                }
-              });
+    each_part(
+        n_columns_, [](int n) { return gram_stride(n) / kGramBlock; },
+        [&](int set, int row, int n, int part, int column) {
+          const int stride = gram_stride(n), first = part * kGramBlock;
+          const float* gram = float_gram(p_, contexts_.first_set + set) + first;
+          float sums[kGramBlock] = {};
+          for (int l = 0; l < n; ++l) {
+            const float e = attention[(row + l) * kStride + column];
+            ITM_FAST_UNROLLED
+            for (int four = 0; four < kGramBlock; four += 4) {
+              float loaded[4];
+              load_four(loaded, gram + l * stride + four);
+              for (int i = 0; i < 4; ++i) sums[four + i] += loaded[i] * e;
+            }
+          }
+          ITM_FAST_UNROLLED
+          for (int i = 0; i < kGramBlock; ++i) {
+            if (first + i < n) mixed[(row + first + i) * kStride + column] = sums[i];
+          }
+        });
     barrier();
   }
 
@@ -284,29 +284,31 @@ class BlockScores {
     if (p_.context_gradients == nullptr) return;
     float* terms = chunk_.squares_of(1 + query_tile_);
     const auto sides = [](int n) { return (n + kSide - 1) / kSide; };
-    each_part(1, [&](int n) { return sides(n) * sides(n); }, [&](int set, int row, int n, int part, int) {
-      const int first_k = part / sides(n) * kSide, first_l = part % sides(n) * kSide;
-      int left[kSide], right[kSide];  // past the end, the last row again
-      for (int i = 0; i < kSide; ++i) {
-        left[i] = (row + (first_k + i < n ? first_k + i : n - 1)) * kStride;
-        right[i] = (row + (first_l + i < n ? first_l + i : n - 1)) * kStride;
-      }
-      float sums[kSide][kSide] = {};
-      for (int column = 0; column < n_columns_; ++column) {
-        const float square = squares[set * n_columns_ + column];
-        float l[kSide];
-        for (int i = 0; i < kSide; ++i) l[i] = attention[right[i] + column];
-        for (int i = 0; i < kSide; ++i) {
-          const float k = attention[left[i] + column] * square;
-          for (int e = 0; e < kSide; ++e) sums[i][e] += k * l[e];
-        }
-      }
-      for (int i = 0; i < kSide && first_k + i < n; ++i) {
-        for (int e = 0; e < kSide && first_l + e < n; ++e) {
-          terms[int64_t{first_row_ + row + first_k + i} * chunk_.width + first_l + e] = sums[i][e];
-        }
-      }
-    });
+    each_part(
+        1, [&](int n) { return sides(n) * sides(n); },
+        [&](int set, int row, int n, int part, int) {
+          const int first_k = part / sides(n) * kSide, first_l = part % sides(n) * kSide;
+          int left[kSide], right[kSide];  // past the end, the last row again
+          for (int i = 0; i < kSide; ++i) {
+            left[i] = (row + (first_k + i < n ? first_k + i : n - 1)) * kStride;
+            right[i] = (row + (first_l + i < n ? first_l + i : n - 1)) * kStride;
+          }
+          float sums[kSide][kSide] = {};
+          for (int column = 0; column < n_columns_; ++column) {
+            const float square = squares[set * n_columns_ + column];
+            float l[kSide];
+            for (int i = 0; i < kSide; ++i) l[i] = attention[right[i] + column];
+            for (int i = 0; i < kSide; ++i) {
+              const float k = attention[left[i] + column] * square;
+              for (int e = 0; e < kSide; ++e) sums[i][e] += k * l[e];
+            }
+          }
+          for (int i = 0; i < kSide && first_k + i < n; ++i) {
+            for (int e = 0; e < kSide && first_l + e < n; ++e) {
+              terms[int64_t{first_row_ + row + first_k + i} * chunk_.width + first_l + e] = sums[i][e];
+            }
+          }
+        });
   }
 
   const CrossAttentionBackward<S>& p_;
@@ -316,5 +318,12 @@ class BlockScores {
   int first_row_, first_column_;  // in the chunk
   int n_rows_ = 0, n_columns_ = 0;
 };
+
+// A separate function, so that its registers are its own.
+template <typename S>
+ITM_FAST_DEVICE_APART void differentiate_scores(const CrossAttentionBackward<S>& p, const BlockChunk<S>& chunk,
+                                                int64_t context_tile, int64_t query_tile) {
+  BlockScores<S>(p, chunk, context_tile, query_tile).differentiate();
+}
 
 }  // namespace itm_fast::cuda

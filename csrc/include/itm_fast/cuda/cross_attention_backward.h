@@ -27,7 +27,7 @@ namespace itm_fast::cuda {
 // matrix.
 template <typename S>
 ITM_FAST_DEVICE void write_grams(const CrossAttentionBackward<S>& p, const PairChunk& chunk) {
-  const int64_t runs = tiles_of(p.gram_contexts, SetTile::kRows);
+  const int64_t runs = tiles_of(p.gram_contexts(), SetTile::kRows);
   const int64_t tasks = (chunk.last_context - chunk.first_context) * runs;
   for (int64_t task = block_index(); task < tasks; task += grid_blocks()) {
     const int64_t set = chunk.first_context + task / runs;

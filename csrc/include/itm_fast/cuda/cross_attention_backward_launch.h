@@ -13,8 +13,8 @@ namespace itm_fast::cuda {
 // Numbers kept at a time, 4 bytes each: those of three pairs for each of 1,024 images of 36 regions with captions of 13
 // words take two times 28 MB.
 inline constexpr int64_t kRoomForNumbers = 7'000'000;
-// The longest context set with a Gram matrix is at least and at most this long. In between, it is a quarter longer than
-// the average set.
+// Context sets up to a quarter longer than the average, but at least the first number, have a Gram matrix. Longer ones,
+// up to the second, have one if there is room: in a batch of short sets for a few long ones.
 inline constexpr int64_t kLeastGram = 112, kMostGram = 640;
 // Blocks of backpropagate_pairs, each with kAttendedQueries float32 vectors: two per multiprocessor on every GPU so
 // far.
@@ -68,9 +68,9 @@ float* place_sums(S*, int64_t size, Workspace& workspace) {
 }
 
 // Dynamic shared memory of a block of backpropagate_pairs. The same for rows of every type.
-inline constexpr int64_t kBackwardBytes = std::max<int64_t>(
-    {PartTile<float>::kBytes, PartTile<Half>::kBytes, PartTile<SplitElement<3>>::kBytes, SetTile::kBytes,
-     BlockSums<float>::kBytes, BlockSums<Half>::kBytes, BlockMemory::kBytes});
+inline constexpr int64_t kBackwardBytes =
+    std::max<int64_t>({PartTile<float>::kBytes, PartTile<Half>::kBytes, PartTile<SplitElement<3>>::kBytes,
+                       SetTile::kBytes, BlockSums<float>::kBytes, BlockSums<Half>::kBytes, BlockMemory::kBytes});
 
 // Lays out p's workspace, apart from operands, options and results; returns the leading bytes that must be zero.
 template <typename S>
@@ -81,7 +81,7 @@ int64_t place_backward(CrossAttentionBackward<S>& p, const BackwardSizes& sizes,
   p.arrived = workspace.take<int32_t>(1);
   p.taken = workspace.take<int32_t>(1);
   p.unsuitable = workspace.take<int32_t>(1);
-  p.longest = workspace.take<uint64_t>(1);
+  lists.longest = workspace.take<uint64_t>(1);
   const int64_t zeros = workspace.bytes();
   lists.context_lists = workspace.take<int32_t>(sizes.pairs());
   lists.query_starts = workspace.take<int64_t>(sizes.pairs());
@@ -90,6 +90,10 @@ int64_t place_backward(CrossAttentionBackward<S>& p, const BackwardSizes& sizes,
   lists.first_pair = workspace.take<int64_t>(sizes.context_sets);
   lists.first_number = workspace.take<int64_t>(sizes.context_sets);
   lists.total_numbers = workspace.take<int64_t>(1);
+  lists.gram_starts = workspace.take<int64_t>(sizes.context_sets);
+  lists.sure_gram = sizes.gram_contexts();
+  lists.most_gram = kMostGram;
+  lists.gram_room = sizes.context_rows * lists.sure_gram;
   lists.query_lists = sizes.for_queries ? workspace.take<int32_t>(sizes.pairs()) : nullptr;
   lists.query_counts = sizes.for_queries ? workspace.take<int32_t>(sizes.query_sets) : nullptr;
   p.room = std::min(2 * sizes.numbers(), sizes.room);
@@ -97,8 +101,7 @@ int64_t place_backward(CrossAttentionBackward<S>& p, const BackwardSizes& sizes,
   if (!sizes.needs_gradients()) return zeros;
 
   p.numbers = workspace.take<float>(p.room);
-  p.gram_contexts = sizes.gram_contexts();
-  p.grams = workspace.take<uint16_t>(sizes.context_rows * kMatrixParts * p.gram_contexts);
+  p.grams = workspace.take<uint16_t>(kMatrixParts * lists.gram_room);
   p.query_factors = workspace.take<float>(sizes.query_rows);
   p.attended = workspace.take<float>(sizes.propagating_blocks() * kAttendedQueries * sizes.dim);
   p.may_need_chunks = std::is_same_v<S, float> || sizes.may_need_chunks();

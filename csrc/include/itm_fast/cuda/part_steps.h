@@ -169,11 +169,11 @@ class GranuleCopies {
     }
   }
 
-  int granule_;                                                       // of a step
-  int coefficient_stride_, coefficient_depth_, coefficient_place_;    // -1: no place
-  int coefficient_offsets_[kRowSpans];                                // of the lane's pieces
-  int row_stride_, depth_;                                            // depth in the granule
-  int columns_[kSpans], row_offsets_[kSpans], places_[kSpans];  // columns of a piece; -1: no place
+  int granule_;                                                     // of a step
+  int coefficient_stride_, coefficient_depth_, coefficient_place_;  // -1: no place
+  int coefficient_offsets_[kRowSpans];                              // of the lane's pieces
+  int row_stride_, depth_;                                          // depth in the granule
+  int columns_[kSpans], row_offsets_[kSpans], places_[kSpans];      // columns of a piece; -1: no place
 };
 
 }  // namespace itm_fast::cuda

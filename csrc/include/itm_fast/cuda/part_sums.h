@@ -2,10 +2,11 @@
 // result) in bfloat16 parts (part_matrix.h) and runs of rows B_t (depth of t, columns). B_t has the type S; the terms
 // may be anywhere in global memory. The gradient of a set's rows is such a sum, with a term for every pair of the set.
 //
-// A block computes kRows x kColumns of the result; each warp owns some columns, and all rows or half of them. Coefficients have three
-// parts for rows of float32, else two. Rows are split into parts in registers: three parts of float32, two of float16,
-// which are exact, one of bfloat16. Products of a step are added up separately, then added to the sums in float32. Sums
-// of bfloat16 rows do without: a list of 1,000 pairs is off by 2^-12 at most, and the result has 8 bits.
+// A block computes kRows x kColumns of the result; each warp owns some columns, and all rows or half of them.
+// Coefficients have three parts for rows of float32, else two. Rows are split into parts in registers: three parts of
+// float32, two of float16, which are exact, one of bfloat16. Products of a step are added up separately, then added to
+// the sums in float32. Sums of bfloat16 rows do without: a list of 1,000 pairs is off by 2^-12 at most, and the result
+// has 8 bits.
 #pragma once
 
 #include "itm_fast/cuda/part_steps.h"
@@ -139,8 +140,9 @@ ITM_FAST_DEVICE void add_step(WarpPartSums<Tile>& sums, int stage, int n_rows) {
       RowFragment<kParts> rows[2];
       ITM_FAST_UNROLLED
       for (int i = 0; i < 2 * kParts; ++i) {
-        load_matrix_transposed(rows[i / kParts].parts[i % kParts], coefficients,
-                               at + i / kParts * 16 * Tile::kCoefficientStride + i % kParts * Tile::kRows + sums.row_of(m));
+        load_matrix_transposed(
+            rows[i / kParts].parts[i % kParts], coefficients,
+            at + i / kParts * 16 * Tile::kCoefficientStride + i % kParts * Tile::kRows + sums.row_of(m));
       }
       multiply_step<Tile>(sums.sums[m] + n, rows, columns);
     }
@@ -190,8 +192,8 @@ ITM_FAST_DEVICE void list_granules(const PartTerm<S>& term, const PartRange& ran
   }
 }
 
-// Adds the terms term_at(entry), for entries from `first` up to `end`. Each lane looks up a term, so that the loads of 32
-// terms overlap. For all threads of the block; ends with a barrier. `thread`: its index.
+// Adds the terms term_at(entry), for entries from `first` up to `end`. Each lane looks up a term, so that the loads of
+// 32 terms overlap. For all threads of the block; ends with a barrier. `thread`: its index.
 template <bool kAligned, typename Tile, typename TermAt>
 ITM_FAST_DEVICE void add_terms(WarpPartSums<Tile>& sums, const PartRange& range, int32_t first, int32_t end,
                                const TermAt& term_at, int thread) {
@@ -224,9 +226,8 @@ ITM_FAST_DEVICE void sum_parts(const PartRange& range, int32_t first, int32_t en
   WarpPartSums<Tile> sums(thread);
   add_terms<kAligned>(sums, range, first, end, term_at, thread);
   ITM_FAST_PART_SUMS(row_sums);
-  sums.each(range.n_rows, range.width - range.column, [&](int row, int column, float sum) {
-    row_sums[row * Tile::kSumStride + column] = sum;
-  });
+  sums.each(range.n_rows, range.width - range.column,
+            [&](int row, int column, float sum) { row_sums[row * Tile::kSumStride + column] = sum; });
   barrier();
 }
 
