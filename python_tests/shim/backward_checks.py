@@ -182,3 +182,24 @@ def check_all_gradients(kernels: BackwardKernels) -> None:
             for one, other in ((found.queries, again.queries), (found.contexts, again.contexts)):
                 assert one.tobytes() == other.tobytes(), "backward: the order of the threads shows"
     check_gradients(kernels, *cancelling_sets(3), sparse_gradients(3, 3, 1.0, 0), temperature=0.01)
+
+
+def check_all_blocks(kernels: BackwardKernels) -> None:
+    """Check fixed cases of blocks of scores that planted faults must fail: chunks, and what lists must take."""
+    of_queries, of_contexts = [3, 1, 9, 40, 12, 30], [36, 4, 0, 36, 50]
+    queries = random_fragments(of_queries, 34, torch.float32, seed=1)
+    contexts = random_fragments(of_contexts, 34, torch.float32, seed=2)
+    gradients = sparse_gradients(len(of_queries), len(of_contexts), 0.9, 0)
+    for room in (150_000, 35_000):  # all tiles in one chunk, and one of each side
+        found = check_gradients(kernels, queries, contexts, gradients, room=room, seed=2, dense_share=0.0)
+        assert found.blocks == "taken", f"backward: blocks {found.blocks}"
+        again = run(kernels, queries, contexts, gradients, room=room, seed=10, dense_share=0.0)
+        for one, other in ((found.queries, again.queries), (found.contexts, again.contexts)):
+            assert one.tobytes() == other.tobytes(), "backward: the order of the threads shows"
+    for refused, options in (
+        (cancelling_sets(5), {"temperature": 0.01}),
+        ((queries, random_fragments([81, 3], 34, torch.float32, seed=2)), {}),
+    ):
+        gradients = sparse_gradients(len(refused[0]), len(refused[1]), 1.0, 0)
+        found = check_gradients(kernels, *refused, gradients, dense_share=0.0, **options)
+        assert found.blocks == "refused", f"backward: blocks {found.blocks}"

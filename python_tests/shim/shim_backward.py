@@ -82,7 +82,8 @@ class BackwardKernels:
         operands = (gradients, queries, query_offsets, contexts, context_offsets)
         function = getattr(self.library, f"cross_attention_backward_{dtype}")
         call(function, ctypes.byref(settings), *operands, of_queries, of_contexts, count, launches)
-        return Gradients(of_queries, of_contexts, int(count[0]), int(launches[0]), ("none", "taken", "refused")[launches[1]], int(launches[2]))
+        blocks = ("none", "taken", "refused")[launches[1]]
+        return Gradients(of_queries, of_contexts, int(count[0]), int(launches[0]), blocks, int(launches[2]))
 
     def workspace_bytes(
         self,
