@@ -74,7 +74,7 @@ def test_every_option(kernels: BackwardKernels, normalization: str, focal: str |
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_results_do_not_depend_on_the_order_of_blocks_and_threads(kernels: BackwardKernels, room: str) -> None:
-    """Nor on the number of blocks, which the driver draws from the seed; and a frozen side leaves the other as it is."""
+    """Nor on the number of blocks, which the seed draws; and a frozen side leaves the other as it is."""
     queries, contexts = sets(QUERIES, CONTEXTS, 40)
     gradients = sparse_gradients(len(QUERIES), len(CONTEXTS), 1.0, 0)
     both = run_blocks(kernels, queries, contexts, gradients, room=ROOMS[room])

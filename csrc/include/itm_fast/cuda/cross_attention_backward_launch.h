@@ -14,7 +14,7 @@ namespace itm_fast::cuda {
 // words take two times 28 MB.
 inline constexpr int64_t kRoomForNumbers = 7'000'000;
 // Context sets up to a quarter longer than the average, but at least the first number, have a Gram matrix. Longer ones,
-// up to the second, have one if there is room: in a batch of short sets for a few long ones.
+// up to the second, have one if there is room: for one of them, and for more in a batch of short sets.
 inline constexpr int64_t kLeastGram = 112, kMostGram = 640;
 // Blocks of backpropagate_pairs, each with kAttendedQueries float32 vectors: two per multiprocessor on every GPU so
 // far.
@@ -40,6 +40,10 @@ struct BackwardSizes {
   int64_t gram_contexts() const {
     const int64_t average = context_sets == 0 ? 0 : (context_rows + context_sets - 1) / context_sets;
     return padded_parts(std::clamp(average + average / 4, kLeastGram, kMostGram));
+  }
+  int64_t gram_room() const {
+    const int64_t longest = std::min(context_rows, kMostGram);
+    return context_rows * gram_contexts() + longest * padded_parts(longest);
   }
   // Whether there may be several chunks, or a pair that takes more than half of the room. Gradients then need float32
   // sums.
@@ -93,7 +97,7 @@ int64_t place_backward(CrossAttentionBackward<S>& p, const BackwardSizes& sizes,
   lists.gram_starts = workspace.take<int64_t>(sizes.context_sets);
   lists.sure_gram = sizes.gram_contexts();
   lists.most_gram = kMostGram;
-  lists.gram_room = sizes.context_rows * lists.sure_gram;
+  lists.gram_room = sizes.gram_room();
   lists.query_lists = sizes.for_queries ? workspace.take<int32_t>(sizes.pairs()) : nullptr;
   lists.query_counts = sizes.for_queries ? workspace.take<int32_t>(sizes.query_sets) : nullptr;
   p.room = std::min(2 * sizes.numbers(), sizes.room);
