@@ -8,10 +8,11 @@ work follow from the sizes and from the tiles of the kernels.
 from __future__ import annotations
 
 import functools
+import heapq
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,14 @@ class Launch:
         work: for each loop, units of work of all its warps.
         blocks: of equal work; a multiprocessor takes whole ones. 0: many.
         times: number of such launches.
+        tasks: instead of `blocks`, numbers and sizes of tasks, in the order in which free multiprocessors take them.
     """
 
     kernel: str
     work: Mapping[str, float]
     blocks: int = 0
     times: float = 1.0
+    tasks: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -157,8 +160,7 @@ def times(launch: Launch, device: str) -> dict[str, float]:
     for loop, units in launch.work.items():
         for name, value in counts_of(launch.kernel, loop, device).items():
             total[name] += units * value
-    # Multiprocessors without a block are idle, and the last ones finish alone.
-    uneven = math.ceil(launch.blocks / gpu.cores) * gpu.cores / launch.blocks if launch.blocks else 1.0
+    uneven = unevenness(launch, gpu.cores)
     cycles = clock(device) * gpu.cores / uneven
     return {
         "tensor cores": total["tensor"] * HMMA_OPERATIONS / (gpu.tensor_operations * gpu.mma_share) / cycles,
@@ -166,6 +168,20 @@ def times(launch: Launch, device: str) -> dict[str, float]:
         "shared memory": total["shared"] / cycles,
         "L2 cache": total["copied"] / (gpu.cache * clock(device)),
     }
+
+
+def unevenness(launch: Launch, cores: int) -> float:
+    """Return how much longer a launch takes than if all multiprocessors had equal work.
+
+    Multiprocessors without a block are idle, and the last ones finish alone.
+    """
+    if launch.tasks:
+        ends = [0.0] * cores
+        for count, size in launch.tasks:
+            for _ in range(count):
+                heapq.heapreplace(ends, ends[0] + size)
+        return max(ends) * cores / sum(ends)
+    return math.ceil(launch.blocks / cores) * cores / launch.blocks if launch.blocks else 1.0
 
 
 def predict(work: Work, device: str) -> Prediction:
@@ -240,17 +256,19 @@ def loss(batch: int, kernel: str = LOSS) -> Work:
 
 
 def backward(batch: int, dim: int = costs.DIM) -> Work:
-    """The backward of a loss over hardest negatives, three pairs for each anchor.
+    """The backward of a loss over hardest negatives, three pairs for each anchor."""
+    return Work(costs.backward(batch, dim), listed_pairs(3 * batch, dim))
 
-    Counts all loops that multiply the queries of a pair with its contexts, in whole tiles.
-    """
+
+def listed_pairs(pairs: int, dim: int = costs.DIM) -> tuple[Launch, ...]:
+    """Return the loops that multiply the queries of listed pairs with their contexts, in whole tiles."""
     work: dict[str, dict[str, float]] = {}
     for entry in counts():
         if entry["products"]:
             queries, contexts = (math.ceil(n / of) * of for n, of in zip((WORDS, REGIONS), entry["tile"], strict=True))
-            multiply_adds = entry["products"] * 3 * batch * queries * contexts * dim
+            multiply_adds = entry["products"] * pairs * queries * contexts * dim
             work.setdefault(entry["kernel"], {})[entry["loop"]] = multiply_adds / LANES
-    return Work(costs.backward(batch, dim), tuple(Launch(kernel, of_kernel) for kernel, of_kernel in work.items()))
+    return tuple(Launch(kernel, of_kernel) for kernel, of_kernel in work.items())
 
 
 def step(batch: int, dim: int = costs.DIM) -> Work:
@@ -314,7 +332,7 @@ def evaluation(images: int, captions: int, dim: int = costs.DIM) -> Work:
 
 def repeated(work: Work, count: float) -> Work:
     """Return the work of `count` such steps."""
-    launches: Sequence[Launch] = [Launch(one.kernel, one.work, one.blocks, one.times * count) for one in work.counted]
+    launches: Sequence[Launch] = [replace(one, times=one.times * count) for one in work.counted]
     return Work(work.cost.times(count), tuple(launches), work.elsewhere.times(count))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from itm_fast import Fragments, reference
 from python_tests.helpers.fragments import random_fragments
 from python_tests.helpers.tolerance import Form, assert_as_accurate
-from python_tests.shim.shim_backward import ROOM, BackwardKernels, Gradients
+from python_tests.shim.shim_backward import NEVER, ROOM, BackwardKernels, Gradients
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # Minimum relative distance of an attention weight to the threshold of a focal mode; below it, rounding may decide.
@@ -113,13 +113,14 @@ def check_gradients(
     *,
     room: int = ROOM,
     seed: int = 0,
+    dense_share: float = NEVER,
     **options: Any,
 ) -> Gradients:
     """Check the pair count and the errors of the gradients.
 
     An error may be at most twice that of plain PyTorch in float32, rounded to the dtype of the rows.
     """
-    found = run(kernels, queries, contexts, gradients, room=room, seed=seed, **options)
+    found = run(kernels, queries, contexts, gradients, room=room, seed=seed, dense_share=dense_share, **options)
     present = (queries.lengths > 0)[:, None] & (contexts.lengths > 0)
     assert found.pairs == int((present & (gradients != 0)).sum()), f"backward: {found.pairs} pairs"
     exact = reference_gradients(queries, contexts, gradients, torch.float64, **options)
@@ -181,3 +182,24 @@ def check_all_gradients(kernels: BackwardKernels) -> None:
             for one, other in ((found.queries, again.queries), (found.contexts, again.contexts)):
                 assert one.tobytes() == other.tobytes(), "backward: the order of the threads shows"
     check_gradients(kernels, *cancelling_sets(3), sparse_gradients(3, 3, 1.0, 0), temperature=0.01)
+
+
+def check_all_blocks(kernels: BackwardKernels) -> None:
+    """Check fixed cases of blocks of scores that planted faults must fail: chunks, and what lists must take."""
+    of_queries, of_contexts = [3, 1, 9, 40, 12, 30], [36, 4, 0, 36, 50]
+    queries = random_fragments(of_queries, 34, torch.float32, seed=1)
+    contexts = random_fragments(of_contexts, 34, torch.float32, seed=2)
+    gradients = sparse_gradients(len(of_queries), len(of_contexts), 0.9, 0)
+    for room in (150_000, 35_000):  # all tiles in one chunk, and one of each side
+        found = check_gradients(kernels, queries, contexts, gradients, room=room, seed=2, dense_share=0.0)
+        assert found.blocks == "taken", f"backward: blocks {found.blocks}"
+        again = run(kernels, queries, contexts, gradients, room=room, seed=10, dense_share=0.0)
+        for one, other in ((found.queries, again.queries), (found.contexts, again.contexts)):
+            assert one.tobytes() == other.tobytes(), "backward: the order of the threads shows"
+    for refused, options in (
+        (cancelling_sets(5), {"temperature": 0.01}),
+        ((queries, random_fragments([81, 3], 34, torch.float32, seed=2)), {}),
+    ):
+        gradients = sparse_gradients(len(refused[0]), len(refused[1]), 1.0, 0)
+        found = check_gradients(kernels, *refused, gradients, dense_share=0.0, **options)
+        assert found.blocks == "refused", f"backward: blocks {found.blocks}"

@@ -16,6 +16,7 @@ from python_tests.helpers.shim import call
 from python_tests.shim.shim_attention import AGGREGATIONS, FOCAL_MODES, NORMALIZATIONS
 
 ROOM = 7_000_000  # for the numbers of pairs, as in the launcher
+NEVER = 1.0  # the share of pairs above which blocks of scores take the place of lists
 
 
 class _Settings(ctypes.Structure):
@@ -29,6 +30,7 @@ class _Settings(ctypes.Structure):
         ("for_queries", ctypes.c_int64),
         ("for_contexts", ctypes.c_int64),
         ("room", ctypes.c_int64),
+        ("dense_share", ctypes.c_double),
         ("temperature", ctypes.c_double),
         ("negative_slope", ctypes.c_double),
         ("logsumexp_temperature", ctypes.c_double),
@@ -44,6 +46,8 @@ class Gradients:
     contexts: np.ndarray | None
     pairs: int  # pairs that were differentiated
     launches: int
+    blocks: str  # of scores, in place of lists: "taken", "refused" or "none"
+    longest_gram: int  # contexts of the longest set with a Gram matrix
 
 
 class BackwardKernels:
@@ -74,11 +78,12 @@ class BackwardKernels:
         )
         of_queries = np.full_like(queries, 777) if for_queries else None
         of_contexts = np.full_like(contexts, 777) if for_contexts else None
-        count, launches = np.full(1, 777, np.int64), np.zeros(1, np.int64)
+        count, launches = np.full(1, 777, np.int64), np.zeros(3, np.int64)
         operands = (gradients, queries, query_offsets, contexts, context_offsets)
         function = getattr(self.library, f"cross_attention_backward_{dtype}")
         call(function, ctypes.byref(settings), *operands, of_queries, of_contexts, count, launches)
-        return Gradients(of_queries, of_contexts, int(count[0]), int(launches[0]))
+        blocks = ("none", "taken", "refused")[launches[1]]
+        return Gradients(of_queries, of_contexts, int(count[0]), int(launches[0]), blocks, int(launches[2]))
 
     def workspace_bytes(
         self,
@@ -116,6 +121,7 @@ def _settings(
         for_queries,
         for_contexts,
         room,
+        options.get("dense_share", NEVER),
         options.get("temperature", 9.0),
         options.get("negative_slope", 0.1),
         options.get("logsumexp_temperature", 6.0),

@@ -15,7 +15,7 @@ struct Settings {
   uint64_t seed;
   int64_t query_sets, query_rows, context_sets, context_rows, dim;
   int64_t for_queries, for_contexts, room;
-  double temperature, negative_slope, logsumexp_temperature;
+  double dense_share, temperature, negative_slope, logsumexp_temperature;
   int64_t normalization, focal, aggregation;
 
   CrossAttentionOptions options() const {
@@ -27,11 +27,14 @@ struct Settings {
             static_cast<Aggregation>(aggregation)};
   }
   BackwardSizes sizes() const {
-    return {query_sets, query_rows, context_sets, context_rows, dim, for_queries != 0, for_contexts != 0, room};
+    return {query_sets,        query_rows, context_sets,
+            context_rows,      dim,        for_queries != 0,
+            for_contexts != 0, room,       static_cast<float>(dense_share)};
   }
 };
 
-// Runs the kernels that the launcher launches; writes the number of launches to `launches`.
+// Runs the kernels that the launcher launches; writes to `launches` their number, and 1 if blocks of scores took the
+// place of lists, or 2 if they were refused, and the length of the longest context set with a Gram matrix.
 template <typename S>
 const char* backward(const Settings& s, const float* gradients, const S* queries, const int64_t* query_offsets,
                      const S* contexts, const int64_t* context_offsets, S* query_gradients, S* context_gradients,
@@ -64,14 +67,16 @@ const char* backward(const Settings& s, const float* gradients, const S* queries
   std::fill_n(memory.memory, place_backward(p, sizes, workspace), static_cast<unsigned char>(0));
 
   std::string problem = shim::launch(sizes.list_blocks(), kListThreads, s.seed, [&] { list_pairs(p.lists); });
-  *launches = 1;
+  launches[0] = 1;
   // The number of blocks depends on the seed, because a GPU runs as many as are resident together.
   const int64_t blocks = std::min(sizes.propagating_blocks(), static_cast<int64_t>(1 + s.seed % 3));
   if (problem.empty() && blocks > 0) {
     problem =
         shim::launch_together(blocks, kGradientThreads, s.seed + 1, [&] { backpropagate_pairs(p); }, kBackwardBytes);
-    ++*launches;
+    ++launches[0];
   }
+  launches[1] = *p.unsuitable != 0 ? 2 : *p.taken > 0 ? 1 : 0;
+  launches[2] = static_cast<int64_t>(*p.lists.longest);
   if (sizes.for_queries) std::copy_n(of_queries.memory, s.query_rows * s.dim, query_gradients);
   if (sizes.for_contexts) std::copy_n(of_contexts.memory, s.context_rows * s.dim, context_gradients);
   return report(problem);

@@ -14,23 +14,29 @@ struct CrossAttentionBackward {
   float* numbers;  // of the pairs of a chunk
   int64_t room;    // how many
   bool may_need_chunks;
-  float* attended;        // kAttendedQueries vectors per block
-  uint16_t* grams;        // (contexts.n_rows, kMatrixParts, gram_contexts): a set's starts at its first row
-  int64_t gram_contexts;  // the longest context set with a Gram matrix
-  float* query_factors;   // (queries.n_rows,): of the queries in their own gradients
-  bool is_aligned;        // rows are aligned to 16 bytes
+  float* attended;                         // kAttendedQueries vectors per block
+  uint16_t* grams;                         // kMatrixParts for each element, see lists.gram_starts
+  float* query_factors;                    // (queries.n_rows,): of the queries in their own gradients
+  bool is_aligned;                         // rows are aligned to 16 bytes
   S *query_gradients, *context_gradients;  // null if not requested
   float *query_sums, *context_sums;        // gradients so far; null if one chunk holds all pairs
   int32_t* arrived;                        // zero: for the barriers of the grid
+  // Gradients of more than this share of all pairs take blocks of scores (block_plan.h). 1 or more: none do, and what
+  // follows has no place.
+  float dense_share;
+  TilePlan query_tiles, context_tiles;
+  float* query_norms;           // (queries.n_rows,)
+  int32_t *taken, *unsuitable;  // zero at first: tasks that blocks have taken; whether blocks of scores are refused
 
-  // Null if the set is too long for a Gram matrix. The sum of the squares takes its place.
+  // Null if there is no place for a Gram matrix. The sum of the squares takes its place.
   template <int kParts = kMatrixParts>
   ITM_FAST_DEVICE PartMatrix<kParts> gram_of(int64_t context) const {
-    const int64_t length = lists.contexts.length(context);
-    if (length > gram_contexts) return {nullptr, 0};
-    return {grams + lists.contexts.offset(context) * kMatrixParts * gram_contexts,
-            static_cast<int>(padded_parts(length))};
+    const int64_t start = lists.gram_starts[context];
+    if (start < 0) return {nullptr, 0};
+    return {grams + start * kMatrixParts, static_cast<int>(padded_parts(lists.contexts.length(context)))};
   }
+  // The longest set that has a Gram matrix.
+  ITM_FAST_DEVICE int64_t gram_contexts() const { return static_cast<int64_t>(*lists.longest); }
   ITM_FAST_DEVICE PairRows<S> rows_of(const ListedPair& pair) const {
     const int64_t query = lists.queries.offset(pair.query), context = lists.contexts.offset(pair.context);
     return {lists.queries.values + query * dim,

@@ -11,11 +11,13 @@
 //    set and dQ = sum_pairs W X + diag(sum of step 3) Q for a query set.
 //
 // All products are on tensor cores. Each sum is in the order of the set's list, without atomics, so results do not
-// depend on the order of blocks or threads, nor on their number. With K contexts, n queries and width d, a pair takes
+// depend on the order of blocks or threads, nor on their number. If most pairs have a gradient, backpropagate_blocks
+// (block_gradients.h) takes the place of these steps. With K contexts, n queries and width d, a pair takes
 // 3 K n d multiply-adds, and its context set K K d. A list with a pair for every set is no bottleneck: its pairs are
 // separate tasks, and its sums are split by columns.
 #pragma once
 
+#include "itm_fast/cuda/block_gradients.h"
 #include "itm_fast/cuda/pair_gradient.h"
 #include "itm_fast/cuda/set_gradients.h"
 
@@ -25,7 +27,7 @@ namespace itm_fast::cuda {
 // matrix.
 template <typename S>
 ITM_FAST_DEVICE void write_grams(const CrossAttentionBackward<S>& p, const PairChunk& chunk) {
-  const int64_t runs = tiles_of(p.gram_contexts, SetTile::kRows);
+  const int64_t runs = tiles_of(p.gram_contexts(), SetTile::kRows);
   const int64_t tasks = (chunk.last_context - chunk.first_context) * runs;
   for (int64_t task = block_index(); task < tasks; task += grid_blocks()) {
     const int64_t set = chunk.first_context + task / runs;
@@ -54,12 +56,24 @@ ITM_FAST_DEVICE void differentiate_pairs(const CrossAttentionBackward<S>& p, con
 template <typename S>
 ITM_FAST_DEVICE void backpropagate_pairs(const CrossAttentionBackward<S>& p) {
   ITM_FAST_SHARED(PairChunk, chunk, 1);  // It would take the registers of the sums.
-  if (thread_index() == 0) chunk[0] = chunk_of(p.lists, PairChunks(p), 0);
+  ITM_FAST_SHARED(int32_t, rounds, 1);   // of the barrier, before those of the lists
+  if (thread_index() == 0) {
+    chunk[0] = chunk_of(p.lists, PairChunks(p), 0);
+    rounds[0] = 0;
+  }
   clear_rows_of_no_set(p.lists.queries, p.query_gradients, p.dim);
   clear_rows_of_no_set(p.lists.contexts, p.context_gradients, p.dim);
   barrier();
+  if (takes_blocks(p)) {
+    const int32_t passed = backpropagate_blocks(p);
+    if (passed == 0) return;
+    if (thread_index() == 0) rounds[0] = passed;
+    barrier();
+  }
   while (true) {
-    const auto wait = [&](int step) { grid_barrier(p.arrived, static_cast<PairChunk>(chunk[0]).index * 4 + step); };
+    const auto wait = [&](int step) {
+      grid_barrier(p.arrived, rounds[0] + static_cast<PairChunk>(chunk[0]).index * 4 + step);
+    };
     write_grams<S>(p, chunk[0]);
     wait(1);
     differentiate_pairs<S>(p, chunk[0]);

@@ -13,18 +13,22 @@ namespace itm_fast::cuda {
 // Numbers kept at a time, 4 bytes each: those of three pairs for each of 1,024 images of 36 regions with captions of 13
 // words take two times 28 MB.
 inline constexpr int64_t kRoomForNumbers = 7'000'000;
-// The longest context set with a Gram matrix is at least and at most this long. In between, it is a quarter longer than
-// the average set.
+// Context sets up to a quarter longer than the average, but at least the first number, have a Gram matrix. Longer ones,
+// up to the second, have one if there is room: for one of them, and for more in a batch of short sets.
 inline constexpr int64_t kLeastGram = 112, kMostGram = 640;
 // Blocks of backpropagate_pairs, each with kAttendedQueries float32 vectors: two per multiprocessor on every GPU so
 // far.
 inline constexpr int64_t kPropagatingBlocks = 288;
+
+// Gradients of more than this share of all pairs take blocks of scores, whose work is that of all pairs.
+inline constexpr float kDenseShare = 0.65f;
 
 // The sizes of a call, known on the host.
 struct BackwardSizes {
   int64_t query_sets, query_rows, context_sets, context_rows, dim;
   bool for_queries, for_contexts;
   int64_t room = kRoomForNumbers;
+  float dense_share = kDenseShare;
 
   int64_t pairs() const { return query_sets * context_sets; }
   bool needs_gradients() const { return for_queries || for_contexts; }
@@ -37,9 +41,18 @@ struct BackwardSizes {
     const int64_t average = context_sets == 0 ? 0 : (context_rows + context_sets - 1) / context_sets;
     return padded_parts(std::clamp(average + average / 4, kLeastGram, kMostGram));
   }
+  int64_t gram_room() const {
+    const int64_t longest = std::min(context_rows, kMostGram);
+    return context_rows * gram_contexts() + longest * padded_parts(longest);
+  }
   // Whether there may be several chunks, or a pair that takes more than half of the room. Gradients then need float32
   // sums.
   bool may_need_chunks() const { return 2 * numbers() > room; }
+
+  // Whether sets are short enough for the tiles of blocks.
+  bool may_take_blocks() const {
+    return context_rows <= context_sets * BlockTile::kRows && query_rows <= query_sets * BlockTile::kColumns;
+  }
 
   int64_t list_blocks() const {
     return list_blocks_of_contexts(context_sets) + (for_queries ? tiles_of(query_sets, kListWarps) : 0);
@@ -59,8 +72,9 @@ float* place_sums(S*, int64_t size, Workspace& workspace) {
 }
 
 // Dynamic shared memory of a block of backpropagate_pairs. The same for rows of every type.
-inline constexpr int64_t kBackwardBytes = std::max<int64_t>(
-    {PartTile<float>::kBytes, PartTile<Half>::kBytes, PartTile<SplitElement<3>>::kBytes, SetTile::kBytes});
+inline constexpr int64_t kBackwardBytes =
+    std::max<int64_t>({PartTile<float>::kBytes, PartTile<Half>::kBytes, PartTile<SplitElement<3>>::kBytes,
+                       SetTile::kBytes, BlockSums<float>::kBytes, BlockSums<Half>::kBytes, BlockMemory::kBytes});
 
 // Lays out p's workspace, apart from operands, options and results; returns the leading bytes that must be zero.
 template <typename S>
@@ -69,6 +83,9 @@ int64_t place_backward(CrossAttentionBackward<S>& p, const BackwardSizes& sizes,
   lists.largest = workspace.take<uint64_t>(1);
   lists.finished = workspace.take<int32_t>(1);
   p.arrived = workspace.take<int32_t>(1);
+  p.taken = workspace.take<int32_t>(1);
+  p.unsuitable = workspace.take<int32_t>(1);
+  lists.longest = workspace.take<uint64_t>(1);
   const int64_t zeros = workspace.bytes();
   lists.context_lists = workspace.take<int32_t>(sizes.pairs());
   lists.query_starts = workspace.take<int64_t>(sizes.pairs());
@@ -77,6 +94,10 @@ int64_t place_backward(CrossAttentionBackward<S>& p, const BackwardSizes& sizes,
   lists.first_pair = workspace.take<int64_t>(sizes.context_sets);
   lists.first_number = workspace.take<int64_t>(sizes.context_sets);
   lists.total_numbers = workspace.take<int64_t>(1);
+  lists.gram_starts = workspace.take<int64_t>(sizes.context_sets);
+  lists.sure_gram = sizes.gram_contexts();
+  lists.most_gram = kMostGram;
+  lists.gram_room = sizes.gram_room();
   lists.query_lists = sizes.for_queries ? workspace.take<int32_t>(sizes.pairs()) : nullptr;
   lists.query_counts = sizes.for_queries ? workspace.take<int32_t>(sizes.query_sets) : nullptr;
   p.room = std::min(2 * sizes.numbers(), sizes.room);
@@ -84,12 +105,17 @@ int64_t place_backward(CrossAttentionBackward<S>& p, const BackwardSizes& sizes,
   if (!sizes.needs_gradients()) return zeros;
 
   p.numbers = workspace.take<float>(p.room);
-  p.gram_contexts = sizes.gram_contexts();
-  p.grams = workspace.take<uint16_t>(sizes.context_rows * kMatrixParts * p.gram_contexts);
+  p.grams = workspace.take<uint16_t>(kMatrixParts * lists.gram_room);
   p.query_factors = workspace.take<float>(sizes.query_rows);
   p.attended = workspace.take<float>(sizes.propagating_blocks() * kAttendedQueries * sizes.dim);
   p.may_need_chunks = std::is_same_v<S, float> || sizes.may_need_chunks();
+  p.dense_share = p.may_need_chunks && sizes.may_take_blocks() ? sizes.dense_share : 1.0f;
   if (!p.may_need_chunks) return zeros;
+  if (p.dense_share < 1.0f) {
+    p.query_norms = workspace.take<float>(sizes.query_rows);
+    place_plan(p.context_tiles, most_tiles(sizes.context_sets, sizes.context_rows, BlockTile::kRows), workspace);
+    place_plan(p.query_tiles, most_tiles(sizes.query_sets, sizes.query_rows, BlockTile::kColumns), workspace);
+  }
   if (sizes.for_queries) p.query_sums = place_sums(p.query_gradients, sizes.query_rows * sizes.dim, workspace);
   if (sizes.for_contexts) p.context_sums = place_sums(p.context_gradients, sizes.context_rows * sizes.dim, workspace);
   return zeros;

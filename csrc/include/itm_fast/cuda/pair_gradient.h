@@ -6,36 +6,52 @@
 
 namespace itm_fast::cuda {
 
-// The gradient of cosine j, given the gradient of the aggregate of all n.
-ITM_FAST_DEVICE float cosine_gradient(const float* cosine, int j, int n, float gradient, const PairOptions& options) {
+// The gradient of cosine(j), given the gradient of the aggregate of all n.
+template <typename Cosine>
+ITM_FAST_DEVICE float cosine_gradient(const Cosine& cosine, int j, int n, float gradient, const PairOptions& options) {
   if (options.aggregation == Aggregation::sum) return gradient;
   if (options.aggregation == Aggregation::mean) return gradient / static_cast<float>(n);
   if (options.aggregation == Aggregation::max) {  // All of it to the first of the greatest, or to the first NaN.
     int best = 0;
     for (int i = 1; i < n; ++i) {
-      if (!(cosine[best] != cosine[best]) && !(cosine[i] <= cosine[best])) best = i;
+      if (!(cosine(best) != cosine(best)) && !(cosine(i) <= cosine(best))) best = i;
     }
     return j == best ? gradient : 0.0f;
   }
   CosineAggregate aggregate;
-  for (int i = 0; i < n; ++i) aggregate.add(cosine[i], options);
-  return gradient * aggregate.share(cosine[j], options);
+  for (int i = 0; i < n; ++i) aggregate.add(cosine(i), options);
+  return gradient * aggregate.share(cosine(j), options);
 }
 
-// Through the aggregate and the cosines. The derivatives with respect to |q| and |c| are divided by those norms, which
-// makes them the factors of the vectors q and c themselves. A query of zeros has no gradient.
-ITM_FAST_DEVICE void differentiate_cosines(const PairNumbers& numbers, int n, float gradient,
-                                           const PairOptions& options) {
-  for (int j = thread_index(); j < n; j += kGradientThreads) {
-    const float incoming = cosine_gradient(numbers.cosine, j, n, gradient, options);
-    const float attended_norm = sqrtf(numbers.square[j]), query_norm = numbers.norm[j];
+// The derivatives of a cosine, times its gradient `incoming`. Those with respect to |q| and |c| are divided by these
+// norms, which makes them the factors of the vectors q and c themselves. A query of zeros has no gradient.
+struct CosineFactors {
+  float dot;     // of c in the gradient of q, and of q in that of c
+  float square;  // of c in its own gradient
+  float norm;    // of q in its own gradient
+
+  // For a cosine of a query of norm `query_norm` with an attended vector of squared norm `attended_square`.
+  ITM_FAST_DEVICE CosineFactors(float incoming, float cosine, float attended_square, float query_norm) {
+    const float attended_norm = sqrtf(attended_square);
     const float product = query_norm * attended_norm, least = static_cast<float>(kNormEpsilon);
     const bool is_divided = !(product < least);
     const float denominator = is_divided ? product : least;
-    const float shared = is_divided ? -incoming * numbers.cosine[j] / denominator : 0.0f;
-    numbers.dot[j] = query_norm == 0.0f ? 0.0f : incoming / denominator;
-    numbers.square[j] = is_divided ? shared * query_norm / attended_norm : 0.0f;
-    numbers.norm[j] = is_divided ? shared * attended_norm / query_norm : 0.0f;
+    const float shared = is_divided ? -incoming * cosine / denominator : 0.0f;
+    dot = query_norm == 0.0f ? 0.0f : incoming / denominator;
+    square = is_divided ? shared * query_norm / attended_norm : 0.0f;
+    norm = is_divided ? shared * attended_norm / query_norm : 0.0f;
+  }
+};
+
+// Through the aggregate and the cosines.
+ITM_FAST_DEVICE void differentiate_cosines(const PairNumbers& numbers, int n, float gradient,
+                                           const PairOptions& options) {
+  for (int j = thread_index(); j < n; j += kGradientThreads) {
+    const float incoming = cosine_gradient([&](int i) { return numbers.cosine[i]; }, j, n, gradient, options);
+    const CosineFactors factors(incoming, numbers.cosine[j], numbers.square[j], numbers.norm[j]);
+    numbers.dot[j] = factors.dot;
+    numbers.square[j] = factors.square;
+    numbers.norm[j] = factors.norm;
   }
 }
 
@@ -57,42 +73,47 @@ ITM_FAST_DEVICE void differentiate_attention(const PairNumbers& numbers, int n_q
   }
 }
 
-// Through the normalisation over the queries and the clip: the raw scores become their gradients; one thread per
-// context. The derivative of a norm at the zero row is zero.
+// Through the normalisation over the n queries and the clip, for one context: calls store(j, gradient of raw score j).
+// logit(j) is the gradient of a logit. The derivative of a norm at the zero row is zero.
 //
 // With the norm N of the clipped scores x, and u = x / N, the derivative of x / (N + e) maps the incoming gradient g,
 // divided by N + e, to g - v t + (e / (N + e)) v t, with t = sum g u, and v = u for l2, the signs of x for l1. In this
 // form the terms of a set of one query, with u = v = 1 or -1, cancel exactly.
+template <typename Raw, typename Logit, typename Store>
+ITM_FAST_DEVICE void differentiate_row(const Raw& raw_score, const Logit& logit, const Store& store, int n,
+                                       const RowNorm& row, const PairOptions& options) {
+  const bool softmax = options.is_softmax();
+  const bool is_divided = (options.is_l2() || options.is_l1()) && !(row.norm == 0.0f);
+  const auto unit = [&](float raw) {
+    return softmax ? row.normalized(raw, options) : is_divided ? options.clipped(raw) / row.norm : 0.0f;
+  };
+  float along = 0.0f;
+  for (int j = 0; j < n; ++j) along += logit(j) * unit(raw_score(j));
+  const float scale = softmax ? options.temperature : options.temperature / row.denominator;
+  const float rest = static_cast<float>(kNormEpsilon) / row.denominator;
+  for (int j = 0; j < n; ++j) {
+    const float raw = raw_score(j), clipped = options.clipped(raw);
+    float gradient = logit(j);
+    if (softmax) {
+      gradient = unit(raw) * (gradient - along);
+    } else if (is_divided) {
+      const float sign = clipped > 0.0f ? 1.0f : clipped < 0.0f ? -1.0f : clipped;  // NaN stays NaN.
+      const float direction = options.is_l2() ? unit(raw) : sign;
+      gradient = gradient - direction * along + rest * direction * along;
+    }
+    gradient *= scale;
+    if (options.clips && raw <= 0.0f) gradient *= options.negative_slope;
+    store(j, gradient);
+  }
+}
+
+// The raw scores become their gradients; one thread per context.
 ITM_FAST_DEVICE void differentiate_rows(const PairNumbers& numbers, int n_queries, int n_contexts,
                                         const PairOptions& options) {
   each_row(numbers, n_queries, n_contexts, options, [&](int k, const RowNorm& row) {
-    const bool softmax = options.is_softmax();
-    const bool is_divided = (options.is_l2() || options.is_l1()) && !(row.norm == 0.0f);
-    const auto unit = [&](float raw) {
-      return softmax ? row.normalized(raw, options) : is_divided ? options.clipped(raw) / row.norm : 0.0f;
-    };
-    float along = 0.0f;
-    for (int j = 0; j < n_queries; ++j) {
-      const int64_t at = j * numbers.stride + k;
-      along += numbers.mixed[at] * unit(numbers.scores[at]);
-    }
-    const float scale = softmax ? options.temperature : options.temperature / row.denominator;
-    const float rest = static_cast<float>(kNormEpsilon) / row.denominator;
-    for (int j = 0; j < n_queries; ++j) {
-      const int64_t at = j * numbers.stride + k;
-      const float raw = numbers.scores[at], clipped = options.clipped(raw);
-      float gradient = numbers.mixed[at];
-      if (softmax) {
-        gradient = unit(raw) * (gradient - along);
-      } else if (is_divided) {
-        const float sign = clipped > 0.0f ? 1.0f : clipped < 0.0f ? -1.0f : clipped;  // NaN stays NaN.
-        const float direction = options.is_l2() ? unit(raw) : sign;
-        gradient = gradient - direction * along + rest * direction * along;
-      }
-      gradient *= scale;
-      if (options.clips && raw <= 0.0f) gradient *= options.negative_slope;
-      numbers.scores[at] = gradient;
-    }
+    const auto at = [&](int j) { return int64_t{j} * numbers.stride + k; };
+    differentiate_row([&](int j) { return numbers.scores[at(j)]; }, [&](int j) { return numbers.mixed[at(j)]; },
+                      [&](int j, float gradient) { numbers.scores[at(j)] = gradient; }, n_queries, row, options);
   });
 }
 

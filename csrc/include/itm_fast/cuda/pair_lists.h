@@ -31,6 +31,11 @@ struct PairLists {
   int64_t most_numbers;  // that a pair may have
   uint64_t* largest;     // zero at first; then the most numbers of a pair that has a place
   int32_t* finished;     // zero
+  // Gram matrices of the context sets, with padded_parts of a set's length in a row. Sets up to `sure_gram` contexts
+  // have a place. Longer ones, up to `most_gram`, share what these leave of the room, in their order.
+  int64_t* gram_starts;  // (context sets,): elements before a set's matrix; -1 without a place
+  int64_t sure_gram, most_gram, gram_room;
+  uint64_t* longest;  // zero at first; then the length of the longest set with a place
 
   ITM_FAST_DEVICE bool has_gradient(int64_t query, int64_t context) const {
     return gradients[query * contexts.n_sets + context] != 0.0f;
@@ -170,36 +175,63 @@ ITM_FAST_DEVICE void list_query(const PairLists<S>& p, int64_t query) {
   if (lane() == 0) p.query_counts[query] = count;
 }
 
-// Sums the lists of the context sets: thread t sums a run of sets, then each run adds the runs before it.
+// The elements of a context set's Gram matrix, if it is of those that have a place, or of those that may have one.
+template <typename S>
+ITM_FAST_DEVICE int64_t gram_size(const PairLists<S>& p, int64_t context, bool is_sure) {
+  const int64_t length = p.contexts.length(context);
+  if (length > p.most_gram || (length <= p.sure_gram) != is_sure) return 0;
+  return length * padded_parts(length);
+}
+
+// Sums the lists of the context sets: thread t sums a run of sets, then each run adds the runs before it. The same for
+// the places of Gram matrices.
 template <typename S>
 ITM_FAST_DEVICE void add_up_lists(const PairLists<S>& p) {
   ITM_FAST_SHARED(int64_t, pairs_of_runs, kAddingThreads);
   ITM_FAST_SHARED(int64_t, numbers_of_runs, kAddingThreads);
+  ITM_FAST_SHARED(int64_t, sure_of_runs, kAddingThreads);
+  ITM_FAST_SHARED(int64_t, others_of_runs, kAddingThreads);
   const bool adds = thread_index() < kAddingThreads;
   const int64_t n_sets = p.contexts.n_sets, run = (n_sets + kAddingThreads - 1) / kAddingThreads;
   const int64_t begin = adds ? smaller(thread_index() * run, n_sets) : n_sets, end = smaller(begin + run, n_sets);
-  int64_t pairs = 0, numbers = 0;
+  int64_t pairs = 0, numbers = 0, sure = 0, others = 0;
   for (int64_t context = begin; context < end; ++context) {
     pairs += load_coherent(p.context_counts + context);
     numbers += load_coherent(p.context_numbers + context);
+    sure += gram_size(p, context, true);
+    others += gram_size(p, context, false);
   }
   if (adds) {
     pairs_of_runs[thread_index()] = pairs;
     numbers_of_runs[thread_index()] = numbers;
+    sure_of_runs[thread_index()] = sure;
+    others_of_runs[thread_index()] = others;
   }
   barrier();
   if (!adds) return;
-  pairs = numbers = 0;
-  for (int t = 0; t < thread_index(); ++t) {
-    pairs += pairs_of_runs[t];
-    numbers += numbers_of_runs[t];
+  pairs = numbers = sure = others = 0;
+  for (int t = 0; t < kAddingThreads; ++t) {
+    const bool is_before = t < thread_index();
+    pairs += is_before ? static_cast<int64_t>(pairs_of_runs[t]) : 0;
+    numbers += is_before ? static_cast<int64_t>(numbers_of_runs[t]) : 0;
+    sure += is_before ? static_cast<int64_t>(sure_of_runs[t]) : 0;
+    others += is_before ? others_of_runs[t] + sure_of_runs[t] : static_cast<int64_t>(sure_of_runs[t]);
   }
+  uint64_t longest = 0;
   for (int64_t context = begin; context < end; ++context) {
     p.first_pair[context] = pairs;
     p.first_number[context] = numbers;
     pairs += load_coherent(p.context_counts + context);
     numbers += load_coherent(p.context_numbers + context);
+    const int64_t length = p.contexts.length(context);
+    int64_t& before = length <= p.sure_gram ? sure : others;
+    const int64_t size = gram_size(p, context, length <= p.sure_gram);
+    const bool has_place = length <= p.most_gram && before + size <= p.gram_room;
+    p.gram_starts[context] = has_place ? before : -1;
+    before += size;
+    if (has_place && static_cast<uint64_t>(length) > longest) longest = static_cast<uint64_t>(length);
   }
+  if (longest > 0) atomic_max(p.longest, longest);
   if (thread_index() == kAddingThreads - 1) {
     *p.total = pairs;
     *p.total_numbers = numbers;

@@ -44,14 +44,18 @@ struct PartRange {
   int coefficient_stride;
 };
 
-template <typename S>
+// Narrow tiles suit the sums of a set, tiles of 128 rows those of a matrix (block_products.h), which take half of the
+// rows to a warp.
+template <typename S, int kTileRows = 48>
 struct PartTile {
+  using Row = S;
   static constexpr bool kFloat = std::is_same_v<S, float>, kSplit = RowParts<S>::kSplit;
   static constexpr int kRowParts = RowParts<S>::kOfRows, kParts = RowParts<S>::kOfCoefficients;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-  static constexpr int kRows = 48, kColumns = kSplit ? 128 : 256, kGranule = 8, kDepth = 4 * kGranule;
+  static constexpr int kRows = kTileRows, kRowWarps = kRows > 64 ? 2 : 1, kColumnWarps = kWarps / kRowWarps;
+  static constexpr int kColumns = kSplit || kRowWarps > 1 ? 128 : 256, kGranule = 8, kDepth = 4 * kGranule;
   static constexpr int kRing = kFloat || kSplit ? 2 : 3;
-  static constexpr int kRowTiles = kRows / 16, kColumnTiles = kColumns / kWarps / 8;
+  static constexpr int kRowTiles = kRows / 16 / kRowWarps, kColumnTiles = kColumns / kColumnWarps / 8;  // of a warp
   static constexpr int kListed = 128;  // granules in the table
   // Whether the products of a step are added up separately, because tensor cores truncate running sums.
   static constexpr bool kByStep = !std::is_same_v<S, BFloat16>;
@@ -67,8 +71,8 @@ struct PartTile {
   static constexpr int kRowsAt = kRing * kCoefficients * 2;
   static constexpr int kStageBytes = kRowsAt + kRing * kRowStage * static_cast<int>(sizeof(Unit));
 
-  // The sums take the place of the stages.
-  static constexpr int kSumStride = 256 + 4, kSums = kRows * kSumStride;
+  // The sums of narrow tiles take the place of the stages.
+  static constexpr int kSumStride = 256 + 4, kSums = kRowWarps > 1 ? 0 : kRows * kSumStride;
   static constexpr int kTableAt = kStageBytes > kSums * 4 ? kStageBytes : kSums * 4;
   static constexpr int kBytes = kTableAt + kListed * 32;
 };
@@ -81,28 +85,32 @@ struct alignas(16) Granule {
   int left;
 };
 #define ITM_FAST_GRANULES(granules) \
-  ITM_FAST_DYNAMIC_SHARED(Granule<S>, granules, PartTile<S>::kTableAt, PartTile<S>::kListed)
+  ITM_FAST_DYNAMIC_SHARED(Granule<typename Tile::Row>, granules, Tile::kTableAt, Tile::kListed)
 
 // Copies steps to stages. Depths outside of a term become zero. Rows of the result and columns outside of the matrices
 // are anything: their sums are not used. A warp copies four depths of one granule. A thread copies the same columns of
 // every step.
-template <bool kAligned, typename S>
+template <bool kAligned, typename Tile>
 class GranuleCopies {
-  using Tile = PartTile<S>;
+  using S = typename Tile::Row;
   using Unit = typename Tile::Unit;
   static constexpr int kDepths = 4, kPiecesOfRow = Tile::kColumns / Tile::kPiece;
   static constexpr int kMatrices = Tile::kSplit ? Tile::kRowParts : 1;
   static constexpr int kSpans = Tile::kFloat ? 2 : 1;        // of columns, each a piece per lane
   static constexpr int kLanesOfRow = kPiecesOfRow / kSpans;  // 16 or 32
   static constexpr int kRowsOfLane = kDepths * kLanesOfRow / 32;
+  static constexpr int kRowSpans = Tile::kRows > 64 ? 2 : 1;  // of the rows of the result, 64 each
 
  public:
   ITM_FAST_DEVICE GranuleCopies(const PartRange& range, int thread)
       : granule_(thread / 64), coefficient_stride_(range.coefficient_stride), row_stride_(range.row_stride) {
     const int lane = thread % 32, depth = thread / 32 % 2 * kDepths, piece = lane % 8 * 8;
     coefficient_depth_ = depth + lane / 8;
-    coefficient_offset_ = coefficient_depth_ * Tile::kParts * coefficient_stride_ +
-                          static_cast<int>(smaller(range.first_row + piece, coefficient_stride_ - 8));
+    for (int span = 0; span < kRowSpans; ++span) {
+      coefficient_offsets_[span] =
+          coefficient_depth_ * Tile::kParts * coefficient_stride_ +
+          static_cast<int>(smaller(range.first_row + span * 64 + piece, coefficient_stride_ - 8));
+    }
     coefficient_place_ =
         piece < Tile::kRows ? (granule_ * Tile::kGranule + coefficient_depth_) * Tile::kCoefficientStride + piece : -1;
     depth_ = depth + lane / kLanesOfRow * kRowsOfLane;
@@ -114,7 +122,7 @@ class GranuleCopies {
       row_offsets_[span] = depth_ * kMatrices * row_stride_ +
                            static_cast<int>(kAligned ? smaller(of_row, row_stride_ - Tile::kPiece) : of_row);
       // Warps multiply all of their columns, or none.
-      const int own = Tile::kColumns / Tile::kWarps;
+      const int own = Tile::kColumns / Tile::kColumnWarps;
       places_[span] = column / own * own < range.width - range.column ? stage_row + column : -1;
     }
   }
@@ -126,9 +134,10 @@ class GranuleCopies {
     if (coefficient_place_ >= 0) {
       const int target = stage * Tile::kCoefficients + coefficient_place_;
       ITM_FAST_UNROLLED
-      for (int part = 0; part < Tile::kParts; ++part) {
-        copy_async(coefficients, target + part * Tile::kRows,
-                   from.coefficients + (coefficient_offset_ + part * coefficient_stride_),
+      for (int i = 0; i < kRowSpans * Tile::kParts; ++i) {
+        const int span = i / Tile::kParts, part = i % Tile::kParts;
+        copy_async(coefficients, target + part * Tile::kRows + span * 64,
+                   from.coefficients + (coefficient_offsets_[span] + part * coefficient_stride_),
                    coefficient_depth_ < from.left ? 8 : 0);
       }
     }
@@ -160,10 +169,11 @@ class GranuleCopies {
     }
   }
 
-  int granule_;                                                                          // of a step
-  int coefficient_stride_, coefficient_depth_, coefficient_offset_, coefficient_place_;  // -1: no place
-  int row_stride_, depth_;                                                               // depth in the granule
-  int columns_[kSpans], row_offsets_[kSpans], places_[kSpans];  // columns of a piece; -1: no place
+  int granule_;                                                     // of a step
+  int coefficient_stride_, coefficient_depth_, coefficient_place_;  // -1: no place
+  int coefficient_offsets_[kRowSpans];                              // of the lane's pieces
+  int row_stride_, depth_;                                          // depth in the granule
+  int columns_[kSpans], row_offsets_[kSpans], places_[kSpans];      // columns of a piece; -1: no place
 };
 
 }  // namespace itm_fast::cuda

@@ -2,10 +2,11 @@
 // result) in bfloat16 parts (part_matrix.h) and runs of rows B_t (depth of t, columns). B_t has the type S; the terms
 // may be anywhere in global memory. The gradient of a set's rows is such a sum, with a term for every pair of the set.
 //
-// A block computes kRows x kColumns of the result; each warp owns some columns and all rows. Coefficients have three
-// parts for rows of float32, else two. Rows are split into parts in registers: three parts of float32, two of float16,
-// which are exact, one of bfloat16. Products of a step are added up separately, then added to the sums in float32. Sums
-// of bfloat16 rows do without: a list of 1,000 pairs is off by 2^-12 at most, and the result has 8 bits.
+// A block computes kRows x kColumns of the result; each warp owns some columns, and all rows or half of them.
+// Coefficients have three parts for rows of float32, else two. Rows are split into parts in registers: three parts of
+// float32, two of float16, which are exact, one of bfloat16. Products of a step are added up separately, then added to
+// the sums in float32. Sums of bfloat16 rows do without: a list of 1,000 pairs is off by 2^-12 at most, and the result
+// has 8 bits.
 #pragma once
 
 #include "itm_fast/cuda/part_steps.h"
@@ -14,28 +15,35 @@ namespace itm_fast::cuda {
 
 #define ITM_FAST_PART_SUMS(sums) ITM_FAST_DYNAMIC_SHARED(float, sums, 0, PartTile<float>::kSums)
 
-// The sums of a warp: all rows of a tile, its share of the columns.
-template <typename S>
+// The sums of a warp: its share of the rows and columns of a tile.
+template <typename Tile>
 struct WarpPartSums {
-  using Tile = PartTile<S>;
   float sums[Tile::kRowTiles][Tile::kColumnTiles][4] = {};
   int warp, lane;
 
   ITM_FAST_DEVICE explicit WarpPartSums(int thread) : warp(thread / 32), lane(thread % 32) {}
   // The first column of a tile of columns, from the first of the block.
-  ITM_FAST_DEVICE int column_of(int n) const { return (warp * Tile::kColumnTiles + n) * 8; }
+  ITM_FAST_DEVICE int column_of(int n) const {
+    const int share = Tile::kRowWarps > 1 ? warp % Tile::kColumnWarps : warp;
+    return (share * Tile::kColumnTiles + n) * 8;
+  }
+  ITM_FAST_DEVICE int row_of(int m) const {
+    const int share = Tile::kRowWarps > 1 ? warp / Tile::kColumnWarps : 0;
+    return (share * Tile::kRowTiles + m) * 16;
+  }
 
-  ITM_FAST_DEVICE void store(int n_rows, int n_columns) const {
-    ITM_FAST_PART_SUMS(row_sums);
+  // Calls body(row, column, sum) for the tiles of 16 rows and 8 columns that reach into the range.
+  template <typename Body>
+  ITM_FAST_DEVICE void each(int n_rows, int n_columns, const Body& body) const {
     ITM_FAST_UNROLLED
     for (int m = 0; m < Tile::kRowTiles; ++m) {
       ITM_FAST_UNROLLED
       for (int n = 0; n < Tile::kColumnTiles; ++n) {
-        if (m * 16 >= n_rows || column_of(n) >= n_columns) continue;
+        if (row_of(m) >= n_rows || column_of(n) >= n_columns) continue;
         ITM_FAST_UNROLLED
         for (int i = 0; i < 4; ++i) {
           const Place place = mma_sum_place(lane, i);
-          row_sums[(m * 16 + place.row) * Tile::kSumStride + column_of(n) + place.column] = sums[m][n][i];
+          body(row_of(m) + place.row, column_of(n) + place.column, sums[m][n][i]);
         }
       }
     }
@@ -43,13 +51,13 @@ struct WarpPartSums {
 };
 
 // Fragments of kTogether tiles of columns, 16 depths each.
-template <typename S>
-using StepColumns = ColumnFragment<RowParts<S>::kOfRows>[PartTile<S>::kTogether];
+template <typename Tile>
+using StepColumns = ColumnFragment<Tile::kRowParts>[Tile::kTogether];
 
 // Loads those of the tiles from `tile` and the depths from `depth`.
-template <typename S>
-ITM_FAST_DEVICE void load_columns_of_step(StepColumns<S>& columns, int stage, int depth, int first_column, int lane) {
-  using Tile = PartTile<S>;
+template <typename Tile>
+ITM_FAST_DEVICE void load_columns_of_step(StepColumns<Tile>& columns, int stage, int depth, int first_column,
+                                          int lane) {
   ITM_FAST_DYNAMIC_SHARED(typename Tile::Unit, rows, Tile::kRowsAt, Tile::kRing * Tile::kRowStage);
   const int first = stage * Tile::kRowStage + depth * Tile::kRowStride + first_column;
   if constexpr (Tile::kFloat) {
@@ -72,7 +80,7 @@ ITM_FAST_DEVICE void load_columns_of_step(StepColumns<S>& columns, int stage, in
       ITM_FAST_UNROLLED
       for (int j = 0; j < 4; ++j) {
         ColumnFragment<Tile::kRowParts>& column = columns[n + j / 2];
-        if constexpr (std::is_same_v<S, Half>) {
+        if constexpr (std::is_same_v<typename Tile::Row, Half>) {
           uint32_t parts[Tile::kRowParts];
           split_floats(fp16_value(static_cast<uint16_t>(loaded[j])), fp16_value(static_cast<uint16_t>(loaded[j] >> 16)),
                        parts);
@@ -86,10 +94,9 @@ ITM_FAST_DEVICE void load_columns_of_step(StepColumns<S>& columns, int stage, in
 }
 
 // Adds the products of 16 rows and kTogether tiles of columns, those of the smallest parts first.
-template <typename S>
-ITM_FAST_DEVICE void multiply_step(float (*sums)[4], const RowFragment<PartTile<S>::kParts> (&rows)[2],
-                                   const StepColumns<S> (&columns)[2]) {
-  using Tile = PartTile<S>;
+template <typename Tile>
+ITM_FAST_DEVICE void multiply_step(float (*sums)[4], const RowFragment<Tile::kParts> (&rows)[2],
+                                   const StepColumns<Tile> (&columns)[2]) {
   constexpr int kParts = Tile::kParts, kRowParts = Tile::kRowParts, kTogether = Tile::kTogether;
   float of_step[kTogether][4] = {};
   ITM_FAST_UNROLLED
@@ -114,9 +121,8 @@ ITM_FAST_DEVICE void multiply_step(float (*sums)[4], const RowFragment<PartTile<
 }
 
 // Adds the products of a step.
-template <typename S>
-ITM_FAST_DEVICE void add_step(WarpPartSums<S>& sums, int stage, int n_rows) {
-  using Tile = PartTile<S>;
+template <typename Tile>
+ITM_FAST_DEVICE void add_step(WarpPartSums<Tile>& sums, int stage, int n_rows) {
   constexpr int kParts = Tile::kParts;
   ITM_FAST_DYNAMIC_SHARED(uint16_t, coefficients, 0, Tile::kRing* Tile::kCoefficients);
   // Register i of a fragment: rows 8 (i % 2) and up, depths 8 (i / 2) and up.
@@ -124,31 +130,32 @@ ITM_FAST_DEVICE void add_step(WarpPartSums<S>& sums, int stage, int n_rows) {
   const int at = stage * Tile::kCoefficients + (lane / 16 * 8 + lane % 8) * Tile::kCoefficientStride + lane / 8 % 2 * 8;
   ITM_FAST_UNROLLED
   for (int n = 0; n < Tile::kColumnTiles; n += Tile::kTogether) {
-    StepColumns<S> columns[2];
+    StepColumns<Tile> columns[2];
     for (int half = 0; half < 2; ++half) {
-      load_columns_of_step<S>(columns[half], stage, half * 16, sums.column_of(n), lane);
+      load_columns_of_step<Tile>(columns[half], stage, half * 16, sums.column_of(n), lane);
     }
     ITM_FAST_UNROLLED
     for (int m = 0; m < Tile::kRowTiles; ++m) {
-      if (m * 16 >= n_rows) break;
+      if (sums.row_of(m) >= n_rows) break;
       RowFragment<kParts> rows[2];
       ITM_FAST_UNROLLED
       for (int i = 0; i < 2 * kParts; ++i) {
-        load_matrix_transposed(rows[i / kParts].parts[i % kParts], coefficients,
-                               at + i / kParts * 16 * Tile::kCoefficientStride + i % kParts * Tile::kRows + m * 16);
+        load_matrix_transposed(
+            rows[i / kParts].parts[i % kParts], coefficients,
+            at + i / kParts * 16 * Tile::kCoefficientStride + i % kParts * Tile::kRows + sums.row_of(m));
       }
-      multiply_step<S>(sums.sums[m] + n, rows, columns);
+      multiply_step<Tile>(sums.sums[m] + n, rows, columns);
     }
   }
 }
 
 // Adds the listed granules, `count` of them. For all threads of the block; ends with a barrier.
-template <typename S, typename Copies>
-ITM_FAST_DEVICE void add_granules(WarpPartSums<S>& sums, const Copies& copies, int count, int n_rows, int n_columns) {
-  using Tile = PartTile<S>;
+template <typename Tile, typename Copies>
+ITM_FAST_DEVICE void add_granules(WarpPartSums<Tile>& sums, const Copies& copies, int count, int n_rows,
+                                  int n_columns) {
   constexpr int kRing = Tile::kRing, kAhead = kRing - 1, kOfStep = Tile::kDepth / Tile::kGranule;
   const int steps = (count + kOfStep - 1) / kOfStep;
-  const bool multiplies = sums.column_of(0) < n_columns;
+  const bool multiplies = sums.column_of(0) < n_columns && (Tile::kRowWarps == 1 || sums.row_of(0) < n_rows);
   for (int step = 0; step < kAhead; ++step) {
     if (step < steps) copies.start(step, step);
     commit_copies();
@@ -169,9 +176,8 @@ ITM_FAST_DEVICE void add_granules(WarpPartSums<S>& sums, const Copies& copies, i
 
 // Writes the granules of the terms to the table, from granule `begin` of all: those of the lane's term start at
 // `start`. The last step is filled up with empty ones.
-template <typename S>
+template <typename Tile, typename S>
 ITM_FAST_DEVICE void list_granules(const PartTerm<S>& term, const PartRange& range, int start, int begin, int count) {
-  using Tile = PartTile<S>;
   ITM_FAST_GRANULES(granules);
   const int64_t row_stride = int64_t{Tile::kSplit ? Tile::kRowParts : 1} * range.row_stride;
   for (int depth = warp() * Tile::kGranule; depth < term.depth; depth += Tile::kWarps * Tile::kGranule) {
@@ -186,18 +192,15 @@ ITM_FAST_DEVICE void list_granules(const PartTerm<S>& term, const PartRange& ran
   }
 }
 
-// Writes the sum of the terms term_at(entry), for entries from `first` up to `end`, to ITM_FAST_PART_SUMS: row r and
-// column c of the range at r * kSumStride + c. Each lane looks up a term, so that the loads of 32 terms overlap. For
-// all threads of the block; ends with a barrier.
-template <bool kAligned, typename S, typename TermAt>
-ITM_FAST_DEVICE void sum_parts(const PartRange& range, int32_t first, int32_t end, const TermAt& term_at) {
-  using Tile = PartTile<S>;
-  const int thread = opaque(thread_index());  // What depends on it would take registers outside of this function.
-  WarpPartSums<S> sums(thread);
-  const GranuleCopies<kAligned, S> copies(range, thread);
+// Adds the terms term_at(entry), for entries from `first` up to `end`. Each lane looks up a term, so that the loads of
+// 32 terms overlap. For all threads of the block; ends with a barrier. `thread`: its index.
+template <bool kAligned, typename Tile, typename TermAt>
+ITM_FAST_DEVICE void add_terms(WarpPartSums<Tile>& sums, const PartRange& range, int32_t first, int32_t end,
+                               const TermAt& term_at, int thread) {
+  const GranuleCopies<kAligned, Tile> copies(range, thread);
   const int n_columns = range.width - range.column;
   for (; first < end; first += 32) {
-    PartTerm<S> term{};
+    PartTerm<typename Tile::Row> term{};
     if (first + lane() < end) term = term_at(first + lane());
     const int of_term = (term.depth + Tile::kGranule - 1) / Tile::kGranule;
     int upto = of_term;
@@ -208,12 +211,23 @@ ITM_FAST_DEVICE void sum_parts(const PartRange& range, int32_t first, int32_t en
     const int total = shuffle(upto, 31);
     for (int begin = 0; begin < total; begin += Tile::kListed) {
       const int count = static_cast<int>(smaller(total - begin, Tile::kListed));
-      list_granules(term, range, upto - of_term, begin, count);
+      list_granules<Tile>(term, range, upto - of_term, begin, count);
       barrier();  // The table is complete.
       add_granules(sums, copies, count, range.n_rows, n_columns);
     }
   }
-  sums.store(range.n_rows, n_columns);
+}
+
+// Writes the sum of the terms to ITM_FAST_PART_SUMS: row r and column c of the range at r * kSumStride + c.
+template <bool kAligned, typename S, typename TermAt>
+ITM_FAST_DEVICE void sum_parts(const PartRange& range, int32_t first, int32_t end, const TermAt& term_at) {
+  using Tile = PartTile<S>;
+  const int thread = opaque(thread_index());  // What depends on it would take registers outside of this function.
+  WarpPartSums<Tile> sums(thread);
+  add_terms<kAligned>(sums, range, first, end, term_at, thread);
+  ITM_FAST_PART_SUMS(row_sums);
+  sums.each(range.n_rows, range.width - range.column,
+            [&](int row, int column, float sum) { row_sums[row * Tile::kSumStride + column] = sum; });
   barrier();
 }
 

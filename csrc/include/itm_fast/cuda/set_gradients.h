@@ -123,7 +123,7 @@ ITM_FAST_DEVICE void sum_norms(const CrossAttentionBackward<S>& p, const PairChu
 template <typename S>
 ITM_FAST_DEVICE void sum_lists(const CrossAttentionBackward<S>& p, const PairChunk& chunk) {
   if (p.context_gradients != nullptr) {
-    const int64_t runs = tiles_of(p.gram_contexts, PartTile<S>::kRows);
+    const int64_t runs = tiles_of(p.gram_contexts(), PartTile<S>::kRows);
     const int64_t tasks = (chunk.last_context - chunk.first_context) * runs;
     for (int64_t task = block_index(); task < tasks; task += grid_blocks()) {
       sum_squares(p, chunk, chunk.first_context + task / runs, static_cast<int>(task % runs) * PartTile<S>::kRows);

@@ -28,8 +28,7 @@ struct ProductTile {
   static constexpr int kWarps = kWarpRows * kWarpColumns, kThreads = 32 * kWarps;
   static constexpr int kRowTiles = (kRows / 16 + kWarpRows - 1) / kWarpRows;  // per warp; the last may lie outside
   static constexpr int kColumnTiles = kColumns / 8 / kWarpColumns;
-  // Gram matrices are products of the rows with themselves.
-  static_assert(kRows % 16 == 0 && kColumns % (16 * kWarpColumns) == 0 && kRows <= kColumns && kStages >= 2);
+  static_assert(kRows % 16 == 0 && kColumns % (16 * kWarpColumns) == 0 && kStages >= 2);
 
   static constexpr int kSlice = 32;  // of a row, in 16-bit units: 64 bytes
   static constexpr int kStage = (kRows + kColumns) * kSlice;

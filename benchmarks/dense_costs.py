@@ -1,0 +1,102 @@
+"""The backward of scores in blocks, for gradients of all pairs, in the cost model: operations, bytes and counted loops.
+
+Inside: `Chunks`, `chunks`, `backward_cost`, `backward`, `step`. Images have 36 regions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from benchmarks import costs
+from benchmarks.costs import DIM, ELEMENT, REGIONS, SOFTMAX_OPERATIONS, WORDS, Cost
+from benchmarks.kernels import LANES, TILE_WARPS, Launch, Work, loss, scores, slices
+from itm_fast.benchmarking.workloads import caption_lengths
+
+__all__ = ["Chunks", "backward", "backward_cost", "chunks", "step"]
+
+KERNEL = "backpropagate_pairs<BFloat16>"
+# Rows of a tile of regions and of one of words, parts of a coefficient, rows and columns of a task of a product, and
+# numbers in the workspace (block_plan.h, part_steps.h, cross_attention_backward_launch.h).
+ROWS, COLUMNS, PARTS, SIDE, ROOM = 80, 64, 2, 128, 7_000_000
+DEPTH = 32  # of a step of a product
+WIDTH = math.ceil(REGIONS / 8) * 8  # of a row of a Gram matrix
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Runs of context tiles and of query tiles, and the tiles of each."""
+
+    across: int
+    down: int
+    context_tiles: int
+    query_tiles: int
+
+
+def chunks(context_tiles: int, query_tiles: int, room: int = ROOM) -> Chunks:
+    """Return how tiles are divided into chunks, as BlockChunks in block_plan.h does."""
+    of_context = ROWS * WIDTH
+    of_pair = PARTS * (ROWS + 8) * (COLUMNS + 8) + of_context + COLUMNS
+    side = 1
+    while 4 * (side + 1) * (5 * (side + 1) * of_pair + of_context) <= room:
+        side += 1
+    across = 4 * side if 4 * side * (5 * side * of_pair + of_context) <= room else 1
+    down = math.ceil(query_tiles / min((room // across - of_context) // of_pair, query_tiles))
+    of_queries = math.ceil(query_tiles / down)
+    across = math.ceil(context_tiles / min(room // (of_queries * of_pair + of_context), context_tiles))
+    return Chunks(across, down, math.ceil(context_tiles / across), of_queries)
+
+
+def backward_cost(batch: int, dim: int = DIM, words: float = WORDS, element: int = ELEMENT) -> Cost:
+    """Return the cost of the backward of a loss over all negatives.
+
+    As `costs.backward`, for all pairs. Products of `K K n` numbers are on the ordinary units here.
+    """
+    pairs, rows = batch**2, batch * (REGIONS + words)
+    products = 2 * (pairs * 5 * REGIONS * words * dim + 3 * batch * REGIONS**2 * dim)
+    other = pairs * words * (2 * SOFTMAX_OPERATIONS * REGIONS + 2 * 2 * REGIONS**2)
+    return Cost(products, other, 2 * element * rows * dim + 4 * batch**2, launches=3)
+
+
+def backward(batch: int, dim: int = DIM) -> Work:
+    """The backward of a loss over all negatives. Steps between barriers of the grid count as launches of their own."""
+    lengths = caption_lengths(batch).tolist()
+    context_tiles, query_tiles = costs.tiles([REGIONS] * batch, ROWS), costs.tiles(lengths, COLUMNS)
+    found = chunks(context_tiles, query_tiles)
+    count = found.across * found.down
+    contexts, queries = batch * REGIONS / found.across, sum(lengths) / found.down  # rows of a chunk
+    pairs = math.ceil(context_tiles * query_tiles / count)
+    raw = contexts * queries / LANES
+    tile = {
+        # Of five groups of 16 rows, a warp takes three at most, of eight groups of 8 columns two; two steps of 16.
+        "block product": pairs * slices(dim) * TILE_WARPS * 3 * 2 * 2,
+        "block statistics": 2 * raw,
+        "block attention": raw,
+        "block Gram rows": raw * WIDTH / 8,
+        "block cosines": raw,
+        "block columns": 2 * raw,
+        "block rows": raw,
+        "block weights": raw,
+        "turned block weights": raw,
+        "block squares": raw * REGIONS,
+    }
+    # For each product: rows in groups of 16, times the depth in steps, in parts.
+    sides = ((contexts, queries), (queries, contexts))
+    hmma = sum(
+        math.ceil(rows / 16) * (dim / 8) * math.ceil(depth / DEPTH) * (DEPTH / 16) * PARTS for rows, depth in sides
+    )
+    tasks = [(math.ceil(rows / SIDE) * math.ceil(dim / SIDE), float(depth)) for rows, depth in sides]
+    # Rows in three groups of 16, depth in groups of 8.
+    squares = 48 * WIDTH * batch * dim / LANES
+    launches = (
+        Launch(KERNEL, {"raw scores": batch * 48**2 * dim / LANES}, batch),
+        Launch(KERNEL, tile, pairs, count),
+        Launch(KERNEL, {"block sums": hmma}, 0, count, tuple(sorted(tasks, key=lambda task: -task[1]))),
+        Launch(KERNEL, {"contexts": squares}, batch * math.ceil(dim / 256)),
+    )
+    return Work(backward_cost(batch, dim), launches)
+
+
+def step(batch: int, dim: int = DIM) -> Work:
+    """Scores, a loss over all negatives, and the gradients of regions and words."""
+    return scores(batch, batch, dim) + loss(batch) + backward(batch, dim)
