@@ -121,8 +121,7 @@ def _trainer(
             if isinstance(model, models.MatchingModel):
                 for data in (train_data, validation_data):
                     data.check_caption_lengths(model.max_caption_length)
-                    if model.reads_tags:
-                        data.read_tags()
+                    model.prepare(data)
                 anchor = frozen_anchor(config, model, vocabulary, resume=resume)
         if train_data is None or validation_data is None:
             raise ValueError("train_data, validation_data: expected both or none")

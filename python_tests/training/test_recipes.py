@@ -65,6 +65,7 @@ SOURCES = {
     "dbl": "Deep Boosting Learning", "oscar": "Object-Semantics Aligned",
     "scan": "Lee et al.", "rcar": "Plug-and-Play", "bfan": "Liu et al.", "vsepp": "Faghri et al.",
     "vse-infty": "Best Pooling Strategy", "vse-": "Selectively Hard Negative", "rvse": "Selectively Hard Negative",
+    "pfan": "Position Focused Attention Network",
     "naaf": "Negative-Aware Attention", "camp": "Cross-Modal Adaptive Message Passing",
     "saem": "Fragment Self-Attention Embeddings", "esa": "External Space Attention Aggregation",
     "s": "Similarity Reasoning and Filtration",
@@ -214,6 +215,15 @@ PUBLISHED |= {
     f"esa{suffix}-{data}": ("esa", {**INFTY, **numbers}, {"embed_dim": 1024, **options, "image_encoder": "residual"})
     for data in ("f30k", "coco")
     for suffix, numbers, options in (("", {}, {**GRU, "word_dropout": 0.1}), ("-bert", SLOW_BERT, BERT))
+}
+PUBLISHED |= {
+    f"pfan-{way}-{data}": (
+        "pfan",
+        {"epochs": 30, "lr": lr, "lr_decay_every": 15},
+        {**SCAN, **MEAN, **options, "position_grid": 16, "position_blocks": 15, "position_dim": 200, **peak},
+    )
+    for way, options, peak in (("t2i", T2I, {"peak_weight": 0.5}), ("i2t", I2T, {}))
+    for data, lr in (("f30k", 2e-4), ("coco", 5e-4))
 }
 # The paper keeps the settings of its hosts.
 FDF = {"conversions": 8, "conversion_layer": "ffn", "online_weight": 0.5}
