@@ -21,6 +21,9 @@ from itm_fast.fragments import Fragments
 
 Indices = Tensor | np.ndarray | Sequence[int]
 
+# Mixed with the seed, so that noise differs from the order of the batches.
+_NOISE = 0x4E
+
 
 @attrs.frozen(eq=False)
 class Batch:
@@ -144,6 +147,26 @@ class CaptionDataset:
 
     def __len__(self) -> int:
         return len(self.captions)
+
+    def shuffle_captions(self, share: float, seed: int) -> None:
+        """Give a share of the captions the image of another one of them: noisy correspondence.
+
+        The images of `int(share * n)` captions are permuted at random; a few captions may keep theirs. Source: Huang et
+        al., "Learning with Noisy Correspondence for Cross-modal Matching" (NeurIPS 2021).
+
+        Args:
+            share: from 0 to below 1.
+            seed: the same seed gives the same captions.
+
+        Raises:
+            ValueError: the share is out of bounds.
+        """
+        if not 0 <= share < 1:
+            raise ValueError(f"noise: expected a share from 0 to below 1, got {share}")
+        random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, _NOISE])))
+        chosen = torch.from_numpy(random.permutation(len(self))[: int(share * len(self))])
+        self.caption_image = self.caption_image.clone()
+        self.caption_image[chosen] = self.caption_image[chosen[torch.from_numpy(random.permutation(len(chosen)))]]
 
     @property
     def unknown_share(self) -> float:

@@ -66,6 +66,7 @@ SOURCES = {
     "scan": "Lee et al.", "rcar": "Plug-and-Play", "bfan": "Liu et al.", "vsepp": "Faghri et al.",
     "vse-infty": "Best Pooling Strategy", "vse-": "Selectively Hard Negative", "rvse": "Selectively Hard Negative",
     "pfan": "Position Focused Attention Network",
+    "aoq": "Adaptive Offline Quintuplet", "ncr": "Noisy Correspondence",
     "naaf": "Negative-Aware Attention", "camp": "Cross-Modal Adaptive Message Passing",
     "saem": "Fragment Self-Attention Embeddings", "esa": "External Space Attention Aggregation",
     "s": "Similarity Reasoning and Filtration",
@@ -225,6 +226,32 @@ PUBLISHED |= {
     for way, options, peak in (("t2i", T2I, {"peak_weight": 0.5}), ("i2t", I2T, {}))
     for data, lr in (("f30k", 2e-4), ("coco", 5e-4))
 }
+PUBLISHED |= {
+    f"aoq-{host}-{data}": (
+        "bfan",
+        {
+            **numbers, "lr_decay_every": 10, "warmup_epochs": 1, "scenario": "aoq", "offline_candidates": 300,
+            "offline_margin": 0.0, "offline_alpha": 0.3, "offline_beta": 1.5,
+        },
+        options,
+    )
+    for data in ("f30k", "coco")
+    for host in ("bfan-equal", "bfan-prob")
+    for _, numbers, options in [PUBLISHED[f"{host}-{data}"]]
+}  # fmt: skip
+# The warm-up comes before the epochs of the paper's code.
+PUBLISHED |= {
+    f"ncr-{host}-{data}": (
+        "sgraf",
+        {
+            "epochs": epochs, "lr": 2e-4, "lr_decay_every": decay, "warmup_epochs": warmup, "scenario": "ncr",
+            "ncr_threshold": 0.5, "ncr_mixture": "gaussian", "ncr_margin": "exponential",
+        },
+        PUBLISHED[f"{host}-{data}"][2],
+    )
+    for host in ("sgr", "saf")
+    for data, epochs, decay, warmup in (("f30k", 45, 35, 5), ("coco", 30, 20, 10))
+}  # fmt: skip
 # The paper keeps the settings of its hosts.
 FDF = {"conversions": 8, "conversion_layer": "ffn", "online_weight": 0.5}
 PUBLISHED |= {
