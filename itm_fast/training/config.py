@@ -27,9 +27,9 @@ __all__ = ["GROUPS", "RCAR", "TrainConfig", "read_yaml", "to_yaml"]
 DATA, MODEL, LOSS, OPTIMIZER = "Data", "Model", "Loss and negatives", "Optimisation"
 MACHINE, OUTPUT = "Device, large batches and several processes", "Output and resuming"
 RCAR, SELHN, DBL, ADDR, FDF = (f"Method: {name}" for name in ("RCAR", "SelHN", "DBL", "ADDR", "FDF"))
-AOQ, NCR, META_SPN = (f"Method: {name}" for name in ("AOQ", "NCR", "Meta-SPN"))
+AOQ, NCR, META_SPN, SAM = (f"Method: {name}" for name in ("AOQ", "NCR", "Meta-SPN", "SAM"))
 # The headings of the settings in the order in which `train --help-all` prints them.
-GROUPS = (DATA, MODEL, LOSS, OPTIMIZER, MACHINE, RCAR, SELHN, DBL, ADDR, FDF, AOQ, NCR, META_SPN, OUTPUT)
+GROUPS = (DATA, MODEL, LOSS, OPTIMIZER, MACHINE, RCAR, SELHN, DBL, ADDR, FDF, AOQ, NCR, META_SPN, SAM, OUTPUT)
 
 MAX_SEED = 2**64 - 1  # the largest that torch takes
 
@@ -310,7 +310,7 @@ class TrainConfig:
         group=DBL,
         help="Train the model alone (single), with a frozen anchor (oas), with other models (oss), with its moving "
         "average (mss), against discriminators (addr), with offline negatives (aoq), with another model on pairs that "
-        "may not match (ncr), or with learned weights of pairs (meta_spn).",
+        "may not match (ncr), with learned weights of pairs (meta_spn), or with margins by CIDEr (sam).",
         choices=("single", "oas", "oss", "mss", "addr", *RIVALS),
     )
     boosting: str | None = setting(
@@ -434,6 +434,15 @@ class TrainConfig:
 
     meta_lr: float = setting(1e-3, group=META_SPN, above=0, help="Learning rate of the network of weights.")
     meta_hidden: int = setting(100, group=META_SPN, minimum=1, help="Width of the network of weights.")
+
+    sam_weight: float = setting(5.0, group=SAM, minimum=0, help="Weight of the hinges with adaptive margins.")
+    sam_divisor: float = setting(10.0, group=SAM, above=0, help="Difference in CIDEr-D that gives a margin of 1.")
+    sam_samples: str = setting(
+        "hardest",
+        group=SAM,
+        help="Negatives with adaptive margins: the hardest of the batch (soft in the authors' code), or random ones.",
+        choices=("hardest", "random"),
+    )
 
     validate_every: int = setting(1, group=OUTPUT, minimum=1, help="Epochs or steps between two validations.")
     validate_unit: str = setting("epoch", group=OUTPUT, help="Unit of --validate-every.", choices=("epoch", "step"))

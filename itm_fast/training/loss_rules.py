@@ -45,11 +45,12 @@ ADVERSARIAL = (
     "risk_aggregation", "alternation", "discriminator_lr", "discriminator_precision", "discriminators_on_disk",
 )  # fmt: skip
 # The scenarios of methods that the papers compare with, and their settings.
-RIVALS = ("aoq", "ncr", "meta_spn")
+RIVALS = ("aoq", "ncr", "meta_spn", "sam")
 _OF_RIVALS = {
     "aoq": ("offline_candidates", "offline_margin", "offline_alpha", "offline_beta", "offline_every"),
     "ncr": ("ncr_threshold", "ncr_mixture", "ncr_margin"),
     "meta_spn": ("meta_lr", "meta_hidden"),
+    "sam": ("sam_weight", "sam_divisor", "sam_samples"),
 }
 # Settings that have an effect only with some values of another setting.
 _DEPENDENT: Sequence[tuple[str, str, tuple[str, ...]]] = (

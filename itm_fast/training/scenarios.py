@@ -10,6 +10,7 @@
 | aoq, offline quintuplets | the target | none |
 | ncr, noisy correspondence | two; the last is the target | none |
 | meta_spn, learned weights | the target, with a network of weights | none |
+| sam, adaptive margins | the target | none |
 
 Training with realigned feature conversions is another scenario, in `fdf/realignment.py`.
 
@@ -40,6 +41,7 @@ from itm_fast.training.phases import Phases
 from itm_fast.training.rivals.aoq import AoqScenario
 from itm_fast.training.rivals.meta_spn import MetaSpnScenario
 from itm_fast.training.rivals.ncr import NcrScenario
+from itm_fast.training.rivals.sam import SamScenario
 from itm_fast.training.scenario import BatchFunctions, Scenario, StepResult
 
 __all__ = [
@@ -140,6 +142,8 @@ def _rival(config: TrainConfig, target: Branch, per_epoch: int, data: Any, valid
         raise ValueError(f"scenario: {config.scenario} needs the training data and the validation data")
     if config.scenario == "aoq":
         return AoqScenario(target, config, per_epoch, data)
+    if config.scenario == "sam":
+        return SamScenario(target, config, data)
     if config.scenario == "ncr":
         branches = [*_fresh_branches(config, target.model, per_epoch, 1), target]
         return NcrScenario(branches, config, per_epoch, data)

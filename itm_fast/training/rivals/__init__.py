@@ -1,1 +1,1 @@
-"""Training methods that the papers compare with: AOQ, NCR and Meta-SPN."""
+"""Training methods that the papers compare with: AOQ, NCR, Meta-SPN and SAM."""

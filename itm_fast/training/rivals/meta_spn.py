@@ -139,9 +139,7 @@ class MetaSpnScenario(Scenario):
             with batch.autocast():
                 others = model(own.features, own.token_ids, own.lengths, self.config.micro_batch)
             same = own.image_index[:, None] == own.image_index if self.config.exclude_same_image else None
-            meta = F_itm.triplet_loss(others, margin=self.config.margin, positives=same) / max(
-                len(own), 1
-            )
+            meta = F_itm.triplet_loss(others, margin=self.config.margin, positives=same) / max(len(own), 1)
             direction = torch.autograd.grad(meta, learned)
             length = _norm(direction)
             step = _STEP * _norm(start) / length if length else 0.0
