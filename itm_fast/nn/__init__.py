@@ -20,6 +20,7 @@ from itm_fast.nn.patch_slimming import PatchSlimming
 from itm_fast.nn.phrase_pooling import PhrasePooling
 from itm_fast.nn.pooling import final_states, mean_pool
 from itm_fast.nn.position_encoder import PositionEncoder
+from itm_fast.nn.region_attention import RegionAttention
 from itm_fast.nn.region_reasoning import RegionReader, RegionReasoning
 from itm_fast.nn.regulated_similarity import RegulatedSimilarity
 from itm_fast.nn.regulators import (
@@ -58,6 +59,7 @@ __all__ = [
     "PositionEncoder",
     "RecurrentAggregationRegulator",
     "RecurrentCorrespondenceRegulator",
+    "RegionAttention",
     "RegionReader",
     "RegionReasoning",
     "RegulatedSimilarity",
