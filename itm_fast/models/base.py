@@ -179,6 +179,18 @@ class MatchingModel(nn.Module, abc.ABC):
         if self.reads_boxes:
             dataset.read_boxes()
 
+    @property
+    def auxiliary_setting(self) -> str | None:
+        """Return the setting by which the model has a loss of its own; None: it has none.
+
+        In training mode, `forward` then keeps that loss for `take_auxiliary_loss`.
+        """
+        return None
+
+    def take_auxiliary_loss(self) -> Tensor | None:
+        """Return the model's own loss of the last batch, with its graph, and forget it; None if there is none."""
+        return None
+
     def beside_bert(self) -> dict[str, nn.Module]:
         """Return modules whose weights the folder of a pretrained BERT may contain, by their names there."""
         return {}

@@ -4,6 +4,7 @@ from itm_fast.nn.attention import CrossAttentionScores
 from itm_fast.nn.attention_peak import AttentionPeak
 from itm_fast.nn.backbone_encoder import BackboneEncoder
 from itm_fast.nn.bert_text_encoder import BertTextEncoder
+from itm_fast.nn.caption_decoder import CaptionDecoder
 from itm_fast.nn.clip_encoders import ClipImageEncoder, ClipTextEncoder
 from itm_fast.nn.external_attention import ExternalSpacePooling
 from itm_fast.nn.feature_diversification import FeatureConversions, FeatureDiversification, FeatureReweighting
@@ -37,6 +38,7 @@ __all__ = [
     "AttentionPeak",
     "BackboneEncoder",
     "BertTextEncoder",
+    "CaptionDecoder",
     "ClipImageEncoder",
     "ClipTextEncoder",
     "CrossAttentionAlignments",

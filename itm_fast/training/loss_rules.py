@@ -22,6 +22,7 @@ __all__ = [
     "RIVALS",
     "boosting_of",
     "boosting_weight",
+    "check_auxiliary",
     "check_loss",
     "default_warmup",
     "described_boosting",
@@ -102,6 +103,15 @@ def check_loss(config: Any) -> None:
                 raise ValueError(
                     f"{name}: the scenario {config.scenario} takes {shown(wanted)}, got {shown(getattr(config, name))}"
                 )
+
+
+def check_auxiliary(config: Any, name: str, processes: int) -> None:
+    """Raise ValueError if a run cannot add a model's own loss, which its setting `name` turns on."""
+    allowed = ("single", *ANCHORED, "sam")
+    if config.scenario not in allowed:
+        raise ValueError(f"{name}: goes with the scenario {', '.join(allowed)}, not {config.scenario}; expected 0")
+    if processes > 1:
+        raise ValueError(f"{name}: goes with a single process, got {processes}; expected 0")
 
 
 def default_warmup(config: Any) -> int:

@@ -20,7 +20,7 @@ from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.diagnostics import image_gradient_norm, mining_diagnostics
 from itm_fast.training.gradient_monitor import GradientMonitor
-from itm_fast.training.loss_rules import RIVALS
+from itm_fast.training.loss_rules import RIVALS, check_auxiliary
 from itm_fast.training.objective import make_boosting_loss, make_losses, make_realignment_losses
 from itm_fast.training.plateau import PlateauMonitor
 from itm_fast.training.replicas import Replicas, check_shared
@@ -63,6 +63,9 @@ class Stepper:
         self.config, self.device, self.world, self.data = config, device, world or World(), data
         if self.world.size > 1 and config.scenario in RIVALS:
             raise ValueError(f"scenario: {config.scenario} trains in one process, got {self.world.size}")
+        if model.auxiliary_setting is not None:
+            check_auxiliary(config, model.auxiliary_setting, self.world.size)
+        self._auxiliary: float | None = None  # Of the target in the last step.
         self.losses = nn.ModuleDict(make_losses(config, model) if loss is None else {config.mining: loss}).to(device)
         self._is_triplet = config.loss == "triplet" and loss is None
         self.boosting_loss = make_boosting_loss(config)
@@ -106,12 +109,14 @@ class Stepper:
         found: list[str | None] = []
         if result.own_loss is not None and mining == "hardest" and self._is_triplet:
             factor = (2 if self.config.halve_loss else 1) * (len(images) if self.config.mean_loss else 1)
-            found.append(self.plateau.update(factor * result.own_loss, len(images), diagnostics.get("hardest_gap")))
+            loss = factor * (result.own_loss - (self._auxiliary or 0.0))
+            found.append(self.plateau.update(loss, len(images), diagnostics.get("hardest_gap")))
         numbers = result.numbers
         if "grad_norm" in numbers:
             found.append(self.gradients.update(numbers["grad_norm"], numbers["loss"]))
         self.cautions = [caution for caution in found if caution is not None]
-        return {**numbers, **self._of_loss(), **diagnostics}
+        beside = {} if self._auxiliary is None else {"auxiliary_loss": self._auxiliary}
+        return {**numbers, **beside, **self._of_loss(), **diagnostics}
 
     def _of_loss(self) -> dict[str, float]:
         """Return the scalar parameters of the loss, for the log."""
@@ -127,7 +132,11 @@ class Stepper:
             loss = self.losses[mining]
             with self.autocast():
                 scores, own = self.replicas.scores_and_loss(model, batch, loss, positives)
-            return scores, loss(scores, positives=positives) if own is None else own
+            own = loss(scores, positives=positives) if own is None else own
+            auxiliary = model.take_auxiliary_loss()
+            # The target comes last.
+            self._auxiliary = None if auxiliary is None else float(auxiliary.detach())
+            return scores, own if auxiliary is None else own + auxiliary
 
         def fragments(model: FragmentModel, *, scored: bool) -> tuple[Tensor | None, Fragments, Fragments]:
             with self.autocast():

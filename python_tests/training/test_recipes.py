@@ -137,7 +137,14 @@ PUBLISHED = {
             ("vsrn", 2e-4, 0.7, VSRN[data]),
         )
     },
-    **{f"vsrn-{data}": ("vsrn", FLICKR, VSRN[data]) for data in ("f30k", "coco")},
+    **{
+        f"vsrn-{data}": (
+            "vsrn",
+            FLICKR,
+            {**VSRN[data], "caption_weight": 1.0, "caption_hidden_dim": 512, "caption_dropout": 0.2},
+        )
+        for data in ("f30k", "coco")
+    },
     "vsepp-f30k": ("vsepp", FLICKR, VSEPP),
     "vsepp-coco": ("vsepp", FLICKR, VSEPP),
     **{
