@@ -55,7 +55,7 @@ def read(checkpoint: OfficialCheckpoint, vocab_size: int, bert_heads: int | None
         if not inverse > 0:
             raise options.error("belta", "expected a number above 0")
         config["logsumexp_temperature"] = 1 / inverse
-    config |= {"region_attention": attends, "aggregation": aggregation}
+    config["region_attention"], config["aggregation"] = attends, aggregation
     options.mark_known(_TRAINING)
     if with_bert:
         config |= bert_sizes(text, bert_heads)

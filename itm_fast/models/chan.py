@@ -17,6 +17,7 @@ from itm_fast.models.encoders import BertEncoderConfig, make_caption_encoder, ma
 from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.models.regulators import PairSteps, pair_steps, pairwise_weights
 from itm_fast.nn import CrossAttentionScores, RegionAttention, l2norm
+from itm_fast.nn.image_encoder import detach_blank_rows
 
 __all__ = ["CHAN", "CHANConfig"]
 
@@ -70,6 +71,10 @@ class CHAN(FragmentModel):
         if self.region_attention is None:
             return regions
         regions = self.region_attention(regions)
+        rows = features.values if isinstance(features, Fragments) else features.flatten(0, 1)
+        # A vision model may return other regions than it reads.
+        if rows.shape[0] == regions.values.shape[0]:
+            regions = regions.with_values(detach_blank_rows(regions.values, rows))
         return regions if self.config.no_imgnorm else regions.with_values(l2norm(regions.values))
 
     def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Fragments:

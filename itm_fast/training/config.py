@@ -117,8 +117,8 @@ class TrainConfig:
     model: str = setting(
         "scan",
         group=MODEL,
-        help="Model: bfan, camp, chan, clip, dbl, esa, laps, naaf, oscar, rvsepp, saem, scan, sgraf, vse_infty, vsepp "
-        "or vsrn.",
+        help="Model: bfan, camp, chan, clip, dbl, esa, laps, naaf, oscar, pfan, rvsepp, saem, scan, sgraf, vse_infty, "
+        "vsepp or vsrn.",
     )
     model_options: Mapping[str, Any] = setting(factory=dict, group=MODEL, help="Settings of the model by name.")
     bert: str | None = setting(

@@ -175,6 +175,14 @@ PUBLISHED |= {
     )
     for data in ("f30k", "coco")
 }
+PUBLISHED["chan-f30k"] = (
+    "chan",
+    {**INFTY, "batch_size": 384, "margin": 0.005, "grad_clip": 2.0},
+    {
+        **SIZES, "image_encoder": "linear", "region_attention": True, "aggregation": "logsumexp",
+        "logsumexp_temperature": 10.0,
+    },
+)  # fmt: skip
 PUBLISHED |= {
     f"laps-{kind}-{data}": (
         "laps",

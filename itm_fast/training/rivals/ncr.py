@@ -77,7 +77,8 @@ class NcrScenario(Scenario):
             scores = batch.scores(branch.model.train())
             if labels:
                 clean = self._clean[1 - index][batch.batch.caption_index.cpu()].to(scores.device)
-                losses = self._losses(scores, clean, labels[index], sum(labels) / 2, with_noisy, positives)
+                both = torch.stack(labels).mean(dim=0)
+                losses = self._losses(scores, clean, labels[index], both, with_noisy, positives)
             else:
                 losses = pair_losses(scores, self.config.margin, positives=positives)
             loss = losses.mean() if self.config.mean_loss else losses.sum()
