@@ -47,7 +47,8 @@ def read(checkpoint: OfficialCheckpoint, vocab_size: int, bert_heads: int | None
     for name in ("no_imgnorm", "no_txtnorm"):
         if config[name]:
             raise options.error(name, "expected false, as the similarity is a cosine here and an inner product there")
-    attends = options.choice("precomp_enc_type", "basic", {"basic": False, "selfattention": True})
+    kinds = {name: name for name in ("basic", "selfattention")}
+    attends = options.choice("precomp_enc_type", "basic", kinds) == "selfattention"
     options.choice("coding_type", "VHACoding", {"VHACoding": "hard"})
     aggregation = options.choice("pooling_type", "LSEPooling", _AGGREGATIONS)
     inverse = options.get("belta", 0.1)

@@ -308,9 +308,8 @@ class TrainConfig:
     scenario: str = setting(
         "single",
         group=DBL,
-        help="Train the model alone (single), with a frozen anchor (oas), with other models (oss), with its moving "
-        "average (mss), against discriminators (addr), with offline negatives (aoq), with another model on pairs that "
-        "may not match (ncr), with learned weights of pairs (meta_spn), or with margins by CIDEr (sam).",
+        help="Train alone (single), with a frozen anchor (oas), other models (oss), a moving average (mss), "
+        "discriminators (addr), or by AOQ, NCR, Meta-SPN, SAM.",
         choices=("single", "oas", "oss", "mss", "addr", *RIVALS),
     )
     boosting: str | None = setting(

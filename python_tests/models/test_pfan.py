@@ -18,6 +18,7 @@ from itm_fast.nn.position_encoder import box_blocks
 from itm_fast.search import Index
 from itm_fast.training.fingerprint import fingerprints
 from python_tests.helpers.commands import error
+from python_tests.helpers.concepts import with_boxes
 from python_tests.helpers.runs import config, make_trainer, run, same, weights
 
 SIZES = {"vocab_size": 23, "feature_dim": 10, "embed_dim": 12, "word_dim": 7}
@@ -160,21 +161,13 @@ def test_a_position_helps_where_features_are_equal() -> None:
 @pytest.fixture
 def located(data: Path, tmp_path: Path) -> Path:
     """The concepts data with boxes."""
-    folder = tmp_path / "located"
-    folder.mkdir()
-    for path in data.iterdir():
-        (folder / path.name).symlink_to(path)
-    for split in ("train", "dev", "test"):
-        shape = np.load(data / f"{split}_ims.npy", mmap_mode="r").shape
-        np.save(folder / f"{split}_boxes.npy", boxes_of(shape[0] * shape[1]).reshape(*shape[:2], 4))
-    return folder
+    return with_boxes(data, tmp_path / "located")
 
 
 def test_batches_have_the_boxes_of_their_regions(located: Path, tmp_path: Path) -> None:
     settings = config(located, tmp_path / "run", model="pfan", region_augmentation=0.3)
     trainer = make_trainer(settings)
     data = trainer.train_data
-    data.read_boxes()
     plain = open_split(located, "train", data.vocabulary)
     images = data.image_batch([3, 1])
     assert torch.equal(images[..., :-4], plain.image_batch([3, 1]))
