@@ -309,7 +309,7 @@ class TrainConfig:
         "single",
         group=DBL,
         help="Train alone (single), with a frozen anchor (oas), other models (oss), a moving average (mss), "
-        "discriminators (addr), or by AOQ, NCR, Meta-SPN, SAM.",
+        "discriminators (addr), or by the method aoq, ncr, meta_spn or sam.",
         choices=("single", "oas", "oss", "mss", "addr", *RIVALS),
     )
     boosting: str | None = setting(
