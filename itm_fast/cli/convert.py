@@ -20,7 +20,8 @@ def convert(
         str,
         typer.Option(
             metavar="NAME",
-            help="Source of the checkpoint: scan, sgraf, rcar, dbl, esa, naaf, vse_infty, rvsepp or oscar.",
+            help="Source of the checkpoint: bfan, chan, dbl, esa, naaf, oscar, pfan, rcar, rvsepp, scan, sgraf or "
+            "vse_infty.",
         ),
     ],
     vocab: Annotated[

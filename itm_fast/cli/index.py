@@ -268,7 +268,9 @@ def _training_data(members: Members, run: Path, split: str) -> PrecomputedDatase
     if tokenizer is None or not (run / run_folder.CONFIG).exists():
         return None
     try:
-        return open_split(run_folder.saved_config(run).data or "", split, tokenizer)
+        data = open_split(run_folder.saved_config(run).data or "", split, tokenizer)
+        members.main.prepare(data)
+        return data
     except (ValueError, OSError):
         return None
 

@@ -56,12 +56,12 @@ def dataset_of(
     """Return the split as the model of `run` sees it. One of `known` that gives the same batches is reused."""
     from itm_fast.data import open_split
 
-    fits = (one for one in known if one.vocabulary == vocabulary and one.reads_tags == model.reads_tags)
+    read = (model.reads_tags, model.reads_boxes)
+    fits = (one for one in known if one.vocabulary == vocabulary and (one.reads_tags, one.reads_boxes) == read)
     dataset = next(fits, None)
     if dataset is None:
         dataset = open_split(data, split, vocabulary)
-        if model.reads_tags:
-            dataset.read_tags()
+        model.prepare(dataset)
     width = int(dataset.features.shape[2])
     expected = getattr(model.encoder_config, "feature_dim", width)
     if width != expected:
@@ -81,7 +81,7 @@ def find_picture(
     """
     from itm_fast.data import emoji, picture_of
 
-    features = dataset.image_batch([image])
+    features = dataset.region_batch([image])
     picture = emoji.picture_if_patches(features[0].numpy())
     if picture is not None and grid_side is None:
         return picture, (emoji.GRID, emoji.GRID), emoji.CREDITS if emoji.is_bundled(picture) else ""

@@ -17,7 +17,7 @@ from pathlib import Path
 import attrs
 
 from itm_fast import config as settings
-from itm_fast.compat import dbl, esa, naaf, oscar, rcar, rvsepp, scan, sgraf, vse_infty
+from itm_fast.compat import bfan, chan, dbl, esa, naaf, oscar, pfan, rcar, rvsepp, scan, sgraf, vse_infty
 from itm_fast.compat.checkpoint import OfficialCheckpoint, read_checkpoint, read_state_dict
 from itm_fast.data import BertVocabulary, Vocabulary
 from itm_fast.files import atomic, regular
@@ -47,11 +47,14 @@ class Source:
 
 SOURCES: Mapping[str, Source] = {
     "scan": Source(scan.read),
+    "bfan": Source(bfan.read),
+    "pfan": Source(pfan.read),
     "sgraf": Source(sgraf.read),
     "rcar": Source(rcar.read, has_mask=lambda _: True),
     "dbl": Source(dbl.read, has_mask=dbl.has_mask),
     "esa": Source(esa.read, has_mask=lambda _: True, bert=True),
     "naaf": Source(naaf.read),
+    "chan": Source(chan.read, has_mask=lambda _: True, bert=True),
     "vse_infty": Source(vse_infty.read, has_mask=lambda _: True, bert=True),
     "rvsepp": Source(rvsepp.read, has_mask=lambda _: True, bert=True),
     "oscar": Source(oscar.read, bert=True, open=read_state_dict),

@@ -1,6 +1,6 @@
 """Convert checkpoints of SCAN's official code (Lee et al., ECCV 2018).
 
-Inside: `read`.
+Inside: `read`; `TRAINING`, which `bfan` and `pfan` also use.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from itm_fast.compat.weights import build_model, without_weight_norm
 from itm_fast.models import MatchingModel
 from itm_fast.models.scan import NORMALIZATIONS
 
-__all__ = ["read"]
+__all__ = ["TRAINING", "read"]
 
 _AGGREGATIONS = {"LogSumExp": "logsumexp", "Mean": "mean", "Max": "max", "Sum": "sum"}
 
 # Options of the official script that do not change the scores of a trained model.
-_TRAINING = (
+TRAINING = (
     "data_path", "data_name", "vocab_path", "margin", "num_epochs", "batch_size", "grad_clip", "learning_rate",
     "lr_update", "workers", "log_step", "val_step", "logger_name", "model_name", "resume", "max_violation",
 )  # fmt: skip
@@ -51,6 +51,6 @@ def read(checkpoint: OfficialCheckpoint, vocab_size: int) -> MatchingModel:
     }
     if aggregation == "logsumexp":
         config[f"{direction}_logsumexp_temperature"] = logsumexp_temperature
-    options.mark_known(_TRAINING)
+    options.mark_known(TRAINING)
     parts = [(image, {"": "image_encoder."}), (text, {"": "text_encoder."})]
     return build_model("scan", config, parts, checkpoint.path)

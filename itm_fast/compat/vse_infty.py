@@ -1,6 +1,7 @@
 """Convert checkpoints of VSE-infinity's official code (Chen et al., CVPR 2021): region features, BiGRU or BERT.
 
-Inside: `read`; `TRAINING` and `read_pooled`, which `rvsepp` also uses; `bert_sizes`, which `oscar` also uses.
+Inside: `read`; `TRAINING` and `read_pooled`, which `rvsepp` also uses; `bert_sizes`, which `oscar` also uses;
+`BERT_NAMES` and `PIECES`, which `chan` also uses.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from itm_fast.compat.encoders import encoder_config
 from itm_fast.compat.weights import Names, build_model
 from itm_fast.models import MatchingModel
 
-__all__ = ["TRAINING", "bert_sizes", "read", "read_pooled"]
+__all__ = ["BERT_NAMES", "PIECES", "TRAINING", "bert_sizes", "read", "read_pooled"]
 
 # Options of the official script that do not change the scores of a trained model.
 TRAINING = (
@@ -32,13 +33,13 @@ _IMAGE_NAMES: Names = {
     "mlp.bns.1.": None,  # not used: the last layer has no normalisation
 }
 _GRU_NAMES: Names = {"embed.": "text_encoder.embed.", "rnn.": "text_encoder.rnn."}
-_BERT_NAMES: Names = {
+BERT_NAMES: Names = {
     "bert.pooler.": None,
     "bert.embeddings.position_ids": None,
     "bert.": "text_encoder.bert.",
     "linear.": "text_encoder.fc.",
 }
-_PIECES = "bert.embeddings.word_embeddings.weight"
+PIECES = "bert.embeddings.word_embeddings.weight"
 
 
 def read(checkpoint: OfficialCheckpoint, vocab_size: int, bert_heads: int | None = None) -> MatchingModel:
@@ -76,10 +77,8 @@ def read_pooled(
     """
     image, text = checkpoint.modules("image encoder", "text encoder")
     options = checkpoint.options
-    with_bert = _PIECES in text.weights
-    config = encoder_config(
-        checkpoint, text, _PIECES if with_bert else "embed.weight", vocab_size, masked=not with_bert
-    )
+    with_bert = PIECES in text.weights
+    config = encoder_config(checkpoint, text, PIECES if with_bert else "embed.weight", vocab_size, masked=not with_bert)
     # "backbone" is not supported: its features are from a convolutional network that was trained with the model.
     options.choice("precomp_enc_type", "basic", {"basic": "basic"})
     options.mark_known(training)
@@ -88,7 +87,7 @@ def read_pooled(
     elif bert_heads is not None:
         raise ValueError(f"{checkpoint.path}: bert_heads: got {bert_heads}, but the text encoder is a GRU")
     official, own = pooling
-    of_text = _BERT_NAMES if with_bert else _GRU_NAMES
+    of_text = BERT_NAMES if with_bert else _GRU_NAMES
     parts: list[tuple[StateDict, Names]] = [
         (image, {**_IMAGE_NAMES, official: f"image_pool.{own}"}),
         (text, {**of_text, official: f"text_pool.{own}"}),

@@ -21,6 +21,9 @@ from itm_fast.fragments import Fragments
 
 Indices = Tensor | np.ndarray | Sequence[int]
 
+# Mixed with the seed, so that noise differs from the order of the batches.
+_NOISE = 0x4E
+
 
 @attrs.frozen(eq=False)
 class Batch:
@@ -28,7 +31,7 @@ class Batch:
 
     Attributes:
         features: (n, k, f) of the source's `batch_dtype`, or Fragments of rows (N, f) if images differ in regions; with
-            object tags `TaggedImages` of these.
+            boxes (n, k, f + 4) or (N, f + 4), float32; with object tags `TaggedImages` of these.
         token_ids: (n, L) int64, padded with the vocabulary's `<pad>`.
         lengths: (n,) int64, including `<start>` and `<end>`.
         image_index, caption_index: (n,) int64, the image and the caption in the split.
@@ -77,6 +80,7 @@ class CaptionDataset:
     Attributes:
         features, captions, vocabulary, image_ids, tags, name: the arguments.
         reads_tags: whether batches contain the object tags, after `read_tags`.
+        reads_boxes: whether batches contain the boxes of the regions, after `read_boxes`.
         caption_image: (n_captions,) int64 tensor.
         token_ids: int32 tensor, the ids of all captions end to end.
         caption_lengths: (n_captions,) int64 tensor.
@@ -114,6 +118,7 @@ class CaptionDataset:
         self.image_ids = None if image_ids is None else list(image_ids)
         self.tags = None if tags is None else list(tags)
         self._tag_ids: list[Tensor] | None = None
+        self.reads_boxes = False
         self.n_images = len(features)
         self.source = self._source(features, region_counts)
         self.box_source = self._box_source(boxes)
@@ -142,6 +147,26 @@ class CaptionDataset:
 
     def __len__(self) -> int:
         return len(self.captions)
+
+    def shuffle_captions(self, share: float, seed: int) -> None:
+        """Give a share of the captions the image of another one of them: noisy correspondence.
+
+        The images of `int(share * n)` captions are permuted at random; a few captions may keep theirs. Source: Huang et
+        al., "Learning with Noisy Correspondence for Cross-modal Matching" (NeurIPS 2021).
+
+        Args:
+            share: from 0 to below 1.
+            seed: the same seed gives the same captions.
+
+        Raises:
+            ValueError: the share is out of bounds.
+        """
+        if not 0 <= share < 1:
+            raise ValueError(f"noise: expected a share from 0 to below 1, got {share}")
+        random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, _NOISE])))
+        chosen = torch.from_numpy(random.permutation(len(self))[: int(share * len(self))])
+        self.caption_image = self.caption_image.clone()
+        self.caption_image[chosen] = self.caption_image[chosen[torch.from_numpy(random.permutation(len(chosen)))]]
 
     @property
     def unknown_share(self) -> float:
@@ -179,18 +204,53 @@ class CaptionDataset:
         """What to do about missing tags."""
         return "pass them as tags"
 
+    def read_boxes(self) -> None:
+        """Let batches contain the boxes of the regions, for a model that reads them.
+
+        The four edges of a box, as `boxes` returns them, follow the features of its region.
+
+        Raises:
+            ValueError: there are no boxes.
+        """
+        if self.box_source is None:
+            raise ValueError(
+                f"{self.name}: the model reads the boxes of the regions, but there are none; {self.boxes_advice}"
+            )
+        self.reads_boxes = True
+
+    @property
+    def boxes_advice(self) -> str:
+        """What to do about missing boxes."""
+        return "pass them as boxes"
+
+    def region_batch(self, image_indices: Indices) -> Tensor | Fragments:
+        """Read the features of images without boxes and tags, (n, k, f) of the source's `batch_dtype`, or Fragments.
+
+        Raises:
+            ValueError: a value is not finite, or a file has changed. The message names file and row.
+        """
+        return self.source.gather(_as_indices(image_indices, self.n_images, "image_indices"))
+
     def image_batch(self, image_indices: Indices) -> Any:
         """Read the features of images, (n, k, f) of the source's `batch_dtype`, or Fragments if they differ in regions.
 
-        After `read_tags`, these are the regions of `TaggedImages`.
+        After `read_boxes` a region has four values more, in float32. After `read_tags`, these are the regions of
+        `TaggedImages`.
 
         Raises:
             ValueError: a value is not finite, or a file has changed. The message names file and row.
         """
         images = _as_indices(image_indices, self.n_images, "image_indices")
-        return self._tagged(self.source.gather(images), images)
+        return self._complete(self.source.gather(images), images)
 
-    def _tagged(self, regions: Tensor | Fragments, images: np.ndarray) -> Any:
+    def _complete(self, regions: Tensor | Fragments, images: np.ndarray) -> Any:
+        """Add to the regions of images what the model reads beside them."""
+        if self.reads_boxes:
+            boxes = self.boxes(images)
+            if isinstance(regions, Fragments) and isinstance(boxes, Fragments):
+                regions = regions.with_values(_beside(regions.values, boxes.values))
+            elif isinstance(regions, Tensor) and isinstance(boxes, Tensor):
+                regions = _beside(regions, boxes)
         if self._tag_ids is None:
             return regions
         ids = [self._tag_ids[image] for image in images.tolist()]
@@ -233,10 +293,15 @@ class CaptionDataset:
         if augmentation is None:
             features = self.image_batch(images)
         else:
-            features = self._tagged(
+            features = self._complete(
                 self.source.augmented(images.numpy(), captions.numpy(), augmentation), images.numpy()
             )
         return Batch(features, token_ids, lengths, images, captions)
+
+
+def _beside(features: Tensor, boxes: Tensor) -> Tensor:
+    # float32, as the edges of a box would lose digits in 16 bits.
+    return torch.cat([features.to(torch.float32), boxes.to(features.device)], dim=-1)
 
 
 def encode(captions: Sequence[str], vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:

@@ -153,6 +153,10 @@ class PrecomputedDataset(CaptionDataset):
     def tags_advice(self) -> str:
         return f"write {self.split}_tags.txt, one line per image"
 
+    @property
+    def boxes_advice(self) -> str:
+        return f"write {self.split}_boxes.npy, (images, regions, 4) shares of the picture's sides"
+
     def features_digest(self) -> str:
         """Return a digest that identifies the features: SHA-256 of the file's size and of sampled blocks."""
         digest = sampled_sha256(self.features_path)

@@ -245,19 +245,34 @@ class StoreDataset(PrecomputedDataset):
     def tags_advice(self) -> str:
         return f"{super().tags_advice}, into the data folder, and pack it again"
 
+    @property
+    def boxes_advice(self) -> str:
+        return f"{super().boxes_advice}, into the data folder, and pack it again"
+
     def _row(self, image: int) -> int:
         return image
 
     def __reduce__(self) -> Any:
         # Open files and threads cannot be pickled: a worker process opens the store again.
-        opened = functools.partial(_opened_again, max_images=self._max_images, tags=self.reads_tags)
+        opened = functools.partial(
+            _opened_again,
+            max_images=self._max_images,
+            tags=self.reads_tags,
+            boxes=self.reads_boxes,
+            caption_image=self.caption_image,
+        )
         return opened, (self.directory, self.split, self.vocabulary)
 
 
-def _opened_again(*arguments: Any, max_images: int | None, tags: bool) -> StoreDataset:
+def _opened_again(
+    *arguments: Any, max_images: int | None, tags: bool, boxes: bool, caption_image: Tensor
+) -> StoreDataset:
     dataset = StoreDataset(*arguments, max_images=max_images)
+    dataset.caption_image = caption_image  # It may be shuffled.
     if tags:
         dataset.read_tags()
+    if boxes:
+        dataset.read_boxes()
     return dataset
 
 

@@ -38,7 +38,12 @@ def count_zeros(features: Tensor | Fragments | TaggedImages) -> Tensor:
 
 def warn_of_zeros(data: PrecomputedDataset, batch: Batch) -> None:
     """Warn if images of a batch have regions of zeros, and name the first such image."""
-    images = dict(zip(batch.image_index.tolist(), count_zeros(batch.features).tolist(), strict=True))
+    features = batch.features
+    if data.reads_boxes:
+        # The last four values are the box.
+        split = isinstance(features, Fragments)
+        features = features.with_values(features.values[:, :-4]) if split else features[..., :-4]
+    images = dict(zip(batch.image_index.tolist(), count_zeros(features).tolist(), strict=True))
     padded = [image for image, zeros in images.items() if zeros]
     if padded:
         first = min(padded)

@@ -18,25 +18,35 @@ _Best = tuple[Tensor, Tensor]
 
 
 class BestMatches:
-    """Keep the `k` best captions of each image and the `k` best images of each caption.
+    """Keep the best captions of each image and the best images of each caption.
 
     Equal scores are in ascending order of their index, if tiles are added in this order. NaN is last.
 
     Args:
         image_tiles: indices of the images of each tile.
         caption_tiles: indices of the captions of each tile.
-        k: number of matches per query.
+        k: number of captions per image.
+        images_per_caption: number of images per caption; None: k.
     """
 
-    def __init__(self, image_tiles: Sequence[Tensor], caption_tiles: Sequence[Tensor], k: int) -> None:
-        self._image_tiles, self._caption_tiles, self._k = image_tiles, caption_tiles, k
+    def __init__(
+        self,
+        image_tiles: Sequence[Tensor],
+        caption_tiles: Sequence[Tensor],
+        k: int,
+        images_per_caption: int | None = None,
+    ) -> None:
+        self._image_tiles, self._caption_tiles = image_tiles, caption_tiles
+        self._k, self._of_caption = k, k if images_per_caption is None else images_per_caption
         self._of_images: list[_Best | None] = [None] * (len(image_tiles) if caption_tiles else 0)
         self._of_captions: list[_Best | None] = [None] * (len(caption_tiles) if image_tiles else 0)
 
     def add(self, row: int, column: int, scores: Tensor) -> None:
         """Add the scores of image tile `row` and caption tile `column`."""
         self._of_images[row] = _merged(self._of_images[row], scores, self._caption_tiles[column], self._k)
-        self._of_captions[column] = _merged(self._of_captions[column], scores.t(), self._image_tiles[row], self._k)
+        self._of_captions[column] = _merged(
+            self._of_captions[column], scores.t(), self._image_tiles[row], self._of_caption
+        )
 
     @property
     def of_images(self) -> tuple[Tensor, Tensor]:
@@ -45,7 +55,7 @@ class BestMatches:
 
     @property
     def of_captions(self) -> tuple[Tensor, Tensor]:
-        """Scores in descending order and indices of the images, both `(n_captions, k)`."""
+        """Scores in descending order and indices of the images, both `(n_captions, images_per_caption)`."""
         return _joined(self._of_captions, sum(map(len, self._caption_tiles)))
 
 

@@ -205,6 +205,7 @@ def top_k(
     *,
     images: Tensor | None = None,
     captions: Tensor | None = None,
+    images_per_caption: int | None = None,
     tile_images: int = 256,
     tile_captions: int = 512,
     chunk_captions: int = CHUNK_CAPTIONS,
@@ -226,6 +227,7 @@ def top_k(
         progress: show a progress bar if stderr is a terminal.
         description: label of the progress bar.
         k: number of results per query; fewer if there are fewer candidates.
+        images_per_caption: number of results per caption; None: k.
         chunk_captions: captions encoded at a time, at least one tile.
 
     Returns:
@@ -238,12 +240,14 @@ def top_k(
     check_tiles(tile_images, tile_captions)
     if k < 1:
         raise ValueError(f"k: expected at least 1, got {k}")
+    if images_per_caption is not None and images_per_caption < 1:
+        raise ValueError(f"images_per_caption: expected at least 1, got {images_per_caption}")
     part = Member(model, dataset)
     images = torch.arange(dataset.n_images) if images is None else images
     captions = torch.arange(len(dataset)) if captions is None else captions
     image_tiles = list(enumerate(split_tiles(images, tile_images)))
     caption_tiles = list(enumerate(split_tiles(captions, tile_captions)))
-    best = BestMatches([tile for _, tile in image_tiles], [tile for _, tile in caption_tiles], k)
+    best = BestMatches([tile for _, tile in image_tiles], [tile for _, tile in caption_tiles], k, images_per_caption)
     per_chunk = max(chunk_captions // tile_captions, 1)
     with evaluation_mode(model), tqdm(
         total=len(image_tiles) * len(caption_tiles), desc=description, unit="tile", leave=False,

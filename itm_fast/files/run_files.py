@@ -7,7 +7,7 @@ RUN/last/checkpoint.pt                   everything that `--resume` needs beside
 RUN/last/discriminators-N.safetensors    discriminators of checkpoint.pt after their step N (scenario addr)
 RUN/last/lock                            held by the training process
 RUN/metrics.jsonl                        one line per logged step and per validation
-RUN/branches/1, 2, ...                   other branches (scenarios oss and mss), each with its vocabulary
+RUN/branches/1, 2, ...                   other branches (scenarios oss, mss, ncr), each with its vocabulary
 RUN/tensorboard/                         the log for TensorBoard (`--tensorboard`)
 """
 

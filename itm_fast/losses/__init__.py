@@ -9,6 +9,7 @@ from itm_fast.losses.distillation import DINOLoss, DMLLoss, RKDLoss, SoftRankLos
 from itm_fast.losses.domain_regularization import DomainRegularization
 from itm_fast.losses.matching_loss import MatchingBCELoss
 from itm_fast.losses.polynomial_loss import PolynomialLoss
+from itm_fast.losses.quintuplet_loss import QuintupletLoss
 from itm_fast.losses.realignment_loss import RealignmentLoss
 from itm_fast.losses.registry import names, register
 from itm_fast.losses.triplet_loss import TripletLoss
@@ -24,6 +25,7 @@ __all__ = [
     "InfoNCELoss",
     "MatchingBCELoss",
     "PolynomialLoss",
+    "QuintupletLoss",
     "RKDLoss",
     "RealignmentLoss",
     "SigLIPLoss",

@@ -12,6 +12,7 @@ from itm_fast.models.fragment_model import Encoded, FragmentModel
 from itm_fast.models.laps import LAPS, LAPSConfig
 from itm_fast.models.naaf import NAAF, NAAFConfig
 from itm_fast.models.oscar import OSCAR, OSCARConfig
+from itm_fast.models.pfan import PFAN, PFANConfig
 from itm_fast.models.saem import SAEM, SAEMConfig
 from itm_fast.models.scan import SCAN, SCANConfig
 from itm_fast.models.sgraf import SGRAF, SGRAFConfig
@@ -31,6 +32,7 @@ __all__ = [
     "LAPS",
     "NAAF",
     "OSCAR",
+    "PFAN",
     "RVSEPP",
     "SAEM",
     "SCAN",
@@ -50,6 +52,7 @@ __all__ = [
     "MatchingModel",
     "NAAFConfig",
     "OSCARConfig",
+    "PFANConfig",
     "RVSEPPConfig",
     "SAEMConfig",
     "SCANConfig",

@@ -21,6 +21,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
 from itm_fast import config as settings
+from itm_fast.data.dataset import CaptionDataset
 from itm_fast.data.vocabulary import Vocabulary
 from itm_fast.files import atomic, regular
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, read_json
@@ -165,6 +166,30 @@ class MatchingModel(nn.Module, abc.ABC):
     def reads_tags(self) -> bool:
         """Return whether `encode_images` takes `itm_fast.data.TaggedImages`: regions with object tags."""
         return False
+
+    @property
+    def reads_boxes(self) -> bool:
+        """Return whether regions have four values more than `feature_dim`: the edges of their boxes."""
+        return False
+
+    def prepare(self, dataset: CaptionDataset) -> None:
+        """Let the batches of a data set contain what the model reads beside regions; ValueError if it has none."""
+        if self.reads_tags:
+            dataset.read_tags()
+        if self.reads_boxes:
+            dataset.read_boxes()
+
+    @property
+    def auxiliary_setting(self) -> str | None:
+        """Return the setting by which the model has a loss of its own; None: it has none.
+
+        In training mode, `forward` then keeps that loss for `take_auxiliary_loss`.
+        """
+        return None
+
+    def take_auxiliary_loss(self) -> Tensor | None:
+        """Return the model's own loss of the last batch, with its graph, and forget it; None if there is none."""
+        return None
 
     def beside_bert(self) -> dict[str, nn.Module]:
         """Return modules whose weights the folder of a pretrained BERT may contain, by their names there."""

@@ -2,7 +2,7 @@
 
 "Fine-grained Image-text Matching by Cross-modal Hard Aligning Network". The published models take the greatest cosine
 over the regions for each word, and aggregate over the words: by log-sum-exp with a GRU, by the mean with BERT. The
-official code adds self-attention over regions if the text encoder is a GRU; this is left out here.
+official code adds self-attention over regions if the text encoder is a GRU: `region_attention`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from itm_fast.models.base import register
 from itm_fast.models.encoders import BertEncoderConfig, make_caption_encoder, make_image_encoder
 from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.models.regulators import PairSteps, pair_steps, pairwise_weights
-from itm_fast.nn import CrossAttentionScores
+from itm_fast.nn import CrossAttentionScores, RegionAttention, l2norm
+from itm_fast.nn.image_encoder import detach_blank_rows
 
 __all__ = ["CHAN", "CHANConfig"]
 
@@ -26,6 +27,9 @@ class CHANConfig(BertEncoderConfig):
     """Settings of CHAN; the defaults are those published with a GRU."""
 
     bidirectional: bool = setting(True, help="Use a bidirectional GRU and average its directions, as in the paper.")
+    region_attention: bool = setting(
+        False, help="Let the regions of an image attend to each other, as published with a GRU."
+    )
     aggregation: str = setting(
         "logsumexp", help="Aggregation of the best cosine of each word.", choices=("logsumexp", "mean", "max", "sum")
     )
@@ -47,7 +51,9 @@ class CHAN(FragmentModel):
     def __init__(self, config: CHANConfig) -> None:
         super().__init__()
         self.config = config
-        self.image_encoder = make_image_encoder(config, no_imgnorm=config.no_imgnorm)
+        attends = config.region_attention
+        self.image_encoder = make_image_encoder(config, no_imgnorm=config.no_imgnorm or attends)
+        self.region_attention = RegionAttention(config.embed_dim) if attends else None
         self.text_encoder = make_caption_encoder(
             config, bidirectional=config.bidirectional, no_txtnorm=config.no_txtnorm
         )
@@ -61,7 +67,15 @@ class CHAN(FragmentModel):
 
     def encode_images(self, features: Tensor | Fragments) -> Fragments:
         """Encode region features (n, k, f), or Fragments of rows (N, f), as Fragments of rows (n * k or N, d)."""
-        return self.image_encoder(features)
+        regions: Fragments = self.image_encoder(features)
+        if self.region_attention is None:
+            return regions
+        regions = self.region_attention(regions)
+        rows = features.values if isinstance(features, Fragments) else features.flatten(0, 1)
+        # A vision model may return other regions than it reads.
+        if rows.shape[0] == regions.values.shape[0]:
+            regions = regions.with_values(detach_blank_rows(regions.values, rows))
+        return regions if self.config.no_imgnorm else regions.with_values(l2norm(regions.values))
 
     def encode_captions(self, token_ids: Tensor, lengths: Tensor) -> Fragments:
         """Encode padded token ids (n, L) int64 and lengths (n,) as Fragments of rows (sum of lengths, d)."""

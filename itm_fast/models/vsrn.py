@@ -1,8 +1,7 @@
 """VSRN: visual semantic reasoning (Li et al., ICCV 2019).
 
-The two reasoning steps and the matching are implemented. The paper's second branch, which generates captions during
-training, is left out. Each region is l2-normalised, as in the paper; the official code normalises each channel over the
-regions of an image.
+The paper's second branch generates captions during training: `caption_weight` turns it on. Each region is
+l2-normalised, as in the paper; the official code normalises each channel over the regions of an image.
 """
 
 from __future__ import annotations
@@ -15,7 +14,15 @@ from itm_fast.fragments import Fragments
 from itm_fast.models.base import register
 from itm_fast.models.encoders import EncoderConfig, make_image_encoder, make_text_encoder
 from itm_fast.models.fragment_model import Encoded, FragmentModel
-from itm_fast.nn import RegionReader, RegionReasoning, final_states, inner_products, l2norm, micro_batches
+from itm_fast.nn import (
+    CaptionDecoder,
+    RegionReader,
+    RegionReasoning,
+    final_states,
+    inner_products,
+    l2norm,
+    micro_batches,
+)
 from itm_fast.nn.residual_image_encoder import RowNorm
 
 __all__ = ["VSRN", "VSRNConfig"]
@@ -32,6 +39,16 @@ class VSRNConfig(EncoderConfig):
     )
     image_batch_norm: bool = setting(
         False, help="Apply batch normalisation to the image vector, as the authors' code does on Flickr30K."
+    )
+    caption_weight: float = setting(
+        0.0,
+        help="Weight of the loss of generating each caption from its image in training, averaged over the batch; 0: no "
+        "generation. The paper uses 1.",
+        minimum=0,
+    )
+    caption_hidden_dim: int = setting(512, help="Width of the networks that generate captions.", minimum=1)
+    caption_dropout: float = setting(
+        0.2, help="Dropout on the inputs of the networks that generate captions.", minimum=0, below=1
     )
 
 
@@ -51,6 +68,16 @@ class VSRN(FragmentModel):
         self.reader = RegionReader(config.embed_dim)
         self.image_norm = RowNorm(config.embed_dim) if config.image_batch_norm else None
         self.text_encoder = make_text_encoder(config, bidirectional=False, no_txtnorm=True)
+        self.decoder = None
+        if config.caption_weight:
+            self.decoder = CaptionDecoder(
+                config.embed_dim,
+                config.vocab_size,
+                hidden_dim=config.caption_hidden_dim,
+                word_dim=config.word_dim,
+                dropout=config.caption_dropout,
+            )
+        self._auxiliary: Tensor | None = None
 
     def encode_images(self, features: Tensor | Fragments) -> Tensor:
         """Encode (n, k, f), or Fragments of rows (N, f), as (n, d); an image without regions becomes zero."""
@@ -78,6 +105,28 @@ class VSRN(FragmentModel):
         """Encode captions (n, d), and return all states of their GRU, too."""
         states = self.text_encoder.states(token_ids, lengths)
         return self._caption(states), states.with_values(l2norm(states.values))
+
+    @property
+    def auxiliary_setting(self) -> str | None:
+        """Return "caption_weight" if captions are generated."""
+        return None if self.decoder is None else "caption_weight"
+
+    def take_auxiliary_loss(self) -> Tensor | None:
+        """Return the weighted loss of generating the captions of the last batch, and forget it."""
+        loss, self._auxiliary = self._auxiliary, None
+        return loss
+
+    def forward(
+        self, features: Tensor | Fragments, token_ids: Tensor, lengths: Tensor, micro_batch: int | None = None
+    ) -> Tensor:
+        """Score all images with all captions, as `MatchingModel.forward`; in training also generate the captions."""
+        if self.decoder is None or not self.training:
+            return super().forward(features, token_ids, lengths, micro_batch)
+        encoded = self.encode_fragments(features, token_ids, lengths, micro_batch)
+        losses = self.decoder(encoded.regions, token_ids, lengths)
+        self._auxiliary = self.config.caption_weight * losses.sum() / max(len(losses), 1)
+        scores: Tensor = self.score(encoded.images, encoded.captions)
+        return scores
 
     @property
     def scores_within_one(self) -> bool:

@@ -1,8 +1,10 @@
 """Building blocks as modules: encoders, normalisation, pooling, attention and its regulators."""
 
 from itm_fast.nn.attention import CrossAttentionScores
+from itm_fast.nn.attention_peak import AttentionPeak
 from itm_fast.nn.backbone_encoder import BackboneEncoder
 from itm_fast.nn.bert_text_encoder import BertTextEncoder
+from itm_fast.nn.caption_decoder import CaptionDecoder
 from itm_fast.nn.clip_encoders import ClipImageEncoder, ClipTextEncoder
 from itm_fast.nn.external_attention import ExternalSpacePooling
 from itm_fast.nn.feature_diversification import FeatureConversions, FeatureDiversification, FeatureReweighting
@@ -18,6 +20,8 @@ from itm_fast.nn.patch_encoder import PatchEncoder
 from itm_fast.nn.patch_slimming import PatchSlimming
 from itm_fast.nn.phrase_pooling import PhrasePooling
 from itm_fast.nn.pooling import final_states, mean_pool
+from itm_fast.nn.position_encoder import PositionEncoder
+from itm_fast.nn.region_attention import RegionAttention
 from itm_fast.nn.region_reasoning import RegionReader, RegionReasoning
 from itm_fast.nn.regulated_similarity import RegulatedSimilarity
 from itm_fast.nn.regulators import (
@@ -31,8 +35,10 @@ from itm_fast.nn.similarity import inner_products
 from itm_fast.nn.text_encoder import TextEncoder
 
 __all__ = [
+    "AttentionPeak",
     "BackboneEncoder",
     "BertTextEncoder",
+    "CaptionDecoder",
     "ClipImageEncoder",
     "ClipTextEncoder",
     "CrossAttentionAlignments",
@@ -52,8 +58,10 @@ __all__ = [
     "PatchEncoder",
     "PatchSlimming",
     "PhrasePooling",
+    "PositionEncoder",
     "RecurrentAggregationRegulator",
     "RecurrentCorrespondenceRegulator",
+    "RegionAttention",
     "RegionReader",
     "RegionReasoning",
     "RegulatedSimilarity",

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from itm_fast import reference
 from itm_fast.fragments import Fragments
-from itm_fast.nn.normalization import l2norm
+from itm_fast.nn.padded_pairs import padded_sets, pair_products, region_attention
 from itm_fast.reference import validation
 
 __all__ = ["NegativeAwareSimilarity"]
@@ -67,9 +67,9 @@ class NegativeAwareSimilarity(nn.Module):
     def forward(self, images: Fragments, captions: Fragments) -> Tensor:
         """Score regions and words: (n_images, n_captions) float32 (float64 for float64); 0 for an empty set."""
         with torch.autocast(images.device.type, enabled=False):
-            regions, seen, k = _padded(images)
-            words, inside, lengths = _padded(captions)
-            products = _products(regions, words)
+            regions, seen, k = padded_sets(images)
+            words, inside, lengths = padded_sets(captions)
+            products = pair_products(regions, words)
             found = self._negative(products, words, seen, inside) + self._positive(products, regions, seen)
             found = found + (self._relations(products, seen) * products).sum(dim=3)
             scores = (found * inside).sum(dim=2) / lengths.clamp(min=1)
@@ -78,7 +78,7 @@ class NegativeAwareSimilarity(nn.Module):
     def weights(self, words: Tensor, regions: Tensor) -> Tensor:
         """Return the attention q (n, k) of the words (n, d) of one pair to its regions (k, d)."""
         seen = torch.ones(1, len(regions), dtype=torch.bool, device=regions.device)
-        return self._relations(_products(regions[None], words[None]), seen)[0, 0]
+        return self._relations(pair_products(regions[None], words[None]), seen)[0, 0]
 
     def steps(self, words: Tensor, regions: Tensor) -> reference.RegulationSteps:
         """Return what `RegulatedSimilarity.steps` does: the attention q with its temperature, and no aggregation."""
@@ -106,9 +106,7 @@ class NegativeAwareSimilarity(nn.Module):
         return (weights * products).sum(dim=3) / squares.clamp(min=_EPSILON**2).sqrt()
 
     def _relations(self, products: Tensor, seen: Tensor) -> Tensor:
-        # Padding words have products of zero, which add nothing to the norms.
-        normed = l2norm(nn.functional.leaky_relu(products, self.negative_slope), dim=2)
-        return (self.temperature * normed).masked_fill(~seen[:, None, None], -torch.inf).softmax(dim=3)
+        return region_attention(products, seen, self.temperature, self.negative_slope)
 
     @torch.no_grad()
     def statistics(self, images: Fragments, captions: Fragments, scores: Tensor, first: int) -> Tensor:
@@ -130,8 +128,8 @@ class NegativeAwareSimilarity(nn.Module):
         chosen = captions.index_select(counted.nonzero()[:, 0])
         sums = [scores.new_tensor(float(chosen.values.shape[0]), dtype=torch.float64)]
         for numbers in (own[counted], scores.argmin(dim=0)[counted] if len(captions) else own):
-            words, inside, _ = _padded(chosen)
-            regions, seen, _ = _padded(images.index_select(numbers))
+            words, inside, _ = padded_sets(chosen)
+            regions, seen, _ = padded_sets(images.index_select(numbers))
             best = (words @ regions.transpose(1, 2)).masked_fill(~seen[:, None], -torch.inf).amax(dim=2)
             best = best.double().masked_fill(~inside, 0.0)
             sums += [best.sum(), best.square().sum()]
@@ -167,21 +165,3 @@ class NegativeAwareSimilarity(nn.Module):
     def extra_repr(self) -> str:
         names = ("temperature", "negative_slope", "intra_temperature", "penalty", "threshold_words")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-
-
-def _padded(sets: Fragments) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows (n, longest, d) in at least float32, which of them belong to a set, and the lengths (n,).
-
-    The first row of an empty set counts as inside, so that nothing is infinite.
-    """
-    padded, lengths = sets.to_padded()
-    if padded.shape[1] == 0:
-        padded = padded.new_zeros(len(sets), 1, padded.shape[2])
-    inside = torch.arange(padded.shape[1], device=padded.device) < lengths.clamp(min=1)[:, None]
-    return padded.to(torch.promote_types(padded.dtype, torch.float32)), inside, lengths
-
-
-def _products(regions: Tensor, words: Tensor) -> Tensor:
-    """Return the inner products (n, m, w, k) of regions (n, k, d) and words (m, w, d)."""
-    products = regions.flatten(0, 1) @ words.flatten(0, 1).t()
-    return products.view(*regions.shape[:2], *words.shape[:2]).permute(0, 2, 3, 1)

@@ -153,4 +153,4 @@ def _picture(dataset: PrecomputedDataset, image: int) -> np.ndarray | None:
     if dataset.box_source is not None:
         return whole_picture_of(dataset, image)
     found, _ = picture_of(dataset, image)
-    return found if found is not None else emoji.picture_if_patches(dataset.image_batch([image])[0].numpy())
+    return found if found is not None else emoji.picture_if_patches(dataset.region_batch([image])[0].numpy())

@@ -33,7 +33,7 @@ def kind_of(dataset: CaptionDataset) -> str:
     """Return how a picture becomes the features of a data set: "emoji", "SIDExGRID", or "" if that is unknown."""
     if isinstance(dataset.source, StoredPictures):
         return f"{dataset.source.side}x{dataset.source.grid}"
-    features = dataset.image_batch([0])[0]
+    features = dataset.region_batch([0])[0]
     return "emoji" if emoji.picture_if_patches(features.numpy()) is not None else ""
 
 
@@ -83,7 +83,7 @@ def thumbnail(picture: Picture) -> bytes:
 
 def picture_in(dataset: CaptionDataset, image: int) -> np.ndarray | None:
     """Return the pixels (height, width, 3) uint8 of an image of a data set, or None if the data hold no pictures."""
-    features = dataset.image_batch([image])[0]
+    features = dataset.region_batch([image])[0]
     pixels = emoji.picture_if_patches(features.numpy())
     if pixels is None and isinstance(dataset, PrecomputedDataset):
         pixels = whole_picture_of(dataset, image)

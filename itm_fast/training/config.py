@@ -17,7 +17,9 @@ from itm_fast.config import setting
 from itm_fast.data.placement import PLACEMENTS
 from itm_fast.files.documents import MAX_SETTINGS_BYTES, parse_yaml, read_text
 from itm_fast.files.messages import shown
-from itm_fast.training.loss_rules import BOOSTING, BOOSTING_FORMS, MINING, check_loss, default_warmup
+from itm_fast.losses.rectified_loss import SOFT_MARGINS
+from itm_fast.training.loss_rules import BOOSTING, BOOSTING_FORMS, MINING, RIVALS, check_loss, default_warmup
+from itm_fast.training.rivals.mixture import MIXTURES
 
 __all__ = ["GROUPS", "RCAR", "TrainConfig", "read_yaml", "to_yaml"]
 
@@ -25,8 +27,9 @@ __all__ = ["GROUPS", "RCAR", "TrainConfig", "read_yaml", "to_yaml"]
 DATA, MODEL, LOSS, OPTIMIZER = "Data", "Model", "Loss and negatives", "Optimisation"
 MACHINE, OUTPUT = "Device, large batches and several processes", "Output and resuming"
 RCAR, SELHN, DBL, ADDR, FDF = (f"Method: {name}" for name in ("RCAR", "SelHN", "DBL", "ADDR", "FDF"))
+AOQ, NCR, META_SPN, SAM = (f"Method: {name}" for name in ("AOQ", "NCR", "Meta-SPN", "SAM"))
 # The headings of the settings in the order in which `train --help-all` prints them.
-GROUPS = (DATA, MODEL, LOSS, OPTIMIZER, MACHINE, RCAR, SELHN, DBL, ADDR, FDF, OUTPUT)
+GROUPS = (DATA, MODEL, LOSS, OPTIMIZER, MACHINE, RCAR, SELHN, DBL, ADDR, FDF, AOQ, NCR, META_SPN, SAM, OUTPUT)
 
 MAX_SEED = 2**64 - 1  # the largest that torch takes
 
@@ -74,6 +77,13 @@ class TrainConfig:
         help="Sort captions by length within groups of N batches, then shuffle the batches (length bucketing); 0 "
         "turns it off.",
     )
+    noise: float = setting(
+        0.0,
+        group=DATA,
+        minimum=0,
+        below=1,
+        help="Share of the training captions to shuffle among their images, by the seed. NCR's code uses 0.2 and 0.5.",
+    )
     text_augmentation: float = setting(
         0.0,
         group=DATA,
@@ -107,8 +117,8 @@ class TrainConfig:
     model: str = setting(
         "scan",
         group=MODEL,
-        help="Model: bfan, camp, chan, clip, dbl, esa, laps, naaf, oscar, rvsepp, saem, scan, sgraf, vse_infty, vsepp "
-        "or vsrn.",
+        help="Model: bfan, camp, chan, clip, dbl, esa, laps, naaf, oscar, pfan, rvsepp, saem, scan, sgraf, vse_infty, "
+        "vsepp or vsrn.",
     )
     model_options: Mapping[str, Any] = setting(factory=dict, group=MODEL, help="Settings of the model by name.")
     bert: str | None = setting(
@@ -298,9 +308,9 @@ class TrainConfig:
     scenario: str = setting(
         "single",
         group=DBL,
-        help="Train the model alone (single), with a frozen anchor (oas), with other models (oss), with its moving "
-        "average (mss), or against discriminators (addr).",
-        choices=("single", "oas", "oss", "mss", "addr"),
+        help="Train alone (single), with a frozen anchor (oas), other models (oss), a moving average (mss), "
+        "discriminators (addr), or by the method aoq, ncr, meta_spn or sam.",
+        choices=("single", "oas", "oss", "mss", "addr", *RIVALS),
     )
     boosting: str | None = setting(
         None,
@@ -389,6 +399,48 @@ class TrainConfig:
         group=ADDR,
         help="Map the discriminators from files in the run directory even if they fit into memory.",
         free_on_resume=True,
+    )
+
+    offline_candidates: int = setting(
+        300, group=AOQ, minimum=1, help="Best captions per image that an offline hard negative is drawn from."
+    )
+    offline_margin: float = setting(0.0, group=AOQ, minimum=0, help="Margin of offline negatives.")
+    offline_alpha: float = setting(
+        0.3, group=AOQ, above=0, help="Distance of the offline from the online score that changes the weight by 1."
+    )
+    offline_beta: float = setting(
+        1.5, group=AOQ, minimum=0, help="Weight of an online negative that scores as high as the offline one."
+    )
+    offline_every: int = setting(
+        1, group=AOQ, minimum=1, maximum=1000, help="Epochs between two searches for offline negatives."
+    )
+
+    ncr_threshold: float = setting(
+        0.5, group=NCR, minimum=0, below=1, help="Probability above which a pair counts as clean."
+    )
+    ncr_mixture: str = setting(
+        "beta",
+        group=NCR,
+        help="Mixture of the losses of clean and noisy pairs: of beta or of normal distributions (authors' code).",
+        choices=MIXTURES,
+    )
+    ncr_margin: str = setting(
+        "exponential",
+        group=NCR,
+        help="Margin of a pair as a function of its label.",
+        choices=SOFT_MARGINS,
+    )
+
+    meta_lr: float = setting(1e-3, group=META_SPN, above=0, help="Learning rate of the network of weights.")
+    meta_hidden: int = setting(100, group=META_SPN, minimum=1, help="Width of the network of weights.")
+
+    sam_weight: float = setting(5.0, group=SAM, minimum=0, help="Weight of the hinges with adaptive margins.")
+    sam_divisor: float = setting(10.0, group=SAM, above=0, help="Difference in CIDEr-D that gives a margin of 1.")
+    sam_samples: str = setting(
+        "hardest",
+        group=SAM,
+        help="Negatives with adaptive margins: the hardest of the batch (soft in the authors' code), or random ones.",
+        choices=("hardest", "random"),
     )
 
     validate_every: int = setting(1, group=OUTPUT, minimum=1, help="Epochs or steps between two validations.")

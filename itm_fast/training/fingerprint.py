@@ -26,8 +26,12 @@ def fingerprints(data: PrecomputedDataset | OwnData) -> dict[str, str]:
     if isinstance(data, OwnData):
         return data.fingerprints()
     tags = {f"{data.split}_tags.txt": sha256_of_parts("\n".join(data.tags or ()).encode())} if data.reads_tags else {}
+    boxes = {}
+    if data.reads_boxes and data.box_source is not None:
+        boxes[f"{data.split}_boxes.npy"] = sha256_of_parts(data.box_source.values.numpy().tobytes())
     return {
         **tags,
+        **boxes,
         f"{data.split}_caps.txt": sha256_of_parts(
             "\n".join(data.captions).encode(), data.caption_image.numpy().tobytes()
         ),

@@ -19,8 +19,10 @@ __all__ = [
     "BOOSTING",
     "BOOSTING_FORMS",
     "MINING",
+    "RIVALS",
     "boosting_of",
     "boosting_weight",
+    "check_auxiliary",
     "check_loss",
     "default_warmup",
     "described_boosting",
@@ -43,6 +45,14 @@ ADVERSARIAL = (
     "addr", "adversarial_weight", "regularization_weight", "model_regularization_weight", "domain_margin",
     "risk_aggregation", "alternation", "discriminator_lr", "discriminator_precision", "discriminators_on_disk",
 )  # fmt: skip
+# The scenarios of methods that the papers compare with, and their settings.
+RIVALS = ("aoq", "ncr", "meta_spn", "sam")
+_OF_RIVALS = {
+    "aoq": ("offline_candidates", "offline_margin", "offline_alpha", "offline_beta", "offline_every"),
+    "ncr": ("ncr_threshold", "ncr_mixture", "ncr_margin"),
+    "meta_spn": ("meta_lr", "meta_hidden"),
+    "sam": ("sam_weight", "sam_divisor", "sam_samples"),
+}
 # Settings that have an effect only with some values of another setting.
 _DEPENDENT: Sequence[tuple[str, str, tuple[str, ...]]] = (
     ("epsilon", "mining", ("selective",)),
@@ -59,6 +69,7 @@ _DEPENDENT: Sequence[tuple[str, str, tuple[str, ...]]] = (
     ("branches", "scenario", ("oss",)),
     ("ema_decay", "scenario", ("mss",)),
     *((name, "scenario", ("addr",)) for name in ADVERSARIAL),
+    *((name, "scenario", (scenario,)) for scenario, names in _OF_RIVALS.items() for name in names),
 )
 # The same, for dropping settings of a recipe; a run with them is refused.
 _OF_REALIGNMENT = tuple((name, "realignment", (True,)) for name in ("other_batches", "online_weight"))
@@ -86,6 +97,21 @@ def check_loss(config: Any) -> None:
         if chosen not in values and not is_default:
             raise ValueError(f"{name}: {shown(value)} goes with the {other} {' or '.join(values)}, not {chosen}")
     _check_conversions(config, fields)
+    if config.scenario in RIVALS:
+        for name, wanted in (("loss", "triplet"), ("mining", "hardest"), ("halve_loss", False)):
+            if getattr(config, name) != wanted:
+                raise ValueError(
+                    f"{name}: the scenario {config.scenario} takes {shown(wanted)}, got {shown(getattr(config, name))}"
+                )
+
+
+def check_auxiliary(config: Any, name: str, processes: int) -> None:
+    """Raise ValueError if a run cannot add a model's own loss, which its setting `name` turns on."""
+    allowed = ("single", *ANCHORED, "sam")
+    if config.scenario not in allowed:
+        raise ValueError(f"{name}: goes with the scenario {', '.join(allowed)}, not {config.scenario}; expected 0")
+    if processes > 1:
+        raise ValueError(f"{name}: goes with a single process, got {processes}; expected 0")
 
 
 def default_warmup(config: Any) -> int:

@@ -31,7 +31,7 @@ from itm_fast.training.cautions import cautions
 from itm_fast.training.clip import clip_options, load_clip, read_clip
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.lock import lock
-from itm_fast.training.loss_rules import described_boosting
+from itm_fast.training.loss_rules import RIVALS, described_boosting
 from itm_fast.training.progress import TrainResult
 from itm_fast.training.scenarios import AddrScenario, frozen_anchor, kept_share
 from itm_fast.training.trainer import Trainer
@@ -121,8 +121,7 @@ def _trainer(
             if isinstance(model, models.MatchingModel):
                 for data in (train_data, validation_data):
                     data.check_caption_lengths(model.max_caption_length)
-                    if model.reads_tags:
-                        data.read_tags()
+                    model.prepare(data)
                 anchor = frozen_anchor(config, model, vocabulary, resume=resume)
         if train_data is None or validation_data is None:
             raise ValueError("train_data, validation_data: expected both or none")
@@ -176,6 +175,8 @@ def load_data(
         # The vocabularies published with SCAN have no <mask>; the run keeps the one that it trained with.
         vocabulary = vocabulary.with_mask()
     train_data = open_split(config.data, "train", vocabulary)
+    if config.noise:
+        train_data.shuffle_captions(config.noise, config.seed)
     validation_data = open_split(config.data, config.validation_split, vocabulary, max_images=config.validation_images)
     if train_data.features.shape[1:] != validation_data.features.shape[1:]:
         raise ValueError(
@@ -226,6 +227,8 @@ def _opening(trainer: Trainer, vocabulary: Vocabulary | None, vocabulary_source:
         yield f"scenario: addr, {config.addr or 'full'}"
         if isinstance(trainer.stepper.scenario, AddrScenario):
             yield f"discriminators: {trainer.stepper.scenario.placement}"
+    elif config.scenario in RIVALS:
+        yield f"scenario: {config.scenario}"
     elif config.scenario != "single":
         yield f"scenario: {config.scenario}, boosting: {described_boosting(config)}"
     if config.scenario == "mss":

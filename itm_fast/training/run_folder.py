@@ -76,7 +76,7 @@ def check(config: TrainConfig, *, resume: bool) -> None:
     if started and has_state:
         raise ValueError(f"{run}: already contains a run; continue it with --resume or choose another --out")
     # A run that ended before its first state left nothing worth keeping: its settings, vocabulary and log.
-    model = [WEIGHTS_FILE, CONFIG_FILE, *[BRANCHES] * (config.scenario in ("oss", "mss"))]
+    model = [WEIGHTS_FILE, CONFIG_FILE, *[BRANCHES] * (config.scenario in ("oss", "mss", "ncr"))]
     kept = model if started else [*model, VOCABULARY, METRICS, str(STATE_FILE), *[TENSORBOARD] * config.tensorboard]
     if not started:
         kept += sorted(str(path.relative_to(run)) for path in (run / STATE_FILE).parent.glob(DISCRIMINATORS))

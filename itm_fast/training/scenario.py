@@ -45,6 +45,7 @@ class BatchFunctions:
         whole: within `run`, returns the sets of the batch without gradient, from those of that part.
         total: sums a number of each pair, (B,). Each process has all numbers and differentiates its own pairs.
         images: (B,) int64, the image of each pair.
+        read: returns other pairs of the training set by their captions, (n,) int64, on the device and augmented.
         batch: this process's part of the batch; a single process has all of it.
         autocast: sets the precision of a forward pass.
     """
@@ -60,6 +61,7 @@ class BatchFunctions:
     whole: Callable[[MatchingModel, Sets], Sets]
     total: Callable[[Tensor], Tensor]
     images: Tensor
+    read: Callable[[Tensor], Batch]
     batch: Batch
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
 

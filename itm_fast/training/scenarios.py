@@ -7,6 +7,10 @@
 | oss, online synchronous | several; the last is the target | the branches before each one (dml: all others) |
 | mss, momentum synchronous | the target | its moving average |
 | addr, adversarial | the target, in turns with discriminators | none |
+| aoq, offline quintuplets | the target | none |
+| ncr, noisy correspondence | two; the last is the target | none |
+| meta_spn, learned weights | the target, with a network of weights | none |
+| sam, adaptive margins | the target | none |
 
 Training with realigned feature conversions is another scenario, in `fdf/realignment.py`.
 
@@ -19,6 +23,7 @@ for addr, Ren et al., Beyond the Deep Metric Learning, Algorithm 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -31,8 +36,12 @@ from itm_fast.training.config import TrainConfig
 from itm_fast.training.dbl.anchor import frozen_anchor
 from itm_fast.training.dbl.momentum import MomentumScenario, kept_share, momentum_at
 from itm_fast.training.fdf.realignment import RealignmentScenario
-from itm_fast.training.loss_rules import boosting_weight, is_mutual
+from itm_fast.training.loss_rules import RIVALS, boosting_weight, is_mutual
 from itm_fast.training.phases import Phases
+from itm_fast.training.rivals.aoq import AoqScenario
+from itm_fast.training.rivals.meta_spn import MetaSpnScenario
+from itm_fast.training.rivals.ncr import NcrScenario
+from itm_fast.training.rivals.sam import SamScenario
 from itm_fast.training.scenario import BatchFunctions, Scenario, StepResult
 
 __all__ = [
@@ -58,6 +67,8 @@ def make_scenario(
     n_images: int = 1,
     room: int | None = None,
     of_loss: Sequence[nn.Parameter] = (),
+    data: Any = None,
+    validation_data: Any = None,
 ) -> Scenario:
     """Return the scenario that `config` names for the target `model`, which is already on its device.
 
@@ -70,6 +81,8 @@ def make_scenario(
         n_images: number of images in the training split; each has a discriminator in the scenario addr.
         room: memory in bytes that the discriminators may take; None: no limit.
         of_loss: the parameters of the loss, which are trained with the target.
+        data: the training set, for aoq and ncr: the methods of a `Gallery`, and `batch`.
+        validation_data: the same for meta_spn.
 
     Raises:
         ValueError: the scenario oas has no anchor, the model of the scenario addr has no fragments, several branches
@@ -93,20 +106,10 @@ def make_scenario(
             target, config.online_weight, config.batch_size, stored, fresh=config.other_batches == "fresh"
         )
     if config.scenario == "oss":
-        device = next(model.parameters()).device
-        # Each branch draws its own weights from torch's random state (section III-C: randomly initialised).
-        fresh = [type(model)(model.config).to(device) for _ in range(config.branches - 1)]
-        # Every branch starts from the same pretrained models.
-        for folder, prefix in ((config.bert, BERT), (config.image_backbone, BACKBONE)):
-            for one in fresh if folder is not None else ():
-                part = prefix.rstrip(".")
-                one.get_submodule(part).load_state_dict(model.get_submodule(part).state_dict())
-        for one in fresh:
-            if config.clip is not None:
-                one.load_state_dict(model.state_dict())
-            set_checkpointing(config, one)
-        branches = [*(Branch(config, one, per_epoch) for one in fresh), target]
+        branches = [*_fresh_branches(config, model, per_epoch, config.branches - 1), target]
         return Scenario(branches, weight, mutual=is_mutual(config))
+    if config.scenario in RIVALS:
+        return _rival(config, target, per_epoch, data, validation_data)
     if config.scenario == "mss":
         return MomentumScenario(target, weight, config.ema_decay, config.epochs * per_epoch)
     if config.trains_discriminators:
@@ -114,3 +117,34 @@ def make_scenario(
     if config.scenario == "oas" and anchor is None:
         raise ValueError("anchor: the scenario oas needs a trained model")
     return Scenario([target], weight, anchor if config.scenario == "oas" else None)
+
+
+def _fresh_branches(config: TrainConfig, model: MatchingModel, per_epoch: int, count: int) -> list[Branch]:
+    """Return branches like that of `model`, with other initial weights."""
+    device = next(model.parameters()).device
+    # Each branch draws its own weights from torch's random state (section III-C: randomly initialised).
+    fresh = [type(model)(model.config).to(device) for _ in range(count)]
+    # Every branch starts from the same pretrained models.
+    for folder, prefix in ((config.bert, BERT), (config.image_backbone, BACKBONE)):
+        for one in fresh if folder is not None else ():
+            part = prefix.rstrip(".")
+            one.get_submodule(part).load_state_dict(model.get_submodule(part).state_dict())
+    for one in fresh:
+        if config.clip is not None:
+            one.load_state_dict(model.state_dict())
+        set_checkpointing(config, one)
+    return [Branch(config, one, per_epoch) for one in fresh]
+
+
+def _rival(config: TrainConfig, target: Branch, per_epoch: int, data: Any, validation_data: Any) -> Scenario:
+    """Return the scenario of a method that the papers compare with."""
+    if data is None or validation_data is None:
+        raise ValueError(f"scenario: {config.scenario} needs the training data and the validation data")
+    if config.scenario == "aoq":
+        return AoqScenario(target, config, per_epoch, data)
+    if config.scenario == "sam":
+        return SamScenario(target, config, data)
+    if config.scenario == "ncr":
+        branches = [*_fresh_branches(config, target.model, per_epoch, 1), target]
+        return NcrScenario(branches, config, per_epoch, data)
+    return MetaSpnScenario(target, config, per_epoch, validation_data)

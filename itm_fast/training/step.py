@@ -20,6 +20,7 @@ from itm_fast.models.fragment_model import FragmentModel
 from itm_fast.training.config import TrainConfig
 from itm_fast.training.diagnostics import image_gradient_norm, mining_diagnostics
 from itm_fast.training.gradient_monitor import GradientMonitor
+from itm_fast.training.loss_rules import RIVALS, check_auxiliary
 from itm_fast.training.objective import make_boosting_loss, make_losses, make_realignment_losses
 from itm_fast.training.plateau import PlateauMonitor
 from itm_fast.training.replicas import Replicas, check_shared
@@ -36,7 +37,8 @@ class Stepper:
     `per_epoch` is the number of model steps per epoch and `anchor` the frozen model of the scenario oas. `image_rows`
     returns the regions (n, k, f) of images by their rows in the training data, and `n_images` is the number of images.
     `world` describes the processes that share each batch. `room` is the host memory in bytes that the discriminators of
-    the scenario addr may take (None: no limit). `loss` replaces the one that `config` names, in all epochs.
+    the scenario addr may take (None: no limit). `loss` replaces the one that `config` names, in all epochs. `data` and
+    `validation_data` are the data sets, which some scenarios read.
 
     Raises:
         ValueError: the settings, the model and the number of processes cannot be combined.
@@ -55,14 +57,23 @@ class Stepper:
         world: World | None = None,
         room: int | None = None,
         loss: nn.Module | None = None,
+        data: Any = None,
+        validation_data: Any = None,
     ) -> None:
-        self.config, self.device, self.world = config, device, world or World()
+        self.config, self.device, self.world, self.data = config, device, world or World(), data
+        if self.world.size > 1 and config.scenario in RIVALS:
+            raise ValueError(f"scenario: {config.scenario} trains in one process, got {self.world.size}")
+        if model.auxiliary_setting is not None:
+            check_auxiliary(config, model.auxiliary_setting, self.world.size)
+        self._auxiliary: float | None = None  # Of the target in the last step.
         self.losses = nn.ModuleDict(make_losses(config, model) if loss is None else {config.mining: loss}).to(device)
         self._is_triplet = config.loss == "triplet" and loss is None
         self.boosting_loss = make_boosting_loss(config)
         self.realignment_losses = make_realignment_losses(config)
         of_loss = list(self.losses.parameters())
-        self.scenario = make_scenario(config, model, per_epoch, anchor, image_rows, n_images, room, of_loss)
+        self.scenario = make_scenario(
+            config, model, per_epoch, anchor, image_rows, n_images, room, of_loss, data, validation_data
+        )
         learning = [branch.model for branch in self.scenario.branches]
         check_shared(self.scenario.models, self.world)
         self.replicas = Replicas(self.world, learning, config.micro_batch)
@@ -98,12 +109,14 @@ class Stepper:
         found: list[str | None] = []
         if result.own_loss is not None and mining == "hardest" and self._is_triplet:
             factor = (2 if self.config.halve_loss else 1) * (len(images) if self.config.mean_loss else 1)
-            found.append(self.plateau.update(factor * result.own_loss, len(images), diagnostics.get("hardest_gap")))
+            loss = factor * (result.own_loss - (self._auxiliary or 0.0))
+            found.append(self.plateau.update(loss, len(images), diagnostics.get("hardest_gap")))
         numbers = result.numbers
         if "grad_norm" in numbers:
             found.append(self.gradients.update(numbers["grad_norm"], numbers["loss"]))
         self.cautions = [caution for caution in found if caution is not None]
-        return {**numbers, **self._of_loss(), **diagnostics}
+        beside = {} if self._auxiliary is None else {"auxiliary_loss": self._auxiliary}
+        return {**numbers, **beside, **self._of_loss(), **diagnostics}
 
     def _of_loss(self) -> dict[str, float]:
         """Return the scalar parameters of the loss, for the log."""
@@ -119,7 +132,11 @@ class Stepper:
             loss = self.losses[mining]
             with self.autocast():
                 scores, own = self.replicas.scores_and_loss(model, batch, loss, positives)
-            return scores, loss(scores, positives=positives) if own is None else own
+            own = loss(scores, positives=positives) if own is None else own
+            auxiliary = model.take_auxiliary_loss()
+            # The target comes last.
+            self._auxiliary = None if auxiliary is None else float(auxiliary.detach())
+            return scores, own if auxiliary is None else own + auxiliary
 
         def fragments(model: FragmentModel, *, scored: bool) -> tuple[Tensor | None, Fragments, Fragments]:
             with self.autocast():
@@ -139,9 +156,13 @@ class Stepper:
             whole=lambda model, sets: self.replicas.whole(model, sets, batch),
             total=lambda values: self.replicas.sum(values, batch),
             images=images_of(batch),
+            read=self._read,
             batch=batch,
             autocast=self.autocast,
         )
+
+    def _read(self, captions: Tensor) -> Batch:
+        return self.augmentation(self.data.batch(captions.cpu().numpy()), self.device)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Set the precision of the forward pass."""

@@ -110,6 +110,8 @@ class Trainer:
             world=self.world,
             room=host_room(self.world) if config.trains_discriminators else None,
             loss=None if loss is None else as_loss(loss),
+            data=train_data,
+            validation_data=self.validation_data,
         )
         # Models start equal in all processes; random numbers drawn from here on differ.
         if self.world.rank > 0:

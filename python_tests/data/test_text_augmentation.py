@@ -17,7 +17,7 @@ from itm_fast.data import TextAugmentation, Vocabulary
 from itm_fast.training import TrainConfig, Trainer
 from itm_fast.training.metrics_log import read_metrics
 from python_tests.helpers.bert import write_bert
-from python_tests.helpers.concepts import WORDS, write_concepts
+from python_tests.helpers.concepts import WORDS, with_boxes, write_concepts
 from python_tests.helpers.precomputed import SPECIAL
 from python_tests.helpers.runs import OPTIONS, config, make_trainer, run, same, weights
 
@@ -172,6 +172,8 @@ def test_models_train_on_changed_and_evaluate_on_unchanged_captions(
             },
             {"bert_dropout": 0.0},
         )
+    if model == "pfan":
+        data = with_boxes(data, tmp_path / "located")
     settings = config(data, tmp_path / "run", **named, model_options=options, text_augmentation=0.2)
     changed = seen_by(settings, monkeypatch)
     whole = seen_by(config(data, tmp_path / "whole", **named, model_options=options), monkeypatch)

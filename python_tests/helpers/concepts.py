@@ -1,6 +1,6 @@
 """A data set that a model learns within seconds: images of four concepts, with captions that name them.
 
-Inside: `write_concepts`.
+Inside: `write_concepts`, `with_boxes`.
 """
 
 from __future__ import annotations
@@ -27,3 +27,16 @@ def write_concepts(directory: Path, *, n_train: int = 24, n_dev: int = 10, width
         captions = [" ".join(WORDS[word] for word in random.permutation(row)) for row in concepts for _ in range(5)]
         (directory / f"{split}_caps.txt").write_text("\n".join(captions) + "\n", encoding="utf-8")
     return directory
+
+
+def with_boxes(data: Path, folder: Path) -> Path:
+    """Link the files of a data folder into another one, and add boxes (x0, y0, x1, y1) of the regions of each split."""
+    folder.mkdir(parents=True)
+    for path in data.iterdir():
+        (folder / path.name).symlink_to(path)
+    for seed, path in enumerate(sorted(data.glob("*_ims.npy"))):
+        images, regions, _ = np.load(path, mmap_mode="r").shape
+        corners = np.random.default_rng(seed).uniform(size=(images, regions, 2, 2)).astype(np.float32)
+        boxes = np.sort(corners, axis=2).reshape(images, regions, 4)
+        np.save(folder / path.name.replace("_ims", "_boxes"), boxes)
+    return folder

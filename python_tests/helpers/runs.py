@@ -35,6 +35,8 @@ def make_trainer(settings: TrainConfig) -> Trainer:
     vocabulary, train_data, dev_data = load_data(settings)
     torch.manual_seed(settings.seed)
     model = create_model(settings, vocabulary, train_data)
+    for split in (train_data, dev_data):
+        model.prepare(split)
     anchor = frozen_anchor(settings, model, vocabulary)
     return Trainer(settings, model, train_data, dev_data, anchor=anchor, progress=False)
 

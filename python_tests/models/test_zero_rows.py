@@ -17,7 +17,8 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("scan", {}), ("scan", {"direction": "i2t"}), ("scan", {"regulator": "rcar", "steps": 2}), ("bfan", {}),
     ("chan", {}), ("vsrn", {}), ("sgraf", {"n_regions": 5}), ("dbl", {}), ("vsepp", {}), ("vse_infty", {}),
     ("camp", {"alignment_dim": 6, "regulator": "rcar", "regulator_dropout": 0.0}), ("camp", {"head": "cosine"}),
-    ("naaf", {}), ("esa", {}), ("saem", {"attention_dropout": 0.0, "phrase_dropout": 0.0}),
+    ("naaf", {}), ("esa", {}), ("pfan", {"feature_dim": 8}), ("chan", {"region_attention": True}),
+    ("saem", {"attention_dropout": 0.0, "phrase_dropout": 0.0}),
     ("scan", {"image_encoder": "residual"}), ("vsepp", {"image_encoder": "projected_residual"}),
 ]  # fmt: skip
 
@@ -25,7 +26,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 def gradient_norm(name: str, settings: dict[str, Any], features: Tensor) -> float:
     """Return the largest norm of the gradient of all weights in the first three steps on three pairs."""
     torch.manual_seed(0)
-    model = models.create(name, **SIZES, **settings)
+    model = models.create(name, **{**SIZES, **settings})
     optimizer = torch.optim.Adam(model.parameters(), 1e-5)
     token_ids, lengths = torch.randint(4, 30, (3, 6)), torch.tensor([6, 4, 3])
     norms = []

@@ -25,7 +25,7 @@ def make(name: str, **options: object) -> MatchingModel:
     torch.manual_seed(0)
     if name == "fdf":
         return models.create(name, **options, host_options=SIZES, conversions=2).eval()
-    return models.create(name, **SIZES, **options).eval()
+    return models.create(name, **{**SIZES, **options}).eval()
 
 
 def lines(model: MatchingModel, **changes: object) -> list[str]:
@@ -88,6 +88,8 @@ def test_what_is_said_to_have_no_effect_has_none(data: Path, tmp_path: Path, add
         ("vsrn", {}, True),
         ("camp", {}, True),
         ("naaf", {}, False),
+        ("pfan", {"peak_weight": 0.0, "feature_dim": 6}, True),
+        ("pfan", {"feature_dim": 6}, False),
         ("esa", {}, True),
         ("saem", {"phrase_channels": 4, "attention_hidden_dim": 8}, True),
         ("fdf", {"host": "scan"}, True),

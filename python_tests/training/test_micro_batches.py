@@ -34,6 +34,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "saem": ("saem", {**WORDS, **SAEM}),
     "camp": ("camp", WORDS),
     "naaf": ("naaf", WORDS),
+    "pfan": ("pfan", {**WORDS, "feature_dim": 2}),  # and four edges of a box
+    "chan attention": ("chan", {**WORDS, "region_attention": True}),
     "esa": ("esa", {**WORDS, "image_encoder": "linear", "word_dropout": 0.0}),
 }
 COUNT = 11

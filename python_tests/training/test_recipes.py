@@ -65,6 +65,8 @@ SOURCES = {
     "dbl": "Deep Boosting Learning", "oscar": "Object-Semantics Aligned",
     "scan": "Lee et al.", "rcar": "Plug-and-Play", "bfan": "Liu et al.", "vsepp": "Faghri et al.",
     "vse-infty": "Best Pooling Strategy", "vse-": "Selectively Hard Negative", "rvse": "Selectively Hard Negative",
+    "pfan": "Position Focused Attention Network",
+    "aoq": "Adaptive Offline Quintuplet", "ncr": "Noisy Correspondence",
     "naaf": "Negative-Aware Attention", "camp": "Cross-Modal Adaptive Message Passing",
     "saem": "Fragment Self-Attention Embeddings", "esa": "External Space Attention Aggregation",
     "s": "Similarity Reasoning and Filtration",
@@ -135,7 +137,14 @@ PUBLISHED = {
             ("vsrn", 2e-4, 0.7, VSRN[data]),
         )
     },
-    **{f"vsrn-{data}": ("vsrn", FLICKR, VSRN[data]) for data in ("f30k", "coco")},
+    **{
+        f"vsrn-{data}": (
+            "vsrn",
+            FLICKR,
+            {**VSRN[data], "caption_weight": 1.0, "caption_hidden_dim": 512, "caption_dropout": 0.2},
+        )
+        for data in ("f30k", "coco")
+    },
     "vsepp-f30k": ("vsepp", FLICKR, VSEPP),
     "vsepp-coco": ("vsepp", FLICKR, VSEPP),
     **{
@@ -166,6 +175,14 @@ PUBLISHED |= {
     )
     for data in ("f30k", "coco")
 }
+PUBLISHED["chan-f30k"] = (
+    "chan",
+    {**INFTY, "batch_size": 384, "margin": 0.005, "grad_clip": 2.0},
+    {
+        **SIZES, "image_encoder": "linear", "region_attention": True, "aggregation": "logsumexp",
+        "logsumexp_temperature": 10.0,
+    },
+)  # fmt: skip
 PUBLISHED |= {
     f"laps-{kind}-{data}": (
         "laps",
@@ -215,6 +232,41 @@ PUBLISHED |= {
     for data in ("f30k", "coco")
     for suffix, numbers, options in (("", {}, {**GRU, "word_dropout": 0.1}), ("-bert", SLOW_BERT, BERT))
 }
+PUBLISHED |= {
+    f"pfan-{way}-{data}": (
+        "pfan",
+        {"epochs": 30, "lr": lr, "lr_decay_every": 15},
+        {**SCAN, **MEAN, **options, "position_grid": 16, "position_blocks": 15, "position_dim": 200, **peak},
+    )
+    for way, options, peak in (("t2i", T2I, {"peak_weight": 0.5}), ("i2t", I2T, {}))
+    for data, lr in (("f30k", 2e-4), ("coco", 5e-4))
+}
+PUBLISHED |= {
+    f"aoq-{host}-{data}": (
+        "bfan",
+        {
+            **numbers, "lr_decay_every": 10, "warmup_epochs": 1, "scenario": "aoq", "offline_candidates": 300,
+            "offline_margin": 0.0, "offline_alpha": 0.3, "offline_beta": 1.5,
+        },
+        options,
+    )
+    for data in ("f30k", "coco")
+    for host in ("bfan-equal", "bfan-prob")
+    for _, numbers, options in [PUBLISHED[f"{host}-{data}"]]
+}  # fmt: skip
+# The warm-up comes before the epochs of the paper's code.
+PUBLISHED |= {
+    f"ncr-{host}-{data}": (
+        "sgraf",
+        {
+            "epochs": epochs, "lr": 2e-4, "lr_decay_every": decay, "warmup_epochs": warmup, "scenario": "ncr",
+            "ncr_threshold": 0.5, "ncr_mixture": "gaussian", "ncr_margin": "exponential",
+        },
+        PUBLISHED[f"{host}-{data}"][2],
+    )
+    for host in ("sgr", "saf")
+    for data, epochs, decay, warmup in (("f30k", 45, 35, 5), ("coco", 30, 20, 10))
+}  # fmt: skip
 # The paper keeps the settings of its hosts.
 FDF = {"conversions": 8, "conversion_layer": "ffn", "online_weight": 0.5}
 PUBLISHED |= {

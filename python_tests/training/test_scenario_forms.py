@@ -17,6 +17,7 @@ from itm_fast.training.scenarios import MomentumScenario
 from python_tests.helpers.bert import write_bert
 from python_tests.helpers.boosting import loop_boosting
 from python_tests.helpers.comparison_loops import loop_losses
+from python_tests.helpers.concepts import with_boxes
 from python_tests.helpers.runs import OPTIONS, config, make_trainer, same
 from python_tests.helpers.triplets import loop_losses as loop_triplets
 
@@ -34,6 +35,8 @@ MODELS: dict[str, dict[str, Any]] = {
 def trainer_of(data: Path, folder: Path, scenario: str, **changes: Any) -> Trainer:
     """Return a trainer of small models; the frozen model of oas is a different, untrained one."""
     settings = {"scenario": scenario, **changes}
+    if settings.get("model") == "pfan":
+        data = with_boxes(data, folder / "located")
     if settings.get("model") == "oscar":
         settings |= {"bert": str(write_bert(folder / "bert")), "model_options": {}}
     if scenario == "oas":

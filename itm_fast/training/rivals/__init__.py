@@ -1,0 +1,1 @@
+"""Training methods that the papers compare with: AOQ, NCR, Meta-SPN and SAM."""
