@@ -13,9 +13,10 @@ RUN/tensorboard/                         the log for TensorBoard (`--tensorboard
 
 from __future__ import annotations
 
-__all__ = ["BRANCHES", "CONFIG", "DISCRIMINATORS", "METRICS", "TENSORBOARD", "VOCABULARY"]
+__all__ = ["BRANCHES", "CHECKPOINT", "CONFIG", "DISCRIMINATORS", "METRICS", "TENSORBOARD", "VOCABULARY"]
 
 BRANCHES = "branches"
+CHECKPOINT = "last/checkpoint.pt"
 CONFIG = "train.yaml"
 DISCRIMINATORS = "discriminators-*.safetensors"
 METRICS = "metrics.jsonl"
