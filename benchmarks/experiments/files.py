@@ -36,7 +36,7 @@ IMAGES = ROOT / "docs" / "images"
 BUNDLED = "emoji"  # As `data`: the bundled data.
 
 # Settings that change a run's result at most by rounding; the paths of data and run directory are added later.
-_FREE = ("data", "out", "workers", "save_every", "tensorboard", "device", "threads")
+_FREE = ("data", "out", "workers", "save_every", "tensorboard", "tracker", "tracker_online", "device", "threads")
 _KEYS = {
     "title": str,
     "data": str,
