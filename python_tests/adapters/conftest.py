@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 
 _NEEDS = {
-    "test_onnx.py": ("onnxruntime", "onnxscript"),
+    "test_onnx.py": ("onnx", "onnxruntime"),
     "test_open_clip.py": ("open_clip",),
     "test_sentence_transformers.py": ("sentence_transformers",),
     "test_trackers.py": ("mlflow", "wandb"),
