@@ -36,5 +36,5 @@ def _import_torchvision() -> None:
         import torchvision  # noqa: F401
 
 
-if find_spec("torchvision") is not None:
+if find_spec("open_clip") is not None:
     _import_torchvision()
