@@ -20,12 +20,15 @@ endif
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up
 NATIVE_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+# Sees the packages of the main environment, and adds others that must not be there: transformers would import a
+# torchvision that does not load beside a CPU build of torch.
+ADAPTERS := .venv-adapters
 PROSE = '*.md' '*.py' '*.h' '*.cpp' '*.cu' '*.yaml'
 # cmake and ninja of the environment come first, so that a build folder always uses the same ones.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-cuda-load build lint format types dist check-dist check-cross cuda-resources gpu-wheels fuzz bench docs clean
+.PHONY: help demo test test-adapters test-oldest test-cuda-load build lint format types dist check-dist check-cross cuda-resources gpu-wheels fuzz bench docs clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -37,6 +40,9 @@ demo: build ## Train on the bundled emoji data, evaluate, write the report.
 test: build ## Run the tests in two processes; ARGS=--thorough runs all, also CUDA and AMX kernels in the simulators.
 	$(PYTHON) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder \
 	  $(if $(filter --thorough,$(ARGS)),,-m 'not shim') $(ARGS)
+
+test-adapters: build $(ADAPTERS)/.set-up ## Run the tests with sentence-transformers, open_clip, ONNX, wandb and MLflow.
+	$(ADAPTERS)/bin/python -m pytest python_tests/adapters $(ARGS)
 
 test-oldest: ## Run the tests with the oldest Python found and the oldest torch supported, in .venv-oldest.
 	$(MAKE) OLDEST=1 test
@@ -109,4 +115,14 @@ $(STAMP): pyproject.toml | $(PYTHON)
 	$(PYTHON) $(HAS_TORCH) 2>/dev/null || $(PYTHON) -m pip install -q --disable-pip-version-check $(TORCH)
 	$(PYTHON) -m pip install -q --disable-pip-version-check 'setuptools>=77' 'pybind11>=2.13' 'cmake>=3.26' 'ninja>=1.10'
 	$(PYTHON) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[dev]'
+	touch $@
+
+$(ADAPTERS)/.set-up: $(STAMP)
+	rm -rf $(ADAPTERS)
+	$(PYTHON) -m venv --without-pip $(ADAPTERS)
+	site=$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  echo "import site; site.addsitedir('$$site')" \
+	  >"$$($(ADAPTERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth"
+	version=$$($(PYTHON) -c 'import torch; print(torch.__version__.split("+")[0])') && \
+	  $(ADAPTERS)/bin/python -m pip install -q --disable-pip-version-check "torch==$$version" 'itm_fast[adapters]'
 	touch $@

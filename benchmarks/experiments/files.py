@@ -32,7 +32,7 @@ IMAGES = ROOT / "docs" / "images"
 BUNDLED = "emoji"  # As `data`: the bundled data.
 
 # Settings that change a run's result at most by rounding; the paths of data and run directory are added later.
-_FREE = ("data", "out", "workers", "save_every", "tensorboard", "device", "threads")
+_FREE = ("data", "out", "workers", "save_every", "tensorboard", "tracker", "tracker_online", "device", "threads")
 MEASURES = {
     "rsum": "sum of recalls", "mean_distance": "MD", "i2t_r1": "R@1, image to text", "t2i_r1": "R@1, text to image",
 }  # fmt: skip

@@ -125,10 +125,10 @@ def train(
 
     --resume takes the settings from the run; other options must match them. These may change without an effect on the
     result: --data, --bert, --image-backbone and --clip (the same content in another folder), --workers, --features,
-    --image-checkpointing, --text-checkpointing, --discriminators-on-disk, --save-every and --tensorboard. --device and
-    --threads change the rounding. --micro-batch changes the rounding, dropout and batch normalisation. --epochs may not
-    drop below the epochs already done; with a cosine schedule, the learning rate follows the new length from the resume
-    point on.
+    --image-checkpointing, --text-checkpointing, --discriminators-on-disk, --save-every, --tensorboard, --tracker and
+    --tracker-online. --device and --threads change the rounding. --micro-batch changes the rounding, dropout and batch
+    normalisation. --epochs may not drop below the epochs already done; with a cosine schedule, the learning rate
+    follows the new length from the resume point on.
     """
     from itm_fast.distributed import launched
     from itm_fast.training import recipes, run_folder

@@ -1,6 +1,6 @@
 """Describe where and with what figures are measured: commit, processor, versions.
 
-Inside: `environment`, `processor_name`.
+Inside: `environment`, `processor_name`, `source_commit`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["environment", "processor_name"]
+__all__ = ["environment", "processor_name", "source_commit"]
 
 
 def environment(threads: int, info: Mapping[str, Any]) -> dict[str, Any]:
     """Return machine, time and software versions of the measurement."""
-    commit, dirty = _commit()
+    commit, dirty = source_commit()
     return {
         "commit": commit,
         "uncommitted_changes": dirty,
@@ -48,8 +48,11 @@ def processor_name() -> str:
     return next(named, platform.processor() or platform.machine())
 
 
-def _commit() -> tuple[str | None, bool | None]:
-    """The commit of the source tree that the package runs from, and whether it was changed since."""
+def source_commit() -> tuple[str | None, bool | None]:
+    """Return the commit of the source tree that the package runs from, and whether it was changed since.
+
+    Both are None if the package runs from no source tree under git.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None, None

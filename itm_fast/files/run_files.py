@@ -8,16 +8,18 @@ RUN/last/discriminators-N.safetensors    discriminators of checkpoint.pt after t
 RUN/last/lock                            held by the training process
 RUN/metrics.jsonl                        one line per logged step and per validation
 RUN/branches/1, 2, ...                   other branches (scenarios oss, mss, ncr), each with its vocabulary
-RUN/tensorboard/                         the log for TensorBoard (`--tensorboard`)
+RUN/tensorboard/, wandb/, mlflow/        the log for a tracker (`--tracker`)
 """
 
 from __future__ import annotations
 
-__all__ = ["BRANCHES", "CONFIG", "DISCRIMINATORS", "METRICS", "TENSORBOARD", "VOCABULARY"]
+__all__ = ["BRANCHES", "CHECKPOINT", "CONFIG", "DISCRIMINATORS", "METRICS", "TENSORBOARD", "TRACKERS", "VOCABULARY"]
 
 BRANCHES = "branches"
+CHECKPOINT = "last/checkpoint.pt"
 CONFIG = "train.yaml"
 DISCRIMINATORS = "discriminators-*.safetensors"
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
+TRACKERS = (TENSORBOARD, "wandb", "mlflow")
 VOCABULARY = "vocab.json"

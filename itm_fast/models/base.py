@@ -30,6 +30,7 @@ from itm_fast.files.messages import shortened, shown
 from itm_fast.files.plugins import Plugins
 from itm_fast.files.run_files import VOCABULARY
 from itm_fast.fragments import Fragments
+from itm_fast.models.hub import HubModel
 from itm_fast.models.weights_file import check_finite, read_shapes, read_weights
 from itm_fast.nn import BertTextEncoder, CrossAttentionScores, micro_batches
 
@@ -40,7 +41,7 @@ WEIGHTS_FILE = "model.safetensors"
 Embeddings = Fragments | Tensor
 
 
-class MatchingModel(nn.Module, abc.ABC):
+class MatchingModel(HubModel, nn.Module, abc.ABC):
     """An image-text matching model: two encoders and a score.
 
     The encoders return `Fragments`, or a tensor (n, d) for a model with one vector per item. A gallery can be encoded
@@ -66,6 +67,11 @@ class MatchingModel(nn.Module, abc.ABC):
         for name, wrapped in (("encode_images", _of_arrays), ("encode_captions", _of_text), ("score", _of_inference)):
             if name in vars(cls):
                 setattr(cls, name, wrapped(vars(cls)[name]))
+
+    @classmethod
+    def from_folder(cls, directory: str | os.PathLike[str], device: torch.device | str = "cpu") -> MatchingModel:
+        """Read what `save` wrote, as `itm_fast.models.load` does: a model of any class."""
+        return load(directory, device)
 
     @abc.abstractmethod
     def encode_images(self, features: Tensor | Fragments) -> Any:

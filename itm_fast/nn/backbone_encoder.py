@@ -39,6 +39,7 @@ class BackboneEncoder(nn.Module):
         kind: `model_type` of the vision model.
         width: width of the tokens.
         embed_dim: the argument.
+        special: number of tokens before those of the patches.
 
     Raises:
         ValueError: the settings are not those of a vision model, the model has no class token to keep, or the package
@@ -67,7 +68,7 @@ class BackboneEncoder(nn.Module):
             )
         backbone: Any = build_backbone(config)
         self.kind: str = config["model_type"]
-        self._step, self._special = step_of(config), special_tokens(self.kind, backbone.config)
+        self._step, self.special = step_of(config), special_tokens(self.kind, backbone.config)
         if class_token and not KINDS[self.kind][1]:
             raise ValueError(f"image_class_token: a {self.kind} model has no class token to keep")
         self.class_token, self.width = class_token, width_of(backbone)
@@ -114,7 +115,7 @@ class BackboneEncoder(nn.Module):
         # DINOv2 interpolates without being asked.
         more = {} if self.kind.startswith("dinov2") else {"interpolate_pos_encoding": True}
         tokens: Tensor = self.backbone(pixel_values=pixels, **more).last_hidden_state
-        patches = tokens[:, self._special :]
+        patches = tokens[:, self.special :]
         return Fragments.from_padded(torch.cat([tokens[:, :1], patches], 1) if self.class_token else patches)
 
 

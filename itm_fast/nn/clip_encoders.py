@@ -118,6 +118,7 @@ class ClipTextEncoder(nn.Module):
 
     Attributes:
         max_length: maximum tokens per caption.
+        fills: whether it reads the padding up to `max_length`.
 
     Raises:
         ValueError: the settings are not those of a text tower, or the package transformers is not installed.
@@ -134,14 +135,14 @@ class ClipTextEncoder(nn.Module):
             )
         check_layers([config.get("num_hidden_layers", 1)], "text_backbone")
         backbone: Any = built(class_named(CLIP_KINDS[self._kind]), config, "text_backbone")
-        self._fills = self._kind == "siglip"
+        self.fills = self._kind == "siglip"
         own = backbone.config
         self.max_length, self.vocab_size, self.width = own.max_position_embeddings, own.vocab_size, own.hidden_size
         self.pad: int = pad
         if not 0 <= self.pad < self.vocab_size:
             raise ValueError(f"text_backbone: pad: expected an id below {self.vocab_size}, got {self.pad}")
-        self.fc = nn.Linear(self.width, embed_dim, bias=self._fills)
-        if self._fills:
+        self.fc = nn.Linear(self.width, embed_dim, bias=self.fills)
+        if self.fills:
             tower_of(backbone).head = nn.Identity()
         self.backbone = backbone
 
@@ -169,7 +170,7 @@ class ClipTextEncoder(nn.Module):
         """
         states, _ = self._states(token_ids, lengths)
         lengths = lengths.to(states.device)
-        last = states.shape[1] - 1 if self._fills else (lengths - 1).clamp(min=0)
+        last = states.shape[1] - 1 if self.fills else (lengths - 1).clamp(min=0)
         embedded = _unit(self.fc(states[torch.arange(len(states), device=states.device), last]))
         return embedded.masked_fill((lengths == 0)[:, None], 0.0)
 
@@ -179,7 +180,7 @@ class ClipTextEncoder(nn.Module):
         longest = int(lengths.max()) if len(lengths) else 0
         if longest > self.max_length:
             raise ValueError(f"token_ids: expected at most {self.max_length} tokens in a caption, got {longest}")
-        width = self.max_length if self._fills else max(longest, 1)
+        width = self.max_length if self.fills else max(longest, 1)
         if not len(lengths):
             return next(self.backbone.parameters()).new_zeros(0, width, self.width), 0
         cut = token_ids[:, :width].to(torch.int64)

@@ -17,6 +17,7 @@ from itm_fast.distributed import World
 from itm_fast.files import atomic, regular
 from itm_fast.files.formats import Format
 from itm_fast.files.messages import shown
+from itm_fast.files.run_files import CHECKPOINT
 from itm_fast.files.torch_files import load_plain
 from itm_fast.training.state_check import check_like
 
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 FORMAT = Format()
-STATE_FILE = Path("last") / "checkpoint.pt"
+STATE_FILE = Path(CHECKPOINT)
 
 # What the values of a training state are; numbers count steps, seconds and bytes.
 _KINDS: Mapping[str, type] = {

@@ -454,6 +454,19 @@ class TrainConfig:
         free_on_resume=True,
     )
     tensorboard: bool = setting(False, group=OUTPUT, help="Write the log for TensorBoard as well.", free_on_resume=True)
+    tracker: str | None = setting(
+        None,
+        group=OUTPUT,
+        help="Write the log for a tracker as well, into a folder of RUN; nothing is sent. (default: none)",
+        choices=("tensorboard", "wandb", "mlflow"),
+        free_on_resume=True,
+    )
+    tracker_online: bool = setting(
+        False,
+        group=OUTPUT,
+        help="Send the log to the server of --tracker wandb or mlflow, which their environment variables name.",
+        free_on_resume=True,
+    )
 
     device: str = setting("cpu", group=MACHINE, help="Device, for example cpu or cuda.", free_on_resume=True)
     precision: str = setting(

@@ -14,16 +14,16 @@ from itm_fast import config as settings
 from itm_fast.data import Vocabulary
 from itm_fast.files import atomic, regular
 from itm_fast.files.messages import shown
-from itm_fast.files.run_files import BRANCHES, CONFIG, DISCRIMINATORS, METRICS, TENSORBOARD, VOCABULARY
+from itm_fast.files.run_files import BRANCHES, CONFIG, DISCRIMINATORS, METRICS, TRACKERS, VOCABULARY
 from itm_fast.models.base import CONFIG_FILE, WEIGHTS_FILE, MatchingModel
 from itm_fast.training.checkpoint import STATE_FILE
 from itm_fast.training.config import TrainConfig, read_yaml, to_yaml
 from itm_fast.training.lock import LOCK_FILE
+from itm_fast.training.trackers import tracker_folders
 
 __all__ = [
     "CONFIG",
     "METRICS",
-    "TENSORBOARD",
     "VOCABULARY",
     "check",
     "lost_model",
@@ -77,7 +77,7 @@ def check(config: TrainConfig, *, resume: bool) -> None:
         raise ValueError(f"{run}: already contains a run; continue it with --resume or choose another --out")
     # A run that ended before its first state left nothing worth keeping: its settings, vocabulary and log.
     model = [WEIGHTS_FILE, CONFIG_FILE, *[BRANCHES] * (config.scenario in ("oss", "mss", "ncr"))]
-    kept = model if started else [*model, VOCABULARY, METRICS, str(STATE_FILE), *[TENSORBOARD] * config.tensorboard]
+    kept = model if started else [*model, VOCABULARY, METRICS, str(STATE_FILE), *tracker_folders(config)]
     if not started:
         kept += sorted(str(path.relative_to(run)) for path in (run / STATE_FILE).parent.glob(DISCRIMINATORS))
     for file in kept:
@@ -137,7 +137,7 @@ def _written(run: Path) -> list[Path]:
     """Return the paths in `run` that a run writes."""
     last, branches = STATE_FILE.parent, Path(BRANCHES)
     return [
-        *map(Path, (CONFIG, VOCABULARY, METRICS, TENSORBOARD, BRANCHES, WEIGHTS_FILE, CONFIG_FILE)),
+        *map(Path, (CONFIG, VOCABULARY, METRICS, *TRACKERS, BRANCHES, WEIGHTS_FILE, CONFIG_FILE)),
         *(last / name for name in (LOCK_FILE.name, STATE_FILE.name)),
         *(path.relative_to(run) for path in (run / last).glob(DISCRIMINATORS)),
         *(branches / one.name / name for one in (run / branches).glob("*") for name in _BRANCH_FILES),

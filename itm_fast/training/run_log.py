@@ -1,4 +1,4 @@
-"""The log of a run: `metrics.jsonl`, and curves for TensorBoard.
+"""The log of a run: `metrics.jsonl`, and the same lines for trackers.
 
 Inside: `RunLog`.
 """
@@ -6,14 +6,14 @@ Inside: `RunLog`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from itm_fast.training import run_folder
 from itm_fast.training.metrics_log import MetricsLog, read_metrics
 from itm_fast.training.state_check import check_summary
-from itm_fast.training.tensorboard import TensorBoardLog
+from itm_fast.training.trackers import Tracker
 
 __all__ = ["RunLog"]
 
@@ -22,36 +22,30 @@ _PLACE = ("kind", "split", "step", "epoch", "seconds")
 
 
 class RunLog:
-    """The log in the directory `run`, with curves if `tensorboard`. Only one of several processes `writes`.
+    """The log in the directory `run`, which `trackers` get, too. Only one of several processes `writes`."""
 
-    Raises:
-        ValueError: the package tensorboard, which is optional, is not installed.
-    """
-
-    def __init__(self, run: str | Path, *, tensorboard: bool, writes: bool) -> None:
+    def __init__(self, run: str | Path, *, trackers: Sequence[Tracker] = (), writes: bool) -> None:
         self.lines, self._writes = MetricsLog(Path(run) / run_folder.METRICS), writes
-        self.curves = TensorBoardLog(Path(run) / run_folder.TENSORBOARD) if tensorboard and writes else None
+        self.trackers = list(trackers) if writes else []
 
     @contextlib.contextmanager
     def open(self, size: int, seconds: float) -> Iterator[None]:
         """Open the log for a block, after its first `size` bytes; `seconds` is the earlier time of the run."""
         if self._writes:
             self.lines.truncate(size)
-        if self.curves is None:
+        lines = _numbers(self.lines) if self.trackers and self.lines.size else []
+        with contextlib.ExitStack() as opened:
+            for tracker in self.trackers:
+                tracker.start(lines, seconds)
+                opened.callback(tracker.close)
             yield
-            return
-        self.curves.start(_curve_lines(self.lines) if self.lines.size else [], seconds)
-        try:
-            yield
-        finally:
-            self.curves.close()
 
     def write(self, **line: Any) -> None:
         if not self._writes:
             return
         self.lines.write(**line)
-        if self.curves is not None and line["kind"] != "warning":
-            self.curves.write(line)
+        for tracker in self.trackers if line["kind"] != "warning" else ():
+            tracker.write(line)
 
     def validation_at(self, position: int, step: int) -> tuple[dict[str, float], int] | None:
         """Return the validation after `step` at byte `position` of the log, and the end of its line.
@@ -70,6 +64,6 @@ class RunLog:
         return summary, end
 
 
-def _curve_lines(lines: MetricsLog) -> list[dict[str, Any]]:
+def _numbers(lines: MetricsLog) -> list[dict[str, Any]]:
     found = read_metrics(lines.path, ("kind", "step", "seconds"))
     return [line for line in found if line["kind"] != "warning"]

@@ -40,6 +40,7 @@ from itm_fast.training.run_log import RunLog
 from itm_fast.training.signals import on_stop_signals
 from itm_fast.training.state_check import check_like, check_progress
 from itm_fast.training.step import Stepper
+from itm_fast.training.trackers import trackers
 
 __all__ = ["Trainer"]
 
@@ -116,7 +117,8 @@ class Trainer:
         # Models start equal in all processes; random numbers drawn from here on differ.
         if self.world.rank > 0:
             checkpoint.seed_process(config.seed, 0, self.world.rank)
-        self.log = RunLog(config.out, tensorboard=config.tensorboard, writes=self.world.first)
+        first = self.world.first
+        self.log = RunLog(config.out, trackers=trackers(config) if first else (), writes=first)
         # Notes of a resumed run about its random numbers.
         self.random_note = ""
         self.progress = Progress()

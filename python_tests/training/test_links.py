@@ -51,6 +51,8 @@ def moved_out(run: Path, name: str) -> Path:
         "model.safetensors",
         "branches",
         "tensorboard",
+        "wandb",
+        "mlflow",
     ],
 )
 def test_a_resumed_run_writes_through_no_link(run: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:

@@ -135,7 +135,8 @@ def _config(
         raise ValueError(f"{words[1]}: differs from the vocabulary {words[0]}")
     vocab = str(words[1]) if config.bert is None else None
     defaults = {"min_count": settings.fields_of(TrainConfig)["min_count"].default}
-    changes = {"data": data, "out": out, "vocab": vocab, "epochs": epochs or config.epochs, "tensorboard": False}
+    changes = {"data": data, "out": out, "vocab": vocab, "epochs": epochs or config.epochs}
+    changes |= {"tensorboard": False, "tracker": None, "tracker_online": False}
     return attrs.evolve(config, **{**changes, **defaults, **machine})
 
 

@@ -1,0 +1,126 @@
+"""The numbers of a run's log as a run of MLflow.
+
+Inside: `MlflowLog`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from itm_fast.files import atomic
+from itm_fast.files.messages import shortened
+
+__all__ = ["MlflowLog"]
+
+Item = TypeVar("Item")
+_EXPERIMENT = "itm_fast"
+_SERVER = "MLFLOW_TRACKING_URI"
+# The limits of MLflow for one call, and for the text of a parameter.
+_METRICS, _PARAMETERS, _CHARACTERS = 1000, 100, 500
+
+
+class MlflowLog:
+    """Write a run of MLflow into `RUN/mlflow/mlflow.db`, or with `online` to a server.
+
+    Each start is a new run of MLflow with all lines of the log, because MLflow takes no value of an earlier step back.
+
+    Args:
+        run: the run directory.
+        settings: settings of the run; they become parameters.
+        online: send the log to the server that `MLFLOW_TRACKING_URI` names.
+
+    Raises:
+        ValueError: the optional package mlflow is not installed, or `MLFLOW_TRACKING_URI` is not set.
+    """
+
+    folder = "mlflow"
+
+    def __init__(self, run: str | os.PathLike[str], settings: Mapping[str, Any], *, online: bool) -> None:
+        if online and not os.environ.get(_SERVER):
+            raise ValueError(
+                f"tracker_online: expected the address of the MLflow server in {_SERVER}, which is not set"
+            )
+        if not online:
+            # Otherwise MLflow would report its use to its authors.
+            os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+        try:
+            from mlflow.entities import Metric, Param
+            from mlflow.tracking import MlflowClient
+
+            if not online:
+                import alembic  # noqa: F401  The database of MLflow needs it.
+        except ImportError:
+            raise ValueError(
+                "tracker: the package mlflow is not installed; install it with pip install 'itm_fast[mlflow]', or "
+                "train without --tracker"
+            ) from None
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        self._metric, self._param, self._make_client = Metric, Param, MlflowClient
+        self._run, self._settings, self._online = Path(run), dict(settings), online
+        if not online and set(str(self._run.resolve())) & set("?#%"):
+            raise ValueError(f"out: MLflow cannot write to a path with ?, # or %, got {self._run}")
+        self._client: Any = None
+        self._id, self._started = "", 0.0
+
+    def start(self, lines: Iterable[Mapping[str, Any]], seconds: float) -> None:
+        """Start a run of MLflow with `lines`, the content of the log so far; `seconds` is its training time so far."""
+        # Shift the times of earlier parts as if the run had not paused.
+        self._started = time.time() - seconds
+        experiment = self._open()
+        created = self._client.create_run(
+            experiment, start_time=self._milliseconds(0), run_name=self._run.resolve().name
+        )
+        self._id = created.info.run_id
+        parameters = [self._param(name, shortened(str(value), _CHARACTERS)) for name, value in self._settings.items()]
+        for part in _parts(parameters, _PARAMETERS):
+            self._client.log_batch(self._id, params=part)
+        for part in _parts([metric for line in lines for metric in self._metrics(line)], _METRICS):
+            self._client.log_batch(self._id, metrics=part)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Add the numbers of one line of the log."""
+        self._client.log_batch(self._id, metrics=self._metrics(line))
+
+    def close(self) -> None:
+        """Mark the run of MLflow as finished."""
+        if self._client is not None:
+            self._client.set_terminated(self._id)
+
+    def _open(self) -> str:
+        """Open the database or the server, and return the id of the experiment."""
+        where: dict[str, str] = {}
+        files: dict[str, str] = {}
+        if not self._online:
+            # MLflow opens the database by itself; this refuses links in place of the folder or the file.
+            atomic.open_folder(self._run / self.folder, self._run).close()
+            atomic.check_entries(self._run, [f"{self.folder}/mlflow.db"])
+            folder = (self._run / self.folder).resolve()
+            address = f"sqlite:///{folder / 'mlflow.db'}"
+            where, files = {"tracking_uri": address, "registry_uri": address}, {"artifact_location": folder.as_uri()}
+        self._client = self._make_client(**where)
+        known = self._client.get_experiment_by_name(_EXPERIMENT)
+        found: str = self._client.create_experiment(_EXPERIMENT, **files) if known is None else known.experiment_id
+        return found
+
+    def _metrics(self, line: Mapping[str, Any]) -> list[Any]:
+        moment = self._milliseconds(line["seconds"])
+        return [
+            self._metric(f"{line['kind']}/{name}", float(value), moment, line["step"])
+            for name, value in line.items()
+            if name not in ("step", "seconds") and not isinstance(value, str)
+        ]
+
+    def _milliseconds(self, seconds: float) -> int:
+        return round(1000 * (self._started + seconds))
+
+
+def _parts(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    rest = iter(items)
+    while part := list(itertools.islice(rest, size)):
+        yield part

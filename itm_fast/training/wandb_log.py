@@ -1,0 +1,75 @@
+"""The numbers of a run's log as a run of Weights & Biases.
+
+Inside: `WandbLog`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from itm_fast.files import atomic
+
+__all__ = ["WandbLog"]
+
+
+class WandbLog:
+    """Write a run of wandb into `RUN/wandb`; `online` sends it, too, as the environment variables of wandb say.
+
+    Each start is a new run of wandb with all lines of the log, because wandb takes no value of an earlier step back.
+
+    Args:
+        run: the run directory.
+        settings: settings of the run, for the table of runs.
+        online: send the log to the server of wandb.
+
+    Raises:
+        ValueError: the optional package wandb is not installed.
+    """
+
+    folder = "wandb"
+
+    def __init__(self, run: str | os.PathLike[str], settings: Mapping[str, Any], *, online: bool) -> None:
+        if not online:
+            # Otherwise wandb would report its own errors to its authors.
+            os.environ["WANDB_ERROR_REPORTING"] = "false"
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError(
+                "tracker: the package wandb is not installed; install it with pip install 'itm_fast[wandb]', or train "
+                "without --tracker"
+            ) from None
+        self._wandb: Any = wandb
+        self._run, self._settings, self._online = Path(run), dict(settings), online
+        self._log: Any = None
+
+    def start(self, lines: Iterable[Mapping[str, Any]], seconds: float) -> None:
+        """Start a run of wandb with `lines`, the content of the log so far."""
+        # wandb opens its files by itself; this refuses a link in place of the folder.
+        atomic.open_folder(self._run / self.folder, self._run).close()
+        mode = {} if self._online else {"mode": "offline"}
+        self._log = self._wandb.init(
+            project="itm_fast",
+            name=self._run.resolve().name,
+            dir=str(self._run),
+            config=self._settings,
+            settings=self._wandb.Settings(
+                **mode, console="off", silent=True, disable_code=True, disable_git=True,
+                x_disable_meta=True, x_disable_stats=True,
+            ),
+        )  # fmt: skip
+        for line in lines:
+            self.write(line)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Add the numbers of one line of the log, and the seconds of training until then."""
+        numbers = {name: value for name, value in line.items() if name != "step" and not isinstance(value, str)}
+        self._log.log({f"{line['kind']}/{name}": value for name, value in numbers.items()}, step=line["step"])
+
+    def close(self) -> None:
+        """Write what is buffered and finish the run of wandb."""
+        if self._log is not None:
+            self._log.finish()

@@ -1,0 +1,116 @@
+"""What trackers show after offline runs is the log, also of a run that was resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+
+from itm_fast.training.metrics_log import read_metrics
+from python_tests.helpers.runs import config, run
+
+Points = dict[str, list[tuple[int, float]]]
+
+
+def expected(out: Path, left_out: set[str]) -> Points:
+    """Return step and value of each number in the log by name."""
+    found: Points = {}
+    for line in read_metrics(out / "metrics.jsonl"):
+        for name, value in line.items():
+            if name not in left_out and not isinstance(value, str):
+                found.setdefault(f"{line['kind']}/{name}", []).append((line["step"], value))
+    return found
+
+
+def records(content: bytes) -> Iterator[bytes]:
+    """Yield the records of a file of wandb: 7 bytes, then the log format of LevelDB with blocks of 32 KiB."""
+    position, record = 7, b""
+    while position < len(content):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", content, position + 4)
+        record += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # A whole record, or the last part of one.
+            yield record
+            record = b""
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every connection to another machine fail; the tracker's own processes use this one."""
+    connect = socket.socket.connect
+
+    def local(self: socket.socket, address: object) -> None:
+        if self.family != socket.AF_UNIX and str(address[0]) not in ("127.0.0.1", "::1", "localhost"):  # type: ignore[index]
+            raise AssertionError(f"connects to {address}")
+        connect(self, address)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket.socket, "connect", local)
+
+
+@pytest.mark.usefixtures("no_network")
+def test_mlflow_has_the_numbers_of_the_log(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    settings = config(data, tmp_path / "run", epochs=1, tracker="mlflow")
+    run(settings)
+    run(attrs.evolve(settings, epochs=2), resume=True)
+    client = MlflowClient(f"sqlite:///{tmp_path}/run/mlflow/mlflow.db", f"sqlite:///{tmp_path}/run/mlflow/mlflow.db")
+    experiment = client.get_experiment_by_name("itm_fast")
+    last, first = client.search_runs([experiment.experiment_id], order_by=["attributes.end_time DESC"])
+    assert last.info.status == first.info.status == "FINISHED"
+    assert (last.data.params["epochs"], first.data.params["epochs"], last.info.run_name) == ("2", "1", "run")
+    wanted = expected(tmp_path / "run", {"step", "seconds"})
+    assert [step for step, _ in wanted["train/loss"]] == [2, 4, 6, 8]
+    shown = {
+        name: [(one.step, one.value) for one in client.get_metric_history(last.info.run_id, name)] for name in wanted
+    }
+    assert shown == wanted
+    assert last.data.metrics.keys() == wanted.keys()
+    losses = client.get_metric_history(last.info.run_id, "train/loss")
+    seconds = [line["seconds"] for line in read_metrics(tmp_path / "run/metrics.jsonl") if line["kind"] == "train"]
+    spent = [(one.timestamp - losses[0].timestamp) / 1000 for one in losses]
+    assert spent == pytest.approx([second - seconds[0] for second in seconds], abs=2e-3)
+
+
+def test_mlflow_online_needs_an_address(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(ValueError, match="expected the address of the MLflow server in MLFLOW_TRACKING_URI"):
+        run(config(data, tmp_path / "run", tracker="mlflow", tracker_online=True))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("no_network")
+def test_wandb_has_the_numbers_of_the_log(data: Path, tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    out = tmp_path / "run"
+    run(config(data, out, tracker="wandb"))
+    wandb.teardown()  # Wait until the process of wandb has written its file, as the end of Python does.
+    (path,) = out.glob("wandb/offline-run-*/*.wandb")
+    shown: Points = {}
+    settings: dict[str, str] = {}
+    for record in map(Record.FromString, records(path.read_bytes())):
+        if record.HasField("run"):
+            settings |= {update.key: update.value_json for update in record.run.config.update}
+        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for name, value in items.items():
+            if not name.startswith("_"):
+                shown.setdefault(name, []).append((items["_step"], value))
+    assert json.loads(settings["epochs"]) == 2
+    wanted = expected(out, {"step"})
+    assert {name: len(points) for name, points in shown.items()} == {name: len(one) for name, one in wanted.items()}
+    for name, points in wanted.items():
+        assert [step for step, _ in shown[name]] == [step for step, _ in points]
+        assert all(math.isclose(one, two) for (_, one), (_, two) in zip(shown[name], points, strict=True))
