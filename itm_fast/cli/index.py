@@ -6,34 +6,19 @@ import json
 import shlex
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from itm_fast.cli.index_options import Checkpoints, Data, IndexArgument, Pictures, Split, Threads, Thumbnails
+from itm_fast.cli.index_sources import source_of, split_of, training_data
 from itm_fast.cli.models import check_run
 from itm_fast.cli.options import Command, Group
 
 if TYPE_CHECKING:
-    from itm_fast.data import PrecomputedDataset
     from itm_fast.search import Index
-    from itm_fast.search.members import Members
 
 app = typer.Typer(cls=Group, help="Build, change and check search indexes.", no_args_is_help=True)
-
-IndexArgument = Annotated[Path, typer.Argument(metavar="INDEX", help="Folder of the index.", show_default=False)]
-Checkpoints = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--checkpoint", metavar="RUN", help="Run directory of the model, if it was moved since the build; repeatable."
-    ),
-]
-Data = Annotated[Path | None, typer.Option(metavar="DIR", help="Data folder or feature store to take a split from.")]
-Split = Annotated[str, typer.Option(metavar="NAME", help="Split of --data.")]
-Pictures = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of pictures, and its subfolders.")]
-Thumbnails = Annotated[
-    bool, typer.Option("--thumbnails/--no-thumbnails", help="Keep a small copy of each picture, for result pages.")
-]
-Threads = Annotated[int, typer.Option(metavar="N", min=0, help="CPU threads; 0 uses PyTorch's default.")]
 
 
 class _Dtype(str, Enum):
@@ -122,11 +107,11 @@ def build_command(
     for run in checkpoint:
         check_run(run)
     members = Members(checkpoint, device)
-    source = _source(members, checkpoint, data, split, pictures)
+    source = source_of(members, checkpoint, data, split, pictures)
     if data is not None:
-        training = None if pooling is _Pooling.mean else _split(members, checkpoint, data, training_split)
+        training = None if pooling is _Pooling.mean else split_of(members, checkpoint, data, training_split)
     else:
-        training = _training_data(members, checkpoint[0], training_split)
+        training = training_data(members, checkpoint[0], training_split)
         if preprocessing is None:
             preprocessing = "" if training is None else kind_of(training)
         if not preprocessing:
@@ -151,7 +136,7 @@ def build_command(
     if calibrate is not None and data is not None:
         import torch
 
-        texts = _split(members, checkpoint, data, calibrate_split or split).captions
+        texts = split_of(members, checkpoint, data, calibrate_split or split).captions
         chosen = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))[:calibrate_queries].tolist()
         number, recall = choose(index, [texts[one] for one in chosen], calibrate, progress=True)
         typer.echo(f"candidates: {number}, recall of the exact best 10: {recall:.3f} over {len(chosen)} captions")
@@ -174,7 +159,7 @@ def add_command(
 
     set_threads(threads)
     opened = Index.open(index, checkpoint)
-    source = _source(opened.members, checkpoint or [index], data, split, pictures)
+    source = source_of(opened.members, checkpoint or [index], data, split, pictures)
     opened.add(source, thumbnails=thumbnails, progress=True)
     _print_sizes(opened)
 
@@ -241,36 +226,6 @@ def check_command(index: IndexArgument) -> None:
     typer.echo(f"{index}: {len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'} found")
     if problems:
         raise typer.Exit(1)
-
-
-def _source(members: Members, runs: list[Path], data: Path | None, split: str, pictures: Path | None) -> Any:
-    if (data is None) == (pictures is None):
-        raise ValueError("--data: expected either --data DIR or --pictures DIR")
-    return str(pictures) if pictures is not None else _split(members, runs, data, split)
-
-
-def _split(members: Members, runs: list[Path], data: Path | None, split: str) -> PrecomputedDataset:
-    from itm_fast.cli.models import dataset_of
-
-    model = members.main
-    if model.tokenizer is None:
-        raise ValueError(f"{runs[0]}: expected the vocabulary of the training in this folder, found none")
-    assert data is not None
-    return dataset_of(data, split, model.tokenizer, model, runs[0])
-
-
-def _training_data(members: Members, run: Path, split: str) -> PrecomputedDataset | None:
-    """Return a split of the data that a model was trained on; None if they were moved."""
-    from itm_fast.data import open_split
-    from itm_fast.training import run_folder
-
-    tokenizer = members.main.tokenizer
-    if tokenizer is None or not (run / run_folder.CONFIG).exists():
-        return None
-    try:
-        return open_split(run_folder.saved_config(run).data or "", split, tokenizer)
-    except (ValueError, OSError):
-        return None
 
 
 def _print_sizes(index: Index) -> None:

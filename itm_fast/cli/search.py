@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import attrs
 import typer
 
-from itm_fast.cli.index import Checkpoints, IndexArgument, Threads
+from itm_fast.cli.index_options import Checkpoints, IndexArgument, Threads
 
 if TYPE_CHECKING:
     from itm_fast.report import FoundItem
