@@ -4,7 +4,8 @@ Inside: `Segment`, `SegmentWriter`, `write_tensors`, `read_tensors`.
 
 A segment is a safetensors file. Of each model m: `{m}.values` (N, d), `{m}.offsets` (items + 1,) int64, and with int8
 `{m}.scales` (N,). A model with one vector per item has only `{m}.values` (items, d) float32. Then `pooled` (items, D)
-float32, and the columns of texts: `{column}` uint8, end to end, with `{column}.ends` (items + 1,) int64.
+bfloat16, or float32 if a model has one vector per item, and the columns of texts: `{column}` uint8, end to end, with
+`{column}.ends` (items + 1,) int64.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from itm_fast.fragments import Fragments
 from itm_fast.search.manifest import FileRecord, SegmentRecord
 from itm_fast.search.members import Encodings
 from itm_fast.search.results import Item
-from itm_fast.search.rows import chosen_rows, encoded_rows
+from itm_fast.search.rows import chosen_rows, encoded_rows, stored_best_rows
 
 __all__ = ["Segment", "joined_parts", "read_tensors", "write_segment", "write_tensors"]
 
@@ -43,7 +44,9 @@ def packed(
     items: Sequence[Item], thumbnails: Sequence[bytes], encodings: Encodings, pooled: Tensor, dtype: str
 ) -> Stored:
     """Return the tensors that a segment stores of some items."""
-    stored: Stored = {"pooled": pooled.to(torch.float32)}
+    # The vector of a model without rows is its score; all others only choose what is scored.
+    exact = any(isinstance(embeddings, Tensor) for embeddings in encodings)
+    stored: Stored = {"pooled": pooled.to(torch.float32 if exact else torch.bfloat16)}
     for member, embeddings in enumerate(encodings):
         if isinstance(embeddings, Tensor):
             stored[f"{member}.values"] = embeddings
@@ -198,6 +201,12 @@ class Segment:
             known = {name: one for name, one in own.items() if one is not None}
             found.append(chosen_rows(known, items) if "offsets" in known else {"values": known["values"][items]})
         return found
+
+    def best_rows(self, member: int, query: Fragments, items: Tensor, *, reverse: bool) -> Tensor:
+        """Score a query with items (n,) int64 by MaxSim of a model's rows, as `rows.stored_best_rows`."""
+        own = {name: self.stored.get(f"{member}.{name}") for name in ("values", "offsets", "scales")}
+        known = {name: one for name, one in own.items() if one is not None}
+        return stored_best_rows(query, known, items, reverse=reverse)
 
     def text(self, column: str, item: int) -> str:
         return self.bytes(column, item).decode("utf-8", "surrogateescape")
