@@ -1,6 +1,6 @@
 """Segments: files that hold some items of one side, and never change.
 
-Inside: `Segment`, `SegmentWriter`, `write_tensors`, `read_tensors`.
+Inside: `Segment`, `SegmentWriter`, `write_tensors`, `map_file`.
 
 A segment is a safetensors file. Of each model m: `{m}.values` (N, d), `{m}.offsets` (items + 1,) int64, and with int8
 `{m}.scales` (N,). A model with one vector per item has only `{m}.values` (items, d) float32. Then `pooled` (items, D)
@@ -18,20 +18,19 @@ from pathlib import Path
 
 import attrs
 import numpy as np
-import safetensors
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
 from itm_fast.files import atomic, regular
-from itm_fast.files.messages import shortened
 from itm_fast.fragments import Fragments
 from itm_fast.search.manifest import FileRecord, SegmentRecord
+from itm_fast.search.mapped import MappedFile
 from itm_fast.search.members import Encodings
 from itm_fast.search.results import Item
 from itm_fast.search.rows import chosen_rows, encoded_rows, stored_best_rows
 
-__all__ = ["Segment", "joined_parts", "read_tensors", "write_segment", "write_tensors"]
+__all__ = ["Segment", "joined_parts", "map_file", "write_segment", "write_tensors"]
 
 _TEXTS = ("ids", "captions", "pictures", "owners")
 _COLUMNS = (*_TEXTS, "thumbnails")
@@ -112,7 +111,7 @@ def write_segment(directory: Path, side: str, stored: Mapping[str, Tensor]) -> S
     return SegmentRecord(record.file, record.bytes, record.sha256, side, len(stored["pooled"]))
 
 
-def read_tensors(directory: Path, record: FileRecord | SegmentRecord) -> Stored:
+def map_file(directory: Path, record: FileRecord | SegmentRecord) -> MappedFile:
     """Map the tensors of a file into memory, without reading them.
 
     Raises:
@@ -124,11 +123,7 @@ def read_tensors(directory: Path, record: FileRecord | SegmentRecord) -> Stored:
         size = file.seek(0, 2)
         if size != record.bytes:
             raise ValueError(f"{path}: the index wrote {record.bytes:,} bytes, the file has {size:,}")
-        try:
-            with safetensors.safe_open(regular.native_path(file.fileno(), path), framework="pt") as opened:
-                return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        except safetensors.SafetensorError as error:
-            raise ValueError(f"{path}: not a readable segment ({shortened(str(error))})") from None
+        return MappedFile(file, path)
 
 
 class Segment:
@@ -149,7 +144,8 @@ class Segment:
     """
 
     def __init__(self, directory: Path, record: SegmentRecord, members: int) -> None:
-        self.record, self.stored = record, read_tensors(directory, record)
+        self.record, self._mapped = record, map_file(directory, record)
+        self.stored = self._mapped.tensors
         self.live = torch.from_numpy(record.live())
         self.members = members
         problem = self._problem()
@@ -192,6 +188,10 @@ class Segment:
 
     def __len__(self) -> int:
         return self.record.items
+
+    def release(self) -> None:
+        """Take the pages of the file out of the memory of this process."""
+        self._mapped.release()
 
     def rows(self, items: Tensor) -> list[Stored]:
         """Return what is stored of items (n,) int64 for each model: as `chosen_rows`, or one vector per item."""

@@ -19,10 +19,12 @@ from itm_fast.search.members import Encodings
 from itm_fast.search.pooling import Pooling
 from itm_fast.search.results import Item
 from itm_fast.search.rows import decoded_rows
-from itm_fast.search.segments import Segment, read_tensors
+from itm_fast.search.segments import Segment, map_file
 
 __all__ = ["Side", "Snapshot"]
 
+# Memory for the rows of an index. A page fault maps up to 64 KiB around an item.
+_MAPPED, _AROUND = 2**30, 2**16
 # Inner products of pooled vectors in memory at a time.
 _PRODUCTS = 2**24
 
@@ -39,6 +41,8 @@ class Side:
         )
         self._dead = (~self.live).nonzero().squeeze(1)
         self.count = len(self.live) - len(self._dead)
+        self._bytes = sum(one.record.bytes for one in self.segments)
+        self._touched = 0
 
     def nearest(self, queries: Tensor, n: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield for each query the greatest inner products (n,) of live items, and their positions in ascending order.
@@ -71,6 +75,7 @@ class Side:
             positions: the items.
             reverse: the rows of the items look for the best row of the query, not the other way round.
         """
+        self._touch(len(positions))
         found = torch.zeros(len(positions))
         for member, own in enumerate(query):
             if isinstance(own, Fragments):
@@ -84,11 +89,22 @@ class Side:
 
     def encodings(self, positions: Tensor) -> Encodings:
         """Return the embeddings of items at ascending positions (n,) int64."""
+        self._touch(len(positions))
         parts = [segment.rows(own) for segment, own in self._split(positions)]
         return [
             decoded_rows(one) if "lengths" in one[0] else torch.cat([part["values"] for part in one])
             for one in zip(*parts, strict=True)
         ]
+
+    def _touch(self, items: int) -> None:
+        """Release the mapped pages before their number exceeds a limit, in an index of more than twice the limit."""
+        if self._bytes <= 2 * _MAPPED:
+            return
+        self._touched += items * (self._bytes // len(self.live) + _AROUND)
+        if self._touched > _MAPPED:
+            for segment in self.segments:
+                segment.release()
+            self._touched = 0
 
     def _split(self, positions: Tensor) -> Iterator[tuple[Segment, Tensor]]:
         bounds = torch.searchsorted(positions, self._firsts).tolist()
@@ -146,6 +162,6 @@ class Snapshot:
         self.pooling = Pooling([None] * members)
         if manifest.weights is not None:
             try:
-                self.pooling = Pooling.of_tensors(read_tensors(directory, manifest.weights), members)
+                self.pooling = Pooling.of_tensors(map_file(directory, manifest.weights).tensors, members)
             except ValueError as error:
                 raise ValueError(f"{directory / manifest.weights.file}: {error}") from None

@@ -171,7 +171,7 @@ def test_sizes_that_do_not_fit_are_refused_when_the_index_is_opened(built: Path,
     manifest = Index.open(path).manifest
     record = manifest.segments[0]
     # Copies: the file is written again below.
-    stored = {name: one.clone() for name, one in segments_module.read_tensors(path, record).items()}
+    stored = {name: one.clone() for name, one in segments_module.map_file(path, record).tensors.items()}
     for name, change, problem in (
         ("0.offsets", lambda one: one + 1, "0.offsets"),
         ("0.offsets", lambda one: one.flip(0), "0.offsets"),
