@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import save
 
 from itm_fast.data import CaptionDataset
@@ -148,6 +149,33 @@ def test_a_full_disk_leaves_the_index_as_it_was(built: Path, train: CaptionDatas
         Index.open(tmp_path / "other")
     Index.build(scan(), train, tmp_path / "other", pooling="mean")
     assert not files_of(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("rounds", "each"), [(50, 100), pytest.param(5000, 1, marks=pytest.mark.thorough)], ids=["50 x 100", "5000 x 1"]
+)
+def test_ten_thousand_adds_and_deletes_leave_no_garbage(
+    train: CaptionDataset, tmp_path: Path, rounds: int, each: int
+) -> None:
+    """5,000 items are added and deleted again, in many small changes; the index is then as small as a new one."""
+    features = torch.from_numpy(np.asarray(train.features))
+    index = Index.build(scan(), features, tmp_path / "index", ids=[f"kept {number}" for number in range(24)])
+    first, before = index.info(), index.search("red ball", 24)
+    more = features.repeat(5, 1, 1)[:each]
+    descriptors, sizes = len(os.listdir("/proc/self/fd")), []
+    for number in range(rounds):
+        index.add(more, ids=[f"{number} {place}" for place in range(each)])
+        assert index.delete([f"{number} {place}" for place in range(each)]) == each
+        sizes.append(sum(file.stat().st_size for file in index.path.iterdir()))
+    assert index.info()["generation"] == 1 + 2 * rounds
+    assert max(sizes) < 2 * first["bytes"] + 6 * each * first["bytes"] / 24, "deleted items do not pile up"
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 1
+    assert not files_of(index.path)
+    assert check(index.path) == []
+    index.compact()
+    compacted = index.info()
+    assert {**compacted, "generation": 1} == first
+    assert index.search("red ball", 24) == before
 
 
 def test_links_are_not_followed_for_writing(train: CaptionDataset, tmp_path: Path) -> None:
