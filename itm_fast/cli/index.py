@@ -54,6 +54,15 @@ def build_command(
             "pictures. Default: as in --data, or in the training data of RUN.",
         ),
     ] = None,
+    encoder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Vision model that made the features, as data import got it; pictures then become features with it.",
+        ),
+    ] = None,
+    layer: Annotated[int, typer.Option(metavar="N", help="Hidden state of --encoder, as in data import.")] = -1,
+    pool: Annotated[str, typer.Option(metavar="NAME", help="Regions of --encoder, as in data import.")] = "patches",
     dtype: Annotated[
         _Dtype, typer.Option(metavar="NAME", help="Type of the stored embeddings: bf16, or int8 in half the space.")
     ] = _Dtype.bf16,
@@ -94,7 +103,7 @@ def build_command(
 ) -> None:
     """Encode the images and captions of a split, or a folder of pictures, and write an index."""
     from itm_fast.files.processors import set_threads
-    from itm_fast.search import Index
+    from itm_fast.search import Index, encoder_kind
     from itm_fast.search import calibrate as choose
     from itm_fast.search.members import Members
     from itm_fast.search.pictures import kind_of
@@ -103,7 +112,13 @@ def build_command(
         raise ValueError(f"--calibrate: expected a number above 0 and at most 1, got {calibrate:g}")
     if data is None and calibrate is not None:
         raise ValueError("--data: expected a data folder, for the captions that --calibrate needs")
+    if encoder is not None and preprocessing is not None:
+        raise ValueError("--encoder: expected either --encoder or --preprocessing")
+    if encoder is None and (layer, pool) != (-1, "patches"):
+        raise ValueError("--layer, --pool: expected only with --encoder")
     set_threads(threads)
+    if encoder is not None:
+        preprocessing = encoder_kind(encoder, layer, pool)
     for run in checkpoint:
         check_run(run)
     members = Members(checkpoint, device)

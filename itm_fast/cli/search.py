@@ -54,6 +54,13 @@ def search(
         int | None, typer.Option(metavar="N", help="Number of items that the model scores; default: that of the index.")
     ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Score all items.")] = False,
+    encoder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Vision model that encodes --image, if it was moved since the build or the index does not name it.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per query and line.")] = False,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the results with their pictures.")
@@ -77,6 +84,8 @@ def search(
     texts = [*(text or ()), *(read_lines(queries) if queries is not None else ())]
     given = {"texts": texts, "pictures": [str(path) for path in image or ()], "items": list(like or ())}
     kinds = [name for name, values in given.items() if values]
+    if encoder is not None and kinds != ["pictures"]:
+        raise ValueError("--encoder: expected only with --image")
     if len(kinds) != 1:
         raise ValueError("TEXT: expected texts, --image or --like, and one of these at a time")
     if html is not None and len(given[kinds[0]]) > _MOST_ON_PAGE:
@@ -94,6 +103,7 @@ def search(
                 of=None if of is None else of.value,
                 candidates=candidates,
                 exact=exact,
+                encoder=encoder,
             )
 
     for results in answers():

@@ -93,7 +93,8 @@ class Index(OpenIndex):
             ids: a name for each image; default: the names in the data set, paths below the folder, or numbers.
             captions: a text for each image of features or pictures, which results show.
             preprocessing: how a picture becomes features: "emoji", or "SIDExGRID" for the patches that stores of
-                pictures hold, such as "224x14". Default: as in the data set. Without it, pictures cannot be searched.
+                pictures hold, such as "224x14"; or what `encoder_kind` returns for the vision model of
+                `data import --encoder`. Default: as in the data set. Without it, pictures cannot be searched.
             dtype: "bf16", or "int8" with a scale per row, which takes half the space.
             pooling: how candidates are found: by the "mean" of the rows, or by vectors "learned" from the model's own
                 scores on `training`. Default: learned if `training` or `source` is a data set.
@@ -131,6 +132,7 @@ class Index(OpenIndex):
         of: str | None = None,
         candidates: int | None = None,
         exact: bool = False,
+        encoder: str | os.PathLike[str] | None = None,
     ) -> list[Results]:
         """Find the items with the best scores for each query. Pass one kind of query.
 
@@ -144,6 +146,8 @@ class Index(OpenIndex):
                 no captions. Images for a picture are like images: see `Members.scores`.
             candidates: number of items that the model scores; default: that of the index.
             exact: score all items.
+            encoder: folder of the vision model that turns pictures into features, if it was moved since the build or
+                the index does not name it.
 
         Returns:
             The results of each query. Equal scores are in the order of addition.
@@ -153,7 +157,7 @@ class Index(OpenIndex):
                 the number of items.
         """
         snapshot = self.snapshot
-        encoded = queries.of_any(self.members, snapshot, texts, pictures, features, items)
+        encoded = queries.of_any(self.members, snapshot, texts, pictures, features, items, encoder)
         if of is None:
             of = "captions" if encoded.side == "images" and snapshot.sides["captions"].count else "images"
         if of not in SIDES:

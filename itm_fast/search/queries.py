@@ -17,6 +17,7 @@ from torch import Tensor
 from itm_fast.data import tokenize
 from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
+from itm_fast.search.encoders import moved
 from itm_fast.search.members import Encodings, Members
 from itm_fast.search.pictures import Picture, features_of
 from itm_fast.search.snapshot import Snapshot
@@ -103,6 +104,7 @@ def of_any(
     pictures: Sequence[Picture] | None,
     features: Tensor | np.ndarray | Fragments | None,
     items: Sequence[str] | None,
+    encoder: str | os.PathLike[str] | None = None,
 ) -> Queries:
     """Encode the one kind of query that was passed. Arguments and errors as in `Index.search`."""
     if sum(one is not None for one in (texts, pictures, features, items)) != 1:
@@ -110,7 +112,8 @@ def of_any(
     if texts is not None:
         return of_texts(members, texts)
     if pictures is not None:
-        rows = features_of(list(pictures), snapshot.manifest.pictures)
+        kind = snapshot.manifest.pictures
+        rows = features_of(list(pictures), kind if encoder is None else moved(kind, encoder))
         return of_features(members, rows, [_name_of(one) for one in pictures])
     if items is not None:
         own = snapshot.sides["images"]

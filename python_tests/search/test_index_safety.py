@@ -162,14 +162,14 @@ def test_ten_thousand_adds_and_deletes_leave_no_garbage(
     index = Index.build(scan(), features, tmp_path / "index", ids=[f"kept {number}" for number in range(24)])
     first, before = index.info(), index.search("red ball", 24)
     more = features.repeat(5, 1, 1)[:each]
-    descriptors, sizes = len(os.listdir("/proc/self/fd")), []
+    descriptors, sizes = len(list(Path("/proc/self/fd").iterdir())), []
     for number in range(rounds):
         index.add(more, ids=[f"{number} {place}" for place in range(each)])
         assert index.delete([f"{number} {place}" for place in range(each)]) == each
         sizes.append(sum(file.stat().st_size for file in index.path.iterdir()))
     assert index.info()["generation"] == 1 + 2 * rounds
     assert max(sizes) < 2 * first["bytes"] + 6 * each * first["bytes"] / 24, "deleted items do not pile up"
-    assert len(os.listdir("/proc/self/fd")) <= descriptors + 1
+    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors + 1
     assert not files_of(index.path)
     assert check(index.path) == []
     index.compact()
