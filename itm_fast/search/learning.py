@@ -34,8 +34,9 @@ _TILE = 256
 # Added to the variances, which are 1.
 _RIDGE = 1e-2
 # Weights of the inner product and of MaxSim to choose from, by the recall with few candidates on these captions.
-_BLENDS = ((1.0, 0.0), (1.0, 1.0), (1.0, 2.0), (0.0, 1.0))
-_BLEND_CAPTIONS, _BLEND_CANDIDATES, _TOP = 200, 30, 10
+# Of equal ones the first: MaxSim orders better, the more items there are.
+_BLENDS = ((0.0, 1.0), (1.0, 4.0), (1.0, 2.0), (1.0, 1.0), (1.0, 0.0))
+_BLEND_CAPTIONS, _BLEND_CANDIDATES, _TOP = 200, 20, 10
 
 
 def learned_pooling(members: Members, data: CaptionDataset, *, progress: bool = False) -> Pooling:
@@ -108,7 +109,7 @@ def _first(parts: Sequence[Any], count: int) -> Any:
 def best_blend(
     members: Members, pooling: Pooling, images: Sequence[Encodings], captions: Encodings
 ) -> tuple[float, float]:
-    """Return the weights of inner product and MaxSim with the best recall of the ten best images among 30.
+    """Return the weights of inner product and MaxSim with the best recall of the ten best images among 20.
 
     Args:
         members: the models.
