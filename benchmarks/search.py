@@ -2,8 +2,10 @@
 
     python -m benchmarks.search --run runs/demo --json benchmarks/results/search.json
 
-An item has regions of two real emoji, drawn at random, with noise, so that norms and similarities are like those of
-real embeddings. Queries are captions of unseen pictures. Every size is opened and searched in a process of its own.
+The images are drawn from a normal distribution with the means and covariances of the embeddings of all emoji, within
+and between pictures (`benchmarks.search_images`). The pooling is learned from other images of the same distribution.
+Queries are captions of unseen pictures. Every size is opened and searched in a process of its own. With `--keep DIR`,
+indexes stay in DIR, and a later run measures their searches only.
 """
 
 from __future__ import annotations
@@ -16,42 +18,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.search_images import ImageModel, real_images
+from benchmarks.search_measures import CANDIDATES, K, search
 from itm_fast import build_info
-from itm_fast.benchmarking.measure import status_bytes
 from itm_fast.benchmarking.table import table
 from itm_fast.data import emoji
 from itm_fast.files.environment import environment
-from itm_fast.fragments import Fragments
-from itm_fast.search import Index, Item
-from itm_fast.search.learning import learned_pooling
+from itm_fast.search import Item
+from itm_fast.search.learning import pooling_of
 from itm_fast.search.manifest import Manifest
 from itm_fast.search.members import Members
 from itm_fast.search.pooling import Pooling
 from itm_fast.search.segments import write_tensors
 from itm_fast.search.writing import Builder, commit, locked
 
-K, CANDIDATES = 10, 200
 _BATCH = 256
 
 
-def synthetic(real: Fragments, count: int) -> Iterator[Fragments]:
-    """Yield `count` images in batches: regions of two real images, with noise, and the norm 1."""
-    generator = torch.Generator().manual_seed(0)
-    regions = real.values.view(len(real), -1, real.values.shape[1])
-    for first in range(0, count, _BATCH):
-        size = min(_BATCH, count - first)
-        left, right = (regions[torch.randint(len(regions), (size,), generator=generator)] for _ in range(2))
-        mixed = torch.where(torch.rand(size, regions.shape[1], 1, generator=generator) < 0.5, left, right)
-        mixed = mixed + 0.02 * torch.randn(mixed.shape, generator=generator)
-        yield Fragments.from_padded(torch.nn.functional.normalize(mixed, dim=2))
+def training(members: Members) -> Pooling:
+    """Learn a pooling from 2,800 synthetic images and 2,000 captions of the training split."""
+    images = ImageModel(real_images(members)).drawn(2800, seed=1)
+    texts = emoji.captions("train")
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(2))[:2000]
+    captions = [members.encode_captions([texts[one] for one in part.tolist()]) for part in order.split(_BATCH)]
+    return pooling_of(members, [[part] for part in images], captions)
 
 
 def build(checkpoint: Path, path: Path, count: int, dtype: str, weights_file: Path) -> dict[str, float]:
@@ -59,17 +55,18 @@ def build(checkpoint: Path, path: Path, count: int, dtype: str, weights_file: Pa
     members = Members(checkpoint)
     pictures = torch.from_numpy(emoji.patches(emoji.pictures("test")))
     start = time.process_time()
-    real = Fragments.cat([members.encode_images(part)[0] for part in pictures.split(_BATCH)])
+    for part in pictures.split(_BATCH):
+        members.encode_images(part)
     encoding = (time.process_time() - start) / len(pictures)
+    model = ImageModel(real_images(members))
     pooling = Pooling.of_tensors(load_file(weights_file), 1)
     seconds = 0.0
     with locked(path):
         builder = Builder(path, pooling, dtype)
         first = 0
-        for batch in synthetic(real, count):
-            items = [
-                Item(str(first + number), "images", (f"synthetic {first + number}",)) for number in range(len(batch))
-            ]
+        for batch in model.drawn(count, seed=0):
+            numbers = range(first, first + len(batch))
+            items = [Item(str(number), "images", (f"synthetic {number}",)) for number in numbers]
             start = time.process_time()
             builder.add("images", items, [b""] * len(items), [batch])
             seconds += time.process_time() - start
@@ -77,77 +74,11 @@ def build(checkpoint: Path, path: Path, count: int, dtype: str, weights_file: Pa
         start = time.process_time()
         builder.flush("images")
         weights = write_tensors(path, "pooling", pooling.tensors())
-        manifest = Manifest(
-            1,
-            members.fingerprints,
-            members.checkpoints,
-            dtype,
-            "learned",
-            weights,
-            "",
-            CANDIDATES,
-            tuple(builder.records),
-        )
-        commit(path, manifest)
+        segments = tuple(builder.records)
+        found = (members.fingerprints, members.checkpoints)
+        commit(path, Manifest(1, *found, dtype, "learned", weights, "", CANDIDATES, segments))
         seconds += time.process_time() - start
     return {"encode_cpu_s_per_item": encoding, "write_cpu_s_per_item": seconds / count}
-
-
-def search(path: Path, queries: int, exact: int) -> dict[str, float]:
-    """Open and search an index in this process."""
-    start = time.perf_counter()
-    index = Index.open(path)
-    opened = time.perf_counter() - start
-    texts = emoji.captions("dev") + emoji.captions("test")
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(1))[:queries].tolist()
-    chosen = [texts[number] for number in order]
-    members = index.members
-    known = [text for text in chosen if {*members.main.tokenizer.encode(text)[1:-1]} - {members.main.tokenizer.unk}]
-    start = time.perf_counter()
-    index.search(known[0], K)
-    first = time.perf_counter() - start
-    index.search(known[: len(known) // 2], K)
-    cpu, wall = [], []
-    found = []
-    for text in known:
-        used, start = time.process_time(), time.perf_counter()
-        found += index.search(text, K)
-        cpu.append(time.process_time() - used)
-        wall.append(time.perf_counter() - start)
-    used = time.process_time()
-    index.search(known, K)
-    together = (time.process_time() - used) / len(known)
-    resident = status_bytes("VmRSS")
-    used = time.process_time()
-    whole = index.search(known[:exact], K, exact=True)
-    brute = (time.process_time() - used) / exact
-    hits = [
-        len({hit.item.id for hit in one.hits} & {hit.item.id for hit in other.hits})
-        for one, other in zip(whole, found, strict=False)
-    ]
-    # The place among the candidates of each of the best items.
-    side = index.snapshot.sides["images"]
-    ranks = []
-    for text, one in zip(known[:exact], whole, strict=True):
-        products = side.products(index.snapshot.pooling("captions", members.encode_captions([text])))[0]
-        best = products[torch.tensor([side.find(hit.item.id) for hit in one.hits])]
-        ranks.append((products > best[:, None]).sum(1))
-    needed = int(torch.cat(ranks).sort().values[int(0.95 * K * exact) - 1]) + 1
-    return {
-        "candidates_for_95_percent": needed,
-        "open_s": opened,
-        "first_query_s": first,
-        "query_cpu_p50_s": float(np.quantile(cpu, 0.5)),
-        "query_cpu_p99_s": float(np.quantile(cpu, 0.99)),
-        "query_wall_p50_s": float(np.quantile(wall, 0.5)),
-        "queries": len(known),
-        "batch_cpu_s_per_query": together,
-        "exact_cpu_s_per_query": brute,
-        "exact_queries": exact,
-        "recall": sum(hits) / (K * exact),
-        "resident_bytes": resident,
-        "disk_bytes": sum(file.stat().st_size for file in path.iterdir()),
-    }
 
 
 def _in_process(*arguments: object) -> dict[str, float]:
@@ -161,45 +92,40 @@ def _in_process(*arguments: object) -> dict[str, float]:
 
 def markdown(results: dict[str, Any]) -> str:
     """Render one row per size and type of the stored rows."""
-    rows = [
-        [
-            "images",
-            "rows",
-            "one query, p50",
-            "p99",
-            "in batches",
-            "all scored",
-            "recall@10",
-            "for 0.95",
-            "open",
-            "disk per item",
-        ]
-    ]
+    titles = ["images", "rows", "p50", "p99", "processor time", "in batches", "all scored", "in PyTorch"]
+    rows = [[*titles, "recall@10", "for 0.95", "open", "disk per item", "memory"]]
     for case in results["cases"]:
+        needed = case["candidates_for_95_percent"]
         rows.append(
             [
                 f"{case['items']:,}",
                 case["dtype"],
+                f"{1e3 * case['query_wall_p50_s']:.1f} ms",
+                f"{1e3 * case['query_wall_p99_s']:.1f} ms",
                 f"{1e3 * case['query_cpu_p50_s']:.1f} ms",
-                f"{1e3 * case['query_cpu_p99_s']:.1f} ms",
                 f"{1 / case['batch_cpu_s_per_query']:.0f} queries/s",
                 f"{1e3 * case['exact_cpu_s_per_query']:,.0f} ms",
+                f"{1e3 * case['torch_cpu_s_per_query']:,.0f} ms",
                 f"{case['recall']:.3f}",
-                f"{case['candidates_for_95_percent']:,}",
-                f"{1e3 * case['open_s']:.0f} ms",
+                f"{needed:,}",
+                f"{1e3 * case['cold_open_s']:.0f} ms",
                 f"{case['disk_bytes'] / case['items'] / 1e3:.1f} kB",
+                f"{case['resident_bytes'] / 1e9:.2f} GB",
             ]
         )
-    where, case = results["environment"], results["cases"][-1]
+    where, cases = results["environment"], results["cases"]
+    exact = ", ".join(f"{case['exact_queries']}" for case in cases)
     return (
-        f"{table(rows)}\n\nProcessor time of one thread, with {CANDIDATES} candidates and {K} results, "
-        f"{case['queries']} captions as queries; recall against the exact search of {case['exact_queries']}. "
-        '"for 0.95" is the number of candidates that this recall needs, "all scored" the exact '
-        f'search in a batch, per query; "open" is wall time. SCAN, d = 256, 36 regions per image, the model of '
-        f"`itm-fast demo` after a short training. Encoding takes {1e3 * case['encode_cpu_s_per_item']:.1f} ms per "
-        f"image, pooling and writing {1e3 * case['write_cpu_s_per_item']:.2f} ms. Measured on {where['date'][:10]} "
-        f"with `python -m benchmarks.search` at {where['commit'][:12]}: {where['processor']}, torch "
-        f"{where['torch']}; load of the machine {results['load']:.0f}.\n"
+        f"{table(rows)}\n\nOne query with {CANDIDATES} candidates and {K} results, {where['threads']} threads; "
+        f"{cases[0]['queries']} captions are queries, and {exact} of them are searched exactly, for recall. "
+        '"in batches" and the following two are processor time of one query among many: of the search, of an exact '
+        'search, and of the same scores in PyTorch without the native kernels. "for 0.95" is the number of candidates '
+        'that is enough for this recall. "open" is wall time after the files left the page cache. Memory is the '
+        "resident set after all queries, with the mapped files. SCAN, d = 256, 36 regions per image, the model of "
+        f"`itm-fast demo`. Encoding takes {1e3 * results['encode_cpu_s_per_item']:.1f} ms per image, pooling and "
+        f"writing {1e3 * results['write_cpu_s_per_item']:.2f} ms. Measured on {where['date'][:10]} with "
+        f"`python -m benchmarks.search` at {where['commit'][:12]}: {where['processor']}, torch {where['torch']}; load "
+        f"of the machine {results['load']:.0f}.\n"
     )
 
 
@@ -208,45 +134,58 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="run directory of a model of the emoji, as demo writes it")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--items", type=int, nargs="+", default=[10_000, 100_000])
-    parser.add_argument("--dtypes", nargs="+", default=["bf16", "int8"], help="type of the rows of each of --items")
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "bf16"], help="type of the rows of each of --items")
     parser.add_argument("--queries", type=int, default=200)
-    parser.add_argument("--exact", type=int, default=40, help="queries that are searched exactly, too")
+    parser.add_argument("--exact", type=int, nargs="+", default=[40, 40], help="exact searches, for each of --items")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep indexes in DIR, and search those that are there")
     parser.add_argument("--build", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--search", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--pooling", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     if options.build:
-        print(json.dumps(build(options.run, options.build, options.items[0], options.dtypes[0], options.pooling)))
+        built = build(options.run, options.build, options.items[0], options.dtypes[0], options.pooling)
+        print(json.dumps(built))
         return
     if options.search:
-        print(json.dumps(search(options.search, options.queries, options.exact)))
+        print(json.dumps(search(options.search, options.queries, options.exact[0])))
         return
-    cases = []
-    with tempfile.TemporaryDirectory() as place:
-        members = Members(options.run)
-        weights = Path(place) / "pooling.safetensors"
-        learned = learned_pooling(members, emoji.load("train", members.main.tokenizer))
-        save_file({name: tensor.contiguous() for name, tensor in learned.tensors().items()}, weights)
-        for items, dtype in zip(options.items, options.dtypes, strict=True):
-            path = Path(place) / "index"
-            of_build = ("--build", path, "--items", items, "--dtypes", dtype, "--pooling", weights)
-            built = _in_process("--run", options.run, *of_build)
-            found = _in_process("--search", path, "--queries", options.queries, "--exact", options.exact)
-            shutil.rmtree(path)
-            cases.append({"items": items, "dtype": dtype, **built, **found})
-            print(cases[-1], file=sys.stderr, flush=True)
-    results = {
-        "environment": {
-            **environment(1, build_info()),
-            "command": " ".join(["python", "-m", "benchmarks.search", *sys.argv[1:]]),
-        },
-        "load": os.getloadavg()[0],
-        "cases": cases,
-    }
+    with tempfile.TemporaryDirectory() as temporary:
+        results = measured(options, Path(temporary) if options.keep is None else options.keep)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     print(markdown(results))
+
+
+def measured(options: argparse.Namespace, place: Path) -> dict[str, Any]:
+    """Build the indexes that are not in `place` yet, and search all; return the content of the JSON file."""
+    cases: list[dict[str, Any]] = []
+    place.mkdir(parents=True, exist_ok=True)
+    weights = place / "pooling.safetensors"
+    if not weights.exists():
+        learned = training(Members(options.run))
+        save_file({name: tensor.contiguous() for name, tensor in learned.tensors().items()}, weights)
+    threads = ("--threads", options.threads)
+    for items, dtype, exact in zip(options.items, options.dtypes, options.exact, strict=True):
+        path, notes = place / f"{items}-{dtype}", place / f"{items}-{dtype}.json"
+        if not notes.exists():
+            of_build = ("--build", path, "--items", items, "--dtypes", dtype, "--pooling", weights)
+            notes.write_text(json.dumps(_in_process("--run", options.run, *of_build)))
+        built = json.loads(notes.read_text())
+        found = _in_process("--search", path, "--queries", options.queries, "--exact", exact, *threads)
+        if options.keep is None:
+            shutil.rmtree(path)
+        cases.append({"items": items, "dtype": dtype, **built, **found})
+        print(cases[-1], file=sys.stderr, flush=True)
+    command = " ".join(["python", "-m", "benchmarks.search", *sys.argv[1:]])
+    return {
+        "environment": {**environment(options.threads, build_info()), "command": command},
+        "load": os.getloadavg()[0],
+        "encode_cpu_s_per_item": cases[-1]["encode_cpu_s_per_item"],
+        "write_cpu_s_per_item": cases[-1]["write_cpu_s_per_item"],
+        "cases": cases,
+    }
 
 
 if __name__ == "__main__":

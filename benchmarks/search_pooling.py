@@ -25,11 +25,10 @@ from itm_fast.benchmarking.table import table
 from itm_fast.data import emoji
 from itm_fast.files.environment import environment
 from itm_fast.fragments import Fragments
-from itm_fast.functional import maxsim_scores
 from itm_fast.search.learning import learned_pooling
 from itm_fast.search.members import Members
 from itm_fast.search.pooling import Pooling
-from itm_fast.search.rows import chosen_rows, decoded_rows, encoded_rows
+from itm_fast.search.rows import best_rows, chosen_rows, decoded_rows, encoded_rows
 
 CANDIDATES = (10, 20, 50, 100, 200, 400)
 TOP = 10
@@ -70,6 +69,16 @@ def recalls(products: Tensor, best: Tensor) -> list[float]:
     return [float((places < count).double().mean()) for count in CANDIDATES]
 
 
+def shortlist_recalls(products: Tensor, blended: Tensor, best: Tensor) -> list[float]:
+    """Return the recall by number of candidates if `blended` chooses them from a shortlist of 20 times as many."""
+    found = []
+    for count in CANDIDATES:
+        near = products.topk(min(20 * count, products.shape[1])).indices
+        chosen = near.gather(1, blended.gather(1, near).topk(count).indices)
+        found.append(float((best[:, :, None] == chosen[:, None]).any(2).double().mean()))
+    return found
+
+
 def run(checkpoint: Path, queries: int, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     members = Members(checkpoint)
@@ -106,8 +115,12 @@ def run(checkpoint: Path, queries: int, threads: int) -> dict[str, Any]:
     learned = learned_pooling(members, emoji.load("train", members.main.tokenizer))
     seconds = time.process_time() - start
     vectors = learned("images", [images])
-    add("learned", learned("captions", [captions]) @ vectors.t(), vectors.shape[1])
-    add("MaxSim of all rows", maxsim_scores(captions, images), None)
+    products, fits = learned("captions", [captions]) @ vectors.t(), best_rows([captions], [images])
+    add("learned", products, vectors.shape[1])
+    add("MaxSim of all rows", fits, None)
+    assert learned.blend is not None
+    blended = learned.blend[0] * products + learned.blend[1] * fits
+    forms["learned, then MaxSim"] = {"width": vectors.shape[1], "recalls": shortlist_recalls(products, blended, best)}
     return {
         "environment": {
             **environment(threads, build_info()),

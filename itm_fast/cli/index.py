@@ -6,34 +6,19 @@ import json
 import shlex
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from itm_fast.cli.index_options import Checkpoints, Data, IndexArgument, Pictures, Split, Threads, Thumbnails
+from itm_fast.cli.index_sources import source_of, split_of, training_data
 from itm_fast.cli.models import check_run
 from itm_fast.cli.options import Command, Group
 
 if TYPE_CHECKING:
-    from itm_fast.data import PrecomputedDataset
     from itm_fast.search import Index
-    from itm_fast.search.members import Members
 
 app = typer.Typer(cls=Group, help="Build, change and check search indexes.", no_args_is_help=True)
-
-IndexArgument = Annotated[Path, typer.Argument(metavar="INDEX", help="Folder of the index.", show_default=False)]
-Checkpoints = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--checkpoint", metavar="RUN", help="Run directory of the model, if it was moved since the build; repeatable."
-    ),
-]
-Data = Annotated[Path | None, typer.Option(metavar="DIR", help="Data folder or feature store to take a split from.")]
-Split = Annotated[str, typer.Option(metavar="NAME", help="Split of --data.")]
-Pictures = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of pictures, and its subfolders.")]
-Thumbnails = Annotated[
-    bool, typer.Option("--thumbnails/--no-thumbnails", help="Keep a small copy of each picture, for result pages.")
-]
-Threads = Annotated[int, typer.Option(metavar="N", min=0, help="CPU threads; 0 uses PyTorch's default.")]
 
 
 class _Dtype(str, Enum):
@@ -69,6 +54,15 @@ def build_command(
             "pictures. Default: as in --data, or in the training data of RUN.",
         ),
     ] = None,
+    encoder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Vision model that made the features, as data import got it; pictures then become features with it.",
+        ),
+    ] = None,
+    layer: Annotated[int, typer.Option(metavar="N", help="Hidden state of --encoder, as in data import.")] = -1,
+    pool: Annotated[str, typer.Option(metavar="NAME", help="Regions of --encoder, as in data import.")] = "patches",
     dtype: Annotated[
         _Dtype, typer.Option(metavar="NAME", help="Type of the stored embeddings: bf16, or int8 in half the space.")
     ] = _Dtype.bf16,
@@ -109,7 +103,7 @@ def build_command(
 ) -> None:
     """Encode the images and captions of a split, or a folder of pictures, and write an index."""
     from itm_fast.files.processors import set_threads
-    from itm_fast.search import Index
+    from itm_fast.search import Index, encoder_kind
     from itm_fast.search import calibrate as choose
     from itm_fast.search.members import Members
     from itm_fast.search.pictures import kind_of
@@ -118,15 +112,21 @@ def build_command(
         raise ValueError(f"--calibrate: expected a number above 0 and at most 1, got {calibrate:g}")
     if data is None and calibrate is not None:
         raise ValueError("--data: expected a data folder, for the captions that --calibrate needs")
+    if encoder is not None and preprocessing is not None:
+        raise ValueError("--encoder: expected either --encoder or --preprocessing")
+    if encoder is None and (layer, pool) != (-1, "patches"):
+        raise ValueError("--layer, --pool: expected only with --encoder")
     set_threads(threads)
+    if encoder is not None:
+        preprocessing = encoder_kind(encoder, layer, pool)
     for run in checkpoint:
         check_run(run)
     members = Members(checkpoint, device)
-    source = _source(members, checkpoint, data, split, pictures)
+    source = source_of(members, checkpoint, data, split, pictures)
     if data is not None:
-        training = None if pooling is _Pooling.mean else _split(members, checkpoint, data, training_split)
+        training = None if pooling is _Pooling.mean else split_of(members, checkpoint, data, training_split)
     else:
-        training = _training_data(members, checkpoint[0], training_split)
+        training = training_data(members, checkpoint[0], training_split)
         if preprocessing is None:
             preprocessing = "" if training is None else kind_of(training)
         if not preprocessing:
@@ -151,7 +151,7 @@ def build_command(
     if calibrate is not None and data is not None:
         import torch
 
-        texts = _split(members, checkpoint, data, calibrate_split or split).captions
+        texts = split_of(members, checkpoint, data, calibrate_split or split).captions
         chosen = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))[:calibrate_queries].tolist()
         number, recall = choose(index, [texts[one] for one in chosen], calibrate, progress=True)
         typer.echo(f"candidates: {number}, recall of the exact best 10: {recall:.3f} over {len(chosen)} captions")
@@ -174,7 +174,7 @@ def add_command(
 
     set_threads(threads)
     opened = Index.open(index, checkpoint)
-    source = _source(opened.members, checkpoint or [index], data, split, pictures)
+    source = source_of(opened.members, checkpoint or [index], data, split, pictures)
     opened.add(source, thumbnails=thumbnails, progress=True)
     _print_sizes(opened)
 
@@ -241,38 +241,6 @@ def check_command(index: IndexArgument) -> None:
     typer.echo(f"{index}: {len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'} found")
     if problems:
         raise typer.Exit(1)
-
-
-def _source(members: Members, runs: list[Path], data: Path | None, split: str, pictures: Path | None) -> Any:
-    if (data is None) == (pictures is None):
-        raise ValueError("--data: expected either --data DIR or --pictures DIR")
-    return str(pictures) if pictures is not None else _split(members, runs, data, split)
-
-
-def _split(members: Members, runs: list[Path], data: Path | None, split: str) -> PrecomputedDataset:
-    from itm_fast.cli.models import dataset_of
-
-    model = members.main
-    if model.tokenizer is None:
-        raise ValueError(f"{runs[0]}: expected the vocabulary of the training in this folder, found none")
-    assert data is not None
-    return dataset_of(data, split, model.tokenizer, model, runs[0])
-
-
-def _training_data(members: Members, run: Path, split: str) -> PrecomputedDataset | None:
-    """Return a split of the data that a model was trained on; None if they were moved."""
-    from itm_fast.data import open_split
-    from itm_fast.training import run_folder
-
-    tokenizer = members.main.tokenizer
-    if tokenizer is None or not (run / run_folder.CONFIG).exists():
-        return None
-    try:
-        data = open_split(run_folder.saved_config(run).data or "", split, tokenizer)
-        members.main.prepare(data)
-        return data
-    except (ValueError, OSError):
-        return None
 
 
 def _print_sizes(index: Index) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import attrs
 import typer
 
-from itm_fast.cli.index import Checkpoints, IndexArgument, Threads
+from itm_fast.cli.index_options import Checkpoints, Threads
 
 if TYPE_CHECKING:
     from itm_fast.report import FoundItem
@@ -29,7 +29,14 @@ class _Side(str, Enum):
 
 
 def search(
-    index: IndexArgument,
+    index: Annotated[
+        str,
+        typer.Argument(
+            metavar="INDEX",
+            help="Folder of the index; or services that hold parts of a collection, as http://HOST:PORT,http://HOST:PORT.",
+            show_default=False,
+        ),
+    ],
     text: Annotated[
         list[str] | None, typer.Argument(metavar="[TEXT]...", help="What to search for.", show_default=False)
     ] = None,
@@ -54,6 +61,13 @@ def search(
         int | None, typer.Option(metavar="N", help="Number of items that the model scores; default: that of the index.")
     ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Score all items.")] = False,
+    encoder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Vision model that encodes --image, if it was moved since the build or the index does not name it.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per query and line.")] = False,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the results with their pictures.")
@@ -71,39 +85,53 @@ def search(
     from itm_fast.report import SearchPage, write_search
     from itm_fast.search import Index
     from itm_fast.search.query_file import read_lines
+    from itm_fast.search.remote import Shards, addresses_in
 
     if html is not None:
         atomic.check_target(html)
     texts = [*(text or ()), *(read_lines(queries) if queries is not None else ())]
     given = {"texts": texts, "pictures": [str(path) for path in image or ()], "items": list(like or ())}
     kinds = [name for name, values in given.items() if values]
+    if encoder is not None and kinds != ["pictures"]:
+        raise ValueError("--encoder: expected only with --image")
     if len(kinds) != 1:
         raise ValueError("TEXT: expected texts, --image or --like, and one of these at a time")
     if html is not None and len(given[kinds[0]]) > _MOST_ON_PAGE:
         raise ValueError(f"--html: expected at most {_MOST_ON_PAGE} queries, got {len(given[kinds[0]]):,}")
     set_threads(threads)
-    opened = Index.open(index, checkpoint, device=device)
+    addresses, values = addresses_in(index), given[kinds[0]]
+    if addresses and (like or html or encoder or checkpoint):
+        raise ValueError("--like, --html, --encoder, --checkpoint: expected only with an index on this machine")
+    shards = Shards(addresses) if addresses else None
+    opened = None if addresses else Index.open(index, checkpoint, device=device)
     found: list[Results] = []
 
     def answers() -> Iterator[Results]:
-        values = given[kinds[0]]
+        side = None if of is None else of.value
+        if shards is not None:
+            for one in values:
+                asked = {"picture": Path(one)} if image else {"text": one}
+                yield shards.search(**asked, k=k, of=side, candidates=candidates, exact=exact)  # type: ignore[arg-type]
+        if opened is None:
+            return
         for first in range(0, len(values), _BATCH):
             yield from opened.search(
                 **{kinds[0]: values[first : first + _BATCH]},  # type: ignore[arg-type]
                 k=k,
-                of=None if of is None else of.value,
+                of=side,
                 candidates=candidates,
                 exact=exact,
+                encoder=encoder,
             )
 
     for results in answers():
         if as_json:
             typer.echo(json.dumps(attrs.asdict(results)))
-        elif html is None or len(given[kinds[0]]) == 1:
+        elif html is None or len(values) == 1:
             _print(results)
         if html is not None:
             found.append(results)
-    if html is not None:
+    if html is not None and opened is not None:
         write_search(
             html,
             SearchPage(

@@ -48,7 +48,10 @@ class Preprocessing:
 
     def picture(self, path: Path) -> np.ndarray:
         """Decode a picture; return (side, side, 3) uint8. Raises ValueError as `open_picture`."""
-        image = open_picture(path)
+        return self.square(open_picture(path))
+
+    def square(self, image: Image.Image) -> np.ndarray:
+        """Scale and crop a decoded picture; return (side, side, 3) uint8."""
         size = self.side, self.side
         if self.stretched and self.shortest_edge is not None:
             size = self.shortest_edge, self.shortest_edge

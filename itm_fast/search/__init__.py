@@ -8,9 +8,21 @@ vectors, `calibration` chooses the number of candidates, and `checking` finds da
 
 from itm_fast.search.calibration import calibrate, recalls
 from itm_fast.search.checking import check
+from itm_fast.search.encoders import encoder_kind
 from itm_fast.search.index import Index
 from itm_fast.search.manifest import is_index
 from itm_fast.search.members import fingerprint
 from itm_fast.search.results import Hit, Item, Results
 
-__all__ = ["Hit", "Index", "Item", "Results", "calibrate", "check", "fingerprint", "is_index", "recalls"]
+__all__ = [
+    "Hit",
+    "Index",
+    "Item",
+    "Results",
+    "calibrate",
+    "check",
+    "encoder_kind",
+    "fingerprint",
+    "is_index",
+    "recalls",
+]

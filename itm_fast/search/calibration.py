@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from itm_fast.search.index import Index
 from itm_fast.search.queries import Queries
-from itm_fast.search.searching import exact_hits
+from itm_fast.search.searching import exact_hits, shortlist_places
 
 __all__ = ["calibrate", "candidate_ranks", "recalls"]
 
@@ -25,7 +25,8 @@ _LEAST = 20
 def candidate_ranks(index: Index, texts: Sequence[str], k: int = 10, *, progress: bool = False) -> Tensor:
     """Return the place among the candidates, from 0, of each of the `k` images with the best scores.
 
-    A search with n candidates finds the images whose place is below n, in the order of their scores.
+    A search with n candidates finds the images whose place is below n, in the order of their scores, and perhaps more:
+    the place is that without a shortlist before it.
 
     Args:
         index: the index; all its images are scored with each text.
@@ -39,14 +40,11 @@ def candidate_ranks(index: Index, texts: Sequence[str], k: int = 10, *, progress
     side, members = index.snapshot.sides["images"], index.members
     k = min(k, side.count)
     ranks = []
-    live = side.positions()
     for text in tqdm(texts, desc="calibrate", unit="query", leave=False, disable=None if progress else True):
         # Unlike what a person asks, a caption may consist of unknown words.
         query = Queries([text], "captions", members.encode_captions([text]), [-1])
         ((_, positions),) = exact_hits(side, members, query, "images", k)
-        products = side.products(index.snapshot.pooling("captions", query.encodings))[0]
-        best = products[positions]
-        ranks.append((products[live][None] > best[:, None]).sum(1))
+        ranks.append(shortlist_places(index.snapshot, query, "images", positions))
     return torch.stack(ranks)
 
 

@@ -1,6 +1,6 @@
 """Build, add, delete and compact: each takes the lock, and takes effect when the manifest is replaced.
 
-Inside: `build`, `add`, `delete`, `compact`, `update`, `members_of`.
+Inside: `build`, `add`, `delete`, `compact`, `update`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import attrs
-import torch
 from tqdm.auto import tqdm
 
 from itm_fast.data import CaptionDataset
@@ -25,7 +24,7 @@ from itm_fast.search.manifest import (
     is_index,
     read_manifest,
 )
-from itm_fast.search.members import Members, Models
+from itm_fast.search.members import Members
 from itm_fast.search.pictures import kind_of
 from itm_fast.search.pooling import Pooling
 from itm_fast.search.segments import write_tensors
@@ -33,26 +32,7 @@ from itm_fast.search.snapshot import Snapshot
 from itm_fast.search.sources import Source, batches_of, size_of
 from itm_fast.search.writing import Builder, check_folder, commit, compacted, locked, remove_strays
 
-__all__ = ["add", "build", "compact", "delete", "members_of", "update"]
-
-
-def members_of(path: Path, manifest: Manifest, given: Models | Members | None, device: torch.device | str) -> Members:
-    """Return the models of an index: those `given`, or those of the run directories that it names.
-
-    Raises:
-        ValueError: the index names none, one cannot be read, or they are not the models of the index.
-    """
-    if given is None and not manifest.checkpoints:
-        raise ValueError(f"{path}: the index names no run directory; name the model that it was built with")
-    try:
-        members = given if isinstance(given, Members) else Members(given or manifest.checkpoints, device)
-    except ValueError as error:
-        hint = "; if the run directory was moved, name it with --checkpoint RUN" if given is None else ""
-        raise ValueError(f"{error}{hint}") from None
-    if members.fingerprints != manifest.models:
-        what = ", ".join(members.checkpoints) or "this model"
-        raise ValueError(f"{path}: the index was built with another model than {what}; build it again to use this one")
-    return members
+__all__ = ["add", "build", "compact", "delete", "update"]
 
 
 def _check(candidates: int, dtype: str, pooling: str, batch_size: int) -> None:

@@ -6,10 +6,8 @@ Inside: `Index`.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 import numpy as np
@@ -18,25 +16,20 @@ from torch import Tensor
 
 from itm_fast.data import CaptionDataset
 from itm_fast.evaluation import Explanation, explain_encoded
-from itm_fast.files import regular
 from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
 from itm_fast.search import changing, queries, searching
-from itm_fast.search.manifest import MANIFEST, SIDES, Manifest, read_manifest
+from itm_fast.search.manifest import SIDES
 from itm_fast.search.members import Members, Models
-from itm_fast.search.pictures import Picture, features_of
-from itm_fast.search.queries import Queries
-from itm_fast.search.results import Item, Results
-from itm_fast.search.snapshot import Snapshot
+from itm_fast.search.opened import OpenIndex
+from itm_fast.search.pictures import Picture
+from itm_fast.search.results import Results
 from itm_fast.search.sources import Source
 
 __all__ = ["Index"]
 
-# A writer may remove a file between the reading of the manifest and the opening of the file.
-_TRIES = 20
 
-
-class Index:
+class Index(OpenIndex):
     """Images and captions that a model encoded once, to be searched by it. `build` and `open` make one.
 
     A search has two stages. Inner products of pooled vectors find candidates, and the model's own `score` ranks them.
@@ -48,14 +41,6 @@ class Index:
         path: the folder.
         snapshot: the open state; it is replaced, never changed.
     """
-
-    def __init__(self, path: Path, model: Models | Members | None, device: torch.device | str) -> None:
-        self.path = path
-        self._given, self._device = model, device
-        self._members: Members | None = None
-        self._lock, self._reloading = threading.Lock(), threading.Lock()
-        self._state: tuple[int, int, int] | None = None
-        self.snapshot = self._opened()
 
     @classmethod
     def open(
@@ -108,7 +93,8 @@ class Index:
             ids: a name for each image; default: the names in the data set, paths below the folder, or numbers.
             captions: a text for each image of features or pictures, which results show.
             preprocessing: how a picture becomes features: "emoji", or "SIDExGRID" for the patches that stores of
-                pictures hold, such as "224x14". Default: as in the data set. Without it, pictures cannot be searched.
+                pictures hold, such as "224x14"; or what `encoder_kind` returns for the vision model of
+                `data import --encoder`. Default: as in the data set. Without it, pictures cannot be searched.
             dtype: "bf16", or "int8" with a scale per row, which takes half the space.
             pooling: how candidates are found: by the "mean" of the rows, or by vectors "learned" from the model's own
                 scores on `training`. Default: learned if `training` or `source` is a data set.
@@ -135,60 +121,6 @@ class Index:
         )  # fmt: skip
         return cls(Path(path), members, device)
 
-    # Reading
-
-    @property
-    def members(self) -> Members:
-        """The models, which are loaded on first use; ValueError if they are not those of the index."""
-        with self._lock:
-            if self._members is None:
-                self._members = changing.members_of(self.path, self.manifest, self._given, self._device)
-            return self._members
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.snapshot.manifest
-
-    def __len__(self) -> int:
-        """Return the number of images and captions."""
-        return sum(side.count for side in self.snapshot.sides.values())
-
-    def size(self, side: str = "images") -> int:
-        """Return the number of images or captions."""
-        return self.snapshot.sides[side].count
-
-    def items(self, side: str = "images") -> list[Item]:
-        """Return all images or captions in the order of their addition."""
-        own = self.snapshot.sides[side]
-        return [own.item(position) for position in own.positions().tolist()]
-
-    def item(self, name: str, side: str = "images") -> Item:
-        """Return an item by its id; ValueError if there is none."""
-        own = self.snapshot.sides[side]
-        return own.item(own.find(name))
-
-    def thumbnail(self, name: str) -> bytes | None:
-        """Return a WebP file of an image, at most 192 pixels per side; None if the index holds no picture of it."""
-        own = self.snapshot.sides["images"]
-        return own.thumbnail(own.find(name)) or None
-
-    def info(self) -> dict[str, Any]:
-        """Return what the index holds and how it was built, as plain values."""
-        manifest, sides = self.manifest, self.snapshot.sides
-        return {
-            **{name: side.count for name, side in sides.items()},
-            "deleted": sum(len(side.live) - side.count for side in sides.values()),
-            "bytes": sum(one.bytes for one in manifest.segments) + (manifest.weights.bytes if manifest.weights else 0),
-            "segments": len(manifest.segments),
-            "dtype": manifest.dtype,
-            "pooling": manifest.pooling,
-            "candidates": manifest.candidates,
-            "preprocessing": manifest.pictures or None,
-            "generation": manifest.generation,
-            "models": list(manifest.models),
-            "checkpoints": list(manifest.checkpoints),
-        }
-
     def search(
         self,
         texts: str | Sequence[str] | None = None,
@@ -200,6 +132,7 @@ class Index:
         of: str | None = None,
         candidates: int | None = None,
         exact: bool = False,
+        encoder: str | os.PathLike[str] | None = None,
     ) -> list[Results]:
         """Find the items with the best scores for each query. Pass one kind of query.
 
@@ -213,6 +146,8 @@ class Index:
                 no captions. Images for a picture are like images: see `Members.scores`.
             candidates: number of items that the model scores; default: that of the index.
             exact: score all items.
+            encoder: folder of the vision model that turns pictures into features, if it was moved since the build or
+                the index does not name it.
 
         Returns:
             The results of each query. Equal scores are in the order of addition.
@@ -222,36 +157,12 @@ class Index:
                 the number of items.
         """
         snapshot = self.snapshot
-        encoded = self._encoded(snapshot, texts, pictures, features, items)
+        encoded = queries.of_any(self.members, snapshot, texts, pictures, features, items, encoder)
         if of is None:
             of = "captions" if encoded.side == "images" and snapshot.sides["captions"].count else "images"
         if of not in SIDES:
             raise ValueError(f"of: expected images or captions, got {shown(of)}")
         return searching.search(snapshot, self.members, encoded, of, k, candidates, exact=exact)
-
-    def _encoded(
-        self,
-        snapshot: Snapshot,
-        texts: str | Sequence[str] | None,
-        pictures: Sequence[Picture] | None,
-        features: Tensor | np.ndarray | Fragments | None,
-        items: Sequence[str] | None,
-    ) -> Queries:
-        if sum(one is not None for one in (texts, pictures, features, items)) != 1:
-            raise ValueError("query: expected one of texts, pictures, features and items")
-        if texts is not None:
-            return queries.of_texts(self.members, texts)
-        if pictures is not None:
-            rows = features_of(list(pictures), snapshot.manifest.pictures)
-            return queries.of_features(self.members, rows, [queries.name_of(one) for one in pictures])
-        if items is not None:
-            own = snapshot.sides["images"]
-            positions = [own.find(name) for name in items]
-            parts = [own.encodings(torch.tensor([position])) for position in positions]
-            return Queries(list(items), "images", queries.joined(parts), positions)
-        found = torch.from_numpy(features) if isinstance(features, np.ndarray) else features
-        assert found is not None
-        return queries.of_features(self.members, found, [f"features {number}" for number in range(len(found))])
 
     def explain(self, text: str, image: str, member: int = 0) -> Explanation:
         """Return what a model computes for a text and an image of the index: attention, aggregation and score.
@@ -312,46 +223,3 @@ class Index:
         """Change the number of items that the model scores per query unless a search says otherwise."""
         changing.update(self.path, lambda manifest: attrs.evolve(manifest, candidates=candidates))
         self.reload()
-
-    # Staying up to date
-
-    def is_stale(self) -> bool:
-        """Return whether the index on disk was changed or replaced since it was opened or reloaded."""
-        return self._file_state() != self._state
-
-    def reload(self) -> bool:
-        """Open the newest state; return whether there was one. Searches in other threads finish with the old state.
-
-        Raises:
-            ValueError: the new state is damaged, or is that of another model. The old one stays open.
-        """
-        with self._reloading:
-            if not self.is_stale():
-                return False
-            before = self._state
-            snapshot = self._opened()
-            if self._members is not None and snapshot.manifest.models != self._members.fingerprints:
-                self._state = before
-                raise ValueError(f"{self.path}: the index was replaced by one of another model; open it again")
-            self.snapshot = snapshot
-            return True
-
-    def _file_state(self) -> tuple[int, int, int] | None:
-        if not regular.is_file(self.path / MANIFEST):
-            return None
-        status = (self.path / MANIFEST).stat()
-        return status.st_ino, status.st_mtime_ns, status.st_size
-
-    def _opened(self) -> Snapshot:
-        for attempt in range(_TRIES):
-            state = self._file_state()
-            manifest = read_manifest(self.path)
-            try:
-                snapshot = Snapshot(self.path, manifest)
-            except FileNotFoundError as error:
-                if attempt == _TRIES - 1 or self._file_state() == state:
-                    raise ValueError(f"{error.filename}: no such file; the index needs it") from None
-                continue
-            self._state = state
-            return snapshot
-        raise AssertionError

@@ -1,6 +1,6 @@
 """The models of an index: what they encode, how they score, and a fingerprint that identifies them.
 
-Inside: `Members`, `fingerprint`, `Encodings`.
+Inside: `Members`, `members_of`, `fingerprint`, `Encodings`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
 from itm_fast.functional import maxsim_scores
 from itm_fast.models import MatchingModel
+from itm_fast.search.manifest import Manifest
 
-__all__ = ["Encodings", "Members", "Models", "fingerprint"]
+__all__ = ["Encodings", "Members", "Models", "fingerprint", "members_of"]
 
 # The embeddings of some items, one entry per model.
 Encodings = list[Any]
@@ -117,6 +118,25 @@ class Members:
         images, captions = (queries, items) if query_side == "images" else (items, queries)
         scores = model.score(images.to(where), captions.to(where)).to("cpu", torch.float32)
         return scores if query_side == "images" else scores.t()
+
+
+def members_of(path: Path, manifest: Manifest, given: Models | Members | None, device: torch.device | str) -> Members:
+    """Return the models of an index: those `given`, or those of the run directories that it names.
+
+    Raises:
+        ValueError: the index names none, one cannot be read, or they are not the models of the index.
+    """
+    if given is None and not manifest.checkpoints:
+        raise ValueError(f"{path}: the index names no run directory; name the model that it was built with")
+    try:
+        members = given if isinstance(given, Members) else Members(given or manifest.checkpoints, device)
+    except ValueError as error:
+        hint = "; if the run directory was moved, name it with --checkpoint RUN" if given is None else ""
+        raise ValueError(f"{error}{hint}") from None
+    if members.fingerprints != manifest.models:
+        what = ", ".join(members.checkpoints) or "this model"
+        raise ValueError(f"{path}: the index was built with another model than {what}; build it again to use this one")
+    return members
 
 
 def _device(model: MatchingModel) -> torch.device:

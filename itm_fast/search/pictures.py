@@ -19,6 +19,7 @@ from itm_fast.data import CaptionDataset, PrecomputedDataset, emoji, whole_pictu
 from itm_fast.data.picture_files import open_picture
 from itm_fast.data.picture_shards import StoredPictures, as_patches
 from itm_fast.files.messages import shown
+from itm_fast.search.encoders import encoded, is_encoder_kind
 
 __all__ = ["Picture", "features_of", "kind_of", "picture_in", "thumbnail"]
 
@@ -38,16 +39,18 @@ def kind_of(dataset: CaptionDataset) -> str:
 
 
 def features_of(pictures: list[Picture], kind: str) -> Tensor:
-    """Return the features (n, k, f) float32 of pictures. `kind` is as `kind_of` returns it.
+    """Return the features (n, k, f) float32 of pictures. `kind` is as `kind_of` or `encoder_kind` returns it.
 
     Raises:
         ValueError: the index does not know how a picture becomes features, or a picture cannot be decoded.
     """
+    if is_encoder_kind(kind):
+        return encoded([opened(picture) for picture in pictures], kind)
     found = _KIND.fullmatch(kind)
     if kind != "emoji" and found is None:
         raise ValueError(
-            "pictures: the index was built from features, and does not know how a picture becomes features; pass "
-            "features, or the id of an item"
+            "pictures: the index was built from features, and does not know how a picture becomes features; name the "
+            "encoder of the features, or pass features or the id of an item"
         )
     side, grid = (emoji.SIZE, emoji.GRID) if found is None else map(int, found.groups())
     pixels = np.stack([_square(picture, side) for picture in pictures])

@@ -19,27 +19,37 @@ from itm_fast.search.members import Encodings
 __all__ = ["Pooling", "SetPooling", "set_features"]
 
 _SIDES = ("images", "captions")
-_NAMES = ("landmarks", "projection", "bias")
+_NAMES = ("landmarks", "words", "projection", "bias")
+_BLEND = "blend"
+# Of the softmax over words; chosen on captions of the emoji that were not trained on.
+_SHARPNESS = 20.0
 
 
-def set_features(sets: Fragments, landmarks: Tensor) -> Tensor:
-    """Describe sets by their mean row and by how well their best row fits each landmark.
+def set_features(sets: Fragments, landmarks: Tensor, words: Tensor) -> Tensor:
+    """Describe sets by their mean row, by how well their best row fits each landmark, and by which words they contain.
 
     Args:
         sets: rows (N, d).
         landmarks: (L, d).
+        words: (W, d).
 
     Returns:
-        (n_sets, d + L): the mean row, then the greatest inner product of a row with each landmark; zeros for a set
-        without rows.
+        (n_sets, d + L + W): the mean row, the greatest inner product of a row with each landmark, and the mean over the
+        rows of the softmax of 20 times their cosines with all words; zeros for a set without rows.
     """
-    owners = sets.set_index()
-    sums = sets.values.new_zeros(len(sets), sets.values.shape[1]).index_add(0, owners, sets.values)
+    owners, counts = sets.set_index(), sets.lengths.clamp(min=1)[:, None]
+
+    def mean(rows: Tensor) -> Tensor:
+        return rows.new_zeros(len(sets), rows.shape[1]).index_add(0, owners, rows) / counts
+
     products = sets.values @ landmarks.t()
     best = products.new_full((len(sets), len(landmarks)), -torch.inf)
     best.scatter_reduce_(0, owners[:, None].expand_as(products), products, "amax")
-    features = torch.cat([sums / sets.lengths.clamp(min=1)[:, None], best], 1)
-    return features.masked_fill((sets.lengths == 0)[:, None], 0)
+    parts = [mean(sets.values), best]
+    if len(words):
+        cosines = l2norm(sets.values) @ l2norm(words).t()
+        parts.append(mean((_SHARPNESS * cosines).softmax(1)))
+    return torch.cat(parts, 1).masked_fill((sets.lengths == 0)[:, None], 0)
 
 
 @attrs.frozen(eq=False)
@@ -48,17 +58,19 @@ class SetPooling:
 
     Attributes:
         landmarks: (L, d).
-        projection: (d + L, D).
+        words: (W, d).
+        projection: (d + L + W, D).
         bias: (D,).
     """
 
     landmarks: Tensor
+    words: Tensor
     projection: Tensor
     bias: Tensor
 
     def __call__(self, sets: Fragments) -> Tensor:
         """Return (n_sets, D)."""
-        return set_features(sets, self.landmarks) @ self.projection + self.bias
+        return set_features(sets, self.landmarks, self.words) @ self.projection + self.bias
 
 
 class Pooling:
@@ -69,10 +81,11 @@ class Pooling:
     Args:
         parts: for each model the learned pooling of images and of captions; None: the normalised mean of the rows, or
             the model's own vector.
+        blend: weights of the inner product and of MaxSim in the order of the shortlist; None: MaxSim alone.
     """
 
-    def __init__(self, parts: Sequence[dict[str, SetPooling] | None]) -> None:
-        self.parts = list(parts)
+    def __init__(self, parts: Sequence[dict[str, SetPooling] | None], blend: tuple[float, float] | None = None) -> None:
+        self.parts, self.blend = list(parts), blend
 
     def __call__(self, side: str, encodings: Encodings) -> Tensor:
         """Return (n, D) float32 for the embeddings of n images or captions."""
@@ -84,17 +97,19 @@ class Pooling:
             return embeddings
         if part is not None:
             return part[side](embeddings)
-        return l2norm(set_features(embeddings, embeddings.values[:0]))
+        none = embeddings.values[:0]
+        return l2norm(set_features(embeddings, none, none))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights of learned poolings by name."""
-        return {
+        found = {
             f"{member}.{side}.{name}": getattr(part[side], name)
             for member, part in enumerate(self.parts)
             if part is not None
             for side in _SIDES
             for name in _NAMES
         }
+        return {**found, _BLEND: torch.tensor(self.blend)} if found and self.blend is not None else found
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor], members: int) -> Pooling:
@@ -107,12 +122,18 @@ class Pooling:
             part = {}
             for side in _SIDES:
                 names = [f"{member}.{side}.{name}" for name in _NAMES]
+                # Earlier versions had no words.
+                tensors = {names[1]: tensors.get(names[0], torch.empty(0))[:0], **tensors}
                 missing = [name for name in names if name not in tensors]
                 if missing:
                     raise ValueError(f"damaged: there is no {missing[0]}")
                 part[side] = one = SetPooling(*(tensors[name] for name in names))
-                width = sum(one.landmarks.shape) if one.landmarks.dim() == 2 else -1
+                flat = all(rows.dim() == 2 for rows in (one.landmarks, one.words))
+                width = sum(one.landmarks.shape) + len(one.words) if flat else -1
                 if one.projection.shape != (width, *one.bias.shape):
-                    raise ValueError(f"damaged: the shape of {names[1]}")
+                    raise ValueError(f"damaged: the shape of {names[2]}")
             parts.append(part)
-        return cls(parts)
+        blend = tensors.get(_BLEND)
+        if blend is not None and (blend.shape != (2,) or not bool(blend.isfinite().all())):
+            raise ValueError(f"damaged: {_BLEND}")
+        return cls(parts, None if blend is None else (float(blend[0]), float(blend[1])))

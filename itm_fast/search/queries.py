@@ -1,6 +1,6 @@
 """Check and encode queries: texts, pictures, features, or items of the index.
 
-Inside: `Queries`, `of_texts`, `of_features`.
+Inside: `Queries`, `of_any`, `of_texts`, `of_features`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
 from itm_fast.data import tokenize
 from itm_fast.files.messages import shown
 from itm_fast.fragments import Fragments
+from itm_fast.search.encoders import moved
 from itm_fast.search.members import Encodings, Members
-from itm_fast.search.pictures import Picture
+from itm_fast.search.pictures import Picture, features_of
+from itm_fast.search.snapshot import Snapshot
 
-__all__ = ["MAX_CHARACTERS", "Queries", "check_text", "joined", "name_of", "of_features", "of_texts"]
+__all__ = ["MAX_CHARACTERS", "Queries", "check_text", "of_any", "of_features", "of_texts"]
 
 MAX_CHARACTERS = 2000
 
@@ -94,11 +97,39 @@ def of_features(members: Members, features: Tensor | Fragments, names: Sequence[
     return Queries(list(names), "images", members.encode_images(features), [-1] * len(names))
 
 
-def name_of(picture: Picture) -> str:
+def of_any(
+    members: Members,
+    snapshot: Snapshot,
+    texts: str | Sequence[str] | None,
+    pictures: Sequence[Picture] | None,
+    features: Tensor | np.ndarray | Fragments | None,
+    items: Sequence[str] | None,
+    encoder: str | os.PathLike[str] | None = None,
+) -> Queries:
+    """Encode the one kind of query that was passed. Arguments and errors as in `Index.search`."""
+    if sum(one is not None for one in (texts, pictures, features, items)) != 1:
+        raise ValueError("query: expected one of texts, pictures, features and items")
+    if texts is not None:
+        return of_texts(members, texts)
+    if pictures is not None:
+        kind = snapshot.manifest.pictures
+        rows = features_of(list(pictures), kind if encoder is None else moved(kind, encoder))
+        return of_features(members, rows, [_name_of(one) for one in pictures])
+    if items is not None:
+        own = snapshot.sides["images"]
+        positions = [own.find(name) for name in items]
+        parts = [own.encodings(torch.tensor([position])) for position in positions]
+        return Queries(list(items), "images", _joined(parts), positions)
+    found = torch.from_numpy(features) if isinstance(features, np.ndarray) else features
+    assert found is not None
+    return of_features(members, found, [f"features {number}" for number in range(len(found))])
+
+
+def _name_of(picture: Picture) -> str:
     return str(picture) if isinstance(picture, str | os.PathLike) else "picture"
 
 
-def joined(parts: Sequence[Encodings]) -> Encodings:
+def _joined(parts: Sequence[Encodings]) -> Encodings:
     """Concatenate embeddings of several queries."""
     return [
         Fragments.cat(column) if isinstance(column[0], Fragments) else torch.cat(column)

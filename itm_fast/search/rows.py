@@ -1,18 +1,20 @@
 """Store embeddings: rows in bfloat16, or in int8 with one scale per row.
 
-Inside: `encoded_rows`, `chosen_rows`, `decoded_rows`.
+Inside: `encoded_rows`, `chosen_rows`, `decoded_rows`, `best_rows`, `stored_best_rows`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from itm_fast.fragments import Fragments
+from itm_fast.functional import maxsim_scores
 
-__all__ = ["chosen_rows", "decoded_rows", "encoded_rows"]
+__all__ = ["best_rows", "chosen_rows", "decoded_rows", "encoded_rows", "stored_best_rows"]
 
 _LEVELS = 127
 
@@ -61,3 +63,45 @@ def decoded_rows(parts: Sequence[Mapping[str, Tensor]]) -> Fragments:
             rows.mul_(part["scales"][:, None])
         first += len(rows)
     return Fragments(values, ends, check=False)
+
+
+def best_rows(captions: Sequence[Any], images: Sequence[Any]) -> Tensor:
+    """Score captions with images by MaxSim, the mean over words of the greatest inner product with a region.
+
+    Args:
+        captions: embeddings of n captions, an entry per model.
+        images: embeddings of m images.
+
+    Returns:
+        float32 (n, m), the sum over the models that compare sets of rows.
+    """
+    found = torch.zeros(len(captions[0]), len(images[0]))
+    for words, regions in zip(captions, images, strict=True):
+        if isinstance(words, Fragments):
+            found += maxsim_scores(words, regions, reduction="mean")
+    return found
+
+
+def stored_best_rows(query: Fragments, stored: Mapping[str, Tensor], sets: Tensor, *, reverse: bool) -> Tensor:
+    """Score one set of rows with stored sets by MaxSim, mean over the rows that look for the best: (m,) float32.
+
+    Args:
+        query: one set (n, d).
+        stored: as in `chosen_rows`.
+        sets: int64 (m,).
+        reverse: the rows of the stored sets look for the best row of the query, not the other way round.
+    """
+    if "scales" in stored:
+        # There is no product of int8 and bfloat16.
+        chosen = chosen_rows(stored, sets)
+        values = chosen["values"].to(torch.bfloat16).mul_(chosen["scales"].to(torch.bfloat16)[:, None])
+        ends = torch.cat([sets.new_zeros(1), chosen["lengths"].cumsum(0)])
+        others, sets = Fragments(values, ends, check=False), torch.arange(len(sets))
+    else:
+        others = Fragments(stored["values"], stored["offsets"], check=False)
+    own, first = query.to(torch.bfloat16), torch.zeros_like(sets)
+    if reverse:
+        found = maxsim_scores(others, own, pairs=torch.stack([sets, first], 1), reduction="mean")
+    else:
+        found = maxsim_scores(own, others, pairs=torch.stack([first, sets], 1), reduction="mean")
+    return found.to(torch.float32)

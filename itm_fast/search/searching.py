@@ -1,6 +1,6 @@
-"""Search in two stages: nearest pooled vectors, then the model's scores of these candidates.
+"""Search in stages: nearest pooled vectors are a shortlist, MaxSim chooses the candidates, and the model scores these.
 
-Inside: `search`, `exact_hits`.
+Inside: `search`, `exact_hits`, `shortlist_places`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from itm_fast.evaluation.ordering import best_first
+from itm_fast.fragments import Fragments
 from itm_fast.search.members import Members
 from itm_fast.search.queries import Queries
 from itm_fast.search.results import Hit, Results
 from itm_fast.search.snapshot import Side, Snapshot
 
-__all__ = ["CANDIDATES", "exact_hits", "search"]
+__all__ = ["CANDIDATES", "exact_hits", "search", "shortlist_places"]
 
 CANDIDATES = 200
 _RESULTS = 10
+# Length of the shortlist per candidate.
+_SHORTLIST = 20
 # Items that are scored at a time.
 _TILE = 512
 
@@ -49,16 +52,58 @@ def search(
         scored = own.count
     else:
         scored = min(max(candidates, k) + any(position >= 0 for position in like), own.count)
-        nearest = own.nearest(snapshot.pooling(queries.side, queries.encodings), scored)
+        by_product, by_rows = _blend(snapshot, queries)
+        length = min(scored * _SHORTLIST, own.count) if by_rows else scored
+        nearest = own.nearest(snapshot.pooling(queries.side, queries.encodings), length)
         ranked = []
-        for number, positions in enumerate(nearest):
-            scores = members.scores(queries.one(number), queries.side, own.encodings(positions), side)
+        for number, (products, positions) in enumerate(nearest):
+            query = queries.one(number)
+            if length > scored:
+                fits = own.best_rows(query, positions, reverse=_reverse(queries, side))
+                best = (by_product * products + by_rows * fits).topk(scored, sorted=False).indices
+                positions = positions[best.sort().values]
+            scores = members.scores(query, queries.side, own.encodings(positions), side)
             order = best_first(scores)[0, : k + 1]
             ranked.append((scores[0, order], positions[order]))
     return [
         Results(name, _hits(own, *found, k, position), scored)
         for name, found, position in zip(queries.names, ranked, like, strict=True)
     ]
+
+
+def shortlist_places(snapshot: Snapshot, query: Queries, side: str, wanted: Tensor) -> Tensor:
+    """Return for items at positions (n,) int64 a number of candidates less one that is enough to find them: (n,) int64.
+
+    Args:
+        snapshot: the index.
+        query: one query.
+        side: the side of the items.
+        wanted: their positions.
+    """
+    own, (by_product, by_rows) = snapshot.sides[side], _blend(snapshot, query)
+    ((products, positions),) = own.nearest(snapshot.pooling(query.side, query.encodings), own.count)
+    places = torch.searchsorted(positions, wanted)
+    # Equal products may be ordered either way.
+    nearer = (products[None] >= products[places, None]).sum(1) - 1
+    if not by_rows:
+        return nearer
+    blended = by_product * products + by_rows * own.best_rows(query.one(0), positions, reverse=_reverse(query, side))
+    # Fewer are before an item in the shortlist than among all items.
+    before = (blended[None] >= blended[places, None]).sum(1) - 1
+    return torch.maximum(nearer // _SHORTLIST, before)
+
+
+def _blend(snapshot: Snapshot, queries: Queries) -> tuple[float, float]:
+    """Return the weights of inner products and of MaxSim in the order of the shortlist."""
+    rows = [isinstance(one, Fragments) for one in queries.encodings]
+    if not any(rows):
+        return 1.0, 0.0
+    return snapshot.pooling.blend or (0.0 if all(rows) else 1.0, 1.0)
+
+
+def _reverse(queries: Queries, side: str) -> bool:
+    """Return whether rows of items look for the best row of the query: words of captions look for regions."""
+    return queries.side == "images" and side == "captions"
 
 
 def exact_hits(own: Side, members: Members, queries: Queries, side: str, k: int) -> list[tuple[Tensor, Tensor]]:

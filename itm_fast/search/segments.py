@@ -1,10 +1,11 @@
 """Segments: files that hold some items of one side, and never change.
 
-Inside: `Segment`, `SegmentWriter`, `write_tensors`, `read_tensors`.
+Inside: `Segment`, `SegmentWriter`, `write_tensors`, `map_file`.
 
 A segment is a safetensors file. Of each model m: `{m}.values` (N, d), `{m}.offsets` (items + 1,) int64, and with int8
 `{m}.scales` (N,). A model with one vector per item has only `{m}.values` (items, d) float32. Then `pooled` (items, D)
-float32, and the columns of texts: `{column}` uint8, end to end, with `{column}.ends` (items + 1,) int64.
+bfloat16, or float32 if a model has one vector per item, and the columns of texts: `{column}` uint8, end to end, with
+`{column}.ends` (items + 1,) int64.
 """
 
 from __future__ import annotations
@@ -17,20 +18,19 @@ from pathlib import Path
 
 import attrs
 import numpy as np
-import safetensors
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
 from itm_fast.files import atomic, regular
-from itm_fast.files.messages import shortened
 from itm_fast.fragments import Fragments
 from itm_fast.search.manifest import FileRecord, SegmentRecord
+from itm_fast.search.mapped import MappedFile
 from itm_fast.search.members import Encodings
 from itm_fast.search.results import Item
-from itm_fast.search.rows import chosen_rows, encoded_rows
+from itm_fast.search.rows import chosen_rows, encoded_rows, stored_best_rows
 
-__all__ = ["Segment", "joined_parts", "read_tensors", "write_segment", "write_tensors"]
+__all__ = ["Segment", "joined_parts", "map_file", "write_segment", "write_tensors"]
 
 _TEXTS = ("ids", "captions", "pictures", "owners")
 _COLUMNS = (*_TEXTS, "thumbnails")
@@ -43,7 +43,9 @@ def packed(
     items: Sequence[Item], thumbnails: Sequence[bytes], encodings: Encodings, pooled: Tensor, dtype: str
 ) -> Stored:
     """Return the tensors that a segment stores of some items."""
-    stored: Stored = {"pooled": pooled.to(torch.float32)}
+    # The vector of a model without rows is its score; all others only choose what is scored.
+    exact = any(isinstance(embeddings, Tensor) for embeddings in encodings)
+    stored: Stored = {"pooled": pooled.to(torch.float32 if exact else torch.bfloat16)}
     for member, embeddings in enumerate(encodings):
         if isinstance(embeddings, Tensor):
             stored[f"{member}.values"] = embeddings
@@ -109,7 +111,7 @@ def write_segment(directory: Path, side: str, stored: Mapping[str, Tensor]) -> S
     return SegmentRecord(record.file, record.bytes, record.sha256, side, len(stored["pooled"]))
 
 
-def read_tensors(directory: Path, record: FileRecord | SegmentRecord) -> Stored:
+def map_file(directory: Path, record: FileRecord | SegmentRecord) -> MappedFile:
     """Map the tensors of a file into memory, without reading them.
 
     Raises:
@@ -121,11 +123,7 @@ def read_tensors(directory: Path, record: FileRecord | SegmentRecord) -> Stored:
         size = file.seek(0, 2)
         if size != record.bytes:
             raise ValueError(f"{path}: the index wrote {record.bytes:,} bytes, the file has {size:,}")
-        try:
-            with safetensors.safe_open(regular.native_path(file.fileno(), path), framework="pt") as opened:
-                return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        except safetensors.SafetensorError as error:
-            raise ValueError(f"{path}: not a readable segment ({shortened(str(error))})") from None
+        return MappedFile(file, path)
 
 
 class Segment:
@@ -146,7 +144,8 @@ class Segment:
     """
 
     def __init__(self, directory: Path, record: SegmentRecord, members: int) -> None:
-        self.record, self.stored = record, read_tensors(directory, record)
+        self.record, self._mapped = record, map_file(directory, record)
+        self.stored = self._mapped.tensors
         self.live = torch.from_numpy(record.live())
         self.members = members
         problem = self._problem()
@@ -190,6 +189,10 @@ class Segment:
     def __len__(self) -> int:
         return self.record.items
 
+    def release(self) -> None:
+        """Take the pages of the file out of the memory of this process."""
+        self._mapped.release()
+
     def rows(self, items: Tensor) -> list[Stored]:
         """Return what is stored of items (n,) int64 for each model: as `chosen_rows`, or one vector per item."""
         found: list[Stored] = []
@@ -198,6 +201,12 @@ class Segment:
             known = {name: one for name, one in own.items() if one is not None}
             found.append(chosen_rows(known, items) if "offsets" in known else {"values": known["values"][items]})
         return found
+
+    def best_rows(self, member: int, query: Fragments, items: Tensor, *, reverse: bool) -> Tensor:
+        """Score a query with items (n,) int64 by MaxSim of a model's rows, as `rows.stored_best_rows`."""
+        own = {name: self.stored.get(f"{member}.{name}") for name in ("values", "offsets", "scales")}
+        known = {name: one for name, one in own.items() if one is not None}
+        return stored_best_rows(query, known, items, reverse=reverse)
 
     def text(self, column: str, item: int) -> str:
         return self.bytes(column, item).decode("utf-8", "surrogateescape")

@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 
 from itm_fast.files.messages import shown
+from itm_fast.fragments import Fragments
 from itm_fast.search.manifest import SIDES, Manifest
 from itm_fast.search.members import Encodings
 from itm_fast.search.pooling import Pooling
 from itm_fast.search.results import Item
 from itm_fast.search.rows import decoded_rows
-from itm_fast.search.segments import Segment, read_tensors
+from itm_fast.search.segments import Segment, map_file
 
 __all__ = ["Side", "Snapshot"]
 
+# Memory for the rows of an index. A page fault maps up to 64 KiB around an item.
+_MAPPED, _AROUND = 2**30, 2**16
 # Inner products of pooled vectors in memory at a time.
 _PRODUCTS = 2**24
 
@@ -38,22 +41,47 @@ class Side:
         )
         self._dead = (~self.live).nonzero().squeeze(1)
         self.count = len(self.live) - len(self._dead)
+        self._bytes = sum(one.record.bytes for one in self.segments)
+        self._touched = 0
 
-    def nearest(self, queries: Tensor, n: int) -> Tensor:
-        """Return the positions (n_queries, n) of the live items with the greatest inner products, in ascending order.
+    def nearest(self, queries: Tensor, n: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield for each query the greatest inner products (n,) of live items, and their positions in ascending order.
 
         Args:
             queries: pooled vectors (n_queries, D).
             n: at most the number of live items.
         """
-        parts = queries.split(max(_PRODUCTS // max(len(self.live), 1), 1))
-        return torch.cat([self.products(part).topk(n, sorted=False).indices.sort(1).values for part in parts])
+        for part in queries.split(max(_PRODUCTS // max(len(self.live), 1), 1)):
+            for products in self.products(part):
+                positions = products.topk(n, sorted=False).indices.sort().values
+                yield products[positions], positions
 
     def products(self, queries: Tensor) -> Tensor:
         """Return the inner products (n_queries, positions) of pooled vectors; minus infinity for deleted items."""
-        products = torch.cat([queries @ one.stored["pooled"].t() for one in self.segments], 1)
+        parts = []
+        for segment in self.segments:
+            pooled = segment.stored["pooled"]
+            # In this order a single query takes half the time.
+            parts.append((pooled @ queries.to(pooled.dtype).t()).t().to(torch.float32))
+        products = torch.cat(parts, 1)
         products[:, self._dead] = -torch.inf
         return products
+
+    def best_rows(self, query: Encodings, positions: Tensor, *, reverse: bool) -> Tensor:
+        """Score a query with items at ascending positions (n,) int64 by MaxSim: (n,), the sum over models with rows.
+
+        Args:
+            query: the embeddings of one query.
+            positions: the items.
+            reverse: the rows of the items look for the best row of the query, not the other way round.
+        """
+        self._touch(len(positions))
+        found = torch.zeros(len(positions))
+        for member, own in enumerate(query):
+            if isinstance(own, Fragments):
+                parts = [part.best_rows(member, own, items, reverse=reverse) for part, items in self._split(positions)]
+                found += torch.cat(parts)
+        return found
 
     def positions(self) -> Tensor:
         """Return the positions of all live items."""
@@ -61,11 +89,22 @@ class Side:
 
     def encodings(self, positions: Tensor) -> Encodings:
         """Return the embeddings of items at ascending positions (n,) int64."""
+        self._touch(len(positions))
         parts = [segment.rows(own) for segment, own in self._split(positions)]
         return [
             decoded_rows(one) if "lengths" in one[0] else torch.cat([part["values"] for part in one])
             for one in zip(*parts, strict=True)
         ]
+
+    def _touch(self, items: int) -> None:
+        """Release the mapped pages before their number exceeds a limit, in an index of more than twice the limit."""
+        if self._bytes <= 2 * _MAPPED:
+            return
+        self._touched += items * (self._bytes // len(self.live) + _AROUND)
+        if self._touched > _MAPPED:
+            for segment in self.segments:
+                segment.release()
+            self._touched = 0
 
     def _split(self, positions: Tensor) -> Iterator[tuple[Segment, Tensor]]:
         bounds = torch.searchsorted(positions, self._firsts).tolist()
@@ -123,6 +162,6 @@ class Snapshot:
         self.pooling = Pooling([None] * members)
         if manifest.weights is not None:
             try:
-                self.pooling = Pooling.of_tensors(read_tensors(directory, manifest.weights), members)
+                self.pooling = Pooling.of_tensors(map_file(directory, manifest.weights).tensors, members)
             except ValueError as error:
                 raise ValueError(f"{directory / manifest.weights.file}: {error}") from None

@@ -1,4 +1,4 @@
-"""The benchmarks of searches: MUVERA's encoding in loops, recalls by sorting, the engines' exact form, and tables."""
+"""The benchmarks of searches: MUVERA's encoding in loops, recalls by sorting, synthetic images, and tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import search, search_engines, search_pooling
+from benchmarks import search, search_engines, search_images, search_pooling
 from itm_fast.fragments import Fragments
 from python_tests.helpers.processes import ROOT
 
@@ -61,15 +61,38 @@ def test_the_exact_product_finds_all(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert search_engines.measure("torch", tmp_path, 300, "search")["recall"] == 1
 
 
-def test_synthetic_images_are_unit_rows_of_two_real_ones() -> None:
+def test_synthetic_images_have_the_mean_and_covariance_of_real_ones() -> None:
+    """The rows of 3 regions vary along two directions of the whole picture, and one channel has noise of its own."""
     torch.manual_seed(0)
-    real = Fragments.from_padded(torch.nn.functional.normalize(torch.randn(4, 6, 16), dim=2))
-    (batch,) = search.synthetic(real, 5)
-    assert len(batch) == 5
-    torch.testing.assert_close(batch.values.norm(dim=1), torch.ones(30))
-    cosines = batch.values.view(5, 6, 16) @ real.values.view(4, 6, 16).transpose(1, 2)[:, None]
-    nearest = cosines.diagonal(dim1=2, dim2=3).amax(0)
-    assert float(nearest.min()) > 0.9, "each region is that of a real image in the same place, with little noise"
+    directions, mean = torch.randn(2, 12), 3 + torch.rand(12)
+    rows = mean + 0.3 * torch.randn(4000, 2) @ directions
+    rows[:, 5] += 0.2 * torch.randn(4000)
+    model = search_images.ImageModel(Fragments.from_padded(rows.view(4000, 3, 4)), components=2)
+    assert 0.9 < model.explained < 1
+    model._normal = lambda drawn: drawn.view(len(drawn), 3, 4)  # type: ignore[method-assign]
+    drawn = torch.cat([part.values.view(-1, 12) for part in model.drawn(6000, seed=1)])
+    assert len(drawn) == 6000
+    torch.testing.assert_close(drawn.mean(0), rows.mean(0), atol=0.05, rtol=0)
+    difference = np.cov(drawn.numpy().T) - np.cov(rows.numpy().T)
+    assert np.abs(difference).max() < 0.1 * np.abs(np.cov(rows.numpy().T)).max()
+    (few,) = search_images.ImageModel(Fragments.from_padded(rows.view(4000, 3, 4)), 2).drawn(7, seed=1)
+    torch.testing.assert_close(few.values.norm(dim=1), torch.ones(21))
+
+
+def test_a_shortlist_holds_twenty_times_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_pooling, "CANDIDATES", (1, 2))
+    torch.manual_seed(0)
+    products, blended = torch.randn(3, 50), torch.randn(3, 50)
+    best = torch.randint(50, (3, 2))
+    shares = []
+    for count in (1, 2):
+        found = 0
+        for row in range(3):
+            near = sorted(range(50), key=lambda one: -float(products[row, one]))[: 20 * count]
+            chosen = sorted(near, key=lambda one: -float(blended[row, one]))[:count]
+            found += sum(one in chosen for one in best[row].tolist())
+        shares.append(found / 6)
+    assert search_pooling.shortlist_recalls(products, blended, best) == pytest.approx(shares)
 
 
 @pytest.mark.parametrize("module", [search, search_engines, search_pooling])

@@ -36,9 +36,9 @@ def _model(name: str, seed: int, **options: object) -> models.MatchingModel:
     return model
 
 
-def scan(seed: int = 0) -> models.MatchingModel:
+def scan(seed: int = 0, **options: object) -> models.MatchingModel:
     """Make SCAN with random weights and the defaults: words attend to regions."""
-    return _model("scan", seed)
+    return _model("scan", seed, **options)
 
 
 def vsepp(seed: int = 0) -> models.MatchingModel:

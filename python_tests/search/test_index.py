@@ -291,10 +291,10 @@ def test_an_open_index_keeps_its_state_until_reload(train: CaptionDataset, tmp_p
 def test_a_reader_that_meets_a_removed_file_reads_the_manifest_again(
     train: CaptionDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from itm_fast.search import index as index_module
+    from itm_fast.search import opened as opened_module
 
     index = Index.build(scan(), train, tmp_path / "index", pooling="mean")
-    read = index_module.read_manifest
+    read = opened_module.read_manifest
     reads = []
 
     def changed_meanwhile(path: Path) -> object:
@@ -305,5 +305,5 @@ def test_a_reader_that_meets_a_removed_file_reads_the_manifest_again(
             index.compact()
         return manifest
 
-    monkeypatch.setattr(index_module, "read_manifest", changed_meanwhile)
+    monkeypatch.setattr(opened_module, "read_manifest", changed_meanwhile)
     assert Index.open(tmp_path / "index").size() == 19

@@ -38,7 +38,7 @@ def test_an_index_is_built_and_searched(
     path = tmp_path / "index"
     build = ["index", "build", "--checkpoint", trained, "--data", data, "--out", path, "--calibrate", "0.9"]
     printed = run(capsys, *build, "--calibrate-queries", 9)
-    sizes = rf"{path}: 10 images, 50 captions, 1\.\d MB\n"
+    sizes = rf"{path}: 10 images, 50 captions, [12]\.\d MB\n"
     assert re.match(sizes + "candidates: 10, recall of the exact best 10: 1.000 over 9 captions\n", printed)
     assert printed.endswith(f'search it with: itm-fast search {path} "a dog"\n')
     caption = (data / "test_caps.txt").read_text().splitlines()[0]
@@ -168,8 +168,8 @@ BAD = [
     (["search", "INDEX", "--like", "nothing"], "id: the index holds no item 'nothing'"),
     (
         ["search", "INDEX", "--image", "DATA/train_caps.txt"],
-        "pictures: the index was built from features, and does not know how a picture becomes features; pass features, "
-        "or the id of an item",
+        "pictures: the index was built from features, and does not know how a picture becomes features; name the "
+        "encoder of the features, or pass features or the id of an item",
     ),
     (["search", "INDEX", "--queries", "DATA/none.txt"], "DATA/none.txt: cannot be read: No such file or directory"),
     (

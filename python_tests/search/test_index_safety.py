@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import save
 
 from itm_fast.data import CaptionDataset
@@ -150,6 +151,33 @@ def test_a_full_disk_leaves_the_index_as_it_was(built: Path, train: CaptionDatas
     assert not files_of(tmp_path / "other")
 
 
+@pytest.mark.parametrize(
+    ("rounds", "each"), [(50, 100), pytest.param(5000, 1, marks=pytest.mark.thorough)], ids=["50 x 100", "5000 x 1"]
+)
+def test_ten_thousand_adds_and_deletes_leave_no_garbage(
+    train: CaptionDataset, tmp_path: Path, rounds: int, each: int
+) -> None:
+    """5,000 items are added and deleted again, in many small changes; the index is then as small as a new one."""
+    features = torch.from_numpy(np.asarray(train.features))
+    index = Index.build(scan(), features, tmp_path / "index", ids=[f"kept {number}" for number in range(24)])
+    first, before = index.info(), index.search("red ball", 24)
+    more = features.repeat(5, 1, 1)[:each]
+    descriptors, sizes = len(list(Path("/proc/self/fd").iterdir())), []
+    for number in range(rounds):
+        index.add(more, ids=[f"{number} {place}" for place in range(each)])
+        assert index.delete([f"{number} {place}" for place in range(each)]) == each
+        sizes.append(sum(file.stat().st_size for file in index.path.iterdir()))
+    assert index.info()["generation"] == 1 + 2 * rounds
+    assert max(sizes) < 2 * first["bytes"] + 6 * each * first["bytes"] / 24, "deleted items do not pile up"
+    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors + 1
+    assert not files_of(index.path)
+    assert check(index.path) == []
+    index.compact()
+    compacted = index.info()
+    assert {**compacted, "generation": 1} == first
+    assert index.search("red ball", 24) == before
+
+
 def test_links_are_not_followed_for_writing(train: CaptionDataset, tmp_path: Path) -> None:
     path = tmp_path / "index"
     index = Index.build(scan(), train, path, pooling="mean")
@@ -171,7 +199,7 @@ def test_sizes_that_do_not_fit_are_refused_when_the_index_is_opened(built: Path,
     manifest = Index.open(path).manifest
     record = manifest.segments[0]
     # Copies: the file is written again below.
-    stored = {name: one.clone() for name, one in segments_module.read_tensors(path, record).items()}
+    stored = {name: one.clone() for name, one in segments_module.map_file(path, record).tensors.items()}
     for name, change, problem in (
         ("0.offsets", lambda one: one + 1, "0.offsets"),
         ("0.offsets", lambda one: one.flip(0), "0.offsets"),

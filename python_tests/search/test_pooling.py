@@ -10,11 +10,11 @@ import torch
 
 from itm_fast.data import CaptionDataset
 from itm_fast.fragments import Fragments
-from itm_fast.search import Index, calibrate, learning, recalls
+from itm_fast.search import Index, calibrate, learning, recalls, searching, writing
 from itm_fast.search.calibration import candidate_ranks
 from itm_fast.search.members import Members
 from itm_fast.search.pooling import Pooling, set_features
-from python_tests.helpers.search import concepts, scan, scan_score
+from python_tests.helpers.search import concepts, rounded, scan, scan_score
 
 
 @pytest.fixture(scope="module")
@@ -22,28 +22,33 @@ def train(data: Path) -> CaptionDataset:
     return concepts(data)
 
 
-def features_of(rows: np.ndarray, landmarks: np.ndarray) -> np.ndarray:
-    return np.concatenate([rows.mean(0), [max(float(row @ one) for row in rows) for one in landmarks]])
+def features_of(rows: np.ndarray, landmarks: np.ndarray, words: np.ndarray) -> np.ndarray:
+    unit = lambda one: one / np.linalg.norm(one, axis=1, keepdims=True)  # noqa: E731
+    sharp = np.exp(20 * unit(rows) @ unit(words).T)
+    contained = (sharp / sharp.sum(1, keepdims=True)).mean(0)
+    return np.concatenate([rows.mean(0), [max(float(row @ one) for row in rows) for one in landmarks], contained])
 
 
-def test_features_of_a_set_are_its_mean_and_its_best_products() -> None:
+def test_features_of_a_set_are_its_mean_its_best_products_and_its_words() -> None:
     torch.manual_seed(0)
     sets = Fragments(torch.randn(7, 3), torch.tensor([0, 2, 2, 7]))
-    landmarks = torch.randn(4, 3)
-    found = set_features(sets, landmarks)
+    landmarks, vocabulary = torch.randn(4, 3), torch.randn(5, 3)
+    found = set_features(sets, landmarks, vocabulary)
     for number in (0, 2):
-        expected = features_of(sets[number].numpy(), landmarks.numpy())
+        expected = features_of(sets[number].double().numpy(), landmarks.double().numpy(), vocabulary.double().numpy())
         np.testing.assert_allclose(found[number], expected, atol=1e-6)
-    assert found[1].tolist() == [0] * 7
+    assert found[1].tolist() == [0] * 12
+    assert torch.equal(set_features(sets, landmarks, vocabulary[:0]), found[:, :7])
 
 
 def test_the_learned_pooling_is_the_ridge_regression_of_the_scores(train: CaptionDataset) -> None:
-    """Inner products equal F_c M F_i' with M = (K + r)^-1 A (G + r)^-1, all in float64."""
+    """Inner products equal F_c M F_i' with M = (K + r)^-1 A (G + r)^-1 for features of unit variance, in float64."""
     model = scan()
     pooling = learning.learned_pooling(Members(model), train)
     part = pooling.parts[0]
     assert part is not None
-    landmarks = part["images"].landmarks.double().numpy()
+    landmarks, vocabulary = (part["captions"].landmarks.double().numpy(), part["captions"].words.double().numpy())
+    assert not len(part["images"].words)
     with torch.no_grad():
         images = model.encode_images(torch.from_numpy(np.asarray(train.features)))
         captions = model.encode_captions(train.captions)
@@ -51,19 +56,77 @@ def test_the_learned_pooling_is_the_ridge_regression_of_the_scores(train: Captio
     words = [captions[number].double().numpy() for number in range(120)]
     scores = np.array([[scan_score(text, image) for image in regions] for text in words])
     sides = []
-    for sets in (words, regions):
-        features = np.stack([features_of(one, landmarks) for one in sets])
-        centred = np.concatenate([features - features.mean(0), np.ones((len(sets), 1))], 1)
+    for sets, contained in ((words, vocabulary), (regions, vocabulary[:0])):
+        features = np.stack([features_of(one, landmarks, contained) for one in sets])
+        centred = np.concatenate([(features - features.mean(0)) / features.std(0), np.ones((len(sets), 1))], 1)
         covariance = centred.T @ centred / len(sets)
-        ridge = 1e-4 * np.diag(covariance).mean() * np.eye(len(covariance))
-        sides.append((centred, np.linalg.inv(covariance + ridge)))
+        sides.append((centred, np.linalg.inv(covariance + 1e-2 * np.eye(len(covariance)))))
     (of_words, left), (of_regions, right) = sides
     fitted = of_words @ left @ (of_words.T @ scores @ of_regions / scores.size) @ right @ of_regions.T
     found = pooling("captions", [captions]) @ pooling("images", [images]).t()
-    # The rank is at most that of the features, which is below 256.
+    # The rank is at most that of the features of the images, 24.
     np.testing.assert_allclose(found, fitted, atol=2e-3 * np.abs(fitted).max())
     again = Pooling.of_tensors(pooling.tensors(), 1)
+    assert again.blend == pooling.blend
     assert torch.equal(again("captions", [captions]), pooling("captions", [captions]))
+
+
+def test_the_blend_has_the_best_recall_with_few_candidates(
+    train: CaptionDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "_BLEND_CANDIDATES", 6)
+    monkeypatch.setattr(learning, "_TOP", 4)
+    members = Members(scan())
+    with torch.no_grad():
+        images = members.encode_images(torch.from_numpy(np.asarray(train.features)))[0]
+        captions = members.encode_captions(train.captions[::7])[0]
+    pooling = learning.learned_pooling(members, train)
+    halves = [[images.index_select(part)] for part in torch.arange(24).split(12)]
+    products = (pooling("captions", [captions]) @ pooling("images", [images]).t()).numpy()
+    shares = dict.fromkeys([(0.0, 1.0), (1.0, 4.0), (1.0, 2.0), (1.0, 1.0), (1.0, 0.0)], 0)
+    for number in range(len(captions)):
+        words = captions[number].numpy()
+        best = np.argsort([-scan_score(words, images[image].numpy()) for image in range(24)])[:4]
+        fits = np.array([(words @ images[image].numpy().T).max(1).mean() for image in range(24)])
+        for weights in shares:
+            blended = weights[0] * products[number] + weights[1] * fits
+            shares[weights] += len({*best} & {*np.argsort(-blended)[:6]})
+    found = learning.best_blend(members, pooling, halves, [captions])
+    assert shares[found] == max(shares.values()) > min(shares.values())
+
+
+@pytest.mark.parametrize(("dtype", "of"), [("bf16", "images"), ("int8", "images"), ("bf16", "captions")])
+def test_best_rows_of_the_shortlist_choose_the_candidates(
+    train: CaptionDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, of: str
+) -> None:
+    """Of the 12 nearest pooled vectors, the 4 with the greatest MaxSim are scored, in plain loops."""
+    monkeypatch.setattr(searching, "_SHORTLIST", 3)
+    monkeypatch.setattr(writing, "SEGMENT_BYTES", 4000)
+    index = Index.build(scan(), train, tmp_path / "index", pooling="mean", dtype=dtype, batch_size=5)
+    assert min(sum(one.side == side for one in index.manifest.segments) for side in ("images", "captions")) > 1
+    model = scan()
+    with torch.no_grad():
+        images = model.encode_images(torch.from_numpy(np.asarray(train.features)))
+        captions = model.encode_captions(train.captions)
+    query = captions[7] if of == "images" else images[3]
+    items = images if of == "images" else captions
+    unit = lambda one: one / (one.norm() + 1e-8)  # noqa: E731
+    nearness = [float(unit(query.mean(0)) @ unit(items[number].mean(0))) for number in range(len(items))]
+    shortlist = np.argsort(nearness)[::-1][:12]
+    fits = {}
+    for number in shortlist.tolist():
+        stored = rounded(items[number], dtype)
+        words, regions = (query.numpy(), stored) if of == "images" else (stored, query.numpy())
+        fits[number] = max_mean(words, regions)
+    expected = {index.items(of)[number].id for number in sorted(fits, key=lambda one: -fits[one])[:4]}
+    given = {"texts": train.captions[7]} if of == "images" else {"features": np.asarray(train.features)[3:4]}
+    (found,) = index.search(**given, k=4, candidates=4, of=of)
+    assert {hit.item.id for hit in found.hits} == expected
+    assert found.scored == 4
+
+
+def max_mean(words: np.ndarray, regions: np.ndarray) -> float:
+    return float(np.mean([max(word @ region for region in regions) for word in words]))
 
 
 def test_calibration_counts_the_candidates_that_hold_the_best(train: CaptionDataset, tmp_path: Path) -> None:

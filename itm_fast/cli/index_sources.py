@@ -1,0 +1,44 @@
+"""Open what the commands of indexes read: splits, folders of pictures, and the training data of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from itm_fast.data import PrecomputedDataset
+    from itm_fast.search.members import Members
+
+
+def source_of(members: Members, runs: list[Path], data: Path | None, split: str, pictures: Path | None) -> Any:
+    """Return what an index is built from: a split of --data, or the folder --pictures."""
+    if (data is None) == (pictures is None):
+        raise ValueError("--data: expected either --data DIR or --pictures DIR")
+    return str(pictures) if pictures is not None else split_of(members, runs, data, split)
+
+
+def split_of(members: Members, runs: list[Path], data: Path | None, split: str) -> PrecomputedDataset:
+    """Open a split of --data as the first model reads it."""
+    from itm_fast.cli.models import dataset_of
+
+    model = members.main
+    if model.tokenizer is None:
+        raise ValueError(f"{runs[0]}: expected the vocabulary of the training in this folder, found none")
+    assert data is not None
+    return dataset_of(data, split, model.tokenizer, model, runs[0])
+
+
+def training_data(members: Members, run: Path, split: str) -> PrecomputedDataset | None:
+    """Return a split of the data that a model was trained on; None if they were moved."""
+    from itm_fast.data import open_split
+    from itm_fast.training import run_folder
+
+    tokenizer = members.main.tokenizer
+    if tokenizer is None or not (run / run_folder.CONFIG).exists():
+        return None
+    try:
+        data = open_split(run_folder.saved_config(run).data or "", split, tokenizer)
+        members.main.prepare(data)
+        return data
+    except (ValueError, OSError):
+        return None

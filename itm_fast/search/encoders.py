@@ -1,0 +1,75 @@
+"""Encode pictures with a separate vision model, as `data import --encoder` does.
+
+Inside: `encoder_kind`, `encoded`, `is_encoder_kind`, `moved`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from itm_fast.models.vision_folder import PictureEncoder, load_picture_encoder
+
+__all__ = ["encoded", "encoder_kind", "is_encoder_kind", "moved"]
+
+# Layer, pool and digest of an encoder, and its folder.
+_KIND = re.compile(r"encoder (-?\d{1,4}) ([\w-]{1,20}) ([0-9a-f]{64}) (.+)", re.DOTALL)
+_BATCH = 32
+
+
+@functools.lru_cache(maxsize=2)
+def _loaded(folder: str, layer: int, pool: str) -> PictureEncoder:
+    return load_picture_encoder(folder, layer=layer, pool=pool)
+
+
+def encoder_kind(folder: str | os.PathLike[str], layer: int = -1, pool: str = "patches") -> str:
+    """Return the `preprocessing` of an index whose features an encoder made.
+
+    Args:
+        folder: the folder of the vision model.
+        layer, pool: as `data import` got them.
+
+    Raises:
+        ValueError: the folder holds no vision model, or `layer` or `pool` does not fit it.
+    """
+    place = str(Path(folder).resolve())
+    return f"encoder {layer} {pool} {_loaded(place, layer, pool).digest} {place}"
+
+
+def is_encoder_kind(kind: str) -> bool:
+    """Return whether a kind of pictures is one of an encoder."""
+    return _KIND.fullmatch(kind) is not None
+
+
+def moved(kind: str, folder: str | os.PathLike[str]) -> str:
+    """Return a kind with another folder of the same encoder; without an encoder, that of `encoder_kind`."""
+    found = _KIND.fullmatch(kind)
+    if found is None:
+        return encoder_kind(folder)
+    return f"encoder {found[1]} {found[2]} {found[3]} {Path(folder).resolve()}"
+
+
+def encoded(images: list[Image.Image], kind: str) -> Tensor:
+    """Return the features (n, k, f) float32 of decoded pictures.
+
+    Raises:
+        ValueError: the encoder cannot be loaded, or is not the one of the index. The message names its folder.
+    """
+    found = _KIND.fullmatch(kind)
+    assert found is not None
+    layer, pool, digest, folder = found.groups()
+    try:
+        encoder = _loaded(folder, int(layer), pool)
+    except ValueError as error:
+        raise ValueError(f"{error}; if the encoder was moved, name it with --encoder DIR") from None
+    if encoder.digest != digest:
+        raise ValueError(f"{folder}: not the encoder that made the features of the index, or it has changed")
+    pixels = torch.from_numpy(np.stack([encoder.preprocessing.square(image) for image in images]))
+    return torch.cat([encoder(part) for part in pixels.split(_BATCH)]).to("cpu", torch.float32)

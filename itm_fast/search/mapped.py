@@ -1,0 +1,73 @@
+"""Map the tensors of a safetensors file into memory, and take the pages back from memory when they are too many.
+
+Inside: `MappedFile`.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import safetensors
+import torch
+from torch import Tensor
+
+from itm_fast.files import regular
+from itm_fast.files.messages import shortened
+
+__all__ = ["MappedFile"]
+
+_TYPES = {
+    "I64": torch.int64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+}
+
+
+class MappedFile:
+    """The tensors of a safetensors file in mapped memory. Pages are read from the disk when they are used.
+
+    Args:
+        file: the file, opened for reading; it may be closed afterwards.
+        path: its name, for messages.
+
+    Attributes:
+        tensors: the tensors by name. Do not change them.
+
+    Raises:
+        ValueError: the header is damaged, or a tensor has another type than an index stores.
+    """
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        try:
+            # Compares types, shapes and bounds of all tensors with the size of the file.
+            with safetensors.safe_open(regular.native_path(file.fileno(), path), framework="pt"):
+                pass
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{path}: not a readable segment ({shortened(str(error))})") from None
+        # A private mapping that may be written, because PyTorch warns of others.
+        self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        size = int.from_bytes(self._mapping[:8], "little")
+        header: dict[str, Any] = json.loads(self._mapping[8 : 8 + size])
+        header.pop("__metadata__", None)
+        self.tensors = {name: self._tensor(one, 8 + size, path) for name, one in header.items()}
+
+    def _tensor(self, entry: dict[str, Any], start: int, path: Path) -> Tensor:
+        dtype, shape = _TYPES.get(entry["dtype"]), entry["shape"]
+        if dtype is None:
+            raise ValueError(f"{path}: not a readable segment (a tensor of type {shortened(str(entry['dtype']))})")
+        first, last = entry["data_offsets"]
+        if first == last:
+            return torch.empty(shape, dtype=dtype)
+        count = (last - first) // dtype.itemsize
+        return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=start + first).view(shape)
+
+    def release(self) -> None:
+        """Take the pages out of the memory of this process. They stay in the page cache of the system."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,70 @@
+"""Pictures as queries of an index whose features come from a separate vision model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from itm_fast.models.vision_folder import load_picture_encoder
+from itm_fast.search import Index, encoder_kind
+from python_tests.helpers.commands import error
+from python_tests.helpers.pictures import write_encoder, write_pictures
+from python_tests.helpers.search import likeness, rounded, scan
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    write_encoder(tmp_path / "vit")
+    write_pictures(tmp_path / "pictures", 6)
+    return tmp_path / "pictures"
+
+
+def test_a_picture_is_encoded_by_the_model_that_made_the_features(pictures: Path, tmp_path: Path) -> None:
+    model = scan(feature_dim=16)
+    files = sorted(pictures.iterdir())
+    vision = load_picture_encoder(tmp_path / "vit", pool="2x2")
+    features = torch.cat([vision(torch.from_numpy(vision.preprocessing.picture(file))[None]) for file in files])
+    with torch.no_grad():
+        encoded = model.encode_images(features)
+    kind = encoder_kind(tmp_path / "vit", pool="2x2")
+    stored = Index.build(model, features, tmp_path / "features", ids=[file.name for file in files], preprocessing=kind)
+    folder = Index.build(model, str(pictures), tmp_path / "folder", preprocessing=kind)
+    regions = [rounded(encoded[number], "bf16") for number in range(6)]
+    scores = [likeness(encoded[2].double().numpy(), other) for other in regions]
+    for index in (stored, folder):
+        for picture in (files[2], files[2].read_bytes()):
+            (found,) = index.search(pictures=[picture], k=6, of="images")
+            assert found.hits[0].item.id == files[2].name
+            np.testing.assert_allclose([hit.score for hit in found.hits], np.sort(scores)[::-1], atol=2e-5)
+
+
+def test_an_encoder_that_moved_or_changed(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = sorted(pictures.iterdir())[0]
+    path, model = tmp_path / "index", scan(feature_dim=16)
+    Index.build(model, str(pictures), path, preprocessing=encoder_kind(tmp_path / "vit"))
+    (tmp_path / "vit").rename(tmp_path / "moved")
+    # The index is opened by another process than the one that loaded the encoder.
+    from itm_fast.search import encoders
+
+    encoders._loaded.cache_clear()
+    index = Index.open(path, model)
+    with pytest.raises(ValueError, match="if the encoder was moved, name it with --encoder DIR") as raised:
+        index.search(pictures=[picture], k=1, of="images")
+    assert str(raised.value).startswith(str(tmp_path / "vit"))
+    (found,) = index.search(pictures=[picture], k=1, of="images", encoder=tmp_path / "moved")
+    assert found.hits[0].item.id == picture.name
+    settings = tmp_path / "moved" / "preprocessor_config.json"
+    content = json.loads(settings.read_text())
+    settings.write_text(json.dumps({**content, "image_mean": [0.1, 0.2, 0.3]}))
+    encoders._loaded.cache_clear()
+    with pytest.raises(ValueError, match="not the encoder that made the features of the index, or it has changed"):
+        index.search(pictures=[picture], k=1, of="images", encoder=tmp_path / "moved")
+    unnamed = Index.build(model, np.zeros((2, 3, 16), np.float32), tmp_path / "unnamed")
+    assert unnamed.search(pictures=[picture], k=1, of="images", encoder=tmp_path / "moved")[0].hits
+    capsys.readouterr()
+    refused = error(capsys, "search", path, "a text", "--encoder", tmp_path)
+    assert refused == (1, "--encoder: expected only with --image")
