@@ -10,7 +10,6 @@ import contextlib
 import ipaddress
 import time
 from collections.abc import Collection
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,6 +23,8 @@ __all__ = ["Guard"]
 
 # Requests that compute. Others are answered from memory.
 _COMPUTING = ("/search", "/explain")
+# Of a body that is too large, this multiple of the allowed size is read before the connection is closed.
+_DROPPED = 4
 _HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
@@ -80,7 +81,7 @@ class Guard:
             if not status:
                 await problem(refused.status, str(refused), refused.headers)(scope, receive, sending)
         finally:
-            path = getattr(scope.get("route"), "path", "other")
+            path = getattr(scope.get("route"), "path", scope["path"] if scope["path"] in _COMPUTING else "other")
             self._metrics.requests.labels(path, str(status or 499)).inc()
             self._metrics.seconds.labels(path).observe(time.perf_counter() - started)
 
@@ -89,14 +90,11 @@ class Guard:
         if not self._is_own(_name_of(host)):
             raise Refused(421, f"host: the service is not known as {shown(host)}; --allow-host NAME allows a name")
         origin = headers.get("origin")
-        foreign = origin is not None and urlsplit(origin).netloc.lower() != host.lower()
+        foreign = origin is not None and origin.lower().partition("://")[2] != host.lower()
         if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
             foreign = True
         if foreign:
             raise Refused(403, "origin: pages of other sites may not use this service")
-        claimed = headers.get("content-length", "0")
-        if not claimed.isdecimal() or int(claimed[:20]) > self._limits.body:
-            raise self._too_large()
 
     def _is_own(self, name: str) -> bool:
         if name in self._hosts:
@@ -107,9 +105,6 @@ class Guard:
         except ValueError:
             return False
         return True
-
-    def _too_large(self) -> Refused:
-        return Refused(413, f"body: expected at most {self._limits.body:,} bytes", {"connection": "close"})
 
     async def _compute(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._running >= self._limits.concurrency:
@@ -151,16 +146,19 @@ class Guard:
 
     async def _body(self, receive: Receive) -> bytes | None:
         """Return the body, or None if the client has left."""
-        body = bytearray()
-        while True:
+        body, size, more = bytearray(), 0, True
+        while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            body += message.get("body", b"")
-            if len(body) > self._limits.body:
-                raise self._too_large()
-            if not message.get("more_body", False):
-                return bytes(body)
+            part, more = message.get("body", b""), message.get("more_body", False)
+            size += len(part)
+            if size <= self._limits.body:
+                body += part
+            # The rest is read and dropped, because a client that still sends may not see an answer.
+            elif not more or size > _DROPPED * self._limits.body:
+                raise Refused(413, f"body: expected at most {self._limits.body:,} bytes", {"connection": "close"})
+        return bytes(body)
 
 
 def _name_of(host: str) -> str:
