@@ -18,7 +18,9 @@ from itm_fast.serve.service import Service
 
 __all__ = ["Problem", "endpoints"]
 
-_PICTURE = {"requestBody": {"required": True, "content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}}}
+_PICTURE = {
+    "requestBody": {"required": True, "content": {"image/*": {"schema": {"type": "string", "format": "binary"}}}}
+}
 
 
 class Problem(BaseModel):
@@ -35,9 +37,9 @@ class _Options(BaseModel):
         Literal["images", "captions"] | None,
         Field(description="What to find. Default: images for texts; captions for pictures, if the index has any."),
     ] = None
-    candidates: Annotated[
-        int | None, Field(description="Items that the model scores; default: that of the index.")
-    ] = None
+    candidates: Annotated[int | None, Field(description="Items that the model scores; default: that of the index.")] = (
+        None
+    )
     exact: Annotated[bool, Field(description="Score all items.")] = False
 
     def asked(self, kind: str, value: str) -> Asked:

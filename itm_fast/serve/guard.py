@@ -114,7 +114,9 @@ class Guard:
         try:
             await asyncio.wait_for(self._answer(scope, receive, send), self._limits.seconds)
         except asyncio.TimeoutError:
-            raise Refused(503, f"the request took longer than {self._limits.seconds:g} s", {"retry-after": "1"}) from None
+            raise Refused(
+                503, f"the request took longer than {self._limits.seconds:g} s", {"retry-after": "1"}
+            ) from None
         finally:
             self._running -= 1
             self._metrics.running.set(self._running)

@@ -19,9 +19,7 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self.requests = Counter(
-            "itm_fast_requests", "Answered requests.", ["path", "status"], registry=self._registry
-        )
+        self.requests = Counter("itm_fast_requests", "Answered requests.", ["path", "status"], registry=self._registry)
         self.seconds = Histogram(
             "itm_fast_request_seconds", "Time of a request.", ["path"], buckets=_SECONDS, registry=self._registry
         )

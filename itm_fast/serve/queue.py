@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -133,13 +134,17 @@ def _computed(works: list[Callable[[], Any] | tuple[Index, Query]]) -> list[Any]
     if not isinstance(found, Exception):
         return list(found)
     # One that is refused must not fail the others.
-    return [_outcome(lambda query=query: _found([query])[0]) for query in queries] if len(queries) > 1 else [found]
+    return [found] if len(queries) == 1 else [_outcome(functools.partial(_first, query)) for query in queries]
 
 
 def _found(queries: list[tuple[Index, Query]]) -> list[Results]:
     index, first = queries[0]
     values: Any = {first.kind: [query.value for _, query in queries]}
     return index.search(**values, **first.options)
+
+
+def _first(query: tuple[Index, Query]) -> Results:
+    return _found([query])[0]
 
 
 def _outcome(work: Callable[[], Any]) -> Any:

@@ -5,7 +5,6 @@ Inside: `serve`.
 
 from __future__ import annotations
 
-import logging.config
 import math
 import signal
 import socket
@@ -112,7 +111,9 @@ def _socket(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=256)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ValueError(f"--port: cannot listen on {host}:{port} ({reason}); choose another --host or --port") from None
+        raise ValueError(
+            f"--port: cannot listen on {host}:{port} ({reason}); choose another --host or --port"
+        ) from None
 
 
 def _url(listening: socket.socket, host: str) -> str:

@@ -49,7 +49,8 @@ def test_demo_trains_on_the_training_split_alone(
     assert cli.run(["demo", "--out", str(out)]) == 0
 
     printed = capsys.readouterr().out.splitlines()
-    build, search = (shlex.split(line) for line in printed if line.startswith("  itm-fast "))
+    served, build, search = (shlex.split(line) for line in printed if re.match(r"  \S*itm-fast ", line))
+    assert served[1:] == ["demo", "--serve", "--out", str(out)]
     assert cli.run(build[1:]) == 0
     page = tmp_path / "found.html"
     # The vocabulary of so few captions lacks the words of the example.
