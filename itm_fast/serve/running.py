@@ -6,6 +6,7 @@ Inside: `serve`.
 from __future__ import annotations
 
 import math
+import os
 import signal
 import socket
 from collections.abc import Callable, Collection
@@ -24,17 +25,35 @@ __all__ = ["serve"]
 
 # Connections, idle ones included.
 _MOST_CONNECTIONS = 1000
+_DROP_SECONDS, _DROP_BYTES = 5.0, 64 * 2**20
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Protocol(H11Protocol):
-    """HTTP/1.1 whose answer to a request that cannot be parsed is JSON, as all others are."""
+    """HTTP/1.1 whose answer to a request that cannot be parsed is JSON, as all others are.
+
+    What the client still sends is dropped for a while, because a client that is cut off while it sends may not see the
+    answer.
+    """
+
+    _dropped: int | None = None
 
     def send_400_response(self, msg: str) -> None:
         answer = JSONResponse({"error": f"request: {msg}"}, 400)
         lines = [b"HTTP/1.1 400 Bad Request", *(b": ".join(header) for header in answer.raw_headers)]
         self.transport.write(b"\r\n".join([*lines, b"connection: close", b"", bytes(answer.body)]))
-        self.transport.close()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._dropped = 0
+        self.loop.call_later(_DROP_SECONDS, self.transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        if self._dropped is None:
+            super().data_received(data)
+            return
+        self._dropped += len(data)
+        if self._dropped > _DROP_BYTES:
+            self.transport.close()
 
 
 def serve(
@@ -109,8 +128,10 @@ def _socket(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((host, port), family=family, backlog=256)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+    except socket.gaierror as error:
+        raise ValueError(f"--host: no such address: {host} ({error.strerror})") from None
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
         raise ValueError(
             f"--port: cannot listen on {host}:{port} ({reason}); choose another --host or --port"
         ) from None
@@ -133,7 +154,7 @@ def _logging(access_log: bool) -> dict[str, object]:
         "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(message)s"}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
         "loggers": {
-            "uvicorn.error": at("WARNING"),
+            "uvicorn.error": at("ERROR"),
             "uvicorn.access": at("INFO" if access_log else "WARNING"),
             "itm_fast.serve": at("INFO"),
         },

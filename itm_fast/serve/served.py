@@ -20,7 +20,7 @@ __all__ = ["Served"]
 _log = logging.getLogger("itm_fast.serve")
 
 # A changed index that cannot be opened is tried again after this many checks, and then half as often each time.
-_MOST_SKIPPED = 64
+_MOST_SKIPPED = 16
 
 
 class Served:
@@ -44,6 +44,7 @@ class Served:
         self._open: Callable[[], Index] = lambda: Index.open(path, checkpoints, device=device)
         self._metrics = metrics
         self._failures = self._skipped = 0
+        self._logged = ""
         self.index = self._loaded()
         self._count()
 
@@ -73,11 +74,12 @@ class Served:
             self._reload()
         except (ValueError, OSError) as error:
             self._metrics.failed_reloads.inc()
-            if not self._failures:
+            if str(error) != self._logged:
                 _log.error("the index on disk cannot be opened, the earlier one is served: %s", error)
+                self._logged = str(error)
             self._failures += 1
             return False
-        self._failures = 0
+        self._failures, self._logged = 0, ""
         self._metrics.reloads.inc()
         self._count()
         _log.info("opened generation %d of the index", self.index.manifest.generation)

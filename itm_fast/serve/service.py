@@ -25,7 +25,7 @@ __all__ = ["Service"]
 _log = logging.getLogger("itm_fast.serve")
 
 # Seconds between two looks at the index on disk.
-_LOOK_EVERY = 1.0
+LOOK_EVERY = 1.0
 
 
 class Service:
@@ -58,7 +58,7 @@ class Service:
 
     async def _follow(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_EVERY)
+            await asyncio.sleep(LOOK_EVERY)
             try:
                 # Beside the queue: models that are loaded must not keep queries waiting.
                 await asyncio.to_thread(self.served.refresh)

@@ -21,7 +21,9 @@ PICTURE = {"content-type": "image/png"}
 
 @pytest.fixture(scope="module")
 def client(emoji_index: Path) -> Iterator[TestClient]:
-    app = create_app(emoji_index, limits=Limits(k=50, candidates=100, body=200_000, pixels=1_000_000), hosts=["my.site"])
+    app = create_app(
+        emoji_index, limits=Limits(k=50, candidates=100, body=200_000, pixels=1_000_000), hosts=["my.site"]
+    )
     with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
         yield client
 
@@ -150,7 +152,11 @@ BAD = [
     ("/search?q=face&k=0", 400, "k: expected 1 to 12, the number of images, got 0"),
     ("/search?q=face&k=13", 400, "k: expected 1 to 12, the number of images, got 13"),
     ("/search?q=face&k=51", 400, "k: expected at most 50, got 51"),
-    ("/search?q=face&k=1e3", 422, "k: Input should be a valid integer, unable to parse string as an integer, got '1e3'"),
+    (
+        "/search?q=face&k=1e3",
+        422,
+        "k: Input should be a valid integer, unable to parse string as an integer, got '1e3'",
+    ),
     ("/search?q=face&candidates=0", 400, "candidates: expected at least 1, got 0"),
     ("/search?q=face&candidates=201", 400, "candidates: expected at most 200, got 201"),
     ("/search?q=face&of=words", 422, "of: Input should be 'images' or 'captions', got 'words'"),

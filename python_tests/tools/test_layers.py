@@ -12,8 +12,9 @@ from python_tests.helpers.processes import ROOT
 
 # From top to bottom: a folder may import only the folders to its right.
 ORDER = [
-    "__main__", "__init__", "cli", "serve", "benchmarking", "compat", "report", "training", "search", "evaluation", "models",
-    "data", "distributed", "losses", "nn", "functional", "ops", "reference", "fragments", "config", "files", "version",
+    "__main__", "__init__", "cli", "serve", "benchmarking", "compat", "report", "training", "search", "evaluation",
+    "models", "data", "distributed", "losses", "nn", "functional", "ops", "reference", "fragments", "config", "files",
+    "version",
 ]  # fmt: skip
 
 Import = tuple[str, str, str]

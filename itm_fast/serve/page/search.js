@@ -56,6 +56,7 @@ function ask(change, pause = 0) {
 }
 
 async function run() {
+  if (!info) return; // What is typed before is asked below, when it is there.
   running?.abort();
   const own = (running = new AbortController());
   const side = sideOf();
@@ -247,7 +248,8 @@ addEventListener("keydown", (event) => {
 
 try {
   await loadInfo();
-  fromAddress();
+  if (query.value) ask({ kind: "text", value: query.value });
+  else fromAddress();
 } catch (error) {
   say(error.message, true);
 }

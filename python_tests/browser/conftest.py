@@ -1,0 +1,43 @@
+"""Tests that drive Chromium; pytest collects them only where it is installed, with its driver and selenium."""
+
+import importlib.util
+import shutil
+
+import pytest
+
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+INSTALLED = BROWSER is not None and DRIVER is not None and importlib.util.find_spec("selenium") is not None
+
+collect_ignore_glob = [] if INSTALLED else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def emoji_index(tmp_path_factory):
+    from python_tests.helpers.emoji_index import write_emoji_index
+
+    return write_emoji_index(tmp_path_factory.mktemp("browsed"))
+
+
+@pytest.fixture(scope="module")
+def service(emoji_index):
+    from python_tests.helpers.service import running_service
+
+    with running_service(emoji_index) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """Start one browser for all tests."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    # Root and containers have neither the sandbox nor much shared memory.
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
