@@ -5,24 +5,17 @@ import shutil
 
 import pytest
 
+from python_tests.helpers.service import running_service
+
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 INSTALLED = BROWSER is not None and DRIVER is not None and importlib.util.find_spec("selenium") is not None
 
 collect_ignore_glob = [] if INSTALLED else ["test_*.py"]
 
 
-@pytest.fixture(scope="session")
-def emoji_index(tmp_path_factory):
-    from python_tests.helpers.emoji_index import write_emoji_index
-
-    return write_emoji_index(tmp_path_factory.mktemp("browsed"))
-
-
 @pytest.fixture(scope="module")
-def service(emoji_index):
-    from python_tests.helpers.service import running_service
-
-    with running_service(emoji_index) as running:
+def service(served_index):
+    with running_service(served_index) as running:
         yield running
 
 

@@ -90,8 +90,8 @@ def captions(index: Index, **query: Any) -> list[str]:
     return [hit.item.captions[0] for hit in found.hits]
 
 
-def test_results_appear_while_typing(page: Page, emoji_index: Path) -> None:
-    index = Index.open(emoji_index)
+def test_results_appear_while_typing(page: Page, served_index: Path) -> None:
+    index = Index.open(served_index)
     page.open()
     page.wait(lambda: len(page.all(".hit")) == 12)
     assert page.focused() == page.id("query")
@@ -121,7 +121,7 @@ def test_results_appear_while_typing(page: Page, emoji_index: Path) -> None:
     page.wait(lambda: page.id("status").text == "query: the model knows none of the words of 'xyzzy'")
 
 
-def test_answers_to_earlier_texts_are_dropped(page: Page, emoji_index: Path) -> None:
+def test_answers_to_earlier_texts_are_dropped(page: Page, served_index: Path) -> None:
     page.open()
     page.wait(lambda: page.all(".hit"))
     # The answer to the first text comes after that to the second.
@@ -139,15 +139,15 @@ def test_answers_to_earlier_texts_are_dropped(page: Page, emoji_index: Path) -> 
     page.wait(lambda: page.run("return Boolean(window.release)"))
     page.id("query").clear()
     page.id("query").send_keys("dark face")
-    expected = captions(Index.open(emoji_index), texts="dark face", k=12)
+    expected = captions(Index.open(served_index), texts="dark face", k=12)
     assert page.names(12) == expected
     page.run("window.release()")
     page.run("return new Promise((done) => setTimeout(done, 50))")
     assert page.names(12) == expected
 
 
-def test_a_click_shows_the_attention_of_each_word(page: Page, emoji_index: Path) -> None:
-    index = Index.open(emoji_index)
+def test_a_click_shows_the_attention_of_each_word(page: Page, served_index: Path) -> None:
+    index = Index.open(served_index)
     page.open("?q=dark+face")
     page.names(12)
     page.all(".hit")[1].click()
@@ -191,8 +191,8 @@ def cells(pixels: np.ndarray) -> np.ndarray:
     return pixels.reshape(6, 80, 6, 80, 3).mean((1, 3))
 
 
-def test_a_picture_is_a_query(page: Page, emoji_index: Path, tmp_path: Path) -> None:
-    index = Index.open(emoji_index)
+def test_a_picture_is_a_query(page: Page, served_index: Path, tmp_path: Path) -> None:
+    index = Index.open(served_index)
     file = tmp_path / "a picture.png"
     file.write_bytes(emoji.picture_png("test", 5))
     page.open()

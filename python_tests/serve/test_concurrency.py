@@ -68,9 +68,9 @@ def running(client: TestClient) -> int:
     return int(float(line.split()[1]))
 
 
-def test_queries_that_wait_are_computed_together(emoji_index: Path, held: Held) -> None:
+def test_queries_that_wait_are_computed_together(served_index: Path, held: Held) -> None:
     texts = ["dark face", "woman", "xyzzy", "man with hat", "red heart", "cat"]
-    with opened(emoji_index, batch=3) as client, ThreadPoolExecutor(9) as threads:
+    with opened(served_index, batch=3) as client, ThreadPoolExecutor(9) as threads:
 
         def ask(text: str, k: int = 3) -> Any:
             return client.get("/search", params={"q": text, "k": k})
@@ -92,7 +92,7 @@ def test_queries_that_wait_are_computed_together(emoji_index: Path, held: Held) 
     assert statuses == [200, 200, 200, 400, 200, 200, 200, 200]
     assert "itm_fast_batch_queries_count 4.0" in sizes
     assert "itm_fast_batch_queries_sum 8.0" in sizes
-    index = Index.open(emoji_index)
+    index = Index.open(served_index)
     for text in ("dark face", "woman", "man with hat", "red heart", "cat"):
         (alone,) = index.search(text, 3)
         assert [hit["id"] for hit in found[text]["hits"]] == [hit.item.id for hit in alone.hits]
@@ -101,8 +101,8 @@ def test_queries_that_wait_are_computed_together(emoji_index: Path, held: Held) 
         assert scores == pytest.approx([hit.score for hit in alone.hits], abs=2e-5)
 
 
-def test_more_requests_than_allowed_are_refused(emoji_index: Path, held: Held) -> None:
-    with opened(emoji_index, concurrency=2) as client, ThreadPoolExecutor(2) as threads:
+def test_more_requests_than_allowed_are_refused(served_index: Path, held: Held) -> None:
+    with opened(served_index, concurrency=2) as client, ThreadPoolExecutor(2) as threads:
         slow = [threads.submit(client.get, f"/search?q=face&k={k}") for k in (1, 2)]
         wait_for(lambda: running(client) == 2)
         refused = client.get("/search?q=face")
@@ -114,8 +114,8 @@ def test_more_requests_than_allowed_are_refused(emoji_index: Path, held: Held) -
         assert client.get("/search?q=face").status_code == 200
 
 
-def test_a_request_that_takes_too_long_ends(emoji_index: Path, held: Held) -> None:
-    with opened(emoji_index, seconds=0.05) as client:
+def test_a_request_that_takes_too_long_ends(served_index: Path, held: Held) -> None:
+    with opened(served_index, seconds=0.05) as client:
         late = client.get("/search?q=face")
         assert (late.status_code, late.json()) == (503, {"error": "the request took longer than 0.05 s"})
         assert running(client) == 0
@@ -126,9 +126,9 @@ def test_a_request_that_takes_too_long_ends(emoji_index: Path, held: Held) -> No
     assert ["woman"] not in held.calls[1:]
 
 
-def test_a_query_of_a_client_that_left_is_not_computed(emoji_index: Path, held: Held) -> None:
+def test_a_query_of_a_client_that_left_is_not_computed(served_index: Path, held: Held) -> None:
     """Typing goes on while an answer is computed: the page closes the requests of earlier texts."""
-    app = create_app(emoji_index, limits=Limits(seconds=HANGS))
+    app = create_app(served_index, limits=Limits(seconds=HANGS))
     sent: list[Any] = []
 
     async def request(text: str, left: asyncio.Event) -> None:

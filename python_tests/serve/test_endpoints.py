@@ -20,9 +20,9 @@ PICTURE = {"content-type": "image/png"}
 
 
 @pytest.fixture(scope="module")
-def client(emoji_index: Path) -> Iterator[TestClient]:
+def client(served_index: Path) -> Iterator[TestClient]:
     app = create_app(
-        emoji_index, limits=Limits(k=50, candidates=100, body=200_000, pixels=1_000_000), hosts=["my.site"]
+        served_index, limits=Limits(k=50, candidates=100, body=200_000, pixels=1_000_000), hosts=["my.site"]
     )
     with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
         yield client
@@ -43,8 +43,8 @@ def hits_of(hits: tuple[Hit, ...]) -> list[dict[str, object]]:
     ]
 
 
-def test_a_search_finds_what_the_index_finds(client: TestClient, emoji_index: Path) -> None:
-    index = Index.open(emoji_index)
+def test_a_search_finds_what_the_index_finds(client: TestClient, served_index: Path) -> None:
+    index = Index.open(served_index)
     png = emoji.picture_png("test", 3)
     for found, (expected,) in (
         (client.get("/search", params={"q": "dark face", "k": 4}), index.search("dark face", 4)),
@@ -63,9 +63,9 @@ def test_a_search_finds_what_the_index_finds(client: TestClient, emoji_index: Pa
     assert answer["unknown"] == ["xyzzy"]
 
 
-def test_an_explanation_has_the_attention_of_each_word(client: TestClient, emoji_index: Path) -> None:
+def test_an_explanation_has_the_attention_of_each_word(client: TestClient, served_index: Path) -> None:
     answer = client.get("/explain", params={"q": "dark xyzzy face", "image": "set/3.png"}).json()
-    expected = Index.open(emoji_index).explain("dark xyzzy face", "set/3.png")
+    expected = Index.open(served_index).explain("dark xyzzy face", "set/3.png")
     assert answer["words"] == ["<start>", "dark", "xyzzy", "face", "<end>"]
     assert answer["known"] == [True, True, False, True, True]
     assert answer["special"] == [True, False, False, False, True]
@@ -80,9 +80,9 @@ def test_an_explanation_has_the_attention_of_each_word(client: TestClient, emoji
         assert sum(row) == pytest.approx(1, abs=36e-5)
 
 
-def test_pictures_are_sent_once(client: TestClient, emoji_index: Path) -> None:
+def test_pictures_are_sent_once(client: TestClient, served_index: Path) -> None:
     answer = client.get("/pictures/" + quote("set/3.png", safe=""))
-    assert answer.content == Index.open(emoji_index).thumbnail("set/3.png")
+    assert answer.content == Index.open(served_index).thumbnail("set/3.png")
     assert answer.headers["content-type"] == "image/webp"
     assert Image.open(io.BytesIO(answer.content)).size == (72, 72)
     tag = answer.headers["etag"]

@@ -35,14 +35,14 @@ def raw(service: Service, content: bytes) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.thorough
-def test_it_answers_what_is_in_progress_and_stops(emoji_index: Path) -> None:
+def test_it_answers_what_is_in_progress_and_stops(served_index: Path) -> None:
     png = emoji.picture_png("test", 3)
     head = (
         f"POST /search?k=1 HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: image/png\r\nContent-Length: {len(png)}\r\n"
         "Connection: close\r\n\r\n"
     )
-    with running_service(emoji_index, "--max-seconds", str(HANGS)) as service:
-        (expected,) = Index.open(emoji_index).search("dark face", 1)
+    with running_service(served_index, "--max-seconds", str(HANGS)) as service:
+        (expected,) = Index.open(served_index).search("dark face", 1)
         status, found = service.get("/search?q=dark+face&k=1")
         assert (status, found["hits"][0]["id"]) == (200, expected.hits[0].item.id)
 
@@ -79,7 +79,7 @@ def test_it_answers_what_is_in_progress_and_stops(emoji_index: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_bad_requests_among_good_ones_do_no_harm(emoji_index: Path) -> None:
+def test_bad_requests_among_good_ones_do_no_harm(served_index: Path) -> None:
     """Each request has one outcome whatever runs beside it; none fails in the server, and memory does not grow."""
     png = emoji.picture_png("test", 3)
     picture = {"content_type": "image/png"}
@@ -116,7 +116,7 @@ def test_bad_requests_among_good_ones_do_no_harm(emoji_index: Path) -> None:
         return wrong
 
     arguments = ("--max-megabytes", "1", "--max-seconds", str(HANGS))
-    with running_service(emoji_index, *arguments) as service:
+    with running_service(served_index, *arguments) as service:
         assert load(service, 4) == []
         before = service.memory()
         assert load(service, 8) == []
@@ -128,16 +128,16 @@ def test_bad_requests_among_good_ones_do_no_harm(emoji_index: Path) -> None:
 
 
 def test_what_prevents_a_start_is_one_line(
-    emoji_index: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    served_index: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert error(capsys, "serve", data) == (
         1, f"{data}/index.json: no such file, so {data} is not an index; itm-fast index build writes one"
     )  # fmt: skip
     emoji_model(5).save(tmp_path / "other")
-    message = f"{emoji_index}: the index was built with another model than {tmp_path / 'other'}; build it again to use"
-    assert error(capsys, "serve", emoji_index, "--checkpoint", tmp_path / "other") == (1, f"{message} this one")
+    message = f"{served_index}: the index was built with another model than {tmp_path / 'other'}; build it again to use"
+    assert error(capsys, "serve", served_index, "--checkpoint", tmp_path / "other") == (1, f"{message} this one")
     damaged = tmp_path / "damaged"
-    shutil.copytree(emoji_index, damaged)
+    shutil.copytree(served_index, damaged)
     manifest = (damaged / "index.json").read_text()
     (damaged / "index.json").write_text(manifest.replace('"generation": 1', '"generation": 2'))
     message = f"{damaged}/index.json: damaged: its content does not match its checksum"
@@ -155,13 +155,13 @@ def test_what_prevents_a_start_is_one_line(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         message = f"--port: cannot listen on 127.0.0.1:{port} (Address already in use); choose another --host or --port"
-        assert error(capsys, "serve", emoji_index, "--port", port) == (1, message)
+        assert error(capsys, "serve", served_index, "--port", port) == (1, message)
     message = "--host: no such address: nowhere.invalid ("
-    assert error(capsys, "serve", emoji_index, "--host", "nowhere.invalid")[1].startswith(message)
+    assert error(capsys, "serve", served_index, "--host", "nowhere.invalid")[1].startswith(message)
     message = "--max-seconds: expected a finite number above 0, got 0"
-    assert error(capsys, "serve", emoji_index, "--max-seconds", "0") == (1, message)
+    assert error(capsys, "serve", served_index, "--max-seconds", "0") == (1, message)
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
     message = "serve: the package uvicorn is not installed; install it with pip install 'itm_fast[serve]'"
-    assert error(capsys, "serve", emoji_index) == (1, message)
+    assert error(capsys, "serve", served_index) == (1, message)
     assert error(capsys, "demo", "--serve") == (1, message)
