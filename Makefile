@@ -28,7 +28,7 @@ PROSE = '*.md' '*.py' '*.h' '*.cpp' '*.cu' '*.yaml'
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-adapters test-oldest test-cuda-load build lint format types dist check-dist check-cross cuda-resources gpu-wheels fuzz bench docs clean
+.PHONY: help demo test test-adapters test-browser test-oldest test-cuda-load build lint format types dist check-dist check-cross cuda-resources gpu-wheels fuzz bench docs clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -39,7 +39,10 @@ demo: build ## Train on the bundled emoji data, evaluate, write the report.
 # The simulated kernels take a fifth of the time; without --thorough they run on demand: make test ARGS="-m shim".
 test: build ## Run the tests in two processes; ARGS=--thorough runs all, also CUDA and AMX kernels in the simulators.
 	$(PYTHON) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder \
-	  $(if $(filter --thorough,$(ARGS)),,-m 'not shim') $(ARGS)
+	  -m '$(if $(filter --thorough,$(ARGS)),,not shim and )not browser' $(ARGS)
+
+test-browser: build ## Test the page of itm-fast serve in Chromium; first: apt-get install chromium chromium-driver.
+	$(PYTHON) -m pytest -m browser $(ARGS) python_tests/browser
 
 test-adapters: build $(ADAPTERS)/.set-up ## Run the tests with sentence-transformers, open_clip, ONNX, wandb and MLflow.
 	$(ADAPTERS)/bin/python -m pytest python_tests/adapters $(ARGS)

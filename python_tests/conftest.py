@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from itm_fast.data import placement
 from python_tests.helpers.commands import train_small
 from python_tests.helpers.concepts import write_concepts
+from python_tests.helpers.emoji_index import write_emoji_index
 from python_tests.helpers.host import host_memory
 
 # The tensors of the tests are small: more threads are slower, and many times slower on a busy machine. Tests that
@@ -70,3 +71,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train one epoch on `data` and return the RUN folder; a test that changes files copies it."""
     return train_small(data, tmp_path_factory.mktemp("trained") / "run")
+
+
+@pytest.fixture(scope="session")
+def served_index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write an index of emoji with captions; a test that changes it writes its own."""
+    return write_emoji_index(tmp_path_factory.mktemp("served"))

@@ -28,6 +28,7 @@ from itm_fast.cli.realign import realign
 from itm_fast.cli.recipes import recipes
 from itm_fast.cli.score import score
 from itm_fast.cli.search import search
+from itm_fast.cli.serve import serve
 from itm_fast.cli.train import TrainCommand, train
 from itm_fast.distributed.launch import launched
 from itm_fast.distributed.world import joined_before
@@ -45,7 +46,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, train, recipes, models, evaluate, score, search, explain, curves, realign, convert, bench):
+for command in (demo, train, recipes, models, evaluate, score, search, serve, explain, curves, realign, convert, bench):
     app.command(cls=TrainCommand if command is train else Command)(command)
 data.app.command("import", cls=Command)(data_import.import_command)
 app.add_typer(data.app, name="data")

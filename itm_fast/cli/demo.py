@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import platform
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from itm_fast.cli import demo_search
+from itm_fast.cli.serve import check_packages
 
 if TYPE_CHECKING:
     from itm_fast.data import PrecomputedDataset
@@ -48,12 +50,22 @@ def demo(
     ] = 0,
     threads: Annotated[int, typer.Option(metavar="N", min=0, help="CPU threads; 0 uses PyTorch's default.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Then search the pictures in a browser. A finished demo is not trained again."),
+    ] = False,
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port of --serve; 0: a free one.")] = 8080,
 ) -> None:
     """Train SCAN on the bundled emoji, evaluate it on unseen pictures and write a report.
 
     The model learns from the raw pixels of 2,800 emoji. The report then searches 500 unseen pictures by caption, and
     captions by picture.
     """
+    if serve:
+        check_packages()
+        if demo_search.is_finished(out):
+            demo_search.serve_demo(out, port)
+            return
     import torch
 
     from itm_fast import build_info, evaluation, models
@@ -112,12 +124,10 @@ def demo(
     typer.echo(f"\n{test.n_images} test pictures, {len(test):,} captions:\n")
     typer.echo(evaluation.recall_table({"trained": trained, "untrained": untrained}))
     typer.echo(f"\nreport: {(out / 'report.html').resolve()}")
-    run, index = shlex.quote(str(out)), shlex.quote(str(out.with_name(f"{out.name}-index")))
-    typer.echo(
-        "\nsearch the pictures:\n"
-        f"  itm-fast index build --checkpoint {run} --data {shlex.quote(str(data))} --out {index}\n"
-        f'  itm-fast search {index} "a red heart" --html found.html'
-    )
+    if serve:
+        demo_search.serve_demo(out, port)
+    else:
+        typer.echo("\n" + demo_search.commands(out, data))
 
 
 def _clear_earlier_demo(config: TrainConfig) -> None:

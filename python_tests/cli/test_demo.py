@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ import torch
 
 from itm_fast import cli, evaluation, models
 from itm_fast.cli import demo as demo_command
+from itm_fast.cli import demo_search
 from itm_fast.data import Batch, PrecomputedDataset, Vocabulary, emoji
+from itm_fast.search import Index
 from itm_fast.training import Trainer
 from itm_fast.training.metrics_log import read_metrics
 
@@ -49,13 +52,26 @@ def test_demo_trains_on_the_training_split_alone(
     assert cli.run(["demo", "--out", str(out)]) == 0
 
     printed = capsys.readouterr().out.splitlines()
-    build, search = (shlex.split(line) for line in printed if line.startswith("  itm-fast "))
+    served, build, search = (shlex.split(line) for line in printed if re.match(r"  \S*itm-fast ", line))
+    assert served[1:] == ["demo", "--serve", "--out", str(out)]
     assert cli.run(build[1:]) == 0
     page = tmp_path / "found.html"
     # The vocabulary of so few captions lacks the words of the example.
     assert search[1:] == ["search", build[-1], "a red heart", "--html", "found.html"]
     assert cli.run(["search", build[-1], captions[0], "--html", str(page), "-k", "14"]) == 0
     assert page.read_text(encoding="utf-8").count("data:image/webp") == 14
+
+    # A finished demo is searched without training it again; its index is built once.
+    steps = len(seen)
+    served: list[tuple[Path, list[Path]]] = []
+    monkeypatch.setattr(demo_search, "run_service", lambda index, runs, **_: served.append((index, runs)))
+    shutil.rmtree(build[-1])
+    for _ in range(2):
+        assert cli.run(["demo", "--serve", "--out", str(out)]) == 0
+    assert served == [(out.with_name("demo-index"), [out])] * 2
+    assert len(seen) == steps
+    index = Index.open(served[0][0])
+    assert (index.size("images"), index.size("captions"), index.manifest.generation) == (14, 70, 1)
 
     train_pictures = torch.from_numpy(pictures[PARTS["train"]]).float()
     for batch in seen:

@@ -12,7 +12,8 @@ from python_tests.helpers.processes import ROOT
 
 # From top to bottom: a folder may import only the folders to its right.
 ORDER = [
-    "__main__", "__init__", "cli", "benchmarking", "adapters", "compat", "report", "training", "search", "evaluation",
+    "__main__", "__init__", "cli", "serve", "benchmarking", "adapters", "compat", "report", "training", "search",
+    "evaluation",
     "models", "data", "distributed", "losses", "nn", "functional", "ops", "reference", "fragments", "config", "files",
     "version",
 ]  # fmt: skip

@@ -1,0 +1,125 @@
+"""Turn results and explanations into JSON.
+
+Inside: `facts`, `found`, `explained`, `unknown_words`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from itm_fast.data import emoji
+from itm_fast.evaluation import Explanation
+from itm_fast.models import MatchingModel
+from itm_fast.nn import BackboneEncoder
+from itm_fast.search import Index, Item, Results
+from itm_fast.serve.limits import Limits
+from itm_fast.serve.queue import Query
+from itm_fast.version import __version__
+
+__all__ = ["explained", "facts", "found", "unknown_words"]
+
+_UNKNOWN = " (unknown)"
+_DIGITS = 5
+# Items that the page shows before the first query.
+_SAMPLES = 24
+
+
+def facts(index: Index, limits: Limits) -> dict[str, Any]:
+    """Return what the index holds and which requests it can answer, without paths of the server."""
+    manifest, images = index.manifest, index.snapshot.sides["images"]
+    positions = images.positions()
+    spread = positions[:: max(-(-len(positions) // _SAMPLES), 1)].tolist()
+    return {
+        "images": index.size("images"),
+        "captions": index.size("captions"),
+        "generation": manifest.generation,
+        "models": [model.name for model in index.members.models],
+        "accepts_pictures": bool(manifest.pictures),
+        "explains": any(hasattr(model, "pair_steps") for model in index.members.models),
+        "candidates": manifest.candidates,
+        "limits": {"k": limits.k, "candidates": limits.candidates, "body": limits.body, "pixels": limits.pixels},
+        "samples": [_item(index, images.item(position)) for position in spread],
+        "version": __version__,
+    }
+
+
+def found(index: Index, results: Results, unknown: list[str]) -> dict[str, Any]:
+    """Return the results of a query, some words of which may be `unknown`."""
+    return {
+        "query": _text(results.query),
+        "unknown": unknown,
+        "scored": results.scored,
+        "generation": index.manifest.generation,
+        "hits": [
+            {"rank": hit.rank, "score": round(hit.score, _DIGITS), **_item(index, hit.item)} for hit in results.hits
+        ],
+    }
+
+
+def unknown_words(index: Index, query: Query) -> list[str]:
+    """Return the words of a query that the first model does not know."""
+    vocabulary = index.members.main.tokenizer
+    pieces = [] if vocabulary is None or query.kind != "texts" else vocabulary.pieces(query.value)
+    return list(dict.fromkeys(piece.removesuffix(_UNKNOWN) for piece in pieces if piece.endswith(_UNKNOWN)))
+
+
+def _item(index: Index, item: Item) -> dict[str, Any]:
+    """Return an item without the path of its picture, which concerns the server alone."""
+    image = item.id if item.side == "images" else item.image
+    images = index.snapshot.sides["images"]
+    has_picture = image in images.by_id and bool(images.thumbnail(images.by_id[image]))
+    return {
+        "id": _text(item.id),
+        "side": item.side,
+        "captions": [_text(caption) for caption in item.captions],
+        "image": _text(image) if image else None,
+        "picture": has_picture,
+    }
+
+
+def _text(text: str) -> str:
+    """Return a text that JSON in UTF-8 can hold: names of files may contain lone surrogates."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
+
+
+def explained(index: Index, explanation: Explanation, model: MatchingModel, text: str, image: Item) -> dict[str, Any]:
+    """Return the attention between the words of a text and the regions of an image.
+
+    `directions` has "t2i", one row of weights over the regions per word, or "i2t", one row of weights over the words
+    per region, or both; of several steps, all. `grid` has the rows and columns of the regions on the picture, and
+    `before` the number of regions before the first one of them; both are null if the index does not know the places.
+    """
+    steps = next(iter(explanation.directions.values()))
+    words = len(explanation.words)
+    shape = steps.attention[0].shape
+    regions = int(shape[1] if "t2i" in explanation.directions else shape[0])
+    side = _grid_side(index.manifest.pictures, model)
+    before = None if side is None else regions - side * side
+    if before is None or before not in (0, 1):
+        side = before = None
+    return {
+        "query": text,
+        "item": _item(index, image),
+        "score": round(explanation.score, _DIGITS),
+        "words": [word.removesuffix(_UNKNOWN) for word in explanation.words],
+        "known": [not word.endswith(_UNKNOWN) for word in explanation.words],
+        "special": [number in (0, words - 1) for number in range(words)],
+        "regions": regions,
+        "grid": None if side is None else [side, side],
+        "before": before,
+        "directions": {
+            name: [[[round(weight, _DIGITS) for weight in row] for row in step.tolist()] for step in part.attention]
+            for name, part in explanation.directions.items()
+        },
+    }
+
+
+def _grid_side(kind: str, model: MatchingModel) -> int | None:
+    """Return the regions per side of a picture, or None if the index holds features of unknown places."""
+    if not kind:
+        return None
+    side = emoji.GRID if kind == "emoji" else int(kind.partition("x")[2])
+    encoder = getattr(model, "image_encoder", None)
+    return math.isqrt(encoder.regions(encoder.side * side)) if isinstance(encoder, BackboneEncoder) else side
