@@ -20,8 +20,8 @@ def convert(
         str,
         typer.Option(
             metavar="NAME",
-            help="Source of the checkpoint: bfan, chan, dbl, esa, naaf, oscar, pfan, rcar, rvsepp, scan, sgraf or "
-            "vse_infty.",
+            help="Source of the checkpoint: scan, bfan, pfan, sgraf, rcar, dbl, esa, naaf, chan, vse_infty, rvsepp or "
+            "oscar.",
         ),
     ],
     vocab: Annotated[

@@ -123,6 +123,10 @@ def _trainer(
                     data.check_caption_lengths(model.max_caption_length)
                     model.prepare(data)
                 anchor = frozen_anchor(config, model, vocabulary, resume=resume)
+        elif config.noise:
+            raise ValueError(
+                "noise: expected 0 with your own data sets; CaptionDataset.shuffle_captions shuffles their captions"
+            )
         if train_data is None or validation_data is None:
             raise ValueError("train_data, validation_data: expected both or none")
         if model is None:

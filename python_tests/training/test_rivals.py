@@ -13,7 +13,7 @@ from torch import Tensor
 
 from itm_fast.evaluation import score_matrix
 from itm_fast.losses.rectified_loss import pair_losses, predicted_labels
-from itm_fast.training import TrainConfig
+from itm_fast.training import TrainConfig, train
 from itm_fast.training.rivals.meta_spn import WeightNetwork, pair_terms
 from itm_fast.training.rivals.mixture import low_share
 from itm_fast.training.rivals.offline import offline_negatives, paired_scores
@@ -273,3 +273,15 @@ def test_shuffled_captions_depend_on_the_seed_alone(data: Path, tmp_path: Path) 
     batch = trainers[1].batch([3, 4])
     assert torch.equal(batch.image_index, first[[3, 4]])
     assert torch.equal(batch.features, trainers[1].image_batch(first[[3, 4]]))
+
+
+def test_noise_is_refused_beside_own_data(data: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(settings(data, tmp_path, "ncr", noise=0.0))
+    with pytest.raises(ValueError, match=r"^noise: expected 0 with your own data sets; CaptionDataset\.shuffle"):
+        train(
+            settings(data, tmp_path / "run", "ncr", noise=0.2),
+            model=trainer.model,
+            train_data=trainer.train_data,
+            validation_data=trainer.validation_data,
+            progress=False,
+        )
