@@ -25,7 +25,7 @@ PROSE = '*.md' '*.py' '*.h' '*.cpp' '*.cu' '*.yaml'
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-cuda-load build lint format types dist check-dist wheels check-metadata release check-cross cuda-resources gpu-wheels fuzz bench docs clean
+.PHONY: help demo test test-oldest test-cuda-load build lint format types dist check-dist wheels check-metadata release check-cross cuda-resources gpu-wheels fuzz bench rivals docs clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -85,7 +85,7 @@ check-metadata: $(STAMP) ## Check pyproject.toml, CITATION.cff, workflows and is
 	  $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 
 release: $(STAMP) ## Raise the version, date the changelog, commit and tag: make release PART=patch (or minor, major).
-	$(PYTHON) -m pip install -q --disable-pip-version-check bump-my-version==1.8.1
+	$(PYTHON) -m pip install -q --disable-pip-version-check bump-my-version==1.8.1 rich-click==1.8.9
 	$(VENV)/bin/bump-my-version bump $(ARGS) $(or $(PART),$(error name the part to raise: make release PART=patch))
 
 check-cross: $(STAMP) ## Compile the CPU code for Linux aarch64 and macOS arm64.
@@ -104,6 +104,15 @@ fuzz: build ## Fuzz operators, file formats and interrupted runs: make fuzz MINU
 
 bench: build ## Measure against the per-caption loop and the packed form in plain PyTorch.
 	$(VENV)/bin/itm-fast bench $(ARGS)
+
+# Packages of the project are visible there through a .pth file; itm_fast itself is found in the current folder.
+RIVALS := build/rivals
+rivals: build ## Measure other packages beside itm_fast and write benchmarks/results/rivals.json.
+	$(PYTHON) -m venv $(RIVALS)
+	$(PYTHON) -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")' \
+	  >"$$($(RIVALS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/dependencies.pth"
+	$(RIVALS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r benchmarks/rivals.txt
+	$(RIVALS)/bin/python -m benchmarks.rivals --json benchmarks/results/rivals.json $(ARGS)
 
 docs: $(STAMP) ## Build the documentation into site/; a broken link or anchor is an error.
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet $(ARGS)
