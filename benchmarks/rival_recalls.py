@@ -36,7 +36,7 @@ class RecallCase:
         generator = torch.Generator().manual_seed(0)
         images = torch.randn(self.images, self.dim, generator=generator)
         noise = torch.randn(CAPTIONS * self.images, self.dim, generator=generator)
-        captions = images.repeat_interleave(CAPTIONS, 0) + 3.5 * noise
+        captions = images.repeat_interleave(CAPTIONS, 0) + 5.0 * noise
         normalize = torch.nn.functional.normalize
         return normalize(images, dim=1), normalize(captions, dim=1)
 

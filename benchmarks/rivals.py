@@ -164,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure itm_fast beside other packages on the CPU.")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default 2)")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of the scores; recalls have up to 3 (default 7)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of the scores; recalls have up to 3 (default 5)")
     parser.add_argument("--images", type=int, default=RECALLS.images, help="images of the recalls (default 5000)")
     options = parser.parse_args()
     try:
