@@ -25,7 +25,7 @@ PROSE = '*.md' '*.py' '*.h' '*.cpp' '*.cu' '*.yaml'
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-cuda-load build lint format types dist check-dist wheels check-metadata release check-cross cuda-resources gpu-wheels fuzz bench rivals docs clean
+.PHONY: help demo test test-oldest test-cuda-load build lint format types dist check-dist wheels check-metadata release check-cross cuda-resources gpu-wheels fuzz bench rivals test-rivals docs clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -107,11 +107,17 @@ bench: build ## Measure against the per-caption loop and the packed form in plai
 
 # Packages of the project are visible there through a .pth file; itm_fast itself is found in the current folder.
 RIVALS := build/rivals
-rivals: build ## Measure other packages beside itm_fast and write benchmarks/results/rivals.json.
+$(RIVALS)/.set-up: benchmarks/rivals.txt $(STAMP)
 	$(PYTHON) -m venv $(RIVALS)
 	$(PYTHON) -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")' \
 	  >"$$($(RIVALS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/dependencies.pth"
 	$(RIVALS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r benchmarks/rivals.txt
+	touch $@
+
+test-rivals: build $(RIVALS)/.set-up ## Test that other packages, installed into build/rivals, give the same numbers.
+	$(RIVALS)/bin/python -m pytest -q -p no:cacheprovider python_tests/benchmarks/test_rivals.py $(ARGS)
+
+rivals: build $(RIVALS)/.set-up ## Measure these packages beside itm_fast and write benchmarks/results/rivals.json.
 	$(RIVALS)/bin/python -m benchmarks.rivals --json benchmarks/results/rivals.json $(ARGS)
 
 docs: $(STAMP) ## Build the documentation into site/; a broken link or anchor is an error.

@@ -68,10 +68,10 @@ def test_wheels_leave_out_the_same_libraries_everywhere():
 
 
 def test_the_check_of_the_sdist_names_what_is_missing_or_too_much():
-    tracked = {".gitignore", "setup.py", "docs/a.md"}
+    tracked = {".gitignore", "setup.py", "examples/a.txt"}
     packed = {"setup.py", "PKG-INFO", "itm_fast.egg-info/PKG-INFO", "note.txt"}
     assert check_sdist.differences(tracked, packed) == [
-        "docs/a.md is missing: add it to MANIFEST.in",
+        "examples/a.txt is missing: add it to MANIFEST.in",
         "note.txt is not under version control",
     ]
     assert check_sdist.differences({"setup.py"}, {"setup.py", "setup.cfg"}) == []
