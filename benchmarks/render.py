@@ -29,6 +29,7 @@ from benchmarks import (
     reader,
     realignment,
     regulated_step,
+    rivals,
     scaling,
     scenarios,
     search,
@@ -92,6 +93,13 @@ def coco() -> str:
     return "\n".join(parts)
 
 
+def rival_packages() -> str:
+    """Render the comparison with other packages, once it was measured on a quiet machine."""
+    if not (RESULTS / "rivals.json").exists():
+        return "Not measured yet: `make rivals`.\n"
+    return measured("rivals", rivals.markdown, "make rivals")()
+
+
 def scaled() -> str:
     """Render the projection of rehearsal and reader to more GPUs and larger data."""
     commands = {name: f"python -m benchmarks.{name} --json {{}}" for name in ("coco_epoch", "reader")}
@@ -119,6 +127,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         ),
         "reader": measured("reader", reader.markdown, "python -m benchmarks.reader --json {}"),
         "maxsim": measured("maxsim", maxsim.markdown, "python -m benchmarks.maxsim --json {}"),
+        "rivals": rival_packages,
         "buckets": measured("buckets", buckets.markdown, "python -m benchmarks.buckets --json {}"),
         "coco": coco,
     },

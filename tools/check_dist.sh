@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Install the wheel of dist/ into a new virtual environment outside the source tree and use it there. Then do the same
-# with the result of plain `pip install .`, with isolation: against the installed torch, and without one. TORCH names
-# the torch to fetch in that case.
+# Compare the sdist of dist/ with the files under version control. Install the wheel of dist/ into a new virtual
+# environment outside the source tree and use it there. Then do the same with the result of plain `pip install .`, with
+# isolation: against the installed torch, and without one. TORCH names the torch to fetch in that case.
 set -euo pipefail
 : "${TORCH:?call me by make check-dist}"
 root=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+"$root/.venv/bin/python" "$root/tools/check_sdist.py"
 cp "$root/tools/check_installation.py" "$work"
 cd "$work"
 
