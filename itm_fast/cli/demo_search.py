@@ -10,6 +10,8 @@ import shlex
 import sys
 from pathlib import Path
 
+import typer
+
 from itm_fast.cli.serve import run_service
 
 __all__ = ["commands", "is_finished", "serve_demo"]
@@ -54,6 +56,7 @@ def serve_demo(out: Path, port: int) -> None:
     """Build an index of the test pictures unless there is one of this model, and serve it until it is stopped."""
     index = _index_of(out)
     if not _fits(index, out):
+        typer.echo(f"building the index {index}")
         _build(index, out)
     run_service(index, [out], browser=True, port=port)
 
