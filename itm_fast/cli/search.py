@@ -116,7 +116,7 @@ def search(
             return
         for first in range(0, len(values), _BATCH):
             yield from opened.search(
-                **{kinds[0]: values[first : first + _BATCH]},
+                **{kinds[0]: values[first : first + _BATCH]},  # type: ignore[arg-type]
                 k=k,
                 of=side,
                 candidates=candidates,
