@@ -111,7 +111,7 @@ def search(
         if shards is not None:
             for one in values:
                 asked = {"picture": Path(one)} if image else {"text": one}
-                yield shards.search(**asked, k=k, of=side, candidates=candidates, exact=exact)  # type: ignore[arg-type]
+                yield shards.search(**asked, k=k, of=side, candidates=candidates, exact=exact)
         if opened is None:
             return
         for first in range(0, len(values), _BATCH):

@@ -19,6 +19,7 @@ from safetensors.torch import save
 from itm_fast.data import CaptionDataset
 from itm_fast.search import Index, check
 from itm_fast.search import segments as segments_module
+from itm_fast.search import snapshot as snapshot_module
 from itm_fast.search.writing import locked
 from python_tests.helpers.commands import error
 from python_tests.helpers.full_disk import no_file_above
@@ -176,6 +177,33 @@ def test_ten_thousand_adds_and_deletes_leave_no_garbage(
     compacted = index.info()
     assert {**compacted, "generation": 1} == first
     assert index.search("red ball", 24) == before
+
+
+def test_mapped_pages_are_released(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.arange(4 * 2**20, dtype=torch.float32).view(-1, 1024)
+    record = segments_module.write_tensors(tmp_path, "images", {"values": values, "none": values[:0]})
+    mapped = segments_module.map_file(tmp_path, record)
+    assert torch.equal(mapped.tensors["values"], values)
+    assert mapped.tensors["none"].shape == (0, 1024)
+    assert resident(record.file) >= values.nbytes
+    mapped.release()
+    assert resident(record.file) == 0
+    assert torch.equal(mapped.tensors["values"], values)
+
+    index = Index.open(built, scan())
+    before = index.search("red ball", 24, of="images")
+    monkeypatch.setattr(snapshot_module, "_MAPPED", 1)
+    released = []
+    monkeypatch.setattr(snapshot_module.Segment, "release", lambda segment: released.append(segment))
+    assert index.search("red ball", 24, of="images") == before
+    assert released
+
+
+def resident(name: str) -> int:
+    """Return the bytes of a mapped file that are in the memory of this process."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if line.endswith(name))
+    return 1024 * int(next(line for line in lines[first:] if line.startswith("Rss:")).split()[1])
 
 
 def test_links_are_not_followed_for_writing(train: CaptionDataset, tmp_path: Path) -> None:

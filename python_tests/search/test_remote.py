@@ -110,7 +110,10 @@ def test_the_best_of_all_services_are_those_of_one_index(
         assert (shards.size(), shards.size("captions")) == (24, 120)
         for text, k in (("red ball", 9), ("dog", 24), ("sun cup", None)):
             assert shards.search(text, k) == whole.search(text, k)[0]
-        found, expected = shards.search(picture=picture, k=7), whole.search(features=picture_of(picture), k=7)[0]
+        found, expected = (
+            shards.search(picture=picture, k=7),
+            whole.search(features=rows_in(picture.read_bytes()), k=7)[0],
+        )
         assert (found.hits, found.query) == (expected.hits, str(picture))
         assert shards.search(picture=picture, k=3, of="images").hits[0].item.id == "train3"
         for k in (0, 25):
@@ -124,8 +127,8 @@ def test_the_best_of_all_services_are_those_of_one_index(
             Shards([first, other])
 
 
-def picture_of(path: Path) -> np.ndarray:
-    return np.frombuffer(bytearray(path.read_bytes()), np.float32).reshape(1, -1, 8)
+def rows_in(content: bytes) -> np.ndarray:
+    return np.frombuffer(bytearray(content), np.float32).reshape(1, -1, 8)
 
 
 @pytest.mark.parametrize(
