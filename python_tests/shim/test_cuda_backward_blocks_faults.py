@@ -51,7 +51,7 @@ FAULTS = {
         (GRADIENTS, "tile < contexts.n_tiles(); ++tile", "tile < 1; ++tile"),
         ERROR,
     ),
-    "tasks that blocks asked for in vain are not counted": (
+    "tasks that blocks ask for when none is left are not counted": (
         (GRADIENTS, "taken += tasks + grid_blocks();", "taken += tasks;"),
         r"^backward: ",
     ),
