@@ -110,8 +110,7 @@ def backward(batch: int, dim: int = DIM) -> Work:
 def listed_seconds(batch: int, device: str) -> float:
     """Return the predicted seconds of the same backward as lists of pairs.
 
-    A warp skips the groups of 16 rows that a caption does not have, so the HMMA of these rows are left out. Their copies
-    are made.
+    A warp skips the groups of 16 rows that a caption does not have: their HMMA are left out, their copies count.
     """
     (lists,) = listed_pairs(batch**2)
     busy = times(lists, device)

@@ -178,10 +178,8 @@ def _consequences() -> str:
 def _all_negatives() -> str:
     """Compare blocks of scores with lists of pairs."""
     blocks = dense_costs.backward(128)
-    times = [
-        f"{seconds(predict(blocks, name).seconds)} instead of {seconds(dense_costs.listed_seconds(128, name))} on {name}"
-        for name in DEVICES
-    ]
+    lists = {name: seconds(dense_costs.listed_seconds(128, name)) for name in DEVICES}
+    times = [f"{seconds(predict(blocks, name).seconds)} instead of {lists[name]} on {name}" for name in DEVICES]
     return (
         f"- The backward over all negatives at B = 128 is predicted to take {', '.join(times)}, in blocks of scores "
         "instead of lists of pairs. Neither counts the softmax over the regions and its gradient. Blocks count the "
